@@ -1,0 +1,3 @@
+//! The `finetune` program.
+
+fn main() {}

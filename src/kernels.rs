@@ -1,0 +1,8 @@
+//! The engine's fused operations, one file an operation, and what they share.
+//!
+//! Kernels work on plain slices of `f32`, `f16` or `bf16`; sums and everything non-linear run in FP32.
+
+pub mod convert;
+pub mod isa;
+pub mod math;
+pub mod matmul;

@@ -4,5 +4,6 @@
 
 pub mod error;
 pub mod kernels;
+pub mod random;
 
 pub use error::{Error, Result};

@@ -2,6 +2,9 @@
 //!
 //! The modules stand in dependency order: each uses only those above it. `tests/architecture.rs` holds that order.
 
+pub mod digest;
 pub mod error;
+pub mod model;
+pub mod tensor_file;
 
 pub use error::{Error, Result};

@@ -73,7 +73,7 @@ fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
         let mut end = Vec::new();
         file.seek(SeekFrom::Start(start))?;
         file.read_to_end(&mut end)?;
-        if start == 0 || end.iter().filter(|&&byte| byte == b'\n').count() > 1 {
+        if start == 0 || end.iter().rev().filter(|&&byte| byte == b'\n').nth(1).is_some() {
             break (start, end);
         }
         window *= 4;

@@ -13,5 +13,6 @@ pub mod precision;
 pub mod random;
 pub mod telemetry;
 pub mod tensor_file;
+pub mod train;
 
 pub use error::{Error, Result};

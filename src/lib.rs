@@ -3,5 +3,6 @@
 //! The modules stand in dependency order: each uses only those above it. `tests/architecture.rs` holds that order.
 
 pub mod error;
+pub mod precision;
 
 pub use error::{Error, Result};

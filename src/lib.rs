@@ -2,6 +2,7 @@
 //!
 //! The modules stand in dependency order: each uses only those above it. `tests/architecture.rs` holds that order.
 
+pub mod checkpoint;
 pub mod digest;
 pub mod error;
 pub mod model;

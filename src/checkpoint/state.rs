@@ -5,6 +5,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::data::Cursor;
+use crate::precision::ScalerState;
 use crate::{Error, Result};
 
 /// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes. It reads this
@@ -28,9 +30,9 @@ pub struct State {
     /// What must not change when a run is resumed.
     pub identity: Identity,
     /// The loss scaler's moving parts.
-    pub scaler: Value,
+    pub scaler: ScalerState,
     /// Where the next training batch starts.
-    pub cursor: Value,
+    pub cursor: Cursor,
     /// The schedule's settings that the run has used so far.
     pub schedule: Value,
     /// Validation loss at this step, if it was measured here: nats a token.
@@ -111,7 +113,6 @@ pub(super) fn refuse_newer(text: &[u8]) -> Result<(), String> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use proptest::prelude::*;
-    use serde_json::json;
 
     use super::*;
 
@@ -124,8 +125,8 @@ mod tests {
             tokens: 1 << 40,
             seed: u64::MAX,
             identity,
-            scaler: json!({"scale": 65536.0}),
-            cursor: json!({"epoch": 1}),
+            scaler: ScalerState { scale: 65536.0, growth_tracker: 7, hysteresis_left: 1, floor_streak: 0 },
+            cursor: Cursor { epoch: 1, window: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),
             best: Some(Best { step: 64, loss: validation_loss }),

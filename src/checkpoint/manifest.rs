@@ -72,6 +72,8 @@ impl Kind {
 }
 
 /// What a checkpoint is, and the size and SHA-256 of each of its files.
+///
+/// On disk it is sealed by a SHA-256 of its own, over its JSON without spaces, so that damage to it shows too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -115,16 +117,33 @@ impl Manifest {
         }
     }
 
-    /// Reads the text of a manifest.
+    /// The text of the file.
+    pub(super) fn to_json(&self) -> serde_json::Result<Vec<u8>> {
+        let mut text = serde_json::to_vec_pretty(&Sealed { manifest: self.clone(), seal: self.seal()? })?;
+        text.push(b'\n');
+        Ok(text)
+    }
+
+    fn seal(&self) -> serde_json::Result<String> {
+        Ok(Digest::of(&serde_json::to_vec(self)?).sha256)
+    }
+
+    /// Reads the text of the file.
     pub(super) fn from_json(text: &[u8]) -> Result<Self, String> {
-        refuse_newer(text)?;
-        let manifest: Self = serde_json::from_slice(text).map_err(|error| format!("damaged: {error}"))?;
+        Self::unseal(text).map_err(|message| format!("damaged: {message}"))
+    }
+
+    fn unseal(text: &[u8]) -> Result<Self, String> {
+        let Sealed { manifest, seal } = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        if manifest.seal().map_err(|error| error.to_string())? != seal {
+            return Err("its contents changed since it was written (its seal differs)".into());
+        }
         let expected = manifest.kind.files();
         if let Some(name) = expected.iter().find(|name| !manifest.files.contains_key(**name)) {
-            return Err(format!("damaged: it does not name `{name}`"));
+            return Err(format!("it does not name `{name}`"));
         }
         if let Some(name) = manifest.files.keys().find(|name| !expected.contains(&name.as_str())) {
-            return Err(format!("damaged: it names `{name}`, which is no part of a checkpoint"));
+            return Err(format!("it names `{name}`, which is no part of a checkpoint"));
         }
         Ok(manifest)
     }
@@ -133,6 +152,14 @@ impl Manifest {
     pub fn bytes(&self) -> u64 {
         self.files.values().map(|digest| digest.bytes).fold(0, u64::saturating_add)
     }
+}
+
+/// The file: a manifest and what its JSON without spaces hashes to.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Sealed {
+    manifest: Manifest,
+    seal: String,
 }
 
 /// What to say about a file that cannot be looked at.

@@ -1,0 +1,237 @@
+//! The element types of the engine's buffers, and rows of them to and from FP32.
+//!
+//! A row kernel loads a row into FP32 scratch that stays in the L1 cache, computes, and stores it: one rounding, to
+//! nearest even, at the end.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+#[cfg(target_arch = "x86_64")]
+use super::isa::Isa;
+use super::isa::vectorize;
+
+/// An element type of the engine's buffers: `f32`, `f16` or `bf16`.
+pub trait Element: candle_core::WithDType + Default {
+    /// Widens `source` into `target`, which has the same length; exact.
+    fn load(source: &[Self], target: &mut [f32]);
+
+    /// Rounds `source` to nearest even into `target`, which has the same length. What is too large becomes infinite,
+    /// NaN stays NaN.
+    fn store(source: &[f32], target: &mut [Self]);
+
+    /// Widens one element; exact.
+    fn to_f32(self) -> f32;
+
+    /// Rounds one element to nearest even.
+    fn from_f32(value: f32) -> Self;
+}
+
+impl Element for f32 {
+    #[inline]
+    fn load(source: &[Self], target: &mut [f32]) {
+        target.copy_from_slice(source);
+    }
+
+    #[inline]
+    fn store(source: &[f32], target: &mut [Self]) {
+        target.copy_from_slice(source);
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for bf16 {
+    #[inline]
+    fn load(source: &[Self], target: &mut [f32]) {
+        assert_eq!(source.len(), target.len());
+        vectorize(
+            #[inline(always)]
+            || source.iter().zip(target).for_each(|(&from, to)| *to = from.to_f32()),
+        );
+    }
+
+    #[inline]
+    fn store(source: &[f32], target: &mut [Self]) {
+        assert_eq!(source.len(), target.len());
+        vectorize(
+            #[inline(always)]
+            || source.iter().zip(target).for_each(|(&from, to)| *to = Element::from_f32(from)),
+        );
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        // Half of the last place kept, less one where that place is even: a carry rounds up, into infinity if need be.
+        let bits = value.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+        let quiet_nan = bits >> 16 | 0x40;
+        Self::from_bits(if value.is_nan() { quiet_nan } else { rounded } as u16)
+    }
+}
+
+impl Element for f16 {
+    #[inline]
+    fn load(source: &[Self], target: &mut [f32]) {
+        assert_eq!(source.len(), target.len());
+        #[cfg(target_arch = "x86_64")]
+        if Isa::current() >= Isa::Avx512 {
+            // SAFETY: the CPU has AVX-512, and both slices have the same length.
+            return unsafe { avx512::load_f16(source, target) };
+        }
+        source.convert_to_f32_slice(target);
+    }
+
+    #[inline]
+    fn store(source: &[f32], target: &mut [Self]) {
+        assert_eq!(source.len(), target.len());
+        #[cfg(target_arch = "x86_64")]
+        if Isa::current() >= Isa::Avx512 {
+            // SAFETY: the CPU has AVX-512, and both slices have the same length.
+            return unsafe { avx512::store_f16(source, target) };
+        }
+        target.convert_from_f32_slice(source);
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self.to_f32()
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use std::arch::x86_64::{
+        _MM_FROUND_TO_NEAREST_INT, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16, _mm512_cvtph_ps,
+        _mm512_cvtps_ph, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
+    };
+
+    use half::f16;
+
+    const LANES: usize = 16;
+
+    /// The first `count` lanes, of at most 16.
+    #[inline(always)]
+    fn mask(count: usize) -> u16 {
+        (u32::MAX >> (32 - count.min(LANES))) as u16
+    }
+
+    /// # Safety
+    /// Both slices must have the same length.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    pub(super) unsafe fn load_f16(source: &[f16], target: &mut [f32]) {
+        for start in (0..source.len()).step_by(LANES) {
+            let mask = mask(source.len() - start);
+            // SAFETY: the mask keeps both accesses inside their slices.
+            unsafe {
+                let bits = _mm256_maskz_loadu_epi16(mask, source.as_ptr().add(start).cast());
+                _mm512_mask_storeu_ps(target.as_mut_ptr().add(start), mask, _mm512_cvtph_ps(bits));
+            }
+        }
+    }
+
+    /// # Safety
+    /// Both slices must have the same length.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    pub(super) unsafe fn store_f16(source: &[f32], target: &mut [f16]) {
+        for start in (0..source.len()).step_by(LANES) {
+            let mask = mask(source.len() - start);
+            // SAFETY: the mask keeps both accesses inside their slices.
+            unsafe {
+                let values = _mm512_maskz_loadu_ps(mask, source.as_ptr().add(start));
+                let bits = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values);
+                _mm256_mask_storeu_epi16(target.as_mut_ptr().add(start).cast(), mask, bits);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Floats around every rounding boundary of a 16-bit format, and NaNs, infinities, subnormals.
+    fn hard_cases(widen: impl Fn(u16) -> f32) -> Vec<f32> {
+        (0..=u16::MAX)
+            .flat_map(|bits| {
+                let value = widen(bits);
+                let next = widen(bits.wrapping_add(1));
+                let middle = (f64::from(value) * 0.5 + f64::from(next) * 0.5) as f32;
+                [value, middle, middle.next_up(), middle.next_down(), value.next_up(), value.next_down()]
+            })
+            .collect()
+    }
+
+    #[test]
+    fn every_f16_survives_and_every_boundary_rounds_to_even() {
+        let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+        let mut wide = vec![0.0; all.len()];
+        f16::load(&all, &mut wide);
+        for (narrow, wide) in all.iter().zip(&wide) {
+            assert!(narrow.to_f32() == *wide || narrow.is_nan() && wide.is_nan());
+        }
+        let cases = hard_cases(|bits| f16::from_bits(bits).to_f32());
+        let mut stored = vec![f16::ZERO; cases.len()];
+        f16::store(&cases, &mut stored);
+        for (case, stored) in cases.iter().zip(&stored) {
+            let expected = f16::from_f32_const(*case);
+            assert!(stored.to_bits() == expected.to_bits() || stored.is_nan() && case.is_nan(), "{case:e}");
+        }
+    }
+
+    #[test]
+    fn every_bf16_survives_and_every_boundary_rounds_to_even() {
+        let all: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
+        let mut wide = vec![0.0; all.len()];
+        bf16::load(&all, &mut wide);
+        for (narrow, wide) in all.iter().zip(&wide) {
+            assert!(narrow.to_f32_const() == *wide || narrow.is_nan() && wide.is_nan());
+        }
+        let cases = hard_cases(|bits| bf16::from_bits(bits).to_f32_const());
+        let mut stored = vec![bf16::ZERO; cases.len()];
+        bf16::store(&cases, &mut stored);
+        for (case, stored) in cases.iter().zip(&stored) {
+            let expected = bf16::from_f32_const(*case);
+            assert!(stored.to_bits() == expected.to_bits() || stored.is_nan() && case.is_nan(), "{case:e}");
+        }
+    }
+
+    #[test]
+    fn overflow_becomes_infinite() {
+        let mut halves = [f16::ZERO; 3];
+        f16::store(&[65519.9, 65520.0, -1e9], &mut halves);
+        assert_eq!(halves, [f16::MAX, f16::INFINITY, f16::NEG_INFINITY]);
+        let mut brains = [bf16::ZERO; 2];
+        bf16::store(&[f32::MAX, -f32::MAX], &mut brains);
+        assert_eq!(brains, [bf16::INFINITY, bf16::NEG_INFINITY]);
+    }
+
+    #[test]
+    fn every_length_is_served() {
+        for length in 0..70 {
+            let values: Vec<f32> = (0..length).map(|i| i as f32 - 20.0).collect();
+            let mut halves = vec![f16::ZERO; length];
+            let mut back = vec![0.0; length];
+            f16::store(&values, &mut halves);
+            f16::load(&halves, &mut back);
+            assert_eq!(values, back);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Which vector instructions the kernels use: found once, or pinned by `FINETUNE_ISA` so that tests reach every path.
+//!
+//! [`vectorize`] compiles an ordinary Rust loop once for each instruction set and picks the copy at run time. No copy
+//! fuses a multiplication with an addition on its own, so such loops give the same bits on every instruction set.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+use crate::error::{Error, Result};
+
+/// The environment variable that pins the instruction set.
+pub const ISA_VARIABLE: &str = "FINETUNE_ISA";
+
+/// An instruction set the kernels are written for, from the narrowest to the widest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Isa {
+    /// Whatever the compiler's target guarantees.
+    Portable,
+    /// 256-bit vectors with FMA and FP16 conversions.
+    Avx2,
+    /// 512-bit vectors.
+    Avx512,
+    /// 512-bit vectors with BF16 dot products.
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// All instruction sets, the narrowest first.
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+
+    /// The widest instruction set of this CPU, or the one `FINETUNE_ISA` names; an error if that is unknown or missing
+    /// on this CPU. Programs call this once at their start to report a bad value.
+    pub fn detect() -> Result<Self> {
+        let Some(pinned) = std::env::var_os(ISA_VARIABLE) else { return Ok(Self::widest()) };
+        let isa: Self = pinned.to_string_lossy().parse()?;
+        if isa.is_supported() {
+            Ok(isa)
+        } else {
+            let message = format!("this CPU lacks `{isa}`; its widest instruction set is `{}`", Self::widest());
+            Err(Error::config(ISA_VARIABLE, message))
+        }
+    }
+
+    /// What [`Isa::detect`] found on its first call from here; where it failed, the widest this CPU has.
+    #[inline]
+    pub fn current() -> Self {
+        static CURRENT: OnceLock<Isa> = OnceLock::new();
+        *CURRENT.get_or_init(|| Self::detect().unwrap_or_else(|_| Self::widest()))
+    }
+
+    /// Whether this CPU can run it.
+    pub fn is_supported(self) -> bool {
+        self <= Self::widest()
+    }
+
+    /// The widest instruction set of this CPU.
+    #[cfg(target_arch = "x86_64")]
+    fn widest() -> Self {
+        if !(is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")) {
+            Self::Portable
+        } else if !(is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl"))
+        {
+            Self::Avx2
+        } else if !is_x86_feature_detected!("avx512bf16") {
+            Self::Avx512
+        } else {
+            Self::Avx512Bf16
+        }
+    }
+
+    /// The widest instruction set of this CPU.
+    #[cfg(not(target_arch = "x86_64"))]
+    fn widest() -> Self {
+        Self::Portable
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512bf16",
+        })
+    }
+}
+
+impl FromStr for Isa {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|isa| isa.to_string() == text).ok_or_else(|| {
+            let known = Self::ALL.map(|isa| format!("`{isa}`")).join(", ");
+            Error::config(ISA_VARIABLE, format!("unknown instruction set `{text}`; known are {known}"))
+        })
+    }
+}
+
+/// Runs `body` compiled for the current instruction set.
+///
+/// What `body` calls must be inlined into it to profit, so write `vectorize(#[inline(always)] || …)` and mark the
+/// helpers it calls `#[inline(always)]` or keep them tiny.
+#[inline]
+pub fn vectorize<R>(body: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn avx2<R>(body: impl FnOnce() -> R) -> R {
+            body()
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        fn avx512<R>(body: impl FnOnce() -> R) -> R {
+            body()
+        }
+        match Isa::current() {
+            Isa::Portable => body(),
+            // SAFETY: `Isa::current` returns only instruction sets that this CPU has.
+            Isa::Avx2 => unsafe { avx2(body) },
+            // SAFETY: as above.
+            Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512(body) },
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    body()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for isa in Isa::ALL {
+            assert_eq!(isa.to_string().parse::<Isa>().unwrap(), isa);
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_is_an_error_that_lists_the_known_ones() {
+        let message = "avx1024".parse::<Isa>().unwrap_err().to_string();
+        assert!(message.contains("`avx1024`") && message.contains("`avx512bf16`"), "{message}");
+    }
+
+    #[test]
+    fn the_current_set_runs_here() {
+        assert!(Isa::current().is_supported());
+        assert!(Isa::Portable.is_supported());
+        let data: Vec<f32> = (0..100).map(|i| i as f32).collect();
+        assert_eq!(
+            vectorize(
+                #[inline(always)]
+                || data.iter().map(|x| x * 2.0).sum::<f32>()
+            ),
+            9900.0
+        );
+    }
+}

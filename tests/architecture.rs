@@ -9,11 +9,12 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 17] = [
+const ORDER: [&str; 18] = [
     "error",
     "precision",
     "telemetry",
     "random",
+    "digest",
     "tensor_file",
     "kernels",
     "model",

@@ -9,8 +9,10 @@ pub mod error;
 pub mod kernels;
 pub mod model;
 pub mod optim;
+pub mod precision;
 pub mod random;
 pub mod telemetry;
 pub mod tensor_file;
+pub mod train;
 
 pub use error::{Error, Result};

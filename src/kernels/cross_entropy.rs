@@ -8,7 +8,7 @@ use crate::kernels::linear::product;
 use crate::kernels::math;
 use crate::kernels::matmul::{Epilogue, Operand};
 use crate::kernels::rows::{Rows, for_each_part, max, sum, with_scratch};
-use crate::kernels::view::{View, ViewMut, read, with_element, write, write_f32};
+use crate::kernels::view::{ViewMut, copy, read, with_element, write, write_f32};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// A target that takes no part in the loss: padding, or a prompt that is not trained on.
@@ -95,7 +95,7 @@ pub fn head(
         }
     });
     if let (Some(gradient), Some(sum)) = (gradient, &workspace.weight_sum) {
-        round(sum, gradient.dweight)?;
+        copy(sum, gradient.dweight)?;
     }
     let losses = read(&workspace.losses)?;
     Ok(losses.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())
@@ -166,31 +166,4 @@ fn loss_row(logits: &mut ViewMut<'_>, start: usize, target: u32, seed: Option<f3
         logits.store(start, row);
     }
     total.ln() + (top - picked)
-}
-
-/// `out = x`, rounded to `out`'s type.
-fn round(x: &Tensor, out: &Tensor) -> Result<()> {
-    let x = read(x)?;
-    copy(x.view(), out)
-}
-
-/// Rounds `x` into `out`.
-pub(crate) fn copy(x: View<'_>, out: &Tensor) -> Result<()> {
-    const WIDTH: usize = 1024;
-    write(out, |out| {
-        let len = out.len();
-        for_each_part(
-            Rows { view: out, width: 1 },
-            len,
-            16 * WIDTH,
-            #[inline(always)]
-            |first, len, mut out| {
-                let mut buffer = [0.0; WIDTH];
-                for start in (0..len).step_by(WIDTH) {
-                    let width = WIDTH.min(len - start);
-                    out.view.store(start, x.widened(first + start, &mut buffer[..width]));
-                }
-            },
-        );
-    })
 }

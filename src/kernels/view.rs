@@ -4,6 +4,7 @@
 //! and need no copy for each combination of storage types. One match per row costs nothing beside the row's work.
 
 use crate::kernels::convert::Element;
+use crate::kernels::rows::{Rows, for_each_part};
 use candle_core::{CpuStorage, DType, Error, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
 use half::{bf16, f16};
 use std::cell::Cell;
@@ -281,6 +282,45 @@ pub fn write_f32<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<
         ViewMut::F32(slice) => Ok(f(slice)),
         _ => bail!("expected an FP32 tensor, got {:?}", tensor.dtype()),
     })?
+}
+
+/// `out = x`, rounded to `out`'s type.
+pub fn copy(x: &Tensor, out: &Tensor) -> Result<()> {
+    streamed(x, out, |x, _| x)
+}
+
+/// `out += x`, the sum formed in FP32.
+pub fn accumulate(x: &Tensor, out: &Tensor) -> Result<()> {
+    streamed(x, out, |x, out| out + x)
+}
+
+/// `out = f(x, out)`, elementwise.
+fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(f32, f32) -> f32 + Sync) -> Result<()> {
+    const WIDTH: usize = 1024;
+    let x = read(x)?;
+    let x = x.view();
+    write(out, |out| {
+        let len = out.len();
+        for_each_part(
+            Rows { view: out, width: 1 },
+            len,
+            16 * WIDTH,
+            #[inline(always)]
+            |first, len, mut out| {
+                let (mut values, mut old) = ([0.0; WIDTH], [0.0; WIDTH]);
+                for start in (0..len).step_by(WIDTH) {
+                    let width = WIDTH.min(len - start);
+                    let (values, old) = (&mut values[..width], &mut old[..width]);
+                    x.load(first + start, values);
+                    out.view.as_view().load(start, old);
+                    for (value, old) in values.iter_mut().zip(old.iter()) {
+                        *value = f(*value, *old);
+                    }
+                    out.view.store(start, values);
+                }
+            },
+        );
+    })
 }
 
 /// A zeroed CPU or device buffer.

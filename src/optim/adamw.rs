@@ -29,11 +29,7 @@ pub struct AdamW {
 impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
     pub fn new(config: AdamWConfig, masters: &Parameters) -> Result<Self> {
-        Ok(Self {
-            config,
-            exp_avg: masters.zeros_like(DType::F32)?,
-            exp_avg_sq: masters.zeros_like(DType::F32)?,
-        })
+        Ok(Self { config, exp_avg: masters.zeros_like(DType::F32)?, exp_avg_sq: masters.zeros_like(DType::F32)? })
     }
 
     /// Update number `updates` + 1 of `masters` from `grads · grad_factor`, rounded into the working copy `weights`.

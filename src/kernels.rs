@@ -6,3 +6,4 @@ pub mod convert;
 pub mod isa;
 pub mod math;
 pub mod matmul;
+pub mod peak;

@@ -15,7 +15,11 @@ pub mod layer_norm;
 pub mod linear;
 pub mod math;
 pub mod matmul;
+<<<<<<< HEAD
 pub mod residual;
 pub mod rows;
 pub mod survey;
 pub mod view;
+=======
+pub mod peak;
+>>>>>>> gemm

@@ -8,6 +8,7 @@ mod setup;
 mod state;
 mod step;
 mod trainer;
+mod verify;
 
 pub use config::{Config, Init, Layers, known_keys};
 pub use sample::Sampler;
@@ -15,3 +16,4 @@ pub use setup::{ModelSource, check_weights, dataset, engine};
 pub use state::{Counters, TrainState};
 pub use step::{Engine, Outcome, PartTimes, StepReport};
 pub use trainer::Trainer;
+pub use verify::{ResumeProof, verify_resume};

@@ -19,7 +19,7 @@ use crate::train::{probe, records};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
@@ -66,23 +66,16 @@ struct Progress {
 }
 
 impl Trainer {
-    /// A run of `config`, at its first step. Without a `run` nothing is saved.
-    pub fn new(config: Config, run: Option<Run>, emitter: Emitter) -> Result<Self> {
+    /// A run of `config`, at its first step. Until [`Trainer::attach`] nothing is written anywhere.
+    pub fn new(config: Config) -> Result<Self> {
         let source = ModelSource::open(&config)?;
         let dataset = setup::dataset(&config, &source.tokenizer)?;
         let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
         setup::check_weights(&masters, &config)?;
-        Self::with_parts(config, source, &dataset, masters, run, emitter)
+        Self::with_parts(config, source, &dataset, masters)
     }
 
-    fn with_parts(
-        config: Config,
-        source: ModelSource,
-        dataset: &Dataset,
-        masters: Parameters,
-        run: Option<Run>,
-        emitter: Emitter,
-    ) -> Result<Self> {
+    fn with_parts(config: Config, source: ModelSource, dataset: &Dataset, masters: Parameters) -> Result<Self> {
         let train = &config.train;
         let (batch_size, seq_len) = (train.batch_size, train.seq_len);
         let loader = BatchLoader::new(dataset.train.clone(), batch_size, seq_len, config.seed)?;
@@ -117,13 +110,19 @@ impl Trainer {
             eval,
             identity,
             total_steps,
-            run,
-            emitter,
+            run: None,
+            emitter: Emitter::new(None),
             commands: None,
             interrupt: Arc::default(),
             progress: Progress::default(),
             config,
         })
+    }
+
+    /// From here on checkpoints go into `run` and events to `emitter`.
+    pub fn attach(&mut self, run: Run, emitter: Emitter) {
+        self.run = Some(run);
+        self.emitter = emitter;
     }
 
     /// Wishes from a screen.
@@ -134,6 +133,11 @@ impl Trainer {
     /// A flag that makes training save and stop at the next step boundary.
     pub fn interrupt(&self) -> Arc<AtomicBool> {
         self.interrupt.clone()
+    }
+
+    /// The newest checkpoint written or read.
+    pub fn checkpoint(&self) -> Option<&Path> {
+        self.progress.checkpoint.as_deref()
     }
 
     /// The engine, for comparisons.
@@ -179,6 +183,11 @@ impl Trainer {
         self.progress.saved_at = Some(state.step);
         self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
         Ok(())
+    }
+
+    /// `count` steps and nothing around them.
+    pub fn advance(&mut self, count: u64) -> Result<()> {
+        (0..count).try_for_each(|_| self.step(false))
     }
 
     /// Trains until the run's steps are done or something ends it; the last state is saved, also on an interrupt.
@@ -409,7 +418,8 @@ impl Trainer {
         }
     }
 
-    fn save(&mut self) -> Result<()> {
+    /// Writes a checkpoint of this step, unless there is one or no run to write it into.
+    pub fn save(&mut self) -> Result<()> {
         let step = self.engine.state.counters.step;
         if self.run.is_none() || self.progress.saved_at == Some(step) {
             return Ok(());

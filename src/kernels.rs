@@ -15,11 +15,8 @@ pub mod layer_norm;
 pub mod linear;
 pub mod math;
 pub mod matmul;
-<<<<<<< HEAD
+pub mod peak;
 pub mod residual;
 pub mod rows;
 pub mod survey;
 pub mod view;
-=======
-pub mod peak;
->>>>>>> gemm

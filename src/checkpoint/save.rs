@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::disk::Disk;
 use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
-use super::state::{FORMAT_VERSION, State};
+use super::state::State;
 use crate::digest::Digest;
 use crate::model::{Gpt2Config, Parameters};
 use crate::tensor_file::write_tensors;
@@ -44,7 +44,6 @@ impl Contents<'_> {
             files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name)?);
         }
         let manifest = Manifest {
-            format_version: FORMAT_VERSION,
             kind,
             step: self.state.step,
             sequence,
@@ -52,7 +51,8 @@ impl Contents<'_> {
             files,
         };
         let path = directory.join(MANIFEST);
-        disk.write_file(&path, |out| write_json(out, &path, &manifest))?;
+        let text = manifest.to_json().map_err(|error| Error::checkpoint(&path, error.to_string()))?;
+        disk.write_file(&path, |out| write_bytes(out, &path, &text))?;
         disk.sync_folder(directory)?;
         Ok(manifest)
     }

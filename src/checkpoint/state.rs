@@ -39,6 +39,8 @@ pub struct State {
     pub validation_loss: Option<f64>,
     /// The best validation so far.
     pub best: Option<Best>,
+    /// Validations since then: what early stopping counts.
+    pub looks_without_best: u64,
 }
 
 /// The best validation of a run.
@@ -89,24 +91,25 @@ impl State {
 
     /// Reads the text of a `state.json`.
     pub(super) fn from_json(text: &[u8]) -> Result<Self, String> {
-        refuse_newer(text)?;
+        check_version(text)?;
         serde_json::from_slice(text).map_err(|error| error.to_string())
     }
 }
 
 /// Looks at nothing but `format_version`, because a newer format may have changed everything else.
-pub(super) fn refuse_newer(text: &[u8]) -> Result<(), String> {
+pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
     #[derive(Deserialize)]
     struct Version {
         format_version: u32,
     }
-    let Version { format_version } = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-    if format_version > FORMAT_VERSION {
-        return Err(format!(
-            "format version {format_version} is newer than {FORMAT_VERSION}, the newest that this program reads; update it"
-        ));
+    let Version { format_version } = serde_json::from_slice(text).map_err(|error| format!("damaged: {error}"))?;
+    match format_version {
+        1..=FORMAT_VERSION => Ok(()),
+        0 => Err("damaged: there is no format version 0".into()),
+        newer => Err(format!(
+            "format version {newer} is newer than {FORMAT_VERSION}, the newest that this program reads; update it"
+        )),
     }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -130,6 +133,7 @@ mod tests {
             schedule: Value::Null,
             validation_loss: Some(validation_loss),
             best: Some(Best { step: 64, loss: validation_loss }),
+            looks_without_best: 3,
         }
     }
 

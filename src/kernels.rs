@@ -15,6 +15,7 @@ pub mod layer_norm;
 pub mod linear;
 pub mod math;
 pub mod matmul;
+pub mod peak;
 pub mod residual;
 pub mod rows;
 pub mod survey;

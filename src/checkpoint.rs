@@ -30,5 +30,5 @@ pub use find::{Found, Listed, list, newest_good, newest_run};
 pub use manifest::{Kind, Manifest};
 pub use read::{Checkpoint, Damage, verify};
 pub use run::{Keep, Run, Saved};
-pub use save::{Contents, Tensors};
+pub use save::Contents;
 pub use state::{Best, FORMAT_VERSION, Identity, State};

@@ -4,6 +4,8 @@
 //! the code to it. The recipe itself stands in `train/step.rs`.
 
 pub mod checkpoint;
+pub mod cli;
+pub mod dashboard;
 pub mod data;
 pub mod digest;
 pub mod error;

@@ -8,9 +8,9 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use finetune::checkpoint::{Checkpoint, Keep, Kind, Run, compare, list, newest_good, newest_run, verify};
-use finetune::model::ModelFolder;
-use support::{Sample, TOKENIZER, names, values};
+use finetune::checkpoint::{Checkpoint, Contents, Keep, Kind, Run, compare, list, newest_good, newest_run, verify};
+use finetune::model::{Gpt2Config, ModelFolder, Parameters};
+use support::{Sample, TOKENIZER, names, set, values, zeros};
 use tempfile::tempdir;
 
 fn steps(run: &Path) -> Vec<String> {
@@ -29,15 +29,22 @@ fn what_is_saved_comes_back_bit_for_bit() {
     assert_eq!(checkpoint.config(), &sample.config);
     assert_eq!(checkpoint.manifest(), &saved.manifest);
     assert_eq!(fs::read(checkpoint.tokenizer()).unwrap(), TOKENIZER);
-    for (index, (name, master)) in sample.masters.iter().enumerate() {
-        let mut out = vec![0.0; master.elem_count()];
-        checkpoint.read_master(name, &mut out).unwrap();
-        assert_eq!(out, values(master));
-        checkpoint.read_exp_avg(name, &mut out).unwrap();
-        assert_eq!(out, values(&sample.exp_avg[index].1));
-        checkpoint.read_exp_avg_sq(name, &mut out).unwrap();
-        assert_eq!(out, values(&sample.exp_avg_sq[index].1));
-    }
+    let read = zeros(&sample.config);
+    let assert_reads = |expected: &Parameters| {
+        for (read, expected) in read.tensors().iter().zip(expected.tensors()) {
+            assert_eq!(values(read), values(expected));
+        }
+    };
+    checkpoint.read_masters(&read).unwrap();
+    assert_reads(&sample.masters);
+    checkpoint.read_exp_avg(&read).unwrap();
+    assert_reads(&sample.exp_avg);
+    checkpoint.read_exp_avg_sq(&read).unwrap();
+    assert_reads(&sample.exp_avg_sq);
+
+    let wider = Gpt2Config { n_embd: 16, ..sample.config.clone() };
+    let message = checkpoint.read_masters(&zeros(&wider)).unwrap_err().to_string();
+    assert!(message.contains("tensor `h.0.attn.c_attn.bias`: shape [24], but the model's is [48]"), "{message}");
 }
 
 #[test]
@@ -51,7 +58,7 @@ fn a_step_directory_is_a_hugging_face_folder() {
         let model = ModelFolder::open(&saved.path).unwrap();
         assert_eq!(model.config(), &sample.config);
         assert_eq!(model.get("wte.weight").unwrap().name, "transformer.wte.weight");
-        for (name, weight) in &sample.weights {
+        for (name, weight) in sample.weights.iter() {
             let mut out = vec![0.0; weight.elem_count()];
             model.read_f32(name, &mut out).unwrap();
             assert_eq!(out, values(weight));
@@ -208,19 +215,21 @@ fn comparing_names_the_tensor_and_the_figure() {
     let a = sample.save(&mut one).unwrap().path;
     assert_eq!(compare(&a, &other.save(&mut two).unwrap().path).unwrap(), []);
 
-    let tensor = &mut other.exp_avg_sq[3].1;
+    let tensor = &other.exp_avg_sq[3];
     let mut changed = values(tensor);
     changed[2] += 0.5;
-    *tensor = candle_core::Tensor::from_vec(changed, tensor.shape(), tensor.device()).unwrap();
-    other.state.scaler["scale"] = 2.0.into();
-    other.masters.pop();
-    let said: Vec<String> =
-        compare(&a, &other.save(&mut two).unwrap().path).unwrap().iter().map(ToString::to_string).collect();
-    let name = &sample.masters[3].0;
-    assert_eq!(said.len(), 3, "{said:?}");
+    set(tensor, changed);
+    other.state.scaler.scale = 2.0;
+    let deeper = Sample::of(5, &Gpt2Config { n_layer: 3, ..sample.config.clone() });
+    let contents = Contents { masters: &deeper.masters, ..other.contents() };
+    let b = two.save(&contents, Kind::Full).unwrap().path;
+    let said: Vec<String> = compare(&a, &b).unwrap().iter().map(ToString::to_string).collect();
+    assert_eq!(said.len(), 1 + 12 + 1, "{said:?}");
     assert_eq!(said[0], "state.json: `scaler.scale`: 65536.0 and 2.0");
-    assert_eq!(said[1], format!("master.safetensors: `{}`: only the first has it", sample.masters.last().unwrap().0));
-    assert!(said[2].contains(&format!("`exp_avg_sq.{name}`: 1 of ")) && said[2].contains("the first at 2"), "{said:?}");
+    assert_eq!(said[1], "master.safetensors: `h.2.attn.c_attn.bias`: only the second has it");
+    let name = &sample.masters.layout()[3].name;
+    let last = said.last().unwrap();
+    assert!(last.contains(&format!("`exp_avg_sq.{name}`: 1 of ")) && last.contains("the first at 2"), "{last}");
 
     let weights = two.save(&sample.contents(), Kind::Weights).unwrap().path;
     assert!(compare(&a, &weights).unwrap().iter().any(|one| one.to_string() == "state.json: only the first has it"));

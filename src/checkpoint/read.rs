@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use super::manifest::{CONFIG, Kind, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or};
 use super::state::State;
 use crate::digest::Digest;
-use crate::model::Gpt2Config;
+use crate::kernels::view;
+use crate::model::{Gpt2Config, Parameters};
 use crate::tensor_file::TensorFile;
 use crate::{Error, Result};
 
@@ -145,20 +146,32 @@ impl Checkpoint {
         &self.weights
     }
 
-    /// Reads a parameter's FP32 master into `out`.
-    pub fn read_master(&self, parameter: &str, out: &mut [f32]) -> Result<()> {
-        self.masters.require(parameter)?.read_f32(out)
+    /// Reads the FP32 master weights into tensors of the same names and shapes.
+    pub fn read_masters(&self, into: &Parameters) -> Result<()> {
+        read_all(&self.masters, into, "")
     }
 
-    /// Reads a parameter's first moment into `out`.
-    pub fn read_exp_avg(&self, parameter: &str, out: &mut [f32]) -> Result<()> {
-        self.optimizer.require(&format!("exp_avg.{parameter}"))?.read_f32(out)
+    /// Reads Adam's first moments, likewise.
+    pub fn read_exp_avg(&self, into: &Parameters) -> Result<()> {
+        read_all(&self.optimizer, into, "exp_avg.")
     }
 
-    /// Reads a parameter's second moment into `out`.
-    pub fn read_exp_avg_sq(&self, parameter: &str, out: &mut [f32]) -> Result<()> {
-        self.optimizer.require(&format!("exp_avg_sq.{parameter}"))?.read_f32(out)
+    /// Reads Adam's second moments, likewise.
+    pub fn read_exp_avg_sq(&self, into: &Parameters) -> Result<()> {
+        read_all(&self.optimizer, into, "exp_avg_sq.")
     }
+}
+
+/// Fills every FP32 tensor of `into` from the one in `file` that is called the same but for the prefix.
+fn read_all(file: &TensorFile, into: &Parameters, prefix: &str) -> Result<()> {
+    for (name, tensor) in into.iter() {
+        let stored = file.require(&format!("{prefix}{name}"))?;
+        if stored.shape != tensor.dims() {
+            return Err(stored.error(format!("shape {:?}, but the model's is {:?}", stored.shape, tensor.dims())));
+        }
+        view::write_f32(tensor, |out| stored.read_f32(out))??;
+    }
+    Ok(())
 }
 
 fn read_state(path: &Path, manifest: &Manifest) -> Result<State> {

@@ -9,17 +9,14 @@ use serde::Serialize;
 
 use super::disk::Disk;
 use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
-use super::state::{FORMAT_VERSION, State};
+use super::state::State;
 use crate::digest::Digest;
-use crate::model::Gpt2Config;
+use crate::model::{Gpt2Config, Parameters};
 use crate::tensor_file::write_tensors;
 use crate::{Error, Result};
 
-/// Named tensors in the order they are to be written. Cloning a tensor copies no values.
-pub type Tensors = Vec<(String, Tensor)>;
-
-/// All that a checkpoint is made of. Parameters go by the names of [`Gpt2Config::parameter_shapes`].
-#[derive(Debug)]
+/// All that a checkpoint is made of.
+#[derive(Debug, Clone, Copy)]
 pub struct Contents<'a> {
     /// The figures of the run.
     pub state: &'a State,
@@ -28,13 +25,13 @@ pub struct Contents<'a> {
     /// The text of `tokenizer.json`.
     pub tokenizer: &'a [u8],
     /// The weights in the compute dtype.
-    pub weights: Tensors,
+    pub weights: &'a Parameters,
     /// The FP32 master weights.
-    pub masters: Tensors,
-    /// Adam's first moments, FP32, under the names of their parameters.
-    pub exp_avg: Tensors,
-    /// Adam's second moments, likewise.
-    pub exp_avg_sq: Tensors,
+    pub masters: &'a Parameters,
+    /// Adam's first moments, FP32.
+    pub exp_avg: &'a Parameters,
+    /// Adam's second moments, FP32.
+    pub exp_avg_sq: &'a Parameters,
 }
 
 impl Contents<'_> {
@@ -47,7 +44,6 @@ impl Contents<'_> {
             files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name)?);
         }
         let manifest = Manifest {
-            format_version: FORMAT_VERSION,
             kind,
             step: self.state.step,
             sequence,
@@ -55,7 +51,8 @@ impl Contents<'_> {
             files,
         };
         let path = directory.join(MANIFEST);
-        disk.write_file(&path, |out| write_json(out, &path, &manifest))?;
+        let text = manifest.to_json().map_err(|error| Error::checkpoint(&path, error.to_string()))?;
+        disk.write_file(&path, |out| write_bytes(out, &path, &text))?;
         disk.sync_folder(directory)?;
         Ok(manifest)
     }
@@ -64,11 +61,11 @@ impl Contents<'_> {
         disk.write_file(path, |out| match name {
             CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
             TOKENIZER => write_bytes(out, path, self.tokenizer),
-            WEIGHTS => write_tensors(out, path, &renamed(&self.weights, hugging_face_name)),
-            MASTERS => write_tensors(out, path, &self.masters),
+            WEIGHTS => write_tensors(out, path, &named(self.weights, hugging_face_name)),
+            MASTERS => write_tensors(out, path, &named(self.masters, str::to_owned)),
             OPTIMIZER => {
-                let mut moments = renamed(&self.exp_avg, |name| format!("exp_avg.{name}"));
-                moments.extend(renamed(&self.exp_avg_sq, |name| format!("exp_avg_sq.{name}")));
+                let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
+                moments.extend(named(self.exp_avg_sq, |name| format!("exp_avg_sq.{name}")));
                 write_tensors(out, path, &moments)
             }
             STATE => write_json(out, path, self.state),
@@ -78,7 +75,7 @@ impl Contents<'_> {
 
     /// What torch calls the weights' dtype.
     fn torch_dtype(&self) -> &'static str {
-        match self.weights.first().map(|(_, tensor)| tensor.dtype()) {
+        match self.weights.tensors().first().map(Tensor::dtype) {
             Some(DType::F16) => "float16",
             Some(DType::BF16) => "bfloat16",
             _ => "float32",
@@ -91,8 +88,9 @@ fn hugging_face_name(name: &str) -> String {
     if name == "lm_head.weight" { name.to_owned() } else { format!("transformer.{name}") }
 }
 
-fn renamed(tensors: &Tensors, name: impl Fn(&str) -> String) -> Tensors {
-    tensors.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
+/// The tensors under other names; no values are copied.
+fn named(parameters: &Parameters, name: impl Fn(&str) -> String) -> Vec<(String, Tensor)> {
+    parameters.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
 }
 
 fn write_bytes(out: &mut dyn Write, path: &Path, bytes: &[u8]) -> Result<()> {

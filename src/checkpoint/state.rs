@@ -5,6 +5,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::data::Cursor;
+use crate::precision::ScalerState;
 use crate::{Error, Result};
 
 /// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes. It reads this
@@ -28,15 +30,17 @@ pub struct State {
     /// What must not change when a run is resumed.
     pub identity: Identity,
     /// The loss scaler's moving parts.
-    pub scaler: Value,
+    pub scaler: ScalerState,
     /// Where the next training batch starts.
-    pub cursor: Value,
+    pub cursor: Cursor,
     /// The schedule's settings that the run has used so far.
     pub schedule: Value,
     /// Validation loss at this step, if it was measured here: nats a token.
     pub validation_loss: Option<f64>,
     /// The best validation so far.
     pub best: Option<Best>,
+    /// Validations since then: what early stopping counts.
+    pub looks_without_best: u64,
 }
 
 /// The best validation of a run.
@@ -87,31 +91,31 @@ impl State {
 
     /// Reads the text of a `state.json`.
     pub(super) fn from_json(text: &[u8]) -> Result<Self, String> {
-        refuse_newer(text)?;
+        check_version(text)?;
         serde_json::from_slice(text).map_err(|error| error.to_string())
     }
 }
 
 /// Looks at nothing but `format_version`, because a newer format may have changed everything else.
-pub(super) fn refuse_newer(text: &[u8]) -> Result<(), String> {
+pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
     #[derive(Deserialize)]
     struct Version {
         format_version: u32,
     }
-    let Version { format_version } = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-    if format_version > FORMAT_VERSION {
-        return Err(format!(
-            "format version {format_version} is newer than {FORMAT_VERSION}, the newest that this program reads; update it"
-        ));
+    let Version { format_version } = serde_json::from_slice(text).map_err(|error| format!("damaged: {error}"))?;
+    match format_version {
+        1..=FORMAT_VERSION => Ok(()),
+        0 => Err("damaged: there is no format version 0".into()),
+        newer => Err(format!(
+            "format version {newer} is newer than {FORMAT_VERSION}, the newest that this program reads; update it"
+        )),
     }
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use proptest::prelude::*;
-    use serde_json::json;
 
     use super::*;
 
@@ -124,11 +128,12 @@ mod tests {
             tokens: 1 << 40,
             seed: u64::MAX,
             identity,
-            scaler: json!({"scale": 65536.0}),
-            cursor: json!({"epoch": 1}),
+            scaler: ScalerState { scale: 65536.0, growth_tracker: 7, hysteresis_left: 1, floor_streak: 0 },
+            cursor: Cursor { epoch: 1, window: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),
             best: Some(Best { step: 64, loss: validation_loss }),
+            looks_without_best: 3,
         }
     }
 

@@ -6,9 +6,10 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::Result;
-use finetune::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State, Tensors};
-use finetune::model::Gpt2Config;
-use serde_json::json;
+use finetune::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State};
+use finetune::data::Cursor;
+use finetune::model::{Gpt2Config, Parameters};
+use finetune::precision::ScalerState;
 
 /// What stands for `tokenizer.json`.
 pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
@@ -17,10 +18,10 @@ pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
 pub(crate) struct Sample {
     pub(crate) config: Gpt2Config,
     pub(crate) state: State,
-    pub(crate) weights: Tensors,
-    pub(crate) masters: Tensors,
-    pub(crate) exp_avg: Tensors,
-    pub(crate) exp_avg_sq: Tensors,
+    pub(crate) weights: Parameters,
+    pub(crate) masters: Parameters,
+    pub(crate) exp_avg: Parameters,
+    pub(crate) exp_avg_sq: Parameters,
 }
 
 impl Sample {
@@ -28,6 +29,11 @@ impl Sample {
         let tiny = Gpt2Config::named("tiny").unwrap();
         let config =
             Gpt2Config { vocab_size: 17, n_positions: 8, n_embd: 8, n_layer: 2, n_head: 2, n_inner: 32, ..tiny };
+        Self::of(step, &config)
+    }
+
+    /// Of another shape.
+    pub(crate) fn of(step: u64, config: &Gpt2Config) -> Self {
         let identity = Identity { model: "sample".into(), policy: "p=f32,c=f16,g=f16,r=f32".into(), data: "d".into() };
         let state = State {
             format_version: FORMAT_VERSION,
@@ -36,16 +42,20 @@ impl Sample {
             tokens: 1024 * step,
             seed: 1,
             identity,
-            scaler: json!({"scale": 65536.0, "growth_tracker": step, "hysteresis_left": 1, "floor_streak": 0}),
-            cursor: json!({"epoch": 0, "window": step}),
-            schedule: json!(null),
+            scaler: ScalerState { scale: 65536.0, growth_tracker: 1, hysteresis_left: 1, floor_streak: 0 },
+            cursor: Cursor { epoch: 0, window: step },
+            schedule: serde_json::Value::Null,
             validation_loss: None,
             best: None,
+            looks_without_best: 0,
         };
-        let masters = fill(&config, step as f32);
-        let weights = masters.iter().map(|(name, t)| (name.clone(), t.to_dtype(DType::F16).unwrap())).collect();
-        let (exp_avg, exp_avg_sq) = (fill(&config, 0.01 * step as f32), fill(&config, 0.001 * step as f32));
-        Self { config, state, weights, masters, exp_avg, exp_avg_sq }
+        let masters = fill(config, step as f32);
+        let weights = masters.zeros_like(DType::F16).unwrap();
+        for (weight, master) in weights.tensors().iter().zip(masters.tensors()) {
+            weight.slice_set(&master.to_dtype(DType::F16).unwrap(), 0, 0).unwrap();
+        }
+        let (exp_avg, exp_avg_sq) = (fill(config, 0.01 * step as f32), fill(config, 0.001 * step as f32));
+        Self { config: config.clone(), state, weights, masters, exp_avg, exp_avg_sq }
     }
 
     /// With a validation loss.
@@ -60,10 +70,10 @@ impl Sample {
             state: &self.state,
             config: &self.config,
             tokenizer: TOKENIZER,
-            weights: self.weights.clone(),
-            masters: self.masters.clone(),
-            exp_avg: self.exp_avg.clone(),
-            exp_avg_sq: self.exp_avg_sq.clone(),
+            weights: &self.weights,
+            masters: &self.masters,
+            exp_avg: &self.exp_avg,
+            exp_avg_sq: &self.exp_avg_sq,
         }
     }
 
@@ -72,13 +82,23 @@ impl Sample {
     }
 }
 
-fn fill(config: &Gpt2Config, offset: f32) -> Tensors {
-    let make = |(name, shape): (String, Vec<usize>)| {
-        let count: usize = shape.iter().product();
-        let values: Vec<f32> = (0..count).map(|i| offset + (i as f32).sin()).collect();
-        (name, Tensor::from_vec(values, shape, &Device::Cpu).unwrap())
-    };
-    config.parameter_shapes().into_iter().map(make).collect()
+fn fill(config: &Gpt2Config, offset: f32) -> Parameters {
+    let parameters = zeros(config);
+    for tensor in parameters.tensors() {
+        let values: Vec<f32> = (0..tensor.elem_count()).map(|i| offset + (i as f32).sin()).collect();
+        set(tensor, values);
+    }
+    parameters
+}
+
+/// FP32 tensors to read into.
+pub(crate) fn zeros(config: &Gpt2Config) -> Parameters {
+    Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap()
+}
+
+/// Writes values into a tensor where it is.
+pub(crate) fn set(tensor: &Tensor, values: Vec<f32>) {
+    tensor.slice_set(&Tensor::from_vec(values, tensor.shape(), &Device::Cpu).unwrap(), 0, 0).unwrap();
 }
 
 /// The values of a tensor, flat.

@@ -1,6 +1,7 @@
 //! The command line: what may be typed, and which part of the library answers.
 
 mod flags;
+mod lab;
 mod train;
 mod verify_resume;
 
@@ -28,6 +29,8 @@ struct Cli {
 enum Command {
     /// Print the resolved configuration
     Config(Box<ConfigArgs>),
+    /// See and predict what a number format does
+    Lab(Box<lab::LabArgs>),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
 }
@@ -66,6 +69,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
         }
+        Some(Command::Lab(args)) => lab::run(&args, &mut stdout()).map(|()| ExitCode::SUCCESS),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
     }
 }

@@ -64,6 +64,9 @@ const BLOCK: usize = 64;
 /// make them compete for the same place in the L1 cache.
 const SPAN: usize = 64;
 
+/// Rows of elements that are fetched ahead of their use: the hardware does not foresee the next row.
+const AHEAD: usize = 24;
+
 /// Packs `panels.len() / (width * units)` panels from line `first` on, of the elements `depth` of each line.
 pub(super) fn pack<T: Element>(
     lines: Lines<'_, T>,
@@ -128,6 +131,7 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
     let words = &mut words[..present.len()];
     let end = depth.end;
     for (index, k) in depth.step_by(unit.elements()).enumerate() {
+        prefetch::<T, true>(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
         match unit {
             Unit::Float => T::load(row(k), as_floats(words)),
             Unit::Bf16Pair if k + 1 < end => interleave(as_bf16(row(k)), as_bf16(row(k + 1)), words),
@@ -189,6 +193,7 @@ fn pack_by_transposing<T: Element, const WIDTH: usize>(
 fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, unit: Unit, units: &mut [u32]) {
     let start = line * lines.line_stride;
     if lines.depth_stride == 1 {
+        prefetch::<T, true>(lines.data, start + depth.end, depth.len());
         let elements = &lines.data[start..][depth];
         match unit {
             Unit::Float => T::load(elements, as_floats(units)),
@@ -289,4 +294,76 @@ fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
     assert!(T::DTYPE == candle_core::DType::BF16, "pairs are for BF16 alone");
     // SAFETY: `T` is `bf16`.
     unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
+}
+
+/// Brings elements of an operand into the L2 cache a little at a time, while something else is computed.
+pub(super) struct Prefetch<'a, T> {
+    /// The rest of the operand from the current run of neighbouring elements on.
+    data: &'a [T],
+    /// Runs to come, their distance, and their length in elements, of which so many are done.
+    runs: usize,
+    stride: usize,
+    length: usize,
+    done: usize,
+    /// Cache lines in a step.
+    per_step: usize,
+}
+
+impl<'a, T> Prefetch<'a, T> {
+    /// Elements in a cache line.
+    const LINE: usize = CACHE_LINE / size_of::<T>();
+
+    /// Of the elements `depth` of the lines `span`, which need not exist, in this number of steps.
+    pub(super) fn new(lines: Lines<'a, T>, span: Range<usize>, depth: Range<usize>, steps: usize) -> Self {
+        let span = span.start.min(lines.count)..span.end.min(lines.count);
+        let start = span.start * lines.line_stride + depth.start * lines.depth_stride;
+        let (runs, stride, length) = if lines.line_stride == 1 {
+            (depth.len(), lines.depth_stride, span.len())
+        } else {
+            (span.len(), lines.line_stride, depth.len())
+        };
+        let runs = if length == 0 { 0 } else { runs };
+        let per_step = (runs * length.div_ceil(Self::LINE)).div_ceil(steps.max(1));
+        Self { data: lines.data.get(start..).unwrap_or_default(), runs, stride, length, done: 0, per_step }
+    }
+
+    /// Fetches the next few cache lines.
+    #[inline]
+    pub(super) fn step(&mut self) {
+        for _ in 0..self.per_step {
+            if self.runs == 0 {
+                return;
+            }
+            prefetch::<T, false>(self.data, self.done, 1);
+            self.done += Self::LINE;
+            if self.done >= self.length {
+                self.done = 0;
+                self.runs -= 1;
+                self.data = self.data.get(self.stride..).unwrap_or_default();
+            }
+        }
+    }
+}
+
+/// Bytes in a cache line.
+const CACHE_LINE: usize = 64;
+
+/// Asks for `len` elements from `start` on to be brought into the L1 cache (`NEAR`) or the L2 cache; they need not exist.
+#[inline(always)]
+fn prefetch<T, const NEAR: bool>(data: &[T], start: usize, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len * size_of::<T>()).step_by(CACHE_LINE) {
+        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        let address = data.as_ptr().wrapping_add(start).cast::<i8>().wrapping_add(offset);
+        // SAFETY: a prefetch of any address does nothing but fill caches.
+        unsafe {
+            if NEAR {
+                _mm_prefetch::<_MM_HINT_T0>(address);
+            } else {
+                _mm_prefetch::<_MM_HINT_T1>(address);
+            }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (data, start, len);
 }

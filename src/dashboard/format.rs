@@ -1,0 +1,130 @@
+//! Numbers as people read them, in few columns.
+
+/// A loss scale or factor: `2^15` if it is a power of two, else in short.
+pub(super) fn scale(value: f32) -> String {
+    let exponent = value.log2();
+    if value > 0.0 && value.is_finite() && exponent.fract() == 0.0 {
+        format!("2^{exponent}")
+    } else {
+        short(f64::from(value))
+    }
+}
+
+/// About three significant digits: `0.83`, `41.2`, `6.0e-8`, `NaN`.
+pub(super) fn short(value: f64) -> String {
+    match value.abs() {
+        _ if value.is_nan() => "NaN".into(),
+        f64::INFINITY => if value > 0.0 { "inf" } else { "-inf" }.into(),
+        0.0 => "0".into(),
+        magnitude if !(0.001..10_000.0).contains(&magnitude) => format!("{value:.1e}"),
+        magnitude if magnitude < 1.0 => format!("{value:.3}"),
+        magnitude if magnitude < 100.0 => format!("{value:.2}"),
+        _ => format!("{value:.0}"),
+    }
+}
+
+/// A magnitude in the table of tensors: `6.0e-8`, always with an exponent; `-` if there is none.
+pub(super) fn magnitude(value: Option<f32>) -> String {
+    value.map_or_else(|| "-".into(), |value| format!("{value:.1e}"))
+}
+
+/// A loss: three decimals, or what broke.
+pub(super) fn loss(value: f64) -> String {
+    if value.is_finite() { format!("{value:.3}") } else { short(value) }
+}
+
+/// A learning rate: `4.1e-5`.
+pub(super) fn rate(value: f64) -> String {
+    if value == 0.0 { "0".into() } else { format!("{value:.1e}") }
+}
+
+/// A count with a decimal prefix: `950`, `41.2k`, `1.3M`.
+pub(super) fn count(value: f64) -> String {
+    match value {
+        _ if value >= 999_950_000.0 => format!("{:.1}G", value / 1e9),
+        _ if value >= 999_950.0 => format!("{:.1}M", value / 1e6),
+        _ if value >= 1000.0 => format!("{:.1}k", value / 1e3),
+        _ if value >= 10.0 || value == 0.0 => format!("{value:.0}"),
+        _ => format!("{value:.1}"),
+    }
+}
+
+/// Bytes with a binary prefix: `21.4 GiB`.
+pub(super) fn bytes(value: u64) -> String {
+    const UNITS: [&str; 4] = ["B", "KiB", "MiB", "GiB"];
+    let mut value = value as f64;
+    let mut unit = 0;
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{value:.0} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+/// A duration as `hh:mm:ss`, with days in front where there are any.
+pub(super) fn clock(seconds: f64) -> String {
+    let whole = seconds.max(0.0).round() as u64;
+    let (days, hours, minutes, seconds) = (whole / 86_400, whole / 3600 % 24, whole / 60 % 60, whole % 60);
+    if days > 0 {
+        format!("{days}d {hours:02}:{minutes:02}:{seconds:02}")
+    } else {
+        format!("{hours:02}:{minutes:02}:{seconds:02}")
+    }
+}
+
+/// How long ago: `41 s`, `12 min`, `3 h`.
+pub(super) fn ago(seconds: f64) -> String {
+    match seconds.max(0.0) {
+        seconds if seconds < 100.0 => format!("{seconds:.0} s"),
+        seconds if seconds < 6000.0 => format!("{:.0} min", seconds / 60.0),
+        seconds => format!("{:.0} h", seconds / 3600.0),
+    }
+}
+
+/// A share of a whole in percent: `0.1%`; `0.00%` only for nothing at all.
+pub(super) fn percent(part: u64, whole: u64) -> String {
+    if part == 0 || whole == 0 {
+        return "0%".into();
+    }
+    match part as f64 / whole as f64 * 100.0 {
+        share if share < 0.01 => "<0.01%".into(),
+        share if share < 1.0 => format!("{share:.2}%"),
+        share => format!("{share:.1}%"),
+    }
+}
+
+/// Text without line breaks, tabs and other control characters, which would tear a line of the screen or drive the
+/// terminal. Generated text may hold anything.
+pub(super) fn printable(text: &str) -> String {
+    text.chars()
+        .map(|c| match c {
+            '\n' => '⏎',
+            c if c.is_control() => ' ',
+            c => c,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short_and_broken_ones_have_names() {
+        assert_eq!([65536.0, 0.5, 1.0, 3.0].map(scale), ["2^16", "2^-1", "2^0", "3.00"]);
+        assert_eq!([0.0, 0.83, 41.23, 6e-8, 123_456.0].map(short), ["0", "0.830", "41.23", "6.0e-8", "1.2e5"]);
+        assert_eq!([f64::NAN, f64::INFINITY, f64::NEG_INFINITY].map(short), ["NaN", "inf", "-inf"]);
+        assert_eq!([3.5, 950.0, 41_200.0, 999_960.0].map(count), ["3.5", "950", "41.2k", "1.0M"]);
+        assert_eq!([12, 1 << 20, 22_978_000_000].map(bytes), ["12 B", "1.0 MiB", "21.4 GiB"]);
+        assert_eq!([1267.0, 90_061.0, -1.0].map(clock), ["00:21:07", "1d 01:01:01", "00:00:00"]);
+        assert_eq!(
+            [percent(5, 3712), percent(0, 9), percent(1, 1_000_000), percent(1, 2)],
+            ["0.13%", "0%", "<0.01%", "50.0%"]
+        );
+    }
+
+    #[test]
+    fn generated_text_cannot_drive_the_terminal() {
+        assert_eq!(printable("a\n\u{1b}[2Jb\tc"), "a⏎ [2Jb c");
+    }
+}

@@ -1,0 +1,55 @@
+//! How fast a run goes lately, and when it will be done.
+
+/// Smoothed seconds a step takes, everything included: evaluations, checkpoints, waiting for data.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Pace {
+    last: Option<(u64, f64)>,
+    smoothed: f64,
+    weight: f64,
+}
+
+/// A step's share in the average: the last hundred steps count most.
+const ALPHA: f64 = 0.02;
+
+impl Pace {
+    /// A step ended at these run-relative seconds.
+    pub(super) fn step(&mut self, step: u64, seconds: f64) {
+        if let Some((before, then)) = self.last
+            && step > before
+            && seconds >= then
+        {
+            let each = (seconds - then) / (step - before) as f64;
+            self.smoothed += ALPHA * (each - self.smoothed);
+            self.weight += ALPHA * (1.0 - self.weight);
+        }
+        self.last = Some((step, seconds));
+    }
+
+    /// Forgets the last step's time, so that a pause or a restart does not count as a slow step.
+    pub(super) fn interrupt(&mut self) {
+        self.last = None;
+    }
+
+    /// Seconds until `total` steps are done; `None` until there is something to go by.
+    pub(super) fn remaining(&self, step: u64, total: u64) -> Option<f64> {
+        (self.weight > 0.0).then(|| total.saturating_sub(step) as f64 * self.smoothed / self.weight)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_estimate_is_right_from_the_second_step_and_ignores_a_pause() {
+        let mut pace = Pace::default();
+        pace.step(1, 10.0);
+        assert_eq!(pace.remaining(1, 11), None);
+        pace.step(2, 12.0);
+        assert!(pace.remaining(2, 12).is_some_and(|left| (left - 20.0).abs() < 1e-9));
+        pace.interrupt();
+        pace.step(3, 5000.0);
+        pace.step(4, 5002.0);
+        assert!(pace.remaining(4, 14).is_some_and(|left| (left - 20.0).abs() < 1e-9));
+    }
+}

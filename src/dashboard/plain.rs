@@ -1,0 +1,304 @@
+//! A run as lines of text: for pipes, log files and terminals that can do no more.
+//!
+//! A step is one line of `key=value` pairs every `log_every` steps; whatever else happens is told at once.
+
+use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
+use super::pace::Pace;
+use crate::telemetry::{Event, FinishReason, Finished, Overflow, Record, ScaleCause, ScaleMove, Started, StepRecord};
+use std::io::{self, Write};
+
+/// Writes a run's records as lines.
+#[derive(Debug)]
+pub struct Plain<W> {
+    out: W,
+    log_every: u64,
+    total_steps: u64,
+    pace: Pace,
+    /// Sum and number of the finite losses since the last step line.
+    losses: (f64, u32),
+}
+
+impl<W: Write> Plain<W> {
+    /// Lines to `out`, for every `log_every`-th step.
+    pub fn new(out: W, log_every: u64) -> Self {
+        Self { out, log_every: log_every.max(1), total_steps: 0, pace: Pace::default(), losses: (0.0, 0) }
+    }
+
+    /// Writes what there is to say about a record: often nothing.
+    ///
+    /// # Errors
+    /// If the output is closed.
+    pub fn show(&mut self, record: &Record) -> io::Result<()> {
+        let text = match &record.event {
+            Event::Started(started) => {
+                self.total_steps = started.total_steps;
+                self.pace.interrupt();
+                environment(started)
+            }
+            Event::Step(step) => {
+                self.pace.step(step.step, record.s);
+                if step.loss.is_finite() {
+                    self.losses = (self.losses.0 + f64::from(step.loss), self.losses.1 + 1);
+                }
+                let last = step.step == self.total_steps;
+                if !step.step.is_multiple_of(self.log_every) && !last {
+                    return Ok(());
+                }
+                self.step_line(step)
+            }
+            other => match announcement(other) {
+                Some(line) => line,
+                None => return Ok(()),
+            },
+        };
+        writeln!(self.out, "{text}")?;
+        self.out.flush()
+    }
+
+    fn step_line(&mut self, step: &StepRecord) -> String {
+        let (sum, count) = std::mem::take(&mut self.losses);
+        let mut pairs = vec![
+            format!("step={}/{}", step.step, self.total_steps),
+            format!("epoch={:.2}", step.epoch),
+            format!("loss={}", loss(f64::from(step.loss))),
+            format!("loss_avg={}", loss(if count == 0 { f64::NAN } else { sum / f64::from(count) })),
+            format!("scale={}", step.loss_scale),
+            format!("grad_min={}", magnitude(step.grads.min_abs)),
+            format!("grad_max={}", magnitude(Some(step.grads.max_abs))),
+            format!("norm_scaled={}", short(step.grads.norm)),
+            format!("norm={}", short(step.grad_norm)),
+            format!("lr={}", rate(step.lr)),
+            format!("updates={}", step.updates),
+            format!("skipped={}", step.skipped),
+            format!("success={}", percent(step.updates, step.step)),
+            format!("tokens_per_s={:.0}", step.tokens_per_s),
+            format!("step_ms={}", short(step.time.step_ms)),
+        ];
+        pairs.extend(step.rss_bytes.map(|rss| format!("rss_mib={}", rss >> 20)));
+        pairs.extend(self.pace.remaining(step.step, self.total_steps).map(|left| format!("eta={}", clock(left))));
+        pairs.join(" ")
+    }
+}
+
+/// What a run is made of, one fact a line.
+fn environment(started: &Started) -> String {
+    let scaler = &started.scaler;
+    let scaling = if scaler.enabled {
+        format!(
+            "dynamic, from {}, ×{} after {} clean steps, ×{} after an overflow",
+            scale(scaler.init_scale),
+            scaler.growth_factor,
+            scaler.growth_interval,
+            scaler.backoff_factor
+        )
+    } else {
+        "off".into()
+    };
+    let shape = &started.shape;
+    let mut facts = vec![
+        ("program", started.program.clone()),
+        ("run", started.run.clone()),
+        ("host", format!("{}, {} threads, {}", started.cpu.name, started.cpu.threads, started.cpu.isa)),
+        ("device", started.device.clone()),
+        (
+            "model",
+            format!(
+                "{}: {} layers, {} heads, width {}, context {}, vocabulary {}, {} parameters",
+                started.model,
+                shape.n_layer,
+                shape.n_head,
+                shape.n_embd,
+                shape.n_positions,
+                shape.vocab_size,
+                started.parameters
+            ),
+        ),
+        ("precision", started.policy.clone()),
+        ("loss scale", scaling),
+        ("optimizer", started.optimizer.clone()),
+        ("schedule", started.schedule.clone()),
+        ("data", started.data.clone()),
+        (
+            "length",
+            format!(
+                "{} steps of {} tokens, {} tokens an epoch, {:.2} epochs",
+                started.total_steps, started.tokens_per_step, started.tokens_per_epoch, started.epochs
+            ),
+        ),
+        ("seed", started.seed.to_string()),
+    ];
+    if let Some(step) = started.resumed_from {
+        facts.push(("resumed from", format!("step {step}")));
+    }
+    let lines: Vec<_> = facts.iter().map(|(key, value)| format!("{key:<13}{value}")).collect();
+    lines.join("\n")
+}
+
+/// The line of an event that is told at once; `None` for steps and probes.
+pub(super) fn announcement(event: &Event) -> Option<String> {
+    Some(match event {
+        Event::Started(_) | Event::Step(_) => return None,
+        Event::Overflow(overflow) => overflow_line(overflow),
+        Event::Eval(eval) => format!(
+            "eval step={} val_loss={} perplexity={} tokens={}",
+            eval.step,
+            loss(eval.loss),
+            short(eval.perplexity),
+            eval.tokens
+        ),
+        Event::Sample(sample) => {
+            format!("sample step={} text=\"{}\"", sample.step, printable(&format!("{}{}", sample.prompt, sample.text)))
+        }
+        Event::Probe(probe) => {
+            let (nonzero, flushed) =
+                probe.tensors.iter().fold((0, 0), |(n, f), tensor| (n + tensor.nonzero, f + tensor.flushed));
+            format!(
+                "probe step={} fp32_min={} fp32_max={} underflow={} of {nonzero} values",
+                probe.step,
+                magnitude(probe.grads.min_abs),
+                magnitude(Some(probe.grads.max_abs)),
+                percent(flushed, nonzero),
+            )
+        }
+        Event::Saved(saved) => {
+            format!(
+                "saved step={} path={} size={} seconds={:.2}",
+                saved.step,
+                saved.path,
+                bytes(saved.bytes),
+                saved.seconds
+            )
+        }
+        Event::Paused { step } => format!("paused step={step}"),
+        Event::Resumed { step } => format!("resumed step={step}"),
+        Event::Warning(trouble) => format!("warning step={} {}", trouble.step, trouble.message),
+        Event::Diverged(trouble) => format!("diverged step={} {}", trouble.step, trouble.message),
+        Event::Finished(finished) => finished_line(finished),
+    })
+}
+
+fn overflow_line(overflow: &Overflow) -> String {
+    const NAMED: usize = 4;
+    let mut tensors: Vec<_> = overflow
+        .tensors
+        .iter()
+        .take(NAMED)
+        .map(|tensor| format!("{}:inf={},nan={}", tensor.name, tensor.stats.inf, tensor.stats.nan))
+        .collect();
+    if overflow.tensors.len() > NAMED {
+        tensors.push(format!("+{}", overflow.tensors.len() - NAMED));
+    }
+    format!(
+        "overflow step={} loss={} scale={} largest_finite={} tensors={}",
+        overflow.step,
+        loss(f64::from(overflow.loss)),
+        scale_change(overflow.scale),
+        magnitude(Some(overflow.max_abs)),
+        tensors.join(" ")
+    )
+}
+
+fn scale_change(change: ScaleMove) -> String {
+    let (from, to) = (scale(change.from), scale(change.to));
+    match change.cause {
+        ScaleCause::Held => from,
+        ScaleCause::AtFloor => format!("{from} (at its floor)"),
+        ScaleCause::Grew | ScaleCause::BackedOff => format!("{from}->{to}"),
+    }
+}
+
+fn finished_line(finished: &Finished) -> String {
+    let reason = match finished.reason {
+        FinishReason::Done => "done",
+        FinishReason::Interrupted => "interrupted",
+        FinishReason::Stopped => "stopped",
+        FinishReason::Diverged => "diverged",
+    };
+    let mut pairs = vec![
+        format!("finished reason={reason}"),
+        format!("step={}", finished.step),
+        format!("updates={}", finished.updates),
+        format!("skipped={}", finished.skipped),
+        format!("success={}", percent(finished.updates, finished.step)),
+        format!("loss={}", loss(f64::from(finished.loss))),
+        format!("scale={}", finished.loss_scale),
+        format!("tokens={}", finished.tokens),
+        format!("seconds={:.1}", finished.seconds),
+    ];
+    pairs.extend(finished.val_loss.map(|val_loss| format!("val_loss={}", loss(val_loss))));
+    pairs.extend(finished.peak_rss_bytes.map(|peak| format!("peak_rss_mib={}", peak >> 20)));
+    pairs.extend(finished.checkpoint.as_ref().map(|checkpoint| format!("checkpoint={checkpoint}")));
+    pairs.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+    use crate::telemetry::{GradStats, Outcome, TensorRecord, VERSION};
+
+    fn lines(log_every: u64, events: Vec<Event>) -> Vec<String> {
+        let mut plain = Plain::new(Vec::new(), log_every);
+        for (at, event) in events.into_iter().enumerate() {
+            plain.show(&Record { v: VERSION, t: 0, s: at as f64, event }).unwrap();
+        }
+        String::from_utf8(plain.out).unwrap().lines().map(str::to_owned).collect()
+    }
+
+    fn step(step: u64) -> Event {
+        let grads = GradStats { min_abs: Some(6e-8), max_abs: 31.0, norm: 54_395.0, ..Default::default() };
+        Event::Step(Box::new(StepRecord {
+            step,
+            loss: step as f32,
+            loss_scale: 65536.0,
+            grads,
+            grad_norm: 0.83,
+            updates: step - 1,
+            skipped: 1,
+            lr: 4.1e-5,
+            tokens_per_s: 41_200.0,
+            ..Default::default()
+        }))
+    }
+
+    #[test]
+    fn a_step_line_comes_every_so_many_steps_with_every_figure() {
+        let found = lines(4, (1..=9).map(step).collect());
+        assert_eq!(found.len(), 2);
+        assert_eq!(
+            found[0],
+            "step=4/0 epoch=0.00 loss=4.000 loss_avg=2.500 scale=65536 grad_min=6.0e-8 grad_max=3.1e1 norm_scaled=5.4e4 \
+             norm=0.830 lr=4.1e-5 updates=3 skipped=1 success=75.0% tokens_per_s=41200 step_ms=0 eta=00:00:00"
+        );
+        assert!(found[1].contains("step=8/0") && found[1].contains("loss_avg=6.500"), "{}", found[1]);
+    }
+
+    #[test]
+    fn an_overflow_is_told_at_once_with_its_tensors() {
+        let tensor =
+            |name: &str| TensorRecord { name: name.into(), stats: GradStats { inf: 3, nan: 1, ..Default::default() } };
+        let overflow = Overflow {
+            step: 3,
+            loss: 4.5,
+            scale: ScaleMove { cause: ScaleCause::BackedOff, from: 65536.0, to: 32768.0 },
+            max_abs: 65504.0,
+            tensors: ["a", "b", "c", "d", "e", "f"].map(tensor).to_vec(),
+        };
+        let skipped = StepRecord { step: 3, outcome: Outcome::Skipped, ..Default::default() };
+        let found = lines(128, vec![Event::Step(Box::new(skipped)), Event::Overflow(overflow)]);
+        let [line] = &found[..] else { panic!("{found:?}") };
+        assert_eq!(
+            line,
+            "overflow step=3 loss=4.500 scale=2^16->2^15 largest_finite=6.6e4 tensors=a:inf=3,nan=1 b:inf=3,nan=1 \
+             c:inf=3,nan=1 d:inf=3,nan=1 +2"
+        );
+    }
+
+    #[test]
+    fn the_environment_is_a_table_of_one_fact_a_line() {
+        let started = Started { model: "tiny".into(), resumed_from: Some(64), ..Default::default() };
+        let found = lines(1, vec![Event::Started(Box::new(started))]);
+        assert!(found.iter().any(|line| line.starts_with("model        tiny: ")), "{found:#?}");
+        assert_eq!(found.last().unwrap(), "resumed from step 64");
+    }
+}

@@ -1,0 +1,145 @@
+//! One status line that is rewritten in place, for a terminal without the dashboard.
+
+use super::format::{clock, count, loss, scale};
+use super::pace::Pace;
+use super::plain::announcement;
+use crate::telemetry::{Event, Record, StepRecord};
+use ratatui::crossterm::terminal;
+use std::io::{self, Write};
+use std::time::{Duration, Instant};
+
+/// The status line is rewritten no more often than this.
+const EVERY: Duration = Duration::from_millis(100);
+/// Cells of the bar.
+const BAR: usize = 24;
+
+/// Keeps a status line on a terminal; overflows, saves and the like are written above it.
+#[derive(Debug)]
+pub struct Progress<W: Write> {
+    err: W,
+    total_steps: u64,
+    pace: Pace,
+    drawn: Option<Instant>,
+    /// Whether the cursor stands behind a status line.
+    open: bool,
+}
+
+impl<W: Write> Progress<W> {
+    /// A status line on `err`, which should be a terminal.
+    pub fn new(err: W) -> Self {
+        Self { err, total_steps: 0, pace: Pace::default(), drawn: None, open: false }
+    }
+
+    /// Shows what a record changes.
+    ///
+    /// # Errors
+    /// If the terminal is gone.
+    pub fn show(&mut self, record: &Record) -> io::Result<()> {
+        match &record.event {
+            Event::Started(started) => {
+                self.total_steps = started.total_steps;
+                self.pace.interrupt();
+                Ok(())
+            }
+            Event::Step(step) => {
+                self.pace.step(step.step, record.s);
+                let due = self.drawn.is_none_or(|drawn| drawn.elapsed() >= EVERY) || step.step == self.total_steps;
+                if due { self.draw(step) } else { Ok(()) }
+            }
+            other => match announcement(other) {
+                Some(line) => self.above(&line),
+                None => Ok(()),
+            },
+        }
+    }
+
+    fn draw(&mut self, step: &StepRecord) -> io::Result<()> {
+        self.drawn = Some(Instant::now());
+        self.open = true;
+        // Back to the first column, and erase to the end of the line after it.
+        let width = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
+        write!(self.err, "\r{}\x1b[K", self.line(step, width.saturating_sub(1)))?;
+        self.err.flush()
+    }
+
+    /// The status in at most `width` columns; the bar takes what the figures leave.
+    fn line(&self, step: &StepRecord, width: usize) -> String {
+        let share = if self.total_steps == 0 { 0.0 } else { step.step as f64 / self.total_steps as f64 };
+        let eta = self.pace.remaining(step.step, self.total_steps).map_or_else(|| "--:--:--".into(), clock);
+        let figures = format!(
+            "{:.1}% step {}/{} ETA {eta} {} tok/s loss {} scale {} skipped {}",
+            share * 100.0,
+            step.step,
+            self.total_steps,
+            count(step.tokens_per_s),
+            loss(f64::from(step.loss)),
+            scale(step.loss_scale),
+            step.skipped,
+        );
+        let cells = BAR.min(width.saturating_sub(figures.chars().count() + 1));
+        let full = (share.clamp(0.0, 1.0) * cells as f64).round() as usize;
+        let bar = format!("{}{} ", "━".repeat(full), "─".repeat(cells - full));
+        format!("{bar}{figures}").trim_start().chars().take(width).collect()
+    }
+
+    fn above(&mut self, line: &str) -> io::Result<()> {
+        let erase = if std::mem::take(&mut self.open) { "\r\x1b[K" } else { "" };
+        self.drawn = None;
+        writeln!(self.err, "{erase}{line}")?;
+        self.err.flush()
+    }
+}
+
+impl<W: Write> Drop for Progress<W> {
+    fn drop(&mut self) {
+        if self.open {
+            // Whatever is written next begins on its own line; a terminal that is gone does not mind.
+            let _ = writeln!(self.err);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+    use crate::telemetry::{Saved, Started, VERSION};
+
+    fn output(events: Vec<Event>) -> String {
+        let mut out = Vec::new();
+        let mut progress = Progress::new(&mut out);
+        for (at, event) in events.into_iter().enumerate() {
+            progress.show(&Record { v: VERSION, t: 0, s: at as f64, event }).unwrap();
+        }
+        drop(progress);
+        String::from_utf8(out).unwrap()
+    }
+
+    fn step(step: u64) -> Event {
+        Event::Step(Box::new(StepRecord { step, loss: 2.5, loss_scale: 32768.0, ..Default::default() }))
+    }
+
+    #[test]
+    fn the_line_is_rewritten_and_events_stand_above_it() {
+        let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
+        let saved = Event::Saved(Saved { step: 1, ..Default::default() });
+        let text = output(vec![started, step(1), saved, step(4)]);
+        let [first, erased, last, end] = text.split("\x1b[K").collect::<Vec<_>>()[..] else { panic!("{text:?}") };
+        assert!(first.starts_with('\r') && first.contains("25.0% step 1/4 ETA --:--:--"), "{text:?}");
+        assert_eq!(erased, "\r");
+        assert!(last.starts_with("saved step=1") && last.contains("\n\r━"), "{text:?}");
+        assert!(last.contains("100.0% step 4/4 ETA 00:00:00"), "{text:?}");
+        assert_eq!(end, "\n");
+    }
+
+    #[test]
+    fn a_narrow_terminal_gets_a_shorter_line() {
+        let mut progress = Progress::new(io::sink());
+        progress.total_steps = 10;
+        for width in 0..200 {
+            let line = progress.line(&StepRecord { step: 5, ..Default::default() }, width);
+            assert!(line.chars().count() <= width, "{width}: {line}");
+        }
+        assert!(progress.line(&StepRecord::default(), 200).starts_with(&"─".repeat(BAR)));
+    }
+}

@@ -1,0 +1,267 @@
+//! Text to token ids and back: plain bytes, or any Hugging Face `tokenizer.json`.
+//!
+//! The byte tokenizer is also a Hugging Face one: [`Tokenizer::json`] describes it as a byte-level BPE without merges,
+//! so that the checkpoint of a byte model loads in transformers, and [`Tokenizer::from_json`] knows it again.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::{Error, Result};
+
+/// Names that the end-of-text token goes by; the first one found in a vocabulary is it.
+const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "<|eot_id|>"];
+
+/// The byte tokenizer's end-of-text id, after the 256 bytes.
+const BYTE_EOS: u32 = 256;
+
+/// Turns text into token ids and back. Cheap to clone, and shared between threads.
+#[derive(Clone)]
+pub struct Tokenizer {
+    kind: Kind,
+    json: Arc<[u8]>,
+}
+
+#[derive(Clone)]
+enum Kind {
+    /// A byte is its own id.
+    Byte,
+    HuggingFace {
+        inner: Arc<tokenizers::Tokenizer>,
+        vocab_size: usize,
+        eos: Option<u32>,
+    },
+}
+
+impl Tokenizer {
+    /// Bytes as ids 0 to 255, and `<|endoftext|>` as 256.
+    pub fn byte() -> Self {
+        Self { kind: Kind::Byte, json: byte_json().to_string().into_bytes().into() }
+    }
+
+    /// Reads a `tokenizer.json`.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let json = std::fs::read(path).map_err(Error::io("read", path))?;
+        Self::from_json(json, &path.display().to_string())
+    }
+
+    /// Takes the text of a `tokenizer.json`; `origin` names it in errors.
+    pub fn from_json(json: Vec<u8>, origin: &str) -> Result<Self> {
+        let value: Value = serde_json::from_slice(&json)
+            .map_err(|error| Error::model(origin, format!("not a `tokenizer.json`: {error}")))?;
+        if value == byte_json() {
+            return Ok(Self { kind: Kind::Byte, json: json.into() });
+        }
+        let mut inner = tokenizers::Tokenizer::from_bytes(&json)
+            .map_err(|error| Error::model(origin, format!("not a usable `tokenizer.json`: {error}")))?;
+        // Settings for inference in batches; training text is neither cut nor padded.
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|error| Error::model(origin, error.to_string()))?;
+        // Ids index the embedding, so a vocabulary with holes counts up to its largest id.
+        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
+        if vocab_size == 0 {
+            return Err(Error::model(origin, "the tokenizer's vocabulary is empty"));
+        }
+        let eos = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
+        Ok(Self { kind: Kind::HuggingFace { inner: Arc::new(inner), vocab_size, eos }, json: json.into() })
+    }
+
+    /// Whether this is the byte tokenizer, whose losses are in nats per byte.
+    pub fn is_byte(&self) -> bool {
+        matches!(self.kind, Kind::Byte)
+    }
+
+    /// The ids of `text`, with no token added at either end. `<|endoftext|>` in the text is that token.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        match &self.kind {
+            Kind::Byte => {
+                let mut ids = Vec::with_capacity(text.len());
+                for (index, part) in text.split(END_OF_TEXT[0]).enumerate() {
+                    ids.extend((index > 0).then_some(BYTE_EOS));
+                    ids.extend(part.bytes().map(u32::from));
+                }
+                Ok(ids)
+            }
+            Kind::HuggingFace { inner, .. } => match inner.encode_fast(text, false) {
+                Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+                Err(error) => Err(Error::data("tokenizer", format!("cannot encode the text: {error}"))),
+            },
+        }
+    }
+
+    /// The text of `ids`, special tokens left out; bytes that are not UTF-8 become U+FFFD, and unknown ids nothing.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        match &self.kind {
+            Kind::Byte => {
+                let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Kind::HuggingFace { inner, .. } => inner
+                .decode(ids, true)
+                .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
+        }
+    }
+
+    /// One more than the largest id: the least vocabulary a model must have.
+    pub fn vocab_size(&self) -> usize {
+        match self.kind {
+            Kind::Byte => BYTE_EOS as usize + 1,
+            Kind::HuggingFace { vocab_size, .. } => vocab_size,
+        }
+    }
+
+    /// The token that separates documents, if the vocabulary has one.
+    pub fn eos_id(&self) -> Option<u32> {
+        match self.kind {
+            Kind::Byte => Some(BYTE_EOS),
+            Kind::HuggingFace { eos, .. } => eos,
+        }
+    }
+
+    /// The `tokenizer.json` to write beside a model's weights, byte for byte as it was read.
+    pub fn json(&self) -> &[u8] {
+        &self.json
+    }
+
+    /// SHA-256 of [`Self::json`] in hexadecimal: two tokenizers with the same fingerprint give the same ids.
+    pub fn fingerprint(&self) -> String {
+        hex(&Sha256::digest(&self.json))
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let kind = if self.is_byte() { "byte" } else { "hugging face" };
+        write!(f, "Tokenizer({kind}, {} ids)", self.vocab_size())
+    }
+}
+
+/// Lowercase hexadecimal digits of `bytes`.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// The byte tokenizer in Hugging Face's terms.
+fn byte_json() -> Value {
+    let vocab: serde_json::Map<String, Value> =
+        (0..=u8::MAX).map(|byte| (byte_level_char(byte).to_string(), byte.into())).collect();
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [{
+            "id": BYTE_EOS, "content": END_OF_TEXT[0], "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true,
+        }],
+        "normalizer": null,
+        "pre_tokenizer": byte_level,
+        "post_processor": null,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": vocab, "merges": [],
+        },
+    })
+}
+
+/// The printable character by which GPT-2's vocabulary writes a byte: itself if it is printable in Latin-1, else the
+/// next unused one from U+0100 on.
+pub(super) fn byte_level_char(byte: u8) -> char {
+    let code = match byte {
+        0..=32 => 0x100 + u32::from(byte),
+        127..=160 => 0x100 + 33 + u32::from(byte - 127),
+        173 => 0x100 + 33 + 34,
+        _ => u32::from(byte),
+    };
+    char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn byte_as_hugging_face() -> tokenizers::Tokenizer {
+        tokenizers::Tokenizer::from_bytes(Tokenizer::byte().json()).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_survive_the_round_trip(text: String) {
+            let tokenizer = Tokenizer::byte();
+            let ids = tokenizer.encode(&text).unwrap();
+            prop_assert_eq!(ids.len(), text.len());
+            prop_assert_eq!(tokenizer.decode(&ids).unwrap(), text);
+        }
+
+        /// The emitted `tokenizer.json`, run by the Hugging Face crate, does what the shortcut does.
+        #[test]
+        fn the_json_describes_the_byte_tokenizer(parts in prop::collection::vec(".*", 1..4)) {
+            let text = parts.join("<|endoftext|>");
+            let theirs = byte_as_hugging_face();
+            let ids = Tokenizer::byte().encode(&text).unwrap();
+            let encoding = theirs.encode(text, false).unwrap();
+            prop_assert_eq!(encoding.get_ids(), &ids);
+            prop_assert_eq!(theirs.decode(&ids, true).unwrap(), Tokenizer::byte().decode(&ids).unwrap());
+        }
+    }
+
+    #[test]
+    fn every_byte_is_its_own_id() {
+        let theirs = byte_as_hugging_face();
+        for byte in 0..=u8::MAX {
+            assert_eq!(theirs.token_to_id(&byte_level_char(byte).to_string()), Some(byte.into()));
+        }
+        assert_eq!(theirs.get_vocab_size(true), Tokenizer::byte().vocab_size());
+        assert_eq!(theirs.token_to_id("<|endoftext|>"), Tokenizer::byte().eos_id());
+    }
+
+    #[test]
+    fn the_byte_tokenizer_is_known_again() {
+        let byte = Tokenizer::byte();
+        let again = Tokenizer::from_json(byte.json().to_vec(), "tokenizer.json").unwrap();
+        assert!(again.is_byte());
+        assert_eq!(again.fingerprint(), byte.fingerprint());
+        // Also when another program wrote it back with its own spacing.
+        let value: Value = serde_json::from_slice(byte.json()).unwrap();
+        assert!(Tokenizer::from_json(serde_json::to_vec_pretty(&value).unwrap(), "x").unwrap().is_byte());
+    }
+
+    #[test]
+    fn a_hugging_face_tokenizer_is_read_without_padding_or_truncation() {
+        let json = json!({
+            "version": "1.0",
+            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+            "padding": null,
+            "added_tokens": [{"id": 3, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true}],
+            "normalizer": null,
+            "pre_tokenizer": {"type": "Whitespace"},
+            "post_processor": null,
+            "decoder": null,
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"},
+        });
+        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
+        assert_eq!(tokenizer.encode("a b c a</s>").unwrap(), [0, 1, 2, 0, 3]);
+        assert_eq!((tokenizer.vocab_size(), tokenizer.eos_id()), (4, Some(3)));
+        assert!(!tokenizer.is_byte());
+    }
+
+    #[test]
+    fn other_files_are_refused_by_name() {
+        for text in ["", "not json", "{}", "[]", r#"{"model": {"type": "Unheard"}}"#] {
+            let message = Tokenizer::from_json(text.into(), "folder/tokenizer.json").unwrap_err().to_string();
+            assert!(message.starts_with("folder/tokenizer.json: not a"), "{message}");
+        }
+    }
+}

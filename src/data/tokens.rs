@@ -1,0 +1,125 @@
+//! Tokens as the loader reads them: one immutable sequence, shared by the views that training and validation hold.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::{Error, Result};
+
+/// A contiguous view of a token sequence; cloning and splitting share the storage.
+#[derive(Clone, Debug)]
+pub struct TokenSource {
+    store: Arc<Store>,
+    view: Range<usize>,
+}
+
+/// The sequence itself, in the narrowest type that holds its ids.
+#[derive(Debug)]
+enum Store {
+    U16(Vec<u16>),
+    U32(Vec<u32>),
+}
+
+impl TokenSource {
+    /// Takes ids in memory; they are kept as 16-bit numbers where all of them fit.
+    pub fn from_ids(ids: Vec<u32>) -> Self {
+        let narrow: Result<Vec<u16>, _> = ids.iter().map(|&id| u16::try_from(id)).collect();
+        let store = narrow.map_or_else(|_| Store::U32(ids), Store::U16);
+        Self { view: 0..store.len(), store: Arc::new(store) }
+    }
+
+    /// Tokens in the view.
+    pub fn len(&self) -> usize {
+        self.view.len()
+    }
+
+    /// Whether the view holds no token.
+    pub fn is_empty(&self) -> bool {
+        self.view.is_empty()
+    }
+
+    /// Copies the ids from position `start` on into `out`.
+    ///
+    /// # Panics
+    /// If the ids asked for do not lie inside the view.
+    pub fn read(&self, start: usize, out: &mut [u32]) {
+        let range = self.view.start + start..self.view.start + start + out.len();
+        assert!(range.end <= self.view.end, "tokens {start}..{} of {}", start + out.len(), self.len());
+        match &*self.store {
+            Store::U16(ids) => out.iter_mut().zip(&ids[range]).for_each(|(out, &id)| *out = id.into()),
+            Store::U32(ids) => out.copy_from_slice(&ids[range]),
+        }
+    }
+
+    /// Like [`Self::read`], for tokens that are to be predicted: those outside the loss become [`IGNORE_INDEX`].
+    ///
+    /// [`IGNORE_INDEX`]: super::IGNORE_INDEX
+    pub fn read_targets(&self, start: usize, out: &mut [u32]) {
+        self.read(start, out);
+    }
+
+    /// The first `at` tokens, and the rest.
+    pub fn split_at(&self, at: usize) -> (Self, Self) {
+        let middle = self.view.start + at.min(self.len());
+        let view = |view| Self { store: Arc::clone(&self.store), view };
+        (view(self.view.start..middle), view(middle..self.view.end))
+    }
+
+    /// Fails unless the view holds a training window: `seq_len` inputs and the token after each.
+    pub fn require(&self, seq_len: usize, origin: &str) -> Result<()> {
+        if self.len() > seq_len {
+            return Ok(());
+        }
+        let message = format!(
+            "{} tokens are too few: one window of `--seq-len {seq_len}` needs {}; give more text or a smaller `--seq-len`",
+            self.len(),
+            seq_len + 1
+        );
+        Err(Error::data(origin, message))
+    }
+}
+
+impl Store {
+    fn len(&self) -> usize {
+        match self {
+            Self::U16(ids) => ids.len(),
+            Self::U32(ids) => ids.len(),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_survive_narrow_and_wide_storage() {
+        for top in [65_535, 65_536] {
+            let ids = vec![0, 7, top, 3];
+            let source = TokenSource::from_ids(ids.clone());
+            let mut out = vec![0; 4];
+            source.read(0, &mut out);
+            assert_eq!(out, ids);
+            assert_eq!(matches!(*source.store, Store::U16(_)), top == 65_535);
+        }
+    }
+
+    #[test]
+    fn a_split_is_two_views_of_the_same_tokens() {
+        let (head, tail) = TokenSource::from_ids((0..10).collect()).split_at(7);
+        assert_eq!((head.len(), tail.len()), (7, 3));
+        let mut out = [0; 3];
+        tail.read(0, &mut out);
+        assert_eq!(out, [7, 8, 9]);
+        let (all, none) = tail.split_at(99);
+        assert_eq!((all.len(), none.is_empty()), (3, true));
+    }
+
+    #[test]
+    fn too_few_tokens_are_refused_with_the_numbers() {
+        let source = TokenSource::from_ids(vec![1; 8]);
+        assert!(source.require(7, "x").is_ok());
+        let message = source.require(8, "notes.txt").unwrap_err().to_string();
+        assert!(message.starts_with("notes.txt: 8 tokens are too few") && message.contains("needs 9"), "{message}");
+    }
+}

@@ -1,0 +1,130 @@
+//! The size and SHA-256 of bytes on their way through: what manifests record and downloads are held against.
+
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+use crate::{Error, Result};
+
+/// What a sequence of bytes is known by.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Digest {
+    /// How many bytes there are.
+    pub bytes: u64,
+    /// Their SHA-256, 64 lower-case hexadecimal digits.
+    pub sha256: String,
+}
+
+impl Digest {
+    /// The digest of `bytes`.
+    pub fn of(bytes: &[u8]) -> Self {
+        let mut running = Running::default();
+        running.update(bytes);
+        running.finish()
+    }
+
+    /// The digest of a file, read in pieces.
+    pub fn of_file(path: &Path) -> Result<Self> {
+        let mut file = File::open(path).map_err(Error::io("open", path))?;
+        let mut running = Running::default();
+        let mut buffer = vec![0; 1 << 18];
+        loop {
+            match file.read(&mut buffer) {
+                Ok(0) => return Ok(running.finish()),
+                Ok(n) => running.update(&buffer[..n]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(Error::io("read", path)(error)),
+            }
+        }
+    }
+}
+
+/// Writes through to `inner` and keeps the digest of what `inner` took.
+#[derive(Debug)]
+pub struct DigestWriter<W> {
+    inner: W,
+    running: Running,
+}
+
+impl<W: Write> DigestWriter<W> {
+    /// Starts with the digest of nothing.
+    pub fn new(inner: W) -> Self {
+        Self { inner, running: Running::default() }
+    }
+
+    /// The writer back, and the digest of all it took.
+    pub fn finish(self) -> (W, Digest) {
+        (self.inner, self.running.finish())
+    }
+}
+
+impl<W: Write> Write for DigestWriter<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let taken = self.inner.write(bytes)?;
+        self.running.update(&bytes[..taken]);
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+#[derive(Debug, Default)]
+struct Running {
+    bytes: u64,
+    hash: Sha256,
+}
+
+impl Running {
+    fn update(&mut self, bytes: &[u8]) {
+        self.bytes += bytes.len() as u64;
+        self.hash.update(bytes);
+    }
+
+    fn finish(self) -> Digest {
+        let sha256 = self.hash.finalize().iter().fold(String::with_capacity(64), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        });
+        Digest { bytes: self.bytes, sha256 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    /// FIPS 180-2, appendix B.1.
+    const ABC: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+
+    #[test]
+    fn known_value_however_the_bytes_arrive() {
+        assert_eq!(Digest::of(b"abc"), Digest { bytes: 3, sha256: ABC.into() });
+
+        let mut writer = DigestWriter::new(Vec::new());
+        for byte in b"abc" {
+            writer.write_all(&[*byte]).unwrap();
+        }
+        let (written, digest) = writer.finish();
+        assert_eq!((written.as_slice(), digest.sha256.as_str()), (b"abc".as_slice(), ABC));
+
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("abc");
+        std::fs::write(&path, b"abc").unwrap();
+        assert_eq!(Digest::of_file(&path).unwrap(), digest);
+    }
+
+    #[test]
+    fn bytes_the_inner_writer_refused_do_not_count() {
+        let mut room = [0_u8; 3];
+        let mut writer = DigestWriter::new(room.as_mut_slice());
+        assert!(writer.write_all(b"abcdef").is_err());
+        assert_eq!(writer.finish().1, Digest { bytes: 3, sha256: ABC.into() });
+    }
+}

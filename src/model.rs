@@ -1,0 +1,12 @@
+//! GPT-2: its shape, its parameters, its layers, and the folders it is stored in.
+
+mod config;
+mod folder;
+mod gpt2;
+mod layers;
+mod parameters;
+
+pub use config::Gpt2Config;
+pub use folder::ModelFolder;
+pub use gpt2::{Gpt2, Mode, Tokens, Workspace, candle_dtype};
+pub use parameters::{Entry, Parameters};

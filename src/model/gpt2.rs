@@ -1,0 +1,346 @@
+//! GPT-2 (Radford et al., 2019) with an explicit forward and backward pass.
+//!
+//! The forward pass leaves in the [`Workspace`] what the backward pass reads. Both walk the same short list of layers;
+//! after the first step neither allocates.
+
+use crate::kernels::attention::{self, Shape};
+use crate::kernels::cross_entropy::{HeadGradient, HeadWorkspace, head};
+use crate::kernels::dropout::Dropout;
+use crate::kernels::{embedding, gelu, residual, view};
+use crate::model::config::Gpt2Config;
+use crate::model::layers::{LayerNorm, Linear, Normed, position};
+use crate::model::parameters::Parameters;
+use crate::precision::{Dtype, PrecisionPolicy};
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// Whether dropout is on, and which masks it draws.
+#[derive(Clone, Copy, Debug)]
+pub enum Mode {
+    /// No dropout.
+    Eval,
+    /// Dropout at the configuration's rates; `draw` numbers the micro-batch over the whole run.
+    Train {
+        /// The run's seed.
+        seed: u64,
+        /// Each micro-batch draws its own masks.
+        draw: u64,
+    },
+}
+
+impl Mode {
+    fn dropout(self, rate: f64, site: usize) -> Option<Dropout> {
+        match self {
+            Self::Eval => None,
+            Self::Train { seed, draw } => Dropout::new(rate as f32, seed, site as u32, draw),
+        }
+    }
+}
+
+/// Token ids with their shape.
+#[derive(Clone, Copy, Debug)]
+pub struct Tokens<'a> {
+    /// `batch * seq_len` ids, sequence after sequence.
+    pub ids: &'a [u32],
+    /// Tokens in a sequence.
+    pub seq_len: usize,
+}
+
+#[derive(Debug)]
+struct Block {
+    ln_1: LayerNorm,
+    c_attn: Linear,
+    attn_c_proj: Linear,
+    ln_2: LayerNorm,
+    c_fc: Linear,
+    mlp_c_proj: Linear,
+}
+
+/// The architecture: which layers there are and which parameters are theirs.
+#[derive(Debug)]
+pub struct Gpt2 {
+    config: Gpt2Config,
+    wte: usize,
+    wpe: usize,
+    blocks: Vec<Block>,
+    ln_f: LayerNorm,
+    lm_head: usize,
+}
+
+/// What one block's forward pass keeps.
+#[derive(Debug)]
+struct Activations {
+    /// The residual stream as the block receives it.
+    input: Tensor,
+    ln_1: Normed,
+    qkv: Tensor,
+    attended: Tensor,
+    lse: Tensor,
+    /// The residual stream between attention and MLP.
+    middle: Tensor,
+    ln_2: Normed,
+    fc: Tensor,
+    gelu: Tensor,
+}
+
+/// All buffers of a forward and backward pass for one (batch, sequence) shape.
+#[derive(Debug)]
+pub struct Workspace {
+    batch: usize,
+    seq_len: usize,
+    blocks: Vec<Activations>,
+    /// The residual stream after the last block.
+    output: Tensor,
+    ln_f: Normed,
+    head: HeadWorkspace,
+    /// A branch's output before it joins the stream; in the backward pass, its gradient.
+    branch: Tensor,
+    backward: Option<BackwardBuffers>,
+}
+
+#[derive(Debug)]
+struct BackwardBuffers {
+    /// Gradient of the residual stream.
+    stream: Tensor,
+    /// Gradient of a layer norm's or the attention's output.
+    narrow: Tensor,
+    qkv: Tensor,
+    wide: Tensor,
+    order: Vec<u32>,
+}
+
+/// candle's name of a type.
+pub fn candle_dtype(dtype: Dtype) -> DType {
+    match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+    }
+}
+
+impl Workspace {
+    /// Buffers for training (with `grads`) or evaluation of `batch` sequences of `seq_len` tokens.
+    pub fn new(
+        config: &Gpt2Config,
+        policy: PrecisionPolicy,
+        batch: usize,
+        seq_len: usize,
+        train: bool,
+        device: &Device,
+    ) -> Result<Self> {
+        let (tokens, width) = (batch * seq_len, config.n_embd);
+        let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
+        let buffer = |columns: usize, dtype| view::zeros(&[tokens, columns], dtype, device);
+        let norm = || Normed::new(tokens, width, compute, device);
+        let activations = || -> Result<Activations> {
+            Ok(Activations {
+                input: buffer(width, stream)?,
+                ln_1: norm()?,
+                qkv: buffer(3 * width, compute)?,
+                attended: buffer(width, compute)?,
+                lse: view::zeros(&[tokens * config.n_head], DType::F32, device)?,
+                middle: buffer(width, stream)?,
+                ln_2: norm()?,
+                fc: buffer(config.n_inner, compute)?,
+                gelu: buffer(config.n_inner, compute)?,
+            })
+        };
+        let backward = || -> Result<BackwardBuffers> {
+            Ok(BackwardBuffers {
+                stream: buffer(width, stream)?,
+                narrow: buffer(width, compute)?,
+                qkv: buffer(3 * width, compute)?,
+                wide: buffer(config.n_inner, compute)?,
+                order: vec![0; tokens],
+            })
+        };
+        let grads = train.then(|| candle_dtype(policy.grads));
+        Ok(Self {
+            batch,
+            seq_len,
+            blocks: (0..config.n_layer).map(|_| activations()).collect::<Result<_>>()?,
+            output: buffer(width, stream)?,
+            ln_f: norm()?,
+            head: HeadWorkspace::new(tokens, config.vocab_size, width, compute, grads, device)?,
+            branch: buffer(width, compute)?,
+            backward: train.then(backward).transpose()?,
+        })
+    }
+
+    /// Sequences in a batch.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Tokens in a sequence.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+
+    /// The final layer norm's output `[B·T, D]`, the head's input.
+    pub fn hidden(&self) -> &Tensor {
+        &self.ln_f.out
+    }
+}
+
+impl Gpt2 {
+    /// The model of `config` over parameters laid out as `layout`'s.
+    pub fn new(config: &Gpt2Config, layout: &Parameters) -> Result<Self> {
+        let block = |i: usize| -> Result<Block> {
+            let norm = |name: &str| LayerNorm::new(layout, &format!("h.{i}.{name}"), config.layer_norm_epsilon);
+            let linear = |name: &str| Linear::new(layout, &format!("h.{i}.{name}"));
+            Ok(Block {
+                ln_1: norm("ln_1")?,
+                c_attn: linear("attn.c_attn")?,
+                attn_c_proj: linear("attn.c_proj")?,
+                ln_2: norm("ln_2")?,
+                c_fc: linear("mlp.c_fc")?,
+                mlp_c_proj: linear("mlp.c_proj")?,
+            })
+        };
+        let wte = position(layout, "wte.weight")?;
+        Ok(Self {
+            config: config.clone(),
+            wte,
+            wpe: position(layout, "wpe.weight")?,
+            blocks: (0..config.n_layer).map(block).collect::<Result<_>>()?,
+            ln_f: LayerNorm::new(layout, "ln_f", config.layer_norm_epsilon)?,
+            lm_head: if config.tie_word_embeddings { wte } else { position(layout, "lm_head.weight")? },
+        })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Gpt2Config {
+        &self.config
+    }
+
+    fn shape(&self, workspace: &Workspace) -> Shape {
+        Shape {
+            batch: workspace.batch,
+            seq_len: workspace.seq_len,
+            heads: self.config.n_head,
+            head_size: self.config.n_embd / self.config.n_head,
+        }
+    }
+
+    fn check(&self, tokens: Tokens<'_>, workspace: &Workspace) -> Result<()> {
+        let (ids, seq_len) = (tokens.ids.len(), tokens.seq_len);
+        if ids != workspace.batch * workspace.seq_len || seq_len != workspace.seq_len {
+            bail!("{ids} tokens in rows of {seq_len} for buffers of {} × {}", workspace.batch, workspace.seq_len);
+        }
+        if seq_len > self.config.n_positions {
+            bail!("sequences of {seq_len} tokens exceed the model's context of {}", self.config.n_positions);
+        }
+        Ok(())
+    }
+
+    /// From tokens to the head's input, [`Workspace::hidden`].
+    pub fn forward(&self, weights: &Parameters, tokens: Tokens<'_>, mode: Mode, ws: &mut Workspace) -> Result<()> {
+        self.check(tokens, ws)?;
+        let shape = self.shape(ws);
+        let config = &self.config;
+        let first = ws.blocks.first().map_or(&ws.output, |block| &block.input);
+        let dropout = mode.dropout(config.embd_pdrop, EMBEDDING_SITE);
+        embedding::forward(&weights[self.wte], &weights[self.wpe], tokens.ids, tokens.seq_len, dropout, first)?;
+        for (i, (block, acts)) in self.blocks.iter().zip(&ws.blocks).enumerate() {
+            let site = Sites::of(i);
+            block.ln_1.forward(weights, &acts.input, &acts.ln_1)?;
+            block.c_attn.forward(weights, &acts.ln_1.out, &acts.qkv)?;
+            let dropout = mode.dropout(config.attn_pdrop, site.attention);
+            attention::forward(shape, &acts.qkv, dropout, &acts.attended, &acts.lse)?;
+            block.attn_c_proj.forward(weights, &acts.attended, &ws.branch)?;
+            let dropout = mode.dropout(config.resid_pdrop, site.attention_out);
+            residual::add(&acts.input, &ws.branch, dropout, &acts.middle)?;
+
+            block.ln_2.forward(weights, &acts.middle, &acts.ln_2)?;
+            block.c_fc.forward(weights, &acts.ln_2.out, &acts.fc)?;
+            gelu::forward(&acts.fc, &acts.gelu)?;
+            block.mlp_c_proj.forward(weights, &acts.gelu, &ws.branch)?;
+            let dropout = mode.dropout(config.resid_pdrop, site.mlp_out);
+            let next = ws.blocks.get(i + 1).map_or(&ws.output, |block| &block.input);
+            residual::add(&acts.middle, &ws.branch, dropout, next)?;
+        }
+        self.ln_f.forward(weights, &ws.output, &ws.ln_f)
+    }
+
+    /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
+    pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
+        head(&ws.ln_f.out, &weights[self.lm_head], targets, &ws.head, None)
+    }
+
+    /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target.
+    pub fn loss_and_head_gradient(
+        &self,
+        weights: &Parameters,
+        targets: &[u32],
+        seed: f32,
+        ws: &mut Workspace,
+        grads: &Parameters,
+    ) -> Result<f64> {
+        let Some(buffers) = &ws.backward else { bail!("this workspace has no buffers for a backward pass") };
+        let gradient = HeadGradient { seed, dx: &buffers.narrow, dweight: &grads[self.lm_head] };
+        head(&ws.ln_f.out, &weights[self.lm_head], targets, &ws.head, Some(gradient))
+    }
+
+    /// From the head's input back to the embeddings, after [`Self::loss_and_head_gradient`]; writes every gradient.
+    pub fn backward(
+        &self,
+        weights: &Parameters,
+        tokens: Tokens<'_>,
+        mode: Mode,
+        ws: &mut Workspace,
+        grads: &Parameters,
+    ) -> Result<()> {
+        self.check(tokens, ws)?;
+        let shape = self.shape(ws);
+        let config = &self.config;
+        let Some(buffers) = &mut ws.backward else { bail!("this workspace has no buffers for a backward pass") };
+        let BackwardBuffers { stream, narrow, qkv, wide, order } = buffers;
+        let branch = &ws.branch;
+        view::write(stream, |mut stream| stream.zero())?;
+        self.ln_f.backward(weights, &ws.output, &ws.ln_f, narrow, stream, grads)?;
+        for (i, (block, acts)) in self.blocks.iter().zip(&ws.blocks).enumerate().rev() {
+            let site = Sites::of(i);
+            residual::branch_gradient(stream, mode.dropout(config.resid_pdrop, site.mlp_out), branch)?;
+            block.mlp_c_proj.backward(weights, &acts.gelu, branch, wide, grads)?;
+            gelu::backward(&acts.fc, wide)?;
+            block.c_fc.backward(weights, &acts.ln_2.out, wide, narrow, grads)?;
+            block.ln_2.backward(weights, &acts.middle, &acts.ln_2, narrow, stream, grads)?;
+
+            residual::branch_gradient(stream, mode.dropout(config.resid_pdrop, site.attention_out), branch)?;
+            block.attn_c_proj.backward(weights, &acts.attended, branch, narrow, grads)?;
+            let dropout = mode.dropout(config.attn_pdrop, site.attention);
+            attention::backward(shape, narrow, &acts.qkv, &acts.attended, &acts.lse, dropout, qkv)?;
+            block.c_attn.backward(weights, &acts.ln_1.out, qkv, narrow, grads)?;
+            block.ln_1.backward(weights, &acts.input, &acts.ln_1, narrow, stream, grads)?;
+        }
+        if !config.tie_word_embeddings {
+            view::write(&grads[self.wte], |mut dwte| dwte.zero())?;
+        }
+        let dropout = mode.dropout(config.embd_pdrop, EMBEDDING_SITE);
+        let (dwte, dwpe) = (&grads[self.wte], &grads[self.wpe]);
+        embedding::backward(stream, tokens.ids, tokens.seq_len, dropout, order, dwte, dwpe)
+    }
+
+    /// The logits `[rows, V]` (compute type) of `hidden [rows, D]`, a part of [`Workspace::hidden`].
+    pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
+        let weight = &weights[self.lm_head];
+        let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;
+        crate::kernels::linear::backward_input(hidden, weight, &logits)?;
+        Ok(logits)
+    }
+}
+
+const EMBEDDING_SITE: usize = 0;
+
+/// The places of a block where dropout draws.
+struct Sites {
+    attention: usize,
+    attention_out: usize,
+    mlp_out: usize,
+}
+
+impl Sites {
+    fn of(block: usize) -> Self {
+        Self { attention: 3 * block + 1, attention_out: 3 * block + 2, mlp_out: 3 * block + 3 }
+    }
+}

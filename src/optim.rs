@@ -1,0 +1,9 @@
+//! What turns gradients into updates: masters, AdamW, clipping, the learning-rate schedule.
+
+mod adamw;
+mod gradients;
+mod schedule;
+
+pub use adamw::{AdamW, AdamWConfig, MasterWeights};
+pub use gradients::{Gradients, Survey};
+pub use schedule::{LrSchedule, ScheduleKind};

@@ -1,0 +1,101 @@
+//! AdamW over FP32 masters: the update of the mixed-precision recipe.
+
+use crate::kernels::adamw::{AdamWStep, step};
+use crate::model::Parameters;
+use candle_core::{DType, Result};
+use serde::{Deserialize, Serialize};
+
+/// AdamW's settings.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AdamWConfig {
+    /// Decay rates of the two moments.
+    pub betas: [f64; 2],
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled weight decay of parameters of two or more dimensions; biases and layer norms have none.
+    pub weight_decay: f64,
+}
+
+/// Adam's moments, in FP32.
+#[derive(Debug)]
+pub struct AdamW {
+    config: AdamWConfig,
+    /// First moments.
+    pub exp_avg: Parameters,
+    /// Second moments.
+    pub exp_avg_sq: Parameters,
+}
+
+impl AdamW {
+    /// Zero moments for parameters laid out as `masters`.
+    pub fn new(config: AdamWConfig, masters: &Parameters) -> Result<Self> {
+        Ok(Self { config, exp_avg: masters.zeros_like(DType::F32)?, exp_avg_sq: masters.zeros_like(DType::F32)? })
+    }
+
+    /// Update number `updates` + 1 of `masters` from `grads · grad_factor`, rounded into the working copy `weights`.
+    pub fn step(
+        &mut self,
+        grads: &Parameters,
+        grad_factor: f32,
+        lr: f64,
+        updates: u64,
+        masters: &mut MasterWeights,
+        weights: &mut Parameters,
+    ) -> Result<()> {
+        let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
+        for (i, entry) in grads.layout().iter().enumerate() {
+            let decays = entry.shape.len() >= 2;
+            let numbers = AdamWStep {
+                lr: lr as f32,
+                betas: self.config.betas.map(|beta| beta as f32),
+                eps: self.config.eps as f32,
+                weight_decay: if decays { self.config.weight_decay as f32 } else { 0.0 },
+                bias_corrections: self.config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
+                grad_factor,
+            };
+            let weight = (!masters.are_the_weights()).then(|| &weights[i]);
+            step(numbers, &grads[i], &masters.parameters()[i], &self.exp_avg[i], &self.exp_avg_sq[i], weight)?;
+        }
+        Ok(())
+    }
+}
+
+/// The FP32 weights that updates accumulate in. A working copy in the compute type is rounded from them.
+#[derive(Debug)]
+pub struct MasterWeights {
+    parameters: Parameters,
+    are_the_weights: bool,
+}
+
+impl MasterWeights {
+    /// Takes FP32 `parameters` and rounds a working copy of `compute` type from them. In FP32 there is no second copy:
+    /// the working copy is the masters' own storage.
+    pub fn new(parameters: Parameters, compute: DType) -> Result<(Self, Parameters)> {
+        let are_the_weights = compute == DType::F32;
+        let weights = if are_the_weights { parameters.clone() } else { parameters.zeros_like(compute)? };
+        let masters = Self { parameters, are_the_weights };
+        masters.write_compute_copy(&weights)?;
+        Ok((masters, weights))
+    }
+
+    /// The FP32 tensors.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// Whether the working copy shares the masters' storage.
+    pub fn are_the_weights(&self) -> bool {
+        self.are_the_weights
+    }
+
+    /// Rounds every master into `weights`.
+    pub fn write_compute_copy(&self, weights: &Parameters) -> Result<()> {
+        if self.are_the_weights {
+            return Ok(());
+        }
+        for (master, weight) in self.parameters.tensors().iter().zip(weights.tensors()) {
+            crate::kernels::view::copy(master, weight)?;
+        }
+        Ok(())
+    }
+}

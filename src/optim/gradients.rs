@@ -1,0 +1,85 @@
+//! Gradients from their birth in the policy's type to the survey that decides whether they are used.
+
+use crate::kernels::survey::{TensorSurvey, survey};
+use crate::kernels::view;
+use crate::model::{Parameters, candle_dtype};
+use crate::precision::{FloatFormat, PrecisionPolicy};
+use candle_core::{DType, Device, Result};
+use rayon::prelude::*;
+
+/// The gradient of every parameter.
+///
+/// A backward pass writes each gradient once, rounded to the policy's type. Where several micro-batches make a step,
+/// they are summed in FP32.
+#[derive(Debug)]
+pub struct Gradients {
+    born: Parameters,
+    sum: Option<Parameters>,
+    micro_batches: usize,
+    format: FloatFormat,
+}
+
+/// What the gradients of a step look like, scaled as they are.
+#[derive(Clone, Debug, Default)]
+pub struct Survey {
+    /// One entry a parameter, in order.
+    pub tensors: Vec<TensorSurvey>,
+    /// All of them together.
+    pub total: TensorSurvey,
+}
+
+impl Gradients {
+    /// Buffers for parameters of these shapes, with an FP32 sum if a step has more than one micro-batch.
+    pub fn new(
+        shapes: &[(String, Vec<usize>)],
+        policy: PrecisionPolicy,
+        grad_accum: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        let born = Parameters::zeros(shapes, candle_dtype(policy.grads), device)?;
+        let sum = (grad_accum > 1).then(|| born.zeros_like(DType::F32)).transpose()?;
+        Ok(Self { born, sum, micro_batches: 0, format: policy.grads.format() })
+    }
+
+    /// Forgets the last step's gradients.
+    pub fn clear(&mut self) {
+        self.micro_batches = 0;
+    }
+
+    /// Where a backward pass writes.
+    pub fn born(&self) -> &Parameters {
+        &self.born
+    }
+
+    /// Adds what a backward pass has written to the step's sum.
+    pub fn accumulate(&mut self) -> Result<()> {
+        if let Some(sum) = &self.sum {
+            let add = if self.micro_batches == 0 { view::copy } else { view::accumulate };
+            for (born, sum) in self.born.tensors().iter().zip(sum.tensors()) {
+                add(born, sum)?;
+            }
+        }
+        self.micro_batches += 1;
+        Ok(())
+    }
+
+    /// The step's gradients, times the loss scale.
+    pub fn total(&self) -> &Parameters {
+        self.sum.as_ref().unwrap_or(&self.born)
+    }
+
+    /// Looks at every gradient in one pass; with `exponents` it also counts them by binade.
+    pub fn survey(&self, exponents: bool, survey_out: &mut Survey) -> Result<()> {
+        let tensors = self.total().tensors();
+        survey_out.tensors.resize(tensors.len(), TensorSurvey::default());
+        survey_out.tensors.par_iter_mut().zip(tensors).try_for_each(|(out, tensor)| -> Result<()> {
+            *out = survey(tensor, self.format, exponents)?;
+            Ok(())
+        })?;
+        survey_out.total = TensorSurvey::default();
+        for tensor in &survey_out.tensors {
+            survey_out.total.merge(tensor);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,19 @@
+//! Number formats, precision policies, loss scaling and gradient statistics, as pure values and state machines.
+//!
+//! Nothing here knows tensors or devices, so every rule of mixed precision is tested without a model.
+
+mod exponent_histogram;
+mod float_format;
+mod grad_scaler;
+mod optimizer_stages;
+mod policy;
+mod scaler_config;
+mod tensor_stats;
+
+pub use exponent_histogram::{ExponentHistogram, RangeShares};
+pub use float_format::{FloatClass, FloatFormat};
+pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
+pub use optimizer_stages::OptimizerStages;
+pub use policy::{Dtype, PrecisionPolicy};
+pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow};
+pub use tensor_stats::{Element, TensorStats};

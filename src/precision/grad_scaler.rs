@@ -1,0 +1,234 @@
+//! The dynamic loss scale as a pure state machine: one verdict a step in, the change of the scale and its cause out.
+//!
+//! Semantics are `torch.amp.GradScaler`'s, with four deliberate differences: the scale has a floor (see
+//! [`GradScalerConfig::min_scale`]); the growth tracker is compared with `>=`, so an interval lowered below it still
+//! grows the scale; values that make no sense are refused, in a loaded state too; and `update` says what happened.
+//! Programs with several optimizers add [`OptimizerStages`](super::OptimizerStages).
+
+use serde::{Deserialize, Serialize};
+
+use super::scaler_config::{check_factors, check_scale};
+use super::{GradScalerConfig, HysteresisRefill};
+use crate::{Error, Result};
+
+/// What an update did to the scale, and why.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum ScaleChange {
+    /// Nothing: the stretch of clean steps is not long enough, growth would leave f32's range, or hysteresis has
+    /// absorbed an overflow.
+    Held,
+    /// A quiet stretch is complete.
+    Grew {
+        /// The scale before.
+        from: f32,
+        /// The scale from now on.
+        to: f32,
+    },
+    /// An overflow; the step must be skipped.
+    BackedOff {
+        /// The scale before.
+        from: f32,
+        /// The scale from now on.
+        to: f32,
+    },
+    /// An overflow that a lower scale cannot cure: the scale is at its floor, or there is none to lower.
+    AtFloor {
+        /// Where the scale is and stays.
+        scale: f32,
+        /// Overflows in a row that met the floor, this one included.
+        streak: u32,
+    },
+}
+
+/// Everything of a [`GradScaler`] that moves: with the configuration it is all that a checkpoint needs.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScalerState {
+    /// The loss scale.
+    pub scale: f32,
+    /// Clean steps since the last overflow or growth.
+    pub growth_tracker: u32,
+    /// Overflows left until one backs off, itself included.
+    pub hysteresis_left: u32,
+    /// Overflows in a row that met the floor.
+    pub floor_streak: u32,
+}
+
+/// `torch.amp.GradScaler.state_dict()`, under PyTorch's keys.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StateDict {
+    /// The loss scale.
+    pub scale: f32,
+    /// See [`GradScalerConfig::growth_factor`].
+    pub growth_factor: f64,
+    /// See [`GradScalerConfig::backoff_factor`].
+    pub backoff_factor: f64,
+    /// See [`GradScalerConfig::growth_interval`].
+    pub growth_interval: u32,
+    /// See [`ScalerState::growth_tracker`].
+    #[serde(rename = "_growth_tracker")]
+    pub growth_tracker: u32,
+}
+
+/// The loss scale and the rule that moves it.
+///
+/// A step multiplies the loss's gradient with [`scale`](Self::scale), looks whether all gradients are finite, applies
+/// them times [`inverse`](Self::inverse) if so, and reports the verdict to [`update`](Self::update).
+#[derive(Debug, Clone, PartialEq)]
+pub struct GradScaler {
+    config: GradScalerConfig,
+    state: ScalerState,
+}
+
+impl GradScaler {
+    /// A scaler at its initial scale. Errors name the option that makes no sense.
+    pub fn new(config: GradScalerConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self::start(config))
+    }
+
+    /// A scaler whose scale is always 1, so that one path of code serves all dtypes.
+    pub fn disabled() -> Self {
+        Self::start(GradScalerConfig::disabled())
+    }
+
+    /// A scaler that goes on where another with the same configuration was.
+    pub fn resume(config: GradScalerConfig, state: ScalerState) -> Result<Self> {
+        config.validate()?;
+        check_scale("scale", state.scale)?;
+        if !(1..=config.hysteresis).contains(&state.hysteresis_left) {
+            let (left, of) = (state.hysteresis_left, config.hysteresis);
+            return Err(Error::Scaler(format!("a state with {left} overflows left does not fit `hysteresis` {of}")));
+        }
+        Ok(Self { config, state })
+    }
+
+    fn start(config: GradScalerConfig) -> Self {
+        let scale = if config.enabled { config.init_scale } else { 1.0 };
+        let state = ScalerState { scale, growth_tracker: 0, hysteresis_left: config.hysteresis, floor_streak: 0 };
+        Self { config, state }
+    }
+
+    /// The options it was built with, or has loaded.
+    pub const fn config(&self) -> &GradScalerConfig {
+        &self.config
+    }
+
+    /// What a checkpoint keeps; see [`resume`](Self::resume).
+    pub const fn state(&self) -> ScalerState {
+        self.state
+    }
+
+    /// What the loss is to be multiplied with; 1 where scaling is off.
+    pub const fn scale(&self) -> f32 {
+        self.state.scale
+    }
+
+    /// What gradients are to be multiplied with before the optimizer sees them: 1/scale, divided in f64 and rounded
+    /// once, as in PyTorch. Above 1 only with a scale below 1; then a finite gradient may overflow here, and whoever
+    /// has allowed such a scale must check again.
+    pub const fn inverse(&self) -> f32 {
+        (1.0 / self.state.scale as f64) as f32
+    }
+
+    /// Moves the scale after a step, given whether all of the step's gradients were finite.
+    pub fn update(&mut self, grads_finite: bool) -> ScaleChange {
+        if grads_finite {
+            self.state.floor_streak = 0;
+            if self.config.enabled { self.after_clean_step() } else { ScaleChange::Held }
+        } else if self.config.enabled {
+            self.after_overflow()
+        } else {
+            self.at_floor()
+        }
+    }
+
+    fn after_clean_step(&mut self) -> ScaleChange {
+        if self.config.hysteresis_refill == HysteresisRefill::Clean {
+            self.state.hysteresis_left = self.config.hysteresis;
+        }
+        self.state.growth_tracker = self.state.growth_tracker.saturating_add(1);
+        if self.state.growth_tracker < self.config.growth_interval {
+            return ScaleChange::Held;
+        }
+        self.state.growth_tracker = 0;
+        self.state.hysteresis_left = self.config.hysteresis;
+        let (from, to) = (self.state.scale, times(self.state.scale, self.config.growth_factor));
+        if !to.is_finite() {
+            return ScaleChange::Held;
+        }
+        self.state.scale = to;
+        ScaleChange::Grew { from, to }
+    }
+
+    fn after_overflow(&mut self) -> ScaleChange {
+        self.state.growth_tracker = 0;
+        if self.state.hysteresis_left > 1 {
+            self.state.hysteresis_left -= 1;
+            return ScaleChange::Held;
+        }
+        let from = self.state.scale;
+        if from <= self.config.min_scale {
+            return self.at_floor();
+        }
+        let to = times(from, self.config.backoff_factor).max(self.config.min_scale);
+        self.state.scale = to;
+        ScaleChange::BackedOff { from, to }
+    }
+
+    fn at_floor(&mut self) -> ScaleChange {
+        self.state.floor_streak = self.state.floor_streak.saturating_add(1);
+        ScaleChange::AtFloor { scale: self.state.scale, streak: self.state.floor_streak }
+    }
+
+    /// Whether `patience` overflows in a row have met the floor: the run's numbers are broken, and no scale mends them.
+    pub const fn is_stuck(&self) -> bool {
+        self.config.patience > 0 && self.state.floor_streak >= self.config.patience
+    }
+
+    /// PyTorch's `update(new_scale)`: sets the scale and leaves the growth tracker alone. Does nothing when disabled.
+    pub fn set_scale(&mut self, scale: f32) -> Result<()> {
+        check_scale("scale", scale)?;
+        if self.config.enabled {
+            self.state.scale = scale;
+        }
+        Ok(())
+    }
+
+    /// The part of the state that PyTorch has too; `None`, its empty dictionary, when disabled.
+    pub fn state_dict(&self) -> Option<StateDict> {
+        let GradScalerConfig { enabled, growth_factor, backoff_factor, growth_interval, .. } = self.config;
+        let ScalerState { scale, growth_tracker, .. } = self.state;
+        enabled.then_some(StateDict { scale, growth_factor, backoff_factor, growth_interval, growth_tracker })
+    }
+
+    /// Takes over scale, tracker, factors and interval; what PyTorch's state lacks starts anew. Does nothing when
+    /// disabled. An empty state or a value out of range is an error and changes nothing.
+    pub fn load_state_dict(&mut self, state: Option<&StateDict>) -> Result<()> {
+        if !self.config.enabled {
+            return Ok(());
+        }
+        let state = state.ok_or_else(|| {
+            Error::Scaler("the saved state is empty: it comes from a disabled scaler; start a new one instead".into())
+        })?;
+        check_scale("scale", state.scale)?;
+        check_factors(state.growth_factor, state.backoff_factor, state.growth_interval)?;
+        self.config.growth_factor = state.growth_factor;
+        self.config.backoff_factor = state.backoff_factor;
+        self.config.growth_interval = state.growth_interval;
+        self.state = ScalerState {
+            scale: state.scale,
+            growth_tracker: state.growth_tracker,
+            hysteresis_left: self.config.hysteresis,
+            floor_streak: 0,
+        };
+        Ok(())
+    }
+}
+
+/// A scale times a factor, rounded once to f32 as PyTorch's kernel does.
+fn times(scale: f32, factor: f64) -> f32 {
+    (f64::from(scale) * factor) as f32
+}

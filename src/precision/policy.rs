@@ -1,0 +1,235 @@
+//! Which number format each part of training uses: one frozen value with a text form that round-trips.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::FloatFormat;
+use crate::{Error, Result};
+
+/// A storage type of the engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary16.
+    F16,
+    /// bfloat16.
+    BF16,
+}
+
+impl Dtype {
+    /// Bytes an element takes.
+    pub const fn size_in_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+        }
+    }
+
+    /// Its limits and rounding.
+    pub const fn format(self) -> FloatFormat {
+        match self {
+            Self::F32 => FloatFormat::FP32,
+            Self::F16 => FloatFormat::FP16,
+            Self::BF16 => FloatFormat::BF16,
+        }
+    }
+
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+        }
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+impl FromStr for Dtype {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        [Self::F32, Self::F16, Self::BF16]
+            .into_iter()
+            .find(|dtype| dtype.as_str() == text)
+            .ok_or_else(|| Error::config("dtype", format!("`{text}` is not one of `f32`, `f16`, `bf16`")))
+    }
+}
+
+/// The dtypes of a training run, written `p=f32,c=f16,g=f16,r=f32`; `fp16`, `bf16` and `fp32` name three of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct PrecisionPolicy {
+    /// Master weights and optimizer state: always FP32, because updates vanish in anything narrower.
+    pub params: Dtype,
+    /// The weights' working copy, the activations and the matrix products (which accumulate in FP32 in any case).
+    pub compute: Dtype,
+    /// What weight gradients are produced in: `compute`, or FP32 to keep the product's accumulator.
+    pub grads: Dtype,
+    /// The residual stream: `compute`, or FP32 as under PyTorch's autocast.
+    pub residual: Dtype,
+}
+
+impl PrecisionPolicy {
+    /// Everything in FP32: the baseline.
+    pub const FP32: Self = Self { params: Dtype::F32, compute: Dtype::F32, grads: Dtype::F32, residual: Dtype::F32 };
+    /// FP16 products and gradients over FP32 masters (Micikevicius et al., 2018); needs loss scaling.
+    pub const FP16: Self = Self { compute: Dtype::F16, grads: Dtype::F16, ..Self::FP32 };
+    /// BF16 products and gradients over FP32 masters; has FP32's range, so no loss scaling.
+    pub const BF16: Self = Self { compute: Dtype::BF16, grads: Dtype::BF16, ..Self::FP32 };
+
+    /// Whether gradients pass through FP16, whose smallest value is 2^-24: then the loss has to be scaled.
+    pub const fn needs_loss_scale(self) -> bool {
+        matches!(self.compute, Dtype::F16) || matches!(self.grads, Dtype::F16)
+    }
+
+    /// Refuses combinations without a meaning; [`FromStr`] has called it already.
+    pub fn validate(self) -> Result<()> {
+        let refuse = |field: &str, value: Dtype, allowed: &str| {
+            Err(Error::config(format!("policy.{field}"), format!("`{value}` is not allowed: {allowed}")))
+        };
+        if self.params != Dtype::F32 {
+            return refuse("params", self.params, "master weights are `f32`");
+        }
+        for (field, value) in [("grads", self.grads), ("residual", self.residual)] {
+            if value != self.compute && value != Dtype::F32 {
+                return refuse(field, value, &format!("with compute `{}`, use that or `f32`", self.compute));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for PrecisionPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&format!("p={},c={},g={},r={}", self.params, self.compute, self.grads, self.residual))
+    }
+}
+
+impl From<PrecisionPolicy> for String {
+    fn from(policy: PrecisionPolicy) -> Self {
+        policy.to_string()
+    }
+}
+
+impl TryFrom<String> for PrecisionPolicy {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        text.parse()
+    }
+}
+
+impl FromStr for PrecisionPolicy {
+    type Err = Error;
+
+    /// Reads one of the names, or all four fields in any order.
+    fn from_str(text: &str) -> Result<Self> {
+        const FIELDS: [(&str, &str); 4] = [("p", "params"), ("c", "compute"), ("g", "grads"), ("r", "residual")];
+        match text {
+            "fp32" => return Ok(Self::FP32),
+            "fp16" => return Ok(Self::FP16),
+            "bf16" => return Ok(Self::BF16),
+            _ => {}
+        }
+        let malformed = |what: String| {
+            Error::config("policy", format!("{what}; write `fp16`, `bf16`, `fp32` or e.g. `p=f32,c=f16,g=f16,r=f32`"))
+        };
+        let mut dtypes = [None; 4];
+        for part in text.split(',') {
+            let (key, value) = part.split_once('=').ok_or_else(|| malformed(format!("cannot read `{text}`")))?;
+            let index = FIELDS
+                .iter()
+                .position(|(short, _)| *short == key.trim())
+                .ok_or_else(|| malformed(format!("`{}` is no field of a policy", key.trim())))?;
+            let (short, field) = FIELDS[index];
+            let dtype = value.trim().parse().map_err(|_| {
+                let allowed = if short == "p" { "`f32`" } else { "`f32`, `f16`, `bf16`" };
+                Error::config(format!("policy.{field}"), format!("`{}` is not one of {allowed}", value.trim()))
+            })?;
+            if dtypes[index].replace(dtype).is_some() {
+                return Err(malformed(format!("`{short}` stands twice")));
+            }
+        }
+        let field = |index: usize| {
+            dtypes[index].ok_or_else(|| malformed(format!("`{}` ({}) is missing", FIELDS[index].0, FIELDS[index].1)))
+        };
+        let policy = Self { params: field(0)?, compute: field(1)?, grads: field(2)?, residual: field(3)? };
+        policy.validate()?;
+        Ok(policy)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    fn message(text: &str) -> String {
+        text.parse::<PrecisionPolicy>().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn every_allowed_policy_round_trips() {
+        let dtypes = [Dtype::F32, Dtype::F16, Dtype::BF16];
+        let mut allowed = 0;
+        for params in dtypes {
+            for compute in dtypes {
+                for grads in dtypes {
+                    for residual in dtypes {
+                        let policy = PrecisionPolicy { params, compute, grads, residual };
+                        match policy.validate() {
+                            Ok(()) => {
+                                allowed += 1;
+                                assert_eq!(policy.to_string().parse::<PrecisionPolicy>().unwrap(), policy);
+                            }
+                            Err(_) => assert!(policy.to_string().parse::<PrecisionPolicy>().is_err()),
+                        }
+                    }
+                }
+            }
+        }
+        assert_eq!(allowed, 1 + 4 + 4);
+    }
+
+    #[test]
+    fn names_and_text_form() {
+        assert_eq!("fp16".parse::<PrecisionPolicy>().unwrap().to_string(), "p=f32,c=f16,g=f16,r=f32");
+        assert_eq!("bf16".parse::<PrecisionPolicy>().unwrap().to_string(), "p=f32,c=bf16,g=bf16,r=f32");
+        assert_eq!("fp32".parse::<PrecisionPolicy>().unwrap().to_string(), "p=f32,c=f32,g=f32,r=f32");
+        assert_eq!("r=f32, c=f16, g=f16, p=f32".parse::<PrecisionPolicy>().unwrap(), PrecisionPolicy::FP16);
+        assert!(PrecisionPolicy::FP16.needs_loss_scale());
+        assert!(!PrecisionPolicy::BF16.needs_loss_scale() && !PrecisionPolicy::FP32.needs_loss_scale());
+    }
+
+    #[test]
+    fn serde_uses_the_text_form() {
+        let json = serde_json::to_string(&PrecisionPolicy::FP16).unwrap();
+        assert_eq!(json, r#""p=f32,c=f16,g=f16,r=f32""#);
+        assert_eq!(serde_json::from_str::<PrecisionPolicy>(r#""fp16""#).unwrap(), PrecisionPolicy::FP16);
+        assert_eq!(serde_json::to_string(&Dtype::BF16).unwrap(), r#""bf16""#);
+    }
+
+    #[test]
+    fn errors_name_the_field_and_what_is_allowed() {
+        assert_eq!(message("p=f16,c=f16,g=f16,r=f32"), "policy.params: `f16` is not allowed: master weights are `f32`");
+        assert_eq!(message("p=f32,c=f64,g=f16,r=f32"), "policy.compute: `f64` is not one of `f32`, `f16`, `bf16`");
+        assert_eq!(
+            message("p=f32,c=f16,g=bf16,r=f32"),
+            "policy.grads: `bf16` is not allowed: with compute `f16`, use that or `f32`"
+        );
+        assert!(message("p=f32,c=f16,g=f16").contains("`r` (residual) is missing"));
+        assert!(message("p=f32,c=f16,c=f16,r=f32").contains("`c` stands twice"));
+        assert!(message("half").contains("cannot read `half`"));
+        assert!("f64".parse::<Dtype>().is_err());
+    }
+}

@@ -1,0 +1,382 @@
+//! The survey of a gradient: in one pass everything the scaler, the log and the dashboard need to know of it.
+//!
+//! Values go through a block that stays in the first-level cache: widened to FP32 patterns, then reduced, then counted
+//! by exponent. The loops are branch-free over fixed lanes, so that they vectorise for whatever instruction set the
+//! caller is compiled for; everything is `#[inline(always)]` so that a caller may be a `#[target_feature]` function.
+
+#![expect(clippy::inline_always, reason = "a loop vectorises for the caller only if it ends up inside it")]
+
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+
+use super::{ExponentHistogram, FloatFormat};
+
+/// Elements in a block: 8 kB of FP32 patterns.
+const BLOCK: usize = 2048;
+/// Independent accumulators of a reduction: two vectors of 512 bits.
+const LANES: usize = 32;
+/// Elements after which the 32-bit exponent counters are emptied, well before they can overflow.
+const SPAN: usize = 1 << 30;
+/// FP32's pattern of infinity.
+const INF: u32 = 0x7f80_0000;
+
+/// A storage type that widens exactly to FP32.
+pub trait Element: Copy {
+    /// The FP32 pattern of `|self|`: infinities and NaNs stay what they are.
+    fn magnitude_bits(self) -> u32;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn magnitude_bits(self) -> u32 {
+        self.to_bits() & 0x7fff_ffff
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn magnitude_bits(self) -> u32 {
+        u32::from(self.to_bits() & 0x7fff) << 16
+    }
+}
+
+impl Element for f16 {
+    /// Without a branch and without touching an FP32 subnormal, which would be slow.
+    #[inline(always)]
+    fn magnitude_bits(self) -> u32 {
+        // The exponent field's offset between the two formats: 127 - 15.
+        const REBIAS: u32 = 112 << 23;
+        // 2^-14, FP16's smallest normal value, with its FP32 pattern.
+        const MIN_NORMAL: f32 = 1.0 / 16384.0;
+        const MIN_NORMAL_BITS: u32 = 113 << 23;
+        let magnitude = u32::from(self.to_bits() & 0x7fff);
+        let shifted = magnitude << 13;
+        // A subnormal is its mantissa times 2^-24: let 2^-14 bring the leading one, then take it away again.
+        let subnormal = (f32::from_bits(shifted | MIN_NORMAL_BITS) - MIN_NORMAL).to_bits();
+        let normal = shifted + REBIAS;
+        let top = if magnitude >= 0x7c00 { REBIAS } else { 0 };
+        if magnitude < 0x0400 { subnormal } else { normal + top }
+    }
+}
+
+/// Counts, extreme magnitudes and energy of a tensor, or of several.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct TensorStats {
+    /// Number of values.
+    pub count: u64,
+    /// Zeros of either sign.
+    pub zero: u64,
+    /// Values other than zero below the format's smallest normal one, be it representable or not.
+    pub subnormal: u64,
+    /// Infinities of either sign.
+    pub inf: u64,
+    /// NaNs.
+    pub nan: u64,
+    /// The smallest finite magnitude other than zero; `None` where there is none.
+    pub min_nonzero: Option<f32>,
+    /// The largest finite magnitude; 0 where there is none.
+    pub max_abs: f32,
+    /// Sum of the squares of the finite values. Squares are exact, their sum is in f64.
+    pub sum_squares: f64,
+}
+
+impl TensorStats {
+    /// Surveys `values`; `format` says where subnormal begins, usually that of the storage.
+    #[inline(always)]
+    pub fn of<T: Element>(values: &[T], format: FloatFormat) -> Self {
+        survey(values, format, |_| {})
+    }
+
+    /// Like [`of`](Self::of), and adds the values to `histogram`.
+    #[inline(always)]
+    pub fn with_histogram<T: Element>(values: &[T], format: FloatFormat, histogram: &mut ExponentHistogram) -> Self {
+        let mut stats = Self::default();
+        for span in values.chunks(SPAN) {
+            let mut counters = ExponentCounters([[0; 256]; 4]);
+            let part = survey(span, format, |block| counters.count(block));
+            counters.add_to(histogram, &part);
+            stats.merge(&part);
+        }
+        stats
+    }
+
+    /// Adds what is known of other values. Associative and commutative, `sum_squares` up to f64 rounding.
+    pub fn merge(&mut self, other: &Self) {
+        self.count += other.count;
+        self.zero += other.zero;
+        self.subnormal += other.subnormal;
+        self.inf += other.inf;
+        self.nan += other.nan;
+        self.min_nonzero = match (self.min_nonzero, other.min_nonzero) {
+            (Some(ours), Some(theirs)) => Some(ours.min(theirs)),
+            (ours, theirs) => ours.or(theirs),
+        };
+        self.max_abs = self.max_abs.max(other.max_abs);
+        self.sum_squares += other.sum_squares;
+    }
+
+    /// Whether there is neither infinity nor NaN.
+    pub const fn is_finite(&self) -> bool {
+        self.inf == 0 && self.nan == 0
+    }
+
+    /// The L2 norm of the finite values.
+    pub fn norm(&self) -> f64 {
+        self.sum_squares.sqrt()
+    }
+}
+
+/// Runs over `values` by blocks, and hands each to `visit` as FP32 magnitudes with everything not finite put to zero.
+/// The last block is filled up with zeros.
+#[inline(always)]
+fn survey<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u32; BLOCK])) -> TensorStats {
+    let mut stats = TensorStats { count: values.len() as u64, ..TensorStats::default() };
+    let threshold = (format.min_normal() as f32).to_bits();
+    let mut reduction = Reduction::new();
+    let mut block = [0; BLOCK];
+    let mut filled_up = 0;
+    for chunk in values.chunks(BLOCK) {
+        if let Ok(full) = <&[T; BLOCK]>::try_from(chunk) {
+            for (bits, value) in block.iter_mut().zip(full) {
+                *bits = value.magnitude_bits();
+            }
+        } else {
+            block.fill(0);
+            for (bits, value) in block.iter_mut().zip(chunk) {
+                *bits = value.magnitude_bits();
+            }
+            filled_up = (BLOCK - chunk.len()) as u64;
+        }
+        if largest(&block) >= INF {
+            let (inf, nan) = remove_non_finite(&mut block);
+            stats.inf += inf;
+            stats.nan += nan;
+        }
+        let (zero, below) = reduction.add(&block, threshold);
+        stats.zero += zero;
+        stats.subnormal += below - zero;
+        visit(&block);
+    }
+    stats.zero -= filled_up + stats.inf + stats.nan;
+    reduction.finish(&mut stats);
+    stats
+}
+
+/// The largest pattern of a block.
+#[inline(always)]
+fn largest(block: &[u32; BLOCK]) -> u32 {
+    let mut max = [0; LANES];
+    for lanes in block.as_chunks::<LANES>().0 {
+        for (max, bits) in max.iter_mut().zip(lanes) {
+            *max = bits.max(max).to_owned();
+        }
+    }
+    max.into_iter().fold(0, u32::max)
+}
+
+/// Counts infinities and NaNs, and puts zero in their place.
+#[cold]
+fn remove_non_finite(block: &mut [u32; BLOCK]) -> (u64, u64) {
+    let (mut inf, mut nan) = (0, 0);
+    for bits in block {
+        if *bits >= INF {
+            inf += u64::from(*bits == INF);
+            nan += u64::from(*bits > INF);
+            *bits = 0;
+        }
+    }
+    (inf, nan)
+}
+
+/// Lane-wise extremes and sum of squares over all blocks.
+struct Reduction {
+    /// The smallest pattern minus one, so that zero, wrapping, is the largest.
+    min: [u32; LANES],
+    max: [u32; LANES],
+    sum_squares: [f64; LANES],
+}
+
+impl Reduction {
+    #[inline(always)]
+    fn new() -> Self {
+        Self { min: [u32::MAX; LANES], max: [0; LANES], sum_squares: [0.0; LANES] }
+    }
+
+    /// Takes in a block; returns its number of zeros and of patterns below `threshold`.
+    #[inline(always)]
+    fn add(&mut self, block: &[u32; BLOCK], threshold: u32) -> (u64, u64) {
+        let (mut zero, mut below) = ([0u32; LANES], [0u32; LANES]);
+        for lanes in block.as_chunks::<LANES>().0 {
+            for i in 0..LANES {
+                let bits = lanes[i];
+                self.min[i] = self.min[i].min(bits.wrapping_sub(1));
+                self.max[i] = self.max[i].max(bits);
+                zero[i] += u32::from(bits == 0);
+                below[i] += u32::from(bits < threshold);
+                let x = f64::from(f32::from_bits(bits));
+                self.sum_squares[i] += x * x;
+            }
+        }
+        (u64::from(zero.iter().sum::<u32>()), u64::from(below.iter().sum::<u32>()))
+    }
+
+    #[inline(always)]
+    fn finish(self, stats: &mut TensorStats) {
+        let min = self.min.into_iter().fold(u32::MAX, u32::min);
+        stats.min_nonzero = (min != u32::MAX).then(|| f32::from_bits(min + 1));
+        stats.max_abs = f32::from_bits(self.max.into_iter().fold(0, u32::max));
+        stats.sum_squares = self.sum_squares.into_iter().sum();
+    }
+}
+
+/// Counters by exponent field. Neighbours often share a binade; four tables let their increments overlap.
+struct ExponentCounters([[u32; 256]; 4]);
+
+impl ExponentCounters {
+    #[inline(always)]
+    fn count(&mut self, block: &[u32; BLOCK]) {
+        for quad in block.as_chunks::<4>().0 {
+            for (table, bits) in self.0.iter_mut().zip(quad) {
+                table[(bits >> 23) as usize & 0xff] += 1;
+            }
+        }
+    }
+
+    /// Empties itself into `histogram`. The field 0 holds, besides FP32's subnormals, the zeros and what `survey` has
+    /// put to zero; their number is taken from `stats`.
+    fn add_to(&self, histogram: &mut ExponentHistogram, stats: &TensorStats) {
+        for field in 1..255 {
+            let count = self.0.iter().map(|table| u64::from(table[field])).sum();
+            histogram.add(field as i32 + ExponentHistogram::LOWEST, count);
+        }
+        let counted: u64 = self.0.iter().flat_map(|table| &table[1..255]).map(|&count| u64::from(count)).sum();
+        let tiny = stats.count - counted - stats.zero - stats.inf - stats.nan;
+        histogram.add(ExponentHistogram::LOWEST, tiny);
+        histogram.zero += stats.zero;
+        histogram.inf += stats.inf;
+        histogram.nan += stats.nan;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The definition, one value at a time.
+    fn reference(values: &[f32], format: FloatFormat) -> (TensorStats, ExponentHistogram) {
+        let (mut stats, mut histogram) = (TensorStats::default(), ExponentHistogram::new());
+        for x in values.iter().map(|x| x.abs()) {
+            stats.count += 1;
+            if x.is_nan() {
+                stats.nan += 1;
+                histogram.nan += 1;
+            } else if x.is_infinite() {
+                stats.inf += 1;
+                histogram.inf += 1;
+            } else if x == 0.0 {
+                stats.zero += 1;
+                histogram.zero += 1;
+            } else {
+                stats.subnormal += u64::from(f64::from(x) < format.min_normal());
+                stats.min_nonzero = Some(stats.min_nonzero.map_or(x, |min| min.min(x)));
+                stats.max_abs = stats.max_abs.max(x);
+                stats.sum_squares += f64::from(x).powi(2);
+                histogram.add(f64::from(x).log2().floor() as i32, 1);
+            }
+        }
+        (stats, histogram)
+    }
+
+    fn assert_same(ours: &TensorStats, theirs: &TensorStats) {
+        assert!((ours.sum_squares - theirs.sum_squares).abs() <= 1e-13 * theirs.sum_squares, "{ours:?} {theirs:?}");
+        assert_eq!(TensorStats { sum_squares: theirs.sum_squares, ..*ours }, *theirs);
+    }
+
+    fn check<T: Element>(values: &[T], to_f32: impl Fn(T) -> f32, format: FloatFormat) {
+        let (stats, histogram) = reference(&values.iter().map(|&x| to_f32(x)).collect::<Vec<_>>(), format);
+        let mut counted = ExponentHistogram::new();
+        assert_same(&TensorStats::with_histogram(values, format, &mut counted), &stats);
+        assert_same(&TensorStats::of(values, format), &stats);
+        assert_eq!(counted, histogram);
+    }
+
+    #[test]
+    fn all_half_precision_patterns() {
+        let halves: Vec<_> = (0..=u16::MAX).map(f16::from_bits).collect();
+        let brains: Vec<_> = (0..=u16::MAX).map(bf16::from_bits).collect();
+        for format in FloatFormat::ALL {
+            check(&halves, f16::to_f32, format);
+            check(&brains, bf16::to_f32, format);
+        }
+        for x in halves {
+            let widened = x.to_f32().to_bits() & 0x7fff_ffff;
+            // `half` sets the quiet bit of a NaN.
+            assert!(x.magnitude_bits() == widened || x.is_nan() && x.magnitude_bits() > INF, "{:#x}", x.to_bits());
+        }
+    }
+
+    #[test]
+    fn figures_of_a_small_gradient() {
+        let tiny = f16::from_bits(1);
+        let values = [0.0, -0.0, 2.0, -4.0].map(f16::from_f32).into_iter().chain([tiny, f16::NEG_INFINITY, f16::NAN]);
+        let stats = TensorStats::of(&values.collect::<Vec<_>>(), FloatFormat::FP16);
+        let expected = TensorStats {
+            count: 7,
+            zero: 2,
+            subnormal: 1,
+            inf: 1,
+            nan: 1,
+            min_nonzero: Some(2f32.powi(-24)),
+            max_abs: 4.0,
+            sum_squares: 20.0 + 2f64.powi(-48),
+        };
+        assert_eq!(stats, expected);
+        assert!(!stats.is_finite());
+    }
+
+    #[test]
+    fn nothing_and_only_zeros_and_only_nan() {
+        assert_eq!(TensorStats::of::<f32>(&[], FloatFormat::FP32), TensorStats::default());
+        let zeros = TensorStats::of(&[0f32; 5], FloatFormat::FP32);
+        assert_eq!(zeros, TensorStats { count: 5, zero: 5, ..TensorStats::default() });
+        let nans = TensorStats::of(&[f32::NAN; 5], FloatFormat::FP32);
+        assert_eq!(nans, TensorStats { count: 5, nan: 5, ..TensorStats::default() });
+    }
+
+    #[test]
+    fn squares_neither_overflow_nor_vanish() {
+        let norm = |x: f32| TensorStats::of(&[x; 4], FloatFormat::FP32).norm();
+        assert_eq!(norm(f32::MAX), 2.0 * f64::from(f32::MAX));
+        assert_eq!(norm(1e-30), 2.0 * f64::from(1e-30f32));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn any_f32_slice(bits in proptest::collection::vec(any::<u32>(), 0..5000)) {
+            let values: Vec<_> = bits.into_iter().map(f32::from_bits).collect();
+            check(&values, |x| x, FloatFormat::FP16);
+            check(&values, |x| x, FloatFormat::FP32);
+        }
+
+        #[test]
+        fn merging_is_associative(bits in proptest::collection::vec(any::<u16>(), 3..3000), cut in any::<[usize; 2]>()) {
+            let values: Vec<_> = bits.into_iter().map(f16::from_bits).collect();
+            let first = cut[0] % values.len();
+            let second = first + cut[1] % (values.len() - first);
+            let parts = [&values[..first], &values[first..second], &values[second..]];
+            let [a, b, c] = parts.map(|part| TensorStats::of(part, FloatFormat::FP16));
+            let (mut left, mut right) = (a, b);
+            left.merge(&b);
+            left.merge(&c);
+            right.merge(&c);
+            let mut total = a;
+            total.merge(&right);
+            assert_same(&left, &total);
+            assert_same(&left, &TensorStats::of(&values, FloatFormat::FP16));
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Counter-based random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+//!
+//! A number is a pure function of seed, domain, site, draw and index. Nothing is stored and nothing advances, so that
+//! threads need no order, a backward pass redraws its forward's dropout mask, and a resumed run continues with the
+//! numbers it would have had.
+
+/// What a stream is for; two domains of one seed share no numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Domain {
+    /// Initial weights; the site is a hash of the parameter's name.
+    Init = 1,
+    /// Dropout masks; the site is the place in the model, the draw the micro-batch.
+    Dropout = 2,
+    /// The order of training windows; the draw is the epoch.
+    Shuffle = 3,
+    /// Sampling of generated text; the draw is the step.
+    Sample = 4,
+    /// The built-in corpus.
+    Corpus = 5,
+    /// Random tokens of a benchmark.
+    Bench = 6,
+}
+
+/// One domain's numbers for one seed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stream {
+    key: [u32; 2],
+}
+
+const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
+#[inline(always)]
+fn philox([mut a, mut b, mut c, mut d]: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for _ in 0..10 {
+        let left = u64::from(MULTIPLIERS[0]) * u64::from(a);
+        let right = u64::from(MULTIPLIERS[1]) * u64::from(c);
+        (a, b, c, d) = ((right >> 32) as u32 ^ b ^ key[0], right as u32, (left >> 32) as u32 ^ d ^ key[1], left as u32);
+        key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+    }
+    [a, b, c, d]
+}
+
+impl Stream {
+    /// The numbers of `domain` under `seed`.
+    pub fn new(seed: u64, domain: Domain) -> Self {
+        let [a, b, ..] = philox([domain as u32, 0, 0, 0], [seed as u32, (seed >> 32) as u32]);
+        Self { key: [a, b] }
+    }
+
+    /// Four independent uniform 32-bit numbers: those with indices `4 * block ..= 4 * block + 3`.
+    #[inline(always)]
+    pub fn block(&self, site: u32, draw: u64, block: u32) -> [u32; 4] {
+        philox([block, site, draw as u32, (draw >> 32) as u32], self.key)
+    }
+
+    /// Fills `out` with standard normal numbers (Box and Muller's transform in f64, rounded once).
+    pub fn fill_normal(&self, site: u32, draw: u64, out: &mut [f32]) {
+        for (block, pair) in out.chunks_mut(2).enumerate() {
+            let [a, b, c, d] = self.block(site, draw, block as u32);
+            let unit = |high: u32, low: u32| {
+                let bits = (u64::from(high) << 32 | u64::from(low)) >> 11;
+                (bits as f64 + 0.5) / (1u64 << 53) as f64
+            };
+            let radius = (-2.0 * unit(a, b).ln()).sqrt();
+            let angle = std::f64::consts::TAU * unit(c, d);
+            for (out, value) in pair.iter_mut().zip([radius * angle.cos(), radius * angle.sin()]) {
+                *out = value as f32;
+            }
+        }
+    }
+}
+
+/// A stable 32-bit hash of a name (FNV-1a), to give each parameter its own site.
+pub fn site_of(name: &str) -> u32 {
+    name.bytes().fold(0x811C_9DC5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Known answers published with the authors' Random123 library.
+    #[test]
+    fn philox_known_answers() {
+        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        assert_eq!(
+            philox([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+        );
+    }
+
+    #[test]
+    fn domains_sites_and_draws_are_apart() {
+        let stream = Stream::new(7, Domain::Init);
+        let first = stream.block(1, 0, 0);
+        assert_ne!(first, Stream::new(7, Domain::Dropout).block(1, 0, 0));
+        assert_ne!(first, Stream::new(8, Domain::Init).block(1, 0, 0));
+        assert_ne!(first, stream.block(2, 0, 0));
+        assert_ne!(first, stream.block(1, 1, 0));
+    }
+
+    #[test]
+    fn normal_numbers_have_their_moments() {
+        let mut values = vec![0.0; 100_001];
+        Stream::new(1, Domain::Init).fill_normal(3, 0, &mut values);
+        let n = values.len() as f64;
+        let mean = values.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
+        let moment = |k| values.iter().map(|&x| (f64::from(x) - mean).powi(k)).sum::<f64>() / n;
+        assert!(mean.abs() < 0.01, "{mean}");
+        assert!((moment(2) - 1.0).abs() < 0.02, "{}", moment(2));
+        assert!((moment(4) - 3.0).abs() < 0.15, "{}", moment(4));
+    }
+}

@@ -1,0 +1,24 @@
+//! What a run says about itself: events, their log on disk, and the bounded series that pictures are drawn from.
+//!
+//! Training fills in an [`Event`] and hands it to an [`Emitter`], which stamps it, appends it to `events.jsonl` and passes
+//! it on to a screen. A screen (`dashboard`, or `finetune watch` in another terminal) knows only these types; what it wants
+//! of training it says with a [`Command`]. Nothing here knows tensors, models or terminals.
+
+mod command;
+mod emitter;
+mod event;
+mod float;
+mod log;
+mod process;
+mod series;
+
+pub use command::Command;
+pub use emitter::Emitter;
+pub use event::{
+    Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Outcome, Overflow, Probe,
+    Record, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord, StepTime, TensorRecord,
+    Trouble, VERSION, Validation,
+};
+pub use log::{EventLog, Poll, Tail, read};
+pub use process::{ProcessId, ProcessStats};
+pub use series::{Bucket, ChangePoint, Series, StairCase};

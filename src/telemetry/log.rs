@@ -1,0 +1,466 @@
+//! `events.jsonl`: written by one process, read by any number of others while it grows.
+//!
+//! The writer appends each record with a single `write` of a whole line, so a killed process loses nothing it has reported,
+//! and the worst it can leave behind is one torn last line. [`EventLog::open`] cuts that off before it goes on.
+//!
+//! A run that is resumed from step k repeats the steps after k, so the log may hold lines of steps that no longer count.
+//! `Started { resumed_from: k }` marks the cut: everything above it that belongs to a step after k is void. [`read`] drops
+//! those lines; a [`Tail`] hands on every line, and its reader rewinds when it meets the mark.
+
+use super::event::{Event, Outcome, Record, StepRecord};
+use crate::{Error, Result};
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// The append-only log of a run.
+#[derive(Debug)]
+pub struct EventLog {
+    path: PathBuf,
+    file: File,
+    /// The line being made; kept, so that a steady run allocates nothing.
+    line: Vec<u8>,
+    last_seconds: f64,
+}
+
+impl EventLog {
+    /// Opens the log at `path` to append to it, or creates it. Of an existing log a torn last line is cut off.
+    ///
+    /// # Errors
+    /// If the file cannot be opened, read or repaired.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref().to_path_buf();
+        let mut file = OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(&path)
+            .map_err(Error::io("open the event log", &path))?;
+        let last = mend(&mut file).map_err(Error::io("read the end of the event log", &path))?;
+        Ok(Self { path, file, line: Vec::new(), last_seconds: last.map_or(0.0, |record| record.s) })
+    }
+
+    /// Where the log is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// `s` of the record that was the last when the log was opened; 0 in a new one.
+    pub fn last_seconds(&self) -> f64 {
+        self.last_seconds
+    }
+
+    /// Adds a line. Readers see it at once.
+    ///
+    /// # Errors
+    /// If the disk refuses.
+    pub fn append(&mut self, record: &Record) -> Result<()> {
+        self.line.clear();
+        serde_json::to_writer(&mut self.line, record)
+            .map_err(|error| Error::io("write an event to", &self.path)(error.into()))?;
+        self.line.push(b'\n');
+        self.file.write_all(&self.line).map_err(Error::io("write an event to", &self.path))
+    }
+}
+
+/// Leaves the file with a whole last line, and gives the last record that can be read.
+fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
+    let len = file.metadata()?.len();
+    // A line with its tables is some ten kilobytes; look further back only if this window holds no line at all.
+    let mut window = 1 << 18;
+    let (start, end) = loop {
+        let start = len.saturating_sub(window);
+        let mut end = Vec::new();
+        file.seek(SeekFrom::Start(start))?;
+        file.read_to_end(&mut end)?;
+        if start == 0 || end.iter().rev().filter(|&&byte| byte == b'\n').nth(1).is_some() {
+            break (start, end);
+        }
+        window *= 4;
+    };
+    let whole = end.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+    let torn = &end[whole..];
+    if let Ok(record) = serde_json::from_slice(torn) {
+        file.write_all(b"\n")?;
+        return Ok(Some(record));
+    }
+    if !torn.is_empty() {
+        file.set_len(start + whole as u64)?;
+    }
+    Ok(end[..whole].rsplit(|&byte| byte == b'\n').find_map(|line| serde_json::from_slice(line).ok()))
+}
+
+/// All records of a log that still count: those that a later resume made void are left out, as are lines that cannot be
+/// read.
+///
+/// # Errors
+/// If there is no such file or it cannot be read.
+pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
+    let path = path.as_ref();
+    File::open(path).map_err(Error::io("read", path))?;
+    let mut tail = Tail::new(path);
+    let mut records: Vec<Record> = Vec::new();
+    loop {
+        let poll = tail.poll()?;
+        for record in poll.records {
+            if let Event::Started(started) = &record.event
+                && let Some(cut) = started.resumed_from
+            {
+                records.retain(|earlier| earlier.event.step().is_none_or(|step| step <= cut));
+            }
+            records.push(record);
+        }
+        if !poll.more {
+            return Ok(records);
+        }
+    }
+}
+
+/// What a [`Tail`] found.
+#[derive(Debug, Default)]
+pub struct Poll {
+    /// New records, in the order they were written.
+    pub records: Vec<Record>,
+    /// New whole lines that could not be read: damaged, or written by a newer program.
+    pub unreadable: usize,
+    /// Whether the file holds more whole lines already.
+    pub more: bool,
+}
+
+/// A reader that follows a log as it grows.
+///
+/// It takes only whole lines, so a half-written one is read when it is complete. If the file is truncated or replaced in
+/// place it starts over; if it is renamed away and a new one appears under its name, it reads the old one to its end
+/// first. A log that does not exist yet is an empty one.
+#[derive(Debug)]
+pub struct Tail {
+    path: PathBuf,
+    file: Option<File>,
+    /// The first bytes of the file as they were first seen: other ones mean another log.
+    head: Vec<u8>,
+    /// End of the last whole line taken.
+    offset: u64,
+    /// Whether to skim distant lines.
+    hurried: bool,
+}
+
+/// Bytes a poll takes at most, so that a screen can draw in between.
+const CHUNK: usize = 4 << 20;
+/// Length of the fingerprint of a log; its first line holds the time it was written within these bytes.
+const HEAD: u64 = 96;
+
+impl Tail {
+    /// A reader at the start of the log at `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into(), file: None, head: Vec::new(), offset: 0, hurried: false }
+    }
+
+    /// The same, but of a long log only the last megabytes are read in full: of a step before them only the leading
+    /// fields, down to [`StepRecord::skipped`], unless it carries the table of tensors. That is ten times faster.
+    #[must_use]
+    pub fn hurried(mut self) -> Self {
+        self.hurried = true;
+        self
+    }
+
+    /// Which log it follows.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What has been written since the last poll, or a first part of it.
+    ///
+    /// # Errors
+    /// If the file exists but cannot be read.
+    pub fn poll(&mut self) -> Result<Poll> {
+        self.try_poll().map_err(Error::io("read", &self.path))
+    }
+
+    fn try_poll(&mut self) -> std::io::Result<Poll> {
+        if self.file.is_none() {
+            match File::open(&self.path) {
+                Ok(file) => self.follow(file),
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Poll::default()),
+                Err(error) => return Err(error),
+            }
+        }
+        let Some(file) = self.file.take() else { return Ok(Poll::default()) };
+        let poll = self.take_lines(&file);
+        self.file = Some(file);
+        let mut poll = poll?;
+        if !poll.more
+            && let Some(successor) = self.successor()?
+        {
+            // The old file is read to its end; nothing will be added to it under this name.
+            self.follow(successor);
+            poll.more = true;
+        }
+        Ok(poll)
+    }
+
+    fn follow(&mut self, file: File) {
+        self.file = Some(file);
+        self.head.clear();
+        self.offset = 0;
+    }
+
+    /// The file that has taken the path over, if another one has.
+    fn successor(&self) -> std::io::Result<Option<File>> {
+        let Some(current) = &self.file else { return Ok(None) };
+        let named = match File::open(&self.path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        Ok((!same_file(current, &named)?).then_some(named))
+    }
+
+    fn take_lines(&mut self, mut file: &File) -> std::io::Result<Poll> {
+        let mut len = file.metadata()?.len();
+        if len == self.offset {
+            return Ok(Poll::default());
+        }
+        let mut head = Vec::new();
+        file.seek(SeekFrom::Start(0))?;
+        file.take(HEAD).read_to_end(&mut head)?;
+        if len < self.offset || !head.starts_with(&self.head) {
+            self.offset = 0;
+            len = file.metadata()?.len();
+        }
+        self.head = head;
+
+        let mut bytes = Vec::new();
+        let mut chunk = CHUNK;
+        let whole = loop {
+            file.seek(SeekFrom::Start(self.offset))?;
+            bytes.clear();
+            file.take(chunk as u64).read_to_end(&mut bytes)?;
+            match bytes.iter().rposition(|&byte| byte == b'\n') {
+                Some(at) => break at + 1,
+                None if bytes.len() < chunk => return Ok(Poll::default()),
+                None => chunk *= 2,
+            }
+        };
+        self.offset += whole as u64;
+        let distant = self.hurried && len.saturating_sub(self.offset) > CHUNK as u64;
+        let mut poll = Poll { more: bytes.len() == chunk, ..Poll::default() };
+        for line in bytes[..whole].split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
+            let skimmed = if distant { skim(line) } else { None };
+            match skimmed.or_else(|| serde_json::from_slice(line).ok()) {
+                Some(record) => poll.records.push(record),
+                None => poll.unreadable += 1,
+            }
+        }
+        Ok(poll)
+    }
+}
+
+/// Whether two open files are one.
+#[cfg(unix)]
+fn same_file(one: &File, other: &File) -> std::io::Result<bool> {
+    use std::os::unix::fs::MetadataExt;
+    let (one, other) = (one.metadata()?, other.metadata()?);
+    Ok((one.dev(), one.ino()) == (other.dev(), other.ino()))
+}
+
+/// Elsewhere a log is not replaced while it is read.
+#[cfg(not(unix))]
+fn same_file(_: &File, _: &File) -> std::io::Result<bool> {
+    Ok(true)
+}
+
+/// The leading fields of a step's line, as [`Event`] writes them. `None` for any other line, for one that carries the table
+/// of tensors, and for one that is not to the letter as expected: those are worth reading in full.
+fn skim(line: &[u8]) -> Option<Record> {
+    // `tensors` is the last field, so a line with the table ends in its bracket.
+    if line.ends_with(b"]}") {
+        return None;
+    }
+    let line = &line[..line.len().min(512)];
+    let mut fields = Fields(std::str::from_utf8(line).ok()?.strip_prefix('{')?);
+    let v = fields.number("v")?;
+    let t = fields.number("t")?;
+    let s = fields.number("s")?;
+    if fields.text("event")? != "\"step\"" {
+        return None;
+    }
+    let step = StepRecord {
+        step: fields.number("step")?,
+        loss: fields.number("loss")?,
+        loss_scale: fields.number("loss_scale")?,
+        outcome: match fields.text("outcome")? {
+            "\"applied\"" => Outcome::Applied,
+            "\"skipped\"" => Outcome::Skipped,
+            _ => return None,
+        },
+        grad_norm: fields.number("grad_norm")?,
+        tokens: fields.number("tokens")?,
+        tokens_per_s: fields.number("tokens_per_s")?,
+        updates: fields.number("updates")?,
+        skipped: fields.number("skipped")?,
+        ..StepRecord::default()
+    };
+    Some(Record { v, t, s, event: Event::Step(Box::new(step)) })
+}
+
+/// The rest of a line, from which fields are taken in the order they were written.
+struct Fields<'a>(&'a str);
+
+impl<'a> Fields<'a> {
+    fn text(&mut self, key: &str) -> Option<&'a str> {
+        let value = self.0.strip_prefix('"')?.strip_prefix(key)?.strip_prefix("\":")?;
+        let (value, rest) = value.split_once(',')?;
+        self.0 = rest;
+        Some(value)
+    }
+
+    fn number<T: std::str::FromStr>(&mut self, key: &str) -> Option<T> {
+        // "NaN" and "inf" stand in quotes in JSON; Rust reads their insides.
+        self.text(key)?.trim_matches('"').parse().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::super::event::{GradStats, Started, TensorRecord, VERSION};
+    use super::*;
+
+    fn step(step: u64, loss: f32) -> Record {
+        let grads = GradStats { min_abs: Some(6e-8), exponents: vec![(-24, 1)], ..Default::default() };
+        let record = StepRecord { step, loss, loss_scale: 65536.0, grads, ..StepRecord::default() };
+        Record { v: VERSION, t: 1_700_000_000_000, s: step as f64 / 8.0, event: Event::Step(Box::new(record)) }
+    }
+
+    fn started(resumed_from: Option<u64>) -> Record {
+        let started = Started { resumed_from, ..Started::default() };
+        Record { v: VERSION, t: 0, s: 0.0, event: Event::Started(Box::new(started)) }
+    }
+
+    fn steps(records: &[Record]) -> Vec<u64> {
+        records.iter().filter_map(|record| record.event.step()).collect()
+    }
+
+    fn line(record: &Record) -> String {
+        serde_json::to_string(record).unwrap() + "\n"
+    }
+
+    fn write(path: &Path, text: &str) {
+        OpenOptions::new().append(true).create(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
+    }
+
+    #[test]
+    fn a_torn_last_line_is_cut_off_at_every_byte() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let (first, second) = (line(&step(1, 1.0)), line(&step(2, 2.0)));
+        for cut in 0..=second.len() {
+            std::fs::write(&path, format!("{first}{}", &second[..cut])).unwrap();
+            let mut log = EventLog::open(&path).unwrap();
+            log.append(&step(3, 3.0)).unwrap();
+            let whole = cut + 1 >= second.len();
+            assert_eq!(steps(&read(&path).unwrap()), if whole { vec![1, 2, 3] } else { vec![1, 3] }, "cut at {cut}");
+            assert_eq!(log.last_seconds(), if whole { 0.25 } else { 0.125 });
+            assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), if whole { 3 } else { 2 });
+        }
+    }
+
+    #[test]
+    fn steps_that_a_resume_repeats_are_void() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let mut log = EventLog::open(&path).unwrap();
+        for record in [started(None), step(1, 1.0), step(2, 2.0), step(3, 3.0), started(Some(1)), step(2, 2.5)] {
+            log.append(&record).unwrap();
+        }
+        let records = read(&path).unwrap();
+        assert_eq!(steps(&records), [1, 2]);
+        assert_eq!(records.last(), Some(&step(2, 2.5)));
+    }
+
+    #[test]
+    fn a_log_that_does_not_exist_is_an_error_to_read_and_empty_to_follow() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("none.jsonl");
+        assert!(read(&path).unwrap_err().to_string().contains("none.jsonl"));
+        let mut tail = Tail::new(&path);
+        assert!(tail.poll().unwrap().records.is_empty());
+        write(&path, &line(&step(1, 1.0)));
+        assert_eq!(steps(&tail.poll().unwrap().records), [1]);
+    }
+
+    #[test]
+    fn a_half_written_line_is_read_when_it_is_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let mut tail = Tail::new(&path);
+        let text = line(&step(1, 1.0));
+        for (at, byte) in text.char_indices() {
+            write(&path, &byte.to_string());
+            let found = tail.poll().unwrap();
+            assert_eq!((found.records.len(), found.unreadable), ((at + 1 == text.len()).into(), 0));
+        }
+    }
+
+    #[test]
+    fn a_damaged_line_costs_that_line_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        write(&path, &format!("{}{{\"v\":1,\u{0}\n{}", line(&step(1, 1.0)), line(&step(2, 1.0))));
+        let poll = Tail::new(&path).poll().unwrap();
+        assert_eq!((steps(&poll.records), poll.unreadable), (vec![1, 2], 1));
+    }
+
+    #[test]
+    fn a_truncated_and_rewritten_log_is_read_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        write(&path, &(line(&step(1, 1.0)) + &line(&step(2, 1.0))));
+        let mut tail = Tail::new(&path);
+        assert_eq!(steps(&tail.poll().unwrap().records), [1, 2]);
+        std::fs::write(&path, line(&step(7, 1.0))).unwrap();
+        assert_eq!(steps(&tail.poll().unwrap().records), [7]);
+        // Longer than what was read before: only its first bytes tell.
+        let other = Record { t: 5, ..step(8, 1.0) };
+        std::fs::write(&path, line(&other).repeat(3)).unwrap();
+        assert_eq!(steps(&tail.poll().unwrap().records), [8, 8, 8]);
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_rotated_log_is_read_to_its_end_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        write(&path, &line(&step(1, 1.0)));
+        let mut tail = Tail::new(&path);
+        assert_eq!(steps(&tail.poll().unwrap().records), [1]);
+        write(&path, &line(&step(2, 1.0)));
+        std::fs::rename(&path, folder.path().join("events.1.jsonl")).unwrap();
+        write(&path, &line(&step(3, 1.0)));
+        let mut found = Vec::new();
+        loop {
+            let poll = tail.poll().unwrap();
+            found.extend(steps(&poll.records));
+            if !poll.more {
+                break;
+            }
+        }
+        assert_eq!(found, [2, 3]);
+    }
+
+    #[test]
+    fn skimming_finds_what_reading_finds() {
+        for loss in [1.25, f32::NAN, f32::INFINITY] {
+            let record = step(9, loss);
+            let skimmed = skim(line(&record).trim_end().as_bytes()).unwrap();
+            let Event::Step(found) = &skimmed.event else { panic!("not a step") };
+            assert_eq!((found.step, found.loss.to_bits(), found.loss_scale), (9, loss.to_bits(), 65536.0));
+            assert_eq!((skimmed.t, skimmed.s), (record.t, record.s));
+        }
+        assert_eq!(skim(line(&started(None)).trim_end().as_bytes()), None);
+        let mut with_table = step(1, 1.0);
+        let Event::Step(inner) = &mut with_table.event else { panic!("not a step") };
+        inner.tensors.push(TensorRecord::default());
+        assert_eq!(skim(line(&with_table).trim_end().as_bytes()), None);
+    }
+}

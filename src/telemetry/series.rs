@@ -1,0 +1,243 @@
+//! Series of bounded size: a run of a million steps costs no more memory than its picture needs, and no spike is lost.
+
+/// A series of numbers over steps in at most `capacity` buckets of equal width. When they run out the width doubles, and
+/// neighbours are joined: smallest and largest value survive, so does the mean.
+#[derive(Debug, Clone)]
+pub struct Series {
+    capacity: usize,
+    /// Steps a bucket covers.
+    width: u64,
+    buckets: Vec<Bucket>,
+}
+
+/// What is known of some neighbouring steps.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Bucket {
+    /// The first of its steps that had a value.
+    pub step: u64,
+    /// Run-relative seconds of that step.
+    pub seconds: f64,
+    /// The last of its steps that had a value.
+    pub last_step: u64,
+    /// Smallest finite value; infinity if there was none.
+    pub min: f64,
+    /// Largest finite value; minus infinity if there was none.
+    pub max: f64,
+    /// Sum of the finite values.
+    pub sum: f64,
+    /// Finite values.
+    pub count: u64,
+    /// Values that were NaN or infinite.
+    pub broken: u64,
+}
+
+impl Bucket {
+    fn new(step: u64, seconds: f64, value: f64) -> Self {
+        let empty = Self {
+            step,
+            seconds,
+            last_step: step,
+            min: f64::INFINITY,
+            max: f64::NEG_INFINITY,
+            sum: 0.0,
+            count: 0,
+            broken: 0,
+        };
+        if value.is_finite() {
+            Self { min: value, max: value, sum: value, count: 1, ..empty }
+        } else {
+            Self { broken: 1, ..empty }
+        }
+    }
+
+    /// Mean of the finite values; `None` if there was none.
+    pub fn mean(&self) -> Option<f64> {
+        (self.count > 0).then(|| self.sum / self.count as f64)
+    }
+
+    /// Takes in the bucket after it.
+    fn join(&mut self, next: &Self) {
+        self.last_step = next.last_step;
+        self.min = self.min.min(next.min);
+        self.max = self.max.max(next.max);
+        self.sum += next.sum;
+        self.count += next.count;
+        self.broken += next.broken;
+    }
+}
+
+impl Series {
+    /// An empty series of at most `capacity` buckets, at least 2.
+    pub fn new(capacity: usize) -> Self {
+        Self { capacity: capacity.max(2), width: 1, buckets: Vec::new() }
+    }
+
+    /// The buckets in the order of their steps.
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    /// Whether nothing was pushed.
+    pub fn is_empty(&self) -> bool {
+        self.buckets.is_empty()
+    }
+
+    /// Adds the value of a step. A step that is not later than the last one is a run that was resumed: what it repeats
+    /// is dropped first.
+    pub fn push(&mut self, step: u64, seconds: f64, value: f64) {
+        if self.buckets.last().is_some_and(|last| step <= last.last_step) {
+            self.cut(step.saturating_sub(1));
+        }
+        let next = Bucket::new(step, seconds, value);
+        match self.buckets.last_mut() {
+            Some(last) if last.step / self.width == step / self.width => last.join(&next),
+            _ => self.buckets.push(next),
+        }
+        while self.buckets.len() > self.capacity {
+            self.halve();
+        }
+    }
+
+    /// Forgets the steps after `step`. A bucket that holds earlier ones as well stays whole.
+    pub fn cut(&mut self, step: u64) {
+        self.buckets.truncate(self.buckets.partition_point(|bucket| bucket.step <= step));
+        if let Some(last) = self.buckets.last_mut() {
+            last.last_step = last.last_step.min(step);
+        }
+    }
+
+    fn halve(&mut self) {
+        self.width *= 2;
+        let width = self.width;
+        self.buckets.dedup_by(|next, kept| {
+            let same = next.step / width == kept.step / width;
+            if same {
+                kept.join(next);
+            }
+            same
+        });
+    }
+}
+
+/// A value that holds for long and then jumps, kept as its change points.
+#[derive(Debug, Clone)]
+pub struct StairCase {
+    capacity: usize,
+    points: Vec<ChangePoint>,
+}
+
+/// From this step on the value is this.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ChangePoint {
+    /// The first step with the value.
+    pub step: u64,
+    /// Run-relative seconds of that step.
+    pub seconds: f64,
+    /// The value.
+    pub value: f64,
+}
+
+impl StairCase {
+    /// An empty staircase of at most `capacity` change points, at least 8.
+    pub fn new(capacity: usize) -> Self {
+        Self { capacity: capacity.max(8), points: Vec::new() }
+    }
+
+    /// The change points in the order of their steps.
+    pub fn points(&self) -> &[ChangePoint] {
+        &self.points
+    }
+
+    /// The value in force at the end.
+    pub fn last(&self) -> Option<f64> {
+        self.points.last().map(|point| point.value)
+    }
+
+    /// The value at a step: what was pushed for it or for the last step before it.
+    pub fn push(&mut self, step: u64, seconds: f64, value: f64) {
+        if self.points.last().is_some_and(|last| step <= last.step) {
+            self.cut(step.saturating_sub(1));
+        }
+        if self.last() != Some(value) {
+            self.points.push(ChangePoint { step, seconds, value });
+        }
+        if self.points.len() > self.capacity {
+            self.thin();
+        }
+    }
+
+    /// Forgets the steps after `step`.
+    pub fn cut(&mut self, step: u64) {
+        self.points.truncate(self.points.partition_point(|point| point.step <= step));
+    }
+
+    /// Of each four neighbours keeps the highest, the lowest and the last, in their order: the envelope stays.
+    fn thin(&mut self) {
+        let points = std::mem::take(&mut self.points);
+        for four in points.chunks(4) {
+            let by_value = |a: &&ChangePoint, b: &&ChangePoint| a.value.total_cmp(&b.value);
+            let low = four.iter().min_by(by_value).map(|point| point.step);
+            let high = four.iter().max_by(by_value).map(|point| point.step);
+            let last = four.last().map(|point| point.step);
+            self.points.extend(four.iter().filter(|point| [low, high, last].contains(&Some(point.step))));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spike_survives_a_million_steps() {
+        let mut series = Series::new(1000);
+        for step in 1..=1_000_000 {
+            series.push(step, step as f64, if step == 123_457 { 99.0 } else { 1.0 });
+        }
+        assert!(series.buckets().len() <= 1000 && series.buckets().len() > 400);
+        let spike: Vec<_> = series.buckets().iter().filter(|bucket| bucket.max == 99.0).collect();
+        assert_eq!(spike.len(), 1);
+        assert!(spike[0].step <= 123_457 && 123_457 <= spike[0].last_step && spike[0].min == 1.0);
+        assert_eq!(series.buckets().iter().map(|bucket| bucket.count).sum::<u64>(), 1_000_000);
+    }
+
+    #[test]
+    fn broken_values_are_counted_and_spoil_nothing() {
+        let mut series = Series::new(2);
+        for (step, value) in [(0, 1.0), (1, f64::NAN), (2, f64::INFINITY), (3, 3.0)] {
+            series.push(step, 0.0, value);
+        }
+        let broken: u64 = series.buckets().iter().map(|bucket| bucket.broken).sum();
+        assert_eq!(broken, 2);
+        assert_eq!(series.buckets().iter().filter_map(Bucket::mean).sum::<f64>(), 4.0);
+    }
+
+    #[test]
+    fn a_repeated_step_drops_what_came_after_it() {
+        let mut series = Series::new(100);
+        let mut stairs = StairCase::new(100);
+        for step in 1..=10 {
+            series.push(step, 0.0, step as f64);
+            stairs.push(step, 0.0, step as f64);
+        }
+        series.push(4, 0.0, 40.0);
+        stairs.push(4, 0.0, 40.0);
+        assert_eq!(series.buckets().iter().map(|bucket| bucket.max).collect::<Vec<_>>(), [1.0, 2.0, 3.0, 40.0]);
+        assert_eq!(stairs.points().iter().map(|point| point.value).collect::<Vec<_>>(), [1.0, 2.0, 3.0, 40.0]);
+    }
+
+    #[test]
+    fn a_staircase_holds_changes_only_and_keeps_its_envelope() {
+        let mut stairs = StairCase::new(64);
+        for step in 0..100_000 {
+            let value = if step == 54_321 { 30.0 } else { f64::from(step as u32 / 50 % 7) };
+            stairs.push(step, 0.0, value);
+        }
+        assert!(stairs.points().len() <= 64);
+        assert!(stairs.points().windows(2).all(|pair| pair[0].step < pair[1].step));
+        let mut held = StairCase::new(64);
+        (0..1000).for_each(|step| held.push(step, 0.0, 16.0));
+        assert_eq!(held.points().len(), 1);
+        assert_eq!(held.last(), Some(16.0));
+    }
+}

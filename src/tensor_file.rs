@@ -1,0 +1,146 @@
+//! Named tensors in a safetensors file: a reader that checks the header before it uses it, and a streaming writer.
+//!
+//! The format is 8 bytes of header length (little-endian), a JSON header of `name → {dtype, shape, data_offsets}`, and
+//! the values, little-endian, in row-major order: <https://github.com/huggingface/safetensors#format>. A file may come
+//! from anyone, so nothing in a header is believed: see [`Header::parse`].
+
+mod header;
+mod write;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use memmap2::Mmap;
+pub use safetensors::Dtype;
+
+pub use self::header::{Entry, Header, MAX_HEADER_BYTES};
+pub use self::write::write_tensors;
+use crate::{Error, Result};
+
+/// A safetensors file, memory-mapped: values are read from disk when they are asked for.
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    map: Mmap,
+    header: Header,
+}
+
+impl TensorFile {
+    /// Maps the file and checks its header.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where it cannot be read, [`Error::Model`] naming the file and what is wrong with its header.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let file = File::open(&path).map_err(Error::io("open", &path))?;
+        // SAFETY: the map is read-only and lives as long as the values borrowed from it. Rust cannot see another process
+        // change the file meanwhile; finetune itself never writes into a finished one: it writes a new file and renames.
+        let map = unsafe { Mmap::map(&file) }.map_err(Error::io("map", &path))?;
+        let header = Header::parse(&map).map_err(|message| Error::model(path.display(), message))?;
+        Ok(Self { path, map, header })
+    }
+
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All tensors in the order of their values.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = TensorView<'_>> {
+        self.header.entries().iter().map(|entry| self.view(entry))
+    }
+
+    /// The tensor called `name`.
+    pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
+        self.header.get(name).map(|entry| self.view(entry))
+    }
+
+    /// The tensor called `name`, or an error that says the file has none.
+    pub fn require(&self, name: &str) -> Result<TensorView<'_>> {
+        self.get(name).ok_or_else(|| Error::model(self.path.display(), format!("tensor `{name}` is missing")))
+    }
+
+    fn view<'a>(&'a self, entry: &'a Entry) -> TensorView<'a> {
+        TensorView {
+            file: &self.path,
+            name: &entry.name,
+            dtype: entry.dtype,
+            shape: &entry.shape,
+            bytes: &self.map[entry.begin..entry.end],
+        }
+    }
+}
+
+/// One tensor of a [`TensorFile`].
+#[derive(Debug, Clone, Copy)]
+pub struct TensorView<'a> {
+    file: &'a Path,
+    /// Its name in the file.
+    pub name: &'a str,
+    /// The type of its elements on disk.
+    pub dtype: Dtype,
+    /// Its dimensions; none for a scalar.
+    pub shape: &'a [usize],
+    /// Its values: row-major, little-endian, not necessarily aligned.
+    pub bytes: &'a [u8],
+}
+
+impl TensorView<'_> {
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether it has no elements at all.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Widens F32, F16 or BF16 values, all exactly, into `out`.
+    ///
+    /// # Errors
+    /// [`Error::Model`] naming the tensor, if it is of another dtype or of another length than `out`.
+    pub fn read_f32(&self, out: &mut [f32]) -> Result<()> {
+        if out.len() != self.len() {
+            return Err(self.error(format!("shape {:?} does not hold the {} values wanted", self.shape, out.len())));
+        }
+        match self.dtype {
+            Dtype::F32 => {
+                for (value, bytes) in out.iter_mut().zip(self.bytes.as_chunks::<4>().0) {
+                    *value = f32::from_le_bytes(*bytes);
+                }
+            }
+            Dtype::F16 => widen(self.bytes, out, f16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+            Dtype::BF16 => widen(self.bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+            other => return Err(self.error(format!("dtype {other} is not one of F32, F16, BF16"))),
+        }
+        Ok(())
+    }
+
+    /// The values as [`TensorView::read_f32`] gives them, in a new vector.
+    pub fn to_f32(&self) -> Result<Vec<f32>> {
+        // Sized by the bytes that are there, so that an odd dtype cannot ask for more memory than the file has.
+        let mut values = vec![0.0; self.len().min(self.bytes.len())];
+        self.read_f32(&mut values)?;
+        Ok(values)
+    }
+
+    /// An [`Error::Model`] that names the file and this tensor.
+    pub fn error(&self, message: impl std::fmt::Display) -> Error {
+        Error::model(self.file.display(), format!("tensor `{}`: {message}", self.name))
+    }
+}
+
+/// Widens 16-bit values by way of a small aligned block, because the bytes of a file may lie at any address.
+fn widen<T: Copy + Default>(bytes: &[u8], out: &mut [f32], from: fn([u8; 2]) -> T, convert: fn(&[T], &mut [f32])) {
+    const BLOCK: usize = 1024;
+    let mut block = [T::default(); BLOCK];
+    for (out, bytes) in out.chunks_mut(BLOCK).zip(bytes.as_chunks::<2>().0.chunks(BLOCK)) {
+        for (value, bytes) in block.iter_mut().zip(bytes) {
+            *value = from(*bytes);
+        }
+        convert(&block[..bytes.len()], out);
+    }
+}

@@ -1,0 +1,55 @@
+//! What a checkpoint holds, and nothing else.
+
+use crate::Result;
+use crate::model::{Gpt2Config, Parameters, candle_dtype};
+use crate::optim::{AdamW, AdamWConfig, MasterWeights};
+use crate::precision::{GradScaler, PrecisionPolicy};
+
+/// The state that training moves. Two runs with equal states, data and settings go on equally, bit for bit.
+#[derive(Debug)]
+pub struct TrainState {
+    /// The working copy in the compute type.
+    pub weights: Parameters,
+    /// The FP32 weights that updates accumulate in.
+    pub masters: MasterWeights,
+    /// Adam's moments, FP32.
+    pub adamw: AdamW,
+    /// The loss scale.
+    pub scaler: GradScaler,
+    /// Counters.
+    pub counters: Counters,
+}
+
+/// How far training is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Attempted steps.
+    pub step: u64,
+    /// Applied steps; Adam's bias correction and the schedule count these.
+    pub updates: u64,
+    /// Tokens seen, those of skipped steps included.
+    pub tokens: u64,
+}
+
+impl Counters {
+    /// Steps whose gradients were not finite.
+    pub fn skipped(self) -> u64 {
+        self.step - self.updates
+    }
+}
+
+impl TrainState {
+    /// The state before the first step, from FP32 initial weights.
+    pub fn new(masters: Parameters, policy: PrecisionPolicy, adamw: AdamWConfig, scaler: GradScaler) -> Result<Self> {
+        let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute))?;
+        let adamw = AdamW::new(adamw, masters.parameters())?;
+        Ok(Self { weights, masters, adamw, scaler, counters: Counters::default() })
+    }
+
+    /// Random initial weights for `config`, in FP32.
+    pub fn random_masters(config: &Gpt2Config, seed: u64, device: &candle_core::Device) -> Result<Parameters> {
+        let masters = Parameters::zeros(&config.parameter_shapes(), candle_core::DType::F32, device)?;
+        masters.initialise(config.initializer_range, config.n_layer, seed)?;
+        Ok(masters)
+    }
+}

@@ -1,0 +1,146 @@
+//! The recipe of mixed-precision training (Micikevicius et al., 2018), one step of it. FP32, FP16 and BF16 differ by the
+//! policy and by `GradScaler::disabled()` alone.
+
+use crate::Result;
+use crate::data::Batch;
+use crate::model::{Gpt2, Mode, Tokens, Workspace};
+use crate::optim::{Gradients, LrSchedule, Survey};
+use crate::precision::ScaleChange;
+use crate::train::state::TrainState;
+use std::time::{Duration, Instant};
+
+/// Everything one step needs beside its batches.
+#[derive(Debug)]
+pub struct Engine {
+    /// The architecture.
+    pub model: Gpt2,
+    /// What the step moves.
+    pub state: TrainState,
+    /// The learning rate.
+    pub schedule: LrSchedule,
+    /// Gradients are clipped to this global norm; `None` for no clipping.
+    pub max_grad_norm: Option<f64>,
+    /// The seed of dropout.
+    pub seed: u64,
+    /// Whether the survey counts exponents.
+    pub exponents: bool,
+    /// Buffers of the passes.
+    pub workspace: Workspace,
+    /// Gradients of the last step, scaled.
+    pub grads: Gradients,
+    /// What they looked like.
+    pub survey: Survey,
+}
+
+/// What became of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Outcome {
+    /// The masters were updated.
+    Applied {
+        /// Global norm after unscaling, before clipping.
+        grad_norm: f64,
+        /// What clipping multiplied the gradients with.
+        clip: f64,
+        /// The learning rate of the update.
+        lr: f64,
+    },
+    /// A gradient was not finite: nothing but the scaler has changed.
+    Skipped,
+}
+
+/// A step's figures, beside [`Engine::survey`].
+#[derive(Clone, Copy, Debug)]
+pub struct StepReport {
+    /// Mean loss over the targets of all micro-batches, in nats.
+    pub loss: f64,
+    /// Targets of all micro-batches.
+    pub targets: usize,
+    /// The loss scale during the step.
+    pub scale: f32,
+    /// Whether it was applied.
+    pub outcome: Outcome,
+    /// What became of the scale.
+    pub change: ScaleChange,
+    /// Wall time of the parts.
+    pub time: PartTimes,
+}
+
+/// Wall time of a step's parts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PartTimes {
+    /// Forward passes without the head.
+    pub forward: Duration,
+    /// The head with its own backward pass, and the model's backward passes.
+    pub backward: Duration,
+    /// The look at the gradients.
+    pub survey: Duration,
+    /// Unscaling, clipping, AdamW, the new working copy.
+    pub optimizer: Duration,
+}
+
+impl Engine {
+    /// One step over `micro_batches`, whose losses weigh by their numbers of targets.
+    pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
+        let Self { model, state, workspace, grads, survey, .. } = self;
+        let scale = state.scaler.scale();
+        let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
+        let mut time = PartTimes::default();
+        let mut loss = 0.0;
+        grads.clear();
+        for (i, batch) in micro_batches.iter().enumerate() {
+            let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+            let mode = Mode::Train { seed: self.seed, draw: state.counters.step << 16 | i as u64 };
+            let clock = Instant::now();
+            // 1. Forward in the compute type; the loss in FP32.
+            model.forward(&state.weights, tokens, mode, workspace)?;
+            time.forward += clock.elapsed();
+            // 2. Backward from scale · dL: gradients are born in the compute type, every sum in them is FP32.
+            let seed = scale / targets.max(1) as f32;
+            loss += model.loss_and_head_gradient(&state.weights, &batch.targets, seed, workspace, grads.born())?;
+            model.backward(&state.weights, tokens, mode, workspace, grads.born())?;
+            grads.accumulate()?;
+            time.backward += clock.elapsed();
+        }
+        time.backward -= time.forward;
+        // 3. Look at the gradients before anything rescales them.
+        let clock = Instant::now();
+        grads.survey(self.exponents, survey)?;
+        time.survey = clock.elapsed();
+        let stats = &survey.total.stats;
+        let unscale = state.scaler.inverse();
+        let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
+        // 4. Update the FP32 masters, or skip: an overflow leaves no trace.
+        let clock = Instant::now();
+        let outcome = if finite {
+            let grad_norm = stats.norm() * f64::from(unscale);
+            let clip = self.max_grad_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
+            let lr = self.schedule.lr(state.counters.updates);
+            let factor = (f64::from(unscale) * clip) as f32;
+            let TrainState { adamw, masters, weights, counters, .. } = state;
+            adamw.step(grads.total(), factor, lr, counters.updates, masters, weights)?;
+            counters.updates += 1;
+            Outcome::Applied { grad_norm, clip, lr }
+        } else {
+            Outcome::Skipped
+        };
+        time.optimizer = clock.elapsed();
+        // 5. Move the scale: back off after an overflow, grow after a quiet stretch.
+        let change = state.scaler.update(finite);
+        state.counters.step += 1;
+        state.counters.tokens += targets as u64;
+        Ok(StepReport { loss: loss / targets.max(1) as f64, targets, scale, outcome, change, time })
+    }
+
+    /// Mean loss over the targets of batches drawn from `next` until it returns `false`, without dropout; and their
+    /// number. Uses the training buffers and leaves no trace.
+    pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<(f64, u64)> {
+        let (mut loss, mut targets) = (0.0, 0u64);
+        while next(batch) {
+            let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+            self.model.forward(&self.state.weights, tokens, Mode::Eval, &mut self.workspace)?;
+            loss += self.model.loss(&self.state.weights, &batch.targets, &self.workspace)?;
+            targets += batch.target_count as u64;
+        }
+        Ok((loss / targets.max(1) as f64, targets))
+    }
+}

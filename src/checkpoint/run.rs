@@ -21,7 +21,7 @@ pub struct Run {
     disk: Disk,
     /// Of the last save, here or in a neighbouring run.
     sequence: u64,
-    _lock: File,
+    lock: File,
 }
 
 /// A checkpoint just written.
@@ -57,7 +57,7 @@ impl Run {
         disk.create_folders(&path)?;
         let lock = lock(&path)?;
         let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(newest_sequence));
-        let run = Self { sequence: neighbours.unwrap_or(0), path, disk, _lock: lock };
+        let run = Self { sequence: neighbours.unwrap_or(0), path, disk, lock };
         run.clear_leftovers()?;
         Ok(run)
     }
@@ -75,11 +75,12 @@ impl Run {
     pub fn save(&mut self, contents: &Contents<'_>, kind: Kind) -> Result<Saved> {
         let name = kind.directory(contents.state.step);
         let temporary = self.hidden(&name, "tmp");
-        self.disk.remove(&temporary)?;
+        // A save that failed on a full disk may have left its files there, which take up the room for this one.
+        self.clear_leftovers()?;
         // Counted up even if this save fails half-way: no two checkpoints ever share a number.
         self.sequence += 1;
         let manifest = contents.write(&self.disk, &temporary, kind, self.sequence).inspect_err(|_| {
-            // The error is what matters; if this fails too, the next `open` tries again.
+            // The error is what matters; if this fails too, the next save tries again.
             let _ = self.disk.remove(&temporary);
         })?;
         self.publish(&temporary, &name)?;
@@ -114,7 +115,6 @@ impl Run {
     pub fn remove(&self, directory: &Path) -> Result<()> {
         let name = directory.file_name().and_then(OsStr::to_str).unwrap_or_default();
         let gone = self.hidden(name, "deleted");
-        self.disk.remove(&gone)?;
         self.disk.rename(&self.path.join(name), &gone)?;
         self.disk.remove(&gone)
     }
@@ -126,7 +126,6 @@ impl Run {
         let aside = self.hidden(name, "old");
         let replaces = path.exists();
         if replaces {
-            self.disk.remove(&aside)?;
             self.disk.rename(&path, &aside)?;
         }
         self.disk.rename(temporary, &path)?;
@@ -136,7 +135,6 @@ impl Run {
 
     fn point_latest(&self, name: &str) -> Result<()> {
         let temporary = self.hidden(LATEST, "tmp");
-        self.disk.remove(&temporary)?;
         self.disk.write_file(&temporary, |out| writeln!(out, "{name}").map_err(Error::io("write", &temporary)))?;
         self.disk.rename(&temporary, &self.path.join(LATEST))?;
         self.disk.sync_folder(&self.path)
@@ -163,6 +161,13 @@ impl Run {
 
     fn hidden(&self, name: &str, suffix: &str) -> PathBuf {
         self.path.join(format!(".{name}.{suffix}"))
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        // Closing the file is not enough if a child process is being started just now: it holds a copy for a moment.
+        let _ = self.lock.unlock();
     }
 }
 

@@ -55,9 +55,12 @@ fn step<T: Element>(dtype: &str, tokens: usize, peak: f64, filter: &str) {
         let times = [
             best(|| matmul(x, weight, &mut y, outputs, Epilogue::default())),
             best(|| matmul(dy, weight.transposed(), &mut dx, inputs, Epilogue::default())),
-            best(|| match is_head {
-                true => matmul(dy.transposed(), x, &mut dw, inputs, Epilogue::default()),
-                false => matmul(x.transposed(), dy, &mut dw, outputs, Epilogue::default()),
+            best(|| {
+                if is_head {
+                    matmul(dy.transposed(), x, &mut dw, inputs, Epilogue::default());
+                } else {
+                    matmul(x.transposed(), dy, &mut dw, outputs, Epilogue::default());
+                }
             }),
         ];
         let gflop = 2.0 * (tokens * inputs * outputs) as f64 / 1e9;

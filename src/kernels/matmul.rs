@@ -43,7 +43,7 @@ const SERIAL_WORK: usize = 1 << 18;
 const TASKS_PER_THREAD: usize = 8;
 
 /// A matrix in a slice, read at any row and column stride, so that a transpose costs nothing.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Operand<'a, T> {
     data: &'a [T],
     rows: usize,
@@ -51,6 +51,14 @@ pub struct Operand<'a, T> {
     row_stride: usize,
     col_stride: usize,
 }
+
+impl<T> Clone for Operand<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Operand<'_, T> {}
 
 impl<'a, T> Operand<'a, T> {
     /// The row-major `rows` × `cols` matrix in `data`.

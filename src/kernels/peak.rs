@@ -79,7 +79,9 @@ mod x86 {
             let (a, b) = (black_box(_mm_set1_ps(1.0)), black_box(_mm_set1_ps(0.5)));
             let mut sums = [_mm_set1_ps(0.0); SUMS];
             for _ in 0..rounds {
-                sums.iter_mut().for_each(|sum| *sum = _mm_add_ps(_mm_mul_ps(a, *sum), b));
+                for sum in &mut sums {
+                    *sum = _mm_add_ps(_mm_mul_ps(a, *sum), b);
+                }
             }
             black_box(sums);
         }
@@ -92,7 +94,9 @@ mod x86 {
         let (a, b) = (black_box(_mm256_set1_ps(1.0)), black_box(_mm256_set1_ps(0.5)));
         let mut sums = [_mm256_set1_ps(0.0); SUMS];
         for _ in 0..rounds {
-            sums.iter_mut().for_each(|sum| *sum = _mm256_fmadd_ps(a, b, *sum));
+            for sum in &mut sums {
+                *sum = _mm256_fmadd_ps(a, b, *sum);
+            }
         }
         black_box(sums);
     }
@@ -104,7 +108,9 @@ mod x86 {
         let (a, b) = (black_box(_mm512_set1_ps(1.0)), black_box(_mm512_set1_ps(0.5)));
         let mut sums = [_mm512_set1_ps(0.0); SUMS];
         for _ in 0..rounds {
-            sums.iter_mut().for_each(|sum| *sum = _mm512_fmadd_ps(a, b, *sum));
+            for sum in &mut sums {
+                *sum = _mm512_fmadd_ps(a, b, *sum);
+            }
         }
         black_box(sums);
     }
@@ -118,7 +124,9 @@ mod x86 {
         let ones = unsafe { transmute::<__m512i, __m512bh>(black_box(_mm512_set1_epi16(ONE))) };
         let mut sums = [_mm512_set1_ps(0.0); SUMS];
         for _ in 0..rounds {
-            sums.iter_mut().for_each(|sum| *sum = _mm512_dpbf16_ps(*sum, ones, ones));
+            for sum in &mut sums {
+                *sum = _mm512_dpbf16_ps(*sum, ones, ones);
+            }
         }
         black_box(sums);
     }

@@ -15,6 +15,7 @@ use super::oracle::{IGNORED, Shape};
 pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];
 
 /// A model, batches for it, and what PyTorch makes of them.
+#[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) name: String,
     /// A Hugging Face model folder: `config.json` and `model.safetensors`.
@@ -34,7 +35,7 @@ pub(crate) struct Case {
 }
 
 /// `trajectory.json`.
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 pub(crate) struct Trajectory {
     #[serde(alias = "settings")]
     pub(crate) adamw: AdamWSettings,
@@ -44,7 +45,7 @@ pub(crate) struct Trajectory {
 }
 
 /// The optimiser of both runs: AdamW that decays parameters of two or more dimensions.
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 pub(crate) struct AdamWSettings {
     pub(crate) lr: f64,
     pub(crate) betas: (f64, f64),
@@ -54,7 +55,7 @@ pub(crate) struct AdamWSettings {
 }
 
 /// PyTorch's `GradScaler` of the FP16 run.
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 pub(crate) struct ScalerSettings {
     pub(crate) init_scale: f64,
     pub(crate) growth_factor: f64,
@@ -63,7 +64,7 @@ pub(crate) struct ScalerSettings {
 }
 
 /// One step of a run.
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 pub(crate) struct Step {
     pub(crate) loss: f64,
     /// Of the unscaled gradients before clipping; none if the step was skipped.
@@ -74,7 +75,7 @@ pub(crate) struct Step {
     pub(crate) skipped: bool,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 struct Config {
     n_layer: usize,
     n_head: usize,

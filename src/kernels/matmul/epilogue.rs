@@ -36,7 +36,7 @@ impl<C: Element> Output<C> {
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
     #[inline(always)]
-    unsafe fn row(&self, area: Area, i: usize) -> &mut [C] {
+    unsafe fn row<'c>(self, area: Area, i: usize) -> &'c mut [C] {
         // SAFETY: the caller's promise.
         unsafe {
             let start = self.start.add((area.row + i) * self.stride + area.col);
@@ -48,7 +48,7 @@ impl<C: Element> Output<C> {
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
-    pub(super) unsafe fn add_to(&self, tile: &mut Tile, width: usize, area: Area) {
+    pub(super) unsafe fn add_to(self, tile: &mut Tile, width: usize, area: Area) {
         let mut narrow = [C::zero(); MAX_TILE];
         let mut wide = [0f32; MAX_TILE];
         let count = area.rows * width;
@@ -67,7 +67,7 @@ impl<C: Element> Output<C> {
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
-    pub(super) unsafe fn store(&self, tile: &Tile, width: usize, area: Area) {
+    pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: Area) {
         let mut narrow = [C::zero(); MAX_TILE];
         let count = area.rows * width;
         C::store(&tile.0[..count], &mut narrow[..count]);
@@ -81,7 +81,7 @@ impl<C: Element> Output<C> {
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
-    pub(super) unsafe fn finish(&self, tile: &mut Tile, width: usize, area: Area, epilogue: Epilogue<'_>) {
+    pub(super) unsafe fn finish(self, tile: &mut Tile, width: usize, area: Area, epilogue: Epilogue<'_>) {
         if epilogue.alpha != 1.0 {
             vectorize(
                 #[inline(always)]

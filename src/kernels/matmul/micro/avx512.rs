@@ -27,7 +27,7 @@ pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, tile: &mu
             tile,
             #[inline(always)]
             |a, b, sum| _mm512_fmadd_ps(a, b, sum),
-        )
+        );
     }
 }
 

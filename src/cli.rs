@@ -1,5 +1,6 @@
 //! The command line: what may be typed, and which part of the library answers.
 
+mod checkpoint;
 mod flags;
 mod train;
 mod verify_resume;
@@ -28,6 +29,9 @@ struct Cli {
 enum Command {
     /// Print the resolved configuration
     Config(Box<ConfigArgs>),
+    /// List, show, verify, prune and compare checkpoints
+    #[command(subcommand)]
+    Checkpoint(checkpoint::CheckpointCommand),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
 }
@@ -66,6 +70,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
         }
+        Some(Command::Checkpoint(command)) => checkpoint::run(&command, &mut stdout()),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
     }
 }

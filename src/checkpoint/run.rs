@@ -6,7 +6,7 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use super::disk::Disk;
-use super::find::{list, newest_sequence};
+use super::find::{Keep, newest_sequence, outdated};
 use super::manifest::{Kind, Manifest};
 use super::save::Contents;
 use crate::{Error, Result};
@@ -31,15 +31,6 @@ pub struct Saved {
     pub path: PathBuf,
     /// What it holds.
     pub manifest: Manifest,
-}
-
-/// Which checkpoints of one kind [`Run::rotate`] keeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Keep {
-    /// The newest so many; at least one is kept whatever is said here.
-    pub last: usize,
-    /// Also the one with the lowest validation loss.
-    pub best: bool,
 }
 
 impl Run {
@@ -90,24 +81,10 @@ impl Run {
         Ok(Saved { path: self.path.join(name), manifest })
     }
 
-    /// Removes checkpoints of `kind` beyond those to keep and says which. Ones with an unreadable manifest or a file
-    /// missing or of the wrong size neither count nor go: they are for a person to look at.
+    /// Removes the checkpoints that are [`outdated`](super::outdated), and says which.
     pub fn rotate(&self, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
-        let mut whole: Vec<(PathBuf, Manifest)> = list(&self.path)?
-            .into_iter()
-            .filter(|one| one.kind == kind)
-            .filter_map(|one| Some((one.path, one.manifest.ok()?)))
-            .filter(|(path, manifest)| is_whole(path, manifest))
-            .collect();
-        whole.sort_by_key(|(_, manifest)| manifest.sequence);
-        let losses = whole.iter().filter_map(|(path, manifest)| Some((path, manifest.validation_loss?)));
-        let best = losses.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path.clone()).filter(|_| keep.best);
-        whole.truncate(whole.len().saturating_sub(keep.last.max(1)));
-        let old: Vec<PathBuf> =
-            whole.into_iter().map(|(path, _)| path).filter(|path| Some(path) != best.as_ref()).collect();
-        for path in &old {
-            self.remove(path)?;
-        }
+        let old = outdated(&self.path, kind, keep)?;
+        old.iter().try_for_each(|path| self.remove(path))?;
         Ok(old)
     }
 
@@ -169,13 +146,6 @@ impl Drop for Run {
         // Closing the file is not enough if a child process is being started just now: it holds a copy for a moment.
         let _ = self.lock.unlock();
     }
-}
-
-/// Whether all files are there in their sizes: the quick half of [`verify`](super::verify).
-fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
-    manifest.files.iter().all(|(name, digest)| {
-        std::fs::metadata(directory.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
-    })
 }
 
 /// Takes the folder's lock, which the operating system drops with the process, however that ends.

@@ -1,6 +1,7 @@
 //! The command line: what may be typed, and which part of the library answers.
 
 mod bench;
+mod checkpoint;
 mod flags;
 mod train;
 mod verify_resume;
@@ -31,6 +32,9 @@ enum Command {
     Config(Box<ConfigArgs>),
     /// Measure how fast this machine trains, and print the figures as JSON
     Bench(Box<bench::BenchArgs>),
+    /// List, show, verify, prune and compare checkpoints
+    #[command(subcommand)]
+    Checkpoint(checkpoint::CheckpointCommand),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
 }
@@ -70,6 +74,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Some(Command::Bench(args)) => bench::run(&args, &mut stdout()),
+        Some(Command::Checkpoint(command)) => checkpoint::run(&command, &mut stdout()),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
     }
 }

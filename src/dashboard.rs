@@ -23,6 +23,9 @@ mod theme;
 mod view;
 mod watch;
 
+#[cfg(test)]
+mod tests;
+
 pub use event_loop::{run, run_on};
 pub use output::{Output, Terminal};
 pub use picture::picture;

@@ -85,6 +85,25 @@ impl Axes<'_> {
 }
 
 impl Plot {
+    /// The upper and the lower edge of ranges (x, low, high): what lies between stays free for a curve.
+    pub(super) fn envelope(&mut self, ranges: impl Iterator<Item = (f64, f64, f64)>, role: Role) {
+        let mut edges: Vec<Option<(usize, usize)>> = vec![None; self.resolution()];
+        for (x, low, high) in ranges {
+            let (Some(column), Some(top), Some(bottom)) = (self.dot_column(x), self.dot_row(high), self.dot_row(low))
+            else {
+                continue;
+            };
+            let edge = edges[column].get_or_insert((top, bottom));
+            *edge = (edge.0.min(top), edge.1.max(bottom));
+        }
+        for (column, edge) in edges.into_iter().enumerate() {
+            if let Some((top, bottom)) = edge {
+                self.dot(column, top, role);
+                self.dot(column, bottom, role);
+            }
+        }
+    }
+
     /// A vertical stroke from `low` to `high`.
     pub(super) fn stroke(&mut self, x: f64, low: f64, high: f64, role: Role) {
         let (Some(column), Some(from), Some(to)) = (self.dot_column(x), self.dot_row(high), self.dot_row(low)) else {
@@ -175,15 +194,15 @@ mod tests {
             plot.mark(9.0, 4.0, 'M', Role::Overflow);
             plot.stroke(9.0, 0.0, 0.0, Role::Train);
         });
-        assert_eq!(rows, ["4│⡇        M", " │⡇", "0│⡇        ⢀", " └──────────", " 0         9"]);
+        assert_eq!(rows, ["4│⡇        M", " │⡇", "0│⡇        ⢀", " └──────────", " 0    4    9"]);
     }
 
     #[test]
     fn values_that_are_not_finite_leave_no_dot_and_no_size_panics() {
         let rows = drawn(12, 5, |plot| plot.line((f64::NAN, 0.0), (1.0, f64::INFINITY), Role::Train));
         assert_eq!(rows[1], " │");
-        for width in 0..8 {
-            for height in 0..5 {
+        for width in 1..8 {
+            for height in 1..5 {
                 drawn(width, height, |plot| plot.stroke(3.0, 0.0, 4.0, Role::Train));
             }
         }

@@ -40,11 +40,6 @@ impl Ruler {
         Self { format, first: low - (CELLS * fold - span) / 2, fold, cells: CELLS, cell_width, zero }
     }
 
-    /// Columns from its first to its last.
-    pub(super) fn columns(&self) -> u16 {
-        self.infinity() + 1 - self.zero
-    }
-
     /// The column of the cell for ∞ and NaN.
     pub(super) fn infinity(&self) -> u16 {
         self.start() + self.cells as u16 * self.cell_width + 1
@@ -96,6 +91,11 @@ impl Ruler {
         let mut ticks: Vec<_> = [self.first, last].into_iter().chain(limits).filter(|e| self.shows(*e)).collect();
         ticks.sort_unstable();
         ticks.dedup();
+        // A limit matters more than where the picture begins.
+        let crowded = |pair: &[i32]| self.column(pair[1]) - self.column(pair[0]) < 5;
+        if ticks.len() > 2 && crowded(&ticks[..2]) && !limits.contains(&ticks[0]) {
+            ticks.remove(0);
+        }
         ticks
     }
 
@@ -197,7 +197,7 @@ mod tests {
     #[test]
     fn fp16_has_a_column_for_every_binade() {
         let ruler = Ruler::new(FloatFormat::FP16, None, 16, 1, 0);
-        assert_eq!((ruler.columns(), ruler.column(-24), ruler.column(15), ruler.infinity()), (44, 18, 57, 59));
+        assert_eq!((ruler.zero, ruler.column(-24), ruler.column(15), ruler.infinity()), (16, 18, 57, 59));
         let all: Vec<_> = (-24..=15).map(|exponent| ruler.column(exponent)).collect();
         assert!(all.windows(2).all(|pair| pair[1] == pair[0] + 1));
         assert_eq!(ruler.ticks(), [-24, -14, 0, 15]);
@@ -207,9 +207,9 @@ mod tests {
     #[test]
     fn a_wide_format_folds_the_binades_in_use() {
         let narrow = Ruler::new(FloatFormat::BF16, Some((-30, -1)), 0, 1, 0);
-        assert_eq!((narrow.fold, narrow.first, narrow.columns()), (1, -35, 44));
+        assert_eq!((narrow.fold, narrow.first, narrow.infinity()), (1, -35, 43));
         let wide = Ruler::new(FloatFormat::FP32, Some((-126, 3)), 0, 1, 0);
-        assert_eq!((wide.fold, wide.columns()), (4, 44));
+        assert_eq!((wide.fold, wide.infinity()), (4, 43));
         assert!(wide.shows(-126) && wide.shows(3));
         assert!(wide.ticks().contains(&-126), "the smallest normal number is in sight: {:?}", wide.ticks());
     }

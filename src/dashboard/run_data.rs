@@ -427,7 +427,8 @@ pub(super) fn layer_name(tensor: &str) -> &str {
 fn layer_order(layer: &str) -> (u8, u32) {
     match layer.strip_prefix("h.").and_then(|number| number.parse().ok()) {
         Some(number) => (1, number),
-        None if layer.starts_with('w') => (0, 0),
+        None if layer == "wte" => (0, 0),
+        None if layer == "wpe" => (0, 1),
         None => (2, 0),
     }
 }
@@ -438,8 +439,8 @@ pub(super) struct Layer {
     pub(super) name: String,
     pub(super) min_abs: Option<f32>,
     pub(super) max_abs: f32,
-    sum_squares: f64,
-    count: u64,
+    pub(super) sum_squares: f64,
+    pub(super) count: u64,
     /// Whether the newest overflow was here.
     pub(super) overflowed: bool,
 }

@@ -54,6 +54,11 @@ impl Theme {
         Self { palette: Palette::Truecolor, ascii: false }
     }
 
+    /// No colours, as under `NO_COLOR`.
+    pub fn monochrome() -> Self {
+        Self { palette: Palette::Monochrome, ascii: false }
+    }
+
     fn choose(ascii: bool, env: impl Fn(&str) -> Option<String>) -> Self {
         let palette = if env("NO_COLOR").is_some_and(|value| !value.is_empty()) {
             Palette::Monochrome

@@ -55,7 +55,7 @@ pub fn watch_plain<W: Write>(log: &Path, out: W, log_every: u64) -> Result<()> {
 }
 
 /// A log as a source of messages.
-struct Watched {
+pub(super) struct Watched {
     tail: Tail,
     replay: Option<Replay>,
     /// The process that trains, as the log names it, until it has finished.
@@ -75,7 +75,7 @@ struct Replay {
 }
 
 impl Watched {
-    fn new(log: &Path, speed: Option<f64>) -> Self {
+    pub(super) fn new(log: &Path, speed: Option<f64>) -> Self {
         let replay = speed.map(|speed| Replay {
             speed: speed.max(f64::MIN_POSITIVE),
             began: Instant::now(),
@@ -90,10 +90,8 @@ impl Watched {
 
     fn follow(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
         let poll = self.tail.poll()?;
+        let last = poll.records.last().map(|record| (record.t, record.s, record.event.step().unwrap_or(0)));
         let quiet = poll.records.is_empty();
-        if poll.unreadable > 0 {
-            pass(Msg::Record(Box::new(unreadable(poll.unreadable, poll.records.last()))));
-        }
         for record in poll.records {
             match &record.event {
                 Event::Started(started) => self.process.clone_from(&started.process),
@@ -101,6 +99,9 @@ impl Watched {
                 _ => {}
             }
             pass(Msg::Record(Box::new(record)));
+        }
+        if poll.unreadable > 0 {
+            pass(Msg::Record(Box::new(unreadable(poll.unreadable, last.unwrap_or_default()))));
         }
         if quiet && !poll.more && self.looked.elapsed() >= LOOK {
             self.looked = Instant::now();
@@ -145,10 +146,8 @@ impl Source for Watched {
     }
 }
 
-/// What a log with damaged lines says about itself.
-fn unreadable(lines: usize, near: Option<&Record>) -> Record {
+/// What a log with damaged lines says about itself, at the time and step of its neighbours.
+fn unreadable(lines: usize, (t, s, step): (u64, f64, u64)) -> Record {
     let message = format!("{lines} lines of the log could not be read: damaged, or written by a newer program");
-    let step = near.and_then(|record| record.event.step()).unwrap_or(0);
-    let (t, s) = near.map_or((0, 0.0), |record| (record.t, record.s));
     Record { v: VERSION, t, s, event: Event::Warning(Trouble { step, message }) }
 }

@@ -112,11 +112,11 @@ fn draw_bars(
     ruler.axis(pad, height, shift);
 }
 
-/// `zero 21.9%  subnormal 6.1%  inf 0   min 2^-24  max 2^9`
+/// `zero 21.9%  subnormal 6.1%  inf 0  2^-24 to 2^9`
 fn summary(stats: &GradStats, shift: i32) -> String {
     let power = |value: f32| format!("2^{}", exponent_of(value) - shift);
     format!(
-        "zero {}  subnormal {}  inf {}  min {}  max {}",
+        "zero {}  subnormal {}  inf {}  {} to {}",
         format::percent(stats.zero, stats.count),
         format::percent(stats.subnormal, stats.count),
         format::count(stats.not_finite() as f64),

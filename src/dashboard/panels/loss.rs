@@ -1,4 +1,4 @@
-//! The loss: each batch as a stroke from the smallest to the largest of its column, the smoothed curve, and validation.
+//! The loss: of the batches the smallest and the largest of each column of dots, the smoothed curve, and validation.
 
 use crate::dashboard::format;
 use crate::dashboard::pad::Pad;
@@ -39,11 +39,8 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
 
 fn curves(view: &ViewModel, run: &RunData, plot: &mut Plot, to_y: impl Fn(f64) -> f64) {
     let x = |bucket: &Bucket| x_of(bucket, view.time_axis);
-    for bucket in run.loss.buckets() {
-        if bucket.count > 0 {
-            plot.stroke(x(bucket), to_y(bucket.min), to_y(bucket.max), Role::Train);
-        }
-    }
+    let batches = run.loss.buckets().iter().filter(|bucket| bucket.count > 0);
+    plot.envelope(batches.map(|bucket| (x(bucket), to_y(bucket.min), to_y(bucket.max))), Role::Train);
     for pair in run.smoothed.buckets().windows(2) {
         if let (Some(from), Some(to)) = (pair[0].mean(), pair[1].mean()) {
             plot.line((x(&pair[0]), to_y(from)), (x(&pair[1]), to_y(to)), Role::Smooth);

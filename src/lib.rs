@@ -11,6 +11,7 @@ pub mod data;
 pub mod digest;
 pub mod error;
 pub mod kernels;
+pub mod lab;
 pub mod model;
 pub mod optim;
 pub mod precision;

@@ -1,6 +1,8 @@
 //! The command line: what may be typed, and which part of the library answers.
 
 mod flags;
+mod generate;
+mod model;
 mod train;
 mod verify_resume;
 
@@ -26,6 +28,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Write text with a model
+    Generate(Box<generate::GenerateArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigArgs>),
     /// Prove on this machine that a checkpoint resumes bit for bit
@@ -61,6 +65,10 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
         }),
+        Some(Command::Generate(args)) => {
+            args.model.on_threads(|| generate::run(&args, &mut stdout()))?;
+            Ok(ExitCode::SUCCESS)
+        }
         Some(Command::Config(args)) => {
             let text = args.resolve()?.to_toml()?;
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;

@@ -9,6 +9,7 @@ pub mod dashboard;
 pub mod data;
 pub mod digest;
 pub mod error;
+pub mod generate;
 pub mod kernels;
 pub mod model;
 pub mod optim;
@@ -17,5 +18,6 @@ pub mod random;
 pub mod telemetry;
 pub mod tensor_file;
 pub mod train;
+pub mod trained;
 
 pub use error::{Error, Result};

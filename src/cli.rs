@@ -3,6 +3,8 @@
 mod bench;
 mod checkpoint;
 mod flags;
+mod generate;
+mod model;
 mod train;
 mod verify_resume;
 
@@ -28,6 +30,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Write text with a model
+    Generate(Box<generate::GenerateArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigArgs>),
     /// Measure how fast this machine trains, and print the figures as JSON
@@ -68,6 +72,10 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
         }),
+        Some(Command::Generate(args)) => {
+            args.model.on_threads(|| generate::run(&args, &mut stdout()))?;
+            Ok(ExitCode::SUCCESS)
+        }
         Some(Command::Config(args)) => {
             let text = args.resolve()?.to_toml()?;
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;

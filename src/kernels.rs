@@ -3,6 +3,8 @@
 //! An operation reads and writes whole candle tensors; its storage may be FP32, FP16 or BF16. What is not linear, and
 //! every sum, is computed in FP32. Softmax, layer-norm statistics and losses never exist in half precision.
 
+#![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
+
 pub mod adamw;
 pub mod attention;
 pub mod convert;
@@ -15,6 +17,7 @@ pub mod layer_norm;
 pub mod linear;
 pub mod math;
 pub mod matmul;
+pub mod peak;
 pub mod residual;
 pub mod rows;
 pub mod survey;

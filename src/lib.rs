@@ -3,6 +3,9 @@
 //! `docs/ARCHITECTURE.md` has the map and the order in which modules may use each other; `tests/architecture.rs` holds
 //! the code to it. The recipe itself stands in `train/step.rs`.
 
+pub mod checkpoint;
+pub mod cli;
+pub mod dashboard;
 pub mod data;
 pub mod digest;
 pub mod error;

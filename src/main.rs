@@ -1,3 +1,5 @@
 //! The `finetune` program.
 
-fn main() {}
+fn main() -> std::process::ExitCode {
+    finetune::cli::main()
+}

@@ -112,8 +112,8 @@ impl TensorView<'_> {
                     *value = f32::from_le_bytes(*bytes);
                 }
             }
-            Dtype::F16 => widen(self.bytes, out, f16::from_le_bytes, |from, to| from.convert_to_f32_slice(to)),
-            Dtype::BF16 => widen(self.bytes, out, bf16::from_le_bytes, |from, to| from.convert_to_f32_slice(to)),
+            Dtype::F16 => widen(self.bytes, out, f16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+            Dtype::BF16 => widen(self.bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
             other => return Err(self.error(format!("dtype {other} is not one of F32, F16, BF16"))),
         }
         Ok(())

@@ -1,7 +1,19 @@
 //! Training: the recipe, the state it moves, and the loop around it.
 
+mod config;
+mod probe;
+mod records;
+mod sample;
+mod setup;
 mod state;
 mod step;
+mod trainer;
+mod verify;
 
+pub use config::{Config, Init, Layers, known_keys};
+pub use sample::Sampler;
+pub use setup::{ModelSource, check_weights, dataset, engine};
 pub use state::{Counters, TrainState};
 pub use step::{Engine, Outcome, PartTimes, StepReport};
+pub use trainer::Trainer;
+pub use verify::{ResumeProof, verify_resume};

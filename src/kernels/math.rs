@@ -8,13 +8,13 @@ use super::isa::vectorize;
 /// log2(e).
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// ln(2) in two parts: the first has so few bits that its product with any exponent of an FP32 number is exact.
-const LN_2_HIGH: f32 = 0.693_359_375;
+const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// 1.5 · 2^23: adding it leaves a float's nearest integer in the low bits of the mantissa.
 const ROUND: f32 = 12_582_912.0;
 
 /// sqrt(2 / π), of the tanh form of GELU.
-const SQRT_2_OVER_PI: f32 = 0.797_884_56;
+const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 /// The cubic coefficient of the tanh form of GELU.
 const GELU_CUBIC: f32 = 0.044_715;
 /// Beyond this magnitude GELU is the identity or below the smallest float, and its derivative 1 or 0.
@@ -57,20 +57,33 @@ pub fn exp(x: f32) -> f32 {
 /// The hyperbolic tangent, within 2 ULP.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
+    // Small arguments: an odd polynomial, with the coefficients of `tanhf` in Moshier's Cephes library.
+    let square = x * x;
+    let mut sum = -5.704_988_7e-3;
+    sum = sum * square + 2.063_909e-2;
+    sum = sum * square - 5.373_971_6e-2;
+    sum = sum * square + 1.333_144_2e-1;
+    sum = sum * square - 0.333_332_8;
+    let small = sum * square * x + x;
+    // Others: expm1(2x) / (expm1(2x) + 2).
     let magnitude = x.abs();
-    let magnitude = if magnitude > 9.1 { 9.1 } else { magnitude };
-    let (n, expm1) = reduce(2.0 * magnitude);
+    let limited = if magnitude > 9.1 { 9.1 } else { magnitude };
+    let (n, expm1) = reduce(2.0 * limited);
     let power = exp2i(n);
     let expm1 = power * expm1 + (power - 1.0);
-    (expm1 / (expm1 + 2.0)).copysign(x)
+    let large = expm1 / (expm1 + 2.0);
+    let result = if magnitude < 0.625 { small } else { large };
+    result.copysign(x)
 }
 
-/// GELU's gate (1 + tanh(u)) / 2 at the already limited `x`, as a logistic function so that small gates keep their
-/// relative accuracy.
+/// GELU's gate (1 + tanh(u)) / 2 at the already limited `x`, as a logistic function of 2u so that small gates keep their
+/// relative accuracy, and of its magnitude so that the exponential never overflows.
 #[inline(always)]
 fn gelu_gate(x: f32) -> f32 {
     let u = SQRT_2_OVER_PI * (x + GELU_CUBIC * (x * x * x));
-    1.0 / (1.0 + exp(-2.0 * u))
+    let small = exp(-2.0 * u.abs());
+    let numerator = if x < 0.0 { small } else { 1.0 };
+    numerator / (1.0 + small)
 }
 
 #[inline(always)]
@@ -121,4 +134,129 @@ pub fn gelu_slice(values: &mut [f32]) {
 /// [`gelu_derivative`] of each element, in place.
 pub fn gelu_derivative_slice(values: &mut [f32]) {
     map(values, gelu_derivative);
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+
+    /// A function of this module, and the truth.
+    type Named = (&'static str, fn(f32) -> f32, fn(f64) -> f64);
+    /// From a format's bits, and to its nearest number.
+    type Format = (fn(u16) -> f32, fn(f32) -> f64);
+    /// Something in place on a slice, and the same on one number.
+    type Pair = (fn(&mut [f32]), fn(f32) -> f32);
+
+    fn exact_tanh(x: f64) -> f64 {
+        x.tanh()
+    }
+
+    fn exact_gelu(x: f64) -> f64 {
+        x / (1.0 + (-2.0 * exact_argument(x)).exp())
+    }
+
+    fn exact_gelu_derivative(x: f64) -> f64 {
+        let x = x.clamp(-1e3, 1e3);
+        let gate = 1.0 / (1.0 + (-2.0 * exact_argument(x)).exp());
+        let slope = (2.0 / std::f64::consts::PI).sqrt() * (1.0 + 3.0 * 0.044_715 * x * x);
+        gate + 2.0 * x * gate * (1.0 - gate) * slope
+    }
+
+    fn exact_argument(x: f64) -> f64 {
+        (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x)
+    }
+
+    /// The distance of neighbours at `value` in a format of this many mantissa bits and this smallest exponent.
+    fn ulp(value: f64, mantissa_bits: i32, min_exponent: i32) -> f64 {
+        let exponent = (value.abs().log2().floor() as i32).max(min_exponent);
+        2f64.powi(exponent - mantissa_bits)
+    }
+
+    /// The largest error of `function` over `inputs`, in ULP of FP32, and where it is.
+    fn worst(inputs: impl Iterator<Item = f32>, function: fn(f32) -> f32, exact: fn(f64) -> f64) -> (f64, f32) {
+        inputs.fold((0.0, 0.0), |worst, x| {
+            let (found, expected) = (f64::from(function(x)), exact(f64::from(x)));
+            let error = (found - expected).abs() / ulp(expected, 23, -126);
+            if error > worst.0 || error.is_nan() { (error, x) } else { worst }
+        })
+    }
+
+    /// Every 1009th FP32 number of a magnitude below `limit`, and the whole numbers.
+    fn sweep(limit: f32) -> impl Iterator<Item = f32> {
+        let magnitudes = (0..limit.to_bits()).step_by(1009).map(f32::from_bits);
+        let whole = (0..limit.min(1e4) as i32).map(|i| i as f32);
+        magnitudes.chain(whole).flat_map(|x| [x, -x])
+    }
+
+    #[test]
+    fn exp_and_tanh_are_within_2_ulp_of_fp32() {
+        let (error, at) = worst(sweep(87.0), exp, f64::exp);
+        assert!(error < 2.0, "exp({at:e}) is off by {error} ULP");
+        let (error, at) = worst(sweep(103.0).filter(|x| *x < 0.0), exp, f64::exp);
+        assert!(error < 2.0, "exp({at:e}) is off by {error} ULP");
+        let (error, at) = worst(sweep(f32::MAX), tanh, exact_tanh);
+        assert!(error < 2.0, "tanh({at:e}) is off by {error} ULP");
+    }
+
+    /// Checks all finite inputs of a 16-bit format whose true result it can hold.
+    fn check_format(
+        (widen, round): Format,
+        (mantissa_bits, min_exponent, max): (i32, i32, f64),
+        (name, function, exact): Named,
+    ) {
+        for x in (0..=u16::MAX).map(widen).filter(|x| x.is_finite()) {
+            let expected = exact(f64::from(x));
+            if expected.abs() < max {
+                let found = round(function(x));
+                let error = (found - expected).abs() / ulp(expected, mantissa_bits, min_exponent);
+                assert!(error < 2.0, "{name}({x:e}) is {found:e}, not {expected:e}: {error} ULP");
+            }
+        }
+    }
+
+    #[test]
+    fn all_functions_are_within_2_ulp_of_every_16_bit_format() {
+        let functions: [Named; 4] = [
+            ("exp", exp, f64::exp),
+            ("tanh", tanh, exact_tanh),
+            ("gelu", gelu, exact_gelu),
+            ("gelu_derivative", gelu_derivative, exact_gelu_derivative),
+        ];
+        for function in functions {
+            let widen = |bits| f16::from_bits(bits).to_f32();
+            check_format((widen, |x| f16::from_f32(x).to_f64()), (10, -14, 65504.0), function);
+            let widen = |bits| bf16::from_bits(bits).to_f32();
+            check_format((widen, |x| bf16::from_f32(x).to_f64()), (7, -126, 3.38e38), function);
+        }
+    }
+
+    #[test]
+    fn large_inputs_saturate_and_nan_stays() {
+        assert_eq!(exp(f32::INFINITY), f32::INFINITY);
+        assert_eq!(exp(88.8), f32::INFINITY);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!([tanh(f32::INFINITY), tanh(f32::NEG_INFINITY)], [1.0, -1.0]);
+        assert_eq!(tanh(-0.0).to_bits(), (-0f32).to_bits());
+        assert_eq!([gelu(f32::MAX), gelu(f32::INFINITY)], [f32::MAX, f32::INFINITY]);
+        assert_eq!([gelu(-f32::MAX), gelu(-100.0)], [0.0, 0.0]);
+        assert!([f32::MAX, f32::INFINITY, 1e20, 50.0].iter().all(|&x| gelu_derivative(x) == 1.0));
+        assert!([f32::MAX, f32::INFINITY, 1e20, 50.0].iter().all(|&x| gelu_derivative(-x) == 0.0));
+        for function in [exp, tanh, gelu, gelu_derivative] {
+            assert!(function(f32::NAN).is_nan());
+        }
+    }
+
+    #[test]
+    fn slices_get_the_same_bits_as_single_values() {
+        let inputs: Vec<f32> = sweep(f32::MAX).step_by(97).collect();
+        let pairs: [Pair; 4] =
+            [(exp_slice, exp), (tanh_slice, tanh), (gelu_slice, gelu), (gelu_derivative_slice, gelu_derivative)];
+        for (slice, single) in pairs {
+            let mut values = inputs.clone();
+            slice(&mut values);
+            assert!(values.iter().zip(&inputs).all(|(value, input)| value.to_bits() == single(*input).to_bits()));
+        }
+    }
 }

@@ -1,11 +1,49 @@
 //! The matrix product C = α A·B (+ bias) (+ C): inputs FP32, FP16 or BF16, every sum in FP32, one rounding at the end.
+//!
+//! The scheme is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with its
+//! loops arranged for caches that stream: a micro-kernel keeps a small tile of C in registers and runs along the whole
+//! depth of two packed panels. The smaller operand is packed once, by all threads, and shared; each task packs a piece
+//! of the larger one into its own memory, small enough for the L2 cache, and multiplies it with all that is shared.
+//!
+//! | elements | `avx512bf16` | `avx512`, `avx2`, `portable` |
+//! |---|---|---|
+//! | FP32, FP16 (widened while packing) | FP32 multiply-adds | FP32 multiply-adds |
+//! | BF16 | dot products of pairs, FP32 sums | widened while packing, FP32 multiply-adds |
+
+use std::any::TypeId;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
+use self::buffer::{Workspace, with_thread_buffer, with_workspace};
+use self::epilogue::{Area, Output};
+use self::micro::{MAX_TILE, MicroKernel, Tile};
+use self::pack::{Lines, pack};
 use super::convert::Element;
+use super::isa::Isa;
+
+mod buffer;
+mod epilogue;
+mod micro;
+mod pack;
+#[cfg(test)]
+mod tests;
+
+/// Units of depth that are multiplied at a time. A panel of B of this depth fills a third of a 1 MB L2 cache.
+const DEPTH_UNITS: usize = 1536;
+/// Lines of the shared operand that are packed at a time.
+const SHARED_LINES: usize = 2016;
+/// Words a task packs for itself: half of a 1 MB L2 cache.
+const PRIVATE_WORDS: usize = 128 << 10;
+/// Floats for partial sums, where C cannot hold them.
+const PARTIAL_FLOATS: usize = 4 << 20;
+/// Multiply-adds below which waking other threads costs more than it brings.
+const SERIAL_WORK: usize = 1 << 18;
+/// Tasks a thread should find, so that one slow thread does not keep the others waiting for long.
+const TASKS_PER_THREAD: usize = 8;
 
 /// A matrix in a slice, read at any row and column stride, so that a transpose costs nothing.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Operand<'a, T> {
     data: &'a [T],
     rows: usize,
@@ -13,6 +51,14 @@ pub struct Operand<'a, T> {
     row_stride: usize,
     col_stride: usize,
 }
+
+impl<T> Clone for Operand<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Operand<'_, T> {}
 
 impl<'a, T> Operand<'a, T> {
     /// The row-major `rows` × `cols` matrix in `data`.
@@ -59,8 +105,10 @@ impl Default for Epilogue<'_> {
 
 /// C = α A·B (+ bias) (+ C), for A of m × k, B of k × n and C of m × n, with row i of C at `c[i * ldc..][..n]`.
 ///
-/// Rows and columns of C are shared out over the rayon pool and k never is, so the bits do not depend on the number of
-/// threads.
+/// A sum is rounded to C's type once, whatever k is, and its bits do not depend on the number of threads: rows and
+/// columns of C are shared out over the rayon pool, k never is. NaN and infinities propagate as in plain arithmetic.
+///
+/// A call for shapes seen before allocates nothing.
 ///
 /// # Panics
 /// If the shapes do not fit together.
@@ -71,27 +119,257 @@ pub fn matmul<A: Element, C: Element>(
     ldc: usize,
     epilogue: Epilogue<'_>,
 ) {
+    matmul_on(Isa::current(), a, b, c, ldc, epilogue);
+}
+
+/// [`matmul`] with the micro-kernel of `isa`.
+fn matmul_on<A: Element, C: Element>(
+    isa: Isa,
+    a: Operand<'_, A>,
+    b: Operand<'_, A>,
+    c: &mut [C],
+    ldc: usize,
+    epilogue: Epilogue<'_>,
+) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
     assert_eq!(k, b.rows, "A has {k} columns, B {} rows", b.rows);
-    assert!(ldc >= n && (m == 0 || n == 0 || c.len() >= (m - 1) * ldc + n), "C is too small for {m} × {n}");
+    assert!(m == 0 || n == 0 || ldc >= n && c.len() >= (m - 1) * ldc + n, "C is too small for {m} × {n}");
     assert!(epilogue.bias.is_none_or(|bias| bias.len() == n), "the bias must have {n} elements");
-    if m == 0 || n == 0 {
-        return;
+    let kernel = MicroKernel::of::<A>(isa);
+    let (a, b) = (Lines::rows(a), Lines::columns(b));
+    let product = Product { kernel, a, b, depth: k, c: Output::new(c, ldc), epilogue, serial: m * n * k < SERIAL_WORK };
+    with_workspace(|workspace| product.run(workspace));
+}
+
+/// A product, ready to be cut up.
+struct Product<'a, A, C> {
+    kernel: MicroKernel,
+    a: Lines<'a, A>,
+    b: Lines<'a, A>,
+    depth: usize,
+    c: Output<C>,
+    epilogue: Epilogue<'a>,
+    serial: bool,
+}
+
+/// A part of a product: these lines of the shared operand, those of the other, this part of the depth.
+#[derive(Clone)]
+struct Part {
+    shared: Range<usize>,
+    private: Range<usize>,
+    depth: Range<usize>,
+}
+
+/// Which operand is packed for all tasks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Shared {
+    A,
+    B,
+}
+
+impl<A: Element, C: Element> Product<'_, A, C> {
+    /// The smaller operand is shared: it has to stay in a cache longest.
+    fn shared(&self) -> Shared {
+        if self.a.count <= self.b.count { Shared::A } else { Shared::B }
     }
-    c.par_chunks_mut(ldc).take(m).enumerate().for_each(|(i, row)| {
-        let mut sums = vec![0f32; n];
-        for p in 0..k {
-            let factor = a.data[i * a.row_stride + p * a.col_stride].to_f32();
-            for (j, sum) in sums.iter_mut().enumerate() {
-                *sum += factor * b.data[p * b.row_stride + j * b.col_stride].to_f32();
+
+    /// The shared operand and the other one, each with the width of its panels.
+    fn sides(&self) -> [(Lines<'_, A>, usize); 2] {
+        let a = (self.a, self.kernel.rows);
+        let b = (self.b, self.kernel.cols);
+        if self.shared() == Shared::A { [a, b] } else { [b, a] }
+    }
+
+    /// Whether sums of less than the whole depth have to be kept outside of C.
+    fn needs_partial_sums(&self) -> bool {
+        self.depth > self.depth_step() && TypeId::of::<C>() != TypeId::of::<f32>()
+    }
+
+    /// Elements of depth that are multiplied at a time.
+    fn depth_step(&self) -> usize {
+        DEPTH_UNITS * self.kernel.unit.elements()
+    }
+
+    fn run(&self, workspace: &mut Workspace) {
+        let [(shared_lines, shared_width), (private_lines, private_width)] = self.sides();
+        for shared in pieces(0..shared_lines.count, SHARED_LINES.next_multiple_of(shared_width)) {
+            let strip = if self.needs_partial_sums() {
+                (PARTIAL_FLOATS / shared.len()).next_multiple_of(private_width)
+            } else {
+                private_lines.count.max(1)
+            };
+            for private in pieces(0..private_lines.count, strip) {
+                for start in (0..self.depth.max(1)).step_by(self.depth_step()) {
+                    let depth = start..self.depth.min(start + self.depth_step());
+                    let part = Part { shared: shared.clone(), private: private.clone(), depth };
+                    self.run_part(&part, workspace);
+                }
             }
         }
-        for (j, (sum, c)) in sums.into_iter().zip(row).enumerate() {
-            let mut value = epilogue.alpha * sum + epilogue.bias.map_or(0.0, |bias| bias[j]);
-            if epilogue.accumulate {
-                value += c.to_f32();
-            }
-            *c = C::from_f32(value);
+    }
+
+    /// Packs what is shared, then runs the tasks.
+    fn run_part(&self, part: &Part, workspace: &mut Workspace) {
+        let [(lines, width), (_, private_width)] = self.sides();
+        let units = part.depth.len().div_ceil(self.kernel.unit.elements());
+        let panel = width * units;
+        let panels = part.shared.len().div_ceil(width);
+        let packed = workspace.shared.words(panels * panel);
+        let share = panels.div_ceil(2 * self.threads()).max(1);
+        let pack_share = |(index, packed): (usize, &mut [u32])| {
+            let first = part.shared.start + index * share * width;
+            pack(lines, first, part.depth.clone(), width, self.kernel.unit, packed);
+        };
+        if self.serial {
+            packed.chunks_mut((share * panel).max(1)).enumerate().for_each(pack_share);
+        } else {
+            packed.par_chunks_mut((share * panel).max(1)).enumerate().with_max_len(1).for_each(pack_share);
         }
-    });
+
+        let partial = if self.needs_partial_sums() {
+            let (_, cols) = self.area(part);
+            let sums = workspace.partial.floats(part.shared.len() * part.private.len());
+            Some(Output::new(sums, cols.len()))
+        } else {
+            None
+        };
+        let plan = Plan::new(panels, part.private.len().div_ceil(private_width), private_width * units, self.threads());
+        let task = |index: usize| self.run_task(part, &plan, index, &*packed, units, partial);
+        if self.serial {
+            (0..plan.tasks()).for_each(task);
+        } else {
+            (0..plan.tasks()).into_par_iter().with_max_len(1).for_each(task);
+        }
+    }
+
+    fn threads(&self) -> usize {
+        if self.serial { 1 } else { rayon::current_num_threads() }
+    }
+
+    /// The rows and columns of C of a part.
+    fn area(&self, part: &Part) -> (Range<usize>, Range<usize>) {
+        match self.shared() {
+            Shared::A => (part.shared.clone(), part.private.clone()),
+            Shared::B => (part.private.clone(), part.shared.clone()),
+        }
+    }
+
+    /// Packs a group of panels and multiplies it with a share of the packed ones.
+    fn run_task(
+        &self,
+        part: &Part,
+        plan: &Plan,
+        index: usize,
+        packed: &[u32],
+        units: usize,
+        partial: Option<Output<f32>>,
+    ) {
+        let [(_, shared_width), (lines, width)] = self.sides();
+        let (group, share) = plan.task(index);
+        let shared = &packed[share.start * shared_width * units..share.end * shared_width * units];
+        let shared_first = part.shared.start + share.start * shared_width;
+        let first = part.private.start + group.start * width;
+        with_thread_buffer(|buffer| {
+            let private = buffer.words(group.len() * width * units);
+            pack(lines, first, part.depth.clone(), width, self.kernel.unit, private);
+            match self.shared() {
+                Shared::A => self.multiply(part, units, (shared_first, shared), (first, private), partial),
+                Shared::B => self.multiply(part, units, (first, private), (shared_first, shared), partial),
+            }
+        });
+    }
+
+    /// Multiplies packed panels of A with packed panels of B, each given with its first line.
+    fn multiply(
+        &self,
+        part: &Part,
+        units: usize,
+        (first_row, a): (usize, &[u32]),
+        (first_col, b): (usize, &[u32]),
+        partial: Option<Output<f32>>,
+    ) {
+        let MicroKernel { rows, cols, .. } = self.kernel;
+        let mut tile = Tile([0.0; MAX_TILE]);
+        let (part_rows, part_cols) = self.area(part);
+        for (b, col) in panels(b, cols * units).zip((first_col..part_cols.end).step_by(cols)) {
+            for (a, row) in panels(a, rows * units).zip((first_row..part_rows.end).step_by(rows)) {
+                self.kernel.run(a, b, &mut tile);
+                let area = Area { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };
+                self.finish(&mut tile, area, part, partial);
+            }
+        }
+    }
+
+    /// Adds a tile to what earlier parts of the depth gave and, after the last one, writes C.
+    fn finish(&self, tile: &mut Tile, area: Area, part: &Part, partial: Option<Output<f32>>) {
+        let width = self.kernel.cols;
+        let is_first = part.depth.start == 0;
+        let is_last = part.depth.end == self.depth;
+        let Some(partial) = partial else {
+            let later = Epilogue { alpha: self.epilogue.alpha, bias: None, accumulate: true };
+            let epilogue = if is_first { self.epilogue } else { later };
+            // SAFETY: `matmul` checked that C has all areas; each belongs to one task of a part, and parts run in turn.
+            return unsafe { self.c.finish(tile, width, area, epilogue) };
+        };
+        let (rows, cols) = self.area(part);
+        let inside = Area { row: area.row - rows.start, col: area.col - cols.start, ..area };
+        // SAFETY: as above; the partial sums have the size of the part.
+        unsafe {
+            if !is_first {
+                partial.add_to(tile, width, inside);
+            }
+            if is_last {
+                self.c.finish(tile, width, area, self.epilogue);
+            } else {
+                partial.store(tile, width, inside);
+            }
+        }
+    }
+}
+
+/// How the panels of a part are shared out: a task takes a group of one operand's and a share of the other's.
+struct Plan {
+    private_panels: usize,
+    group: usize,
+    shared_panels: usize,
+    share: usize,
+}
+
+impl Plan {
+    /// Enough tasks for all threads; groups no larger than a task's memory, shares large enough to repay the packing
+    /// of a group.
+    fn new(shared_panels: usize, private_panels: usize, private_panel_words: usize, threads: usize) -> Self {
+        let wanted = if threads == 1 { 1 } else { threads * TASKS_PER_THREAD };
+        let fitting = (PRIVATE_WORDS / private_panel_words.max(1)).max(1);
+        let group = private_panels.div_ceil(wanted).clamp(1, fitting);
+        let groups = private_panels.div_ceil(group).max(1);
+        let share = shared_panels.div_ceil(wanted.div_ceil(groups)).max(8);
+        Self { private_panels, group, shared_panels, share }
+    }
+
+    fn shares(&self) -> usize {
+        self.shared_panels.div_ceil(self.share)
+    }
+
+    fn tasks(&self) -> usize {
+        self.private_panels.div_ceil(self.group) * self.shares()
+    }
+
+    /// The panels of the private and of the shared operand that belong to a task.
+    fn task(&self, index: usize) -> (Range<usize>, Range<usize>) {
+        let group = index / self.shares() * self.group;
+        let share = index % self.shares() * self.share;
+        (group..self.private_panels.min(group + self.group), share..self.shared_panels.min(share + self.share))
+    }
+}
+
+/// A range cut into pieces of `length`; the last one may be shorter.
+fn pieces(range: Range<usize>, length: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.step_by(length).map(move |start| start..end.min(start + length))
+}
+
+/// Panels of `words` words; endlessly many empty ones if that is zero.
+fn panels(packed: &[u32], words: usize) -> impl Iterator<Item = &[u32]> {
+    (0..).map_while(move |index| packed.get(index * words..(index + 1) * words))
 }

@@ -44,7 +44,7 @@ pub struct Gpt2Config {
 }
 
 impl Default for Gpt2Config {
-    /// The smallest of OpenAI's, which is also what transformers puts in for a missing key.
+    /// The smallest of `OpenAI`'s, which is also what transformers puts in for a missing key.
     fn default() -> Self {
         Self {
             vocab_size: 50257,

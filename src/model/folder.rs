@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::model::Gpt2Config;
+use crate::kernels::view;
+use crate::model::{Gpt2Config, Parameters};
 use crate::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
@@ -78,6 +79,14 @@ impl ModelFolder {
             Some(view) => view.read_f32(out),
             None => Err(self.error(format!("tensor `{name}` is missing"))),
         }
+    }
+
+    /// Reads every parameter into the FP32 tensors of [`Gpt2Config::parameter_shapes`].
+    pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
+        for (name, tensor) in into.iter() {
+            view::write_f32(tensor, |out| self.read_f32(name, out))??;
+        }
+        Ok(())
     }
 
     /// A head that is stored beside a tied embedding must be its copy; two that differ mean that it is not tied.
@@ -233,11 +242,14 @@ mod tests {
 
     fn assert_reads(folder: &TempDir, expected: &Tensors) {
         let model = ModelFolder::open(folder.path()).unwrap();
+        let read = Parameters::zeros(&model.config().parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
+        model.read_parameters(&read).unwrap();
         for (name, tensor) in expected {
             let mut values = vec![0.0; tensor.elem_count()];
             model.read_f32(name, &mut values).unwrap();
             let expected = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
             assert_eq!(values, expected, "{name}");
+            assert_eq!(read.get(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected, "{name}");
         }
         assert!(
             model.read_f32("h.7.ln_1.bias", &mut []).unwrap_err().to_string().contains("`h.7.ln_1.bias` is missing")

@@ -8,6 +8,8 @@
 //! name says otherwise.
 
 use super::float;
+use super::process::ProcessId;
+use crate::precision::{ExponentHistogram, GradScalerConfig, ScaleChange, TensorStats};
 use serde::{Deserialize, Serialize};
 
 /// The version of the log's format, written as `v` on every line.
@@ -71,6 +73,8 @@ pub struct Started {
     pub program: String,
     /// Name of the run: its folder's.
     pub run: String,
+    /// The process that trains, so that a reader of the log can see whether it lives.
+    pub process: Option<ProcessId>,
     /// The host's processor.
     pub cpu: Cpu,
     /// Where the model computes: `cpu`, `cuda:0 NVIDIA …`.
@@ -148,13 +152,26 @@ pub struct ScalerSettings {
     /// The first scale.
     pub init_scale: f32,
     /// Factor of a growth.
-    pub growth_factor: f32,
+    pub growth_factor: f64,
     /// Factor of a backoff.
-    pub backoff_factor: f32,
+    pub backoff_factor: f64,
     /// Clean steps between two growths.
     pub growth_interval: u32,
     /// The scale never falls below this.
     pub min_scale: f32,
+}
+
+impl From<&GradScalerConfig> for ScalerSettings {
+    fn from(config: &GradScalerConfig) -> Self {
+        Self {
+            enabled: config.enabled,
+            init_scale: config.init_scale,
+            growth_factor: config.growth_factor,
+            backoff_factor: config.backoff_factor,
+            growth_interval: config.growth_interval,
+            min_scale: config.min_scale,
+        }
+    }
 }
 
 /// Whether an attempted step changed the parameters.
@@ -207,7 +224,14 @@ pub struct StepRecord {
     /// Where the time went.
     pub time: StepTime,
     /// Resident memory of the process.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub rss_bytes: Option<u64>,
+    /// Processor time of the process so far, all threads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_seconds: Option<f64>,
+    /// The GPU, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<GpuStats>,
     /// All scaled gradients together; `norm` is the global norm before unscaling.
     pub grads: GradStats,
     /// The same for each tensor, in parameter order. Empty on most steps: filled every few steps and on an overflow.
@@ -231,6 +255,22 @@ pub struct StepTime {
     pub optimizer_ms: f64,
 }
 
+/// What a GPU is doing, as its driver says.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct GpuStats {
+    /// Share of the last moments in which a kernel ran, percent.
+    pub utilisation: f32,
+    /// Memory in use, by anyone.
+    pub memory_bytes: u64,
+    /// Memory there is.
+    pub memory_total_bytes: u64,
+    /// Power draw, watts.
+    pub power_w: f32,
+    /// Temperature, °C.
+    pub temperature_c: f32,
+}
+
 /// What became of the loss scale, and why.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -241,6 +281,19 @@ pub struct ScaleMove {
     pub from: f32,
     /// The scale of the next step.
     pub to: f32,
+}
+
+impl ScaleMove {
+    /// What the scaler answered about a step whose scale was `from`.
+    pub fn new(from: f32, change: ScaleChange) -> Self {
+        let (cause, to) = match change {
+            ScaleChange::Held => (ScaleCause::Held, from),
+            ScaleChange::Grew { to, .. } => (ScaleCause::Grew, to),
+            ScaleChange::BackedOff { to, .. } => (ScaleCause::BackedOff, to),
+            ScaleChange::AtFloor { scale, .. } => (ScaleCause::AtFloor, scale),
+        };
+        Self { cause, from, to }
+    }
 }
 
 /// Why the loss scale is what it is.
@@ -285,6 +338,24 @@ pub struct GradStats {
 }
 
 impl GradStats {
+    /// A survey's figures, with the counts of exponents where they were taken.
+    pub fn new(stats: &TensorStats, histogram: Option<&ExponentHistogram>) -> Self {
+        let exponents = histogram.map_or_else(Vec::new, |histogram| {
+            histogram.iter().map(|(exponent, count)| (exponent as i16, count)).collect()
+        });
+        Self {
+            count: stats.count,
+            min_abs: stats.min_nonzero,
+            max_abs: stats.max_abs,
+            zero: stats.zero,
+            subnormal: stats.subnormal,
+            inf: stats.inf,
+            nan: stats.nan,
+            norm: stats.norm(),
+            exponents,
+        }
+    }
+
     /// Elements that are infinite or NaN.
     pub fn not_finite(&self) -> u64 {
         self.inf + self.nan

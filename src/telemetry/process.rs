@@ -1,5 +1,6 @@
-//! What the process itself uses: memory and processor time, from `/proc`.
+//! What the process itself uses, memory and processor time, and whether another one lives: from `/proc`.
 
+use serde::{Deserialize, Serialize};
 use std::fs;
 
 /// Clock ticks a second in `/proc/self/stat`: fixed at 100 for user space on every Linux architecture we build for.
@@ -29,6 +30,42 @@ impl ProcessStats {
     }
 }
 
+/// Names a process for as long as the machine runs: a process id alone may be given again.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessId {
+    /// The process id.
+    pub pid: u32,
+    /// When it started, in clock ticks since boot.
+    pub start: u64,
+    /// Which boot of which machine.
+    pub boot: String,
+}
+
+impl ProcessId {
+    /// This process; `None` where the system has no `/proc`.
+    pub fn own() -> Option<Self> {
+        let pid = std::process::id();
+        Some(Self { pid, start: start_ticks(pid)?, boot: boot_id()? })
+    }
+
+    /// Whether the process runs; `None` if it is another machine's, of which nothing is known.
+    pub fn is_alive(&self) -> Option<bool> {
+        (boot_id()? == self.boot).then(|| start_ticks(self.pid) == Some(self.start))
+    }
+}
+
+fn boot_id() -> Option<String> {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").ok().map(|id| id.trim().to_owned())
+}
+
+/// Field 22 of `/proc/PID/stat`; `None` for a process that has ended, though nobody may have asked for its exit code yet.
+fn start_ticks(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?;
+    if matches!(state, "Z" | "X") { None } else { fields.nth(18)?.parse().ok() }
+}
+
 /// The figure of a line `VmRSS:     1234 kB`, in bytes.
 fn kibibytes(status: &str, key: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(key))?;
@@ -54,6 +91,15 @@ mod tests {
         assert_eq!(cpu_seconds(stat), Some(3.0));
         assert_eq!(kibibytes("VmPeak:\t 9 kB\nVmRSS:\t    12 kB\n", "VmRSS:"), Some(12 * 1024));
         assert_eq!(kibibytes("", "VmRSS:"), None);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_process_is_told_from_another_with_its_number() {
+        let own = ProcessId::own().expect("Linux has /proc");
+        assert_eq!(own.is_alive(), Some(true));
+        assert_eq!(ProcessId { start: own.start + 1, ..own.clone() }.is_alive(), Some(false));
+        assert_eq!(ProcessId { boot: "another machine".into(), ..own }.is_alive(), None);
     }
 
     #[test]

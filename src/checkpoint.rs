@@ -1,0 +1,34 @@
+//! Checkpoints: written so that a kill, a full disk or a broken file never costs more than the save it hit.
+//!
+//! ```text
+//! <run>/latest                 name of the newest complete step directory
+//! <run>/step-000128/           a full checkpoint; `weights-000128/` holds the first three files and the manifest only
+//!     config.json tokenizer.json model.safetensors   the compute-dtype weights: a Hugging Face model folder as it stands
+//!     master.safetensors                             FP32 master weights
+//!     optimizer.safetensors                          Adam's moments in FP32: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`
+//!     state.json                                     [`State`]
+//!     manifest.json                                  [`Manifest`]: size and SHA-256 of every file above; written last
+//! ```
+//!
+//! A save writes into a hidden sibling, syncs files and folder, renames it to its name, syncs the parent, then moves
+//! `latest`; a deletion renames to a hidden name first. So a directory with a visible name is complete, and what a kill
+//! leaves behind has a hidden name that the next [`Run::open`] clears away. Nothing depends on the clock: the order of
+//! checkpoints is their manifests' [`sequence`](Manifest::sequence).
+
+mod compare;
+mod disk;
+mod find;
+mod manifest;
+mod read;
+mod run;
+mod save;
+mod state;
+
+pub use compare::{Difference, compare};
+pub use disk::{Disk, Operation};
+pub use find::{Found, Listed, list, newest_good, newest_run};
+pub use manifest::{Kind, Manifest};
+pub use read::{Checkpoint, Damage, verify};
+pub use run::{Keep, Run, Saved};
+pub use save::Contents;
+pub use state::{Best, FORMAT_VERSION, Identity, State};

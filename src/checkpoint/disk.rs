@@ -1,0 +1,135 @@
+//! Every change that a save makes on disk goes through [`Disk`], where a test can let any one of them fail or be the last.
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::digest::{Digest, DigestWriter};
+use crate::{Error, Result};
+
+/// A change on disk that the operating system may refuse, or that a kill may come before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// Make a folder.
+    CreateFolder,
+    /// Make a new, empty file.
+    CreateFile,
+    /// Append bytes to a file; at most 64 KiB of tensor values at a time.
+    Write,
+    /// Wait until a file is on the medium.
+    SyncFile,
+    /// Wait until the entries of a folder are on the medium.
+    SyncFolder,
+    /// Give a file or folder its other name.
+    Rename,
+    /// Remove a file or a folder with all that is in it.
+    Remove,
+}
+
+impl Operation {
+    /// The verb for messages: "cannot … `path`".
+    pub fn verb(self) -> &'static str {
+        match self {
+            Self::CreateFolder => "create folder",
+            Self::CreateFile => "create",
+            Self::Write => "write",
+            Self::SyncFile => "sync",
+            Self::SyncFolder => "sync folder",
+            Self::Rename => "rename",
+            Self::Remove => "remove",
+        }
+    }
+}
+
+type Hook = Arc<dyn Fn(Operation, &Path) -> io::Result<()> + Send + Sync>;
+
+/// The disk as it is, or one that fails where a hook says so.
+#[derive(Clone, Default)]
+pub struct Disk {
+    hook: Option<Hook>,
+}
+
+impl fmt::Debug for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Disk").field("hooked", &self.hook.is_some()).finish()
+    }
+}
+
+impl Disk {
+    /// A disk that asks `hook` before every operation: an error is as if the operating system had given it.
+    pub fn with_hook(hook: impl Fn(Operation, &Path) -> io::Result<()> + Send + Sync + 'static) -> Self {
+        Self { hook: Some(Arc::new(hook)) }
+    }
+
+    /// Makes `path` and every folder above it that is missing.
+    pub(super) fn create_folders(&self, path: &Path) -> Result<()> {
+        self.act(Operation::CreateFolder, path, || fs::create_dir_all(path))
+    }
+
+    /// Makes `path`, whose parent must exist.
+    pub(super) fn create_folder(&self, path: &Path) -> Result<()> {
+        self.act(Operation::CreateFolder, path, || fs::create_dir(path))
+    }
+
+    /// Makes a file of what `fill` writes, waits until it is on the medium, and says what it was.
+    pub(super) fn write_file(&self, path: &Path, fill: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<Digest> {
+        let create = || OpenOptions::new().write(true).create_new(true).open(path);
+        let file = self.act(Operation::CreateFile, path, create)?;
+        let mut out = DigestWriter::new(HookedFile { disk: self, path, file });
+        fill(&mut out)?;
+        let (HookedFile { file, .. }, digest) = out.finish();
+        self.act(Operation::SyncFile, path, || file.sync_all())?;
+        Ok(digest)
+    }
+
+    /// Waits until the entries of a folder are on the medium.
+    pub(super) fn sync_folder(&self, path: &Path) -> Result<()> {
+        // Only Unix opens folders; elsewhere a rename is as durable as the system makes it.
+        self.act(Operation::SyncFolder, path, || if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) })
+    }
+
+    /// Renames within one file system; `to` must not be a folder with something in it.
+    pub(super) fn rename(&self, from: &Path, to: &Path) -> Result<()> {
+        self.act(Operation::Rename, from, || fs::rename(from, to))
+    }
+
+    /// Removes a file or a whole folder; that it is gone already is no error.
+    pub(super) fn remove(&self, path: &Path) -> Result<()> {
+        let remove = || match fs::symlink_metadata(path) {
+            Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
+            Ok(_) => fs::remove_file(path),
+            Err(error) => Err(error),
+        };
+        self.act(Operation::Remove, path, || match remove() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done,
+        })
+    }
+
+    fn act<T>(&self, operation: Operation, path: &Path, run: impl FnOnce() -> io::Result<T>) -> Result<T> {
+        self.ask(operation, path).and_then(|()| run()).map_err(Error::io(operation.verb(), path))
+    }
+
+    fn ask(&self, operation: Operation, path: &Path) -> io::Result<()> {
+        self.hook.as_ref().map_or(Ok(()), |hook| hook(operation, path))
+    }
+}
+
+struct HookedFile<'a> {
+    disk: &'a Disk,
+    path: &'a Path,
+    file: File,
+}
+
+impl Write for HookedFile<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.disk.ask(Operation::Write, self.path)?;
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}

@@ -1,0 +1,123 @@
+//! Which checkpoints there are, and the newest one that is good.
+
+use std::path::{Path, PathBuf};
+
+use super::manifest::{Kind, Manifest};
+use super::read::{Checkpoint, Damage, verified};
+use crate::{Error, Result};
+
+/// A step directory of a run.
+#[derive(Debug)]
+pub struct Listed {
+    /// The directory.
+    pub path: PathBuf,
+    /// Full, or weights only.
+    pub kind: Kind,
+    /// Steps attempted when it was written.
+    pub step: u64,
+    /// Its manifest, or why that cannot be believed. Files are not looked at: see [`verify`](super::verify).
+    pub manifest: Result<Manifest>,
+}
+
+impl Listed {
+    fn sequence(&self) -> Option<u64> {
+        self.manifest.as_ref().ok().map(|manifest| manifest.sequence)
+    }
+}
+
+/// All step directories of a run, by step, full ones before weights.
+///
+/// # Errors
+/// [`Error::Io`] where the run's folder cannot be listed.
+pub fn list(run: &Path) -> Result<Vec<Listed>> {
+    let mut listed = Vec::new();
+    for entry in std::fs::read_dir(run).map_err(Error::io("list", run))? {
+        let path = entry.map_err(Error::io("list", run))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if let Some((kind, step)) = Kind::parse_directory(&name).filter(|_| path.is_dir()) {
+            let manifest = Manifest::read(&path);
+            listed.push(Listed { path, kind, step, manifest });
+        }
+    }
+    listed.sort_by_key(|one| (one.step, one.kind == Kind::Weights));
+    Ok(listed)
+}
+
+/// The checkpoint to go on from, and the newer ones that are damaged.
+#[derive(Debug)]
+pub struct Found {
+    /// The newest full checkpoint whose every file is as it was written.
+    pub checkpoint: Checkpoint,
+    /// What is wrong with the newer ones: for each, one file or more.
+    pub damaged: Vec<Damage>,
+}
+
+/// Finds the newest good full checkpoint of a run, falling back from damaged ones to older ones.
+///
+/// # Errors
+/// [`Error::Checkpoint`] if the run has none, or none that is good, with all that is wrong.
+pub fn newest_good(run: &Path) -> Result<Found> {
+    let mut candidates = list(run)?;
+    candidates.retain(|one| one.kind == Kind::Full);
+    if candidates.is_empty() {
+        return Err(Error::checkpoint(
+            run,
+            "there is no checkpoint in this run yet; start it anew, without `--resume`",
+        ));
+    }
+    let mut damaged = Vec::new();
+    for candidate in newest_first(candidates) {
+        match verified(&candidate.path) {
+            Ok(manifest) => return Ok(Found { checkpoint: Checkpoint::read(candidate.path, manifest)?, damaged }),
+            Err(damages) => damaged.extend(damages),
+        }
+    }
+    let wrong: Vec<String> = damaged.iter().map(ToString::to_string).collect();
+    Err(Error::checkpoint(run, format!("no checkpoint of this run is good: {}", wrong.join("; "))))
+}
+
+/// Orders what [`list`] gave by sequence, the last save first. One whose manifest cannot be read has lost its sequence and
+/// is taken to follow the one before it by step.
+fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
+    let mut before = 0;
+    let mut keyed: Vec<(u64, Listed)> = Vec::with_capacity(listed.len());
+    for one in listed {
+        before = one.sequence().unwrap_or(before);
+        keyed.push((before, one));
+    }
+    // The sort is stable, so that those with one key stay in the order of steps.
+    keyed.sort_by_key(|(sequence, _)| *sequence);
+    keyed.into_iter().rev().map(|(_, one)| one).collect()
+}
+
+/// The run in `folder` that saved last.
+///
+/// # Errors
+/// [`Error::Checkpoint`] if no run there has a checkpoint.
+pub fn newest_run(folder: &Path) -> Result<PathBuf> {
+    let newest = runs(folder).into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
+    newest
+        .map(|(path, _)| path)
+        .ok_or_else(|| Error::checkpoint(folder, "no run here has a checkpoint yet; start one without `--resume`"))
+}
+
+/// The largest sequence in any run of `folder`, 0 where there is none.
+pub(super) fn newest_sequence(folder: &Path) -> u64 {
+    runs(folder).into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
+}
+
+/// Runs with at least one checkpoint, each with the largest sequence of its checkpoints. What cannot be read is passed
+/// over: it may be anybody's.
+fn runs(folder: &Path) -> Vec<(PathBuf, u64)> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let with_sequence = |path: PathBuf| {
+        let sequence = list(&path)
+            .ok()?
+            .iter()
+            .filter(|one| one.kind == Kind::Full)
+            .map(|one| one.sequence().unwrap_or(0))
+            .max()?;
+        Some((path, sequence))
+    };
+    entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).filter_map(with_sequence).collect()
+}

@@ -1,0 +1,173 @@
+//! `state.json`: everything that a run needs besides tensors to go on as if it had never stopped.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::data::Cursor;
+use crate::precision::ScalerState;
+use crate::{Error, Result};
+
+/// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes. It reads this
+/// one and older ones.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// The figures of a run after a step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    /// [`FORMAT_VERSION`] of the program that wrote it.
+    pub format_version: u32,
+    /// Steps attempted.
+    pub step: u64,
+    /// Steps applied: what Adam's bias correction and the schedule count.
+    pub updates: u64,
+    /// Target tokens seen.
+    pub tokens: u64,
+    /// What every random stream is derived from, together with the step.
+    pub seed: u64,
+    /// What must not change when a run is resumed.
+    pub identity: Identity,
+    /// The loss scaler's moving parts.
+    pub scaler: ScalerState,
+    /// Where the next training batch starts.
+    pub cursor: Cursor,
+    /// The schedule's settings that the run has used so far.
+    pub schedule: Value,
+    /// Validation loss at this step, if it was measured here: nats a token.
+    pub validation_loss: Option<f64>,
+    /// The best validation so far.
+    pub best: Option<Best>,
+    /// Validations since then: what early stopping counts.
+    pub looks_without_best: u64,
+}
+
+/// The best validation of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Best {
+    /// The step it was measured after.
+    pub step: u64,
+    /// Nats a token.
+    pub loss: f64,
+}
+
+/// What makes a run this run: resuming with another one would silently train something else.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Identity {
+    /// The model as the user knows it, with its revision if it has one.
+    pub model: String,
+    /// The precision policy in its text form.
+    pub policy: String,
+    /// A hash of tokenizer and text.
+    pub data: String,
+}
+
+impl State {
+    /// Refuses to go on with a `wanted` identity that differs from the saved one.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] about `path` that names the field with both values.
+    pub fn check_identity(&self, wanted: &Identity, path: &Path) -> Result<()> {
+        let saved = &self.identity;
+        for (field, saved, wanted) in [
+            ("model", &saved.model, &wanted.model),
+            ("policy", &saved.policy, &wanted.policy),
+            ("data", &saved.data, &wanted.data),
+        ] {
+            if saved != wanted {
+                return Err(Error::checkpoint(
+                    path,
+                    format!(
+                        "`{field}` was `{saved}` and is now `{wanted}`; resume with the old one, or start a new run"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the text of a `state.json`.
+    pub(super) fn from_json(text: &[u8]) -> Result<Self, String> {
+        check_version(text)?;
+        serde_json::from_slice(text).map_err(|error| error.to_string())
+    }
+}
+
+/// Looks at nothing but `format_version`, because a newer format may have changed everything else.
+pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
+    #[derive(Deserialize)]
+    struct Version {
+        format_version: u32,
+    }
+    let Version { format_version } = serde_json::from_slice(text).map_err(|error| format!("damaged: {error}"))?;
+    match format_version {
+        1..=FORMAT_VERSION => Ok(()),
+        0 => Err("damaged: there is no format version 0".into()),
+        newer => Err(format!(
+            "format version {newer} is newer than {FORMAT_VERSION}, the newest that this program reads; update it"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn state(validation_loss: f64) -> State {
+        let identity = Identity { model: "tiny".into(), policy: "p=f32".into(), data: "abc".into() };
+        State {
+            format_version: FORMAT_VERSION,
+            step: 128,
+            updates: 127,
+            tokens: 1 << 40,
+            seed: u64::MAX,
+            identity,
+            scaler: ScalerState { scale: 65536.0, growth_tracker: 7, hysteresis_left: 1, floor_streak: 0 },
+            cursor: Cursor { epoch: 1, window: 2 },
+            schedule: Value::Null,
+            validation_loss: Some(validation_loss),
+            best: Some(Best { step: 64, loss: validation_loss }),
+            looks_without_best: 3,
+        }
+    }
+
+    #[test]
+    fn changing_what_a_run_is_names_the_field() {
+        let state = state(1.0);
+        state.check_identity(&state.identity, Path::new("x")).unwrap();
+        let wanted = Identity { policy: "p=f32,c=bf16".into(), ..state.identity.clone() };
+        let message = state.check_identity(&wanted, Path::new("x")).unwrap_err().to_string();
+        assert!(message.contains("`policy` was `p=f32` and is now `p=f32,c=bf16`"), "{message}");
+    }
+
+    #[test]
+    fn a_newer_format_is_refused_before_its_fields_are_read() {
+        let message = State::from_json(br#"{"format_version": 2, "qubits": 7}"#).unwrap_err();
+        assert!(message.contains("format version 2 is newer than 1"), "{message}");
+        let message = State::from_json(br#"{"format_version": 1, "qubits": 7}"#).unwrap_err();
+        assert!(message.contains("unknown field `qubits`"), "{message}");
+    }
+
+    proptest! {
+        #[test]
+        fn every_number_comes_back_bit_for_bit(bits in any::<u64>()) {
+            let loss = f64::from_bits(bits);
+            prop_assume!(loss.is_finite());
+            let json = serde_json::to_vec(&state(loss)).unwrap();
+            let read = State::from_json(&json).unwrap();
+            prop_assert_eq!(read.validation_loss.unwrap().to_bits(), bits);
+            prop_assert_eq!(read, state(loss));
+        }
+
+        #[test]
+        fn any_text_is_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = State::from_json(&bytes);
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! The command line: what may be typed, and which part of the library answers.
+
+mod flags;
+mod train;
+mod verify_resume;
+
+use crate::kernels::isa::Isa;
+use crate::telemetry::FinishReason;
+use crate::{Error, Result};
+use clap::{Parser, Subcommand};
+use flags::ConfigArgs;
+use std::io::{Write, stderr, stdout};
+use std::process::ExitCode;
+
+/// Fine-tunes language models in mixed precision, and shows the numbers doing it.
+///
+/// Without a command it trains: without any flag, a built-in model on a built-in text in FP16, in under a minute.
+#[derive(Debug, Parser)]
+#[command(version, args_conflicts_with_subcommands = true, max_term_width = 120)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    train: train::TrainArgs,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Print the resolved configuration
+    Config(Box<ConfigArgs>),
+    /// Prove on this machine that a checkpoint resumes bit for bit
+    VerifyResume(Box<verify_resume::VerifyResumeArgs>),
+}
+
+/// Parses the command line, does what it says, and returns the process's exit code: 0 done, 1 failure, 2 usage or
+/// configuration, 3 diverged, 130 interrupted after a save.
+pub fn main() -> ExitCode {
+    let result = Cli::try_parse();
+    let cli = match result {
+        Ok(cli) => cli,
+        Err(error) => {
+            // clap knows which stream each of its messages belongs to; a closed stream is not worth a word.
+            error.print().ok();
+            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
+        }
+    };
+    match dispatch(cli) {
+        Ok(code) => code,
+        Err(error) => {
+            writeln!(stderr(), "error: {error}").ok();
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn dispatch(cli: Cli) -> Result<ExitCode> {
+    Isa::detect()?;
+    match cli.command {
+        None => Ok(match train::run(&cli.train)? {
+            FinishReason::Done | FinishReason::Stopped => ExitCode::SUCCESS,
+            FinishReason::Interrupted => ExitCode::from(130),
+            FinishReason::Diverged => ExitCode::from(3),
+        }),
+        Some(Command::Config(args)) => {
+            let text = args.resolve()?.to_toml()?;
+            stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
+    }
+}

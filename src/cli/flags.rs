@@ -1,0 +1,170 @@
+//! The flags that define a run. What was typed becomes dotted keys; what it means is [`Config`]'s business.
+
+use crate::train::{Config, Layers};
+use crate::{Error, Result};
+use clap::Args;
+use std::path::{Path, PathBuf};
+
+/// Flags go over the configuration file, which goes over the defaults.
+#[derive(Args, Clone, Debug, Default)]
+pub struct ConfigArgs {
+    /// A configuration file (TOML); see configs/
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// `tiny`, a Hugging Face folder, or an architecture with `--init random` [default: tiny]
+    #[arg(long, short, value_name = "NAME|FOLDER")]
+    pub model: Option<String>,
+    /// Where initial weights come from: pretrained or random
+    #[arg(long, value_name = "INIT")]
+    pub init: Option<String>,
+    /// A tokenizer.json in place of the model's own
+    #[arg(long, value_name = "FILE")]
+    pub tokenizer: Option<String>,
+    /// Training text: `grammar` or a file [default: grammar]
+    #[arg(long, short, value_name = "TEXT")]
+    pub data: Option<String>,
+    /// Validation text; without it the last tenth of the training text
+    #[arg(long, value_name = "TEXT")]
+    pub val: Option<String>,
+    /// fp16, bf16, fp32, or a policy such as p=f32,c=f16,g=f16,r=f32 [default: fp16]
+    #[arg(long, value_name = "DTYPE")]
+    pub dtype: Option<String>,
+    /// Seed of every random stream
+    #[arg(long)]
+    pub seed: Option<i64>,
+    /// Threads that compute [default: all processors]
+    #[arg(long)]
+    pub threads: Option<i64>,
+    /// Sequences in a micro-batch
+    #[arg(long, short, value_name = "N")]
+    pub batch_size: Option<i64>,
+    /// Tokens in a sequence
+    #[arg(long, short = 'l', value_name = "N")]
+    pub seq_len: Option<i64>,
+    /// Micro-batches in a step
+    #[arg(long, value_name = "N")]
+    pub grad_accum: Option<i64>,
+    /// Passes over the training text
+    #[arg(long, value_name = "X")]
+    pub epochs: Option<f64>,
+    /// Steps to attempt, in place of epochs
+    #[arg(long, value_name = "N")]
+    pub steps: Option<i64>,
+    /// The highest learning rate
+    #[arg(long, value_name = "X")]
+    pub lr: Option<f64>,
+    /// Decoupled weight decay
+    #[arg(long, value_name = "X")]
+    pub weight_decay: Option<f64>,
+    /// Global gradient norm to clip to; 0 for none
+    #[arg(long, value_name = "X")]
+    pub max_grad_norm: Option<f64>,
+    /// constant, linear or cosine
+    #[arg(long, value_name = "KIND")]
+    pub schedule: Option<String>,
+    /// Updates that warm up
+    #[arg(long, value_name = "N")]
+    pub warmup_steps: Option<i64>,
+    /// The first loss scale
+    #[arg(long, value_name = "X")]
+    pub init_scale: Option<f64>,
+    /// Clean steps between two growths of the scale
+    #[arg(long, value_name = "N")]
+    pub growth_interval: Option<i64>,
+    /// Steps between two looks at the validation text
+    #[arg(long, value_name = "N")]
+    pub eval_every: Option<i64>,
+    /// Steps between two text samples
+    #[arg(long, value_name = "N")]
+    pub sample_every: Option<i64>,
+    /// What a text sample begins with
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// Steps between two checkpoints
+    #[arg(long, value_name = "N")]
+    pub save_every: Option<i64>,
+    /// Steps between two printed lines
+    #[arg(long, value_name = "N")]
+    pub log_every: Option<i64>,
+    /// The folder of all runs [default: checkpoints]
+    #[arg(long, value_name = "FOLDER")]
+    pub checkpoint_dir: Option<String>,
+    /// The run's name [default: model, dtype and a number]
+    #[arg(long, value_name = "NAME")]
+    pub run: Option<String>,
+    /// Any other key of the configuration, e.g. `--set scaler.hysteresis=2`
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+impl ConfigArgs {
+    /// The configuration that the flags and their file make.
+    pub fn resolve(&self) -> Result<Config> {
+        let file = self.config.as_deref().map(read).transpose()?;
+        Config::resolve(&Layers { file, overrides: self.overrides()? })
+    }
+
+    /// The configuration that the flags make over that of the run in `folder`; an error if it is another run's.
+    pub fn resolve_over(&self, folder: &Path) -> Result<Config> {
+        if self.config.is_some() {
+            let message = "a resumed run has its own configuration; give changes as flags or with --set";
+            return Err(Error::config("--config", message));
+        }
+        let file = Some(read(&folder.join("config.toml"))?);
+        let saved = Config::resolve(&Layers { file: file.clone(), overrides: Vec::new() })?;
+        let config = Config::resolve(&Layers { file, overrides: self.overrides()? })?;
+        config.check_continues(&saved)?;
+        Ok(config)
+    }
+
+    fn overrides(&self) -> Result<Vec<(String, toml::Value)>> {
+        let text = |value: &Option<String>| value.clone().map(toml::Value::from);
+        let int = |value: &Option<i64>| value.map(toml::Value::from);
+        let float = |value: &Option<f64>| value.map(toml::Value::from);
+        let flags = [
+            ("model", text(&self.model)),
+            ("init", text(&self.init)),
+            ("tokenizer", text(&self.tokenizer)),
+            ("data", text(&self.data)),
+            ("val", text(&self.val)),
+            ("dtype", text(&self.dtype)),
+            ("seed", int(&self.seed)),
+            ("threads", int(&self.threads)),
+            ("train.batch_size", int(&self.batch_size)),
+            ("train.seq_len", int(&self.seq_len)),
+            ("train.grad_accum", int(&self.grad_accum)),
+            ("train.epochs", float(&self.epochs)),
+            ("train.steps", int(&self.steps)),
+            ("train.eval_every", int(&self.eval_every)),
+            ("train.sample_every", int(&self.sample_every)),
+            ("train.prompt", text(&self.prompt)),
+            ("optimizer.lr", float(&self.lr)),
+            ("optimizer.weight_decay", float(&self.weight_decay)),
+            ("optimizer.max_grad_norm", float(&self.max_grad_norm)),
+            ("schedule.kind", text(&self.schedule)),
+            ("schedule.warmup_steps", int(&self.warmup_steps)),
+            ("scaler.init_scale", float(&self.init_scale)),
+            ("scaler.growth_interval", int(&self.growth_interval)),
+            ("checkpoint.dir", text(&self.checkpoint_dir)),
+            ("checkpoint.run", text(&self.run)),
+            ("checkpoint.save_every", int(&self.save_every)),
+            ("telemetry.log_every", int(&self.log_every)),
+        ];
+        let mut out: Vec<_> = flags.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();
+        for pair in &self.set {
+            let Some((key, value)) = pair.split_once('=') else {
+                return Err(Error::config("--set", format!("`{pair}` is not of the form key=value")));
+            };
+            // What is no TOML value is a string: `--set data=a.txt` needs no quotes.
+            let parsed = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut table| table.remove("v"));
+            out.push((key.trim().to_owned(), parsed.unwrap_or_else(|| value.into())));
+        }
+        Ok(out)
+    }
+}
+
+fn read(path: &Path) -> Result<(String, String)> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| Error::config(format!("`{}`", path.display()), format!("cannot be read: {error}")))?;
+    Ok((path.display().to_string(), text))
+}

@@ -1,0 +1,159 @@
+//! `finetune` itself: train, in a thread of its own, and show what it tells.
+
+use crate::checkpoint::{Checkpoint, Run, newest_good, newest_run};
+use crate::cli::flags::ConfigArgs;
+use crate::dashboard::{Plain, Progress};
+use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Record, Trouble};
+use crate::train::{Config, Trainer};
+use crate::{Error, Result};
+use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+use std::io::{IsTerminal, stderr, stdout};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::Receiver;
+
+/// Flags of a training run.
+#[derive(Args, Clone, Debug, Default)]
+pub struct TrainArgs {
+    /// What the run is.
+    #[command(flatten)]
+    pub config: ConfigArgs,
+    /// Go on from the newest good checkpoint of the newest run, or of the run or step folder given
+    #[arg(long, value_name = "FOLDER", num_args = 0..=1)]
+    pub resume: Option<Option<PathBuf>>,
+    /// One line of key=value pairs every `log_every` steps
+    #[arg(long, conflicts_with = "progress")]
+    pub plain: bool,
+    /// A status line with a bar
+    #[arg(long)]
+    pub progress: bool,
+}
+
+/// What a resumed run goes on from.
+struct Resumed {
+    run: Run,
+    checkpoint: Checkpoint,
+    warnings: Vec<String>,
+}
+
+/// Trains. Returns how the run ended.
+pub fn run(args: &TrainArgs) -> Result<FinishReason> {
+    let resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args)).transpose()?;
+    let config = match &resumed {
+        Some(resumed) => args.config.resolve_over(resumed.run.path())?,
+        None => args.config.resolve()?,
+    };
+    let pool = thread_pool(&config)?;
+    let mut trainer = pool.install(|| Trainer::new(config.clone()))?;
+    let (run, warnings) = match resumed {
+        Some(resumed) => {
+            pool.install(|| trainer.resume(&resumed.checkpoint))?;
+            (resumed.run, resumed.warnings)
+        }
+        None => (new_run(&config)?, Vec::new()),
+    };
+    write_config(run.path(), &config)?;
+    let mut emitter = Emitter::new(Some(EventLog::open(run.path().join("events.jsonl"))?));
+    let records = emitter.connect();
+    for message in warnings {
+        emitter.emit(Event::Warning(Trouble { step: 0, message }))?;
+    }
+    trainer.attach(run, emitter);
+    listen_to_signals(&trainer.interrupt())?;
+    let training = std::thread::Builder::new()
+        .name("training".into())
+        .spawn(move || pool.install(|| trainer.run()))
+        .map_err(Error::io("start a thread in", "."))?;
+    show(&records, args, config.telemetry.log_every);
+    training.join().unwrap_or_else(|_| {
+        Err(Error::Kernel(candle_core::Error::Msg("training stopped with a panic; this is a bug in finetune".into())))
+    })
+}
+
+/// A pool of the configured number of threads.
+pub fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(config.threads.unwrap_or(0))
+        .thread_name(|i| format!("compute-{i}"))
+        .build()
+        .map_err(|error| Error::config("threads", error.to_string()))
+}
+
+/// Prints records until training has dropped its end of the channel.
+fn show(records: &Receiver<Record>, args: &TrainArgs, log_every: u64) {
+    // A closed output is no reason to stop training: the log has everything.
+    if args.progress || (!args.plain && stderr().is_terminal() && stdout().is_terminal()) {
+        let mut progress = Progress::new(stderr());
+        records.iter().try_for_each(|record| progress.show(&record)).ok();
+    } else {
+        let mut plain = Plain::new(stdout(), log_every);
+        records.iter().try_for_each(|record| plain.show(&record)).ok();
+    }
+    records.iter().for_each(drop);
+}
+
+/// The first signal ends the run at the next step boundary, saved; a second one ends the process at once.
+fn listen_to_signals(interrupt: &Arc<AtomicBool>) -> Result<()> {
+    for signal in [SIGINT, SIGTERM] {
+        flag::register_conditional_shutdown(signal, 130, interrupt.clone())
+            .and_then(|_| flag::register(signal, interrupt.clone()))
+            .map_err(Error::io("listen to signals in", "."))?;
+    }
+    Ok(())
+}
+
+fn find(path: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
+    let step = path.filter(|path| path.join("manifest.json").is_file());
+    let folder = match (path, step) {
+        (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
+        (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),
+        (Some(path), None) => return Err(Error::checkpoint(path, "there is no such folder")),
+        (None, _) => {
+            let dir = Path::new(args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints"));
+            Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?)
+        }
+    };
+    let folder = folder.unwrap_or_default();
+    if !folder.join("config.toml").is_file() {
+        return Err(Error::checkpoint(&folder, "is no run's folder: it has no `config.toml`"));
+    }
+    let run = Run::open(&folder)?;
+    if let Some(step) = step {
+        return Ok(Resumed { run, checkpoint: Checkpoint::open(step)?, warnings: Vec::new() });
+    }
+    let found = newest_good(&folder)?;
+    let warnings = found.damaged.iter().map(|damage| format!("damaged and passed over: {damage}")).collect();
+    Ok(Resumed { run, checkpoint: found.checkpoint, warnings })
+}
+
+/// A new folder for a run: the one asked for, which must not hold a run yet, or the next free number.
+fn new_run(config: &Config) -> Result<Run> {
+    let dir = &config.checkpoint.dir;
+    if let Some(name) = &config.checkpoint.run {
+        let path = dir.join(name);
+        if path.join("config.toml").exists() {
+            let message = "holds a run already; continue it with --resume, or give another --run name";
+            return Err(Error::checkpoint(path, message));
+        }
+        return Run::open(path);
+    }
+    let model = Path::new(&config.model).file_name().map_or("model".into(), |name| name.to_string_lossy());
+    let dtype = config.dtype.compute;
+    let path = (1..)
+        .map(|number| dir.join(format!("{model}-{dtype}-{number:04}")))
+        .find(|path| !path.exists())
+        .unwrap_or_else(|| dir.join("run"));
+    Run::open(path)
+}
+
+/// The resolved configuration goes beside the checkpoints, so that the run can be resumed and repeated.
+fn write_config(folder: &Path, config: &Config) -> Result<()> {
+    let path = folder.join("config.toml");
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(Error::io("create a file in", folder))?;
+    std::io::Write::write_all(&mut file, config.to_toml()?.as_bytes()).map_err(Error::io("write", &path))?;
+    file.persist(&path).map_err(|error| Error::Io { action: "write", path, source: error.error })?;
+    Ok(())
+}

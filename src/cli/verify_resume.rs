@@ -1,0 +1,43 @@
+//! `finetune verify-resume`.
+
+use crate::cli::flags::ConfigArgs;
+use crate::cli::train::thread_pool;
+use crate::train::verify_resume;
+use crate::{Error, Result};
+use clap::Args;
+use std::io::Write;
+use std::process::ExitCode;
+
+/// Flags of the proof; what to train is said as for a run.
+#[derive(Args, Debug)]
+pub struct VerifyResumeArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Save and load after this many of the steps [default: half]
+    #[arg(long, value_name = "K")]
+    at: Option<u64>,
+}
+
+/// Steps where none are given: enough for overflows, a growth of the scale and an epoch's end in the built-in run.
+const STEPS: u64 = 100;
+
+/// Runs the proof and says what it found; exit code 1 if anything differs.
+pub fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCode> {
+    let config = args.config.resolve()?;
+    let steps = args.config.steps.map_or(STEPS, |steps| steps.max(0) as u64);
+    let at = args.at.unwrap_or(steps / 2);
+    let folder = tempfile::tempdir().map_err(Error::io("create a temporary folder in", std::env::temp_dir()))?;
+    let proof = thread_pool(&config)?.install(|| verify_resume(&config, steps, at, folder.path()))?;
+    let mut say = |text: String| writeln!(out, "{text}").map_err(Error::io("write to", "standard output"));
+    for difference in &proof.differences {
+        say(format!("differs: {difference}"))?;
+    }
+    let (tensors, elements, skipped) = (proof.tensors, proof.elements, proof.skipped);
+    let verdict = if proof.differences.is_empty() { "bit-identical" } else { "NOT identical" };
+    say(format!(
+        "{verdict}: {steps} steps against {at} + save + load + {}: {tensors} tensors, {elements} values, the scaler and \
+         the counters ({skipped} steps overflowed)",
+        steps - at
+    ))?;
+    Ok(if proof.differences.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

@@ -1,0 +1,112 @@
+//! Reusable, aligned memory for packed operands and partial sums.
+//!
+//! Buffers only grow and are kept, so a product of a shape seen before allocates nothing. They lie on huge pages where
+//! the system grants them: a packed operand is read front to back, far faster than small pages can be looked up.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::cell::RefCell;
+use std::sync::{Mutex, PoisonError};
+
+/// Alignment of large buffers: a huge page.
+const HUGE_PAGE: usize = 2 << 20;
+/// Alignment of small buffers: a cache line.
+const CACHE_LINE: usize = 64;
+
+/// Memory for plain 32-bit values that grows on demand and forgets its content when it does.
+#[derive(Debug)]
+pub(super) struct Buffer {
+    start: *mut u32,
+    layout: Layout,
+}
+
+// SAFETY: a buffer owns its memory, and plain integers may move between threads.
+unsafe impl Send for Buffer {}
+
+impl Buffer {
+    /// A buffer that owns no memory yet.
+    pub(super) const fn new() -> Self {
+        Self { start: std::ptr::null_mut(), layout: Layout::new::<()>() }
+    }
+
+    /// The first `len` values, aligned to a cache line; whatever the last user left, or zeros.
+    pub(super) fn words(&mut self, len: usize) -> &mut [u32] {
+        if len == 0 {
+            return &mut [];
+        }
+        self.reserve(len * size_of::<u32>());
+        // SAFETY: `reserve` made room for `len` initialised values, and the borrow of `self` keeps them ours.
+        unsafe { std::slice::from_raw_parts_mut(self.start, len) }
+    }
+
+    /// As [`Buffer::words`], as floats.
+    pub(super) fn floats(&mut self, len: usize) -> &mut [f32] {
+        let words = self.words(len);
+        // SAFETY: every pattern of 32 bits is a float, of the same size and alignment.
+        unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), words.len()) }
+    }
+
+    fn reserve(&mut self, bytes: usize) {
+        if bytes <= self.layout.size() {
+            return;
+        }
+        let align = if bytes >= HUGE_PAGE { HUGE_PAGE } else { CACHE_LINE };
+        let bytes = bytes.next_multiple_of(align);
+        *self = Self::new();
+        let layout = Layout::from_size_align(bytes, align).expect("a matrix in memory has a valid size");
+        // SAFETY: the layout is not empty.
+        self.start = unsafe { alloc_zeroed(layout) }.cast();
+        if self.start.is_null() {
+            handle_alloc_error(layout);
+        }
+        self.layout = layout;
+        if align == HUGE_PAGE {
+            advise_huge_pages(self.start.cast(), bytes);
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if self.layout.size() > 0 {
+            // SAFETY: this is the block that `reserve` allocated, with its layout.
+            unsafe { dealloc(self.start.cast(), self.layout) };
+        }
+    }
+}
+
+/// Asks the system to back this memory by huge pages; it is free to refuse.
+fn advise_huge_pages(start: *mut u8, bytes: usize) {
+    #[cfg(target_os = "linux")]
+    // SAFETY: the range is ours; this advice changes no content.
+    unsafe {
+        libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (start, bytes);
+}
+
+/// What one product needs beyond its tasks' own memory: the operand they share and the partial sums.
+#[derive(Debug)]
+pub(super) struct Workspace {
+    pub(super) shared: Buffer,
+    pub(super) partial: Buffer,
+}
+
+/// Lends a workspace to `body`. Products that run at the same time get different ones.
+pub(super) fn with_workspace<R>(body: impl FnOnce(&mut Workspace) -> R) -> R {
+    static IDLE: Mutex<Vec<Workspace>> = Mutex::new(Vec::new());
+    let idle = || IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+    let recycled = idle().pop();
+    let mut workspace = recycled.unwrap_or(const { Workspace { shared: Buffer::new(), partial: Buffer::new() } });
+    let result = body(&mut workspace);
+    idle().push(workspace);
+    result
+}
+
+/// Lends this thread's own buffer to `body`, which must not ask for it again.
+pub(super) fn with_thread_buffer<R>(body: impl FnOnce(&mut Buffer) -> R) -> R {
+    thread_local! {
+        static OWN: RefCell<Buffer> = const { RefCell::new(Buffer::new()) };
+    }
+    OWN.with_borrow_mut(body)
+}

@@ -1,0 +1,119 @@
+//! From a tile of sums to C: scaling, bias, the old value, and the one rounding.
+
+use super::super::convert::Element;
+use super::super::isa::vectorize;
+use super::Epilogue;
+use super::micro::{MAX_TILE, Tile};
+
+/// A row-major matrix that tasks write tile by tile, each tile by one task.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Output<C> {
+    start: *mut C,
+    stride: usize,
+}
+
+// SAFETY: the tasks of a product write disjoint tiles, see `Output::tile`.
+unsafe impl<C: Send> Send for Output<C> {}
+// SAFETY: as above.
+unsafe impl<C: Send> Sync for Output<C> {}
+
+/// The part of a matrix that a tile covers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Area {
+    pub(super) row: usize,
+    pub(super) col: usize,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+}
+
+impl<C: Element> Output<C> {
+    pub(super) fn new(matrix: &mut [C], stride: usize) -> Self {
+        Self { start: matrix.as_mut_ptr(), stride }
+    }
+
+    /// The `i`th row of an area.
+    ///
+    /// # Safety
+    /// The area must lie inside the matrix, and no other task may touch it meanwhile.
+    #[inline(always)]
+    unsafe fn row<'c>(self, area: Area, i: usize) -> &'c mut [C] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let start = self.start.add((area.row + i) * self.stride + area.col);
+            std::slice::from_raw_parts_mut(start, area.cols)
+        }
+    }
+
+    /// Adds this matrix to a tile whose rows are `width` floats apart.
+    ///
+    /// # Safety
+    /// The area must lie inside the matrix, and no other task may touch it meanwhile.
+    pub(super) unsafe fn add_to(self, tile: &mut Tile, width: usize, area: Area) {
+        let mut narrow = [C::zero(); MAX_TILE];
+        let mut wide = [0f32; MAX_TILE];
+        let count = area.rows * width;
+        for (i, target) in narrow.chunks_exact_mut(width).enumerate().take(area.rows) {
+            // SAFETY: the caller's promise.
+            copy(unsafe { self.row(area, i) }, &mut target[..area.cols]);
+        }
+        C::load(&narrow[..count], &mut wide[..count]);
+        vectorize(
+            #[inline(always)]
+            || tile.0[..count].iter_mut().zip(&wide[..count]).for_each(|(sum, old)| *sum += old),
+        );
+    }
+
+    /// Rounds a tile into this matrix.
+    ///
+    /// # Safety
+    /// The area must lie inside the matrix, and no other task may touch it meanwhile.
+    pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: Area) {
+        let mut narrow = [C::zero(); MAX_TILE];
+        let count = area.rows * width;
+        C::store(&tile.0[..count], &mut narrow[..count]);
+        for (i, source) in narrow.chunks_exact(width).enumerate().take(area.rows) {
+            // SAFETY: the caller's promise.
+            copy(&source[..area.cols], unsafe { self.row(area, i) });
+        }
+    }
+
+    /// Rounds a tile into this matrix as `epilogue` says.
+    ///
+    /// # Safety
+    /// The area must lie inside the matrix, and no other task may touch it meanwhile.
+    pub(super) unsafe fn finish(self, tile: &mut Tile, width: usize, area: Area, epilogue: Epilogue<'_>) {
+        if epilogue.alpha != 1.0 {
+            vectorize(
+                #[inline(always)]
+                || tile.0.iter_mut().for_each(|sum| *sum *= epilogue.alpha),
+            );
+        }
+        if let Some(bias) = epilogue.bias {
+            let bias = &bias[area.col..][..area.cols];
+            vectorize(
+                #[inline(always)]
+                || {
+                    for row in tile.0.chunks_exact_mut(width).take(area.rows) {
+                        row.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+                    }
+                },
+            );
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            if epilogue.accumulate {
+                self.add_to(tile, width, area);
+            }
+            self.store(tile, width, area);
+        }
+    }
+}
+
+/// Copies between slices of the same length. Rows are short: in blocks, the compiler needs no call.
+#[inline(always)]
+fn copy<C: Copy>(source: &[C], target: &mut [C]) {
+    let (blocks, rest) = source.as_chunks::<16>();
+    let (target_blocks, target_rest) = target.as_chunks_mut::<16>();
+    blocks.iter().zip(target_blocks).for_each(|(from, to)| *to = *from);
+    rest.iter().zip(target_rest).for_each(|(from, to)| *to = *from);
+}

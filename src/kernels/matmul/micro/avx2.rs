@@ -1,0 +1,37 @@
+//! AVX2 with FMA: 6 × 16 sums in 12 registers.
+
+use std::arch::x86_64::{__m256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps};
+
+use super::Tile;
+
+const ROWS: usize = 6;
+const VECTORS: usize = 2;
+const LANES: usize = 8;
+
+/// Units are floats.
+///
+/// # Safety
+/// The CPU must have AVX2 and FMA; `a` must have 6 floats for each of `units`, `b` 16.
+#[target_feature(enable = "avx2,fma")]
+pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+    let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
+    let mut sums = [[_mm256_setzero_ps(); VECTORS]; ROWS];
+    for _ in 0..units {
+        // SAFETY: the caller promised this many units.
+        unsafe {
+            let right: [__m256; VECTORS] = std::array::from_fn(|vector| _mm256_loadu_ps(b.add(vector * LANES)));
+            for (row, sums) in sums.iter_mut().enumerate() {
+                let left = _mm256_set1_ps(*a.add(row));
+                for (sum, right) in sums.iter_mut().zip(right) {
+                    *sum = _mm256_fmadd_ps(left, right, *sum);
+                }
+            }
+            a = a.add(ROWS);
+            b = b.add(VECTORS * LANES);
+        }
+    }
+    for (vector, sum) in sums.as_flattened().iter().enumerate() {
+        // SAFETY: a tile is aligned and has room for 6 × 16 floats.
+        unsafe { _mm256_store_ps(tile.0.as_mut_ptr().add(vector * LANES), *sum) };
+    }
+}

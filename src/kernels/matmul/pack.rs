@@ -1,0 +1,258 @@
+//! Packing: copies of operands in the order in which the micro-kernels read them.
+//!
+//! Seen from a product, A's rows and B's columns are the same thing, here called lines: `depth` elements that are
+//! multiplied with those of the other operand's lines. A panel holds `width` lines interleaved: the first unit of each
+//! line, then the second unit of each, …. A unit is one FP32 value or, for the BF16 dot product, two BF16 neighbours.
+//! Lines and units that do not exist are zeros.
+
+use half::bf16;
+
+use super::super::convert::Element;
+use super::super::isa::{Isa, vectorize};
+use super::Operand;
+
+/// An operand's lines; see the module's description.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lines<'a, T> {
+    data: &'a [T],
+    pub(super) count: usize,
+    line_stride: usize,
+    depth_stride: usize,
+}
+
+impl<'a, T> Lines<'a, T> {
+    /// The rows of A.
+    pub(super) fn rows(operand: Operand<'a, T>) -> Self {
+        Self {
+            data: operand.data,
+            count: operand.rows,
+            line_stride: operand.row_stride,
+            depth_stride: operand.col_stride,
+        }
+    }
+
+    /// The columns of B.
+    pub(super) fn columns(operand: Operand<'a, T>) -> Self {
+        Self::rows(operand.transposed())
+    }
+}
+
+/// How elements are grouped in a panel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unit {
+    /// One value, widened to FP32.
+    Float,
+    /// Two neighbouring BF16 values, the first in the low half.
+    Bf16Pair,
+}
+
+impl Unit {
+    /// Elements in a unit.
+    pub(super) fn elements(self) -> usize {
+        match self {
+            Self::Float => 1,
+            Self::Bf16Pair => 2,
+        }
+    }
+}
+
+/// Units that are gathered at a time while transposing.
+const BLOCK: usize = 64;
+
+/// Packs `panels.len() / (width * units)` panels from line `first` on, of the elements `depth` of each line.
+pub(super) fn pack<T: Element>(
+    lines: Lines<'_, T>,
+    first: usize,
+    depth: std::ops::Range<usize>,
+    width: usize,
+    unit: Unit,
+    panels: &mut [u32],
+) {
+    let units = depth.len().div_ceil(unit.elements());
+    if units == 0 {
+        return;
+    }
+    for (index, panel) in panels.chunks_exact_mut(width * units).enumerate() {
+        let first = first + index * width;
+        let present = width.min(lines.count.saturating_sub(first));
+        if present < width {
+            panel.fill(0);
+        }
+        if lines.line_stride == 1 {
+            pack_contiguous_lines(lines, first, present, depth.clone(), width, unit, panel);
+        } else {
+            pack_by_transposing(lines, first, present, depth.clone(), width, unit, panel);
+        }
+    }
+}
+
+/// Packs lines that lie side by side: row after row is copied.
+fn pack_contiguous_lines<T: Element>(
+    lines: Lines<'_, T>,
+    first: usize,
+    present: usize,
+    depth: std::ops::Range<usize>,
+    width: usize,
+    unit: Unit,
+    panel: &mut [u32],
+) {
+    let row = |k: usize| &lines.data[first + k * lines.depth_stride..][..present];
+    match unit {
+        Unit::Float => {
+            for (k, target) in depth.zip(panel.chunks_exact_mut(width)) {
+                T::load(row(k), as_floats(&mut target[..present]));
+            }
+        }
+        Unit::Bf16Pair => vectorize(
+            #[inline(always)]
+            || {
+                let end = depth.end;
+                for (k, target) in depth.step_by(2).zip(panel.chunks_exact_mut(width)) {
+                    let low = as_bf16(row(k));
+                    if k + 1 < end {
+                        let high = as_bf16(row(k + 1));
+                        for ((target, low), high) in target.iter_mut().zip(low).zip(high) {
+                            *target = pair(*low, *high);
+                        }
+                    } else {
+                        target.iter_mut().zip(low).for_each(|(target, low)| *target = pair(*low, bf16::ZERO));
+                    }
+                }
+            },
+        ),
+    }
+}
+
+/// Packs lines that lie anywhere: blocks of them are gathered line by line and then transposed.
+fn pack_by_transposing<T: Element>(
+    lines: Lines<'_, T>,
+    first: usize,
+    present: usize,
+    depth: std::ops::Range<usize>,
+    width: usize,
+    unit: Unit,
+    panel: &mut [u32],
+) {
+    let mut block = [[0u32; BLOCK]; 8];
+    let units = depth.len().div_ceil(unit.elements());
+    for start in (0..units).step_by(BLOCK) {
+        let count = BLOCK.min(units - start);
+        let from = depth.start + start * unit.elements();
+        let to = depth.end.min(from + count * unit.elements());
+        let target = &mut panel[start * width..][..count * width];
+        for line in (0..present).step_by(8) {
+            let group = 8.min(present - line);
+            for (offset, gathered) in block.iter_mut().take(group).enumerate() {
+                gather(lines, first + line + offset, from..to, unit, &mut gathered[..count]);
+            }
+            transpose(&block, group, count, &mut target[line..], width);
+        }
+    }
+}
+
+/// The units of the elements `depth` of one line.
+#[inline]
+fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: std::ops::Range<usize>, unit: Unit, units: &mut [u32]) {
+    let start = line * lines.line_stride;
+    if lines.depth_stride == 1 {
+        let elements = &lines.data[start..][depth];
+        match unit {
+            Unit::Float => T::load(elements, as_floats(units)),
+            Unit::Bf16Pair => gather_pairs(as_bf16(elements), units),
+        }
+    } else {
+        let at = |k: usize| lines.data[start + k * lines.depth_stride];
+        let end = depth.end;
+        for (k, target) in depth.step_by(unit.elements()).zip(units) {
+            *target = match unit {
+                Unit::Float => at(k).to_f32().to_bits(),
+                Unit::Bf16Pair => {
+                    let high = if k + 1 < end { bf16::from_f32(at(k + 1).to_f32()) } else { bf16::ZERO };
+                    pair(bf16::from_f32(at(k).to_f32()), high)
+                }
+            };
+        }
+    }
+}
+
+#[inline]
+fn gather_pairs(elements: &[bf16], units: &mut [u32]) {
+    let (pairs, odd) = elements.as_chunks::<2>();
+    for (target, [low, high]) in units.iter_mut().zip(pairs) {
+        *target = pair(*low, *high);
+    }
+    if let ([low], Some(target)) = (odd, units.get_mut(pairs.len())) {
+        *target = pair(*low, bf16::ZERO);
+    }
+}
+
+/// `target[u * stride + l] = block[l][u]` for the first `lines` lines and `units` units.
+#[inline]
+fn transpose(block: &[[u32; BLOCK]; 8], lines: usize, units: usize, target: &mut [u32], stride: usize) {
+    let mut done = 0;
+    #[cfg(target_arch = "x86_64")]
+    if lines == 8 && Isa::current() >= Isa::Avx2 {
+        done = units / 8 * 8;
+        assert!(done == 0 || target.len() >= (done - 1) * stride + 8);
+        // SAFETY: the CPU has AVX2, and the target has room for `done` units of 8 lines.
+        unsafe { transpose_avx2(block, done, target.as_mut_ptr(), stride) };
+    }
+    for unit in done..units {
+        for (line, target) in target[unit * stride..][..lines].iter_mut().enumerate() {
+            *target = block[line][unit];
+        }
+    }
+}
+
+/// [`transpose`] for eight lines and a multiple of eight units.
+///
+/// # Safety
+/// The target must have room for them.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn transpose_avx2(block: &[[u32; BLOCK]; 8], units: usize, target: *mut u32, stride: usize) {
+    use std::arch::x86_64::{
+        _mm256_loadu_ps, _mm256_permute2f128_ps, _mm256_shuffle_ps, _mm256_storeu_ps, _mm256_unpackhi_ps,
+        _mm256_unpacklo_ps,
+    };
+    for start in (0..units).step_by(8) {
+        // SAFETY: `start + 8` is at most `units`, which is at most `BLOCK`.
+        let rows = block.each_ref().map(|line| unsafe { _mm256_loadu_ps(line.as_ptr().add(start).cast()) });
+        // Interleave pairs of lines, then pairs of pairs; the halves of 128 bits change places last.
+        let low = [0, 2, 4, 6].map(|i| _mm256_unpacklo_ps(rows[i], rows[i + 1]));
+        let high = [0, 2, 4, 6].map(|i| _mm256_unpackhi_ps(rows[i], rows[i + 1]));
+        let quads = |first, second| {
+            [_mm256_shuffle_ps::<0b01_00_01_00>(first, second), _mm256_shuffle_ps::<0b11_10_11_10>(first, second)]
+        };
+        let [a0, a1] = quads(low[0], low[1]);
+        let [a2, a3] = quads(high[0], high[1]);
+        let [b0, b1] = quads(low[2], low[3]);
+        let [b2, b3] = quads(high[2], high[3]);
+        for (unit, (a, b)) in [(a0, b0), (a1, b1), (a2, b2), (a3, b3)].into_iter().enumerate() {
+            // SAFETY: the caller made room for eight lines of every unit below `units`.
+            unsafe {
+                _mm256_storeu_ps(target.add((start + unit) * stride).cast(), _mm256_permute2f128_ps::<0x20>(a, b));
+                _mm256_storeu_ps(target.add((start + unit + 4) * stride).cast(), _mm256_permute2f128_ps::<0x31>(a, b));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn pair(low: bf16, high: bf16) -> u32 {
+    u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16
+}
+
+#[inline(always)]
+fn as_floats(words: &mut [u32]) -> &mut [f32] {
+    // SAFETY: every pattern of 32 bits is a float, of the same size and alignment.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), words.len()) }
+}
+
+/// The elements, which must be BF16.
+#[inline(always)]
+fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
+    assert!(T::DTYPE == candle_core::DType::BF16, "pairs are for BF16 alone");
+    // SAFETY: `T` is `bf16`.
+    unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
+}

@@ -1,0 +1,221 @@
+//! Every micro-kernel against sums in f64.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+
+use super::super::convert::Element;
+use super::super::isa::Isa;
+use super::{Epilogue, Operand, matmul, matmul_on};
+
+/// Numbers in [-1, 1) from a small generator (Knuth's MMIX constants); a format's rounding is applied.
+fn random<T: Element>(len: usize, mut seed: u64) -> Vec<T> {
+    (0..len)
+        .map(|_| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            T::from_f32((seed >> 40) as f32 / (1 << 23) as f32 - 1.0)
+        })
+        .collect()
+}
+
+/// The distance of one rounding to `T` at `value`.
+fn half_ulp<T: Element>(value: f64) -> f64 {
+    let (mantissa_bits, min_exponent) = match T::DTYPE {
+        candle_core::DType::F16 => (10, -14),
+        candle_core::DType::BF16 => (7, -126),
+        _ => (23, -126),
+    };
+    let exponent = (value.abs().log2().floor() as i32).max(min_exponent);
+    2f64.powi(exponent - mantissa_bits - 1)
+}
+
+fn element<T: Element>(operand: &Operand<'_, T>, i: usize, j: usize) -> f64 {
+    f64::from(operand.data[i * operand.row_stride + j * operand.col_stride].to_f32())
+}
+
+/// Fails where an element of C is further from the sum in f64 than one rounding to `C` and FP32 sums allow.
+fn check<A: Element, C: Element>(isa: Isa, a: Operand<'_, A>, b: Operand<'_, A>, epilogue: Epilogue<'_>) {
+    let (m, k, n) = (a.rows, a.cols, b.cols);
+    let ldc = n + 3;
+    let old: Vec<C> = random(m * ldc, 7);
+    let mut c = old.clone();
+    matmul_on(isa, a, b, &mut c, ldc, epilogue);
+    for (i, (row, old)) in c.chunks(ldc).zip(old.chunks(ldc)).enumerate() {
+        assert!(row[n..] == old[n..], "wrote beyond row {i}");
+        for j in 0..n {
+            let terms = (0..k).map(|p| element(&a, i, p) * element(&b, p, j));
+            let (sum, magnitude) = terms.fold((0.0, 0.0), |(sum, total), term| (sum + term, total + term.abs()));
+            let alpha = f64::from(epilogue.alpha);
+            let bias = epilogue.bias.map_or(0.0, |bias| f64::from(bias[j]));
+            let before = if epilogue.accumulate { f64::from(old[j].to_f32()) } else { 0.0 };
+            let expected = alpha * sum + bias + before;
+            let roundings = 4.0 + (k as f64).sqrt();
+            let fp32 = (magnitude * alpha.abs() + bias.abs() + before.abs()) * roundings * 2f64.powi(-25);
+            let allowed = half_ulp::<C>(expected) * 1.001 + fp32;
+            let found = f64::from(row[j].to_f32());
+            assert!(
+                (found - expected).abs() <= allowed,
+                "{isa} {:?} to {:?}, {m} × {k} × {n}, ({i}, {j}): {found}, not {expected} ± {allowed:e}",
+                A::DTYPE,
+                C::DTYPE
+            );
+        }
+    }
+}
+
+fn supported() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.is_supported())
+}
+
+/// All four layouts of the operands of one shape.
+fn check_layouts<A: Element, C: Element>(isa: Isa, m: usize, k: usize, n: usize, epilogue: Epilogue<'_>) {
+    let a = random::<A>(m * k, 1);
+    let b = random::<A>(k * n, 2);
+    let left = [Operand::new(&a, m, k), Operand::new(&a, k, m).transposed()];
+    let right = [Operand::new(&b, k, n), Operand::new(&b, n, k).transposed()];
+    for a in left {
+        for b in right {
+            check::<A, C>(isa, a, b, epilogue);
+        }
+    }
+}
+
+fn check_all_types(isa: Isa, m: usize, k: usize, n: usize, epilogue: Epilogue<'_>) {
+    check_layouts::<f32, f32>(isa, m, k, n, epilogue);
+    check_layouts::<f32, f16>(isa, m, k, n, epilogue);
+    check_layouts::<f32, bf16>(isa, m, k, n, epilogue);
+    check_layouts::<f16, f32>(isa, m, k, n, epilogue);
+    check_layouts::<f16, f16>(isa, m, k, n, epilogue);
+    check_layouts::<bf16, f32>(isa, m, k, n, epilogue);
+    check_layouts::<bf16, bf16>(isa, m, k, n, epilogue);
+}
+
+#[test]
+fn all_shapes_layouts_and_types_agree_with_f64() {
+    let shapes =
+        [(1, 1, 1), (1, 7, 100), (5, 2, 3), (8, 16, 48), (9, 17, 49), (61, 5, 30), (130, 63, 50), (50, 64, 145)];
+    for isa in supported() {
+        for (m, k, n) in shapes {
+            check_all_types(isa, m, k, n, Epilogue::default());
+        }
+    }
+}
+
+#[test]
+fn the_epilogue_scales_adds_the_bias_and_the_old_value() {
+    let bias: Vec<f32> = random(51, 3);
+    for isa in supported() {
+        for accumulate in [false, true] {
+            let epilogue = Epilogue { alpha: -0.75, bias: Some(&bias), accumulate };
+            check_all_types(isa, 20, 33, 51, epilogue);
+        }
+    }
+}
+
+#[test]
+fn a_product_rounds_once_whatever_its_depth() {
+    let bias: Vec<f32> = random(50, 3);
+    for isa in supported() {
+        for k in [768, 3072, 8192] {
+            check_layouts::<f16, f16>(isa, 11, k, 50, Epilogue::default());
+            check_layouts::<bf16, bf16>(isa, 11, k, 50, Epilogue::default());
+            check_layouts::<f32, f32>(isa, 11, k, 50, Epilogue::default());
+            let epilogue = Epilogue { alpha: 0.5, bias: Some(&bias), accumulate: true };
+            check_layouts::<bf16, bf16>(isa, 60, k, 50, epilogue);
+            check_layouts::<f16, f32>(isa, 60, k, 50, epilogue);
+        }
+    }
+}
+
+#[test]
+fn operands_may_have_any_strides() {
+    let data = random::<bf16>(4000, 1);
+    for isa in supported() {
+        let a = Operand::with_strides(&data, 13, 11, 29, 2);
+        let b = Operand::with_strides(&data, 11, 9, 3, 101);
+        check::<bf16, f32>(isa, a, b, Epilogue::default());
+    }
+}
+
+#[test]
+fn large_products_are_cut_up_correctly() {
+    let checks: [(usize, usize, usize); 3] = [(2100, 3, 2050), (700, 1, 5000), (6001, 2, 100)];
+    for (m, k, n) in checks {
+        let a: Vec<f32> = (0..m * k).map(|i| (i % 31) as f32).collect();
+        let b: Vec<f32> = (0..k * n).map(|i| (i % 29) as f32).collect();
+        let mut c = vec![0f32; m * n];
+        matmul(Operand::new(&a, m, k), Operand::new(&b, k, n), &mut c, n, Epilogue::default());
+        for i in 0..m {
+            for j in 0..n {
+                let expected: f32 = (0..k).map(|p| a[i * k + p] * b[p * n + j]).sum();
+                assert_eq!(c[i * n + j], expected, "({i}, {j}) of {m} × {k} × {n}");
+            }
+        }
+    }
+}
+
+#[test]
+fn empty_products_are_zeros_or_nothing() {
+    let bias = [2.0, 3.0];
+    for isa in supported() {
+        let mut c = [bf16::ONE; 4];
+        let empty = Operand::new(&[] as &[bf16], 2, 0);
+        let epilogue = Epilogue { bias: Some(&bias), ..Epilogue::default() };
+        matmul_on(isa, empty, empty.transposed(), &mut c, 2, epilogue);
+        assert_eq!(c.map(bf16::to_f32), [2.0, 3.0, 2.0, 3.0]);
+        let mut nothing: [f32; 0] = [];
+        matmul_on(isa, empty.transposed(), Operand::new(&[bf16::ONE; 6], 2, 3), &mut nothing, 3, Epilogue::default());
+    }
+}
+
+#[test]
+fn nan_and_infinity_reach_their_row_and_column_and_no_other_place() {
+    fn poisoned<T: Element>(isa: Isa) {
+        let (m, k, n) = (10, 7, 52);
+        let mut a = vec![T::from_f32(1.0); m * k];
+        let mut b = vec![T::from_f32(1.0); k * n];
+        a[3 * k + 6] = T::from_f32(f32::INFINITY);
+        b[6 * n + 50] = T::from_f32(0.0);
+        b[2 * n + 5] = T::from_f32(f32::NAN);
+        let mut c = vec![T::from_f32(0.0); m * n];
+        matmul_on(isa, Operand::new(&a, m, k), Operand::new(&b, k, n), &mut c, n, Epilogue::default());
+        for (index, value) in c.iter().enumerate() {
+            let (value, i, j) = (value.to_f32(), index / n, index % n);
+            match (i, j) {
+                (_, 5) | (3, 50) => assert!(value.is_nan(), "({i}, {j}) is {value}"),
+                (3, _) => assert_eq!(value, f32::INFINITY, "({i}, {j})"),
+                (_, 50) => assert_eq!(value, 6.0, "({i}, {j})"),
+                _ => assert_eq!(value, 7.0, "({i}, {j})"),
+            }
+        }
+    }
+    for isa in supported() {
+        poisoned::<f32>(isa);
+        poisoned::<f16>(isa);
+        poisoned::<bf16>(isa);
+    }
+}
+
+/// The bits of a product that is cut in many ways.
+fn bits<T: Element>(threads: usize, rows: Range<usize>) -> Vec<u32> {
+    let (k, n) = (3200, 333);
+    let m = rows.len();
+    let a = random::<T>(m * k, 1);
+    let b = random::<T>(k * n, 2);
+    let mut c = vec![T::from_f32(0.0); m * n];
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+    pool.install(|| matmul(Operand::new(&a, m, k), Operand::new(&b, k, n), &mut c, n, Epilogue::default()));
+    c.iter().map(|value| value.to_f32().to_bits()).collect()
+}
+
+#[test]
+fn the_bits_do_not_depend_on_the_number_of_threads() {
+    for rows in [0..64, 0..500] {
+        let one = bits::<f32>(1, rows.clone());
+        assert!([2, 3, 7].iter().all(|&threads| bits::<f32>(threads, rows.clone()) == one));
+        let one = bits::<bf16>(1, rows.clone());
+        assert!([2, 3, 7].iter().all(|&threads| bits::<bf16>(threads, rows.clone()) == one));
+    }
+}

@@ -1,0 +1,169 @@
+//! What this machine's arithmetic can do at best, measured by a loop that touches no memory.
+//!
+//! The engine's speed is reported as a share of it.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use super::isa::Isa;
+
+/// Independent sums: enough to hide the latency of a multiply-add, few enough for the registers of every CPU.
+const SUMS: usize = 12;
+/// Multiply-adds of each sum in one measurement.
+const ROUNDS: usize = 1 << 20;
+/// How long to look for the best time.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// A loop of multiply-adds, and the floating-point operations it does in one round.
+#[derive(Clone, Copy)]
+struct Loop {
+    run: unsafe fn(usize),
+    operations: usize,
+}
+
+/// The GFLOP/s that all threads of the rayon pool together reach in FP32 multiply-adds, the best of several tries.
+pub fn measure_peak_f32() -> f64 {
+    measure(f32_loop(Isa::current()))
+}
+
+/// As [`measure_peak_f32`], for products of BF16 values summed in FP32; where the CPU has no such instruction, FP32's.
+pub fn measure_peak_bf16() -> f64 {
+    measure(bf16_loop(Isa::current()))
+}
+
+fn measure(work: Loop) -> f64 {
+    // SAFETY: the loops were chosen for the instruction set of this CPU.
+    let once = || rayon::broadcast(|_| unsafe { (work.run)(ROUNDS) });
+    let start = Instant::now();
+    let mut best = Duration::MAX;
+    while start.elapsed() < PATIENCE {
+        let begin = Instant::now();
+        once();
+        best = best.min(begin.elapsed());
+    }
+    (work.operations * ROUNDS * rayon::current_num_threads()) as f64 / best.as_secs_f64() / 1e9
+}
+
+#[cfg(target_arch = "x86_64")]
+fn f32_loop(isa: Isa) -> Loop {
+    match isa {
+        Isa::Portable => Loop { run: x86::portable, operations: 2 * SUMS * 4 },
+        Isa::Avx2 => Loop { run: x86::avx2, operations: 2 * SUMS * 8 },
+        Isa::Avx512 | Isa::Avx512Bf16 => Loop { run: x86::avx512, operations: 2 * SUMS * 16 },
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn bf16_loop(isa: Isa) -> Loop {
+    match isa {
+        Isa::Avx512Bf16 => Loop { run: x86::avx512_bf16, operations: 4 * SUMS * 16 },
+        _ => f32_loop(isa),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        __m512bh, __m512i, _mm_add_ps, _mm_mul_ps, _mm_set1_ps, _mm256_fmadd_ps, _mm256_set1_ps, _mm512_dpbf16_ps,
+        _mm512_fmadd_ps, _mm512_set1_epi16, _mm512_set1_ps,
+    };
+    use std::mem::transmute;
+
+    use super::{SUMS, black_box};
+
+    /// # Safety
+    /// None; the type is that of the other loops.
+    pub(super) unsafe fn portable(rounds: usize) {
+        // SAFETY: SSE belongs to every x86-64 CPU.
+        unsafe {
+            let (a, b) = (black_box(_mm_set1_ps(1.0)), black_box(_mm_set1_ps(0.5)));
+            let mut sums = [_mm_set1_ps(0.0); SUMS];
+            for _ in 0..rounds {
+                for sum in &mut sums {
+                    *sum = _mm_add_ps(_mm_mul_ps(a, *sum), b);
+                }
+            }
+            black_box(sums);
+        }
+    }
+
+    /// # Safety
+    /// The CPU must have AVX2 and FMA.
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) unsafe fn avx2(rounds: usize) {
+        let (a, b) = (black_box(_mm256_set1_ps(1.0)), black_box(_mm256_set1_ps(0.5)));
+        let mut sums = [_mm256_set1_ps(0.0); SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                *sum = _mm256_fmadd_ps(a, b, *sum);
+            }
+        }
+        black_box(sums);
+    }
+
+    /// # Safety
+    /// The CPU must have AVX-512.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn avx512(rounds: usize) {
+        let (a, b) = (black_box(_mm512_set1_ps(1.0)), black_box(_mm512_set1_ps(0.5)));
+        let mut sums = [_mm512_set1_ps(0.0); SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                *sum = _mm512_fmadd_ps(a, b, *sum);
+            }
+        }
+        black_box(sums);
+    }
+
+    /// # Safety
+    /// The CPU must have AVX-512 with BF16 dot products.
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    pub(super) unsafe fn avx512_bf16(rounds: usize) {
+        const ONE: i16 = 0x3f80;
+        // SAFETY: both types are 512 bits of plain data.
+        let ones = unsafe { transmute::<__m512i, __m512bh>(black_box(_mm512_set1_epi16(ONE))) };
+        let mut sums = [_mm512_set1_ps(0.0); SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                *sum = _mm512_dpbf16_ps(*sum, ones, ones);
+            }
+        }
+        black_box(sums);
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn f32_loop(_: Isa) -> Loop {
+    /// # Safety
+    /// None; the type is that of the other loops.
+    unsafe fn portable(rounds: usize) {
+        let (a, b) = (black_box([0.999f32; 4]), black_box([0.5f32; 4]));
+        let mut sums = [[0f32; 4]; SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                for lane in 0..4 {
+                    sum[lane] = a[lane] * sum[lane] + b[lane];
+                }
+            }
+        }
+        black_box(sums);
+    }
+    Loop { run: portable, operations: 2 * SUMS * 4 }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn bf16_loop(isa: Isa) -> Loop {
+    f32_loop(isa)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cpu_does_a_billion_operations_a_second_and_bf16_is_no_slower() {
+        let (f32, bf16) = (measure_peak_f32(), measure_peak_bf16());
+        assert!(f32 > 1.0 && f32 < 1e6, "{f32}");
+        assert!(bf16 > 0.5 * f32, "{bf16} against {f32}");
+    }
+}

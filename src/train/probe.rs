@@ -1,0 +1,81 @@
+//! The FP32 probe: what the run's gradient type loses of a batch's true gradient.
+//!
+//! A zero in a low-precision gradient may be true (a token that does not occur) or flushed. Only the same batch's
+//! backward pass in FP32, from the FP32 masters, tells the two apart.
+
+use crate::Result;
+use crate::data::Batch;
+use crate::kernels::view::read;
+use crate::model::{Mode, Parameters, Tokens, Workspace};
+use crate::optim::{Gradients, Survey};
+use crate::precision::PrecisionPolicy;
+use crate::telemetry::{FlushedTensor, Probe};
+use crate::train::records::grad_stats;
+use crate::train::step::Engine;
+use candle_core::{Device, Tensor};
+
+/// Elements compared at a time.
+const WIDTH: usize = 1024;
+
+/// Runs `batch` backward twice, in the run's precision with its loss scale and in FP32 without, and compares. Overwrites
+/// the engine's buffers and gradients, and nothing that outlives a step.
+pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
+    let config = engine.model.config();
+    let mut workspace =
+        Workspace::new(config, PrecisionPolicy::FP32, batch.batch_size, batch.seq_len, true, &Device::Cpu)?;
+    let exact = Gradients::new(&config.parameter_shapes(), PrecisionPolicy::FP32, 1, &Device::Cpu)?;
+    let scale = engine.state.scaler.scale();
+    let step = engine.state.counters.step;
+    let mode = Mode::Train { seed: engine.seed, draw: step << 16 };
+    backward(engine, batch, mode, scale)?;
+    let masters = engine.state.masters.parameters();
+    pass(&engine.model, masters, batch, mode, 1.0, &mut workspace, exact.born())?;
+
+    let mut survey = Survey::default();
+    exact.survey(true, &mut survey)?;
+    let layout = masters.layout();
+    let tensors = layout
+        .iter()
+        .zip(exact.born().tensors().iter().zip(engine.grads.born().tensors()))
+        .map(|(entry, (exact, stored))| flushed(&entry.name, exact, stored))
+        .collect::<Result<_>>()?;
+    Ok(Probe { step: step + 1, loss_scale: scale, grads: grad_stats(&survey.total), tensors })
+}
+
+fn backward(engine: &mut Engine, batch: &Batch, mode: Mode, scale: f32) -> Result<()> {
+    let Engine { model, state, workspace, grads, .. } = engine;
+    pass(model, &state.weights, batch, mode, scale, workspace, grads.born())
+}
+
+fn pass(
+    model: &crate::model::Gpt2,
+    weights: &Parameters,
+    batch: &Batch,
+    mode: Mode,
+    scale: f32,
+    workspace: &mut Workspace,
+    grads: &Parameters,
+) -> Result<()> {
+    let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+    model.forward(weights, tokens, mode, workspace)?;
+    let seed = scale / batch.target_count.max(1) as f32;
+    model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads)?;
+    Ok(model.backward(weights, tokens, mode, workspace, grads)?)
+}
+
+fn flushed(name: &str, exact: &Tensor, stored: &Tensor) -> Result<FlushedTensor> {
+    let (exact, stored) = (read(exact)?, read(stored)?);
+    let (exact, stored) = (exact.view(), stored.view());
+    let mut out = FlushedTensor { name: name.to_owned(), count: exact.len() as u64, nonzero: 0, flushed: 0 };
+    let (mut a, mut b) = ([0.0; WIDTH], [0.0; WIDTH]);
+    for start in (0..exact.len()).step_by(WIDTH) {
+        let width = WIDTH.min(exact.len() - start);
+        exact.load(start, &mut a[..width]);
+        stored.load(start, &mut b[..width]);
+        for (exact, stored) in a[..width].iter().zip(&b[..width]) {
+            out.nonzero += u64::from(*exact != 0.0);
+            out.flushed += u64::from(*exact != 0.0 && *stored == 0.0);
+        }
+    }
+    Ok(out)
+}

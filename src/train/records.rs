@@ -1,0 +1,102 @@
+//! What a step tells the log: the engine's figures in the words of [`crate::telemetry`].
+
+use crate::kernels::survey::TensorSurvey;
+use crate::model::Entry;
+use crate::optim::Survey;
+use crate::precision::ScaleChange;
+use crate::telemetry::{
+    GradStats, Outcome as RecordedOutcome, Overflow, ScaleCause, ScaleMove, StepRecord, StepTime, TensorRecord,
+};
+use crate::train::state::Counters;
+use crate::train::step::{Outcome, StepReport};
+use std::time::Duration;
+
+fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+/// A survey's figures.
+pub(super) fn grad_stats(survey: &TensorSurvey) -> GradStats {
+    let stats = &survey.stats;
+    GradStats {
+        count: stats.count,
+        min_abs: stats.min_nonzero,
+        max_abs: stats.max_abs,
+        zero: stats.zero,
+        subnormal: stats.subnormal,
+        inf: stats.inf,
+        nan: stats.nan,
+        norm: if stats.is_finite() { stats.norm() } else { f64::NAN },
+        exponents: survey.exponents.iter().map(|(exponent, count)| (exponent as i16, count)).collect(),
+    }
+}
+
+/// What became of the scale.
+pub(super) fn scale_move(change: ScaleChange, scale: f32) -> ScaleMove {
+    let (cause, from, to) = match change {
+        ScaleChange::Held => (ScaleCause::Held, scale, scale),
+        ScaleChange::Grew { from, to } => (ScaleCause::Grew, from, to),
+        ScaleChange::BackedOff { from, to } => (ScaleCause::BackedOff, from, to),
+        ScaleChange::AtFloor { scale, .. } => (ScaleCause::AtFloor, scale, scale),
+    };
+    ScaleMove { cause, from, to }
+}
+
+fn tensor_record(entry: &Entry, survey: &TensorSurvey) -> TensorRecord {
+    TensorRecord { name: entry.name.clone(), stats: grad_stats(survey) }
+}
+
+/// One entry a tensor.
+pub(super) fn tensor_records(layout: &[Entry], survey: &Survey) -> Vec<TensorRecord> {
+    layout.iter().zip(&survey.tensors).map(|(entry, survey)| tensor_record(entry, survey)).collect()
+}
+
+/// The step's record, but for what only the loop knows: rates, memory, the tensor table.
+pub(super) fn step_record(
+    report: &StepReport,
+    survey: &Survey,
+    counters: Counters,
+    growth_tracker: u32,
+    next_lr: f64,
+    step: Duration,
+) -> StepRecord {
+    let (outcome, grad_norm, clip, lr) = match report.outcome {
+        Outcome::Applied { grad_norm, clip, lr } => (RecordedOutcome::Applied, grad_norm, clip, lr),
+        Outcome::Skipped => (RecordedOutcome::Skipped, f64::NAN, 1.0, next_lr),
+    };
+    StepRecord {
+        step: counters.step,
+        loss: report.loss as f32,
+        loss_scale: report.scale,
+        outcome,
+        grad_norm,
+        tokens: counters.tokens,
+        updates: counters.updates,
+        skipped: counters.skipped(),
+        lr,
+        clip,
+        growth_tracker,
+        scale: scale_move(report.change, report.scale),
+        time: StepTime {
+            step_ms: milliseconds(step),
+            forward_ms: milliseconds(report.time.forward),
+            backward_ms: milliseconds(report.time.backward),
+            survey_ms: milliseconds(report.time.survey),
+            optimizer_ms: milliseconds(report.time.optimizer),
+        },
+        grads: grad_stats(&survey.total),
+        ..StepRecord::default()
+    }
+}
+
+/// The tensors that were not finite in a skipped step.
+pub(super) fn overflow(report: &StepReport, step: u64, layout: &[Entry], survey: &Survey) -> Overflow {
+    let broken = layout.iter().zip(&survey.tensors).filter(|(_, survey)| !survey.stats.is_finite());
+    Overflow {
+        step,
+        scale: scale_move(report.change, report.scale),
+        loss: report.loss as f32,
+        max_abs: survey.total.stats.max_abs,
+        tensors: broken.map(|(entry, survey)| tensor_record(entry, survey)).collect(),
+    }
+}

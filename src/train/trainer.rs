@@ -1,0 +1,533 @@
+//! The loop around the step: batches in, events and checkpoints out, wishes and signals heard between two steps.
+
+use crate::checkpoint::{Best, Checkpoint, Contents, FORMAT_VERSION, Identity, Keep, Kind, Run, State};
+use crate::data::{Batch, BatchLoader, Cursor, Dataset, EvalBatches, Tokenizer};
+use crate::kernels::isa::Isa;
+use crate::model::Parameters;
+use crate::optim::AdamWConfig;
+use crate::precision::{GradScaler, OnOverflow, ScaleChange};
+use crate::telemetry::{
+    Command, Cpu, Emitter, Event, FinishReason, Finished, ModelShape, ProcessId, ProcessStats, SampleText, Saved,
+    ScalerSettings, Started, Trouble, Validation,
+};
+use crate::train::config::Config;
+use crate::train::sample::Sampler;
+use crate::train::setup::{self, ModelSource};
+use crate::train::step::{Engine, Outcome, StepReport};
+use crate::train::{probe, records};
+use crate::{Error, Result};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Receiver;
+use std::time::Instant;
+
+/// Steps the printed tokens per second are averaged over.
+const RATE_STEPS: f64 = 10.0;
+
+/// A run in progress.
+pub struct Trainer {
+    config: Config,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    loader: BatchLoader,
+    micro_batches: Vec<Batch>,
+    eval: EvalBatches,
+    eval_batch: Batch,
+    sampler: Option<Sampler>,
+    identity: Identity,
+    /// The training text in words.
+    data: String,
+    total_steps: u64,
+    /// The run's folder; a run without one keeps nothing.
+    run: Option<Run>,
+    emitter: Emitter,
+    commands: Option<Receiver<Command>>,
+    interrupt: Arc<AtomicBool>,
+    progress: Progress,
+}
+
+/// What the loop remembers besides the state that a checkpoint holds.
+#[derive(Debug, Default)]
+struct Progress {
+    /// Where the batches at hand began, if the next step repeats them.
+    retry: Option<Cursor>,
+    last_loss: f64,
+    step_seconds: Option<f64>,
+    validation: Option<Best>,
+    best: Option<Best>,
+    looks_without_best: u64,
+    sampled_at: Option<u64>,
+    saved_at: Option<u64>,
+    checkpoint: Option<PathBuf>,
+}
+
+impl Trainer {
+    /// A run of `config`, at its first step. Until [`Trainer::attach`] nothing is written anywhere.
+    pub fn new(config: Config) -> Result<Self> {
+        let source = ModelSource::open(&config)?;
+        let dataset = setup::dataset(&config, &source.tokenizer)?;
+        let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
+        setup::check_weights(&masters, &config)?;
+        Self::with_parts(config, source, &dataset, masters)
+    }
+
+    fn with_parts(config: Config, source: ModelSource, dataset: &Dataset, masters: Parameters) -> Result<Self> {
+        let train = &config.train;
+        let (batch_size, seq_len) = (train.batch_size, train.seq_len);
+        let loader = BatchLoader::new(dataset.train.clone(), batch_size, seq_len, config.seed)?;
+        let limit = (train.eval_batches > 0).then_some(train.eval_batches);
+        let eval = EvalBatches::new(dataset.validation.clone(), batch_size, seq_len, limit)?;
+        let per_epoch = loader.steps_per_epoch(train.grad_accum);
+        let total_steps = train.steps.unwrap_or((train.epochs * per_epoch as f64).ceil() as u64);
+        let engine = setup::engine(&config, &source.config, masters, total_steps)?;
+        let sampler = (train.sample_tokens > 0)
+            .then(|| {
+                let (prompt, tokens) = (&train.prompt, train.sample_tokens);
+                Sampler::new(&engine.model, config.dtype, &source.tokenizer, prompt, tokens, train.temperature)
+            })
+            .transpose()?;
+        let identity =
+            Identity { model: source.name, policy: config.dtype.to_string(), data: dataset.fingerprint.clone() };
+        let optimum = dataset.entropy_per_token.map_or_else(String::new, |h| format!(", entropy {h:.4} nats a token"));
+        let data = format!(
+            "{}: {} tokens to train on, {} to validate{optimum}",
+            config.data,
+            dataset.train.len(),
+            dataset.validation.len()
+        );
+        Ok(Self {
+            data,
+            micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
+            eval_batch: loader.batch(),
+            tokenizer: source.tokenizer,
+            sampler,
+            engine,
+            loader,
+            eval,
+            identity,
+            total_steps,
+            run: None,
+            emitter: Emitter::new(None),
+            commands: None,
+            interrupt: Arc::default(),
+            progress: Progress::default(),
+            config,
+        })
+    }
+
+    /// From here on checkpoints go into `run` and events to `emitter`.
+    pub fn attach(&mut self, run: Run, emitter: Emitter) {
+        self.run = Some(run);
+        self.emitter = emitter;
+    }
+
+    /// Wishes from a screen.
+    pub fn listen(&mut self, commands: Receiver<Command>) {
+        self.commands = Some(commands);
+    }
+
+    /// A flag that makes training save and stop at the next step boundary.
+    pub fn interrupt(&self) -> Arc<AtomicBool> {
+        self.interrupt.clone()
+    }
+
+    /// The newest checkpoint written or read.
+    pub fn checkpoint(&self) -> Option<&Path> {
+        self.progress.checkpoint.as_deref()
+    }
+
+    /// The engine, for comparisons.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Steps the run will attempt.
+    pub fn total_steps(&self) -> u64 {
+        self.total_steps
+    }
+
+    /// Goes on from a checkpoint. An error names the field in which model, policy or data differ from the saved run's.
+    pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let state = checkpoint.state();
+        state.check_identity(&self.identity, checkpoint.path())?;
+        if checkpoint.config().parameter_shapes() != self.engine.model.config().parameter_shapes() {
+            return Err(Error::checkpoint(checkpoint.path(), "holds a model of another shape; start a new run"));
+        }
+        let train = &mut self.engine.state;
+        train.scaler = GradScaler::resume(self.config.grad_scaler(), state.scaler)?;
+        train.counters.step = state.step;
+        train.counters.updates = state.updates;
+        train.counters.tokens = state.tokens;
+        checkpoint.read_masters(train.masters.parameters())?;
+        checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
+        checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
+        train.masters.write_compute_copy(&train.weights)?;
+        self.loader.seek(state.cursor)?;
+        self.progress.best = state.best;
+        self.progress.looks_without_best = state.looks_without_best;
+        self.progress.saved_at = Some(state.step);
+        self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
+        Ok(())
+    }
+
+    /// `count` steps and nothing around them.
+    pub fn advance(&mut self, count: u64) -> Result<()> {
+        (0..count).try_for_each(|_| self.step(false))
+    }
+
+    /// Trains until the run's steps are done or something ends it; the last state is saved, also on an interrupt.
+    pub fn run(&mut self) -> Result<FinishReason> {
+        let began = Instant::now();
+        let resumed_from = self.progress.saved_at;
+        let started = self.started(resumed_from);
+        self.emitter.emit(Event::Started(Box::new(started)))?;
+        let reason = self.steps();
+        let reason = match reason {
+            Ok(reason) => reason,
+            Err(error) => {
+                let step = self.engine.state.counters.step;
+                if let Error::Diverged { .. } = &error {
+                    self.emitter.emit(Event::Diverged(Trouble { step, message: error.to_string() }))?;
+                    self.finish(FinishReason::Diverged, began)?;
+                }
+                return Err(error);
+            }
+        };
+        self.finish(reason, began)?;
+        Ok(reason)
+    }
+
+    fn steps(&mut self) -> Result<FinishReason> {
+        let mut probe = false;
+        while self.engine.state.counters.step < self.total_steps {
+            if let Some(reason) = self.hear(&mut probe)? {
+                return Ok(reason);
+            }
+            self.step(std::mem::take(&mut probe))?;
+            let step = self.engine.state.counters.step;
+            let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.total_steps;
+            let (eval, sample, save) = (
+                due(self.config.train.eval_every),
+                due(self.config.train.sample_every),
+                due(self.config.checkpoint.save_every),
+            );
+            if eval && self.evaluate()? {
+                break;
+            }
+            if sample {
+                self.sample()?;
+            }
+            if save {
+                self.try_save()?;
+            }
+        }
+        if self.progress.validation.is_none_or(|last| last.step != self.engine.state.counters.step) {
+            self.evaluate()?;
+        }
+        if self.progress.sampled_at != Some(self.engine.state.counters.step) {
+            self.sample()?;
+        }
+        self.save()?;
+        Ok(FinishReason::Done)
+    }
+
+    /// What a signal or the screen wants before the next step.
+    fn hear(&mut self, probe: &mut bool) -> Result<Option<FinishReason>> {
+        let mut paused = false;
+        loop {
+            if self.interrupt.load(Ordering::Relaxed) {
+                self.save()?;
+                return Ok(Some(FinishReason::Interrupted));
+            }
+            let wish = match &self.commands {
+                None => None,
+                Some(commands) if paused => commands.recv_timeout(std::time::Duration::from_millis(50)).ok(),
+                Some(commands) => commands.try_recv().ok(),
+            };
+            let step = self.engine.state.counters.step;
+            match wish {
+                None if paused => {}
+                None => return Ok(None),
+                Some(Command::Pause) if !paused => {
+                    paused = true;
+                    self.emitter.emit(Event::Paused { step })?;
+                }
+                Some(Command::Resume | Command::Detach) if paused => {
+                    paused = false;
+                    self.emitter.emit(Event::Resumed { step })?;
+                }
+                Some(Command::Pause | Command::Resume | Command::Detach) => {}
+                Some(Command::SaveNow) => self.try_save()?,
+                Some(Command::EvalNow) => drop(self.evaluate()?),
+                Some(Command::SampleNow) => self.sample()?,
+                Some(Command::ProbeNow) => *probe = true,
+                Some(Command::Stop { save }) => {
+                    if save {
+                        self.save()?;
+                    }
+                    return Ok(Some(FinishReason::Stopped));
+                }
+                Some(Command::Abort) => return Ok(Some(FinishReason::Stopped)),
+            }
+        }
+    }
+
+    fn step(&mut self, probe: bool) -> Result<()> {
+        let began = Instant::now();
+        let cursor = self.progress.retry.take().unwrap_or_else(|| self.draw());
+        let next = self.engine.state.counters.step + 1;
+        let every = |every: u64| every > 0 && next.is_multiple_of(every);
+        if probe || every(self.config.telemetry.probe_every) {
+            self.probe()?;
+        }
+        self.engine.exponents = every(self.config.telemetry.exponents_every);
+        let used = self.used_batches();
+        let report = self.engine.step(&self.micro_batches[..used])?;
+        let skipped = report.outcome == Outcome::Skipped;
+        let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
+        if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
+            self.progress.retry = Some(cursor);
+        }
+        self.record(&report, began)?;
+        self.progress.last_loss = report.loss;
+        if self.engine.state.scaler.is_stuck() {
+            return Err(self.diverged(&report));
+        }
+        Ok(())
+    }
+
+    /// Fills the micro-batches of the next step, and says where they begin; an epoch's last step may have fewer.
+    fn draw(&mut self) -> Cursor {
+        let cursor = self.loader.cursor();
+        for batch in &mut self.micro_batches {
+            self.loader.next_batch(batch);
+            if batch.ends_epoch {
+                break;
+            }
+        }
+        cursor
+    }
+
+    fn used_batches(&self) -> usize {
+        self.micro_batches.iter().position(|batch| batch.ends_epoch).map_or(self.micro_batches.len(), |last| last + 1)
+    }
+
+    fn record(&mut self, report: &StepReport, began: Instant) -> Result<()> {
+        let engine = &self.engine;
+        let state = &engine.state;
+        let elapsed = began.elapsed();
+        let seconds = self
+            .progress
+            .step_seconds
+            .map_or(elapsed.as_secs_f64(), |mean| mean + (elapsed.as_secs_f64() - mean) / RATE_STEPS);
+        self.progress.step_seconds = Some(seconds);
+        let tracker = state.scaler.state().growth_tracker;
+        let next_lr = engine.schedule.lr(state.counters.updates);
+        let mut record = records::step_record(report, &engine.survey, state.counters, tracker, next_lr, elapsed);
+        record.tokens_per_s = report.targets as f64 / seconds;
+        record.epoch = state.counters.tokens as f64 / self.loader.tokens_per_epoch().max(1) as f64;
+        record.rss_bytes = ProcessStats::now().rss_bytes;
+        let layout = state.weights.layout();
+        let overflow = (report.outcome == Outcome::Skipped)
+            .then(|| records::overflow(report, state.counters.step, layout, &engine.survey));
+        if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {
+            record.tensors = records::tensor_records(layout, &engine.survey);
+        }
+        self.emitter.emit(Event::Step(Box::new(record)))?;
+        match overflow {
+            Some(overflow) => self.emitter.emit(Event::Overflow(overflow)),
+            None => Ok(()),
+        }
+    }
+
+    fn diverged(&self, report: &StepReport) -> Error {
+        let step = self.engine.state.counters.step;
+        let streak = self.engine.state.scaler.state().floor_streak;
+        let scale = self.engine.state.scaler.scale();
+        let layout = self.engine.state.weights.layout();
+        let overflow = records::overflow(report, step, layout, &self.engine.survey);
+        let cause = if report.loss.is_finite() {
+            let first = overflow.tensors.last().map_or("a gradient", |tensor| tensor.name.as_str());
+            format!("the loss is finite, but `{first}` and {} tensors in all overflow", overflow.tensors.len())
+        } else {
+            "the forward pass is not finite, which no loss scale can cure; lower the learning rate, or use bf16".into()
+        };
+        let good = self.progress.checkpoint.as_ref().map_or_else(
+            || "no checkpoint was written yet".to_owned(),
+            |path| format!("the last good checkpoint is `{}`", path.display()),
+        );
+        Error::Diverged {
+            step,
+            message: format!("{streak} steps in a row overflowed at scale {scale}: {cause}; {good}"),
+        }
+    }
+
+    /// Computes the validation loss; `true` if training should stop because it has not improved for long.
+    fn evaluate(&mut self) -> Result<bool> {
+        let step = self.engine.state.counters.step;
+        self.eval.rewind();
+        let eval = &mut self.eval;
+        let (loss, tokens) = self.engine.evaluate(&mut self.eval_batch, |batch| eval.next_batch(batch))?;
+        let look = Best { step, loss };
+        self.progress.validation = Some(look);
+        if self.progress.best.is_none_or(|best| loss < best.loss) {
+            self.progress.best = Some(look);
+            self.progress.looks_without_best = 0;
+        } else {
+            self.progress.looks_without_best += 1;
+        }
+        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }))?;
+        let patience = self.config.train.early_stopping;
+        Ok(patience > 0 && self.progress.looks_without_best >= patience)
+    }
+
+    fn sample(&mut self) -> Result<()> {
+        let step = self.engine.state.counters.step;
+        self.progress.sampled_at = Some(step);
+        let Some(sampler) = &mut self.sampler else { return Ok(()) };
+        let (model, weights) = (&self.engine.model, &self.engine.state.weights);
+        let text = sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step)?;
+        let prompt = self.config.train.prompt.clone();
+        self.emitter.emit(Event::Sample(SampleText { step, prompt, text }))
+    }
+
+    /// Saves; a failure is told and training goes on, for the older checkpoints are as they were.
+    fn try_save(&mut self) -> Result<()> {
+        match self.save() {
+            Err(error @ Error::Io { .. }) => {
+                let step = self.engine.state.counters.step;
+                let message = format!("no checkpoint at step {step}: {error}; training goes on");
+                self.emitter.emit(Event::Warning(Trouble { step, message }))
+            }
+            other => other,
+        }
+    }
+
+    /// Writes a checkpoint of this step, unless there is one or no run to write it into.
+    pub fn save(&mut self) -> Result<()> {
+        let step = self.engine.state.counters.step;
+        if self.run.is_none() || self.progress.saved_at == Some(step) {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let state = self.checkpoint_state();
+        let Some(run) = &mut self.run else { return Ok(()) };
+        let train = &self.engine.state;
+        let contents = Contents {
+            state: &state,
+            config: self.engine.model.config(),
+            tokenizer: self.tokenizer.json(),
+            weights: &train.weights,
+            masters: train.masters.parameters(),
+            exp_avg: &train.adamw.exp_avg,
+            exp_avg_sq: &train.adamw.exp_avg_sq,
+        };
+        let saved = run.save(&contents, Kind::Full)?;
+        let keep = Keep { last: self.config.checkpoint.keep_last, best: self.config.checkpoint.keep_best };
+        run.rotate(Kind::Full, keep)?;
+        self.progress.saved_at = Some(step);
+        self.progress.checkpoint = Some(saved.path.clone());
+        let (bytes, seconds) = (saved.manifest.bytes(), began.elapsed().as_secs_f64());
+        self.emitter.emit(Event::Saved(Saved { step, path: saved.path.display().to_string(), bytes, seconds }))
+    }
+
+    fn checkpoint_state(&self) -> State {
+        let counters = self.engine.state.counters;
+        let cursor = self.progress.retry.unwrap_or_else(|| self.loader.cursor());
+        let validation = self.progress.validation.filter(|look| look.step == counters.step);
+        State {
+            format_version: FORMAT_VERSION,
+            step: counters.step,
+            updates: counters.updates,
+            tokens: counters.tokens,
+            seed: self.config.seed,
+            identity: self.identity.clone(),
+            scaler: self.engine.state.scaler.state(),
+            cursor,
+            schedule: json!({ "total_steps": self.total_steps, "lr": self.config.optimizer.lr }),
+            validation_loss: validation.map(|look| look.loss),
+            best: self.progress.best,
+            looks_without_best: self.progress.looks_without_best,
+        }
+    }
+
+    /// Repeats the first micro-batch's backward pass in FP32. It writes into buffers that the step overwrites anyway, so
+    /// the run's numbers are the same with and without it.
+    fn probe(&mut self) -> Result<()> {
+        let probe = probe::probe(&mut self.engine, &self.micro_batches[0])?;
+        self.emitter.emit(Event::Probe(Box::new(probe)))
+    }
+
+    fn started(&self, resumed_from: Option<u64>) -> Started {
+        let (config, shape) = (&self.config, self.engine.model.config());
+        let train = &config.train;
+        let tokens_per_step = (train.batch_size * train.seq_len * train.grad_accum) as u64;
+        let tokens_per_epoch = self.loader.tokens_per_epoch();
+        let AdamWConfig { betas: [beta1, beta2], eps, weight_decay } = config.adamw();
+        let schedule = &self.engine.schedule;
+        let run = self.run.as_ref().and_then(|run| run.path().file_name());
+        Started {
+            program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
+            run: run.map_or_else(String::new, |name| name.to_string_lossy().into_owned()),
+            process: ProcessId::own(),
+            cpu: Cpu { name: cpu_name(), threads: rayon::current_num_threads(), isa: Isa::current().to_string() },
+            device: "cpu".into(),
+            os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
+            model: config.model.clone(),
+            shape: ModelShape {
+                n_layer: shape.n_layer,
+                n_head: shape.n_head,
+                n_embd: shape.n_embd,
+                n_positions: shape.n_positions,
+                vocab_size: shape.vocab_size,
+            },
+            parameters: shape.parameter_count(),
+            policy: config.dtype.to_string(),
+            scaler: ScalerSettings::from(&config.grad_scaler()),
+            optimizer: format!("AdamW betas {beta1}, {beta2} eps {eps:e} weight decay {weight_decay}"),
+            max_grad_norm: self.engine.max_grad_norm.map(|norm| norm as f32),
+            schedule: format!(
+                "{:?} to {} after {} warm-up updates, down to {}",
+                schedule.kind,
+                schedule.peak_lr,
+                schedule.warmup_updates,
+                schedule.peak_lr * schedule.min_lr_ratio
+            )
+            .to_lowercase(),
+            data: self.data.clone(),
+            tokens_per_step,
+            tokens_per_epoch,
+            epochs: (self.total_steps * tokens_per_step) as f64 / tokens_per_epoch.max(1) as f64,
+            total_steps: self.total_steps,
+            seed: config.seed,
+            resumed_from,
+            config: serde_json::to_value(config).unwrap_or_default(),
+        }
+    }
+
+    fn finish(&mut self, reason: FinishReason, began: Instant) -> Result<()> {
+        let counters = self.engine.state.counters;
+        self.emitter.emit(Event::Finished(Finished {
+            reason,
+            step: counters.step,
+            updates: counters.updates,
+            skipped: counters.skipped(),
+            tokens: counters.tokens,
+            loss: self.progress.last_loss as f32,
+            val_loss: self.progress.validation.map(|look| look.loss),
+            loss_scale: self.engine.state.scaler.scale(),
+            seconds: began.elapsed().as_secs_f64(),
+            peak_rss_bytes: ProcessStats::now().peak_rss_bytes,
+            checkpoint: self.progress.checkpoint.as_ref().map(|path| path.display().to_string()),
+        }))
+    }
+}
+
+/// The processor's name as the system tells it.
+fn cpu_name() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("model name"));
+    line.and_then(|line| line.split_once(": ")).map_or_else(|| std::env::consts::ARCH.into(), |(_, name)| name.into())
+}

@@ -1,0 +1,93 @@
+//! The proof that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit.
+
+use crate::checkpoint::{Checkpoint, Run};
+use crate::kernels::view::{View, read};
+use crate::model::Parameters;
+use crate::telemetry::Emitter;
+use crate::train::config::Config;
+use crate::train::trainer::Trainer;
+use crate::{Error, Result};
+use candle_core::Tensor;
+use std::path::Path;
+
+/// What a comparison of the two ways found.
+#[derive(Debug)]
+pub struct ResumeProof {
+    /// Tensors compared.
+    pub tensors: usize,
+    /// Elements compared.
+    pub elements: u64,
+    /// Steps whose gradients overflowed, so that the scaler's state was put to the test.
+    pub skipped: u64,
+    /// Everything that differs, in words.
+    pub differences: Vec<String>,
+}
+
+/// Trains `steps` steps of `config` straight on and once with a save and a load after `at` of them, in `folder`, and
+/// compares masters, weights, moments, scaler and counters bit by bit.
+pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path) -> Result<ResumeProof> {
+    if at == 0 || at >= steps {
+        return Err(Error::config("--at", format!("{at} is not between 1 and {}", steps.saturating_sub(1))));
+    }
+    let mut config = config.clone();
+    config.train.steps = Some(steps);
+    let mut straight = Trainer::new(config.clone())?;
+    straight.advance(steps)?;
+
+    let mut first = Trainer::new(config.clone())?;
+    first.attach(Run::open(folder.join("verify-resume"))?, Emitter::new(None));
+    first.advance(at)?;
+    first.save()?;
+    let saved = first.checkpoint().map(Path::to_path_buf);
+    drop(first);
+    let Some(saved) = saved else { return Err(Error::checkpoint(folder, "no checkpoint was written")) };
+    let mut second = Trainer::new(config)?;
+    second.resume(&Checkpoint::open(&saved)?)?;
+    second.advance(steps - at)?;
+    compare(&straight, &second)
+}
+
+fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
+    let (a, b) = (&a.engine().state, &b.engine().state);
+    let mut proof = ResumeProof { tensors: 0, elements: 0, skipped: a.counters.skipped(), differences: Vec::new() };
+    compare_all("weights", &a.weights, &b.weights, &mut proof)?;
+    compare_all("masters", a.masters.parameters(), b.masters.parameters(), &mut proof)?;
+    compare_all("exp_avg", &a.adamw.exp_avg, &b.adamw.exp_avg, &mut proof)?;
+    compare_all("exp_avg_sq", &a.adamw.exp_avg_sq, &b.adamw.exp_avg_sq, &mut proof)?;
+    let mut field = |what: &str, a: String, b: String| {
+        if a != b {
+            proof.differences.push(format!("{what}: {a} straight on, {b} resumed"));
+        }
+    };
+    field("scaler", format!("{:?}", a.scaler.state()), format!("{:?}", b.scaler.state()));
+    field("counters", format!("{:?}", a.counters), format!("{:?}", b.counters));
+    Ok(proof)
+}
+
+fn compare_all(kind: &str, a: &Parameters, b: &Parameters, proof: &mut ResumeProof) -> Result<()> {
+    for ((name, a), (_, b)) in a.iter().zip(b.iter()) {
+        proof.tensors += 1;
+        proof.elements += a.elem_count() as u64;
+        if let Some((count, first)) = differing(a, b)? {
+            let of = a.elem_count();
+            proof.differences.push(format!("{kind} `{name}`: {count} of {of} elements differ, the first at {first}"));
+        }
+    }
+    Ok(())
+}
+
+/// How many elements differ in their bits, and the index of the first; `None` if none does.
+fn differing(a: &Tensor, b: &Tensor) -> Result<Option<(usize, usize)>> {
+    fn count<T: Copy>(a: &[T], b: &[T], bits: impl Fn(T) -> u32) -> Option<(usize, usize)> {
+        let mut differing = a.iter().zip(b).enumerate().filter(|(_, (a, b))| bits(**a) != bits(**b));
+        let (first, _) = differing.next()?;
+        Some((1 + differing.count(), first))
+    }
+    let (a, b) = (read(a)?, read(b)?);
+    Ok(match (a.view(), b.view()) {
+        (View::F32(a), View::F32(b)) => count(a, b, f32::to_bits),
+        (View::F16(a), View::F16(b)) => count(a, b, |x| x.to_bits().into()),
+        (View::BF16(a), View::BF16(b)) => count(a, b, |x| x.to_bits().into()),
+        (a, _) => Some((a.len(), 0)),
+    })
+}

@@ -1,0 +1,360 @@
+//! The dependency order of the modules, and a few habits of the source tree, read from `src/**/*.rs`.
+//!
+//! A module may name only modules that stand above it in [`ORDER`]. The reader is a scanner, not a parser: it removes
+//! comments and string literals, then follows every path that begins with `crate` or climbs with `super`, through the
+//! braces of `use` trees. The tests at the end feed it sources that break each rule, so a rule that no longer bites shows.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+/// The modules of the library, lowest first.
+const ORDER: [&str; 18] = [
+    "error",
+    "precision",
+    "telemetry",
+    "random",
+    "digest",
+    "tensor_file",
+    "kernels",
+    "model",
+    "optim",
+    "amp",
+    "data",
+    "hub",
+    "checkpoint",
+    "train",
+    "lab",
+    "dashboard",
+    "cli",
+    "main",
+];
+/// Modules that must not know the other, whatever their place in the order.
+const STRANGERS: [(&str, &str); 2] = [("dashboard", "train"), ("train", "dashboard")];
+/// Modules that stand on their own arithmetic and must not name candle.
+const WITHOUT_CANDLE: [&str; 4] = ["error", "precision", "telemetry", "dashboard"];
+/// `error` wraps candle's error type in one variant, and that is all it may name.
+const CANDLE_ERROR: &str = "candle_core::Error";
+/// Names the crate root re-exports from `error`.
+const ROOT_NAMES: [&str; 2] = ["Error", "Result"];
+const MAX_MAIN_LINES: usize = 60;
+const MAX_FILE_LINES: usize = 700;
+
+/// One source file: its path under `src/` and its text.
+struct Source {
+    path: PathBuf,
+    text: String,
+}
+
+impl Source {
+    /// The path of modules from the crate root, `["kernels", "matmul"]` for `kernels/matmul.rs`.
+    fn module(&self) -> Vec<String> {
+        let without_extension = self.path.with_extension("");
+        let parts: Vec<String> = without_extension.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+        if parts == ["lib"] { Vec::new() } else { parts }
+    }
+}
+
+/// Every rule against every file; one line for each breach.
+fn breaches(sources: &[Source]) -> Vec<String> {
+    sources.iter().flat_map(|source| [dependencies(source), habits(source)].concat()).collect()
+}
+
+/// The breaches of the dependency order in one file.
+fn dependencies(source: &Source) -> Vec<String> {
+    let module = source.module();
+    let Some(top) = module.first() else { return Vec::new() };
+    let Some(rank) = rank(top) else {
+        return vec![format!("{}: `{top}` is not in the dependency order", source.path.display())];
+    };
+    let code = code_of(&source.text);
+    let mut found = Vec::new();
+    for used in used_modules(&code, &module) {
+        let stranger = STRANGERS.contains(&(top.as_str(), used.as_str()));
+        match self::rank(&used) {
+            None if ROOT_NAMES.contains(&used.as_str()) => {}
+            None => found.push(format!("{}: `crate::{used}` is no module of the order", source.path.display())),
+            Some(other) if other > rank || stranger => {
+                found.push(format!("{}: `{top}` must not use `{used}`", source.path.display()));
+            }
+            Some(_) => {}
+        }
+    }
+    let candle = if top == "error" { code.replace(CANDLE_ERROR, "") } else { code };
+    if WITHOUT_CANDLE.contains(&top.as_str()) && candle.contains("candle_") {
+        found.push(format!("{}: `{top}` must not use candle", source.path.display()));
+    }
+    found
+}
+
+/// The breaches of the habits that need no reading of code.
+fn habits(source: &Source) -> Vec<String> {
+    let (path, lines) = (source.path.display(), source.text.lines().count());
+    let mut found = Vec::new();
+    if !source.text.starts_with("//! ") {
+        found.push(format!("{path}: does not open with a `//!` comment that says what and why"));
+    }
+    if source.path.ends_with("mod.rs") {
+        found.push(format!("{path}: name it after its folder instead, `foo.rs` beside `foo/`"));
+    }
+    let limit = if source.path == Path::new("main.rs") { MAX_MAIN_LINES } else { MAX_FILE_LINES };
+    if lines > limit {
+        found.push(format!("{path}: {lines} lines, more than {limit}"));
+    }
+    found
+}
+
+fn rank(module: &str) -> Option<usize> {
+    ORDER.iter().position(|name| *name == module)
+}
+
+/// The top-level modules that paths in `code` lead to, seen from `module`.
+fn used_modules(code: &str, module: &[String]) -> Vec<String> {
+    let mut used = Vec::new();
+    let tokens = tokens(code);
+    // How many inline `mod` blocks enclose the current token: each absorbs one `super`.
+    let (mut depth, mut inline_modules) = (0_usize, Vec::new());
+    for (at, token) in tokens.iter().enumerate() {
+        let before = at.checked_sub(1).map(|i| tokens[i]);
+        match *token {
+            "{" => {
+                depth += 1;
+                if at >= 2 && tokens[at - 2] == "mod" {
+                    inline_modules.push(depth);
+                }
+            }
+            "}" => {
+                if inline_modules.last() == Some(&depth) {
+                    inline_modules.pop();
+                }
+                depth = depth.saturating_sub(1);
+            }
+            // `finetune::` is how the binary names the library.
+            "crate" | "finetune" if before != Some("::") => leaves(&tokens[at + 1..], &mut used),
+            "super" if before != Some("::") => {
+                let climbs = 1 + tokens[at + 1..].chunks(2).take_while(|pair| *pair == ["::", "super"]).count();
+                // `super` from `foo::bar` is `foo`; from `foo` it is the root.
+                if climbs >= module.len() + inline_modules.len() {
+                    leaves(&tokens[at + 1 + 2 * (climbs - 1)..], &mut used);
+                }
+            }
+            _ => {}
+        }
+    }
+    used.sort();
+    used.dedup();
+    used
+}
+
+/// The first names after `crate`: one for `crate::a::b`, several for `crate::{a::b, c}`.
+fn leaves(after: &[&str], used: &mut Vec<String>) {
+    let ["::", first, rest @ ..] = after else { return };
+    if *first != "{" {
+        used.push((*first).to_owned());
+        return;
+    }
+    let (mut depth, mut expects_name) = (1, true);
+    for token in rest {
+        match *token {
+            "{" => depth += 1,
+            "}" => depth -= 1,
+            "," => expects_name = depth == 1,
+            "self" => expects_name = false,
+            name if expects_name => {
+                used.push(name.to_owned());
+                expects_name = false;
+            }
+            _ => {}
+        }
+        if depth == 0 {
+            return;
+        }
+    }
+}
+
+/// Names, `::` and single other characters, in order.
+fn tokens(code: &str) -> Vec<&str> {
+    let (mut found, mut rest) = (Vec::new(), code.trim_start());
+    while let Some(first) = rest.chars().next() {
+        let is_name = |c: char| c.is_alphanumeric() || c == '_';
+        let length = if rest.starts_with("::") {
+            2
+        } else if is_name(first) {
+            rest.find(|c| !is_name(c)).unwrap_or(rest.len())
+        } else {
+            first.len_utf8()
+        };
+        found.push(&rest[..length]);
+        rest = rest[length..].trim_start();
+    }
+    found
+}
+
+/// `text` without comments, string literals and character literals, each replaced by a space.
+fn code_of(text: &str) -> String {
+    let (mut code, mut rest) = (String::with_capacity(text.len()), text);
+    while let Some(first) = rest.chars().next() {
+        let skipped = comment(rest).or_else(|| raw_string(rest, &code)).or_else(|| quoted(rest));
+        let length = skipped.unwrap_or(first.len_utf8());
+        code.push_str(if skipped.is_some() { " " } else { &rest[..length] });
+        rest = &rest[length..];
+    }
+    code
+}
+
+/// The length of the comment that `rest` begins with. Block comments nest.
+fn comment(rest: &str) -> Option<usize> {
+    if rest.starts_with("//") {
+        return Some(rest.find('\n').unwrap_or(rest.len()));
+    }
+    if !rest.starts_with("/*") {
+        return None;
+    }
+    let (mut at, mut depth) = (2, 1);
+    while depth > 0 && at < rest.len() {
+        let step = match &rest.as_bytes()[at..] {
+            [b'/', b'*', ..] => (2, 1),
+            [b'*', b'/', ..] => (2, -1),
+            _ => (1, 0),
+        };
+        (at, depth) = (at + step.0, depth + step.1);
+    }
+    Some(at)
+}
+
+/// The length of the raw string, `r"…"` or `r#"…"#`, that `rest` begins with.
+fn raw_string(rest: &str, before: &str) -> Option<usize> {
+    if before.ends_with(|c: char| c.is_alphanumeric() || c == '_') && !before.ends_with('b') {
+        return None;
+    }
+    let hashes = rest.strip_prefix('r')?.chars().take_while(|c| *c == '#').count();
+    let body = rest[1 + hashes..].strip_prefix('"')?;
+    let end = format!("\"{}", "#".repeat(hashes));
+    Some(body.find(&end).map_or(rest.len(), |at| 2 + hashes + at + end.len()))
+}
+
+/// The length of the string or character literal that `rest` begins with; a lifetime is none.
+fn quoted(rest: &str) -> Option<usize> {
+    let quote = rest.chars().next().filter(|c| matches!(c, '"' | '\''))?;
+    if quote == '\'' {
+        let mut after = rest[1..].chars();
+        let (first, second) = (after.next()?, after.next()?);
+        if first != '\\' && second != '\'' {
+            return None;
+        }
+    }
+    let mut escaped = false;
+    for (at, c) in rest.char_indices().skip(1) {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' => escaped = true,
+            c if c == quote => return Some(at + c.len_utf8()),
+            _ => {}
+        }
+    }
+    Some(rest.len())
+}
+
+fn sources_under(folder: &Path, root: &Path, found: &mut Vec<Source>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources_under(&path, root, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            found.push(Source { path: path.strip_prefix(root).unwrap().to_owned(), text });
+        }
+    }
+}
+
+#[test]
+fn the_source_tree_keeps_the_dependency_order_and_the_habits() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut sources = Vec::new();
+    sources_under(&root, &root, &mut sources);
+    assert!(sources.len() > 2, "found only {} files under src/", sources.len());
+    let list = breaches(&sources).iter().fold(String::new(), |mut list, breach| {
+        writeln!(list, "  {breach}").unwrap();
+        list
+    });
+    assert!(list.is_empty(), "the architecture is broken:\n{list}");
+}
+
+/// What the rules say of one file that holds `body` below a proper opening.
+fn judge(path: &str, body: &str) -> Vec<String> {
+    breaches(&[Source { path: path.into(), text: format!("//! About.\n{body}\n") }])
+}
+
+#[test]
+fn a_module_that_uses_one_below_it_is_found_in_every_spelling() {
+    for body in [
+        "use crate::train::Trainer;",
+        "use crate::{precision::Dtype, train::Trainer};",
+        "use crate::{error, precision::{Dtype, FloatFormat}, train};",
+        "fn f() -> crate::train::Trainer {}",
+        "pub(crate) use crate::train;",
+        "use super::super::train::Trainer;",
+        "use super::super::{error::Error, train::Trainer};",
+        "mod tests { use super::super::super::train; }",
+        "const NOT_A_STRING: char = '\"'; use crate::train; const S: &str = \"\";",
+        "fn f<'a>(x: &'a str) { crate::train::run(x) }",
+        "const R: &str = r#\"a \" b\"#; use crate::train;",
+        "/* a /* nested */ comment */ use crate::train;",
+    ] {
+        let found = judge("kernels/gelu.rs", body);
+        assert_eq!(found, ["kernels/gelu.rs: `kernels` must not use `train`"], "in `{body}`");
+    }
+}
+
+#[test]
+fn what_stands_above_comments_and_strings_are_no_breach() {
+    for body in [
+        "use crate::{Error, Result, error, precision::Dtype};",
+        "use crate::kernels::matmul;",
+        "use super::matmul;",
+        "mod tests { use super::super::matmul; }",
+        "// use crate::train::Trainer;",
+        "/// See [`crate::train::Trainer`].",
+        "/* use crate::train; */",
+        "const HELP: &str = \"crate::train \\\" crate::train\";",
+        "const HELP: &str = r#\"crate::train \" crate::train\"#;",
+        "macro_rules! m { () => { $crate::kernels::gelu } }",
+    ] {
+        assert_eq!(judge("kernels/gelu.rs", body), [""; 0], "in `{body}`");
+    }
+}
+
+#[test]
+fn super_from_a_top_module_reaches_its_siblings() {
+    assert_eq!(judge("precision.rs", "use super::train;"), ["precision.rs: `precision` must not use `train`"]);
+    assert_eq!(judge("precision.rs", "mod tests { use super::train; }"), [""; 0]);
+}
+
+#[test]
+fn training_and_dashboard_are_strangers() {
+    assert_eq!(judge("dashboard.rs", "use crate::train;"), ["dashboard.rs: `dashboard` must not use `train`"]);
+    assert_eq!(judge("train/step.rs", "use crate::dashboard;").len(), 1);
+    assert_eq!(judge("cli/run.rs", "use crate::{dashboard, train};"), [""; 0]);
+}
+
+#[test]
+fn candle_stays_out_of_the_pure_modules() {
+    for path in ["precision/scaler.rs", "telemetry.rs", "dashboard/view.rs"] {
+        assert_eq!(judge(path, "use candle_core::Tensor;").len(), 1, "in `{path}`");
+    }
+    assert_eq!(judge("error.rs", "pub enum Error { Kernel(candle_core::Error) }"), [""; 0]);
+    assert_eq!(judge("error.rs", "use candle_core::Tensor;").len(), 1);
+    assert_eq!(judge("kernels.rs", "use candle_core::Tensor;"), [""; 0]);
+}
+
+#[test]
+fn unknown_modules_long_files_and_silent_openings_are_found() {
+    assert_eq!(judge("utils.rs", "")[0], "utils.rs: `utils` is not in the dependency order");
+    assert_eq!(judge("train.rs", "use crate::utils::x;")[0], "train.rs: `crate::utils` is no module of the order");
+    assert_eq!(judge("main.rs", &"\n".repeat(MAX_MAIN_LINES)).len(), 1);
+    assert_eq!(judge("main.rs", "fn main() -> ExitCode { finetune::cli::run() }"), [""; 0]);
+    assert_eq!(judge("train.rs", &"\n".repeat(MAX_FILE_LINES)).len(), 1);
+    assert_eq!(judge("train/mod.rs", "").len(), 1);
+    let silent = Source { path: "train.rs".into(), text: "use std::fmt;\n".into() };
+    assert_eq!(breaches(&[silent]).len(), 1);
+}

@@ -1,0 +1,236 @@
+//! What checkpoints promise where nothing goes wrong but files: order, rotation, damage named, fallback, the lock.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "support/checkpoint.rs"]
+mod support;
+
+use std::fs;
+use std::path::Path;
+
+use finetune::checkpoint::{Checkpoint, Contents, Keep, Kind, Run, compare, list, newest_good, newest_run, verify};
+use finetune::model::{Gpt2Config, ModelFolder, Parameters};
+use support::{Sample, TOKENIZER, names, set, values, zeros};
+use tempfile::tempdir;
+
+fn steps(run: &Path) -> Vec<String> {
+    names(run).into_iter().filter(|name| Kind::parse_directory(name).is_some()).collect()
+}
+
+#[test]
+fn what_is_saved_comes_back_bit_for_bit() {
+    let folder = tempdir().unwrap();
+    let sample = Sample::new(128);
+    let saved = sample.save(&mut Run::open(folder.path().join("run")).unwrap()).unwrap();
+    assert_eq!(saved.path.file_name().unwrap(), "step-000128");
+
+    let checkpoint = Checkpoint::open(&saved.path).unwrap();
+    assert_eq!(checkpoint.state(), &sample.state);
+    assert_eq!(checkpoint.config(), &sample.config);
+    assert_eq!(checkpoint.manifest(), &saved.manifest);
+    assert_eq!(fs::read(checkpoint.tokenizer()).unwrap(), TOKENIZER);
+    let read = zeros(&sample.config);
+    let assert_reads = |expected: &Parameters| {
+        for (read, expected) in read.tensors().iter().zip(expected.tensors()) {
+            assert_eq!(values(read), values(expected));
+        }
+    };
+    checkpoint.read_masters(&read).unwrap();
+    assert_reads(&sample.masters);
+    checkpoint.read_exp_avg(&read).unwrap();
+    assert_reads(&sample.exp_avg);
+    checkpoint.read_exp_avg_sq(&read).unwrap();
+    assert_reads(&sample.exp_avg_sq);
+
+    let wider = Gpt2Config { n_embd: 16, ..sample.config.clone() };
+    let message = checkpoint.read_masters(&zeros(&wider)).unwrap_err().to_string();
+    assert!(message.contains("tensor `h.0.attn.c_attn.bias`: shape [24], but the model's is [48]"), "{message}");
+}
+
+#[test]
+fn a_step_directory_is_a_hugging_face_folder() {
+    let folder = tempdir().unwrap();
+    let sample = Sample::new(1);
+    let mut run = Run::open(folder.path()).unwrap();
+    for kind in Kind::ALL {
+        let saved = run.save(&sample.contents(), kind).unwrap();
+        assert!(verify(&saved.path).is_empty());
+        let model = ModelFolder::open(&saved.path).unwrap();
+        assert_eq!(model.config(), &sample.config);
+        assert_eq!(model.get("wte.weight").unwrap().name, "transformer.wte.weight");
+        for (name, weight) in sample.weights.iter() {
+            let mut out = vec![0.0; weight.elem_count()];
+            model.read_f32(name, &mut out).unwrap();
+            assert_eq!(out, values(weight));
+        }
+    }
+    let config = fs::read_to_string(folder.path().join("weights-000001/config.json")).unwrap();
+    assert!(config.contains(r#""dtype": "float16""#));
+    let message = Checkpoint::open(folder.path().join("weights-000001")).unwrap_err().to_string();
+    assert!(message.contains("weights only"), "{message}");
+}
+
+#[test]
+fn latest_and_the_newest_good_are_the_last_save() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path().join("run")).unwrap();
+    for step in [100, 200, 300] {
+        Sample::new(step).save(&mut run).unwrap();
+    }
+    assert_eq!(fs::read_to_string(run.path().join("latest")).unwrap(), "step-000300\n");
+    assert_eq!(newest_good(run.path()).unwrap().checkpoint.state().step, 300);
+
+    // Going back to step 100 and on from there: 200 comes again, and is newer than what was 300 of the other future.
+    Sample::with_loss(200, 1.5).save(&mut run).unwrap();
+    let found = newest_good(run.path()).unwrap();
+    assert_eq!(found.checkpoint.state().validation_loss, Some(1.5));
+    assert_eq!(fs::read_to_string(run.path().join("latest")).unwrap(), "step-000200\n");
+    assert_eq!(names(run.path()), [".lock", "latest", "step-000100", "step-000200", "step-000300"]);
+}
+
+#[test]
+fn the_newest_run_is_the_one_that_saved_last_whatever_the_clock_says() {
+    let folder = tempdir().unwrap();
+    assert!(newest_run(folder.path()).unwrap_err().to_string().contains("no run here has a checkpoint yet"));
+    for (name, step) in [("zebra", 900), ("aardvark", 5), ("zebra", 950), ("monkey", 7)] {
+        let mut run = Run::open(folder.path().join(name)).unwrap();
+        Sample::new(step).save(&mut run).unwrap();
+        let long_ago = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(step);
+        for file in ["latest", "."] {
+            fs::File::open(run.path().join(file)).unwrap().set_modified(long_ago).unwrap();
+        }
+        assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join(name));
+    }
+    Run::open(folder.path().join("without-a-checkpoint")).unwrap();
+    assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("monkey"));
+}
+
+#[test]
+fn damage_is_named_and_an_older_checkpoint_takes_over() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path()).unwrap();
+    for step in 1..=7 {
+        Sample::new(step).save(&mut run).unwrap();
+    }
+    let file = |step: u64, name: &str| folder.path().join(Kind::Full.directory(step)).join(name);
+    let flip = |path: &Path, at: usize| {
+        let mut bytes = fs::read(path).unwrap();
+        bytes[at] ^= 1;
+        fs::write(path, bytes).unwrap();
+    };
+    fs::remove_file(file(7, "master.safetensors")).unwrap();
+    flip(&file(6, "model.safetensors"), 5000);
+    fs::File::options().write(true).open(file(5, "optimizer.safetensors")).unwrap().set_len(99).unwrap();
+    fs::remove_file(file(4, "manifest.json")).unwrap();
+    fs::write(file(3, "manifest.json"), r#"{"format_version": 9}"#).unwrap();
+    fs::write(file(1, "manifest.json"), "").unwrap();
+
+    let found = newest_good(folder.path()).unwrap();
+    assert_eq!(found.checkpoint.state().step, 2);
+    let said: Vec<String> = found.damaged.iter().map(ToString::to_string).collect();
+    for (said, expected) in said.iter().zip([
+        "step-000007/master.safetensors`: it is missing",
+        "step-000006/model.safetensors`: its contents changed",
+        "step-000005/optimizer.safetensors`: it has 99 bytes instead of",
+        "step-000004/manifest.json`: it is missing",
+        "step-000003/manifest.json`: format version 9 is newer than 1",
+    ]) {
+        assert!(said.contains(expected), "{said}");
+    }
+    assert_eq!(said.len(), 5, "the first is older than the one found: {said:?}");
+
+    fs::remove_file(file(2, "tokenizer.json")).unwrap();
+    let message = newest_good(folder.path()).unwrap_err().to_string();
+    assert!(message.contains("no checkpoint of this run is good") && message.contains("step-000001"), "{message}");
+    assert!(Checkpoint::open(file(6, "")).unwrap_err().to_string().contains("model.safetensors`: its contents"));
+}
+
+#[test]
+fn rotation_keeps_the_last_and_the_best_of_each_kind() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path().join("run")).unwrap();
+    let mut neighbour = Run::open(folder.path().join("neighbour")).unwrap();
+    Sample::new(1).save(&mut neighbour).unwrap();
+    for (step, loss) in [(1, 3.0), (2, 1.0), (3, f64::NAN), (4, 2.0), (5, 2.5), (6, 4.0)] {
+        let sample = Sample::with_loss(step, loss);
+        sample.save(&mut run).unwrap();
+        run.save(&sample.contents(), Kind::Weights).unwrap();
+    }
+    let removed = run.rotate(Kind::Full, Keep { last: 2, best: true }).unwrap();
+    assert_eq!(removed.len(), 3);
+    assert_eq!(steps(run.path())[..3], ["step-000002", "step-000005", "step-000006"]);
+    assert_eq!(list(run.path()).unwrap().iter().filter(|one| one.kind == Kind::Weights).count(), 6);
+
+    run.rotate(Kind::Weights, Keep { last: 0, best: false }).unwrap();
+    assert_eq!(steps(run.path()), ["step-000002", "step-000005", "step-000006", "weights-000006"]);
+    assert_eq!(steps(neighbour.path()), ["step-000001"]);
+    assert!(run.rotate(Kind::Full, Keep { last: 2, best: true }).unwrap().is_empty());
+}
+
+#[test]
+fn rotation_does_not_count_what_is_torn() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path()).unwrap();
+    for step in 1..=4 {
+        Sample::new(step).save(&mut run).unwrap();
+    }
+    fs::write(folder.path().join("step-000004/state.json"), "{").unwrap();
+    fs::remove_file(folder.path().join("step-000003/manifest.json")).unwrap();
+    let removed = run.rotate(Kind::Full, Keep { last: 1, best: false }).unwrap();
+    assert_eq!(removed, [folder.path().join("step-000001")]);
+    assert_eq!(newest_good(folder.path()).unwrap().checkpoint.state().step, 2);
+}
+
+#[test]
+fn what_a_kill_left_behind_is_cleared_and_nothing_else() {
+    let folder = tempdir().unwrap();
+    Sample::new(1).save(&mut Run::open(folder.path()).unwrap()).unwrap();
+    let at = |name: &str| folder.path().join(name);
+    for name in [".step-000002.tmp", ".step-000001.old", ".weights-000001.deleted", ".mine.tmp", "notes"] {
+        fs::create_dir(at(name)).unwrap();
+    }
+    fs::write(at(".latest.tmp"), "step-0").unwrap();
+    // Killed between the two renames of a save that replaces step 9: the old one must come back.
+    fs::create_dir(at(".step-000009.old")).unwrap();
+    Run::open(folder.path()).unwrap();
+    assert_eq!(names(folder.path()), [".lock", ".mine.tmp", "latest", "notes", "step-000001", "step-000009"]);
+}
+
+#[test]
+fn two_do_not_work_in_one_run() {
+    let folder = tempdir().unwrap();
+    let run = Run::open(folder.path()).unwrap();
+    let message = Run::open(folder.path()).unwrap_err().to_string();
+    assert!(message.contains(&format!("process {} is working in this run", std::process::id())), "{message}");
+    drop(run);
+    Run::open(folder.path()).unwrap();
+}
+
+#[test]
+fn comparing_names_the_tensor_and_the_figure() {
+    let folder = tempdir().unwrap();
+    let (mut one, mut two) = (Run::open(folder.path().join("1")).unwrap(), Run::open(folder.path().join("2")).unwrap());
+    let sample = Sample::new(5);
+    let mut other = Sample::new(5);
+    let a = sample.save(&mut one).unwrap().path;
+    assert_eq!(compare(&a, &other.save(&mut two).unwrap().path).unwrap(), []);
+
+    let tensor = &other.exp_avg_sq[3];
+    let mut changed = values(tensor);
+    changed[2] += 0.5;
+    set(tensor, changed);
+    other.state.scaler.scale = 2.0;
+    let deeper = Sample::of(5, &Gpt2Config { n_layer: 3, ..sample.config.clone() });
+    let contents = Contents { masters: &deeper.masters, ..other.contents() };
+    let b = two.save(&contents, Kind::Full).unwrap().path;
+    let said: Vec<String> = compare(&a, &b).unwrap().iter().map(ToString::to_string).collect();
+    assert_eq!(said.len(), 1 + 12 + 1, "{said:?}");
+    assert_eq!(said[0], "state.json: `scaler.scale`: 65536.0 and 2.0");
+    assert_eq!(said[1], "master.safetensors: `h.2.attn.c_attn.bias`: only the second has it");
+    let name = &sample.masters.layout()[3].name;
+    let last = said.last().unwrap();
+    assert!(last.contains(&format!("`exp_avg_sq.{name}`: 1 of ")) && last.contains("the first at 2"), "{last}");
+
+    let weights = two.save(&sample.contents(), Kind::Weights).unwrap().path;
+    assert!(compare(&a, &weights).unwrap().iter().any(|one| one.to_string() == "state.json: only the first has it"));
+}

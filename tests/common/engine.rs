@@ -1,0 +1,122 @@
+//! The engine set up for a test: a model with its state, batches as the engine takes them, and its tensors by name.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor};
+use finetune::data::{Batch, IGNORE_INDEX};
+use finetune::kernels::view;
+use finetune::model::{Gpt2, Gpt2Config, ModelFolder, Parameters, Workspace};
+use finetune::optim::{AdamWConfig, Gradients, LrSchedule, ScheduleKind, Survey};
+use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
+use finetune::train::{Engine, TrainState};
+
+use super::golden::{Case, Trajectory};
+
+/// What a run needs beside its initial weights.
+pub(crate) struct Settings {
+    pub(crate) policy: PrecisionPolicy,
+    pub(crate) scaler: GradScaler,
+    pub(crate) adamw: AdamWConfig,
+    pub(crate) lr: f64,
+    pub(crate) max_grad_norm: Option<f64>,
+    /// Rows and columns of a micro-batch.
+    pub(crate) batch: (usize, usize),
+    pub(crate) grad_accum: usize,
+}
+
+/// An engine that starts from `masters` at a constant learning rate.
+pub(crate) fn engine(config: &Gpt2Config, masters: Parameters, settings: Settings) -> Engine {
+    let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
+    let shapes = config.parameter_shapes();
+    Engine {
+        model: Gpt2::new(config, &masters).unwrap(),
+        state: TrainState::new(masters, policy, adamw, scaler).unwrap(),
+        schedule: LrSchedule {
+            kind: ScheduleKind::Constant,
+            peak_lr: lr,
+            warmup_updates: 0,
+            total_updates: 0,
+            min_lr_ratio: 1.0,
+        },
+        max_grad_norm,
+        seed: 0,
+        exponents: false,
+        workspace: Workspace::new(config, policy, rows, seq_len, true, &Device::Cpu).unwrap(),
+        grads: Gradients::new(&shapes, policy, grad_accum, &Device::Cpu).unwrap(),
+        survey: Survey::default(),
+    }
+}
+
+impl Case {
+    /// The engine with this case's initial weights and settings, for micro-batches of `rows` rows.
+    pub(crate) fn engine(&self, policy: PrecisionPolicy, rows: usize) -> Engine {
+        let folder = ModelFolder::open(&self.folder).unwrap();
+        let config = folder.config();
+        let masters = Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
+        for (name, tensor) in masters.iter() {
+            view::write_f32(tensor, |out| folder.read_f32(name, out)).unwrap().unwrap();
+        }
+        let Trajectory { adamw, scaler, .. } = &self.trajectory;
+        let scaler = GradScalerConfig {
+            init_scale: scaler.init_scale as f32,
+            growth_factor: scaler.growth_factor,
+            backoff_factor: scaler.backoff_factor,
+            growth_interval: scaler.growth_interval,
+            ..GradScalerConfig::default()
+        };
+        let (all_rows, seq_len) = self.batches[0].0.dims2().unwrap();
+        let settings = Settings {
+            policy,
+            scaler: if policy.needs_loss_scale() { GradScaler::new(scaler).unwrap() } else { GradScaler::disabled() },
+            adamw: AdamWConfig { betas: adamw.betas.into(), eps: adamw.eps, weight_decay: adamw.weight_decay },
+            lr: adamw.lr,
+            max_grad_norm: Some(adamw.max_grad_norm),
+            batch: (rows, seq_len),
+            grad_accum: all_rows / rows,
+        };
+        engine(config, masters, settings)
+    }
+
+    /// Batch `step` as the engine takes it, in micro-batches of `rows` rows.
+    pub(crate) fn micro_batches(&self, step: usize, rows: usize) -> Vec<Batch> {
+        let (inputs, targets) = &self.batches[step];
+        let seq_len = inputs.dim(1).unwrap();
+        let ids = |tensor: &Tensor| -> Vec<u32> {
+            let ids = tensor.flatten_all().unwrap().to_vec1::<i64>().unwrap();
+            ids.into_iter().map(|id| u32::try_from(id).unwrap_or(IGNORE_INDEX)).collect()
+        };
+        let (inputs, targets) = (ids(inputs), ids(targets));
+        let part = |(inputs, targets): (&[u32], &[u32])| Batch {
+            inputs: inputs.to_vec(),
+            targets: targets.to_vec(),
+            target_count: targets.iter().filter(|&&target| target != IGNORE_INDEX).count(),
+            ..Batch::new(rows, seq_len)
+        };
+        inputs.chunks_exact(rows * seq_len).zip(targets.chunks_exact(rows * seq_len)).map(part).collect()
+    }
+
+    /// Batch `step` in one piece.
+    pub(crate) fn whole_batch(&self, step: usize) -> Vec<Batch> {
+        self.micro_batches(step, self.rows())
+    }
+
+    /// Rows of a batch.
+    pub(crate) fn rows(&self) -> usize {
+        self.batches[0].0.dim(0).unwrap()
+    }
+}
+
+/// The tensors by name.
+pub(crate) fn by_name(parameters: &Parameters) -> BTreeMap<String, Tensor> {
+    parameters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect()
+}
+
+/// The last step's gradients by name, without the loss scale it ran at.
+pub(crate) fn unscaled(engine: &Engine, scale: f32) -> BTreeMap<String, Tensor> {
+    let unscale = |(name, tensor): (&str, &Tensor)| {
+        let tensor = tensor.to_dtype(DType::F64).unwrap();
+        (name.to_owned(), (tensor / f64::from(scale)).unwrap())
+    };
+    engine.grads.total().iter().map(unscale).collect()
+}

@@ -1,0 +1,163 @@
+//! Reference values from PyTorch: those of the project, under `tests/golden`, and those beside it, in `../shared/golden`.
+//!
+//! Both become a [`Case`] with the project's parameter names. `make_golden.py` in either folder says how they were made.
+#![allow(dead_code, reason = "each test binary uses its part of the reference values")]
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use serde::Deserialize;
+
+use super::oracle::{IGNORED, Shape};
+
+/// The cases under `tests/golden`.
+pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];
+
+/// A model, batches for it, and what PyTorch makes of them.
+#[derive(Clone)]
+pub(crate) struct Case {
+    pub(crate) name: String,
+    /// A Hugging Face model folder: `config.json` and `model.safetensors`.
+    pub(crate) folder: PathBuf,
+    pub(crate) shape: Shape,
+    pub(crate) context: usize,
+    pub(crate) parameters: HashMap<String, Tensor>,
+    /// Inputs and targets `[B,T]` of each step, I64; a target may be [`IGNORED`].
+    pub(crate) batches: Vec<(Tensor, Tensor)>,
+    /// Logits `[B,T,V]` of the first batch.
+    pub(crate) logits: Tensor,
+    /// The first batch's gradients.
+    pub(crate) gradients: BTreeMap<String, Tensor>,
+    /// The parameters after all steps in FP32.
+    pub(crate) final_parameters: BTreeMap<String, Tensor>,
+    pub(crate) trajectory: Trajectory,
+}
+
+/// `trajectory.json`.
+#[derive(Clone, Deserialize)]
+pub(crate) struct Trajectory {
+    #[serde(alias = "settings")]
+    pub(crate) adamw: AdamWSettings,
+    pub(crate) scaler: ScalerSettings,
+    pub(crate) fp32: Vec<Step>,
+    pub(crate) fp16: Vec<Step>,
+}
+
+/// The optimiser of both runs: AdamW that decays parameters of two or more dimensions.
+#[derive(Clone, Deserialize)]
+pub(crate) struct AdamWSettings {
+    pub(crate) lr: f64,
+    pub(crate) betas: (f64, f64),
+    pub(crate) eps: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) max_grad_norm: f64,
+}
+
+/// PyTorch's `GradScaler` of the FP16 run.
+#[derive(Clone, Deserialize)]
+pub(crate) struct ScalerSettings {
+    pub(crate) init_scale: f64,
+    pub(crate) growth_factor: f64,
+    pub(crate) backoff_factor: f64,
+    pub(crate) growth_interval: u32,
+}
+
+/// One step of a run.
+#[derive(Clone, Deserialize)]
+pub(crate) struct Step {
+    pub(crate) loss: f64,
+    /// Of the unscaled gradients before clipping; none if the step was skipped.
+    #[serde(alias = "grad_norm")]
+    pub(crate) norm: Option<f64>,
+    /// Before the step.
+    pub(crate) scale: f64,
+    pub(crate) skipped: bool,
+}
+
+#[derive(Clone, Deserialize)]
+struct Config {
+    n_layer: usize,
+    n_head: usize,
+    n_positions: usize,
+    layer_norm_epsilon: f64,
+}
+
+impl Case {
+    /// The case `name` of the project.
+    pub(crate) fn own(name: &str) -> Self {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+        let reference = tensors(&folder.join("reference.safetensors"));
+        let steps = reference["inputs"].dim(0).unwrap();
+        let batch = |step: usize| (reference["inputs"].get(step).unwrap(), reference["targets"].get(step).unwrap());
+        let batches = (0..steps).map(batch).collect();
+        Self::assemble(name, &folder, batches, &reference, with_prefix(&reference, "final."))
+    }
+
+    /// The case that lies beside the project, or none where there is no such folder.
+    pub(crate) fn shared() -> Option<Self> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/golden/tiny-gpt2");
+        if !folder.is_dir() {
+            return None;
+        }
+        let batches = tensors(&folder.join("batches.safetensors")).remove("batches").unwrap();
+        let batches = (0..batches.dim(0).unwrap()).map(|step| next_tokens(&batches.get(step).unwrap())).collect();
+        let reference = tensors(&folder.join("reference.safetensors"));
+        let final_parameters = with_prefix(&tensors(&folder.join("final.safetensors")), "");
+        Some(Self::assemble("shared/tiny-gpt2", &folder, batches, &reference, final_parameters))
+    }
+
+    /// Every case there is; those of the project always.
+    pub(crate) fn all() -> Vec<Self> {
+        CASES.iter().map(|name| Self::own(name)).chain(Self::shared()).collect()
+    }
+
+    fn assemble(
+        name: &str,
+        folder: &Path,
+        batches: Vec<(Tensor, Tensor)>,
+        reference: &HashMap<String, Tensor>,
+        final_parameters: BTreeMap<String, Tensor>,
+    ) -> Self {
+        let config: Config = json(&folder.join("config.json"));
+        Self {
+            name: name.to_owned(),
+            folder: folder.to_owned(),
+            shape: Shape { layers: config.n_layer, heads: config.n_head, epsilon: config.layer_norm_epsilon },
+            context: config.n_positions,
+            parameters: with_prefix(&tensors(&folder.join("model.safetensors")), "").into_iter().collect(),
+            batches,
+            logits: reference["logits"].clone(),
+            gradients: with_prefix(reference, "grad."),
+            final_parameters,
+            trajectory: json(&folder.join("trajectory.json")),
+        }
+    }
+}
+
+/// Inputs and targets of rows of tokens `[B,T]`: each position's target is the next token, the last one's is ignored.
+fn next_tokens(rows: &Tensor) -> (Tensor, Tensor) {
+    let targets = rows.to_vec2::<i64>().unwrap().into_iter().map(|mut row| {
+        row.rotate_left(1);
+        *row.last_mut().unwrap() = IGNORED;
+        row
+    });
+    (rows.clone(), Tensor::new(targets.collect::<Vec<_>>(), &Device::Cpu).unwrap())
+}
+
+fn tensors(path: &Path) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn json<T: serde::de::DeserializeOwned>(path: &Path) -> T {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The tensors whose names begin with `prefix`, under the project's names.
+fn with_prefix(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
+    let renamed = |(name, tensor): (&String, &Tensor)| {
+        let name = name.strip_prefix(prefix)?;
+        Some((name.strip_prefix("transformer.").unwrap_or(name).to_owned(), tensor.clone()))
+    };
+    tensors.iter().filter_map(renamed).collect()
+}

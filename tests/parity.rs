@@ -1,0 +1,169 @@
+//! The engine against PyTorch: logits, loss, every gradient, twenty steps of AdamW, and FP16 with its loss scale.
+//!
+//! The values are those of `tests/golden`, and of `../shared/golden` where that folder is there.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+
+mod common {
+    pub(crate) mod compare;
+    pub(crate) mod engine;
+    pub(crate) mod golden;
+    pub(crate) mod oracle;
+}
+
+use common::compare::{assert_close, max_difference, relative, skip, values};
+use common::engine::{by_name, unscaled};
+use common::golden::Case;
+use finetune::model::{Mode, Tokens};
+use finetune::precision::{Dtype, PrecisionPolicy};
+use finetune::train::{Outcome, StepReport};
+
+const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
+
+/// Every case there is. Where those beside the project are missing, says so, and fails in CI.
+fn cases() -> Vec<Case> {
+    if Case::shared().is_none() {
+        skip("there is no ../shared/golden/tiny-gpt2");
+    }
+    Case::all()
+}
+
+#[test]
+fn logits_agree_with_pytorch() {
+    for case in cases() {
+        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
+        let batch = &case.whole_batch(0)[0];
+        let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+        engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace).unwrap();
+        let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
+        let difference = max_difference(&logits.reshape(case.logits.shape()).unwrap(), &case.logits);
+        assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
+    }
+}
+
+#[test]
+fn loss_and_every_gradient_agree_with_pytorch() {
+    for case in cases() {
+        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
+        let report = engine.step(&case.whole_batch(0)).unwrap();
+        let expected = &case.trajectory.fp32[0];
+        assert!((report.loss - expected.loss).abs() < 2e-6 * expected.loss, "{}: loss {}", case.name, report.loss);
+        let norm = norm_of(&report).unwrap();
+        assert!((norm / expected.norm.unwrap() - 1.0).abs() < 1e-5, "{}: norm {norm}", case.name);
+        assert_close(&case.name, &unscaled(&engine, 1.0), &case.gradients, 1e-5, 1e-5);
+    }
+}
+
+/// Rounding is all that may separate half-precision gradients from PyTorch's: 2^-11 and 2^-8 a value, times the depth.
+#[test]
+fn half_precision_gradients_are_pytorchs_but_for_rounding() {
+    for case in cases() {
+        for (policy, tolerance) in [(PrecisionPolicy::FP16, 4e-3), (PrecisionPolicy::BF16, 3e-2)] {
+            let mut engine = case.engine(policy, case.rows());
+            if policy.needs_loss_scale() {
+                // Below the overflows that the case's own initial scale is there to provoke.
+                engine.state.scaler.set_scale(1024.0).unwrap();
+            }
+            let report = engine.step(&case.whole_batch(0)).unwrap();
+            let gradients = unscaled(&engine, report.scale);
+            assert_close(&format!("{} {policy}", case.name), &gradients, &case.gradients, tolerance, tolerance);
+        }
+    }
+}
+
+#[test]
+fn every_parameter_receives_a_gradient() {
+    for case in cases() {
+        for policy in POLICIES {
+            let mut engine = case.engine(policy, case.rows());
+            engine.step(&case.whole_batch(0)).unwrap();
+            for (name, gradient) in engine.grads.total().iter() {
+                assert!(values(gradient).iter().any(|&g| g != 0.0), "{} {policy}: `{name}` has none", case.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn twenty_adamw_steps_agree_with_pytorch() {
+    for case in cases() {
+        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
+        for (step, expected) in case.trajectory.fp32.iter().enumerate() {
+            let report = engine.step(&case.whole_batch(step)).unwrap();
+            let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
+            assert!(error < 1e-5 * expected.loss, "{}: loss {} at step {step}", case.name, report.loss);
+            let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
+            assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", case.name);
+        }
+        let masters = by_name(engine.state.masters.parameters());
+        assert_close(&case.name, &masters, &case.final_parameters, 2e-5, 1e-3);
+    }
+}
+
+/// PyTorch's run is FP16 autocast with `GradScaler`. Which steps overflow hangs on single roundings near 65504, so that
+/// the scales may part for a while, by one factor.
+#[test]
+fn fp16_losses_and_scales_follow_pytorch() {
+    for case in cases() {
+        let mut engine = case.engine(PrecisionPolicy::FP16, case.rows());
+        let mut skipped = 0;
+        for (step, expected) in case.trajectory.fp16.iter().enumerate() {
+            let report = engine.step(&case.whole_batch(step)).unwrap();
+            let (error, ratio) = ((report.loss - expected.loss).abs(), f64::from(report.scale) / expected.scale);
+            assert!(error < 2e-2, "{}: loss {} at step {step}, not {}", case.name, report.loss, expected.loss);
+            assert!((0.5..=2.0).contains(&ratio), "{}: scale {} at step {step}", case.name, report.scale);
+            skipped += usize::from(report.outcome == Outcome::Skipped);
+        }
+        let expected = case.trajectory.fp16.iter().filter(|row| row.skipped).count();
+        assert!(skipped > 0 && skipped.abs_diff(expected) <= 1, "{}: {skipped} skipped, not {expected}", case.name);
+    }
+}
+
+/// Rows of `untied` differ in their numbers of targets, and one has none: micro-batches must weigh by them.
+#[test]
+fn micro_batches_make_the_same_step_as_the_whole_batch() {
+    for case in cases() {
+        let mut whole = case.engine(PrecisionPolicy::FP32, case.rows());
+        let mut parts = case.engine(PrecisionPolicy::FP32, 1);
+        let report = whole.step(&case.whole_batch(0)).unwrap();
+        let parts_report = parts.step(&case.micro_batches(0, 1)).unwrap();
+        assert_eq!(report.targets, parts_report.targets);
+        assert!((report.loss - parts_report.loss).abs() < 1e-6, "{}: loss {}", case.name, parts_report.loss);
+        assert_close(&case.name, &unscaled(&parts, 1.0), &unscaled(&whole, 1.0), 2e-6, 2e-6);
+    }
+}
+
+/// A gradient type of FP32 keeps the products' accumulators: closer to PyTorch's FP32 than gradients born in FP16.
+#[test]
+fn gradients_born_in_fp32_are_closer_than_those_born_in_fp16() {
+    let case = Case::own("deep");
+    let distance = |grads: Dtype| -> f64 {
+        let mut engine = case.engine(PrecisionPolicy { grads, ..PrecisionPolicy::FP16 }, case.rows());
+        engine.state.scaler.set_scale(1024.0).unwrap();
+        let report = engine.step(&case.whole_batch(0)).unwrap();
+        let gradients = unscaled(&engine, report.scale);
+        gradients.iter().map(|(name, gradient)| relative(gradient, &case.gradients[name]).powi(2)).sum()
+    };
+    let (wide, narrow) = (distance(Dtype::F32), distance(Dtype::F16));
+    assert!(wide < narrow, "{wide:.2e} with FP32, {narrow:.2e} with FP16");
+}
+
+/// With the same state and batches, two runs are the same to the last bit, whatever threads do.
+#[test]
+fn a_step_is_deterministic() {
+    let case = Case::own("deep");
+    for policy in POLICIES {
+        let run = || {
+            let mut engine = case.engine(policy, case.rows());
+            let losses: Vec<f64> = (0..5).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
+            (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
+        };
+        assert!(run() == run(), "{policy}: two runs differ");
+    }
+}
+
+fn norm_of(report: &StepReport) -> Option<f64> {
+    match report.outcome {
+        Outcome::Applied { grad_norm, .. } => Some(grad_norm),
+        Outcome::Skipped => None,
+    }
+}

@@ -1,0 +1,115 @@
+//! A small model's checkpoint that tests can make in a millisecond.
+
+#![allow(clippy::unwrap_used, dead_code, reason = "a test fails by panicking; not every test uses all of it")]
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use finetune::Result;
+use finetune::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State};
+use finetune::data::Cursor;
+use finetune::model::{Gpt2Config, Parameters};
+use finetune::precision::ScalerState;
+
+/// What stands for `tokenizer.json`.
+pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
+
+/// Everything a checkpoint of `step` is made of; another step has other values in every tensor.
+pub(crate) struct Sample {
+    pub(crate) config: Gpt2Config,
+    pub(crate) state: State,
+    pub(crate) weights: Parameters,
+    pub(crate) masters: Parameters,
+    pub(crate) exp_avg: Parameters,
+    pub(crate) exp_avg_sq: Parameters,
+}
+
+impl Sample {
+    pub(crate) fn new(step: u64) -> Self {
+        let tiny = Gpt2Config::named("tiny").unwrap();
+        let config =
+            Gpt2Config { vocab_size: 17, n_positions: 8, n_embd: 8, n_layer: 2, n_head: 2, n_inner: 32, ..tiny };
+        Self::of(step, &config)
+    }
+
+    /// Of another shape.
+    pub(crate) fn of(step: u64, config: &Gpt2Config) -> Self {
+        let identity = Identity { model: "sample".into(), policy: "p=f32,c=f16,g=f16,r=f32".into(), data: "d".into() };
+        let state = State {
+            format_version: FORMAT_VERSION,
+            step,
+            updates: step - 1,
+            tokens: 1024 * step,
+            seed: 1,
+            identity,
+            scaler: ScalerState { scale: 65536.0, growth_tracker: 1, hysteresis_left: 1, floor_streak: 0 },
+            cursor: Cursor { epoch: 0, window: step },
+            schedule: serde_json::Value::Null,
+            validation_loss: None,
+            best: None,
+            looks_without_best: 0,
+        };
+        let masters = fill(config, step as f32);
+        let weights = masters.zeros_like(DType::F16).unwrap();
+        for (weight, master) in weights.tensors().iter().zip(masters.tensors()) {
+            weight.slice_set(&master.to_dtype(DType::F16).unwrap(), 0, 0).unwrap();
+        }
+        let (exp_avg, exp_avg_sq) = (fill(config, 0.01 * step as f32), fill(config, 0.001 * step as f32));
+        Self { config: config.clone(), state, weights, masters, exp_avg, exp_avg_sq }
+    }
+
+    /// With a validation loss.
+    pub(crate) fn with_loss(step: u64, loss: f64) -> Self {
+        let mut sample = Self::new(step);
+        sample.state.validation_loss = Some(loss);
+        sample
+    }
+
+    pub(crate) fn contents(&self) -> Contents<'_> {
+        Contents {
+            state: &self.state,
+            config: &self.config,
+            tokenizer: TOKENIZER,
+            weights: &self.weights,
+            masters: &self.masters,
+            exp_avg: &self.exp_avg,
+            exp_avg_sq: &self.exp_avg_sq,
+        }
+    }
+
+    pub(crate) fn save(&self, run: &mut Run) -> Result<Saved> {
+        run.save(&self.contents(), Kind::Full)
+    }
+}
+
+fn fill(config: &Gpt2Config, offset: f32) -> Parameters {
+    let parameters = zeros(config);
+    for tensor in parameters.tensors() {
+        let values: Vec<f32> = (0..tensor.elem_count()).map(|i| offset + (i as f32).sin()).collect();
+        set(tensor, values);
+    }
+    parameters
+}
+
+/// FP32 tensors to read into.
+pub(crate) fn zeros(config: &Gpt2Config) -> Parameters {
+    Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap()
+}
+
+/// Writes values into a tensor where it is.
+pub(crate) fn set(tensor: &Tensor, values: Vec<f32>) {
+    tensor.slice_set(&Tensor::from_vec(values, tensor.shape(), &Device::Cpu).unwrap(), 0, 0).unwrap();
+}
+
+/// The values of a tensor, flat.
+pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The visible and hidden names in a folder, sorted.
+pub(crate) fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}

@@ -106,7 +106,10 @@ struct Matrix<'a> {
 }
 
 /// `c (+)= a · b` for `a` of `rows` × `inner`, and `b`, `c` with rows of `ldb` and `ldc` elements of which `columns` take
-/// part; `rows` and `columns` are multiples of 4 and 16.
+/// part; `rows` and `inner` are multiples of 4.
+///
+/// Four rows of `b` are folded into four rows of `c` at a time: plain loops that compilers turn into vectors, at half of
+/// the arithmetic's peak for the sizes of a head.
 #[inline(always)]
 fn multiply(
     [rows, inner, columns]: [usize; 3],
@@ -115,47 +118,38 @@ fn multiply(
     (c, ldc): (&mut [f32], usize),
     accumulate: bool,
 ) {
-    const ROWS: usize = 4;
-    let mut column = 0;
-    while column < columns {
-        let wide = columns - column >= 32;
-        for row in (0..rows).step_by(ROWS) {
-            if wide {
-                tile::<ROWS, 32>(row, column, inner, a, (b, ldb), (c, ldc), accumulate);
+    for (block, c) in c.chunks_mut(4 * ldc).take(rows / 4).enumerate() {
+        for k in (0..inner).step_by(4) {
+            let at = |r: usize, i: usize| a.data[(4 * block + r) * a.row_stride + (k + i) * a.column_stride];
+            let factors: [[f32; 4]; 4] = std::array::from_fn(|r| std::array::from_fn(|i| at(r, i)));
+            let b = &b[k * ldb..];
+            let b = [&b[..columns], &b[ldb..][..columns], &b[2 * ldb..][..columns], &b[3 * ldb..][..columns]];
+            if k == 0 && !accumulate {
+                fold::<true>(factors, b, c, ldc);
             } else {
-                tile::<ROWS, 16>(row, column, inner, a, (b, ldb), (c, ldc), accumulate);
+                fold::<false>(factors, b, c, ldc);
             }
         }
-        column += if wide { 32 } else { 16 };
     }
 }
 
-/// One register tile of [`multiply`].
+/// Adds the products of four rows of `b` to four rows of `c`; overwrites those if they are `FRESH`.
 #[inline(always)]
-fn tile<const ROWS: usize, const COLUMNS: usize>(
-    row: usize,
-    column: usize,
-    inner: usize,
-    a: Matrix<'_>,
-    (b, ldb): (&[f32], usize),
-    (c, ldc): (&mut [f32], usize),
-    accumulate: bool,
-) {
-    let mut sums = [[0.0f32; COLUMNS]; ROWS];
-    for k in 0..inner {
-        let b = &b[k * ldb + column..][..COLUMNS];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            let a = a.data[(row + r) * a.row_stride + k * a.column_stride];
-            for (sum, b) in sums.iter_mut().zip(b) {
-                *sum += a * b;
-            }
-        }
-    }
-    for (r, sums) in sums.iter().enumerate() {
-        let c = &mut c[(row + r) * ldc + column..][..COLUMNS];
-        for (c, sum) in c.iter_mut().zip(sums) {
-            *c = if accumulate { *c + sum } else { *sum };
-        }
+fn fold<const FRESH: bool>(factors: [[f32; 4]; 4], [b0, b1, b2, b3]: [&[f32]; 4], c: &mut [f32], ldc: usize) {
+    let columns = b0.len();
+    let (c0, rest) = c.split_at_mut(ldc);
+    let (c1, rest) = rest.split_at_mut(ldc);
+    let (c2, c3) = rest.split_at_mut(ldc);
+    let (c0, c1, c2, c3) = (&mut c0[..columns], &mut c1[..columns], &mut c2[..columns], &mut c3[..columns]);
+    let (b1, b2, b3) = (&b1[..columns], &b2[..columns], &b3[..columns]);
+    let [f0, f1, f2, f3] = factors;
+    for j in 0..columns {
+        let b = [b0[j], b1[j], b2[j], b3[j]];
+        let sum = |f: [f32; 4]| (f[0] * b[0] + f[1] * b[1]) + (f[2] * b[2] + f[3] * b[3]);
+        c0[j] = if FRESH { sum(f0) } else { c0[j] + sum(f0) };
+        c1[j] = if FRESH { sum(f1) } else { c1[j] + sum(f1) };
+        c2[j] = if FRESH { sum(f2) } else { c2[j] + sum(f2) };
+        c3[j] = if FRESH { sum(f3) } else { c3[j] + sum(f3) };
     }
 }
 

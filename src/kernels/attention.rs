@@ -75,7 +75,9 @@ impl Head {
         for (t, row) in out.chunks_exact_mut(self.size).take(seq_len).enumerate() {
             let row = &mut row[..head_size];
             rows.load(self.shape.at(self.b, t, self.head, stride) + part * self.shape.width(), row);
-            row.iter_mut().for_each(|x| *x *= factor);
+            for x in row.iter_mut() {
+                *x *= factor;
+            }
         }
     }
 
@@ -221,7 +223,9 @@ fn forward_head(head: Head, qkv: View<'_>, dropout: Option<Dropout>, out: &Inter
                     let (seen, masked) = p[..keys].split_at_mut(i + 1);
                     masked.fill(0.0);
                     let top = max(seen);
-                    seen.iter_mut().for_each(|p| *p = math::exp(*p - top));
+                    for p in seen.iter_mut() {
+                        *p = math::exp(*p - top);
+                    }
                     let total = sum(seen);
                     totals[i - first] = total;
                     lse[i] = top + total.ln();
@@ -232,7 +236,9 @@ fn forward_head(head: Head, qkv: View<'_>, dropout: Option<Dropout>, out: &Inter
                 multiply([QUERIES, keys, size], by_rows(p, tokens), (v, size), (rows, size), false);
                 for (i, row) in (first..seq_len).zip(rows.chunks_exact_mut(size)) {
                     let row = &mut row[..head_size];
-                    row.iter_mut().for_each(|x| *x /= totals[i - first]);
+                    for x in row.iter_mut() {
+                        *x /= totals[i - first];
+                    }
                     // SAFETY: this task alone writes this head's part of the row.
                     unsafe { out.store(shape.at(head.b, i, head.head, shape.width()), row) };
                 }
@@ -313,7 +319,9 @@ fn backward_head(head: Head, saved: Saved<'_>, lse: &[f32], dqkv: &Interleaved<'
                     dp[seen..keys].fill(0.0);
                     let (p, dp) = (&mut p[..seen], &mut dp[..seen]);
                     let log = lse.get(i).copied().unwrap_or(0.0);
-                    p.iter_mut().for_each(|p| *p = math::exp(*p - log));
+                    for p in p.iter_mut() {
+                        *p = math::exp(*p - log);
+                    }
                     if let Some(dropout) = saved.dropout {
                         dropout.apply(head.mask_row(i), dp);
                     }
@@ -328,7 +336,9 @@ fn backward_head(head: Head, saved: Saved<'_>, lse: &[f32], dqkv: &Interleaved<'
                 multiply([keys, QUERIES, size], by_columns(p, tokens), (dout, size), (dv, size), true);
                 multiply([keys, QUERIES, size], by_columns(dp, tokens), (query, size), (dk, size), true);
                 multiply([QUERIES, keys, size], by_rows(dp, tokens), (k, size), (&mut dq[block.clone()], size), false);
-                dq[block].iter_mut().for_each(|x| *x *= scale);
+                for x in &mut dq[block] {
+                    *x *= scale;
+                }
             }
             for (part, grad) in [&*dq, &*dk, &*dv].into_iter().enumerate() {
                 for (t, row) in grad.chunks_exact(size).take(seq_len).enumerate() {

@@ -10,7 +10,9 @@ pub mod dashboard;
 pub mod data;
 pub mod digest;
 pub mod error;
+pub mod generate;
 pub mod kernels;
+pub mod lab;
 pub mod model;
 pub mod optim;
 pub mod precision;
@@ -18,5 +20,6 @@ pub mod random;
 pub mod telemetry;
 pub mod tensor_file;
 pub mod train;
+pub mod trained;
 
 pub use error::{Error, Result};

@@ -104,14 +104,17 @@ impl ConfigArgs {
         Config::resolve(&Layers { file, overrides: self.overrides()? })
     }
 
-    /// The configuration that the flags make over that of the run in `folder`.
+    /// The configuration that the flags make over that of the run in `folder`; an error if it is another run's.
     pub fn resolve_over(&self, folder: &Path) -> Result<Config> {
         if self.config.is_some() {
             let message = "a resumed run has its own configuration; give changes as flags or with --set";
             return Err(Error::config("--config", message));
         }
         let file = Some(read(&folder.join("config.toml"))?);
-        Config::resolve(&Layers { file, overrides: self.overrides()? })
+        let saved = Config::resolve(&Layers { file: file.clone(), overrides: Vec::new() })?;
+        let config = Config::resolve(&Layers { file, overrides: self.overrides()? })?;
+        config.check_continues(&saved)?;
+        Ok(config)
     }
 
     fn overrides(&self) -> Result<Vec<(String, toml::Value)>> {

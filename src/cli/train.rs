@@ -22,8 +22,8 @@ pub struct TrainArgs {
     #[command(flatten)]
     pub config: ConfigArgs,
     /// Go on from the newest good checkpoint of the newest run, or of the run or step folder given
-    #[arg(long, value_name = "FOLDER", num_args = 0..=1, default_missing_value = "")]
-    pub resume: Option<PathBuf>,
+    #[arg(long, value_name = "FOLDER", num_args = 0..=1)]
+    pub resume: Option<Option<PathBuf>>,
     /// One line of key=value pairs every `log_every` steps
     #[arg(long, conflicts_with = "progress")]
     pub plain: bool,
@@ -41,7 +41,7 @@ struct Resumed {
 
 /// Trains. Returns how the run ended.
 pub fn run(args: &TrainArgs) -> Result<FinishReason> {
-    let resumed = args.resume.as_deref().map(|path| find(path, args)).transpose()?;
+    let resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args)).transpose()?;
     let config = match &resumed {
         Some(resumed) => args.config.resolve_over(resumed.run.path())?,
         None => args.config.resolve()?,
@@ -105,27 +105,24 @@ fn listen_to_signals(interrupt: &Arc<AtomicBool>) -> Result<()> {
     Ok(())
 }
 
-fn find(path: &Path, args: &TrainArgs) -> Result<Resumed> {
-    let step = path.join("manifest.json").is_file();
-    let folder = if step {
-        path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_path_buf()
-    } else if path.as_os_str().is_empty() {
-        let dir = args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints");
-        match &args.config.run {
-            Some(run) => Path::new(dir).join(run),
-            None => newest_run(Path::new(dir))?,
+fn find(path: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
+    let step = path.filter(|path| path.join("manifest.json").is_file());
+    let folder = match (path, step) {
+        (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
+        (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),
+        (Some(path), None) => return Err(Error::checkpoint(path, "there is no such folder")),
+        (None, _) => {
+            let dir = Path::new(args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints"));
+            Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?)
         }
-    } else if path.is_dir() {
-        path.to_path_buf()
-    } else {
-        return Err(Error::checkpoint(path, "there is no such folder"));
     };
+    let folder = folder.unwrap_or_default();
     if !folder.join("config.toml").is_file() {
         return Err(Error::checkpoint(&folder, "is no run's folder: it has no `config.toml`"));
     }
     let run = Run::open(&folder)?;
-    if step {
-        return Ok(Resumed { run, checkpoint: Checkpoint::open(path)?, warnings: Vec::new() });
+    if let Some(step) = step {
+        return Ok(Resumed { run, checkpoint: Checkpoint::open(step)?, warnings: Vec::new() });
     }
     let found = newest_good(&folder)?;
     let warnings = found.damaged.iter().map(|damage| format!("damaged and passed over: {damage}")).collect();

@@ -315,6 +315,25 @@ impl Config {
         }
     }
 
+    /// Refuses to go on with `saved`'s run where that would train something else; more steps and other intervals are fine.
+    pub fn check_continues(&self, saved: &Self) -> Result<()> {
+        let tables = [saved, self].map(|config| toml::Table::try_from(config).unwrap_or_default());
+        let value = |table: &toml::Table, key: &str| {
+            leaves(table)
+                .into_iter()
+                .find(|(leaf, _)| leaf == key)
+                .map_or("unset".into(), |(_, value)| value.to_string())
+        };
+        for key in ["model", "revision", "init", "tokenizer", "dtype", "data", "val", "seed", "train.seq_len"] {
+            let [was, is] = tables.each_ref().map(|table| value(table, key));
+            if was != is {
+                let message = format!("was {was} and is now {is}; resume without changing it, or start a new run");
+                return Err(Error::config(key, message));
+            }
+        }
+        Ok(())
+    }
+
     fn validate(&self) -> Result<()> {
         let positive = |key: &str, value: usize| {
             if value == 0 { Err(Error::config(key, "0 makes no sense here; use 1 or more")) } else { Ok(()) }

@@ -10,6 +10,7 @@ pub mod allocator;
 pub mod attention;
 pub mod convert;
 pub mod cross_entropy;
+pub mod decode_attention;
 pub mod dropout;
 pub mod embedding;
 pub mod gelu;

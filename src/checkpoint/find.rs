@@ -90,6 +90,38 @@ fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
     keyed.into_iter().rev().map(|(_, one)| one).collect()
 }
 
+/// Which checkpoints of one kind are worth their room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Keep {
+    /// The newest so many; at least one, whatever is said here.
+    pub last: usize,
+    /// Also the one with the lowest validation loss.
+    pub best: bool,
+}
+
+/// The checkpoints of `kind` beyond those to keep, the oldest first. Ones with an unreadable manifest or a file missing or of
+/// the wrong size do not count and are never outdated: they are for a person to look at.
+pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
+    let mut whole: Vec<(PathBuf, Manifest)> = list(run)?
+        .into_iter()
+        .filter(|one| one.kind == kind)
+        .filter_map(|one| Some((one.path, one.manifest.ok()?)))
+        .filter(|(path, manifest)| is_whole(path, manifest))
+        .collect();
+    whole.sort_by_key(|(_, manifest)| manifest.sequence);
+    let losses = whole.iter().filter_map(|(path, manifest)| Some((path, manifest.validation_loss?)));
+    let best = losses.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path.clone()).filter(|_| keep.best);
+    whole.truncate(whole.len().saturating_sub(keep.last.max(1)));
+    Ok(whole.into_iter().map(|(path, _)| path).filter(|path| Some(path) != best.as_ref()).collect())
+}
+
+/// Whether all files are there in their sizes: the quick half of [`verify`](super::verify).
+fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
+    manifest.files.iter().all(|(name, digest)| {
+        std::fs::metadata(directory.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
+    })
+}
+
 /// The run in `folder` that saved last.
 ///
 /// # Errors

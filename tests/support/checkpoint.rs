@@ -10,6 +10,7 @@ use finetune::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved,
 use finetune::data::Cursor;
 use finetune::model::{Gpt2Config, Parameters};
 use finetune::precision::ScalerState;
+use tempfile::TempDir;
 
 /// What stands for `tokenizer.json`.
 pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
@@ -28,7 +29,7 @@ impl Sample {
     pub(crate) fn new(step: u64) -> Self {
         let tiny = Gpt2Config::named("tiny").unwrap();
         let config =
-            Gpt2Config { vocab_size: 17, n_positions: 8, n_embd: 8, n_layer: 2, n_head: 2, n_inner: 32, ..tiny };
+            Gpt2Config { vocab_size: 17, n_positions: 8, n_embd: 8, n_layer: 1, n_head: 2, n_inner: 32, ..tiny };
         Self::of(step, &config)
     }
 
@@ -99,6 +100,13 @@ pub(crate) fn zeros(config: &Gpt2Config) -> Parameters {
 /// Writes values into a tensor where it is.
 pub(crate) fn set(tensor: &Tensor, values: Vec<f32>) {
     tensor.slice_set(&Tensor::from_vec(values, tensor.shape(), &Device::Cpu).unwrap(), 0, 0).unwrap();
+}
+
+/// A temporary folder, in memory where the system has such a place: what is tested is the order of operations, and
+/// thousands of syncs of a real disk would take minutes.
+pub(crate) fn folder() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
 }
 
 /// The values of a tensor, flat.

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// What to measure. Tokens are random, weights too.
 #[derive(Args, Debug)]
-pub struct BenchArgs {
+pub(super) struct BenchArgs {
     /// An architecture's name, or a Hugging Face folder for its shape
     #[arg(long, default_value = "distilgpt2")]
     model: String,
@@ -54,7 +54,7 @@ pub struct BenchArgs {
 }
 
 /// Measures and prints one JSON object.
-pub fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
+pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
     if args.steps == 0 {
         return Err(Error::config("--steps", "at least one step has to be measured"));
     }

@@ -14,13 +14,21 @@ use super::super::isa::{Isa, vectorize};
 use super::Operand;
 
 /// An operand's lines; see the module's description.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct Lines<'a, T> {
     data: &'a [T],
     pub(super) count: usize,
     line_stride: usize,
     depth_stride: usize,
 }
+
+impl<T> Clone for Lines<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Lines<'_, T> {}
 
 impl<'a, T> Lines<'a, T> {
     /// The rows of A.
@@ -136,7 +144,7 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
             Unit::Float => T::load(row(k), as_floats(words)),
             Unit::Bf16Pair if k + 1 < end => interleave(as_bf16(row(k)), as_bf16(row(k + 1)), words),
             Unit::Bf16Pair => {
-                words.iter_mut().zip(as_bf16(row(k))).for_each(|(word, low)| *word = pair(*low, bf16::ZERO))
+                words.iter_mut().zip(as_bf16(row(k))).for_each(|(word, low)| *word = pair(*low, bf16::ZERO));
             }
         }
         spread::<WIDTH>(words, &mut panels[index * WIDTH..], panel_words);

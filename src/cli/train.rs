@@ -17,19 +17,20 @@ use std::sync::mpsc::Receiver;
 
 /// Flags of a training run.
 #[derive(Args, Clone, Debug, Default)]
-pub struct TrainArgs {
+pub(crate) struct TrainArgs {
     /// What the run is.
     #[command(flatten)]
-    pub config: ConfigArgs,
+    pub(crate) config: ConfigArgs,
+    #[expect(clippy::option_option, reason = "the flag may stand without a value")]
     /// Go on from the newest good checkpoint of the newest run, or of the run or step folder given
     #[arg(long, value_name = "FOLDER", num_args = 0..=1)]
-    pub resume: Option<Option<PathBuf>>,
+    pub(crate) resume: Option<Option<PathBuf>>,
     /// One line of key=value pairs every `log_every` steps
     #[arg(long, conflicts_with = "progress")]
-    pub plain: bool,
+    pub(crate) plain: bool,
     /// A status line with a bar
     #[arg(long)]
-    pub progress: bool,
+    pub(crate) progress: bool,
 }
 
 /// What a resumed run goes on from.
@@ -40,7 +41,7 @@ struct Resumed {
 }
 
 /// Trains. Returns how the run ended.
-pub fn run(args: &TrainArgs) -> Result<FinishReason> {
+pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     let resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args)).transpose()?;
     let config = match &resumed {
         Some(resumed) => args.config.resolve_over(resumed.run.path())?,
@@ -74,7 +75,7 @@ pub fn run(args: &TrainArgs) -> Result<FinishReason> {
 }
 
 /// A pool of the configured number of threads.
-pub fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
+pub(crate) fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(config.threads.unwrap_or(0))
         .thread_name(|i| format!("compute-{i}"))
@@ -142,7 +143,7 @@ fn new_run(config: &Config) -> Result<Run> {
     }
     let model = Path::new(&config.model).file_name().map_or("model".into(), |name| name.to_string_lossy());
     let dtype = config.dtype.compute;
-    let path = (1..)
+    let path = (1..=u32::MAX)
         .map(|number| dir.join(format!("{model}-{dtype}-{number:04}")))
         .find(|path| !path.exists())
         .unwrap_or_else(|| dir.join("run"));

@@ -157,6 +157,7 @@ pub struct CheckpointSection {
 /// What is looked at, and how often.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
+#[expect(clippy::struct_field_names, reason = "each is an interval, and the key says so")]
 pub struct TelemetrySection {
     /// Steps between two printed lines where there is no dashboard.
     pub log_every: u64,

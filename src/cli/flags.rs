@@ -32,6 +32,9 @@ pub(crate) struct ConfigArgs {
     /// Seed of every random stream
     #[arg(long)]
     pub(crate) seed: Option<i64>,
+    /// Where to compute: auto or cpu
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<String>,
     /// Threads that compute [default: all processors]
     #[arg(long)]
     pub(crate) threads: Option<i64>,
@@ -129,6 +132,7 @@ impl ConfigArgs {
             ("val", text(&self.val)),
             ("dtype", text(&self.dtype)),
             ("seed", int(&self.seed)),
+            ("device", text(&self.device)),
             ("threads", int(&self.threads)),
             ("train.batch_size", int(&self.batch_size)),
             ("train.seq_len", int(&self.seq_len)),

@@ -166,8 +166,9 @@ fn lock(run: &Path) -> Result<File> {
             let mut holder = String::new();
             let _ = file.read_to_string(&mut holder);
             let process = holder.split_whitespace().next().unwrap_or("?");
-            let message =
-                format!("process {process} is working in this run; wait for it or stop it, or use another run's folder");
+            let message = format!(
+                "process {process} is working in this run; wait for it or stop it, or use another run's folder"
+            );
             return Err(Error::checkpoint(run, message));
         }
         Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path)(error)),

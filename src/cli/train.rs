@@ -1,6 +1,6 @@
 //! `finetune` itself: train, in a thread of its own, and show what it tells.
 
-use crate::checkpoint::{Checkpoint, Run, newest_good, newest_run};
+use crate::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::cli::flags::ConfigArgs;
 use crate::dashboard::{Plain, Progress};
 use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Record, Trouble};
@@ -36,7 +36,8 @@ pub(crate) struct TrainArgs {
 /// What a resumed run goes on from.
 struct Resumed {
     run: Run,
-    checkpoint: Checkpoint,
+    /// None if the run was killed before its first.
+    checkpoint: Option<Checkpoint>,
     warnings: Vec<String>,
 }
 
@@ -51,7 +52,10 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     let mut trainer = pool.install(|| Trainer::new(config.clone()))?;
     let (run, warnings) = match resumed {
         Some(resumed) => {
-            pool.install(|| trainer.resume(&resumed.checkpoint))?;
+            match &resumed.checkpoint {
+                Some(checkpoint) => pool.install(|| trainer.resume(checkpoint))?,
+                None => trainer.start_over(),
+            }
             (resumed.run, resumed.warnings)
         }
         None => (new_run(&config)?, Vec::new()),
@@ -123,11 +127,15 @@ fn find(path: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
     }
     let run = Run::open(&folder)?;
     if let Some(step) = step {
-        return Ok(Resumed { run, checkpoint: Checkpoint::open(step)?, warnings: Vec::new() });
+        return Ok(Resumed { run, checkpoint: Some(Checkpoint::open(step)?), warnings: Vec::new() });
+    }
+    if list(&folder)?.iter().all(|one| one.kind != Kind::Full) {
+        let warnings = vec!["there is no checkpoint in this run yet: it starts over".into()];
+        return Ok(Resumed { run, checkpoint: None, warnings });
     }
     let found = newest_good(&folder)?;
     let warnings = found.damaged.iter().map(|damage| format!("damaged and passed over: {damage}")).collect();
-    Ok(Resumed { run, checkpoint: found.checkpoint, warnings })
+    Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }
 
 /// A new folder for a run: the one asked for, which must not hold a run yet, or the next free number.
@@ -154,7 +162,9 @@ fn new_run(config: &Config) -> Result<Run> {
 fn write_config(folder: &Path, config: &Config) -> Result<()> {
     let path = folder.join("config.toml");
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(Error::io("create a file in", folder))?;
-    std::io::Write::write_all(&mut file, config.to_toml()?.as_bytes()).map_err(Error::io("write", &path))?;
+    std::io::Write::write_all(&mut file, config.to_toml()?.as_bytes())
+        .and_then(|()| file.as_file().sync_all())
+        .map_err(Error::io("write", &path))?;
     file.persist(&path).map_err(|error| Error::Io { action: "write", path, source: error.error })?;
     Ok(())
 }

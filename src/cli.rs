@@ -3,6 +3,7 @@
 mod flags;
 mod train;
 mod verify_resume;
+mod watch;
 
 use crate::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
@@ -30,6 +31,8 @@ enum Command {
     Config(Box<ConfigArgs>),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
+    /// Show the dashboard of a run in another process, or of one that is over
+    Watch(watch::WatchArgs),
 }
 
 /// Parses the command line, does what it says, and returns the process's exit code: 0 done, 1 failure, 2 usage or
@@ -67,5 +70,6 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
+        Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -7,6 +7,7 @@ mod generate;
 mod model;
 mod train;
 mod verify_resume;
+mod watch;
 
 use crate::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
@@ -41,6 +42,8 @@ enum Command {
     Checkpoint(checkpoint::CheckpointCommand),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
+    /// Show the dashboard of a run in another process, or of one that is over
+    Watch(watch::WatchArgs),
 }
 
 /// Parses the command line, does what it says, and returns the process's exit code: 0 done, 1 failure, 2 usage or
@@ -84,5 +87,6 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Bench(args)) => bench::run(&args, &mut stdout()),
         Some(Command::Checkpoint(command)) => checkpoint::run(&command, &mut stdout()),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
+        Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -5,7 +5,7 @@
 //! The run goes on for ever, a hundred steps a second. It answers every command, and prints what it was told and how the
 //! dashboard ended.
 
-#![allow(clippy::print_stdout, clippy::expect_used, reason = "a program for people and tests")]
+#![allow(clippy::expect_used, reason = "a program for people and tests")]
 
 use finetune::dashboard::{self, Exit, Theme};
 use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, Saved};
@@ -38,21 +38,26 @@ fn main() {
     let frames = if panics == "screen" { 3 } else { usize::MAX };
     let writer = PanickingWriter { writes: frames };
     let exit = dashboard::run_on(writer, &events, &commands, Theme::from_env(has("--ascii"))).expect("a terminal");
-    println!("exit: {exit:?}");
+    say(&format!("exit: {exit:?}"));
     match exit {
         Exit::Aborted => std::process::exit(130),
         Exit::Detached | Exit::Crashed => {
             // What training does now comes as lines; a few are enough to see that it goes on.
             let mut plain = dashboard::Plain::new(stdout(), 10);
             events.iter().take(50).for_each(|record| _ = plain.show(&record));
-            println!("still training");
+            say("still training");
         }
         Exit::Ended | Exit::Terminated | Exit::Lost => {
             drop(events);
             let told = training.join().unwrap_or_else(|_| vec!["training panicked".into()]);
-            println!("told: {}", told.join(" "));
+            say(&format!("told: {}", told.join(" ")));
         }
     }
+}
+
+/// Prints a line, if the terminal is still there.
+fn say(line: &str) {
+    writeln!(stdout(), "{line}").ok();
 }
 
 /// Emits invented steps and does as it is told; gives what that was.

@@ -3,8 +3,8 @@
 mod bench;
 mod checkpoint;
 mod flags;
-mod lab;
 mod generate;
+mod lab;
 mod model;
 mod train;
 mod verify_resume;

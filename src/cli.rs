@@ -1,6 +1,10 @@
 //! The command line: what may be typed, and which part of the library answers.
 
+mod bench;
+mod checkpoint;
 mod flags;
+mod generate;
+mod model;
 mod train;
 mod verify_resume;
 mod watch;
@@ -27,8 +31,15 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Write text with a model
+    Generate(Box<generate::GenerateArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigArgs>),
+    /// Measure how fast this machine trains, and print the figures as JSON
+    Bench(Box<bench::BenchArgs>),
+    /// List, show, verify, prune and compare checkpoints
+    #[command(subcommand)]
+    Checkpoint(checkpoint::CheckpointCommand),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
     /// Show the dashboard of a run in another process, or of one that is over
@@ -64,11 +75,17 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
         }),
+        Some(Command::Generate(args)) => {
+            args.model.on_threads(|| generate::run(&args, &mut stdout()))?;
+            Ok(ExitCode::SUCCESS)
+        }
         Some(Command::Config(args)) => {
             let text = args.resolve()?.to_toml()?;
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
         }
+        Some(Command::Bench(args)) => bench::run(&args, &mut stdout()),
+        Some(Command::Checkpoint(command)) => checkpoint::run(&command, &mut stdout()),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
         Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }

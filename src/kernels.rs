@@ -6,9 +6,11 @@
 #![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
 
 pub mod adamw;
+pub mod allocator;
 pub mod attention;
 pub mod convert;
 pub mod cross_entropy;
+pub mod decode_attention;
 pub mod dropout;
 pub mod embedding;
 pub mod gelu;

@@ -3,13 +3,16 @@
 //! `docs/ARCHITECTURE.md` has the map and the order in which modules may use each other; `tests/architecture.rs` holds
 //! the code to it. The recipe itself stands in `train/step.rs`.
 
+pub mod amp;
 pub mod checkpoint;
 pub mod cli;
 pub mod dashboard;
 pub mod data;
 pub mod digest;
 pub mod error;
+pub mod generate;
 pub mod kernels;
+pub mod lab;
 pub mod model;
 pub mod optim;
 pub mod precision;
@@ -17,5 +20,6 @@ pub mod random;
 pub mod telemetry;
 pub mod tensor_file;
 pub mod train;
+pub mod trained;
 
 pub use error::{Error, Result};

@@ -8,5 +8,5 @@ mod parameters;
 
 pub use config::Gpt2Config;
 pub use folder::ModelFolder;
-pub use gpt2::{Gpt2, Mode, Tokens, Workspace, candle_dtype};
+pub use gpt2::{Gpt2, KvCache, Mode, Tokens, Workspace, candle_dtype};
 pub use parameters::{Entry, Parameters};

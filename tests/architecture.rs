@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 18] = [
+const ORDER: [&str; 23] = [
     "error",
     "precision",
     "telemetry",
@@ -23,9 +23,14 @@ const ORDER: [&str; 18] = [
     "data",
     "hub",
     "checkpoint",
+    "trained",
+    "generate",
+    "evaluate",
+    "export",
     "train",
     "lab",
     "dashboard",
+    "doctor",
     "cli",
     "main",
 ];

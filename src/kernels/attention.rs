@@ -1,7 +1,7 @@
 //! Causal self-attention on packed queries, keys and values.
 //!
 //! A head's scores never exist as a whole: the forward pass keeps each row's log-sum-exp, and the backward pass
-//! recomputes the probabilities from it (Dao et al., "FlashAttention", 2022). Scores, softmax and sums are FP32.
+//! recomputes the probabilities from it (Dao et al., "`FlashAttention`", 2022). Scores, softmax and sums are FP32.
 
 use crate::kernels::dropout::Dropout;
 use crate::kernels::isa;
@@ -49,7 +49,7 @@ const PAD: usize = 16;
 struct Head {
     shape: Shape,
     b: usize,
-    head: usize,
+    index: usize,
     /// Padded sequence length.
     tokens: usize,
     /// Padded head size.
@@ -59,7 +59,7 @@ struct Head {
 impl Head {
     fn of(shape: Shape, task: usize) -> Self {
         let (tokens, size) = (shape.seq_len.next_multiple_of(PAD), shape.head_size.next_multiple_of(PAD));
-        Self { shape, b: task / shape.heads, head: task % shape.heads, tokens, size }
+        Self { shape, b: task / shape.heads, index: task % shape.heads, tokens, size }
     }
 
     /// Elements of a matrix `[T, head_size]` with padding.
@@ -74,8 +74,10 @@ impl Head {
         out.fill(0.0);
         for (t, row) in out.chunks_exact_mut(self.size).take(seq_len).enumerate() {
             let row = &mut row[..head_size];
-            rows.load(self.shape.at(self.b, t, self.head, stride) + part * self.shape.width(), row);
-            row.iter_mut().for_each(|x| *x *= factor);
+            rows.load(self.shape.at(self.b, t, self.index, stride) + part * self.shape.width(), row);
+            for x in row.iter_mut() {
+                *x *= factor;
+            }
         }
     }
 
@@ -91,7 +93,7 @@ impl Head {
 
     /// Index of the first element of row `i` of the attention matrix, for the dropout mask.
     fn mask_row(self, i: usize) -> usize {
-        ((self.b * self.shape.heads + self.head) * self.shape.seq_len + i) * self.shape.seq_len
+        ((self.b * self.shape.heads + self.index) * self.shape.seq_len + i) * self.shape.seq_len
     }
 }
 
@@ -104,7 +106,10 @@ struct Matrix<'a> {
 }
 
 /// `c (+)= a · b` for `a` of `rows` × `inner`, and `b`, `c` with rows of `ldb` and `ldc` elements of which `columns` take
-/// part; `rows` and `columns` are multiples of 4 and 16.
+/// part; `rows` and `inner` are multiples of 4.
+///
+/// Four rows of `b` are folded into four rows of `c` at a time: plain loops that compilers turn into vectors, at half of
+/// the arithmetic's peak for the sizes of a head.
 #[inline(always)]
 fn multiply(
     [rows, inner, columns]: [usize; 3],
@@ -113,47 +118,38 @@ fn multiply(
     (c, ldc): (&mut [f32], usize),
     accumulate: bool,
 ) {
-    const ROWS: usize = 4;
-    let mut column = 0;
-    while column < columns {
-        let wide = columns - column >= 32;
-        for row in (0..rows).step_by(ROWS) {
-            if wide {
-                tile::<ROWS, 32>(row, column, inner, a, (b, ldb), (c, ldc), accumulate);
+    for (block, c) in c.chunks_mut(4 * ldc).take(rows / 4).enumerate() {
+        for k in (0..inner).step_by(4) {
+            let at = |r: usize, i: usize| a.data[(4 * block + r) * a.row_stride + (k + i) * a.column_stride];
+            let factors: [[f32; 4]; 4] = std::array::from_fn(|r| std::array::from_fn(|i| at(r, i)));
+            let b = &b[k * ldb..];
+            let b = [&b[..columns], &b[ldb..][..columns], &b[2 * ldb..][..columns], &b[3 * ldb..][..columns]];
+            if k == 0 && !accumulate {
+                fold::<true>(factors, b, c, ldc);
             } else {
-                tile::<ROWS, 16>(row, column, inner, a, (b, ldb), (c, ldc), accumulate);
+                fold::<false>(factors, b, c, ldc);
             }
         }
-        column += if wide { 32 } else { 16 };
     }
 }
 
-/// One register tile of [`multiply`].
+/// Adds the products of four rows of `b` to four rows of `c`; overwrites those if they are `FRESH`.
 #[inline(always)]
-fn tile<const ROWS: usize, const COLUMNS: usize>(
-    row: usize,
-    column: usize,
-    inner: usize,
-    a: Matrix<'_>,
-    (b, ldb): (&[f32], usize),
-    (c, ldc): (&mut [f32], usize),
-    accumulate: bool,
-) {
-    let mut sums = [[0.0f32; COLUMNS]; ROWS];
-    for k in 0..inner {
-        let b = &b[k * ldb + column..][..COLUMNS];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            let a = a.data[(row + r) * a.row_stride + k * a.column_stride];
-            for (sum, b) in sums.iter_mut().zip(b) {
-                *sum += a * b;
-            }
-        }
-    }
-    for (r, sums) in sums.iter().enumerate() {
-        let c = &mut c[(row + r) * ldc + column..][..COLUMNS];
-        for (c, sum) in c.iter_mut().zip(sums) {
-            *c = if accumulate { *c + sum } else { *sum };
-        }
+fn fold<const FRESH: bool>(factors: [[f32; 4]; 4], [b0, b1, b2, b3]: [&[f32]; 4], c: &mut [f32], ldc: usize) {
+    let columns = b0.len();
+    let (c0, rest) = c.split_at_mut(ldc);
+    let (c1, rest) = rest.split_at_mut(ldc);
+    let (c2, c3) = rest.split_at_mut(ldc);
+    let (c0, c1, c2, c3) = (&mut c0[..columns], &mut c1[..columns], &mut c2[..columns], &mut c3[..columns]);
+    let (b1, b2, b3) = (&b1[..columns], &b2[..columns], &b3[..columns]);
+    let [f0, f1, f2, f3] = factors;
+    for j in 0..columns {
+        let b = [b0[j], b1[j], b2[j], b3[j]];
+        let sum = |f: [f32; 4]| (f[0] * b[0] + f[1] * b[1]) + (f[2] * b[2] + f[3] * b[3]);
+        c0[j] = if FRESH { sum(f0) } else { c0[j] + sum(f0) };
+        c1[j] = if FRESH { sum(f1) } else { c1[j] + sum(f1) };
+        c2[j] = if FRESH { sum(f2) } else { c2[j] + sum(f2) };
+        c3[j] = if FRESH { sum(f3) } else { c3[j] + sum(f3) };
     }
 }
 
@@ -221,7 +217,9 @@ fn forward_head(head: Head, qkv: View<'_>, dropout: Option<Dropout>, out: &Inter
                     let (seen, masked) = p[..keys].split_at_mut(i + 1);
                     masked.fill(0.0);
                     let top = max(seen);
-                    seen.iter_mut().for_each(|p| *p = math::exp(*p - top));
+                    for p in seen.iter_mut() {
+                        *p = math::exp(*p - top);
+                    }
                     let total = sum(seen);
                     totals[i - first] = total;
                     lse[i] = top + total.ln();
@@ -232,9 +230,11 @@ fn forward_head(head: Head, qkv: View<'_>, dropout: Option<Dropout>, out: &Inter
                 multiply([QUERIES, keys, size], by_rows(p, tokens), (v, size), (rows, size), false);
                 for (i, row) in (first..seq_len).zip(rows.chunks_exact_mut(size)) {
                     let row = &mut row[..head_size];
-                    row.iter_mut().for_each(|x| *x /= totals[i - first]);
+                    for x in row.iter_mut() {
+                        *x /= totals[i - first];
+                    }
                     // SAFETY: this task alone writes this head's part of the row.
-                    unsafe { out.store(shape.at(head.b, i, head.head, shape.width()), row) };
+                    unsafe { out.store(shape.at(head.b, i, head.index, shape.width()), row) };
                 }
             }
         },
@@ -313,7 +313,9 @@ fn backward_head(head: Head, saved: Saved<'_>, lse: &[f32], dqkv: &Interleaved<'
                     dp[seen..keys].fill(0.0);
                     let (p, dp) = (&mut p[..seen], &mut dp[..seen]);
                     let log = lse.get(i).copied().unwrap_or(0.0);
-                    p.iter_mut().for_each(|p| *p = math::exp(*p - log));
+                    for p in p.iter_mut() {
+                        *p = math::exp(*p - log);
+                    }
                     if let Some(dropout) = saved.dropout {
                         dropout.apply(head.mask_row(i), dp);
                     }
@@ -328,11 +330,13 @@ fn backward_head(head: Head, saved: Saved<'_>, lse: &[f32], dqkv: &Interleaved<'
                 multiply([keys, QUERIES, size], by_columns(p, tokens), (dout, size), (dv, size), true);
                 multiply([keys, QUERIES, size], by_columns(dp, tokens), (query, size), (dk, size), true);
                 multiply([QUERIES, keys, size], by_rows(dp, tokens), (k, size), (&mut dq[block.clone()], size), false);
-                dq[block].iter_mut().for_each(|x| *x *= scale);
+                for x in &mut dq[block] {
+                    *x *= scale;
+                }
             }
             for (part, grad) in [&*dq, &*dk, &*dv].into_iter().enumerate() {
                 for (t, row) in grad.chunks_exact(size).take(seq_len).enumerate() {
-                    let start = shape.at(head.b, t, head.head, 3 * width) + part * width;
+                    let start = shape.at(head.b, t, head.index, 3 * width) + part * width;
                     // SAFETY: this task alone writes this head's parts of the rows.
                     unsafe { dqkv.store(start, &row[..head_size]) };
                 }

@@ -3,6 +3,10 @@
 //! The forward pass leaves in the [`Workspace`] what the backward pass reads. Both walk the same short list of layers;
 //! after the first step neither allocates.
 
+mod decode;
+
+pub use decode::KvCache;
+
 use crate::kernels::attention::{self, Shape};
 use crate::kernels::cross_entropy::{HeadGradient, HeadWorkspace, head};
 use crate::kernels::dropout::Dropout;

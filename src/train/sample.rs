@@ -1,19 +1,19 @@
 //! Text samples during training.
 
 use crate::data::Tokenizer;
-use crate::model::{Gpt2, Mode, Parameters, Tokens, Workspace};
+use crate::generate::{Request, Sampling, generate, prompt_ids};
+use crate::model::{Gpt2, KvCache, Parameters};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
-use candle_core::{DType, Device};
-use candle_transformers::generation::{LogitsProcessor, Sampling};
+use candle_core::Device;
 
-/// Buffers for generating text of a fixed length from a fixed prompt.
+/// A prompt to go on from, with the buffers that takes.
 #[derive(Debug)]
 pub struct Sampler {
     prompt: Vec<u32>,
     tokens: usize,
     temperature: f64,
-    workspace: Workspace,
+    cache: KvCache,
 }
 
 impl Sampler {
@@ -26,43 +26,31 @@ impl Sampler {
         tokens: usize,
         temperature: f64,
     ) -> Result<Self> {
-        let mut prompt_ids = tokenizer.encode(prompt)?;
-        if prompt_ids.is_empty() {
-            prompt_ids.push(tokenizer.eos_id().unwrap_or(0));
-        }
+        let prompt = prompt_ids(tokenizer, prompt)?;
         let context = model.config().n_positions;
-        if prompt_ids.len() >= context {
-            let message = format!("its {} tokens fill the context of {context}", prompt_ids.len());
+        if prompt.len() >= context {
+            let message = format!("its {} tokens fill the context of {context}", prompt.len());
             return Err(Error::config("train.prompt", message));
         }
-        let tokens = tokens.min(context - prompt_ids.len());
-        let workspace = Workspace::new(model.config(), policy, 1, prompt_ids.len() + tokens, false, &Device::Cpu)?;
-        Ok(Self { prompt: prompt_ids, tokens, temperature, workspace })
+        let tokens = tokens.min(context - prompt.len());
+        let cache = KvCache::new(model.config(), policy, prompt.len() + tokens, &Device::Cpu)?;
+        Ok(Self { prompt, tokens, temperature, cache })
     }
 
-    /// Generates a text; equal weights and seeds give equal texts. Stops early at the end-of-text token.
+    /// Generates a text; equal weights and seeds give equal texts. Stops early at the end-of-text token, and where the
+    /// logits are not finite, which is training's to complain of.
     pub fn generate(&mut self, model: &Gpt2, weights: &Parameters, tokenizer: &Tokenizer, seed: u64) -> Result<String> {
-        let sampling = match self.temperature {
-            0.0 => Sampling::ArgMax,
-            temperature => Sampling::All { temperature },
+        let sampling = Sampling { temperature: self.temperature, seed, ..Sampling::default() };
+        let Self { prompt, tokens, cache, .. } = self;
+        let request = Request { prompt, max_tokens: *tokens, eos: tokenizer.eos_id(), sampling: &sampling };
+        let mut ids = Vec::with_capacity(*tokens);
+        let receive = |id| {
+            ids.push(id);
+            Ok(true)
         };
-        let mut processor = LogitsProcessor::from_sampling(seed, sampling);
-        let length = self.workspace.seq_len();
-        let mut ids = vec![0; length];
-        ids[..self.prompt.len()].copy_from_slice(&self.prompt);
-        let mut filled = self.prompt.len();
-        while filled < self.prompt.len() + self.tokens {
-            let tokens = Tokens { ids: &ids, seq_len: length };
-            model.forward(weights, tokens, Mode::Eval, &mut self.workspace)?;
-            let hidden = self.workspace.hidden().narrow(0, filled - 1, 1)?;
-            let logits = model.logits(weights, &hidden)?.to_dtype(DType::F32)?.squeeze(0)?;
-            let Ok(next) = processor.sample(&logits) else { break };
-            if Some(next) == tokenizer.eos_id() {
-                break;
-            }
-            ids[filled] = next;
-            filled += 1;
+        match generate(model, weights, cache, request, receive) {
+            Ok(_) | Err(Error::Model { .. }) => tokenizer.decode(&ids),
+            Err(error) => Err(error),
         }
-        tokenizer.decode(&ids[self.prompt.len()..filled])
     }
 }

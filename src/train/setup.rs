@@ -4,10 +4,11 @@ use crate::data::{Dataset, Source, Tokenizer};
 use crate::kernels::view;
 use crate::model::{Gpt2, Gpt2Config, ModelFolder, Parameters, Workspace};
 use crate::optim::{Gradients, Survey};
-use crate::precision::{FloatFormat, GradScaler};
+use crate::precision::GradScaler;
 use crate::train::config::{Config, Init};
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
+use crate::trained::check_range;
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::path::Path;
@@ -123,16 +124,5 @@ pub fn engine(config: &Config, shape: &Gpt2Config, masters: Parameters, total_st
 
 /// Refuses initial weights that are not finite or that the compute type cannot hold, naming the tensor.
 pub fn check_weights(masters: &Parameters, config: &Config) -> Result<()> {
-    let format = config.dtype.compute.format();
-    for (name, tensor) in masters.iter() {
-        let stats = crate::kernels::survey::survey(tensor, FloatFormat::FP32, false)?.stats;
-        if !stats.is_finite() {
-            return Err(Error::model(&config.model, format!("`{name}` holds infinities or NaNs")));
-        }
-        if f64::from(stats.max_abs) > format.max() {
-            let message = format!("`{name}` reaches {}, beyond {}'s largest value", stats.max_abs, format.name);
-            return Err(Error::model(&config.model, message));
-        }
-    }
-    Ok(())
+    check_range(masters, &config.model, config.dtype.compute)
 }

@@ -1,0 +1,96 @@
+//! `finetune generate`: text from a model, to standard output as it comes.
+
+use crate::cli::model::ModelArgs;
+use crate::generate::{Request, Sampling, Stop, TextStream, generate, prompt_ids};
+use crate::model::KvCache;
+use crate::{Error, Result};
+use candle_core::Device;
+use clap::Args;
+use std::io::{ErrorKind, IsTerminal, Write, stderr};
+use std::time::Instant;
+
+/// Flags of `finetune generate`.
+#[derive(Args, Debug)]
+pub(super) struct GenerateArgs {
+    #[command(flatten)]
+    pub(super) model: ModelArgs,
+    /// What the text begins with; without it a text of the model's own
+    #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    prompt: String,
+    /// Tokens to generate, at most
+    #[arg(long, short = 'n', value_name = "N", default_value_t = 128)]
+    max_tokens: usize,
+    /// Divides the logits; 0 always takes the likeliest token
+    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    temperature: f64,
+    /// Choose among the N likeliest tokens
+    #[arg(long, value_name = "N")]
+    top_k: Option<usize>,
+    /// Choose among the likeliest tokens that together have this probability
+    #[arg(long, value_name = "P")]
+    top_p: Option<f64>,
+    /// Above 1, make tokens that occurred less likely
+    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    repetition_penalty: f32,
+    /// Equal seeds give equal texts
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+/// Writes the text that follows the prompt to `out`, and how it ended to standard error.
+pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
+    let sampling = Sampling {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        repetition_penalty: args.repetition_penalty,
+        seed: args.seed,
+    };
+    sampling.validate()?;
+    let trained = args.model.open()?;
+    let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
+    let context = trained.config.n_positions;
+    if prompt.len() > context {
+        let message = format!("its {} tokens exceed the context of {context}; shorten it", prompt.len());
+        return Err(Error::config("--prompt", message));
+    }
+    let (model, weights) = trained.load(args.model.dtype)?;
+    let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
+    let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &Device::Cpu)?;
+    let eos = trained.tokenizer.eos_id().or(trained.config.eos_token_id);
+    let request = Request { prompt: &prompt, max_tokens: args.max_tokens, eos, sampling: &sampling };
+
+    let mut stream = TextStream::new(&trained.tokenizer);
+    let (began, mut count) = (Instant::now(), 0);
+    let stop = generate(&model, &weights, &mut cache, request, |id| {
+        count += 1;
+        say(out, &stream.push(id)?)
+    })?;
+    say(out, &(stream.finish()? + "\n"))?;
+    report(stop, count, context, began);
+    Ok(())
+}
+
+/// Writes and flushes; `false` where nobody reads any more.
+fn say(out: &mut dyn Write, text: &str) -> Result<bool> {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(Error::io("write to", "standard output")(error)),
+    }
+}
+
+/// Says how it ended to somebody who watches; that the context is full, to everybody.
+fn report(stop: Stop, count: usize, context: usize, began: Instant) {
+    let seconds = began.elapsed().as_secs_f64();
+    let why = match stop {
+        Stop::EndOfText => "the text is complete".to_owned(),
+        Stop::MaxTokens => "`--max-tokens` reached".to_owned(),
+        Stop::ContextFull => format!("the context of {context} tokens is full"),
+        Stop::Receiver => return,
+    };
+    if stop == Stop::ContextFull || stderr().is_terminal() {
+        let rate = count as f64 / seconds.max(1e-9);
+        writeln!(stderr(), "stopped after {count} tokens: {why} ({rate:.1} tokens/s)").ok();
+    }
+}

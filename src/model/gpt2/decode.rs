@@ -1,0 +1,122 @@
+//! The forward pass for generating text: new tokens only, over the cached keys and values of those before them.
+
+use super::Gpt2;
+use crate::kernels::decode_attention::KeyValues;
+use crate::kernels::{embedding, gelu, residual, view};
+use crate::model::candle_dtype;
+use crate::model::config::Gpt2Config;
+use crate::model::layers::Normed;
+use crate::model::parameters::Parameters;
+use crate::precision::PrecisionPolicy;
+use candle_core::{Device, Result, Tensor, bail};
+
+/// What one sequence's tokens left behind in every layer, and the buffers of the pass that adds to it.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Vec<KeyValues>,
+    policy: PrecisionPolicy,
+    device: Device,
+    capacity: usize,
+    len: usize,
+    /// Made for the number of tokens that were decoded last.
+    buffers: Option<Buffers>,
+}
+
+/// The activations of one block; every block uses them in turn, for no backward pass follows.
+#[derive(Debug)]
+struct Buffers {
+    rows: usize,
+    stream: Tensor,
+    middle: Tensor,
+    normed: Normed,
+    qkv: Tensor,
+    attended: Tensor,
+    branch: Tensor,
+    fc: Tensor,
+    gelu: Tensor,
+}
+
+impl KvCache {
+    /// Room for a sequence of `capacity` tokens, which must lie within the model's context.
+    pub fn new(config: &Gpt2Config, policy: PrecisionPolicy, capacity: usize, device: &Device) -> Result<Self> {
+        if capacity > config.n_positions {
+            bail!("a cache of {capacity} tokens exceeds the model's context of {}", config.n_positions);
+        }
+        let (heads, head_size) = (config.n_head, config.n_embd / config.n_head);
+        let layer = |_| KeyValues::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
+        let layers = (0..config.n_layer).map(layer).collect::<Result<_>>()?;
+        Ok(Self { layers, policy, device: device.clone(), capacity, len: 0, buffers: None })
+    }
+
+    /// Tokens seen.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no token was seen yet.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tokens there is room for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Forgets every token but the first `len`.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+}
+
+impl Buffers {
+    fn new(config: &Gpt2Config, policy: PrecisionPolicy, rows: usize, device: &Device) -> Result<Self> {
+        let (width, compute, residual) = (config.n_embd, candle_dtype(policy.compute), candle_dtype(policy.residual));
+        let buffer = |columns: usize, dtype| view::zeros(&[rows, columns], dtype, device);
+        Ok(Self {
+            rows,
+            stream: buffer(width, residual)?,
+            middle: buffer(width, residual)?,
+            normed: Normed::new(rows, width, compute, device)?,
+            qkv: buffer(3 * width, compute)?,
+            attended: buffer(width, compute)?,
+            branch: buffer(width, compute)?,
+            fc: buffer(config.n_inner, compute)?,
+            gelu: buffer(config.n_inner, compute)?,
+        })
+    }
+}
+
+impl Gpt2 {
+    /// Appends `ids` to the cached sequence and returns the head's input for each of them, `[ids.len(), D]`: what
+    /// [`Gpt2::forward`] computes for those rows of the whole sequence, without dropout.
+    pub fn decode<'c>(&self, weights: &Parameters, ids: &[u32], cache: &'c mut KvCache) -> Result<&'c Tensor> {
+        let (past, rows) = (cache.len, ids.len());
+        if rows == 0 || past + rows > cache.capacity {
+            bail!("{rows} tokens after {past} for a cache of {}", cache.capacity);
+        }
+        if cache.buffers.as_ref().is_none_or(|buffers| buffers.rows != rows) {
+            cache.buffers = Some(Buffers::new(&self.config, cache.policy, rows, &cache.device)?);
+        }
+        let KvCache { layers, buffers: Some(buffers), len, .. } = cache else { bail!("the cache has no buffers") };
+        let Buffers { stream, middle, normed, qkv, attended, branch, fc, gelu, .. } = &*buffers;
+        let positions = weights[self.wpe].narrow(0, past, rows)?;
+        embedding::forward(&weights[self.wte], &positions, ids, rows, None, stream)?;
+        for (block, layer) in self.blocks.iter().zip(layers) {
+            block.ln_1.forward(weights, stream, normed)?;
+            block.c_attn.forward(weights, &normed.out, qkv)?;
+            layer.attend(past, qkv, attended)?;
+            block.attn_c_proj.forward(weights, attended, branch)?;
+            residual::add(stream, branch, None, middle)?;
+
+            block.ln_2.forward(weights, middle, normed)?;
+            block.c_fc.forward(weights, &normed.out, fc)?;
+            gelu::forward(fc, gelu)?;
+            block.mlp_c_proj.forward(weights, gelu, branch)?;
+            residual::add(middle, branch, None, stream)?;
+        }
+        self.ln_f.forward(weights, stream, normed)?;
+        *len += rows;
+        Ok(&buffers.normed.out)
+    }
+}

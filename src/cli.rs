@@ -5,6 +5,7 @@ mod checkpoint;
 mod flags;
 mod generate;
 mod model;
+mod show;
 mod train;
 mod verify_resume;
 mod watch;

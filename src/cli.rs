@@ -6,6 +6,7 @@ mod flags;
 mod lab;
 mod generate;
 mod model;
+mod show;
 mod train;
 mod verify_resume;
 mod watch;

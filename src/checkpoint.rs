@@ -26,9 +26,9 @@ mod state;
 
 pub use compare::{Difference, compare};
 pub use disk::{Disk, Operation};
-pub use find::{Found, Listed, list, newest_good, newest_run};
+pub use find::{Found, Keep, Listed, list, newest_good, newest_run, outdated};
 pub use manifest::{Kind, Manifest};
 pub use read::{Checkpoint, Damage, verify};
-pub use run::{Keep, Run, Saved};
+pub use run::{Run, Saved};
 pub use save::Contents;
 pub use state::{Best, FORMAT_VERSION, Identity, State};

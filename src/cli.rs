@@ -3,11 +3,14 @@
 mod completions;
 mod doctor;
 mod eval;
+mod bench;
+mod checkpoint;
 mod flags;
 mod generate;
 mod model;
 mod train;
 mod verify_resume;
+mod watch;
 
 use crate::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
@@ -43,8 +46,15 @@ enum Command {
     Completions(completions::CompletionsArgs),
     /// Write the manual page, in roff
     Man,
+    /// Measure how fast this machine trains, and print the figures as JSON
+    Bench(Box<bench::BenchArgs>),
+    /// List, show, verify, prune and compare checkpoints
+    #[command(subcommand)]
+    Checkpoint(checkpoint::CheckpointCommand),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
+    /// Show the dashboard of a run in another process, or of one that is over
+    Watch(watch::WatchArgs),
 }
 
 /// Parses the command line, does what it says, and returns the process's exit code: 0 done, 1 failure, 2 usage or
@@ -86,7 +96,10 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Doctor(args)) => done(doctor::run(&args, &mut stdout())),
         Some(Command::Completions(args)) => done(completions::completions::<Cli>(&args, &mut stdout())),
         Some(Command::Man) => done(completions::man::<Cli>(&mut stdout())),
+        Some(Command::Bench(args)) => bench::run(&args, &mut stdout()),
+        Some(Command::Checkpoint(command)) => checkpoint::run(&command, &mut stdout()),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
+        Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }
 }
 

@@ -2,10 +2,35 @@
 //!
 //! Everything here is a reader of [`telemetry`](crate::telemetry) records and knows nothing of training.
 
+mod ascii;
+mod event_loop;
 mod format;
+mod keys;
+mod layout;
+mod output;
 mod pace;
+mod pad;
+mod panels;
+mod picture;
 mod plain;
+mod plot;
 mod progress;
+mod ruler;
+mod run_data;
+mod screen;
+mod state;
+mod theme;
+mod view;
+mod watch;
 
+#[cfg(test)]
+mod tests;
+
+pub use event_loop::{run, run_on};
+pub use output::{Output, Terminal};
+pub use picture::picture;
 pub use plain::Plain;
 pub use progress::Progress;
+pub use state::Exit;
+pub use theme::Theme;
+pub use watch::{watch, watch_plain};

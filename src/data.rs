@@ -1,17 +1,23 @@
 //! From text to batches: corpora, tokenizers, and a loader that shows every token of an epoch once.
 //!
-//! [`Dataset::load`] turns a [`Source`] (what `--data` names) into a training and a validation [`TokenSource`];
+//! A [`Loader`] turns a [`Source`] (what `--data` names) into a training and a validation [`TokenSource`];
 //! [`BatchLoader`] cuts those into windows, in an order that is a pure function of seed, epoch and position, so that
 //! a [`Cursor`] of two numbers in a checkpoint is enough to go on exactly where a run stopped.
 
 pub mod batch_loader;
+mod bpe;
+mod cache;
 pub mod corpus;
+mod document;
 pub mod grammar;
 pub mod shuffle;
+pub mod source;
+mod tokenise;
 pub mod tokenizer;
 pub mod tokens;
 
 pub use batch_loader::{Batch, BatchLoader, Cursor, EvalBatches, IGNORE_INDEX};
-pub use corpus::{Dataset, Source};
+pub use corpus::{Dataset, Loader};
+pub use source::{Fetch, LoadEvent, Remote, Source};
 pub use tokenizer::Tokenizer;
 pub use tokens::TokenSource;

@@ -6,6 +6,7 @@
 #![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
 
 pub mod adamw;
+pub mod allocator;
 pub mod attention;
 pub mod convert;
 pub mod cross_entropy;

@@ -3,6 +3,7 @@
 //! `docs/ARCHITECTURE.md` has the map and the order in which modules may use each other; `tests/architecture.rs` holds
 //! the code to it. The recipe itself stands in `train/step.rs`.
 
+pub mod amp;
 pub mod checkpoint;
 pub mod cli;
 pub mod dashboard;
@@ -13,6 +14,7 @@ pub mod error;
 pub mod evaluate;
 pub mod generate;
 pub mod kernels;
+pub mod lab;
 pub mod model;
 pub mod optim;
 pub mod precision;

@@ -91,7 +91,7 @@ fn latest_and_the_newest_good_are_the_last_save() {
 #[test]
 fn the_newest_run_is_the_one_that_saved_last_whatever_the_clock_says() {
     let folder = tempdir().unwrap();
-    assert!(newest_run(folder.path()).unwrap_err().to_string().contains("no run here has a checkpoint yet"));
+    assert!(newest_run(folder.path()).unwrap_err().to_string().contains("there is no run here yet"));
     for (name, step) in [("zebra", 900), ("aardvark", 5), ("zebra", 950), ("monkey", 7)] {
         let mut run = Run::open(folder.path().join(name)).unwrap();
         Sample::new(step).save(&mut run).unwrap();
@@ -101,8 +101,18 @@ fn the_newest_run_is_the_one_that_saved_last_whatever_the_clock_says() {
         }
         assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join(name));
     }
-    Run::open(folder.path().join("without-a-checkpoint")).unwrap();
-    assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("monkey"));
+    // Looking after an old run makes it no newer, and neither is a folder that was never made a run.
+    for name in ["zebra", "without-a-configuration"] {
+        Run::open(folder.path().join(name)).unwrap();
+        assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("monkey"));
+    }
+    let started = Run::open(folder.path().join("started")).unwrap();
+    fs::write(started.path().join("config.toml"), "").unwrap();
+    assert_eq!(newest_run(folder.path()).unwrap(), started.path());
+    let message = newest_good(started.path()).unwrap_err().to_string();
+    assert!(message.contains("there is no checkpoint in this run yet"), "{message}");
+    Sample::new(3).save(&mut Run::open(folder.path().join("zebra")).unwrap()).unwrap();
+    assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("zebra"));
 }
 
 #[test]
@@ -119,7 +129,7 @@ fn damage_is_named_and_an_older_checkpoint_takes_over() {
         fs::write(path, bytes).unwrap();
     };
     fs::remove_file(file(7, "master.safetensors")).unwrap();
-    flip(&file(6, "model.safetensors"), 5000);
+    flip(&file(6, "model.safetensors"), 3000);
     fs::File::options().write(true).open(file(5, "optimizer.safetensors")).unwrap().set_len(99).unwrap();
     fs::remove_file(file(4, "manifest.json")).unwrap();
     fs::write(file(3, "manifest.json"), r#"{"format_version": 9}"#).unwrap();
@@ -220,13 +230,13 @@ fn comparing_names_the_tensor_and_the_figure() {
     changed[2] += 0.5;
     set(tensor, changed);
     other.state.scaler.scale = 2.0;
-    let deeper = Sample::of(5, &Gpt2Config { n_layer: 3, ..sample.config.clone() });
+    let deeper = Sample::of(5, &Gpt2Config { n_layer: 2, ..sample.config.clone() });
     let contents = Contents { masters: &deeper.masters, ..other.contents() };
     let b = two.save(&contents, Kind::Full).unwrap().path;
     let said: Vec<String> = compare(&a, &b).unwrap().iter().map(ToString::to_string).collect();
     assert_eq!(said.len(), 1 + 12 + 1, "{said:?}");
     assert_eq!(said[0], "state.json: `scaler.scale`: 65536.0 and 2.0");
-    assert_eq!(said[1], "master.safetensors: `h.2.attn.c_attn.bias`: only the second has it");
+    assert_eq!(said[1], "master.safetensors: `h.1.attn.c_attn.bias`: only the second has it");
     let name = &sample.masters.layout()[3].name;
     let last = said.last().unwrap();
     assert!(last.contains(&format!("`exp_avg_sq.{name}`: 1 of ")) && last.contains("the first at 2"), "{last}");

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::{Kind, Manifest};
 use super::read::{Checkpoint, Damage, verified};
+use super::run::opened_at;
 use crate::{Error, Result};
 
 /// A step directory of a run.
@@ -90,15 +91,47 @@ fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
     keyed.into_iter().rev().map(|(_, one)| one).collect()
 }
 
-/// The run in `folder` that saved last.
+/// Which checkpoints of one kind are worth their room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Keep {
+    /// The newest so many; at least one, whatever is said here.
+    pub last: usize,
+    /// Also the one with the lowest validation loss.
+    pub best: bool,
+}
+
+/// The checkpoints of `kind` beyond those to keep, the oldest first. Ones with an unreadable manifest or a file missing or of
+/// the wrong size do not count and are never outdated: they are for a person to look at.
+pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
+    let mut whole: Vec<(PathBuf, Manifest)> = list(run)?
+        .into_iter()
+        .filter(|one| one.kind == kind)
+        .filter_map(|one| Some((one.path, one.manifest.ok()?)))
+        .filter(|(path, manifest)| is_whole(path, manifest))
+        .collect();
+    whole.sort_by_key(|(_, manifest)| manifest.sequence);
+    let losses = whole.iter().filter_map(|(path, manifest)| Some((path, manifest.validation_loss?)));
+    let best = losses.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path.clone()).filter(|_| keep.best);
+    whole.truncate(whole.len().saturating_sub(keep.last.max(1)));
+    Ok(whole.into_iter().map(|(path, _)| path).filter(|path| Some(path) != best.as_ref()).collect())
+}
+
+/// Whether all files are there in their sizes: the quick half of [`verify`](super::verify).
+fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
+    manifest.files.iter().all(|(name, digest)| {
+        std::fs::metadata(directory.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
+    })
+}
+
+/// The run in `folder` that saved last, or was started since and has not come to its first save.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] if no run there has a checkpoint.
+/// [`Error::Checkpoint`] if there is no run.
 pub fn newest_run(folder: &Path) -> Result<PathBuf> {
     let newest = runs(folder).into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
     newest
         .map(|(path, _)| path)
-        .ok_or_else(|| Error::checkpoint(folder, "no run here has a checkpoint yet; start one without `--resume`"))
+        .ok_or_else(|| Error::checkpoint(folder, "there is no run here yet; start one without `--resume`"))
 }
 
 /// The largest sequence in any run of `folder`, 0 where there is none.
@@ -106,18 +139,17 @@ pub(super) fn newest_sequence(folder: &Path) -> u64 {
     runs(folder).into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
 }
 
-/// Runs with at least one checkpoint, each with the largest sequence of its checkpoints. What cannot be read is passed
-/// over: it may be anybody's.
+/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, that of its start. What
+/// cannot be read is passed over: it may be anybody's.
 fn runs(folder: &Path) -> Vec<(PathBuf, u64)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
-    let with_sequence = |path: PathBuf| {
-        let sequence = list(&path)
-            .ok()?
-            .iter()
-            .filter(|one| one.kind == Kind::Full)
-            .map(|one| one.sequence().unwrap_or(0))
-            .max()?;
-        Some((path, sequence))
-    };
-    entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).filter_map(with_sequence).collect()
+    let folders = entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir());
+    folders.filter_map(|path| newest_of(&path).map(|sequence| (path, sequence))).collect()
+}
+
+fn newest_of(run: &Path) -> Option<u64> {
+    let listed = list(run).ok()?;
+    let saved = listed.iter().filter(|one| one.kind == Kind::Full).map(|one| one.sequence().unwrap_or(0)).max();
+    // Only a run with its configuration can be started over.
+    saved.or_else(|| opened_at(run).filter(|_| run.join("config.toml").is_file()))
 }

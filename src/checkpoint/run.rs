@@ -6,7 +6,7 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use super::disk::Disk;
-use super::find::{list, newest_sequence};
+use super::find::{Keep, newest_sequence, outdated};
 use super::manifest::{Kind, Manifest};
 use super::save::Contents;
 use crate::{Error, Result};
@@ -19,9 +19,9 @@ const LATEST: &str = "latest";
 pub struct Run {
     path: PathBuf,
     disk: Disk,
-    /// Of the last save, here or in a neighbouring run.
+    /// Of the last save, or of the opening before the first.
     sequence: u64,
-    _lock: File,
+    lock: File,
 }
 
 /// A checkpoint just written.
@@ -31,15 +31,6 @@ pub struct Saved {
     pub path: PathBuf,
     /// What it holds.
     pub manifest: Manifest,
-}
-
-/// Which checkpoints of one kind [`Run::rotate`] keeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Keep {
-    /// The newest so many; at least one is kept whatever is said here.
-    pub last: usize,
-    /// Also the one with the lowest validation loss.
-    pub best: bool,
 }
 
 impl Run {
@@ -55,9 +46,11 @@ impl Run {
     pub fn open_on(path: impl Into<PathBuf>, disk: Disk) -> Result<Self> {
         let path = path.into();
         disk.create_folders(&path)?;
-        let lock = lock(&path)?;
+        let mut lock = lock(&path)?;
         let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(newest_sequence));
-        let run = Self { sequence: neighbours.unwrap_or(0), path, disk, _lock: lock };
+        let sequence = neighbours.unwrap_or(0) + 1;
+        sign(&mut lock, sequence).map_err(Error::io("write", path.join(LOCK)))?;
+        let run = Self { sequence, path, disk, lock };
         run.clear_leftovers()?;
         Ok(run)
     }
@@ -75,11 +68,12 @@ impl Run {
     pub fn save(&mut self, contents: &Contents<'_>, kind: Kind) -> Result<Saved> {
         let name = kind.directory(contents.state.step);
         let temporary = self.hidden(&name, "tmp");
-        self.disk.remove(&temporary)?;
+        // A save that failed on a full disk may have left its files there, which take up the room for this one.
+        self.clear_leftovers()?;
         // Counted up even if this save fails half-way: no two checkpoints ever share a number.
         self.sequence += 1;
         let manifest = contents.write(&self.disk, &temporary, kind, self.sequence).inspect_err(|_| {
-            // The error is what matters; if this fails too, the next `open` tries again.
+            // The error is what matters; if this fails too, the next save tries again.
             let _ = self.disk.remove(&temporary);
         })?;
         self.publish(&temporary, &name)?;
@@ -89,24 +83,10 @@ impl Run {
         Ok(Saved { path: self.path.join(name), manifest })
     }
 
-    /// Removes checkpoints of `kind` beyond those to keep and says which. Ones with an unreadable manifest or a file
-    /// missing or of the wrong size neither count nor go: they are for a person to look at.
+    /// Removes the checkpoints that are [`outdated`](super::outdated), and says which.
     pub fn rotate(&self, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
-        let mut whole: Vec<(PathBuf, Manifest)> = list(&self.path)?
-            .into_iter()
-            .filter(|one| one.kind == kind)
-            .filter_map(|one| Some((one.path, one.manifest.ok()?)))
-            .filter(|(path, manifest)| is_whole(path, manifest))
-            .collect();
-        whole.sort_by_key(|(_, manifest)| manifest.sequence);
-        let losses = whole.iter().filter_map(|(path, manifest)| Some((path, manifest.validation_loss?)));
-        let best = losses.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path.clone()).filter(|_| keep.best);
-        whole.truncate(whole.len().saturating_sub(keep.last.max(1)));
-        let old: Vec<PathBuf> =
-            whole.into_iter().map(|(path, _)| path).filter(|path| Some(path) != best.as_ref()).collect();
-        for path in &old {
-            self.remove(path)?;
-        }
+        let old = outdated(&self.path, kind, keep)?;
+        old.iter().try_for_each(|path| self.remove(path))?;
         Ok(old)
     }
 
@@ -114,7 +94,6 @@ impl Run {
     pub fn remove(&self, directory: &Path) -> Result<()> {
         let name = directory.file_name().and_then(OsStr::to_str).unwrap_or_default();
         let gone = self.hidden(name, "deleted");
-        self.disk.remove(&gone)?;
         self.disk.rename(&self.path.join(name), &gone)?;
         self.disk.remove(&gone)
     }
@@ -126,7 +105,6 @@ impl Run {
         let aside = self.hidden(name, "old");
         let replaces = path.exists();
         if replaces {
-            self.disk.remove(&aside)?;
             self.disk.rename(&path, &aside)?;
         }
         self.disk.rename(temporary, &path)?;
@@ -136,7 +114,6 @@ impl Run {
 
     fn point_latest(&self, name: &str) -> Result<()> {
         let temporary = self.hidden(LATEST, "tmp");
-        self.disk.remove(&temporary)?;
         self.disk.write_file(&temporary, |out| writeln!(out, "{name}").map_err(Error::io("write", &temporary)))?;
         self.disk.rename(&temporary, &self.path.join(LATEST))?;
         self.disk.sync_folder(&self.path)
@@ -166,11 +143,11 @@ impl Run {
     }
 }
 
-/// Whether all files are there in their sizes: the quick half of [`verify`](super::verify).
-fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
-    manifest.files.iter().all(|(name, digest)| {
-        std::fs::metadata(directory.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
-    })
+impl Drop for Run {
+    fn drop(&mut self) {
+        // Closing the file is not enough if a child process is being started just now: it holds a copy for a moment.
+        let _ = self.lock.unlock();
+    }
 }
 
 /// Takes the folder's lock, which the operating system drops with the process, however that ends.
@@ -188,20 +165,26 @@ fn lock(run: &Path) -> Result<File> {
         Err(TryLockError::WouldBlock) => {
             let mut holder = String::new();
             let _ = file.read_to_string(&mut holder);
+            let process = holder.split_whitespace().next().unwrap_or("?");
             let message = format!(
-                "process {} is working in this run; wait for it or stop it, or use another run's folder",
-                holder.trim()
+                "process {process} is working in this run; wait for it or stop it, or use another run's folder"
             );
             return Err(Error::checkpoint(run, message));
         }
         Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path)(error)),
     }
-    // The number is for the message above only: the lock, not the file, keeps others out.
-    let write = |file: &mut File| {
-        file.set_len(0)?;
-        file.rewind()?;
-        writeln!(file, "{}", std::process::id())
-    };
-    write(&mut file).map_err(Error::io("write", &path))?;
     Ok(file)
+}
+
+/// Leaves a note in the lock file: the process, for the message above, and the sequence, which says how new a run is that has
+/// no checkpoint yet. The lock, not the note, keeps others out.
+fn sign(file: &mut File, sequence: u64) -> std::io::Result<()> {
+    file.set_len(0)?;
+    file.rewind()?;
+    writeln!(file, "{} {sequence}", std::process::id())
+}
+
+/// The sequence at which a run was last opened.
+pub(super) fn opened_at(run: &Path) -> Option<u64> {
+    std::fs::read_to_string(run.join(LOCK)).ok()?.split_whitespace().nth(1)?.parse().ok()
 }

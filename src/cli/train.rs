@@ -1,6 +1,6 @@
 //! `finetune` itself: train, in a thread of its own, and show what it tells.
 
-use crate::checkpoint::{Checkpoint, Run, newest_good, newest_run};
+use crate::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::cli::flags::ConfigArgs;
 use crate::dashboard::{Plain, Progress};
 use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Record, Trouble};
@@ -17,31 +17,33 @@ use std::sync::mpsc::Receiver;
 
 /// Flags of a training run.
 #[derive(Args, Clone, Debug, Default)]
-pub struct TrainArgs {
+pub(crate) struct TrainArgs {
     /// What the run is.
     #[command(flatten)]
-    pub config: ConfigArgs,
+    pub(crate) config: ConfigArgs,
+    #[expect(clippy::option_option, reason = "the flag may stand without a value")]
     /// Go on from the newest good checkpoint of the newest run, or of the run or step folder given
-    #[arg(long, value_name = "FOLDER", num_args = 0..=1, default_missing_value = "")]
-    pub resume: Option<PathBuf>,
+    #[arg(long, value_name = "FOLDER", num_args = 0..=1)]
+    pub(crate) resume: Option<Option<PathBuf>>,
     /// One line of key=value pairs every `log_every` steps
     #[arg(long, conflicts_with = "progress")]
-    pub plain: bool,
+    pub(crate) plain: bool,
     /// A status line with a bar
     #[arg(long)]
-    pub progress: bool,
+    pub(crate) progress: bool,
 }
 
 /// What a resumed run goes on from.
 struct Resumed {
     run: Run,
-    checkpoint: Checkpoint,
+    /// None if the run was killed before its first.
+    checkpoint: Option<Checkpoint>,
     warnings: Vec<String>,
 }
 
 /// Trains. Returns how the run ended.
-pub fn run(args: &TrainArgs) -> Result<FinishReason> {
-    let resumed = args.resume.as_deref().map(|path| find(path, args)).transpose()?;
+pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
+    let resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args)).transpose()?;
     let config = match &resumed {
         Some(resumed) => args.config.resolve_over(resumed.run.path())?,
         None => args.config.resolve()?,
@@ -50,7 +52,10 @@ pub fn run(args: &TrainArgs) -> Result<FinishReason> {
     let mut trainer = pool.install(|| Trainer::new(config.clone()))?;
     let (run, warnings) = match resumed {
         Some(resumed) => {
-            pool.install(|| trainer.resume(&resumed.checkpoint))?;
+            match &resumed.checkpoint {
+                Some(checkpoint) => pool.install(|| trainer.resume(checkpoint))?,
+                None => trainer.start_over(),
+            }
             (resumed.run, resumed.warnings)
         }
         None => (new_run(&config)?, Vec::new()),
@@ -74,7 +79,7 @@ pub fn run(args: &TrainArgs) -> Result<FinishReason> {
 }
 
 /// A pool of the configured number of threads.
-pub fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
+pub(crate) fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(config.threads.unwrap_or(0))
         .thread_name(|i| format!("compute-{i}"))
@@ -105,31 +110,32 @@ fn listen_to_signals(interrupt: &Arc<AtomicBool>) -> Result<()> {
     Ok(())
 }
 
-fn find(path: &Path, args: &TrainArgs) -> Result<Resumed> {
-    let step = path.join("manifest.json").is_file();
-    let folder = if step {
-        path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_path_buf()
-    } else if path.as_os_str().is_empty() {
-        let dir = args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints");
-        match &args.config.run {
-            Some(run) => Path::new(dir).join(run),
-            None => newest_run(Path::new(dir))?,
+fn find(path: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
+    let step = path.filter(|path| path.join("manifest.json").is_file());
+    let folder = match (path, step) {
+        (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
+        (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),
+        (Some(path), None) => return Err(Error::checkpoint(path, "there is no such folder")),
+        (None, _) => {
+            let dir = Path::new(args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints"));
+            Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?)
         }
-    } else if path.is_dir() {
-        path.to_path_buf()
-    } else {
-        return Err(Error::checkpoint(path, "there is no such folder"));
     };
+    let folder = folder.unwrap_or_default();
     if !folder.join("config.toml").is_file() {
         return Err(Error::checkpoint(&folder, "is no run's folder: it has no `config.toml`"));
     }
     let run = Run::open(&folder)?;
-    if step {
-        return Ok(Resumed { run, checkpoint: Checkpoint::open(path)?, warnings: Vec::new() });
+    if let Some(step) = step {
+        return Ok(Resumed { run, checkpoint: Some(Checkpoint::open(step)?), warnings: Vec::new() });
+    }
+    if list(&folder)?.iter().all(|one| one.kind != Kind::Full) {
+        let warnings = vec!["there is no checkpoint in this run yet: it starts over".into()];
+        return Ok(Resumed { run, checkpoint: None, warnings });
     }
     let found = newest_good(&folder)?;
     let warnings = found.damaged.iter().map(|damage| format!("damaged and passed over: {damage}")).collect();
-    Ok(Resumed { run, checkpoint: found.checkpoint, warnings })
+    Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }
 
 /// A new folder for a run: the one asked for, which must not hold a run yet, or the next free number.
@@ -145,7 +151,7 @@ fn new_run(config: &Config) -> Result<Run> {
     }
     let model = Path::new(&config.model).file_name().map_or("model".into(), |name| name.to_string_lossy());
     let dtype = config.dtype.compute;
-    let path = (1..)
+    let path = (1..=u32::MAX)
         .map(|number| dir.join(format!("{model}-{dtype}-{number:04}")))
         .find(|path| !path.exists())
         .unwrap_or_else(|| dir.join("run"));
@@ -156,7 +162,9 @@ fn new_run(config: &Config) -> Result<Run> {
 fn write_config(folder: &Path, config: &Config) -> Result<()> {
     let path = folder.join("config.toml");
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(Error::io("create a file in", folder))?;
-    std::io::Write::write_all(&mut file, config.to_toml()?.as_bytes()).map_err(Error::io("write", &path))?;
+    std::io::Write::write_all(&mut file, config.to_toml()?.as_bytes())
+        .and_then(|()| file.as_file().sync_all())
+        .map_err(Error::io("write", &path))?;
     file.persist(&path).map_err(|error| Error::Io { action: "write", path, source: error.error })?;
     Ok(())
 }

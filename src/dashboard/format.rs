@@ -44,7 +44,7 @@ pub(super) fn count(value: f64) -> String {
         _ if value >= 999_950_000.0 => format!("{:.1}G", value / 1e9),
         _ if value >= 999_950.0 => format!("{:.1}M", value / 1e6),
         _ if value >= 1000.0 => format!("{:.1}k", value / 1e3),
-        _ if value >= 10.0 || value == 0.0 => format!("{value:.0}"),
+        _ if value >= 10.0 || value.fract() == 0.0 => format!("{value:.0}"),
         _ => format!("{value:.1}"),
     }
 }

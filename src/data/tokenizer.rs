@@ -3,12 +3,14 @@
 //! The byte tokenizer is also a Hugging Face one: [`Tokenizer::json`] describes it as a byte-level BPE without merges,
 //! so that the checkpoint of a byte model loads in transformers, and [`Tokenizer::from_json`] knows it again.
 
+use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use super::bpe::FastBpe;
 use crate::{Error, Result};
 
 /// Names that the end-of-text token goes by; the first one found in a vocabulary is it.
@@ -30,6 +32,8 @@ enum Kind {
     Byte,
     HuggingFace {
         inner: Arc<tokenizers::Tokenizer>,
+        /// The quick way, for the kind of tokenizer that has one.
+        fast: Option<Arc<FastBpe>>,
         vocab_size: usize,
         eos: Option<u32>,
     },
@@ -66,7 +70,9 @@ impl Tokenizer {
             return Err(Error::model(origin, "the tokenizer's vocabulary is empty"));
         }
         let eos = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
-        Ok(Self { kind: Kind::HuggingFace { inner: Arc::new(inner), vocab_size, eos }, json: json.into() })
+        let inner = Arc::new(inner);
+        let fast = FastBpe::new(&inner).map(Arc::new);
+        Ok(Self { kind: Kind::HuggingFace { inner, fast, vocab_size, eos }, json: json.into() })
     }
 
     /// Whether this is the byte tokenizer, whose losses are in nats per byte.
@@ -85,10 +91,14 @@ impl Tokenizer {
                 }
                 Ok(ids)
             }
-            Kind::HuggingFace { inner, .. } => match inner.encode_fast(text, false) {
-                Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-                Err(error) => Err(Error::data("tokenizer", format!("cannot encode the text: {error}"))),
-            },
+            Kind::HuggingFace { inner, fast, .. } => {
+                if let Some(ids) = fast.as_ref().and_then(|fast| fast.encode(text)) {
+                    return ids;
+                }
+                let encoding = inner.encode_fast(text, false);
+                let encoding = encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
+                Ok(encoding.get_ids().to_vec())
+            }
         }
     }
 
@@ -148,6 +158,19 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     })
 }
 
+/// SHA-256 of a file's content in hexadecimal.
+pub(crate) fn file_sha256(path: &Path) -> Result<String> {
+    let mut file = std::fs::File::open(path).map_err(Error::io("read", path))?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut buffer).map_err(Error::io("read", path))? {
+            0 => return Ok(hex(&hash.finalize())),
+            read => hash.update(&buffer[..read]),
+        }
+    }
+}
+
 /// The byte tokenizer in Hugging Face's terms.
 fn byte_json() -> Value {
     let vocab: serde_json::Map<String, Value> =
@@ -187,9 +210,24 @@ pub(super) fn byte_level_char(byte: u8) -> char {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test may panic")]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// A `tokenizer.json` of GPT-2's kind with a handful of merges.
+    pub(in crate::data) fn byte_level_bpe() -> Vec<u8> {
+        let mut json = byte_json();
+        json["pre_tokenizer"]["use_regex"] = true.into();
+        let merges = ["Ġ t", "h e", "Ġt he", "i n", "Ġ a", "e r", "Ċ Ċ", "Ġ Ġ", "1 2", "' s", "Ã ©"];
+        json["model"]["merges"] = merges.into();
+        for (index, merge) in merges.iter().enumerate() {
+            json["model"]["vocab"][merge.replace(' ', "")] = (257 + index).into();
+        }
+        // An added token's id has to be the next free one.
+        json["added_tokens"][0]["id"] = (257 + merges.len()).into();
+        json["model"]["vocab"]["!!"] = 256.into();
+        json.to_string().into_bytes()
+    }
 
     fn byte_as_hugging_face() -> tokenizers::Tokenizer {
         tokenizers::Tokenizer::from_bytes(Tokenizer::byte().json()).unwrap()

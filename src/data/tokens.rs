@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::batch_loader::IGNORE_INDEX;
+use super::cache::{CONTEXT_ONLY, TokenFile};
 use crate::{Error, Result};
 
 /// A contiguous view of a token sequence; cloning and splitting share the storage.
@@ -12,18 +14,25 @@ pub struct TokenSource {
     view: Range<usize>,
 }
 
-/// The sequence itself, in the narrowest type that holds its ids.
+/// The sequence itself. Ids may carry [`CONTEXT_ONLY`].
 #[derive(Debug)]
 enum Store {
-    U16(Vec<u16>),
-    U32(Vec<u32>),
+    Memory(Vec<u32>),
+    Mapped(TokenFile),
 }
 
 impl TokenSource {
-    /// Takes ids in memory; they are kept as 16-bit numbers where all of them fit.
+    /// Takes ids in memory.
     pub fn from_ids(ids: Vec<u32>) -> Self {
-        let narrow: Result<Vec<u16>, _> = ids.iter().map(|&id| u16::try_from(id)).collect();
-        let store = narrow.map_or_else(|_| Store::U32(ids), Store::U16);
+        Self::over(Store::Memory(ids))
+    }
+
+    /// Reads ids from a token file.
+    pub(super) fn from_file(file: TokenFile) -> Self {
+        Self::over(Store::Mapped(file))
+    }
+
+    fn over(store: Store) -> Self {
         Self { view: 0..store.len(), store: Arc::new(store) }
     }
 
@@ -42,19 +51,26 @@ impl TokenSource {
     /// # Panics
     /// If the ids asked for do not lie inside the view.
     pub fn read(&self, start: usize, out: &mut [u32]) {
-        let range = self.view.start + start..self.view.start + start + out.len();
-        assert!(range.end <= self.view.end, "tokens {start}..{} of {}", start + out.len(), self.len());
-        match &*self.store {
-            Store::U16(ids) => out.iter_mut().zip(&ids[range]).for_each(|(out, &id)| *out = id.into()),
-            Store::U32(ids) => out.copy_from_slice(&ids[range]),
-        }
+        self.read_flagged(start, out);
+        out.iter_mut().for_each(|id| *id &= !CONTEXT_ONLY);
     }
 
     /// Like [`Self::read`], for tokens that are to be predicted: those outside the loss become [`IGNORE_INDEX`].
     ///
-    /// [`IGNORE_INDEX`]: super::IGNORE_INDEX
+    /// # Panics
+    /// As [`Self::read`].
     pub fn read_targets(&self, start: usize, out: &mut [u32]) {
-        self.read(start, out);
+        self.read_flagged(start, out);
+        out.iter_mut().filter(|id| **id & CONTEXT_ONLY != 0).for_each(|id| *id = IGNORE_INDEX);
+    }
+
+    fn read_flagged(&self, start: usize, out: &mut [u32]) {
+        let range = self.view.start + start..self.view.start + start + out.len();
+        assert!(range.end <= self.view.end, "tokens {start}..{} of {}", start + out.len(), self.len());
+        match &*self.store {
+            Store::Memory(ids) => out.copy_from_slice(&ids[range]),
+            Store::Mapped(file) => file.read(range.start, out),
+        }
     }
 
     /// The first `at` tokens, and the rest.
@@ -81,8 +97,8 @@ impl TokenSource {
 impl Store {
     fn len(&self) -> usize {
         match self {
-            Self::U16(ids) => ids.len(),
-            Self::U32(ids) => ids.len(),
+            Self::Memory(ids) => ids.len(),
+            Self::Mapped(file) => file.len(),
         }
     }
 }
@@ -93,15 +109,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_survive_narrow_and_wide_storage() {
-        for top in [65_535, 65_536] {
-            let ids = vec![0, 7, top, 3];
-            let source = TokenSource::from_ids(ids.clone());
-            let mut out = vec![0; 4];
-            source.read(0, &mut out);
-            assert_eq!(out, ids);
-            assert_eq!(matches!(*source.store, Store::U16(_)), top == 65_535);
-        }
+    fn what_is_only_context_is_read_but_not_predicted() {
+        let source = TokenSource::from_ids(vec![5, 6 | CONTEXT_ONLY, 7]);
+        let mut out = [0; 3];
+        source.read(0, &mut out);
+        assert_eq!(out, [5, 6, 7]);
+        source.read_targets(0, &mut out);
+        assert_eq!(out, [5, IGNORE_INDEX, 7]);
     }
 
     #[test]

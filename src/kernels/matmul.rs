@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use self::buffer::{Workspace, with_thread_buffer, with_workspace};
 use self::epilogue::{Area, Output};
 use self::micro::{MAX_TILE, MicroKernel, Tile};
-use self::pack::{Lines, pack};
+use self::pack::{Lines, Prefetch, pack};
 use super::convert::Element;
 use super::isa::Isa;
 
@@ -272,9 +272,12 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         with_thread_buffer(|buffer| {
             let private = buffer.words(group.len() * width * units);
             pack(lines, first, part.depth.clone(), width, self.kernel.unit, private);
+            let next = first + group.len() * width;
+            let tiles = group.len() * share.len();
+            let prefetch = Prefetch::new(lines, next..next + group.len() * width, part.depth.clone(), tiles);
             match self.shared() {
-                Shared::A => self.multiply(part, units, (shared_first, shared), (first, private), partial),
-                Shared::B => self.multiply(part, units, (first, private), (shared_first, shared), partial),
+                Shared::A => self.multiply(part, units, (shared_first, shared), (first, private), partial, prefetch),
+                Shared::B => self.multiply(part, units, (first, private), (shared_first, shared), partial, prefetch),
             }
         });
     }
@@ -287,12 +290,14 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         (first_row, a): (usize, &[u32]),
         (first_col, b): (usize, &[u32]),
         partial: Option<Output<f32>>,
+        mut prefetch: Prefetch<'_, A>,
     ) {
         let MicroKernel { rows, cols, .. } = self.kernel;
         let mut tile = Tile([0.0; MAX_TILE]);
         let (part_rows, part_cols) = self.area(part);
         for (b, col) in panels(b, cols * units).zip((first_col..part_cols.end).step_by(cols)) {
             for (a, row) in panels(a, rows * units).zip((first_row..part_rows.end).step_by(rows)) {
+                prefetch.step();
                 self.kernel.run(a, b, &mut tile);
                 let area = Area { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };
                 self.finish(&mut tile, area, part, partial);

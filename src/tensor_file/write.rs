@@ -19,8 +19,8 @@ use crate::{Error, Result};
 /// [`Error::Io`] from `out`; [`Error::Model`] for a dtype that a model file does not hold or a name given twice.
 pub fn write_tensors(out: &mut dyn Write, path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     let header = header(path, tensors)?;
-    out.write_all(&(header.len() as u64).to_le_bytes()).map_err(Error::io("write", path))?;
-    out.write_all(&header).map_err(Error::io("write", path))?;
+    let start = [&(header.len() as u64).to_le_bytes(), header.as_slice()].concat();
+    out.write_all(&start).map_err(Error::io("write", path))?;
     for (_, tensor) in tensors {
         let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
         write_values(out, &tensor)?.map_err(Error::io("write", path))?;

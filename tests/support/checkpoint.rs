@@ -10,6 +10,7 @@ use finetune::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved,
 use finetune::data::Cursor;
 use finetune::model::{Gpt2Config, Parameters};
 use finetune::precision::ScalerState;
+use tempfile::TempDir;
 
 /// What stands for `tokenizer.json`.
 pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
@@ -28,7 +29,7 @@ impl Sample {
     pub(crate) fn new(step: u64) -> Self {
         let tiny = Gpt2Config::named("tiny").unwrap();
         let config =
-            Gpt2Config { vocab_size: 17, n_positions: 8, n_embd: 8, n_layer: 2, n_head: 2, n_inner: 32, ..tiny };
+            Gpt2Config { vocab_size: 17, n_positions: 8, n_embd: 8, n_layer: 1, n_head: 2, n_inner: 32, ..tiny };
         Self::of(step, &config)
     }
 
@@ -101,6 +102,13 @@ pub(crate) fn set(tensor: &Tensor, values: Vec<f32>) {
     tensor.slice_set(&Tensor::from_vec(values, tensor.shape(), &Device::Cpu).unwrap(), 0, 0).unwrap();
 }
 
+/// A temporary folder, in memory where the system has such a place: what is tested is the order of operations, and
+/// thousands of syncs of a real disk would take minutes.
+pub(crate) fn folder() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
+}
+
 /// The values of a tensor, flat.
 pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
@@ -112,4 +120,17 @@ pub(crate) fn names(folder: &Path) -> Vec<String> {
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
+}
+
+/// Numbers that look random and are the same every time (splitmix64).
+pub(crate) struct Dice(pub(crate) u64);
+
+impl Dice {
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) % end as u64) as usize
+    }
 }

@@ -1,5 +1,7 @@
 //! From a tile of sums to C: scaling, bias, the old value, and the one rounding.
 
+use std::any::TypeId;
+
 use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Epilogue;
@@ -29,6 +31,12 @@ pub(super) struct Area {
 impl<C: Element> Output<C> {
     pub(super) fn new(matrix: &mut [C], stride: usize) -> Self {
         Self { start: matrix.as_mut_ptr(), stride }
+    }
+
+    /// This matrix, if it is one of FP32.
+    #[inline(always)]
+    fn as_floats(self) -> Option<Output<f32>> {
+        (TypeId::of::<C>() == TypeId::of::<f32>()).then(|| Output { start: self.start.cast(), stride: self.stride })
     }
 
     /// The `i`th row of an area.
@@ -68,6 +76,13 @@ impl<C: Element> Output<C> {
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
     pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: Area) {
+        if let Some(floats) = self.as_floats() {
+            for (i, source) in tile.0.chunks_exact(width).enumerate().take(area.rows) {
+                // SAFETY: the caller's promise.
+                copy(&source[..area.cols], unsafe { floats.row(area, i) });
+            }
+            return;
+        }
         let mut narrow = [C::zero(); MAX_TILE];
         let count = area.rows * width;
         C::store(&tile.0[..count], &mut narrow[..count]);

@@ -5,6 +5,8 @@
 //! line, then the second unit of each, …. A unit is one FP32 value or, for the BF16 dot product, two BF16 neighbours.
 //! Lines and units that do not exist are zeros.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::super::convert::Element;
@@ -12,13 +14,21 @@ use super::super::isa::{Isa, vectorize};
 use super::Operand;
 
 /// An operand's lines; see the module's description.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct Lines<'a, T> {
     data: &'a [T],
     pub(super) count: usize,
     line_stride: usize,
     depth_stride: usize,
 }
+
+impl<T> Clone for Lines<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Lines<'_, T> {}
 
 impl<'a, T> Lines<'a, T> {
     /// The rows of A.
@@ -58,78 +68,114 @@ impl Unit {
 
 /// Units that are gathered at a time while transposing.
 const BLOCK: usize = 64;
+/// Lines that are read at a time where they lie side by side: whole cache lines, yet few panels, whose distance may
+/// make them compete for the same place in the L1 cache.
+const SPAN: usize = 64;
+
+/// Rows of elements that are fetched ahead of their use: the hardware does not foresee the next row.
+const AHEAD: usize = 24;
 
 /// Packs `panels.len() / (width * units)` panels from line `first` on, of the elements `depth` of each line.
 pub(super) fn pack<T: Element>(
     lines: Lines<'_, T>,
     first: usize,
-    depth: std::ops::Range<usize>,
+    depth: Range<usize>,
     width: usize,
     unit: Unit,
     panels: &mut [u32],
 ) {
-    let units = depth.len().div_ceil(unit.elements());
-    if units == 0 {
-        return;
-    }
-    for (index, panel) in panels.chunks_exact_mut(width * units).enumerate() {
-        let first = first + index * width;
-        let present = width.min(lines.count.saturating_sub(first));
-        if present < width {
-            panel.fill(0);
-        }
-        if lines.line_stride == 1 {
-            pack_contiguous_lines(lines, first, present, depth.clone(), width, unit, panel);
-        } else {
-            pack_by_transposing(lines, first, present, depth.clone(), width, unit, panel);
-        }
+    // The compiler needs to know the width: panels are filled in pieces of it.
+    match width {
+        4 => pack_panels::<T, 4>(lines, first, depth, unit, panels),
+        6 => pack_panels::<T, 6>(lines, first, depth, unit, panels),
+        8 => pack_panels::<T, 8>(lines, first, depth, unit, panels),
+        16 => pack_panels::<T, 16>(lines, first, depth, unit, panels),
+        48 => pack_panels::<T, 48>(lines, first, depth, unit, panels),
+        _ => unreachable!("no micro-kernel has panels of {width} lines"),
     }
 }
 
-/// Packs lines that lie side by side: row after row is copied.
-fn pack_contiguous_lines<T: Element>(
+fn pack_panels<T: Element, const WIDTH: usize>(
     lines: Lines<'_, T>,
-    first: usize,
-    present: usize,
-    depth: std::ops::Range<usize>,
-    width: usize,
+    mut first: usize,
+    depth: Range<usize>,
     unit: Unit,
-    panel: &mut [u32],
+    panels: &mut [u32],
 ) {
-    let row = |k: usize| &lines.data[first + k * lines.depth_stride..][..present];
-    match unit {
-        Unit::Float => {
-            for (k, target) in depth.zip(panel.chunks_exact_mut(width)) {
-                T::load(row(k), as_floats(&mut target[..present]));
+    let panel_words = WIDTH * depth.len().div_ceil(unit.elements());
+    if panel_words == 0 {
+        return;
+    }
+    for panels in panels.chunks_mut((SPAN / WIDTH).max(1) * panel_words) {
+        let span = panels.len() / panel_words * WIDTH;
+        let present = span.min(lines.count.saturating_sub(first));
+        if present < span {
+            panels.fill(0);
+        }
+        if lines.line_stride == 1 {
+            pack_side_by_side::<T, WIDTH>(lines, first..first + present, depth.clone(), unit, panels, panel_words);
+        } else {
+            for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
+                let first = first + index * WIDTH;
+                let end = lines.count.min(first + WIDTH);
+                pack_by_transposing::<T, WIDTH>(lines, first..end, depth.clone(), unit, panel);
             }
         }
-        Unit::Bf16Pair => vectorize(
-            #[inline(always)]
-            || {
-                let end = depth.end;
-                for (k, target) in depth.step_by(2).zip(panel.chunks_exact_mut(width)) {
-                    let low = as_bf16(row(k));
-                    if k + 1 < end {
-                        let high = as_bf16(row(k + 1));
-                        for ((target, low), high) in target.iter_mut().zip(low).zip(high) {
-                            *target = pair(*low, *high);
-                        }
-                    } else {
-                        target.iter_mut().zip(low).for_each(|(target, low)| *target = pair(*low, bf16::ZERO));
-                    }
-                }
-            },
-        ),
+        first += span;
     }
+}
+
+/// Packs at most `SPAN` lines that lie side by side: row after row is spread over the panels.
+fn pack_side_by_side<T: Element, const WIDTH: usize>(
+    lines: Lines<'_, T>,
+    present: Range<usize>,
+    depth: Range<usize>,
+    unit: Unit,
+    panels: &mut [u32],
+    panel_words: usize,
+) {
+    let row = |k: usize| &lines.data[k * lines.depth_stride..][present.clone()];
+    let mut words = [0u32; SPAN];
+    let words = &mut words[..present.len()];
+    let end = depth.end;
+    for (index, k) in depth.step_by(unit.elements()).enumerate() {
+        prefetch::<T, true>(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
+        match unit {
+            Unit::Float => T::load(row(k), as_floats(words)),
+            Unit::Bf16Pair if k + 1 < end => interleave(as_bf16(row(k)), as_bf16(row(k + 1)), words),
+            Unit::Bf16Pair => {
+                words.iter_mut().zip(as_bf16(row(k))).for_each(|(word, low)| *word = pair(*low, bf16::ZERO));
+            }
+        }
+        spread::<WIDTH>(words, &mut panels[index * WIDTH..], panel_words);
+    }
+}
+
+/// Copies each `WIDTH` words to the start of the next panel.
+#[inline]
+fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: usize) {
+    let (pieces, rest) = words.as_chunks::<WIDTH>();
+    let mut targets = panels.chunks_mut(panel_words);
+    for (piece, target) in pieces.iter().zip(&mut targets) {
+        target[..WIDTH].copy_from_slice(piece);
+    }
+    if let (false, Some(target)) = (rest.is_empty(), targets.next()) {
+        target[..rest.len()].copy_from_slice(rest);
+    }
+}
+
+fn interleave(low: &[bf16], high: &[bf16], pairs: &mut [u32]) {
+    vectorize(
+        #[inline(always)]
+        || pairs.iter_mut().zip(low).zip(high).for_each(|((to, low), high)| *to = pair(*low, *high)),
+    );
 }
 
 /// Packs lines that lie anywhere: blocks of them are gathered line by line and then transposed.
-fn pack_by_transposing<T: Element>(
+fn pack_by_transposing<T: Element, const WIDTH: usize>(
     lines: Lines<'_, T>,
-    first: usize,
-    present: usize,
-    depth: std::ops::Range<usize>,
-    width: usize,
+    present: Range<usize>,
+    depth: Range<usize>,
     unit: Unit,
     panel: &mut [u32],
 ) {
@@ -139,22 +185,23 @@ fn pack_by_transposing<T: Element>(
         let count = BLOCK.min(units - start);
         let from = depth.start + start * unit.elements();
         let to = depth.end.min(from + count * unit.elements());
-        let target = &mut panel[start * width..][..count * width];
-        for line in (0..present).step_by(8) {
-            let group = 8.min(present - line);
+        let target = &mut panel[start * WIDTH..][..count * WIDTH];
+        for (index, line) in present.clone().step_by(8).enumerate() {
+            let group = 8.min(present.end - line);
             for (offset, gathered) in block.iter_mut().take(group).enumerate() {
-                gather(lines, first + line + offset, from..to, unit, &mut gathered[..count]);
+                gather(lines, line + offset, from..to, unit, &mut gathered[..count]);
             }
-            transpose(&block, group, count, &mut target[line..], width);
+            transpose(&block, group, count, &mut target[index * 8..], WIDTH);
         }
     }
 }
 
 /// The units of the elements `depth` of one line.
 #[inline]
-fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: std::ops::Range<usize>, unit: Unit, units: &mut [u32]) {
+fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, unit: Unit, units: &mut [u32]) {
     let start = line * lines.line_stride;
     if lines.depth_stride == 1 {
+        prefetch::<T, true>(lines.data, start + depth.end, depth.len());
         let elements = &lines.data[start..][depth];
         match unit {
             Unit::Float => T::load(elements, as_floats(units)),
@@ -255,4 +302,76 @@ fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
     assert!(T::DTYPE == candle_core::DType::BF16, "pairs are for BF16 alone");
     // SAFETY: `T` is `bf16`.
     unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
+}
+
+/// Brings elements of an operand into the L2 cache a little at a time, while something else is computed.
+pub(super) struct Prefetch<'a, T> {
+    /// The rest of the operand from the current run of neighbouring elements on.
+    data: &'a [T],
+    /// Runs to come, their distance, and their length in elements, of which so many are done.
+    runs: usize,
+    stride: usize,
+    length: usize,
+    done: usize,
+    /// Cache lines in a step.
+    per_step: usize,
+}
+
+impl<'a, T> Prefetch<'a, T> {
+    /// Elements in a cache line.
+    const LINE: usize = CACHE_LINE / size_of::<T>();
+
+    /// Of the elements `depth` of the lines `span`, which need not exist, in this number of steps.
+    pub(super) fn new(lines: Lines<'a, T>, span: Range<usize>, depth: Range<usize>, steps: usize) -> Self {
+        let span = span.start.min(lines.count)..span.end.min(lines.count);
+        let start = span.start * lines.line_stride + depth.start * lines.depth_stride;
+        let (runs, stride, length) = if lines.line_stride == 1 {
+            (depth.len(), lines.depth_stride, span.len())
+        } else {
+            (span.len(), lines.line_stride, depth.len())
+        };
+        let runs = if length == 0 { 0 } else { runs };
+        let per_step = (runs * length.div_ceil(Self::LINE)).div_ceil(steps.max(1));
+        Self { data: lines.data.get(start..).unwrap_or_default(), runs, stride, length, done: 0, per_step }
+    }
+
+    /// Fetches the next few cache lines.
+    #[inline]
+    pub(super) fn step(&mut self) {
+        for _ in 0..self.per_step {
+            if self.runs == 0 {
+                return;
+            }
+            prefetch::<T, false>(self.data, self.done, 1);
+            self.done += Self::LINE;
+            if self.done >= self.length {
+                self.done = 0;
+                self.runs -= 1;
+                self.data = self.data.get(self.stride..).unwrap_or_default();
+            }
+        }
+    }
+}
+
+/// Bytes in a cache line.
+const CACHE_LINE: usize = 64;
+
+/// Asks for `len` elements from `start` on to be brought into the L1 cache (`NEAR`) or the L2 cache; they need not exist.
+#[inline(always)]
+fn prefetch<T, const NEAR: bool>(data: &[T], start: usize, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len * size_of::<T>()).step_by(CACHE_LINE) {
+        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        let address = data.as_ptr().wrapping_add(start).cast::<i8>().wrapping_add(offset);
+        // SAFETY: a prefetch of any address does nothing but fill caches.
+        unsafe {
+            if NEAR {
+                _mm_prefetch::<_MM_HINT_T0>(address);
+            } else {
+                _mm_prefetch::<_MM_HINT_T1>(address);
+            }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (data, start, len);
 }

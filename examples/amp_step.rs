@@ -1,0 +1,80 @@
+//! Training steps of a `Linear(512, 512)` under a mean squared error, all in FP16, with and without a loss scale.
+//!
+//! The model starts close to its target, as fine-tuning does: its gradients are those FP16 cannot hold.
+//!
+//! `cargo run --example amp_step`
+
+#![expect(clippy::print_stdout, reason = "printing is what it is for")]
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{Linear, Module, ParamsAdamW, loss::mse};
+use finetune::amp::{AdamW, GradScaler};
+use finetune::precision::GradScalerConfig;
+
+type Result<T = ()> = std::result::Result<T, finetune::Error>;
+
+const WIDTH: usize = 512;
+const BATCH: usize = 256;
+const STEPS: usize = 10;
+
+/// What a run ends with.
+struct Outcome {
+    first_loss: f32,
+    last_loss: f32,
+    /// Share of the weight's gradient that is zero in the first step.
+    zeros: f32,
+    applied: usize,
+}
+
+fn main() -> Result {
+    let without = run(GradScalerConfig::disabled())?;
+    let with = run(GradScalerConfig::default())?;
+    for (name, outcome) in [("no scale", &without), ("scale 65536", &with)] {
+        let Outcome { first_loss, last_loss, zeros, applied } = outcome;
+        let percent = 100.0 * zeros;
+        println!("{name:>11}: loss {first_loss:.3e} → {last_loss:.3e}, {applied} updates, {percent:.1} % of dW zero");
+    }
+    assert_eq!(with.first_loss, without.first_loss);
+    assert!(without.zeros > 0.5, "FP16 flushes most of an unscaled gradient to zero");
+    assert!(with.zeros < 0.01, "scaled, hardly any");
+    assert_eq!((without.applied, with.applied), (STEPS, STEPS));
+    assert!(with.last_loss < 0.5 * with.first_loss, "the scaled run learns");
+    assert!(with.last_loss < 0.5 * without.last_loss, "the other one lags behind");
+    Ok(())
+}
+
+fn run(config: GradScalerConfig) -> Result<Outcome> {
+    let x = wave(0.37, &[BATCH, WIDTH])?.to_dtype(DType::F16)?;
+    let weight = (wave(0.61, &[WIDTH, WIDTH])? * 0.05)?;
+    let difference = (wave(0.23, &[WIDTH, WIDTH])? * 5e-5)?;
+    let target = x.to_dtype(DType::F32)?.matmul(&(&weight + difference)?.t()?)?;
+
+    let weight = Var::from_tensor(&weight.to_dtype(DType::F16)?)?;
+    let bias = Var::zeros(WIDTH, DType::F16, &Device::Cpu)?;
+    let model = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
+    let params = ParamsAdamW { lr: 5e-6, ..ParamsAdamW::default() };
+    let mut optimizer = AdamW::decaying_matrices(vec![weight.clone(), bias], params)?;
+    let mut scaler = GradScaler::new(config)?;
+
+    let (mut losses, mut zeros, mut applied) = (vec![], vec![], 0);
+    for _ in 0..STEPS {
+        let loss = mse(&model.forward(&x)?.to_dtype(DType::F32)?, &target)?;
+        let mut grads = scaler.scale(&loss)?.backward()?;
+        zeros.push(share_of_zeros(grads.get(&weight).expect("the loss depends on it"))?);
+        applied += usize::from(scaler.step(&mut optimizer, &mut grads)?);
+        scaler.update()?;
+        losses.push(loss.to_scalar()?);
+    }
+    Ok(Outcome { first_loss: losses[0], last_loss: losses[STEPS - 1], zeros: zeros[0], applied })
+}
+
+fn share_of_zeros(tensor: &Tensor) -> Result<f32> {
+    Ok(tensor.eq(0.0)?.to_dtype(DType::F32)?.mean_all()?.to_scalar()?)
+}
+
+/// Values in [-1, 1] without a pattern that a layer could learn by heart; the same in every run.
+fn wave(frequency: f64, shape: &[usize]) -> Result<Tensor> {
+    let count = shape.iter().product::<usize>() as u32;
+    let phase = (Tensor::arange(0, count, &Device::Cpu)?.to_dtype(DType::F64)? * frequency)?;
+    Ok((phase.sqr()? * 0.01)?.sin()?.to_dtype(DType::F32)?.reshape(shape)?)
+}

@@ -1,0 +1,64 @@
+//! Mixed precision for any candle program: the gradient scaler of PyTorch's `torch.amp`, and AdamW over FP32 masters.
+//!
+//! The engine of this crate has fused kernels for all of this. Here it is for programs that build their graph of
+//! candle's own operations, on whatever device these run. The loop is PyTorch's, in its names and its order:
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor, Var};
+//! use candle_nn::{Optimizer, ParamsAdamW, loss::mse};
+//! use finetune::amp::{AdamW, GradScaler, ScaledOptimizer, clip_grad_norm};
+//! use finetune::precision::GradScalerConfig;
+//!
+//! // y = 2a - b, to be found by a weight in FP16.
+//! let x = Tensor::new(&[[1f32, 0.0], [0.0, 1.0], [1.0, 1.0], [-1.0, 0.5]], &Device::Cpu)?;
+//! let y = x.matmul(&Tensor::new(&[[2f32], [-1.0]], &Device::Cpu)?)?;
+//! let weight = Var::zeros((2, 1), DType::F16, &Device::Cpu)?;
+//!
+//! let params = ParamsAdamW { lr: 0.05, weight_decay: 0.0, ..ParamsAdamW::default() };
+//! let mut optimizer = AdamW::new(vec![weight.clone()], params)?;
+//! let mut scaler = GradScaler::new(GradScalerConfig::default())?;
+//!
+//! let mut updates = 0;
+//! for _step in 0..200 {
+//!     let output = x.to_dtype(DType::F16)?.matmul(&weight)?;
+//!     let loss = mse(&output.to_dtype(DType::F32)?, &y)?; // losses in FP32
+//!     let mut grads = scaler.scale(&loss)?.backward()?;
+//!     scaler.unscale(&optimizer, &mut grads)?; // only because of the clipping: else `step` does it
+//!     clip_grad_norm(&mut grads, optimizer.vars(), 1.0)?;
+//!     if scaler.step(&mut optimizer, &mut grads)? {
+//!         updates += 1; // a learning-rate schedule counts these
+//!     }
+//!     scaler.update()?;
+//! }
+//! // A gradient times 65536 did not fit FP16, nor times 32768: the scaler skipped two steps to find one that does.
+//! assert_eq!((updates, scaler.get_scale()), (198, 16384.0));
+//! let error = (weight.to_dtype(DType::F32)? - Tensor::new(&[[2f32], [-1.0]], &Device::Cpu)?)?.abs()?;
+//! assert!(error.max_all()?.to_scalar::<f32>()? < 0.05);
+//! # Ok::<(), finetune::Error>(())
+//! ```
+//!
+//! To accumulate, scale every micro-batch's loss over their number, add the gradients with `GradStore::extend` (in the
+//! parameters' own type), and unscale, clip, step and update once: between, the scale stays what it is. Where parameters
+//! are FP32 and only cast to half for the products, candle's own optimizers do as well: see [`Tracked`].
+
+mod adamw;
+mod clip;
+mod grad_scaler;
+mod optimizer;
+
+pub use adamw::AdamW;
+pub use clip::clip_grad_norm;
+pub use grad_scaler::GradScaler;
+pub use optimizer::{OptimizerId, ScaledOptimizer, Tracked};
+
+use candle_core::{DType, Result, Tensor};
+
+/// The type in which values of `dtype` are scaled, summed and updated: FP32 but for FP64.
+fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+/// `tensor` in [`wide`] precision; the same storage where it is that already.
+fn widen(tensor: &Tensor) -> Result<Tensor> {
+    tensor.to_dtype(wide(tensor.dtype()))
+}

@@ -1,0 +1,211 @@
+//! AdamW (Loshchilov and Hutter, 2019) over candle variables of any floating type, with FP32 masters.
+//!
+//! candle's own keeps its moments in the variable's type, where an FP16 second moment is zero below 3e-8 and a BF16
+//! weight ignores updates below 1/512 of it; and it hides them, so that no program can resume exactly.
+
+use std::collections::{HashMap, HashSet};
+
+use candle_core::{Result as CandleResult, Tensor, Var, backprop::GradStore};
+use candle_nn::{Optimizer, ParamsAdamW};
+
+use super::{OptimizerId, ScaledOptimizer, wide};
+use crate::{Error, Result};
+
+/// AdamW with FP32 masters and moments (FP64 for FP64 variables), parameter groups and its whole state in the open.
+///
+/// A variable in half precision holds its master rounded after every update. A variable in FP32 is its own master.
+/// As in PyTorch each variable counts its own updates, so that one that gets a gradient late starts with the bias
+/// correction of a first update; a step that the scaler skips counts nowhere.
+///
+/// Change such a variable only by [`load_state_dict`](Self::load_state_dict): the next update rounds its master into it.
+#[derive(Debug)]
+pub struct AdamW {
+    id: OptimizerId,
+    groups: Vec<ParamsAdamW>,
+    vars: Vec<Var>,
+    /// One for each of `vars`.
+    slots: Vec<Slot>,
+}
+
+/// One variable's state.
+#[derive(Debug, Clone)]
+struct Slot {
+    group: usize,
+    updates: i64,
+    /// Detached; for an FP32 variable its own storage.
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+}
+
+impl AdamW {
+    /// Two groups: matrices and what has more dimensions decay by `params.weight_decay`, biases and gains do not.
+    pub fn decaying_matrices(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
+        let (matrices, vectors) = vars.into_iter().partition(|var| var.rank() >= 2);
+        let without_decay = ParamsAdamW { weight_decay: 0.0, ..params.clone() };
+        let mut optimizer = Self::new(matrices, params)?;
+        optimizer.add_group(vectors, without_decay)?;
+        Ok(optimizer)
+    }
+
+    /// Adds variables with settings of their own, as group `groups().len() - 1`. Those of integer types are left out;
+    /// one that is there already is an error.
+    pub fn add_group(&mut self, vars: Vec<Var>, params: ParamsAdamW) -> Result<()> {
+        Ok(self.push_group(vars, params)?)
+    }
+
+    fn push_group(&mut self, vars: Vec<Var>, params: ParamsAdamW) -> CandleResult<()> {
+        let mut known: HashSet<_> = self.vars.iter().map(|var| var.id()).collect();
+        let vars: Vec<_> = vars.into_iter().filter(|var| var.dtype().is_float()).collect();
+        if let Some(var) = vars.iter().find(|var| !known.insert(var.id())) {
+            candle_core::bail!(
+                "a variable of shape {:?} was given to `AdamW` twice; name it in one group",
+                var.shape()
+            );
+        }
+        let group = self.groups.len();
+        let slots: Vec<_> = vars.iter().map(|var| Slot::new(var, group)).collect::<CandleResult<_>>()?;
+        self.groups.push(params);
+        self.vars.extend(vars);
+        self.slots.extend(slots);
+        Ok(())
+    }
+
+    /// The settings of every group.
+    pub fn groups(&self) -> &[ParamsAdamW] {
+        &self.groups
+    }
+
+    /// The settings of every group, to change.
+    pub fn groups_mut(&mut self) -> &mut [ParamsAdamW] {
+        &mut self.groups
+    }
+
+    /// The masters, in the order of the variables.
+    pub fn masters(&self) -> impl Iterator<Item = &Tensor> {
+        self.slots.iter().map(|slot| &slot.master)
+    }
+
+    /// The whole state under PyTorch's names: `{i}.step`, `{i}.exp_avg`, `{i}.exp_avg_sq` of variable i, and its
+    /// `{i}.master`. Ready for `candle_core::safetensors::save`; settings are the program's to keep.
+    pub fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
+        let mut state = HashMap::new();
+        for (i, slot) in self.slots.iter().enumerate() {
+            state.insert(format!("{i}.step"), Tensor::new(slot.updates, slot.master.device())?);
+            // The only tensor that updates write in place.
+            state.insert(format!("{i}.master"), slot.master.copy()?);
+            state.insert(format!("{i}.exp_avg"), slot.exp_avg.clone());
+            state.insert(format!("{i}.exp_avg_sq"), slot.exp_avg_sq.clone());
+        }
+        Ok(state)
+    }
+
+    /// Goes on exactly where [`state_dict`](Self::state_dict) was taken, variables included. A state of other variables
+    /// is an error and changes nothing.
+    pub fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
+        let misfit = |message: String| Error::model("optimizer state", message);
+        if state.len() != 4 * self.slots.len() {
+            let (found, vars) = (state.len(), self.slots.len());
+            return Err(misfit(format!("{found} tensors do not fit {vars} variables, which have 4 each")));
+        }
+        let tensor = |i: usize, name: &str, like: &Tensor| {
+            let key = format!("{i}.{name}");
+            let tensor = state.get(&key).ok_or_else(|| misfit(format!("`{key}` is missing")))?;
+            if (tensor.shape(), tensor.dtype()) != (like.shape(), like.dtype()) {
+                let (found, wanted) = ((tensor.dtype(), tensor.dims()), (like.dtype(), like.dims()));
+                return Err(misfit(format!("`{key}` is {found:?}, the variable needs {wanted:?}")));
+            }
+            Ok(tensor.to_device(like.device())?)
+        };
+        let counter = Tensor::new(0i64, &candle_core::Device::Cpu)?;
+        let load = |(i, slot): (usize, &Slot)| {
+            Ok(Slot {
+                group: slot.group,
+                updates: tensor(i, "step", &counter)?.to_scalar()?,
+                master: tensor(i, "master", &slot.master)?,
+                exp_avg: tensor(i, "exp_avg", &slot.exp_avg)?,
+                exp_avg_sq: tensor(i, "exp_avg_sq", &slot.exp_avg_sq)?,
+            })
+        };
+        let loaded = self.slots.iter().enumerate().map(load).collect::<Result<Vec<_>>>()?;
+        for ((slot, var), loaded) in self.slots.iter_mut().zip(&self.vars).zip(loaded) {
+            let master = loaded.master.clone();
+            *slot = Slot { master: slot.master.clone(), ..loaded };
+            slot.set_master(var, master)?;
+        }
+        Ok(())
+    }
+}
+
+impl Slot {
+    fn new(var: &Var, group: usize) -> CandleResult<Self> {
+        let master = var.as_detached_tensor().to_dtype(wide(var.dtype()))?;
+        Ok(Self { group, updates: 0, exp_avg: master.zeros_like()?, exp_avg_sq: master.zeros_like()?, master })
+    }
+
+    fn update(&mut self, var: &Var, grad: &Tensor, params: &ParamsAdamW) -> CandleResult<()> {
+        let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
+        let t = i32::try_from(self.updates + 1).unwrap_or(i32::MAX);
+        let [correction1, correction2] = [beta1, beta2].map(|beta| 1.0 - beta.powi(t));
+        let grad = grad.detach().to_dtype(self.master.dtype())?;
+        let exp_avg = ((&self.exp_avg * beta1)? + (&grad * (1.0 - beta1))?)?;
+        let exp_avg_sq = ((&self.exp_avg_sq * beta2)? + (grad.sqr()? * (1.0 - beta2))?)?;
+        let denominator = ((exp_avg_sq.sqrt()? / correction2.sqrt())? + eps)?;
+        let change = ((&exp_avg / denominator)? * (lr / correction1))?;
+        let master = ((&self.master * (1.0 - lr * weight_decay))? - change)?;
+        self.set_master(var, master)?;
+        (self.exp_avg, self.exp_avg_sq, self.updates) = (exp_avg, exp_avg_sq, self.updates + 1);
+        Ok(())
+    }
+
+    /// Writes `master` into the variable, rounded to its type.
+    fn set_master(&mut self, var: &Var, master: Tensor) -> CandleResult<()> {
+        var.set(&master.to_dtype(var.dtype())?)?;
+        if var.dtype() != master.dtype() {
+            self.master = master;
+        }
+        Ok(())
+    }
+}
+
+impl Optimizer for AdamW {
+    type Config = ParamsAdamW;
+
+    fn new(vars: Vec<Var>, params: ParamsAdamW) -> CandleResult<Self> {
+        let mut optimizer = Self { id: OptimizerId::new(), groups: vec![], vars: vec![], slots: vec![] };
+        optimizer.push_group(vars, params)?;
+        Ok(optimizer)
+    }
+
+    /// One update of every variable that has a gradient, which may be of any floating type.
+    fn step(&mut self, grads: &GradStore) -> CandleResult<()> {
+        for (var, slot) in self.vars.iter().zip(&mut self.slots) {
+            if let Some(grad) = grads.get(var) {
+                slot.update(var, grad, &self.groups[slot.group])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The first group's.
+    fn learning_rate(&self) -> f64 {
+        self.groups[0].lr
+    }
+
+    /// Of every group; by [`groups_mut`](AdamW::groups_mut) of one.
+    fn set_learning_rate(&mut self, lr: f64) {
+        for group in &mut self.groups {
+            group.lr = lr;
+        }
+    }
+}
+
+impl ScaledOptimizer for AdamW {
+    fn id(&self) -> OptimizerId {
+        self.id
+    }
+
+    fn vars(&self) -> &[Var] {
+        &self.vars
+    }
+}

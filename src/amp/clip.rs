@@ -1,0 +1,26 @@
+//! Clipping by the norm of all gradients together (Pascanu et al., 2013).
+
+use candle_core::{DType, Result, Var, backprop::GradStore};
+
+use super::widen;
+
+/// Shrinks the gradients of `vars` to a common L2 norm of at most `max_norm`; returns the norm they had.
+///
+/// Unscale first, or pass `max_norm` times the scale. The norm is summed in FP32, whatever the gradients' type.
+/// Gradients whose norm is not finite stay as they are, for the scaler to find.
+pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
+    let mut sum_squares = 0.0;
+    for grad in vars.iter().filter_map(|var| grads.get(var)) {
+        sum_squares += widen(grad)?.sqr()?.sum_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+    }
+    let norm = sum_squares.sqrt();
+    if norm.is_finite() && norm > max_norm {
+        for var in vars {
+            if let Some(grad) = grads.get(var) {
+                let clipped = widen(grad)?.affine(max_norm / norm, 0.0)?.to_dtype(grad.dtype())?;
+                grads.insert(var, clipped);
+            }
+        }
+    }
+    Ok(norm)
+}

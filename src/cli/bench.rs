@@ -1,0 +1,271 @@
+//! `finetune bench`: how fast this machine trains, and how close that is to what its arithmetic allows.
+
+use crate::cli::train::thread_pool;
+use crate::data::Batch;
+use crate::kernels::allocator::Allocations;
+use crate::kernels::isa::Isa;
+use crate::kernels::peak::{measure_peak_bf16, measure_peak_f32};
+use crate::model::{Gpt2Config, ModelFolder};
+use crate::precision::{Dtype, PrecisionPolicy};
+use crate::random::{Domain, Stream};
+use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
+use crate::{Error, Result};
+use candle_core::Device;
+use clap::Args;
+use serde_json::json;
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// What to measure. Tokens are random, weights too.
+#[derive(Args, Debug)]
+pub(super) struct BenchArgs {
+    /// An architecture's name, or a Hugging Face folder for its shape
+    #[arg(long, default_value = "distilgpt2")]
+    model: String,
+    /// Layers, where not the model's own number
+    #[arg(long, value_name = "N")]
+    layers: Option<usize>,
+    /// Sequences in a batch
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    batch_size: usize,
+    /// Tokens in a sequence
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    seq_len: usize,
+    /// fp16, bf16, fp32, or a policy such as `p=f32,c=f16,g=f32,r=f32`
+    #[arg(long, default_value = "fp16")]
+    dtype: PrecisionPolicy,
+    /// Batches in a step
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    grad_accum: usize,
+    /// Measured steps
+    #[arg(long, value_name = "N", default_value_t = 6)]
+    steps: usize,
+    /// Steps before those
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    warmup: usize,
+    /// Threads [default: one a core]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Leave the exponents of gradients uncounted
+    #[arg(long)]
+    no_histogram: bool,
+}
+
+/// Measures and prints one JSON object.
+pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
+    if args.steps == 0 {
+        return Err(Error::config("--steps", "at least one step has to be measured"));
+    }
+    let config = args.config();
+    let report = thread_pool(&config)?.install(|| measure(args, &config))?;
+    writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl BenchArgs {
+    fn config(&self) -> Config {
+        let mut config = Config {
+            model: self.model.clone(),
+            init: Init::Random,
+            dtype: self.dtype,
+            threads: self.threads,
+            ..Config::default()
+        };
+        config.train.batch_size = self.batch_size;
+        config.train.seq_len = self.seq_len;
+        config.train.grad_accum = self.grad_accum;
+        config
+    }
+
+    fn shape(&self) -> Result<Gpt2Config> {
+        let mut shape = match Gpt2Config::named(&self.model) {
+            Some(shape) => shape,
+            None if Path::new(&self.model).is_dir() => ModelFolder::open(&self.model)?.config().clone(),
+            None => {
+                let names = Gpt2Config::NAMES.join(", ");
+                let message = format!("`{}` is neither a folder nor one of {names}", self.model);
+                return Err(Error::config("--model", message));
+            }
+        };
+        shape.n_layer = self.layers.unwrap_or(shape.n_layer);
+        if self.seq_len > shape.n_positions {
+            let message = format!("{} exceeds the context of {} tokens", self.seq_len, shape.n_positions);
+            return Err(Error::config("--seq-len", message));
+        }
+        Ok(shape)
+    }
+}
+
+/// A measured step.
+struct Sample {
+    wall: Duration,
+    report: StepReport,
+    allocations: Allocations,
+}
+
+fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
+    let begin = Instant::now();
+    let shape = args.shape()?;
+    let masters = TrainState::random_masters(&shape, config.seed, &Device::Cpu)?;
+    let mut engine = engine(config, &shape, masters, (args.warmup + args.steps) as u64)?;
+    engine.exponents = !args.no_histogram;
+    let startup = begin.elapsed();
+    let mut batches: Vec<Batch> = (0..args.grad_accum).map(|_| Batch::new(args.batch_size, args.seq_len)).collect();
+    let mut step = |number: usize| -> Result<Sample> {
+        for (i, batch) in batches.iter_mut().enumerate() {
+            fill(batch, shape.vocab_size, (number * args.grad_accum + i) as u64);
+        }
+        timed_step(&mut engine, &batches)
+    };
+    let mut first_step = None;
+    for number in 0..args.warmup {
+        first_step.get_or_insert(step(number)?.wall);
+    }
+    let samples = (args.warmup..args.warmup + args.steps).map(step).collect::<Result<Vec<_>>>()?;
+    let mut report = summary(args, &shape, &samples);
+    report["first_step_ms"] = json!(first_step.map(millis));
+    report["startup_ms"] = json!(millis(startup));
+    Ok(report)
+}
+
+fn timed_step(engine: &mut Engine, batches: &[Batch]) -> Result<Sample> {
+    let (before, clock) = (Allocations::now(), Instant::now());
+    let report = engine.step(batches)?;
+    Ok(Sample { wall: clock.elapsed(), report, allocations: Allocations::now().since(before) })
+}
+
+/// Random ids; each is the target of the one before it, as in a text.
+fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
+    let stream = Stream::new(1, Domain::Bench);
+    for (block, ids) in batch.inputs.chunks_mut(4).enumerate() {
+        let random = stream.block(0, draw, block as u32);
+        ids.iter_mut().zip(random).for_each(|(id, random)| *id = random % vocab as u32);
+    }
+    batch.targets.copy_from_slice(&batch.inputs);
+    batch.targets.rotate_left(1);
+    batch.target_count = batch.targets.len();
+}
+
+/// The figures of a run. Floating-point operations are counted as is usual: six for each weight of a product and each
+/// token, and those of causal attention once.
+fn summary(args: &BenchArgs, shape: &Gpt2Config, samples: &[Sample]) -> serde_json::Value {
+    let tokens = args.batch_size * args.seq_len * args.grad_accum;
+    let (layers, width, vocab) = (shape.n_layer, shape.n_embd, shape.vocab_size);
+    let weights = layers * (4 * width * width + 2 * width * shape.n_inner) + width * vocab;
+    let operations = 6.0 * weights as f64 + 6.0 * (layers * width * args.seq_len) as f64;
+    let step = median(samples.iter().map(|sample| sample.wall));
+    let gflops = operations * tokens as f64 / step.as_secs_f64() / 1e9;
+    let (f32_peak, bf16_peak) = (measure_peak_f32(), measure_peak_bf16());
+    let peak = if args.dtype.compute == Dtype::BF16 { bf16_peak } else { f32_peak };
+    let part = |of: fn(&Sample) -> Duration| millis(median(samples.iter().map(of)));
+    let skipped = samples.iter().filter(|sample| matches!(sample.report.outcome, Outcome::Skipped)).count();
+    json!({
+        "who": "finetune",
+        "version": env!("CARGO_PKG_VERSION"),
+        "model": args.model,
+        "layers": layers,
+        "dtype": args.dtype.to_string(),
+        "batch": args.batch_size,
+        "seq": args.seq_len,
+        "grad_accum": args.grad_accum,
+        "threads": rayon::current_num_threads(),
+        "isa": Isa::current().to_string(),
+        "tokens_per_s": round(tokens as f64 / step.as_secs_f64()),
+        "step_ms": millis(step),
+        "forward_ms": part(|sample| sample.report.time.forward),
+        "backward_ms": part(|sample| sample.report.time.backward),
+        "survey_ms": part(|sample| sample.report.time.survey),
+        "optimizer_ms": part(|sample| sample.report.time.optimizer),
+        "step_ms_all": samples.iter().map(|sample| millis(sample.wall)).collect::<Vec<_>>(),
+        "gflops": round(gflops),
+        "peak_f32_gflops": round(f32_peak),
+        "peak_bf16_gflops": round(bf16_peak),
+        "share_of_peak": round(gflops / peak),
+        "peak_rss_mib": peak_rss_mib(),
+        "allocations_per_step": samples.iter().map(|sample| sample.allocations.count).min(),
+        "allocated_bytes_per_step": samples.iter().map(|sample| sample.allocations.bytes).min(),
+        "skipped": skipped,
+        "loss_last": samples.last().map(|sample| sample.report.loss),
+    })
+}
+
+fn median(values: impl Iterator<Item = Duration>) -> Duration {
+    let mut values: Vec<Duration> = values.collect();
+    values.sort_unstable();
+    let middle = values.len() / 2;
+    if values.len().is_multiple_of(2) { (values[middle - 1] + values[middle]) / 2 } else { values[middle] }
+}
+
+fn millis(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e5).round() / 1e2
+}
+
+/// Four decimals: enough for a share, not noise for a rate.
+fn round(value: f64) -> f64 {
+    (value * 1e4).round() / 1e4
+}
+
+/// The most memory this process ever held, where the system tells.
+fn peak_rss_mib() -> Option<f64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some((kib / 1024.0 * 10.0).round() / 10.0)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        bench: BenchArgs,
+    }
+
+    fn bench(flags: &str) -> Result<serde_json::Value> {
+        let args = Line::parse_from(std::iter::once("bench").chain(flags.split_whitespace())).bench;
+        let mut out = Vec::new();
+        run(&args, &mut out)?;
+        Ok(serde_json::from_slice(&out).unwrap())
+    }
+
+    #[test]
+    fn prints_one_object_with_the_figures() {
+        let report = bench("--model tiny --layers 1 --batch-size 2 --seq-len 8 --steps 3 --grad-accum 2").unwrap();
+        assert_eq!(report["layers"], 1);
+        assert_eq!(report["step_ms_all"].as_array().unwrap().len(), 3);
+        for figure in ["tokens_per_s", "step_ms", "forward_ms", "gflops", "peak_f32_gflops", "share_of_peak"] {
+            assert!(report[figure].as_f64().unwrap() > 0.0, "{figure} of {report}");
+        }
+    }
+
+    #[test]
+    fn a_sequence_beyond_the_context_is_refused() {
+        let message = bench("--model tiny --seq-len 129").unwrap_err().to_string();
+        assert!(message.contains("129") && message.contains("128"), "{message}");
+    }
+
+    #[test]
+    fn operations_are_counted_as_the_peer_counts_them() {
+        let args = Line::parse_from(["bench", "--seq-len", "64", "--steps", "1"]).bench;
+        let shape = args.shape().unwrap();
+        let (l, d, v) = (6.0, 768.0, 50257.0);
+        let per_token = 6.0 * (12.0 * l * d * d + d * v) + 12.0 * l * d * 64.0 / 2.0;
+        let report = StepReport {
+            loss: 0.0,
+            targets: 1,
+            scale: 1.0,
+            outcome: Outcome::Skipped,
+            change: crate::precision::ScaleChange::Held,
+            time: crate::train::PartTimes::default(),
+        };
+        let samples = [Sample { wall: Duration::from_secs(1), report, allocations: Allocations::default() }];
+        let gflops = summary(&args, &shape, &samples)["gflops"].as_f64().unwrap();
+        assert!((gflops - per_token * 32.0 * 64.0 / 1e9).abs() < 1e-3, "{gflops}");
+    }
+}

@@ -1,0 +1,248 @@
+//! `finetune checkpoint`: look at what runs have saved, check it, thin it out.
+
+use crate::checkpoint::{Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify};
+use crate::{Error, Result};
+use clap::{Args, Subcommand};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// What to do with checkpoints. A PATH is a step folder, a run's folder, or a folder of runs.
+#[derive(Debug, Subcommand)]
+pub(super) enum CheckpointCommand {
+    /// List checkpoints with size and validation loss
+    List {
+        /// A folder of runs, or a run
+        #[arg(default_value = "checkpoints", value_name = "PATH")]
+        path: PathBuf,
+    },
+    /// Show what a checkpoint holds, once its files have been verified
+    Show {
+        /// A step folder, or a run for its newest good one
+        #[arg(value_name = "PATH")]
+        path: PathBuf,
+    },
+    /// Check every file against its size and SHA-256; exit code 1 if any differs
+    Verify {
+        /// A folder of runs, a run, or a step folder
+        #[arg(default_value = "checkpoints", value_name = "PATH")]
+        path: PathBuf,
+    },
+    /// Delete a run's older checkpoints
+    Prune(PruneArgs),
+    /// Compare two checkpoints bit for bit; exit code 1 if they differ
+    Diff {
+        /// A step folder, or a run for its newest good one
+        #[arg(value_name = "A")]
+        a: PathBuf,
+        /// The other one
+        #[arg(value_name = "B")]
+        b: PathBuf,
+    },
+}
+
+/// What to keep.
+#[derive(Debug, Args)]
+pub(super) struct PruneArgs {
+    /// The run's folder
+    #[arg(value_name = "RUN")]
+    run: PathBuf,
+    /// Keep the newest N, of full ones and of weights-only ones each
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    keep_last: usize,
+    /// Delete the one with the best validation loss too, if it is old
+    #[arg(long)]
+    no_best: bool,
+    /// Delete damaged ones too
+    #[arg(long)]
+    damaged: bool,
+    /// Say what would go, and delete nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// Does what was asked and writes what there is to say to `out`.
+pub(super) fn run(command: &CheckpointCommand, out: &mut dyn Write) -> Result<ExitCode> {
+    let (lines, fine) = match command {
+        CheckpointCommand::List { path } => (listing(path)?, true),
+        CheckpointCommand::Show { path } => (description(path)?, true),
+        CheckpointCommand::Verify { path } => verification(path)?,
+        CheckpointCommand::Prune(args) => (prune(args)?, true),
+        CheckpointCommand::Diff { a, b } => difference(a, b)?,
+    };
+    for line in lines {
+        writeln!(out, "{line}").map_err(Error::io("write to", "standard output"))?;
+    }
+    Ok(if fine { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The runs at `path`: itself, or those in it.
+fn runs(path: &Path) -> Result<Vec<PathBuf>> {
+    let has_checkpoints = |path: &PathBuf| path.is_dir() && list(path).is_ok_and(|listed| !listed.is_empty());
+    if has_checkpoints(&path.to_path_buf()) {
+        return Ok(vec![path.to_path_buf()]);
+    }
+    let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
+    let mut runs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(has_checkpoints).collect();
+    runs.sort();
+    if runs.is_empty() { Err(Error::checkpoint(path, "there is no checkpoint here")) } else { Ok(runs) }
+}
+
+/// Whether this is a step folder, damaged or not.
+fn is_step(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.join("manifest.json").is_file() || (path.is_dir() && Kind::parse_directory(&name).is_some())
+}
+
+/// The step folder meant by a step folder or a run.
+fn step(path: &Path) -> Result<PathBuf> {
+    if is_step(path) { Ok(path.to_path_buf()) } else { Ok(newest_good(path)?.checkpoint.path().to_path_buf()) }
+}
+
+fn listing(path: &Path) -> Result<Vec<String>> {
+    let mut lines = Vec::new();
+    for run in runs(path)? {
+        let latest = std::fs::read_to_string(run.join("latest")).unwrap_or_default();
+        lines.push(run.display().to_string());
+        let listed = list(&run)?;
+        let best = listed.iter().filter_map(validation_loss).min_by(f64::total_cmp);
+        for one in &listed {
+            let name = name_of(&one.path);
+            let mark = if name == latest.trim() { '*' } else { ' ' };
+            let about = match &one.manifest {
+                Ok(manifest) => about(manifest, best),
+                Err(error) => format!("damaged: {error}"),
+            };
+            lines.push(format!("{mark} {name:<16} {about}"));
+        }
+    }
+    Ok(lines)
+}
+
+fn about(manifest: &Manifest, best: Option<f64>) -> String {
+    let loss = match manifest.validation_loss {
+        Some(loss) if Some(loss) == best => format!("validation loss {loss:.4}, the best"),
+        Some(loss) => format!("validation loss {loss:.4}"),
+        None => String::new(),
+    };
+    format!("{:>9}  {loss}", size(manifest.bytes())).trim_end().to_owned()
+}
+
+fn validation_loss(one: &Listed) -> Option<f64> {
+    one.manifest.as_ref().ok()?.validation_loss
+}
+
+fn description(path: &Path) -> Result<Vec<String>> {
+    let path = step(path)?;
+    let manifest = Manifest::read(&path)?;
+    let mut lines = Vec::new();
+    let mut say = |key: &str, value: String| lines.push(format!("{key:<12} {value}"));
+    say("checkpoint", path.display().to_string());
+    if manifest.kind == Kind::Full {
+        let checkpoint = Checkpoint::open(&path)?;
+        let (state, config) = (checkpoint.state(), checkpoint.config());
+        say("model", format!("{}, {} parameters", state.identity.model, config.parameter_count()));
+        say("policy", state.identity.policy.clone());
+        say("data", state.identity.data.clone());
+        say("step", format!("{}, {} of them applied", state.step, state.updates));
+        say("tokens", state.tokens.to_string());
+        say("loss scale", format!("{}, {} clean steps", state.scaler.scale, state.scaler.growth_tracker));
+        say("cursor", format!("epoch {}, window {}", state.cursor.epoch, state.cursor.window));
+        say("seed", state.seed.to_string());
+        if let Some(best) = state.best {
+            say("best", format!("validation loss {:.4} at step {}", best.loss, best.step));
+        }
+    } else {
+        if let Some(damage) = verify(&path).into_iter().next() {
+            return Err(damage.into());
+        }
+        say("step", format!("{}, weights only", manifest.step));
+    }
+    if let Some(loss) = manifest.validation_loss {
+        say("validation", format!("loss {loss:.4}"));
+    }
+    for (name, digest) in &manifest.files {
+        say("file", format!("{name:<22} {:>9}  sha256 {}", size(digest.bytes), digest.sha256));
+    }
+    Ok(lines)
+}
+
+fn verification(path: &Path) -> Result<(Vec<String>, bool)> {
+    let mut steps = Vec::new();
+    if is_step(path) {
+        steps.push(path.to_path_buf());
+    } else {
+        for run in runs(path)? {
+            steps.extend(list(&run)?.into_iter().map(|one| one.path));
+        }
+    }
+    let mut lines = Vec::new();
+    let mut bad = 0;
+    for step in &steps {
+        let damages = verify(step);
+        if damages.is_empty() {
+            lines.push(format!("good     {}", step.display()));
+        } else {
+            bad += 1;
+            lines.extend(damages.iter().map(|damage| format!("damaged  {damage}")));
+        }
+    }
+    lines.push(format!("{} of {} checkpoints are good", steps.len() - bad, steps.len()));
+    Ok((lines, bad == 0))
+}
+
+fn prune(args: &PruneArgs) -> Result<Vec<String>> {
+    let listed = list(&args.run)?;
+    if listed.is_empty() {
+        return Err(Error::checkpoint(&args.run, "there is no checkpoint in this folder; give the folder of one run"));
+    }
+    let run = Run::open(&args.run)?;
+    let keep = Keep { last: args.keep_last, best: !args.no_best };
+    let mut gone = Vec::new();
+    for kind in Kind::ALL {
+        gone.extend(outdated(run.path(), kind, keep)?);
+    }
+    if listed.iter().any(|one| one.kind == Kind::Full) {
+        // Sizes alone make `outdated` trust a checkpoint. What the run can be resumed from stays in any case, and where that
+        // is nothing, the damaged may be all that is left of the run.
+        let found = newest_good(run.path())?;
+        gone.retain(|path| path != found.checkpoint.path());
+    }
+    if args.damaged {
+        let damaged = listed.into_iter().map(|one| one.path).filter(|path| !verify(path).is_empty());
+        gone.extend(damaged.filter(|path| !gone.contains(path)).collect::<Vec<_>>());
+    }
+    let verb = if args.dry_run { "would delete" } else { "deleted" };
+    let mut lines = Vec::new();
+    for path in gone {
+        if !args.dry_run {
+            run.remove(&path)?;
+        }
+        lines.push(format!("{verb} {}", path.display()));
+    }
+    if lines.is_empty() {
+        lines.push("nothing to delete".into());
+    }
+    Ok(lines)
+}
+
+fn difference(a: &Path, b: &Path) -> Result<(Vec<String>, bool)> {
+    let (a, b) = (step(a)?, step(b)?);
+    let differences = compare(&a, &b)?;
+    if differences.is_empty() {
+        return Ok((vec![format!("`{}` and `{}` are bit-identical", a.display(), b.display())], true));
+    }
+    Ok((differences.iter().map(ToString::to_string).collect(), false))
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+fn size(bytes: u64) -> String {
+    match bytes {
+        0..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.2} GB", bytes as f64 / 1e9),
+    }
+}

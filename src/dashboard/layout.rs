@@ -1,0 +1,154 @@
+//! Where things are, as a function of the size alone.
+
+use ratatui::layout::Rect;
+
+/// How much a terminal can show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Size {
+    /// Everything: at least 110×34.
+    Full,
+    /// All panels but the table of tensors: at least 78×22.
+    Compact,
+    /// Three status lines: at least 40×6.
+    Minimal,
+    /// One sentence.
+    TooSmall,
+}
+
+impl Size {
+    pub(super) fn of(area: Rect) -> Self {
+        match (area.width, area.height) {
+            (110.., 34..) => Self::Full,
+            (78.., 22..) => Self::Compact,
+            (40.., 6..) => Self::Minimal,
+            _ => Self::TooSmall,
+        }
+    }
+}
+
+/// The parts of the screen, from top to bottom.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Areas {
+    pub(super) header: Rect,
+    pub(super) body: Rect,
+    pub(super) status: Rect,
+    pub(super) footer: Rect,
+}
+
+impl Areas {
+    pub(super) fn of(area: Rect) -> Self {
+        let (header, rest) = split_top(area, 1);
+        let (rest, footer) = split_bottom(rest, 1);
+        let (body, status) = split_bottom(rest, 3);
+        Self { header, body, status, footer }
+    }
+}
+
+/// The panels of the first tab.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Overview {
+    pub(super) loss: Rect,
+    pub(super) scale: Rect,
+    pub(super) ruler: Rect,
+    pub(super) overflows: Rect,
+    /// Empty where there is no room for it.
+    pub(super) tensors: Rect,
+}
+
+/// Columns of the ruler's panel: 44 cells, their labels and the frame. It never gets less.
+const RULER_FULL: u16 = 63;
+const RULER_COMPACT: u16 = 54;
+
+impl Overview {
+    pub(super) fn of(body: Rect, size: Size) -> Self {
+        if size == Size::Full {
+            let (top, bottom) = split_top(body, (body.height * 11).div_ceil(31));
+            let left = RULER_FULL.max(body.width / 2);
+            let (loss, scale) = split_left(top, left);
+            let (ruler, right) = split_left(bottom, left);
+            let (overflows, tensors) = split_top(right, bottom.height * 2 / 5);
+            Self { loss, scale, ruler, overflows, tensors }
+        } else {
+            let (top, bottom) = split_top(body, body.height / 2);
+            let (loss, scale) = split_left(top, body.width / 2);
+            let (ruler, overflows) = split_left(bottom, RULER_COMPACT);
+            Self { loss, scale, ruler, overflows, tensors: Rect::default() }
+        }
+    }
+}
+
+/// The ruler and the table of the second tab.
+pub(super) fn precision(body: Rect) -> (Rect, Rect) {
+    split_top(body, (body.height * 3 / 5).max(body.height.saturating_sub(15)))
+}
+
+fn split_top(area: Rect, height: u16) -> (Rect, Rect) {
+    let height = height.min(area.height);
+    let rest = Rect { y: area.y + height, height: area.height - height, ..area };
+    (Rect { height, ..area }, rest)
+}
+
+fn split_bottom(area: Rect, height: u16) -> (Rect, Rect) {
+    split_top(area, area.height.saturating_sub(height))
+}
+
+fn split_left(area: Rect, width: u16) -> (Rect, Rect) {
+    let width = width.min(area.width);
+    let rest = Rect { x: area.x + width, width: area.width - width, ..area };
+    (Rect { width, ..area }, rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// That the parts lie inside and cover every cell at most once; and, if `all`, each of them.
+    fn check(area: Rect, parts: &[Rect], all: bool) {
+        let mut covered = 0;
+        for (at, part) in parts.iter().enumerate() {
+            assert_eq!(part.intersection(area).area(), part.area(), "{part} is not within {area}");
+            for other in &parts[at + 1..] {
+                assert!(part.is_empty() || other.is_empty() || !part.intersects(*other), "{part} overlaps {other}");
+            }
+            covered += part.area();
+        }
+        assert!(!all || covered == area.area(), "{parts:?} leave a gap in {area}");
+    }
+
+    #[test]
+    fn at_every_size_the_parts_are_inside_and_do_not_overlap() {
+        for width in 1..=250 {
+            for height in 1..=80 {
+                let area = Rect::new(0, 0, width, height);
+                let Areas { header, body, status, footer } = Areas::of(area);
+                check(area, &[header, body, status, footer], true);
+                for size in [Size::Full, Size::Compact] {
+                    let Overview { loss, scale, ruler, overflows, tensors } = Overview::of(body, size);
+                    check(body, &[loss, scale, ruler, overflows, tensors], true);
+                }
+                let (ruler, table) = precision(body);
+                check(body, &[ruler, table], true);
+            }
+        }
+    }
+
+    #[test]
+    fn the_ruler_always_gets_its_columns() {
+        for width in 78..=250 {
+            for height in 22..=80 {
+                let area = Rect::new(0, 0, width, height);
+                let overview = Overview::of(Areas::of(area).body, Size::of(area));
+                let least = if Size::of(area) == Size::Full { RULER_FULL } else { RULER_COMPACT };
+                assert!(overview.ruler.width >= least && overview.ruler.height >= 8, "{area}: {overview:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_begin_where_the_design_says() {
+        let of = |width, height| Size::of(Rect::new(0, 0, width, height));
+        assert_eq!([of(110, 34), of(109, 34), of(110, 33)], [Size::Full, Size::Compact, Size::Compact]);
+        assert_eq!([of(78, 22), of(77, 22), of(78, 21)], [Size::Compact, Size::Minimal, Size::Minimal]);
+        assert_eq!([of(40, 6), of(39, 6), of(40, 5)], [Size::Minimal, Size::TooSmall, Size::TooSmall]);
+    }
+}

@@ -1,0 +1,80 @@
+//! Which of the outputs a run gets.
+
+use super::layout::Size;
+use ratatui::layout::Rect;
+use std::io::IsTerminal;
+
+/// How a run shows itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Output {
+    /// The whole screen.
+    Dashboard,
+    /// One status line on standard error.
+    Progress,
+    /// Lines on standard output.
+    Plain,
+}
+
+/// What an output is chosen by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Terminal {
+    /// Whether standard output is a terminal.
+    pub stdout: bool,
+    /// Whether standard error is one.
+    pub stderr: bool,
+    /// Whether it can do no more than a typewriter: `TERM=dumb`, or no `TERM` at all.
+    pub dumb: bool,
+    /// Columns and rows.
+    pub size: (u16, u16),
+}
+
+impl Terminal {
+    /// This process's.
+    pub fn current() -> Self {
+        Self {
+            stdout: std::io::stdout().is_terminal(),
+            stderr: std::io::stderr().is_terminal(),
+            dumb: std::env::var("TERM").map_or(true, |term| term.is_empty() || term == "dumb"),
+            size: ratatui::crossterm::terminal::size().unwrap_or((0, 0)),
+        }
+    }
+
+    /// The output for what was asked for, if anything: the dashboard wherever it can be shown, else lines. Lines also
+    /// take the place of a dashboard or a status line that the terminal cannot show.
+    pub fn output(self, asked: Option<Output>) -> Output {
+        let (width, height) = self.size;
+        let fits = matches!(Size::of(Rect::new(0, 0, width, height)), Size::Full | Size::Compact);
+        match asked {
+            Some(Output::Dashboard) if self.stdout && !self.dumb => Output::Dashboard,
+            None if self.stdout && !self.dumb && fits => Output::Dashboard,
+            Some(Output::Progress) | None if self.stdout && self.stderr && !self.dumb => Output::Progress,
+            Some(Output::Progress) if self.stderr && !self.dumb => Output::Progress,
+            _ => Output::Plain,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FULL: Terminal = Terminal { stdout: true, stderr: true, dumb: false, size: (120, 36) };
+
+    #[test]
+    fn the_dashboard_needs_a_terminal_with_room() {
+        assert_eq!(FULL.output(None), Output::Dashboard);
+        assert_eq!(Terminal { size: (60, 20), ..FULL }.output(None), Output::Progress);
+        assert_eq!(Terminal { stdout: false, ..FULL }.output(None), Output::Plain);
+        assert_eq!(Terminal { dumb: true, ..FULL }.output(None), Output::Plain);
+    }
+
+    #[test]
+    fn what_is_asked_for_is_given_where_it_can_be() {
+        assert_eq!(FULL.output(Some(Output::Plain)), Output::Plain);
+        assert_eq!(FULL.output(Some(Output::Progress)), Output::Progress);
+        assert_eq!(Terminal { size: (60, 20), ..FULL }.output(Some(Output::Dashboard)), Output::Dashboard);
+        assert_eq!(Terminal { stdout: false, ..FULL }.output(Some(Output::Dashboard)), Output::Plain);
+        assert_eq!(Terminal { stdout: false, ..FULL }.output(Some(Output::Progress)), Output::Progress);
+        assert_eq!(Terminal { stderr: false, ..FULL }.output(Some(Output::Progress)), Output::Plain);
+    }
+}

@@ -1,0 +1,96 @@
+//! A piece of the screen to write on by role. What does not fit is cut off, so no size can make a panel panic.
+
+use super::theme::{Role, Theme};
+use ratatui::buffer::Buffer;
+use ratatui::layout::Rect;
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Block, Clear, Widget};
+
+/// A rectangle of the buffer; positions count from its top left corner.
+pub(super) struct Pad<'a> {
+    buffer: &'a mut Buffer,
+    area: Rect,
+    theme: Theme,
+}
+
+impl<'a> Pad<'a> {
+    /// The part of `area` that is on the screen.
+    pub(super) fn new(buffer: &'a mut Buffer, area: Rect, theme: Theme) -> Self {
+        let area = area.intersection(buffer.area);
+        Self { buffer, area, theme }
+    }
+
+    /// Columns.
+    pub(super) fn width(&self) -> u16 {
+        self.area.width
+    }
+
+    /// Rows.
+    pub(super) fn height(&self) -> u16 {
+        self.area.height
+    }
+
+    /// A part of this pad.
+    pub(super) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Pad<'_> {
+        let part = Rect::new(self.area.x.saturating_add(x), self.area.y.saturating_add(y), width, height);
+        let area = part.intersection(self.area);
+        Pad { buffer: self.buffer, area, theme: self.theme }
+    }
+
+    /// Writes text on one line; gives the column behind it.
+    pub(super) fn text(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
+        if x >= self.area.width || y >= self.area.height {
+            return x;
+        }
+        let room = usize::from(self.area.width - x);
+        let style = self.theme.style(role);
+        let (end, _) = self.buffer.set_stringn(self.area.x + x, self.area.y + y, text, room, style);
+        end - self.area.x
+    }
+
+    /// Writes several pieces one after the other.
+    pub(super) fn spans(&mut self, x: u16, y: u16, spans: &[(&str, Role)]) -> u16 {
+        spans.iter().fold(x, |x, (text, role)| self.text(x, y, text, *role))
+    }
+
+    /// Writes text that ends in the column before `end`.
+    pub(super) fn text_before(&mut self, end: u16, y: u16, text: &str, role: Role) {
+        self.text(end.saturating_sub(Span::raw(text).width() as u16), y, text, role);
+    }
+
+    /// Writes one character.
+    pub(super) fn glyph(&mut self, x: u16, y: u16, glyph: char, role: Role) {
+        self.text(x, y, glyph.encode_utf8(&mut [0; 4]), role);
+    }
+
+    /// Gives the style of a role to a whole line.
+    pub(super) fn highlight(&mut self, y: u16, role: Role) {
+        let line = Rect { y: self.area.y.saturating_add(y), height: 1, ..self.area };
+        let line = line.intersection(self.area);
+        self.buffer.set_style(line, self.theme.style(role));
+    }
+
+    /// Draws a frame with a title; gives what is inside.
+    pub(super) fn frame(&mut self, title: &[(&str, Role)]) -> Pad<'_> {
+        let mut spans = vec![Span::raw(" ")];
+        spans.extend(title.iter().map(|(text, role)| Span::styled((*text).to_owned(), self.theme.style(*role))));
+        spans.push(Span::raw(" "));
+        let block = Block::bordered().border_style(self.theme.style(Role::Dim)).title(Line::from(spans));
+        let area = block.inner(self.area);
+        block.render(self.area, self.buffer);
+        Pad { buffer: self.buffer, area, theme: self.theme }
+    }
+
+    /// Empties a box of at most this size in the middle; gives it.
+    pub(super) fn popup(&mut self, width: u16, height: u16) -> Pad<'_> {
+        let (width, height) = (width.min(self.area.width), height.min(self.area.height));
+        let area = Rect::new(
+            self.area.x + (self.area.width - width) / 2,
+            self.area.y + (self.area.height - height) / 2,
+            width,
+            height,
+        );
+        Clear.render(area, self.buffer);
+        Pad { buffer: self.buffer, area, theme: self.theme }
+    }
+}

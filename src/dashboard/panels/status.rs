@@ -1,0 +1,111 @@
+//! The three status lines: where the run is, how it learns, what it costs.
+
+use crate::dashboard::format;
+use crate::dashboard::pad::Pad;
+use crate::dashboard::run_data::RunData;
+use crate::dashboard::state::ViewModel;
+use crate::dashboard::theme::Role;
+
+/// Draws the lines.
+pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
+    let run = view.run();
+    if run.started.is_none() && run.step.step == 0 {
+        pad.text(1, 0, "waiting for the run to begin", Role::Dim);
+        return;
+    }
+    let wide = pad.width() >= 110;
+    let gap = if wide { 3 } else { 2 };
+    progress(run, pad);
+    items(pad, 1, gap, &learning(run, wide));
+    items(pad, 2, gap, &cost(view, run, wide));
+}
+
+fn progress(run: &RunData, pad: &mut Pad) {
+    let (step, total) = (run.step.step, run.total_steps());
+    let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
+    let epochs = run.started.as_ref().map_or(0.0, |started| started.epochs);
+    let eta = if run.is_over() { Some(0.0) } else { run.pace.remaining(step, total) };
+    let text = format!(
+        "step {step}/{total}  epoch {:.2}/{}  {:.1}%  ETA {} ",
+        run.step.epoch,
+        format!("{epochs:.2}").trim_end_matches('0').trim_end_matches('.'),
+        share * 100.0,
+        eta.map_or_else(|| "--:--:--".into(), format::clock),
+    );
+    let x = pad.text(1, 0, &text, Role::Text);
+    let cells = usize::from(pad.width().saturating_sub(x + 1));
+    let full = (share * cells as f64).round() as usize;
+    let x = pad.text(x, 0, &"━".repeat(full), Role::Good);
+    pad.text(x, 0, &"─".repeat(cells - full), Role::Dim);
+}
+
+/// Writes what fits, a gap between two items.
+fn items(pad: &mut Pad, y: u16, gap: u16, items: &[(String, Role)]) {
+    let mut x = 1;
+    for (text, role) in items.iter().filter(|(text, _)| !text.is_empty()) {
+        if x > 1 && x + text.chars().count() as u16 >= pad.width() {
+            continue;
+        }
+        x = pad.text(x, y, text, *role) + gap;
+    }
+}
+
+fn learning(run: &RunData, wide: bool) -> Vec<(String, Role)> {
+    let step = &run.step;
+    let loss_role = if step.loss.is_finite() { Role::Text } else { Role::Overflow };
+    let mut items = vec![(format!("loss {}", format::loss(f64::from(step.loss))), loss_role)];
+    if wide && let Some(smoothed) = run.smoothed_loss() {
+        items.push((format!("smoothed {}", format::loss(smoothed)), Role::Text));
+    }
+    if let Some(last) = run.last_validation {
+        let best = run.best_validation.filter(|_| wide);
+        let best = best.map(|(loss, at)| format!(" (best {} @ {at})", format::loss(loss))).unwrap_or_default();
+        items.push((format!("val {}{best}", format::loss(last)), Role::Text));
+    }
+    items.push((format!("lr {}", format::rate(step.lr)), Role::Text));
+    let clip = run.started.as_ref().and_then(|started| started.max_grad_norm).filter(|_| wide);
+    let clip = clip.map(|clip| format!(" (clip {clip:?})")).unwrap_or_default();
+    items.push((format!("|g| {}{clip}", format::short(step.grad_norm)), Role::Text));
+    if run.scales_losses() {
+        items.push((format!("scale {}", format::scale(step.loss_scale)), Role::Text));
+    }
+    let role = if step.skipped > 0 { Role::Overflow } else { Role::Text };
+    items.push((format!("skipped {}", step.skipped), role));
+    items
+}
+
+fn cost(view: &ViewModel, run: &RunData, wide: bool) -> Vec<(String, Role)> {
+    let step = &run.step;
+    let mut items = vec![
+        (format!("{} tok/s", format::count(step.tokens_per_s)), Role::Text),
+        (format!("{} ms/step", format::count(step.time.step_ms)), Role::Text),
+    ];
+    if let Some(cpu) = run.cpu_percent {
+        items.push((format!("CPU {cpu:.0}%"), Role::Text));
+    }
+    if let Some(gpu) = step.gpu {
+        let (gib, total) = (gibibytes(gpu.memory_bytes), gibibytes(gpu.memory_total_bytes));
+        let detail = format!(
+            "GPU {:.0}% {:.0} W {:.0} °C {gib:.1}/{total:.1} GiB",
+            gpu.utilisation, gpu.power_w, gpu.temperature_c
+        );
+        items.push((detail, Role::Text));
+    }
+    if let Some(rss) = step.rss_bytes {
+        let peak = if wide { format!(" (peak {})", format::bytes(run.peak_rss)) } else { String::new() };
+        items.push((format!("mem {}{peak}", format::bytes(rss)), Role::Text));
+    }
+    match &run.saved {
+        Some((saved, t)) if wide => {
+            let ago = format::ago(view.now.saturating_sub(*t) as f64 / 1000.0);
+            items.push((format!("last checkpoint {}, {ago} ago", saved.step), Role::Text));
+        }
+        Some((saved, _)) => items.push((format!("ckpt {}", saved.step), Role::Text)),
+        None => {}
+    }
+    items
+}
+
+fn gibibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}

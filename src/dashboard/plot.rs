@@ -1,0 +1,210 @@
+//! Curves in braille, two by four dots a character, with axes.
+
+use super::pad::Pad;
+use super::theme::Role;
+
+/// A chart's axes: which data its corners stand for and how they are labelled.
+pub(super) struct Axes<'a> {
+    /// Data at the left and right edge.
+    pub(super) x: (f64, f64),
+    /// Data at the bottom and top edge.
+    pub(super) y: (f64, f64),
+    /// How a figure on the x axis is written.
+    pub(super) x_label: &'a dyn Fn(f64) -> String,
+    /// How a figure on the y axis is written.
+    pub(super) y_label: &'a dyn Fn(f64) -> String,
+}
+
+/// Dots and marks over a rectangle of cells.
+pub(super) struct Plot {
+    columns: u16,
+    rows: u16,
+    x: (f64, f64),
+    y: (f64, f64),
+    cells: Vec<PlotCell>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct PlotCell {
+    dots: u8,
+    mark: Option<char>,
+    role: Option<Role>,
+}
+
+/// The bit of each of a braille character's dots, by row and column.
+const DOTS: [[u8; 2]; 4] = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]];
+
+impl Axes<'_> {
+    /// Draws the axes and has `curves` fill the space between them.
+    pub(super) fn draw(&self, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
+        let label_at = |share: f64| (self.y_label)(self.y.0 + (self.y.1 - self.y.0) * share);
+        let labels = [label_at(1.0), label_at(0.5), label_at(0.0)];
+        let margin = labels.iter().map(|label| label.chars().count()).max().unwrap_or(0) as u16;
+        let (columns, rows) = (pad.width().saturating_sub(margin + 1), pad.height().saturating_sub(2));
+        if columns < 2 || rows < 1 {
+            return;
+        }
+        for y in 0..rows {
+            pad.text(margin, y, "│", Role::Dim);
+        }
+        pad.text(margin, rows, &format!("└{}", "─".repeat(columns.into())), Role::Dim);
+        pad.text_before(margin, 0, &labels[0], Role::Dim);
+        if rows >= 5 {
+            pad.text_before(margin, (rows - 1) / 2, &labels[1], Role::Dim);
+        }
+        if rows >= 2 {
+            pad.text_before(margin, rows - 1, &labels[2], Role::Dim);
+        }
+        self.label_x(pad, margin, columns, rows + 1);
+
+        let mut plot = Plot {
+            columns,
+            rows,
+            x: self.x,
+            y: self.y,
+            cells: vec![PlotCell::default(); usize::from(columns) * usize::from(rows)],
+        };
+        curves(&mut plot);
+        plot.draw(&mut pad.part(margin + 1, 0, columns, rows));
+    }
+
+    fn label_x(&self, pad: &mut Pad, margin: u16, columns: u16, y: u16) {
+        let (first, last) = ((self.x_label)(self.x.0), (self.x_label)(self.x.1));
+        let middle = (self.x_label)(f64::midpoint(self.x.0, self.x.1));
+        let end = margin + 1 + columns;
+        let after_first = pad.text(margin, y, &first, Role::Dim);
+        let before_last = end.saturating_sub(last.chars().count() as u16);
+        if before_last > after_first {
+            pad.text_before(end, y, &last, Role::Dim);
+        }
+        let at = (margin + columns / 2).saturating_sub(middle.chars().count() as u16 / 2);
+        if at > after_first + 1 && at + (middle.chars().count() as u16) + 1 < before_last {
+            pad.text(at, y, &middle, Role::Dim);
+        }
+    }
+}
+
+impl Plot {
+    /// The upper and the lower edge of ranges (x, low, high): what lies between stays free for a curve.
+    pub(super) fn envelope(&mut self, ranges: impl Iterator<Item = (f64, f64, f64)>, role: Role) {
+        let mut edges: Vec<Option<(usize, usize)>> = vec![None; self.resolution()];
+        for (x, low, high) in ranges {
+            let (Some(column), Some(top), Some(bottom)) = (self.dot_column(x), self.dot_row(high), self.dot_row(low))
+            else {
+                continue;
+            };
+            let edge = edges[column].get_or_insert((top, bottom));
+            *edge = (edge.0.min(top), edge.1.max(bottom));
+        }
+        for (column, edge) in edges.into_iter().enumerate() {
+            if let Some((top, bottom)) = edge {
+                self.dot(column, top, role);
+                self.dot(column, bottom, role);
+            }
+        }
+    }
+
+    /// A vertical stroke from `low` to `high`.
+    pub(super) fn stroke(&mut self, x: f64, low: f64, high: f64, role: Role) {
+        let (Some(column), Some(from), Some(to)) = (self.dot_column(x), self.dot_row(high), self.dot_row(low)) else {
+            return;
+        };
+        for row in from..=to {
+            self.dot(column, row, role);
+        }
+    }
+
+    /// A straight line between two points.
+    pub(super) fn line(&mut self, from: (f64, f64), to: (f64, f64), role: Role) {
+        let ends = (self.dot_column(from.0), self.dot_row(from.1), self.dot_column(to.0), self.dot_row(to.1));
+        let (Some(x0), Some(y0), Some(x1), Some(y1)) = ends else { return };
+        let steps = x0.abs_diff(x1).max(y0.abs_diff(y1)).max(1);
+        for at in 0..=steps {
+            let share = at as f64 / steps as f64;
+            let between = |a: usize, b: usize| (a as f64 + (b as f64 - a as f64) * share).round() as usize;
+            self.dot(between(x0, x1), between(y0, y1), role);
+        }
+    }
+
+    /// A character that hides the dots under it.
+    pub(super) fn mark(&mut self, x: f64, y: f64, mark: char, role: Role) {
+        let (Some(column), Some(row)) = (self.dot_column(x), self.dot_row(y)) else { return };
+        let cell = &mut self.cells[row / 4 * usize::from(self.columns) + column / 2];
+        *cell = PlotCell { mark: Some(mark), role: Some(role), ..*cell };
+    }
+
+    /// Columns of dots.
+    pub(super) fn resolution(&self) -> usize {
+        usize::from(self.columns) * 2
+    }
+
+    fn dot_column(&self, x: f64) -> Option<usize> {
+        place(x, self.x, self.resolution())
+    }
+
+    fn dot_row(&self, y: f64) -> Option<usize> {
+        place(y, (self.y.1, self.y.0), usize::from(self.rows) * 4)
+    }
+
+    fn dot(&mut self, column: usize, row: usize, role: Role) {
+        if let Some(cell) = self.cells.get_mut(row / 4 * usize::from(self.columns) + column / 2) {
+            cell.dots |= DOTS[row % 4][column % 2];
+            if cell.mark.is_none() {
+                cell.role = Some(role);
+            }
+        }
+    }
+
+    fn draw(&self, pad: &mut Pad) {
+        for (index, cell) in self.cells.iter().enumerate() {
+            let Some(role) = cell.role else { continue };
+            let braille = char::from_u32(0x2800 + u32::from(cell.dots)).unwrap_or(' ');
+            let (x, y) = (index % usize::from(self.columns), index / usize::from(self.columns));
+            pad.glyph(x as u16, y as u16, cell.mark.unwrap_or(braille), role);
+        }
+    }
+}
+
+/// Which of `count` places from the first end of the range to the other is nearest to a value; beyond an end, the end.
+fn place(value: f64, (first, last): (f64, f64), count: usize) -> Option<usize> {
+    let share = (value - first) / (last - first);
+    (count > 0 && share.is_finite()).then(|| (share.clamp(0.0, 1.0) * (count - 1) as f64).round() as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::theme::Theme;
+    use super::*;
+    use ratatui::buffer::Buffer;
+    use ratatui::layout::Rect;
+
+    fn drawn(width: u16, height: u16, curves: impl FnOnce(&mut Plot)) -> Vec<String> {
+        let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
+        let mut pad = Pad::new(&mut buffer, Rect::new(0, 0, width, height), Theme::truecolor());
+        let label = |value: f64| format!("{value:.0}");
+        Axes { x: (0.0, 9.0), y: (0.0, 4.0), x_label: &label, y_label: &label }.draw(&mut pad, curves);
+        let text: Vec<&str> = buffer.content.iter().map(ratatui::buffer::Cell::symbol).collect();
+        text.chunks(width.into()).map(|row| row.concat().trim_end().to_owned()).collect()
+    }
+
+    #[test]
+    fn corners_are_where_the_data_says() {
+        let rows = drawn(12, 5, |plot| {
+            plot.line((0.0, 0.0), (0.0, 4.0), Role::Train);
+            plot.mark(9.0, 4.0, 'M', Role::Overflow);
+            plot.stroke(9.0, 0.0, 0.0, Role::Train);
+        });
+        assert_eq!(rows, ["4│⡇        M", " │⡇", "0│⡇        ⢀", " └──────────", " 0    4    9"]);
+    }
+
+    #[test]
+    fn values_that_are_not_finite_leave_no_dot_and_no_size_panics() {
+        let rows = drawn(12, 5, |plot| plot.line((f64::NAN, 0.0), (1.0, f64::INFINITY), Role::Train));
+        assert_eq!(rows[1], " │");
+        for width in 1..8 {
+            for height in 1..5 {
+                drawn(width, height, |plot| plot.stroke(3.0, 0.0, 4.0, Role::Train));
+            }
+        }
+    }
+}

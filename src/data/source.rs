@@ -1,0 +1,289 @@
+//! What `--data` and `--val` may name, and the files it stands for.
+
+use std::fmt;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use tempfile::{NamedTempFile, TempPath};
+
+use super::document::{Document, Format};
+use super::tokenizer::file_sha256;
+use crate::{Error, Result};
+
+/// What the errors about a wrong source end with.
+const KINDS: &str = "`--data` takes `grammar`, `tiny_shakespeare`, a `.txt`, `.jsonl` or `.parquet` file, a folder or \
+                     glob of those, `hf://datasets/owner/name/file`, or `-` for standard input";
+
+/// Karpathy's sample of Shakespeare's plays: 1,115,394 bytes.
+const TINY_SHAKESPEARE: Remote<'static> = Remote::Url {
+    url: "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    file: "tiny_shakespeare.txt",
+    bytes: 1_115_394,
+    sha256: "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+};
+
+/// Where text comes from: the value of `--data` or `--val`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// `grammar`: the built-in corpus of known entropy.
+    Grammar,
+    /// `tiny_shakespeare`: downloaded once.
+    TinyShakespeare,
+    /// `-`: text from standard input.
+    Stdin,
+    /// `hf://datasets/owner/name[@revision]/file`: a file of a data set on the Hub.
+    Hub {
+        /// `owner/name`.
+        repo: String,
+        /// Branch, tag or commit; `main` if none is given.
+        revision: String,
+        /// Path inside the repository.
+        file: String,
+    },
+    /// Files that match a pattern with `*`, `?` or `[…]`, in alphabetical order.
+    Glob(String),
+    /// A file, or a folder whose `.txt`, `.jsonl` and `.parquet` files are read in alphabetical order.
+    Path(PathBuf),
+}
+
+/// A file that has to come over the network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remote<'a> {
+    /// A file of known content, to be stored as `file` in the data folder.
+    Url {
+        /// Where it is.
+        url: &'a str,
+        /// Its name here.
+        file: &'a str,
+        /// Its size.
+        bytes: u64,
+        /// Its SHA-256 in hexadecimal.
+        sha256: &'a str,
+    },
+    /// A file of a data set on the Hub.
+    Dataset {
+        /// `owner/name`.
+        repo: &'a str,
+        /// Branch, tag or commit.
+        revision: &'a str,
+        /// Path inside the repository.
+        file: &'a str,
+    },
+}
+
+/// Whoever can download; `data` itself knows no network.
+pub trait Fetch {
+    /// The local path of `remote`, verified; `folder` is where files without a cache of their own belong.
+    fn fetch(&mut self, remote: Remote, folder: &Path) -> Result<PathBuf>;
+}
+
+/// What happens while data is loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LoadEvent {
+    /// Text is being tokenised.
+    Tokenising {
+        /// Bytes of the files already read.
+        done: u64,
+        /// Bytes of all files.
+        total: u64,
+    },
+    /// Something the user should know and need not act on.
+    Notice(String),
+}
+
+impl FromStr for Source {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let wrong = |problem: &str| Err(Error::config("--data", format!("{problem}; {KINDS}")));
+        match text {
+            "" => wrong("must not be empty"),
+            "grammar" => Ok(Self::Grammar),
+            "tiny_shakespeare" => Ok(Self::TinyShakespeare),
+            "-" => Ok(Self::Stdin),
+            _ => match text.split_once("://") {
+                Some(("hf", path)) => match hub_parts(path) {
+                    Some((repo, revision, file)) => Ok(Self::Hub { repo, revision, file }),
+                    None => wrong(&format!("`{text}` is not `hf://datasets/owner/name/file`")),
+                },
+                Some(_) => wrong(&format!("`{text}` cannot be downloaded from")),
+                None if text.contains(['*', '?', '[']) => Ok(Self::Glob(text.to_owned())),
+                None => Ok(Self::Path(text.into())),
+            },
+        }
+    }
+}
+
+fn hub_parts(path: &str) -> Option<(String, String, String)> {
+    let mut parts = path.strip_prefix("datasets/")?.splitn(3, '/');
+    let (owner, name, file) = (parts.next()?, parts.next()?, parts.next()?);
+    let (name, revision) = name.split_once('@').unwrap_or((name, "main"));
+    let whole = [owner, name, revision].iter().all(|part| !part.is_empty()) && !file.is_empty();
+    whole.then(|| (format!("{owner}/{name}"), revision.to_owned(), file.to_owned()))
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Grammar => f.write_str("grammar"),
+            Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
+            Self::Stdin => f.write_str("-"),
+            Self::Hub { repo, revision, file } if revision == "main" => write!(f, "hf://datasets/{repo}/{file}"),
+            Self::Hub { repo, revision, file } => write!(f, "hf://datasets/{repo}@{revision}/{file}"),
+            Self::Glob(pattern) => f.write_str(pattern),
+            Self::Path(path) => path.display().fmt(f),
+        }
+    }
+}
+
+/// The files of a source.
+pub(super) struct Files {
+    pub(super) documents: Vec<Document>,
+    /// Standard input, kept for as long as it is read.
+    _spool: Option<TempPath>,
+}
+
+impl Source {
+    /// Finds the files, downloading what is not here; `folder` holds downloads. Not for [`Self::Grammar`].
+    pub(super) fn files(&self, folder: &Path, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<Files> {
+        let documents = match self {
+            Self::Grammar => Vec::new(),
+            Self::TinyShakespeare => vec![Document::new(tiny_shakespeare(folder, fetch)?)],
+            Self::Stdin => return spool_stdin(),
+            Self::Hub { repo, revision, file } => {
+                let fetch = fetch.ok_or_else(|| Error::data(self, "needs the network, which is not in use here"))?;
+                let path = fetch.fetch(Remote::Dataset { repo, revision, file }, folder)?;
+                // The cache may call the file by its hash; its format is that of the name asked for.
+                let format = Format::of(Path::new(file)).unwrap_or(Format::Text);
+                vec![Document { path, origin: self.to_string(), format }]
+            }
+            Self::Glob(pattern) => glob_files(pattern)?,
+            Self::Path(path) if path.is_dir() => folder_files(path)?,
+            Self::Path(path) if !path.exists() => {
+                return Err(Error::data(path.display(), format!("there is no such file; {KINDS}")));
+            }
+            Self::Path(path) => vec![Document::new(path.clone())],
+        };
+        Ok(Files { documents, _spool: None })
+    }
+}
+
+impl Document {
+    fn new(path: PathBuf) -> Self {
+        let format = Format::of(&path).unwrap_or(Format::Text);
+        Self { origin: path.display().to_string(), path, format }
+    }
+}
+
+/// The file in `folder` if it is the right one, else the network's.
+fn tiny_shakespeare(folder: &Path, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<PathBuf> {
+    let Remote::Url { url, file, sha256, .. } = TINY_SHAKESPEARE else { return Err(Error::data("data", "no URL")) };
+    let path = folder.join(file);
+    if path.is_file() && file_sha256(&path)? == sha256 {
+        return Ok(path);
+    }
+    let fetch = fetch.ok_or_else(|| {
+        Error::data("tiny_shakespeare", format!("not at `{}`; download it there from {url}", path.display()))
+    })?;
+    fetch.fetch(TINY_SHAKESPEARE, folder)
+}
+
+/// Copies standard input to a file, because it is read twice: once for its hash, once for its tokens.
+fn spool_stdin() -> Result<Files> {
+    let mut spool = NamedTempFile::new().map_err(Error::io("create a file in", std::env::temp_dir()))?;
+    std::io::copy(&mut std::io::stdin().lock(), &mut spool)
+        .and_then(|_| spool.flush())
+        .map_err(Error::io("copy standard input to", spool.path()))?;
+    let spool = spool.into_temp_path();
+    let document = Document { path: spool.to_path_buf(), origin: "standard input".to_owned(), format: Format::Text };
+    Ok(Files { documents: vec![document], _spool: Some(spool) })
+}
+
+fn glob_files(pattern: &str) -> Result<Vec<Document>> {
+    let paths = glob::glob(pattern).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
+    let paths: Vec<PathBuf> = paths.filter_map(Result::ok).filter(|path| path.is_file()).collect();
+    if paths.is_empty() {
+        return Err(Error::data(pattern, format!("matches no file; {KINDS}")));
+    }
+    Ok(paths.into_iter().map(Document::new).collect())
+}
+
+fn folder_files(folder: &Path) -> Result<Vec<Document>> {
+    let mut paths = Vec::new();
+    collect(folder, &mut paths)?;
+    paths.sort();
+    if paths.is_empty() {
+        return Err(Error::data(folder.display(), "the folder holds no `.txt`, `.jsonl` or `.parquet` file"));
+    }
+    Ok(paths.into_iter().map(Document::new).collect())
+}
+
+/// Adds the files of known formats below `folder`, hidden ones left out and links to folders not followed.
+fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
+        let entry = entry.map_err(Error::io("read", folder))?;
+        let path = entry.path();
+        if entry.file_name().as_encoded_bytes().starts_with(b".") {
+            continue;
+        }
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            collect(&path, paths)?;
+        } else if Format::of(&path).is_some() && path.is_file() {
+            paths.push(path);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_round_trip_as_text() {
+        for text in [
+            "grammar",
+            "tiny_shakespeare",
+            "-",
+            "some/file.txt",
+            "some/*.jsonl",
+            "hf://datasets/roneneldan/TinyStories/data/train.parquet",
+            "hf://datasets/o/n@v1/a.jsonl",
+        ] {
+            assert_eq!(text.parse::<Source>().unwrap().to_string(), text);
+        }
+        let hub = Source::Hub { repo: "o/n".into(), revision: "main".into(), file: "d/f.txt".into() };
+        assert_eq!("hf://datasets/o/n/d/f.txt".parse::<Source>().unwrap(), hub);
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_what_is_known() {
+        for text in ["", "hf://datasets/o/n", "hf://o/n/f", "hf://datasets//n/f", "https://example.org/a.txt"] {
+            let error = text.parse::<Source>().unwrap_err();
+            assert!(error.to_string().contains("`--data` takes `grammar`"), "{error}");
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
+
+    #[test]
+    fn folders_and_globs_list_known_files_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b.txt", "a.jsonl", "c.bin", ".hidden.txt", "sub/d.parquet"] {
+            let path = folder.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "x").unwrap();
+        }
+        let names = |source: Source| -> Vec<String> {
+            let files = source.files(folder.path(), None).unwrap();
+            let name = |document: &Document| document.path.file_name().unwrap().to_string_lossy().into_owned();
+            files.documents.iter().map(name).collect()
+        };
+        assert_eq!(names(Source::Path(folder.path().into())), ["a.jsonl", "b.txt", "d.parquet"]);
+        let pattern = folder.path().join("*.*l").display().to_string();
+        assert_eq!(names(Source::Glob(pattern)), ["a.jsonl"]);
+        let nothing = Source::Glob(folder.path().join("*.csv").display().to_string());
+        assert!(nothing.files(folder.path(), None).err().unwrap().to_string().contains("matches no file"));
+    }
+}

@@ -1,0 +1,26 @@
+//! The laboratory: what a number format does to a number, a gradient, a loss scale or a machine's memory.
+//!
+//! Six views, each a function from its parameters to a report. A report serialises (`--json`) and renders to a [`Page`],
+//! which is printed, or shown on the interactive [`screen`]. Reports can start from a real run's events ([`RunFigures`]).
+//! All arithmetic is that of [`precision`](crate::precision); nothing is computed twice.
+
+mod bits;
+mod memory;
+mod number;
+mod page;
+mod ranges;
+mod run_figures;
+mod scaler;
+mod scaling;
+pub mod screen;
+mod ulp;
+
+pub use bits::{Bits, Fate, Stored};
+pub use memory::{Group, Item, Memory, Plan, Recipe, model_named};
+pub use number::parse_value;
+pub use page::{Line, Page, Role, Span};
+pub use ranges::{Extent, RangeRow, Ranges};
+pub use run_figures::RunFigures;
+pub use scaler::{Comparison, Overflows, Trajectory, Visit, apply_setting};
+pub use scaling::{Scaling, ScalingRow, log_normal};
+pub use ulp::{UlpGrid, UlpRow};

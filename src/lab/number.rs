@@ -1,0 +1,245 @@
+//! Numbers as the laboratory reads and writes them.
+
+use serde::Serializer;
+
+use crate::precision::FloatFormat;
+use crate::{Error, Result};
+
+/// Reads `3.14`, `-1e-8`, `pi`, `e`, `inf`, `nan`, `2^-24`, `3*2^-24`, sums of such (`1 + 2^-11`), and patterns with
+/// their format: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`.
+pub fn parse_value(text: &str) -> Result<f64> {
+    let text = text.trim();
+    if let Some((name, pattern)) = text.split_once(':') {
+        return parse_pattern(name.trim(), pattern.trim());
+    }
+    if text.starts_with("0x") {
+        return Err(unreadable(text, "a pattern needs its format, such as `fp16:0x3c00`"));
+    }
+    let mut sum = None;
+    for term in terms(text) {
+        let value = parse_term(&term).ok_or_else(|| {
+            unreadable(text, "write a number such as `1e-8`, `pi`, `2^-24`, `1 + 2^-11` or `fp16:0x3c00`")
+        })?;
+        sum = Some(sum.map_or(value, |sum: f64| sum + value));
+    }
+    sum.ok_or_else(|| unreadable(text, "write a number such as `1e-8`, `2^-24` or `pi`"))
+}
+
+fn unreadable(text: &str, advice: &str) -> Error {
+    Error::config("value", format!("cannot read `{text}`; {advice}"))
+}
+
+fn parse_pattern(name: &str, pattern: &str) -> Result<f64> {
+    let format = format_named(name)?;
+    let width = format.bits() as usize / 4;
+    let digits = pattern.strip_prefix("0x").unwrap_or(pattern);
+    if digits.len() != width {
+        return Err(unreadable(pattern, &format!("{} takes {width} hexadecimal digits", format.name)));
+    }
+    match u32::from_str_radix(digits, 16) {
+        Ok(bits) if !digits.starts_with('+') => Ok(format.decode(bits)),
+        _ => Err(unreadable(pattern, &format!("{} takes {width} hexadecimal digits", format.name))),
+    }
+}
+
+/// The format that goes by `name`: `fp16`, `f16`, `e4m3`, ….
+pub(super) fn format_named(name: &str) -> Result<FloatFormat> {
+    Ok(match name.to_ascii_lowercase().as_str() {
+        "fp32" | "f32" => FloatFormat::FP32,
+        "fp16" | "f16" => FloatFormat::FP16,
+        "bf16" => FloatFormat::BF16,
+        "e4m3" | "fp8" | "fp8_e4m3" => FloatFormat::E4M3,
+        "e5m2" | "fp8_e5m2" => FloatFormat::E5M2,
+        _ => {
+            let message = format!("`{name}` is not one of `fp32`, `fp16`, `bf16`, `e4m3`, `e5m2`");
+            return Err(Error::config("format", message));
+        }
+    })
+}
+
+/// Cuts a sum into its signed terms; the sign of an exponent is no cut.
+fn terms(text: &str) -> Vec<String> {
+    let text: Vec<char> = text.chars().filter(|c| !c.is_whitespace()).collect();
+    let mut terms = vec![String::new()];
+    for (i, &c) in text.iter().enumerate() {
+        let before = |n: usize| i.checked_sub(n).map(|i| text[i]);
+        let in_exponent = match before(1) {
+            None | Some('^' | '*' | '+' | '-') => true,
+            // The `e` of `1e-8`, not the constant.
+            Some('e' | 'E') => before(2).is_some_and(|c| c.is_ascii_digit() || c == '.'),
+            _ => false,
+        };
+        match terms.last_mut() {
+            Some(term) if in_exponent || !matches!(c, '+' | '-') => term.push(c),
+            _ => terms.push(c.to_string()),
+        }
+    }
+    terms
+}
+
+fn parse_term(term: &str) -> Option<f64> {
+    let (sign, rest) = match term.strip_prefix('-') {
+        Some(rest) => (-1.0, rest),
+        None => (1.0, term.strip_prefix('+').unwrap_or(term)),
+    };
+    if rest.starts_with(['+', '-']) {
+        return None;
+    }
+    let factors = rest.split('*').map(parse_factor);
+    factors.product::<Option<f64>>().map(|value| sign * value)
+}
+
+fn parse_factor(factor: &str) -> Option<f64> {
+    match factor.to_ascii_lowercase().as_str() {
+        "pi" | "π" => Some(std::f64::consts::PI),
+        "e" => Some(std::f64::consts::E),
+        "∞" => Some(f64::INFINITY),
+        other => match other.split_once('^') {
+            Some((base, exponent)) => {
+                let (base, exponent): (f64, i32) = (base.parse().ok()?, exponent.parse().ok()?);
+                Some(base.powi(exponent))
+            }
+            None => other.parse().ok(),
+        },
+    }
+}
+
+/// Every decimal digit of a value; with an exponent where it would begin with more than four zeros or end with many.
+pub(super) fn exact(x: f64) -> String {
+    if x == 0.0 || !x.is_finite() {
+        return plain(x);
+    }
+    // The smallest f32 has 149 decimals, the smallest f64 1074; none has more digits than decimals.
+    let decimals = if f64::from(x as f32) == x { 149 } else { 1074 };
+    let trim = |digits: &str| digits.trim_end_matches('0').trim_end_matches('.').to_owned();
+    if (1e-5..1e17).contains(&x.abs()) {
+        let digits = format!("{x:.decimals$}");
+        return trim(&digits);
+    }
+    let digits = format!("{x:.decimals$e}");
+    match digits.split_once('e') {
+        Some((mantissa, exponent)) => format!("{}e{exponent}", trim(mantissa)),
+        None => digits,
+    }
+}
+
+/// Zeros, infinities and NaN by name; other values as Rust writes them shortest.
+fn plain(x: f64) -> String {
+    match x {
+        _ if x.is_nan() => "NaN".into(),
+        f64::INFINITY => "inf".into(),
+        f64::NEG_INFINITY => "-inf".into(),
+        _ => format!("{x}"),
+    }
+}
+
+/// `2^-24` for a power of two that is no small whole number, else about four significant digits.
+pub(super) fn short(x: f64) -> String {
+    if x == 0.0 || !x.is_finite() {
+        return plain(x);
+    }
+    let exponent = x.abs().log2();
+    if exponent.fract() == 0.0 && 2f64.powf(exponent) == x.abs() && !(0.0..=10.0).contains(&exponent) {
+        return format!("{}2^{exponent}", if x < 0.0 { "-" } else { "" });
+    }
+    if (1e-3..1e7).contains(&x.abs()) {
+        let decimals = (5 - x.abs().log10().floor() as i32).clamp(0, 8) as usize;
+        let digits = format!("{x:.decimals$}");
+        if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.').to_owned() } else { digits }
+    } else {
+        format!("{x:.3e}")
+    }
+}
+
+/// A share in percent with as many digits as tell it from 0 and 100.
+pub(super) fn percent(share: f64) -> String {
+    let percent = share * 100.0;
+    match percent {
+        0.0 => "0".into(),
+        _ if percent < 0.01 => format!("{percent:.0e}"),
+        _ if percent < 10.0 => format!("{percent:.2}"),
+        _ if percent > 99.995 && percent < 100.0 => ">99.99".into(),
+        100.0 => "100".into(),
+        _ => format!("{percent:.1}"),
+    }
+}
+
+/// JSON has no infinities and no NaN: they become strings.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+pub(super) fn serialize<S: Serializer>(x: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+    if x.is_finite() { serializer.serialize_f64(*x) } else { serializer.serialize_str(&plain(*x)) }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn values_are_read_in_every_notation() {
+        for (text, value) in [
+            ("3.5", 3.5),
+            ("-1e-8", -1e-8),
+            ("1E+4", 1e4),
+            ("pi", std::f64::consts::PI),
+            ("π", std::f64::consts::PI),
+            ("-e", -std::f64::consts::E),
+            ("2^-24", 2f64.powi(-24)),
+            ("-2^-25", -(2f64.powi(-25))),
+            ("1 + 2^-11", 1.0 + 2f64.powi(-11)),
+            ("1e-8+2^3", 8.0 + 1e-8),
+            ("1-3*2^-12", 1.0 - 3.0 * 2f64.powi(-12)),
+            ("e-1", std::f64::consts::E - 1.0),
+            ("inf", f64::INFINITY),
+            ("fp16:0x3c00", 1.0),
+            ("bf16:c040", -3.0),
+            ("e4m3:0x7e", 448.0),
+            ("e5m2:0x7b", 57344.0),
+            ("fp32:0x00000001", 2f64.powi(-149)),
+        ] {
+            assert_eq!(parse_value(text).unwrap(), value, "{text}");
+        }
+        assert!(parse_value("nan").unwrap().is_nan());
+        assert!(parse_value("e4m3:0x7f").unwrap().is_nan());
+    }
+
+    #[test]
+    fn what_cannot_be_read_says_what_can() {
+        for text in ["", "abc", "1 +", "--1", "2^x", "1 2^3x", "0x3c00", "fp16:0x3c0", "fp16:zzzz", "fp99:0x00", "1**2"]
+        {
+            let error = parse_value(text).unwrap_err().to_string();
+            assert!(error.contains('`'), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn decimals_are_exact() {
+        assert_eq!(exact(0.1), "0.1000000000000000055511151231257827021181583404541015625");
+        assert_eq!(exact(2f64.powi(-24)), "5.9604644775390625e-8");
+        assert_eq!(exact(65504.0), "65504");
+        assert_eq!(exact(-1e20), "-1e20");
+        assert_eq!(exact(f64::NEG_INFINITY), "-inf");
+        assert_eq!(exact(-0.0), "-0");
+        for x in [1e-300, 5e-324, 1.5e300, 123_456.789] {
+            assert_eq!(exact(x).parse::<f64>().unwrap(), x);
+        }
+    }
+
+    #[test]
+    fn short_forms() {
+        for (x, text) in [
+            (2f64.powi(-24), "2^-24"),
+            (-(2f64.powi(15)), "-2^15"),
+            (4.0, "4"),
+            (65504.0, "65504"),
+            (0.1, "0.1"),
+            (1.0 / 3.0, "0.333333"),
+            (1e-8, "1.000e-8"),
+            (f64::NAN, "NaN"),
+        ] {
+            assert_eq!(short(x), text);
+        }
+        assert_eq!([0.0, 1e-7, 0.05, 0.5, 0.99999, 1.0].map(percent), ["0", "1e-5", "5.00", "50.0", ">99.99", "100"]);
+    }
+}

@@ -1,0 +1,225 @@
+//! What the laboratory can use of a run: its events, and the weights of its newest checkpoint.
+
+use std::path::{Path, PathBuf};
+
+use super::ranges::Extent;
+use super::scaler::{Overflows, Visit};
+use crate::precision::{Dtype, ExponentHistogram, FloatFormat, PrecisionPolicy, TensorStats};
+use crate::telemetry::{self, Event, Outcome, Started, StepRecord};
+use crate::tensor_file::TensorFile;
+use crate::{Error, Result};
+
+/// A run's figures, read from its folder or its `events.jsonl`.
+#[derive(Debug)]
+pub struct RunFigures {
+    /// The run's folder.
+    pub folder: PathBuf,
+    /// What the run said about itself when it last started.
+    pub started: Started,
+    /// Every step that counts.
+    pub steps: Vec<StepRecord>,
+    /// Gradients of FP32 probes, unscaled, all together; empty where there was no probe.
+    pub probed: ExponentHistogram,
+    /// The largest resident memory that was reported.
+    pub peak_rss_bytes: Option<u64>,
+}
+
+impl RunFigures {
+    /// Reads a run. An error names the file, and says so if it holds no step.
+    pub fn read(path: &Path) -> Result<Self> {
+        let (folder, log) = if path.is_dir() {
+            (path.to_path_buf(), path.join("events.jsonl"))
+        } else {
+            (path.parent().unwrap_or(Path::new("")).to_path_buf(), path.to_path_buf())
+        };
+        let mut run = Self {
+            folder,
+            started: Started::default(),
+            steps: Vec::new(),
+            probed: ExponentHistogram::new(),
+            peak_rss_bytes: None,
+        };
+        for record in telemetry::read(&log)? {
+            match record.event {
+                Event::Started(started) => run.started = *started,
+                Event::Step(step) => {
+                    run.peak_rss_bytes = run.peak_rss_bytes.max(step.rss_bytes);
+                    run.steps.push(*step);
+                }
+                Event::Probe(probe) => run.probed.merge(&histogram(&probe.grads.exponents, 0)),
+                Event::Finished(finished) => run.peak_rss_bytes = run.peak_rss_bytes.max(finished.peak_rss_bytes),
+                _ => {}
+            }
+        }
+        if run.steps.is_empty() {
+            return Err(Error::data(log.display(), "no step is recorded here; point at a run that has trained"));
+        }
+        Ok(run)
+    }
+
+    /// The run's precision policy; FP16's if it is not known.
+    pub fn policy(&self) -> PrecisionPolicy {
+        self.started.policy.parse().unwrap_or(PrecisionPolicy::FP16)
+    }
+
+    /// The type that gradients were stored in.
+    fn gradient_format(&self) -> FloatFormat {
+        self.policy().grads.format()
+    }
+
+    /// A whole number of the run's configuration, by its path.
+    pub fn setting(&self, path: &str) -> Option<u64> {
+        self.started.config.pointer(path)?.as_u64()
+    }
+
+    /// The run's steps, for the scaler's replay.
+    pub fn overflows(&self) -> Overflows {
+        // Gradients may be born in FP32 while the activations' gradients pass through FP16: FP16's top decides.
+        let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
+        let visit = |step: &StepRecord| {
+            let finite = step.outcome == Outcome::Applied;
+            Visit::of_step(step.loss_scale, step.grads.max_abs, finite, step.loss.is_finite(), format)
+        };
+        let first = self.steps.first().map_or(0, |step| step.step);
+        Overflows {
+            source: format!("replayed from {}", self.name()),
+            first,
+            visits: self.steps.iter().map(visit).collect(),
+            tokens_per_step: self.started.tokens_per_step,
+        }
+    }
+
+    /// The run's gradients before scaling, with where they come from: an FP32 probe's if there was one, else what the
+    /// gradients' type has kept of them at every applied step.
+    pub fn gradients(&self) -> Result<(String, ExponentHistogram)> {
+        if self.probed.total() > 0 {
+            return Ok((format!("FP32 probes of {}", self.name()), self.probed.clone()));
+        }
+        let mut all = ExponentHistogram::new();
+        for step in self.steps.iter().filter(|step| step.outcome == Outcome::Applied) {
+            all.merge(&histogram(&step.grads.exponents, -(step.loss_scale.log2().round() as i32)));
+        }
+        if all.total() == 0 {
+            let message = "no step has a histogram of its gradients; record some with `telemetry.exponents`";
+            return Err(Error::data(self.folder.display(), message));
+        }
+        Ok((format!("gradients that {} kept in {}", self.name(), self.gradient_format().name), all))
+    }
+
+    /// Magnitudes of the run's gradients and, where there is a checkpoint, of its weights.
+    pub fn extents(&self) -> Result<Vec<Extent>> {
+        let mut extents = Vec::new();
+        let applied = || self.steps.iter().filter(|step| step.outcome == Outcome::Applied);
+        let mut push = |label: &str, low: f64, high: f64| {
+            if low <= high && high > 0.0 {
+                extents.push(Extent { label: label.to_owned(), low, high });
+            }
+        };
+        let fold = |values: &mut dyn Iterator<Item = (f64, f64)>| {
+            values.fold((f64::INFINITY, 0.0f64), |(low, high), (min, max)| (low.min(min), high.max(max)))
+        };
+        let scaled = |step: &StepRecord| Some((f64::from(step.grads.min_abs?), f64::from(step.grads.max_abs)));
+        let (low, high) = fold(&mut applied().filter_map(scaled));
+        push("gradients, scaled", low, high);
+        let unscaled = |step: &StepRecord| {
+            let scale = f64::from(step.loss_scale);
+            scaled(step).map(|(low, high)| (low / scale, high / scale))
+        };
+        let (low, high) = fold(&mut applied().filter_map(unscaled));
+        push("gradients, true", low, high);
+        if let Some(weights) = self.weights()? {
+            push("weights", weights.min_nonzero.map_or(f64::INFINITY, f64::from), f64::from(weights.max_abs));
+        }
+        Ok(extents)
+    }
+
+    /// A look at the master weights of the newest checkpoint; `None` where there is none.
+    fn weights(&self) -> Result<Option<TensorStats>> {
+        let Ok(latest) = std::fs::read_to_string(self.folder.join("latest")) else { return Ok(None) };
+        let path = self.folder.join(latest.trim()).join("master.safetensors");
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let mut stats = TensorStats::default();
+        for tensor in TensorFile::open(path)?.tensors() {
+            stats.merge(&TensorStats::of(&tensor.to_f32()?, FloatFormat::FP16));
+        }
+        Ok(Some(stats))
+    }
+
+    fn name(&self) -> String {
+        if self.started.run.is_empty() {
+            self.folder.display().to_string()
+        } else {
+            format!("run {}", self.started.run)
+        }
+    }
+}
+
+/// A record's exponents, moved by `shift` binades.
+fn histogram(exponents: &[(i16, u64)], shift: i32) -> ExponentHistogram {
+    ExponentHistogram::from_counts(exponents.iter().map(|&(exponent, count)| (i32::from(exponent) + shift, count)))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::telemetry::{EventLog, GradStats, Record, VERSION};
+
+    /// A run of three steps, the second of which overflowed at 2^16.
+    fn run() -> (tempfile::TempDir, RunFigures) {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
+        let mut append = |event| log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
+        let started = Started { policy: PrecisionPolicy::FP16.to_string(), tokens_per_step: 64, ..Default::default() };
+        append(Event::Started(Box::new(started)));
+        for (step, loss_scale, outcome) in
+            [(1, 65536.0, Outcome::Applied), (2, 65536.0, Outcome::Skipped), (3, 32768.0, Outcome::Applied)]
+        {
+            let grads = GradStats {
+                min_abs: Some(2f32.powi(-20)),
+                max_abs: 1024.0,
+                exponents: vec![(-20, 3), (10, 1)],
+                ..Default::default()
+            };
+            let rss_bytes = Some(step << 20);
+            let record = StepRecord { step, loss_scale, outcome, grads, rss_bytes, loss: 1.0, ..Default::default() };
+            append(Event::Step(Box::new(record)));
+        }
+        let figures = RunFigures::read(folder.path()).unwrap();
+        (folder, figures)
+    }
+
+    #[test]
+    fn steps_become_limits_of_the_scale() {
+        let (_folder, run) = run();
+        let overflows = run.overflows();
+        assert_eq!((overflows.first, overflows.tokens_per_step), (1, 64));
+        let limit = 65504.0 / 1024.0;
+        let expected =
+            [Visit::Limit(65536.0 * limit), Visit::Limit(65536f32.next_down()), Visit::Limit(32768.0 * limit)];
+        assert_eq!(overflows.visits, expected);
+        assert_eq!(run.peak_rss_bytes, Some(3 << 20));
+    }
+
+    #[test]
+    fn gradients_are_brought_back_to_their_true_size() {
+        let (_folder, run) = run();
+        let (_, gradients) = run.gradients().unwrap();
+        let expected = ExponentHistogram::from_counts([(-36, 3), (-6, 1), (-35, 3), (-5, 1)]);
+        assert_eq!(gradients, expected);
+        let extents = run.extents().unwrap();
+        assert_eq!(extents[1], Extent { label: "gradients, true".into(), low: 2f64.powi(-36), high: 2f64.powi(-5) });
+        assert_eq!(extents.len(), 2);
+    }
+
+    #[test]
+    fn a_folder_without_steps_is_one_clear_error() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(RunFigures::read(folder.path()).unwrap_err().to_string().contains("events.jsonl"));
+        std::fs::write(folder.path().join("events.jsonl"), "").unwrap();
+        assert!(RunFigures::read(folder.path()).unwrap_err().to_string().contains("no step is recorded"));
+    }
+}

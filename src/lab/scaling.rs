@@ -1,0 +1,256 @@
+//! Gradients over binades under a movable loss scale: what is flushed to zero, degraded, kept, lost to infinity.
+
+use serde::Serialize;
+
+use super::number::percent;
+use super::page::{Line, Page, Role, column_cell};
+use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
+
+/// A gradient's binades in a format, at every scale that makes sense.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Scaling {
+    /// Where the gradients come from, in words.
+    pub source: String,
+    /// The format's name.
+    pub format: &'static str,
+    #[serde(skip)]
+    layout: FloatFormat,
+    /// Magnitudes before scaling.
+    pub gradients: ExponentHistogram,
+    /// log2 of the scale in view.
+    pub shift: i32,
+    /// What that scale does.
+    pub shares: RangeShares,
+    /// log2 of the best scale: of those without overflow, the smallest that keeps the most in full precision.
+    pub best: i32,
+    /// What the best scale does.
+    pub best_shares: RangeShares,
+    /// Doublings of the best scale until the first overflow.
+    pub margin: i32,
+    /// The scales around the best one and the one in view.
+    pub table: Vec<ScalingRow>,
+}
+
+/// What a scale does.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ScalingRow {
+    /// log2 of the scale.
+    pub shift: i32,
+    /// Shares of the non-zero gradients.
+    pub shares: RangeShares,
+}
+
+/// log2 of every scale that is tried.
+const SHIFTS: std::ops::RangeInclusive<i32> = -10..=40;
+
+impl Scaling {
+    /// Looks at `gradients` in `format` at the scale `2^shift`, or at the best.
+    pub fn new(
+        source: impl Into<String>,
+        gradients: ExponentHistogram,
+        format: FloatFormat,
+        shift: Option<i32>,
+    ) -> Self {
+        let at = |shift| ScalingRow { shift, shares: gradients.shares_at(shift, format) };
+        let all: Vec<_> = SHIFTS.map(at).collect();
+        let highest = gradients.highest().unwrap_or(0);
+        let best = (all.iter().filter(|row| row.shares.overflow == 0.0))
+            .copied()
+            .reduce(|best, row| if row.shares.normal > best.shares.normal { row } else { best })
+            .unwrap_or(all[0]);
+        let shift = shift.unwrap_or(best.shift);
+        let near = |row: &ScalingRow| (row.shift - best.shift).abs() <= 3 || (row.shift - shift).abs() <= 1;
+        Self {
+            source: source.into(),
+            format: format.name,
+            layout: format,
+            shift,
+            shares: at(shift).shares,
+            best: best.shift,
+            best_shares: best.shares,
+            margin: format.max_exponent() - highest - best.shift,
+            table: all.iter().filter(|row| near(row)).copied().collect(),
+            gradients,
+        }
+    }
+
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, width: usize) -> Page {
+        let mut page = Page::new();
+        page.push(
+            Line::new()
+                .with(Role::Title, format!("{} at loss scale 2^{}", self.format, self.shift))
+                .dim(format!("   {}", self.source)),
+        );
+        self.ruler(&mut page, width);
+        page.push(
+            Line::new()
+                .with(Role::Bad, format!("flushed {} %", percent(self.shares.flushed)))
+                .with(Role::Warn, format!("   subnormal {} %", percent(self.shares.subnormal)))
+                .with(Role::Good, format!("   normal {} %", percent(self.shares.normal)))
+                .with(Role::Bad, format!("   overflow {} %", percent(self.shares.overflow))),
+        );
+        page.push(Line::new().with(Role::Title, format!("best scale 2^{}", self.best)).plain(match self.margin {
+            margin if margin < 0 => "   every scale overflows".to_owned(),
+            margin => format!("   {margin} doublings to the first overflow"),
+        }));
+        page.gap();
+        self.scales(&mut page);
+        page
+    }
+
+    /// One column a binade of the format, and one for what lies below and above it; heights are logarithmic.
+    fn ruler(&self, page: &mut Page, width: usize) {
+        const HEIGHT: usize = 6;
+        let (least, normal, top) =
+            (self.layout.min_subnormal_exponent(), self.layout.min_exponent(), self.layout.max_exponent());
+        // A format wider than the screen is drawn in columns of several binades.
+        let binades = (top - least + 1).unsigned_abs() as usize;
+        let per_column = binades.div_ceil(width.saturating_sub(12).max(8)) as i32;
+        let mut columns: Vec<(Role, u64)> = vec![(Role::Bad, 0), (Role::Plain, 0)];
+        let count = |from: i32, to: i32| (from..to).map(|e| self.gradients.count(e - self.shift)).sum::<u64>();
+        let lowest = ExponentHistogram::LOWEST + self.shift.min(0) - 1;
+        let highest = ExponentHistogram::HIGHEST + self.shift.max(0) + 1;
+        columns[0].1 = count(lowest, least - 1);
+        for from in (least..=top).step_by(per_column as usize) {
+            let role = if from < normal { Role::Warn } else { Role::Good };
+            // What rounds up to the least subnormal is stored there.
+            let low = if from == least { from - 1 } else { from };
+            columns.push((role, count(low, (from + per_column).min(top + 1))));
+        }
+        columns.extend([(Role::Plain, 0), (Role::Bad, count(top + 1, highest + 1))]);
+        let most = columns.iter().map(|(_, count)| *count).max().unwrap_or(0).max(2);
+        let level =
+            |count: u64| ((1.0 + count as f64).ln() / (1.0 + most as f64).ln() * (HEIGHT * 8) as f64).ceil() as usize;
+        for row in (0..HEIGHT).rev() {
+            let label = if row + 1 == HEIGHT { format!("10^{:<4.1}", (most as f64).log10()) } else { " ".repeat(7) };
+            let mut line = Line::new().dim(format!("{label:>7} "));
+            for &(role, count) in &columns {
+                line = line.with(role, column_cell(level(count), row).to_string());
+            }
+            page.push(line);
+        }
+        let mut marks = vec!['─'; columns.len()];
+        let mut labels = vec![' '; columns.len() + 8];
+        let last = columns.len() - 1;
+        for (column, label) in [
+            (0, "0".to_owned()),
+            (2, least.to_string()),
+            (2 + ((normal - least) / per_column) as usize, normal.to_string()),
+            (2 + (-least / per_column) as usize, "0".to_owned()),
+            (last - 2, top.to_string()),
+            (last, "∞".to_owned()),
+        ] {
+            marks[column] = '┴';
+            if labels[column.saturating_sub(1)] != ' ' || labels[column] != ' ' {
+                continue;
+            }
+            let start = if column == last - 2 { column + 1 - label.len() } else { column };
+            for (cell, c) in labels[start..].iter_mut().zip(label.chars()) {
+                *cell = c;
+            }
+        }
+        (marks[1], marks[last - 1]) = (' ', ' ');
+        page.push(Line::new().plain(" ".repeat(8)).dim(marks.into_iter().collect::<String>()));
+        page.push(Line::new().plain(" ".repeat(8)).dim(labels.into_iter().collect::<String>().trim_end().to_owned()));
+    }
+
+    fn scales(&self, page: &mut Page) {
+        page.title(format!(
+            "{:>8}{:>13}{:>13}{:>13}{:>13}",
+            "scale", "flushed %", "subnormal %", "normal %", "overflow %"
+        ));
+        for row in &self.table {
+            let mark = match row.shift {
+                shift if shift == self.best => "  ← best",
+                shift if shift == self.shift => "  ← in view",
+                _ => "",
+            };
+            let s = row.shares;
+            let [flushed, subnormal, normal, overflow] = [s.flushed, s.subnormal, s.normal, s.overflow].map(percent);
+            let line = Line::new()
+                .plain(format!("{:>8}", format!("2^{}", row.shift)))
+                .plain(format!("{flushed:>13}{subnormal:>13}{normal:>13}"))
+                .with(if s.overflow > 0.0 { Role::Bad } else { Role::Plain }, format!("{overflow:>13}"));
+            page.push(line.with(Role::Title, mark));
+        }
+    }
+}
+
+/// `count` gradients whose log2 of the magnitude is normal with mean `mu` and deviation `sigma`: the number that is
+/// expected in each binade, rounded, so that the tails end where less than half a gradient is expected.
+pub fn log_normal(mu: f64, sigma: f64, count: u64) -> ExponentHistogram {
+    let below = |exponent: i32| standard_normal_cdf((f64::from(exponent) - mu) / sigma);
+    let binade = |e: i32| (e, ((below(e + 1) - below(e)) * count as f64).round() as u64);
+    ExponentHistogram::from_counts((ExponentHistogram::LOWEST..=ExponentHistogram::HIGHEST).map(binade))
+}
+
+/// Φ(x) to about 1e-9, relative in the lower tail: half of the complementary error function, by the continued fraction
+/// in the tails and the Taylor series between.
+fn standard_normal_cdf(x: f64) -> f64 {
+    if x > 0.0 {
+        return 1.0 - standard_normal_cdf(-x);
+    }
+    let density = (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
+    if x < -3.0 {
+        let fraction = (1..=60).rev().fold(-x, |fraction, n| -x + f64::from(n) / fraction);
+        return density / fraction;
+    }
+    let (mut term, mut sum, mut n) = (x, x, 1.0);
+    while term.abs() > 1e-17 {
+        n += 2.0;
+        term *= x * x / n;
+        sum += term;
+    }
+    0.5 + density * sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_normal_distribution() {
+        for (x, expected) in [
+            (0.0, 0.5),
+            (-1.0, 0.158_655_253_931_457_05),
+            (1.96, 0.975_002_104_851_779_5),
+            (-3.1, 9.676_032_132_183_563e-4),
+            (-6.0, 9.865_876_450_376_981e-10),
+        ] {
+            assert!((standard_normal_cdf(x) / expected - 1.0f64).abs() < 1e-9, "{x}: {}", standard_normal_cdf(x));
+        }
+    }
+
+    /// In log2 units, one binade around the mean of a unit normal: Φ(1) - Φ(0) = 34.13 %.
+    #[test]
+    fn a_log_normal_gradient_keeps_its_number() {
+        let histogram = log_normal(-20.0, 1.0, 1_000_000);
+        assert_eq!((histogram.count(-20), histogram.count(-21)), (341_345, 341_345));
+        assert!(histogram.total().abs_diff(1_000_000) < 10);
+    }
+
+    #[test]
+    fn the_best_scale_loses_least_without_overflow() {
+        // Five binades from 2^-30: FP16 stores all normally from 2^16 on, and overflows above 2^41.
+        let five = ExponentHistogram::from_counts((-30..-25).map(|e| (e, 10)));
+        let scaling = Scaling::new("", five, FloatFormat::FP16, None);
+        assert_eq!((scaling.best, scaling.best_shares.normal, scaling.margin), (16, 1.0, 25));
+        // Wider than FP16: as large as the top allows.
+        let wide = ExponentHistogram::from_counts((-40..=-1).map(|e| (e, 1)));
+        let scaling = Scaling::new("", wide, FloatFormat::FP16, None);
+        assert_eq!((scaling.best, scaling.margin), (16, 0));
+        assert_eq!(scaling.best_shares.overflow, 0.0);
+    }
+
+    #[test]
+    fn pages() {
+        let gradients = log_normal(-22.0, 4.0, 82_000_000);
+        let page = |format, shift| Scaling::new("log-normal", gradients.clone(), format, shift).page(80).text();
+        insta::assert_snapshot!("scaling_unscaled", page(FloatFormat::FP16, Some(0)));
+        insta::assert_snapshot!("scaling_best", page(FloatFormat::FP16, None));
+        insta::assert_snapshot!("scaling_e5m2", page(FloatFormat::E5M2, Some(16)));
+        assert!(page(FloatFormat::FP32, None).lines().all(|line| line.chars().count() <= 80));
+        assert!(!Scaling::new("", ExponentHistogram::new(), FloatFormat::E4M3, None).page(20).text().is_empty());
+    }
+}

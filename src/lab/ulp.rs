@@ -1,0 +1,234 @@
+//! Whether an update survives beside a weight: the grid of each format around it.
+//!
+//! The reason for FP32 master weights: near 1, FP16's numbers are 2^-10 apart, and a typical update is far smaller than
+//! half of that.
+
+use serde::Serialize;
+
+use super::number::{serialize, short};
+use super::page::{Line, Page, Role};
+use crate::precision::FloatFormat;
+
+/// A weight, an update, and what each format makes of their sum.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct UlpGrid {
+    /// The weight.
+    #[serde(serialize_with = "serialize")]
+    pub center: f64,
+    /// What a step adds to it.
+    #[serde(serialize_with = "serialize")]
+    pub update: f64,
+    /// Widest format first.
+    pub formats: Vec<UlpRow>,
+}
+
+/// A weight and its update in a format.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct UlpRow {
+    /// The format's name.
+    pub format: &'static str,
+    /// The weight as stored.
+    #[serde(serialize_with = "serialize")]
+    pub stored: f64,
+    /// The next number in the update's direction; NaN where there is none.
+    #[serde(serialize_with = "serialize")]
+    pub next: f64,
+    /// The stored weight plus the update, as stored.
+    #[serde(serialize_with = "serialize")]
+    pub sum: f64,
+    /// Whether that differs from the stored weight.
+    pub survives: bool,
+    /// Half the way to `next`: an update survives if it is larger, or equal where ties go away from the weight.
+    #[serde(serialize_with = "serialize")]
+    pub smallest: f64,
+    /// Whether an update of exactly `smallest` survives.
+    pub tie_survives: bool,
+    /// Steps until a working copy in this format moves, rounded from an FP32 master that takes every update; `None`
+    /// if it had not after [`UlpGrid::PATIENCE`] steps, or the master itself stands still.
+    pub steps_with_master: Option<u64>,
+}
+
+impl UlpGrid {
+    /// Steps that a working copy is given to move.
+    pub const PATIENCE: u64 = 1_000_000;
+
+    /// Adds `update` to `center` in every format.
+    pub fn new(center: f64, update: f64) -> Self {
+        let row = |format| UlpRow::new(format, center, update);
+        Self { center, update, formats: FloatFormat::ALL.map(row).to_vec() }
+    }
+
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, width: usize) -> Page {
+        let mut page = Page::new();
+        page.push(
+            Line::new()
+                .with(Role::Title, "weight ")
+                .plain(short(self.center))
+                .with(Role::Title, "   update ")
+                .plain(short(self.update))
+                .dim(format!("   relative {}", short((self.update / self.center).abs()))),
+        );
+        page.gap();
+        self.grid(&mut page, width);
+        page.gap();
+        page.title(format!(
+            "{:<10}{:>11} {:>12}{:>16}{:>20}",
+            "format", "spacing", "sum stored", "smallest update", "steps with master"
+        ));
+        for row in &self.formats {
+            page.push(row.line());
+        }
+        page.gap();
+        let explanation = "A master weight in FP32 takes every update; the working copy moves once enough of them have \
+                           added up. Without one, an update smaller than half the spacing is lost at every step.";
+        page.wrapped(Role::Dim, explanation, width);
+        page
+    }
+
+    /// One row of marks a format: each is a number of the format, within a window of four FP16 steps to either side.
+    fn grid(&self, page: &mut Page, width: usize) {
+        const LABEL: usize = 10;
+        let columns = width.saturating_sub(LABEL).max(16) | 1;
+        let fp16 = FloatFormat::FP16.ulp(self.center);
+        let reach = if fp16.is_nan() { self.center.abs() / 256.0 } else { 4.0 * fp16 }.max(1.25 * self.update.abs());
+        let step = 2.0 * reach / (columns - 1) as f64;
+        let column = |x: f64| ((x - self.center + reach) / step).round();
+        for row in &self.formats {
+            let format = FloatFormat::ALL.into_iter().find(|format| format.name == row.format);
+            let mut cells = vec!['·'; columns];
+            let mut bits = format.map_or(0, |format| format.encode(self.center - reach));
+            // A format finer than the columns fills every one; no need to visit each of its numbers.
+            if row.ulp() < step {
+                cells.fill('━');
+            } else if let Some(format) = format {
+                while let Some(next) = format.next_up(bits) {
+                    let at = column(format.decode(bits));
+                    if at >= columns as f64 {
+                        break;
+                    }
+                    if at >= 0.0 {
+                        cells[at as usize] = '┃';
+                    }
+                    bits = next;
+                }
+            }
+            let bar: String = cells.into_iter().collect();
+            page.push(Line::new().with(Role::Title, format!("{:<LABEL$}", row.format)).with(Role::Mantissa, bar));
+        }
+        let mut marks = vec![' '; columns];
+        for (x, glyph) in [(self.center + self.update, '▲'), (self.center, '│')] {
+            if let Some(cell) = marks.get_mut(column(x) as usize) {
+                *cell = glyph;
+            }
+        }
+        let marks: String = marks.into_iter().collect();
+        page.push(Line::new().plain(" ".repeat(LABEL)).with(Role::Series(1), marks.trim_end()));
+        let legend = format!("{:LABEL$}│ weight   ▲ with update   ┃ representable   ━ densely so", "");
+        page.push(Line::new().dim(legend));
+    }
+}
+
+impl UlpRow {
+    fn new(format: FloatFormat, center: f64, update: f64) -> Self {
+        let bits = format.encode(center);
+        let stored = format.decode(bits);
+        let step = if update < 0.0 { format.next_down(bits) } else { format.next_up(bits) };
+        let next = step.map_or(f64::NAN, |bits| format.decode(bits));
+        let sum = format.round(stored + update);
+        let half = (next - stored) / 2.0;
+        Self {
+            format: format.name,
+            stored,
+            next,
+            sum,
+            survives: sum != stored,
+            smallest: half.abs(),
+            tie_survives: format.round(stored + half) != stored,
+            steps_with_master: steps_with_master(format, center, update),
+        }
+    }
+
+    fn ulp(&self) -> f64 {
+        (self.next - self.stored).abs()
+    }
+
+    fn line(&self) -> Line {
+        let (role, sum) = if self.survives { (Role::Good, "✓ ") } else { (Role::Bad, "✕ ") };
+        let bound = if self.tie_survives { "≥ " } else { "> " };
+        let steps = self.steps_with_master.map_or_else(|| "never".to_owned(), |steps| steps.to_string());
+        Line::new()
+            .with(Role::Title, format!("{:<10}", self.format))
+            .plain(format!("{:>11} ", short(self.ulp())))
+            .with(role, format!("{:>12}", sum.to_owned() + &short(self.sum)))
+            .plain(format!("{:>16}", bound.to_owned() + &short(self.smallest)))
+            .plain(format!("{steps:>20}"))
+    }
+}
+
+/// Steps until `format` rounds an FP32 master to another number than at the start.
+fn steps_with_master(format: FloatFormat, center: f64, update: f64) -> Option<u64> {
+    let start = format.round(f64::from(center as f32));
+    let (mut master, update) = (center as f32, update as f32);
+    for step in 1..=UlpGrid::PATIENCE {
+        let before = master;
+        master += update;
+        if master == before || master.is_nan() {
+            return None;
+        }
+        if format.round(f64::from(master)) != start {
+            return Some(step);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(center: f64, update: f64, format: &str) -> UlpRow {
+        UlpGrid::new(center, update).formats.into_iter().find(|row| row.format == format).expect("a format's name")
+    }
+
+    /// The chapter's example: a learning rate's worth of update beside a weight of 1.
+    #[test]
+    fn an_update_of_5e_5_is_lost_beside_1_in_half_precision() {
+        let fp16 = row(1.0, 5e-5, "FP16");
+        assert_eq!((fp16.ulp(), fp16.smallest, fp16.survives), (2f64.powi(-10), 2f64.powi(-11), false));
+        // 2^-11 / 5e-5 = 9.77, and a tie stays.
+        assert_eq!(fp16.steps_with_master, Some(10));
+        let bf16 = row(1.0, 5e-5, "BF16");
+        // 2^-8 / 5e-5 = 78.1.
+        assert_eq!((bf16.survives, bf16.steps_with_master), (false, Some(79)));
+        let fp32 = row(1.0, 5e-5, "FP32");
+        assert_eq!((fp32.survives, fp32.steps_with_master), (true, Some(1)));
+    }
+
+    #[test]
+    fn downwards_from_a_power_of_two_the_grid_is_twice_as_fine() {
+        assert_eq!(row(1.0, -5e-5, "FP16").smallest, 2f64.powi(-12));
+    }
+
+    #[test]
+    fn ties_go_to_even() {
+        assert!(!row(1.0, 2f64.powi(-11), "FP16").survives);
+        let odd = row(1.0 + 2f64.powi(-10), 2f64.powi(-11), "FP16");
+        assert!(odd.survives && odd.tie_survives);
+    }
+
+    #[test]
+    fn an_update_that_fp32_loses_never_arrives() {
+        assert_eq!(row(1.0, 1e-9, "FP16").steps_with_master, None);
+        assert_eq!(row(1.0, 0.0, "FP32").steps_with_master, None);
+    }
+
+    #[test]
+    fn pages() {
+        insta::assert_snapshot!("ulp", UlpGrid::new(1.0, 5e-5).page(80).text());
+        insta::assert_snapshot!("ulp_large", UlpGrid::new(3.0, -0.01).page(80).text());
+        for (center, update) in [(0.0, 1e-3), (1e30, 1.0), (f64::NAN, 1.0), (65504.0, 1e6), (-1.0, f64::INFINITY)] {
+            assert!(UlpGrid::new(center, update).page(40).lines.len() > 10);
+        }
+    }
+}

@@ -2,18 +2,17 @@
 
 use crate::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::cli::flags::ConfigArgs;
-use crate::dashboard::{Plain, Progress};
-use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Record, Trouble};
+use crate::cli::show::{ShowArgs, show};
+use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Trouble};
 use crate::train::{Config, Trainer};
 use crate::{Error, Result};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
-use std::io::{IsTerminal, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::channel;
 
 /// Flags of a training run.
 #[derive(Args, Clone, Debug, Default)]
@@ -25,12 +24,9 @@ pub(crate) struct TrainArgs {
     /// Go on from the newest good checkpoint of the newest run, or of the run or step folder given
     #[arg(long, value_name = "FOLDER", num_args = 0..=1)]
     pub(crate) resume: Option<Option<PathBuf>>,
-    /// One line of key=value pairs every `log_every` steps
-    #[arg(long, conflicts_with = "progress")]
-    pub(crate) plain: bool,
-    /// A status line with a bar
-    #[arg(long)]
-    pub(crate) progress: bool,
+    /// What is seen of it.
+    #[command(flatten)]
+    pub(crate) show: ShowArgs,
 }
 
 /// What a resumed run goes on from.
@@ -67,12 +63,14 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         emitter.emit(Event::Warning(Trouble { step: 0, message }))?;
     }
     trainer.attach(run, emitter);
+    let (commands, orders) = channel();
+    trainer.listen(orders);
     listen_to_signals(&trainer.interrupt())?;
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || pool.install(|| trainer.run()))
         .map_err(Error::io("start a thread in", "."))?;
-    show(&records, args, config.telemetry.log_every);
+    show(&records, &commands, &args.show, config.telemetry.log_every);
     training.join().unwrap_or_else(|_| {
         Err(Error::Kernel(candle_core::Error::Msg("training stopped with a panic; this is a bug in finetune".into())))
     })
@@ -85,19 +83,6 @@ pub(crate) fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
         .thread_name(|i| format!("compute-{i}"))
         .build()
         .map_err(|error| Error::config("threads", error.to_string()))
-}
-
-/// Prints records until training has dropped its end of the channel.
-fn show(records: &Receiver<Record>, args: &TrainArgs, log_every: u64) {
-    // A closed output is no reason to stop training: the log has everything.
-    if args.progress || (!args.plain && stderr().is_terminal() && stdout().is_terminal()) {
-        let mut progress = Progress::new(stderr());
-        records.iter().try_for_each(|record| progress.show(&record)).ok();
-    } else {
-        let mut plain = Plain::new(stdout(), log_every);
-        records.iter().try_for_each(|record| plain.show(&record)).ok();
-    }
-    records.iter().for_each(drop);
 }
 
 /// The first signal ends the run at the next step boundary, saved; a second one ends the process at once.

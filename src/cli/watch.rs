@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// Flags of `watch`.
 #[derive(Args, Clone, Debug)]
-pub struct WatchArgs {
+pub(crate) struct WatchArgs {
     /// A run's name or folder, or its events file; without it the newest run
     run: Option<PathBuf>,
     /// Replay the run from its beginning, this many times as fast as it was
@@ -29,7 +29,7 @@ pub struct WatchArgs {
 const LOG_EVERY: u64 = 128;
 
 /// Watches until the person leaves; as lines, until the run is over.
-pub fn run(args: &WatchArgs) -> Result<()> {
+pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
     if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {
         return Err(Error::config("--speed", "is a factor above 0, such as 10"));

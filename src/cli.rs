@@ -1,10 +1,10 @@
 //! The command line: what may be typed, and which part of the library answers.
 
+mod bench;
+mod checkpoint;
 mod completions;
 mod doctor;
 mod eval;
-mod bench;
-mod checkpoint;
 mod flags;
 mod generate;
 mod lab;

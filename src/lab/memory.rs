@@ -308,7 +308,7 @@ fn total(items: &[Item]) -> u64 {
 
 /// Rows in a tile of the head's logits, and number of tiles; as `kernels::cross_entropy` cuts them.
 fn head_tiles(tokens: u64, vocab: u64, compute: u64) -> (u64, u64) {
-    const TILE_BYTES: u64 = 1 << 27;
+    const TILE_BYTES: u64 = 1 << 28;
     let tokens = tokens.max(1);
     let tile = (TILE_BYTES / compute / vocab).clamp(1, tokens);
     let tiles = tokens.div_ceil(tile);

@@ -54,7 +54,11 @@ impl Element for bf16 {
         assert_eq!(source.len(), target.len());
         vectorize(
             #[inline(always)]
-            || source.iter().zip(target).for_each(|(&from, to)| *to = from.to_f32()),
+            || {
+                for (&from, to) in source.iter().zip(target) {
+                    *to = from.to_f32();
+                }
+            },
         );
     }
 
@@ -63,7 +67,11 @@ impl Element for bf16 {
         assert_eq!(source.len(), target.len());
         vectorize(
             #[inline(always)]
-            || source.iter().zip(target).for_each(|(&from, to)| *to = Element::from_f32(from)),
+            || {
+                for (&from, to) in source.iter().zip(target) {
+                    *to = Element::from_f32(from);
+                }
+            },
         );
     }
 

@@ -26,7 +26,7 @@ pub struct HeadWorkspace {
 }
 
 /// Bytes of logits in a tile, at most, which bounds the head's memory whatever the batch.
-const TILE_BYTES: usize = 1 << 27;
+const TILE_BYTES: usize = 1 << 28;
 
 impl HeadWorkspace {
     /// For `tokens` rows, `vocab` columns and inputs of `width`; `grads` is the weight gradient's type, `None` for a
@@ -128,12 +128,16 @@ fn loss_rows(logits: &Tensor, targets: &[u32], losses: &Tensor, seed: Option<f32
                 4,
                 #[inline(always)]
                 |first, rows, (mut logits, losses)| {
-                    with_scratch(vocab, |row| {
-                        for i in 0..rows {
-                            let target = targets[first + i];
-                            losses.view[i] = loss_row(&mut logits.view, i * vocab, target, seed, row);
-                        }
-                    });
+                    with_scratch(
+                        vocab,
+                        #[inline(always)]
+                        |row| {
+                            for i in 0..rows {
+                                let target = targets[first + i];
+                                losses.view[i] = loss_row(&mut logits.view, i * vocab, target, seed, row);
+                            }
+                        },
+                    );
                 },
             );
         })

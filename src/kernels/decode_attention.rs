@@ -44,19 +44,23 @@ impl KeyValues {
                 isa::vectorize(
                     #[inline(always)]
                     || {
-                        with_scratch(2 * size + past + new + 2 * head_size, |scratch| {
-                            let (k, rest) = scratch.split_at_mut(size);
-                            let (v, rest) = rest.split_at_mut(size);
-                            let (p, rest) = rest.split_at_mut(past + new);
-                            let (query, row) = rest.split_at_mut(head_size);
-                            let (k, v) = (keys.widened(start, k), values.widened(start, v));
-                            for i in 0..new {
-                                qkv.load(i * 3 * width + head * head_size, query);
-                                attend_row(query, k, v, &mut p[..=past + i], row);
-                                // SAFETY: this task alone writes this head's part of the row.
-                                unsafe { out.store(i * width + head * head_size, row) };
-                            }
-                        });
+                        with_scratch(
+                            2 * size + past + new + 2 * head_size,
+                            #[inline(always)]
+                            |scratch| {
+                                let (k, rest) = scratch.split_at_mut(size);
+                                let (v, rest) = rest.split_at_mut(size);
+                                let (p, rest) = rest.split_at_mut(past + new);
+                                let (query, row) = rest.split_at_mut(head_size);
+                                let (k, v) = (keys.widened(start, k), values.widened(start, v));
+                                for i in 0..new {
+                                    qkv.load(i * 3 * width + head * head_size, query);
+                                    attend_row(query, k, v, &mut p[..=past + i], row);
+                                    // SAFETY: this task alone writes this head's part of the row.
+                                    unsafe { out.store(i * width + head * head_size, row) };
+                                }
+                            },
+                        );
                     },
                 );
             });
@@ -69,12 +73,16 @@ impl KeyValues {
         let width = heads * head_size;
         for (part, store) in [(1, &self.keys), (2, &self.values)] {
             write(store, |mut store| {
-                with_scratch(head_size, |row| {
-                    for (t, head) in (0..new).flat_map(|t| (0..heads).map(move |head| (t, head))) {
-                        qkv.load((3 * t + part) * width + head * head_size, row);
-                        store.store((head * capacity + past + t) * head_size, row);
-                    }
-                });
+                with_scratch(
+                    head_size,
+                    #[inline(always)]
+                    |row| {
+                        for (t, head) in (0..new).flat_map(|t| (0..heads).map(move |head| (t, head))) {
+                            qkv.load((3 * t + part) * width + head * head_size, row);
+                            store.store((head * capacity + past + t) * head_size, row);
+                        }
+                    },
+                );
             })?;
         }
         Ok(())

@@ -30,21 +30,25 @@ pub fn forward(
             GRAIN,
             #[inline(always)]
             |first, rows, mut out| {
-                with_scratch(2 * width, |scratch| {
-                    let (total, position) = scratch.split_at_mut(width);
-                    for i in 0..rows {
-                        let n = first + i;
-                        wte.load(ids[n] as usize * width, total);
-                        wpe.load(n % seq_len * width, position);
-                        for (total, position) in total.iter_mut().zip(position.iter()) {
-                            *total += position;
+                with_scratch(
+                    2 * width,
+                    #[inline(always)]
+                    |scratch| {
+                        let (total, position) = scratch.split_at_mut(width);
+                        for i in 0..rows {
+                            let n = first + i;
+                            wte.load(ids[n] as usize * width, total);
+                            wpe.load(n % seq_len * width, position);
+                            for (total, position) in total.iter_mut().zip(position.iter()) {
+                                *total += position;
+                            }
+                            if let Some(dropout) = dropout {
+                                dropout.apply(n * width, total);
+                            }
+                            out.view.store(i * width, total);
                         }
-                        if let Some(dropout) = dropout {
-                            dropout.apply(n * width, total);
-                        }
-                        out.view.store(i * width, total);
-                    }
-                });
+                    },
+                );
             },
         );
     })
@@ -88,18 +92,22 @@ pub fn backward(
             GRAIN,
             #[inline(always)]
             |first, rows, mut dwpe| {
-                with_scratch(2 * width, |scratch| {
-                    let (total, row) = scratch.split_at_mut(width);
-                    for i in 0..rows {
-                        total.fill(0.0);
-                        if first + i < seq_len {
-                            for n in (first + i..ids.len()).step_by(seq_len) {
-                                add_row(n, row, total);
+                with_scratch(
+                    2 * width,
+                    #[inline(always)]
+                    |scratch| {
+                        let (total, row) = scratch.split_at_mut(width);
+                        for i in 0..rows {
+                            total.fill(0.0);
+                            if first + i < seq_len {
+                                for n in (first + i..ids.len()).step_by(seq_len) {
+                                    add_row(n, row, total);
+                                }
                             }
+                            dwpe.view.store(i * width, total);
                         }
-                        dwpe.view.store(i * width, total);
-                    }
-                });
+                    },
+                );
             },
         );
     })
@@ -133,22 +141,26 @@ fn by_token(
             return;
         }
         let Rows { mut view, width } = dwte;
-        with_scratch(3 * width, |scratch| {
-            let (total, rest) = scratch.split_at_mut(width);
-            let (row, before) = rest.split_at_mut(width);
-            for group in order.chunk_by(|&a, &b| token(a) == token(b)) {
-                total.fill(0.0);
-                for &n in group {
-                    add_row(n as usize, row, total);
+        with_scratch(
+            3 * width,
+            #[inline(always)]
+            |scratch| {
+                let (total, rest) = scratch.split_at_mut(width);
+                let (row, before) = rest.split_at_mut(width);
+                for group in order.chunk_by(|&a, &b| token(a) == token(b)) {
+                    total.fill(0.0);
+                    for &n in group {
+                        add_row(n as usize, row, total);
+                    }
+                    let at = (token(group[0]) as usize - first_token) * width;
+                    View::load(&view.as_view(), at, before);
+                    for (total, before) in total.iter_mut().zip(before.iter()) {
+                        *total += before;
+                    }
+                    view.store(at, total);
                 }
-                let at = (token(group[0]) as usize - first_token) * width;
-                View::load(&view.as_view(), at, before);
-                for (total, before) in total.iter_mut().zip(before.iter()) {
-                    *total += before;
-                }
-                view.store(at, total);
-            }
-        });
+            },
+        );
     }
     descend(Rows { view: dwte, width }, 0, ids, order, add_row);
 }

@@ -31,24 +31,28 @@ pub fn forward(
                     GRAIN,
                     #[inline(always)]
                     |first, rows, (mut y, mean, rstd)| {
-                        with_scratch(4 * width, |scratch| {
-                            let (row, rest) = scratch.split_at_mut(width);
-                            let (out, rest) = rest.split_at_mut(width);
-                            let (weight_row, bias_row) = rest.split_at_mut(width);
-                            let weight = weight.widened(0, weight_row);
-                            let bias = bias.widened(0, bias_row);
-                            for i in 0..rows {
-                                let row = x.widened((first + i) * width, row);
-                                let m = sum(row) / width as f32;
-                                let r = 1.0 / (sum_squared_distance(row, m) / width as f32 + eps).sqrt();
-                                for (((out, x), w), b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
-                                    *out = (x - m) * r * w + b;
+                        with_scratch(
+                            4 * width,
+                            #[inline(always)]
+                            |scratch| {
+                                let (row, rest) = scratch.split_at_mut(width);
+                                let (out, rest) = rest.split_at_mut(width);
+                                let (weight_row, bias_row) = rest.split_at_mut(width);
+                                let weight = weight.widened(0, weight_row);
+                                let bias = bias.widened(0, bias_row);
+                                for i in 0..rows {
+                                    let row = x.widened((first + i) * width, row);
+                                    let m = sum(row) / width as f32;
+                                    let r = 1.0 / (sum_squared_distance(row, m) / width as f32 + eps).sqrt();
+                                    for (((out, x), w), b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
+                                        *out = (x - m) * r * w + b;
+                                    }
+                                    y.view.store(i * width, out);
+                                    mean.view[i] = m;
+                                    rstd.view[i] = r;
                                 }
-                                y.view.store(i * width, out);
-                                mean.view[i] = m;
-                                rstd.view[i] = r;
-                            }
-                        });
+                            },
+                        );
                     },
                 );
             })
@@ -83,16 +87,22 @@ pub fn backward(
                 STRIPE,
                 #[inline(always)]
                 |first, columns, (mut dweight, mut dbias)| {
-                    let [dw, db] = column_sums(rows, first, columns, |row, first, [dw, db]| {
-                        let (mut dy_row, mut x_row) = ([0.0; STRIPE], [0.0; STRIPE]);
-                        let dy = dy.widened(row * width + first, &mut dy_row[..columns]);
-                        let x = x.widened(row * width + first, &mut x_row[..columns]);
-                        let (m, r) = (mean[row], rstd[row]);
-                        for (((dw, db), dy), x) in dw.iter_mut().zip(db).zip(dy).zip(x) {
-                            *dw += dy * ((x - m) * r);
-                            *db += dy;
-                        }
-                    });
+                    let [dw, db] = column_sums(
+                        rows,
+                        first,
+                        columns,
+                        #[inline(always)]
+                        |row, first, [dw, db]| {
+                            let (mut dy_row, mut x_row) = ([0.0; STRIPE], [0.0; STRIPE]);
+                            let dy = dy.widened(row * width + first, &mut dy_row[..columns]);
+                            let x = x.widened(row * width + first, &mut x_row[..columns]);
+                            let (m, r) = (mean[row], rstd[row]);
+                            for (((dw, db), dy), x) in dw.iter_mut().zip(db).zip(dy).zip(x) {
+                                *dw += dy * ((x - m) * r);
+                                *db += dy;
+                            }
+                        },
+                    );
                     dweight.view.store(0, &dw[..columns]);
                     dbias.view.store(0, &db[..columns]);
                 },
@@ -110,29 +120,33 @@ fn backward_input(dy: View, x: View, weight: View, mean: &[f32], rstd: &[f32], d
         GRAIN,
         #[inline(always)]
         |first, rows, mut dx| {
-            with_scratch(4 * width, |scratch| {
-                let (g, rest) = scratch.split_at_mut(width);
-                let (xhat, rest) = rest.split_at_mut(width);
-                let (total, weight_row) = rest.split_at_mut(width);
-                let weight = weight.widened(0, weight_row);
-                for i in 0..rows {
-                    let row = first + i;
-                    dy.load(row * width, g);
-                    x.load(row * width, xhat);
-                    let (m, r) = (mean[row], rstd[row]);
-                    for ((g, xhat), w) in g.iter_mut().zip(xhat.iter_mut()).zip(weight) {
-                        *g *= w;
-                        *xhat = (*xhat - m) * r;
+            with_scratch(
+                4 * width,
+                #[inline(always)]
+                |scratch| {
+                    let (g, rest) = scratch.split_at_mut(width);
+                    let (xhat, rest) = rest.split_at_mut(width);
+                    let (total, weight_row) = rest.split_at_mut(width);
+                    let weight = weight.widened(0, weight_row);
+                    for i in 0..rows {
+                        let row = first + i;
+                        dy.load(row * width, g);
+                        x.load(row * width, xhat);
+                        let (m, r) = (mean[row], rstd[row]);
+                        for ((g, xhat), w) in g.iter_mut().zip(xhat.iter_mut()).zip(weight) {
+                            *g *= w;
+                            *xhat = (*xhat - m) * r;
+                        }
+                        let mean_g = sum(g) / width as f32;
+                        let mean_gx = dot(g, xhat) / width as f32;
+                        dx.view.as_view().load(i * width, total);
+                        for ((total, g), xhat) in total.iter_mut().zip(g.iter()).zip(xhat.iter()) {
+                            *total += r * (g - mean_g - xhat * mean_gx);
+                        }
+                        dx.view.store(i * width, total);
                     }
-                    let mean_g = sum(g) / width as f32;
-                    let mean_gx = dot(g, xhat) / width as f32;
-                    dx.view.as_view().load(i * width, total);
-                    for ((total, g), xhat) in total.iter_mut().zip(g.iter()).zip(xhat.iter()) {
-                        *total += r * (g - mean_g - xhat * mean_gx);
-                    }
-                    dx.view.store(i * width, total);
-                }
-            });
+                },
+            );
         },
     );
 }

@@ -11,14 +11,18 @@ use candle_core::{Result, Tensor};
 pub fn forward(x: &Tensor, weight: &Tensor, bias: &Tensor, y: &Tensor) -> Result<()> {
     let ((rows, inner), (_, columns)) = (x.dims2()?, weight.dims2()?);
     let (x, weight, bias) = (read(x)?, read(weight)?, read(bias)?);
-    with_scratch(columns, |scratch| {
-        let epilogue = Epilogue { bias: Some(bias.view().widened(0, scratch)), ..Epilogue::default() };
-        with_element!(y.dtype(), T => {
-            let a = Operand::new(x.typed::<T>()?, rows, inner);
-            let b = Operand::new(weight.typed::<T>()?, inner, columns);
-            product(a, b, y, epilogue)
-        })
-    })
+    with_scratch(
+        columns,
+        #[inline(always)]
+        |scratch| {
+            let epilogue = Epilogue { bias: Some(bias.view().widened(0, scratch)), ..Epilogue::default() };
+            with_element!(y.dtype(), T => {
+                let a = Operand::new(x.typed::<T>()?, rows, inner);
+                let b = Operand::new(weight.typed::<T>()?, inner, columns);
+                product(a, b, y, epilogue)
+            })
+        },
+    )
 }
 
 /// `dx = dy · weightᵀ`.

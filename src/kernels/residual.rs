@@ -19,21 +19,25 @@ pub fn add(stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Ten
             GRAIN,
             #[inline(always)]
             |first, rows, mut out| {
-                with_scratch(2 * width, |scratch| {
-                    let (total, term) = scratch.split_at_mut(width);
-                    for i in 0..rows {
-                        let at = (first + i) * width;
-                        stream.load(at, total);
-                        branch.load(at, term);
-                        if let Some(dropout) = dropout {
-                            dropout.apply(at, term);
+                with_scratch(
+                    2 * width,
+                    #[inline(always)]
+                    |scratch| {
+                        let (total, term) = scratch.split_at_mut(width);
+                        for i in 0..rows {
+                            let at = (first + i) * width;
+                            stream.load(at, total);
+                            branch.load(at, term);
+                            if let Some(dropout) = dropout {
+                                dropout.apply(at, term);
+                            }
+                            for (total, term) in total.iter_mut().zip(term.iter()) {
+                                *total += term;
+                            }
+                            out.view.store(i * width, total);
                         }
-                        for (total, term) in total.iter_mut().zip(term.iter()) {
-                            *total += term;
-                        }
-                        out.view.store(i * width, total);
-                    }
-                });
+                    },
+                );
             },
         );
     })
@@ -51,16 +55,20 @@ pub fn branch_gradient(stream: &Tensor, dropout: Option<Dropout>, branch: &Tenso
             GRAIN,
             #[inline(always)]
             |first, rows, mut branch| {
-                with_scratch(width, |row| {
-                    for i in 0..rows {
-                        let at = (first + i) * width;
-                        stream.load(at, row);
-                        if let Some(dropout) = dropout {
-                            dropout.apply(at, row);
+                with_scratch(
+                    width,
+                    #[inline(always)]
+                    |row| {
+                        for i in 0..rows {
+                            let at = (first + i) * width;
+                            stream.load(at, row);
+                            if let Some(dropout) = dropout {
+                                dropout.apply(at, row);
+                            }
+                            branch.view.store(i * width, row);
                         }
-                        branch.view.store(i * width, row);
-                    }
-                });
+                    },
+                );
             },
         );
     })

@@ -67,7 +67,11 @@ impl<C: Element> Output<C> {
         C::load(&narrow[..count], &mut wide[..count]);
         vectorize(
             #[inline(always)]
-            || tile.0[..count].iter_mut().zip(&wide[..count]).for_each(|(sum, old)| *sum += old),
+            || {
+                for (sum, old) in tile.0[..count].iter_mut().zip(&wide[..count]) {
+                    *sum += old;
+                }
+            },
         );
     }
 
@@ -100,7 +104,11 @@ impl<C: Element> Output<C> {
         if epilogue.alpha != 1.0 {
             vectorize(
                 #[inline(always)]
-                || tile.0.iter_mut().for_each(|sum| *sum *= epilogue.alpha),
+                || {
+                    for sum in &mut tile.0 {
+                        *sum *= epilogue.alpha;
+                    }
+                },
             );
         }
         if let Some(bias) = epilogue.bias {
@@ -109,7 +117,9 @@ impl<C: Element> Output<C> {
                 #[inline(always)]
                 || {
                     for row in tile.0.chunks_exact_mut(width).take(area.rows) {
-                        row.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+                        for (sum, bias) in row.iter_mut().zip(bias) {
+                            *sum += bias;
+                        }
                     }
                 },
             );
@@ -129,6 +139,10 @@ impl<C: Element> Output<C> {
 fn copy<C: Copy>(source: &[C], target: &mut [C]) {
     let (blocks, rest) = source.as_chunks::<16>();
     let (target_blocks, target_rest) = target.as_chunks_mut::<16>();
-    blocks.iter().zip(target_blocks).for_each(|(from, to)| *to = *from);
-    rest.iter().zip(target_rest).for_each(|(from, to)| *to = *from);
+    for (from, to) in blocks.iter().zip(target_blocks) {
+        *to = *from;
+    }
+    for (from, to) in rest.iter().zip(target_rest) {
+        *to = *from;
+    }
 }

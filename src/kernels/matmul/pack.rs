@@ -167,7 +167,11 @@ fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: us
 fn interleave(low: &[bf16], high: &[bf16], pairs: &mut [u32]) {
     vectorize(
         #[inline(always)]
-        || pairs.iter_mut().zip(low).zip(high).for_each(|((to, low), high)| *to = pair(*low, *high)),
+        || {
+            for ((to, low), high) in pairs.iter_mut().zip(low).zip(high) {
+                *to = pair(*low, *high);
+            }
+        },
     );
 }
 

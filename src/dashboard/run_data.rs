@@ -403,13 +403,12 @@ impl Tensors {
         for row in &self.rows {
             let name = layer_name(&row.name);
             let overflowed = self.last_overflow.contains(&row.name);
-            match layers.iter_mut().find(|layer| layer.name == name) {
-                Some(layer) => layer.add(row, overflowed),
-                None => {
-                    let mut layer = Layer { name: name.to_owned(), ..Layer::default() };
-                    layer.add(row, overflowed);
-                    layers.push(layer);
-                }
+            if let Some(layer) = layers.iter_mut().find(|layer| layer.name == name) {
+                layer.add(row, overflowed);
+            } else {
+                let mut layer = Layer { name: name.to_owned(), ..Layer::default() };
+                layer.add(row, overflowed);
+                layers.push(layer);
             }
         }
         layers.sort_by_key(|layer| layer_order(&layer.name));

@@ -115,6 +115,7 @@ impl Sort {
 
 /// Everything a frame is drawn from.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch that has its own key")]
 pub(super) struct ViewModel {
     pub(super) mode: Mode,
     live: RunData,
@@ -203,6 +204,14 @@ impl ViewModel {
             Sort::Overflows => by(&|row| row.overflows as f64),
         }
         rows
+    }
+
+    /// The filter of a tab as its title shows it: with a cursor while it is typed.
+    pub(super) fn filter_label(&self, tab: usize) -> String {
+        match (self.filters[tab].as_str(), self.typing) {
+            ("", false) => String::new(),
+            (filter, typing) => format!("   /{filter}{}", if typing { "█" } else { "" }),
+        }
     }
 
     /// The events the filter lets through, newest first.

@@ -104,6 +104,26 @@ fn a_scale_that_is_far_too_high_shows_who_overflowed_and_falls() {
     assert!(last.tensors.contains(&"ln_f.weight".to_owned()) && last.scale.to < 2f32.powi(18), "{last:?}");
 }
 
+/// The beginning of a real run of `tiny` with `scaler.init_scale = 2^24`, as its log has it; of the tables of tensors one
+/// is left.
+#[test]
+fn a_real_overflow_can_be_read_off() {
+    let mut view = ViewModel::new(Mode::Watching);
+    for line in include_str!("fixtures/init_scale_2_24.jsonl").lines() {
+        let record: Record = serde_json::from_str(line).unwrap();
+        update(&mut view, Msg::Clock(record.t));
+        update(&mut view, Msg::Record(Box::new(record)));
+    }
+    snapshots("real_overflows", &view);
+    press(&mut view, "zzzz");
+    let list = picture(&view, FULL);
+    let rows = list.lines().filter(|line| line.starts_with("│✕")).count();
+    assert_eq!(rows, view.run().overflows.len());
+    assert!(list.contains("1 2^24→2^23  ") && list.contains("8 2^17→2^16  h.0.attn.c_proj.bias   +2"), "{list}");
+    let stairs: Vec<_> = view.run().scale.points().iter().map(|point| point.value.log2()).collect();
+    assert!(stairs.len() > 6 && stairs.windows(2).all(|pair| pair[1] == pair[0] - 1.0), "{stairs:?}");
+}
+
 #[test]
 fn a_loss_that_is_nan() {
     let view = after(Invented { nan_from: 600, ..Invented::default() }, 700);

@@ -110,7 +110,9 @@ impl Watched {
                 // Its last words may have come between the poll and the look.
                 let last = self.tail.poll()?.records;
                 let finished = last.iter().any(|record| matches!(record.event, Event::Finished(_)));
-                last.into_iter().for_each(|record| pass(Msg::Record(Box::new(record))));
+                for record in last {
+                    pass(Msg::Record(Box::new(record)));
+                }
                 if !finished {
                     pass(Msg::Gone);
                 }

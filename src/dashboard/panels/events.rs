@@ -8,16 +8,10 @@ use crate::dashboard::theme::Role;
 /// Draws the fourth tab.
 pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let rows = view.events();
-    let filter = &view.filters[EVENTS];
-    let mut title = format!("Events {}", rows.len());
-    if view.typing || !filter.is_empty() {
-        title += &format!("   /{filter}{}", if view.typing { "█" } else { "" });
-    }
     // Below are newer ones: how many, so that nobody waits for news that are off the screen.
     let hidden = view.cursors[EVENTS].min(rows.len().saturating_sub(1));
-    if hidden > 0 {
-        title += &format!("   {hidden} newer below");
-    }
+    let below = if hidden > 0 { format!("   {hidden} newer below") } else { String::new() };
+    let title = format!("Events {}{}{below}", rows.len(), view.filter_label(EVENTS));
     let mut inner = pad.frame(&[(&title, Role::Title)]);
     if rows.is_empty() {
         inner.text(1, 0, "none", Role::Dim);

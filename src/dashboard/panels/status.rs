@@ -14,10 +14,9 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         return;
     }
     let wide = pad.width() >= 110;
-    let gap = if wide { 3 } else { 2 };
     progress(run, pad);
-    items(pad, 1, gap, &learning(run, wide));
-    items(pad, 2, gap, &cost(view, run, wide));
+    items(pad, 1, &learning(run, wide));
+    items(pad, 2, &cost(view, run, wide));
 }
 
 fn progress(run: &RunData, pad: &mut Pad) {
@@ -39,14 +38,16 @@ fn progress(run: &RunData, pad: &mut Pad) {
     pad.text(x, 0, &"─".repeat(cells - full), Role::Dim);
 }
 
-/// Writes what fits, a gap between two items.
-fn items(pad: &mut Pad, y: u16, gap: u16, items: &[(String, Role)]) {
+/// Writes what fits, with three columns between two items, or two where it is tight.
+fn items(pad: &mut Pad, y: u16, items: &[(String, Role)]) {
+    let columns = |text: &str| text.chars().count() as u16;
+    let all: u16 = items.iter().map(|(text, _)| columns(text) + 3).sum();
+    let gap = if all <= pad.width() { 3 } else { 2 };
     let mut x = 1;
-    for (text, role) in items.iter().filter(|(text, _)| !text.is_empty()) {
-        if x > 1 && x + text.chars().count() as u16 >= pad.width() {
-            continue;
+    for (text, role) in items {
+        if x == 1 || x + columns(text) <= pad.width() {
+            x = pad.text(x, y, text, *role) + gap;
         }
-        x = pad.text(x, y, text, *role) + gap;
     }
 }
 

@@ -46,11 +46,7 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         history(view, pad);
         return;
     }
-    let mut title = format!("{}, look at step {}", title(view), view.run().tensors.step);
-    let filter = &view.filters[TENSORS];
-    if view.typing || !filter.is_empty() {
-        title += &format!("   /{filter}{}", if view.typing { "█" } else { "" });
-    }
+    let title = format!("{}, look at step {}{}", title(view), view.run().tensors.step, view.filter_label(TENSORS));
     let mut inner = pad.frame(&[(&title, Role::Title)]);
     let rows = view.tensors();
     let name = usize::from(inner.width()).saturating_sub(WIDE).clamp(8, 40);
@@ -64,7 +60,12 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         Role::Dim,
     );
     if rows.is_empty() {
-        inner.text(2, 1, if filter.is_empty() { "no look at single tensors yet" } else { "no such tensor" }, Role::Dim);
+        inner.text(
+            2,
+            1,
+            if view.filters[TENSORS].is_empty() { "no look at single tensors yet" } else { "no such tensor" },
+            Role::Dim,
+        );
     }
     let page = usize::from(inner.height().saturating_sub(1)).max(1);
     let cursor = view.cursors[TENSORS].min(rows.len().saturating_sub(1));

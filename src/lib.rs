@@ -9,6 +9,7 @@ pub mod dashboard;
 pub mod data;
 pub mod digest;
 pub mod error;
+pub mod hub;
 pub mod kernels;
 pub mod model;
 pub mod optim;

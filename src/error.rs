@@ -45,6 +45,14 @@ pub enum Error {
         /// What is wrong; tensors with their names, dtypes and shapes.
         message: String,
     },
+    /// A file could not be had from the Hugging Face Hub or another server.
+    #[error("{origin}: {message}")]
+    Hub {
+        /// The repository, with the file where it concerns one, or the URL.
+        origin: String,
+        /// What the server did and what to do next.
+        message: String,
+    },
     /// A checkpoint is damaged, incomplete, of a newer format, or does not fit the run.
     #[error("checkpoint `{}`: {message}", path.display())]
     Checkpoint {
@@ -91,6 +99,11 @@ impl Error {
         Self::Model { origin: origin.to_string(), message: message.into() }
     }
 
+    /// A [`Error::Hub`] about `origin`.
+    pub fn hub(origin: impl std::fmt::Display, message: impl Into<String>) -> Self {
+        Self::Hub { origin: origin.to_string(), message: message.into() }
+    }
+
     /// A [`Error::Checkpoint`] about `path`.
     pub fn checkpoint(path: impl AsRef<Path>, message: impl Into<String>) -> Self {
         Self::Checkpoint { path: path.as_ref().to_path_buf(), message: message.into() }
@@ -101,7 +114,7 @@ impl Error {
         match self {
             Self::Config { .. } | Self::Data { .. } | Self::Model { .. } | Self::Checkpoint { .. } => 2,
             Self::Diverged { .. } => 3,
-            Self::Io { .. } | Self::Scaler(_) | Self::Kernel(_) => 1,
+            Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Kernel(_) => 1,
         }
     }
 }

@@ -13,6 +13,7 @@ pub mod doctor;
 pub mod error;
 pub mod evaluate;
 pub mod generate;
+pub mod hub;
 pub mod kernels;
 pub mod lab;
 pub mod model;

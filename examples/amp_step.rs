@@ -14,8 +14,8 @@ use finetune::precision::GradScalerConfig;
 type Result<T = ()> = std::result::Result<T, finetune::Error>;
 
 const WIDTH: usize = 512;
-const BATCH: usize = 64;
-const STEPS: usize = 20;
+const BATCH: usize = 256;
+const STEPS: usize = 10;
 
 /// What a run ends with.
 struct Outcome {
@@ -46,13 +46,13 @@ fn main() -> Result {
 fn run(config: GradScalerConfig) -> Result<Outcome> {
     let x = wave(0.37, &[BATCH, WIDTH])?.to_dtype(DType::F16)?;
     let weight = (wave(0.61, &[WIDTH, WIDTH])? * 0.05)?;
-    let difference = (wave(0.23, &[WIDTH, WIDTH])? * 1e-4)?;
+    let difference = (wave(0.23, &[WIDTH, WIDTH])? * 5e-5)?;
     let target = x.to_dtype(DType::F32)?.matmul(&(&weight + difference)?.t()?)?;
 
     let weight = Var::from_tensor(&weight.to_dtype(DType::F16)?)?;
     let bias = Var::zeros(WIDTH, DType::F16, &Device::Cpu)?;
     let model = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
-    let params = ParamsAdamW { lr: 1e-5, ..ParamsAdamW::default() };
+    let params = ParamsAdamW { lr: 5e-6, ..ParamsAdamW::default() };
     let mut optimizer = AdamW::decaying_matrices(vec![weight.clone(), bias], params)?;
     let mut scaler = GradScaler::new(config)?;
 

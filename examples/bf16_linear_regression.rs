@@ -53,7 +53,7 @@ fn loss(x: &Tensor, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
 
 /// 64 points of y = x · TRUTH: inputs in BF16, outputs in FP32.
 fn data() -> Result<(Tensor, Tensor)> {
-    let x: Vec<f32> = (0..64 * 3).map(|i| (i as f32 * 1.7).sin()).collect();
+    let x: Vec<f32> = (0..64 * 3).map(|i| (0.37 * (i * i) as f32).sin()).collect();
     let x = Tensor::from_vec(x, (64, 3), &Device::Cpu)?.to_dtype(DType::BF16)?;
     let y = x.to_dtype(DType::F32)?.matmul(&truth()?)?;
     Ok((x, y))

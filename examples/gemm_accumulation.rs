@@ -43,7 +43,7 @@ fn in_f32(a: &[bf16], b: &[bf16], depth: usize) -> Result<Vec<f32>> {
     Ok(single(a, (ROWS, depth))?.matmul(&single(b, (depth, ROWS))?)?.flatten_all()?.to_vec1()?)
 }
 
-/// Every partial sum is rounded to BF16.
+/// Every product and every partial sum is rounded to BF16.
 fn bf16_sums(a: &[bf16], b: &[bf16], depth: usize) -> Vec<bf16> {
     let element = |i: usize| {
         let (row, column) = (i / ROWS, i % ROWS);

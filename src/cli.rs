@@ -1,12 +1,18 @@
 //! The command line: what may be typed, and which part of the library answers.
 
+mod completions;
+mod doctor;
+mod eval;
 mod bench;
 mod checkpoint;
 mod flags;
+mod lab;
 mod generate;
 mod model;
+mod show;
 mod train;
 mod verify_resume;
+mod watch;
 
 use crate::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
@@ -32,8 +38,18 @@ struct Cli {
 enum Command {
     /// Write text with a model
     Generate(Box<generate::GenerateArgs>),
+    /// Measure a model on a text: loss, perplexity, bits per byte
+    Eval(Box<eval::EvalArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigArgs>),
+    /// See and predict what a number format does
+    Lab(Box<lab::LabArgs>),
+    /// Say what this machine brings: processor, memory, GPU support, folders, the Hub
+    Doctor(doctor::DoctorArgs),
+    /// Write a shell's completion script
+    Completions(completions::CompletionsArgs),
+    /// Write the manual page, in roff
+    Man,
     /// Measure how fast this machine trains, and print the figures as JSON
     Bench(Box<bench::BenchArgs>),
     /// List, show, verify, prune and compare checkpoints
@@ -41,6 +57,8 @@ enum Command {
     Checkpoint(checkpoint::CheckpointCommand),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
+    /// Show the dashboard of a run in another process, or of one that is over
+    Watch(watch::WatchArgs),
 }
 
 /// Parses the command line, does what it says, and returns the process's exit code: 0 done, 1 failure, 2 usage or
@@ -72,17 +90,25 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
         }),
-        Some(Command::Generate(args)) => {
-            args.model.on_threads(|| generate::run(&args, &mut stdout()))?;
-            Ok(ExitCode::SUCCESS)
-        }
+        Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut stdout()))),
+        Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut stdout()))),
         Some(Command::Config(args)) => {
             let text = args.resolve()?.to_toml()?;
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
         }
+        Some(Command::Lab(args)) => lab::run(&args, &mut stdout()).map(|()| ExitCode::SUCCESS),
+        Some(Command::Doctor(args)) => done(doctor::run(&args, &mut stdout())),
+        Some(Command::Completions(args)) => done(completions::completions::<Cli>(&args, &mut stdout())),
+        Some(Command::Man) => done(completions::man::<Cli>(&mut stdout())),
         Some(Command::Bench(args)) => bench::run(&args, &mut stdout()),
         Some(Command::Checkpoint(command)) => checkpoint::run(&command, &mut stdout()),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
+        Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }
+}
+
+/// What a command that either works or fails exits with.
+fn done(result: Result<()>) -> Result<ExitCode> {
+    result.map(|()| ExitCode::SUCCESS)
 }

@@ -17,10 +17,10 @@ mod ulp;
 
 pub use bits::{Bits, Fate, Stored};
 pub use memory::{Group, Item, Memory, Plan, Recipe, model_named};
-pub use number::parse_value;
+pub use number::{parse_format, parse_value};
 pub use page::{Line, Page, Role, Span};
 pub use ranges::{Extent, RangeRow, Ranges};
 pub use run_figures::RunFigures;
-pub use scaler::{Comparison, Overflows, Trajectory, Visit, apply_setting};
+pub use scaler::{Attempt, Comparison, Overflows, Trajectory, Visit, apply_setting};
 pub use scaling::{Scaling, ScalingRow, log_normal};
 pub use ulp::{UlpGrid, UlpRow};

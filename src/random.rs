@@ -4,6 +4,8 @@
 //! threads need no order, a backward pass redraws its forward's dropout mask, and a resumed run continues with the
 //! numbers it would have had.
 
+#![expect(clippy::inline_always, reason = "dropout masks are drawn inside vectorised loops")]
+
 /// What a stream is for; two domains of one seed share no numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]

@@ -91,7 +91,7 @@ fn latest_and_the_newest_good_are_the_last_save() {
 #[test]
 fn the_newest_run_is_the_one_that_saved_last_whatever_the_clock_says() {
     let folder = tempdir().unwrap();
-    assert!(newest_run(folder.path()).unwrap_err().to_string().contains("no run here has a checkpoint yet"));
+    assert!(newest_run(folder.path()).unwrap_err().to_string().contains("there is no run here yet"));
     for (name, step) in [("zebra", 900), ("aardvark", 5), ("zebra", 950), ("monkey", 7)] {
         let mut run = Run::open(folder.path().join(name)).unwrap();
         Sample::new(step).save(&mut run).unwrap();
@@ -101,8 +101,18 @@ fn the_newest_run_is_the_one_that_saved_last_whatever_the_clock_says() {
         }
         assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join(name));
     }
-    Run::open(folder.path().join("without-a-checkpoint")).unwrap();
-    assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("monkey"));
+    // Looking after an old run makes it no newer, and neither is a folder that was never made a run.
+    for name in ["zebra", "without-a-configuration"] {
+        Run::open(folder.path().join(name)).unwrap();
+        assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("monkey"));
+    }
+    let started = Run::open(folder.path().join("started")).unwrap();
+    fs::write(started.path().join("config.toml"), "").unwrap();
+    assert_eq!(newest_run(folder.path()).unwrap(), started.path());
+    let message = newest_good(started.path()).unwrap_err().to_string();
+    assert!(message.contains("there is no checkpoint in this run yet"), "{message}");
+    Sample::new(3).save(&mut Run::open(folder.path().join("zebra")).unwrap()).unwrap();
+    assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("zebra"));
 }
 
 #[test]

@@ -21,7 +21,7 @@ use finetune::checkpoint::{Disk, Keep, Kind, Manifest, Operation, Run, list, new
 use finetune::model::ModelFolder;
 use finetune::{Error, Result};
 use signal_hook::consts::SIGKILL;
-use support::{Sample, folder, names};
+use support::{Dice, Sample, folder, names};
 use tempfile::TempDir;
 
 const KEEP: Keep = Keep { last: 2, best: false };
@@ -206,19 +206,6 @@ fn a_folder_that_is_removed_during_the_run_is_named() {
     let message = save_and_rotate(&mut run, 3).unwrap_err().to_string();
     assert!(message.contains(&path.display().to_string()) && message.contains("No such file"), "{message}");
     assert_eq!(verify(&neighbour.join("step-000007")), []);
-}
-
-/// Numbers that look random and are the same every time (splitmix64).
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z ^ (z >> 31)) % end as u64) as usize
-    }
 }
 
 /// The step directory's damage is seen and named, and the run falls back to step 1.

@@ -1,8 +1,7 @@
 //! The gradient scaler against PyTorch's rules (C) and golden vectors (G), numbered as in the project's list.
 //!
-//! Here is what concerns the state machine. What needs tensors stands with the code that has them: C10 (parameters
-//! without a gradient; here its error), C14 (dtypes, devices, strides), C16, C17 (parameters in a step), C19 (no host synchronisation),
-//! C32 (accumulation), C33 (clipping), C34 (schedule and bias correction), and G7's tensors.
+//! Here is what concerns the state machine; what needs tensors stands in `tests/amp`. C19 (no host synchronisation)
+//! concerns the engine on a GPU.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use finetune::precision::{

@@ -68,7 +68,9 @@ fn train(policy: PrecisionPolicy, scaler: GradScaler, masters: Masters, lr: f64)
 fn round_masters(engine: &Engine) {
     for tensor in engine.state.masters.parameters().tensors() {
         view::write_f32(tensor, |weights| {
-            weights.iter_mut().for_each(|weight| *weight = FloatFormat::FP16.round_f32(*weight));
+            for weight in weights {
+                *weight = FloatFormat::FP16.round_f32(*weight);
+            }
         })
         .unwrap();
     }

@@ -14,14 +14,15 @@ mod common {
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use candle_core::Device;
 use common::compare::skip;
 use common::golden::Case;
-use finetune::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, State, Tensors};
-use finetune::data::{Batch, Tokenizer};
-use finetune::model::Parameters;
+use finetune::data::{Batch, BatchLoader, TokenSource, Tokenizer, grammar};
+use finetune::model::{Gpt2, Mode, Tokens, Workspace};
 use finetune::precision::PrecisionPolicy;
-use finetune::train::Engine;
 use serde_json::{Value, json};
+
+const STEPS: &str = "6";
 
 #[test]
 fn transformers_computes_the_same_loss_from_a_checkpoint() {
@@ -29,84 +30,80 @@ fn transformers_computes_the_same_loss_from_a_checkpoint() {
         return skip("`FINETUNE_PYTHON` names no Python; `.ci/python-env DIR` makes one");
     };
     let folder = tempfile::tempdir().unwrap();
-    for (name, policy, dtype) in [
-        ("deep", PrecisionPolicy::FP32, "float32"),
-        ("deep", PrecisionPolicy::FP16, "float16"),
-        ("untied", PrecisionPolicy::BF16, "bfloat16"),
-    ] {
-        let case = Case::own(name);
-        let mut engine = case.engine(policy, case.rows());
-        for step in 0..10 {
-            engine.step(&case.whole_batch(step)).unwrap();
-        }
-        let step_directory = save(&engine, policy, &folder.path().join(dtype));
-        let expected = loss_of_stored_weights(&step_directory, &case);
-
-        let report = ask_transformers(&python, &step_directory, &case);
-        assert_eq!(report["dtype"], json!([dtype]));
-        assert_eq!(report["text"], "The cat, ünder 3 tables.");
-        let loss = report["loss"].as_f64().unwrap();
-        assert!((loss - expected).abs() < 2e-6 * expected, "{name} {policy}: {loss} there, {expected} here");
-
-        // What training sees differs from both by the rounding of its activations alone.
-        let trained = evaluate(&mut engine, case.whole_batch(0).remove(0));
-        assert!((trained - loss).abs() < 1e-2 * loss, "{name} {policy}: {trained} in training, {loss} from the folder");
+    let batch = batch();
+    let runs = [
+        ("fp32", "float32", "tied"),
+        ("fp16", "float16", "tied"),
+        ("bf16", "bfloat16", "tied"),
+        ("fp16", "float16", "separate"),
+    ];
+    let checkpoints = runs.map(|(dtype, _, head)| {
+        let model = model_folder(&folder.path().join(format!("model-{dtype}-{head}")), head == "tied");
+        train(&model, dtype, folder.path(), &format!("{dtype}-{head}"))
+    });
+    let reports = ask_transformers(&python, &checkpoints, &batch, &folder.path().join("batch.json"));
+    assert_eq!(reports.len(), runs.len());
+    for (report, (checkpoint, (_, torch_dtype, _))) in reports.iter().zip(checkpoints.iter().zip(runs)) {
+        let name = checkpoint.display();
+        assert_eq!(report["dtypes"], json!([torch_dtype]), "{name}");
+        assert_eq!(report["text"], "The cat, ünder 3 tables.", "{name}");
+        let (loss, expected) = (report["loss"].as_f64().unwrap(), loss_of(checkpoint, &batch));
+        assert!((loss - expected).abs() < 2e-6 * expected, "{name}: {loss} there, {expected} here");
     }
 }
 
-/// Writes a checkpoint the way training does, and returns its `step-*/`.
-fn save(engine: &Engine, policy: PrecisionPolicy, run: &Path) -> PathBuf {
-    let counters = engine.state.counters;
-    let state = State {
-        format_version: FORMAT_VERSION,
-        step: counters.step,
-        updates: counters.updates,
-        tokens: counters.tokens,
-        seed: engine.seed,
-        identity: Identity { model: "golden".into(), policy: policy.to_string(), data: String::new() },
-        scaler: serde_json::to_value(engine.state.scaler.state()).unwrap(),
-        cursor: Value::Null,
-        schedule: Value::Null,
-        validation_loss: None,
-        best: None,
-    };
-    let tokenizer = Tokenizer::byte();
-    let contents = Contents {
-        state: &state,
-        config: engine.model.config(),
-        tokenizer: tokenizer.json(),
-        weights: named(&engine.state.weights),
-        masters: named(engine.state.masters.parameters()),
-        exp_avg: named(&engine.state.adamw.exp_avg),
-        exp_avg_sq: named(&engine.state.adamw.exp_avg_sq),
-    };
-    Run::open(run).unwrap().save(&contents, Kind::Full).unwrap().path
+/// A model to train, whose vocabulary is the byte tokenizer's: `deep`, as it is or with a separate head.
+fn model_folder(folder: &Path, tied: bool) -> PathBuf {
+    std::fs::create_dir(folder).unwrap();
+    let case = Case::own("deep");
+    let mut tensors = case.parameters.clone();
+    let mut config: Value = serde_json::from_slice(&std::fs::read(case.folder.join("config.json")).unwrap()).unwrap();
+    if !tied {
+        config["tie_word_embeddings"] = json!(false);
+        tensors.insert("lm_head.weight".into(), (&tensors["wte.weight"] * 0.5).unwrap());
+    }
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    std::fs::write(folder.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+    folder.to_owned()
 }
 
-fn named(parameters: &Parameters) -> Tensors {
-    parameters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect()
+/// Fine-tunes `model` with the program itself; the last step's directory.
+fn train(model: &Path, dtype: &str, runs: &Path, run: &str) -> PathBuf {
+    let output = Command::new(env!("CARGO_BIN_EXE_finetune"))
+        .args(["--plain", "--steps", STEPS, "--batch-size", "4", "--seq-len", "32", "--dtype", dtype, "--run", run])
+        .args([Path::new("--model"), model, Path::new("--checkpoint-dir"), runs])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    runs.join(run).join(format!("step-{STEPS:0>6}"))
+}
+
+fn batch() -> Batch {
+    let tokens = TokenSource::from_ids(grammar::text(9, 2000).bytes().map(u32::from).collect());
+    let mut loader = BatchLoader::new(tokens, 4, 32, 1).unwrap();
+    let mut batch = loader.batch();
+    loader.next_batch(&mut batch);
+    batch
 }
 
 /// The engine's loss in FP32 from the weights in `folder`.
-fn loss_of_stored_weights(folder: &Path, case: &Case) -> f64 {
-    let case = Case { folder: folder.to_owned(), ..case.clone() };
-    let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-    evaluate(&mut engine, case.whole_batch(0).remove(0))
+fn loss_of(folder: &Path, batch: &Batch) -> f64 {
+    let (config, weights) = common::engine::read_model(folder);
+    let model = Gpt2::new(&config, &weights).unwrap();
+    let shape = (batch.batch_size, batch.seq_len);
+    let mut workspace = Workspace::new(&config, PrecisionPolicy::FP32, shape.0, shape.1, false, &Device::Cpu).unwrap();
+    let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+    model.forward(&weights, tokens, Mode::Eval, &mut workspace).unwrap();
+    model.loss(&weights, &batch.targets, &workspace).unwrap() / batch.target_count as f64
 }
 
-fn evaluate(engine: &mut Engine, batch: Batch) -> f64 {
-    let (mut buffer, mut batch) = (batch.clone(), Some(batch));
-    let next = |buffer: &mut Batch| batch.take().map(|batch| *buffer = batch).is_some();
-    engine.evaluate(&mut buffer, next).unwrap().0
-}
-
-fn ask_transformers(python: &Path, folder: &Path, case: &Case) -> Value {
-    let (inputs, targets) = &case.batches[0];
-    let batch = folder.parent().unwrap().join("batch.json");
-    let rows = json!({"inputs": inputs.to_vec2::<i64>().unwrap(), "targets": targets.to_vec2::<i64>().unwrap()});
-    std::fs::write(&batch, rows.to_string()).unwrap();
+fn ask_transformers(python: &Path, folders: &[PathBuf], batch: &Batch, file: &Path) -> Vec<Value> {
+    let rows = |ids: &[u32]| ids.chunks(batch.seq_len).map(<[u32]>::to_vec).collect::<Vec<_>>();
+    let text = json!({"inputs": rows(&batch.inputs), "targets": rows(&batch.targets)}).to_string();
+    std::fs::write(file, text).unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/transformers_loss.py");
-    let output = Command::new(python).arg(script).arg(folder).arg(&batch).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    let output = Command::new(python).arg(script).arg(file).args(folders).env("HF_HUB_OFFLINE", "1").output().unwrap();
     let (answer, complaint) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{complaint}");
     serde_json::from_str(answer.lines().last().unwrap_or_default())

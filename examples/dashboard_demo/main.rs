@@ -5,10 +5,10 @@
 //! The run goes on for ever, a hundred steps a second. It answers every command, and prints what it was told and how the
 //! dashboard ended.
 
-#![allow(clippy::print_stdout, clippy::expect_used, reason = "a program for people and tests")]
+#![allow(clippy::expect_used, reason = "a program for people and tests")]
 
 use finetune::dashboard::{self, Exit, Theme};
-use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, Saved};
+use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, ProcessId, Saved};
 use std::io::{Write, stdout};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
@@ -36,23 +36,28 @@ fn main() {
     let training = training.spawn(move || train(emitter, &orders, panic_at)).expect("a thread can be spawned");
 
     let frames = if panics == "screen" { 3 } else { usize::MAX };
-    let writer = PanickingWriter { writes: frames };
+    let writer = PanickingWriter { frames };
     let exit = dashboard::run_on(writer, &events, &commands, Theme::from_env(has("--ascii"))).expect("a terminal");
-    println!("exit: {exit:?}");
+    say(&format!("exit: {exit:?}"));
     match exit {
         Exit::Aborted => std::process::exit(130),
         Exit::Detached | Exit::Crashed => {
             // What training does now comes as lines; a few are enough to see that it goes on.
             let mut plain = dashboard::Plain::new(stdout(), 10);
             events.iter().take(50).for_each(|record| _ = plain.show(&record));
-            println!("still training");
+            say("still training");
         }
         Exit::Ended | Exit::Terminated | Exit::Lost => {
             drop(events);
             let told = training.join().unwrap_or_else(|_| vec!["training panicked".into()]);
-            println!("told: {}", told.join(" "));
+            say(&format!("told: {}", told.join(" ")));
         }
     }
+}
+
+/// Prints a line, if the terminal is still there.
+fn say(line: &str) {
+    writeln!(stdout(), "{line}").ok();
 }
 
 /// Emits invented steps and does as it is told; gives what that was.
@@ -82,7 +87,10 @@ fn train(mut emitter: Emitter, orders: &Receiver<Command>, panic_at: u64) -> Vec
             }
         }
         if !paused {
-            let record = run.next().expect("the run is endless");
+            let mut record = run.next().expect("the run is endless");
+            if let Event::Started(started) = &mut record.event {
+                started.process = ProcessId::own();
+            }
             step = record.event.step().unwrap_or(step);
             assert!(step < panic_at, "an invented panic in training");
             emitter.emit(record.event).expect("the log can be written");
@@ -91,19 +99,22 @@ fn train(mut emitter: Emitter, orders: &Receiver<Command>, panic_at: u64) -> Vec
     }
 }
 
-/// Standard output that panics after so many writes, as a bug in drawing would.
+/// Standard output that panics once, after so many frames, as a bug in drawing would.
 struct PanickingWriter {
-    writes: usize,
+    frames: usize,
 }
 
 impl Write for PanickingWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        assert!(self.writes > 0, "an invented panic in drawing");
+        if self.frames == 0 {
+            self.frames = usize::MAX;
+            panic!("an invented panic in drawing");
+        }
         stdout().write(bytes)
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        self.writes = self.writes.saturating_sub(1);
+        self.frames -= 1;
         stdout().flush()
     }
 }

@@ -1,6 +1,6 @@
 //! AdamW (Loshchilov and Hutter, 2019) over candle variables of any floating type, with FP32 masters.
 //!
-//! candle's own keeps its moments in the variable's type, where an FP16 second moment is zero below 6e-8 and a BF16
+//! candle's own keeps its moments in the variable's type, where an FP16 second moment is zero below 3e-8 and a BF16
 //! weight ignores updates below 1/512 of it; and it hides them, so that no program can resume exactly.
 
 use std::collections::{HashMap, HashSet};
@@ -42,8 +42,9 @@ impl AdamW {
     /// Two groups: matrices and what has more dimensions decay by `params.weight_decay`, biases and gains do not.
     pub fn decaying_matrices(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
         let (matrices, vectors) = vars.into_iter().partition(|var| var.rank() >= 2);
-        let mut optimizer = Self::new(matrices, params.clone())?;
-        optimizer.add_group(vectors, ParamsAdamW { weight_decay: 0.0, ..params })?;
+        let without_decay = ParamsAdamW { weight_decay: 0.0, ..params.clone() };
+        let mut optimizer = Self::new(matrices, params)?;
+        optimizer.add_group(vectors, without_decay)?;
         Ok(optimizer)
     }
 

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::{Kind, Manifest};
 use super::read::{Checkpoint, Damage, verified};
+use super::run::opened_at;
 use crate::{Error, Result};
 
 /// A step directory of a run.
@@ -122,15 +123,15 @@ fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
     })
 }
 
-/// The run in `folder` that saved last.
+/// The run in `folder` that saved last, or was started since and has not come to its first save.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] if no run there has a checkpoint.
+/// [`Error::Checkpoint`] if there is no run.
 pub fn newest_run(folder: &Path) -> Result<PathBuf> {
     let newest = runs(folder).into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
     newest
         .map(|(path, _)| path)
-        .ok_or_else(|| Error::checkpoint(folder, "no run here has a checkpoint yet; start one without `--resume`"))
+        .ok_or_else(|| Error::checkpoint(folder, "there is no run here yet; start one without `--resume`"))
 }
 
 /// The largest sequence in any run of `folder`, 0 where there is none.
@@ -138,18 +139,17 @@ pub(super) fn newest_sequence(folder: &Path) -> u64 {
     runs(folder).into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
 }
 
-/// Runs with at least one checkpoint, each with the largest sequence of its checkpoints. What cannot be read is passed
-/// over: it may be anybody's.
+/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, that of its start. What
+/// cannot be read is passed over: it may be anybody's.
 fn runs(folder: &Path) -> Vec<(PathBuf, u64)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
-    let with_sequence = |path: PathBuf| {
-        let sequence = list(&path)
-            .ok()?
-            .iter()
-            .filter(|one| one.kind == Kind::Full)
-            .map(|one| one.sequence().unwrap_or(0))
-            .max()?;
-        Some((path, sequence))
-    };
-    entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).filter_map(with_sequence).collect()
+    let folders = entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir());
+    folders.filter_map(|path| newest_of(&path).map(|sequence| (path, sequence))).collect()
+}
+
+fn newest_of(run: &Path) -> Option<u64> {
+    let listed = list(run).ok()?;
+    let saved = listed.iter().filter(|one| one.kind == Kind::Full).map(|one| one.sequence().unwrap_or(0)).max();
+    // Only a run with its configuration can be started over.
+    saved.or_else(|| opened_at(run).filter(|_| run.join("config.toml").is_file()))
 }

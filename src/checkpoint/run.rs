@@ -19,7 +19,7 @@ const LATEST: &str = "latest";
 pub struct Run {
     path: PathBuf,
     disk: Disk,
-    /// Of the last save, here or in a neighbouring run.
+    /// Of the last save, or of the opening before the first.
     sequence: u64,
     lock: File,
 }
@@ -46,9 +46,11 @@ impl Run {
     pub fn open_on(path: impl Into<PathBuf>, disk: Disk) -> Result<Self> {
         let path = path.into();
         disk.create_folders(&path)?;
-        let lock = lock(&path)?;
+        let mut lock = lock(&path)?;
         let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(newest_sequence));
-        let run = Self { sequence: neighbours.unwrap_or(0), path, disk, lock };
+        let sequence = neighbours.unwrap_or(0) + 1;
+        sign(&mut lock, sequence).map_err(Error::io("write", path.join(LOCK)))?;
+        let run = Self { sequence, path, disk, lock };
         run.clear_leftovers()?;
         Ok(run)
     }
@@ -163,20 +165,26 @@ fn lock(run: &Path) -> Result<File> {
         Err(TryLockError::WouldBlock) => {
             let mut holder = String::new();
             let _ = file.read_to_string(&mut holder);
+            let process = holder.split_whitespace().next().unwrap_or("?");
             let message = format!(
-                "process {} is working in this run; wait for it or stop it, or use another run's folder",
-                holder.trim()
+                "process {process} is working in this run; wait for it or stop it, or use another run's folder"
             );
             return Err(Error::checkpoint(run, message));
         }
         Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path)(error)),
     }
-    // The number is for the message above only: the lock, not the file, keeps others out.
-    let write = |file: &mut File| {
-        file.set_len(0)?;
-        file.rewind()?;
-        writeln!(file, "{}", std::process::id())
-    };
-    write(&mut file).map_err(Error::io("write", &path))?;
     Ok(file)
+}
+
+/// Leaves a note in the lock file: the process, for the message above, and the sequence, which says how new a run is that has
+/// no checkpoint yet. The lock, not the note, keeps others out.
+fn sign(file: &mut File, sequence: u64) -> std::io::Result<()> {
+    file.set_len(0)?;
+    file.rewind()?;
+    writeln!(file, "{} {sequence}", std::process::id())
+}
+
+/// The sequence at which a run was last opened.
+pub(super) fn opened_at(run: &Path) -> Option<u64> {
+    std::fs::read_to_string(run.join(LOCK)).ok()?.split_whitespace().nth(1)?.parse().ok()
 }

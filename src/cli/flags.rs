@@ -7,105 +7,108 @@ use std::path::{Path, PathBuf};
 
 /// Flags go over the configuration file, which goes over the defaults.
 #[derive(Args, Clone, Debug, Default)]
-pub struct ConfigArgs {
+pub(crate) struct ConfigArgs {
     /// A configuration file (TOML); see configs/
     #[arg(long, value_name = "FILE")]
-    pub config: Option<PathBuf>,
+    pub(crate) config: Option<PathBuf>,
     /// `tiny`, a Hugging Face folder, or an architecture with `--init random` [default: tiny]
     #[arg(long, short, value_name = "NAME|FOLDER")]
-    pub model: Option<String>,
+    pub(crate) model: Option<String>,
     /// Where initial weights come from: pretrained or random
     #[arg(long, value_name = "INIT")]
-    pub init: Option<String>,
+    pub(crate) init: Option<String>,
     /// A tokenizer.json in place of the model's own
     #[arg(long, value_name = "FILE")]
-    pub tokenizer: Option<String>,
+    pub(crate) tokenizer: Option<String>,
     /// Training text: `grammar` or a file [default: grammar]
     #[arg(long, short, value_name = "TEXT")]
-    pub data: Option<String>,
+    pub(crate) data: Option<String>,
     /// Validation text; without it the last tenth of the training text
     #[arg(long, value_name = "TEXT")]
-    pub val: Option<String>,
+    pub(crate) val: Option<String>,
     /// fp16, bf16, fp32, or a policy such as p=f32,c=f16,g=f16,r=f32 [default: fp16]
     #[arg(long, value_name = "DTYPE")]
-    pub dtype: Option<String>,
+    pub(crate) dtype: Option<String>,
     /// Seed of every random stream
     #[arg(long)]
-    pub seed: Option<i64>,
+    pub(crate) seed: Option<i64>,
+    /// Where to compute: auto or cpu
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<String>,
     /// Threads that compute [default: all processors]
     #[arg(long)]
-    pub threads: Option<i64>,
+    pub(crate) threads: Option<i64>,
     /// Sequences in a micro-batch
     #[arg(long, short, value_name = "N")]
-    pub batch_size: Option<i64>,
+    pub(crate) batch_size: Option<i64>,
     /// Tokens in a sequence
     #[arg(long, short = 'l', value_name = "N")]
-    pub seq_len: Option<i64>,
+    pub(crate) seq_len: Option<i64>,
     /// Micro-batches in a step
     #[arg(long, value_name = "N")]
-    pub grad_accum: Option<i64>,
+    pub(crate) grad_accum: Option<i64>,
     /// Passes over the training text
     #[arg(long, value_name = "X")]
-    pub epochs: Option<f64>,
+    pub(crate) epochs: Option<f64>,
     /// Steps to attempt, in place of epochs
     #[arg(long, value_name = "N")]
-    pub steps: Option<i64>,
+    pub(crate) steps: Option<i64>,
     /// The highest learning rate
     #[arg(long, value_name = "X")]
-    pub lr: Option<f64>,
+    pub(crate) lr: Option<f64>,
     /// Decoupled weight decay
     #[arg(long, value_name = "X")]
-    pub weight_decay: Option<f64>,
+    pub(crate) weight_decay: Option<f64>,
     /// Global gradient norm to clip to; 0 for none
     #[arg(long, value_name = "X")]
-    pub max_grad_norm: Option<f64>,
+    pub(crate) max_grad_norm: Option<f64>,
     /// constant, linear or cosine
     #[arg(long, value_name = "KIND")]
-    pub schedule: Option<String>,
+    pub(crate) schedule: Option<String>,
     /// Updates that warm up
     #[arg(long, value_name = "N")]
-    pub warmup_steps: Option<i64>,
+    pub(crate) warmup_steps: Option<i64>,
     /// The first loss scale
     #[arg(long, value_name = "X")]
-    pub init_scale: Option<f64>,
+    pub(crate) init_scale: Option<f64>,
     /// Clean steps between two growths of the scale
     #[arg(long, value_name = "N")]
-    pub growth_interval: Option<i64>,
+    pub(crate) growth_interval: Option<i64>,
     /// Steps between two looks at the validation text
     #[arg(long, value_name = "N")]
-    pub eval_every: Option<i64>,
+    pub(crate) eval_every: Option<i64>,
     /// Steps between two text samples
     #[arg(long, value_name = "N")]
-    pub sample_every: Option<i64>,
+    pub(crate) sample_every: Option<i64>,
     /// What a text sample begins with
     #[arg(long, value_name = "TEXT")]
-    pub prompt: Option<String>,
+    pub(crate) prompt: Option<String>,
     /// Steps between two checkpoints
     #[arg(long, value_name = "N")]
-    pub save_every: Option<i64>,
+    pub(crate) save_every: Option<i64>,
     /// Steps between two printed lines
     #[arg(long, value_name = "N")]
-    pub log_every: Option<i64>,
+    pub(crate) log_every: Option<i64>,
     /// The folder of all runs [default: checkpoints]
     #[arg(long, value_name = "FOLDER")]
-    pub checkpoint_dir: Option<String>,
+    pub(crate) checkpoint_dir: Option<String>,
     /// The run's name [default: model, dtype and a number]
     #[arg(long, value_name = "NAME")]
-    pub run: Option<String>,
+    pub(crate) run: Option<String>,
     /// Any other key of the configuration, e.g. `--set scaler.hysteresis=2`
     #[arg(long = "set", value_name = "KEY=VALUE")]
-    pub set: Vec<String>,
+    pub(crate) set: Vec<String>,
 }
 
 impl ConfigArgs {
     /// The configuration that the flags and their file make.
-    pub fn resolve(&self) -> Result<Config> {
+    pub(crate) fn resolve(&self) -> Result<Config> {
         let file = self.config.as_deref().map(read).transpose()?;
         Config::resolve(&Layers { file, overrides: self.overrides()? })
     }
 
     /// The configuration that the flags make over that of the run in `folder`; an error if it is another run's.
-    pub fn resolve_over(&self, folder: &Path) -> Result<Config> {
+    pub(crate) fn resolve_over(&self, folder: &Path) -> Result<Config> {
         if self.config.is_some() {
             let message = "a resumed run has its own configuration; give changes as flags or with --set";
             return Err(Error::config("--config", message));
@@ -129,6 +132,7 @@ impl ConfigArgs {
             ("val", text(&self.val)),
             ("dtype", text(&self.dtype)),
             ("seed", int(&self.seed)),
+            ("device", text(&self.device)),
             ("threads", int(&self.threads)),
             ("train.batch_size", int(&self.batch_size)),
             ("train.seq_len", int(&self.seq_len)),

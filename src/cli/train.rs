@@ -1,46 +1,44 @@
 //! `finetune` itself: train, in a thread of its own, and show what it tells.
 
-use crate::checkpoint::{Checkpoint, Run, newest_good, newest_run};
+use crate::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::cli::flags::ConfigArgs;
-use crate::dashboard::{Plain, Progress};
-use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Record, Trouble};
+use crate::cli::show::{ShowArgs, show};
+use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Trouble};
 use crate::train::{Config, Trainer};
 use crate::{Error, Result};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
-use std::io::{IsTerminal, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::channel;
 
 /// Flags of a training run.
 #[derive(Args, Clone, Debug, Default)]
-pub struct TrainArgs {
+pub(crate) struct TrainArgs {
     /// What the run is.
     #[command(flatten)]
-    pub config: ConfigArgs,
+    pub(crate) config: ConfigArgs,
+    #[expect(clippy::option_option, reason = "the flag may stand without a value")]
     /// Go on from the newest good checkpoint of the newest run, or of the run or step folder given
     #[arg(long, value_name = "FOLDER", num_args = 0..=1)]
-    pub resume: Option<Option<PathBuf>>,
-    /// One line of key=value pairs every `log_every` steps
-    #[arg(long, conflicts_with = "progress")]
-    pub plain: bool,
-    /// A status line with a bar
-    #[arg(long)]
-    pub progress: bool,
+    pub(crate) resume: Option<Option<PathBuf>>,
+    /// What is seen of it.
+    #[command(flatten)]
+    pub(crate) show: ShowArgs,
 }
 
 /// What a resumed run goes on from.
 struct Resumed {
     run: Run,
-    checkpoint: Checkpoint,
+    /// None if the run was killed before its first.
+    checkpoint: Option<Checkpoint>,
     warnings: Vec<String>,
 }
 
 /// Trains. Returns how the run ended.
-pub fn run(args: &TrainArgs) -> Result<FinishReason> {
+pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     let resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args)).transpose()?;
     let config = match &resumed {
         Some(resumed) => args.config.resolve_over(resumed.run.path())?,
@@ -50,7 +48,10 @@ pub fn run(args: &TrainArgs) -> Result<FinishReason> {
     let mut trainer = pool.install(|| Trainer::new(config.clone()))?;
     let (run, warnings) = match resumed {
         Some(resumed) => {
-            pool.install(|| trainer.resume(&resumed.checkpoint))?;
+            match &resumed.checkpoint {
+                Some(checkpoint) => pool.install(|| trainer.resume(checkpoint))?,
+                None => trainer.start_over(),
+            }
             (resumed.run, resumed.warnings)
         }
         None => (new_run(&config)?, Vec::new()),
@@ -62,37 +63,26 @@ pub fn run(args: &TrainArgs) -> Result<FinishReason> {
         emitter.emit(Event::Warning(Trouble { step: 0, message }))?;
     }
     trainer.attach(run, emitter);
+    let (commands, orders) = channel();
+    trainer.listen(orders);
     listen_to_signals(&trainer.interrupt())?;
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || pool.install(|| trainer.run()))
         .map_err(Error::io("start a thread in", "."))?;
-    show(&records, args, config.telemetry.log_every);
+    show(&records, &commands, &args.show, config.telemetry.log_every);
     training.join().unwrap_or_else(|_| {
         Err(Error::Kernel(candle_core::Error::Msg("training stopped with a panic; this is a bug in finetune".into())))
     })
 }
 
 /// A pool of the configured number of threads.
-pub fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
+pub(crate) fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(config.threads.unwrap_or(0))
         .thread_name(|i| format!("compute-{i}"))
         .build()
         .map_err(|error| Error::config("threads", error.to_string()))
-}
-
-/// Prints records until training has dropped its end of the channel.
-fn show(records: &Receiver<Record>, args: &TrainArgs, log_every: u64) {
-    // A closed output is no reason to stop training: the log has everything.
-    if args.progress || (!args.plain && stderr().is_terminal() && stdout().is_terminal()) {
-        let mut progress = Progress::new(stderr());
-        records.iter().try_for_each(|record| progress.show(&record)).ok();
-    } else {
-        let mut plain = Plain::new(stdout(), log_every);
-        records.iter().try_for_each(|record| plain.show(&record)).ok();
-    }
-    records.iter().for_each(drop);
 }
 
 /// The first signal ends the run at the next step boundary, saved; a second one ends the process at once.
@@ -122,11 +112,15 @@ fn find(path: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
     }
     let run = Run::open(&folder)?;
     if let Some(step) = step {
-        return Ok(Resumed { run, checkpoint: Checkpoint::open(step)?, warnings: Vec::new() });
+        return Ok(Resumed { run, checkpoint: Some(Checkpoint::open(step)?), warnings: Vec::new() });
+    }
+    if list(&folder)?.iter().all(|one| one.kind != Kind::Full) {
+        let warnings = vec!["there is no checkpoint in this run yet: it starts over".into()];
+        return Ok(Resumed { run, checkpoint: None, warnings });
     }
     let found = newest_good(&folder)?;
     let warnings = found.damaged.iter().map(|damage| format!("damaged and passed over: {damage}")).collect();
-    Ok(Resumed { run, checkpoint: found.checkpoint, warnings })
+    Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }
 
 /// A new folder for a run: the one asked for, which must not hold a run yet, or the next free number.
@@ -142,7 +136,7 @@ fn new_run(config: &Config) -> Result<Run> {
     }
     let model = Path::new(&config.model).file_name().map_or("model".into(), |name| name.to_string_lossy());
     let dtype = config.dtype.compute;
-    let path = (1..)
+    let path = (1..=u32::MAX)
         .map(|number| dir.join(format!("{model}-{dtype}-{number:04}")))
         .find(|path| !path.exists())
         .unwrap_or_else(|| dir.join("run"));
@@ -153,7 +147,9 @@ fn new_run(config: &Config) -> Result<Run> {
 fn write_config(folder: &Path, config: &Config) -> Result<()> {
     let path = folder.join("config.toml");
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(Error::io("create a file in", folder))?;
-    std::io::Write::write_all(&mut file, config.to_toml()?.as_bytes()).map_err(Error::io("write", &path))?;
+    std::io::Write::write_all(&mut file, config.to_toml()?.as_bytes())
+        .and_then(|()| file.as_file().sync_all())
+        .map_err(Error::io("write", &path))?;
     file.persist(&path).map_err(|error| Error::Io { action: "write", path, source: error.error })?;
     Ok(())
 }

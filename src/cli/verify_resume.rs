@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 /// Flags of the proof; what to train is said as for a run.
 #[derive(Args, Debug)]
-pub struct VerifyResumeArgs {
+pub(crate) struct VerifyResumeArgs {
     #[command(flatten)]
     config: ConfigArgs,
     /// Save and load after this many of the steps [default: half]
@@ -22,7 +22,7 @@ pub struct VerifyResumeArgs {
 const STEPS: u64 = 100;
 
 /// Runs the proof and says what it found; exit code 1 if anything differs.
-pub fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCode> {
+pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let config = args.config.resolve()?;
     let steps = args.config.steps.map_or(STEPS, |steps| steps.max(0) as u64);
     let at = args.at.unwrap_or(steps / 2);

@@ -8,11 +8,12 @@ use crate::{Error, Result};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::{SigId, low_level};
-use std::io::{self, Write, stdout};
+use std::io::{self, IsTerminal, Write, stdout};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Time between two frames, at least.
@@ -144,7 +145,10 @@ fn drive<W: Write>(
                 }
             }
         }
-        match read_keys(if more { Duration::ZERO } else { IDLE }) {
+        if !more {
+            sleep(IDLE);
+        }
+        match read_keys() {
             Ok(messages) => {
                 for msg in messages {
                     changed = true;
@@ -159,16 +163,21 @@ fn drive<W: Write>(
     }
 }
 
-/// What the terminal has to say within a while: keys, or `None` for a new size.
-fn read_keys(mut patience: Duration) -> io::Result<Vec<Option<Msg>>> {
+/// What the terminal has to say: keys, or `None` for a new size.
+///
+/// crossterm's reader never returns from a terminal that has hung up, so that is looked at first; and it is only asked
+/// for what is there already, never to wait.
+fn read_keys() -> io::Result<Vec<Option<Msg>>> {
     let mut messages = Vec::new();
-    while event::poll(patience)? {
+    if !stdout().is_terminal() {
+        return Err(io::ErrorKind::BrokenPipe.into());
+    }
+    while event::poll(Duration::ZERO)? {
         match event::read()? {
             Event::Key(key) if key.kind != KeyEventKind::Release => messages.push(Some(Msg::Key(key))),
             Event::Resize(..) => messages.push(None),
             _ => {}
         }
-        patience = Duration::ZERO;
     }
     Ok(messages)
 }

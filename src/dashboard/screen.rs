@@ -12,6 +12,7 @@ use ratatui::crossterm::cursor::Show;
 use ratatui::crossterm::execute;
 use ratatui::crossterm::terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode};
 use std::io::{self, Write, stdout};
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, Once};
 use std::thread::sleep;
@@ -26,7 +27,9 @@ const PATIENCE: Duration = Duration::from_millis(100);
 
 /// The terminal while it shows the dashboard.
 pub(super) struct Screen<W: Write> {
-    terminal: Terminal<CrosstermBackend<W>>,
+    /// Never dropped: ratatui's `Drop` would show the cursor, which is done already, and panic where a terminal that has
+    /// hung up takes neither that nor the complaint about it.
+    terminal: ManuallyDrop<Terminal<CrosstermBackend<W>>>,
 }
 
 impl<W: Write> Screen<W> {
@@ -45,7 +48,7 @@ impl<W: Write> Screen<W> {
         // From here on the guard restores, even if the rest fails.
         execute!(writer, EnterAlternateScreen).inspect_err(|_| give_back())?;
         let terminal = Terminal::new(CrosstermBackend::new(writer)).inspect_err(|_| give_back())?;
-        Ok(Self { terminal })
+        Ok(Self { terminal: ManuallyDrop::new(terminal) })
     }
 
     /// Draws a frame. `false` if the terminal has been given back meanwhile.

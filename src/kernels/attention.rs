@@ -1,7 +1,7 @@
 //! Causal self-attention on packed queries, keys and values.
 //!
 //! A head's scores never exist as a whole: the forward pass keeps each row's log-sum-exp, and the backward pass
-//! recomputes the probabilities from it (Dao et al., "FlashAttention", 2022). Scores, softmax and sums are FP32.
+//! recomputes the probabilities from it (Dao et al., "`FlashAttention`", 2022). Scores, softmax and sums are FP32.
 
 use crate::kernels::dropout::Dropout;
 use crate::kernels::isa;
@@ -49,7 +49,7 @@ const PAD: usize = 16;
 struct Head {
     shape: Shape,
     b: usize,
-    head: usize,
+    index: usize,
     /// Padded sequence length.
     tokens: usize,
     /// Padded head size.
@@ -59,7 +59,7 @@ struct Head {
 impl Head {
     fn of(shape: Shape, task: usize) -> Self {
         let (tokens, size) = (shape.seq_len.next_multiple_of(PAD), shape.head_size.next_multiple_of(PAD));
-        Self { shape, b: task / shape.heads, head: task % shape.heads, tokens, size }
+        Self { shape, b: task / shape.heads, index: task % shape.heads, tokens, size }
     }
 
     /// Elements of a matrix `[T, head_size]` with padding.
@@ -74,7 +74,7 @@ impl Head {
         out.fill(0.0);
         for (t, row) in out.chunks_exact_mut(self.size).take(seq_len).enumerate() {
             let row = &mut row[..head_size];
-            rows.load(self.shape.at(self.b, t, self.head, stride) + part * self.shape.width(), row);
+            rows.load(self.shape.at(self.b, t, self.index, stride) + part * self.shape.width(), row);
             for x in row.iter_mut() {
                 *x *= factor;
             }
@@ -93,7 +93,7 @@ impl Head {
 
     /// Index of the first element of row `i` of the attention matrix, for the dropout mask.
     fn mask_row(self, i: usize) -> usize {
-        ((self.b * self.shape.heads + self.head) * self.shape.seq_len + i) * self.shape.seq_len
+        ((self.b * self.shape.heads + self.index) * self.shape.seq_len + i) * self.shape.seq_len
     }
 }
 
@@ -234,7 +234,7 @@ fn forward_head(head: Head, qkv: View<'_>, dropout: Option<Dropout>, out: &Inter
                         *x /= totals[i - first];
                     }
                     // SAFETY: this task alone writes this head's part of the row.
-                    unsafe { out.store(shape.at(head.b, i, head.head, shape.width()), row) };
+                    unsafe { out.store(shape.at(head.b, i, head.index, shape.width()), row) };
                 }
             }
         },
@@ -336,7 +336,7 @@ fn backward_head(head: Head, saved: Saved<'_>, lse: &[f32], dqkv: &Interleaved<'
             }
             for (part, grad) in [&*dq, &*dk, &*dv].into_iter().enumerate() {
                 for (t, row) in grad.chunks_exact(size).take(seq_len).enumerate() {
-                    let start = shape.at(head.b, t, head.head, 3 * width) + part * width;
+                    let start = shape.at(head.b, t, head.index, 3 * width) + part * width;
                     // SAFETY: this task alone writes this head's parts of the rows.
                     unsafe { dqkv.store(start, &row[..head_size]) };
                 }

@@ -1,4 +1,4 @@
-//! The fully connected layer on Conv1D weights `[in, out]`, as GPT-2 stores them.
+//! The fully connected layer on `Conv1D` weights `[in, out]`, as GPT-2 stores them.
 
 use crate::kernels::convert::Element;
 use crate::kernels::matmul::{Epilogue, Operand, matmul};

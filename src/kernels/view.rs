@@ -49,6 +49,7 @@ impl<'a> View<'a> {
     }
 
     /// The elements of `range`.
+    #[must_use]
     pub fn slice(self, range: Range<usize>) -> View<'a> {
         match self {
             Self::F32(s) => View::F32(&s[range]),
@@ -186,6 +187,9 @@ impl<'a> ViewMut<'a> {
 
 impl Interleaved<'_> {
     /// Rounds `values` into the elements from `start` on.
+    ///
+    /// # Panics
+    /// If there are fewer elements than that.
     ///
     /// # Safety
     /// No other thread writes these elements at the same time.

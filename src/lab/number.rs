@@ -30,7 +30,7 @@ fn unreadable(text: &str, advice: &str) -> Error {
 }
 
 fn parse_pattern(name: &str, pattern: &str) -> Result<f64> {
-    let format = format_named(name)?;
+    let format = parse_format(name)?;
     let width = format.bits() as usize / 4;
     let digits = pattern.strip_prefix("0x").unwrap_or(pattern);
     if digits.len() != width {
@@ -43,7 +43,7 @@ fn parse_pattern(name: &str, pattern: &str) -> Result<f64> {
 }
 
 /// The format that goes by `name`: `fp16`, `f16`, `e4m3`, ….
-pub(super) fn format_named(name: &str) -> Result<FloatFormat> {
+pub fn parse_format(name: &str) -> Result<FloatFormat> {
     Ok(match name.to_ascii_lowercase().as_str() {
         "fp32" | "f32" => FloatFormat::FP32,
         "fp16" | "f16" => FloatFormat::FP16,

@@ -161,8 +161,8 @@ impl Page {
 
 /// Stands in for a glyph where only ASCII can be shown.
 fn ascii(glyph: char) -> char {
-    const GLYPHS: &str = "─┄–━│┃┴█▇▆▅▄▃▂▁·●◐○✕✓▲▸→←…×π∞≥≤";
-    const ASCII: &str = "---=||+#%%%::...o*.xy^>><~xp8><";
+    const GLYPHS: &str = "─┄–━│┃┴█▇▆▅▄▃▂▁·●◐○✕✓▲▾→←…×π∞≥≤";
+    const ASCII: &str = "---=||+#%%%::...o*.xy^v><~xpi><";
     if glyph.is_ascii() {
         return glyph;
     }

@@ -89,7 +89,8 @@ impl UlpGrid {
     /// One row of marks a format: each is a number of the format, within a window of four FP16 steps to either side.
     fn grid(&self, page: &mut Page, width: usize) {
         const LABEL: usize = 10;
-        let columns = width.saturating_sub(LABEL).max(16) | 1;
+        // Odd, so that the weight stands in the middle.
+        let columns = width.saturating_sub(LABEL + 1).max(16) | 1;
         let fp16 = FloatFormat::FP16.ulp(self.center);
         let reach = if fp16.is_nan() { self.center.abs() / 256.0 } else { 4.0 * fp16 }.max(1.25 * self.update.abs());
         let step = 2.0 * reach / (columns - 1) as f64;

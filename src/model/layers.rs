@@ -15,7 +15,7 @@ pub(crate) fn position(parameters: &Parameters, name: &str) -> Result<usize> {
 
 /// Layer normalisation with weight and bias.
 #[derive(Clone, Copy, Debug)]
-pub struct LayerNorm {
+pub(crate) struct LayerNorm {
     weight: usize,
     bias: usize,
     eps: f32,
@@ -23,16 +23,16 @@ pub struct LayerNorm {
 
 /// A layer norm's output and the statistics its backward pass needs.
 #[derive(Debug)]
-pub struct Normed {
+pub(crate) struct Normed {
     /// `[N, D]`, compute type.
-    pub out: Tensor,
+    pub(crate) out: Tensor,
     mean: Tensor,
     rstd: Tensor,
 }
 
 impl Normed {
     /// Buffers for `tokens` rows of `width`.
-    pub fn new(tokens: usize, width: usize, compute: DType, device: &Device) -> Result<Self> {
+    pub(crate) fn new(tokens: usize, width: usize, compute: DType, device: &Device) -> Result<Self> {
         Ok(Self {
             out: view::zeros(&[tokens, width], compute, device)?,
             mean: view::zeros(&[tokens], DType::F32, device)?,
@@ -43,19 +43,19 @@ impl Normed {
 
 impl LayerNorm {
     /// The layer norm whose parameters are `<name>.weight` and `<name>.bias`.
-    pub fn new(parameters: &Parameters, name: &str, eps: f64) -> Result<Self> {
+    pub(crate) fn new(parameters: &Parameters, name: &str, eps: f64) -> Result<Self> {
         let weight = position(parameters, &format!("{name}.weight"))?;
         Ok(Self { weight, bias: position(parameters, &format!("{name}.bias"))?, eps: eps as f32 })
     }
 
     /// Normalises the rows of `x [N, D]` into `normed`.
-    pub fn forward(&self, weights: &Parameters, x: &Tensor, normed: &Normed) -> Result<()> {
+    pub(crate) fn forward(&self, weights: &Parameters, x: &Tensor, normed: &Normed) -> Result<()> {
         let (weight, bias) = (&weights[self.weight], &weights[self.bias]);
         layer_norm::forward(x, weight, bias, self.eps, &normed.out, &normed.mean, &normed.rstd)
     }
 
     /// Adds to `dx` the gradient with respect to `x`, given that of the output, `dy`.
-    pub fn backward(
+    pub(crate) fn backward(
         &self,
         weights: &Parameters,
         x: &Tensor,
@@ -69,27 +69,27 @@ impl LayerNorm {
     }
 }
 
-/// A fully connected layer with Conv1D weights `[in, out]` and a bias.
+/// A fully connected layer with `Conv1D` weights `[in, out]` and a bias.
 #[derive(Clone, Copy, Debug)]
-pub struct Linear {
+pub(crate) struct Linear {
     weight: usize,
     bias: usize,
 }
 
 impl Linear {
     /// The layer whose parameters are `<name>.weight` and `<name>.bias`.
-    pub fn new(parameters: &Parameters, name: &str) -> Result<Self> {
+    pub(crate) fn new(parameters: &Parameters, name: &str) -> Result<Self> {
         let weight = position(parameters, &format!("{name}.weight"))?;
         Ok(Self { weight, bias: position(parameters, &format!("{name}.bias"))? })
     }
 
     /// `y = x · weight + bias`.
-    pub fn forward(&self, weights: &Parameters, x: &Tensor, y: &Tensor) -> Result<()> {
+    pub(crate) fn forward(&self, weights: &Parameters, x: &Tensor, y: &Tensor) -> Result<()> {
         linear::forward(x, &weights[self.weight], &weights[self.bias], y)
     }
 
     /// Writes the gradients of weight, bias and `x`, given that of the output, `dy`.
-    pub fn backward(
+    pub(crate) fn backward(
         &self,
         weights: &Parameters,
         x: &Tensor,

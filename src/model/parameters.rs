@@ -50,7 +50,7 @@ impl Parameters {
         let stream = Stream::new(seed, Domain::Init);
         for (entry, tensor) in self.layout.iter().zip(&self.tensors) {
             view::write_f32(tensor, |out| {
-                if entry.name.ends_with(".bias") {
+                if entry.name.split('.').next_back() == Some("bias") {
                     out.fill(0.0);
                 } else if entry.shape.len() < 2 {
                     out.fill(1.0);
@@ -58,7 +58,9 @@ impl Parameters {
                     let closes_branch = entry.name.ends_with("c_proj.weight");
                     let std = if closes_branch { std / (2.0 * layers as f64).sqrt() } else { std };
                     stream.fill_normal(site_of(&entry.name), 0, out);
-                    out.iter_mut().for_each(|x| *x *= std as f32);
+                    for x in out {
+                        *x *= std as f32;
+                    }
                 }
             })?;
         }

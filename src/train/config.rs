@@ -44,6 +44,8 @@ pub struct Config {
     pub dtype: PrecisionPolicy,
     /// The seed of every random stream.
     pub seed: u64,
+    /// Where to compute: `auto` or `cpu`.
+    pub device: String,
     /// Threads that compute; all processors by default. Sums do not depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -157,6 +159,7 @@ pub struct CheckpointSection {
 /// What is looked at, and how often.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
+#[expect(clippy::struct_field_names, reason = "each is an interval, and the key says so")]
 pub struct TelemetrySection {
     /// Steps between two printed lines where there is no dashboard.
     pub log_every: u64,
@@ -179,6 +182,7 @@ impl Default for Config {
             val: None,
             dtype: PrecisionPolicy::FP16,
             seed: 1,
+            device: "auto".into(),
             threads: None,
             train: TrainSection::default(),
             optimizer: OptimizerSection::default(),
@@ -335,6 +339,14 @@ impl Config {
     }
 
     fn validate(&self) -> Result<()> {
+        if !["auto", "cpu"].contains(&self.device.as_str()) {
+            let message = if self.device.starts_with("cuda") {
+                "this version has no CUDA kernels yet; use `cpu`".to_owned()
+            } else {
+                format!("`{}` is unknown; use `auto` or `cpu`", self.device)
+            };
+            return Err(Error::config("device", message));
+        }
         let positive = |key: &str, value: usize| {
             if value == 0 { Err(Error::config(key, "0 makes no sense here; use 1 or more")) } else { Ok(()) }
         };

@@ -172,6 +172,12 @@ impl Trainer {
         Ok(())
     }
 
+    /// Says in the log that whatever an earlier attempt at this run has written there is void: it was killed before its
+    /// first checkpoint.
+    pub fn start_over(&mut self) {
+        self.progress.saved_at = Some(0);
+    }
+
     /// `count` steps and nothing around them.
     pub fn advance(&mut self, count: u64) -> Result<()> {
         (0..count).try_for_each(|_| self.step(false))

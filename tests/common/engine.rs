@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
@@ -48,15 +49,21 @@ pub(crate) fn engine(config: &Gpt2Config, masters: Parameters, settings: Setting
     }
 }
 
+/// The model in a Hugging Face folder, its weights in FP32.
+pub(crate) fn read_model(folder: &Path) -> (Gpt2Config, Parameters) {
+    let folder = ModelFolder::open(folder).unwrap();
+    let config = folder.config().clone();
+    let masters = Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
+    for (name, tensor) in masters.iter() {
+        view::write_f32(tensor, |out| folder.read_f32(name, out)).unwrap().unwrap();
+    }
+    (config, masters)
+}
+
 impl Case {
     /// The engine with this case's initial weights and settings, for micro-batches of `rows` rows.
     pub(crate) fn engine(&self, policy: PrecisionPolicy, rows: usize) -> Engine {
-        let folder = ModelFolder::open(&self.folder).unwrap();
-        let config = folder.config();
-        let masters = Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
-        for (name, tensor) in masters.iter() {
-            view::write_f32(tensor, |out| folder.read_f32(name, out)).unwrap().unwrap();
-        }
+        let (config, masters) = read_model(&self.folder);
         let Trajectory { adamw, scaler, .. } = &self.trajectory;
         let scaler = GradScalerConfig {
             init_scale: scaler.init_scale as f32,
@@ -75,7 +82,7 @@ impl Case {
             batch: (rows, seq_len),
             grad_accum: all_rows / rows,
         };
-        engine(config, masters, settings)
+        engine(&config, masters, settings)
     }
 
     /// Batch `step` as the engine takes it, in micro-batches of `rows` rows.

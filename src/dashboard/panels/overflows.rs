@@ -26,7 +26,7 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         let x = inner.text(0, y, "✕", Role::Overflow);
         let x = inner.text(x + 1, y, &format!("{:>digits$} ", row.step), Role::Text);
         let x = inner.text(x, y, &change(row, wide), Role::Overflow);
-        let x = inner.text(x + 1, y, row.tensors.first().map_or("-", String::as_str), Role::Text);
+        let x = inner.text(x + 1 + u16::from(wide), y, row.tensors.first().map_or("-", String::as_str), Role::Text);
         let more = row.more + row.tensors.len().saturating_sub(1);
         if more > 0 {
             // Over the end of a long name rather than not at all: that there are more matters more.

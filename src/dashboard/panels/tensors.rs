@@ -10,7 +10,7 @@ use crate::dashboard::theme::Role;
 use crate::telemetry::Series;
 
 /// Columns of the figures right of the name, in the first tab's narrow table and in the third tab's.
-const NARROW: usize = 32;
+const NARROW: usize = 33;
 const WIDE: usize = 68;
 
 /// Draws the panel of the first tab.
@@ -30,7 +30,7 @@ pub(in crate::dashboard) fn draw_short(view: &ViewModel, pad: &mut Pad) {
         let lost = if probed { underflow(row) } else { format::percent(stats.subnormal, stats.count) };
         let figures = format!(
             "{:<name$}{:>8} {:>8} ",
-            shortened(&row.name, name.saturating_sub(1)),
+            shortened(&row.name, name),
             format::magnitude(stats.min_abs),
             format::magnitude(Some(stats.max_abs)),
         );

@@ -1,0 +1,39 @@
+//! `finetune completions` and `finetune man`: what packagers and shells want to know of the command line.
+
+use crate::{Error, Result};
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+use std::io::Write;
+
+/// Flags of `finetune completions`.
+#[derive(Args, Debug)]
+pub(super) struct CompletionsArgs {
+    /// The shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+/// Writes a shell's completion script to `out`.
+pub(super) fn completions<C: CommandFactory>(args: &CompletionsArgs, out: &mut dyn Write) -> Result<()> {
+    // Into memory first: the generator panics where its writer fails.
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut C::command(), "finetune", &mut script);
+    out.write_all(&script).map_err(Error::io("write to", "standard output"))
+}
+
+/// Writes one manual page of all commands to `out`.
+pub(super) fn man<C: CommandFactory>(out: &mut dyn Write) -> Result<()> {
+    let mut command = C::command().name("finetune");
+    command.build();
+    let failed = || Error::io("write to", "standard output");
+    clap_mangen::Man::new(command.clone()).render(out).map_err(failed())?;
+    for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
+        let name = sub.get_name().to_uppercase();
+        let man = clap_mangen::Man::new(sub.clone());
+        writeln!(out, ".SH \"FINETUNE {name}\"").map_err(failed())?;
+        man.render_description_section(out).map_err(failed())?;
+        man.render_synopsis_section(out).map_err(failed())?;
+        man.render_options_section(out).map_err(failed())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,55 @@
+//! `finetune doctor`: what this machine brings to training.
+
+use crate::doctor::{Diagnosis, diagnose};
+use crate::{Error, Result};
+use clap::Args;
+use std::fmt::Write as _;
+use std::io::Write;
+
+/// Flags of `finetune doctor`.
+#[derive(Args, Debug)]
+pub(super) struct DoctorArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Writes the diagnosis to `out`.
+pub(super) fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<()> {
+    let found = diagnose();
+    let text = if args.json {
+        serde_json::to_string_pretty(&found).map_err(|error| Error::config("--json", error.to_string()))? + "\n"
+    } else {
+        as_text(&found)
+    };
+    out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+}
+
+fn as_text(found: &Diagnosis) -> String {
+    let mut text = String::new();
+    // Writing to a string does not fail.
+    let mut line = |key: &str, value: &str| _ = writeln!(text, "{key:<18}{value}");
+    let (has, lacks): (Vec<_>, Vec<_>) = found.cpu.features.iter().partition(|(_, there)| *there);
+    let names = |features: &[&(&str, bool)]| features.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(" ");
+    let unknown = || "unknown".to_owned();
+    line("finetune", found.version);
+    line("processor", found.cpu.name.as_deref().unwrap_or("unknown"));
+    line("threads", &found.cpu.threads.to_string());
+    line("instructions", &format!("{} (FINETUNE_ISA pins another)", found.cpu.isa));
+    line("features", &names(&has));
+    if !lacks.is_empty() {
+        line("  not here", &names(&lacks));
+    }
+    let gib = |bytes: Option<u64>| {
+        bytes.map_or_else(unknown, |bytes| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64))
+    };
+    line("memory", &format!("{}, {} available", gib(found.memory_bytes), gib(found.memory_available_bytes)));
+    line("GPU", &found.gpu.note);
+    for folder in &found.folders {
+        let size = if folder.exists { gib(folder.bytes) } else { "not made yet".into() };
+        let (path, free) = (folder.path.display(), gib(folder.free_bytes));
+        line(folder.purpose, &format!("{path}: {size}, {free} free"));
+    }
+    line("Hub", &format!("{}: {}", found.hub.endpoint, found.hub.note));
+    text
+}

@@ -1,0 +1,111 @@
+//! `finetune eval`: loss, perplexity and bits per byte of a model on a text.
+
+use crate::cli::model::ModelArgs;
+use crate::data::{Dataset, Source, TokenSource};
+use crate::evaluate::{Evaluation, Windows, evaluate};
+use crate::train::{Config, Layers};
+use crate::trained::TrainedModel;
+use crate::{Error, Result};
+use clap::Args;
+use serde_json::json;
+use std::io::{IsTerminal, Write, stderr};
+use std::path::Path;
+
+/// Flags of `finetune eval`.
+#[derive(Args, Debug)]
+pub(super) struct EvalArgs {
+    #[command(flatten)]
+    pub(super) model: ModelArgs,
+    /// The text, all of it [default: what the run validates on]
+    #[arg(long, short, value_name = "TEXT")]
+    data: Option<String>,
+    /// Tokens in a window [default: the model's context]
+    #[arg(long, short = 'l', value_name = "N")]
+    seq_len: Option<usize>,
+    /// Tokens from one window to the next [default: a window]
+    #[arg(long, value_name = "N")]
+    stride: Option<usize>,
+    /// Windows computed at a time [default: 1,024 tokens of them]
+    #[arg(long, short, value_name = "N")]
+    batch_size: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Evaluates and writes the result to `out`.
+pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
+    let trained = args.model.open()?;
+    let windows = Windows::new(trained.config.n_positions, args.seq_len, args.stride, args.batch_size)?;
+    let (data, text) = match &args.data {
+        Some(data) => whole(data, &trained)?,
+        None => validation(&args.model.model, &trained)?,
+    };
+    let (model, weights) = trained.load(args.model.dtype)?;
+    let count = windows.count(text.tokens.len());
+    let watched = stderr().is_terminal();
+    let found = evaluate(&model, &weights, args.model.dtype, &text.tokens, text.bytes_per_token, windows, |done| {
+        if watched {
+            write!(stderr(), "\r{done} of {count} windows{}", if done == count { "\r\x1b[K" } else { "" }).ok();
+        }
+    })?;
+    let report =
+        if args.json { as_json(args, &trained, &data, windows, found) } else { as_text(&data, windows, found) };
+    writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
+}
+
+/// Tokens, and bytes of text behind each on average.
+struct Text {
+    tokens: TokenSource,
+    bytes_per_token: f64,
+}
+
+/// The whole of a text that the user names.
+fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
+    let source: Source = data.parse()?;
+    // Given as its own validation text, so that nothing is split off.
+    let set = Dataset::load(&source, Some(&source), &trained.tokenizer)?;
+    Ok((data.to_owned(), Text { tokens: set.train, bytes_per_token: set.bytes_per_token }))
+}
+
+/// What the run that the model comes from was validated on.
+fn validation(model: &Path, trained: &TrainedModel) -> Result<(String, Text)> {
+    let file = [Some(model), trained.path.parent()]
+        .into_iter()
+        .flatten()
+        .map(|folder| folder.join("config.toml"))
+        .find(|file| file.is_file())
+        .ok_or_else(|| Error::config("--data", "a model that is no run's needs a text: `grammar` or a file"))?;
+    let text = std::fs::read_to_string(&file).map_err(Error::io("read", &file))?;
+    let config = Config::resolve(&Layers { file: Some((file.display().to_string(), text)), overrides: Vec::new() })?;
+    let set = crate::train::dataset(&config, &trained.tokenizer)?;
+    let data = match &config.val {
+        Some(val) => val.clone(),
+        None => format!("{}, the last tenth", config.data),
+    };
+    Ok((data, Text { tokens: set.validation, bytes_per_token: set.bytes_per_token }))
+}
+
+fn as_json(args: &EvalArgs, trained: &TrainedModel, data: &str, windows: Windows, found: Evaluation) -> String {
+    let mut report = json!({
+        "model": trained.path.display().to_string(),
+        "data": data,
+        "policy": args.model.dtype.to_string(),
+        "seq_len": windows.seq_len,
+        "stride": windows.stride,
+    });
+    if let (Some(report), Ok(serde_json::Value::Object(found))) = (report.as_object_mut(), serde_json::to_value(found))
+    {
+        report.extend(found);
+    }
+    report.to_string()
+}
+
+fn as_text(data: &str, windows: Windows, found: Evaluation) -> String {
+    let Evaluation { loss, perplexity, bits_per_byte, tokens, windows: count } = found;
+    let Windows { seq_len, stride, .. } = windows;
+    format!(
+        "loss            {loss:.6} nats a token\nperplexity      {perplexity:.4}\nbits per byte   {bits_per_byte:.4}\n\
+         predicted       {tokens} tokens of {data}\nwindows         {count} of {seq_len} tokens, stride {stride}"
+    )
+}

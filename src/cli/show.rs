@@ -1,0 +1,66 @@
+//! What the person at the terminal sees while another thread trains.
+
+use crate::dashboard::{self, Exit, Output, Plain, Progress, Terminal, Theme};
+use crate::telemetry::{Command, Record};
+use clap::Args;
+use std::io::{Write, stderr, stdout};
+use std::sync::mpsc::{Receiver, Sender};
+
+/// How a run is shown. Without a flag: the dashboard where standard output is a terminal of 78×22 or more.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct ShowArgs {
+    /// The whole screen, however small
+    #[arg(long, conflicts_with_all = ["plain", "progress"])]
+    pub(crate) dashboard: bool,
+    /// One line of key=value pairs every `log_every` steps
+    #[arg(long, conflicts_with = "progress")]
+    pub(crate) plain: bool,
+    /// A status line with a bar
+    #[arg(long)]
+    pub(crate) progress: bool,
+    /// Draw with ASCII characters only
+    #[arg(long)]
+    pub(crate) ascii: bool,
+}
+
+impl ShowArgs {
+    fn asked(&self) -> Option<Output> {
+        match self {
+            Self { dashboard: true, .. } => Some(Output::Dashboard),
+            Self { plain: true, .. } => Some(Output::Plain),
+            Self { progress: true, .. } => Some(Output::Progress),
+            _ => None,
+        }
+    }
+}
+
+/// Shows records until training has dropped its end of the channel.
+pub(crate) fn show(records: &Receiver<Record>, commands: &Sender<Command>, args: &ShowArgs, log_every: u64) {
+    match Terminal::current().output(args.asked()) {
+        Output::Dashboard => on_screen(records, commands, args, log_every),
+        Output::Progress => {
+            let mut progress = Progress::new(stderr());
+            records.iter().try_for_each(|record| progress.show(&record)).ok();
+        }
+        Output::Plain => as_lines(records, log_every),
+    }
+    // A closed output is no reason to stop training: the log has everything.
+    records.iter().for_each(drop);
+}
+
+fn on_screen(records: &Receiver<Record>, commands: &Sender<Command>, args: &ShowArgs, log_every: u64) {
+    let exit = dashboard::run(records, commands, Theme::from_env(args.ascii)).unwrap_or_else(|error| {
+        writeln!(stderr(), "warning: no dashboard: {error}").ok();
+        Exit::Crashed
+    });
+    match exit {
+        Exit::Ended | Exit::Lost => {}
+        Exit::Detached | Exit::Terminated | Exit::Crashed => as_lines(records, log_every),
+        Exit::Aborted => std::process::exit(130),
+    }
+}
+
+fn as_lines(records: &Receiver<Record>, log_every: u64) {
+    let mut plain = Plain::new(stdout(), log_every);
+    records.iter().try_for_each(|record| plain.show(&record)).ok();
+}

@@ -1,0 +1,86 @@
+//! `finetune watch`: the dashboard of a run in another process, or of one that is over.
+
+use crate::dashboard::{self, Output, Terminal, Theme};
+use crate::{Error, Result};
+use clap::Args;
+use std::io::stdout;
+use std::path::{Path, PathBuf};
+
+/// Flags of `watch`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct WatchArgs {
+    /// A run's name or folder, or its events file; without it the newest run
+    run: Option<PathBuf>,
+    /// Replay the run from its beginning, this many times as fast as it was
+    #[arg(long, value_name = "FACTOR")]
+    speed: Option<f64>,
+    /// Print lines of key=value pairs instead of drawing
+    #[arg(long)]
+    plain: bool,
+    /// Draw with ASCII characters only
+    #[arg(long)]
+    ascii: bool,
+    /// Where runs are looked for
+    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
+    checkpoint_dir: PathBuf,
+}
+
+/// Steps between two lines where nothing can be drawn.
+const LOG_EVERY: u64 = 128;
+
+/// Watches until the person leaves; as lines, until the run is over.
+pub(crate) fn run(args: &WatchArgs) -> Result<()> {
+    let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
+    if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {
+        return Err(Error::config("--speed", "is a factor above 0, such as 10"));
+    }
+    let asked = if args.plain { Output::Plain } else { Output::Dashboard };
+    if Terminal::current().output(Some(asked)) == Output::Dashboard {
+        dashboard::watch(&log, args.speed, Theme::from_env(args.ascii))?;
+        Ok(())
+    } else {
+        dashboard::watch_plain(&log, stdout(), LOG_EVERY)
+    }
+}
+
+/// The events file of a run given as such a file, as a folder, or by its name among the runs of `runs`.
+fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
+    let Some(run) = run else {
+        let message = format!("no run in `{}` yet; name an events file or a run's folder", runs.display());
+        return newest_log(runs).ok_or_else(|| Error::config("watch", message));
+    };
+    let candidates = [run.to_path_buf(), run.join("events.jsonl"), runs.join(run).join("events.jsonl")];
+    candidates.into_iter().find(|path| path.is_file()).ok_or_else(|| {
+        let message =
+            format!("is neither an events file nor a run's folder, nor the name of a run in `{}`", runs.display());
+        Error::config(format!("`{}`", run.display()), message)
+    })
+}
+
+/// The events file among those of all runs that was written to last; its run may not have a checkpoint yet.
+fn newest_log(runs: &Path) -> Option<PathBuf> {
+    let logs = std::fs::read_dir(runs).ok()?.filter_map(|entry| Some(entry.ok()?.path().join("events.jsonl")));
+    logs.filter_map(|log| Some((log.metadata().ok()?.modified().ok()?, log))).max().map(|(_, log)| log)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    #[test]
+    fn a_run_is_found_by_file_folder_or_name() {
+        let runs = tempfile::tempdir().unwrap();
+        let folder = runs.path().join("0007");
+        let log = folder.join("events.jsonl");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(&log, "").unwrap();
+        for run in [&log, &folder, Path::new("0007")] {
+            assert_eq!(find_log(Some(run), runs.path()).unwrap(), log);
+        }
+        assert_eq!(find_log(None, runs.path()).unwrap(), log);
+        assert!(find_log(None, &folder).unwrap_err().to_string().contains("no run in"));
+        let error = find_log(Some(Path::new("0008")), runs.path()).unwrap_err();
+        assert_eq!((error.exit_code(), error.to_string().contains("`0008`")), (2, true), "{error}");
+    }
+}

@@ -1,0 +1,194 @@
+//! What this machine brings to training: processor, memory, GPU support, caches, disk, and the way to the Hub.
+
+mod hub;
+
+pub use hub::{HubCheck, check_hub};
+
+use crate::kernels::isa::Isa;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// Everything that was found; nothing here fails, a fact that cannot be had is `None`.
+#[derive(Clone, Debug, Serialize)]
+pub struct Diagnosis {
+    /// The program's version.
+    pub version: &'static str,
+    /// The processor.
+    pub cpu: CpuFacts,
+    /// Bytes of memory in the machine.
+    pub memory_bytes: Option<u64>,
+    /// Bytes of memory that a new process can have.
+    pub memory_available_bytes: Option<u64>,
+    /// What this build can do with GPUs.
+    pub gpu: GpuFacts,
+    /// Folders that files are kept in.
+    pub folders: Vec<FolderFacts>,
+    /// Whether the Hub answers.
+    pub hub: HubCheck,
+}
+
+/// The processor as the kernels use it.
+#[derive(Clone, Debug, Serialize)]
+pub struct CpuFacts {
+    /// Its name, as the system tells it.
+    pub name: Option<String>,
+    /// Threads that compute by default.
+    pub threads: usize,
+    /// The instruction set that the kernels run on.
+    pub isa: String,
+    /// Features that the kernels look for, and whether they are there.
+    pub features: Vec<(&'static str, bool)>,
+}
+
+/// Support for NVIDIA GPUs.
+#[derive(Clone, Debug, Serialize)]
+pub struct GpuFacts {
+    /// Whether it is compiled in.
+    pub compiled: bool,
+    /// Names of device files of a driver.
+    pub devices: Vec<String>,
+    /// What that means.
+    pub note: String,
+}
+
+/// A folder that `finetune` writes into.
+#[derive(Clone, Debug, Serialize)]
+pub struct FolderFacts {
+    /// What it is for.
+    pub purpose: &'static str,
+    /// Where it is.
+    pub path: PathBuf,
+    /// Whether it is there; it is made when it is needed.
+    pub exists: bool,
+    /// Bytes of the files in it.
+    pub bytes: Option<u64>,
+    /// Bytes free on its disk.
+    pub free_bytes: Option<u64>,
+}
+
+/// Looks at the machine; takes 3 seconds at most, where the Hub does not answer.
+pub fn diagnose() -> Diagnosis {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    Diagnosis {
+        version: env!("CARGO_PKG_VERSION"),
+        cpu: CpuFacts {
+            name: cpu_name(),
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            isa: Isa::current().to_string(),
+            features: cpu_features(),
+        },
+        memory_bytes: kilobytes(&meminfo, "MemTotal:"),
+        memory_available_bytes: kilobytes(&meminfo, "MemAvailable:"),
+        gpu: gpu(),
+        folders: folders(),
+        hub: check_hub(),
+    }
+}
+
+fn cpu_name() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let line = text.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(": ")?.1.to_owned())
+}
+
+/// What [`Isa`] looks for.
+#[cfg(target_arch = "x86_64")]
+fn cpu_features() -> Vec<(&'static str, bool)> {
+    vec![
+        ("avx2", is_x86_feature_detected!("avx2")),
+        ("fma", is_x86_feature_detected!("fma")),
+        ("f16c", is_x86_feature_detected!("f16c")),
+        ("avx512f", is_x86_feature_detected!("avx512f")),
+        ("avx512bw", is_x86_feature_detected!("avx512bw")),
+        ("avx512dq", is_x86_feature_detected!("avx512dq")),
+        ("avx512vl", is_x86_feature_detected!("avx512vl")),
+        ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+    ]
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn cpu_features() -> Vec<(&'static str, bool)> {
+    Vec::new()
+}
+
+/// The value of a line such as `MemTotal:  16384 kB`, in bytes.
+fn kilobytes(meminfo: &str, key: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
+    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(1024 * kilobytes)
+}
+
+fn gpu() -> GpuFacts {
+    let compiled = cfg!(feature = "cuda");
+    let is_card = |name: &String| name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u32>().is_ok());
+    let entries = std::fs::read_dir("/dev").into_iter().flatten().flatten();
+    let mut devices: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).filter(is_card).collect();
+    devices.sort();
+    let note = match (compiled, devices.is_empty()) {
+        (true, false) => "GPU support is compiled in",
+        (true, true) => "GPU support is compiled in, but there is no driver's `/dev/nvidia0`",
+        (false, false) => "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`",
+        (false, true) => "this build computes on the CPU",
+    };
+    GpuFacts { compiled, devices, note: note.into() }
+}
+
+fn folders() -> Vec<FolderFacts> {
+    let mut folders = vec![("runs", PathBuf::from("checkpoints")), ("data and tokens", PathBuf::from("data"))];
+    folders.extend(hub::cache().map(|path| ("models of the Hub", path)));
+    let facts = |(purpose, path): (&'static str, PathBuf)| FolderFacts {
+        purpose,
+        exists: path.is_dir(),
+        bytes: path.is_dir().then(|| size_of_folder(&path)),
+        free_bytes: free_bytes(&path),
+        path,
+    };
+    folders.into_iter().map(facts).collect()
+}
+
+/// Bytes of all files below a folder. Links are not followed: the Hub's cache names every file twice.
+fn size_of_folder(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let size = |entry: std::fs::DirEntry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => size_of_folder(&entry.path()),
+        Ok(metadata) if metadata.is_file() => metadata.len(),
+        _ => 0,
+    };
+    entries.map(size).sum()
+}
+
+/// Bytes that can still be written below `path`, or where it would be made.
+fn free_bytes(path: &Path) -> Option<u64> {
+    let absolute = std::path::absolute(path).ok()?;
+    let there = absolute.ancestors().find(|folder| folder.is_dir())?;
+    let disk = rustix::fs::statvfs(there).ok()?;
+    Some(disk.f_bavail * disk.f_frsize)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    #[test]
+    fn memory_is_read_in_bytes() {
+        let meminfo = "MemTotal:       16384 kB\nMemAvailable:   1 kB\nHugePages_Total:       0\n";
+        assert_eq!(kilobytes(meminfo, "MemTotal:"), Some(16 << 20));
+        assert_eq!(kilobytes(meminfo, "MemAvailable:"), Some(1024));
+        assert_eq!(kilobytes(meminfo, "HugePages_Total:"), None);
+        assert_eq!(kilobytes("", "MemTotal:"), None);
+    }
+
+    #[test]
+    fn a_folder_is_as_large_as_its_files_and_links_add_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("deeper")).unwrap();
+        std::fs::write(folder.path().join("a"), [0; 100]).unwrap();
+        std::fs::write(folder.path().join("deeper/b"), [0; 23]).unwrap();
+        std::os::unix::fs::symlink(folder.path().join("a"), folder.path().join("deeper/link")).unwrap();
+        assert_eq!(size_of_folder(folder.path()), 123);
+        let free = free_bytes(&folder.path().join("not/there/yet")).unwrap();
+        assert!(free > 0 && free.abs_diff(free_bytes(folder.path()).unwrap()) < 1 << 30);
+    }
+}

@@ -1,0 +1,277 @@
+//! What the screen holds, and how keys change it.
+
+use std::ops::ControlFlow;
+
+use ratatui::crossterm::event::{KeyCode, KeyEvent};
+
+use super::keys::{Action, action};
+use crate::Result;
+use crate::lab::{Line, Page, Role, parse_value};
+
+/// A tab: a view with its parameters.
+#[derive(Debug, Clone)]
+pub struct Instrument {
+    /// The view's name on the command line.
+    pub name: &'static str,
+    /// Its parameters.
+    pub fields: Vec<Field>,
+}
+
+/// A parameter; an empty value leaves its flag away.
+#[derive(Debug, Clone)]
+pub struct Field {
+    /// The flag's name without dashes, or the argument's.
+    pub flag: &'static str,
+    /// Its value, as it would be typed.
+    pub value: String,
+    /// What the arrow keys do to it.
+    pub adjust: Adjust,
+}
+
+/// What the arrow keys do to a value.
+#[derive(Debug, Clone, Copy)]
+pub enum Adjust {
+    /// Nothing: it has to be typed.
+    Typed,
+    /// The next and the previous of these.
+    Among(&'static [&'static str]),
+    /// Twice and half, but at least one; an empty value begins with this.
+    Double(u32),
+    /// One more and one less; an empty value begins with this.
+    Count(i32),
+    /// Twice and half, of any magnitude, sign kept.
+    Scale,
+}
+
+impl Field {
+    /// A parameter at its first value.
+    pub fn new(flag: &'static str, value: &str, adjust: Adjust) -> Self {
+        Self { flag, value: value.to_owned(), adjust }
+    }
+
+    fn step(&mut self, up: bool) {
+        self.value = match self.adjust {
+            Adjust::Typed => return,
+            Adjust::Among(values) => {
+                let at = values.iter().position(|value| *value == self.value);
+                let next = match at {
+                    Some(at) if up => (at + 1) % values.len(),
+                    Some(at) => (at + values.len() - 1) % values.len(),
+                    None => 0,
+                };
+                values[next].to_owned()
+            }
+            Adjust::Double(first) => match self.value.parse::<u32>() {
+                Ok(value) if up => value.saturating_mul(2).to_string(),
+                Ok(value) => (value / 2).max(1).to_string(),
+                Err(_) => first.to_string(),
+            },
+            Adjust::Count(first) => match self.value.parse::<i32>() {
+                Ok(value) => value.saturating_add(if up { 1 } else { -1 }).to_string(),
+                Err(_) => first.to_string(),
+            },
+            Adjust::Scale => match parse_value(&self.value) {
+                Ok(value) => format!("{}", value * if up { 2.0 } else { 0.5 }),
+                Err(_) => return,
+            },
+        };
+    }
+}
+
+/// The screen's state.
+#[derive(Debug)]
+pub(super) struct Model {
+    pub(super) instruments: Vec<Instrument>,
+    /// The tab in view.
+    pub(super) tab: usize,
+    /// The chosen parameter of the tab in view.
+    pub(super) field: usize,
+    /// What is being typed for it.
+    pub(super) typed: Option<String>,
+    pub(super) help: bool,
+    /// Lines of the page above the top.
+    pub(super) scroll: usize,
+    /// The page in view.
+    pub(super) page: Page,
+    /// Whether the page is out of date.
+    pub(super) stale: bool,
+}
+
+impl Model {
+    pub(super) fn new(instruments: Vec<Instrument>) -> Self {
+        let page = Page::new();
+        Self { instruments, tab: 0, field: 0, typed: None, help: false, scroll: 0, page, stale: true }
+    }
+
+    /// The tab in view.
+    pub(super) fn instrument(&self) -> &Instrument {
+        &self.instruments[self.tab]
+    }
+
+    /// Brings the page up to date; an error becomes the page.
+    pub(super) fn evaluate(
+        &mut self,
+        width: usize,
+        evaluate: &mut impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
+    ) {
+        if !self.stale {
+            return;
+        }
+        self.stale = false;
+        let instrument = self.instrument();
+        let given = instrument.fields.iter().filter(|field| !field.value.trim().is_empty());
+        let values: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
+        self.page = evaluate(instrument.name, &values, width.saturating_sub(2)).unwrap_or_else(|error| {
+            let mut page = Page::new();
+            page.push(Line::new().with(Role::Bad, "✕ cannot show this"));
+            for line in error.to_string().lines() {
+                page.wrapped(Role::Plain, line, width.saturating_sub(2));
+            }
+            page
+        });
+    }
+
+    /// Takes a key; breaks when it is time to leave.
+    pub(super) fn press(&mut self, key: KeyEvent) -> ControlFlow<()> {
+        let action = action(key);
+        if self.typed.is_some() {
+            if action == Some(Action::Quit) && key.code != KeyCode::Char('q') {
+                return ControlFlow::Break(());
+            }
+            self.type_key(key);
+            return ControlFlow::Continue(());
+        }
+        let Some(action) = action else { return ControlFlow::Continue(()) };
+        if self.help && !matches!(action, Action::Quit) {
+            self.help = false;
+            return ControlFlow::Continue(());
+        }
+        self.act(action)
+    }
+
+    fn act(&mut self, action: Action) -> ControlFlow<()> {
+        let (tabs, fields) = (self.instruments.len(), self.instrument().fields.len());
+        match action {
+            Action::Tab(tab) if tab < tabs => self.show(tab),
+            Action::NextTab => self.show((self.tab + 1) % tabs),
+            Action::PreviousTab => self.show((self.tab + tabs - 1) % tabs),
+            Action::NextField => self.field = (self.field + 1) % fields,
+            Action::PreviousField => self.field = (self.field + fields - 1) % fields,
+            Action::Increase | Action::Decrease => {
+                self.instruments[self.tab].fields[self.field].step(action == Action::Increase);
+                self.stale = true;
+            }
+            Action::Edit => self.typed = Some(self.instrument().fields[self.field].value.clone()),
+            Action::PageDown => self.scroll += 10,
+            Action::PageUp => self.scroll = self.scroll.saturating_sub(10),
+            Action::Help => self.help = true,
+            Action::Quit => return ControlFlow::Break(()),
+            Action::Tab(_) | Action::Close => {}
+        }
+        ControlFlow::Continue(())
+    }
+
+    fn show(&mut self, tab: usize) {
+        if tab != self.tab {
+            (self.tab, self.field, self.scroll, self.stale) = (tab, 0, 0, true);
+        }
+    }
+
+    fn type_key(&mut self, key: KeyEvent) {
+        let Some(typed) = &mut self.typed else { return };
+        match key.code {
+            KeyCode::Enter => {
+                let value = std::mem::take(typed);
+                self.instruments[self.tab].fields[self.field].value = value;
+                (self.typed, self.stale, self.scroll) = (None, true, 0);
+            }
+            KeyCode::Esc => self.typed = None,
+            KeyCode::Backspace => drop(typed.pop()),
+            KeyCode::Char(c) => typed.push(c),
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::crossterm::event::KeyModifiers;
+
+    use super::*;
+    use crate::Error;
+
+    fn model() -> Model {
+        let fields = vec![
+            Field::new("format", "fp16", Adjust::Among(&["fp16", "bf16", "e4m3"])),
+            Field::new("steps", "20", Adjust::Double(8)),
+            Field::new("scale", "", Adjust::Count(16)),
+            Field::new("update", "-0.5", Adjust::Scale),
+        ];
+        Model::new(vec![Instrument { name: "one", fields: fields.clone() }, Instrument { name: "two", fields }])
+    }
+
+    fn press(model: &mut Model, keys: &[KeyCode]) -> ControlFlow<()> {
+        keys.iter().try_for_each(|code| model.press(KeyEvent::new(*code, KeyModifiers::NONE)))
+    }
+
+    fn value(model: &Model) -> &str {
+        &model.instrument().fields[model.field].value
+    }
+
+    #[test]
+    fn arrows_choose_and_move_parameters() {
+        use KeyCode::{Char, Down, Left, Right, Up};
+        let mut model = model();
+        assert!(press(&mut model, &[Left]).is_continue());
+        assert_eq!(value(&model), "e4m3");
+        assert!(press(&mut model, &[Right, Right, Down, Right]).is_continue());
+        assert_eq!(value(&model), "40");
+        assert!(press(&mut model, &[Char('j'), Char('l'), Char('h'), Char('h')]).is_continue());
+        assert_eq!(value(&model), "14");
+        assert!(press(&mut model, &[Down, Right]).is_continue());
+        assert_eq!(value(&model), "-1");
+        assert!(press(&mut model, &[Down, Down, Up]).is_continue());
+        assert_eq!((model.field, &*model.instruments[0].fields[0].value), (0, "bf16"));
+    }
+
+    #[test]
+    fn typing_is_taken_by_enter_and_dropped_by_esc() {
+        use KeyCode::{Backspace, Char, Enter, Esc};
+        let mut model = model();
+        assert!(press(&mut model, &[Enter, Backspace, Char('q'), Char('1')]).is_continue());
+        assert_eq!(model.typed.as_deref(), Some("fp1q1"));
+        assert!(press(&mut model, &[Esc]).is_continue());
+        assert_eq!((value(&model), model.tab), ("fp16", 0));
+        assert!(press(&mut model, &[Enter, Char('x'), Enter]).is_continue());
+        assert_eq!(value(&model), "fp16x");
+        assert!(model.stale);
+    }
+
+    #[test]
+    fn tabs_help_and_leaving() {
+        use KeyCode::{Char, Tab};
+        let mut model = model();
+        assert!(press(&mut model, &[Char('2')]).is_continue());
+        assert_eq!(model.tab, 1);
+        assert!(press(&mut model, &[Tab, Char('6')]).is_continue());
+        assert_eq!(model.tab, 0);
+        assert!(press(&mut model, &[Char('?'), Char('2')]).is_continue());
+        assert!(!model.help && model.tab == 0, "any key closes the help");
+        assert!(press(&mut model, &[Char('q')]).is_break());
+        model.typed = Some(String::new());
+        assert!(model.press(KeyEvent::new(Char('c'), KeyModifiers::CONTROL)).is_break());
+    }
+
+    #[test]
+    fn empty_values_are_left_away_and_errors_become_the_page() {
+        let mut model = model();
+        let mut seen = Vec::new();
+        model.evaluate(80, &mut |name, values, width| {
+            seen.push((name.to_owned(), values.len(), width));
+            Err(Error::config("value", "cannot read `x`"))
+        });
+        assert_eq!(seen, [("one".to_owned(), 3, 78)]);
+        assert!(model.page.text().contains("value: cannot read `x`"));
+        model.evaluate(80, &mut |_, _, _| unreachable!("nothing has changed"));
+    }
+}

@@ -1,0 +1,257 @@
+//! How the screen looks: tabs, parameters, the page, the keys.
+
+use ratatui::Frame;
+use ratatui::buffer::Buffer;
+use ratatui::layout::{Position, Rect};
+use ratatui::style::{Color, Modifier, Style};
+
+use super::keys::KEYS;
+use super::model::Model;
+use crate::lab::{Line, Page, Role};
+
+/// How the screen looks on this terminal: its colours, and whether it keeps to ASCII.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Theme {
+    palette: Palette,
+    ascii: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Palette {
+    Truecolor,
+    Ansi,
+    Monochrome,
+}
+
+impl Theme {
+    /// What the environment asks for: `NO_COLOR` for none, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
+    pub fn from_env(ascii: bool) -> Self {
+        let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        let truecolor = std::env::var("COLORTERM").is_ok_and(|value| value == "truecolor" || value == "24bit");
+        let palette = match () {
+            () if is_set("NO_COLOR") => Palette::Monochrome,
+            () if truecolor => Palette::Truecolor,
+            () => Palette::Ansi,
+        };
+        Self { palette, ascii }
+    }
+
+    /// A role's style. In truecolor the palette of Okabe and Ito, which colour-blind people can tell apart.
+    fn style(self, role: Role) -> Style {
+        let (rgb, ansi) = match role {
+            Role::Plain => return Style::new(),
+            Role::Title => return Style::new().add_modifier(Modifier::BOLD),
+            Role::Dim => ((136, 136, 136), Color::DarkGray),
+            Role::Sign | Role::Bad => ((213, 94, 0), Color::Red),
+            Role::Exponent | Role::Series(1) => ((230, 159, 0), Color::Magenta),
+            Role::Mantissa | Role::Series(0) => ((86, 180, 233), Color::Cyan),
+            Role::Good | Role::Series(2) => ((0, 158, 115), Color::Green),
+            Role::Warn => ((240, 228, 66), Color::Yellow),
+            Role::Series(_) => ((204, 121, 167), Color::LightMagenta),
+        };
+        match self.palette {
+            Palette::Truecolor => Style::new().fg(Color::Rgb(rgb.0, rgb.1, rgb.2)),
+            Palette::Ansi => Style::new().fg(ansi),
+            Palette::Monochrome => Style::new(),
+        }
+    }
+}
+
+/// Draws the whole screen, whatever its size; scrolls no further than the page goes.
+pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
+    let area = frame.area();
+    let buffer = frame.buffer_mut();
+    let fields = field_lines(model, usize::from(area.width));
+    let help = help_page();
+    let top = 1 + fields.len();
+    let room = usize::from(area.height).saturating_sub(top + 1);
+    let page = if model.help { &help } else { &model.page };
+    let most = page.lines.len().saturating_sub(room);
+    model.scroll = model.scroll.min(most);
+    let below = if model.help { 0 } else { most - model.scroll };
+
+    let mut row = Row { buffer, area, theme, y: 0 };
+    row.print(&tabs(model));
+    let scroll = if model.help { 0 } else { model.scroll };
+    for line in fields.iter().chain(page.lines.iter().skip(scroll).take(room)) {
+        row.print(line);
+    }
+    row.y = area.height.saturating_sub(1);
+    row.print(&footer(model, below));
+    if let (Some(typed), true) = (&model.typed, area.height > 0) {
+        let column = 9 + model.instrument().fields[model.field].flag.chars().count() + typed.chars().count();
+        let last = Position { x: area.width.saturating_sub(1), y: area.height - 1 };
+        frame.set_cursor_position(Position { x: last.x.min(column as u16), ..last });
+    }
+}
+
+/// The line that is printed next.
+struct Row<'a> {
+    buffer: &'a mut Buffer,
+    area: Rect,
+    theme: Theme,
+    y: u16,
+}
+
+impl Row<'_> {
+    fn print(&mut self, line: &Line) {
+        if self.y >= self.area.height {
+            return;
+        }
+        let line =
+            if self.theme.ascii { Page { lines: vec![line.clone()] }.ascii().lines.remove(0) } else { line.clone() };
+        let mut x = self.area.x + 1;
+        for span in &line.spans {
+            let room = usize::from(self.area.right().saturating_sub(x));
+            // Reversed marks the cursor's parameter and the tab in view; it works without colour.
+            let style = match span.text.strip_prefix(CHOSEN) {
+                Some(_) => self.theme.style(span.role).add_modifier(Modifier::REVERSED),
+                None => self.theme.style(span.role),
+            };
+            (x, _) =
+                self.buffer.set_stringn(x, self.area.y + self.y, span.text.trim_start_matches(CHOSEN), room, style);
+        }
+        self.y += 1;
+    }
+}
+
+/// Precedes text that is to be shown as chosen.
+const CHOSEN: char = '\u{1}';
+
+fn chosen(text: &str, is: bool) -> String {
+    if is { format!("{CHOSEN} {text} ") } else { format!(" {text} ") }
+}
+
+fn tabs(model: &Model) -> Line {
+    let line = Line::new().with(Role::Title, "finetune lab ");
+    model.instruments.iter().enumerate().fold(line, |line, (i, instrument)| {
+        let role = if i == model.tab { Role::Title } else { Role::Dim };
+        line.with(role, chosen(&format!("{} {}", i + 1, instrument.name), i == model.tab))
+    })
+}
+
+/// The parameters, as many to a line as fit; the chosen one is marked, by brackets too.
+fn field_lines(model: &Model, width: usize) -> Vec<Line> {
+    let (mut lines, mut line, mut used) = (Vec::new(), Line::new(), 1);
+    for (i, field) in model.instrument().fields.iter().enumerate() {
+        let value = if field.value.is_empty() { "–" } else { &field.value };
+        let is_chosen = i == model.field;
+        let (open, close) = if is_chosen { ('[', ']') } else { (' ', ' ') };
+        let length = field.flag.len() + value.chars().count() + 5;
+        if used + length > width && used > 1 {
+            lines.push(std::mem::take(&mut line));
+            used = 1;
+        }
+        used += length;
+        let mark = if is_chosen { CHOSEN.to_string() } else { String::new() };
+        line = line.dim(format!("{} ", field.flag)).with(Role::Title, format!("{mark}{open}{value}{close}")).plain(" ");
+    }
+    lines.push(line);
+    lines
+}
+
+fn footer(model: &Model, below: usize) -> Line {
+    if let Some(typed) = &model.typed {
+        let flag = model.instrument().fields[model.field].flag;
+        return Line::new().with(Role::Title, format!("type {flag} = ")).plain(typed.clone()).dim("   Enter  Esc");
+    }
+    let line = Line::new();
+    let line = if below > 0 { line.with(Role::Warn, format!("▾{below}   ")) } else { line };
+    KEYS.iter()
+        .filter_map(|binding| Some((binding.written, binding.footer?)))
+        .fold(line, |line, (keys, what)| line.with(Role::Title, keys).dim(format!(" {what}   ")))
+}
+
+fn help_page() -> Page {
+    let mut page = Page::new();
+    page.title("Keys");
+    for binding in KEYS {
+        page.push(Line::new().with(Role::Title, format!("  {:<12}", binding.written)).plain(binding.help));
+    }
+    page.gap();
+    page.push(Line::new().dim("finetune lab VIEW prints the same as text, or with --json for scripts."));
+    page
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+    use ratatui::crossterm::event::{KeyCode, KeyEvent};
+
+    use super::*;
+    use crate::lab::Bits;
+    use crate::lab::screen::{Adjust, Field, Instrument};
+
+    const MONOCHROME: Theme = Theme { palette: Palette::Monochrome, ascii: false };
+
+    fn model() -> Model {
+        let fields = vec![
+            Field::new("value", "1e-8", Adjust::Among(&Bits::PRESETS)),
+            Field::new("note", "", Adjust::Typed),
+            Field::new("a-rather-long-parameter", "of a certain length", Adjust::Typed),
+            Field::new("another-one", "that needs a second line", Adjust::Typed),
+        ];
+        let instruments = ["bits", "ranges", "ulp", "scaler", "scaling", "memory"];
+        let mut model = Model::new(instruments.map(|name| Instrument { name, fields: fields.clone() }).to_vec());
+        model.evaluate(80, &mut |_, values, width| Ok(Bits::of(values[0].1)?.page(width)));
+        model
+    }
+
+    fn picture(model: &mut Model, theme: Theme, width: u16, height: u16) -> Buffer {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        terminal.draw(|frame| draw(model, theme, frame)).unwrap();
+        terminal.backend().buffer().clone()
+    }
+
+    fn text(buffer: &Buffer) -> String {
+        let rows = buffer.content.chunks(usize::from(buffer.area.width));
+        let row = |row: &[ratatui::buffer::Cell]| row.iter().map(ratatui::buffer::Cell::symbol).collect::<String>();
+        rows.map(|cells| row(cells).trim_end().to_owned() + "\n").collect()
+    }
+
+    #[test]
+    fn pictures() {
+        let mut model = model();
+        insta::assert_snapshot!("screen_80x24", text(&picture(&mut model, MONOCHROME, 80, 24)));
+        insta::assert_snapshot!("screen_120x36", text(&picture(&mut model, MONOCHROME, 120, 36)));
+        model.help = true;
+        insta::assert_snapshot!("screen_help", text(&picture(&mut model, MONOCHROME, 80, 24)));
+        model.help = false;
+        assert!(model.press(KeyEvent::from(KeyCode::Enter)).is_continue());
+        let last = text(&picture(&mut model, MONOCHROME, 80, 24)).lines().last().unwrap().to_owned();
+        assert_eq!(last, " type value = 1e-8   Enter  Esc");
+    }
+
+    #[test]
+    fn every_size_draws() {
+        let mut model = model();
+        for (width, height) in (1..=40).map(|n| (n * 3, n)).chain([(1, 1), (250, 80), (80, 1), (1, 80)]) {
+            picture(&mut model, MONOCHROME, width, height);
+        }
+    }
+
+    #[test]
+    fn colour_is_decoration_and_ascii_is_ascii() {
+        let mut model = model();
+        let plain = text(&picture(&mut model, MONOCHROME, 100, 30));
+        for palette in [Palette::Ansi, Palette::Truecolor] {
+            assert_eq!(text(&picture(&mut model, Theme { palette, ascii: false }, 100, 30)), plain);
+        }
+        assert!(text(&picture(&mut model, Theme { ascii: true, ..MONOCHROME }, 100, 30)).is_ascii());
+        let colours = picture(&mut model, MONOCHROME, 100, 30).content;
+        assert!(colours.iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
+    }
+
+    #[test]
+    fn scrolling_ends_with_the_page() {
+        let mut model = model();
+        model.scroll = 1000;
+        picture(&mut model, MONOCHROME, 80, 12);
+        assert!(model.scroll > 0 && model.scroll < model.page.lines.len());
+        picture(&mut model, MONOCHROME, 80, 60);
+        assert_eq!(model.scroll, 0);
+    }
+}

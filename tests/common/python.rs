@@ -1,0 +1,38 @@
+//! A Python to compare with: the one in `FINETUNE_PYTHON`, as `.ci/python-env` makes it.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::compare::skip;
+
+/// The Python, or none after saying so; in CI it must be there.
+pub(crate) fn python() -> Option<PathBuf> {
+    let python = std::env::var_os("FINETUNE_PYTHON").map(PathBuf::from).filter(|python| python.is_file());
+    if python.is_none() {
+        skip("`FINETUNE_PYTHON` names no Python; `.ci/python-env DIR` makes one");
+    }
+    python
+}
+
+/// Whether `python` can import `module`; says so where it cannot.
+pub(crate) fn has_module(python: &Path, module: &str) -> bool {
+    let there = Command::new(python).args(["-c", &format!("import {module}")]).output().unwrap().status.success();
+    if !there {
+        skip(&format!("the Python in `FINETUNE_PYTHON` has no `{module}`"));
+    }
+    there
+}
+
+/// The JSON object that a script under `tests/` prints on its last line.
+pub(crate) fn run_script(python: &Path, script: &str, arguments: &[&OsStr]) -> Value {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(script);
+    let output = Command::new(python).arg(script).args(arguments).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    let (answer, complaint) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{complaint}");
+    serde_json::from_str(answer.lines().last().unwrap_or_default())
+        .unwrap_or_else(|e| panic!("{e}: {answer}{complaint}"))
+}

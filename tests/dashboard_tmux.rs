@@ -1,0 +1,294 @@
+//! The dashboard in a real terminal, tmux's: whatever ends it, the shell is as it was before.
+//!
+//! The program under test is `examples/dashboard_demo`, the dashboard over an invented run, and `finetune watch`. Where
+//! there is no tmux these tests say so and pass, except in CI, where it is a failure.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// How long anything may take on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The demonstration: brought up to date, for a test that is asked for alone does not build it.
+static DEMO: LazyLock<PathBuf> = LazyLock::new(|| {
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "--quiet", "--example", "dashboard_demo"]);
+    if !cfg!(debug_assertions) {
+        build.arg("--release");
+    }
+    assert!(build.status().unwrap().success());
+    Path::new(env!("CARGO_BIN_EXE_finetune")).parent().unwrap().join("examples/dashboard_demo")
+});
+
+/// A shell in a tmux server of its own.
+struct Terminal {
+    server: String,
+    folder: tempfile::TempDir,
+}
+
+impl Terminal {
+    /// A shell of this size that has noted the terminal's settings; `None` where there is no tmux.
+    fn open(columns: u32, rows: u32) -> Option<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        if Command::new("tmux").arg("-V").output().is_err() {
+            assert!(std::env::var_os("CI").is_none(), "CI needs tmux");
+            eprintln!("skipped: there is no tmux");
+            return None;
+        }
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let server = format!("finetune-test-{}-{number}", std::process::id());
+        let terminal = Self { server, folder: tempfile::tempdir().unwrap() };
+        let (columns, rows) = (columns.to_string(), rows.to_string());
+        terminal.tmux(&["-f", "/dev/null", "new-session", "-d", "-x", &columns, "-y", &rows, "env PS1='$ ' sh -i"]);
+        terminal.tmux(&["set", "-g", "remain-on-exit", "on"]);
+        terminal.run("stty -a > before; echo ready");
+        terminal.wait_for("ready\n");
+        Some(terminal)
+    }
+
+    fn tmux(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new("tmux");
+        command.args(["-L", &self.server]).args(arguments).current_dir(self.folder.path());
+        command.env_remove("NO_COLOR").env_remove("TMUX");
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "tmux {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        output
+    }
+
+    /// Types a line into the shell.
+    fn run(&self, line: &str) {
+        self.tmux(&["send-keys", "-l", line]);
+        self.keys(&["Enter"]);
+    }
+
+    fn keys(&self, keys: &[&str]) {
+        self.tmux(&[&["send-keys"], keys].concat());
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8(self.tmux(&["capture-pane", "-p"]).stdout).unwrap()
+    }
+
+    /// Waits until the screen shows a text; gives the screen.
+    fn wait_for(&self, expected: &str) -> String {
+        self.wait_until(expected, |screen| screen.contains(expected))
+    }
+
+    fn wait_until(&self, what: &str, holds: impl Fn(&str) -> bool) -> String {
+        let began = Instant::now();
+        loop {
+            let screen = self.text();
+            if holds(&screen) {
+                return screen;
+            }
+            assert!(began.elapsed() < PATIENCE, "no `{what}` on the screen:\n{screen}");
+            sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Starts the demonstration and waits for its first picture.
+    fn start_demo(&self, arguments: &str) {
+        self.run(&format!("clear; {} {arguments}", DEMO.display()));
+        self.wait_for("▶ running");
+    }
+
+    fn signal(&self, signal: &str) {
+        let name = DEMO.file_name().unwrap().to_str().unwrap();
+        let pane = String::from_utf8(self.tmux(&["display", "-p", "#{pane_pid}"]).stdout).unwrap();
+        let children = Command::new("pgrep").args(["-P", pane.trim(), "-f", name]).output().unwrap();
+        let child = String::from_utf8(children.stdout).unwrap();
+        let sent = Command::new("kill").args([&format!("-{signal}"), child.trim()]).status().unwrap();
+        assert!(sent.success());
+    }
+
+    /// That the terminal is as it was: settings, screen, cursor, and a shell that answers.
+    fn assert_restored(&self) {
+        self.run("stty -a > after; echo an\"swe\"r");
+        self.wait_for("answer\n");
+        let settings = |name: &str| std::fs::read_to_string(self.folder.path().join(name)).unwrap();
+        assert_eq!(settings("after"), settings("before"));
+        let state = self.tmux(&["display", "-p", "alternate=#{alternate_on} cursor=#{cursor_flag}"]).stdout;
+        assert_eq!(String::from_utf8(state).unwrap().trim(), "alternate=0 cursor=1");
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        Command::new("tmux").args(["-L", &self.server, "kill-server"]).output().ok();
+    }
+}
+
+#[test]
+fn quit_saves_stops_and_restores() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    terminal.keys(&["q"]);
+    terminal.wait_for("save and stop");
+    terminal.keys(&["s"]);
+    terminal.wait_for("exit: Ended");
+    terminal.wait_for("told: Stop { save: true }");
+    terminal.assert_restored();
+}
+
+#[test]
+fn detach_goes_on_as_lines() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    terminal.keys(&["q"]);
+    terminal.wait_for("detach");
+    terminal.keys(&["d"]);
+    let screen = terminal.wait_for("still training");
+    assert!(screen.contains("exit: Detached") && screen.contains("loss_avg="), "{screen}");
+    terminal.assert_restored();
+}
+
+#[test]
+fn keys_reach_training_and_the_screen() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    terminal.keys(&["Space"]);
+    terminal.wait_for("‖ paused");
+    terminal.keys(&["Space"]);
+    terminal.wait_for("▶ running");
+    terminal.keys(&["s"]);
+    terminal.wait_for("last checkpoint");
+    terminal.keys(&["f"]);
+    terminal.wait_for("view frozen at");
+    terminal.keys(&["4"]);
+    terminal.wait_for("[4 Events]");
+    terminal.keys(&["?"]);
+    terminal.wait_for("any key closes");
+    terminal.keys(&["x", "C-c", "C-c"]);
+    terminal.wait_for("told: Pause Resume SaveNow Stop { save: true }");
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_live_resize_keeps_everything() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    for (columns, rows, expected) in [
+        ("80", "24", "Overflows"),
+        ("50", "8", "scale 2^"),
+        ("30", "4", "30x4 is too small"),
+        ("120", "36", "Gradients as FP16 stores them"),
+    ] {
+        terminal.tmux(&["resize-window", "-x", columns, "-y", rows]);
+        terminal.wait_for(expected);
+    }
+    terminal.keys(&["q"]);
+    terminal.wait_for("save and stop");
+    terminal.keys(&["k"]);
+    terminal.wait_for("told: Stop { save: false }");
+    // The size is part of the settings: it is as before too.
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_panic_in_training_shows_its_message_on_a_restored_terminal() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.run(&format!("clear; {} --panic training", DEMO.display()));
+    let screen = terminal.wait_for("told: training panicked");
+    assert!(screen.contains("an invented panic in training") && screen.contains("exit: Lost"), "{screen}");
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_panic_in_drawing_leaves_training_alone() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.run(&format!("clear; {} --panic screen", DEMO.display()));
+    let screen = terminal.wait_for("still training");
+    assert!(screen.contains("exit: Crashed"), "{screen}");
+    terminal.assert_restored();
+}
+
+#[test]
+fn sigterm_saves_and_restores() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    terminal.signal("TERM");
+    terminal.wait_for("exit: Terminated");
+    terminal.wait_for("told: Stop { save: true }");
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_terminal_that_hangs_up_makes_training_save() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("--log events.jsonl");
+    terminal.tmux(&["kill-server"]);
+    let began = Instant::now();
+    let log = terminal.folder.path().join("events.jsonl");
+    while !std::fs::read_to_string(&log).unwrap().contains(r#""event":"finished","reason":"stopped""#) {
+        assert!(began.elapsed() < PATIENCE, "training did not stop");
+        sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn no_color_means_no_colour() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.run(&format!("clear; NO_COLOR=1 {}", DEMO.display()));
+    terminal.wait_for("▶ running");
+    let screen = String::from_utf8(terminal.tmux(&["capture-pane", "-p", "-e"]).stdout).unwrap();
+    // Bold is allowed: 3x and 4x set colours, 9x and 10x bright ones.
+    let colours = screen.split("\u{1b}[").skip(1).filter_map(|code| code.split('m').next());
+    let coloured = colours
+        .flat_map(|code| code.split(';'))
+        .any(|part| part.parse().is_ok_and(|code: u32| matches!(code, 30..=38 | 40..=48 | 90..=97 | 100..=107)));
+    assert!(!coloured, "{screen:?}");
+    terminal.keys(&["q", "k"]);
+    terminal.wait_for("exit: Ended");
+    terminal.assert_restored();
+}
+
+#[test]
+fn watch_follows_another_process_and_sees_it_killed() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    let Some(watcher) = Terminal::open(120, 36) else { return };
+    let log = terminal.folder.path().join("events.jsonl");
+    terminal.start_demo("--log events.jsonl");
+    watcher.run(&format!("clear; {} watch {}", env!("CARGO_BIN_EXE_finetune"), log.display()));
+    watcher.wait_for("▶ running");
+    terminal.signal("KILL");
+    watcher.wait_for("✕ process gone");
+    watcher.keys(&["q"]);
+    watcher.assert_restored();
+}
+
+#[test]
+fn piped_output_is_lines() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("events.jsonl");
+    let finished = r#"{"v":1,"t":1,"s":9.0,"event":"finished","reason":"done","step":3}"#;
+    let step = r#"{"v":1,"t":1,"s":1.0,"event":"step","step":128,"loss":2.5,"loss_scale":65536.0}"#;
+    std::fs::write(&log, format!("{step}\n{finished}\n")).unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_finetune")).arg("watch").arg(&log).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("step=128 ") && text.contains("finished reason=done"), "{text}");
+    assert!(!text.contains('\u{1b}'), "{text:?}");
+}
+
+#[test]
+fn real_training_shows_itself_and_stops_when_told() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.run(&format!("clear; {} --run t --batch-size 2 --seq-len 16", env!("CARGO_BIN_EXE_finetune")));
+    terminal.wait_until("a step", |screen| screen.contains("▶ running") && screen.contains("tok/s"));
+    terminal.keys(&["2"]);
+    terminal.wait_for("If the loss scale were");
+    terminal.keys(&["p"]);
+    terminal.wait_for("FP32 probe at step");
+    terminal.keys(&["q"]);
+    terminal.wait_for("save and stop");
+    terminal.keys(&["s"]);
+    terminal.wait_until("the prompt", |screen| screen.ends_with("$\n") || screen.trim_end().ends_with('$'));
+    terminal.assert_restored();
+    let log = std::fs::read_to_string(terminal.folder.path().join("checkpoints/t/events.jsonl")).unwrap();
+    assert!(log.contains(r#""event":"saved""#) && log.contains(r#""reason":"stopped""#), "{log}");
+}

@@ -78,7 +78,7 @@ fn validation(model: &Path, trained: &TrainedModel) -> Result<(String, Text)> {
         .ok_or_else(|| Error::config("--data", "a model that is no run's needs a text: `grammar` or a file"))?;
     let text = std::fs::read_to_string(&file).map_err(Error::io("read", &file))?;
     let config = Config::resolve(&Layers { file: Some((file.display().to_string(), text)), overrides: Vec::new() })?;
-    let set = crate::train::dataset(&config, &trained.tokenizer)?;
+    let set = crate::train::dataset(&config, &trained.tokenizer, &mut |_| ())?;
     let data = match &config.val {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),

@@ -2,6 +2,7 @@
 //!
 //! A variant says what failed and where; its message ends with what to do next where that is not obvious.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The library's result type.
@@ -114,7 +115,14 @@ impl Error {
         match self {
             Self::Config { .. } | Self::Data { .. } | Self::Model { .. } | Self::Checkpoint { .. } => 2,
             Self::Diverged { .. } => 3,
+            Self::Io { source, .. } if is_wrong_path(source.kind()) => 2,
             Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Kernel(_) => 1,
         }
     }
+}
+
+/// Whether the path is at fault, which the user gave, and not the machine.
+fn is_wrong_path(kind: ErrorKind) -> bool {
+    use ErrorKind::{IsADirectory, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
+    matches!(kind, IsADirectory | NotADirectory | NotFound | PermissionDenied | ReadOnlyFilesystem)
 }

@@ -12,6 +12,7 @@ pub mod digest;
 pub mod doctor;
 pub mod error;
 pub mod evaluate;
+pub mod export;
 pub mod generate;
 pub mod hub;
 pub mod kernels;

@@ -1,7 +1,7 @@
 //! `finetune eval`: loss, perplexity and bits per byte of a model on a text.
 
 use crate::cli::model::ModelArgs;
-use crate::data::{Dataset, Source, TokenSource};
+use crate::data::{Loader, TokenSource};
 use crate::evaluate::{Evaluation, Windows, evaluate};
 use crate::train::{Config, Layers};
 use crate::trained::TrainedModel;
@@ -62,10 +62,8 @@ struct Text {
 
 /// The whole of a text that the user names.
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
-    let source: Source = data.parse()?;
-    // Given as its own validation text, so that nothing is split off.
-    let set = Dataset::load(&source, Some(&source), &trained.tokenizer)?;
-    Ok((data.to_owned(), Text { tokens: set.train, bytes_per_token: set.bytes_per_token }))
+    let (tokens, bytes_per_token) = Loader::new("data").load_whole(&data.parse()?, &trained.tokenizer)?;
+    Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
 /// What the run that the model comes from was validated on.

@@ -99,6 +99,13 @@ impl<'a> Loader<'a> {
         })
     }
 
+    /// All tokens of `source`, and the bytes of text behind each on average.
+    pub fn load_whole(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
+        let corpus = self.corpus(source, tokenizer)?;
+        let bytes_per_token = corpus.text_bytes as f64 / corpus.tokens.len().max(1) as f64;
+        Ok((corpus.tokens, bytes_per_token))
+    }
+
     fn corpus(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<Corpus> {
         if *source == Source::Grammar {
             let text = grammar::text(GRAMMAR_SEED, grammar::CORPUS_BYTES);

@@ -130,6 +130,15 @@ impl Tokenizer {
         }
     }
 
+    /// A token as the vocabulary spells it.
+    pub fn token(&self, id: u32) -> Option<String> {
+        match &self.kind {
+            Kind::Byte if id == BYTE_EOS => Some(END_OF_TEXT[0].to_owned()),
+            Kind::Byte => u8::try_from(id).ok().map(|byte| byte_level_char(byte).to_string()),
+            Kind::HuggingFace { inner, .. } => inner.id_to_token(id),
+        }
+    }
+
     /// The `tokenizer.json` to write beside a model's weights, byte for byte as it was read.
     pub fn json(&self) -> &[u8] {
         &self.json

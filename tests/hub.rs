@@ -69,7 +69,8 @@ impl Server {
         server.put("config.json", br#"{"model_type": "gpt2"}"#);
         server.put("tokenizer.json", b"{}");
         // Long enough to come in several parts.
-        server.put("model.safetensors", &(0..600_000u32).map(|i| (i * i % 251) as u8).collect::<Vec<_>>());
+        server
+            .put("model.safetensors", &(0..600_000u32).map(|i| (i % 251 * (i % 241) % 251) as u8).collect::<Vec<_>>());
         let state = Arc::clone(&server.state);
         std::thread::spawn(move || {
             for stream in listener.incoming() {

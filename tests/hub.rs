@@ -1,6 +1,7 @@
 //! The Hub as a local server plays it: every way it can misbehave, and what is left in the cache afterwards.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(clippy::format_collect, clippy::assigning_clones, reason = "a test may take the short way")]
 
 use std::collections::HashMap;
 use std::fs;
@@ -207,7 +208,7 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
         Some(Fault::Endless) => {
             write!(out, "HTTP/1.1 200 OK\r\n{headers}\r\n")?;
             loop {
-                out.write_all(&[b' '; 65536])?;
+                out.write_all(&[b' '; 8192])?;
             }
         }
         Some(Fault::Silent) => {

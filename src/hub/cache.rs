@@ -9,6 +9,7 @@
 //! The etag of a large file is its SHA-256, of a small one the SHA-1 that git gives it: a blob's name says what its
 //! content must be.
 
+use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -138,10 +139,14 @@ fn git_sha1(path: &Path) -> io::Result<String> {
     let mut buffer = vec![0; 1 << 18];
     loop {
         match file.read(&mut buffer)? {
-            0 => return Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()),
+            0 => break,
             read => hash.update(&buffer[..read]),
         }
     }
+    Ok(hash.finalize().iter().fold(String::with_capacity(40), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    }))
 }
 
 /// Whether `text` is `digits` lower-case hexadecimal digits.

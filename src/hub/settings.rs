@@ -36,9 +36,8 @@ impl Settings {
             Some(rest) => Path::new(&home).join(rest),
             None => path.into(),
         };
-        let hf_home = var("HF_HOME").map(expand).unwrap_or_else(|| {
-            var("XDG_CACHE_HOME").map_or_else(|| Path::new(&home).join(".cache"), expand).join("huggingface")
-        });
+        let user_cache = var("XDG_CACHE_HOME").map_or_else(|| Path::new(&home).join(".cache"), expand);
+        let hf_home = var("HF_HOME").map_or_else(|| user_cache.join("huggingface"), expand);
         let cache = var("HF_HUB_CACHE").or_else(|| var("HUGGINGFACE_HUB_CACHE")).map(expand);
         let token_file = var("HF_TOKEN_PATH").map_or_else(|| hf_home.join("token"), expand);
         let token = var("HF_TOKEN").or_else(|| std::fs::read_to_string(token_file).ok());

@@ -1,13 +1,13 @@
 //! The command line: what may be typed, and which part of the library answers.
 
+mod bench;
+mod checkpoint;
 mod completions;
 mod doctor;
 mod eval;
-mod bench;
-mod checkpoint;
 mod flags;
-mod lab;
 mod generate;
+mod lab;
 mod model;
 mod show;
 mod train;

@@ -5,6 +5,7 @@ mod checkpoint;
 mod completions;
 mod doctor;
 mod eval;
+mod export;
 mod flags;
 mod generate;
 mod lab;
@@ -40,6 +41,8 @@ enum Command {
     Generate(Box<generate::GenerateArgs>),
     /// Measure a model on a text: loss, perplexity, bits per byte
     Eval(Box<eval::EvalArgs>),
+    /// Write a model for other programs: a Hugging Face folder, GGUF or ONNX
+    Export(Box<export::ExportArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigArgs>),
     /// See and predict what a number format does
@@ -92,6 +95,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         }),
         Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut stdout()))),
         Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut stdout()))),
+        Some(Command::Export(args)) => done(export::run(&args, &mut stdout())),
         Some(Command::Config(args)) => {
             let text = args.resolve()?.to_toml()?;
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;

@@ -2,6 +2,7 @@
 //!
 //! A variant says what failed and where; its message ends with what to do next where that is not obvious.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The library's result type.
@@ -43,6 +44,14 @@ pub enum Error {
         /// The folder, file or model name.
         origin: String,
         /// What is wrong; tensors with their names, dtypes and shapes.
+        message: String,
+    },
+    /// A file could not be had from the Hugging Face Hub or another server.
+    #[error("{origin}: {message}")]
+    Hub {
+        /// The repository, with the file where it concerns one, or the URL.
+        origin: String,
+        /// What the server did and what to do next.
         message: String,
     },
     /// A checkpoint is damaged, incomplete, of a newer format, or does not fit the run.
@@ -91,6 +100,11 @@ impl Error {
         Self::Model { origin: origin.to_string(), message: message.into() }
     }
 
+    /// A [`Error::Hub`] about `origin`.
+    pub fn hub(origin: impl std::fmt::Display, message: impl Into<String>) -> Self {
+        Self::Hub { origin: origin.to_string(), message: message.into() }
+    }
+
     /// A [`Error::Checkpoint`] about `path`.
     pub fn checkpoint(path: impl AsRef<Path>, message: impl Into<String>) -> Self {
         Self::Checkpoint { path: path.as_ref().to_path_buf(), message: message.into() }
@@ -101,7 +115,14 @@ impl Error {
         match self {
             Self::Config { .. } | Self::Data { .. } | Self::Model { .. } | Self::Checkpoint { .. } => 2,
             Self::Diverged { .. } => 3,
-            Self::Io { .. } | Self::Scaler(_) | Self::Kernel(_) => 1,
+            Self::Io { source, .. } if is_wrong_path(source.kind()) => 2,
+            Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Kernel(_) => 1,
         }
     }
+}
+
+/// Whether the path is at fault, which the user gave, and not the machine.
+fn is_wrong_path(kind: ErrorKind) -> bool {
+    use ErrorKind::{IsADirectory, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
+    matches!(kind, IsADirectory | NotADirectory | NotFound | PermissionDenied | ReadOnlyFilesystem)
 }

@@ -16,7 +16,7 @@ use memmap2::Mmap;
 pub use safetensors::Dtype;
 
 pub use self::header::{Entry, Header, MAX_HEADER_BYTES};
-pub use self::write::write_tensors;
+pub use self::write::{write_tensors, write_values};
 use crate::{Error, Result};
 
 /// A safetensors file, memory-mapped: values are read from disk when they are asked for.

@@ -55,7 +55,7 @@ fn text() -> String {
 fn tokens(folder: &Path, trained: &TrainedModel) -> TokenSource {
     let file = folder.join("text.txt");
     std::fs::write(&file, text()).unwrap();
-    let source = Source::Text(file);
+    let source: Source = file.display().to_string().parse().unwrap();
     Dataset::load(&source, Some(&source), &trained.tokenizer).unwrap().train
 }
 

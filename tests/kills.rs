@@ -19,9 +19,9 @@ use finetune::telemetry::{Event, read};
 use signal_hook::consts::{SIGKILL, SIGTERM};
 use support::{Dice, folder};
 
-const STEPS: u64 = 150;
+const STEPS: u64 = 60;
 
-/// Starts, or goes on with, the run called `run`. It saves every second step, so that many a kill hits a save.
+/// Starts, or goes on with, the run called `run`. It saves every third step, so that many a kill hits a save.
 fn start(folder: &Path, run: &str, resume: bool) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
     command.current_dir(folder).args(["--run", run, "--plain"]);
@@ -29,8 +29,8 @@ fn start(folder: &Path, run: &str, resume: bool) -> Child {
         command.arg("--resume");
     } else {
         let steps = STEPS.to_string();
-        command.args(["--steps", &steps, "--batch-size", "2", "--seq-len", "16", "--save-every", "2"]);
-        command.args(["--eval-every", "40", "--set", "train.eval_batches=2", "--set", "train.sample_tokens=0"]);
+        command.args(["--steps", &steps, "--batch-size", "2", "--seq-len", "16", "--save-every", "3"]);
+        command.args(["--eval-every", "20", "--set", "train.eval_batches=2", "--set", "train.sample_tokens=0"]);
         command.args(["--set", "dropout.residual=0.1", "--threads", "1"]);
     }
     command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()

@@ -49,7 +49,8 @@ impl Run {
         let mut lock = lock(&path)?;
         let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(newest_sequence));
         let sequence = neighbours.unwrap_or(0) + 1;
-        sign(&mut lock, sequence).map_err(Error::io("write", path.join(LOCK)))?;
+        // Not worth failing for: on a full disk it is this that lets old checkpoints be pruned.
+        let _ = sign(&mut lock, sequence);
         let run = Self { sequence, path, disk, lock };
         run.clear_leftovers()?;
         Ok(run)

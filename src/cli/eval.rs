@@ -1,7 +1,7 @@
 //! `finetune eval`: loss, perplexity and bits per byte of a model on a text.
 
 use crate::cli::model::ModelArgs;
-use crate::data::{Dataset, Source, TokenSource};
+use crate::data::{Loader, TokenSource};
 use crate::evaluate::{Evaluation, Windows, evaluate};
 use crate::train::{Config, Layers};
 use crate::trained::TrainedModel;
@@ -62,10 +62,8 @@ struct Text {
 
 /// The whole of a text that the user names.
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
-    let source: Source = data.parse()?;
-    // Given as its own validation text, so that nothing is split off.
-    let set = Dataset::load(&source, Some(&source), &trained.tokenizer)?;
-    Ok((data.to_owned(), Text { tokens: set.train, bytes_per_token: set.bytes_per_token }))
+    let (tokens, bytes_per_token) = Loader::new("data").load_whole(&data.parse()?, &trained.tokenizer)?;
+    Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
 /// What the run that the model comes from was validated on.
@@ -78,7 +76,7 @@ fn validation(model: &Path, trained: &TrainedModel) -> Result<(String, Text)> {
         .ok_or_else(|| Error::config("--data", "a model that is no run's needs a text: `grammar` or a file"))?;
     let text = std::fs::read_to_string(&file).map_err(Error::io("read", &file))?;
     let config = Config::resolve(&Layers { file: Some((file.display().to_string(), text)), overrides: Vec::new() })?;
-    let set = crate::train::dataset(&config, &trained.tokenizer)?;
+    let set = crate::train::dataset(&config, &trained.tokenizer, &mut |_| ())?;
     let data = match &config.val {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),

@@ -464,7 +464,7 @@ mod tests {
         assert_eq!(json["formats"][1]["steps_with_master"], 10);
         assert!(lab("ranges 2^-24 65504 --from -30 --to 20").unwrap().contains("65504"));
         assert!(lab("scaling --format e5m2 --scale -3").unwrap().starts_with("FP8 E5M2 at loss scale 2^-3"));
-        assert!(lab("memory --model gpt2-xl --batch 1 --seq 1024 --memory 24G").unwrap().contains("batch in 24.0 GiB"));
+        assert!(lab("memory --model gpt2-xl --batch 1 --seq 1024 --memory 24G").unwrap().contains("batch 24.0 GiB"));
         let simulated = lab("scaler --base init_scale=32768,growth_interval=5 --overflow-at 10").unwrap();
         assert!(simulated.contains("10–14                65536  ✕ overflow, skipped; backed off from 2^17"));
     }

@@ -5,7 +5,7 @@ use crate::trained::TrainedModel;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{Write, stderr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A model, its precision and its threads.
 #[derive(Args, Debug)]
@@ -25,13 +25,9 @@ pub(super) struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Opens the model, and tells of damaged checkpoints that were passed over.
+    /// Opens the model.
     pub(super) fn open(&self) -> Result<TrainedModel> {
-        let trained = TrainedModel::open(&self.model, self.tokenizer.as_deref())?;
-        for damage in &trained.damaged {
-            writeln!(stderr(), "warning: damaged and passed over: {damage}").ok();
-        }
-        Ok(trained)
+        open(&self.model, self.tokenizer.as_deref())
     }
 
     /// Runs `work` on the threads asked for.
@@ -46,4 +42,13 @@ impl ModelArgs {
             .map_err(|error| Error::config("--threads", error.to_string()))?
             .install(work)
     }
+}
+
+/// Opens a model, and tells of damaged checkpoints that were passed over.
+pub(super) fn open(path: &Path, tokenizer: Option<&Path>) -> Result<TrainedModel> {
+    let trained = TrainedModel::open(path, tokenizer)?;
+    for damage in &trained.damaged {
+        writeln!(stderr(), "warning: damaged and passed over: {damage}").ok();
+    }
+    Ok(trained)
 }

@@ -4,11 +4,12 @@ use crate::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::cli::flags::ConfigArgs;
 use crate::cli::show::{ShowArgs, show};
 use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Trouble};
-use crate::train::{Config, Trainer};
+use crate::train::{Config, Preparing, Trainer};
 use crate::{Error, Result};
 use clap::Args;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
+use std::io::{IsTerminal, Write, stderr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -45,18 +46,21 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         None => args.config.resolve()?,
     };
     let pool = thread_pool(&config)?;
-    let mut trainer = pool.install(|| Trainer::new(config.clone()))?;
+    let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
+    let mut trainer = pool.install(|| match checkpoint {
+        Some(checkpoint) => Trainer::resume(config.clone(), checkpoint, &mut tell),
+        None => Trainer::new(config.clone(), &mut tell),
+    })?;
     let (run, warnings) = match resumed {
         Some(resumed) => {
-            match &resumed.checkpoint {
-                Some(checkpoint) => pool.install(|| trainer.resume(checkpoint))?,
-                None => trainer.start_over(),
+            if resumed.checkpoint.is_none() {
+                trainer.start_over();
             }
             (resumed.run, resumed.warnings)
         }
         None => (new_run(&config)?, Vec::new()),
     };
-    write_config(run.path(), &config)?;
+    write_config(run.path(), trainer.config())?;
     let mut emitter = Emitter::new(Some(EventLog::open(run.path().join("events.jsonl"))?));
     let records = emitter.connect();
     for message in warnings {
@@ -74,6 +78,24 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     training.join().unwrap_or_else(|_| {
         Err(Error::Kernel(candle_core::Error::Msg("training stopped with a panic; this is a bug in finetune".into())))
     })
+}
+
+/// Tells on standard error how the preparation goes; on a terminal progress stays on one line.
+fn tell(event: Preparing) {
+    let mut err = stderr();
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    // Nothing depends on somebody reading this.
+    match event {
+        Preparing::Notice(notice) => writeln!(err, "{notice}").ok(),
+        Preparing::Progress { what, done, total } if err.is_terminal() => {
+            let end = if done >= total { "\n" } else { "" };
+            write!(err, "\r{what}: {:.1} of {:.1} MiB{end}", mib(done), mib(total)).ok()
+        }
+        Preparing::Progress { what, done, total } if done >= total => {
+            writeln!(err, "{what}: {:.1} MiB", mib(total)).ok()
+        }
+        Preparing::Progress { .. } => None,
+    };
 }
 
 /// A pool of the configured number of threads.

@@ -3,16 +3,15 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use sha2::{Digest, Sha256};
-
 use super::cache::{TokenFile, TokenWriter, Width};
 use super::document::{Document, Format};
 use super::grammar;
 use super::source::{Fetch, LoadEvent, Source};
 use super::tokenise::Tokenise;
-use super::tokenizer::{Tokenizer, file_sha256, hex};
+use super::tokenizer::Tokenizer;
 use super::tokens::TokenSource;
 use crate::Result;
+use crate::digest::Digest;
 
 /// The share of a corpus that trains; the rest, its contiguous tail, validates.
 const TRAIN_PERCENT: usize = 90;
@@ -81,23 +80,36 @@ impl<'a> Loader<'a> {
     pub fn load(&mut self, source: &Source, validation: Option<&Source>, tokenizer: &Tokenizer) -> Result<Dataset> {
         let corpus = self.corpus(source, tokenizer)?;
         let bytes_per_token = corpus.text_bytes as f64 / corpus.tokens.len().max(1) as f64;
-        let mut hash = Sha256::new_with_prefix(&corpus.key);
+        let mut keys = corpus.key;
         let (train, validation) = match validation {
             Some(validation) => {
                 let validation = self.corpus(validation, tokenizer)?;
-                hash.update(&validation.key);
+                keys += &validation.key;
                 (corpus.tokens, validation.tokens)
             }
             None => corpus.tokens.split_at(corpus.tokens.len() * TRAIN_PERCENT / 100),
         };
         let entropy_per_token = (*source == Source::Grammar && tokenizer.is_byte()).then(grammar::entropy_per_token);
-        Ok(Dataset { train, validation, bytes_per_token, entropy_per_token, fingerprint: hex(&hash.finalize()) })
+        Ok(Dataset {
+            train,
+            validation,
+            bytes_per_token,
+            entropy_per_token,
+            fingerprint: Digest::of(keys.as_bytes()).sha256,
+        })
+    }
+
+    /// All tokens of `source`, and the bytes of text behind each on average.
+    pub fn load_whole(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
+        let corpus = self.corpus(source, tokenizer)?;
+        let bytes_per_token = corpus.text_bytes as f64 / corpus.tokens.len().max(1) as f64;
+        Ok((corpus.tokens, bytes_per_token))
     }
 
     fn corpus(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<Corpus> {
         if *source == Source::Grammar {
             let text = grammar::text(GRAMMAR_SEED, grammar::CORPUS_BYTES);
-            let key = hex(&Sha256::new_with_prefix(tokenizer.json()).chain_update(&text).finalize());
+            let key = Digest::of((tokenizer.fingerprint() + &text).as_bytes()).sha256;
             let tokens = TokenSource::from_ids(tokenizer.encode(&text)?);
             return Ok(Corpus { tokens, text_bytes: text.len() as u64, key });
         }
@@ -144,10 +156,10 @@ impl<'a> Loader<'a> {
 
 /// SHA-256 over what decides the tokens: the tokenizer, and of every file its format and content.
 fn content_key(documents: &[Document], tokenizer: &Tokenizer) -> Result<String> {
-    let mut hash = Sha256::new_with_prefix(tokenizer.fingerprint());
+    let mut description = tokenizer.fingerprint();
     for document in documents {
         document.open()?;
-        hash.update(format!("{:?} {}\n", document.format, file_sha256(&document.path)?));
+        description += &format!("\n{:?} {}", document.format, Digest::of_file(&document.path)?.sha256);
     }
-    Ok(hex(&hash.finalize()))
+    Ok(Digest::of(description.as_bytes()).sha256)
 }

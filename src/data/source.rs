@@ -8,7 +8,7 @@ use std::str::FromStr;
 use tempfile::{NamedTempFile, TempPath};
 
 use super::document::{Document, Format};
-use super::tokenizer::file_sha256;
+use crate::digest::Digest;
 use crate::{Error, Result};
 
 /// What the errors about a wrong source end with.
@@ -180,7 +180,7 @@ impl Document {
 fn tiny_shakespeare(folder: &Path, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<PathBuf> {
     let Remote::Url { url, file, sha256, .. } = TINY_SHAKESPEARE else { return Err(Error::data("data", "no URL")) };
     let path = folder.join(file);
-    if path.is_file() && file_sha256(&path)? == sha256 {
+    if path.is_file() && Digest::of_file(&path)?.sha256 == sha256 {
         return Ok(path);
     }
     let fetch = fetch.ok_or_else(|| {

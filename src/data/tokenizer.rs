@@ -3,14 +3,13 @@
 //! The byte tokenizer is also a Hugging Face one: [`Tokenizer::json`] describes it as a byte-level BPE without merges,
 //! so that the checkpoint of a byte model loads in transformers, and [`Tokenizer::from_json`] knows it again.
 
-use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
 use super::bpe::FastBpe;
+use crate::digest::Digest;
 use crate::{Error, Result};
 
 /// Names that the end-of-text token goes by; the first one found in a vocabulary is it.
@@ -131,6 +130,15 @@ impl Tokenizer {
         }
     }
 
+    /// A token as the vocabulary spells it.
+    pub fn token(&self, id: u32) -> Option<String> {
+        match &self.kind {
+            Kind::Byte if id == BYTE_EOS => Some(END_OF_TEXT[0].to_owned()),
+            Kind::Byte => u8::try_from(id).ok().map(|byte| byte_level_char(byte).to_string()),
+            Kind::HuggingFace { inner, .. } => inner.id_to_token(id),
+        }
+    }
+
     /// The `tokenizer.json` to write beside a model's weights, byte for byte as it was read.
     pub fn json(&self) -> &[u8] {
         &self.json
@@ -138,7 +146,7 @@ impl Tokenizer {
 
     /// SHA-256 of [`Self::json`] in hexadecimal: two tokenizers with the same fingerprint give the same ids.
     pub fn fingerprint(&self) -> String {
-        hex(&Sha256::digest(&self.json))
+        Digest::of(&self.json).sha256
     }
 }
 
@@ -146,28 +154,6 @@ impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let kind = if self.is_byte() { "byte" } else { "hugging face" };
         write!(f, "Tokenizer({kind}, {} ids)", self.vocab_size())
-    }
-}
-
-/// Lowercase hexadecimal digits of `bytes`.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
-/// SHA-256 of a file's content in hexadecimal.
-pub(crate) fn file_sha256(path: &Path) -> Result<String> {
-    let mut file = std::fs::File::open(path).map_err(Error::io("read", path))?;
-    let mut hash = Sha256::new();
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        match file.read(&mut buffer).map_err(Error::io("read", path))? {
-            0 => return Ok(hex(&hash.finalize())),
-            read => hash.update(&buffer[..read]),
-        }
     }
 }
 

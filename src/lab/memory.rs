@@ -218,8 +218,7 @@ impl Memory {
                 .dim(format!("   {batch} × {seq_len} tokens{accumulated}")),
         );
         let columns = self.columns();
-        let most = columns.iter().map(|(_, _, items)| total(items)).max().unwrap_or(1).max(1);
-        let scale = self.budget.unwrap_or(0).max(most);
+        let scale = columns.iter().map(|(_, _, items)| total(items)).max().unwrap_or(1).max(1);
         for (recipe, who, items) in &columns {
             page.push(self.bar(&format!("{recipe:<9}{who:<9}"), items, scale, width.saturating_sub(29)));
         }
@@ -250,8 +249,9 @@ impl Memory {
 
     fn bar(&self, label: &str, items: &[Item], scale: u64, width: usize) -> Line {
         let all = total(items);
-        let role = if self.budget.is_some_and(|budget| all > budget) { Role::Bad } else { Role::Plain };
-        let mut line = Line::new().with(Role::Title, label).with(role, format!("{:>9} ", bytes(all)));
+        let (role, mark) =
+            if self.budget.is_some_and(|budget| all > budget) { (Role::Bad, '✕') } else { (Role::Plain, ' ') };
+        let mut line = Line::new().with(Role::Title, label).with(role, format!("{:>9}{mark}", bytes(all)));
         let column = |sum: u64| (sum as f64 / scale as f64 * width as f64).round() as usize;
         let mut sum = 0;
         for item in items {
@@ -284,7 +284,7 @@ impl Memory {
             let batches = self.plans.iter().flat_map(|plan| {
                 plan.engine.is_some().then_some(plan.largest_batch.0).into_iter().chain([plan.largest_batch.1])
             });
-            page.push(Line::new().plain(row(&format!("batch in {}", bytes(budget)), batches.map(batch).collect())));
+            page.push(Line::new().plain(row(&format!("batch {}", bytes(budget)), batches.map(batch).collect())));
         }
     }
 
@@ -308,7 +308,7 @@ fn total(items: &[Item]) -> u64 {
 
 /// Rows in a tile of the head's logits, and number of tiles; as `kernels::cross_entropy` cuts them.
 fn head_tiles(tokens: u64, vocab: u64, compute: u64) -> (u64, u64) {
-    const TILE_BYTES: u64 = 1 << 27;
+    const TILE_BYTES: u64 = 1 << 28;
     let tokens = tokens.max(1);
     let tile = (TILE_BYTES / compute / vocab).clamp(1, tokens);
     let tiles = tokens.div_ceil(tile);

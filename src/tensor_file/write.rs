@@ -21,11 +21,14 @@ pub fn write_tensors(out: &mut dyn Write, path: &Path, tensors: &[(String, Tenso
     let header = header(path, tensors)?;
     let start = [&(header.len() as u64).to_le_bytes(), header.as_slice()].concat();
     out.write_all(&start).map_err(Error::io("write", path))?;
-    for (_, tensor) in tensors {
-        let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
-        write_values(out, &tensor)?.map_err(Error::io("write", path))?;
-    }
-    Ok(())
+    tensors.iter().try_for_each(|(_, tensor)| write_values(out, path, tensor))
+}
+
+/// Writes the values of an F32, F16 or BF16 tensor, little-endian and in row-major order, into `out`, whose `path` is for
+/// messages.
+pub fn write_values(out: &mut dyn Write, path: &Path, tensor: &Tensor) -> Result<()> {
+    let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
+    write_storage(out, &tensor)?.map_err(Error::io("write", path))
 }
 
 /// The JSON header, padded with spaces so that the values start at a multiple of 8.
@@ -54,7 +57,7 @@ fn header(path: &Path, tensors: &[(String, Tensor)]) -> Result<Vec<u8>> {
 }
 
 /// The values of a contiguous tensor on the CPU. The outer error is candle's, the inner one that of `out`.
-fn write_values(out: &mut dyn Write, tensor: &Tensor) -> candle_core::Result<io::Result<()>> {
+fn write_storage(out: &mut dyn Write, tensor: &Tensor) -> candle_core::Result<io::Result<()>> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
     Ok(match &*storage {

@@ -1,6 +1,8 @@
 //! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
 
-use crate::data::{Dataset, Source, Tokenizer};
+use crate::checkpoint::Checkpoint;
+use crate::data::{Dataset, LoadEvent, Loader, Source, Tokenizer};
+use crate::hub::{self, Hub, Settings};
 use crate::kernels::view;
 use crate::model::{Gpt2, Gpt2Config, ModelFolder, Parameters, Workspace};
 use crate::optim::{Gradients, Survey};
@@ -11,7 +13,30 @@ use crate::train::step::Engine;
 use crate::trained::check_range;
 use crate::{Error, Result};
 use candle_core::{DType, Device};
+use std::cell::RefCell;
 use std::path::Path;
+
+/// Where downloads and token caches land.
+const DATA_FOLDER: &str = "data";
+
+/// What happens while a run is prepared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Preparing {
+    /// Bytes of a file have arrived, or of a text been tokenised.
+    Progress {
+        /// What is being done, and to which file.
+        what: String,
+        /// Bytes done.
+        done: u64,
+        /// Bytes in all.
+        total: u64,
+    },
+    /// Something the user should know and need not act on.
+    Notice(String),
+}
+
+/// Hears of it.
+pub type Report<'a> = dyn FnMut(Preparing) + 'a;
 
 /// A model as its source describes it, before any weight is read.
 #[derive(Debug)]
@@ -22,41 +47,77 @@ pub struct ModelSource {
     pub config: Gpt2Config,
     /// Its tokenizer, or the one given in its place.
     pub tokenizer: Tokenizer,
-    /// Where its weights are; `None` for random ones.
-    folder: Option<ModelFolder>,
+    /// The commit of the Hub's files.
+    pub commit: Option<String>,
+    weights: Weights,
+}
+
+/// Where initial weights come from.
+#[derive(Debug)]
+enum Weights {
+    Random,
+    Folder(ModelFolder),
+    /// A checkpoint brings them.
+    Later,
 }
 
 impl ModelSource {
-    /// Finds the model of a configuration.
-    pub fn open(config: &Config) -> Result<Self> {
+    /// Finds the model of a configuration; downloads it if it is neither built in nor a folder.
+    pub fn open(config: &Config, report: &mut Report<'_>) -> Result<Self> {
         let given = config.tokenizer.as_ref().map(Tokenizer::from_file).transpose()?;
         let named = Gpt2Config::named(&config.model);
-        let (mut shape, own_tokenizer, folder) = if config.model == "tiny" {
+        if config.model == "tiny" {
             let shape = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
-            (shape, Some(Tokenizer::byte()), None)
-        } else if Path::new(&config.model).is_dir() {
-            let folder = ModelFolder::open(&config.model)?;
-            let own = match (&given, folder.tokenizer()) {
-                (None, Some(path)) => Some(Tokenizer::from_file(path)?),
-                _ => None,
-            };
-            let folder = (config.init == Init::Pretrained).then_some(folder);
-            let shape = match &folder {
-                Some(folder) => folder.config().clone(),
-                None => ModelFolder::open(&config.model)?.config().clone(),
-            };
-            (shape, own, folder)
-        } else {
-            match (config.init, named) {
-                (Init::Random, Some(shape)) => (shape, None, None),
-                (Init::Random, None) => return Err(unknown_architecture(&config.model)),
-                (Init::Pretrained, _) => return Err(not_here(&config.model)),
+            return Self::checked(config, shape, given.or_else(|| Some(Tokenizer::byte())), None, Weights::Random);
+        }
+        if Path::new(&config.model).is_dir() {
+            return Self::in_folder(config, ModelFolder::open(&config.model)?, given, None);
+        }
+        match (config.init, named) {
+            (Init::Random, Some(shape)) => Self::checked(config, shape, given, None, Weights::Random),
+            (Init::Random, None) => Err(unknown_architecture(&config.model)),
+            (Init::Pretrained, _) => {
+                let mut progress = |progress| report(progress_of(progress));
+                let files = Hub::new(Settings::from_env())
+                    .report_to(&mut progress)
+                    .model(&config.model, config.revision.as_deref())?;
+                Self::in_folder(config, ModelFolder::open(files.folder)?, given, Some(files.commit))
             }
+        }
+    }
+
+    /// The model of a run that goes on: shape and tokenizer as the checkpoint has them, so that nothing else is needed.
+    pub fn of_checkpoint(config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
+        let tokenizer = Tokenizer::from_file(checkpoint.tokenizer())?;
+        Self::checked(config, checkpoint.config().clone(), Some(tokenizer), config.revision.clone(), Weights::Later)
+    }
+
+    fn in_folder(
+        config: &Config,
+        folder: ModelFolder,
+        given: Option<Tokenizer>,
+        commit: Option<String>,
+    ) -> Result<Self> {
+        let tokenizer = match (given, folder.tokenizer()) {
+            (None, Some(path)) => Some(Tokenizer::from_file(path)?),
+            (given, _) => given,
         };
+        let shape = folder.config().clone();
+        let weights = if config.init == Init::Random { Weights::Random } else { Weights::Folder(folder) };
+        Self::checked(config, shape, tokenizer, commit, weights)
+    }
+
+    fn checked(
+        config: &Config,
+        mut shape: Gpt2Config,
+        tokenizer: Option<Tokenizer>,
+        commit: Option<String>,
+        weights: Weights,
+    ) -> Result<Self> {
         shape.embd_pdrop = config.dropout.embedding;
         shape.resid_pdrop = config.dropout.residual;
         shape.attn_pdrop = config.dropout.attention;
-        let Some(tokenizer) = given.or(own_tokenizer) else {
+        let Some(tokenizer) = tokenizer else {
             return Err(Error::config(
                 "tokenizer",
                 format!("`{}` brings none; give one with --tokenizer FILE", config.model),
@@ -71,15 +132,19 @@ impl ModelSource {
             let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.n_positions);
             return Err(Error::config("train.seq_len", message));
         }
-        Ok(Self { name: config.model.clone(), config: shape, tokenizer, folder })
+        Ok(Self { name: config.model.clone(), config: shape, tokenizer, commit, weights })
     }
 
     /// The initial weights, in FP32.
     pub fn masters(&self, seed: u64, device: &Device) -> Result<Parameters> {
-        let Some(folder) = &self.folder else { return TrainState::random_masters(&self.config, seed, device) };
+        if let Weights::Random = self.weights {
+            return TrainState::random_masters(&self.config, seed, device);
+        }
         let masters = Parameters::zeros(&self.config.parameter_shapes(), DType::F32, device)?;
-        for (name, tensor) in masters.iter() {
-            view::write_f32(tensor, |out| folder.read_f32(name, out))??;
+        if let Weights::Folder(folder) = &self.weights {
+            for (name, tensor) in masters.iter() {
+                view::write_f32(tensor, |out| folder.read_f32(name, out))??;
+            }
         }
         Ok(masters)
     }
@@ -89,19 +154,32 @@ fn unknown_architecture(model: &str) -> Error {
     Error::config("model", format!("`{model}` is neither a folder nor one of {}", Gpt2Config::NAMES.join(", ")))
 }
 
-fn not_here(model: &str) -> Error {
-    let message = format!(
-        "`{model}` is not a folder here, and this version does not download; give a local Hugging Face folder, or \
-         `--init random` with one of {}",
-        Gpt2Config::NAMES.join(", ")
-    );
-    Error::config("model", message)
+fn progress_of(progress: hub::Progress) -> Preparing {
+    match progress {
+        hub::Progress::Bytes { file, done, total } => {
+            Preparing::Progress { what: format!("downloading {file}"), done, total }
+        }
+        hub::Progress::Notice(notice) => Preparing::Notice(notice),
+    }
 }
 
-/// The tokens of a configuration's training and validation text.
-pub fn dataset(config: &Config, tokenizer: &Tokenizer) -> Result<Dataset> {
+/// The tokens of a configuration's training and validation text; downloads what has to be.
+pub fn dataset(config: &Config, tokenizer: &Tokenizer, report: &mut Report<'_>) -> Result<Dataset> {
     let validation = config.val.as_deref().map(str::parse::<Source>).transpose()?;
-    Dataset::load(&config.source()?, validation.as_ref(), tokenizer)
+    let report = RefCell::new(report);
+    let mut downloading = |progress| (report.borrow_mut())(progress_of(progress));
+    let mut hub = Hub::new(Settings::from_env()).report_to(&mut downloading);
+    let mut loading = |event| {
+        (report.borrow_mut())(match event {
+            LoadEvent::Tokenising { done, total } => Preparing::Progress { what: "tokenising".into(), done, total },
+            LoadEvent::Notice(notice) => Preparing::Notice(notice),
+        });
+    };
+    Loader::new(DATA_FOLDER).fetch_with(&mut hub).report_to(&mut loading).load(
+        &config.source()?,
+        validation.as_ref(),
+        tokenizer,
+    )
 }
 
 /// An engine for `config` at its first step, from FP32 initial weights.

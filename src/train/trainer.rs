@@ -12,7 +12,7 @@ use crate::telemetry::{
 };
 use crate::train::config::Config;
 use crate::train::sample::Sampler;
-use crate::train::setup::{self, ModelSource};
+use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
 use crate::train::{probe, records};
 use crate::{Error, Result};
@@ -64,16 +64,33 @@ struct Progress {
 }
 
 impl Trainer {
-    /// A run of `config`, at its first step. Until [`Trainer::attach`] nothing is written anywhere.
-    pub fn new(config: Config) -> Result<Self> {
-        let source = ModelSource::open(&config)?;
-        let dataset = setup::dataset(&config, &source.tokenizer)?;
+    /// A run of `config`, at its first step. Until [`Trainer::attach`] nothing is written into a run's folder.
+    pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
+        let source = ModelSource::open(&config, report)?;
         let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
         setup::check_weights(&masters, &config)?;
-        Self::with_parts(config, source, &dataset, masters)
+        Self::with_parts(config, source, masters, report)
     }
 
-    fn with_parts(config: Config, source: ModelSource, dataset: &Dataset, masters: Parameters) -> Result<Self> {
+    /// The run of `config`, going on from `checkpoint`. An error names the field in which model, policy or data differ
+    /// from the saved run's.
+    pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
+        let source = ModelSource::of_checkpoint(&config, checkpoint)?;
+        let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
+        let mut trainer = Self::with_parts(config, source, masters, report)?;
+        trainer.load(checkpoint)?;
+        Ok(trainer)
+    }
+
+    fn with_parts(
+        mut config: Config,
+        source: ModelSource,
+        masters: Parameters,
+        report: &mut Report<'_>,
+    ) -> Result<Self> {
+        let dataset = setup::dataset(&config, &source.tokenizer, report)?;
+        // What `main` was today is what this run is repeated with.
+        config.revision = source.commit.or(config.revision);
         let train = &config.train;
         let (batch_size, seq_len) = (train.batch_size, train.seq_len);
         let loader = BatchLoader::new(dataset.train.clone(), batch_size, seq_len, config.seed)?;
@@ -138,6 +155,11 @@ impl Trainer {
         self.progress.checkpoint.as_deref()
     }
 
+    /// The configuration in force, with the model's revision pinned.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
     /// The engine, for comparisons.
     pub fn engine(&self) -> &Engine {
         &self.engine
@@ -148,8 +170,8 @@ impl Trainer {
         self.total_steps
     }
 
-    /// Goes on from a checkpoint. An error names the field in which model, policy or data differ from the saved run's.
-    pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+    /// Takes over a checkpoint's state.
+    fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();
         state.check_identity(&self.identity, checkpoint.path())?;
         if checkpoint.config().parameter_shapes() != self.engine.model.config().parameter_shapes() {

@@ -31,18 +31,17 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path) -> Res
     }
     let mut config = config.clone();
     config.train.steps = Some(steps);
-    let mut straight = Trainer::new(config.clone())?;
+    let mut straight = Trainer::new(config.clone(), &mut |_| ())?;
     straight.advance(steps)?;
 
-    let mut first = Trainer::new(config.clone())?;
+    let mut first = Trainer::new(config.clone(), &mut |_| ())?;
     first.attach(Run::open(folder.join("verify-resume"))?, Emitter::new(None));
     first.advance(at)?;
     first.save()?;
     let saved = first.checkpoint().map(Path::to_path_buf);
     drop(first);
     let Some(saved) = saved else { return Err(Error::checkpoint(folder, "no checkpoint was written")) };
-    let mut second = Trainer::new(config)?;
-    second.resume(&Checkpoint::open(&saved)?)?;
+    let mut second = Trainer::resume(config, &Checkpoint::open(&saved)?, &mut |_| ())?;
     second.advance(steps - at)?;
     compare(&straight, &second)
 }

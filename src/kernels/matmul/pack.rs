@@ -10,7 +10,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::super::convert::Element;
-use super::super::isa::{Isa, vectorize};
+use super::super::isa::vectorize;
 use super::Operand;
 
 /// An operand's lines; see the module's description.
@@ -240,19 +240,27 @@ fn gather_pairs(elements: &[bf16], units: &mut [u32]) {
 /// `target[u * stride + l] = block[l][u]` for the first `lines` lines and `units` units.
 #[inline]
 fn transpose(block: &[[u32; BLOCK]; 8], lines: usize, units: usize, target: &mut [u32], stride: usize) {
-    let mut done = 0;
-    #[cfg(target_arch = "x86_64")]
-    if lines == 8 && Isa::current() >= Isa::Avx2 {
-        done = units / 8 * 8;
-        assert!(done == 0 || target.len() >= (done - 1) * stride + 8);
-        // SAFETY: the CPU has AVX2, and the target has room for `done` units of 8 lines.
-        unsafe { transpose_avx2(block, done, target.as_mut_ptr(), stride) };
-    }
+    let done = if lines == 8 { transpose_eights(block, units, target, stride) } else { 0 };
     for unit in done..units {
         for (line, target) in target[unit * stride..][..lines].iter_mut().enumerate() {
             *target = block[line][unit];
         }
     }
+}
+
+/// [`transpose`] for eight lines and as many units as vector instructions take; returns how many those are.
+#[inline]
+fn transpose_eights(block: &[[u32; BLOCK]; 8], units: usize, target: &mut [u32], stride: usize) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
+        let done = units / 8 * 8;
+        assert!(done == 0 || target.len() >= (done - 1) * stride + 8);
+        // SAFETY: the CPU has AVX2, and the target has room for `done` units of 8 lines.
+        unsafe { transpose_avx2(block, done, target.as_mut_ptr(), stride) };
+        return done;
+    }
+    let _ = (block, units, target, stride);
+    0
 }
 
 /// [`transpose`] for eight lines and a multiple of eight units.

@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Runs `finetune bench` and a PyTorch step of the same shape in turn, A B A B, and prints the ratio of their speeds.
+
+    benches/compare_torch.py --peer PATH/torch_step.py --python PATH/python3 \\
+        --shapes 32x32,8x128 --dtypes fp32,bf16,fp16 --rounds 5
+
+The peer script takes `--batch --seq --dtype --impl --steps --warmup --threads` and prints one JSON object with
+`tokens_per_s` and `peak_rss_mib`. Each round starts both programs afresh, so that whatever else the machine does falls on
+both; the ratio of a round is of neighbours in time. Reported are medians with the smallest and largest round.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+# Our dtype, and the peer's that a user would otherwise take: FP16 on a CPU is held against the peer's FP32, because the
+# peer's own FP16 falls back to a reference loop there.
+PEER_DTYPE = {"fp32": "f32", "bf16": "bf16_amp", "fp16": "f32"}
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--finetune", default="target/release/finetune", help="our program")
+    parser.add_argument("--peer", required=True, help="the PyTorch script")
+    parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch")
+    parser.add_argument("--library-path", default="", help="LD_LIBRARY_PATH of that Python")
+    parser.add_argument("--preload", default="", help="LD_PRELOAD of that Python, such as tcmalloc's library")
+    parser.add_argument("--peer-flags", default="", help="more flags of the peer, such as `--compile`")
+    parser.add_argument("--peer-dtype", default="", help="the peer's dtype, where not the usual one")
+    parser.add_argument("--shapes", default="32x32", help="batch x sequence, separated by commas")
+    parser.add_argument("--dtypes", default="fp32,bf16,fp16", help="ours, separated by commas")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", help="append every report to this file, one object a line")
+    return parser.parse_args()
+
+
+def run(command, environment=None):
+    """The JSON object that a command prints last."""
+    result = subprocess.run(command, env={**os.environ, **(environment or {})}, capture_output=True, text=True)
+    if result.returncode != 0:
+        sys.exit(f"`{' '.join(command)}` failed with {result.returncode}:\n{result.stderr[-2000:]}")
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def ours(a, batch, seq, dtype):
+    return run(
+        [a.finetune, "bench", "--model", "distilgpt2", "--dtype", dtype, "--batch-size", batch, "--seq-len", seq]
+        + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads)]
+    )
+
+
+def theirs(a, batch, seq, dtype):
+    environment = {"OMP_NUM_THREADS": str(a.threads)}
+    if a.library_path:
+        environment["LD_LIBRARY_PATH"] = a.library_path
+    if a.preload:
+        environment["LD_PRELOAD"] = a.preload
+    return run(
+        [a.python, a.peer, "--impl", "nano", "--dtype", dtype, "--batch", batch, "--seq", seq]
+        + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads)]
+        + a.peer_flags.split(),
+        environment,
+    )
+
+
+def compare(a, shape, dtype):
+    batch, seq = shape.split("x")
+    peer_dtype = a.peer_dtype or PEER_DTYPE[dtype]
+    pairs = []
+    for _ in range(a.rounds):
+        pair = ours(a, batch, seq, dtype), theirs(a, batch, seq, peer_dtype)
+        pairs.append(pair)
+        if a.json:
+            with open(a.json, "a", encoding="utf-8") as log:
+                log.writelines(json.dumps(report) + "\n" for report in pair)
+    ratios = [own["tokens_per_s"] / peer["tokens_per_s"] for own, peer in pairs]
+    median = lambda side, key: statistics.median(pair[side][key] for pair in pairs)
+    print(
+        f"{shape:>7}  {dtype:5} {median(0, 'tokens_per_s'):8.0f}  {peer_dtype:9} {median(1, 'tokens_per_s'):8.0f}  "
+        f"{statistics.median(ratios):5.2f}  ({min(ratios):.2f}–{max(ratios):.2f})  "
+        f"{100 * median(0, 'share_of_peak'):5.1f} %  "
+        f"{median(0, 'peak_rss_mib'):6.0f}  {median(1, 'peak_rss_mib'):6.0f}",
+        flush=True,
+    )
+
+
+def main():
+    a = arguments()
+    print("  shape  ours   tokens/s  peer      tokens/s  ratio  (spread)     of peak  MiB ours, peer")
+    for dtype in a.dtypes.split(","):
+        for shape in a.shapes.split(","):
+            compare(a, shape, dtype)
+
+
+if __name__ == "__main__":
+    main()

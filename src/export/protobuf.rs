@@ -1,0 +1,71 @@
+//! As much of the protocol buffers' encoding as an ONNX graph needs:
+//! <https://protobuf.dev/programming-guides/encoding>.
+
+/// A message under construction.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Message(Vec<u8>);
+
+impl Message {
+    /// The encoded fields.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// Appends an integer field.
+    pub(super) fn int(mut self, field: u32, value: i64) -> Self {
+        self.varint(u64::from(field) << 3);
+        self.varint(value as u64);
+        self
+    }
+
+    /// Appends a field of type float.
+    pub(super) fn float(mut self, field: u32, value: f32) -> Self {
+        self.varint(u64::from(field) << 3 | 5);
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+
+    /// Appends a field of type string or bytes.
+    pub(super) fn put(mut self, field: u32, value: impl AsRef<[u8]>) -> Self {
+        let value = value.as_ref();
+        self.varint(u64::from(field) << 3 | 2);
+        self.varint(value.len() as u64);
+        self.0.extend(value);
+        self
+    }
+
+    /// Appends a message as a field.
+    pub(super) fn message(self, field: u32, value: &Self) -> Self {
+        self.put(field, value.bytes())
+    }
+
+    /// Appends a repeated field.
+    pub(super) fn each<T>(self, values: impl IntoIterator<Item = T>, put: impl Fn(Self, T) -> Self) -> Self {
+        values.into_iter().fold(self, put)
+    }
+
+    fn varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.0.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.0.push(value as u8);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The examples of the encoding's description.
+    #[test]
+    fn fields_are_encoded_as_described() {
+        assert_eq!(Message::default().int(1, 150).bytes(), [0x08, 0x96, 0x01]);
+        assert_eq!(Message::default().put(2, "testing").bytes(), b"\x12\x07testing");
+        let inner = Message::default().int(1, 150);
+        assert_eq!(Message::default().message(3, &inner).bytes(), [0x1a, 0x03, 0x08, 0x96, 0x01]);
+        let minus_two = Message::default().int(1, -2);
+        assert_eq!(minus_two.bytes(), [0x08, 0xfe, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01]);
+        assert_eq!(Message::default().float(1, 1.0).bytes(), [0x0d, 0, 0, 0x80, 0x3f]);
+    }
+}

@@ -1,0 +1,360 @@
+//! What a user gets for a mistake: one clear message, exit code 2, and nothing written.
+//!
+//! A test runs the program in a folder full of broken things and keeps each command line with its message in a snapshot.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+/// A working folder, and what was said in it.
+struct Desk {
+    folder: tempfile::TempDir,
+    said: String,
+}
+
+impl Desk {
+    /// A folder with a model, a text and broken versions of both.
+    fn new() -> Self {
+        let desk = Self { folder: tempfile::tempdir().unwrap(), said: String::new() };
+        desk.write("text.txt", "some words to learn from ".repeat(40));
+        desk.write("short.txt", "abc");
+        desk.write("empty.txt", "");
+        desk.write("blank.txt", " \n\t\n");
+        desk.write("latin1.txt", b"one\ntwo caf\xE9\n");
+        desk.write("not-json.jsonl", "{\"text\": \"fine\"}\nnot json\n");
+        desk.write("no-text.jsonl", "{\"title\": \"no text here\"}\n");
+        desk.write("no.parquet", "not parquet");
+        desk.model("model", |_| {});
+        desk
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, name: &str, contents: impl AsRef<[u8]>) {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, contents).unwrap();
+    }
+
+    /// A Hugging Face folder with a byte-sized vocabulary, its configuration changed by `change`.
+    fn model(&self, name: &str, change: impl FnOnce(&mut Value)) {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
+        let mut config: Value = serde_json::from_slice(&fs::read(golden.join("config.json")).unwrap()).unwrap();
+        change(&mut config);
+        self.write(&format!("{name}/config.json"), config.to_string());
+        self.write(&format!("{name}/model.safetensors"), fs::read(golden.join("model.safetensors")).unwrap());
+        self.write(&format!("{name}/tokenizer.json"), finetune::data::Tokenizer::byte().json());
+    }
+
+    /// A run of one step in `checkpoints/NAME`.
+    fn run(&self, name: &str, more: &[&str]) {
+        let mut command = self.command(&["--model", "model", "--data", "text.txt", "--run", name, "--steps", "1"]);
+        command.args(["--seq-len", "8", "--batch-size", "2", "--set", "train.sample_tokens=0"]).args(more);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        command.current_dir(self.folder.path()).args(arguments).env("HF_HUB_OFFLINE", "1");
+        command.env_remove("FINETUNE_ISA").env_remove("COLUMNS").stdin(std::process::Stdio::null());
+        command
+    }
+
+    /// Every file with its contents, but for caches of tokens, which depend on nothing but the text.
+    fn tree(&self) -> BTreeMap<PathBuf, Vec<u8>> {
+        fn walk(folder: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
+            for entry in fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    found.insert(path.clone(), Vec::new());
+                    walk(&path, found);
+                } else {
+                    found.insert(path.clone(), fs::read(&path).unwrap());
+                }
+            }
+        }
+        let mut found = BTreeMap::new();
+        walk(self.folder.path(), &mut found);
+        found.retain(|path, _| !path.starts_with(self.path("data")));
+        found
+    }
+
+    /// Runs a line that must be refused, and notes what it says.
+    fn refuse(&mut self, line: &str) {
+        let arguments: Vec<&str> = line.split(' ').map(|word| if word == "''" { "" } else { word }).collect();
+        let before = self.tree();
+        let output = self.command(&arguments).output().unwrap();
+        let (said, complaint) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert_eq!(output.status.code(), Some(2), "finetune {line}\n{said}{complaint}");
+        assert!(said.is_empty(), "finetune {line} wrote to standard output: {said}");
+        assert_eq!(complaint.matches("error: ").count(), 1, "finetune {line}: one message\n{complaint}");
+        assert!(complaint.starts_with("error: "), "finetune {line}\n{complaint}");
+        assert!(!complaint.contains("panicked"), "finetune {line}\n{complaint}");
+        let after = self.tree();
+        let changed: Vec<_> = after.iter().filter(|(path, bytes)| before.get(*path) != Some(bytes)).collect();
+        assert!(changed.is_empty() && before.len() == after.len(), "finetune {line} changed the folder: {changed:?}");
+        let folder = self.folder.path().display().to_string();
+        writeln!(self.said, "$ finetune {line}\n{}\n", complaint.trim_end().replace(&folder, "[FOLDER]")).unwrap();
+    }
+
+    fn refuse_all(&mut self, lines: &[&str]) {
+        for line in lines {
+            self.refuse(line);
+        }
+    }
+}
+
+#[test]
+fn nonsense_in_a_flag() {
+    let mut desk = Desk::new();
+    desk.refuse_all(&[
+        "--no-such-flag",
+        "--bach-size 4",
+        "no-such-command",
+        "--batch-size many",
+        "--batch-size 0",
+        "--batch-size=-3",
+        "--seq-len 0",
+        "--seq-len 1e3",
+        "--grad-accum 0",
+        "--epochs=-1",
+        "--epochs forever",
+        "--epochs nan",
+        "--steps=-5",
+        "--lr=-0.1",
+        "--lr fast",
+        "--lr inf",
+        "--weight-decay=-1",
+        "--max-grad-norm=-1",
+        "--dtype fp8",
+        "--dtype p=f32,c=f16",
+        "--schedule sometimes",
+        "--warmup-steps=-1",
+        "--init-scale 0",
+        "--init-scale=-2",
+        "--growth-interval 0",
+        "--seed=-1",
+        "--threads 0",
+        "--threads all",
+        "--device tpu",
+        "--device cuda",
+        "--log-every 0",
+        "--save-every=-1",
+        "--run ../elsewhere",
+        "--run ''",
+        "--init sometimes",
+        "--plain --progress",
+    ]);
+    insta::assert_snapshot!("flags", desk.said);
+}
+
+#[test]
+fn nonsense_in_a_configuration() {
+    let mut desk = Desk::new();
+    desk.write("unknown-key.toml", "[train]\nseqlen = 8\n");
+    desk.write("unknown-section.toml", "[trainer]\nsteps = 8\n");
+    desk.write("wrong-type.toml", "[train]\nsteps = \"ten\"\n");
+    desk.write("not.toml", "steps: 8\n");
+    desk.write("latin1.toml", b"model = \"caf\xE9\"\n");
+    desk.refuse_all(&[
+        "--config missing.toml",
+        "--config model",
+        "--config not.toml",
+        "--config latin1.toml",
+        "--config unknown-key.toml",
+        "--config unknown-section.toml",
+        "--config wrong-type.toml",
+        "--set steps",
+        "--set =4",
+        "--set train.step=4",
+        "--set train=4",
+        "--set train.steps=many",
+        "--set train.steps=[1,2]",
+        "--set scaler.backoff_factor=2",
+        "--set scaler.growth_factor=0.5",
+        "--set optimizer.betas=[0.9]",
+        "--set optimizer.betas=[0.9,1.0]",
+        "--set optimizer.eps=-1",
+        "--set dropout.residual=1.5",
+        "--set checkpoint.keep_last=0",
+        "--set telemetry.tensors_every=0",
+        "--set schedule.warmup_ratio=2",
+        "config --set scaler.on_overflow=panic",
+    ]);
+    insta::assert_snapshot!("configuration", desk.said);
+}
+
+#[test]
+fn a_model_that_is_none() {
+    let mut desk = Desk::new();
+    desk.write("no-config/model.safetensors", "");
+    desk.write("bad-config/config.json", "{\"model_type\": ");
+    desk.model("llama", |config| config["model_type"] = json!("llama"));
+    desk.model("odd-heads", |config| config["n_head"] = json!(5));
+    desk.model("wider", |config| config["n_embd"] = json!(64));
+    desk.model("deeper", |config| config["n_layer"] = json!(4));
+    desk.model("shallower", |config| config["n_layer"] = json!(2));
+    desk.model("relu", |config| config["activation_function"] = json!("relu"));
+    desk.model("no-tokenizer", |_| {});
+    fs::remove_file(desk.path("no-tokenizer/tokenizer.json")).unwrap();
+    desk.model("bad-tokenizer", |_| {});
+    desk.write("bad-tokenizer/tokenizer.json", "{}");
+    desk.model("truncated", |_| {});
+    let weights = fs::read(desk.path("model/model.safetensors")).unwrap();
+    desk.write("truncated/model.safetensors", &weights[..weights.len() / 2]);
+    desk.model("garbage", |_| {});
+    desk.write("garbage/model.safetensors", "this is no model");
+    desk.model("no-weights", |_| {});
+    fs::remove_file(desk.path("no-weights/model.safetensors")).unwrap();
+    desk.model("pickled", |_| {});
+    fs::rename(desk.path("pickled/model.safetensors"), desk.path("pickled/pytorch_model.bin")).unwrap();
+    // A tokenizer of 300 words does not fit a model of 257 rows.
+    let vocab: serde_json::Map<String, Value> = (0..300).map(|id| (format!("w{id}"), id.into())).collect();
+    let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "w0"});
+    let large = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null, "decoder": null, "model": model});
+    desk.write("large.json", large.to_string());
+    desk.refuse_all(&[
+        "--model no-config",
+        "--model bad-config",
+        "--model llama",
+        "--model odd-heads",
+        "--model wider",
+        "--model deeper",
+        "--model shallower",
+        "--model relu",
+        "--model no-tokenizer",
+        "--model bad-tokenizer",
+        "--model truncated",
+        "--model garbage",
+        "--model no-weights",
+        "--model pickled",
+        "--model text.txt",
+        "--model such-a-name --init random",
+        "--model gpt2 --init random",
+        "--model model --tokenizer missing.json",
+        "--model model --tokenizer text.txt",
+        "--model model --tokenizer large.json",
+        "--model model --data text.txt --seq-len 41",
+        "--seq-len 129",
+    ]);
+    insta::assert_snapshot!("models", desk.said);
+}
+
+#[test]
+fn a_text_that_is_none() {
+    let mut desk = Desk::new();
+    fs::create_dir(desk.path("nothing")).unwrap();
+    desk.refuse_all(&[
+        "--data missing.txt",
+        "--data ''",
+        "--data empty.txt",
+        "--data blank.txt",
+        "--data latin1.txt",
+        "--data short.txt",
+        "--data not-json.jsonl",
+        "--data no-text.jsonl",
+        "--data no.parquet",
+        "--data nothing",
+        "--data *.md",
+        "--data ftp://host/file",
+        "--data hf://models/a/b",
+        "--data text.txt --val missing.txt",
+        "--data text.txt --val short.txt",
+    ]);
+    insta::assert_snapshot!("texts", desk.said);
+}
+
+#[test]
+fn a_resume_into_something_else() {
+    let mut desk = Desk::new();
+    desk.model("other", |_| {});
+    desk.write("other.txt", "some other words to learn from ".repeat(40));
+    desk.run("good", &[]);
+    desk.run("future", &[]);
+    let manifest = desk.path("checkpoints/future/step-000001/manifest.json");
+    let newer = fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 1", "\"format_version\": 99");
+    fs::write(&manifest, newer.replace("\"format_version\":1", "\"format_version\":99")).unwrap();
+    desk.run("broken", &[]);
+    let weights = desk.path("checkpoints/broken/step-000001/master.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    fs::create_dir_all(desk.path("checkpoints/none")).unwrap();
+    desk.refuse_all(&[
+        "--resume missing",
+        "--resume text.txt",
+        "--resume model",
+        "--resume checkpoints/none",
+        "--resume checkpoints/good --model other",
+        "--resume checkpoints/good --dtype bf16",
+        "--resume checkpoints/good --data other.txt",
+        "--resume checkpoints/good --config missing.toml",
+        "--resume checkpoints/good --set optimiser.lr=1",
+        "--resume checkpoints/future",
+        "--resume checkpoints/future/step-000001",
+        "--resume checkpoints/broken",
+        "--resume checkpoints/broken/step-000001",
+        "--resume --run none",
+        "--resume --checkpoint-dir nowhere",
+        "--run good",
+        "verify-resume --at 0",
+        "verify-resume --steps 4 --at 4",
+    ]);
+    insta::assert_snapshot!("resume", desk.said);
+}
+
+#[test]
+fn a_model_that_cannot_be_used() {
+    let mut desk = Desk::new();
+    desk.run("good", &[]);
+    desk.run("broken", &[]);
+    desk.write("checkpoints/broken/step-000001/model.safetensors", "damaged");
+    desk.refuse_all(&[
+        "generate",
+        "generate missing",
+        "generate distilgpt2",
+        "generate text.txt",
+        "generate checkpoints/broken",
+        "generate checkpoints/broken/step-000001",
+        "generate checkpoints/good --dtype fp8",
+        "generate checkpoints/good --temperature=-1",
+        "generate checkpoints/good --temperature warm",
+        "generate checkpoints/good --top-k 0",
+        "generate checkpoints/good --top-p 1.5",
+        "generate checkpoints/good --repetition-penalty 0",
+        "generate checkpoints/good --max-tokens some",
+        "generate checkpoints/good --threads 0",
+        "generate checkpoints/good --prompt a-prompt-of-more-than-forty-tokens-does-not-fit-its-context",
+        "generate model --tokenizer missing.json",
+        "eval model",
+        "eval missing --data text.txt",
+        "eval model --data missing.txt",
+        "eval model --data text.txt --seq-len 41",
+        "eval model --data text.txt --stride 0",
+        "eval model --data text.txt --seq-len 8 --stride 9",
+        "eval model --data text.txt --batch-size 0",
+        "completions",
+        "completions cmd.exe",
+        "doctor --yaml",
+    ]);
+    insta::assert_snapshot!("use", desk.said);
+}
+
+#[test]
+fn nonsense_in_the_environment() {
+    let mut desk = Desk::new();
+    let mut command = desk.command(&[]);
+    let output = command.env("FINETUNE_ISA", "mmx").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    desk.said = String::from_utf8(output.stderr).unwrap();
+    insta::assert_snapshot!("environment", desk.said);
+}

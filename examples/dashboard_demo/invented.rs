@@ -287,7 +287,9 @@ fn tensor(name: &str, count: u64, exponent: i32, peak: i32) -> TensorRecord {
 
 fn total(tensors: &[TensorRecord]) -> GradStats {
     let mut all = GradStats::default();
-    tensors.iter().for_each(|tensor| add(&mut all, tensor));
+    for tensor in tensors {
+        add(&mut all, tensor);
+    }
     all
 }
 

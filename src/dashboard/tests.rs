@@ -414,7 +414,7 @@ fn a_frame_is_drawn_in_milliseconds() {
     for _ in 0..20 {
         buffer(&view, Theme::truecolor(), (200, 60));
     }
-    let each = (thread_time() - began) / 20;
+    let each = thread_time().saturating_sub(began) / 20;
     // 5 ms in a release build; a test build is a few times slower.
     assert!(each < Duration::from_millis(if cfg!(debug_assertions) { 25 } else { 5 }), "{each:?}");
 }
@@ -451,7 +451,7 @@ fn open_long_log(steps: u64) -> (Duration, u64, ViewModel) {
     let mut source = Watched::new(&path, None);
     let mut view = ViewModel::new(Mode::Watching);
     while source.poll(&mut |msg| _ = update(&mut view, msg)).unwrap() {}
-    let took = thread_time() - began;
+    let took = thread_time().saturating_sub(began);
     (took, ProcessStats::now().rss_bytes.unwrap_or(0).saturating_sub(before), view)
 }
 

@@ -126,8 +126,8 @@ mod tests {
             let windows = Windows { seq_len, stride: stride.min(seq_len), batch_size: 1 };
             let mut hits = vec![0; tokens];
             for (start, done) in (0..windows.count(tokens)).map(|index| windows.at(index)) {
-                for target in start + 1 + done..=(start + seq_len).min(tokens - 1) {
-                    hits[target] += 1;
+                for hit in &mut hits[start + 1 + done..=(start + seq_len).min(tokens - 1)] {
+                    *hit += 1;
                 }
             }
             prop_assert!(hits.iter().skip(1).all(|&hits| hits == 1) && hits.first().is_none_or(|&hits| hits == 0));

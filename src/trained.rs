@@ -28,7 +28,7 @@ pub struct TrainedModel {
 enum Weights {
     Folder(ModelFolder),
     /// A full checkpoint, which has the FP32 masters.
-    Checkpoint(Checkpoint),
+    Checkpoint(Box<Checkpoint>),
 }
 
 impl TrainedModel {
@@ -47,7 +47,7 @@ impl TrainedModel {
         } else if path.join("config.toml").is_file() {
             let found = newest_good(path)?;
             damaged = found.damaged;
-            Weights::Checkpoint(found.checkpoint)
+            Weights::Checkpoint(Box::new(found.checkpoint))
         } else {
             Weights::Folder(ModelFolder::open(path)?)
         };
@@ -119,7 +119,7 @@ pub fn check_range(masters: &Parameters, origin: &str, dtype: Dtype) -> Result<(
 fn open_step(path: &Path) -> Result<Weights> {
     let is_full = path.join("state.json").exists() || path.join("master.safetensors").exists();
     if is_full {
-        return Ok(Weights::Checkpoint(Checkpoint::open(path)?));
+        return Ok(Weights::Checkpoint(Box::new(Checkpoint::open(path)?)));
     }
     match verify(path).into_iter().next() {
         Some(damage) => Err(damage.into()),

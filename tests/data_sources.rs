@@ -1,6 +1,6 @@
 //! Data as a run loads it: files of every kind to tokens, the token cache, many processes at once.
 
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "a test may panic")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

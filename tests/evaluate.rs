@@ -45,9 +45,9 @@ fn with_tokenizer(name: &str) -> tempfile::TempDir {
 fn text() -> String {
     let mut state = 7_u32;
     (0..300)
-        .map(|_| {
+        .flat_map(|_| {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            format!("{} ", char::from(b'a' + (state >> 24) as u8 % 26))
+            [char::from(b'a' + (state >> 24) as u8 % 26), ' ']
         })
         .collect()
 }

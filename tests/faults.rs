@@ -4,7 +4,7 @@
 //! kills the process before it. A process to kill is this test program again, started for [`child`] alone.
 
 #![cfg(unix)]
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking")]
 
 #[path = "support/checkpoint.rs"]
 mod support;

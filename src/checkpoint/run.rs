@@ -51,7 +51,7 @@ impl Run {
         let sequence = neighbours.unwrap_or(0) + 1;
         // Not worth failing for: on a full disk it is this that lets old checkpoints be pruned.
         let _ = sign(&mut lock, sequence);
-        let run = Self { sequence, path, disk, lock };
+        let run = Self { path, disk, sequence, lock };
         run.clear_leftovers()?;
         Ok(run)
     }

@@ -19,7 +19,7 @@ use crate::{Error, Result};
 /// Flags of the laboratory.
 #[derive(Args, Debug)]
 #[command(subcommand_value_name = "VIEW", subcommand_help_heading = "Views")]
-pub struct LabArgs {
+pub(crate) struct LabArgs {
     #[command(subcommand)]
     view: Option<View>,
     /// Print the report as JSON
@@ -140,7 +140,7 @@ struct MemoryArgs {
 }
 
 /// Prints a view, or shows the screen where none is named.
-pub fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
+pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let mut bench = Bench::default();
     let terminal = std::io::stdout().is_terminal();
     let Some(view) = &args.view else {

@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, Sender};
 
 /// How a run is shown. Without a flag: the dashboard where standard output is a terminal of 78×22 or more.
 #[derive(Args, Clone, Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub(crate) struct ShowArgs {
     /// The whole screen, however small
     #[arg(long, conflicts_with_all = ["plain", "progress"])]

@@ -156,10 +156,10 @@ impl<'a> Loader<'a> {
 
 /// SHA-256 over what decides the tokens: the tokenizer, and of every file its format and content.
 fn content_key(documents: &[Document], tokenizer: &Tokenizer) -> Result<String> {
-    let mut description = tokenizer.fingerprint();
+    let mut parts = vec![tokenizer.fingerprint()];
     for document in documents {
         document.open()?;
-        description += &format!("\n{:?} {}", document.format, Digest::of_file(&document.path)?.sha256);
+        parts.push(format!("{:?} {}", document.format, Digest::of_file(&document.path)?.sha256));
     }
-    Ok(Digest::of(description.as_bytes()).sha256)
+    Ok(Digest::of(parts.join("\n").as_bytes()).sha256)
 }

@@ -375,11 +375,11 @@ mod tests {
 
     fn write_parquet(path: &Path, names: &[&str], columns: &[&[&str]]) {
         use parquet::data_type::{ByteArray, ByteArrayType};
-        let fields: String = names.iter().map(|name| format!("required binary {name} (UTF8); ")).collect();
+        let fields = names.iter().map(|name| format!("required binary {name} (UTF8);")).collect::<Vec<_>>().join(" ");
         let schema = parquet::schema::parser::parse_message_type(&format!("message rows {{ {fields} }}")).unwrap();
         let file = File::create(path).unwrap();
         let mut writer =
-            parquet::file::writer::SerializedFileWriter::new(file, schema.into(), Default::default()).unwrap();
+            parquet::file::writer::SerializedFileWriter::new(file, schema.into(), std::sync::Arc::default()).unwrap();
         let mut group = writer.next_row_group().unwrap();
         for values in columns {
             let mut column = group.next_column().unwrap().unwrap();

@@ -52,7 +52,9 @@ impl TokenSource {
     /// If the ids asked for do not lie inside the view.
     pub fn read(&self, start: usize, out: &mut [u32]) {
         self.read_flagged(start, out);
-        out.iter_mut().for_each(|id| *id &= !CONTEXT_ONLY);
+        for id in out {
+            *id &= !CONTEXT_ONLY;
+        }
     }
 
     /// Like [`Self::read`], for tokens that are to be predicted: those outside the loss become [`IGNORE_INDEX`].

@@ -110,7 +110,7 @@ fn merge(value: &serde_json::Value) -> Option<String> {
     }
 }
 
-/// A parameter under its name in GGUF: Conv1D weights as `[out, in]`, vectors and positions in FP32.
+/// A parameter under its name in GGUF: `Conv1D` weights as `[out, in]`, vectors and positions in FP32.
 fn convert(name: &str, tensor: &Tensor, dtype: Dtype) -> Result<(String, QTensor)> {
     let linear = name.starts_with("h.") && tensor.rank() == 2;
     let tensor = tensor.to_dtype(DType::F32)?;

@@ -25,7 +25,7 @@ pub(super) const ATTEMPTS: u32 = 5;
 const MAX_REDIRECTS: usize = 5;
 
 /// A server that asks for a longer pause than this is not waited for.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
+const MAX_PAUSE: Duration = Duration::from_mins(1);
 
 /// Bytes that have to arrive while [`Settings::patience`] lasts; a slower server counts as silent.
 const MIN_BYTES: u64 = 16 << 10;

@@ -1,7 +1,7 @@
 //! The loop around the step: batches in, events and checkpoints out, wishes and signals heard between two steps.
 
 use crate::checkpoint::{Best, Checkpoint, Contents, FORMAT_VERSION, Identity, Keep, Kind, Run, State};
-use crate::data::{Batch, BatchLoader, Cursor, Dataset, EvalBatches, Tokenizer};
+use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
 use crate::kernels::isa::Isa;
 use crate::model::Parameters;
 use crate::optim::AdamWConfig;

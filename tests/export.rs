@@ -116,8 +116,7 @@ fn what_is_there_is_not_overwritten_and_nothing_half_done_stays() {
     let data = folder.path().join("y.onnx.data");
     std::fs::write(&data, "precious").unwrap();
     export(&trained, Dtype::F32, Format::Onnx, &folder.path().join("y.onnx")).unwrap_err();
-    let mut names: Vec<_> =
-        std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let mut names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["deep", "x.gguf", "y.onnx.data"]);
 }
@@ -255,7 +254,10 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
                 // From the same rounded weights, and from the exact ones.
                 let same = distance(&theirs, &values(&logits(&trained, dtype, &ids, length)));
                 let exact = distance(&theirs, &values(&logits(&trained, Dtype::F32, &ids, length)));
-                assert!(same < 1e-5 && exact < tolerance.max(1e-5), "{name}, {dtype}, {rows} × {length}: {same}, {exact}");
+                assert!(
+                    same < 1e-5 && exact < tolerance.max(1e-5),
+                    "{name}, {dtype}, {rows} × {length}: {same}, {exact}"
+                );
             }
         }
     }

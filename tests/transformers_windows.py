@@ -20,8 +20,9 @@ with open(tokens) as file:
 total, counted, predicted = 0.0, 0, 1
 for start in range(0, len(ids) - 1, stride):
     end = min(start + seq_len, len(ids) - 1)
+    inputs = ids[None, start:end]
     with torch.no_grad():
-        logits = model(ids[None, start:end]).logits[0]
+        logits = model(inputs, attention_mask=torch.ones_like(inputs)).logits[0]
     new = predicted - start - 1
     losses = torch.nn.functional.cross_entropy(logits[new:].double(), ids[start + 1 + new : end + 1], reduction="sum")
     total, counted, predicted = total + losses.item(), counted + end - start - new, end + 1

@@ -156,7 +156,7 @@ impl ConfigArgs {
         ];
         let mut out: Vec<_> = flags.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();
         for pair in &self.set {
-            let Some((key, value)) = pair.split_once('=') else {
+            let Some((key, value)) = pair.split_once('=').filter(|(key, _)| !key.trim().is_empty()) else {
                 return Err(Error::config("--set", format!("`{pair}` is not of the form key=value")));
             };
             // What is no TOML value is a string: `--set data=a.txt` needs no quotes.

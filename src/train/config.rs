@@ -366,7 +366,7 @@ impl Config {
         within("optimizer.lr", self.optimizer.lr, 0.0, 10.0)?;
         within("optimizer.eps", self.optimizer.eps, 0.0, 1.0)?;
         within("optimizer.weight_decay", self.optimizer.weight_decay, 0.0, 100.0)?;
-        within("optimizer.max_grad_norm", self.optimizer.max_grad_norm, 0.0, f64::MAX)?;
+        within("optimizer.max_grad_norm", self.optimizer.max_grad_norm, 0.0, 1e9)?;
         for beta in self.optimizer.betas {
             within("optimizer.betas", beta, 0.0, 1.0 - 1e-9)?;
         }
@@ -379,7 +379,12 @@ impl Config {
         if self.telemetry.tensors_every == 0 || self.telemetry.exponents_every == 0 || self.telemetry.log_every == 0 {
             return Err(Error::config("telemetry", "intervals are 1 step or more"));
         }
-        self.scaler.validate().map_err(|error| Error::config("scaler", error.to_string()))?;
+        self.scaler.validate().map_err(|error| {
+            // The scaler's own message begins with the key.
+            let message = error.to_string();
+            let (key, message) = message.split_once(": ").unwrap_or(("scaler", &message));
+            Error::config(key, message)
+        })?;
         if let Some(run) = &self.checkpoint.run
             && (run.is_empty() || run.starts_with('.') || run.contains(['/', '\\', '\0']))
         {

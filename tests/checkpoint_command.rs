@@ -56,7 +56,7 @@ fn list_shows_runs_with_the_latest_and_the_best() {
     assert_eq!(finetune(folder.path(), "list two").1.lines().count(), 2);
 
     let (code, _, err) = finetune(folder.path(), "list");
-    assert_eq!(code, 1, "{err}");
+    assert_eq!(code, 2, "{err}");
     assert!(err.contains("`checkpoints`"), "{err}");
     let (code, _, err) = finetune(folder.path(), "list one/step-000001");
     assert_eq!((code, err.as_str()), (2, "error: checkpoint `one/step-000001`: there is no checkpoint here\n"));

@@ -259,6 +259,8 @@ fn watch_follows_another_process_and_sees_it_killed() {
     terminal.signal("KILL");
     watcher.wait_for("✕ process gone");
     watcher.keys(&["q"]);
+    // What is typed before the prompt is back goes to the dashboard.
+    watcher.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
     watcher.assert_restored();
 }
 

@@ -83,12 +83,11 @@ fn child() {
         Ok(())
     });
     let mut run = Run::open_on(path, disk).unwrap();
-    match number("FAULTS_STEP") {
-        Some(step) => save_and_rotate(&mut run, step).unwrap(),
-        None => {
-            println!("locked");
-            std::thread::sleep(std::time::Duration::from_secs(60));
-        }
+    if let Some(step) = number("FAULTS_STEP") {
+        save_and_rotate(&mut run, step).unwrap();
+    } else {
+        println!("locked");
+        std::thread::sleep(std::time::Duration::from_mins(1));
     }
 }
 

@@ -254,7 +254,7 @@ fn bad_files(cache: &Path) -> Vec<PathBuf> {
 
 fn text(result: Result<ModelFiles>) -> String {
     let error = result.unwrap_err();
-    assert!(matches!(error, Error::Hub { .. }), "{error:?}");
+    assert!(matches!(error, Error::Hub { .. } | Error::Model { .. }), "{error:?}");
     error.to_string()
 }
 

@@ -11,16 +11,19 @@ pub(crate) struct ConfigArgs {
     /// A configuration file (TOML); see configs/
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// `tiny`, a Hugging Face folder, or an architecture with `--init random` [default: tiny]
+    /// `tiny`, a model of the Hugging Face Hub, a folder, or an architecture with `--init random` [default: tiny]
     #[arg(long, short, value_name = "NAME|FOLDER")]
     pub(crate) model: Option<String>,
+    /// The Hub's branch, tag or commit
+    #[arg(long, value_name = "REVISION")]
+    pub(crate) revision: Option<String>,
     /// Where initial weights come from: pretrained or random
     #[arg(long, value_name = "INIT")]
     pub(crate) init: Option<String>,
     /// A tokenizer.json in place of the model's own
     #[arg(long, value_name = "FILE")]
     pub(crate) tokenizer: Option<String>,
-    /// Training text: `grammar` or a file [default: grammar]
+    /// Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-` [default: grammar]
     #[arg(long, short, value_name = "TEXT")]
     pub(crate) data: Option<String>,
     /// Validation text; without it the last tenth of the training text
@@ -126,6 +129,7 @@ impl ConfigArgs {
         let float = |value: &Option<f64>| value.map(toml::Value::from);
         let flags = [
             ("model", text(&self.model)),
+            ("revision", text(&self.revision)),
             ("init", text(&self.init)),
             ("tokenizer", text(&self.tokenizer)),
             ("data", text(&self.data)),

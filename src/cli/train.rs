@@ -80,12 +80,16 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     })
 }
 
+/// Bytes below which work is over before anybody has read of it.
+const WORTH_TELLING: u64 = 4 << 20;
+
 /// Tells on standard error how the preparation goes; on a terminal progress stays on one line.
 fn tell(event: Preparing) {
     let mut err = stderr();
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     // Nothing depends on somebody reading this.
     match event {
+        Preparing::Progress { total, .. } if total < WORTH_TELLING => None,
         Preparing::Notice(notice) => writeln!(err, "{notice}").ok(),
         Preparing::Progress { what, done, total } if err.is_terminal() => {
             let end = if done >= total { "\n" } else { "" };

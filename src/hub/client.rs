@@ -347,7 +347,13 @@ impl Failure {
             Self::NotCached => format!("unset `HF_HUB_OFFLINE` to download it, or {ways_on}"),
             _ => ways_on.to_owned(),
         };
-        Error::hub(format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}; {advice}"))
+        // What the user asked for or allowed is at fault, or else the network.
+        let asked = matches!(
+            self,
+            Self::Denied(_) | Self::NoSuchRepo | Self::NoSuchRevision | Self::NoSuchFile | Self::NotCached
+        );
+        let (origin, message) = (format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}; {advice}"));
+        if asked { Error::model(origin, message) } else { Error::hub(origin, message) }
     }
 }
 

@@ -73,6 +73,11 @@ impl ModelSource {
         if Path::new(&config.model).is_dir() {
             return Self::in_folder(config, ModelFolder::open(&config.model)?, given, None);
         }
+        if Path::new(&config.model).exists() {
+            let message =
+                format!("`{}` is a file; give the folder that `config.json` and the weights are in", config.model);
+            return Err(Error::config("model", message));
+        }
         match (config.init, named) {
             (Init::Random, Some(shape)) => Self::checked(config, shape, given, None, Weights::Random),
             (Init::Random, None) => Err(unknown_architecture(&config.model)),

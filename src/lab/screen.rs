@@ -1,7 +1,7 @@
 //! The interactive laboratory: one tab a view, its parameters to move, its page below.
 //!
 //! What a tab shows is what `finetune lab VIEW` prints for the same parameters: the screen only assembles them and asks.
-//! State ([`model`]), keys ([`keys`]) and picture ([`view`]) are apart, so that tests drive all but the terminal.
+//! State (`model`), keys (`keys`) and picture (`view`) are apart, so that tests drive all but the terminal.
 
 mod keys;
 mod model;

@@ -356,7 +356,9 @@ impl Trainer {
         let mut record = records::step_record(report, &engine.survey, state.counters, tracker, next_lr, elapsed);
         record.tokens_per_s = report.targets as f64 / seconds;
         record.epoch = state.counters.tokens as f64 / self.loader.tokens_per_epoch().max(1) as f64;
-        record.rss_bytes = ProcessStats::now().rss_bytes;
+        let process = ProcessStats::now();
+        record.rss_bytes = process.rss_bytes;
+        record.cpu_seconds = process.cpu_seconds;
         let layout = state.weights.layout();
         let overflow = (report.outcome == Outcome::Skipped)
             .then(|| records::overflow(report, state.counters.step, layout, &engine.survey));
@@ -454,11 +456,16 @@ impl Trainer {
         };
         let saved = run.save(&contents, Kind::Full)?;
         let keep = Keep { last: self.config.checkpoint.keep_last, best: self.config.checkpoint.keep_best };
-        run.rotate(Kind::Full, keep)?;
+        let rotated = run.rotate(Kind::Full, keep);
         self.progress.saved_at = Some(step);
         self.progress.checkpoint = Some(saved.path.clone());
         let (bytes, seconds) = (saved.manifest.bytes(), began.elapsed().as_secs_f64());
-        self.emitter.emit(Event::Saved(Saved { step, path: saved.path.display().to_string(), bytes, seconds }))
+        self.emitter.emit(Event::Saved(Saved { step, path: saved.path.display().to_string(), bytes, seconds }))?;
+        if let Err(error) = rotated {
+            let message = format!("an older checkpoint could not be removed: {error}; training goes on");
+            self.emitter.emit(Event::Warning(Trouble { step, message }))?;
+        }
+        Ok(())
     }
 
     fn checkpoint_state(&self) -> State {

@@ -9,14 +9,16 @@ mod common {
     pub(crate) mod engine;
     pub(crate) mod golden;
     pub(crate) mod oracle;
+    pub(crate) mod python;
 }
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use candle_core::Device;
-use common::compare::skip;
 use common::golden::Case;
+use common::python::{python, run_script};
 use finetune::data::{Batch, BatchLoader, TokenSource, Tokenizer, grammar};
 use finetune::model::{Gpt2, Mode, Tokens, Workspace};
 use finetune::precision::PrecisionPolicy;
@@ -26,9 +28,7 @@ const STEPS: &str = "6";
 
 #[test]
 fn transformers_computes_the_same_loss_from_a_checkpoint() {
-    let Some(python) = std::env::var_os("FINETUNE_PYTHON").map(PathBuf::from).filter(|python| python.is_file()) else {
-        return skip("`FINETUNE_PYTHON` names no Python; `.ci/python-env DIR` makes one");
-    };
+    let Some(python) = python() else { return };
     let folder = tempfile::tempdir().unwrap();
     let batch = batch();
     let runs = [
@@ -102,10 +102,7 @@ fn ask_transformers(python: &Path, folders: &[PathBuf], batch: &Batch, file: &Pa
     let rows = |ids: &[u32]| ids.chunks(batch.seq_len).map(<[u32]>::to_vec).collect::<Vec<_>>();
     let text = json!({"inputs": rows(&batch.inputs), "targets": rows(&batch.targets)}).to_string();
     std::fs::write(file, text).unwrap();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/transformers_loss.py");
-    let output = Command::new(python).arg(script).arg(file).args(folders).env("HF_HUB_OFFLINE", "1").output().unwrap();
-    let (answer, complaint) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{complaint}");
-    serde_json::from_str(answer.lines().last().unwrap_or_default())
-        .unwrap_or_else(|e| panic!("{e}: {answer}{complaint}"))
+    let arguments: Vec<&OsStr> =
+        std::iter::once(file.as_os_str()).chain(folders.iter().map(|f| f.as_os_str())).collect();
+    serde_json::from_value(run_script(python, "transformers_loss.py", &arguments)).unwrap()
 }

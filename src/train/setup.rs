@@ -10,7 +10,6 @@ use crate::precision::GradScaler;
 use crate::train::config::{Config, Init};
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
-use crate::trained::check_range;
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::cell::RefCell;
@@ -203,9 +202,4 @@ pub fn engine(config: &Config, shape: &Gpt2Config, masters: Parameters, total_st
         exponents: true,
         survey: Survey::default(),
     })
-}
-
-/// Refuses initial weights that are not finite or that the compute type cannot hold, naming the tensor.
-pub fn check_weights(masters: &Parameters, config: &Config) -> Result<()> {
-    check_range(masters, &config.model, config.dtype.compute)
 }

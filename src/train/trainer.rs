@@ -15,6 +15,7 @@ use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
 use crate::train::{probe, records};
+use crate::trained::check_range;
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -68,7 +69,7 @@ impl Trainer {
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
         let source = ModelSource::open(&config, report)?;
         let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
-        setup::check_weights(&masters, &config)?;
+        check_range(&masters, &config.model, config.dtype.compute)?;
         Self::with_parts(config, source, masters, report)
     }
 

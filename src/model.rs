@@ -5,8 +5,10 @@ mod folder;
 mod gpt2;
 mod layers;
 mod parameters;
+mod watch;
 
 pub use config::Gpt2Config;
 pub use folder::ModelFolder;
 pub use gpt2::{Gpt2, KvCache, Mode, Tokens, Workspace, candle_dtype};
 pub use parameters::{Entry, Parameters};
+pub use watch::{Layer, Part, Place, Watch};

@@ -15,9 +15,9 @@ mod series;
 pub use command::Command;
 pub use emitter::Emitter;
 pub use event::{
-    Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Outcome, Overflow, Probe,
-    Record, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord, StepTime, TensorRecord,
-    Trouble, VERSION, Validation,
+    Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Origin, Outcome, Overflow,
+    Pass, Probe, Record, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord, StepTime,
+    TensorRecord, Trouble, VERSION, Validation,
 };
 pub use log::{EventLog, Poll, Tail, read};
 pub use process::{ProcessId, ProcessStats};

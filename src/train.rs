@@ -1,6 +1,8 @@
 //! Training: the recipe, the state it moves, and the loop around it.
 
+mod attribution;
 mod config;
+mod passes;
 mod probe;
 mod records;
 mod sample;

@@ -146,6 +146,7 @@ impl InventedRun {
                 loss,
                 max_abs,
                 tensors: overflowed,
+                origin: None,
             }));
         }
         self.invent_others(at, progress);

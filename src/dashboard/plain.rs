@@ -4,7 +4,9 @@
 
 use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
 use super::pace::Pace;
-use crate::telemetry::{Event, FinishReason, Finished, Overflow, Record, ScaleCause, ScaleMove, Started, StepRecord};
+use crate::telemetry::{
+    Event, FinishReason, Finished, Origin, Overflow, Record, ScaleCause, ScaleMove, Started, StepRecord,
+};
 use std::io::{self, Write};
 
 /// Writes a run's records as lines.
@@ -195,12 +197,33 @@ fn overflow_line(overflow: &Overflow) -> String {
         tensors.push(format!("+{}", overflow.tensors.len() - NAMED));
     }
     format!(
-        "overflow step={} loss={} scale={} largest_finite={} tensors={}",
+        "overflow step={} loss={} scale={} largest_finite={} {}tensors={}",
         overflow.step,
         loss(f64::from(overflow.loss)),
         scale_change(overflow.scale),
         magnitude(Some(overflow.max_abs)),
+        overflow.origin.as_ref().map_or_else(String::new, origin_pair),
         tensors.join(" ")
+    )
+}
+
+fn origin_pair(origin: &Origin) -> String {
+    const NAMED: usize = 8;
+    let named = &origin.samples[..origin.samples.len().min(NAMED)];
+    let mut samples: Vec<_> = named.iter().map(usize::to_string).collect();
+    if origin.samples.len() > NAMED {
+        samples.push(format!("+{}", origin.samples.len() - NAMED));
+    }
+    let samples = if samples.is_empty() { String::new() } else { format!(",samples={}", samples.join(";")) };
+    format!(
+        "origin={}:{}:{},inf={},nan={},largest_finite={},micro_batch={}{samples} ",
+        origin.pass,
+        origin.layer,
+        origin.tensor,
+        origin.inf,
+        origin.nan,
+        magnitude(Some(origin.max_abs)),
+        origin.micro_batch
     )
 }
 
@@ -241,7 +264,7 @@ fn finished_line(finished: &Finished) -> String {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use crate::telemetry::{GradStats, Outcome, TensorRecord, VERSION};
+    use crate::telemetry::{GradStats, Outcome, Pass, TensorRecord, VERSION};
 
     fn lines(log_every: u64, events: Vec<Event>) -> Vec<String> {
         let mut plain = Plain::new(Vec::new(), log_every);
@@ -289,6 +312,7 @@ mod tests {
             scale: ScaleMove { cause: ScaleCause::BackedOff, from: 65536.0, to: 32768.0 },
             max_abs: 65504.0,
             tensors: ["a", "b", "c", "d", "e", "f"].map(tensor).to_vec(),
+            origin: None,
         };
         let skipped = StepRecord { step: 3, outcome: Outcome::Skipped, ..Default::default() };
         let found = lines(128, vec![Event::Step(Box::new(skipped)), Event::Overflow(overflow)]);
@@ -297,6 +321,31 @@ mod tests {
             line,
             "overflow step=3 loss=4.500 scale=2^16->2^15 largest_finite=6.6e4 tensors=a:inf=3,nan=1 b:inf=3,nan=1 \
              c:inf=3,nan=1 d:inf=3,nan=1 +2"
+        );
+    }
+
+    #[test]
+    fn an_overflow_that_was_traced_names_its_origin() {
+        let origin = Origin {
+            pass: Pass::Backward,
+            layer: "h.3.mlp.c_fc".into(),
+            tensor: "input_gradient".into(),
+            count: 64,
+            inf: 2,
+            nan: 1,
+            max_abs: 65504.0,
+            micro_batch: 1,
+            samples: (0..11).collect(),
+        };
+        let overflow = Overflow { step: 3, origin: Some(origin), ..Default::default() };
+        let found = lines(128, vec![Event::Overflow(overflow)]);
+        assert!(
+            found[0].contains(
+                "largest_finite=0.0e0 origin=backward:h.3.mlp.c_fc:input_gradient,inf=2,nan=1,largest_finite=6.6e4,\
+                 micro_batch=1,samples=0;1;2;3;4;5;6;7;+3 tensors="
+            ),
+            "{}",
+            found[0]
         );
     }
 

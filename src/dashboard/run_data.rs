@@ -6,8 +6,8 @@ use super::plain::announcement;
 use super::theme::Role;
 use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy};
 use crate::telemetry::{
-    Event, Finished, GradStats, Outcome, Overflow, Probe, Record, Saved, ScaleCause, ScaleMove, Series, StairCase,
-    Started, StepRecord, TensorRecord,
+    Event, Finished, GradStats, Origin, Outcome, Overflow, Probe, Record, Saved, ScaleCause, ScaleMove, Series,
+    StairCase, Started, StepRecord, TensorRecord,
 };
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
@@ -86,6 +86,8 @@ pub(super) struct OverflowRow {
     pub(super) tensors: Vec<String>,
     /// How many more there are.
     pub(super) more: usize,
+    /// Where it began, if it was traced.
+    pub(super) origin: Option<Origin>,
 }
 
 /// Something that happened, in words.
@@ -277,7 +279,8 @@ impl RunData {
         self.tensors.overflowed(&overflow);
         let more = overflow.tensors.len().saturating_sub(NAMED);
         let tensors = overflow.tensors.into_iter().take(NAMED).map(|tensor| tensor.name).collect();
-        keep(&mut self.overflows, OverflowRow { step: overflow.step, scale: overflow.scale, tensors, more }, OVERFLOWS);
+        let Overflow { step, scale, origin, .. } = overflow;
+        keep(&mut self.overflows, OverflowRow { step, scale, tensors, more, origin }, OVERFLOWS);
     }
 
     /// The average of the last batches' losses; `None` before the first.

@@ -11,7 +11,8 @@ use super::theme::Theme;
 use super::view;
 use super::watch::Watched;
 use crate::telemetry::{
-    self, Command, Event, EventLog, FinishReason, ProcessStats, Record, Saved, Started, StepRecord, VERSION,
+    self, Command, Event, EventLog, FinishReason, Origin, Overflow, Pass, ProcessStats, Record, Saved, Started,
+    StepRecord, VERSION,
 };
 use invented::{Invented, InventedRun};
 use ratatui::buffer::{Buffer, Cell};
@@ -122,6 +123,21 @@ fn a_real_overflow_can_be_read_off() {
     assert!(list.contains("1 2^24→2^23  ") && list.contains("8 2^17→2^16  h.0.attn.c_proj.bias   +2"), "{list}");
     let stairs: Vec<_> = view.run().scale.points().iter().map(|point| point.value.log2()).collect();
     assert!(stairs.len() > 6 && stairs.windows(2).all(|pair| pair[1] == pair[0] - 1.0), "{stairs:?}");
+}
+
+#[test]
+fn a_traced_overflow_names_pass_and_layer_in_list_and_events() {
+    let mut view = running();
+    for (step, pass, layer) in [(1801, Pass::Forward, "h.0.attn"), (1802, Pass::Backward, "h.3.mlp.c_fc")] {
+        let origin = Origin { pass, layer: layer.into(), tensor: "output".into(), ..Origin::default() };
+        let overflow = Overflow { step, origin: Some(origin), ..Overflow::default() };
+        update(&mut view, record(Event::Overflow(overflow)));
+    }
+    let list = picture(&view, FULL);
+    assert!(list.contains("  ← h.3.mlp.c_fc") && list.contains("  → h.0.attn"), "{list}");
+    press(&mut view, "4");
+    let events = picture(&view, (200, 36));
+    assert!(events.contains("origin=backward:h.3.mlp.c_fc:output,"), "{events}");
 }
 
 #[test]

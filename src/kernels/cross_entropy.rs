@@ -66,14 +66,29 @@ pub struct HeadGradient<'a> {
     pub dweight: &'a Tensor,
 }
 
+/// What the head computes on its way, for who looks for overflows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadTensor {
+    /// A tile of logits.
+    Logits,
+    /// Their gradient, in their place.
+    LogitsGradient,
+    /// The tile's rows of the input's gradient.
+    InputGradient,
+    /// The weight's gradient, complete.
+    WeightGradient,
+}
+
 /// Sum of the losses `-log softmax(x · weightᵀ)[target]` over rows whose target is not [`IGNORE`], for `x [N, D]` and
-/// `weight [V, D]`. With `gradient`, its products too.
+/// `weight [V, D]`. With `gradient`, its products too. `saw` is shown each tensor as it is made, with the row its first
+/// row is of the whole; [`HeadTensor`] names them in this order.
 pub fn head(
     x: &Tensor,
     weight: &Tensor,
     targets: &[u32],
     workspace: &HeadWorkspace,
     gradient: Option<HeadGradient<'_>>,
+    mut saw: impl FnMut(HeadTensor, usize, &Tensor) -> Result<()>,
 ) -> Result<f64> {
     let ((rows, width), (vocab, _)) = (x.dims2()?, weight.dims2()?);
     if let Some(target) = targets.iter().find(|&&t| t != IGNORE && t as usize >= vocab) {
@@ -89,17 +104,23 @@ pub fn head(
             let weight = Operand::new(weight, vocab, width);
             let logits = workspace.logits.narrow(0, 0, count)?;
             product(x, weight.transposed(), &logits, Epilogue::default())?;
+            saw(HeadTensor::Logits, first, &logits)?;
             let losses = workspace.losses.narrow(0, first, count)?;
             loss_rows(&logits, &targets[first..first + count], &losses, gradient.map(|g| g.seed))?;
             if let Some(gradient) = gradient {
+                saw(HeadTensor::LogitsGradient, first, &logits)?;
                 let dx = gradient.dx.narrow(0, first, count)?;
                 let dweight = workspace.weight_sum.as_ref().unwrap_or(gradient.dweight);
                 backward_tile::<T>(&logits, x, weight, &dx, dweight, first > 0)?;
+                saw(HeadTensor::InputGradient, first, &dx)?;
             }
         }
     });
-    if let (Some(gradient), Some(sum)) = (gradient, &workspace.weight_sum) {
-        copy(sum, gradient.dweight)?;
+    if let Some(gradient) = gradient {
+        if let Some(sum) = &workspace.weight_sum {
+            copy(sum, gradient.dweight)?;
+        }
+        saw(HeadTensor::WeightGradient, 0, gradient.dweight)?;
     }
     let losses = read(&workspace.losses)?;
     Ok(losses.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())

@@ -8,12 +8,13 @@ mod decode;
 pub use decode::KvCache;
 
 use crate::kernels::attention::{self, Shape};
-use crate::kernels::cross_entropy::{HeadGradient, HeadWorkspace, head};
+use crate::kernels::cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace, head};
 use crate::kernels::dropout::Dropout;
 use crate::kernels::{embedding, gelu, residual, view};
 use crate::model::config::Gpt2Config;
 use crate::model::layers::{LayerNorm, Linear, Normed, position};
 use crate::model::parameters::Parameters;
+use crate::model::watch::{Layer, Part, Place, Watch};
 use crate::precision::{Dtype, PrecisionPolicy};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -190,8 +191,8 @@ impl Gpt2 {
     /// The model of `config` over parameters laid out as `layout`'s.
     pub fn new(config: &Gpt2Config, layout: &Parameters) -> Result<Self> {
         let block = |i: usize| -> Result<Block> {
-            let norm = |name: &str| LayerNorm::new(layout, &format!("h.{i}.{name}"), config.layer_norm_epsilon);
-            let linear = |name: &str| Linear::new(layout, &format!("h.{i}.{name}"));
+            let norm = |name| LayerNorm::new(layout, Layer::inner(i, name), config.layer_norm_epsilon);
+            let linear = |name| Linear::new(layout, Layer::inner(i, name));
             Ok(Block {
                 ln_1: norm("ln_1")?,
                 c_attn: linear("attn.c_attn")?,
@@ -207,7 +208,7 @@ impl Gpt2 {
             wte,
             wpe: position(layout, "wpe.weight")?,
             blocks: (0..config.n_layer).map(block).collect::<Result<_>>()?,
-            ln_f: LayerNorm::new(layout, "ln_f", config.layer_norm_epsilon)?,
+            ln_f: LayerNorm::new(layout, Layer::outer("ln_f"), config.layer_norm_epsilon)?,
             lm_head: if config.tie_word_embeddings { wte } else { position(layout, "lm_head.weight")? },
         })
     }
@@ -239,36 +240,53 @@ impl Gpt2 {
 
     /// From tokens to the head's input, [`Workspace::hidden`].
     pub fn forward(&self, weights: &Parameters, tokens: Tokens<'_>, mode: Mode, ws: &mut Workspace) -> Result<()> {
+        self.forward_watched(weights, tokens, mode, ws, &mut ())
+    }
+
+    /// [`Self::forward`] before the eyes of `watch`.
+    pub fn forward_watched(
+        &self,
+        weights: &Parameters,
+        tokens: Tokens<'_>,
+        mode: Mode,
+        ws: &mut Workspace,
+        watch: &mut impl Watch,
+    ) -> Result<()> {
         self.check(tokens, ws)?;
         let shape = self.shape(ws);
         let config = &self.config;
         let first = ws.blocks.first().map_or(&ws.output, |block| &block.input);
         let dropout = mode.dropout(config.embd_pdrop, EMBEDDING_SITE);
         embedding::forward(&weights[self.wte], &weights[self.wpe], tokens.ids, tokens.seq_len, dropout, first)?;
+        watch.saw_part(EMBEDDING, Part::Output, first)?;
         for (i, (block, acts)) in self.blocks.iter().zip(&ws.blocks).enumerate() {
             let site = Sites::of(i);
-            block.ln_1.forward(weights, &acts.input, &acts.ln_1)?;
-            block.c_attn.forward(weights, &acts.ln_1.out, &acts.qkv)?;
+            block.ln_1.forward(weights, &acts.input, &acts.ln_1, watch)?;
+            block.c_attn.forward(weights, &acts.ln_1.out, &acts.qkv, watch)?;
             let dropout = mode.dropout(config.attn_pdrop, site.attention);
             attention::forward(shape, &acts.qkv, dropout, &acts.attended, &acts.lse)?;
-            block.attn_c_proj.forward(weights, &acts.attended, &ws.branch)?;
+            watch.saw_part(Layer::inner(i, ATTENTION), Part::Output, &acts.attended)?;
+            block.attn_c_proj.forward(weights, &acts.attended, &ws.branch, watch)?;
             let dropout = mode.dropout(config.resid_pdrop, site.attention_out);
             residual::add(&acts.input, &ws.branch, dropout, &acts.middle)?;
+            watch.saw_part(Layer::inner(i, ATTENTION_SUM), Part::Output, &acts.middle)?;
 
-            block.ln_2.forward(weights, &acts.middle, &acts.ln_2)?;
-            block.c_fc.forward(weights, &acts.ln_2.out, &acts.fc)?;
+            block.ln_2.forward(weights, &acts.middle, &acts.ln_2, watch)?;
+            block.c_fc.forward(weights, &acts.ln_2.out, &acts.fc, watch)?;
             gelu::forward(&acts.fc, &acts.gelu)?;
-            block.mlp_c_proj.forward(weights, &acts.gelu, &ws.branch)?;
+            watch.saw_part(Layer::inner(i, GELU), Part::Output, &acts.gelu)?;
+            block.mlp_c_proj.forward(weights, &acts.gelu, &ws.branch, watch)?;
             let dropout = mode.dropout(config.resid_pdrop, site.mlp_out);
             let next = ws.blocks.get(i + 1).map_or(&ws.output, |block| &block.input);
             residual::add(&acts.middle, &ws.branch, dropout, next)?;
+            watch.saw_part(Layer::inner(i, MLP_SUM), Part::Output, next)?;
         }
-        self.ln_f.forward(weights, &ws.output, &ws.ln_f)
+        self.ln_f.forward(weights, &ws.output, &ws.ln_f, watch)
     }
 
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
     pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
-        head(&ws.ln_f.out, &weights[self.lm_head], targets, &ws.head, None)
+        head(&ws.ln_f.out, &weights[self.lm_head], targets, &ws.head, None, |_, _, _| Ok(()))
     }
 
     /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target.
@@ -280,9 +298,30 @@ impl Gpt2 {
         ws: &mut Workspace,
         grads: &Parameters,
     ) -> Result<f64> {
+        self.loss_and_head_gradient_watched(weights, targets, seed, ws, grads, &mut ())
+    }
+
+    /// [`Self::loss_and_head_gradient`] before the eyes of `watch`.
+    pub fn loss_and_head_gradient_watched(
+        &self,
+        weights: &Parameters,
+        targets: &[u32],
+        seed: f32,
+        ws: &mut Workspace,
+        grads: &Parameters,
+        watch: &mut impl Watch,
+    ) -> Result<f64> {
         let Some(buffers) = &ws.backward else { bail!("this workspace has no buffers for a backward pass") };
         let gradient = HeadGradient { seed, dx: &buffers.narrow, dweight: &grads[self.lm_head] };
-        head(&ws.ln_f.out, &weights[self.lm_head], targets, &ws.head, Some(gradient))
+        head(&ws.ln_f.out, &weights[self.lm_head], targets, &ws.head, Some(gradient), |tensor, first_token, values| {
+            let part = match tensor {
+                HeadTensor::Logits => Part::Output,
+                HeadTensor::LogitsGradient => Part::OutputGradient,
+                HeadTensor::InputGradient => Part::InputGradient,
+                HeadTensor::WeightGradient => Part::WeightGradient,
+            };
+            watch.saw(Place { layer: HEAD, part, first_token }, values)
+        })
     }
 
     /// From the head's input back to the embeddings, after [`Self::loss_and_head_gradient`]; writes every gradient.
@@ -294,6 +333,19 @@ impl Gpt2 {
         ws: &mut Workspace,
         grads: &Parameters,
     ) -> Result<()> {
+        self.backward_watched(weights, tokens, mode, ws, grads, &mut ())
+    }
+
+    /// [`Self::backward`] before the eyes of `watch`.
+    pub fn backward_watched(
+        &self,
+        weights: &Parameters,
+        tokens: Tokens<'_>,
+        mode: Mode,
+        ws: &mut Workspace,
+        grads: &Parameters,
+        watch: &mut impl Watch,
+    ) -> Result<()> {
         self.check(tokens, ws)?;
         let shape = self.shape(ws);
         let config = &self.config;
@@ -301,28 +353,34 @@ impl Gpt2 {
         let BackwardBuffers { stream, narrow, qkv, wide, order } = buffers;
         let branch = &ws.branch;
         view::write(stream, |mut stream| stream.zero())?;
-        self.ln_f.backward(weights, &ws.output, &ws.ln_f, narrow, stream, grads)?;
+        self.ln_f.backward(weights, &ws.output, &ws.ln_f, narrow, stream, grads, watch)?;
         for (i, (block, acts)) in self.blocks.iter().zip(&ws.blocks).enumerate().rev() {
             let site = Sites::of(i);
             residual::branch_gradient(stream, mode.dropout(config.resid_pdrop, site.mlp_out), branch)?;
-            block.mlp_c_proj.backward(weights, &acts.gelu, branch, wide, grads)?;
+            watch.saw_part(block.mlp_c_proj.layer(), Part::OutputGradient, branch)?;
+            block.mlp_c_proj.backward(weights, &acts.gelu, branch, wide, grads, watch)?;
             gelu::backward(&acts.fc, wide)?;
-            block.c_fc.backward(weights, &acts.ln_2.out, wide, narrow, grads)?;
-            block.ln_2.backward(weights, &acts.middle, &acts.ln_2, narrow, stream, grads)?;
+            watch.saw_part(Layer::inner(i, GELU), Part::InputGradient, wide)?;
+            block.c_fc.backward(weights, &acts.ln_2.out, wide, narrow, grads, watch)?;
+            block.ln_2.backward(weights, &acts.middle, &acts.ln_2, narrow, stream, grads, watch)?;
 
             residual::branch_gradient(stream, mode.dropout(config.resid_pdrop, site.attention_out), branch)?;
-            block.attn_c_proj.backward(weights, &acts.attended, branch, narrow, grads)?;
+            watch.saw_part(block.attn_c_proj.layer(), Part::OutputGradient, branch)?;
+            block.attn_c_proj.backward(weights, &acts.attended, branch, narrow, grads, watch)?;
             let dropout = mode.dropout(config.attn_pdrop, site.attention);
             attention::backward(shape, narrow, &acts.qkv, &acts.attended, &acts.lse, dropout, qkv)?;
-            block.c_attn.backward(weights, &acts.ln_1.out, qkv, narrow, grads)?;
-            block.ln_1.backward(weights, &acts.input, &acts.ln_1, narrow, stream, grads)?;
+            watch.saw_part(Layer::inner(i, ATTENTION), Part::InputGradient, qkv)?;
+            block.c_attn.backward(weights, &acts.ln_1.out, qkv, narrow, grads, watch)?;
+            block.ln_1.backward(weights, &acts.input, &acts.ln_1, narrow, stream, grads, watch)?;
         }
         if !config.tie_word_embeddings {
             view::write(&grads[self.wte], |mut dwte| dwte.zero())?;
         }
         let dropout = mode.dropout(config.embd_pdrop, EMBEDDING_SITE);
         let (dwte, dwpe) = (&grads[self.wte], &grads[self.wpe]);
-        embedding::backward(stream, tokens.ids, tokens.seq_len, dropout, order, dwte, dwpe)
+        embedding::backward(stream, tokens.ids, tokens.seq_len, dropout, order, dwte, dwpe)?;
+        watch.saw_part(EMBEDDING, Part::WeightGradient, dwte)?;
+        watch.saw_part(Layer::outer("wpe"), Part::WeightGradient, dwpe)
     }
 
     /// The logits `[rows, V]` (compute type) of `hidden [rows, D]`, a part of [`Workspace::hidden`].
@@ -333,6 +391,14 @@ impl Gpt2 {
         Ok(logits)
     }
 }
+
+const EMBEDDING: Layer = Layer::outer("wte");
+const HEAD: Layer = Layer::outer("lm_head");
+/// What a block does beside its layers with parameters.
+const ATTENTION: &str = "attn";
+const ATTENTION_SUM: &str = "attn.residual";
+const GELU: &str = "mlp.gelu";
+const MLP_SUM: &str = "mlp.residual";
 
 const EMBEDDING_SITE: usize = 0;
 

@@ -3,6 +3,7 @@
 
 use crate::kernels::{layer_norm, linear, view};
 use crate::model::parameters::Parameters;
+use crate::model::watch::{Layer, Part, Watch};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// The index of `name` among the parameters.
@@ -16,6 +17,7 @@ pub(crate) fn position(parameters: &Parameters, name: &str) -> Result<usize> {
 /// Layer normalisation with weight and bias.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LayerNorm {
+    layer: Layer,
     weight: usize,
     bias: usize,
     eps: f32,
@@ -42,19 +44,27 @@ impl Normed {
 }
 
 impl LayerNorm {
-    /// The layer norm whose parameters are `<name>.weight` and `<name>.bias`.
-    pub(crate) fn new(parameters: &Parameters, name: &str, eps: f64) -> Result<Self> {
-        let weight = position(parameters, &format!("{name}.weight"))?;
-        Ok(Self { weight, bias: position(parameters, &format!("{name}.bias"))?, eps: eps as f32 })
+    /// The layer norm whose parameters are `<layer>.weight` and `<layer>.bias`.
+    pub(crate) fn new(parameters: &Parameters, layer: Layer, eps: f64) -> Result<Self> {
+        let weight = position(parameters, &format!("{layer}.weight"))?;
+        Ok(Self { layer, weight, bias: position(parameters, &format!("{layer}.bias"))?, eps: eps as f32 })
     }
 
     /// Normalises the rows of `x [N, D]` into `normed`.
-    pub(crate) fn forward(&self, weights: &Parameters, x: &Tensor, normed: &Normed) -> Result<()> {
+    pub(crate) fn forward(
+        &self,
+        weights: &Parameters,
+        x: &Tensor,
+        normed: &Normed,
+        watch: &mut impl Watch,
+    ) -> Result<()> {
         let (weight, bias) = (&weights[self.weight], &weights[self.bias]);
-        layer_norm::forward(x, weight, bias, self.eps, &normed.out, &normed.mean, &normed.rstd)
+        layer_norm::forward(x, weight, bias, self.eps, &normed.out, &normed.mean, &normed.rstd)?;
+        watch.saw_part(self.layer, Part::Output, &normed.out)
     }
 
     /// Adds to `dx` the gradient with respect to `x`, given that of the output, `dy`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, and who watches")]
     pub(crate) fn backward(
         &self,
         weights: &Parameters,
@@ -63,29 +73,40 @@ impl LayerNorm {
         dy: &Tensor,
         dx: &Tensor,
         grads: &Parameters,
+        watch: &mut impl Watch,
     ) -> Result<()> {
         let (dweight, dbias) = (&grads[self.weight], &grads[self.bias]);
-        layer_norm::backward(dy, x, &weights[self.weight], &normed.mean, &normed.rstd, dx, dweight, dbias)
+        layer_norm::backward(dy, x, &weights[self.weight], &normed.mean, &normed.rstd, dx, dweight, dbias)?;
+        watch.saw_part(self.layer, Part::WeightGradient, dweight)?;
+        watch.saw_part(self.layer, Part::BiasGradient, dbias)?;
+        watch.saw_part(self.layer, Part::InputGradient, dx)
     }
 }
 
 /// A fully connected layer with `Conv1D` weights `[in, out]` and a bias.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Linear {
+    layer: Layer,
     weight: usize,
     bias: usize,
 }
 
 impl Linear {
-    /// The layer whose parameters are `<name>.weight` and `<name>.bias`.
-    pub(crate) fn new(parameters: &Parameters, name: &str) -> Result<Self> {
-        let weight = position(parameters, &format!("{name}.weight"))?;
-        Ok(Self { weight, bias: position(parameters, &format!("{name}.bias"))? })
+    /// The layer whose parameters are `<layer>.weight` and `<layer>.bias`.
+    pub(crate) fn new(parameters: &Parameters, layer: Layer) -> Result<Self> {
+        let weight = position(parameters, &format!("{layer}.weight"))?;
+        Ok(Self { layer, weight, bias: position(parameters, &format!("{layer}.bias"))? })
+    }
+
+    /// Its name.
+    pub(crate) const fn layer(&self) -> Layer {
+        self.layer
     }
 
     /// `y = x · weight + bias`.
-    pub(crate) fn forward(&self, weights: &Parameters, x: &Tensor, y: &Tensor) -> Result<()> {
-        linear::forward(x, &weights[self.weight], &weights[self.bias], y)
+    pub(crate) fn forward(&self, weights: &Parameters, x: &Tensor, y: &Tensor, watch: &mut impl Watch) -> Result<()> {
+        linear::forward(x, &weights[self.weight], &weights[self.bias], y)?;
+        watch.saw_part(self.layer, Part::Output, y)
     }
 
     /// Writes the gradients of weight, bias and `x`, given that of the output, `dy`.
@@ -96,8 +117,13 @@ impl Linear {
         dy: &Tensor,
         dx: &Tensor,
         grads: &Parameters,
+        watch: &mut impl Watch,
     ) -> Result<()> {
-        linear::backward_weight(x, dy, &grads[self.weight], &grads[self.bias])?;
-        linear::backward_input(dy, &weights[self.weight], dx)
+        let (dweight, dbias) = (&grads[self.weight], &grads[self.bias]);
+        linear::backward_weight(x, dy, dweight, dbias)?;
+        watch.saw_part(self.layer, Part::WeightGradient, dweight)?;
+        watch.saw_part(self.layer, Part::BiasGradient, dbias)?;
+        linear::backward_input(dy, &weights[self.weight], dx)?;
+        watch.saw_part(self.layer, Part::InputGradient, dx)
     }
 }

@@ -11,6 +11,7 @@ use super::float;
 use super::process::ProcessId;
 use crate::precision::{ExponentHistogram, GradScalerConfig, ScaleChange, TensorStats};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// The version of the log's format, written as `v` on every line.
 pub const VERSION: u32 = 1;
@@ -388,6 +389,54 @@ pub struct Overflow {
     pub max_abs: f32,
     /// The tensors with infinities or NaNs, in parameter order.
     pub tensors: Vec<TensorRecord>,
+    /// Where it began, if that was looked for and found.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub origin: Option<Origin>,
+}
+
+/// The first tensor of a step, in order of computation, that was not finite. Found by running the step's passes again.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Origin {
+    /// The pass.
+    pub pass: Pass,
+    /// The layer or operation: `h.3.mlp.c_fc`, `h.3.attn`, `lm_head`.
+    pub layer: String,
+    /// What of it: `output`, or the gradient of its `output`, `input`, `weight` or `bias`, such as `input_gradient`.
+    pub tensor: String,
+    /// Elements.
+    pub count: u64,
+    /// Infinities.
+    pub inf: u64,
+    /// NaNs.
+    pub nan: u64,
+    /// Largest finite magnitude.
+    pub max_abs: f32,
+    /// The micro-batch of the step, from 0.
+    pub micro_batch: usize,
+    /// The sequences of the micro-batch with infinities or NaNs, from 0. Empty for a weight's or bias's gradient, which
+    /// is a sum over all of them.
+    pub samples: Vec<usize>,
+}
+
+/// Half of a step's computation.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pass {
+    /// From tokens to the loss.
+    #[default]
+    Forward,
+    /// From the loss to gradients.
+    Backward,
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+        })
+    }
 }
 
 /// A look at the validation text.
@@ -567,6 +616,9 @@ mod tests {
         let event = Event::Step(Box::new(StepRecord { grads: stats, tensors, ..Default::default() }));
         assert_eq!(round_trip(event.clone()).1.event, event);
         let event = Event::Finished(Finished { val_loss: Some(1.5), ..Default::default() });
+        assert_eq!(round_trip(event.clone()).1.event, event);
+        let origin = Origin { pass: Pass::Backward, layer: "h.0.attn".into(), samples: vec![1], ..Default::default() };
+        let event = Event::Overflow(Overflow { origin: Some(origin), ..Default::default() });
         assert_eq!(round_trip(event.clone()).1.event, event);
         let event = Event::Paused { step: 3 };
         assert_eq!(round_trip(event.clone()).1.event, event);

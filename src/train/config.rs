@@ -159,7 +159,6 @@ pub struct CheckpointSection {
 /// What is looked at, and how often.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[expect(clippy::struct_field_names, reason = "each is an interval, and the key says so")]
 pub struct TelemetrySection {
     /// Steps between two printed lines where there is no dashboard.
     pub log_every: u64,
@@ -169,6 +168,8 @@ pub struct TelemetrySection {
     pub exponents_every: u64,
     /// Steps between two FP32 probes; 0 for none.
     pub probe_every: u64,
+    /// Whether the passes of an overflowing step run once more, to find the tensor where it began.
+    pub attribute_overflows: bool,
 }
 
 impl Default for Config {
@@ -234,7 +235,7 @@ impl Default for CheckpointSection {
 
 impl Default for TelemetrySection {
     fn default() -> Self {
-        Self { log_every: 128, tensors_every: 16, exponents_every: 1, probe_every: 0 }
+        Self { log_every: 128, tensors_every: 16, exponents_every: 1, probe_every: 0, attribute_overflows: true }
     }
 }
 

@@ -6,10 +6,11 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::kernels::view::read;
-use crate::model::{Mode, Parameters, Tokens, Workspace};
+use crate::model::{Mode, Workspace};
 use crate::optim::{Gradients, Survey};
 use crate::precision::PrecisionPolicy;
 use crate::telemetry::{FlushedTensor, Probe};
+use crate::train::passes::passes;
 use crate::train::records::grad_stats;
 use crate::train::step::Engine;
 use candle_core::{Device, Tensor};
@@ -26,41 +27,22 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
     let exact = Gradients::new(&config.parameter_shapes(), PrecisionPolicy::FP32, 1, &Device::Cpu)?;
     let scale = engine.state.scaler.scale();
     let step = engine.state.counters.step;
-    let mode = Mode::Train { seed: engine.seed, draw: step << 16 };
-    backward(engine, batch, mode, scale)?;
-    let masters = engine.state.masters.parameters();
-    pass(&engine.model, masters, batch, mode, 1.0, &mut workspace, exact.born())?;
+    let mode = Mode::Train { seed: engine.seed, draw: engine.state.counters.draw(0) };
+    let seed = |scale: f32| scale / batch.target_count.max(1) as f32;
+    let Engine { model, state, grads, workspace: stored, .. } = engine;
+    passes(model, &state.weights, batch, mode, seed(scale), stored, grads.born(), &mut ())?;
+    let masters = state.masters.parameters();
+    passes(model, masters, batch, mode, seed(1.0), &mut workspace, exact.born(), &mut ())?;
 
     let mut survey = Survey::default();
     exact.survey(true, &mut survey)?;
     let layout = masters.layout();
     let tensors = layout
         .iter()
-        .zip(exact.born().tensors().iter().zip(engine.grads.born().tensors()))
+        .zip(exact.born().tensors().iter().zip(grads.born().tensors()))
         .map(|(entry, (exact, stored))| flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
     Ok(Probe { step: step + 1, loss_scale: scale, grads: grad_stats(&survey.total), tensors })
-}
-
-fn backward(engine: &mut Engine, batch: &Batch, mode: Mode, scale: f32) -> Result<()> {
-    let Engine { model, state, workspace, grads, .. } = engine;
-    pass(model, &state.weights, batch, mode, scale, workspace, grads.born())
-}
-
-fn pass(
-    model: &crate::model::Gpt2,
-    weights: &Parameters,
-    batch: &Batch,
-    mode: Mode,
-    scale: f32,
-    workspace: &mut Workspace,
-    grads: &Parameters,
-) -> Result<()> {
-    let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
-    model.forward(weights, tokens, mode, workspace)?;
-    let seed = scale / batch.target_count.max(1) as f32;
-    model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads)?;
-    Ok(model.backward(weights, tokens, mode, workspace, grads)?)
 }
 
 fn flushed(name: &str, exact: &Tensor, stored: &Tensor) -> Result<FlushedTensor> {

@@ -5,7 +5,7 @@ use crate::model::Entry;
 use crate::optim::Survey;
 use crate::precision::ScaleChange;
 use crate::telemetry::{
-    GradStats, Outcome as RecordedOutcome, Overflow, ScaleCause, ScaleMove, StepRecord, StepTime, TensorRecord,
+    GradStats, Origin, Outcome as RecordedOutcome, Overflow, ScaleCause, ScaleMove, StepRecord, StepTime, TensorRecord,
 };
 use crate::train::state::Counters;
 use crate::train::step::{Outcome, StepReport};
@@ -90,7 +90,13 @@ pub(super) fn step_record(
 }
 
 /// The tensors that were not finite in a skipped step.
-pub(super) fn overflow(report: &StepReport, step: u64, layout: &[Entry], survey: &Survey) -> Overflow {
+pub(super) fn overflow(
+    report: &StepReport,
+    step: u64,
+    layout: &[Entry],
+    survey: &Survey,
+    origin: Option<Origin>,
+) -> Overflow {
     let broken = layout.iter().zip(&survey.tensors).filter(|(_, survey)| !survey.stats.is_finite());
     Overflow {
         step,
@@ -98,5 +104,6 @@ pub(super) fn overflow(report: &StepReport, step: u64, layout: &[Entry], survey:
         loss: report.loss as f32,
         max_abs: survey.total.stats.max_abs,
         tensors: broken.map(|(entry, survey)| tensor_record(entry, survey)).collect(),
+        origin,
     }
 }

@@ -32,6 +32,11 @@ pub struct Counters {
 }
 
 impl Counters {
+    /// Numbers the next step's micro-batches over the whole run: each draws its own dropout masks.
+    pub fn draw(self, micro_batch: usize) -> u64 {
+        self.step << 16 | micro_batch as u64
+    }
+
     /// Steps whose gradients were not finite.
     pub fn skipped(self) -> u64 {
         self.step - self.updates

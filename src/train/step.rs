@@ -89,7 +89,7 @@ impl Engine {
         grads.clear();
         for (i, batch) in micro_batches.iter().enumerate() {
             let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
-            let mode = Mode::Train { seed: self.seed, draw: state.counters.step << 16 | i as u64 };
+            let mode = Mode::Train { seed: self.seed, draw: state.counters.draw(i) };
             let clock = Instant::now();
             // 1. Forward in the compute type; the loss in FP32.
             model.forward(&state.weights, tokens, mode, workspace)?;

@@ -7,14 +7,14 @@ use crate::model::Parameters;
 use crate::optim::AdamWConfig;
 use crate::precision::{GradScaler, OnOverflow, ScaleChange};
 use crate::telemetry::{
-    Command, Cpu, Emitter, Event, FinishReason, Finished, ModelShape, ProcessId, ProcessStats, SampleText, Saved,
-    ScalerSettings, Started, Trouble, Validation,
+    Command, Cpu, Emitter, Event, FinishReason, Finished, ModelShape, Overflow, ProcessId, ProcessStats, SampleText,
+    Saved, ScalerSettings, Started, Trouble, Validation,
 };
 use crate::train::config::Config;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
-use crate::train::{probe, records};
+use crate::train::{attribution, probe, records};
 use crate::trained::check_range;
 use crate::{Error, Result};
 use serde_json::json;
@@ -319,12 +319,19 @@ impl Trainer {
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
             self.progress.retry = Some(cursor);
         }
-        self.record(&report, began)?;
+        let origin = if skipped && self.config.telemetry.attribute_overflows {
+            attribution::origin(&mut self.engine, &self.micro_batches[..used], &report)?
+        } else {
+            None
+        };
+        let layout = self.engine.state.weights.layout();
+        let step = self.engine.state.counters.step;
+        let overflow = skipped.then(|| records::overflow(&report, step, layout, &self.engine.survey, origin));
         self.progress.last_loss = report.loss;
-        if self.engine.state.scaler.is_stuck() {
-            return Err(self.diverged(&report));
-        }
-        Ok(())
+        let diverged =
+            overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
+        self.record(&report, overflow, began)?;
+        diverged.map_or(Ok(()), Err)
     }
 
     /// Fills the micro-batches of the next step, and says where they begin; an epoch's last step may have fewer.
@@ -343,7 +350,7 @@ impl Trainer {
         self.micro_batches.iter().position(|batch| batch.ends_epoch).map_or(self.micro_batches.len(), |last| last + 1)
     }
 
-    fn record(&mut self, report: &StepReport, began: Instant) -> Result<()> {
+    fn record(&mut self, report: &StepReport, overflow: Option<Overflow>, began: Instant) -> Result<()> {
         let engine = &self.engine;
         let state = &engine.state;
         let elapsed = began.elapsed();
@@ -360,11 +367,8 @@ impl Trainer {
         let process = ProcessStats::now();
         record.rss_bytes = process.rss_bytes;
         record.cpu_seconds = process.cpu_seconds;
-        let layout = state.weights.layout();
-        let overflow = (report.outcome == Outcome::Skipped)
-            .then(|| records::overflow(report, state.counters.step, layout, &engine.survey));
         if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {
-            record.tensors = records::tensor_records(layout, &engine.survey);
+            record.tensors = records::tensor_records(state.weights.layout(), &engine.survey);
         }
         self.emitter.emit(Event::Step(Box::new(record)))?;
         match overflow {
@@ -373,17 +377,20 @@ impl Trainer {
         }
     }
 
-    fn diverged(&self, report: &StepReport) -> Error {
-        let step = self.engine.state.counters.step;
+    fn diverged(&self, last: &Overflow) -> Error {
+        let step = last.step;
         let streak = self.engine.state.scaler.state().floor_streak;
         let scale = self.engine.state.scaler.scale();
-        let layout = self.engine.state.weights.layout();
-        let overflow = records::overflow(report, step, layout, &self.engine.survey);
-        let cause = if report.loss.is_finite() {
-            let first = overflow.tensors.last().map_or("a gradient", |tensor| tensor.name.as_str());
-            format!("the loss is finite, but `{first}` and {} tensors in all overflow", overflow.tensors.len())
+        let origin = last.origin.as_ref().map_or_else(String::new, |origin| {
+            format!(" (first the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
+        });
+        let cause = if last.loss.is_finite() {
+            let first = last.tensors.last().map_or("a gradient", |tensor| tensor.name.as_str());
+            format!("the loss is finite, but `{first}` and {} tensors in all overflow{origin}", last.tensors.len())
         } else {
-            "the forward pass is not finite, which no loss scale can cure; lower the learning rate, or use bf16".into()
+            format!(
+                "the forward pass is not finite{origin}, which no loss scale can cure; lower the learning rate, or use bf16"
+            )
         };
         let good = self.progress.checkpoint.as_ref().map_or_else(
             || "no checkpoint was written yet".to_owned(),

@@ -46,7 +46,7 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path) -> Res
     compare(&straight, &second)
 }
 
-fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
+pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
     let (a, b) = (&a.engine().state, &b.engine().state);
     let mut proof = ResumeProof { tensors: 0, elements: 0, skipped: a.counters.skipped(), differences: Vec::new() };
     compare_all("weights", &a.weights, &b.weights, &mut proof)?;

@@ -1,11 +1,12 @@
-//! The skipped steps, newest first: what the scale became, and in which tensors it happened.
+//! The skipped steps, newest first: what the scale became, and in which tensors it happened. Where the overflow was
+//! traced, an arrow tells the pass it began in, forward or backward, and the name is that of the layer.
 
 use crate::dashboard::format;
 use crate::dashboard::pad::Pad;
 use crate::dashboard::run_data::OverflowRow;
 use crate::dashboard::state::ViewModel;
 use crate::dashboard::theme::Role;
-use crate::telemetry::ScaleCause;
+use crate::telemetry::{Origin, Pass, ScaleCause};
 
 /// Draws the panel.
 pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
@@ -26,7 +27,7 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         let x = inner.text(0, y, "✕", Role::Overflow);
         let x = inner.text(x + 1, y, &format!("{:>digits$} ", row.step), Role::Text);
         let x = inner.text(x, y, &change(row, wide), Role::Overflow);
-        let x = inner.text(x + 1 + u16::from(wide), y, row.tensors.first().map_or("-", String::as_str), Role::Text);
+        let x = inner.text(x + 1 + u16::from(wide), y, &place(row), Role::Text);
         let more = row.more + row.tensors.len().saturating_sub(1);
         if more > 0 {
             // Over the end of a long name rather than not at all: that there are more matters more.
@@ -34,6 +35,15 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
             let at = (x + 2).min(inner.width().saturating_sub(more.len() as u16));
             inner.text(at, y, &more, Role::Dim);
         }
+    }
+}
+
+/// `← h.3.mlp.c_fc`, or the first tensor that was not finite.
+fn place(row: &OverflowRow) -> String {
+    match &row.origin {
+        Some(Origin { pass: Pass::Forward, layer, .. }) => format!("→ {layer}"),
+        Some(Origin { pass: Pass::Backward, layer, .. }) => format!("← {layer}"),
+        None => row.tensors.first().map_or_else(|| "-".to_owned(), Clone::clone),
     }
 }
 

@@ -103,19 +103,19 @@ impl Gpt2 {
         let positions = weights[self.wpe].narrow(0, past, rows)?;
         embedding::forward(&weights[self.wte], &positions, ids, rows, None, stream)?;
         for (block, layer) in self.blocks.iter().zip(layers) {
-            block.ln_1.forward(weights, stream, normed)?;
-            block.c_attn.forward(weights, &normed.out, qkv)?;
+            block.ln_1.forward(weights, stream, normed, &mut ())?;
+            block.c_attn.forward(weights, &normed.out, qkv, &mut ())?;
             layer.attend(past, qkv, attended)?;
-            block.attn_c_proj.forward(weights, attended, branch)?;
+            block.attn_c_proj.forward(weights, attended, branch, &mut ())?;
             residual::add(stream, branch, None, middle)?;
 
-            block.ln_2.forward(weights, middle, normed)?;
-            block.c_fc.forward(weights, &normed.out, fc)?;
+            block.ln_2.forward(weights, middle, normed, &mut ())?;
+            block.c_fc.forward(weights, &normed.out, fc, &mut ())?;
             gelu::forward(fc, gelu)?;
-            block.mlp_c_proj.forward(weights, gelu, branch)?;
+            block.mlp_c_proj.forward(weights, gelu, branch, &mut ())?;
             residual::add(middle, branch, None, stream)?;
         }
-        self.ln_f.forward(weights, stream, normed)?;
+        self.ln_f.forward(weights, stream, normed, &mut ())?;
         *len += rows;
         Ok(&buffers.normed.out)
     }

@@ -1,0 +1,274 @@
+//! Where an overflow began: the step's passes once more, with a look at every tensor they compute.
+//!
+//! A skipped step has changed neither weights nor masks (dropout is a function of the step's number), so the same
+//! infinities appear again. A clean step never comes here and pays nothing.
+
+use crate::Result;
+use crate::data::Batch;
+use crate::kernels::survey::survey;
+use crate::model::{Mode, Place, Watch};
+use crate::precision::{FloatFormat, TensorStats};
+use crate::telemetry::{Origin, Pass};
+use crate::train::passes::passes;
+use crate::train::state::Counters;
+use crate::train::step::{Engine, StepReport};
+use candle_core::Tensor;
+
+/// The first tensor of the step that `report` tells of, in order of computation, that is not finite; `None` if all are,
+/// and only their sum over micro-batches or their unscaling overflowed. To be called right after the step. Overwrites
+/// buffers and gradients, and nothing that outlives a step.
+pub(super) fn origin(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> Result<Option<Origin>> {
+    let Engine { model, state, workspace, grads, seed, .. } = engine;
+    let before = Counters { step: state.counters.step - 1, ..state.counters };
+    let loss_seed = report.scale / report.targets.max(1) as f32;
+    for (micro_batch, batch) in micro_batches.iter().enumerate() {
+        let mode = Mode::Train { seed: *seed, draw: before.draw(micro_batch) };
+        let mut search = Search { seq_len: batch.seq_len, found: None };
+        passes(model, &state.weights, batch, mode, loss_seed, workspace, grads.born(), &mut search)?;
+        if let Some(found) = search.found {
+            return Ok(Some(found.origin(micro_batch)));
+        }
+    }
+    Ok(None)
+}
+
+/// Keeps the first tensor that is not finite.
+struct Search {
+    seq_len: usize,
+    found: Option<Found>,
+}
+
+struct Found {
+    place: Place,
+    stats: TensorStats,
+    samples: Vec<usize>,
+}
+
+impl Watch for Search {
+    fn saw(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        // Tiles of the head come one by one; they are one tensor.
+        let goes_on = |found: &Found| (found.place.layer, found.place.part) == (place.layer, place.part);
+        if self.found.as_ref().is_some_and(|found| !goes_on(found)) {
+            return Ok(());
+        }
+        let stats = look(tensor)?;
+        if self.found.is_none() && stats.is_finite() {
+            return Ok(());
+        }
+        let samples = if place.part.has_tokens() { self.samples(place.first_token, tensor)? } else { Vec::new() };
+        let found = self.found.get_or_insert(Found { place, stats: TensorStats::default(), samples: Vec::new() });
+        found.stats.merge(&stats);
+        found.samples.extend(samples);
+        // A tile may begin in the midst of a sequence.
+        found.samples.dedup();
+        Ok(())
+    }
+}
+
+impl Search {
+    /// The sequences with an infinity or NaN in their rows of `tensor`, whose first row is token `first`.
+    fn samples(&self, first: usize, tensor: &Tensor) -> candle_core::Result<Vec<usize>> {
+        let end = first + tensor.dim(0)?;
+        let mut broken = Vec::new();
+        for sample in first / self.seq_len..end.div_ceil(self.seq_len) {
+            let from = first.max(sample * self.seq_len);
+            let to = end.min((sample + 1) * self.seq_len);
+            if !look(&tensor.narrow(0, from - first, to - from)?)?.is_finite() {
+                broken.push(sample);
+            }
+        }
+        Ok(broken)
+    }
+}
+
+fn look(tensor: &Tensor) -> candle_core::Result<TensorStats> {
+    Ok(survey(tensor, FloatFormat::FP32, false)?.stats)
+}
+
+impl Found {
+    fn origin(self, micro_batch: usize) -> Origin {
+        let Self { place: Place { layer, part, .. }, stats, samples } = self;
+        Origin {
+            pass: if part.is_forward() { Pass::Forward } else { Pass::Backward },
+            layer: layer.to_string(),
+            tensor: part.name().to_owned(),
+            count: stats.count,
+            inf: stats.inf,
+            nan: stats.nan,
+            max_abs: stats.max_abs,
+            micro_batch,
+            samples,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+    use crate::checkpoint::Run;
+    use crate::kernels::view;
+    use crate::model::{Gpt2Config, Layer, Part};
+    use crate::precision::{GradScalerConfig, PrecisionPolicy};
+    use crate::telemetry::{Emitter, Event};
+    use crate::train::setup::engine;
+    use crate::train::step::Outcome;
+    use crate::train::{Config, TrainState, Trainer};
+    use candle_core::Device;
+
+    const SHAPE: (usize, usize) = (3, 8);
+
+    /// A parameter and what becomes of each of its values.
+    type Change<'a> = (&'a str, &'a dyn Fn(usize, f32) -> f32);
+
+    /// An engine of two blocks in FP16 at loss scale `scale`, whose named weights `change` has changed.
+    fn crafted(scale: f32, change: &[Change<'_>]) -> Engine {
+        let mut config = Config { dtype: PrecisionPolicy::FP16, ..Config::default() };
+        (config.train.batch_size, config.train.seq_len) = SHAPE;
+        config.train.grad_accum = 2;
+        config.scaler = GradScalerConfig { init_scale: scale, ..GradScalerConfig::default() };
+        let shape = Gpt2Config { n_layer: 2, n_embd: 16, n_head: 2, n_inner: 64, vocab_size: 64, ..tiny() };
+        let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
+        for (name, change) in change {
+            view::write_f32(masters.get(name).unwrap(), |values| {
+                for (i, value) in values.iter_mut().enumerate() {
+                    *value = change(i, *value);
+                }
+            })
+            .unwrap();
+        }
+        engine(&config, &shape, masters, 10).unwrap()
+    }
+
+    fn tiny() -> Gpt2Config {
+        Gpt2Config::named("tiny").unwrap()
+    }
+
+    /// Sequence `i` of the micro-batch consists of the token `first + i`.
+    fn batch(first: u32) -> Batch {
+        let (rows, seq_len) = SHAPE;
+        let inputs: Vec<u32> = (0..rows * seq_len).map(|at| first + (at / seq_len) as u32).collect();
+        Batch {
+            targets: inputs.iter().map(|id| id + 8).collect(),
+            target_count: inputs.len(),
+            inputs,
+            ..Batch::new(rows, seq_len)
+        }
+    }
+
+    /// What an overflowing step on two micro-batches is put down to.
+    fn traced(mut engine: Engine) -> Origin {
+        let batches = [batch(1), batch(20)];
+        let report = engine.step(&batches).unwrap();
+        assert_eq!(report.outcome, Outcome::Skipped);
+        origin(&mut engine, &batches, &report).unwrap().unwrap()
+    }
+
+    fn brief(origin: &Origin) -> (String, usize, &[usize]) {
+        let Origin { pass, layer, tensor, micro_batch, samples, .. } = origin;
+        (format!("{pass} {layer} {tensor}"), *micro_batch, samples)
+    }
+
+    #[test]
+    fn a_huge_weight_is_found_in_the_forward_pass_of_its_layer() {
+        let found = traced(crafted(1.0, &[("h.1.mlp.c_fc.weight", &|_, _| 6e4), ("h.1.ln_2.bias", &|_, _| 1.0)]));
+        assert_eq!(brief(&found), ("forward h.1.mlp.c_fc output".into(), 0, &[0, 1, 2][..]));
+        assert_eq!((found.count, found.inf, found.nan), (24 * 64, 24 * 64, 0));
+    }
+
+    #[test]
+    fn a_huge_loss_scale_is_found_where_the_backward_pass_begins() {
+        let found = traced(crafted(2f32.powi(40), &[]));
+        assert_eq!(brief(&found), ("backward lm_head output_gradient".into(), 0, &[0, 1, 2][..]));
+        assert_eq!((found.count, found.inf), (24 * 64, 24 * 64), "every probability is about 1/64");
+    }
+
+    /// The layer's input is zero, so that its output and its weight's gradient are too; what it hands back is not.
+    #[test]
+    fn a_large_weight_under_a_zero_input_is_found_in_the_backward_pass_of_its_layer() {
+        let found = traced(crafted(
+            1024.0,
+            &[("h.0.mlp.c_fc.weight", &|_, _| 0.0), ("h.0.mlp.c_proj.weight", &|_, value| 6e4 * value.signum())],
+        ));
+        assert_eq!(brief(&found), ("backward h.0.mlp.c_proj input_gradient".into(), 0, &[0, 1, 2][..]));
+        assert!(found.inf > 0 && found.max_abs <= 65504.0);
+    }
+
+    #[test]
+    fn an_infinite_embedding_is_found_with_the_micro_batch_and_sequence_that_has_its_token() {
+        // The tied head multiplies with every row of the table, but the embedding comes first where the token occurs.
+        let row = |token: usize| move |i: usize, value: f32| if i / 16 == token { f32::INFINITY } else { value };
+        let found = traced(crafted(1.0, &[("wte.weight", &row(3))]));
+        assert_eq!(brief(&found), ("forward wte output".into(), 0, &[2][..]));
+        assert_eq!((found.count, found.inf, found.nan), (24 * 16, 8 * 16, 0));
+        let row = |i: usize, value: f32| if i / 16 == 6 { f32::INFINITY } else { value };
+        let found = traced(crafted(1.0, &[("wpe.weight", &row)]));
+        assert_eq!(brief(&found), ("forward wte output".into(), 0, &[0, 1, 2][..]));
+        assert_eq!(found.inf, 3 * 16);
+    }
+
+    #[test]
+    fn the_second_micro_batch_is_named_where_only_it_overflows() {
+        // Only sequence 1 of the second micro-batch has token 21, whose embedding points along the first coordinate.
+        let row =
+            |i: usize, value: f32| if i / 16 == 21 { if i.is_multiple_of(16) { 4.0 } else { 0.0 } } else { value };
+        let first = |i: usize, _: f32| if i / 64 == 0 { 1.8e4 } else { 0.0 };
+        let found = traced(crafted(
+            1.0,
+            &[
+                ("wte.weight", &row),
+                ("wpe.weight", &|_, _| 0.0),
+                ("h.0.attn.c_attn.weight", &|_, _| 0.0),
+                ("h.0.mlp.c_fc.weight", &first),
+            ],
+        ));
+        assert_eq!(brief(&found), ("forward h.0.mlp.c_fc output".into(), 1, &[1][..]));
+    }
+
+    #[test]
+    fn tiles_of_the_head_are_one_tensor() {
+        let mut search = Search { seq_len: 4, found: None };
+        let tile = |broken: bool| Tensor::full(if broken { f32::NAN } else { 1.0 }, (6, 2), &Device::Cpu).unwrap();
+        let place = |part, first_token| Place { layer: Layer::outer("lm_head"), part, first_token };
+        search.saw(place(Part::Output, 0), &tile(true)).unwrap();
+        search.saw(place(Part::OutputGradient, 0), &tile(true)).unwrap();
+        search.saw(place(Part::Output, 6), &tile(true)).unwrap();
+        search.saw(place(Part::Output, 12), &tile(false)).unwrap();
+        let found = search.found.unwrap().origin(0);
+        assert_eq!((found.count, found.nan, found.tensor.as_str()), (36, 24, "output"));
+        assert_eq!(found.samples, [0, 1, 2]);
+    }
+
+    /// A run of `tiny` with dropout, accumulation and overflows at its start; each overflow's origin.
+    fn run(attribute_overflows: bool, init_scale: f32) -> (Trainer, Vec<Option<Origin>>) {
+        let mut config = Config::resolve(&crate::train::Layers::default()).unwrap();
+        config.telemetry.attribute_overflows = attribute_overflows;
+        config.scaler.init_scale = init_scale;
+        (config.dropout.residual, config.dropout.attention, config.train.grad_accum) = (0.1, 0.1, 2);
+        (config.train.batch_size, config.train.seq_len, config.train.steps) = (1, 16, Some(9));
+        let folder = tempfile::tempdir().unwrap();
+        let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+        let mut emitter = Emitter::new(None);
+        let events = emitter.connect();
+        trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+        trainer.advance(9).unwrap();
+        let origins = events.try_iter().filter_map(|record| match record.event {
+            Event::Overflow(overflow) => Some(overflow.origin),
+            _ => None,
+        });
+        let origins = origins.collect();
+        (trainer, origins)
+    }
+
+    #[test]
+    fn looking_for_origins_changes_no_bit_of_a_run() {
+        let (with, found) = run(true, 2f32.powi(24));
+        let (without, none) = run(false, 2f32.powi(24));
+        assert!(found.len() >= 3 && found.iter().all(Option::is_some), "{found:?}");
+        assert_eq!(none, vec![None; found.len()]);
+        assert!(with.engine().state.counters.updates > 0, "no step was applied, so nothing was compared");
+        let proof = crate::train::verify::compare(&with, &without).unwrap();
+        assert_eq!(proof.differences, [""; 0]);
+        assert_eq!(run(true, 1024.0).1, [], "a clean run has nothing to look for");
+    }
+}

@@ -17,7 +17,6 @@ mod plot;
 mod progress;
 mod ruler;
 mod run_data;
-mod screen;
 mod state;
 mod theme;
 mod view;
@@ -26,7 +25,7 @@ mod watch;
 #[cfg(test)]
 mod tests;
 
-pub use event_loop::{run, run_on};
+pub use event_loop::follow;
 pub use output::{Output, Terminal};
 pub use picture::picture;
 pub use plain::Plain;

@@ -23,6 +23,7 @@ pub mod precision;
 pub mod random;
 pub mod telemetry;
 pub mod tensor_file;
+pub mod terminal;
 pub mod train;
 pub mod trained;
 

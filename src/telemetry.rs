@@ -8,6 +8,7 @@ mod command;
 mod emitter;
 mod event;
 mod float;
+mod gpu;
 mod log;
 mod process;
 mod series;
@@ -19,6 +20,7 @@ pub use event::{
     Pass, Probe, Record, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord, StepTime,
     TensorRecord, Trouble, VERSION, Validation,
 };
+pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, read};
 pub use process::{ProcessId, ProcessStats};
 pub use series::{Bucket, ChangePoint, Series, StairCase};

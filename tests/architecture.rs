@@ -9,10 +9,11 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 23] = [
+const ORDER: [&str; 24] = [
     "error",
     "precision",
     "telemetry",
+    "terminal",
     "random",
     "digest",
     "tensor_file",
@@ -37,7 +38,7 @@ const ORDER: [&str; 23] = [
 /// Modules that must not know the other, whatever their place in the order.
 const STRANGERS: [(&str, &str); 2] = [("dashboard", "train"), ("train", "dashboard")];
 /// Modules that stand on their own arithmetic and must not name candle.
-const WITHOUT_CANDLE: [&str; 4] = ["error", "precision", "telemetry", "dashboard"];
+const WITHOUT_CANDLE: [&str; 5] = ["error", "precision", "telemetry", "terminal", "dashboard"];
 /// `error` wraps candle's error type in one variant, and that is all it may name.
 const CANDLE_ERROR: &str = "candle_core::Error";
 /// Names the crate root re-exports from `error`.

@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stderr, reason = "tests: a failed unwrap fails, a skip is said")]
 
+use finetune::telemetry::{Event, read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::LazyLock;
@@ -98,13 +99,14 @@ impl Terminal {
         self.wait_for("▶ running");
     }
 
-    fn signal(&self, signal: &str) {
+    /// Sends signals, at once one after the other.
+    fn signal(&self, signals: &[&str]) {
         let name = DEMO.file_name().unwrap().to_str().unwrap();
         let pane = String::from_utf8(self.tmux(&["display", "-p", "#{pane_pid}"]).stdout).unwrap();
         let children = Command::new("pgrep").args(["-P", pane.trim(), "-f", name]).output().unwrap();
         let child = String::from_utf8(children.stdout).unwrap();
-        let sent = Command::new("kill").args([&format!("-{signal}"), child.trim()]).status().unwrap();
-        assert!(sent.success());
+        let kills: Vec<_> = signals.iter().map(|signal| format!("kill -{signal} {}", child.trim())).collect();
+        assert!(Command::new("sh").args(["-c", &kills.join("; ")]).status().unwrap().success());
     }
 
     /// That the terminal is as it was: settings, screen, cursor, and a shell that answers.
@@ -131,6 +133,7 @@ fn quit_saves_stops_and_restores() {
     terminal.keys(&["q"]);
     terminal.wait_for("save and stop");
     terminal.keys(&["s"]);
+    terminal.wait_for("finished reason=stopped");
     terminal.wait_for("exit: Ended");
     terminal.wait_for("told: Stop { save: true }");
     terminal.assert_restored();
@@ -143,8 +146,11 @@ fn detach_goes_on_as_lines() {
     terminal.keys(&["q"]);
     terminal.wait_for("detach");
     terminal.keys(&["d"]);
-    let screen = terminal.wait_for("still training");
-    assert!(screen.contains("exit: Detached") && screen.contains("loss_avg="), "{screen}");
+    terminal.wait_for("loss_avg=");
+    // The terminal makes a signal of Ctrl-C again.
+    terminal.keys(&["C-c"]);
+    let screen = terminal.wait_for("told: ");
+    assert!(screen.contains("exit: Detached") && screen.contains("told: Detach interrupt"), "{screen}");
     terminal.assert_restored();
 }
 
@@ -203,19 +209,35 @@ fn a_panic_in_training_shows_its_message_on_a_restored_terminal() {
 fn a_panic_in_drawing_leaves_training_alone() {
     let Some(terminal) = Terminal::open(120, 36) else { return };
     terminal.run(&format!("clear; {} --panic screen", DEMO.display()));
-    let screen = terminal.wait_for("still training");
+    terminal.wait_for("loss_avg=");
+    terminal.keys(&["C-c"]);
+    let screen = terminal.wait_for("told: interrupt");
     assert!(screen.contains("exit: Crashed"), "{screen}");
     terminal.assert_restored();
 }
 
 #[test]
-fn sigterm_saves_and_restores() {
-    let Some(terminal) = Terminal::open(120, 36) else { return };
-    terminal.start_demo("");
-    terminal.signal("TERM");
-    terminal.wait_for("exit: Terminated");
-    terminal.wait_for("told: Stop { save: true }");
-    terminal.assert_restored();
+fn a_signal_makes_training_stop_and_restores() {
+    for signal in ["TERM", "INT", "HUP"] {
+        let Some(terminal) = Terminal::open(120, 36) else { return };
+        terminal.start_demo("");
+        terminal.signal(&[signal]);
+        terminal.wait_for("exit: Terminated");
+        // SIGHUP says that the terminal is gone, which is no concern of training's: the screen tells it.
+        terminal.wait_for(if signal == "HUP" { "told: Stop { save: true }" } else { "told: interrupt" });
+        terminal.assert_restored();
+    }
+}
+
+#[test]
+fn a_second_signal_ends_everything_at_once_and_restores() {
+    for signals in [["TERM", "INT"], ["INT", "TERM"]] {
+        let Some(terminal) = Terminal::open(120, 36) else { return };
+        terminal.start_demo("--stubborn; echo code=$?");
+        terminal.signal(&signals);
+        terminal.wait_for("code=130");
+        terminal.assert_restored();
+    }
 }
 
 #[test]
@@ -256,7 +278,7 @@ fn watch_follows_another_process_and_sees_it_killed() {
     terminal.start_demo("--log events.jsonl");
     watcher.run(&format!("clear; {} watch {}", env!("CARGO_BIN_EXE_finetune"), log.display()));
     watcher.wait_for("▶ running");
-    terminal.signal("KILL");
+    terminal.signal(&["KILL"]);
     watcher.wait_for("✕ process gone");
     watcher.keys(&["q"]);
     // What is typed before the prompt is back goes to the dashboard.
@@ -286,6 +308,9 @@ fn real_training_shows_itself_and_stops_when_told() {
     terminal.wait_for("If the loss scale were");
     terminal.keys(&["p"]);
     terminal.wait_for("FP32 probe at step");
+    terminal.keys(&["1"]);
+    // The default run's scale begins too high, on purpose.
+    terminal.wait_for("2^22→2^21");
     terminal.keys(&["q"]);
     terminal.wait_for("save and stop");
     terminal.keys(&["s"]);
@@ -293,4 +318,28 @@ fn real_training_shows_itself_and_stops_when_told() {
     terminal.assert_restored();
     let log = std::fs::read_to_string(terminal.folder.path().join("checkpoints/t/events.jsonl")).unwrap();
     assert!(log.contains(r#""event":"saved""#) && log.contains(r#""reason":"stopped""#), "{log}");
+
+    // Who overflowed, and how the scale fell, can be read off afterwards.
+    terminal.run(&format!("clear; {} watch t", env!("CARGO_BIN_EXE_finetune")));
+    terminal.wait_for("■ stopped");
+    terminal.keys(&["z", "z", "z", "z"]);
+    let screen = terminal.wait_until("the overflows alone", |screen| {
+        screen.lines().nth(1).is_some_and(|line| line.starts_with("┌ Overflows "))
+    });
+    let overflows: Vec<_> = read(terminal.folder.path().join("checkpoints/t/events.jsonl"))
+        .unwrap()
+        .into_iter()
+        .filter_map(|record| if let Event::Overflow(overflow) = record.event { Some(overflow) } else { None })
+        .collect();
+    assert!(overflows.len() > 2 && overflows.windows(2).all(|pair| pair[1].scale.to <= pair[0].scale.to));
+    for overflow in overflows {
+        let change = format!("{} 2^{}→2^{}", overflow.step, overflow.scale.from.log2(), overflow.scale.to.log2());
+        let row = screen.lines().find_map(|line| line.split_once(&format!(" {change}  ")));
+        let (_, names) = row.unwrap_or_else(|| panic!("no `{change}`:\n{screen}"));
+        assert!(overflow.tensors.iter().any(|tensor| names.contains(&tensor.name)), "{names}");
+        assert!(overflow.origin.is_none_or(|origin| names.contains(&origin.layer)), "{names}");
+    }
+    terminal.keys(&["q"]);
+    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    terminal.assert_restored();
 }

@@ -1,15 +1,18 @@
 //! The dashboard over an invented run: to look at it without training anything, and for `tests/dashboard_tmux.rs`.
 //!
-//! `cargo run --example dashboard_demo [-- --panic training|screen] [--log FILE] [--ascii]`
+//! `cargo run --example dashboard_demo [-- --panic training|screen] [--log FILE] [--stubborn] [--ascii]`
 //!
 //! The run goes on for ever, a hundred steps a second. It answers every command, and prints what it was told and how the
-//! dashboard ended.
+//! dashboard ended. A stubborn one does not stop when it is told, like a step that takes very long.
 
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 
 use finetune::dashboard::{self, Exit, Theme};
 use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, ProcessId, Saved};
+use finetune::terminal::end_on_signals;
 use std::io::{Write, stdout};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
@@ -31,28 +34,22 @@ fn main() {
     let mut emitter = Emitter::new(log);
     let (commands, orders) = channel();
     let events = emitter.connect();
+    let interrupt = Arc::default();
+    end_on_signals(&interrupt).expect("signals can be listened to");
     let panic_at = if panics == "training" { 100 } else { u64::MAX };
+    let trained = Trained { orders, interrupt, stubborn: has("--stubborn"), panic_at };
     let training = thread::Builder::new().name("training".into());
-    let training = training.spawn(move || train(emitter, &orders, panic_at)).expect("a thread can be spawned");
+    let training = training.spawn(move || train(emitter, &trained)).expect("a thread can be spawned");
 
     let frames = if panics == "screen" { 3 } else { usize::MAX };
     let writer = PanickingWriter { frames };
-    let exit = dashboard::run_on(writer, &events, &commands, Theme::from_env(has("--ascii"))).expect("a terminal");
+    let exit = dashboard::follow(writer, &events, &commands, Theme::from_env(has("--ascii")), 10);
     say(&format!("exit: {exit:?}"));
-    match exit {
-        Exit::Aborted => std::process::exit(130),
-        Exit::Detached | Exit::Crashed => {
-            // What training does now comes as lines; a few are enough to see that it goes on.
-            let mut plain = dashboard::Plain::new(stdout(), 10);
-            events.iter().take(50).for_each(|record| _ = plain.show(&record));
-            say("still training");
-        }
-        Exit::Ended | Exit::Terminated | Exit::Lost => {
-            drop(events);
-            let told = training.join().unwrap_or_else(|_| vec!["training panicked".into()]);
-            say(&format!("told: {}", told.join(" ")));
-        }
+    if exit == Exit::Aborted {
+        std::process::exit(130);
     }
+    let told = training.join().unwrap_or_else(|_| vec!["training panicked".into()]);
+    say(&format!("told: {}", told.join(" ")));
 }
 
 /// Prints a line, if the terminal is still there.
@@ -60,14 +57,27 @@ fn say(line: &str) {
     writeln!(stdout(), "{line}").ok();
 }
 
+/// What the invented training listens to, and how it behaves.
+struct Trained {
+    orders: Receiver<Command>,
+    interrupt: Arc<AtomicBool>,
+    stubborn: bool,
+    panic_at: u64,
+}
+
 /// Emits invented steps and does as it is told; gives what that was.
-fn train(mut emitter: Emitter, orders: &Receiver<Command>, panic_at: u64) -> Vec<String> {
+fn train(mut emitter: Emitter, trained: &Trained) -> Vec<String> {
     let mut told = Vec::new();
     let mut run = InventedRun::new(Invented { total_steps: 1_000_000, ..Invented::default() });
     let mut paused = false;
     let mut step = 0;
     loop {
-        for order in orders.try_iter() {
+        if trained.interrupt.load(Ordering::Relaxed) && !trained.stubborn {
+            told.push("interrupt".into());
+            emitter.emit(run.finished(FinishReason::Interrupted)).expect("the log can be written");
+            return told;
+        }
+        for order in trained.orders.try_iter().filter(|_| !trained.stubborn) {
             told.push(format!("{order:?}"));
             match order {
                 Command::Pause | Command::Resume => {
@@ -92,7 +102,7 @@ fn train(mut emitter: Emitter, orders: &Receiver<Command>, panic_at: u64) -> Vec
                 started.process = ProcessId::own();
             }
             step = record.event.step().unwrap_or(step);
-            assert!(step < panic_at, "an invented panic in training");
+            assert!(step < trained.panic_at, "an invented panic in training");
             emitter.emit(record.event).expect("the log can be written");
         }
         thread::sleep(Duration::from_millis(10));

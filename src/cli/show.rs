@@ -3,7 +3,7 @@
 use crate::dashboard::{self, Exit, Output, Plain, Progress, Terminal, Theme};
 use crate::telemetry::{Command, Record};
 use clap::Args;
-use std::io::{Write, stderr, stdout};
+use std::io::{stderr, stdout};
 use std::sync::mpsc::{Receiver, Sender};
 
 /// How a run is shown. Without a flag: the dashboard where standard output is a terminal of 78×22 or more.
@@ -38,30 +38,21 @@ impl ShowArgs {
 /// Shows records until training has dropped its end of the channel.
 pub(crate) fn show(records: &Receiver<Record>, commands: &Sender<Command>, args: &ShowArgs, log_every: u64) {
     match Terminal::current().output(args.asked()) {
-        Output::Dashboard => on_screen(records, commands, args, log_every),
+        Output::Dashboard => {
+            let theme = Theme::from_env(args.ascii);
+            if dashboard::follow(stdout(), records, commands, theme, log_every) == Exit::Aborted {
+                std::process::exit(130);
+            }
+        }
         Output::Progress => {
             let mut progress = Progress::new(stderr());
             records.iter().try_for_each(|record| progress.show(&record)).ok();
         }
-        Output::Plain => as_lines(records, log_every),
+        Output::Plain => {
+            let mut plain = Plain::new(stdout(), log_every);
+            records.iter().try_for_each(|record| plain.show(&record)).ok();
+        }
     }
     // A closed output is no reason to stop training: the log has everything.
     records.iter().for_each(drop);
-}
-
-fn on_screen(records: &Receiver<Record>, commands: &Sender<Command>, args: &ShowArgs, log_every: u64) {
-    let exit = dashboard::run(records, commands, Theme::from_env(args.ascii)).unwrap_or_else(|error| {
-        writeln!(stderr(), "warning: no dashboard: {error}").ok();
-        Exit::Crashed
-    });
-    match exit {
-        Exit::Ended | Exit::Lost => {}
-        Exit::Detached | Exit::Terminated | Exit::Crashed => as_lines(records, log_every),
-        Exit::Aborted => std::process::exit(130),
-    }
-}
-
-fn as_lines(records: &Receiver<Record>, log_every: u64) {
-    let mut plain = Plain::new(stdout(), log_every);
-    records.iter().try_for_each(|record| plain.show(&record)).ok();
 }

@@ -4,15 +4,12 @@ use crate::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::cli::flags::ConfigArgs;
 use crate::cli::show::{ShowArgs, show};
 use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Trouble};
+use crate::terminal::end_on_signals;
 use crate::train::{Config, Preparing, Trainer};
 use crate::{Error, Result};
 use clap::Args;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
 use std::io::{IsTerminal, Write, stderr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::channel;
 
 /// Flags of a training run.
@@ -69,7 +66,8 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     trainer.attach(run, emitter);
     let (commands, orders) = channel();
     trainer.listen(orders);
-    listen_to_signals(&trainer.interrupt())?;
+    // The first signal ends the run at the next step boundary, saved; a second one ends the process at once.
+    end_on_signals(&trainer.interrupt()).map_err(Error::io("listen to signals in", "."))?;
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || pool.install(|| trainer.run()))
@@ -109,16 +107,6 @@ pub(crate) fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
         .thread_name(|i| format!("compute-{i}"))
         .build()
         .map_err(|error| Error::config("threads", error.to_string()))
-}
-
-/// The first signal ends the run at the next step boundary, saved; a second one ends the process at once.
-fn listen_to_signals(interrupt: &Arc<AtomicBool>) -> Result<()> {
-    for signal in [SIGINT, SIGTERM] {
-        flag::register_conditional_shutdown(signal, 130, interrupt.clone())
-            .and_then(|_| flag::register(signal, interrupt.clone()))
-            .map_err(Error::io("listen to signals in", "."))?;
-    }
-    Ok(())
 }
 
 fn find(path: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {

@@ -72,6 +72,11 @@ pub(super) fn clock(seconds: f64) -> String {
     }
 }
 
+/// A short time: `96 ms`, `3.8 s`.
+pub(super) fn milliseconds(value: f64) -> String {
+    if value < 1000.0 { format!("{} ms", count(value)) } else { format!("{:.1} s", value / 1000.0) }
+}
+
 /// How long ago: `41 s`, `12 min`, `3 h`.
 pub(super) fn ago(seconds: f64) -> String {
     match seconds.max(0.0) {
@@ -115,6 +120,7 @@ mod tests {
         assert_eq!([0.0, 0.83, 41.23, 6e-8, 123_456.0].map(short), ["0", "0.830", "41.23", "6.0e-8", "1.2e5"]);
         assert_eq!([f64::NAN, f64::INFINITY, f64::NEG_INFINITY].map(short), ["NaN", "inf", "-inf"]);
         assert_eq!([3.5, 950.0, 41_200.0, 999_960.0].map(count), ["3.5", "950", "41.2k", "1.0M"]);
+        assert_eq!([2.25, 96.4, 3800.0].map(milliseconds), ["2.2 ms", "96 ms", "3.8 s"]);
         assert_eq!([12, 1 << 20, 22_978_000_000].map(bytes), ["12 B", "1.0 MiB", "21.4 GiB"]);
         assert_eq!([1267.0, 90_061.0, -1.0].map(clock), ["00:21:07", "1d 01:01:01", "00:00:00"]);
         assert_eq!(

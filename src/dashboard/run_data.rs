@@ -1,6 +1,6 @@
 //! What is known of a run: everything the panels show, gathered record by record, in bounded memory.
 
-use super::format::scale;
+use super::format::{loss, magnitude, scale};
 use super::pace::Pace;
 use super::plain::announcement;
 use super::theme::Role;
@@ -82,7 +82,7 @@ pub(super) enum Phase {
 pub(super) struct OverflowRow {
     pub(super) step: u64,
     pub(super) scale: ScaleMove,
-    /// The first tensors that overflowed, by name.
+    /// The tensors that overflowed, by name: those first of which the largest share did.
     pub(super) tensors: Vec<String>,
     /// How many more there are.
     pub(super) more: usize,
@@ -221,15 +221,18 @@ impl RunData {
                 Some(step) => format!("resumed from step {step}: {}", started.program),
                 None => format!("started {}: {} on {}", started.model, started.program, started.device),
             },
+            Event::Overflow(overflow) => overflow_text(overflow),
             other => announcement(other).unwrap_or_default(),
         };
         let step = event.step().unwrap_or(self.step.step);
+        // The row says it already.
+        let text = text.replacen(&format!(" step={step}"), "", 1);
         keep(&mut self.events, EventRow { s, step, glyph, role, text }, EVENTS);
     }
 
     fn note_growth(&mut self, step: &StepRecord, s: f64) {
         if step.scale.cause == ScaleCause::Grew {
-            let text = format!("scale step={} {}->{}", step.step, scale(step.scale.from), scale(step.scale.to));
+            let text = format!("scale {}→{}", scale(step.scale.from), scale(step.scale.to));
             keep(&mut self.events, EventRow { s, step: step.step, glyph: '▴', role: Role::Good, text }, EVENTS);
         }
     }
@@ -254,7 +257,7 @@ impl RunData {
         self.pace.step(at, s);
         self.peak_rss = self.peak_rss.max(step.rss_bytes.unwrap_or(0));
         self.measure_cpu(step.cpu_seconds, s);
-        self.tensors.look(at, s, std::mem::take(&mut step.tensors));
+        self.tensors.look(at, s, step.loss_scale, std::mem::take(&mut step.tensors));
         let exponents = std::mem::take(&mut step.grads.exponents);
         if !exponents.is_empty() {
             self.grads = Some((at, step.loss_scale, GradStats { exponents, ..step.grads.clone() }));
@@ -275,7 +278,8 @@ impl RunData {
         }
     }
 
-    fn overflow(&mut self, overflow: Overflow) {
+    fn overflow(&mut self, mut overflow: Overflow) {
+        worst_first(&mut overflow.tensors);
         self.tensors.overflowed(&overflow);
         let more = overflow.tensors.len().saturating_sub(NAMED);
         let tensors = overflow.tensors.into_iter().take(NAMED).map(|tensor| tensor.name).collect();
@@ -315,6 +319,40 @@ impl RunData {
     }
 }
 
+/// A skipped step in words, the tensors in front of what may be cut off.
+fn overflow_text(overflow: &Overflow) -> String {
+    const NAMED: usize = 3;
+    let mut tensors = overflow.tensors.clone();
+    worst_first(&mut tensors);
+    let mut names: Vec<_> = tensors
+        .iter()
+        .take(NAMED)
+        .map(|tensor| {
+            let counts = [(tensor.stats.inf, "inf"), (tensor.stats.nan, "NaN")].into_iter().filter(|(n, _)| *n > 0);
+            let counts: Vec<_> = counts.map(|(n, what)| format!("{n} {what}")).collect();
+            format!("{} ({})", tensor.name, counts.join(", "))
+        })
+        .collect();
+    if tensors.len() > NAMED {
+        names.push(format!("+{}", tensors.len() - NAMED));
+    }
+    let change = match overflow.scale.cause {
+        ScaleCause::AtFloor => format!("{} is the least", scale(overflow.scale.to)),
+        _ => format!("{}→{}", scale(overflow.scale.from), scale(overflow.scale.to)),
+    };
+    let began = overflow.origin.as_ref().map_or_else(String::new, |origin| {
+        format!(" in the {} pass at {} ({}):", origin.pass, origin.layer, origin.tensor)
+    });
+    let (names, loss) = (names.join(", "), loss(f64::from(overflow.loss)));
+    format!("overflow {change}{began} {names}, loss {loss}, largest finite {}", magnitude(Some(overflow.max_abs)))
+}
+
+/// Tensors by the share of their gradient that is not finite.
+fn worst_first(tensors: &mut [TensorRecord]) {
+    let share = |tensor: &TensorRecord| tensor.stats.not_finite() as f64 / tensor.stats.count.max(1) as f64;
+    tensors.sort_by(|a, b| share(b).total_cmp(&share(a)));
+}
+
 /// Counts by exponent as [`ExponentHistogram`].
 pub(super) fn histogram(stats: &GradStats) -> ExponentHistogram {
     let mut histogram = ExponentHistogram::from_counts(stats.exponents.iter().map(|&(e, count)| (i32::from(e), count)));
@@ -333,8 +371,9 @@ fn keep<T>(rows: &mut VecDeque<T>, row: T, capacity: usize) {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Tensors {
     pub(super) rows: Vec<TensorRow>,
-    /// The step of the newest table.
+    /// The step of the newest table, and its loss scale.
     pub(super) step: u64,
+    pub(super) loss_scale: f32,
     by_name: HashMap<String, usize>,
     /// The tensors of the newest overflow.
     pub(super) last_overflow: BTreeSet<String>,
@@ -354,11 +393,11 @@ pub(super) struct TensorRow {
 }
 
 impl Tensors {
-    fn look(&mut self, step: u64, s: f64, records: Vec<TensorRecord>) {
+    fn look(&mut self, step: u64, s: f64, loss_scale: f32, records: Vec<TensorRecord>) {
         if records.is_empty() {
             return;
         }
-        self.step = step;
+        (self.step, self.loss_scale) = (step, loss_scale);
         let capacity = (HISTORIES / records.len()).clamp(32, 512);
         for record in records {
             let row = self.row(record.name, capacity);

@@ -1,10 +1,11 @@
 //! The dashboard as a state machine: [`update`] takes a message in and gives, now and then, a command out. It neither draws
 //! nor waits nor looks at a clock.
 
-use super::keys::{Action, action};
+use super::keys::{Action, KEYS};
 use super::run_data::{EventRow, Phase, RunData, SampleRow, TensorRow};
 use crate::telemetry::{Command, FinishReason, Record};
-use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use crate::terminal::keys::{action, is_ctrl_c};
+use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
 /// The tabs' names, in order.
 pub(super) const TABS: [&str; 5] = ["Overview", "Precision", "Tensors", "Events", "Samples"];
@@ -21,9 +22,7 @@ pub(super) enum Msg {
     Record(Box<Record>),
     /// A key was pressed.
     Key(KeyEvent),
-    /// SIGINT.
-    Interrupt,
-    /// SIGTERM, or the terminal hung up.
+    /// SIGINT, SIGTERM, or the terminal hung up.
     Terminate,
     /// Nothing more will be reported.
     Closed,
@@ -34,12 +33,14 @@ pub(super) enum Msg {
 }
 
 /// Whose run it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Mode {
     /// This process trains: keys reach training.
     Attached,
     /// Another process does or did: look only.
     Watching,
+    /// The same, from its beginning and so many times as fast as it was.
+    Replaying(f64),
 }
 
 /// How the dashboard came to its end.
@@ -81,7 +82,7 @@ pub(super) enum Panel {
 /// What the table of tensors is sorted by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sort {
-    /// Share flushed to zero as the probe saw it, else share of subnormals: worst first.
+    /// Share flushed to zero as the probe saw it, then share of subnormals: worst first.
     Underflow,
     /// Parameter order.
     Order,
@@ -184,6 +185,11 @@ impl ViewModel {
         self.frozen.as_ref().map(|run| run.step.step)
     }
 
+    /// Whether training hears the keys that are pressed here.
+    pub(super) fn is_heard(&self) -> bool {
+        self.mode == Mode::Attached && !self.live.is_over()
+    }
+
     /// The table of tensors: sorted, and only what the filter lets through.
     pub(super) fn tensors(&self) -> Vec<&TensorRow> {
         let filter = &self.filters[TENSORS];
@@ -194,10 +200,10 @@ impl ViewModel {
         let mut by = |key: &dyn Fn(&TensorRow) -> f64| rows.sort_by(|a, b| key(b).total_cmp(&key(a)));
         match self.sort {
             Sort::Order => {}
-            Sort::Underflow => by(&|row| match row.flushed {
-                Some((flushed, nonzero)) => 1.0 + share(flushed, nonzero),
-                None => share(row.stats.subnormal, row.stats.count),
-            }),
+            Sort::Underflow => {
+                by(&|row| share(row.stats.subnormal, row.stats.count));
+                by(&|row| row.flushed.map_or(-1.0, |(flushed, nonzero)| share(flushed, nonzero)));
+            }
             Sort::Min => by(&|row| -f64::from(row.stats.min_abs.unwrap_or(f32::INFINITY))),
             Sort::Max => by(&|row| f64::from(row.stats.max_abs)),
             Sort::Zero => by(&|row| share(row.stats.zero, row.stats.count)),
@@ -251,7 +257,6 @@ pub(super) fn update(view: &mut ViewModel, msg: Msg) -> Option<Command> {
             None
         }
         Msg::Key(key) => key_pressed(view, key),
-        Msg::Interrupt => interrupted(view),
         Msg::Terminate => {
             view.exit = Some(Exit::Terminated);
             attached(view, Command::Stop { save: true })
@@ -302,7 +307,7 @@ fn record_arrived(view: &mut ViewModel, record: Record) {
 }
 
 fn key_pressed(view: &mut ViewModel, key: KeyEvent) -> Option<Command> {
-    if key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL) {
+    if is_ctrl_c(key) {
         return interrupted(view);
     }
     if view.typing {
@@ -317,7 +322,7 @@ fn key_pressed(view: &mut ViewModel, key: KeyEvent) -> Option<Command> {
         }
         Some(Dialog::Summary) | None => {}
     }
-    action(key).and_then(|action| act(view, action))
+    action(KEYS, key).and_then(|action| act(view, action))
 }
 
 fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
@@ -350,7 +355,7 @@ fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
         Action::Details => {}
         Action::Help => view.dialog = Some(Dialog::Help),
         Action::Close => close(view),
-        Action::Quit if view.mode == Mode::Watching || view.live.is_over() => view.exit = Some(Exit::Ended),
+        Action::Quit if view.mode != Mode::Attached || view.live.is_over() => view.exit = Some(Exit::Ended),
         Action::Quit => view.dialog = Some(Dialog::Quit),
     }
     None
@@ -367,7 +372,7 @@ fn show_tab(view: &mut ViewModel, tab: usize) {
 
 /// Asks training for something, unless this is not the terminal it listens to or it has ended.
 fn ask(view: &mut ViewModel, command: Command, notice: &'static str) -> Option<Command> {
-    if view.mode == Mode::Watching {
+    if view.mode != Mode::Attached {
         view.notice = Some("watching only: training listens to its own terminal");
         return None;
     }
@@ -450,7 +455,7 @@ fn stop(view: &mut ViewModel, save: bool) -> Command {
 
 /// Ctrl-C asks first, then saves and stops, then ends everything.
 fn interrupted(view: &mut ViewModel) -> Option<Command> {
-    if view.mode == Mode::Watching || view.live.is_over() {
+    if view.mode != Mode::Attached || view.live.is_over() {
         view.exit = Some(Exit::Ended);
         return None;
     }

@@ -1,5 +1,6 @@
 //! Colours by role. No panel names a colour, and none means anything by colour alone.
 
+use crate::terminal::Palette;
 use ratatui::style::{Color, Modifier, Style};
 
 /// What a piece of the picture is, as far as its colour goes.
@@ -27,14 +28,6 @@ pub(super) enum Role {
     Selected,
 }
 
-/// How many colours the terminal has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Palette {
-    Truecolor,
-    Ansi,
-    Monochrome,
-}
-
 /// How the dashboard looks on this terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Theme {
@@ -46,7 +39,7 @@ impl Theme {
     /// What the environment asks for: `NO_COLOR` for none, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
     /// `ascii` keeps every character within ASCII.
     pub fn from_env(ascii: bool) -> Self {
-        Self::choose(ascii, |name| std::env::var(name).ok())
+        Self { palette: Palette::from_env(), ascii }
     }
 
     /// All colours, as in pictures.
@@ -57,17 +50,6 @@ impl Theme {
     /// No colours, as under `NO_COLOR`.
     pub fn monochrome() -> Self {
         Self { palette: Palette::Monochrome, ascii: false }
-    }
-
-    fn choose(ascii: bool, env: impl Fn(&str) -> Option<String>) -> Self {
-        let palette = if env("NO_COLOR").is_some_and(|value| !value.is_empty()) {
-            Palette::Monochrome
-        } else if env("COLORTERM").is_some_and(|value| value == "truecolor" || value == "24bit") {
-            Palette::Truecolor
-        } else {
-            Palette::Ansi
-        };
-        Self { palette, ascii }
     }
 
     /// Whether characters beyond ASCII are to be replaced.
@@ -92,11 +74,7 @@ impl Theme {
             Role::Subnormal => ((240, 228, 66), Color::Yellow),
             Role::Good => ((0, 158, 115), Color::Green),
         };
-        match self.palette {
-            Palette::Truecolor => plain.fg(Color::Rgb(rgb.0, rgb.1, rgb.2)),
-            Palette::Ansi => plain.fg(ansi),
-            Palette::Monochrome => plain,
-        }
+        self.palette.style(rgb, ansi).patch(plain)
     }
 }
 
@@ -117,22 +95,9 @@ mod tests {
         Role::Selected,
     ];
 
-    fn under(variables: &'static [(&str, &str)]) -> Theme {
-        Theme::choose(false, move |name| {
-            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
-        })
-    }
-
-    #[test]
-    fn no_color_wins_over_everything_but_an_empty_one_counts_for_nothing() {
-        assert_eq!(under(&[("NO_COLOR", "1"), ("COLORTERM", "truecolor")]).palette, Palette::Monochrome);
-        assert_eq!(under(&[("NO_COLOR", ""), ("COLORTERM", "truecolor")]).palette, Palette::Truecolor);
-        assert_eq!(under(&[]).palette, Palette::Ansi);
-    }
-
     #[test]
     fn monochrome_has_no_colour_at_all() {
-        let theme = under(&[("NO_COLOR", "1")]);
+        let theme = Theme::monochrome();
         for role in ROLES {
             let style = theme.style(role);
             assert_eq!((style.fg, style.bg), (None, None), "{role:?}");

@@ -2,7 +2,7 @@
 
 use super::ascii::to_ascii;
 use super::format;
-use super::keys;
+use super::keys::{Action, KEYS};
 use super::layout::{Areas, Overview, Size, precision};
 use super::pad::Pad;
 use super::panels::{dialogs, events, gradients, loss, loss_scale, overflows, samples, status, tensors, what_if};
@@ -10,6 +10,8 @@ use super::run_data::Phase;
 use super::state::{Dialog, Mode, Panel, TABS, ViewModel};
 use super::theme::{Role, Theme};
 use crate::telemetry::FinishReason;
+use crate::terminal::Binding;
+use crate::terminal::keys::{self, GAPS};
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 
@@ -117,6 +119,9 @@ fn phase(view: &ViewModel) -> (String, Role) {
         },
         Phase::Lost => ("✕ process gone", Role::Overflow),
     };
+    if let (Mode::Replaying(speed), Phase::Running) = (view.mode, &run.phase) {
+        return (format!("▶ replay ×{speed}"), role);
+    }
     // A watched run that says nothing for long may hang; nobody can know, so the time is shown.
     let silent = view.now.saturating_sub(run.last_t) as f64 / 1000.0;
     if view.mode == Mode::Watching && run.phase == Phase::Running && run.last_t > 0 && silent > 30.0 {
@@ -131,10 +136,15 @@ fn footer(view: &ViewModel, pad: &mut Pad) {
         x = pad.text(x, 0, &format!("{notice}…"), Role::Subnormal) + 3;
     }
     let room = usize::from(pad.width().saturating_sub(x));
-    for (key, word) in keys::footer(view.tab, room) {
-        x = pad.text(x, 0, key, Role::Title) + 2;
-        x = pad.text(x, 0, word, Role::Dim) + 3;
+    for (key, word) in keys::footer(KEYS, room, |binding| shown(view, binding)) {
+        x = pad.text(x, 0, key, Role::Title) + GAPS.0;
+        x = pad.text(x, 0, word, Role::Dim) + GAPS.1;
     }
+}
+
+/// Whether the footer mentions keys: not those for other tabs, nor those for training where nobody listens.
+fn shown(view: &ViewModel, binding: &Binding<Action>) -> bool {
+    binding.is_for(view.tab) && (view.is_heard() || !binding.does(Action::commands))
 }
 
 fn minimal(view: &ViewModel, theme: Theme, areas: Areas, buffer: &mut Buffer) {

@@ -21,7 +21,8 @@ const LOOK: Duration = Duration::from_millis(500);
 /// # Errors
 /// If the log cannot be read or the terminal cannot be taken.
 pub fn watch(log: &Path, speed: Option<f64>, theme: Theme) -> Result<Exit> {
-    show(stdout(), Mode::Watching, &mut Watched::new(log, speed), None, theme)
+    let mode = speed.map_or(Mode::Watching, Mode::Replaying);
+    show(stdout(), mode, &mut Watched::new(log, speed), None, theme)
 }
 
 /// Writes the run whose events are in `log` as plain lines, and follows it until it ends.

@@ -7,14 +7,13 @@ mod keys;
 mod model;
 mod view;
 
-use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::io::{self, stdout};
 use std::time::Duration;
 
-use ratatui::crossterm::event::{self, Event, KeyEventKind};
+use ratatui::crossterm::event::{Event, KeyEventKind};
 
 use super::Page;
+use crate::terminal::{Ending, Screen};
 use crate::{Error, Result};
 
 use model::Model;
@@ -31,43 +30,31 @@ pub fn run(
     theme: Theme,
     evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
 ) -> Result<()> {
-    let ended = Arc::new(AtomicBool::new(false));
-    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-        signal_hook::flag::register(signal, Arc::clone(&ended))
-            .map_err(Error::io("watch signals of", "this process"))?;
-    }
-    // Sets a panic hook, too, that gives the terminal back.
-    let terminal = ratatui::try_init().map_err(Error::io("open a screen on", "this terminal"));
-    let result = terminal.and_then(|mut terminal| {
-        show(&mut terminal, Model::new(instruments), theme, evaluate, &ended)
-            .map_err(Error::io("draw on", "this terminal"))
-    });
-    let restored = ratatui::try_restore().map_err(Error::io("give back", "this terminal"));
-    result.and(restored)
+    show(Model::new(instruments), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
 }
 
 /// Draws when something has changed, and waits.
 fn show(
-    terminal: &mut ratatui::DefaultTerminal,
     mut model: Model,
     theme: Theme,
     mut evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
-    ended: &AtomicBool,
 ) -> io::Result<()> {
+    let ending = Ending::listen()?;
+    let mut screen = Screen::take(stdout())?;
     let mut changed = true;
-    while !ended.load(Ordering::Relaxed) {
+    while !ending.told() {
         if changed {
-            let size = terminal.size()?;
-            model.evaluate(usize::from(size.width), &mut evaluate);
-            terminal.draw(|frame| view::draw(&mut model, theme, frame))?;
+            screen.draw(|frame| {
+                model.evaluate(frame.area().width.into(), &mut evaluate);
+                view::draw(&mut model, theme, frame);
+            })?;
         }
-        changed = event::poll(TICK)?;
-        if changed {
-            match event::read()? {
-                Event::Key(key) if key.kind != KeyEventKind::Release && model.press(key).is_break() => break,
-                Event::Resize(..) => model.stale = true,
-                _ => {}
-            }
+        let event = screen.next_event(TICK)?;
+        changed = event.is_some();
+        match event {
+            Some(Event::Key(key)) if key.kind != KeyEventKind::Release && model.press(key).is_break() => break,
+            Some(Event::Resize(..)) => model.stale = true,
+            _ => {}
         }
     }
     Ok(())

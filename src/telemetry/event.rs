@@ -256,20 +256,23 @@ pub struct StepTime {
     pub optimizer_ms: f64,
 }
 
-/// What a GPU is doing, as its driver says.
+/// What a GPU is doing, as its driver says. What it has no figure for is missing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GpuStats {
     /// Share of the last moments in which a kernel ran, percent.
-    pub utilisation: f32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub utilisation: Option<f32>,
     /// Memory in use, by anyone.
     pub memory_bytes: u64,
     /// Memory there is.
     pub memory_total_bytes: u64,
     /// Power draw, watts.
-    pub power_w: f32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power_w: Option<f32>,
     /// Temperature, °C.
-    pub temperature_c: f32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub temperature_c: Option<f32>,
 }
 
 /// What became of the loss scale, and why.

@@ -7,8 +7,8 @@ use crate::model::Parameters;
 use crate::optim::AdamWConfig;
 use crate::precision::{GradScaler, OnOverflow, ScaleChange};
 use crate::telemetry::{
-    Command, Cpu, Emitter, Event, FinishReason, Finished, ModelShape, Overflow, ProcessId, ProcessStats, SampleText,
-    Saved, ScalerSettings, Started, Trouble, Validation,
+    Command, Cpu, Emitter, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
+    SampleText, Saved, ScalerSettings, Started, Trouble, Validation,
 };
 use crate::train::config::Config;
 use crate::train::sample::Sampler;
@@ -46,6 +46,8 @@ pub struct Trainer {
     emitter: Emitter,
     commands: Option<Receiver<Command>>,
     interrupt: Arc<AtomicBool>,
+    /// The GPU of a build that can use one.
+    gpu: Option<GpuSampler>,
     progress: Progress,
 }
 
@@ -130,6 +132,7 @@ impl Trainer {
             emitter: Emitter::new(None),
             commands: None,
             interrupt: Arc::default(),
+            gpu: None,
             progress: Progress::default(),
             config,
         })
@@ -210,6 +213,7 @@ impl Trainer {
     pub fn run(&mut self) -> Result<FinishReason> {
         let began = Instant::now();
         let resumed_from = self.progress.saved_at;
+        self.gpu = GpuSampler::start(0);
         let started = self.started(resumed_from);
         self.emitter.emit(Event::Started(Box::new(started)))?;
         let reason = self.steps();
@@ -367,6 +371,7 @@ impl Trainer {
         let process = ProcessStats::now();
         record.rss_bytes = process.rss_bytes;
         record.cpu_seconds = process.cpu_seconds;
+        record.gpu = self.gpu.as_ref().and_then(GpuSampler::newest);
         if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {
             record.tensors = records::tensor_records(state.weights.layout(), &engine.survey);
         }

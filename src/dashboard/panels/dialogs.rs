@@ -23,12 +23,21 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
 }
 
 fn help(pad: &mut Pad) {
-    let mut popup = pad.popup(78, KEYS.len() as u16 + 2);
+    let mut popup = pad.popup(78, KEYS.len() as u16 + 3);
     let mut inner = popup.frame(&[("Keys", Role::Title), ("   any key closes", Role::Dim)]);
     for (y, binding) in (0..).zip(KEYS) {
         inner.text(1, y, binding.written, Role::Title);
         inner.text(8, y, binding.help, Role::Text);
     }
+    let range = [
+        ("├ ● ┤", Role::Train),
+        (" least, root mean square, most   ", Role::Text),
+        ("▾", Role::Subnormal),
+        (" at the format's least   ", Role::Text),
+        ("✕", Role::Overflow),
+        (" overflow", Role::Text),
+    ];
+    inner.spans(1, KEYS.len() as u16, &range);
 }
 
 fn quit(pad: &mut Pad) {

@@ -32,6 +32,7 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         let layers = fold(run.tensors.layers(), inner.height().saturating_sub(8));
         let bars = inner.height().saturating_sub(2 + layers.len() as u16).min(inner.height() / 2);
         draw_bars(&mut inner, bars, &ruler, &histogram, None, shift);
+        margin(&mut inner, bars, stats);
         for (y, layer) in (bars + 2..).zip(&layers) {
             layer_row(&mut inner, y, &ruler, run.grad_format(), layer, shift);
         }
@@ -65,12 +66,12 @@ pub(in crate::dashboard) fn draw_large(view: &ViewModel, pad: &mut Pad) {
     draw_bars(&mut inner, bars, &ruler, &histogram, probe.as_ref(), shift);
     let line = format!("step {step}, scale {}: {}", format::scale(*scale), summary(stats, shift));
     inner.text(1, bars + 2, &line, Role::Text);
-    probe_line(run, &mut inner, bars + 3);
+    probe_line(run, view.is_heard(), &mut inner, bars + 3);
 }
 
-fn probe_line(run: &RunData, pad: &mut Pad, y: u16) {
+fn probe_line(run: &RunData, heard: bool, pad: &mut Pad, y: u16) {
     let Some(probe) = &run.probe else {
-        pad.text(1, y, "no FP32 probe yet: p asks for one", Role::Dim);
+        pad.text(1, y, if heard { "no FP32 probe yet: p asks for one" } else { "no FP32 probe" }, Role::Dim);
         return;
     };
     let (flushed, nonzero) = probe.tensors.iter().fold((0, 0), |(f, n), row| (f + row.flushed, n + row.nonzero));
@@ -90,7 +91,13 @@ fn title(view: &ViewModel) -> String {
         (true, true) => " (true magnitudes)",
         (false, _) => "",
     };
-    format!("Gradients as {} stores them{how}", run.grad_format().name)
+    let format = run.grad_format();
+    // FP16's limits are on the ruler; those of the wide formats are seldom in sight.
+    let range = match (format.min_exponent(), format.max_exponent()) {
+        _ if format == FloatFormat::FP16 => String::new(),
+        (least, largest) => format!(" (normal from 2^{least} to 2^{largest})"),
+    };
+    format!("Gradients as {} stores them{range}{how}", format.name)
 }
 
 /// The histogram on `height` rows and its axis on two more.
@@ -110,6 +117,23 @@ fn draw_bars(
         pad.text(1, 0, &label, Role::Dim);
     }
     ruler.axis(pad, height, shift);
+}
+
+/// The shares left of the histogram, where it is high enough.
+fn margin(pad: &mut Pad, height: u16, stats: &GradStats) {
+    if height < 5 {
+        return;
+    }
+    let rows = [
+        ("zero", format::percent(stats.zero, stats.count), Role::Dim),
+        ("sub", format::percent(stats.subnormal, stats.count), Role::Subnormal),
+        ("inf", format::count(stats.not_finite() as f64), Role::Overflow),
+    ];
+    for (y, (what, figure, role)) in (height - 3..).zip(rows) {
+        let nothing = figure.starts_with("0%") || figure == "0";
+        pad.text(1, y, what, Role::Dim);
+        pad.text(6, y, &figure, if nothing { Role::Dim } else { role });
+    }
 }
 
 /// `zero 21.9%  subnormal 6.1%  inf 0  2^-24 to 2^9`
@@ -144,7 +168,10 @@ fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &
             pad.glyph(from, y, '├', if at_edge { Role::Subnormal } else { Role::Train });
             pad.glyph(to, y, '┤', Role::Train);
         }
-        pad.glyph(ruler.column(exponent_of(layer.rms() as f32)).clamp(from, to), y, '●', Role::Train);
+        // Of a layer that overflowed there is no mean.
+        if layer.rms().is_finite() {
+            pad.glyph(ruler.column(exponent_of(layer.rms() as f32)).clamp(from, to), y, '●', Role::Train);
+        }
     }
     if layer.overflowed {
         pad.glyph(ruler.infinity(), y, '✕', Role::Overflow);

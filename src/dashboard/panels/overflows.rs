@@ -1,12 +1,12 @@
 //! The skipped steps, newest first: what the scale became, and in which tensors it happened. Where the overflow was
-//! traced, an arrow tells the pass it began in, forward or backward, and the name is that of the layer.
+//! traced, an arrow tells the pass it began in, forward or backward, and the name after it is the layer's.
 
 use crate::dashboard::format;
 use crate::dashboard::pad::Pad;
 use crate::dashboard::run_data::OverflowRow;
 use crate::dashboard::state::ViewModel;
 use crate::dashboard::theme::Role;
-use crate::telemetry::{Origin, Pass, ScaleCause};
+use crate::telemetry::{Pass, ScaleCause};
 
 /// Draws the panel.
 pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
@@ -27,23 +27,36 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         let x = inner.text(0, y, "✕", Role::Overflow);
         let x = inner.text(x + 1, y, &format!("{:>digits$} ", row.step), Role::Text);
         let x = inner.text(x, y, &change(row, wide), Role::Overflow);
-        let x = inner.text(x + 1 + u16::from(wide), y, &place(row), Role::Text);
-        let more = row.more + row.tensors.len().saturating_sub(1);
-        if more > 0 {
-            // Over the end of a long name rather than not at all: that there are more matters more.
-            let more = format!(" +{more}");
-            let at = (x + 2).min(inner.width().saturating_sub(more.len() as u16));
-            inner.text(at, y, &more, Role::Dim);
-        }
+        names(row, &mut inner, x + 1 + u16::from(wide), y);
     }
 }
 
-/// `← h.3.mlp.c_fc`, or the first tensor that was not finite.
-fn place(row: &OverflowRow) -> String {
-    match &row.origin {
-        Some(Origin { pass: Pass::Forward, layer, .. }) => format!("→ {layer}"),
-        Some(Origin { pass: Pass::Backward, layer, .. }) => format!("← {layer}"),
-        None => row.tensors.first().map_or_else(|| "-".to_owned(), Clone::clone),
+/// Where it began, if that is known, then the tensors that were not finite, the worst first, as far as they fit, and how
+/// many more there are.
+fn names(row: &OverflowRow, pad: &mut Pad, x: u16, y: u16) {
+    let room = usize::from(pad.width().saturating_sub(x));
+    let mut text = row.origin.as_ref().map_or_else(String::new, |origin| match origin.pass {
+        Pass::Forward => format!("→ {}", origin.layer),
+        Pass::Backward => format!("← {}", origin.layer),
+    });
+    let mut named = 0;
+    for name in &row.tensors {
+        // Where it is narrow: weights are what one thinks of first.
+        let name = if room < 24 { name.trim_end_matches(".weight") } else { name };
+        if !text.is_empty() && text.chars().count() + 2 + name.len() + " +000".len() > room {
+            break;
+        }
+        let separator = if named > 0 { ", " } else { ": " };
+        text = if text.is_empty() { name.to_owned() } else { text + separator + name };
+        named += 1;
+    }
+    let more = row.more + row.tensors.len() - named;
+    let x = pad.text(x, y, if text.is_empty() { "-" } else { &text }, Role::Text);
+    if more > 0 {
+        // Over the end of a long name rather than not at all: that there are more matters more.
+        let more = format!(" +{more}");
+        let at = x.min(pad.width().saturating_sub(more.len() as u16));
+        pad.text(at, y, &more, Role::Dim);
     }
 }
 

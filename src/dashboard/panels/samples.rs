@@ -11,7 +11,7 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let count = view.run().samples.len();
     let mut inner = pad.frame(&[(&format!("Samples {count}, newest first"), Role::Title)]);
     if count == 0 {
-        inner.text(1, 0, "none yet: g asks for one", Role::Dim);
+        inner.text(1, 0, if view.is_heard() { "none yet: g asks for one" } else { "none" }, Role::Dim);
     }
     let mut y = 0;
     for sample in view.samples().skip(view.cursors[SAMPLES]) {

@@ -5,6 +5,7 @@ use crate::dashboard::pad::Pad;
 use crate::dashboard::run_data::RunData;
 use crate::dashboard::state::ViewModel;
 use crate::dashboard::theme::Role;
+use crate::telemetry::GpuStats;
 
 /// Draws the lines.
 pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
@@ -15,7 +16,8 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
     let wide = pad.width() >= 110;
     progress(run, pad);
-    items(pad, 1, &learning(run, wide));
+    let narrow = pad.width() < 60;
+    items(pad, 1, &learning(run, wide, narrow));
     items(pad, 2, &cost(view, run, wide));
 }
 
@@ -51,7 +53,7 @@ fn items(pad: &mut Pad, y: u16, items: &[(String, Role)]) {
     }
 }
 
-fn learning(run: &RunData, wide: bool) -> Vec<(String, Role)> {
+fn learning(run: &RunData, wide: bool, narrow: bool) -> Vec<(String, Role)> {
     let step = &run.step;
     let loss_role = if step.loss.is_finite() { Role::Text } else { Role::Overflow };
     let mut items = vec![(format!("loss {}", format::loss(f64::from(step.loss))), loss_role)];
@@ -72,34 +74,35 @@ fn learning(run: &RunData, wide: bool) -> Vec<(String, Role)> {
     }
     let role = if step.skipped > 0 { Role::Overflow } else { Role::Text };
     items.push((format!("skipped {}", step.skipped), role));
+    if narrow {
+        // What is left out from the end there should not be what the run's numerics are read from.
+        items.sort_by_key(|(text, _)| text.starts_with("lr") || text.starts_with("|g|"));
+    }
     items
 }
 
 fn cost(view: &ViewModel, run: &RunData, wide: bool) -> Vec<(String, Role)> {
     let step = &run.step;
+    let roomy = wide && step.gpu.is_none();
     let mut items = vec![
         (format!("{} tok/s", format::count(step.tokens_per_s)), Role::Text),
-        (format!("{} ms/step", format::count(step.time.step_ms)), Role::Text),
+        (format!("{}/step", format::milliseconds(step.time.step_ms)), Role::Text),
     ];
     if let Some(cpu) = run.cpu_percent {
         items.push((format!("CPU {cpu:.0}%"), Role::Text));
     }
     if let Some(gpu) = step.gpu {
-        let (gib, total) = (gibibytes(gpu.memory_bytes), gibibytes(gpu.memory_total_bytes));
-        let detail = format!(
-            "GPU {:.0}% {:.0} W {:.0} °C {gib:.1}/{total:.1} GiB",
-            gpu.utilisation, gpu.power_w, gpu.temperature_c
-        );
-        items.push((detail, Role::Text));
+        items.push((gpu_figures(&gpu, wide), Role::Text));
     }
     if let Some(rss) = step.rss_bytes {
-        let peak = if wide { format!(" (peak {})", format::bytes(run.peak_rss)) } else { String::new() };
+        let peak = if roomy { format!(" (peak {})", format::bytes(run.peak_rss)) } else { String::new() };
         items.push((format!("mem {}{peak}", format::bytes(rss)), Role::Text));
     }
     match &run.saved {
         Some((saved, t)) if wide => {
             let ago = format::ago(view.now.saturating_sub(*t) as f64 / 1000.0);
-            items.push((format!("last checkpoint {}, {ago} ago", saved.step), Role::Text));
+            let what = if roomy { "last checkpoint" } else { "ckpt" };
+            items.push((format!("{what} {}, {ago} ago", saved.step), Role::Text));
         }
         Some((saved, _)) => items.push((format!("ckpt {}", saved.step), Role::Text)),
         None => {}
@@ -107,6 +110,15 @@ fn cost(view: &ViewModel, run: &RunData, wide: bool) -> Vec<(String, Role)> {
     items
 }
 
-fn gibibytes(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1 << 30)
+/// `GPU 94% 611 W 61 °C 21.4/139.8 GiB`; where it is short of room `GPU 94% 61°C 21.4/140 GiB`.
+fn gpu_figures(gpu: &GpuStats, wide: bool) -> String {
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let (space, decimals) = if wide { (" ", 1) } else { ("", 0) };
+    let figures = [
+        gpu.utilisation.map(|share| format!("{share:.0}%")),
+        gpu.power_w.filter(|_| wide).map(|watts| format!("{watts:.0} W")),
+        gpu.temperature_c.map(|degrees| format!("{degrees:.0}{space}°C")),
+        Some(format!("{:.1}/{:.decimals$} GiB", gib(gpu.memory_bytes), gib(gpu.memory_total_bytes))),
+    ];
+    figures.into_iter().flatten().fold("GPU".into(), |text, figure| text + " " + &figure)
 }

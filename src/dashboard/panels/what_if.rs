@@ -11,7 +11,7 @@ use crate::precision::{ExponentHistogram, RangeShares};
 pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let run = view.run();
     let mut inner = pad.frame(&[("If the loss scale were", Role::Title)]);
-    let Some((true_gradients, source)) = gradients(run) else {
+    let Some((true_gradients, source)) = gradients(run, view.is_heard()) else {
         inner.text(1, 0, "no gradients yet", Role::Dim);
         return;
     };
@@ -36,7 +36,10 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
             inner.text(x + 2, y, "● largest without overflow", Role::Good);
         }
     }
-    inner.text(1, rows as u16 + 1, &source, Role::Dim);
+    let x = inner.text(1, rows as u16 + 1, &source, Role::Dim);
+    if let Some(best) = best.filter(|best| !(first..first + rows).contains(best)) {
+        inner.text(x, rows as u16 + 1, &format!("; largest without overflow 2^{best}"), Role::Good);
+    }
 }
 
 /// A share in percent, right-aligned in twelve columns.
@@ -46,7 +49,7 @@ fn cell(share: f64) -> String {
 }
 
 /// The gradients as they are before scaling, as exactly as they are known, and how they are.
-fn gradients(run: &RunData) -> Option<(ExponentHistogram, String)> {
+fn gradients(run: &RunData, heard: bool) -> Option<(ExponentHistogram, String)> {
     if let Some(probe) = &run.probe {
         let source = format!("of the FP32 gradients of the probe at step {}", probe.step);
         return Some((histogram(&probe.grads), source));
@@ -55,9 +58,7 @@ fn gradients(run: &RunData) -> Option<(ExponentHistogram, String)> {
     let shift = scale.log2().round() as i32;
     let counts = histogram(stats);
     let unscaled = ExponentHistogram::from_counts(counts.iter().map(|(exponent, count)| (exponent - shift, count)));
-    let source = format!(
-        "of what {} kept at step {step}; p asks for an FP32 probe, which sees the rest",
-        run.grad_format().name
-    );
+    let hint = if heard { "; p asks for an FP32 probe, which sees the rest" } else { "" };
+    let source = format!("of what {} kept at step {step}{hint}", run.grad_format().name);
     Some((unscaled, source))
 }

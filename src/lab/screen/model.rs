@@ -4,9 +4,10 @@ use std::ops::ControlFlow;
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
-use super::keys::{Action, action};
+use super::keys::{Action, KEYS};
 use crate::Result;
 use crate::lab::{Line, Page, Role, parse_value};
+use crate::terminal::keys::{action, is_ctrl_c};
 
 /// A tab: a view with its parameters.
 #[derive(Debug, Clone)]
@@ -133,15 +134,14 @@ impl Model {
 
     /// Takes a key; breaks when it is time to leave.
     pub(super) fn press(&mut self, key: KeyEvent) -> ControlFlow<()> {
-        let action = action(key);
+        if is_ctrl_c(key) {
+            return ControlFlow::Break(());
+        }
         if self.typed.is_some() {
-            if action == Some(Action::Quit) && key.code != KeyCode::Char('q') {
-                return ControlFlow::Break(());
-            }
             self.type_key(key);
             return ControlFlow::Continue(());
         }
-        let Some(action) = action else { return ControlFlow::Continue(()) };
+        let Some(action) = action(KEYS, key) else { return ControlFlow::Continue(()) };
         if self.help && !matches!(action, Action::Quit) {
             self.help = false;
             return ControlFlow::Continue(());

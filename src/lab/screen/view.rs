@@ -8,6 +8,8 @@ use ratatui::style::{Color, Modifier, Style};
 use super::keys::KEYS;
 use super::model::Model;
 use crate::lab::{Line, Page, Role};
+use crate::terminal::Palette;
+use crate::terminal::keys::{self, GAPS};
 
 /// How the screen looks on this terminal: its colours, and whether it keeps to ASCII.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,24 +18,10 @@ pub struct Theme {
     ascii: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Palette {
-    Truecolor,
-    Ansi,
-    Monochrome,
-}
-
 impl Theme {
     /// What the environment asks for: `NO_COLOR` for none, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
     pub fn from_env(ascii: bool) -> Self {
-        let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-        let truecolor = std::env::var("COLORTERM").is_ok_and(|value| value == "truecolor" || value == "24bit");
-        let palette = match () {
-            () if is_set("NO_COLOR") => Palette::Monochrome,
-            () if truecolor => Palette::Truecolor,
-            () => Palette::Ansi,
-        };
-        Self { palette, ascii }
+        Self { palette: Palette::from_env(), ascii }
     }
 
     /// A role's style. In truecolor the palette of Okabe and Ito, which colour-blind people can tell apart.
@@ -49,11 +37,7 @@ impl Theme {
             Role::Warn => ((240, 228, 66), Color::Yellow),
             Role::Series(_) => ((204, 121, 167), Color::LightMagenta),
         };
-        match self.palette {
-            Palette::Truecolor => Style::new().fg(Color::Rgb(rgb.0, rgb.1, rgb.2)),
-            Palette::Ansi => Style::new().fg(ansi),
-            Palette::Monochrome => Style::new(),
-        }
+        self.palette.style(rgb, ansi)
     }
 }
 
@@ -77,7 +61,7 @@ pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
         row.print(line);
     }
     row.y = area.height.saturating_sub(1);
-    row.print(&footer(model, below));
+    row.print(&footer(model, below, usize::from(area.width).saturating_sub(1)));
     if let (Some(typed), true) = (&model.typed, area.height > 0) {
         let column = 9 + model.instrument().fields[model.field].flag.chars().count() + typed.chars().count();
         let last = Position { x: area.width.saturating_sub(1), y: area.height - 1 };
@@ -150,16 +134,21 @@ fn field_lines(model: &Model, width: usize) -> Vec<Line> {
     lines
 }
 
-fn footer(model: &Model, below: usize) -> Line {
+fn footer(model: &Model, below: usize, mut width: usize) -> Line {
     if let Some(typed) = &model.typed {
         let flag = model.instrument().fields[model.field].flag;
         return Line::new().with(Role::Title, format!("type {flag} = ")).plain(typed.clone()).dim("   Enter  Esc");
     }
-    let line = Line::new();
-    let line = if below > 0 { line.with(Role::Warn, format!("▾{below}   ")) } else { line };
-    KEYS.iter()
-        .filter_map(|binding| Some((binding.written, binding.footer?)))
-        .fold(line, |line, (keys, what)| line.with(Role::Title, keys).dim(format!(" {what}   ")))
+    let mut line = Line::new();
+    if below > 0 {
+        let more = format!("▾{below}   ");
+        width = width.saturating_sub(more.chars().count());
+        line = line.with(Role::Warn, more);
+    }
+    let gap = |columns: u16| " ".repeat(columns.into());
+    keys::footer(KEYS, width, |_| true).into_iter().fold(line, |line, (key, what)| {
+        line.with(Role::Title, key).dim(format!("{}{what}{}", gap(GAPS.0), gap(GAPS.1)))
+    })
 }
 
 fn help_page() -> Page {

@@ -1,0 +1,160 @@
+//! What the GPU is doing, looked at now and then on a thread of its own, because a look may take milliseconds.
+//!
+//! NVIDIA's management library belongs to the driver. It is looked for when the program runs: where it or a GPU is missing
+//! there are no figures, and nothing else changes.
+
+use super::event::GpuStats;
+use std::sync::{Arc, Mutex, PoisonError};
+
+#[cfg(any(feature = "nvml", test))]
+use std::{thread, time::Duration};
+
+/// Time between two looks.
+#[cfg(feature = "nvml")]
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Looks at a GPU for as long as it lives.
+#[derive(Debug)]
+pub struct GpuSampler {
+    newest: Arc<Mutex<Option<GpuStats>>>,
+}
+
+impl GpuSampler {
+    /// A sampler of the GPU that CUDA counts as `ordinal`; `None` in a program built without the feature `nvml`.
+    pub fn start(ordinal: usize) -> Option<Self> {
+        #[cfg(feature = "nvml")]
+        return Self::every(PERIOD, move || nvml::open(ordinal));
+        #[cfg(not(feature = "nvml"))]
+        {
+            let _ = ordinal;
+            None
+        }
+    }
+
+    /// A sampler with a thread that asks what `open` gives; it ends if that is nothing, or soon after the sampler is gone.
+    #[cfg(any(feature = "nvml", test))]
+    fn every<L: FnMut() -> Option<GpuStats>>(
+        period: Duration,
+        open: impl FnOnce() -> Option<L> + Send + 'static,
+    ) -> Option<Self> {
+        let newest = Arc::new(Mutex::new(None));
+        let place = Arc::downgrade(&newest);
+        let sample = move || {
+            let Some(mut look) = open() else { return };
+            while place.strong_count() > 0 {
+                let stats = look();
+                if let Some(place) = place.upgrade() {
+                    *place.lock().unwrap_or_else(PoisonError::into_inner) = stats;
+                }
+                thread::sleep(period);
+            }
+        };
+        thread::Builder::new().name("gpu".into()).spawn(sample).ok().map(|_| Self { newest })
+    }
+
+    /// The newest figures, if there are any.
+    pub fn newest(&self) -> Option<GpuStats> {
+        *self.newest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How the library is asked for the GPU that CUDA counts as `ordinal`.
+#[cfg(any(feature = "nvml", test))]
+#[derive(Debug, PartialEq, Eq)]
+enum Name {
+    Index(u32),
+    Uuid(String),
+}
+
+/// The library counts all GPUs, CUDA those that `CUDA_VISIBLE_DEVICES` names, by number or UUID.
+#[cfg(any(feature = "nvml", test))]
+fn name(ordinal: usize, visible: Option<&str>) -> Option<Name> {
+    let Some(visible) = visible else { return Some(Name::Index(ordinal as u32)) };
+    let named = visible.split(',').nth(ordinal)?.trim();
+    match named.parse() {
+        Ok(index) => Some(Name::Index(index)),
+        Err(_) if named.starts_with("GPU-") || named.starts_with("MIG-") => Some(Name::Uuid(named.to_owned())),
+        Err(_) => None,
+    }
+}
+
+#[cfg(feature = "nvml")]
+mod nvml {
+    use super::{GpuStats, Name, name};
+    use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+    use nvml_wrapper::error::NvmlError;
+    use nvml_wrapper::{Device, Nvml};
+
+    /// How to look at the GPU; `None` where there is no library or no such GPU.
+    pub(super) fn open(ordinal: usize) -> Option<impl FnMut() -> Option<GpuStats>> {
+        let name = name(ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())?;
+        let library = Nvml::init().ok()?;
+        device(&library, &name).ok()?;
+        Some(move || look(&device(&library, &name).ok()?))
+    }
+
+    fn device<'a>(library: &'a Nvml, name: &Name) -> Result<Device<'a>, NvmlError> {
+        match name {
+            Name::Index(index) => library.device_by_index(*index),
+            Name::Uuid(uuid) => library.device_by_uuid(uuid.as_str()),
+        }
+    }
+
+    /// A part of a GPU may have no figures of its own for some of these.
+    fn look(device: &Device) -> Option<GpuStats> {
+        let memory = device.memory_info().ok()?;
+        Some(GpuStats {
+            utilisation: device.utilization_rates().ok().map(|rates| rates.gpu as f32),
+            memory_bytes: memory.used,
+            memory_total_bytes: memory.total,
+            power_w: device.power_usage().ok().map(|milliwatts| milliwatts as f32 / 1000.0),
+            temperature_c: device.temperature(TemperatureSensor::Gpu).ok().map(|degrees| degrees as f32),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    const PERIOD: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn the_newest_figures_are_shown_and_the_thread_ends_with_the_sampler() {
+        let (looked, looks) = channel();
+        let sampler = GpuSampler::every(PERIOD, move || {
+            let mut bytes = 0;
+            Some(move || {
+                bytes += 1;
+                looked.send(bytes).ok()?;
+                Some(GpuStats { memory_bytes: bytes, ..GpuStats::default() })
+            })
+        });
+        let sampler = sampler.expect("threads can be started");
+        // The third look begins when the second one's figures are in place.
+        assert_eq!(looks.iter().nth(2), Some(3));
+        assert!(sampler.newest().is_some_and(|stats| stats.memory_bytes >= 2));
+        drop(sampler);
+        assert!(looks.iter().count() < 1000, "the sender goes with the thread");
+    }
+
+    #[test]
+    fn without_a_gpu_there_are_no_figures() {
+        let (done, ended) = channel::<()>();
+        let sampler = GpuSampler::every(PERIOD, move || {
+            drop(done);
+            None::<fn() -> Option<GpuStats>>
+        });
+        assert!(ended.recv().is_err());
+        assert_eq!(sampler.expect("threads can be started").newest(), None);
+    }
+
+    #[test]
+    fn cuda_counts_the_visible_gpus() {
+        assert_eq!(name(1, None), Some(Name::Index(1)));
+        assert_eq!(name(0, Some("3,1")), Some(Name::Index(3)));
+        assert_eq!(name(1, Some("3, GPU-8a1")), Some(Name::Uuid("GPU-8a1".into())));
+        assert_eq!([name(0, Some("")), name(2, Some("3,1")), name(0, Some("none"))], [None, None, None]);
+    }
+}

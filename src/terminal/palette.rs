@@ -1,0 +1,55 @@
+//! How many colours the terminal has, and what a colour becomes on it.
+
+use ratatui::style::{Color, Style};
+
+/// How many colours the terminal has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Palette {
+    Truecolor,
+    Ansi,
+    Monochrome,
+}
+
+impl Palette {
+    /// What the environment asks for: `NO_COLOR` for none, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
+    pub(crate) fn from_env() -> Self {
+        Self::choose(|name| std::env::var(name).ok())
+    }
+
+    fn choose(env: impl Fn(&str) -> Option<String>) -> Self {
+        if env("NO_COLOR").is_some_and(|value| !value.is_empty()) {
+            Self::Monochrome
+        } else if env("COLORTERM").is_some_and(|value| value == "truecolor" || value == "24bit") {
+            Self::Truecolor
+        } else {
+            Self::Ansi
+        }
+    }
+
+    /// A style of this colour, or of the nearest of ANSI's, or of none.
+    pub(crate) fn style(self, (r, g, b): (u8, u8, u8), ansi: Color) -> Style {
+        match self {
+            Self::Truecolor => Style::new().fg(Color::Rgb(r, g, b)),
+            Self::Ansi => Style::new().fg(ansi),
+            Self::Monochrome => Style::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_color_wins_over_everything_but_an_empty_one_counts_for_nothing() {
+        let under = |variables: &'static [(&str, &str)]| {
+            Palette::choose(move |name| {
+                variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+            })
+        };
+        assert_eq!(under(&[("NO_COLOR", "1"), ("COLORTERM", "truecolor")]), Palette::Monochrome);
+        assert_eq!(under(&[("NO_COLOR", ""), ("COLORTERM", "truecolor")]), Palette::Truecolor);
+        assert_eq!(under(&[("COLORTERM", "24bit")]), Palette::Truecolor);
+        assert_eq!(under(&[]), Palette::Ansi);
+    }
+}

@@ -7,6 +7,7 @@
 pub mod batch_loader;
 mod bpe;
 mod cache;
+mod contain;
 pub mod corpus;
 mod document;
 pub mod grammar;

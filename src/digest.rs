@@ -1,4 +1,5 @@
-//! The size and SHA-256 of bytes on their way through: what manifests record and downloads are held against.
+//! The size and SHA-256 of bytes on their way through: what manifests record and downloads are held against. And a limit to
+//! what is read whole.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -9,6 +10,20 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use crate::{Error, Result};
+
+/// The whole of a file that should be small; [`Error::Io`] where it has more than `limit` bytes, as a device without end has.
+pub fn read_at_most(path: &Path, limit: u64) -> Result<Vec<u8>> {
+    let read = || {
+        let mut bytes = Vec::new();
+        File::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > limit {
+            let message = format!("it has more than {limit} bytes, and what belongs here has fewer");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+        }
+        Ok(bytes)
+    };
+    read().map_err(Error::io("read", path))
+}
 
 /// What a sequence of bytes is known by.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

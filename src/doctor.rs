@@ -4,6 +4,7 @@ mod hub;
 
 pub use hub::{HubCheck, check_hub};
 
+use crate::hub::Settings;
 use crate::kernels::isa::Isa;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -69,6 +70,7 @@ pub struct FolderFacts {
 /// Looks at the machine; takes 3 seconds at most, where the Hub does not answer.
 pub fn diagnose() -> Diagnosis {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let hub = Settings::from_env();
     Diagnosis {
         version: env!("CARGO_PKG_VERSION"),
         cpu: CpuFacts {
@@ -80,8 +82,8 @@ pub fn diagnose() -> Diagnosis {
         memory_bytes: kilobytes(&meminfo, "MemTotal:"),
         memory_available_bytes: kilobytes(&meminfo, "MemAvailable:"),
         gpu: gpu(),
-        folders: folders(),
-        hub: check_hub(),
+        hub: check_hub(&hub),
+        folders: folders(hub.cache),
     }
 }
 
@@ -134,9 +136,9 @@ fn gpu() -> GpuFacts {
     GpuFacts { compiled, devices, note: note.into() }
 }
 
-fn folders() -> Vec<FolderFacts> {
-    let mut folders = vec![("runs", PathBuf::from("checkpoints")), ("data and tokens", PathBuf::from("data"))];
-    folders.extend(hub::cache().map(|path| ("models of the Hub", path)));
+fn folders(cache: PathBuf) -> Vec<FolderFacts> {
+    let [runs, data] = ["checkpoints", "data"].map(PathBuf::from);
+    let folders = [("runs", runs), ("data and tokens", data), ("models of the Hub", cache)];
     let facts = |(purpose, path): (&'static str, PathBuf)| FolderFacts {
         purpose,
         exists: path.is_dir(),

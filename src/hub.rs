@@ -11,7 +11,7 @@ mod settings;
 use std::path::{Path, PathBuf};
 
 use crate::data::{Fetch, Remote};
-use crate::digest::Digest;
+use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
 use cache::RepoCache;
@@ -29,6 +29,9 @@ const ALIASES: [(&str, &str); 5] = [
 
 /// Files of a model that may be missing.
 const OPTIONAL_FILES: [&str; 2] = ["tokenizer_config.json", "generation_config.json"];
+
+/// An index of shards is small.
+const MAX_INDEX: u64 = 16 << 20;
 
 /// Weights that would run code when loaded.
 const PICKLED: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
@@ -286,10 +289,10 @@ impl Repo {
         };
         if id.split('/').count() > 2 || !id.split('/').all(name) {
             let message = "is no local folder, and no name on the Hub either, which is `owner/name`";
-            return Err(Error::hub(id, message));
+            return Err(Error::model(format!("`{id}`"), message));
         }
         if !is_plain_path(revision) {
-            return Err(Error::hub(id, format!("`{revision}` is not a revision")));
+            return Err(Error::model(id, format!("`{revision}` is not a revision")));
         }
         Ok(Self { kind, id: id.to_owned(), revision: revision.to_owned() })
     }
@@ -301,7 +304,7 @@ fn shards(index: &Path) -> Result<Vec<String>> {
     struct Index {
         weight_map: std::collections::BTreeMap<String, String>,
     }
-    let bytes = std::fs::read(index).map_err(Error::io("read", index))?;
+    let bytes = read_at_most(index, MAX_INDEX)?;
     let Index { weight_map } = serde_json::from_slice(&bytes)
         .map_err(|error| Error::hub(index.display(), format!("not an index of weights: {error}")))?;
     let files: std::collections::BTreeSet<String> = weight_map.into_values().collect();

@@ -14,7 +14,7 @@ mod verify;
 
 pub use config::{Config, Init, Layers, known_keys};
 pub use sample::Sampler;
-pub use setup::{ModelSource, Preparing, Report, dataset, engine};
+pub use setup::{Located, ModelSource, Preparing, Report, dataset, engine, locate, whole_text};
 pub use state::{Counters, TrainState};
 pub use step::{Engine, Outcome, PartTimes, StepReport};
 pub use trainer::Trainer;

@@ -39,7 +39,7 @@ impl TrainedModel {
     /// [`Error::Model`] or [`Error::Checkpoint`] where there is no model, it is damaged, or the tokenizer does not fit.
     pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
         if !path.is_dir() {
-            return Err(not_a_folder(path));
+            return Err(Error::model(format!("`{}`", path.display()), "there is no such folder"));
         }
         let mut damaged = Vec::new();
         let weights = if path.join("manifest.json").is_file() {
@@ -133,17 +133,4 @@ fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &Gpt2Config) -> 
         return Ok(());
     }
     Err(Error::model(file.display(), format!("its {tokens} tokens do not fit the model, whose vocabulary has {rows}")))
-}
-
-fn not_a_folder(path: &Path) -> Error {
-    let name = path.display();
-    let known = path.to_str().is_some_and(|name| Gpt2Config::named(name).is_some());
-    let message = if known {
-        "this is an architecture without weights here; give a Hugging Face folder, a run or a checkpoint"
-    } else if path.exists() {
-        "this is a file; give the folder that it is in"
-    } else {
-        "there is no such folder; give a Hugging Face folder, a run (`checkpoints/NAME`) or a checkpoint in it"
-    };
-    Error::model(format!("`{name}`"), message)
 }

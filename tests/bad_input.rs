@@ -149,6 +149,8 @@ fn nonsense_in_a_flag() {
         "--seed=-1",
         "--threads 0",
         "--threads all",
+        "--threads 99999999",
+        "--batch-size 9999999999",
         "--device tpu",
         "--device cuda",
         "--log-every 0",
@@ -168,11 +170,13 @@ fn nonsense_in_a_configuration() {
     desk.write("unknown-section.toml", "[trainer]\nsteps = 8\n");
     desk.write("wrong-type.toml", "[train]\nsteps = \"ten\"\n");
     desk.write("not.toml", "steps: 8\n");
+    desk.write("long.toml", "# ".repeat(600_000));
     desk.write("latin1.toml", b"model = \"caf\xE9\"\n");
     desk.refuse_all(&[
         "--config missing.toml",
         "--config model",
         "--config not.toml",
+        "--config long.toml",
         "--config latin1.toml",
         "--config unknown-key.toml",
         "--config unknown-section.toml",
@@ -190,6 +194,8 @@ fn nonsense_in_a_configuration() {
         "--set optimizer.eps=-1",
         "--set dropout.residual=1.5",
         "--set checkpoint.keep_last=0",
+        "--set checkpoint.keep_weights=0",
+        "--set checkpoint.weights_every=often",
         "--set telemetry.tensors_every=0",
         "--set schedule.warmup_ratio=2",
         "config --set scaler.on_overflow=panic",
@@ -243,6 +249,10 @@ fn a_model_that_is_none() {
         "--model no-weights",
         "--model pickled",
         "--model text.txt",
+        "--model model/missing",
+        "--model a/b/c",
+        "--model owner/name",
+        "--model model --revision main",
         "--model such-a-name --init random",
         "--model gpt2 --init random",
         "--model model --tokenizer missing.json",
@@ -254,10 +264,45 @@ fn a_model_that_is_none() {
     insta::assert_snapshot!("models", desk.said);
 }
 
+/// A Parquet file with a byte changed so that the crate that reads it panics.
+fn damaged_parquet() -> Vec<u8> {
+    use parquet::data_type::{ByteArray, ByteArrayType};
+    use parquet::file::reader::{FileReader, SerializedFileReader};
+    use parquet::file::writer::SerializedFileWriter;
+    let schema = parquet::schema::parser::parse_message_type("message rows { required binary text (UTF8); }").unwrap();
+    let mut writer = SerializedFileWriter::new(Vec::new(), schema.into(), std::sync::Arc::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    let rows = ["first", "second"].map(ByteArray::from);
+    column.typed::<ByteArrayType>().write_batch(&rows, None, None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    let good = writer.into_inner().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.parquet");
+    let panics = |bytes: &Vec<u8>| {
+        fs::write(&path, bytes).unwrap();
+        let rows = || {
+            let file = SerializedFileReader::new(fs::File::open(&path).unwrap()).ok();
+            file.and_then(|file| file.get_row_iter(None).ok().map(Iterator::count))
+        };
+        std::panic::catch_unwind(rows).is_err()
+    };
+    let changed = |at: usize| (0..=u8::MAX).map(move |byte| (at, byte));
+    let mut tries = (0..good.len()).flat_map(changed).map(|(at, byte)| {
+        let mut bad = good.clone();
+        bad[at] = byte;
+        bad
+    });
+    tries.find(panics).expect("no damage makes the crate panic any more: `data::contain` may be of no use")
+}
+
 #[test]
 fn a_text_that_is_none() {
     let mut desk = Desk::new();
     fs::create_dir(desk.path("nothing")).unwrap();
+    desk.write("damaged.parquet", damaged_parquet());
+    desk.write("middling.txt", "a tenth of this is too short ".repeat(10));
     desk.refuse_all(&[
         "--data missing.txt",
         "--data ''",
@@ -272,7 +317,10 @@ fn a_text_that_is_none() {
         "--data *.md",
         "--data ftp://host/file",
         "--data hf://models/a/b",
+        "--data damaged.parquet",
         "--data text.txt --val missing.txt",
+        "--data text.txt --val short.txt",
+        "--data middling.txt",
     ]);
     insta::assert_snapshot!("texts", desk.said);
 }
@@ -325,7 +373,12 @@ fn a_model_that_cannot_be_used() {
     desk.refuse_all(&[
         "generate",
         "generate missing",
+        "generate model/missing",
+        "generate tiny",
         "generate distilgpt2",
+        "generate model --revision main",
+        "eval distilgpt2 --data text.txt",
+        "export owner/name out",
         "generate text.txt",
         "generate checkpoints/broken",
         "generate checkpoints/broken/step-000001",

@@ -2,7 +2,11 @@
 //!
 //! The comparison needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one.
 //! Without it the test says so and passes, but for CI, where it fails.
-#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "a test stops at the first thing that is not as it should be"
+)]
 
 mod common {
     pub(crate) mod compare;
@@ -12,10 +16,14 @@ mod common {
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use candle_core::Device;
 use common::python::{python, run_script};
 use finetune::data::{Dataset, Source, TokenSource};
 use finetune::evaluate::{Evaluation, Windows, evaluate};
+use finetune::model::Gpt2Config;
 use finetune::precision::PrecisionPolicy;
+use finetune::tensor_file::write_tensors;
+use finetune::train::TrainState;
 use finetune::trained::TrainedModel;
 use serde_json::Value;
 
@@ -90,6 +98,41 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
                 assert!((rounded - loss).abs() < 2e-2 * loss, "{name}, {policy}: {rounded} here, {loss} there");
             }
         }
+    }
+}
+
+/// On Tiny Shakespeare itself, by the command and with GPT-2's tokenizer, which both sides run themselves. Needs a folder with
+/// `tiny_shakespeare.txt` and GPT-2's `tokenizer.json` in `FINETUNE_DATA`:
+/// `FINETUNE_PYTHON=… FINETUNE_DATA=… cargo test --release --test evaluate -- --ignored`
+#[test]
+#[ignore = "takes minutes, and two files that have to be downloaded"]
+fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
+    let data = PathBuf::from(std::env::var_os("FINETUNE_DATA").expect("a folder in `FINETUNE_DATA`"));
+    let Some(python) = python() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(data.join("tiny_shakespeare.txt"), folder.path().join("text.txt")).unwrap();
+    std::fs::copy(data.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+    let gpt2 = Gpt2Config::named("gpt2").unwrap();
+    // Weights this wide make a model that is sure of itself, and wrong: its loss is far from a uniform guess.
+    let small = Gpt2Config { n_positions: 256, n_embd: 64, n_layer: 2, n_head: 4, n_inner: 256, ..gpt2 };
+    let config = Gpt2Config { initializer_range: 0.2, ..small };
+    let masters = TrainState::random_masters(&config, 1, &Device::Cpu).unwrap();
+    let tensors: Vec<_> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
+    let weights = folder.path().join("model.safetensors");
+    write_tensors(&mut std::fs::File::create(&weights).unwrap(), &weights, &tensors).unwrap();
+    std::fs::write(folder.path().join("config.json"), config.to_json("float32")).unwrap();
+    for stride in ["256", "128"] {
+        let mut command = Command::cargo_bin("finetune").unwrap();
+        command.current_dir(folder.path()).args(["eval", ".", "--data", "text.txt", "--stride", stride, "--json"]);
+        let output = command.assert().success().get_output().stdout.clone();
+        let ours: Value = serde_json::from_slice(&output).unwrap();
+        let text = folder.path().join("text.txt");
+        let arguments = [folder.path().as_os_str(), text.as_os_str(), "256".as_ref(), stride.as_ref()];
+        let theirs = run_script(&python, "transformers_windows.py", &arguments);
+        assert_eq!(theirs["tokens"], ours["tokens"]);
+        let [ours, theirs] = [&ours["loss"], &theirs["loss"]].map(|loss| loss.as_f64().unwrap());
+        eprintln!("stride {stride}: {ours} here, {theirs} there");
+        assert!((ours - theirs).abs() < 1e-4, "stride {stride}: {ours} here, {theirs} there");
     }
 }
 

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use finetune::data::{Fetch, Remote};
+use finetune::data::{Fetch, Remote, Tokenizer};
 use finetune::hub::{Hub, ModelFiles, Progress, Settings};
 use finetune::{Error, Result};
 use sha1::Digest as _;
@@ -296,7 +296,7 @@ fn offline_uses_the_cache_and_nothing_else() {
     let offline = Settings { offline: true, ..server.settings(cache.path()) };
     assert_eq!(Hub::new(offline.clone()).model("distilgpt2", None).unwrap(), files);
     let message = text(Hub::new(offline).model("gpt2", None));
-    for way in ["`HF_HUB_OFFLINE`", "`--model FOLDER`", "`HF_ENDPOINT=URL`", "`--init random`"] {
+    for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random`"] {
         assert!(message.contains(way), "{message}");
     }
     assert_eq!(server.requests(), [] as [String; 0]);
@@ -315,7 +315,7 @@ fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
     assert_eq!(found.unwrap(), files);
     assert!(notices > 0);
     let message = text(Hub::new(settings).model("gpt2", None));
-    for way in ["no usable connection", "`--model FOLDER`", "`HF_ENDPOINT=URL`", "`--init random`"] {
+    for way in ["no usable connection", "a local folder", "`HF_ENDPOINT=URL`", "`--init random`"] {
         assert!(message.contains(way), "{message}");
     }
 }
@@ -510,6 +510,68 @@ fn data_sets_and_plain_addresses_are_fetched_for_data() {
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
     let path = hub.fetch(remote(&sha256(content)), &folder).unwrap();
     assert_eq!((fs::read(&path).unwrap().as_slice(), path), (&content[..], folder.join("text.txt")));
+}
+
+/// The commands that use a model take it from the Hub as training does.
+#[test]
+fn generate_eval_and_export_take_names_of_the_hub() {
+    let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
+    let local = desk.path().join("local");
+    fs::create_dir(&local).unwrap();
+    let files = ["config.json", "model.safetensors"].map(|name| (name, fs::read(golden.join(name)).unwrap()));
+    for (name, content) in files.into_iter().chain([("tokenizer.json", Tokenizer::byte().json().to_vec())]) {
+        server.put(name, &content);
+        fs::write(local.join(name), content).unwrap();
+    }
+    fs::write(desk.path().join("text.txt"), "a text to be measured on").unwrap();
+    let finetune = |line: &str, offline: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_finetune"));
+        command.current_dir(desk.path()).args(line.split(' ')).env_clear();
+        command
+            .env("HF_ENDPOINT", &server.address)
+            .env("HF_HOME", desk.path().join("hf"))
+            .env("HF_HUB_OFFLINE", offline);
+        let output = command.output().unwrap();
+        let [said, complaint] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        (output.status.code().unwrap(), said, complaint)
+    };
+    let generate = |model: &str| format!("generate {model} --prompt so -n 12 --temperature 0");
+    let (_, expected, _) = finetune(&generate("local"), "0");
+    assert!(server.requests().is_empty() && !expected.is_empty());
+    assert_eq!(finetune(&generate("distilgpt2"), "0"), (0, expected.clone(), String::new()));
+    assert!(desk.path().join("hf/hub/models--distilbert--distilgpt2/snapshots").join(COMMIT).is_dir());
+    assert!(server.requests().contains(&"GET model.safetensors".to_owned()));
+
+    // From here on the cache serves, on a network and without one.
+    assert_eq!(finetune(&generate("distilbert/distilgpt2"), "0").1, expected);
+    assert!(!server.requests().iter().any(|request| request.starts_with("GET")));
+    for line in [generate("distilgpt2"), format!("{} --revision {COMMIT}", generate("distilgpt2"))] {
+        assert_eq!(finetune(&line, "1").1, expected, "{line}");
+    }
+    let loss = |model: &str| {
+        let (code, said, complaint) = finetune(&format!("eval {model} --data text.txt --json"), "1");
+        assert_eq!(code, 0, "{complaint}");
+        serde_json::from_str::<serde_json::Value>(&said).unwrap()["loss"].as_f64().unwrap()
+    };
+    assert_eq!(loss("distilgpt2"), loss("local"));
+    assert_eq!(finetune("export distilgpt2 exported", "1"), (0, "exported\n".into(), String::new()));
+    assert_eq!(finetune(&generate("exported"), "1").1, expected);
+    assert_eq!(server.requests(), [] as [String; 0]);
+
+    // What is not there is told as it is to training: with the ways on, and nothing is left behind.
+    for line in [generate("gpt2"), "eval gpt2 --data text.txt".into(), "export gpt2 there".into()] {
+        let (code, said, complaint) = finetune(&line, "1");
+        assert_eq!((code, said.as_str()), (2, ""), "{line}");
+        for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random`"] {
+            assert!(complaint.contains(way), "{line}: {complaint}");
+        }
+    }
+    server.fault("config.json", Fault::Status("404 Not Found\r\nX-Error-Code: RevisionNotFound"));
+    let (code, _, complaint) = finetune(&format!("{} --revision v9", generate("distilgpt2")), "0");
+    assert!(code == 2 && complaint.contains("check `--revision`"), "{complaint}");
+    assert!(!desk.path().join("there").exists());
+    assert_eq!(bad_files(&desk.path().join("hf/hub")), [] as [PathBuf; 0]);
 }
 
 /// The server itself: what the client never does, it must notice.

@@ -1,8 +1,8 @@
 """Mean loss of a model folder on windows of a text, by transformers; `tests/evaluate.rs` runs it.
 
-    python transformers_windows.py FOLDER TOKENS SEQ_LEN STRIDE
+    python transformers_windows.py FOLDER TEXT SEQ_LEN STRIDE
 
-TOKENS is a JSON list of token ids. Prints one JSON object with `loss` and `tokens`. A window predicts the token after each
+TEXT is a JSON list of token ids, or a .txt file for the folder's own tokenizer. Prints one JSON object with `loss` and `tokens`. A window predicts the token after each
 of its own; what an earlier window has predicted is not counted again.
 """
 
@@ -10,12 +10,16 @@ import json
 import sys
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-folder, tokens, seq_len, stride = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+folder, text, seq_len, stride = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
-with open(tokens) as file:
-    ids = torch.tensor(json.load(file))
+with open(text, encoding="utf-8", newline="") as file:
+    if text.endswith(".txt"):
+        ids = torch.tensor(Tokenizer.from_file(f"{folder}/tokenizer.json").encode(file.read()).ids)
+    else:
+        ids = torch.tensor(json.load(file))
 
 total, counted, predicted = 0.0, 0, 1
 for start in range(0, len(ids) - 1, stride):
@@ -24,8 +28,8 @@ for start in range(0, len(ids) - 1, stride):
     with torch.no_grad():
         logits = model(inputs, attention_mask=torch.ones_like(inputs)).logits[0]
     new = predicted - start - 1
-    losses = torch.nn.functional.cross_entropy(logits[new:].double(), ids[start + 1 + new : end + 1], reduction="sum")
-    total, counted, predicted = total + losses.item(), counted + end - start - new, end + 1
+    losses = torch.nn.functional.cross_entropy(logits[new:], ids[start + 1 + new : end + 1], reduction="none")
+    total, counted, predicted = total + losses.double().sum().item(), counted + end - start - new, end + 1
     if end == len(ids) - 1:
         break
 print(json.dumps({"loss": total / counted, "tokens": counted}))

@@ -160,7 +160,13 @@ impl InventedRun {
         }
         if at.is_multiple_of(500) {
             let path = format!("checkpoints/0007/step-{at:06}");
-            self.pending.push_back(Event::Saved(Saved { step: at, path, bytes: 982_000_000, seconds: 1.25 }));
+            self.pending.push_back(Event::Saved(Saved {
+                step: at,
+                path,
+                bytes: 982_000_000,
+                seconds: 1.25,
+                ..Saved::default()
+            }));
             let text = " and the rest is\nsilence, or so they say in the town by the sea".into();
             self.pending.push_back(Event::Sample(SampleText { step: at, prompt: "To be,".into(), text }));
         }

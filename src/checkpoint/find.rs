@@ -149,7 +149,7 @@ fn runs(folder: &Path) -> Vec<(PathBuf, u64)> {
 
 fn newest_of(run: &Path) -> Option<u64> {
     let listed = list(run).ok()?;
-    let saved = listed.iter().filter(|one| one.kind == Kind::Full).map(|one| one.sequence().unwrap_or(0)).max();
+    let saved = listed.iter().map(|one| one.sequence().unwrap_or(0)).max();
     // Only a run with its configuration can be started over.
     saved.or_else(|| opened_at(run).filter(|_| run.join("config.toml").is_file()))
 }

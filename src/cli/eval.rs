@@ -1,9 +1,11 @@
 //! `finetune eval`: loss, perplexity and bits per byte of a model on a text.
 
+use crate::cli::flags::read;
 use crate::cli::model::ModelArgs;
-use crate::data::{Loader, TokenSource};
+use crate::cli::train::tell;
+use crate::data::TokenSource;
 use crate::evaluate::{Evaluation, Windows, evaluate};
-use crate::train::{Config, Layers};
+use crate::train::{Config, Layers, dataset, whole_text};
 use crate::trained::TrainedModel;
 use crate::{Error, Result};
 use clap::Args;
@@ -35,11 +37,11 @@ pub(super) struct EvalArgs {
 
 /// Evaluates and writes the result to `out`.
 pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
-    let trained = args.model.open()?;
+    let trained = args.model.model.open()?;
     let windows = Windows::new(trained.config.n_positions, args.seq_len, args.stride, args.batch_size)?;
     let (data, text) = match &args.data {
         Some(data) => whole(data, &trained)?,
-        None => validation(&args.model.model, &trained)?,
+        None => validation(&trained)?,
     };
     let (model, weights) = trained.load(args.model.dtype)?;
     let count = windows.count(text.tokens.len());
@@ -62,21 +64,19 @@ struct Text {
 
 /// The whole of a text that the user names.
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
-    let (tokens, bytes_per_token) = Loader::new("data").load_whole(&data.parse()?, &trained.tokenizer)?;
+    let (tokens, bytes_per_token) = whole_text(&data.parse()?, &trained.tokenizer, &mut tell)?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
 /// What the run that the model comes from was validated on.
-fn validation(model: &Path, trained: &TrainedModel) -> Result<(String, Text)> {
-    let file = [Some(model), trained.path.parent()]
-        .into_iter()
-        .flatten()
-        .map(|folder| folder.join("config.toml"))
-        .find(|file| file.is_file())
+fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
+    let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
+    let file = run
+        .map(|run| run.join("config.toml"))
+        .filter(|file| file.is_file())
         .ok_or_else(|| Error::config("--data", "a model that is no run's needs a text: `grammar` or a file"))?;
-    let text = std::fs::read_to_string(&file).map_err(Error::io("read", &file))?;
-    let config = Config::resolve(&Layers { file: Some((file.display().to_string(), text)), overrides: Vec::new() })?;
-    let set = crate::train::dataset(&config, &trained.tokenizer, &mut |_| ())?;
+    let config = Config::resolve(&Layers { file: Some(read(&file)?), overrides: Vec::new() })?;
+    let set = dataset(&config, &trained.tokenizer, &mut tell)?;
     let data = match &config.val {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),

@@ -1,6 +1,6 @@
 //! `finetune export`: a trained model for other programs.
 
-use crate::cli::model::open;
+use crate::cli::model::NameArgs;
 use crate::export::{Format, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
@@ -11,9 +11,8 @@ use std::path::PathBuf;
 /// Flags of `finetune export`.
 #[derive(Args, Debug)]
 pub(super) struct ExportArgs {
-    /// A run's folder, a checkpoint in it, or a Hugging Face folder
-    #[arg(value_name = "MODEL")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: NameArgs,
     /// A folder, or a file that ends in .gguf or .onnx
     #[arg(value_name = "OUT")]
     out: PathBuf,
@@ -23,9 +22,6 @@ pub(super) struct ExportArgs {
     /// Type of the weights; fp32 is a checkpoint's masters
     #[arg(long, value_enum, default_value = "fp32")]
     dtype: DtypeName,
-    /// A tokenizer.json in place of the model's own
-    #[arg(long, value_name = "FILE")]
-    tokenizer: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -58,7 +54,7 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
         DtypeName::Fp16 => Dtype::F16,
         DtypeName::Bf16 => Dtype::BF16,
     };
-    let trained = open(&args.model, args.tokenizer.as_deref())?;
+    let trained = args.model.open()?;
     for path in export(&trained, dtype, format, &args.out)? {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
     }

@@ -1,9 +1,13 @@
 //! The flags that define a run. What was typed becomes dotted keys; what it means is [`Config`]'s business.
 
+use crate::digest::read_at_most;
 use crate::train::{Config, Layers};
 use crate::{Error, Result};
 use clap::Args;
 use std::path::{Path, PathBuf};
+
+/// No configuration is longer.
+const MAX_BYTES: u64 = 1 << 20;
 
 /// Flags go over the configuration file, which goes over the defaults.
 #[derive(Args, Clone, Debug, Default)]
@@ -171,8 +175,10 @@ impl ConfigArgs {
     }
 }
 
-fn read(path: &Path) -> Result<(String, String)> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| Error::config(format!("`{}`", path.display()), format!("cannot be read: {error}")))?;
-    Ok((path.display().to_string(), text))
+/// The name and text of a configuration file.
+pub(crate) fn read(path: &Path) -> Result<(String, String)> {
+    let origin = path.display().to_string();
+    let text = String::from_utf8(read_at_most(path, MAX_BYTES)?);
+    let text = text.map_err(|error| Error::config(format!("`{origin}`"), error.to_string()))?;
+    Ok((origin, text))
 }

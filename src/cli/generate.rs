@@ -47,7 +47,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
         seed: args.seed,
     };
     sampling.validate()?;
-    let trained = args.model.open()?;
+    let trained = args.model.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
     let context = trained.config.n_positions;
     if prompt.len() > context {

@@ -1,21 +1,49 @@
 //! What the commands that use a model have in common: which one, in which precision, on how many threads.
 
+use crate::cli::train::tell;
 use crate::precision::PrecisionPolicy;
+use crate::train::locate;
 use crate::trained::TrainedModel;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{Write, stderr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+
+/// Which model.
+#[derive(Args, Debug)]
+pub(super) struct NameArgs {
+    /// A run's folder, a checkpoint in it, a Hugging Face folder, or a model of the Hugging Face Hub
+    #[arg(value_name = "MODEL")]
+    name: String,
+    /// The Hub's branch, tag or commit
+    #[arg(long, value_name = "REVISION")]
+    revision: Option<String>,
+    /// A tokenizer.json in place of the model's own
+    #[arg(long, value_name = "FILE")]
+    tokenizer: Option<PathBuf>,
+}
+
+impl NameArgs {
+    /// Opens the model, downloads it if need be, and tells of damaged checkpoints that were passed over.
+    pub(super) fn open(&self) -> Result<TrainedModel> {
+        if self.name == "tiny" {
+            let message = "the built-in model has no weights of its own; train it, and give the run's folder";
+            return Err(Error::model("`tiny`", message));
+        }
+        let folder = locate(&self.name, self.revision.as_deref(), &mut tell)?.folder;
+        let trained = TrainedModel::open(&folder, self.tokenizer.as_deref())?;
+        for damage in &trained.damaged {
+            writeln!(stderr(), "warning: damaged and passed over: {damage}").ok();
+        }
+        Ok(trained)
+    }
+}
 
 /// A model, its precision and its threads.
 #[derive(Args, Debug)]
 pub(super) struct ModelArgs {
-    /// A run's folder, a checkpoint in it, or a Hugging Face folder
-    #[arg(value_name = "MODEL")]
-    pub(super) model: PathBuf,
-    /// A tokenizer.json in place of the model's own
-    #[arg(long, value_name = "FILE")]
-    pub(super) tokenizer: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) model: NameArgs,
     /// fp32 (a checkpoint's masters), fp16, bf16, or a policy such as p=f32,c=f16,g=f16,r=f32
     #[arg(long, value_name = "DTYPE", default_value = "fp32")]
     pub(super) dtype: PrecisionPolicy,
@@ -25,11 +53,6 @@ pub(super) struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Opens the model.
-    pub(super) fn open(&self) -> Result<TrainedModel> {
-        open(&self.model, self.tokenizer.as_deref())
-    }
-
     /// Runs `work` on the threads asked for.
     pub(super) fn on_threads<R: Send>(&self, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
         if self.threads == Some(0) {
@@ -42,13 +65,4 @@ impl ModelArgs {
             .map_err(|error| Error::config("--threads", error.to_string()))?
             .install(work)
     }
-}
-
-/// Opens a model, and tells of damaged checkpoints that were passed over.
-pub(super) fn open(path: &Path, tokenizer: Option<&Path>) -> Result<TrainedModel> {
-    let trained = TrainedModel::open(path, tokenizer)?;
-    for damage in &trained.damaged {
-        writeln!(stderr(), "warning: damaged and passed over: {damage}").ok();
-    }
-    Ok(trained)
 }

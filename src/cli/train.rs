@@ -82,7 +82,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
 const WORTH_TELLING: u64 = 4 << 20;
 
 /// Tells on standard error how the preparation goes; on a terminal progress stays on one line.
-fn tell(event: Preparing) {
+pub(crate) fn tell(event: Preparing) {
     let mut err = stderr();
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     // Nothing depends on somebody reading this.

@@ -174,6 +174,7 @@ impl RunData {
                 self.tensors.flushed(&probe);
                 self.probe = Some(*probe);
             }
+            Event::Saved(saved) if saved.weights_only => {}
             Event::Saved(saved) => self.saved = Some((saved, t)),
             Event::Paused { .. } => {
                 self.phase = Phase::Paused;

@@ -12,6 +12,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::schema::types::Type;
 use serde::Deserialize;
 
+use super::contain::contained;
 use crate::{Error, Result};
 
 /// Bytes of text that are tokenised at a time.
@@ -142,7 +143,8 @@ impl Document {
     fn read_parquet(&self, sink: &mut Sink) -> Result<()> {
         let damaged =
             |error: parquet::errors::ParquetError| self.error(format!("not a readable Parquet file: {error}"));
-        let reader = SerializedFileReader::new(self.open()?).map_err(damaged)?;
+        let file = self.open()?;
+        let reader = unpanicked(|| SerializedFileReader::new(file)).map_err(damaged)?;
         let schema = reader.metadata().file_metadata().schema();
         let wanted = schema.get_fields().iter().filter(|field| Row::FIELDS.contains(&field.name())).cloned().collect();
         let projection = Type::group_type_builder(schema.name()).with_fields(wanted).build().map_err(damaged)?;
@@ -152,9 +154,9 @@ impl Document {
         }
         let mut rows = 0;
         let mut iterator = unpanicked(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
-        while let Some(row) = unpanicked(|| iterator.next().transpose()).map_err(damaged)? {
+        let mut next = || unpanicked(|| Ok(iterator.next().transpose()?.map(|row| row.to_json_value())));
+        while let Some(value) = next().map_err(damaged)? {
             rows += 1;
-            let value = row.to_json_value();
             let row = serde_json::from_value::<Row>(value).map_err(|error| self.row_error(rows, &error))?;
             row.pieces(sink).map_err(|problem| self.sink_error(rows, problem))?;
         }
@@ -183,9 +185,7 @@ impl Document {
 
 /// Turns a panic of the Parquet crate into its error: some damaged pages make it index out of bounds (60.1).
 fn unpanicked<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> parquet::errors::Result<T> {
-    // Nothing that the closure touched is used after an error.
-    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(read));
-    result.unwrap_or_else(|_| Err(parquet::errors::ParquetError::General("a page is damaged".to_owned())))
+    contained(read).unwrap_or_else(|| Err(parquet::errors::ParquetError::General("a page is damaged".to_owned())))
 }
 
 /// One row, whichever of its columns it has.

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::bpe::FastBpe;
-use crate::digest::Digest;
+use super::contain::contained;
+use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
 /// Names that the end-of-text token goes by; the first one found in a vocabulary is it.
@@ -17,6 +18,9 @@ const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "<|im_end|>"
 
 /// The byte tokenizer's end-of-text id, after the 256 bytes.
 const BYTE_EOS: u32 = 256;
+
+/// No vocabulary in use takes a tenth of this.
+const MAX_BYTES: u64 = 512 << 20;
 
 /// Turns text into token ids and back. Cheap to clone, and shared between threads.
 #[derive(Clone)]
@@ -38,6 +42,24 @@ enum Kind {
     },
 }
 
+impl Kind {
+    /// Reads the text of a `tokenizer.json`, or says what is wrong with it.
+    fn hugging_face(json: &[u8]) -> std::result::Result<Self, String> {
+        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
+        // Settings for inference in batches; training text is neither cut nor padded.
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|error| error.to_string())?;
+        // Ids index the embedding, so a vocabulary with holes counts up to its largest id.
+        let Some(last) = inner.get_vocab(true).into_values().max() else {
+            return Err("its vocabulary is empty".into());
+        };
+        let eos = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
+        let inner = Arc::new(inner);
+        let fast = FastBpe::new(&inner).map(Arc::new);
+        Ok(Self::HuggingFace { inner, fast, vocab_size: last as usize + 1, eos })
+    }
+}
+
 impl Tokenizer {
     /// Bytes as ids 0 to 255, and `<|endoftext|>` as 256.
     pub fn byte() -> Self {
@@ -47,7 +69,7 @@ impl Tokenizer {
     /// Reads a `tokenizer.json`.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let json = std::fs::read(path).map_err(Error::io("read", path))?;
+        let json = read_at_most(path, MAX_BYTES)?;
         Self::from_json(json, &path.display().to_string())
     }
 
@@ -58,20 +80,10 @@ impl Tokenizer {
         if value == byte_json() {
             return Ok(Self { kind: Kind::Byte, json: json.into() });
         }
-        let mut inner = tokenizers::Tokenizer::from_bytes(&json)
-            .map_err(|error| Error::model(origin, format!("not a usable `tokenizer.json`: {error}")))?;
-        // Settings for inference in batches; training text is neither cut nor padded.
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|error| Error::model(origin, error.to_string()))?;
-        // Ids index the embedding, so a vocabulary with holes counts up to its largest id.
-        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
-        if vocab_size == 0 {
-            return Err(Error::model(origin, "the tokenizer's vocabulary is empty"));
-        }
-        let eos = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
-        let inner = Arc::new(inner);
-        let fast = FastBpe::new(&inner).map(Arc::new);
-        Ok(Self { kind: Kind::HuggingFace { inner, fast, vocab_size, eos }, json: json.into() })
+        let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
+        let read =
+            contained(|| Kind::hugging_face(&json)).unwrap_or_else(|| Err("its parts do not fit together".into()));
+        Ok(Self { kind: read.map_err(unusable)?, json: json.into() })
     }
 
     /// Whether this is the byte tokenizer, whose losses are in nats per byte.
@@ -91,12 +103,16 @@ impl Tokenizer {
                 Ok(ids)
             }
             Kind::HuggingFace { inner, fast, .. } => {
-                if let Some(ids) = fast.as_ref().and_then(|fast| fast.encode(text)) {
-                    return ids;
-                }
-                let encoding = inner.encode_fast(text, false);
-                let encoding = encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
-                Ok(encoding.get_ids().to_vec())
+                let encode = || {
+                    if let Some(ids) = fast.as_ref().and_then(|fast| fast.encode(text)) {
+                        return ids;
+                    }
+                    let encoding = inner.encode_fast(text, false);
+                    let encoding =
+                        encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
+                    Ok(encoding.get_ids().to_vec())
+                };
+                contained(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
             }
         }
     }
@@ -108,8 +124,8 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace { inner, .. } => inner
-                .decode(ids, true)
+            Kind::HuggingFace { inner, .. } => contained(|| inner.decode(ids, true))
+                .unwrap_or_else(|| Err("it is damaged".into()))
                 .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
         }
     }

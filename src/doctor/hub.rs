@@ -1,13 +1,11 @@
 //! Whether the Hub can be reached: one TCP connection to the endpoint, and nothing said over it.
 
+use crate::hub::Settings;
 use serde::Serialize;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// Where the Hub is unless `HF_ENDPOINT` says otherwise.
-const ENDPOINT: &str = "https://huggingface.co";
 /// Name lookup and connection together take no longer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
@@ -23,10 +21,9 @@ pub struct HubCheck {
 }
 
 /// Connects to the endpoint and hangs up.
-pub fn check_hub() -> HubCheck {
-    let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
-    let offline = variable("HF_HUB_OFFLINE").is_some_and(|value| !matches!(value.as_str(), "0" | "false" | "no"));
-    if offline {
+pub fn check_hub(settings: &Settings) -> HubCheck {
+    let endpoint = settings.endpoint.clone();
+    if settings.offline {
         let note = "not tried: `HF_HUB_OFFLINE` is set, so only cached models are used".into();
         return HubCheck { endpoint, reachable: None, note };
     }
@@ -39,17 +36,6 @@ pub fn check_hub() -> HubCheck {
             HubCheck { endpoint, reachable: Some(false), note }
         }
     }
-}
-
-/// Where downloads are cached, shared with Python's: `HF_HUB_CACHE`, `HF_HOME/hub`, or `~/.cache/huggingface/hub`.
-pub(super) fn cache() -> Option<PathBuf> {
-    let home = || Some(PathBuf::from(variable("HOME")?).join(".cache/huggingface"));
-    let hub = || Some(variable("HF_HOME").map(PathBuf::from).or_else(home)?.join("hub"));
-    variable("HF_HUB_CACHE").map(PathBuf::from).or_else(hub)
-}
-
-fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// How long the connection took, or why there is none.

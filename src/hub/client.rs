@@ -332,8 +332,8 @@ impl Failure {
         }
         let ways_on = match repo.kind {
             Kind::Model => {
-                "go on with a local folder (`--model FOLDER`), a mirror (`HF_ENDPOINT=URL`) or random weights \
-                 (`--init random`)"
+                "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random \
+                 weights (`--init random`)"
             }
             Kind::Dataset => "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)",
         };
@@ -341,7 +341,9 @@ impl Failure {
             Self::Denied(_) => {
                 format!("accept its terms at {endpoint}/{id} and set `HF_TOKEN` to a token that may read it")
             }
-            Self::NoSuchRepo => "check the name; a private one needs `HF_TOKEN`".to_owned(),
+            Self::NoSuchRepo => {
+                "check the name, which is no local folder either; a private one needs `HF_TOKEN`".to_owned()
+            }
             Self::NoSuchRevision => "check `--revision`".to_owned(),
             Self::NoSuchFile => "the repository is not what is needed here".to_owned(),
             Self::NotCached => format!("unset `HF_HUB_OFFLINE` to download it, or {ways_on}"),

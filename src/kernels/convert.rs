@@ -24,6 +24,13 @@ pub trait Element: candle_core::WithDType + Default {
 
     /// Rounds one element to nearest even.
     fn from_f32(value: f32) -> Self;
+
+    /// The elements as FP32: themselves where they are, else widened into `scratch`, which has the same length.
+    #[inline(always)]
+    fn widened<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
+        Self::load(source, scratch);
+        scratch
+    }
 }
 
 impl Element for f32 {
@@ -45,6 +52,11 @@ impl Element for f32 {
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         value
+    }
+
+    #[inline(always)]
+    fn widened<'a>(source: &'a [Self], _: &'a mut [f32]) -> &'a [f32] {
+        source
     }
 }
 

@@ -9,6 +9,8 @@
 //! |---|---|---|
 //! | FP32, FP16 (widened while packing) | FP32 multiply-adds | FP32 multiply-adds |
 //! | BF16 | dot products of pairs, FP32 sums | widened while packing, FP32 multiply-adds |
+//!
+//! A single row is multiplied without packing, see [`vector`].
 
 use std::any::TypeId;
 use std::ops::Range;
@@ -28,6 +30,7 @@ mod micro;
 mod pack;
 #[cfg(test)]
 mod tests;
+mod vector;
 
 /// Units of depth that are multiplied at a time. A panel of B of this depth fills a third of a 1 MB L2 cache.
 const DEPTH_UNITS: usize = 1536;
@@ -135,6 +138,9 @@ fn matmul_on<A: Element, C: Element>(
     assert_eq!(k, b.rows, "A has {k} columns, B {} rows", b.rows);
     assert!(m == 0 || n == 0 || ldc >= n && c.len() >= (m - 1) * ldc + n, "C is too small for {m} × {n}");
     assert!(epilogue.bias.is_none_or(|bias| bias.len() == n), "the bias must have {n} elements");
+    if m == 1 && vector::multiply(a, b, c, epilogue) {
+        return;
+    }
     let kernel = MicroKernel::of::<A>(isa);
     let (a, b) = (Lines::rows(a), Lines::columns(b));
     let product = Product { kernel, a, b, depth: k, c: Output::new(c, ldc), epilogue, serial: m * n * k < SERIAL_WORK };

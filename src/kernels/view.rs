@@ -75,11 +75,12 @@ impl<'a> View<'a> {
     where
         'a: 'b,
     {
-        if let Self::F32(s) = self {
-            return &s[start..start + scratch.len()];
+        let range = start..start + scratch.len();
+        match self {
+            Self::F32(s) => f32::widened(&s[range], scratch),
+            Self::F16(s) => f16::widened(&s[range], scratch),
+            Self::BF16(s) => bf16::widened(&s[range], scratch),
         }
-        self.load(start, scratch);
-        scratch
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use crate::digest::read_at_most;
 use crate::kernels::view;
 use crate::model::{Gpt2Config, Parameters};
 use crate::tensor_file::{Dtype, TensorFile, TensorView};
@@ -14,6 +15,8 @@ use crate::{Error, Result};
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
+/// Configurations and indices are small.
+const MAX_JSON: u64 = 16 << 20;
 
 /// A model on disk whose every tensor has been found, with the right shape and a dtype that can be widened to f32.
 #[derive(Debug)]
@@ -37,11 +40,11 @@ impl ModelFolder {
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = path.join("config.json");
-        let text = std::fs::read(&file).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => {
+        let text = read_at_most(&file, MAX_JSON).map_err(|error| match error {
+            Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
                 Error::model(path.display(), "there is no `config.json`: not a model folder")
             }
-            _ => Error::io("read", &file)(error),
+            other => other,
         })?;
         let config = Gpt2Config::from_json(&text, &file.display().to_string())?;
         let files = weight_files(&path)?;
@@ -136,7 +139,7 @@ fn weight_files(folder: &Path) -> Result<Vec<TensorFile>> {
     }
     let index = folder.join(INDEX);
     if index.exists() {
-        let text = std::fs::read(&index).map_err(Error::io("read", &index))?;
+        let text = read_at_most(&index, MAX_JSON)?;
         let shards = shards(&text).map_err(|message| Error::model(index.display(), message))?;
         return shards.into_iter().map(|shard| TensorFile::open(folder.join(shard))).collect();
     }

@@ -511,6 +511,8 @@ pub struct Saved {
     pub bytes: u64,
     /// How long training waited for it.
     pub seconds: f64,
+    /// Whether it holds the weights alone, so that a run cannot go on from it.
+    pub weights_only: bool,
 }
 
 /// A message about a step.

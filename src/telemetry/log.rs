@@ -63,6 +63,9 @@ impl EventLog {
     }
 }
 
+/// What is longer than this without the end of a line is no record, and is passed over.
+const MAX_LINE: u64 = 16 << 20;
+
 /// Leaves the file with a whole last line, and gives the last record that can be read.
 fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
     let len = file.metadata()?.len();
@@ -73,7 +76,7 @@ fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
         let mut end = Vec::new();
         file.seek(SeekFrom::Start(start))?;
         file.read_to_end(&mut end)?;
-        if start == 0 || end.iter().rev().filter(|&&byte| byte == b'\n').nth(1).is_some() {
+        if start == 0 || window >= MAX_LINE || end.iter().rev().filter(|&&byte| byte == b'\n').nth(1).is_some() {
             break (start, end);
         }
         window *= 4;
@@ -84,7 +87,10 @@ fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
         file.write_all(b"\n")?;
         return Ok(Some(record));
     }
-    if !torn.is_empty() {
+    if whole == 0 && start > 0 {
+        // Nothing that a kill leaves behind; what was written before it may still be readable.
+        file.write_all(b"\n")?;
+    } else if !torn.is_empty() {
         file.set_len(start + whole as u64)?;
     }
     Ok(end[..whole].rsplit(|&byte| byte == b'\n').find_map(|line| serde_json::from_slice(line).ok()))
@@ -238,6 +244,7 @@ impl Tail {
             match bytes.iter().rposition(|&byte| byte == b'\n') {
                 Some(at) => break at + 1,
                 None if bytes.len() < chunk => return Ok(Poll::default()),
+                None if chunk as u64 >= MAX_LINE => break chunk,
                 None => chunk *= 2,
             }
         };

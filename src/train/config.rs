@@ -10,6 +10,9 @@ use std::path::PathBuf;
 /// The configuration of the built-in model's run, under everything a user says when the model is `tiny`.
 const TINY: &str = include_str!("../../configs/tiny-grammar.toml");
 
+/// The most of anything that is counted here: products of three such numbers can still be computed with.
+const MOST: usize = 1 << 20;
+
 /// Where initial weights come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -154,6 +157,10 @@ pub struct CheckpointSection {
     pub keep_last: usize,
     /// Whether the one with the best validation loss is kept too.
     pub keep_best: bool,
+    /// Steps between two checkpoints of the weights alone, which are small and of no use to `--resume`; 0 for none.
+    pub weights_every: u64,
+    /// Of those, how many are kept, and the best one where `keep_best` says so.
+    pub keep_weights: usize,
 }
 
 /// What is looked at, and how often.
@@ -229,7 +236,15 @@ impl Default for ScheduleSection {
 
 impl Default for CheckpointSection {
     fn default() -> Self {
-        Self { dir: "checkpoints".into(), run: None, save_every: 500, keep_last: 2, keep_best: true }
+        Self {
+            dir: "checkpoints".into(),
+            run: None,
+            save_every: 500,
+            keep_last: 2,
+            keep_best: true,
+            weights_every: 0,
+            keep_weights: 2,
+        }
     }
 }
 
@@ -256,13 +271,18 @@ impl Config {
             let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
                 Error::config(format!("`{origin}`"), error.to_string().trim_end().to_owned())
             })?;
-            check_keys(&table, origin)?;
+            check_keys(leaves(&table).into_iter().map(|(key, _)| key), origin)?;
             merge(&mut said, table);
         }
         for (key, value) in &layers.overrides {
-            let table = nested(key, value.clone());
-            check_keys(&table, "the command line")?;
-            merge(&mut said, table);
+            // Checked before it becomes a table, which a key of a thousand parts would make too deep to handle.
+            let mut keys: Vec<String> =
+                value.as_table().map(leaves).into_iter().flatten().map(|(rest, _)| format!("{key}.{rest}")).collect();
+            if keys.is_empty() {
+                keys.push(key.clone());
+            }
+            check_keys(keys, "the command line")?;
+            merge(&mut said, nested(key, value.clone()));
         }
         let mut table = toml::Table::new();
         let model = said.get("model").and_then(|model| model.as_str()).unwrap_or("tiny");
@@ -348,14 +368,17 @@ impl Config {
             };
             return Err(Error::config("device", message));
         }
-        let positive = |key: &str, value: usize| {
-            if value == 0 { Err(Error::config(key, "0 makes no sense here; use 1 or more")) } else { Ok(()) }
+        let positive = |key: &str, value: usize| match value {
+            0 => Err(Error::config(key, "0 makes no sense here; use 1 or more")),
+            1..=MOST => Ok(()),
+            _ => Err(Error::config(key, format!("{value} is more than {MOST}, the most that makes sense"))),
         };
         positive("train.batch_size", self.train.batch_size)?;
         positive("train.seq_len", self.train.seq_len)?;
         positive("train.grad_accum", self.train.grad_accum)?;
         positive("threads", self.threads.unwrap_or(1))?;
         positive("checkpoint.keep_last", self.checkpoint.keep_last)?;
+        positive("checkpoint.keep_weights", self.checkpoint.keep_weights)?;
         let within = |key: &str, value: f64, low: f64, high: f64| {
             if value >= low && value <= high {
                 return Ok(());
@@ -429,9 +452,9 @@ fn leaves(table: &toml::Table) -> Vec<(String, &toml::Value)> {
     out
 }
 
-fn check_keys(table: &toml::Table, origin: &str) -> Result<()> {
+fn check_keys(keys: impl IntoIterator<Item = String>, origin: &str) -> Result<()> {
     let known = known_keys();
-    for (key, _) in leaves(table) {
+    for key in keys {
         if known.contains(&key) {
             continue;
         }

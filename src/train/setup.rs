@@ -1,7 +1,8 @@
 //! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
 
 use crate::checkpoint::Checkpoint;
-use crate::data::{Dataset, LoadEvent, Loader, Source, Tokenizer};
+use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer};
+use crate::digest::read_at_most;
 use crate::hub::{self, Hub, Settings};
 use crate::kernels::view;
 use crate::model::{Gpt2, Gpt2Config, ModelFolder, Parameters, Workspace};
@@ -13,10 +14,12 @@ use crate::train::step::Engine;
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::cell::RefCell;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Where downloads and token caches land.
 const DATA_FOLDER: &str = "data";
+/// A tokenizer's configuration is small.
+const MAX_TOKENIZER_CONFIG: u64 = 16 << 20;
 
 /// What happens while a run is prepared.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,25 +72,17 @@ impl ModelSource {
             let shape = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
             return Self::checked(config, shape, given.or_else(|| Some(Tokenizer::byte())), None, Weights::Random);
         }
-        if Path::new(&config.model).is_dir() {
-            return Self::in_folder(config, ModelFolder::open(&config.model)?, given, None);
+        if config.init == Init::Random && !Path::new(&config.model).exists() {
+            let shape = named.ok_or_else(|| unknown_architecture(&config.model))?;
+            return Self::checked(config, shape, given, None, Weights::Random);
         }
-        if Path::new(&config.model).exists() {
-            let message =
-                format!("`{}` is a file; give the folder that `config.json` and the weights are in", config.model);
-            return Err(Error::config("model", message));
+        let Located { folder, commit } = locate(&config.model, config.revision.as_deref(), report)?;
+        if has_chat_template(&folder) {
+            let notice =
+                "`messages` in the data become lines of `role: content`; the model's chat template is not applied";
+            report(Preparing::Notice(notice.into()));
         }
-        match (config.init, named) {
-            (Init::Random, Some(shape)) => Self::checked(config, shape, given, None, Weights::Random),
-            (Init::Random, None) => Err(unknown_architecture(&config.model)),
-            (Init::Pretrained, _) => {
-                let mut progress = |progress| report(progress_of(progress));
-                let files = Hub::new(Settings::from_env())
-                    .report_to(&mut progress)
-                    .model(&config.model, config.revision.as_deref())?;
-                Self::in_folder(config, ModelFolder::open(files.folder)?, given, Some(files.commit))
-            }
-        }
+        Self::in_folder(config, ModelFolder::open(folder)?, given, commit)
     }
 
     /// The model of a run that goes on: shape and tokenizer as the checkpoint has them, so that nothing else is needed.
@@ -154,6 +149,50 @@ impl ModelSource {
     }
 }
 
+/// Where a model's files are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Located {
+    /// The folder that holds them.
+    pub folder: PathBuf,
+    /// The commit of the Hub's files.
+    pub commit: Option<String>,
+}
+
+/// Finds the model called `name`: a local folder, or else a model of the Hub, which is downloaded unless it is cached.
+///
+/// # Errors
+/// [`Error::Model`] or [`Error::Hub`] saying what `name` is, or why it cannot be had and what to do instead.
+pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Result<Located> {
+    let path = Path::new(name);
+    let wrong = |message: &str| Err(Error::model(format!("`{name}`"), message));
+    if path.is_dir() {
+        if revision.is_some() {
+            return Err(Error::config("revision", format!("`{name}` is a local folder, which has none; leave it out")));
+        }
+        return Ok(Located { folder: path.to_path_buf(), commit: None });
+    }
+    if path.exists() {
+        return wrong("this is a file; give the folder that `config.json` and the weights are in");
+    }
+    if path.ancestors().skip(1).any(|above| !above.as_os_str().is_empty() && above.is_dir()) {
+        return wrong("there is no such folder");
+    }
+    let mut progress = |progress| report(progress_of(progress));
+    let files = Hub::new(Settings::from_env()).report_to(&mut progress).model(name, revision)?;
+    Ok(Located { folder: files.folder, commit: Some(files.commit) })
+}
+
+/// Whether a model says how it wants chats to be written.
+fn has_chat_template(folder: &Path) -> bool {
+    #[derive(serde::Deserialize)]
+    struct TokenizerConfig {
+        chat_template: Option<serde::de::IgnoredAny>,
+    }
+    let text = read_at_most(&folder.join("tokenizer_config.json"), MAX_TOKENIZER_CONFIG).unwrap_or_default();
+    let config = serde_json::from_slice::<TokenizerConfig>(&text);
+    config.is_ok_and(|config| config.chat_template.is_some()) || folder.join("chat_template.jinja").is_file()
+}
+
 fn unknown_architecture(model: &str) -> Error {
     Error::config("model", format!("`{model}` is neither a folder nor one of {}", Gpt2Config::NAMES.join(", ")))
 }
@@ -169,7 +208,16 @@ fn progress_of(progress: hub::Progress) -> Preparing {
 
 /// The tokens of a configuration's training and validation text; downloads what has to be.
 pub fn dataset(config: &Config, tokenizer: &Tokenizer, report: &mut Report<'_>) -> Result<Dataset> {
-    let validation = config.val.as_deref().map(str::parse::<Source>).transpose()?;
+    let (train, validation) = (config.source()?, config.val.as_deref().map(str::parse::<Source>).transpose()?);
+    with_loader(report, |loader| loader.load(&train, validation.as_ref(), tokenizer))
+}
+
+/// All tokens of one text, and the bytes of it behind each on average; downloads what has to be.
+pub fn whole_text(text: &Source, tokenizer: &Tokenizer, report: &mut Report<'_>) -> Result<(TokenSource, f64)> {
+    with_loader(report, |loader| loader.load_whole(text, tokenizer))
+}
+
+fn with_loader<T>(report: &mut Report<'_>, load: impl FnOnce(&mut Loader<'_>) -> Result<T>) -> Result<T> {
     let report = RefCell::new(report);
     let mut downloading = |progress| (report.borrow_mut())(progress_of(progress));
     let mut hub = Hub::new(Settings::from_env()).report_to(&mut downloading);
@@ -179,11 +227,7 @@ pub fn dataset(config: &Config, tokenizer: &Tokenizer, report: &mut Report<'_>) 
             LoadEvent::Notice(notice) => Preparing::Notice(notice),
         });
     };
-    Loader::new(DATA_FOLDER).fetch_with(&mut hub).report_to(&mut loading).load(
-        &config.source()?,
-        validation.as_ref(),
-        tokenizer,
-    )
+    load(&mut Loader::new(DATA_FOLDER).fetch_with(&mut hub).report_to(&mut loading))
 }
 
 /// An engine for `config` at its first step, from FP32 initial weights.

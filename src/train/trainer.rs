@@ -1,6 +1,6 @@
 //! The loop around the step: batches in, events and checkpoints out, wishes and signals heard between two steps.
 
-use crate::checkpoint::{Best, Checkpoint, Contents, FORMAT_VERSION, Identity, Keep, Kind, Run, State};
+use crate::checkpoint::{self, Best, Checkpoint, Contents, FORMAT_VERSION, Identity, Keep, Kind, Run, State};
 use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
 use crate::kernels::isa::Isa;
 use crate::model::Parameters;
@@ -10,7 +10,7 @@ use crate::telemetry::{
     Command, Cpu, Emitter, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     SampleText, Saved, ScalerSettings, Started, Trouble, Validation,
 };
-use crate::train::config::Config;
+use crate::train::config::{CheckpointSection, Config};
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
@@ -97,6 +97,8 @@ impl Trainer {
         let train = &config.train;
         let (batch_size, seq_len) = (train.batch_size, train.seq_len);
         let loader = BatchLoader::new(dataset.train.clone(), batch_size, seq_len, config.seed)?;
+        let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, which validates" };
+        dataset.validation.require(seq_len, held_out)?;
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
         let eval = EvalBatches::new(dataset.validation.clone(), batch_size, seq_len, limit)?;
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
@@ -241,19 +243,20 @@ impl Trainer {
             self.step(std::mem::take(&mut probe))?;
             let step = self.engine.state.counters.step;
             let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.total_steps;
-            let (eval, sample, save) = (
-                due(self.config.train.eval_every),
-                due(self.config.train.sample_every),
-                due(self.config.checkpoint.save_every),
-            );
+            let CheckpointSection { save_every, weights_every, .. } = self.config.checkpoint;
+            let (eval, sample) = (due(self.config.train.eval_every), due(self.config.train.sample_every));
+            let (save, save_weights) = (due(save_every), due(weights_every));
             if eval && self.evaluate()? {
                 break;
             }
             if sample {
                 self.sample()?;
             }
+            if save_weights {
+                self.tell_failure(Self::save_weights)?;
+            }
             if save {
-                self.try_save()?;
+                self.tell_failure(Self::save)?;
             }
         }
         if self.progress.validation.is_none_or(|last| last.step != self.engine.state.counters.step) {
@@ -292,7 +295,7 @@ impl Trainer {
                     self.emitter.emit(Event::Resumed { step })?;
                 }
                 Some(Command::Pause | Command::Resume | Command::Detach) => {}
-                Some(Command::SaveNow) => self.try_save()?,
+                Some(Command::SaveNow) => self.tell_failure(Self::save)?,
                 Some(Command::EvalNow) => drop(self.evaluate()?),
                 Some(Command::SampleNow) => self.sample()?,
                 Some(Command::ProbeNow) => *probe = true,
@@ -437,8 +440,8 @@ impl Trainer {
     }
 
     /// Saves; a failure is told and training goes on, for the older checkpoints are as they were.
-    fn try_save(&mut self) -> Result<()> {
-        match self.save() {
+    fn tell_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
+        match save(self) {
             Err(error @ Error::Io { .. }) => {
                 let step = self.engine.state.counters.step;
                 let message = format!("no checkpoint at step {step}: {error}; training goes on");
@@ -451,12 +454,25 @@ impl Trainer {
     /// Writes a checkpoint of this step, unless there is one or no run to write it into.
     pub fn save(&mut self) -> Result<()> {
         let step = self.engine.state.counters.step;
-        if self.run.is_none() || self.progress.saved_at == Some(step) {
+        if self.progress.saved_at == Some(step) {
             return Ok(());
         }
+        if let Some(path) = self.write(Kind::Full, self.config.checkpoint.keep_last)? {
+            self.progress.saved_at = Some(step);
+            self.progress.checkpoint = Some(path);
+        }
+        Ok(())
+    }
+
+    fn save_weights(&mut self) -> Result<()> {
+        self.write(Kind::Weights, self.config.checkpoint.keep_weights).map(drop)
+    }
+
+    /// Writes a checkpoint and thins out the older ones of its kind. Says where, or nothing if there is no run to write into.
+    fn write(&mut self, kind: Kind, last: usize) -> Result<Option<PathBuf>> {
         let began = Instant::now();
-        let state = self.checkpoint_state();
-        let Some(run) = &mut self.run else { return Ok(()) };
+        let (step, state) = (self.engine.state.counters.step, self.checkpoint_state());
+        let Some(run) = &mut self.run else { return Ok(None) };
         let train = &self.engine.state;
         let contents = Contents {
             state: &state,
@@ -467,18 +483,16 @@ impl Trainer {
             exp_avg: &train.adamw.exp_avg,
             exp_avg_sq: &train.adamw.exp_avg_sq,
         };
-        let saved = run.save(&contents, Kind::Full)?;
-        let keep = Keep { last: self.config.checkpoint.keep_last, best: self.config.checkpoint.keep_best };
-        let rotated = run.rotate(Kind::Full, keep);
-        self.progress.saved_at = Some(step);
-        self.progress.checkpoint = Some(saved.path.clone());
-        let (bytes, seconds) = (saved.manifest.bytes(), began.elapsed().as_secs_f64());
-        self.emitter.emit(Event::Saved(Saved { step, path: saved.path.display().to_string(), bytes, seconds }))?;
+        let checkpoint::Saved { path, manifest } = run.save(&contents, kind)?;
+        let rotated = run.rotate(kind, Keep { last, best: self.config.checkpoint.keep_best });
+        let (bytes, seconds) = (manifest.bytes(), began.elapsed().as_secs_f64());
+        let (weights_only, name) = (kind == Kind::Weights, path.display().to_string());
+        self.emitter.emit(Event::Saved(Saved { step, path: name, bytes, seconds, weights_only }))?;
         if let Err(error) = rotated {
             let message = format!("an older checkpoint could not be removed: {error}; training goes on");
             self.emitter.emit(Event::Warning(Trouble { step, message }))?;
         }
-        Ok(())
+        Ok(Some(path))
     }
 
     fn checkpoint_state(&self) -> State {

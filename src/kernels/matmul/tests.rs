@@ -94,8 +94,19 @@ fn check_all_types(isa: Isa, m: usize, k: usize, n: usize, epilogue: Epilogue<'_
 
 #[test]
 fn all_shapes_layouts_and_types_agree_with_f64() {
-    let shapes =
-        [(1, 1, 1), (1, 7, 100), (5, 2, 3), (8, 16, 48), (9, 17, 49), (61, 5, 30), (130, 63, 50), (50, 64, 145)];
+    let shapes = [
+        (1, 1, 1),
+        (1, 7, 100),
+        (1, 770, 600),
+        (2, 1, 1),
+        (2, 7, 100),
+        (5, 2, 3),
+        (8, 16, 48),
+        (9, 17, 49),
+        (61, 5, 30),
+        (130, 63, 50),
+        (50, 64, 145),
+    ];
     for isa in supported() {
         for (m, k, n) in shapes {
             check_all_types(isa, m, k, n, Epilogue::default());
@@ -110,6 +121,7 @@ fn the_epilogue_scales_adds_the_bias_and_the_old_value() {
         for accumulate in [false, true] {
             let epilogue = Epilogue { alpha: -0.75, bias: Some(&bias), accumulate };
             check_all_types(isa, 20, 33, 51, epilogue);
+            check_all_types(isa, 1, 33, 51, epilogue);
         }
     }
 }
@@ -122,6 +134,7 @@ fn a_product_rounds_once_whatever_its_depth() {
             check_layouts::<f16, f16>(isa, 11, k, 50, Epilogue::default());
             check_layouts::<bf16, bf16>(isa, 11, k, 50, Epilogue::default());
             check_layouts::<f32, f32>(isa, 11, k, 50, Epilogue::default());
+            check_all_types(isa, 1, k, 300, Epilogue::default());
             let epilogue = Epilogue { alpha: 0.5, bias: Some(&bias), accumulate: true };
             check_layouts::<bf16, bf16>(isa, 60, k, 50, epilogue);
             check_layouts::<f16, f32>(isa, 60, k, 50, epilogue);
@@ -136,6 +149,10 @@ fn operands_may_have_any_strides() {
         let a = Operand::with_strides(&data, 13, 11, 29, 2);
         let b = Operand::with_strides(&data, 11, 9, 3, 101);
         check::<bf16, f32>(isa, a, b, Epilogue::default());
+        let row = Operand::with_strides(&data, 1, 11, 0, 2);
+        check::<bf16, f32>(isa, row, b, Epilogue::default());
+        check::<bf16, f32>(isa, row, Operand::with_strides(&data, 11, 9, 101, 1), Epilogue::default());
+        check::<bf16, f32>(isa, row, Operand::with_strides(&data, 11, 9, 1, 101), Epilogue::default());
     }
 }
 
@@ -212,7 +229,7 @@ fn bits<T: Element>(threads: usize, rows: Range<usize>) -> Vec<u32> {
 
 #[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() {
-    for rows in [0..64, 0..500] {
+    for rows in [0..1, 0..64, 0..500] {
         let one = bits::<f32>(1, rows.clone());
         assert!([2, 3, 7].iter().all(|&threads| bits::<f32>(threads, rows.clone()) == one));
         let one = bits::<bf16>(1, rows.clone());

@@ -4,9 +4,11 @@ terminal of 120×36, in turn, A B A B, and prints the ratio round by round.
 
     benches/dashboard_cost.py --finetune target/release/finetune --rounds 5
 
-Steps a second and processor time a step are read from each run's own event log, between step 50 and the last: the first is
-what the dashboard is held to, the second is what a busy machine can still measure. Checkpoints, evaluations and samples are
-switched off. The terminal is a pseudo-terminal that this script reads and forgets.
+Time and processor time a step are read from each run's own event log, between step 50 and the last: the first is what the
+dashboard is held to. On a busy machine neither says much, since the dashboard draws ten times a second however long steps
+take; what holds there is the processor time that all threads but the training ones take in a second, over the processors
+there are. Checkpoints, evaluations and samples are switched off. The terminal is a pseudo-terminal that this script reads
+and forgets.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import time
 from pathlib import Path
 
 WARM_UP = 50
@@ -37,8 +40,22 @@ def arguments():
     return parser.parse_args()
 
 
+def screen_seconds(pid):
+    """Processor time so far of the threads that do not train."""
+    seconds = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            name = (task / "comm").read_text()
+            if not name.startswith(("training", "compute")):
+                seconds += int((task / "schedstat").read_text().split()[0]) / 1e9
+        except OSError:
+            pass  # It has ended meanwhile.
+    return seconds
+
+
 def train(a, folder, output):
-    """One run with `--plain` or `--dashboard`: milliseconds, and milliseconds of processor time, a step."""
+    """One run with `--plain` or `--dashboard`: milliseconds a step, milliseconds of processor time a step, and the share
+    of the machine that went to other threads than the training ones."""
     command = [os.path.abspath(a.finetune), output, "--run", "cost", "--steps", str(a.steps)]
     command += ["--batch-size", str(a.batch_size), "--seq-len", str(a.seq_len), "--save-every", "0", "--eval-every", "0"]
     command += ["--set", "train.eval_batches=1", "--set", "train.sample_tokens=0"]
@@ -51,8 +68,12 @@ def train(a, folder, output):
     )
     os.close(follower)
     log = folder / "checkpoints" / "cost" / "events.jsonl"
-    drawn, end = 0, b""
+    end, looks = b"", []
     while process.poll() is None:
+        try:
+            looks.append((time.monotonic(), screen_seconds(process.pid)))
+        except OSError:
+            pass  # The process has ended meanwhile.
         if not select.select([leader], [], [], 0.2)[0]:
             # Silent: the summary stays until somebody leaves it.
             if log.exists() and b'"event":"finished"' in log.read_bytes()[-4096:]:
@@ -62,7 +83,6 @@ def train(a, folder, output):
             end = (end + os.read(leader, 1 << 16))[-2000:]
         except OSError:
             break
-        drawn += 1
     os.close(leader)
     if process.wait() != 0:
         sys.exit(f"`{' '.join(command)}` failed with {process.returncode}:\n{end.decode(errors='replace')}")
@@ -70,25 +90,29 @@ def train(a, folder, output):
     steps = [record for record in records if record["event"] == "step"]
     first, last = steps[WARM_UP], steps[-1]
     count = last["step"] - first["step"]
-    return (last["s"] - first["s"]) / count * 1e3, (last["cpu_seconds"] - first["cpu_seconds"]) / count * 1e3
+    (began, before), (ended, after) = looks[len(looks) // 10], looks[-1]
+    share = (after - before) / (ended - began) / len(os.sched_getaffinity(0))
+    milliseconds = [(last[what] - first[what]) / count * 1e3 for what in ("s", "cpu_seconds")]
+    return *milliseconds, share
 
 
 def main():
     a = arguments()
-    ratios = []
-    for round_number in range(a.rounds):
+    rounds = []
+    for number in range(a.rounds):
         # The order changes from round to round, so that a slow drift of the machine falls on both.
-        order = ["--plain", "--dashboard"] if round_number % 2 == 0 else ["--dashboard", "--plain"]
+        order = ["--plain", "--dashboard"] if number % 2 == 0 else ["--dashboard", "--plain"]
         cost = {}
         for output in order:
             with tempfile.TemporaryDirectory() as folder:
                 cost[output] = train(a, Path(folder), output)
-        ratio = [dashboard / plain - 1 for dashboard, plain in zip(cost["--dashboard"], cost["--plain"])]
-        ratios.append(ratio)
-        figures = "   ".join(f"{output} {ms:.3f} ms, processor {cpu:.3f} ms" for output, (ms, cpu) in cost.items())
-        print(f"{figures}   {ratio[0]:+.1%} time, {ratio[1]:+.1%} processor", flush=True)
-    for what, values in zip(["time", "processor time"], zip(*ratios)):
-        print(f"{what} a step: {statistics.median(values):+.2%} (rounds {min(values):+.2%} to {max(values):+.2%})")
+        plain, dashboard = cost["--plain"], cost["--dashboard"]
+        rounds.append((dashboard[0] / plain[0] - 1, dashboard[1] / plain[1] - 1, dashboard[2] - plain[2]))
+        for output, (ms, cpu, share) in cost.items():
+            print(f"{output:12} {ms:.2f} ms a step, {cpu:.2f} ms of processor time, other threads {share:.2%}", flush=True)
+    names = ["time a step", "processor time a step", "share of the machine"]
+    for what, values in zip(names, zip(*rounds)):
+        print(f"{what}: {statistics.median(values):+.2%} (rounds {min(values):+.2%} to {max(values):+.2%})")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ pub(super) fn to_ascii(buffer: &mut Buffer) {
 
 fn replacement(c: char) -> char {
     match c {
-        '─' | '━' | '┄' | '·' | '⠒' | '⠤' => '-',
+        '─' | '┄' | '·' | '⠒' | '⠤' => '-',
         '│' | '┊' | '┃' => '|',
         '├' => '[',
         '┤' => ']',
@@ -28,7 +28,7 @@ fn replacement(c: char) -> char {
         '●' => 'o',
         '▶' | '▸' | '→' => '>',
         '←' => '<',
-        '‖' => '=',
+        '‖' | '━' => '=',
         '■' | '▇' | '█' => '#',
         '∞' => 'i',
         '…' => '~',
@@ -55,9 +55,9 @@ mod tests {
     #[test]
     fn nothing_beyond_ascii_is_left() {
         let mut buffer = Buffer::empty(Rect::new(0, 0, 12, 1));
-        buffer.set_string(0, 0, "├●┤✕∞⣿⠁▅é─", Style::new());
+        buffer.set_string(0, 0, "├●┤✕∞⣿⠁▅é─━", Style::new());
         to_ascii(&mut buffer);
         let text: String = buffer.content.iter().map(ratatui::buffer::Cell::symbol).collect();
-        assert_eq!(text, "[o]xi#.+?-  ");
+        assert_eq!(text, "[o]xi#.+?-= ");
     }
 }

@@ -320,9 +320,8 @@ impl RunData {
     }
 }
 
-/// A skipped step in words, the tensors in front of what may be cut off.
+/// A skipped step in words. The tensors come late, for there may be many; a filter finds them by their names.
 fn overflow_text(overflow: &Overflow) -> String {
-    const NAMED: usize = 3;
     let mut tensors = overflow.tensors.clone();
     worst_first(&mut tensors);
     let mut names: Vec<_> = tensors
@@ -341,11 +340,12 @@ fn overflow_text(overflow: &Overflow) -> String {
         ScaleCause::AtFloor => format!("{} is the least", scale(overflow.scale.to)),
         _ => format!("{}→{}", scale(overflow.scale.from), scale(overflow.scale.to)),
     };
-    let began = overflow.origin.as_ref().map_or_else(String::new, |origin| {
-        format!(" in the {} pass at {} ({}):", origin.pass, origin.layer, origin.tensor)
-    });
+    let began = overflow
+        .origin
+        .as_ref()
+        .map_or_else(String::new, |origin| format!(", {} at {} ({})", origin.pass, origin.layer, origin.tensor));
     let (names, loss) = (names.join(", "), loss(f64::from(overflow.loss)));
-    format!("overflow {change}{began} {names}, loss {loss}, largest finite {}", magnitude(Some(overflow.max_abs)))
+    format!("overflow {change}, loss {loss}{began}: {names}; largest finite {}", magnitude(Some(overflow.max_abs)))
 }
 
 /// Tensors by the share of their gradient that is not finite.

@@ -151,6 +151,15 @@ mod tests {
     }
 
     #[test]
+    #[cfg(feature = "nvml")]
+    fn the_library_is_looked_for_when_the_program_runs() {
+        let sampler = GpuSampler::start(0).expect("this build has a sampler");
+        thread::sleep(Duration::from_millis(500));
+        let driver = std::path::Path::new("/proc/driver/nvidia/version").exists();
+        assert!(driver || sampler.newest().is_none());
+    }
+
+    #[test]
     fn cuda_counts_the_visible_gpus() {
         assert_eq!(name(1, None), Some(Name::Index(1)));
         assert_eq!(name(0, Some("3,1")), Some(Name::Index(3)));

@@ -25,7 +25,11 @@ fn progress(run: &RunData, pad: &mut Pad) {
     let (step, total) = (run.step.step, run.total_steps());
     let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
     let epochs = run.started.as_ref().map_or(0.0, |started| started.epochs);
-    let eta = if run.is_over() { Some(0.0) } else { run.pace.remaining(step, total) };
+    let eta = match run.pace.remaining(step, total) {
+        // A run that has stopped before its end does not get there.
+        _ if run.is_over() => (step >= total).then_some(0.0),
+        eta => eta,
+    };
     let text = format!(
         "step {step}/{total}  epoch {:.2}/{}  {:.1}%  ETA {} ",
         run.step.epoch,

@@ -19,10 +19,10 @@ const NAME: usize = 24;
 
 /// Draws the panel of the first tab.
 pub(in crate::dashboard) fn draw_short(view: &ViewModel, pad: &mut Pad) {
-    let mut inner = pad.frame(&[(&title(view), Role::Title)]);
+    let mut inner = pad.frame(&[(&(title(view) + &view.filter_label(TENSORS)), Role::Title)]);
     let rows = view.tensors();
     if rows.is_empty() {
-        inner.text(0, 0, "no look at single tensors yet", Role::Dim);
+        inner.text(0, 0, nothing(view), Role::Dim);
         return;
     }
     let name = usize::from(inner.width()).saturating_sub(NARROW);
@@ -63,12 +63,7 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         format!("  {:<name$}{spare}{min:>8} {max:>8} {:>7} {:>7} {:>7} {:>4}", "tensor", "zero", "sub", "under", "✕");
     inner.text(0, 0, &heading, Role::Dim);
     if rows.is_empty() {
-        inner.text(
-            2,
-            1,
-            if view.filters[TENSORS].is_empty() { "no look at single tensors yet" } else { "no such tensor" },
-            Role::Dim,
-        );
+        inner.text(2, 1, nothing(view), Role::Dim);
     }
     let page = usize::from(inner.height().saturating_sub(1)).max(1);
     let cursor = view.cursors[TENSORS].min(rows.len().saturating_sub(1));
@@ -80,6 +75,11 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
             inner.highlight(y, Role::Selected);
         }
     }
+}
+
+/// Why the table is empty.
+fn nothing(view: &ViewModel) -> &'static str {
+    if view.filters[TENSORS].is_empty() { "no look at single tensors yet" } else { "no such tensor" }
 }
 
 /// How the third tab's table is laid out.

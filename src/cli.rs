@@ -2,6 +2,7 @@
 
 mod bench;
 mod checkpoint;
+mod compare;
 mod completions;
 mod doctor;
 mod eval;
@@ -47,6 +48,8 @@ enum Command {
     Config(Box<ConfigArgs>),
     /// See and predict what a number format does
     Lab(Box<lab::LabArgs>),
+    /// Put runs side by side: settings, losses, loss scale, overflows; with several seeds, whether a difference is luck
+    Compare(compare::CompareArgs),
     /// Say what this machine brings: processor, memory, GPU support, folders, the Hub
     Doctor(doctor::DoctorArgs),
     /// Write a shell's completion script
@@ -102,6 +105,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Some(Command::Lab(args)) => lab::run(&args, &mut stdout()).map(|()| ExitCode::SUCCESS),
+        Some(Command::Compare(args)) => done(compare::run(&args, &mut stdout())),
         Some(Command::Doctor(args)) => done(doctor::run(&args, &mut stdout())),
         Some(Command::Completions(args)) => done(completions::completions::<Cli>(&args, &mut stdout())),
         Some(Command::Man) => done(completions::man::<Cli>(&mut stdout())),

@@ -4,7 +4,7 @@
 
 mod ascii;
 mod event_loop;
-mod format;
+pub(crate) mod format;
 mod keys;
 mod layout;
 mod output;
@@ -29,7 +29,9 @@ pub use event_loop::follow;
 pub use output::{Output, Terminal};
 pub use picture::picture;
 pub use plain::Plain;
+pub(crate) use plot::{Axes, Plot};
 pub use progress::Progress;
 pub use state::Exit;
+pub(crate) use theme::Role;
 pub use theme::Theme;
 pub use watch::{watch, watch_plain};

@@ -6,6 +6,7 @@
 pub mod amp;
 pub mod checkpoint;
 pub mod cli;
+pub mod compare;
 pub mod dashboard;
 pub mod data;
 pub mod digest;

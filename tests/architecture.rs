@@ -31,6 +31,7 @@ const ORDER: [&str; 24] = [
     "train",
     "lab",
     "dashboard",
+    "compare",
     "doctor",
     "cli",
     "main",

@@ -44,7 +44,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
 }
 
 /// The events file of a run given as such a file, as a folder, or by its name among the runs of `runs`.
-fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
+pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
     let Some(run) = run else {
         let message = format!("no run in `{}` yet; name an events file or a run's folder", runs.display());
         return newest_log(runs).ok_or_else(|| Error::config("watch", message));

@@ -11,7 +11,7 @@ pub(super) fn scale(value: f32) -> String {
 }
 
 /// About three significant digits: `0.83`, `41.2`, `6.0e-8`, `NaN`.
-pub(super) fn short(value: f64) -> String {
+pub(crate) fn short(value: f64) -> String {
     match value.abs() {
         _ if value.is_nan() => "NaN".into(),
         f64::INFINITY => if value > 0.0 { "inf" } else { "-inf" }.into(),
@@ -50,7 +50,7 @@ pub(super) fn count(value: f64) -> String {
 }
 
 /// Bytes with a binary prefix: `21.4 GiB`.
-pub(super) fn bytes(value: u64) -> String {
+pub(crate) fn bytes(value: u64) -> String {
     const UNITS: [&str; 4] = ["B", "KiB", "MiB", "GiB"];
     let mut value = value as f64;
     let mut unit = 0;

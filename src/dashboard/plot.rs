@@ -1,22 +1,25 @@
 //! Curves in braille, two by four dots a character, with axes.
 
+use super::ascii::to_ascii;
 use super::pad::Pad;
-use super::theme::Role;
+use super::theme::{Role, Theme};
+use ratatui::buffer::{Buffer, Cell};
+use ratatui::layout::Rect;
 
 /// A chart's axes: which data its corners stand for and how they are labelled.
-pub(super) struct Axes<'a> {
+pub(crate) struct Axes<'a> {
     /// Data at the left and right edge.
-    pub(super) x: (f64, f64),
+    pub(crate) x: (f64, f64),
     /// Data at the bottom and top edge.
-    pub(super) y: (f64, f64),
+    pub(crate) y: (f64, f64),
     /// How a figure on the x axis is written.
-    pub(super) x_label: &'a dyn Fn(f64) -> String,
+    pub(crate) x_label: &'a dyn Fn(f64) -> String,
     /// How a figure on the y axis is written.
-    pub(super) y_label: &'a dyn Fn(f64) -> String,
+    pub(crate) y_label: &'a dyn Fn(f64) -> String,
 }
 
 /// Dots and marks over a rectangle of cells.
-pub(super) struct Plot {
+pub(crate) struct Plot {
     columns: u16,
     rows: u16,
     x: (f64, f64),
@@ -35,6 +38,18 @@ struct PlotCell {
 const DOTS: [[u8; 2]; 4] = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]];
 
 impl Axes<'_> {
+    /// The chart as lines of text without colour, for a page.
+    pub(crate) fn text(&self, width: u16, height: u16, ascii: bool, curves: impl FnOnce(&mut Plot)) -> Vec<String> {
+        let area = Rect::new(0, 0, width, height);
+        let mut buffer = Buffer::empty(area);
+        self.draw(&mut Pad::new(&mut buffer, area, Theme::monochrome()), curves);
+        if ascii {
+            to_ascii(&mut buffer);
+        }
+        let symbols: Vec<&str> = buffer.content.iter().map(Cell::symbol).collect();
+        symbols.chunks(usize::from(width).max(1)).map(|row| row.concat().trim_end().to_owned()).collect()
+    }
+
     /// Draws the axes and has `curves` fill the space between them.
     pub(super) fn draw(&self, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
         let label_at = |share: f64| (self.y_label)(self.y.0 + (self.y.1 - self.y.0) * share);
@@ -115,7 +130,7 @@ impl Plot {
     }
 
     /// A straight line between two points.
-    pub(super) fn line(&mut self, from: (f64, f64), to: (f64, f64), role: Role) {
+    pub(crate) fn line(&mut self, from: (f64, f64), to: (f64, f64), role: Role) {
         let ends = (self.dot_column(from.0), self.dot_row(from.1), self.dot_column(to.0), self.dot_row(to.1));
         let (Some(x0), Some(y0), Some(x1), Some(y1)) = ends else { return };
         let steps = x0.abs_diff(x1).max(y0.abs_diff(y1)).max(1);
@@ -126,8 +141,20 @@ impl Plot {
         }
     }
 
+    /// A staircase through points that each hold until the next, the last until `end`.
+    pub(crate) fn stairs(&mut self, points: impl Iterator<Item = (f64, f64)>, end: f64, role: Role) {
+        let mut points = points.peekable();
+        while let Some((from, level)) = points.next() {
+            let to = points.peek().map_or(end, |(next, _)| *next);
+            self.line((from, level), (to, level), role);
+            if let Some((_, next)) = points.peek() {
+                self.line((to, level), (to, *next), role);
+            }
+        }
+    }
+
     /// A character that hides the dots under it.
-    pub(super) fn mark(&mut self, x: f64, y: f64, mark: char, role: Role) {
+    pub(crate) fn mark(&mut self, x: f64, y: f64, mark: char, role: Role) {
         let (Some(column), Some(row)) = (self.dot_column(x), self.dot_row(y)) else { return };
         let cell = &mut self.cells[row / 4 * usize::from(self.columns) + column / 2];
         *cell = PlotCell { mark: Some(mark), role: Some(role), ..*cell };
@@ -173,18 +200,18 @@ fn place(value: f64, (first, last): (f64, f64), count: usize) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::theme::Theme;
     use super::*;
-    use ratatui::buffer::Buffer;
-    use ratatui::layout::Rect;
 
     fn drawn(width: u16, height: u16, curves: impl FnOnce(&mut Plot)) -> Vec<String> {
-        let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
-        let mut pad = Pad::new(&mut buffer, Rect::new(0, 0, width, height), Theme::truecolor());
         let label = |value: f64| format!("{value:.0}");
-        Axes { x: (0.0, 9.0), y: (0.0, 4.0), x_label: &label, y_label: &label }.draw(&mut pad, curves);
-        let text: Vec<&str> = buffer.content.iter().map(ratatui::buffer::Cell::symbol).collect();
-        text.chunks(width.into()).map(|row| row.concat().trim_end().to_owned()).collect()
+        let axes = Axes { x: (0.0, 9.0), y: (0.0, 4.0), x_label: &label, y_label: &label };
+        axes.text(width, height, false, curves)
+    }
+
+    #[test]
+    fn stairs_hold_until_the_next() {
+        let rows = drawn(12, 3, |plot| plot.stairs([(0.0, 0.0), (4.5, 4.0)].into_iter(), 9.0, Role::Train));
+        assert_eq!(rows, ["4│⣀⣀⣀⣀⣀⡏⠉⠉⠉⠉", " └──────────", " 0    4    9"]);
     }
 
     #[test]

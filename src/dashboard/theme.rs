@@ -5,7 +5,7 @@ use ratatui::style::{Color, Modifier, Style};
 
 /// What a piece of the picture is, as far as its colour goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Role {
+pub(crate) enum Role {
     /// Figures and words.
     Text,
     /// Frames, axes, captions.

@@ -1,8 +1,7 @@
 //! Numbers as the laboratory reads and writes them.
 
-use serde::Serializer;
-
 use crate::precision::FloatFormat;
+pub(super) use crate::telemetry::float::serialize;
 use crate::{Error, Result};
 
 /// Reads `3.14`, `-1e-8`, `pi`, `e`, `inf`, `nan`, `2^-24`, `3*2^-24`, sums of such (`1 + 2^-11`), and patterns with
@@ -162,12 +161,6 @@ pub(super) fn percent(share: f64) -> String {
         100.0 => "100".into(),
         _ => format!("{percent:.1}"),
     }
-}
-
-/// JSON has no infinities and no NaN: they become strings.
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
-pub(super) fn serialize<S: Serializer>(x: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-    if x.is_finite() { serializer.serialize_f64(*x) } else { serializer.serialize_str(&plain(*x)) }
 }
 
 #[cfg(test)]

@@ -149,6 +149,12 @@ impl Page {
         self.lines.iter().map(line).collect()
     }
 
+    /// The page as it is printed: with colours on a terminal, unless `NO_COLOR` forbids them.
+    pub fn printed(&self, terminal: bool) -> String {
+        let colour = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        if colour { self.ansi() } else { self.text() }
+    }
+
     /// The page with ANSI colours.
     pub fn ansi(&self) -> String {
         let span = |span: &Span| match span.role.ansi() {

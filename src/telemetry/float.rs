@@ -8,7 +8,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// `f32` and `f64`, as far as this module needs them.
-pub(super) trait Float: Copy {
+pub(crate) trait Float: Copy {
     fn to_f64(self) -> f64;
     fn from_f64(value: f64) -> Self;
     fn write<S: Serializer>(self, serializer: S) -> Result<S::Ok, S::Error>;
@@ -38,7 +38,7 @@ impl Float for f64 {
     }
 }
 
-pub(super) fn serialize<T: Float, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn serialize<T: Float, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
     match value.to_f64() {
         wide if wide.is_nan() => serializer.serialize_str("NaN"),
         f64::INFINITY => serializer.serialize_str("inf"),

@@ -96,28 +96,29 @@ fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
     Ok(end[..whole].rsplit(|&byte| byte == b'\n').find_map(|line| serde_json::from_slice(line).ok()))
 }
 
-/// All records of a log that still count: those that a later resume made void are left out, as are lines that cannot be
-/// read.
+/// All of a log that still counts: records that a later resume made void are left out, as are lines that cannot be read,
+/// which are counted.
 ///
 /// # Errors
 /// If there is no such file or it cannot be read.
-pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
+pub fn read(path: impl AsRef<Path>) -> Result<Poll> {
     let path = path.as_ref();
     File::open(path).map_err(Error::io("read", path))?;
     let mut tail = Tail::new(path);
-    let mut records: Vec<Record> = Vec::new();
+    let mut read = Poll::default();
     loop {
         let poll = tail.poll()?;
+        read.unreadable += poll.unreadable;
         for record in poll.records {
             if let Event::Started(started) = &record.event
                 && let Some(cut) = started.resumed_from
             {
-                records.retain(|earlier| earlier.event.step().is_none_or(|step| step <= cut));
+                read.records.retain(|earlier| earlier.event.step().is_none_or(|step| step <= cut));
             }
-            records.push(record);
+            read.records.push(record);
         }
         if !poll.more {
-            return Ok(records);
+            return Ok(read);
         }
     }
 }
@@ -366,7 +367,11 @@ mod tests {
             let mut log = EventLog::open(&path).unwrap();
             log.append(&step(3, 3.0)).unwrap();
             let whole = cut + 1 >= second.len();
-            assert_eq!(steps(&read(&path).unwrap()), if whole { vec![1, 2, 3] } else { vec![1, 3] }, "cut at {cut}");
+            assert_eq!(
+                steps(&read(&path).unwrap().records),
+                if whole { vec![1, 2, 3] } else { vec![1, 3] },
+                "cut at {cut}"
+            );
             assert_eq!(log.last_seconds(), if whole { 0.25 } else { 0.125 });
             assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), if whole { 3 } else { 2 });
         }
@@ -380,7 +385,7 @@ mod tests {
         for record in [started(None), step(1, 1.0), step(2, 2.0), step(3, 3.0), started(Some(1)), step(2, 2.5)] {
             log.append(&record).unwrap();
         }
-        let records = read(&path).unwrap();
+        let records = read(&path).unwrap().records;
         assert_eq!(steps(&records), [1, 2]);
         assert_eq!(records.last(), Some(&step(2, 2.5)));
     }
@@ -416,6 +421,8 @@ mod tests {
         write(&path, &format!("{}{{\"v\":1,\u{0}\n{}", line(&step(1, 1.0)), line(&step(2, 1.0))));
         let poll = Tail::new(&path).poll().unwrap();
         assert_eq!((steps(&poll.records), poll.unreadable), (vec![1, 2], 1));
+        let whole = read(&path).unwrap();
+        assert_eq!((steps(&whole.records), whole.unreadable), (vec![1, 2], 1));
     }
 
     #[test]

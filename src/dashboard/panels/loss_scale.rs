@@ -34,14 +34,8 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let axes = Axes { x, y: (low, high), x_label: &x_label(view.time_axis), y_label: &y_label };
     axes.draw(&mut inner, |plot| {
         let at = |step: u64, seconds: f64| if view.time_axis { seconds } else { step as f64 };
-        for (index, point) in points.iter().enumerate() {
-            let (from, level) = (at(point.step, point.seconds), point.value.log2());
-            let to = points.get(index + 1).map_or(x.1, |next| at(next.step, next.seconds));
-            plot.line((from, level), (to, level), Role::Train);
-            if let Some(next) = points.get(index + 1) {
-                plot.line((to, level), (to, next.value.log2()), Role::Train);
-            }
-        }
+        let stairs = points.iter().map(|point| (at(point.step, point.seconds), point.value.log2()));
+        plot.stairs(stairs, x.1, Role::Train);
         for skip in run.skips.buckets() {
             let (x, y) = (at(skip.step, skip.seconds), if skip.count > 0 { skip.max } else { high });
             plot.mark(x, y, '✕', Role::Overflow);

@@ -1,0 +1,57 @@
+//! `finetune compare`: runs side by side, as text, JSON or an HTML page.
+
+use crate::cli::{lab::terminal_width, watch::find_log};
+use crate::compare::{Report, RunSummary};
+use crate::{Error, Result};
+use clap::Args;
+use std::io::{IsTerminal, Write, stdout};
+use std::path::PathBuf;
+
+/// Flags of `compare`.
+#[derive(Args, Debug)]
+pub(crate) struct CompareArgs {
+    /// Names or folders of runs, or their events files; runs that differ in the seed alone are averaged
+    #[arg(value_name = "RUN", required = true)]
+    runs: Vec<PathBuf>,
+    /// Say whether two configurations differ by more than this in perplexity, with 95 % confidence
+    #[arg(long, value_name = "PERPLEXITY", value_parser = positive)]
+    bound: Option<f64>,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+    /// Write the report as an HTML page too
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Keep to ASCII
+    #[arg(long)]
+    ascii: bool,
+    /// Columns of the text [default: the terminal's, or 80]
+    #[arg(long, value_name = "COLUMNS")]
+    width: Option<usize>,
+    /// Where runs are looked for by name
+    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
+    checkpoint_dir: PathBuf,
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(value) if value > 0.0 && f64::is_finite(value) => Ok(value),
+        _ => Err("is a number above 0, such as 2.0".into()),
+    }
+}
+
+/// Reads the runs, and writes what they came to.
+pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
+    let read = |run: &PathBuf| RunSummary::read(&find_log(Some(run), &args.checkpoint_dir)?);
+    let report = Report::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound)?;
+    if let Some(file) = &args.html {
+        std::fs::write(file, report.html()).map_err(Error::io("write", file))?;
+    }
+    let text = if args.json {
+        format!("{:#}\n", report.json())
+    } else {
+        let page = report.page(args.width.unwrap_or_else(terminal_width), args.ascii);
+        page.printed(stdout().is_terminal())
+    };
+    out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+}

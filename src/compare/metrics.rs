@@ -1,0 +1,173 @@
+//! The figures that are compared, each with its key in JSON, its name, and how it is written. One table, so that text,
+//! JSON and HTML cannot disagree.
+
+use super::run::Figures;
+use super::statistics::Estimate;
+use crate::dashboard::format;
+
+/// A figure of a run.
+#[derive(Debug)]
+pub struct Metric {
+    /// Its key in JSON.
+    pub key: &'static str,
+    /// Its name.
+    pub name: &'static str,
+    /// Reads it.
+    pub of: fn(&Figures) -> Option<f64>,
+    unit: Unit,
+}
+
+/// How a figure is written.
+#[derive(Debug, Clone, Copy)]
+enum Unit {
+    /// Nats, with four decimals.
+    Nats,
+    /// A perplexity, with three.
+    Perplexity,
+    /// log2 of a loss scale.
+    Log2,
+    Count,
+    Share,
+    Rate,
+    Seconds,
+    Bytes,
+}
+
+const fn metric(key: &'static str, name: &'static str, unit: Unit, of: fn(&Figures) -> Option<f64>) -> Metric {
+    Metric { key, name, of, unit }
+}
+
+fn log2(scale: f32) -> f64 {
+    f64::from(scale).log2()
+}
+
+/// Every figure, in the order in which they are shown.
+pub const METRICS: &[Metric] = &[
+    metric("steps", "steps", Unit::Count, |f| Some(f.steps as f64)),
+    metric("updates", "updates", Unit::Count, |f| Some(f.updates as f64)),
+    metric("loss", "loss, last 10 steps", Unit::Nats, |f| f.loss),
+    metric("best_loss", "loss, best 10 steps", Unit::Nats, |f| f.best_loss),
+    metric("validation_loss", "validation loss", Unit::Nats, |f| Some(f.validation?.0)),
+    metric("best_validation_loss", "validation loss, best", Unit::Nats, |f| Some(f.validation?.1)),
+    metric("perplexity", "perplexity", Unit::Perplexity, |f| Some(f.perplexity?.0)),
+    metric("best_perplexity", "perplexity, best", Unit::Perplexity, |f| Some(f.perplexity?.1)),
+    metric("scale_start_log2", "loss scale at start", Unit::Log2, |f| Some(log2(f.scale?.0))),
+    metric("scale_end_log2", "loss scale at end", Unit::Log2, |f| Some(log2(f.scale?.1))),
+    metric("scale_min_log2", "loss scale, lowest", Unit::Log2, |f| Some(log2(f.scale_range?.0))),
+    metric("scale_max_log2", "loss scale, highest", Unit::Log2, |f| Some(log2(f.scale_range?.1))),
+    metric("growths", "growths", Unit::Count, |f| Some(f.growths as f64)),
+    metric("overflows", "overflows", Unit::Count, |f| Some(f.overflows as f64)),
+    metric("skipped", "skipped steps", Unit::Count, |f| Some(f.skipped as f64)),
+    metric("repeated", "repeated steps", Unit::Count, |f| Some(f.repeated as f64)),
+    metric("tokens_lost", "tokens lost", Unit::Count, |f| Some(f.tokens_lost as f64)),
+    metric("flushed", "flushed to zero", Unit::Share, |f| f.flushed),
+    metric("subnormal", "subnormal gradients", Unit::Share, |f| f.subnormal),
+    metric("tokens_per_s", "tokens/s", Unit::Rate, |f| f.tokens_per_s),
+    metric("seconds", "time", Unit::Seconds, |f| Some(f.seconds)),
+    metric("peak_rss_bytes", "peak memory", Unit::Bytes, |f| f.peak_rss.map(|bytes| bytes as f64)),
+];
+
+/// What a missing figure is written as.
+pub(super) const NONE: &str = "–";
+
+impl Metric {
+    /// The figure of that key.
+    #[cfg(test)]
+    pub(super) fn named(key: &str) -> &'static Self {
+        METRICS.iter().find(|metric| metric.key == key).unwrap_or(&METRICS[0])
+    }
+
+    /// A run's figure as text.
+    pub fn show(&self, value: Option<f64>) -> String {
+        let Some(value) = value else { return NONE.into() };
+        if !value.is_finite() {
+            return format::short(value);
+        }
+        match self.unit {
+            Unit::Nats => format!("{value:.4}"),
+            Unit::Perplexity if value.abs() >= 1e5 => format::short(value),
+            Unit::Perplexity => format!("{value:.3}"),
+            Unit::Log2 => format!("2^{}", rounded(value, 2)),
+            Unit::Count => rounded(value, 1),
+            Unit::Share => format!("{} %", significant(value * 100.0)),
+            Unit::Rate => format!("{value:.0}"),
+            Unit::Seconds => format!("{value:.1} s"),
+            Unit::Bytes => format::bytes(value.max(0.0) as u64),
+        }
+    }
+
+    /// A mean or a difference with its interval as text.
+    pub fn show_estimate(&self, estimate: Option<Estimate>, difference: bool) -> String {
+        let Some(Estimate { mean, half }) = estimate else { return NONE.into() };
+        let plus = if difference && mean > 0.0 { "+" } else { "" };
+        let figure = |value: f64| match self.unit {
+            // A difference of logarithms is no scale, one of memory may be negative.
+            Unit::Log2 if difference => format!("{} binades", rounded(value, 2)),
+            Unit::Bytes if difference && value < 0.0 => format!("-{}", format::bytes(-value as u64)),
+            _ => self.show(Some(value)),
+        };
+        let spread = |half: f64| match self.unit {
+            Unit::Log2 => rounded(half, 2),
+            _ => self.show(Some(half)),
+        };
+        match half {
+            Some(half) => format!("{plus}{} ±{}", figure(mean), spread(half)),
+            None => format!("{plus}{}", figure(mean)),
+        }
+    }
+}
+
+/// At most so many decimals.
+fn rounded(value: f64, decimals: usize) -> String {
+    let text = format!("{value:.decimals$}");
+    let text = text.trim_end_matches('0').trim_end_matches('.');
+    if text.is_empty() || text == "-0" { "0".into() } else { text.to_owned() }
+}
+
+/// Three significant digits of a percentage that may be tiny.
+fn significant(percent: f64) -> String {
+    match percent.abs() {
+        0.0 => "0".into(),
+        magnitude if magnitude < 1e-3 => format!("{percent:.1e}"),
+        magnitude => format!("{percent:.*}", (2 - magnitude.log10().floor() as i32).clamp(0, 5) as usize),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_as_text() {
+        let show = |key: &str, value| Metric::named(key).show(value);
+        assert_eq!(show("loss", Some(1.234_56)), "1.2346");
+        assert_eq!(show("loss", Some(f64::NAN)), "NaN");
+        assert_eq!(show("perplexity", Some(f64::INFINITY)), "inf");
+        assert_eq!(show("perplexity", Some(3.4e9)), "3.4e9");
+        assert_eq!(show("scale_end_log2", Some(16.0)), "2^16");
+        assert_eq!(show("skipped", Some(100.0)), "100");
+        assert_eq!(show("flushed", Some(0.001_234)), "0.123 %");
+        assert_eq!(show("flushed", Some(1e-8)), "1.0e-6 %");
+        assert_eq!(show("flushed", None), NONE);
+    }
+
+    #[test]
+    fn estimates_as_text() {
+        let show = |key: &str, mean, half, difference| {
+            Metric::named(key).show_estimate(Some(Estimate { mean, half }), difference)
+        };
+        assert_eq!(show("perplexity", 1.8312, Some(0.0123), false), "1.831 ±0.012");
+        assert_eq!(show("perplexity", 0.0312, Some(0.0123), true), "+0.031 ±0.012");
+        assert_eq!(show("skipped", 2.0 / 3.0, None, false), "0.7");
+        assert_eq!(show("scale_end_log2", 15.5, Some(0.25), false), "2^15.5 ±0.25");
+        assert_eq!(show("scale_end_log2", -0.5, None, true), "-0.5 binades");
+        assert_eq!(show("peak_rss_bytes", -1_048_576.0, None, true), "-1.0 MiB");
+    }
+
+    #[test]
+    fn keys_are_unique() {
+        for (i, metric) in METRICS.iter().enumerate() {
+            assert!(METRICS[..i].iter().all(|other| other.key != metric.key), "{}", metric.key);
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! The comparison as text.
+
+use super::metrics::METRICS;
+use super::report::{Arm, Report, Verdict};
+use super::run::RunSummary;
+use crate::dashboard::{Axes, Plot, Role as Ink};
+use crate::lab::{Line, Page, Role};
+use crate::telemetry::Series;
+
+/// Rows of a plot, its axis included.
+const PLOT: u16 = 9;
+
+impl Report {
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, width: usize, ascii: bool) -> Page {
+        let mut page = Page::new();
+        self.list(&mut page, width);
+        self.differing(&mut page, width);
+        self.table(&mut page, width);
+        self.plots(&mut page, width, ascii);
+        self.conclusion(&mut page, width);
+        if ascii { page.ascii() } else { page }
+    }
+
+    /// The runs, by arm.
+    fn list(&self, page: &mut Page, width: usize) {
+        for (i, arm) in self.arms.iter().enumerate() {
+            let heading = Line::new().with(Role::Series(i), arm.label.clone());
+            page.push(heading.with(Role::Title, format!("  {}", fit(&arm.name, width.saturating_sub(3)))));
+            let names = arm.runs.iter().map(|run| run.name.chars().count()).max().unwrap_or(0).min(width / 3);
+            for (j, run) in arm.runs.iter().enumerate() {
+                let role = if run.finished.is_some() && run.unreadable == 0 { Role::Dim } else { Role::Warn };
+                let label = if arm.runs.len() > 1 { arm.run_label(j) } else { String::new() };
+                let figures = METRICS.iter().filter(|metric| ["perplexity", "skipped"].contains(&metric.key));
+                let figures = figures.fold(format!("seed {}", run.started.seed), |text, metric| {
+                    text + &format!("   {} {}", metric.name, metric.show((metric.of)(&run.figures)))
+                });
+                let line = Line::new().plain(format!("   {label:<4}"));
+                let line =
+                    if arm.runs.len() > 1 { line.plain(format!("{:<names$}   ", fit(&run.name, names))) } else { line };
+                page.push(line.plain(figures).with(role, format!("   {}", run.end())));
+            }
+        }
+        page.gap();
+    }
+
+    /// The settings that differ.
+    fn differing(&self, page: &mut Page, width: usize) {
+        if self.differences.is_empty() {
+            page.push(Line::new().dim("the configurations differ in the seed alone"));
+            page.gap();
+            return;
+        }
+        let rows = self.differences.iter().map(|difference| (difference.key.clone(), difference.values.clone()));
+        blocks(page, width, "differing", &self.labels(), &rows.collect::<Vec<_>>());
+    }
+
+    fn labels(&self) -> Vec<String> {
+        self.arms.iter().map(|arm| arm.label.clone()).collect()
+    }
+
+    /// The figures: a run's where an arm has one, else means with intervals; and the difference of two arms.
+    fn table(&self, page: &mut Page, width: usize) {
+        let mut labels = self.labels();
+        let two = self.arms.len() == 2;
+        if two {
+            labels.push(format!("{} - {}", labels[1], labels[0]));
+        }
+        let rows = METRICS.iter().map(|metric| {
+            let of_arm = |arm: &Arm| metric.show_estimate(arm.estimate(metric), false);
+            let mut cells: Vec<String> = self.arms.iter().map(of_arm).collect();
+            if two {
+                cells.push(metric.show_estimate(self.difference(metric), true));
+            }
+            (metric.name.to_owned(), cells)
+        });
+        let heading = if self.has_samples() { "mean ±95 %" } else { "figures" };
+        blocks(page, width, heading, &labels, &rows.collect::<Vec<_>>());
+    }
+
+    /// Loss and loss scale of every arm on the same axes, so that the arms can be compared.
+    fn plots(&self, page: &mut Page, width: usize, ascii: bool) {
+        let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
+        let Some(losses) = range(runs().flat_map(|run| means(&run.loss)).map(|(_, loss)| loss)) else { return };
+        let steps = (0.0, runs().map(|run| run.figures.steps).max().unwrap_or(1) as f64);
+        let scales = range(runs().flat_map(|run| run.scale.points()).map(|point| point.value));
+        let x_label = |x: f64| format!("{x:.0}");
+        let half = (width.saturating_sub(2) / 2).min(usize::from(u16::MAX)) as u16;
+        page.push(
+            Line::new()
+                .with(Role::Title, format!("{:<1$}", "loss", usize::from(half) + 2))
+                .with(Role::Title, "loss scale, log2")
+                .with(Role::Bad, "   ✕")
+                .dim(" overflow"),
+        );
+        for (i, arm) in self.arms.iter().enumerate() {
+            let y_label = |y: f64| format!("{y:.2}");
+            let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
+            let loss = axes.text(half, PLOT, ascii, |plot| arm.runs.iter().for_each(|run| loss(plot, run)));
+            let scale = scales.map_or_else(Vec::new, |(low, high)| {
+                let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
+                let y = (low, high + (high - low) % 2.0);
+                let y_label = |y: f64| format!("2^{y:.0}");
+                let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
+                axes.text(half, PLOT, ascii, |plot| arm.runs.iter().for_each(|run| scale(plot, run)))
+            });
+            page.push(Line::new().with(Role::Series(i), arm.label.clone()));
+            for (row, loss) in loss.iter().enumerate() {
+                let scale = scale.get(row).map_or("", String::as_str);
+                page.push(Line::new().with(Role::Series(i), format!("{loss:<0$}{scale}", usize::from(half) + 2)));
+            }
+        }
+        page.gap();
+    }
+
+    /// The difference of two arms' perplexities, and the bound's verdict.
+    fn conclusion(&self, page: &mut Page, width: usize) {
+        if let Some(text) = self.perplexity_in_words() {
+            page.wrapped(Role::Plain, &text, width);
+        }
+        if let Some((text, verdict)) = self.verdict_in_words() {
+            let role = match verdict {
+                Verdict::Exceeded => Role::Bad,
+                Verdict::NotExceeded => Role::Good,
+                Verdict::Undecided => Role::Warn,
+            };
+            page.wrapped(role, &text, width);
+        }
+    }
+
+    /// The difference of two arms' perplexities, in words.
+    pub(super) fn perplexity_in_words(&self) -> Option<String> {
+        let [first, second] = &self.arms[..] else { return None };
+        let estimate = self.perplexity()?;
+        let sizes = format!("{} and {} runs", first.runs.len(), second.runs.len());
+        let interval = match estimate.interval() {
+            Some((low, high)) => format!("95 % confidence {low:+.4} to {high:+.4} (Welch, {sizes})"),
+            None if estimate.mean.is_finite() => format!("no interval from {sizes}: it takes two seeds in each arm"),
+            None => "no interval".to_owned(),
+        };
+        Some(format!("perplexity {} - {}: {:+.4}, {interval}", second.label, first.label, estimate.mean))
+    }
+
+    /// The bound's verdict, in words.
+    pub(super) fn verdict_in_words(&self) -> Option<(String, Verdict)> {
+        let (bound, verdict) = self.verdict()?;
+        let text = match verdict {
+            Verdict::Exceeded => format!("a difference of {bound} in perplexity is exceeded"),
+            Verdict::NotExceeded => format!("a difference of {bound} in perplexity is not exceeded"),
+            Verdict::Undecided => format!("whether {bound} in perplexity is exceeded is undecided; run more seeds"),
+        };
+        Some((text, verdict))
+    }
+}
+
+/// A curve's finite means by step.
+pub(super) fn means(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
+    series.buckets().iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?)))
+}
+
+/// The smallest and the largest, somewhat apart.
+pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
+    let finite = values.filter(|value| value.is_finite());
+    let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+    (low <= high).then(|| (low, if high > low { high } else { low + 1.0 }))
+}
+
+fn loss(plot: &mut Plot, run: &RunSummary) {
+    let points: Vec<_> = means(&run.loss).collect();
+    for pair in points.windows(2) {
+        plot.line(pair[0], pair[1], Ink::Train);
+    }
+    for bucket in run.loss.buckets().iter().filter(|bucket| bucket.broken > 0) {
+        plot.mark(bucket.step as f64, f64::MAX, '✕', Ink::Overflow);
+    }
+}
+
+fn scale(plot: &mut Plot, run: &RunSummary) {
+    let points = run.scale.points().iter().map(|point| (point.step as f64, point.value));
+    plot.stairs(points, run.figures.steps as f64, Ink::Train);
+    for bucket in run.overflows.buckets().iter().filter(|bucket| bucket.count > 0) {
+        plot.mark(bucket.step as f64, bucket.max, '✕', Ink::Overflow);
+    }
+}
+
+/// A table whose columns are put below each other in blocks where they do not fit side by side.
+fn blocks(page: &mut Page, width: usize, heading: &str, columns: &[String], rows: &[(String, Vec<String>)]) {
+    let length = |text: &String| text.chars().count();
+    let names = rows.iter().map(|(name, _)| length(name)).max().unwrap_or(0).max(heading.chars().count()) + 1;
+    let most = width.saturating_sub(names + 2).max(8);
+    let cells = rows.iter().flat_map(|(_, cells)| cells).chain(columns).map(length).max().unwrap_or(0).min(most);
+    let fitting = (width.saturating_sub(names) / (cells + 2)).max(1);
+    for first in (0..columns.len()).step_by(fitting) {
+        let part = first..columns.len().min(first + fitting);
+        let row = |name: &str, values: &[String]| {
+            let values = values[part.clone()].iter();
+            values.fold(format!("{name:<names$}"), |row, value| row + &format!("  {:>cells$}", fit(value, cells)))
+        };
+        page.title(row(heading, columns));
+        for (name, values) in rows {
+            page.push(Line::new().plain(row(name, values)));
+        }
+        page.gap();
+    }
+}
+
+/// Cut to a number of columns, with an ellipsis.
+fn fit(text: &str, columns: usize) -> String {
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    if text.chars().count() <= columns {
+        return text;
+    }
+    text.chars().take(columns.saturating_sub(1)).chain(['…']).collect()
+}

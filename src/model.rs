@@ -9,6 +9,6 @@ mod watch;
 
 pub use config::Gpt2Config;
 pub use folder::ModelFolder;
-pub use gpt2::{Gpt2, KvCache, Mode, Tokens, Workspace, candle_dtype};
+pub use gpt2::{Gpt2, KvCache, Mode, Tokens, Workspace, WorkspaceBytes, candle_dtype};
 pub use parameters::{Entry, Parameters};
 pub use watch::{Layer, Part, Place, Watch};

@@ -271,7 +271,10 @@ fn heads_with_cross_entropy() {
             engine: &|inputs, seed| {
                 let (x, weight) = (&inputs[0], &inputs[1]);
                 let seed = values(seed)[0] as f32;
-                let workspace = HeadWorkspace::new(rows, vocab, width, x.dtype(), Some(x.dtype()), &Device::Cpu)?;
+                let workspace =
+                    HeadWorkspace::lay_out(rows, vocab, width, x.dtype(), Some(x.dtype()), &|shape, dtype| {
+                        Tensor::zeros(shape, dtype, &Device::Cpu)
+                    })?;
                 let (dx, dweight) = (like(x)?, like(weight)?);
                 let gradient = HeadGradient { seed, dx: &dx, dweight: &dweight };
                 let loss = head(x, weight, &targets, &workspace, Some(gradient), |_, _, _| Ok(()))?;

@@ -8,7 +8,7 @@ use crate::kernels::linear::product;
 use crate::kernels::math;
 use crate::kernels::matmul::{Epilogue, Operand};
 use crate::kernels::rows::{Rows, for_each_part, max, sum, with_scratch};
-use crate::kernels::view::{ViewMut, copy, read, with_element, write, write_f32};
+use crate::kernels::view::{Allocate, ViewMut, copy, read, with_element, write, write_f32};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// A target that takes no part in the loss: padding, or a prompt that is not trained on.
@@ -16,13 +16,13 @@ pub const IGNORE: u32 = u32::MAX;
 
 /// What the head needs beside its operands: a tile of logits and a place to sum over tiles.
 #[derive(Debug)]
-pub struct HeadWorkspace {
+pub struct HeadWorkspace<T = Tensor> {
     /// `[tile, V]`, compute type.
-    logits: Tensor,
+    logits: T,
     /// `[V, D]` FP32, where the gradient is of a narrower type and takes more than one tile to sum.
-    weight_sum: Option<Tensor>,
+    weight_sum: Option<T>,
     /// One loss a row, FP32.
-    losses: Tensor,
+    losses: T,
 }
 
 /// Bytes of logits in a tile, at most, which bounds the head's memory whatever the batch.
@@ -31,16 +31,16 @@ const TILE_BYTES: usize = 1 << 27;
 /// about 2 % of a step's time: the weight is read, and its gradient added to, once more.
 const DIRECT_TILE_BYTES: usize = 1 << 26;
 
-impl HeadWorkspace {
+impl<T> HeadWorkspace<T> {
     /// For `tokens` rows, `vocab` columns and inputs of `width`; `grads` is the weight gradient's type, `None` for a
     /// workspace that only evaluates.
-    pub fn new(
+    pub fn lay_out(
         tokens: usize,
         vocab: usize,
         width: usize,
         compute: DType,
         grads: Option<DType>,
-        device: &candle_core::Device,
+        allocate: Allocate<'_, T>,
     ) -> Result<Self> {
         let tile_bytes = if grads == Some(DType::F32) { DIRECT_TILE_BYTES } else { TILE_BYTES };
         let tile = (tile_bytes / compute.size_in_bytes() / vocab).clamp(1, tokens);
@@ -48,9 +48,9 @@ impl HeadWorkspace {
         let tile = tokens.div_ceil(tiles);
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
         Ok(Self {
-            logits: super::view::zeros(&[tile, vocab], compute, device)?,
-            weight_sum: sum_over_tiles.then(|| super::view::zeros(&[vocab, width], DType::F32, device)).transpose()?,
-            losses: super::view::zeros(&[tokens], DType::F32, device)?,
+            logits: allocate(&[tile, vocab], compute)?,
+            weight_sum: sum_over_tiles.then(|| allocate(&[vocab, width], DType::F32)).transpose()?,
+            losses: allocate(&[tokens], DType::F32)?,
         })
     }
 }

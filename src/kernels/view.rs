@@ -336,6 +336,14 @@ pub fn zeros(shape: &[usize], dtype: DType, device: &candle_core::Device) -> Res
     Tensor::zeros(shape, dtype, device)
 }
 
+/// Makes a buffer of a shape and type: a tensor of zeros, or only its count where no more than the size is asked.
+pub type Allocate<'a, T> = &'a dyn Fn(&[usize], DType) -> Result<T>;
+
+/// Bytes of a tensor of this shape and type.
+pub fn bytes(shape: &[usize], dtype: DType) -> u64 {
+    shape.iter().map(|dim| *dim as u64).product::<u64>() * dtype.size_in_bytes() as u64
+}
+
 /// Runs `$body` with `$t` standing for the element type of `$dtype`.
 macro_rules! with_element {
     ($dtype:expr, $t:ident => $body:expr) => {

@@ -3,8 +3,9 @@
 use serde::Serialize;
 
 use super::page::{Line, Page, Role};
-use crate::model::Gpt2Config;
-use crate::precision::{Dtype, PrecisionPolicy};
+use crate::model::{Gpt2Config, Workspace, WorkspaceBytes};
+use crate::optim::{AdamW, Gradients, MasterWeights};
+use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 
 /// A way to train, by its formats.
@@ -135,69 +136,57 @@ impl Memory {
         (batch, seq_len, grad_accum): (usize, usize, usize),
         budget: Option<u64>,
         process: u64,
-    ) -> Self {
+    ) -> Result<Self> {
         let with_process = |mut items: Vec<Item>| {
             items.push(Item { group: Group::Process, bytes: process });
             items
         };
-        let engine = |policy, batch| with_process(Self::engine(config, policy, batch, seq_len, grad_accum));
+        let engine = |policy, batch| Self::engine(config, policy, batch, seq_len, grad_accum).map(with_process);
         let textbook = |recipe, batch| with_process(textbook(config, recipe, batch, seq_len));
-        let plan = |recipe: Recipe| Plan {
-            recipe,
-            engine: recipe.policy().map(|policy| engine(policy, batch)),
-            textbook: textbook(recipe, batch),
-            largest_batch: (
-                recipe.policy().and_then(|policy| largest(budget, |batch| total(&engine(policy, batch)))),
-                largest(budget, |batch| total(&textbook(recipe, batch))),
-            ),
+        let plan = |recipe: Recipe| -> Result<Plan> {
+            let bytes = |policy, batch| engine(policy, batch).map_or(u64::MAX, |items| total(&items));
+            Ok(Plan {
+                recipe,
+                engine: recipe.policy().map(|policy| engine(policy, batch)).transpose()?,
+                textbook: textbook(recipe, batch),
+                largest_batch: (
+                    recipe.policy().and_then(|policy| largest(budget, |batch| bytes(policy, batch))),
+                    largest(budget, |batch| total(&textbook(recipe, batch))),
+                ),
+            })
         };
-        Self {
+        Ok(Self {
             model: model.to_owned(),
             parameters: config.parameter_count(),
             batch,
             seq_len,
             grad_accum,
             budget,
-            plans: Recipe::ALL.map(plan).to_vec(),
+            plans: Recipe::ALL.into_iter().map(plan).collect::<Result<_>>()?,
             measured: None,
-        }
+        })
     }
 
-    /// The bytes of this engine's buffers, following `model::Workspace`, `optim::Gradients` and `optim::AdamW`.
+    /// The bytes of this engine's buffers, as the types that allocate them tell.
     pub fn engine(
         config: &Gpt2Config,
         policy: PrecisionPolicy,
         batch: usize,
         seq_len: usize,
         grad_accum: usize,
-    ) -> Vec<Item> {
-        let [n, d, inner, heads, layers, vocab] =
-            [batch * seq_len, config.n_embd, config.n_inner, config.n_head, config.n_layer, config.vocab_size]
-                .map(|dim| dim as u64);
-        let [compute, stream, born] =
-            [policy.compute, policy.residual, policy.grads].map(|dtype| dtype.size_in_bytes() as u64);
+    ) -> Result<Vec<Item>> {
         let parameters = config.parameter_count();
-        // A layer norm keeps its output, and each row's mean and deviation.
-        let norm = n * d * compute + 8 * n;
-        // Two copies of the stream, two norms, packed QKV, attention's output with log-sum-exps, the MLP before and
-        // after its activation.
-        let block = 2 * n * d * stream + 2 * norm + 4 * n * d * compute + 4 * n * heads + 2 * n * inner * compute;
-        let activations = layers * block + n * d * stream + norm;
-        // A branch of the stream, and gradients: the stream's, a narrow, a QKV-wide and an MLP-wide one.
-        let passing = n * d * compute + n * d * stream + 4 * n * d * compute + n * inner * compute + 4 * n;
-        let (tile, tiles) = head_tiles(n, vocab, compute);
-        let weight_sum = if tiles > 1 && policy.grads != Dtype::F32 { 4 * vocab * d } else { 0 };
-        let head = tile * vocab * compute + weight_sum + 4 * n;
-        let sum = if grad_accum > 1 { 4 * parameters } else { 0 };
+        let WorkspaceBytes { activations, passing } = Workspace::bytes(config, policy, batch, seq_len)?;
+        let (masters, weights) = MasterWeights::bytes(parameters, policy.compute);
         let item = |group, bytes| Item { group, bytes };
-        vec![
-            item(Group::Weights, if policy.compute == Dtype::F32 { 0 } else { parameters * compute }),
-            item(Group::Masters, 4 * parameters),
-            item(Group::Gradients, parameters * born + sum),
-            item(Group::Adam, 8 * parameters),
+        Ok(vec![
+            item(Group::Weights, weights),
+            item(Group::Masters, masters),
+            item(Group::Gradients, Gradients::bytes(parameters, policy, grad_accum)),
+            item(Group::Adam, AdamW::bytes(parameters)),
             item(Group::Activations, activations),
-            item(Group::Buffers, passing + head),
-        ]
+            item(Group::Buffers, passing),
+        ])
     }
 
     /// The total that was predicted for the measured run, if one was.
@@ -306,15 +295,6 @@ fn total(items: &[Item]) -> u64 {
     items.iter().map(|item| item.bytes).sum()
 }
 
-/// Rows in a tile of the head's logits, and number of tiles; as `kernels::cross_entropy` cuts them.
-fn head_tiles(tokens: u64, vocab: u64, compute: u64) -> (u64, u64) {
-    const TILE_BYTES: u64 = 1 << 28;
-    let tokens = tokens.max(1);
-    let tile = (TILE_BYTES / compute / vocab).clamp(1, tokens);
-    let tiles = tokens.div_ceil(tile);
-    (tokens.div_ceil(tiles), tiles)
-}
-
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
 /// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes a layer in half
 /// precision; and FP32 logits. FP32 takes twice that; FP8 stores the inputs of the four products, 14 of the 34 bytes, in
@@ -406,13 +386,13 @@ mod tests {
     use super::*;
 
     fn distilgpt2(budget: Option<u64>) -> Memory {
-        Memory::new("distilgpt2", &model_named("distilgpt2").unwrap(), (32, 32, 1), budget, 0)
+        Memory::new("distilgpt2", &model_named("distilgpt2").unwrap(), (32, 32, 1), budget, 0).unwrap()
     }
 
     #[test]
     fn pages() {
         insta::assert_snapshot!("memory_distilgpt2", distilgpt2(Some(4 << 30)).page(80).text());
-        let large = Memory::new("7b", &model_named("7b").unwrap(), (1, 2048, 8), Some(80 << 30), 0);
+        let large = Memory::new("7b", &model_named("7b").unwrap(), (1, 2048, 8), Some(80 << 30), 0).unwrap();
         insta::assert_snapshot!("memory_7b", large.page(80).text());
     }
 
@@ -433,7 +413,7 @@ mod tests {
         let config = model_named("distilgpt2").unwrap();
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
-        let bytes = |batch| total(&Memory::engine(&config, PrecisionPolicy::FP16, batch, 32, 1));
+        let bytes = |batch| total(&Memory::engine(&config, PrecisionPolicy::FP16, batch, 32, 1).unwrap());
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);
         assert_eq!(distilgpt2(Some(1000)).plans[0].largest_batch, (None, None));
     }

@@ -10,6 +10,7 @@ pub use decode::KvCache;
 use crate::kernels::attention::{self, Shape};
 use crate::kernels::cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace, head};
 use crate::kernels::dropout::Dropout;
+use crate::kernels::view::Allocate;
 use crate::kernels::{embedding, gelu, residual, view};
 use crate::model::config::Gpt2Config;
 use crate::model::layers::{LayerNorm, Linear, Normed, position};
@@ -17,6 +18,7 @@ use crate::model::parameters::Parameters;
 use crate::model::watch::{Layer, Part, Place, Watch};
 use crate::precision::{Dtype, PrecisionPolicy};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::cell::Cell;
 
 /// Whether dropout is on, and which masks it draws.
 #[derive(Clone, Copy, Debug)]
@@ -73,44 +75,54 @@ pub struct Gpt2 {
 
 /// What one block's forward pass keeps.
 #[derive(Debug)]
-struct Activations {
+struct Activations<T = Tensor> {
     /// The residual stream as the block receives it.
-    input: Tensor,
-    ln_1: Normed,
-    qkv: Tensor,
-    attended: Tensor,
-    lse: Tensor,
+    input: T,
+    ln_1: Normed<T>,
+    qkv: T,
+    attended: T,
+    lse: T,
     /// The residual stream between attention and MLP.
-    middle: Tensor,
-    ln_2: Normed,
-    fc: Tensor,
-    gelu: Tensor,
+    middle: T,
+    ln_2: Normed<T>,
+    fc: T,
+    gelu: T,
 }
 
 /// All buffers of a forward and backward pass for one (batch, sequence) shape.
 #[derive(Debug)]
-pub struct Workspace {
+pub struct Workspace<T = Tensor> {
     batch: usize,
     seq_len: usize,
-    blocks: Vec<Activations>,
+    blocks: Vec<Activations<T>>,
     /// The residual stream after the last block.
-    output: Tensor,
-    ln_f: Normed,
-    head: HeadWorkspace,
+    output: T,
+    ln_f: Normed<T>,
+    head: HeadWorkspace<T>,
     /// A branch's output before it joins the stream; in the backward pass, its gradient.
-    branch: Tensor,
-    backward: Option<BackwardBuffers>,
+    branch: T,
+    backward: Option<BackwardBuffers<T>>,
 }
 
 #[derive(Debug)]
-struct BackwardBuffers {
+struct BackwardBuffers<T = Tensor> {
     /// Gradient of the residual stream.
-    stream: Tensor,
+    stream: T,
     /// Gradient of a layer norm's or the attention's output.
-    narrow: Tensor,
-    qkv: Tensor,
-    wide: Tensor,
+    narrow: T,
+    qkv: T,
+    wide: T,
+    /// The first backward pass gives it its length.
     order: Vec<u32>,
+}
+
+/// What the buffers of a [`Workspace`] take, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkspaceBytes {
+    /// What the forward pass keeps for the backward pass.
+    pub activations: u64,
+    /// What passes through: a tile of logits, gradients of activations.
+    pub passing: u64,
 }
 
 /// candle's name of a type.
@@ -122,8 +134,75 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
     }
 }
 
+impl<T> Workspace<T> {
+    /// The one list of buffers, for training (with `train`) or evaluation: those that are `kept` for the backward pass,
+    /// and those that something `passing` lies in.
+    fn lay_out(
+        config: &Gpt2Config,
+        policy: PrecisionPolicy,
+        (batch, seq_len): (usize, usize),
+        train: bool,
+        kept: Allocate<'_, T>,
+        passing: Allocate<'_, T>,
+    ) -> Result<Self> {
+        let (tokens, width) = (batch * seq_len, config.n_embd);
+        let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
+        let keep = |columns: usize, dtype| kept(&[tokens, columns], dtype);
+        let pass = |columns: usize, dtype| passing(&[tokens, columns], dtype);
+        let norm = || Normed::lay_out(tokens, width, compute, kept);
+        let activations = || -> Result<Activations<T>> {
+            Ok(Activations {
+                input: keep(width, stream)?,
+                ln_1: norm()?,
+                qkv: keep(3 * width, compute)?,
+                attended: keep(width, compute)?,
+                lse: kept(&[tokens * config.n_head], DType::F32)?,
+                middle: keep(width, stream)?,
+                ln_2: norm()?,
+                fc: keep(config.n_inner, compute)?,
+                gelu: keep(config.n_inner, compute)?,
+            })
+        };
+        let backward = || -> Result<BackwardBuffers<T>> {
+            Ok(BackwardBuffers {
+                stream: pass(width, stream)?,
+                narrow: pass(width, compute)?,
+                qkv: pass(3 * width, compute)?,
+                wide: pass(config.n_inner, compute)?,
+                order: Vec::new(),
+            })
+        };
+        let grads = train.then(|| candle_dtype(policy.grads));
+        Ok(Self {
+            batch,
+            seq_len,
+            blocks: (0..config.n_layer).map(|_| activations()).collect::<Result<_>>()?,
+            output: keep(width, stream)?,
+            ln_f: norm()?,
+            head: HeadWorkspace::lay_out(tokens, config.vocab_size, width, compute, grads, passing)?,
+            branch: pass(width, compute)?,
+            backward: train.then(backward).transpose()?,
+        })
+    }
+}
+
+impl Workspace<()> {
+    /// What a workspace for training would take, without making one.
+    pub fn bytes(config: &Gpt2Config, policy: PrecisionPolicy, batch: usize, seq_len: usize) -> Result<WorkspaceBytes> {
+        let (activations, passing) = (Cell::new(0), Cell::new(0));
+        let count = |sum: &Cell<u64>, shape: &[usize], dtype| {
+            sum.set(sum.get() + view::bytes(shape, dtype));
+            Ok(())
+        };
+        let kept = |shape: &[usize], dtype| count(&activations, shape, dtype);
+        let passing_by = |shape: &[usize], dtype| count(&passing, shape, dtype);
+        Self::lay_out(config, policy, (batch, seq_len), true, &kept, &passing_by)?;
+        Ok(WorkspaceBytes { activations: activations.get(), passing: passing.get() })
+    }
+}
+
 impl Workspace {
-    /// Buffers for training (with `grads`) or evaluation of `batch` sequences of `seq_len` tokens.
+    /// Buffers for training (with `train`) or evaluation of `batch` sequences of `seq_len` tokens.
     pub fn new(
         config: &Gpt2Config,
         policy: PrecisionPolicy,
@@ -132,43 +211,8 @@ impl Workspace {
         train: bool,
         device: &Device,
     ) -> Result<Self> {
-        let (tokens, width) = (batch * seq_len, config.n_embd);
-        let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
-        let buffer = |columns: usize, dtype| view::zeros(&[tokens, columns], dtype, device);
-        let norm = || Normed::new(tokens, width, compute, device);
-        let activations = || -> Result<Activations> {
-            Ok(Activations {
-                input: buffer(width, stream)?,
-                ln_1: norm()?,
-                qkv: buffer(3 * width, compute)?,
-                attended: buffer(width, compute)?,
-                lse: view::zeros(&[tokens * config.n_head], DType::F32, device)?,
-                middle: buffer(width, stream)?,
-                ln_2: norm()?,
-                fc: buffer(config.n_inner, compute)?,
-                gelu: buffer(config.n_inner, compute)?,
-            })
-        };
-        let backward = || -> Result<BackwardBuffers> {
-            Ok(BackwardBuffers {
-                stream: buffer(width, stream)?,
-                narrow: buffer(width, compute)?,
-                qkv: buffer(3 * width, compute)?,
-                wide: buffer(config.n_inner, compute)?,
-                order: vec![0; tokens],
-            })
-        };
-        let grads = train.then(|| candle_dtype(policy.grads));
-        Ok(Self {
-            batch,
-            seq_len,
-            blocks: (0..config.n_layer).map(|_| activations()).collect::<Result<_>>()?,
-            output: buffer(width, stream)?,
-            ln_f: norm()?,
-            head: HeadWorkspace::new(tokens, config.vocab_size, width, compute, grads, device)?,
-            branch: buffer(width, compute)?,
-            backward: train.then(backward).transpose()?,
-        })
+        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
+        Self::lay_out(config, policy, (batch, seq_len), train, &zeros, &zeros)
     }
 
     /// Sequences in a batch.
@@ -184,6 +228,16 @@ impl Workspace {
     /// The final layer norm's output `[B·T, D]`, the head's input.
     pub fn hidden(&self) -> &Tensor {
         &self.ln_f.out
+    }
+
+    /// By name, of each block what grows largest: the projected queries, keys and values, the MLP before its activation,
+    /// and the residual stream as the block hands it on; after a forward pass.
+    pub fn outputs(&self) -> impl Iterator<Item = (String, &Tensor)> {
+        let handed_on = self.blocks.iter().skip(1).map(|block| &block.input).chain([&self.output]);
+        self.blocks.iter().zip(handed_on).enumerate().flat_map(|(i, (block, output))| {
+            let named = [(".attn.c_attn", &block.qkv), (".mlp.c_fc", &block.fc), ("", output)];
+            named.map(|(name, tensor)| (format!("h.{i}{name}"), tensor))
+        })
     }
 }
 
@@ -352,6 +406,7 @@ impl Gpt2 {
         let Some(buffers) = &mut ws.backward else { bail!("this workspace has no buffers for a backward pass") };
         let BackwardBuffers { stream, narrow, qkv, wide, order } = buffers;
         let branch = &ws.branch;
+        order.resize(tokens.ids.len(), 0);
         view::write(stream, |mut stream| stream.zero())?;
         self.ln_f.backward(weights, &ws.output, &ws.ln_f, narrow, stream, grads, watch)?;
         for (i, (block, acts)) in self.blocks.iter().zip(&ws.blocks).enumerate().rev() {

@@ -1,10 +1,11 @@
 //! The layers GPT-2 is made of. A layer knows which parameters are its own; its `forward` writes what its `backward`
 //! needs into buffers that the caller keeps, and its `backward` writes its parameters' gradients.
 
-use crate::kernels::{layer_norm, linear, view};
+use crate::kernels::view::Allocate;
+use crate::kernels::{layer_norm, linear};
 use crate::model::parameters::Parameters;
 use crate::model::watch::{Layer, Part, Watch};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 /// The index of `name` among the parameters.
 pub(crate) fn position(parameters: &Parameters, name: &str) -> Result<usize> {
@@ -25,20 +26,20 @@ pub(crate) struct LayerNorm {
 
 /// A layer norm's output and the statistics its backward pass needs.
 #[derive(Debug)]
-pub(crate) struct Normed {
+pub(crate) struct Normed<T = Tensor> {
     /// `[N, D]`, compute type.
-    pub(crate) out: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    pub(crate) out: T,
+    mean: T,
+    rstd: T,
 }
 
-impl Normed {
+impl<T> Normed<T> {
     /// Buffers for `tokens` rows of `width`.
-    pub(crate) fn new(tokens: usize, width: usize, compute: DType, device: &Device) -> Result<Self> {
+    pub(crate) fn lay_out(tokens: usize, width: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
         Ok(Self {
-            out: view::zeros(&[tokens, width], compute, device)?,
-            mean: view::zeros(&[tokens], DType::F32, device)?,
-            rstd: view::zeros(&[tokens], DType::F32, device)?,
+            out: allocate(&[tokens, width], compute)?,
+            mean: allocate(&[tokens], DType::F32)?,
+            rstd: allocate(&[tokens], DType::F32)?,
         })
     }
 }

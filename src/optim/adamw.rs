@@ -2,6 +2,7 @@
 
 use crate::kernels::adamw::{AdamWStep, step};
 use crate::model::Parameters;
+use crate::precision::Dtype;
 use candle_core::{DType, Result};
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +31,11 @@ impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
     pub fn new(config: AdamWConfig, masters: &Parameters) -> Result<Self> {
         Ok(Self { config, exp_avg: masters.zeros_like(DType::F32)?, exp_avg_sq: masters.zeros_like(DType::F32)? })
+    }
+
+    /// What [`AdamW::new`] allocates for so many parameters, in bytes.
+    pub fn bytes(parameters: u64) -> u64 {
+        2 * parameters * Dtype::F32.size_in_bytes() as u64
     }
 
     /// Update number `updates` + 1 of `masters` from `grads · grad_factor`, rounded into the working copy `weights`.
@@ -76,6 +82,12 @@ impl MasterWeights {
         let masters = Self { parameters, are_the_weights };
         masters.write_compute_copy(&weights)?;
         Ok((masters, weights))
+    }
+
+    /// What masters and working copy of so many parameters take, in bytes.
+    pub fn bytes(parameters: u64, compute: Dtype) -> (u64, u64) {
+        let copy = if compute == Dtype::F32 { 0 } else { compute.size_in_bytes() };
+        (parameters * Dtype::F32.size_in_bytes() as u64, parameters * copy as u64)
     }
 
     /// The FP32 tensors.

@@ -3,7 +3,7 @@
 use crate::kernels::survey::{TensorSurvey, survey};
 use crate::kernels::view;
 use crate::model::{Parameters, candle_dtype};
-use crate::precision::{FloatFormat, PrecisionPolicy};
+use crate::precision::{Dtype, FloatFormat, PrecisionPolicy};
 use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 
@@ -39,6 +39,12 @@ impl Gradients {
         let born = Parameters::zeros(shapes, candle_dtype(policy.grads), device)?;
         let sum = (grad_accum > 1).then(|| born.zeros_like(DType::F32)).transpose()?;
         Ok(Self { born, sum, micro_batches: 0, format: policy.grads.format() })
+    }
+
+    /// What [`Gradients::new`] allocates for so many parameters, in bytes.
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize) -> u64 {
+        let sum = if grad_accum > 1 { Dtype::F32.size_in_bytes() } else { 0 };
+        parameters * (policy.grads.size_in_bytes() + sum) as u64
     }
 
     /// Forgets the last step's gradients.

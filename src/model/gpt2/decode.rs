@@ -77,7 +77,7 @@ impl Buffers {
             rows,
             stream: buffer(width, residual)?,
             middle: buffer(width, residual)?,
-            normed: Normed::new(rows, width, compute, device)?,
+            normed: Normed::lay_out(rows, width, compute, &|shape, dtype| view::zeros(shape, dtype, device))?,
             qkv: buffer(3 * width, compute)?,
             attended: buffer(width, compute)?,
             branch: buffer(width, compute)?,

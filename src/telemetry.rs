@@ -7,7 +7,7 @@
 mod command;
 mod emitter;
 mod event;
-mod float;
+pub(crate) mod float;
 mod gpu;
 mod log;
 mod process;
@@ -16,8 +16,9 @@ mod series;
 pub use command::Command;
 pub use emitter::Emitter;
 pub use event::{
-    Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Origin, Outcome, Overflow,
-    Pass, Probe, Record, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord, StepTime,
+    ActivationMax, Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Origin, Outcome,
+    Overflow, Pass, Probe, Record, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord,
+    StepTime,
     TensorRecord, Trouble, VERSION, Validation,
 };
 pub use gpu::GpuSampler;

@@ -204,7 +204,7 @@ impl InventedRun {
             tensors.push(FlushedTensor { name: name.into(), count, nonzero: count, flushed });
             add(&mut grads, &TensorRecord { name: String::new(), stats: stats(count, &counts, -149, 127) });
         }
-        Probe { step, loss_scale: 2f32.powi(self.scale), grads, tensors }
+        Probe { step, loss_scale: 2f32.powi(self.scale), grads, tensors, ..Probe::default() }
     }
 }
 

@@ -1,5 +1,6 @@
 //! What the laboratory can use of a run: its events, and the weights of its newest checkpoint.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::ranges::Extent;
@@ -20,6 +21,8 @@ pub struct RunFigures {
     pub steps: Vec<StepRecord>,
     /// Gradients of FP32 probes, unscaled, all together; empty where there was no probe.
     pub probed: ExponentHistogram,
+    /// The largest activations that FP32 probes saw, by layer.
+    pub activations: BTreeMap<String, f32>,
     /// The largest resident memory that was reported.
     pub peak_rss_bytes: Option<u64>,
 }
@@ -37,16 +40,23 @@ impl RunFigures {
             started: Started::default(),
             steps: Vec::new(),
             probed: ExponentHistogram::new(),
+            activations: BTreeMap::new(),
             peak_rss_bytes: None,
         };
-        for record in telemetry::read(&log)? {
+        for record in telemetry::read(&log)?.records {
             match record.event {
                 Event::Started(started) => run.started = *started,
                 Event::Step(step) => {
                     run.peak_rss_bytes = run.peak_rss_bytes.max(step.rss_bytes);
                     run.steps.push(*step);
                 }
-                Event::Probe(probe) => run.probed.merge(&histogram(&probe.grads.exponents, 0)),
+                Event::Probe(probe) => {
+                    run.probed.merge(&histogram(&probe.grads.exponents, 0));
+                    for activation in probe.activations {
+                        let largest = run.activations.entry(activation.name).or_default();
+                        *largest = largest.max(activation.max_abs);
+                    }
+                }
                 Event::Finished(finished) => run.peak_rss_bytes = run.peak_rss_bytes.max(finished.peak_rss_bytes),
                 _ => {}
             }
@@ -100,13 +110,14 @@ impl RunFigures {
             all.merge(&histogram(&step.grads.exponents, -(step.loss_scale.log2().round() as i32)));
         }
         if all.total() == 0 {
-            let message = "no step has a histogram of its gradients; record some with `telemetry.exponents`";
+            let message = "no step has a histogram of its gradients; record some with `telemetry.exponents_every`";
             return Err(Error::data(self.folder.display(), message));
         }
         Ok((format!("gradients that {} kept in {}", self.name(), self.gradient_format().name), all))
     }
 
-    /// Magnitudes of the run's gradients and, where there is a checkpoint, of its weights.
+    /// Magnitudes of the run's gradients, of activations where there was a probe (the smallest and the largest of the
+    /// blocks' maxima), and where there is a checkpoint, of its weights.
     pub fn extents(&self) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let applied = || self.steps.iter().filter(|step| step.outcome == Outcome::Applied);
@@ -127,6 +138,19 @@ impl RunFigures {
         };
         let (low, high) = fold(&mut applied().filter_map(unscaled));
         push("gradients, true", low, high);
+        for (label, layer) in [
+            ("QKV, maxima", "attn.c_attn"),
+            ("MLP, maxima", "mlp.c_fc"),
+            ("residual, maxima", "mlp.residual"),
+            ("logits, maximum", "lm_head"),
+        ] {
+            // `h.3.mlp.c_fc` is `mlp.c_fc` of a block.
+            let within = |name: &str| name.strip_prefix("h.")?.split_once('.').map(|(_, layer)| layer.to_owned());
+            let of_kind = |name: &str| within(name).as_deref().unwrap_or(name) == layer;
+            let maxima = self.activations.iter().filter(|(name, _)| of_kind(name)).map(|(_, max)| f64::from(*max));
+            let (low, high) = fold(&mut maxima.map(|max| (max, max)));
+            push(label, low, high);
+        }
         if let Some(weights) = self.weights()? {
             push("weights", weights.min_nonzero.map_or(f64::INFINITY, f64::from), f64::from(weights.max_abs));
         }
@@ -166,7 +190,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::telemetry::{EventLog, GradStats, Record, VERSION};
+    use crate::telemetry::{ActivationMax, EventLog, GradStats, Probe, Record, VERSION};
 
     /// A run of three steps, the second of which overflowed at 2^16.
     fn run() -> (tempfile::TempDir, RunFigures) {
@@ -213,6 +237,26 @@ mod tests {
         let extents = run.extents().unwrap();
         assert_eq!(extents[1], Extent { label: "gradients, true".into(), low: 2f64.powi(-36), high: 2f64.powi(-5) });
         assert_eq!(extents.len(), 2);
+    }
+
+    #[test]
+    fn probes_tell_how_large_activations_become() {
+        let (folder, _) = run();
+        let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
+        for (fc, stream) in [(3.0, 8.0), (5.0, 4.0)] {
+            let activation = |name: &str, max_abs| ActivationMax { name: name.into(), max_abs };
+            let activations = vec![
+                activation("h.0.mlp.residual", stream),
+                activation("h.0.mlp.c_fc", fc),
+                activation("h.1.mlp.residual", 2.0 * stream),
+                activation("h.1.mlp.c_fc", 10.0),
+            ];
+            let probe = Probe { step: 2, activations, ..Probe::default() };
+            log.append(&Record { v: VERSION, t: 0, s: 0.0, event: Event::Probe(Box::new(probe)) }).unwrap();
+        }
+        let extents = RunFigures::read(folder.path()).unwrap().extents().unwrap();
+        let extent = |label: &str, low, high| Extent { label: label.into(), low, high };
+        assert_eq!(extents[2..], [extent("MLP, maxima", 5.0, 10.0), extent("residual, maxima", 8.0, 16.0)]);
     }
 
     #[test]

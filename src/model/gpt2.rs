@@ -229,16 +229,6 @@ impl Workspace {
     pub fn hidden(&self) -> &Tensor {
         &self.ln_f.out
     }
-
-    /// By name, of each block what grows largest: the projected queries, keys and values, the MLP before its activation,
-    /// and the residual stream as the block hands it on; after a forward pass.
-    pub fn outputs(&self) -> impl Iterator<Item = (String, &Tensor)> {
-        let handed_on = self.blocks.iter().skip(1).map(|block| &block.input).chain([&self.output]);
-        self.blocks.iter().zip(handed_on).enumerate().flat_map(|(i, (block, output))| {
-            let named = [(".attn.c_attn", &block.qkv), (".mlp.c_fc", &block.fc), ("", output)];
-            named.map(|(name, tensor)| (format!("h.{i}{name}"), tensor))
-        })
-    }
 }
 
 impl Gpt2 {

@@ -483,6 +483,19 @@ pub struct Probe {
     pub grads: GradStats,
     /// What the run's gradient dtype lost of them, by tensor, in parameter order.
     pub tensors: Vec<FlushedTensor>,
+    /// The largest activations of the FP32 forward pass, by layer in order of computation.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub activations: Vec<ActivationMax>,
+}
+
+/// The largest magnitude in what a layer puts out.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ActivationMax {
+    /// The layer: `h.3.mlp.c_fc`.
+    pub name: String,
+    /// Largest finite magnitude.
+    pub max_abs: f32,
 }
 
 /// How much of a tensor's gradient the run's dtype flushed to zero.

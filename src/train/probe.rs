@@ -1,15 +1,17 @@
 //! The FP32 probe: what the run's gradient type loses of a batch's true gradient.
 //!
 //! A zero in a low-precision gradient may be true (a token that does not occur) or flushed. Only the same batch's
-//! backward pass in FP32, from the FP32 masters, tells the two apart.
+//! backward pass in FP32, from the FP32 masters, tells the two apart. Its forward pass shows how large activations are
+//! where no type cuts them off.
 
 use crate::Result;
 use crate::data::Batch;
+use crate::kernels::survey::survey;
 use crate::kernels::view::read;
-use crate::model::{Mode, Workspace};
+use crate::model::{Mode, Part, Place, Watch, Workspace};
 use crate::optim::{Gradients, Survey};
-use crate::precision::PrecisionPolicy;
-use crate::telemetry::{FlushedTensor, Probe};
+use crate::precision::{FloatFormat, PrecisionPolicy};
+use crate::telemetry::{ActivationMax, FlushedTensor, Probe};
 use crate::train::passes::passes;
 use crate::train::records::grad_stats;
 use crate::train::step::Engine;
@@ -32,17 +34,37 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
     let Engine { model, state, grads, workspace: stored, .. } = engine;
     passes(model, &state.weights, batch, mode, seed(scale), stored, grads.born(), &mut ())?;
     let masters = state.masters.parameters();
-    passes(model, masters, batch, mode, seed(1.0), &mut workspace, exact.born(), &mut ())?;
+    let mut maxima = Maxima::default();
+    passes(model, masters, batch, mode, seed(1.0), &mut workspace, exact.born(), &mut maxima)?;
 
-    let mut survey = Survey::default();
-    exact.survey(true, &mut survey)?;
+    let mut looked = Survey::default();
+    exact.survey(true, &mut looked)?;
     let layout = masters.layout();
     let tensors = layout
         .iter()
         .zip(exact.born().tensors().iter().zip(grads.born().tensors()))
         .map(|(entry, (exact, stored))| flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
-    Ok(Probe { step: step + 1, loss_scale: scale, grads: grad_stats(&survey.total), tensors })
+    let grads = grad_stats(&looked.total);
+    Ok(Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.0 })
+}
+
+/// The largest magnitude of what each layer puts out.
+#[derive(Default)]
+struct Maxima(Vec<ActivationMax>);
+
+impl Watch for Maxima {
+    fn saw(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        if place.part == Part::Output {
+            let (name, max_abs) = (place.layer.to_string(), survey(tensor, FloatFormat::FP32, false)?.stats.max_abs);
+            match self.0.last_mut() {
+                // The head shows its logits a tile at a time.
+                Some(last) if last.name == name => last.max_abs = last.max_abs.max(max_abs),
+                _ => self.0.push(ActivationMax { name, max_abs }),
+            }
+        }
+        Ok(())
+    }
 }
 
 fn flushed(name: &str, exact: &Tensor, stored: &Tensor) -> Result<FlushedTensor> {

@@ -1,4 +1,4 @@
-//! The dashboard in a real terminal, tmux's: whatever ends it, the shell is as it was before.
+//! The dashboard and the laboratory in a real terminal, tmux's: whatever ends them, the shell is as it was before.
 //!
 //! The program under test is `examples/dashboard_demo`, the dashboard over an invented run, and `finetune watch`. Where
 //! there is no tmux these tests say so and pass, except in CI, where it is a failure.
@@ -342,4 +342,32 @@ fn real_training_shows_itself_and_stops_when_told() {
     terminal.keys(&["q"]);
     terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
     terminal.assert_restored();
+}
+
+#[test]
+fn the_laboratory_shows_its_views_and_moves_their_values() {
+    for (columns, rows) in [(80, 24), (120, 36)] {
+        let Some(terminal) = Terminal::open(columns, rows) else { return };
+        terminal.run(&format!("clear; {} lab", env!("CARGO_BIN_EXE_finetune")));
+        for (key, expected) in [
+            ("1", "0x4248"),
+            ("2", "held by"),
+            ("3", "smallest update"),
+            ("4", "backed off from 2^17"),
+            ("5", "log-normal around 2^-22"),
+            ("6", "distilgpt2: 81.9 M parameters"),
+        ] {
+            terminal.keys(&[key]);
+            terminal.wait_for(expected);
+        }
+        // An arrow takes the next model, typing any other.
+        terminal.keys(&["l"]);
+        terminal.wait_for("gpt2: 124.4 M parameters");
+        terminal.keys(&["Enter", "C-u", "7", "b", "Enter"]);
+        terminal.wait_for("7b: 6658.4 M parameters");
+        terminal.keys(&["q"]);
+        // What is typed before the prompt is back goes to the laboratory.
+        terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+        terminal.assert_restored();
+    }
 }

@@ -81,6 +81,17 @@ fn scaled() -> GradScaler {
     GradScaler::new(GradScalerConfig { growth_interval: 50, ..GradScalerConfig::default() }).unwrap()
 }
 
+/// A figure as `docs/mixed-precision.md` quotes it, with what stands before it there.
+fn quoted(before: &str, figure: &str) -> f64 {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/mixed-precision.md");
+    let text = std::fs::read_to_string(page).unwrap().replace('\n', " ");
+    assert!(text.contains(&format!("{before}{figure}")), "the page does not say `{before}{figure}`");
+    figure.parse().unwrap()
+}
+
+/// Other instruction sets round other sums, and training amplifies it: a quoted loss holds within this share.
+const ELSEWHERE: f64 = 0.03;
+
 /// How far `loss` is from `truth`, relatively.
 fn apart(loss: f64, truth: f64) -> f64 {
     (loss / truth - 1.0).abs()
@@ -96,6 +107,10 @@ fn half_precision_ends_where_fp32_ends() {
     assert!(fp32 < 3.0, "FP32 itself has learned nothing: {fp32}");
     assert!(skipped > 0, "the scale never overflowed, so the run shows nothing of skipped steps");
     assert!(apart(fp16, fp32) < 0.02 && apart(bf16, fp32) < 0.02);
+    assert!(apart(fp32, quoted("| FP32 | ", "1.7622")) < ELSEWHERE);
+    assert!(apart(fp16, quoted("| FP16, 3 steps skipped | ", "1.7732")) < ELSEWHERE);
+    assert!(apart(bf16, quoted("| BF16 | ", "1.7570")) < ELSEWHERE);
+    assert!((1..=6).contains(&skipped), "{skipped} steps skipped, where the page tells of 3");
 }
 
 /// At a small rate most updates are less than half a unit in the last place of an FP16 weight: rounding undoes them.
@@ -108,6 +123,31 @@ fn fp16_without_masters_and_scale_stays_behind() {
     println!("lr {LR}: FP32 {fp32:.4}, FP16 {fp16:.4}, FP16 with neither masters nor scale {bare:.4}");
     assert!(apart(fp16, fp32) < 0.02);
     assert!(bare > fp32 && apart(bare, fp32) > 0.02);
+    assert!(apart(fp32, quoted("| FP32 | ", "5.1202")) < ELSEWHERE);
+    assert!(apart(fp16, quoted("| FP16 with FP32 masters and a loss scale | ", "5.1257")) < ELSEWHERE);
+    assert!(apart(bare, quoted("| FP16 with neither | ", "5.3776")) < ELSEWHERE);
+}
+
+/// At a large rate updates exceed half a unit in the last place, and masters bring nothing within so few steps.
+#[test]
+fn at_a_large_rate_fp16_without_masters_keeps_up() {
+    const LR: f64 = 1e-3;
+    let (with, _) = train(PrecisionPolicy::FP16, scaled(), Masters::Fp32, LR);
+    let (without, _) = train(PrecisionPolicy::FP16, scaled(), Masters::Fp16, LR);
+    println!("lr {LR}: FP16 with masters {with:.4}, without {without:.4}");
+    quoted("At a learning rate of 10^-3 FP16 without masters is no worse within ", "200");
+    assert!(without < 1.02 * with, "{without} without masters, {with} with them");
+}
+
+/// Sums in FP16 stop growing where the grid becomes coarser than what is added.
+#[test]
+fn a_sum_of_ones_in_fp16_stops_at_2048() {
+    let mut sum = 0.0;
+    for _ in 0..5000 {
+        sum = FloatFormat::FP16.round(sum + 1.0);
+    }
+    assert_eq!(sum, quoted("sums in it stop growing at ", "2048"));
+    assert_eq!(FloatFormat::FP16.max(), quoted("FP16 ends at ", "65504"));
 }
 
 /// Below FP16's normal range a gradient loses bits, and below its subnormal one it is lost.
@@ -127,4 +167,6 @@ fn without_a_scale_gradients_leave_the_normal_range_of_fp16() {
     let (without, with) = (share_below(GradScaler::disabled()), share_below(scaled()));
     println!("below the smallest normal number: {:.1} % at scale 1, {:.3} % at 65536", without * 100.0, with * 100.0);
     assert!(without > 0.1 && with < 0.01);
+    assert!((without * 100.0 - quoted("gradients, ", "14.6")).abs() < 1.0);
+    assert!(with * 100.0 < 3.0 * quoted("at loss scale 1, and ", "0.005"));
 }

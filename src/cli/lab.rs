@@ -141,7 +141,7 @@ struct MemoryArgs {
 
 /// Prints a view, or shows the screen where none is named.
 pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
-    let mut bench = Bench::default();
+    let mut bench = Bench::new();
     let terminal = std::io::stdout().is_terminal();
     let Some(view) = &args.view else {
         if !terminal || !std::io::stdin().is_terminal() || args.json {
@@ -157,13 +157,12 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     } else {
         let page = (report.page)(args.width.unwrap_or_else(terminal_width));
         let page = if args.ascii { page.ascii() } else { page };
-        let colour = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-        if colour { page.ansi() } else { page.text() }
+        page.printed(terminal)
     };
     out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
 }
 
-fn terminal_width() -> usize {
+pub(super) fn terminal_width() -> usize {
     let size = std::io::stdout().is_terminal().then(ratatui::crossterm::terminal::size);
     size.and_then(std::result::Result::ok).map_or(80, |(columns, _)| usize::from(columns).max(40))
 }
@@ -185,13 +184,19 @@ impl Report {
 }
 
 /// Makes reports; keeps the run it has read.
-#[derive(Default)]
 struct Bench {
     read: Option<(PathBuf, RunFigures)>,
+    /// What the program takes by itself, in bytes.
+    program: u64,
 }
 
 impl Bench {
+    fn new() -> Self {
+        Self { read: None, program: ProcessStats::now().rss_bytes.unwrap_or(0) }
+    }
+
     fn report(&mut self, view: &View, run: Option<&Path>) -> Result<Report> {
+        let program = self.program;
         let run = run.map(|path| self.read(path)).transpose()?;
         Ok(match view {
             View::Bits { value } => Report::new(Bits::of(value)?, Bits::page),
@@ -199,7 +204,7 @@ impl Bench {
             View::Ulp(args) => Report::new(UlpGrid::new(args.center, args.update), UlpGrid::page),
             View::Scaler(args) => Report::new(args.report(run)?, Comparison::page),
             View::Scaling(args) => Report::new(args.report(run)?, Scaling::page),
-            View::Memory(args) => Report::new(args.report(run)?, Memory::page),
+            View::Memory(args) => Report::new(args.report(run, program)?, Memory::page),
         })
     }
 
@@ -265,7 +270,7 @@ impl ScalingArgs {
 
 impl MemoryArgs {
     /// What is not given is the run's, or that of a small fine-tuning on distilgpt2.
-    fn report(&self, run: Option<&RunFigures>) -> Result<Memory> {
+    fn report(&self, run: Option<&RunFigures>, program: u64) -> Result<Memory> {
         let setting = |path| run.and_then(|run| run.setting(path)).map(|value| value as usize);
         let batch = self.batch.or_else(|| setting("/train/batch_size")).unwrap_or(32);
         let seq = self.seq.or_else(|| setting("/train/seq_len")).unwrap_or(32);
@@ -280,8 +285,7 @@ impl MemoryArgs {
         if [batch, seq, accum].contains(&0) {
             return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1 or more"));
         }
-        let process = ProcessStats::now().rss_bytes.unwrap_or(0);
-        let mut memory = Memory::new(&name, &config, (batch, seq, accum), self.memory, process);
+        let mut memory = Memory::new(&name, &config, (batch, seq, accum), self.memory, program)?;
         let as_it_ran = self.model.is_none() && self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();
         if as_it_ran && let Some(run) = run {
             memory.measured = run.peak_rss_bytes.map(|peak| (run.policy(), peak));
@@ -445,10 +449,22 @@ mod tests {
             let given = instrument.fields.iter().filter(|field| !field.value.is_empty());
             let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
             for width in [78, 118] {
-                let page = evaluate(&mut Bench::default(), instrument.name, &fields, width).unwrap();
+                let page = evaluate(&mut Bench::new(), instrument.name, &fields, width).unwrap();
                 let widest = page.text().lines().map(|line| line.chars().count()).max().unwrap();
                 assert!(widest <= width, "{}: {widest} > {width}\n{}", instrument.name, page.text());
                 assert!(page.lines.len() <= 28, "{}: {} lines", instrument.name, page.lines.len());
+            }
+        }
+    }
+
+    #[test]
+    fn pictures() {
+        for (width, height) in [(80, 24), (120, 36)] {
+            for (tab, instrument) in instruments(None).into_iter().enumerate() {
+                let mut bench = Bench { program: 24 << 20, ..Bench::new() };
+                let evaluate = |view: &str, fields: &[(&str, &str)], width| evaluate(&mut bench, view, fields, width);
+                let picture = screen::picture(instruments(None), tab, (width, height), evaluate);
+                insta::assert_snapshot!(format!("{}_{width}x{height}", instrument.name), picture);
             }
         }
     }

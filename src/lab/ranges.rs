@@ -113,9 +113,10 @@ impl Ranges {
                 line = line.with(role, format!("{verdict:>10}"));
             }
             page.push(line);
-            let (low, high) = (short(extent.low), short(extent.high));
-            let text = if extent.low == extent.high { low } else { format!("{low} to {high}") };
-            page.push(Line::new().dim(format!("  {text}")));
+            // A single value is its own label.
+            if extent.low < extent.high {
+                page.push(Line::new().dim(format!("  {} to {}", short(extent.low), short(extent.high))));
+            }
         }
     }
 }

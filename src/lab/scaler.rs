@@ -1,5 +1,7 @@
 //! The dynamic loss scale, step by step: what settings would do with given overflows, or with those of a run.
 
+use std::iter::repeat_n;
+
 use serde::Serialize;
 
 use super::number::{percent, short};
@@ -234,7 +236,10 @@ impl Trajectory {
 
     /// Bars of log2 of the scale (a column shows the last attempt within it), overflows marked below.
     fn chart(&self, page: &mut Page, index: usize, width: usize, height: usize, (low, high): (f64, f64)) {
-        let columns = width.saturating_sub(7).max(8).min(self.attempts.len().max(1));
+        let room = width.saturating_sub(7).max(8);
+        let columns = room.min(self.attempts.len().max(1));
+        // A few attempts are drawn wide.
+        let each = (room / columns).clamp(1, 3);
         let bounds =
             |column: usize| column * self.attempts.len() / columns..(column + 1) * self.attempts.len() / columns;
         let buckets: Vec<&[Attempt]> = (0..columns).map(|column| &self.attempts[bounds(column)]).collect();
@@ -245,7 +250,7 @@ impl Trajectory {
         };
         let levels: Vec<_> = buckets.iter().map(level).collect();
         for row in (0..height).rev() {
-            let cells: String = levels.iter().map(|level| column_cell(*level, row)).collect();
+            let cells: String = levels.iter().flat_map(|level| repeat_n(column_cell(*level, row), each)).collect();
             let label = match row {
                 _ if row + 1 == height => format!("{}{:>5}", letter(index), format!("2^{high}")),
                 0 => format!("2^{low}"),
@@ -254,7 +259,9 @@ impl Trajectory {
             page.push(Line::new().dim(format!("{label:>6} ")).with(Role::Series(index), cells));
         }
         let overflown = |bucket: &&[Attempt]| bucket.iter().any(|attempt| !attempt.finite);
-        let marks: String = buckets.iter().map(|bucket| if overflown(bucket) { '✕' } else { ' ' }).collect();
+        let mark = |bucket| if overflown(bucket) { '✕' } else { ' ' };
+        let marks: String =
+            buckets.iter().flat_map(|bucket| [mark(bucket)].into_iter().chain(repeat_n(' ', each - 1))).collect();
         page.push(Line::new().plain("       ").with(Role::Bad, marks.trim_end()));
     }
 

@@ -33,6 +33,20 @@ pub fn run(
     show(Model::new(instruments), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
 }
 
+/// The screen of `width` × `height` with the tab of that index in view, as text.
+#[cfg(test)]
+pub(crate) fn picture(
+    instruments: Vec<Instrument>,
+    tab: usize,
+    (width, height): (u16, u16),
+    mut evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
+) -> String {
+    let mut model = Model::new(instruments);
+    model.tab = tab;
+    model.evaluate(width.into(), &mut evaluate);
+    view::picture(&mut model, Theme::MONOCHROME, width, height)
+}
+
 /// Draws when something has changed, and waits.
 fn show(
     mut model: Model,

@@ -64,7 +64,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
         "Enter",
         &[(KeyCode::Enter, Action::Edit), (Char('e'), Action::Edit)],
-        "type the parameter; Enter takes it, Esc does not",
+        "type the parameter: Enter takes, Esc leaves, Ctrl-U clears",
     )
     .footer("type", "type"),
     Binding::new(

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use ratatui::crossterm::event::{KeyCode, KeyEvent};
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use super::keys::{Action, KEYS};
 use crate::Result;
@@ -157,11 +157,14 @@ impl Model {
             Action::PreviousTab => self.show((self.tab + tabs - 1) % tabs),
             Action::NextField => self.field = (self.field + 1) % fields,
             Action::PreviousField => self.field = (self.field + fields - 1) % fields,
-            Action::Increase | Action::Decrease => {
+            Action::Increase | Action::Decrease if !self.is_typed() => {
                 self.instruments[self.tab].fields[self.field].step(action == Action::Increase);
                 self.stale = true;
             }
-            Action::Edit => self.typed = Some(self.instrument().fields[self.field].value.clone()),
+            // What cannot be moved wants to be typed.
+            Action::Increase | Action::Decrease | Action::Edit => {
+                self.typed = Some(self.instrument().fields[self.field].value.clone());
+            }
             Action::PageDown => self.scroll += 10,
             Action::PageUp => self.scroll = self.scroll.saturating_sub(10),
             Action::Help => self.help = true,
@@ -169,6 +172,10 @@ impl Model {
             Action::Tab(_) | Action::Close => {}
         }
         ControlFlow::Continue(())
+    }
+
+    fn is_typed(&self) -> bool {
+        matches!(self.instrument().fields[self.field].adjust, Adjust::Typed)
     }
 
     fn show(&mut self, tab: usize) {
@@ -187,7 +194,8 @@ impl Model {
             }
             KeyCode::Esc => self.typed = None,
             KeyCode::Backspace => drop(typed.pop()),
-            KeyCode::Char(c) => typed.push(c),
+            KeyCode::Char('u') if key.modifiers.contains(KeyModifiers::CONTROL) => typed.clear(),
+            KeyCode::Char(c) if (key.modifiers - KeyModifiers::SHIFT).is_empty() => typed.push(c),
             _ => {}
         }
     }
@@ -195,8 +203,6 @@ impl Model {
 
 #[cfg(test)]
 mod tests {
-    use ratatui::crossterm::event::KeyModifiers;
-
     use super::*;
     use crate::Error;
 

@@ -19,6 +19,10 @@ pub struct Theme {
 }
 
 impl Theme {
+    /// No colours, as under `NO_COLOR`.
+    #[cfg(test)]
+    pub(super) const MONOCHROME: Self = Self { palette: Palette::Monochrome, ascii: false };
+
     /// What the environment asks for: `NO_COLOR` for none, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
     pub fn from_env(ascii: bool) -> Self {
         Self { palette: Palette::from_env(), ascii }
@@ -137,7 +141,10 @@ fn field_lines(model: &Model, width: usize) -> Vec<Line> {
 fn footer(model: &Model, below: usize, mut width: usize) -> Line {
     if let Some(typed) = &model.typed {
         let flag = model.instrument().fields[model.field].flag;
-        return Line::new().with(Role::Title, format!("type {flag} = ")).plain(typed.clone()).dim("   Enter  Esc");
+        return Line::new()
+            .with(Role::Title, format!("type {flag} = "))
+            .plain(typed.clone())
+            .dim("   Enter  Esc  Ctrl-U");
     }
     let mut line = Line::new();
     if below > 0 {
@@ -163,6 +170,9 @@ fn help_page() -> Page {
 }
 
 #[cfg(test)]
+pub(super) use tests::text_of as picture;
+
+#[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -174,7 +184,23 @@ mod tests {
     use crate::lab::Bits;
     use crate::lab::screen::{Adjust, Field, Instrument};
 
-    const MONOCHROME: Theme = Theme { palette: Palette::Monochrome, ascii: false };
+    const MONOCHROME: Theme = Theme::MONOCHROME;
+
+    fn picture(model: &mut Model, theme: Theme, width: u16, height: u16) -> Buffer {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        terminal.draw(|frame| draw(model, theme, frame)).unwrap();
+        terminal.backend().buffer().clone()
+    }
+
+    fn text(buffer: &Buffer) -> String {
+        let rows = buffer.content.chunks(usize::from(buffer.area.width));
+        let row = |row: &[ratatui::buffer::Cell]| row.iter().map(ratatui::buffer::Cell::symbol).collect::<String>();
+        rows.map(|cells| row(cells).trim_end().to_owned() + "\n").collect()
+    }
+
+    pub(in crate::lab::screen) fn text_of(model: &mut Model, theme: Theme, width: u16, height: u16) -> String {
+        text(&picture(model, theme, width, height))
+    }
 
     fn model() -> Model {
         let fields = vec![
@@ -189,18 +215,6 @@ mod tests {
         model
     }
 
-    fn picture(model: &mut Model, theme: Theme, width: u16, height: u16) -> Buffer {
-        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        terminal.draw(|frame| draw(model, theme, frame)).unwrap();
-        terminal.backend().buffer().clone()
-    }
-
-    fn text(buffer: &Buffer) -> String {
-        let rows = buffer.content.chunks(usize::from(buffer.area.width));
-        let row = |row: &[ratatui::buffer::Cell]| row.iter().map(ratatui::buffer::Cell::symbol).collect::<String>();
-        rows.map(|cells| row(cells).trim_end().to_owned() + "\n").collect()
-    }
-
     #[test]
     fn pictures() {
         let mut model = model();
@@ -211,7 +225,7 @@ mod tests {
         model.help = false;
         assert!(model.press(KeyEvent::from(KeyCode::Enter)).is_continue());
         let last = text(&picture(&mut model, MONOCHROME, 80, 24)).lines().last().unwrap().to_owned();
-        assert_eq!(last, " type value = 1e-8   Enter  Esc");
+        assert_eq!(last, " type value = 1e-8   Enter  Esc  Ctrl-U");
     }
 
     #[test]

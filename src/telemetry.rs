@@ -18,8 +18,7 @@ pub use emitter::Emitter;
 pub use event::{
     ActivationMax, Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Origin, Outcome,
     Overflow, Pass, Probe, Record, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord,
-    StepTime,
-    TensorRecord, Trouble, VERSION, Validation,
+    StepTime, TensorRecord, Trouble, VERSION, Validation,
 };
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, read};

@@ -32,7 +32,8 @@ pub(crate) struct LabArgs {
     #[arg(long, value_name = "COLUMNS", global = true)]
     width: Option<usize>,
     /// A run's folder or `events.jsonl`, to start from its numbers
-    #[arg(long, value_name = "RUN", global = true)]
+    // An id of its own: a global flag's value is handed to the program's own `--run`, too, which names a run.
+    #[arg(id = "lab_run", long = "run", value_name = "RUN", global = true)]
     run: Option<PathBuf>,
 }
 

@@ -6,7 +6,7 @@
 use std::fmt::Write;
 
 use super::metrics::METRICS;
-use super::page::{means, range};
+use super::page::{logarithms, means, range};
 use super::report::{Arm, Report, Verdict};
 use super::run::RunSummary;
 
@@ -141,16 +141,16 @@ impl Report {
     }
 
     fn losses(&self) -> Option<String> {
-        let axes = Axes::new(self, range(self.runs().flat_map(|(_, run)| means(&run.loss)).map(|(_, y)| y))?);
+        let axes = Axes::new(self, range(self.runs().flat_map(|(_, run)| logarithms(&run.loss)).map(|(_, y)| y))?);
         let mut body = String::new();
         for (i, run) in self.runs() {
-            axes.curve(&mut body, i, means(&run.loss));
+            axes.curve(&mut body, i, logarithms(&run.loss));
             for bucket in run.loss.buckets().iter().filter(|bucket| bucket.broken > 0) {
                 axes.cross(&mut body, bucket.step as f64, axes.y.1);
             }
         }
         let figures = self.in_words("loss", "the last ten steps' loss");
-        Some(axes.picture("loss", "Loss of the batches, by step", &figures, &body, |y| format!("{y:.2}")))
+        Some(axes.picture("loss", "Loss of the batches, by step", &figures, &body, |y| format!("{:.2}", y.exp())))
     }
 
     fn validation(&self) -> Option<String> {

@@ -30,15 +30,15 @@ impl Report {
             let names = arm.runs.iter().map(|run| run.name.chars().count()).max().unwrap_or(0).min(width / 3);
             for (j, run) in arm.runs.iter().enumerate() {
                 let role = if run.finished.is_some() && run.unreadable == 0 { Role::Dim } else { Role::Warn };
-                let label = if arm.runs.len() > 1 { arm.run_label(j) } else { String::new() };
                 let figures = METRICS.iter().filter(|metric| ["perplexity", "skipped"].contains(&metric.key));
                 let figures = figures.fold(format!("seed {}", run.started.seed), |text, metric| {
                     text + &format!("   {} {}", metric.name, metric.show((metric.of)(&run.figures)))
                 });
-                let line = Line::new().plain(format!("   {label:<4}"));
-                let line =
-                    if arm.runs.len() > 1 { line.plain(format!("{:<names$}   ", fit(&run.name, names))) } else { line };
-                page.push(line.plain(figures).with(role, format!("   {}", run.end())));
+                let which = match arm.runs.len() {
+                    1 => String::new(),
+                    _ => format!("{:<4}{:<names$}   ", arm.run_label(j), fit(&run.name, names)),
+                };
+                page.push(Line::new().plain(format!("   {which}{figures}")).with(role, format!("   {}", run.end())));
             }
         }
         page.gap();
@@ -81,7 +81,7 @@ impl Report {
     /// Loss and loss scale of every arm on the same axes, so that the arms can be compared.
     fn plots(&self, page: &mut Page, width: usize, ascii: bool) {
         let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
-        let Some(losses) = range(runs().flat_map(|run| means(&run.loss)).map(|(_, loss)| loss)) else { return };
+        let Some(losses) = range(runs().flat_map(|run| logarithms(&run.loss)).map(|(_, loss)| loss)) else { return };
         let steps = (0.0, runs().map(|run| run.figures.steps).max().unwrap_or(1) as f64);
         let scales = range(runs().flat_map(|run| run.scale.points()).map(|point| point.value));
         let x_label = |x: f64| format!("{x:.0}");
@@ -94,7 +94,7 @@ impl Report {
                 .dim(" overflow"),
         );
         for (i, arm) in self.arms.iter().enumerate() {
-            let y_label = |y: f64| format!("{y:.2}");
+            let y_label = |y: f64| format!("{:.2}", y.exp());
             let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
             let loss = axes.text(half, PLOT, ascii, |plot| arm.runs.iter().for_each(|run| loss(plot, run)));
             let scale = scales.map_or_else(Vec::new, |(low, high)| {
@@ -147,7 +147,9 @@ impl Report {
         let text = match verdict {
             Verdict::Exceeded => format!("a difference of {bound} in perplexity is exceeded"),
             Verdict::NotExceeded => format!("a difference of {bound} in perplexity is not exceeded"),
-            Verdict::Undecided => format!("whether {bound} in perplexity is exceeded is undecided; run more seeds"),
+            Verdict::Undecided => {
+                format!("whether a difference of {bound} in perplexity is exceeded is undecided; run more seeds")
+            }
         };
         Some((text, verdict))
     }
@@ -158,6 +160,11 @@ pub(super) fn means(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
     series.buckets().iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?)))
 }
 
+/// The same on a logarithmic axis, on which the end of a run is as well seen as its beginning.
+pub(super) fn logarithms(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
+    means(series).filter(|(_, mean)| *mean > 0.0).map(|(step, mean)| (step, mean.ln()))
+}
+
 /// The smallest and the largest, somewhat apart.
 pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     let finite = values.filter(|value| value.is_finite());
@@ -166,7 +173,7 @@ pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
 }
 
 fn loss(plot: &mut Plot, run: &RunSummary) {
-    let points: Vec<_> = means(&run.loss).collect();
+    let points: Vec<_> = logarithms(&run.loss).collect();
     for pair in points.windows(2) {
         plot.line(pair[0], pair[1], Ink::Train);
     }

@@ -93,7 +93,8 @@ impl Report {
             return Err(Error::config("compare", "one run has nothing to be compared with; name two or more"));
         }
         for (i, run) in runs.iter().enumerate() {
-            if runs[..i].iter().any(|other| other.log == run.log) {
+            let file = |run: &RunSummary| run.log.canonicalize().unwrap_or_else(|_| run.log.clone());
+            if runs[..i].iter().any(|other| file(other) == file(run)) {
                 return Err(Error::config(format!("`{}`", run.log.display()), "is named twice; it counts once"));
             }
         }

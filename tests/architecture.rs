@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 24] = [
+const ORDER: [&str; 25] = [
     "error",
     "precision",
     "telemetry",

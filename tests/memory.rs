@@ -56,7 +56,7 @@ fn tiny() {
     for dtype in ["fp32", "fp16", "bf16"] {
         check(&["--dtype", dtype]);
     }
-    check(&["--dtype", "fp16", "--grad-accum", "2", "--batch-size", "4"]);
+    check(&["--dtype", "fp16", "--grad-accum", "2"]);
 }
 
 /// The real architecture, with random weights and a tokenizer that needs no download.

@@ -169,7 +169,7 @@ pub(super) fn logarithms(series: &Series) -> impl Iterator<Item = (f64, f64)> + 
 pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     let finite = values.filter(|value| value.is_finite());
     let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
-    (low <= high).then(|| (low, if high > low { high } else { low + 1.0 }))
+    (low <= high).then_some((low, if high > low { high } else { low + 1.0 }))
 }
 
 fn loss(plot: &mut Plot, run: &RunSummary) {

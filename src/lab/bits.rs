@@ -267,10 +267,8 @@ mod tests {
     /// midpoint between 448 and the pattern that stands for NaN, E5M2 from the midpoint between 57344 and 2^16 on.
     fn by_the_crates(x: f32) -> [f64; 5] {
         let e4m3 = if x.abs() > 464.0 { f64::NAN } else { float8::F8E4M3::from_f32(x).to_f64() };
-        let e5m2 = match x.abs() >= 61440.0 {
-            true => f64::INFINITY.copysign(f64::from(x)),
-            false => float8::F8E5M2::from_f32(x).to_f64(),
-        };
+        let infinite = f64::INFINITY.copysign(f64::from(x));
+        let e5m2 = if x.abs() >= 61440.0 { infinite } else { float8::F8E5M2::from_f32(x).to_f64() };
         [f64::from(x), f16::from_f32(x).to_f64(), bf16::from_f32(x).to_f64(), e4m3, e5m2]
     }
 

@@ -314,7 +314,7 @@ fn assert_well_formed(html: &str) {
     for (at, _) in body.match_indices('<') {
         let end = body[at..].find('>').map(|end| at + end).expect("a tag ends");
         let tag = &body[at + 1..end];
-        assert!(tag.matches('"').count() % 2 == 0, "{tag}");
+        assert!(tag.matches('"').count().is_multiple_of(2), "{tag}");
         let name = tag.trim_start_matches('/').split([' ', '/']).next().unwrap();
         assert!(!name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric()), "<{tag}>");
         if let Some(closed) = tag.strip_prefix('/') {

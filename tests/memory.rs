@@ -61,6 +61,7 @@ fn tiny() {
 
 /// The real architecture, with random weights and a tokenizer that needs no download.
 #[test]
+#[ignore = "trains 82 M parameters twice and writes two gigabytes; cargo test --test memory -- --ignored"]
 fn distilgpt2() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();

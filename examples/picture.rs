@@ -13,6 +13,6 @@ fn main() -> Result<()> {
     };
     let size =
         |text: &String| text.parse().map_err(|_| Error::config("size", format!("`{text}` is not a number of cells")));
-    print!("{}", dashboard::picture(telemetry::read(log)?.records, keys, size(width)?, size(height)?));
+    print!("{}", dashboard::picture(telemetry::read(log)?, keys, size(width)?, size(height)?));
     Ok(())
 }

@@ -21,6 +21,6 @@ pub use event::{
     StepTime, TensorRecord, Trouble, VERSION, Validation,
 };
 pub use gpu::GpuSampler;
-pub use log::{EventLog, Poll, Tail, read};
+pub use log::{EventLog, Poll, Tail, read, read_whole};
 pub use process::{ProcessId, ProcessStats};
 pub use series::{Bucket, ChangePoint, Series, StairCase};

@@ -328,7 +328,6 @@ fn real_training_shows_itself_and_stops_when_told() {
     });
     let overflows: Vec<_> = read(terminal.folder.path().join("checkpoints/t/events.jsonl"))
         .unwrap()
-        .records
         .into_iter()
         .filter_map(|record| if let Event::Overflow(overflow) = record.event { Some(overflow) } else { None })
         .collect();

@@ -49,7 +49,7 @@ fn path(folder: &Path, run: &str) -> std::path::PathBuf {
 
 /// What every step of a run came to: the bits of its loss, its scale, and its gradients' norm.
 fn losses(folder: &Path, run: &str) -> BTreeMap<u64, (u32, String)> {
-    let records = read(path(folder, run).join("events.jsonl")).unwrap().records;
+    let records = read(path(folder, run).join("events.jsonl")).unwrap();
     let step = |event: Event| match event {
         Event::Step(step) => Some((step.step, (step.loss.to_bits(), format!("{:?} {:?}", step.scale, step.grads)))),
         _ => None,

@@ -26,7 +26,7 @@ fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<P
     trainer.attach(run, Emitter::new(Some(EventLog::open(path.join("events.jsonl")).unwrap())));
     trainer.run().unwrap();
     let (mut steps, mut probes) = (Vec::new(), Vec::new());
-    for record in read(path.join("events.jsonl")).unwrap().records {
+    for record in read(path.join("events.jsonl")).unwrap() {
         match record.event {
             Event::Step(step) => steps.push(StepRecord {
                 tokens_per_s: 0.0,

@@ -84,7 +84,7 @@ pub struct RunSummary {
 impl RunSummary {
     /// Reads a run's log. An error names the file, and says so if no run has written it or no step is in it yet.
     pub fn read(log: &Path) -> Result<Self> {
-        let poll = telemetry::read(log)?;
+        let poll = telemetry::read_whole(log)?;
         let begun =
             |record: &Record| matches!(&record.event, Event::Started(started) if started.resumed_from.is_none());
         let any = |record: &Record| matches!(record.event, Event::Started(_));

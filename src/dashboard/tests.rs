@@ -554,5 +554,5 @@ fn a_log_with_a_damaged_line_says_so() {
     let mut view = ViewModel::new(Mode::Watching);
     Watched::new(&path, None).poll(&mut |msg| _ = update(&mut view, msg)).unwrap();
     assert!(view.run().events.iter().any(|row| row.text.contains("1 lines of the log could not be read")));
-    assert_eq!(telemetry::read(&path).unwrap().records.len(), 20);
+    assert_eq!(telemetry::read(&path).unwrap().len(), 20);
 }

@@ -43,7 +43,7 @@ impl RunFigures {
             activations: BTreeMap::new(),
             peak_rss_bytes: None,
         };
-        for record in telemetry::read(&log)?.records {
+        for record in telemetry::read(&log)? {
             match record.event {
                 Event::Started(started) => run.started = *started,
                 Event::Step(step) => {

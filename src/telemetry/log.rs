@@ -96,12 +96,20 @@ fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
     Ok(end[..whole].rsplit(|&byte| byte == b'\n').find_map(|line| serde_json::from_slice(line).ok()))
 }
 
-/// All of a log that still counts: records that a later resume made void are left out, as are lines that cannot be read,
-/// which are counted.
+/// All records of a log that still count: those that a later resume made void are left out, as are lines that cannot be
+/// read.
 ///
 /// # Errors
 /// If there is no such file or it cannot be read.
-pub fn read(path: impl AsRef<Path>) -> Result<Poll> {
+pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
+    Ok(read_whole(path)?.records)
+}
+
+/// The same, with the number of lines that could not be read.
+///
+/// # Errors
+/// If there is no such file or it cannot be read.
+pub fn read_whole(path: impl AsRef<Path>) -> Result<Poll> {
     let path = path.as_ref();
     File::open(path).map_err(Error::io("read", path))?;
     let mut tail = Tail::new(path);
@@ -367,11 +375,7 @@ mod tests {
             let mut log = EventLog::open(&path).unwrap();
             log.append(&step(3, 3.0)).unwrap();
             let whole = cut + 1 >= second.len();
-            assert_eq!(
-                steps(&read(&path).unwrap().records),
-                if whole { vec![1, 2, 3] } else { vec![1, 3] },
-                "cut at {cut}"
-            );
+            assert_eq!(steps(&read(&path).unwrap()), if whole { vec![1, 2, 3] } else { vec![1, 3] }, "cut at {cut}");
             assert_eq!(log.last_seconds(), if whole { 0.25 } else { 0.125 });
             assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), if whole { 3 } else { 2 });
         }
@@ -385,7 +389,7 @@ mod tests {
         for record in [started(None), step(1, 1.0), step(2, 2.0), step(3, 3.0), started(Some(1)), step(2, 2.5)] {
             log.append(&record).unwrap();
         }
-        let records = read(&path).unwrap().records;
+        let records = read(&path).unwrap();
         assert_eq!(steps(&records), [1, 2]);
         assert_eq!(records.last(), Some(&step(2, 2.5)));
     }
@@ -421,7 +425,7 @@ mod tests {
         write(&path, &format!("{}{{\"v\":1,\u{0}\n{}", line(&step(1, 1.0)), line(&step(2, 1.0))));
         let poll = Tail::new(&path).poll().unwrap();
         assert_eq!((steps(&poll.records), poll.unreadable), (vec![1, 2], 1));
-        let whole = read(&path).unwrap();
+        let whole = read_whole(&path).unwrap();
         assert_eq!((steps(&whole.records), whole.unreadable), (vec![1, 2], 1));
     }
 

@@ -41,12 +41,12 @@ fn check(arguments: &[&str]) {
     let error = predicted / measured - 1.0;
     println!(
         "{arguments:?} {policy}: predicted {:.1} MiB, measured {:.1} MiB, {:+.1} %",
-        predicted / 1048576.0,
-        measured / 1048576.0,
+        predicted / 1_048_576.0,
+        measured / 1_048_576.0,
         error * 100.0
     );
     for item in items {
-        println!("  {} {:.1}", item["group"], item["bytes"].as_f64().unwrap() / 1048576.0);
+        println!("  {} {:.1}", item["group"], item["bytes"].as_f64().unwrap() / 1_048_576.0);
     }
     assert!(error.abs() <= TOLERANCE, "{arguments:?}: predicted {predicted}, measured {measured}");
 }

@@ -10,7 +10,7 @@
 //! | FP32, FP16 (widened while packing) | FP32 multiply-adds | FP32 multiply-adds |
 //! | BF16 | dot products of pairs, FP32 sums | widened while packing, FP32 multiply-adds |
 //!
-//! A single row is multiplied without packing, see [`vector`].
+//! A single row is multiplied without packing, see `vector`.
 
 use std::any::TypeId;
 use std::ops::Range;

@@ -5,6 +5,7 @@
 mod exponent_histogram;
 mod float_format;
 mod grad_scaler;
+mod headroom;
 mod optimizer_stages;
 mod policy;
 mod scaler_config;
@@ -13,7 +14,8 @@ mod tensor_stats;
 pub use exponent_histogram::{ExponentHistogram, RangeShares};
 pub use float_format::{FloatClass, FloatFormat};
 pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
+pub use headroom::Headroom;
 pub use optimizer_stages::OptimizerStages;
 pub use policy::{Dtype, PrecisionPolicy};
-pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow};
+pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow, ScalerPolicy};
 pub use tensor_stats::{Element, TensorStats};

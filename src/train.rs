@@ -2,6 +2,7 @@
 
 mod attribution;
 mod config;
+mod headroom;
 mod passes;
 mod probe;
 mod records;

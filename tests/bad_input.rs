@@ -199,6 +199,7 @@ fn nonsense_in_a_configuration() {
         "--set telemetry.tensors_every=0",
         "--set schedule.warmup_ratio=2",
         "config --set scaler.on_overflow=panic",
+        "config --set scaler.policy=clever",
     ]);
     insta::assert_snapshot!("configuration", desk.said);
 }

@@ -5,7 +5,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use finetune::precision::{
-    GradScaler, GradScalerConfig, HysteresisRefill, OnOverflow, OptimizerStages, ScaleChange, ScalerState, StateDict,
+    GradScaler, GradScalerConfig, HysteresisRefill, OnOverflow, OptimizerStages, ScaleChange, ScalerPolicy,
+    ScalerState, StateDict,
 };
 use half::f16;
 use proptest::prelude::*;
@@ -462,6 +463,7 @@ proptest! {
                 ScaleChange::Grew { from, to } => {
                     prop_assert!(finite && from == before && to == scaler.scale() && to > from);
                 }
+                ScaleChange::Lowered { .. } => prop_assert!(false, "only what is measured lowers it"),
                 ScaleChange::BackedOff { from, to } => {
                     prop_assert!(!finite && from == before && to == scaler.scale() && to < from);
                 }
@@ -505,5 +507,111 @@ proptest! {
         let mut fresh = GradScaler::new(GradScalerConfig::default()).unwrap();
         fresh.load_state_dict(saved.as_ref()).unwrap();
         prop_assert_eq!(fresh.state_dict(), scaler.state_dict());
+    }
+}
+
+// The predictive rule
+
+fn predictive(init_scale: f32, growth_interval: u32) -> GradScaler {
+    let policy = ScalerPolicy::Predictive;
+    GradScaler::new(GradScalerConfig { init_scale, growth_interval, policy, ..GradScalerConfig::default() }).unwrap()
+}
+
+#[test]
+fn the_first_measure_leaves_a_binade_above_it() {
+    // 2^-3: at scale 2^18 it comes to 2^15, and what exceeds it by less than a binade stays below 65504.
+    let mut scaler = predictive(65536.0, 100);
+    assert!(scaler.wants_measure());
+    let change = scaler.update_measured(true, 8192.0);
+    assert_eq!(change, ScaleChange::Grew { from: 65536.0, to: 262_144.0 });
+    assert!(!scaler.wants_measure());
+    // A larger one lowers it, though nothing has overflowed.
+    let change = scaler.update_measured(true, 60000.0);
+    assert_eq!(change, ScaleChange::Lowered { from: 262_144.0, to: 131_072.0 });
+    assert_eq!(scaler.state().growth_tracker, 0);
+}
+
+#[test]
+fn a_lone_peak_is_remembered_and_slowly_forgotten() {
+    let mut scaler = predictive(1024.0, 10);
+    let level = |scaler: &mut GradScaler, log2: f32, steps: u32| {
+        for _ in 0..steps {
+            let scale = scaler.scale();
+            assert!(!matches!(scaler.update_measured(true, 2f32.powf(log2) * scale), ScaleChange::BackedOff { .. }));
+        }
+        scaler.scale().log2()
+    };
+    assert_eq!(level(&mut scaler, 0.5, 300), 15.0, "65504 / 2^0.5 and no excess left");
+    assert_eq!(level(&mut scaler, 4.5, 1), 11.0);
+    // A binade in ten intervals of ten steps; the mean has risen a little with the peak, and falls again sooner.
+    assert_eq!(level(&mut scaler, 0.5, 95), 12.0);
+    assert_eq!(level(&mut scaler, 0.5, 100), 13.0);
+}
+
+#[test]
+fn an_overflow_still_backs_off_and_what_it_was_decides_how_far() {
+    let mut scaler = predictive(1024.0, 100);
+    scaler.update_measured(true, 1024.0);
+    let from = scaler.scale();
+    assert_eq!(from, 32768.0);
+    let mut guess = scaler.clone();
+    assert_eq!(guess.update_measured(false, 65504.0), ScaleChange::BackedOff { from, to: 16384.0 });
+    // It was 50: 2^10 brings it to 51200.
+    assert_eq!(guess.measure(50.0), 1024.0);
+    assert!(guess.update_measured(true, 1024.0) == ScaleChange::Held, "it is remembered");
+    // Without a measure at all, overflows halve it as ever.
+    let mut blind = predictive(1024.0, 100);
+    assert_eq!(blind.update_measured(false, 0.0), ScaleChange::BackedOff { from: 1024.0, to: 512.0 });
+    assert!(blind.wants_measure());
+}
+
+#[test]
+fn what_is_measured_is_nothing_to_the_other_rule() {
+    let mut scaler = scaler(1024.0, 100);
+    assert!(!scaler.wants_measure());
+    assert_eq!(scaler.measure(1.0), 1024.0);
+    assert_eq!(scaler.update_measured(true, 60000.0), ScaleChange::Held);
+    assert_eq!(scaler.state().headroom, None);
+    let off = GradScalerConfig { enabled: false, policy: ScalerPolicy::Predictive, ..GradScalerConfig::default() };
+    let mut off = GradScaler::new(off).unwrap();
+    assert!(!off.wants_measure());
+    assert_eq!((off.update_measured(true, 1.0), off.measure(1.0)), (ScaleChange::Held, 1.0));
+}
+
+#[test]
+fn a_state_without_headroom_is_read_and_one_with_it_comes_back() {
+    let old = r#"{"scale":8.0,"growth_tracker":1,"hysteresis_left":1,"floor_streak":0}"#;
+    let state: ScalerState = serde_json::from_str(old).unwrap();
+    assert_eq!(state.headroom, None);
+    assert_eq!(serde_json::to_string(&state).unwrap(), old);
+    let mut scaler = predictive(1024.0, 10);
+    for i in 1..9u8 {
+        scaler.update_measured(true, 1000.0 + 300.0 / f32::from(i));
+    }
+    let json = serde_json::to_string(&scaler.state()).unwrap();
+    let resumed = GradScaler::resume(*scaler.config(), serde_json::from_str(&json).unwrap()).unwrap();
+    assert_eq!(resumed, scaler);
+}
+
+proptest! {
+    /// Whatever it is shown, the scale is a power of two between floor and f32's top, and the step it was just shown
+    /// would not overflow at the scale that follows.
+    #[test]
+    fn the_predicted_scale_is_a_power_of_two_with_room(
+        steps in proptest::collection::vec((any::<bool>(), -40f32..40.0), 1..200), interval in 1u32..200,
+    ) {
+        let mut scaler = predictive(65536.0, interval);
+        for (finite, log2) in steps {
+            let (before, largest) = (scaler.scale(), 2f32.powf(log2));
+            let change = scaler.update_measured(finite, largest * before);
+            if let ScaleChange::BackedOff { from, to } = change {
+                prop_assert!(to <= from / 2.0);
+            }
+            let scale = scaler.scale();
+            prop_assert!(scale >= 1.0 && scale.log2().fract() == 0.0, "{scale}");
+            if finite && scale > 1.0 {
+                prop_assert!(largest * scale <= 65504.0 * 1.001, "{largest} at {scale}");
+            }
+        }
     }
 }

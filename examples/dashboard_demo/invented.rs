@@ -241,6 +241,7 @@ fn started(settings: Invented) -> Started {
             backoff_factor: 0.5,
             growth_interval: settings.growth_interval,
             min_scale: 1.0,
+            ..ScalerSettings::default()
         },
         optimizer: "AdamW".into(),
         max_grad_norm: Some(1.0),

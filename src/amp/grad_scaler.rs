@@ -6,7 +6,7 @@
 use candle_core::{Tensor, Var, backprop::GradStore};
 
 use super::{OptimizerId, ScaledOptimizer, widen};
-use crate::precision::{self, GradScalerConfig, OptimizerStages, ScaleChange, StateDict};
+use crate::precision::{self, GradScalerConfig, OptimizerStages, ScaleChange, ScalerPolicy, StateDict};
 use crate::{Error, Result};
 
 /// Scales losses, unscales gradients, skips the steps of gradients that are not finite, and moves the scale.
@@ -33,6 +33,10 @@ pub struct GradScaler {
 impl GradScaler {
     /// A scaler at its initial scale. Errors name the option that makes no sense.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
+        if config.policy != ScalerPolicy::Dynamic {
+            let message = "`predictive` needs to know how large gradients are, and nothing here looks: use `dynamic`";
+            return Err(Error::config("scaler.policy", message));
+        }
         let scaler = precision::GradScaler::new(config)?;
         Ok(Self { scaler, stages: OptimizerStages::new(), found_inf_late: false })
     }

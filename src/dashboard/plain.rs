@@ -4,6 +4,7 @@
 
 use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
 use super::pace::Pace;
+use crate::precision::ScalerPolicy;
 use crate::telemetry::{
     Event, FinishReason, Finished, Origin, Overflow, Record, ScaleCause, ScaleMove, Started, StepRecord,
 };
@@ -92,13 +93,16 @@ impl<W: Write> Plain<W> {
 fn environment(started: &Started) -> String {
     let scaler = &started.scaler;
     let scaling = if scaler.enabled {
-        format!(
-            "dynamic, from {}, ×{} after {} clean steps, ×{} after an overflow",
-            scale(scaler.init_scale),
-            scaler.growth_factor,
-            scaler.growth_interval,
-            scaler.backoff_factor
-        )
+        let growth = match scaler.policy {
+            ScalerPolicy::Dynamic => format!(
+                "dynamic, from {}, ×{} after {} clean steps",
+                scale(scaler.init_scale),
+                scaler.growth_factor,
+                scaler.growth_interval
+            ),
+            ScalerPolicy::Predictive => "predictive, from the headroom of the steps before".to_owned(),
+        };
+        format!("{growth}, ×{} after an overflow", scaler.backoff_factor)
     } else {
         "off".into()
     };
@@ -232,7 +236,7 @@ fn scale_change(change: ScaleMove) -> String {
     match change.cause {
         ScaleCause::Held => from,
         ScaleCause::AtFloor => format!("{from} (at its floor)"),
-        ScaleCause::Grew | ScaleCause::BackedOff => format!("{from}->{to}"),
+        ScaleCause::Grew | ScaleCause::Lowered | ScaleCause::BackedOff => format!("{from}->{to}"),
     }
 }
 

@@ -206,7 +206,7 @@ impl RunData {
 
     fn note(&mut self, event: &Event, s: f64) {
         let (glyph, role) = match event {
-            Event::Step(step) => return self.note_growth(step, s),
+            Event::Step(step) => return self.note_move(step, s),
             Event::Started(_) | Event::Resumed { .. } => ('▶', Role::Good),
             Event::Overflow(_) | Event::Diverged(_) => ('✕', Role::Overflow),
             Event::Eval(_) => ('◆', Role::Validation),
@@ -231,11 +231,14 @@ impl RunData {
         keep(&mut self.events, EventRow { s, step, glyph, role, text }, EVENTS);
     }
 
-    fn note_growth(&mut self, step: &StepRecord, s: f64) {
-        if step.scale.cause == ScaleCause::Grew {
-            let text = format!("scale {}→{}", scale(step.scale.from), scale(step.scale.to));
-            keep(&mut self.events, EventRow { s, step: step.step, glyph: '▴', role: Role::Good, text }, EVENTS);
-        }
+    fn note_move(&mut self, step: &StepRecord, s: f64) {
+        let glyph = match step.scale.cause {
+            ScaleCause::Grew => '▴',
+            ScaleCause::Lowered => '▾',
+            _ => return,
+        };
+        let text = format!("scale {}→{}", scale(step.scale.from), scale(step.scale.to));
+        keep(&mut self.events, EventRow { s, step: step.step, glyph, role: Role::Good, text }, EVENTS);
     }
 
     fn step(&mut self, mut step: StepRecord, s: f64) {

@@ -122,6 +122,14 @@ impl Visit {
         }
     }
 
+    /// The largest unscaled gradient, where it is known: what the predictive rule measures.
+    fn largest(self) -> Option<f32> {
+        match self {
+            Self::Limit(limit) => Some((FloatFormat::FP16.max() / f64::from(limit)) as f32),
+            Self::Clean | Self::Overflow | Self::Broken => None,
+        }
+    }
+
     fn is_finite(self, scale: f32, first_time: bool) -> bool {
         match self {
             Self::Clean => true,
@@ -204,10 +212,16 @@ impl Trajectory {
         let mut lost = 0;
         for (visit, step) in overflows.visits.iter().zip(overflows.first..) {
             let before = attempts.len();
+            if scaler.wants_measure() {
+                visit.largest().map(|largest| scaler.measure(largest));
+            }
             loop {
                 let scale = scaler.scale();
                 let finite = visit.is_finite(scale, attempts.len() == before);
-                let change = scaler.update(finite);
+                let mut change = scaler.update_measured(finite, visit.largest().map_or(0.0, |largest| largest * scale));
+                if let (ScaleChange::BackedOff { to, .. }, Some(largest)) = (&mut change, visit.largest()) {
+                    *to = scaler.measure(largest);
+                }
                 attempts.push(Attempt { step, scale, finite, after: scaler.scale(), change });
                 let hopeless = matches!(change, ScaleChange::AtFloor { .. }) || attempts.len() - before > RETRIES;
                 if finite {
@@ -282,6 +296,9 @@ impl Trajectory {
                 ScaleChange::Held if first.finite => (Role::Plain, String::new()),
                 ScaleChange::Held => (Role::Warn, "✕ overflow, skipped; held by hysteresis".into()),
                 ScaleChange::Grew { from, .. } => (Role::Good, format!("grew from {}", short(f64::from(from)))),
+                ScaleChange::Lowered { from, .. } => {
+                    (Role::Good, format!("lowered from {}, before anything overflows", short(f64::from(from))))
+                }
                 ScaleChange::BackedOff { from, .. } => {
                     (Role::Bad, format!("✕ overflow, skipped; backed off from {}", short(f64::from(from))))
                 }
@@ -385,6 +402,21 @@ mod tests {
         assert_eq!(scales, [32768.0, 16384.0, 16384.0, 32768.0, 16384.0, 16384.0]);
         assert_eq!(comparison.trajectories[0].lost, 2);
         assert!(comparison.page(80).text().contains("tokens never trained on: 2048, 0"));
+    }
+
+    /// Largest gradients that fluctuate as those of real runs do: what the predictive rule is for.
+    #[test]
+    fn measuring_overflows_far_less_often_than_trying() {
+        let stream = Stream::new(3, Domain::Bench);
+        let noise = |step| stream.block(0, step, 0).iter().map(|&word| word as f32 / 2f32.powi(31)).sum::<f32>();
+        let visits = (0..4000).map(|step| Visit::Limit(2f32.powf(18.3 - noise(step)))).collect();
+        let overflows = Overflows { source: "noise".into(), first: 1, visits, tokens_per_step: 0 };
+        let base = "init_scale=16777216,growth_interval=100";
+        let comparison = compare(&[base, &format!("{base},policy=predictive")], &overflows);
+        let [trying, measuring] = &comparison.trajectories[..] else { panic!("two settings") };
+        assert!(trying.overflows > 30 && measuring.overflows * 8 <= trying.overflows, "{}", comparison.page(80).text());
+        assert!(measuring.mean_log2 > trying.mean_log2 - 0.5, "{}", comparison.page(80).text());
+        assert!(comparison.page(80).text().contains("overflows"));
     }
 
     #[test]

@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::scaler_config::{check_factors, check_scale};
-use super::{GradScalerConfig, HysteresisRefill};
+use super::{FloatFormat, GradScalerConfig, Headroom, HysteresisRefill, ScalerPolicy};
 use crate::{Error, Result};
 
 /// What an update did to the scale, and why.
@@ -18,8 +18,15 @@ pub enum ScaleChange {
     /// Nothing: the stretch of clean steps is not long enough, growth would leave f32's range, or hysteresis has
     /// absorbed an overflow.
     Held,
-    /// A quiet stretch is complete.
+    /// A quiet stretch is complete, or the predictive rule has found room above.
     Grew {
+        /// The scale before.
+        from: f32,
+        /// The scale from now on.
+        to: f32,
+    },
+    /// The predictive rule has found the room above too small. Nothing overflowed.
+    Lowered {
         /// The scale before.
         from: f32,
         /// The scale from now on.
@@ -53,6 +60,9 @@ pub struct ScalerState {
     pub hysteresis_left: u32,
     /// Overflows in a row that met the floor.
     pub floor_streak: u32,
+    /// What the predictive rule has measured; `None` under the dynamic rule, and before the first clean step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub headroom: Option<Headroom>,
 }
 
 /// `torch.amp.GradScaler.state_dict()`, under PyTorch's keys.
@@ -107,8 +117,11 @@ impl GradScaler {
 
     fn start(config: GradScalerConfig) -> Self {
         let scale = if config.enabled { config.init_scale } else { 1.0 };
-        let state = ScalerState { scale, growth_tracker: 0, hysteresis_left: config.hysteresis, floor_streak: 0 };
-        Self { config, state }
+        let hysteresis_left = config.hysteresis;
+        Self {
+            config,
+            state: ScalerState { scale, growth_tracker: 0, hysteresis_left, floor_streak: 0, headroom: None },
+        }
     }
 
     /// The options it was built with, or has loaded.
@@ -133,11 +146,22 @@ impl GradScaler {
         (1.0 / self.state.scale as f64) as f32
     }
 
-    /// Moves the scale after a step, given whether all of the step's gradients were finite.
+    /// Moves the scale after a step, given whether all of the step's gradients were finite. Who knows how large they were
+    /// says so to [`update_measured`](Self::update_measured); here the predictive rule acts as the dynamic one.
     pub fn update(&mut self, grads_finite: bool) -> ScaleChange {
+        self.move_scale(grads_finite, None)
+    }
+
+    /// Moves the scale after a step whose largest finite scaled gradient was `max_abs`.
+    pub fn update_measured(&mut self, grads_finite: bool, max_abs: f32) -> ScaleChange {
+        let measured = self.config.policy == ScalerPolicy::Predictive && grads_finite && max_abs > 0.0;
+        self.move_scale(grads_finite, measured.then_some(max_abs))
+    }
+
+    fn move_scale(&mut self, grads_finite: bool, max_abs: Option<f32>) -> ScaleChange {
         if grads_finite {
             self.state.floor_streak = 0;
-            if self.config.enabled { self.after_clean_step() } else { ScaleChange::Held }
+            if self.config.enabled { self.after_clean_step(max_abs) } else { ScaleChange::Held }
         } else if self.config.enabled {
             self.after_overflow()
         } else {
@@ -145,22 +169,61 @@ impl GradScaler {
         }
     }
 
-    fn after_clean_step(&mut self) -> ScaleChange {
+    fn after_clean_step(&mut self, max_abs: Option<f32>) -> ScaleChange {
         if self.config.hysteresis_refill == HysteresisRefill::Clean {
             self.state.hysteresis_left = self.config.hysteresis;
         }
         self.state.growth_tracker = self.state.growth_tracker.saturating_add(1);
-        if self.state.growth_tracker < self.config.growth_interval {
+        let from = self.state.scale;
+        let to = match max_abs {
+            Some(max_abs) => self.predict(max_abs),
+            None if self.state.growth_tracker < self.config.growth_interval => from,
+            None => {
+                self.state.growth_tracker = 0;
+                self.state.hysteresis_left = self.config.hysteresis;
+                times(from, self.config.growth_factor)
+            }
+        };
+        if to == from || !to.is_finite() {
             return ScaleChange::Held;
         }
         self.state.growth_tracker = 0;
-        self.state.hysteresis_left = self.config.hysteresis;
-        let (from, to) = (self.state.scale, times(self.state.scale, self.config.growth_factor));
-        if !to.is_finite() {
-            return ScaleChange::Held;
-        }
         self.state.scale = to;
+        if to < from {
+            return ScaleChange::Lowered { from, to };
+        }
+        self.state.hysteresis_left = self.config.hysteresis;
         ScaleChange::Grew { from, to }
+    }
+
+    /// The scale that leaves room for gradients like the last ones and this clean step's.
+    fn predict(&mut self, max_abs: f32) -> f32 {
+        let log2 = max_abs.log2() - self.state.scale.log2();
+        let headroom = self.state.headroom.get_or_insert_with(|| Headroom::new(log2));
+        headroom.see(log2, self.config.growth_interval);
+        predicted(*headroom, &self.config)
+    }
+
+    /// Whether the predictive rule has nothing yet to predict from.
+    pub fn wants_measure(&self) -> bool {
+        let GradScalerConfig { enabled, policy, .. } = self.config;
+        enabled && policy == ScalerPolicy::Predictive && self.state.headroom.is_none()
+    }
+
+    /// Tells the predictive rule the largest *unscaled* gradient, activations' included, of a step that has overflowed, or
+    /// of the first one before it runs, and returns the scale that this leads to: after an overflow never one above that
+    /// backed off to. Does nothing under the dynamic rule.
+    pub fn measure(&mut self, largest: f32) -> f32 {
+        let GradScalerConfig { enabled, policy, .. } = self.config;
+        if enabled && policy == ScalerPolicy::Predictive && largest > 0.0 && largest.is_finite() {
+            let log2 = largest.log2();
+            let highest = self.state.headroom.map_or(f32::INFINITY, |_| self.state.scale);
+            let headroom = self.state.headroom.get_or_insert_with(|| Headroom::new(log2));
+            // In place of what the overflow alone suggested.
+            headroom.replace_excess(log2);
+            self.state.scale = predicted(*headroom, &self.config).min(highest);
+        }
+        self.state.scale
     }
 
     fn after_overflow(&mut self) -> ScaleChange {
@@ -173,7 +236,12 @@ impl GradScaler {
         if from <= self.config.min_scale {
             return self.at_floor();
         }
-        let to = times(from, self.config.backoff_factor).max(self.config.min_scale);
+        let mut to = times(from, self.config.backoff_factor).max(self.config.min_scale);
+        if let Some(headroom) = &mut self.state.headroom {
+            // All that is known of the largest gradient is that it lay above the top: take it to be half a binade.
+            headroom.see_overflow(top_log2() + 0.5 - from.log2());
+            to = to.min(predicted(*headroom, &self.config));
+        }
         self.state.scale = to;
         ScaleChange::BackedOff { from, to }
     }
@@ -223,9 +291,20 @@ impl GradScaler {
             growth_tracker: state.growth_tracker,
             hysteresis_left: self.config.hysteresis,
             floor_streak: 0,
+            headroom: None,
         };
         Ok(())
     }
+}
+
+/// The largest power of two with room for what `headroom` expects, within what the configuration and f32 allow.
+fn predicted(headroom: Headroom, config: &GradScalerConfig) -> f32 {
+    2f32.powi(headroom.log2_scale().clamp(-126, 127)).max(config.min_scale)
+}
+
+/// log2 of FP16's largest number.
+fn top_log2() -> f32 {
+    FloatFormat::FP16.max().log2() as f32
 }
 
 /// A scale times a factor, rounded once to f32 as PyTorch's kernel does.

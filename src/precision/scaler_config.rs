@@ -32,6 +32,21 @@ pub struct GradScalerConfig {
     pub hysteresis_refill: HysteresisRefill,
     /// What happens to the batch of an overflowing step.
     pub on_overflow: OnOverflow,
+    /// What a clean step's scale is chosen by.
+    pub policy: ScalerPolicy,
+}
+
+/// What the scale is chosen by, as long as nothing overflows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ScalerPolicy {
+    /// By trial, as in PyTorch: it grows after a quiet stretch.
+    #[default]
+    Dynamic,
+    /// By measure: the largest power of two that leaves room for gradients as large as those of late. See [`Headroom`].
+    ///
+    /// [`Headroom`]: super::Headroom
+    Predictive,
 }
 
 /// What makes the count of [`GradScalerConfig::hysteresis`] start anew.
@@ -69,6 +84,7 @@ impl Default for GradScalerConfig {
             hysteresis: 1,
             hysteresis_refill: HysteresisRefill::Growth,
             on_overflow: OnOverflow::Skip,
+            policy: ScalerPolicy::Dynamic,
         }
     }
 }

@@ -9,7 +9,7 @@
 
 use super::float;
 use super::process::ProcessId;
-use crate::precision::{ExponentHistogram, GradScalerConfig, ScaleChange, TensorStats};
+use crate::precision::{ExponentHistogram, GradScalerConfig, ScaleChange, ScalerPolicy, TensorStats};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -160,6 +160,8 @@ pub struct ScalerSettings {
     pub growth_interval: u32,
     /// The scale never falls below this.
     pub min_scale: f32,
+    /// What it is chosen by.
+    pub policy: ScalerPolicy,
 }
 
 impl From<&GradScalerConfig> for ScalerSettings {
@@ -171,6 +173,7 @@ impl From<&GradScalerConfig> for ScalerSettings {
             backoff_factor: config.backoff_factor,
             growth_interval: config.growth_interval,
             min_scale: config.min_scale,
+            policy: config.policy,
         }
     }
 }
@@ -293,6 +296,7 @@ impl ScaleMove {
         let (cause, to) = match change {
             ScaleChange::Held => (ScaleCause::Held, from),
             ScaleChange::Grew { to, .. } => (ScaleCause::Grew, to),
+            ScaleChange::Lowered { to, .. } => (ScaleCause::Lowered, to),
             ScaleChange::BackedOff { to, .. } => (ScaleCause::BackedOff, to),
             ScaleChange::AtFloor { scale, .. } => (ScaleCause::AtFloor, scale),
         };
@@ -307,8 +311,10 @@ pub enum ScaleCause {
     /// Nothing happened.
     #[default]
     Held,
-    /// A quiet stretch of `growth_interval` steps ended.
+    /// A quiet stretch of `growth_interval` steps ended, or the predictive rule found room above.
     Grew,
+    /// The predictive rule found the room above too small.
+    Lowered,
     /// Gradients overflowed.
     BackedOff,
     /// Gradients overflowed, but the scale is already the smallest allowed.

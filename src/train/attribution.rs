@@ -10,7 +10,6 @@ use crate::model::{Mode, Place, Watch};
 use crate::precision::{FloatFormat, TensorStats};
 use crate::telemetry::{Origin, Pass};
 use crate::train::passes::passes;
-use crate::train::state::Counters;
 use crate::train::step::{Engine, StepReport};
 use candle_core::Tensor;
 
@@ -19,7 +18,7 @@ use candle_core::Tensor;
 /// buffers and gradients, and nothing that outlives a step.
 pub(super) fn origin(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> Result<Option<Origin>> {
     let Engine { model, state, workspace, grads, seed, .. } = engine;
-    let before = Counters { step: state.counters.step - 1, ..state.counters };
+    let before = state.counters.before_skipped();
     let loss_seed = report.scale / report.targets.max(1) as f32;
     for (micro_batch, batch) in micro_batches.iter().enumerate() {
         let mode = Mode::Train { seed: *seed, draw: before.draw(micro_batch) };

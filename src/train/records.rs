@@ -3,9 +3,8 @@
 use crate::kernels::survey::TensorSurvey;
 use crate::model::Entry;
 use crate::optim::Survey;
-use crate::precision::ScaleChange;
 use crate::telemetry::{
-    GradStats, Origin, Outcome as RecordedOutcome, Overflow, ScaleCause, ScaleMove, StepRecord, StepTime, TensorRecord,
+    GradStats, Origin, Outcome as RecordedOutcome, Overflow, ScaleMove, StepRecord, StepTime, TensorRecord,
 };
 use crate::train::state::Counters;
 use crate::train::step::{Outcome, StepReport};
@@ -29,17 +28,6 @@ pub(super) fn grad_stats(survey: &TensorSurvey) -> GradStats {
         norm: if stats.is_finite() { stats.norm() } else { f64::NAN },
         exponents: survey.exponents.iter().map(|(exponent, count)| (exponent as i16, count)).collect(),
     }
-}
-
-/// What became of the scale.
-pub(super) fn scale_move(change: ScaleChange, scale: f32) -> ScaleMove {
-    let (cause, from, to) = match change {
-        ScaleChange::Held => (ScaleCause::Held, scale, scale),
-        ScaleChange::Grew { from, to } => (ScaleCause::Grew, from, to),
-        ScaleChange::BackedOff { from, to } => (ScaleCause::BackedOff, from, to),
-        ScaleChange::AtFloor { scale, .. } => (ScaleCause::AtFloor, scale, scale),
-    };
-    ScaleMove { cause, from, to }
 }
 
 fn tensor_record(entry: &Entry, survey: &TensorSurvey) -> TensorRecord {
@@ -76,7 +64,7 @@ pub(super) fn step_record(
         lr,
         clip,
         growth_tracker,
-        scale: scale_move(report.change, report.scale),
+        scale: ScaleMove::new(report.scale, report.change),
         time: StepTime {
             step_ms: milliseconds(step),
             forward_ms: milliseconds(report.time.forward),
@@ -100,7 +88,7 @@ pub(super) fn overflow(
     let broken = layout.iter().zip(&survey.tensors).filter(|(_, survey)| !survey.stats.is_finite());
     Overflow {
         step,
-        scale: scale_move(report.change, report.scale),
+        scale: ScaleMove::new(report.scale, report.change),
         loss: report.loss as f32,
         max_abs: survey.total.stats.max_abs,
         tensors: broken.map(|(entry, survey)| tensor_record(entry, survey)).collect(),

@@ -37,6 +37,11 @@ impl Counters {
         self.step << 16 | micro_batch as u64
     }
 
+    /// As they were before the last step, which was skipped.
+    pub(super) fn before_skipped(self) -> Self {
+        Self { step: self.step - 1, ..self }
+    }
+
     /// Steps whose gradients were not finite.
     pub fn skipped(self) -> u64 {
         self.step - self.updates

@@ -5,7 +5,7 @@ use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
 use crate::kernels::isa::Isa;
 use crate::model::Parameters;
 use crate::optim::AdamWConfig;
-use crate::precision::{GradScaler, OnOverflow, ScaleChange};
+use crate::precision::{GradScaler, OnOverflow, ScaleChange, ScalerPolicy};
 use crate::telemetry::{
     Command, Cpu, Emitter, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     SampleText, Saved, ScalerSettings, Started, Trouble, Validation,
@@ -14,7 +14,7 @@ use crate::train::config::{CheckpointSection, Config};
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
-use crate::train::{attribution, probe, records};
+use crate::train::{attribution, headroom, probe, records};
 use crate::trained::check_range;
 use crate::{Error, Result};
 use serde_json::json;
@@ -320,7 +320,8 @@ impl Trainer {
         }
         self.engine.exponents = every(self.config.telemetry.exponents_every);
         let used = self.used_batches();
-        let report = self.engine.step(&self.micro_batches[..used])?;
+        self.measure_first(used)?;
+        let mut report = self.engine.step(&self.micro_batches[..used])?;
         let skipped = report.outcome == Outcome::Skipped;
         let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
@@ -331,6 +332,7 @@ impl Trainer {
         } else {
             None
         };
+        self.measure_overflow(used, &mut report)?;
         let layout = self.engine.state.weights.layout();
         let step = self.engine.state.counters.step;
         let overflow = skipped.then(|| records::overflow(&report, step, layout, &self.engine.survey, origin));
@@ -339,6 +341,34 @@ impl Trainer {
             overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
         self.record(&report, overflow, began)?;
         diverged.map_or(Ok(()), Err)
+    }
+
+    /// Lets the predictive loss scale begin where the first batch's gradients allow.
+    fn measure_first(&mut self, used: usize) -> Result<()> {
+        let scaler = &self.engine.state.scaler;
+        if scaler.wants_measure() {
+            let (scale, counters) = (scaler.scale(), self.engine.state.counters);
+            let batches = &self.micro_batches[..used];
+            if let Some(largest) = headroom::largest_gradient(&mut self.engine, batches, counters, scale)? {
+                self.engine.state.scaler.measure(largest);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the predictive loss scale how far an overflow lay above the top, which the step itself cannot know.
+    fn measure_overflow(&mut self, used: usize, report: &mut StepReport) -> Result<()> {
+        let predictive = self.config.scaler.policy == ScalerPolicy::Predictive;
+        if let ScaleChange::BackedOff { to, .. } = &mut report.change
+            && predictive
+        {
+            let counters = self.engine.state.counters.before_skipped();
+            let batches = &self.micro_batches[..used];
+            if let Some(largest) = headroom::largest_gradient(&mut self.engine, batches, counters, report.scale)? {
+                *to = self.engine.state.scaler.measure(largest);
+            }
+        }
+        Ok(())
     }
 
     /// Fills the micro-batches of the next step, and says where they begin; an epoch's last step may have fewer.

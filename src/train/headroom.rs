@@ -1,0 +1,61 @@
+//! How large a step's gradients are, activations' included: what the predictive loss scale has to know before its first
+//! step and after an overflow, and what the weights' gradients alone do not tell.
+
+use crate::Result;
+use crate::data::Batch;
+use crate::kernels::survey::survey;
+use crate::model::{Mode, Place, Watch};
+use crate::precision::FloatFormat;
+use crate::train::passes::passes;
+use crate::train::state::Counters;
+use crate::train::step::Engine;
+use candle_core::{DType, Tensor};
+
+/// How far below the scale at hand the first try is, and each next one below the one before.
+const STEP_DOWN: f32 = 256.0;
+
+/// The largest unscaled gradient in FP16 that the step after `counters` has on `micro_batches`, by its passes at a scale
+/// far below `scale`; `None` if it is not finite at the lowest. Overwrites buffers and gradients, and nothing that
+/// outlives a step.
+pub(super) fn largest_gradient(
+    engine: &mut Engine,
+    micro_batches: &[Batch],
+    counters: Counters,
+    scale: f32,
+) -> Result<Option<f32>> {
+    let Engine { model, state, workspace, grads, seed, .. } = engine;
+    let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
+    let lowest = state.scaler.config().min_scale;
+    let mut tried = scale;
+    while tried > lowest {
+        tried = (tried / STEP_DOWN).max(lowest);
+        let mut watch = Largest { max_abs: 0.0, finite: true };
+        for (i, batch) in micro_batches.iter().enumerate() {
+            let mode = Mode::Train { seed: *seed, draw: counters.draw(i) };
+            let loss_seed = tried / targets.max(1) as f32;
+            passes(model, &state.weights, batch, mode, loss_seed, workspace, grads.born(), &mut watch)?;
+        }
+        if watch.finite {
+            return Ok(Some(watch.max_abs / tried));
+        }
+    }
+    Ok(None)
+}
+
+struct Largest {
+    max_abs: f32,
+    finite: bool,
+}
+
+impl Watch for Largest {
+    fn saw(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        // What is stored wider does not overflow at FP16's top.
+        if place.part.is_forward() || tensor.dtype() != DType::F16 || !self.finite {
+            return Ok(());
+        }
+        let stats = survey(tensor, FloatFormat::FP16, false)?.stats;
+        self.max_abs = self.max_abs.max(stats.max_abs);
+        self.finite = stats.is_finite();
+        Ok(())
+    }
+}

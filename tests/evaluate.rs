@@ -104,6 +104,8 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
 /// On Tiny Shakespeare itself, by the command and with GPT-2's tokenizer, which both sides run themselves. Needs a folder with
 /// `tiny_shakespeare.txt` and GPT-2's `tokenizer.json` in `FINETUNE_DATA`:
 /// `FINETUNE_PYTHON=… FINETUNE_DATA=… cargo test --release --test evaluate -- --ignored`
+///
+/// On 20 November 2026 a stride of 256 gave 11.966221510 here and 11.966221512 there; 128 was not waited for.
 #[test]
 #[ignore = "takes minutes, and two files that have to be downloaded"]
 fn transformers_finds_the_same_loss_on_tiny_shakespeare() {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use finetune::kernels::convert::Element;
 use finetune::kernels::matmul::{Epilogue, Operand, matmul};
-use finetune::kernels::peak::{measure_peak_bf16, measure_peak_f32};
+use finetune::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use half::{bf16, f16};
 
 /// Weights `[in, out]` of distilgpt2, how often they occur, and the head, stored `[out, in]`.
@@ -24,17 +24,14 @@ fn main() {
     let mut arguments = std::env::args().skip(1);
     let filter = arguments.next().unwrap_or_default();
     let tokens = arguments.next().and_then(|tokens| tokens.parse().ok()).unwrap_or(1024);
-    let (f32_peak, bf16_peak) = (measure_peak_f32(), measure_peak_bf16());
-    println!("peak: {f32_peak:.0} GFLOP/s FP32, {bf16_peak:.0} BF16; {} threads", rayon::current_num_threads());
-    step::<f32>("f32", tokens, f32_peak, &filter);
-    step::<f16>("f16", tokens, f32_peak, &filter);
-    step::<bf16>("bf16", tokens, bf16_peak, &filter);
+    step::<f32>("f32", tokens, measure_peak_f32, &filter);
+    step::<f16>("f16", tokens, measure_peak_f32, &filter);
+    step::<bf16>("bf16", tokens, measure_peak_bf16, &filter);
 }
 
 /// Times forward, input gradient and weight gradient of every weight.
-fn step<T: Element>(dtype: &str, tokens: usize, peak: f64, filter: &str) {
-    let mut total = Duration::ZERO;
-    let mut work = 0.0;
+fn step<T: Element>(dtype: &str, tokens: usize, peak: fn() -> Peak, filter: &str) {
+    let (mut work, mut at_peak) = (0.0, 0.0);
     for (name, inputs, outputs, count) in WEIGHTS {
         if !format!("{dtype} {name}").contains(filter) {
             continue;
@@ -52,10 +49,11 @@ fn step<T: Element>(dtype: &str, tokens: usize, peak: f64, filter: &str) {
         } else {
             Operand::new(&weight, inputs, outputs)
         };
-        let times = [
-            best(|| matmul(x, weight, &mut y, outputs, Epilogue::default())),
-            best(|| matmul(dy, weight.transposed(), &mut dx, inputs, Epilogue::default())),
-            best(|| {
+        let gflop = 2.0 * (tokens * inputs * outputs) as f64 / 1e9;
+        let shares = [
+            share(gflop, peak, || matmul(x, weight, &mut y, outputs, Epilogue::default())),
+            share(gflop, peak, || matmul(dy, weight.transposed(), &mut dx, inputs, Epilogue::default())),
+            share(gflop, peak, || {
                 if is_head {
                     matmul(dy.transposed(), x, &mut dw, inputs, Epilogue::default());
                 } else {
@@ -63,29 +61,26 @@ fn step<T: Element>(dtype: &str, tokens: usize, peak: f64, filter: &str) {
                 }
             }),
         ];
-        let gflop = 2.0 * (tokens * inputs * outputs) as f64 / 1e9;
-        let [forward, input_gradient, weight_gradient] = times.map(|time| 100.0 * gflop / time.as_secs_f64() / peak);
+        let [forward, input_gradient, weight_gradient] = shares.map(|share| 100.0 * share);
         println!(
             "{dtype:5} {name:12} {inputs:5} → {outputs:5}: forward {forward:5.1} %, dX {input_gradient:5.1} %, dW {weight_gradient:5.1} %"
         );
-        total += times.iter().sum::<Duration>() * count as u32;
         work += 3.0 * gflop * count as f64;
+        at_peak += shares.iter().map(|share| gflop / share).sum::<f64>() * count as f64;
     }
-    let share = 100.0 * work / total.as_secs_f64() / peak;
-    println!("{dtype:5} all products of a step: {:.0} ms, {share:.1} % of the peak", total.as_secs_f64() * 1e3);
+    println!("{dtype:5} all products of a step: {:.1} % of the peak", 100.0 * work / at_peak);
 }
 
-/// The shortest of many runs: other programs can only lengthen one.
-fn best(mut run: impl FnMut()) -> Duration {
+/// The median share of the peak that a product of `gflop` reaches, each run held against the peak right after it.
+fn share(gflop: f64, peak: fn() -> Peak, mut run: impl FnMut()) -> f64 {
     let start = Instant::now();
-    let mut best = Duration::MAX;
-    for round in 0.. {
+    let mut shares = Vec::new();
+    while shares.len() < 5 || start.elapsed() < Duration::from_millis(400) {
         let begin = Instant::now();
         run();
-        best = best.min(begin.elapsed());
-        if round >= 3 && start.elapsed() > Duration::from_millis(400) {
-            break;
-        }
+        let rate = gflop / begin.elapsed().as_secs_f64();
+        shares.push(rate / peak().held);
     }
-    best
+    shares.sort_unstable_by(f64::total_cmp);
+    shares[shares.len() / 2]
 }

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """Runs `finetune bench` and a PyTorch step of the same shape in turn, A B A B, and prints the ratio of their speeds.
 
-    benches/compare_torch.py --peer PATH/torch_step.py --python PATH/python3 \\
-        --shapes 32x32,8x128 --dtypes fp32,bf16,fp16 --rounds 5
+    benches/compare_torch.py --python PATH/python3 --shapes 32x32,8x128 --dtypes fp32,bf16,fp16 --rounds 5
 
-The peer script takes `--batch --seq --dtype --impl --steps --warmup --threads` and prints one JSON object with
-`tokens_per_s` and `peak_rss_mib`. Each round starts both programs afresh, so that whatever else the machine does falls on
+The peer is `torch_step.py` beside this file, or another script that takes `--model --batch --seq --dtype --steps --warmup
+--threads` and prints one JSON object with `tokens_per_s` and `peak_rss_mib`. Each round starts both programs afresh, so that whatever else the machine does falls on
 both; the ratio of a round is of neighbours in time. Reported are medians with the smallest and largest round.
 """
 
@@ -24,7 +23,8 @@ PEER_DTYPE = {"fp32": "f32", "bf16": "bf16_amp", "fp16": "f32"}
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--finetune", default="target/release/finetune", help="our program")
-    parser.add_argument("--peer", required=True, help="the PyTorch script")
+    parser.add_argument("--peer", default=os.path.join(os.path.dirname(__file__), "torch_step.py"), help="the PyTorch script")
+    parser.add_argument("--model", default="distilgpt2", help="the model, by a name that both know")
     parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch")
     parser.add_argument("--library-path", default="", help="LD_LIBRARY_PATH of that Python")
     parser.add_argument("--preload", default="", help="LD_PRELOAD of that Python, such as tcmalloc's library")
@@ -49,7 +49,7 @@ def run(command, environment=None):
 
 def ours(a, batch, seq, dtype):
     return run(
-        [a.finetune, "bench", "--model", "distilgpt2", "--dtype", dtype, "--batch-size", batch, "--seq-len", seq]
+        [a.finetune, "bench", "--model", a.model, "--dtype", dtype, "--batch-size", batch, "--seq-len", seq]
         + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads)]
     )
 
@@ -61,7 +61,7 @@ def theirs(a, batch, seq, dtype):
     if a.preload:
         environment["LD_PRELOAD"] = a.preload
     return run(
-        [a.python, a.peer, "--impl", "nano", "--dtype", dtype, "--batch", batch, "--seq", seq]
+        [a.python, a.peer, "--model", a.model, "--dtype", dtype, "--batch", batch, "--seq", seq]
         + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads)]
         + a.peer_flags.split(),
         environment,

@@ -6,6 +6,8 @@
 
 #![expect(clippy::inline_always, reason = "dropout masks are drawn inside vectorised loops")]
 
+use rayon::prelude::*;
+
 /// What a stream is for; two domains of one seed share no numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
@@ -59,7 +61,7 @@ impl Stream {
 
     /// Fills `out` with standard normal numbers (Box and Muller's transform in f64, rounded once).
     pub fn fill_normal(&self, site: u32, draw: u64, out: &mut [f32]) {
-        for (block, pair) in out.chunks_mut(2).enumerate() {
+        out.par_chunks_mut(2).with_min_len(1 << 12).enumerate().for_each(|(block, pair)| {
             let [a, b, c, d] = self.block(site, draw, block as u32);
             let unit = |high: u32, low: u32| {
                 let bits = (u64::from(high) << 32 | u64::from(low)) >> 11;
@@ -70,7 +72,7 @@ impl Stream {
             for (out, value) in pair.iter_mut().zip([radius * angle.cos(), radius * angle.sin()]) {
                 *out = value as f32;
             }
-        }
+        });
     }
 }
 

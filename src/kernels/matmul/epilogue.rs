@@ -81,11 +81,15 @@ impl<C: Element> Output<C> {
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
     pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: Area) {
         if let Some(floats) = self.as_floats() {
-            for (i, source) in tile.0.chunks_exact(width).enumerate().take(area.rows) {
-                // SAFETY: the caller's promise.
-                copy(&source[..area.cols], unsafe { floats.row(area, i) });
-            }
-            return;
+            return vectorize(
+                #[inline(always)]
+                || {
+                    for (i, source) in tile.0.chunks_exact(width).enumerate().take(area.rows) {
+                        // SAFETY: the caller's promise.
+                        copy(&source[..area.cols], unsafe { floats.row(area, i) });
+                    }
+                },
+            );
         }
         let mut narrow = [C::zero(); MAX_TILE];
         let count = area.rows * width;

@@ -135,24 +135,34 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
     panel_words: usize,
 ) {
     let row = |k: usize| &lines.data[k * lines.depth_stride..][present.clone()];
-    let mut words = [0u32; SPAN];
-    let words = &mut words[..present.len()];
     let end = depth.end;
-    for (index, k) in depth.step_by(unit.elements()).enumerate() {
-        prefetch::<T, true>(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
-        match unit {
-            Unit::Float => T::load(row(k), as_floats(words)),
-            Unit::Bf16Pair if k + 1 < end => interleave(as_bf16(row(k)), as_bf16(row(k + 1)), words),
-            Unit::Bf16Pair => {
-                words.iter_mut().zip(as_bf16(row(k))).for_each(|(word, low)| *word = pair(*low, bf16::ZERO));
+    vectorize(
+        #[inline(always)]
+        || {
+            let mut words = [0u32; SPAN];
+            let words = &mut words[..present.len()];
+            for (index, k) in depth.step_by(unit.elements()).enumerate() {
+                prefetch::<T, true>(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
+                let panels = &mut panels[index * WIDTH..];
+                if let Some(floats) = as_float_patterns(row(k)) {
+                    spread::<WIDTH>(floats, panels, panel_words);
+                    continue;
+                }
+                match unit {
+                    Unit::Float => T::load(row(k), as_floats(words)),
+                    Unit::Bf16Pair if k + 1 < end => interleave(as_bf16(row(k)), as_bf16(row(k + 1)), words),
+                    Unit::Bf16Pair => {
+                        words.iter_mut().zip(as_bf16(row(k))).for_each(|(word, low)| *word = pair(*low, bf16::ZERO));
+                    }
+                }
+                spread::<WIDTH>(words, panels, panel_words);
             }
-        }
-        spread::<WIDTH>(words, &mut panels[index * WIDTH..], panel_words);
-    }
+        },
+    );
 }
 
 /// Copies each `WIDTH` words to the start of the next panel.
-#[inline]
+#[inline(always)]
 fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: usize) {
     let (pieces, rest) = words.as_chunks::<WIDTH>();
     let mut targets = panels.chunks_mut(panel_words);
@@ -306,6 +316,14 @@ fn pair(low: bf16, high: bf16) -> u32 {
 fn as_floats(words: &mut [u32]) -> &mut [f32] {
     // SAFETY: every pattern of 32 bits is a float, of the same size and alignment.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), words.len()) }
+}
+
+/// The elements' patterns, if they are FP32.
+#[inline(always)]
+fn as_float_patterns<T: Element>(elements: &[T]) -> Option<&[u32]> {
+    // SAFETY: `T` is `f32`, whose size and alignment are those of `u32`.
+    (T::DTYPE == candle_core::DType::F32)
+        .then(|| unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) })
 }
 
 /// The elements, which must be BF16.

@@ -57,6 +57,8 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const LIMIT: usize = 64 << 10;
+/// What an engine allocates beside its buffers, at most: the survey's histogram for each parameter, and names.
+const SMALL_THINGS: usize = 128 << 10;
 /// After these, every thread has worked at every part of a step, and has the scratch it takes.
 const WARM_UP: usize = 20;
 
@@ -83,7 +85,8 @@ fn a_steady_state_step_allocates_at_most_64_kb() {
             let items = Memory::engine(&config, policy, 4, 64, grad_accum).unwrap();
             let told: u64 = items.iter().filter(|item| item.group != Group::Masters).map(|item| item.bytes).sum();
             let allocated = ALLOCATED.load(Relaxed) - before;
-            assert!(allocated.abs_diff(told as usize) < LIMIT, "{policy}: allocated {allocated}, told {told}");
+            let untold = allocated.checked_sub(told as usize);
+            assert!(untold.is_some_and(|bytes| bytes < SMALL_THINGS), "{policy}: allocated {allocated}, told {told}");
             engine.exponents = true;
             let tokens = TokenSource::from_ids(text.bytes().map(u32::from).collect());
             let mut loader = BatchLoader::new(tokens, 4, 64, 5).unwrap();

@@ -2,8 +2,8 @@
 
 use super::launch::{Arguments, Buffer, Launch, Queue};
 use super::survey::RawStats;
-use crate::precision::{GradScaler, GradScalerConfig, HysteresisRefill, ScaleChange, ScalerState};
-use candle_core::{DType, Result};
+use crate::precision::{GradScaler, GradScalerConfig, HysteresisRefill, ScaleChange, ScalerPolicy, ScalerState};
+use candle_core::{DType, Result, bail};
 
 const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
@@ -28,16 +28,16 @@ pub(crate) struct StepState {
 }
 
 impl StepState {
-    /// Where a run is that has made `step` attempts and `updates` updates.
+    /// Where a run under the dynamic rule is that has made `step` attempts and `updates` updates.
     pub(crate) fn new(scaler: &GradScaler, step: u64, updates: u64) -> Self {
-        let ScalerState { scale, growth_tracker, hysteresis_left, floor_streak } = scaler.state();
+        let ScalerState { scale, growth_tracker, hysteresis_left, floor_streak, .. } = scaler.state();
         Self { step, updates, scale, growth_tracker, hysteresis_left, floor_streak, ..Self::default() }
     }
 
     /// The scaler's part.
     pub(crate) fn scaler(&self) -> ScalerState {
         let Self { scale, growth_tracker, hysteresis_left, floor_streak, .. } = *self;
-        ScalerState { scale, growth_tracker, hysteresis_left, floor_streak }
+        ScalerState { scale, growth_tracker, hysteresis_left, floor_streak, headroom: None }
     }
 
     #[cfg(test)]
@@ -190,6 +190,9 @@ unsafe impl Arguments for StepVerdict {}
 
 /// Judges a step after its survey: moves the [`StepState`], from which AdamW takes its numbers, and writes a record.
 pub(crate) fn verdict(queue: &impl Queue, rules: Rules<'_>, buffers: VerdictBuffers) -> Result<()> {
+    if rules.scaler.policy == ScalerPolicy::Predictive {
+        bail!("the predictive loss scale has no CUDA twin: use the dynamic one");
+    }
     let arguments = StepVerdict {
         stats: buffers.stats.address,
         loss: buffers.loss.expect("loss", DType::F64, 1)?,

@@ -4,7 +4,7 @@ use super::super::cross_entropy::Seed;
 use super::super::product::{self, HeadGradient, HeadShape};
 use super::*;
 use crate::kernels::cross_entropy::{self, HeadWorkspace, IGNORE};
-use crate::kernels::linear;
+use crate::kernels::{linear, view};
 
 #[test]
 fn linear_layers() {
@@ -44,7 +44,8 @@ fn heads_on_a_padded_vocabulary() {
         let (x, mut weight) = (pattern(rows * width, 1, dtype), pattern(vocab * width, 2, dtype));
         let (cpu_x, cpu_weight) = (tensor(&x, &[rows, width], dtype), tensor(&weight, &[vocab, width], dtype));
         let (dx, dweight) = (poisoned(&[rows, width], dtype), poisoned(&[vocab, width], dtype));
-        let workspace = HeadWorkspace::new(rows, vocab, width, dtype, Some(dtype), &Device::Cpu).unwrap();
+        let allocate = |shape: &[usize], dtype| view::zeros(shape, dtype, &Device::Cpu);
+        let workspace = HeadWorkspace::lay_out(rows, vocab, width, dtype, Some(dtype), &allocate).unwrap();
         let gradient = cross_entropy::HeadGradient { seed: 2.0, dx: &dx, dweight: &dweight };
         let loss =
             cross_entropy::head(&cpu_x, &cpu_weight, &targets, &workspace, Some(gradient), |_, _, _| Ok(())).unwrap();

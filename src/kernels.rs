@@ -10,6 +10,8 @@ pub mod allocator;
 pub mod attention;
 pub mod convert;
 pub mod cross_entropy;
+#[cfg(test)]
+pub(crate) mod cuda;
 pub mod decode_attention;
 pub mod dropout;
 pub mod embedding;

@@ -53,6 +53,12 @@ impl Stream {
         Self { key: [a, b] }
     }
 
+    /// What its generator is keyed with.
+    #[cfg(test)]
+    pub(crate) fn key(self) -> [u32; 2] {
+        self.key
+    }
+
     /// Four independent uniform 32-bit numbers: those with indices `4 * block ..= 4 * block + 3`.
     #[inline(always)]
     pub fn block(&self, site: u32, draw: u64, block: u32) -> [u32; 4] {

@@ -34,7 +34,7 @@ impl Shape {
         (b * self.seq_len + t) * stride + head * self.head_size
     }
 
-    fn softmax_scale(self) -> f32 {
+    pub(crate) fn softmax_scale(self) -> f32 {
         1.0 / (self.head_size as f32).sqrt()
     }
 }

@@ -25,6 +25,12 @@ impl Dropout {
         })
     }
 
+    /// Key, site, threshold and the factor of what is kept: the mask as the CUDA kernels take it.
+    #[cfg(test)]
+    pub(crate) fn numbers(&self) -> ([u32; 2], u32, u32, f32) {
+        (self.stream.key(), self.site, self.threshold, self.keep_scale)
+    }
+
     /// Multiplies `values`, the elements from index `first` on, by the mask.
     #[inline(always)]
     pub fn apply(&self, first: usize, values: &mut [f32]) {

@@ -362,7 +362,7 @@ impl Config {
     fn validate(&self) -> Result<()> {
         if !["auto", "cpu"].contains(&self.device.as_str()) {
             let message = if self.device.starts_with("cuda") {
-                "this version has no CUDA kernels yet; use `cpu`".to_owned()
+                "this version does not train on GPUs yet; use `cpu`".to_owned()
             } else {
                 format!("`{}` is unknown; use `auto` or `cpu`", self.device)
             };

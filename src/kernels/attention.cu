@@ -1,0 +1,323 @@
+// Causal self-attention on packed queries, keys and values: the twin of attention.rs, for any type T, in FP32 arithmetic.
+//
+// Scores exist for one tile of queries and one of keys at a time, in shared memory (Dao, "FlashAttention-2", 2023). The
+// backward pass is two kernels, one with the keys and one with the queries at rest: each result has one writer, and the
+// sums have one order, at the price of computing the scores twice.
+#include "cuda/random.cuh"
+
+struct AttentionShape {
+    unsigned batch, seq_len, heads, head_size;
+    float softmax_scale;
+    unsigned unused;
+};
+
+struct AttentionForward {
+    const void* qkv;  // [B·T, 3·D]
+    void* out;        // [B·T, D]
+    float* lse;       // [B·H·T]
+    AttentionShape shape;
+    Dropout dropout;
+};
+
+struct AttentionDelta {
+    const void *dout, *out;  // [B·T, D]
+    float* delta;            // [B·H·T]: each row's product of the two
+    AttentionShape shape;
+};
+
+struct AttentionBackward {
+    const void *qkv, *dout;
+    const float *lse, *delta;
+    void* dqkv;
+    AttentionShape shape;
+    Dropout dropout;
+};
+
+constexpr unsigned THREADS = 256;
+// Threads form a square of this side; one computes a square of a tile of scores.
+constexpr int SIDE = 16;
+constexpr int N = 4;
+
+// What a block works on: a tile of queries or keys of one head of one sequence, for heads of up to SIZE elements.
+template <class T, int SIZE> struct Head {
+    static constexpr int ROWS = SIZE <= 64 ? 64 : 32;  // of a tile
+    static constexpr int LD = SIZE + 1;                // of a tile in shared memory: odd, so that its columns have own banks
+    static constexpr int LP = ROWS + 1;                // of a tile of scores
+    static constexpr int R = ROWS / SIDE;              // a thread's rows and columns of scores
+    static constexpr int C = SIZE / SIDE;              // a thread's columns of a result
+
+    const AttentionShape& shape;
+    const unsigned b, head, y, x;
+
+    __device__ explicit Head(const AttentionShape& shape)
+        : shape(shape), b(blockIdx.y / shape.heads), head(blockIdx.y % shape.heads), y(threadIdx.x / SIDE), x(threadIdx.x % SIDE) {}
+
+    __device__ unsigned width() const { return shape.heads * shape.head_size; }
+    // Where token t has this head's part of rows of `stride` elements.
+    __device__ size_t at(unsigned t, unsigned stride) const {
+        return (static_cast<size_t>(b) * shape.seq_len + t) * stride + head * shape.head_size;
+    }
+    // Where row i has its log-sum-exp and its delta; times T, where its mask begins.
+    __device__ size_t row(unsigned i) const { return static_cast<size_t>(blockIdx.y) * shape.seq_len + i; }
+
+    // The tile [ROWS, LD] of the rows from `first` on, times `factor`; zeros outside the sequence and the head.
+    __device__ void load_tile(const void* rows, unsigned stride, unsigned part, unsigned first, float factor, float* tile) const {
+        const bool whole = shape.head_size % N == 0;
+        for (unsigned i = threadIdx.x; i < ROWS * SIZE / N; i += THREADS) {
+            const unsigned r = i / (SIZE / N), d = i % (SIZE / N) * N;
+            float values[N] = {};
+            if (first + r < shape.seq_len && d < shape.head_size) {
+                load_pack<T>(rows, at(first + r, stride) + part * width() + d, whole, shape.head_size - d, values);
+            }
+#pragma unroll
+            for (int k = 0; k < N; ++k) tile[r * LD + d + k] = values[k] * factor;
+        }
+    }
+
+    // out [R, R] = this thread's square of a · bᵀ.
+    __device__ void scores(const float* a, const float* b, float (&out)[R][R]) const {
+#pragma unroll
+        for (int i = 0; i < R; ++i)
+#pragma unroll
+            for (int j = 0; j < R; ++j) out[i][j] = 0.0f;
+#pragma unroll 4
+        for (int d = 0; d < SIZE; ++d) {
+            float left[R], right[R];
+#pragma unroll
+            for (int i = 0; i < R; ++i) left[i] = a[(y * R + i) * LD + d];
+#pragma unroll
+            for (int j = 0; j < R; ++j) right[j] = b[(x * R + j) * LD + d];
+#pragma unroll
+            for (int i = 0; i < R; ++i)
+#pragma unroll
+                for (int j = 0; j < R; ++j) out[i][j] += left[i] * right[j];
+        }
+    }
+
+    // Adds this thread's part of p · v, or of pᵀ · v, for p [ROWS, LP] and v [ROWS, LD].
+    template <bool TRANSPOSED> __device__ void fold(const float* p, const float* v, float (&out)[R][C]) const {
+#pragma unroll 4
+        for (int j = 0; j < ROWS; ++j) {
+            float left[R];
+#pragma unroll
+            for (int i = 0; i < R; ++i) left[i] = TRANSPOSED ? p[j * LP + y * R + i] : p[(y * R + i) * LP + j];
+#pragma unroll
+            for (int k = 0; k < C; ++k) {
+                const float right = v[j * LD + x + SIDE * k];
+#pragma unroll
+                for (int i = 0; i < R; ++i) out[i][k] += left[i] * right;
+            }
+        }
+    }
+
+    __device__ void keep(const float (&values)[R][R], float* p) const {
+#pragma unroll
+        for (int i = 0; i < R; ++i)
+#pragma unroll
+            for (int j = 0; j < R; ++j) p[(y * R + i) * LP + x * R + j] = values[i][j];
+    }
+
+    // Stores this thread's part of a result's rows, each times a factor.
+    __device__ void store_rows(void* rows, unsigned stride, unsigned part, unsigned first, const float (&values)[R][C],
+                               const float (&factors)[R]) const {
+#pragma unroll
+        for (int i = 0; i < R; ++i) {
+            const unsigned t = first + y * R + i;
+            if (t >= shape.seq_len) continue;
+#pragma unroll
+            for (int k = 0; k < C; ++k) {
+                const unsigned d = x + SIDE * k;
+                if (d < shape.head_size) store_rounded<T>(rows, at(t, stride) + part * width() + d, values[i][k] * factors[i]);
+            }
+        }
+    }
+};
+
+// Over the 16 threads that share rows of a tile: they are one half of a warp.
+__device__ inline float side_max(float value) {
+#pragma unroll
+    for (unsigned distance = SIDE / 2; distance > 0; distance /= 2) value = fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, distance));
+    return value;
+}
+__device__ inline float side_sum(float value) {
+#pragma unroll
+    for (unsigned distance = SIDE / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(EVERY_LANE, value, distance);
+    return value;
+}
+
+template <class T, int SIZE> __device__ void attention_forward(const AttentionForward& a) {
+    using H = Head<T, SIZE>;
+    constexpr int ROWS = H::ROWS, R = H::R, C = H::C;
+    const H head(a.shape);
+    SHARED(float, memory);
+    float *q = memory, *kv = q + ROWS * H::LD, *p = kv + ROWS * H::LD;
+    // The tiles with the most keys begin first.
+    const unsigned first = (gridDim.x - 1 - blockIdx.x) * ROWS, stride = 3 * head.width();
+    head.load_tile(a.qkv, stride, 0, first, a.shape.softmax_scale, q);
+    float out[R][C] = {}, top[R], total[R];
+#pragma unroll
+    for (int i = 0; i < R; ++i) top[i] = -INFINITY, total[i] = 0.0f;
+    for (unsigned key = 0; key <= first; key += ROWS) {
+        head.load_tile(a.qkv, stride, 1, key, 1.0f, kv);
+        __syncthreads();
+        float s[R][R];
+        head.scores(q, kv, s);
+#pragma unroll
+        for (int i = 0; i < R; ++i) {
+            const unsigned row = first + head.y * R + i, column = key + head.x * R;
+            float highest = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < R; ++j) {
+                s[i][j] = column + j <= row ? s[i][j] : -INFINITY;
+                highest = fmaxf(highest, s[i][j]);
+            }
+            // Each row sees at least one key of its first tile, so from then on its maximum is no -∞.
+            const float now = fmaxf(top[i], side_max(highest));
+            const float shrink = expf(top[i] - now);
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < R; ++j) {
+                s[i][j] = expf(s[i][j] - now);
+                sum += s[i][j];
+            }
+            top[i] = now;
+            total[i] = total[i] * shrink + side_sum(sum);
+#pragma unroll
+            for (int k = 0; k < C; ++k) out[i][k] *= shrink;
+            apply_dropout(a.dropout, head.row(row) * a.shape.seq_len + column, s[i]);
+        }
+        head.keep(s, p);
+        __syncthreads();
+        head.load_tile(a.qkv, stride, 2, key, 1.0f, kv);
+        __syncthreads();
+        head.template fold<false>(p, kv, out);
+        __syncthreads();
+    }
+    float factors[R];
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const unsigned row = first + head.y * R + i;
+        factors[i] = 1.0f / total[i];
+        if (head.x == 0 && row < a.shape.seq_len) store(a.lse, head.row(row), top[i] + logf(total[i]));
+    }
+    head.store_rows(a.out, head.width(), 0, first, out, factors);
+}
+
+template <class T> __device__ void attention_delta(const AttentionDelta& a) {
+    // One warp for each row of each head.
+    const size_t task = static_cast<size_t>(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
+    const size_t rows = static_cast<size_t>(a.shape.batch) * a.shape.heads * a.shape.seq_len;
+    if (task >= rows) return;
+    const unsigned t = task % a.shape.seq_len, head = task / a.shape.seq_len % a.shape.heads;
+    const size_t b = task / a.shape.seq_len / a.shape.heads;
+    const size_t start = ((b * a.shape.seq_len + t) * a.shape.heads + head) * a.shape.head_size;
+    const bool whole = a.shape.head_size % N == 0;
+    float sum = 0.0f;
+    for (unsigned d = threadIdx.x % WARP * N; d < a.shape.head_size; d += WARP * N) {
+        float dout[N], out[N];
+        load_pack<T>(a.dout, start + d, whole, a.shape.head_size - d, dout);
+        load_pack<T>(a.out, start + d, whole, a.shape.head_size - d, out);
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum += dout[i] * out[i];
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % WARP == 0) store(a.delta, task, sum);
+}
+
+// From a thread's scores and its dP: the probabilities as they met the values, and dS.
+template <class H, int R>
+__device__ inline void differentiate(const H& head, const AttentionBackward& a, unsigned query, unsigned key, float (&p)[R][R], float (&ds)[R][R]) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const unsigned row = query + head.y * R + i, column = key + head.x * R;
+        const bool inside = row < a.shape.seq_len;
+        const float lse = inside ? load(a.lse, head.row(row)) : 0.0f, delta = inside ? load(a.delta, head.row(row)) : 0.0f;
+        float mask[R];
+#pragma unroll
+        for (int j = 0; j < R; ++j) mask[j] = 1.0f;
+        apply_dropout(a.dropout, head.row(row) * a.shape.seq_len + column, mask);
+#pragma unroll
+        for (int j = 0; j < R; ++j) {
+            const float probability = inside && column + j <= row ? expf(p[i][j] - lse) : 0.0f;
+            ds[i][j] = probability * (ds[i][j] * mask[j] - delta);
+            p[i][j] = probability * mask[j];
+        }
+    }
+}
+
+// The gradients of a tile of keys and values, from all queries that see them.
+template <class T, int SIZE> __device__ void attention_backward_kv(const AttentionBackward& a) {
+    using H = Head<T, SIZE>;
+    constexpr int ROWS = H::ROWS, R = H::R, C = H::C, TILE = ROWS * H::LD;
+    const H head(a.shape);
+    SHARED(float, memory);
+    float *k = memory, *v = k + TILE, *q = v + TILE, *dout = q + TILE, *p = dout + TILE, *ds = p + ROWS * H::LP;
+    const unsigned first = blockIdx.x * ROWS, width = head.width();
+    head.load_tile(a.qkv, 3 * width, 1, first, 1.0f, k);
+    head.load_tile(a.qkv, 3 * width, 2, first, 1.0f, v);
+    float dk[R][C] = {}, dv[R][C] = {}, ones[R];
+    for (unsigned query = first; query < a.shape.seq_len; query += ROWS) {
+        head.load_tile(a.qkv, 3 * width, 0, query, a.shape.softmax_scale, q);
+        head.load_tile(a.dout, width, 0, query, 1.0f, dout);
+        __syncthreads();
+        float s[R][R], dp[R][R];
+        head.scores(q, k, s);
+        head.scores(dout, v, dp);
+        differentiate(head, a, query, first, s, dp);
+        head.keep(s, p);
+        head.keep(dp, ds);
+        __syncthreads();
+        head.template fold<true>(p, dout, dv);
+        head.template fold<true>(ds, q, dk);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < R; ++i) ones[i] = 1.0f;
+    head.store_rows(a.dqkv, 3 * width, 1, first, dk, ones);
+    head.store_rows(a.dqkv, 3 * width, 2, first, dv, ones);
+}
+
+// The gradient of a tile of queries, from all keys that they see.
+template <class T, int SIZE> __device__ void attention_backward_q(const AttentionBackward& a) {
+    using H = Head<T, SIZE>;
+    constexpr int ROWS = H::ROWS, R = H::R, C = H::C, TILE = ROWS * H::LD;
+    const H head(a.shape);
+    SHARED(float, memory);
+    float *k = memory, *v = k + TILE, *q = v + TILE, *dout = q + TILE, *ds = dout + TILE;
+    const unsigned first = (gridDim.x - 1 - blockIdx.x) * ROWS, width = head.width();
+    head.load_tile(a.qkv, 3 * width, 0, first, a.shape.softmax_scale, q);
+    head.load_tile(a.dout, width, 0, first, 1.0f, dout);
+    float dq[R][C] = {}, scales[R];
+    for (unsigned key = 0; key <= first; key += ROWS) {
+        head.load_tile(a.qkv, 3 * width, 1, key, 1.0f, k);
+        head.load_tile(a.qkv, 3 * width, 2, key, 1.0f, v);
+        __syncthreads();
+        float s[R][R], dp[R][R];
+        head.scores(q, k, s);
+        head.scores(dout, v, dp);
+        differentiate(head, a, first, key, s, dp);
+        head.keep(dp, ds);
+        __syncthreads();
+        head.template fold<false>(ds, k, dq);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < R; ++i) scales[i] = a.shape.softmax_scale;
+    head.store_rows(a.dqkv, 3 * width, 0, first, dq, scales);
+}
+
+// One entry for each type and each of a few head sizes; others run in the next larger one.
+#define ENTRIES_SIZE(name, Args, size)                            \
+    ENTRY(name##_f32_##size, THREADS, Args, name<float, size>)    \
+    ENTRY(name##_f16_##size, THREADS, Args, name<f16, size>)      \
+    ENTRY(name##_bf16_##size, THREADS, Args, name<bf16, size>)
+#define ENTRIES_SIZES(name, Args)   \
+    ENTRIES_SIZE(name, Args, 32)    \
+    ENTRIES_SIZE(name, Args, 64)    \
+    ENTRIES_SIZE(name, Args, 96)    \
+    ENTRIES_SIZE(name, Args, 128)
+
+ENTRIES(attention_delta, THREADS, AttentionDelta)
+ENTRIES_SIZES(attention_forward, AttentionForward)
+ENTRIES_SIZES(attention_backward_kv, AttentionBackward)
+ENTRIES_SIZES(attention_backward_q, AttentionBackward)

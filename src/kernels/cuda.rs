@@ -1,0 +1,22 @@
+//! The kernels on NVIDIA GPUs: the `.cu` files beside their CPU twins, and how each is launched.
+//!
+//! What is here knows no driver. A [`Queue`](launch::Queue) takes launches in order: one day a CUDA stream, now
+//! the tests' emulator, which runs the same kernels on a CPU and watches every access. Arguments, grids and scratch memory
+//! are thus tested without a GPU; how fast the kernels are, and what they do on a GPU, is not known.
+
+pub(crate) mod adamw;
+pub(crate) mod attention;
+pub(crate) mod cross_entropy;
+pub(crate) mod elementwise;
+pub(crate) mod embedding;
+pub(crate) mod launch;
+pub(crate) mod layer_norm;
+pub(crate) mod product;
+pub(crate) mod step;
+pub(crate) mod sums;
+pub(crate) mod survey;
+
+#[cfg(test)]
+pub(crate) mod emulator;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,87 @@
+//! The launch of `adamw.cu`.
+
+use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use super::step::StepState;
+use super::survey::Chunk;
+use candle_core::{DType, Result};
+
+const THREADS: u32 = 256;
+
+/// A parameter as the update reads and writes it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AdamWTensor {
+    grad: u64,
+    master: u64,
+    exp_avg: u64,
+    exp_avg_sq: u64,
+    weight: u64,
+    len: u64,
+    weight_decay: f32,
+    unused: u32,
+}
+
+impl AdamWTensor {
+    /// Of a parameter's gradient, master, moments and working copy; `None` where the master is the working copy.
+    pub(crate) fn new(
+        grad: Buffer,
+        [master, exp_avg, exp_avg_sq]: [Buffer; 3],
+        weight: Option<Buffer>,
+        weight_decay: f32,
+    ) -> Result<Self> {
+        let len = grad.len;
+        Ok(Self {
+            grad: grad.of("grad", len)?,
+            master: master.expect("master", DType::F32, len)?,
+            exp_avg: exp_avg.expect("exp_avg", DType::F32, len)?,
+            exp_avg_sq: exp_avg_sq.expect("exp_avg_sq", DType::F32, len)?,
+            weight: weight.map_or(Ok(0), |weight| weight.of("weight", len))?,
+            len: len as u64,
+            weight_decay,
+            unused: 0,
+        })
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AdamW {
+    tensors: u64,
+    chunks: u64,
+    state: u64,
+    betas: [f32; 2],
+    eps: f32,
+    unused: u32,
+}
+// SAFETY: mirrors `AdamW`.
+unsafe impl Arguments for AdamW {}
+
+/// Updates all parameters of a table of [`AdamWTensor`]s, cut by a table of [`Chunk`]s, with the numbers of the
+/// [`StepState`]; does nothing if that says so. The gradients are of one type, and the working copies of another.
+pub(crate) fn step(
+    queue: &impl Queue,
+    [grads, weights]: [DType; 2],
+    tensors: Buffer,
+    chunks: Buffer,
+    state: Buffer,
+    betas: [f32; 2],
+    eps: f32,
+) -> Result<()> {
+    let arguments = AdamW {
+        tensors: tensors.of("tensors", size_of::<AdamWTensor>())?,
+        chunks: chunks.of("chunks", size_of::<Chunk>())?,
+        state: state.expect("state", DType::U8, size_of::<StepState>())?,
+        betas,
+        eps,
+        unused: 0,
+    };
+    let launch = Launch {
+        module: "adamw",
+        kernel: entry("adamw", &[grads, weights])?,
+        grid: [word(chunks.len / size_of::<Chunk>())?, 1, 1],
+        threads: THREADS,
+        shared_bytes: 0,
+    };
+    // SAFETY: the tables describe buffers of this device, and their length gives the grid.
+    unsafe { queue.launch(&launch, &arguments) }
+}

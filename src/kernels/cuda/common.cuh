@@ -1,0 +1,165 @@
+// What the engine's CUDA kernels share: entry points, accesses to memory, reductions.
+//
+// A kernel takes one struct of arguments, mirrored by a `#[repr(C)]` struct in Rust. Every access to global memory goes
+// through `load` and `store`, so that the emulator, which runs these same files on a CPU, can check each of them. Values
+// are FP32 from a load to a store, and a store rounds once, to nearest even.
+#pragma once
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define CHECK_READ(pointer, bytes)
+#define CHECK_WRITE(pointer, bytes)
+// The block's shared memory, whose size the host gives with the launch.
+#define SHARED(type, name)                                        \
+    extern __shared__ __align__(16) unsigned char shared_bytes[]; \
+    type* const name = reinterpret_cast<type*>(shared_bytes)
+// The kernel `symbol` with blocks of `threads`, each of which calls `function`.
+#define ENTRY(symbol, threads, Args, ...)                                                                   \
+    extern "C" __global__ void __launch_bounds__(threads) symbol(const __grid_constant__ Args arguments) { \
+        __VA_ARGS__(arguments);                                                                             \
+    }
+#else
+#include "emulator.h"
+#endif
+
+typedef unsigned long long u64;
+typedef __nv_bfloat16 bf16;
+typedef __half f16;
+
+// One entry for each type of `name<T>`.
+#define ENTRIES(name, threads, Args)             \
+    ENTRY(name##_f32, threads, Args, name<float>) \
+    ENTRY(name##_f16, threads, Args, name<f16>)   \
+    ENTRY(name##_bf16, threads, Args, name<bf16>)
+// One for each pair that a precision policy allows where the first type is the second or FP32: the residual stream and the
+// matrix products' type, gradients and the type they are born beside.
+#define ENTRIES_WIDE_FIRST(name, threads, Args)              \
+    ENTRY(name##_f32_f32, threads, Args, name<float, float>) \
+    ENTRY(name##_f32_f16, threads, Args, name<float, f16>)   \
+    ENTRY(name##_f16_f16, threads, Args, name<f16, f16>)     \
+    ENTRY(name##_f32_bf16, threads, Args, name<float, bf16>) \
+    ENTRY(name##_bf16_bf16, threads, Args, name<bf16, bf16>)
+// One for each pair in which no two narrow types meet.
+#define ENTRIES_ANY_PAIR(name, threads, Args)              \
+    ENTRIES_WIDE_FIRST(name, threads, Args)                \
+    ENTRY(name##_f16_f32, threads, Args, name<f16, float>) \
+    ENTRY(name##_bf16_f32, threads, Args, name<bf16, float>)
+
+constexpr unsigned WARP = 32;
+constexpr unsigned EVERY_LANE = 0xffffffffu;
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(f16 x) { return __half2float(x); }
+__device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
+
+template <class T> __device__ T from_float(float x);
+template <> __device__ inline float from_float<float>(float x) { return x; }
+template <> __device__ inline f16 from_float<f16>(float x) { return __float2half_rn(x); }
+template <> __device__ inline bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+
+// `N` neighbours that one thread moves at once, in accesses of at most 16 bytes.
+template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+    T lanes[N];
+};
+
+// The element at `index` of an array of plain numbers.
+template <class T> __device__ inline T load(const T* base, size_t index) {
+    CHECK_READ(base + index, sizeof(T));
+    return base[index];
+}
+
+template <class T> __device__ inline void store(T* base, size_t index, T value) {
+    CHECK_WRITE(base + index, sizeof(T));
+    base[index] = value;
+}
+
+// The element at `index` of an array of T, widened.
+template <class T> __device__ inline float load_as_float(const void* base, size_t index) {
+    return to_float(load(static_cast<const T*>(base), index));
+}
+
+template <class T> __device__ inline void store_rounded(void* base, size_t index, float value) {
+    store(static_cast<T*>(base), index, from_float<T>(value));
+}
+
+// The `N` elements from `index` on: by one access if `whole`, which wants the first of them aligned to a pack; or else the
+// first `count`, one by one, and zeros for the others.
+template <class T, int N>
+__device__ inline void load_pack(const void* base, size_t index, bool whole, unsigned count, float (&out)[N]) {
+    if (whole) {
+        const auto* source = reinterpret_cast<const Pack<T, N>*>(static_cast<const T*>(base) + index);
+        CHECK_READ(source, sizeof(Pack<T, N>));
+        const Pack<T, N> pack = *source;
+#pragma unroll
+        for (int i = 0; i < N; ++i) out[i] = to_float(pack.lanes[i]);
+    } else {
+#pragma unroll
+        for (unsigned i = 0; i < N; ++i) out[i] = i < count ? load_as_float<T>(base, index + i) : 0.0f;
+    }
+}
+
+template <class T, int N>
+__device__ inline void store_pack(void* base, size_t index, bool whole, unsigned count, const float (&values)[N]) {
+    if (whole) {
+        Pack<T, N> pack;
+#pragma unroll
+        for (int i = 0; i < N; ++i) pack.lanes[i] = from_float<T>(values[i]);
+        auto* target = reinterpret_cast<Pack<T, N>*>(static_cast<T*>(base) + index);
+        CHECK_WRITE(target, sizeof(Pack<T, N>));
+        *target = pack;
+    } else {
+#pragma unroll
+        for (unsigned i = 0; i < N; ++i) {
+            if (i < count) store_rounded<T>(base, index + i, values[i]);
+        }
+    }
+}
+
+// Elementwise kernels: `f(index, whole, count)` for each pack of `N` elements of `len`. Tensors begin at aligned addresses,
+// so all packs but the last are whole.
+template <int N, class F> __device__ inline void for_each_pack(size_t len, F f) {
+    const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x * N;
+    for (size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N; i < len; i += stride) {
+        f(i, i + N <= len, static_cast<unsigned>(len - i < N ? len - i : N));
+    }
+}
+
+// A warp's sum, in every lane, by a fixed tree.
+template <class T> __device__ inline T warp_sum(T value) {
+#pragma unroll
+    for (unsigned distance = WARP / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(EVERY_LANE, value, distance);
+    return value;
+}
+
+__device__ inline float warp_max(float value) {
+#pragma unroll
+    for (unsigned distance = WARP / 2; distance > 0; distance /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, distance));
+    }
+    return value;
+}
+
+// The sum over a block of `WARPS` warps, in every thread and by a fixed tree; `scratch` has WARPS places. Ends with a
+// barrier, so that the scratch may be used again.
+template <unsigned WARPS, class T> __device__ inline T block_sum(T value, T* scratch) {
+    value = warp_sum(value);
+    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = value;
+    __syncthreads();
+    T sum = scratch[0];
+#pragma unroll
+    for (unsigned i = 1; i < WARPS; ++i) sum += scratch[i];
+    __syncthreads();
+    return sum;
+}
+
+template <unsigned WARPS> __device__ inline float block_max(float value, float* scratch) {
+    value = warp_max(value);
+    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = value;
+    __syncthreads();
+    float max = scratch[0];
+#pragma unroll
+    for (unsigned i = 1; i < WARPS; ++i) max = fmaxf(max, scratch[i]);
+    __syncthreads();
+    return max;
+}

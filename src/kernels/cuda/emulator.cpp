@@ -1,0 +1,245 @@
+// The scheduler of the emulator: see emulator.h.
+#include "emulator.h"
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+emulator::Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+namespace {
+
+constexpr unsigned WARP = 32;
+constexpr size_t STACK_BYTES = 128 << 10;
+// Shared memory is filled with this before each block, NaN in every type, and so are the bytes behind it.
+constexpr unsigned char POISON = 0xff;
+constexpr size_t GUARD_BYTES = 4096;
+
+enum class State { Ready, AtBarrier, InExchange, Done };
+
+struct Fiber {
+    ucontext_t context;
+    jmp_buf resume;
+    bool started = false;
+    State state = State::Done;
+    int line = 0;
+    Exchange kind = Exchange::Sync;
+    unsigned argument = 0;
+    uint64_t value = 0;
+};
+
+struct Range {
+    uintptr_t first, end;
+    bool writable;
+};
+
+const Entry* entries = nullptr;
+std::mutex running;
+std::vector<std::unique_ptr<Fiber>> fibers;
+std::vector<unsigned char> shared_memory;
+size_t shared_bytes = 0;
+std::vector<Range> ranges;
+const Entry* kernel = nullptr;
+const void* kernel_arguments = nullptr;
+Fiber* current = nullptr;
+jmp_buf scheduler;
+ucontext_t scheduler_context;
+std::string failure;
+
+void leave() {
+    if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
+}
+
+// Ends the launch with a message; a fiber that calls it never runs on.
+void fail(const char* format, ...) {
+    char text[512];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    if (failure.empty()) failure = text;
+}
+
+// A fiber's whole life: one kernel after the other.
+void live() {
+    for (;;) {
+        kernel->function(kernel_arguments);
+        current->state = State::Done;
+        leave();
+    }
+}
+
+void resume(unsigned thread) {
+    Fiber& fiber = *fibers[thread];
+    current = &fiber;
+    threadIdx = {thread, 0, 0};
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber.started) _longjmp(fiber.resume, 1);
+    fiber.started = true;
+    void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack = {stack, 0, STACK_BYTES};
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, live, 0);
+    swapcontext(&scheduler_context, &fiber.context);
+}
+
+// Lets a warp go on whose lanes have all arrived at the same exchange. False if they have not.
+bool serve_warp(unsigned first) {
+    uint64_t values[WARP];
+    unsigned ballot = 0;
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        const Fiber &fiber = *fibers[first + lane], &neighbour = *fibers[first];
+        if (fiber.state != State::InExchange) return false;
+        const bool same_argument = fiber.kind == Exchange::Index || fiber.argument == neighbour.argument;
+        if (fiber.line != neighbour.line || fiber.kind != neighbour.kind || !same_argument) {
+            fail("%s: lanes of one warp meet in exchanges of lines %d and %d", kernel->name, neighbour.line, fiber.line);
+            return false;
+        }
+        values[lane] = fiber.value;
+        ballot |= fiber.value != 0 ? 1u << lane : 0;
+    }
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        Fiber& fiber = *fibers[first + lane];
+        switch (fiber.kind) {
+            case Exchange::Xor: fiber.value = values[(lane ^ fiber.argument) % WARP]; break;
+            case Exchange::Down: fiber.value = values[lane + fiber.argument < WARP ? lane + fiber.argument : lane]; break;
+            case Exchange::Index: fiber.value = values[fiber.argument % WARP]; break;
+            case Exchange::Ballot: fiber.value = ballot; break;
+            case Exchange::Sync: break;
+        }
+        fiber.state = State::Ready;
+    }
+    return true;
+}
+
+bool serve_barrier(unsigned threads) {
+    for (unsigned thread = 0; thread < threads; ++thread) {
+        if (fibers[thread]->state != State::AtBarrier) return false;
+        if (fibers[thread]->line != fibers[0]->line) {
+            fail("%s: barriers of lines %d and %d meet", kernel->name, fibers[0]->line, fibers[thread]->line);
+            return false;
+        }
+    }
+    for (unsigned thread = 0; thread < threads; ++thread) fibers[thread]->state = State::Ready;
+    return true;
+}
+
+void run_block(unsigned threads, unsigned order) {
+    std::fill(shared_memory.begin(), shared_memory.end(), POISON);
+    for (unsigned thread = 0; thread < threads; ++thread) fibers[thread]->state = State::Ready;
+    while (failure.empty()) {
+        bool progress = false;
+        for (unsigned i = 0; i < threads && failure.empty(); ++i) {
+            // 0: upwards, 1: downwards, others: a stride that is coprime to the number of threads.
+            const unsigned thread = order == 0 ? i : order == 1 ? threads - 1 - i : (i * 13 + 5) % threads;
+            if (fibers[thread]->state != State::Ready) continue;
+            resume(thread);
+            progress = true;
+        }
+        for (unsigned first = 0; first < threads && failure.empty(); first += WARP) progress |= serve_warp(first);
+        if (failure.empty()) progress |= serve_barrier(threads);
+        const auto done = [](const auto& fiber) { return fiber->state == State::Done; };
+        if (std::all_of(fibers.begin(), fibers.begin() + threads, done)) break;
+        if (!progress && failure.empty()) {
+            const auto waits = std::find_if_not(fibers.begin(), fibers.begin() + threads, done);
+            fail("%s: thread %td of block (%u, %u, %u) waits at line %d for threads that never come", kernel->name,
+                 waits - fibers.begin(), blockIdx.x, blockIdx.y, blockIdx.z, (*waits)->line);
+        }
+    }
+    const auto guard = shared_memory.begin() + static_cast<std::ptrdiff_t>(shared_bytes);
+    if (failure.empty() && std::any_of(guard, shared_memory.end(), [](unsigned char byte) { return byte != POISON; })) {
+        fail("%s: wrote behind its %zu bytes of shared memory", kernel->name, shared_bytes);
+    }
+}
+
+}  // namespace
+
+Entry::Entry(const char* name, unsigned threads, size_t argument_bytes, void (*function)(const void*))
+    : name(name), threads(threads), argument_bytes(argument_bytes), function(function), next(entries) {
+    entries = this;
+}
+
+unsigned char* shared() { return shared_memory.data(); }
+
+void check(const void* pointer, size_t bytes, bool write) {
+    if (ranges.empty()) return;
+    const auto address = reinterpret_cast<uintptr_t>(pointer);
+    const auto holds = [=](const Range& range) {
+        return address >= range.first && address + bytes <= range.end && (range.writable || !write);
+    };
+    if (std::any_of(ranges.begin(), ranges.end(), holds)) return;
+    fail("%s: thread %u of block (%u, %u, %u) %s %zu bytes outside every buffer that it may %s", kernel->name, threadIdx.x,
+         blockIdx.x, blockIdx.y, blockIdx.z, write ? "writes" : "reads", bytes, write ? "write" : "read");
+    current->state = State::Done;
+    leave();
+}
+
+void block_barrier(int line) {
+    current->state = State::AtBarrier;
+    current->line = line;
+    leave();
+}
+
+uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, unsigned argument, int line) {
+    if (mask != 0xffffffffu) fail("%s: line %d exchanges with a part of its warp", kernel->name, line);
+    current->state = State::InExchange;
+    current->kind = kind;
+    current->value = value;
+    current->argument = argument;
+    current->line = line;
+    leave();
+    return current->value;
+}
+
+}  // namespace emulator
+
+// Runs a kernel to its end. `order` turns the order of blocks and fibers round, `buffers` are the ones it may touch (all of
+// memory if there is none). On failure the message is in `message`, and the result is not 0.
+extern "C" int emulator_launch(const char* name, const unsigned grid[3], unsigned threads, size_t shared_bytes,
+                               const void* arguments, size_t argument_bytes, const emulator::Range* buffers,
+                               size_t buffer_count, unsigned order, char* message, size_t message_bytes) {
+    using namespace emulator;
+    const std::lock_guard<std::mutex> guard(running);
+    failure.clear();
+    kernel = entries;
+    while (kernel != nullptr && std::string(kernel->name) != name) kernel = kernel->next;
+    if (kernel == nullptr) {
+        snprintf(message, message_bytes, "there is no kernel `%s`", name);
+        return 1;
+    }
+    if (kernel->argument_bytes != argument_bytes) {
+        fail("%s: takes %zu bytes of arguments, got %zu", name, kernel->argument_bytes, argument_bytes);
+    }
+    if (kernel->threads != threads || threads % WARP != 0) fail("%s: takes %u threads, got %u", name, kernel->threads, threads);
+    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[1] > 65535 || grid[2] > 65535) fail("%s: bad grid", name);
+    while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
+    emulator::shared_bytes = shared_bytes;
+    shared_memory.assign(shared_bytes + GUARD_BYTES, POISON);
+    ranges.assign(buffers, buffers + buffer_count);
+    kernel_arguments = arguments;
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {threads, 1, 1};
+    const size_t blocks = static_cast<size_t>(grid[0]) * grid[1] * grid[2];
+    for (size_t i = 0; i < blocks && failure.empty(); ++i) {
+        const size_t block = order == 0 ? i : blocks - 1 - i;
+        blockIdx = {static_cast<unsigned>(block % grid[0]), static_cast<unsigned>(block / grid[0] % grid[1]),
+                    static_cast<unsigned>(block / grid[0] / grid[1])};
+        run_block(threads, order);
+    }
+    if (failure.empty()) return 0;
+    // Fibers that were left in the middle of something begin anew.
+    fibers.clear();
+    snprintf(message, message_bytes, "%s", failure.c_str());
+    return 1;
+}

@@ -1,0 +1,133 @@
+// CUDA's device side on a CPU, as far as the engine's kernels use it: the tests run the same .cu files with it.
+//
+// The threads of a block are fibers on one thread of the host. A fiber runs until it meets a barrier or an exchange within
+// its warp; who meets another one than its neighbours, or none, is an error with both lines. Blocks run one after the
+// other. The order of fibers and blocks can be turned round, so that a result that depends on it shows. Every access to
+// global memory is checked against the buffers that the launch names.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define __device__
+#define __forceinline__ inline
+#define CHECK_READ(pointer, bytes) emulator::check(pointer, bytes, false)
+#define CHECK_WRITE(pointer, bytes) emulator::check(pointer, bytes, true)
+#define SHARED(type, name) type* const name = reinterpret_cast<type*>(emulator::shared())
+#define ENTRY(symbol, threads, Args, ...)                                                            \
+    static const emulator::Entry entry_##symbol(#symbol, threads, sizeof(Args), [](const void* arguments) { \
+        __VA_ARGS__(*static_cast<const Args*>(arguments));                                           \
+    });
+
+namespace emulator {
+
+struct Index {
+    unsigned x, y, z;
+};
+
+// A kernel that can be launched by name.
+struct Entry {
+    const char* name;
+    unsigned threads;
+    size_t argument_bytes;
+    void (*function)(const void*);
+    const Entry* next;
+    Entry(const char* name, unsigned threads, size_t argument_bytes, void (*function)(const void*));
+};
+
+enum class Exchange { Xor, Down, Index, Ballot, Sync };
+
+void check(const void* pointer, size_t bytes, bool write);
+unsigned char* shared();
+void block_barrier(int line);
+// What `value` the lane gets that the exchange and its argument lead to.
+uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, unsigned argument, int line);
+
+template <class T> T exchange_value(Exchange kind, unsigned mask, T value, unsigned argument, int line) {
+    static_assert(sizeof(T) <= sizeof(uint64_t), "exchanges move at most 8 bytes");
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(T));
+    bits = exchange(kind, mask, bits, argument, line);
+    std::memcpy(&value, &bits, sizeof(T));
+    return value;
+}
+
+}  // namespace emulator
+
+extern emulator::Index threadIdx, blockIdx, blockDim, gridDim;
+
+inline void __syncthreads(int line = __builtin_LINE()) { emulator::block_barrier(line); }
+inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE()) {
+    emulator::exchange(emulator::Exchange::Sync, mask, 0, 0, line);
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, unsigned lanes, int line = __builtin_LINE()) {
+    return emulator::exchange_value(emulator::Exchange::Xor, mask, value, lanes, line);
+}
+template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int line = __builtin_LINE()) {
+    return emulator::exchange_value(emulator::Exchange::Down, mask, value, lanes, line);
+}
+template <class T> T __shfl_sync(unsigned mask, T value, unsigned lane, int line = __builtin_LINE()) {
+    return emulator::exchange_value(emulator::Exchange::Index, mask, value, lane, line);
+}
+inline unsigned __ballot_sync(unsigned mask, bool predicate, int line = __builtin_LINE()) {
+    return static_cast<unsigned>(emulator::exchange(emulator::Exchange::Ballot, mask, predicate, 0, line));
+}
+
+// Fibers do not run at the same time, so an atomic operation is a plain one.
+template <class T> T atomicAdd(T* address, T value) {
+    const T old = *address;
+    *address += value;
+    return old;
+}
+
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
+using std::isfinite;
+template <class T> T min(T a, T b) { return b < a ? b : a; }
+template <class T> T max(T a, T b) { return a < b ? b : a; }
+
+struct __half {
+    uint16_t bits;
+};
+struct __nv_bfloat16 {
+    uint16_t bits;
+};
+
+inline float __half2float(__half x) {
+    const unsigned sign = (x.bits & 0x8000u) << 16, exponent = x.bits >> 10 & 0x1f, mantissa = x.bits & 0x3ff;
+    if (exponent == 0x1f) return __uint_as_float(sign | 0x7f800000u | mantissa << 13);
+    if (exponent == 0) return std::copysign(std::ldexp(static_cast<float>(mantissa), -24), __uint_as_float(sign));
+    return __uint_as_float(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+// To nearest even, as the hardware's conversion: subnormal results are exact to the last bit, NaN stays NaN.
+inline __half __float2half_rn(float value) {
+    const unsigned bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
+    const uint16_t sign = bits >> 16 & 0x8000u;
+    if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7fff)};
+    if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00)};
+    // Below 2^-14 the last place is 2^-24, above it moves with the exponent.
+    const int exponent = static_cast<int>(magnitude >> 23) - 127;
+    const int place = exponent < -14 ? -24 : exponent - 10;
+    const float quanta = std::nearbyint(std::ldexp(__uint_as_float(magnitude), -place));
+    const unsigned count = static_cast<unsigned>(quanta);
+    // A normal number's hidden bit carries into the exponent by itself, and so does rounding up to the next binade.
+    const unsigned base = exponent < -14 ? 0 : static_cast<unsigned>(exponent + 14) << 10;
+    return {static_cast<uint16_t>(sign | (base + count))};
+}
+inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+inline __nv_bfloat16 __float2bfloat16_rn(float value) {
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
+    return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
+}

@@ -1,0 +1,311 @@
+//! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
+
+use super::launch::{Buffer, Launch, Queue};
+use super::product::{Multiply, Operands, Product};
+use crate::digest::Digest;
+use candle_core::{DType, Result, bail};
+use half::{bf16, f16};
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+use std::{env, fs, thread};
+
+/// Undefined behaviour, misaligned vectors among it, ends the test. Products are not contracted, so that results do not
+/// depend on the compiler.
+const FLAGS: [&str; 8] = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-ffp-contract=off",
+    "-fsanitize=undefined",
+    "-fno-sanitize-recover=all",
+];
+
+type EntryPoint = unsafe extern "C" fn(
+    *const c_char,
+    *const u32,
+    u32,
+    usize,
+    *const c_void,
+    usize,
+    *const Range,
+    usize,
+    u32,
+    *mut c_char,
+    usize,
+) -> c_int;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Range {
+    first: usize,
+    end: usize,
+    writable: bool,
+}
+
+static ENTRY_POINT: LazyLock<std::result::Result<EntryPoint, String>> = LazyLock::new(|| {
+    let path = library()?;
+    let path = CString::new(path.to_string_lossy().as_bytes()).map_err(|error| error.to_string())?;
+    // SAFETY: the library is the one built below; its constructors only register the kernels.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+    if handle.is_null() {
+        return Err(format!("cannot load {}", path.to_string_lossy()));
+    }
+    // SAFETY: the handle is open, and the name ends in a zero.
+    let symbol = unsafe { libc::dlsym(handle, c"emulator_launch".as_ptr()) };
+    if symbol.is_null() {
+        return Err("the emulator has no entry point".into());
+    }
+    // SAFETY: emulator.cpp declares the function with these arguments.
+    Ok(unsafe { std::mem::transmute::<*mut c_void, EntryPoint>(symbol) })
+});
+
+/// The compiled emulator, built anew where a source has changed.
+fn library() -> std::result::Result<PathBuf, String> {
+    let text = |error: std::io::Error| error.to_string();
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels");
+    let mut contents = FLAGS.join(" ");
+    let mut sources = Vec::new();
+    for folder in [kernels.clone(), kernels.join("cuda")] {
+        let mut files: Vec<_> = fs::read_dir(folder)
+            .map_err(text)?
+            .map(|entry| entry.map(|e| e.path()))
+            .collect::<std::io::Result<_>>()
+            .map_err(text)?;
+        files.sort();
+        for file in files {
+            let extension = file.extension().and_then(|e| e.to_str()).unwrap_or_default();
+            if ["cu", "cuh", "cpp", "h"].contains(&extension) {
+                contents += &fs::read_to_string(&file).map_err(text)?;
+                if ["cu", "cpp"].contains(&extension) {
+                    sources.push(file);
+                }
+            }
+        }
+    }
+    let folder = env::current_exe().map_err(text)?.with_file_name("cuda-emulator");
+    let library = folder.join(format!("{}.so", &Digest::of(contents.as_bytes()).sha256[..16]));
+    if !library.exists() {
+        fs::create_dir_all(&folder).map_err(text)?;
+        let build = tempfile::tempdir_in(&folder).map_err(text)?;
+        compile(&sources, build.path())?;
+        fs::rename(build.path().join("emulator.so"), &library).map_err(text)?;
+    }
+    Ok(library)
+}
+
+fn compile(sources: &[PathBuf], folder: &Path) -> std::result::Result<(), String> {
+    let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let run = |arguments: &[&str]| {
+        let output = Command::new(&compiler).args(FLAGS).args(arguments).output();
+        match output.map_err(|error| format!("{compiler}: {error}; the kernels' tests need a C++ compiler"))? {
+            output if output.status.success() => Ok(()),
+            output => Err(format!("{arguments:?}: {}", String::from_utf8_lossy(&output.stderr))),
+        }
+    };
+    let objects: Vec<_> =
+        (0..sources.len()).map(|i| folder.join(format!("{i}.o")).to_string_lossy().into_owned()).collect();
+    let jobs: Vec<_> = sources.iter().zip(&objects).collect();
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let workers = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        let worker = || -> std::result::Result<(), String> {
+            while let Some((source, object)) = jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+                run(&["-x", "c++", "-c", &source.to_string_lossy(), "-o", object])?;
+            }
+            Ok(())
+        };
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|_| Err("a compiling thread panicked".into())))
+    })?;
+    let library = folder.join("emulator.so").to_string_lossy().into_owned();
+    let mut arguments = vec!["-shared", "-o", &library];
+    arguments.extend(objects.iter().map(String::as_str));
+    run(&arguments)
+}
+
+/// Aligned as a device's allocator aligns.
+#[repr(C, align(256))]
+#[derive(Clone, Copy)]
+struct Line([u8; 256]);
+
+struct Memory {
+    lines: Vec<Line>,
+    bytes: usize,
+    writable: bool,
+}
+
+impl Memory {
+    fn address(&self) -> u64 {
+        self.lines.as_ptr() as u64
+    }
+}
+
+/// A device of its own memory: kernels may touch what was made by it and nothing else.
+pub(crate) struct Emulator {
+    order: u32,
+    memory: RefCell<Vec<Memory>>,
+}
+
+impl Emulator {
+    /// Every order in which fibers and blocks run: a race makes two of them differ.
+    pub(crate) const ORDERS: [u32; 3] = [0, 1, 2];
+
+    pub(crate) fn new(order: u32) -> Self {
+        Self { order, memory: RefCell::default() }
+    }
+
+    fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> Buffer {
+        let mut lines = vec![Line([0xff; 256]); bytes.len().div_ceil(256).max(1)];
+        for (line, part) in lines.iter_mut().zip(bytes.chunks(256)) {
+            line.0[..part.len()].copy_from_slice(part);
+        }
+        let memory = Memory { lines, bytes: bytes.len(), writable };
+        let buffer = Buffer { address: memory.address(), dtype, len };
+        self.memory.borrow_mut().push(memory);
+        buffer
+    }
+
+    /// Numbers that kernels may read.
+    pub(crate) fn input(&self, values: &[f32], dtype: DType) -> Buffer {
+        self.keep(&encode(values, dtype), dtype, values.len(), false)
+    }
+
+    /// Numbers that kernels may change.
+    pub(crate) fn state(&self, values: &[f32], dtype: DType) -> Buffer {
+        self.keep(&encode(values, dtype), dtype, values.len(), true)
+    }
+
+    /// Room for results, full of NaN.
+    pub(crate) fn output(&self, len: usize, dtype: DType) -> Buffer {
+        self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true)
+    }
+
+    pub(crate) fn words(&self, words: &[u32]) -> Buffer {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        self.keep(&bytes, DType::U32, words.len(), false)
+    }
+
+    /// Plain structs, as bytes.
+    pub(crate) fn structs<T: Copy>(&self, values: &[T], writable: bool) -> Buffer {
+        let bytes = size_of_val(values);
+        // SAFETY: the structs are made of plain numbers without padding.
+        let view = unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), bytes) };
+        self.keep(view, DType::U8, bytes, writable)
+    }
+
+    fn overwrite(&self, buffer: Buffer, bytes: &[u8]) {
+        let mut memory = self.memory.borrow_mut();
+        let memory =
+            memory.iter_mut().find(|memory| memory.address() == buffer.address).expect("a buffer of this emulator");
+        assert!(memory.writable && bytes.len() <= memory.bytes, "a product does not fit its result");
+        for (line, part) in memory.lines.iter_mut().zip(bytes.chunks(256)) {
+            line.0[..part.len()].copy_from_slice(part);
+        }
+    }
+
+    pub(crate) fn bytes(&self, buffer: Buffer) -> Vec<u8> {
+        let memory = self.memory.borrow();
+        let memory =
+            memory.iter().find(|memory| memory.address() == buffer.address).expect("a buffer of this emulator");
+        memory.lines.iter().flat_map(|line| line.0).take(memory.bytes).collect()
+    }
+
+    /// The buffer's elements, widened.
+    pub(crate) fn read(&self, buffer: Buffer) -> Vec<f32> {
+        let bytes = self.bytes(buffer);
+        let halves = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
+        match buffer.dtype {
+            DType::F16 => halves().map(|bits| f16::from_bits(bits).to_f32()).collect(),
+            DType::BF16 => halves().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+            _ => bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        }
+    }
+
+    /// Structs that kernels have written.
+    pub(crate) fn read_structs<T: Copy>(&self, buffer: Buffer) -> Vec<T> {
+        let bytes = self.bytes(buffer);
+        // SAFETY: the bytes are those of whole structs of plain numbers.
+        bytes.chunks_exact(size_of::<T>()).map(|b| unsafe { b.as_ptr().cast::<T>().read_unaligned() }).collect()
+    }
+}
+
+fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
+        _ => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+    }
+}
+
+impl Queue for Emulator {
+    unsafe fn launch_raw(&self, launch: &Launch, arguments: *const c_void, size: usize) -> Result<()> {
+        let entry_point = match &*ENTRY_POINT {
+            Ok(entry_point) => entry_point,
+            Err(error) => bail!("{error}"),
+        };
+        let ranges: Vec<Range> = (self.memory.borrow().iter())
+            .map(|memory| {
+                let first = memory.address() as usize;
+                Range { first, end: first + memory.bytes, writable: memory.writable }
+            })
+            .collect();
+        let Ok(name) = CString::new(launch.kernel.as_str()) else { bail!("a kernel's name holds a zero") };
+        let mut message = [0; 600];
+        // SAFETY: the library checks the arguments' size and every access to memory against `ranges`.
+        let failed = unsafe {
+            entry_point(
+                name.as_ptr(),
+                launch.grid.as_ptr(),
+                launch.threads,
+                launch.shared_bytes as usize,
+                arguments,
+                size,
+                ranges.as_ptr(),
+                ranges.len(),
+                self.order,
+                message.as_mut_ptr(),
+                message.len(),
+            )
+        };
+        if failed != 0 {
+            // SAFETY: the library ends the message with a zero.
+            bail!("{}", unsafe { CStr::from_ptr(message.as_ptr()) }.to_string_lossy());
+        }
+        Ok(())
+    }
+
+    fn scratch(&self, len: usize) -> Result<Buffer> {
+        Ok(self.output(len, DType::F32))
+    }
+}
+
+/// The plain product in f64, in the place of the GPU's library.
+impl Multiply for Emulator {
+    unsafe fn multiply(&self, product: Product, operands: Operands) -> Result<()> {
+        let Product { rows, columns, inner, a, b, out, bias, accumulate, .. } = product;
+        let bias = operands.bias.filter(|_| bias).map(|bias| self.read(bias));
+        let (left, right, before) = (self.read(operands.a), self.read(operands.b), self.read(operands.d));
+        let at = |row: usize, column: usize, stride: usize, transposed: bool| {
+            if transposed { column + row * stride } else { row + column * stride }
+        };
+        let entry = |row: usize, column: usize| -> f32 {
+            let terms = (0..inner).map(|k| {
+                let left = left[at(row, k, a.stride, a.transposed)];
+                f64::from(left) * f64::from(right[at(k, column, b.stride, b.transposed)])
+            });
+            let bias = bias.as_ref().map_or(0.0, |bias| f64::from(bias[row]));
+            let before = if accumulate { f64::from(before[column * rows + row]) } else { 0.0 };
+            (terms.sum::<f64>() + bias + before) as f32
+        };
+        let values: Vec<f32> = (0..columns * rows).map(|i| entry(i % rows, i / rows)).collect();
+        self.overwrite(operands.d, &encode(&values, out));
+        Ok(())
+    }
+}

@@ -1,0 +1,101 @@
+//! What a launch consists of, and who takes it.
+
+use candle_core::{DType, Result, bail};
+use std::ffi::c_void;
+
+/// Elements in the memory of a device, contiguous and aligned to 16 bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Buffer {
+    /// Where they begin.
+    pub(crate) address: u64,
+    /// What they are.
+    pub(crate) dtype: DType,
+    /// How many there are.
+    pub(crate) len: usize,
+}
+
+impl Buffer {
+    /// Where `len` elements of type `dtype` begin; an error if this is not what the buffer holds.
+    pub(crate) fn expect(self, what: &str, dtype: DType, len: usize) -> Result<u64> {
+        if self.dtype != dtype || self.len < len {
+            bail!("a kernel's `{what}` must hold {len} of {dtype:?}, not {} of {:?}", self.len, self.dtype);
+        }
+        if !self.address.is_multiple_of(16) {
+            bail!("a kernel's `{what}` is not aligned to 16 bytes");
+        }
+        Ok(self.address)
+    }
+
+    /// The same for a row kernel's operand of whatever type.
+    pub(crate) fn of(self, what: &str, len: usize) -> Result<u64> {
+        self.expect(what, self.dtype, len)
+    }
+}
+
+/// A struct of arguments as the `.cu` files declare it.
+///
+/// # Safety
+/// The type is `#[repr(C)]`, has no padding, and mirrors the C++ struct of the kernels it is launched with.
+pub(crate) unsafe trait Arguments: Copy {}
+
+/// A kernel with its grid.
+#[derive(Clone, Debug)]
+pub(crate) struct Launch {
+    /// The `.cu` file.
+    #[expect(dead_code, reason = "the emulator has all kernels in one library")]
+    pub(crate) module: &'static str,
+    /// The entry in it.
+    pub(crate) kernel: String,
+    /// Blocks.
+    pub(crate) grid: [u32; 3],
+    /// Threads of a block.
+    pub(crate) threads: u32,
+    /// Shared memory of a block.
+    pub(crate) shared_bytes: u32,
+}
+
+/// Takes launches and runs them in order.
+pub(crate) trait Queue {
+    /// # Safety
+    /// `arguments` points to the `size` bytes of the struct that the kernel takes, and the addresses in it are those of
+    /// buffers of this device, as large as the kernel expects.
+    unsafe fn launch_raw(&self, launch: &Launch, arguments: *const c_void, size: usize) -> Result<()>;
+
+    /// Memory for `len` FP32 numbers that is free until the next call: what is launched later runs later.
+    fn scratch(&self, len: usize) -> Result<Buffer>;
+
+    /// Launches a kernel.
+    ///
+    /// # Safety
+    /// The addresses in `arguments` are those of buffers of this device, as large as the kernel expects.
+    unsafe fn launch<A: Arguments>(&self, launch: &Launch, arguments: &A) -> Result<()> {
+        if launch.grid.contains(&0) {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_raw(launch, std::ptr::from_ref(arguments).cast(), size_of::<A>()) }
+    }
+}
+
+/// The name the kernels' entries have for a type.
+pub(crate) fn suffix(dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("f32"),
+        DType::F16 => Ok("f16"),
+        DType::BF16 => Ok("bf16"),
+        other => bail!("no CUDA kernel for {other:?}"),
+    }
+}
+
+/// The entry of `kernel` for these types.
+pub(crate) fn entry(kernel: &str, dtypes: &[DType]) -> Result<String> {
+    dtypes.iter().try_fold(kernel.to_owned(), |name, &dtype| Ok(name + "_" + suffix(dtype)?))
+}
+
+/// A number that kernels keep in 32 bits.
+pub(crate) fn word(n: usize) -> Result<u32> {
+    match u32::try_from(n) {
+        Ok(n) => Ok(n),
+        Err(_) => bail!("{n} does not fit the kernels' 32-bit sizes: use a smaller batch"),
+    }
+}

@@ -3,8 +3,6 @@
 //! Loops by index over local arrays, and nothing that takes or returns a vector but the intrinsics: a closure or an
 //! iterator of vectors is inlined at the compiler's whim, and where it is not, the kernel takes five times as long.
 
-#![expect(clippy::needless_range_loop, reason = "see above")]
-
 use std::arch::x86_64::{
     __m512, __m512bh, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps, _mm512_setzero_ps,
     _mm512_store_ps,

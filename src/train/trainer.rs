@@ -585,7 +585,8 @@ impl Trainer {
                 schedule.kind,
                 schedule.peak_lr,
                 schedule.warmup_updates,
-                schedule.peak_lr * schedule.min_lr_ratio
+                // As f32, so that 0.003 · 0.1 reads 0.0003.
+                (schedule.peak_lr * schedule.min_lr_ratio) as f32
             )
             .to_lowercase(),
             data: self.data.clone(),

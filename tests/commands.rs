@@ -162,6 +162,7 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     let report = |model: &str| said(&desk, &format!("eval {model} --data text.txt --json"));
     let loss = |model: &str| serde_json::from_str::<Value>(&report(model)).unwrap()["loss"].as_f64().unwrap();
     assert_eq!(loss("exported"), loss("checkpoints/r/weights-000010"));
+    assert_eq!(loss("r"), loss("checkpoints/r"), "a run goes by its name too");
 }
 
 #[test]

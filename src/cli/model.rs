@@ -7,14 +7,17 @@ use crate::trained::TrainedModel;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{Write, stderr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Which model.
 #[derive(Args, Debug)]
 pub(super) struct NameArgs {
-    /// A run's folder, a checkpoint in it, a Hugging Face folder, or a model of the Hugging Face Hub
+    /// A run by name or folder, a checkpoint in it, a Hugging Face folder, or a model of the Hugging Face Hub
     #[arg(value_name = "MODEL")]
     name: String,
+    /// Where runs are looked for by name
+    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
+    checkpoint_dir: PathBuf,
     /// The Hub's branch, tag or commit
     #[arg(long, value_name = "REVISION")]
     revision: Option<String>,
@@ -30,7 +33,12 @@ impl NameArgs {
             let message = "the built-in model has no weights of its own; train it, and give the run's folder";
             return Err(Error::model("`tiny`", message));
         }
-        let folder = locate(&self.name, self.revision.as_deref(), &mut tell)?.folder;
+        let run = self.checkpoint_dir.join(&self.name);
+        let folder = if self.revision.is_none() && !Path::new(&self.name).exists() && run.is_dir() {
+            run
+        } else {
+            locate(&self.name, self.revision.as_deref(), &mut tell)?.folder
+        };
         let trained = TrainedModel::open(&folder, self.tokenizer.as_deref())?;
         for damage in &trained.damaged {
             writeln!(stderr(), "warning: damaged and passed over: {damage}").ok();

@@ -30,7 +30,7 @@ pub struct Figures {
     pub repeated: u64,
     /// Tokens of batches that were given up.
     pub tokens_lost: u64,
-    /// Mean loss of the applied ones among the last [`WINDOW`] steps.
+    /// Mean loss of the applied ones among the last `WINDOW` steps.
     pub loss: Option<f64>,
     /// The lowest mean loss of as many applied steps in a row.
     pub best_loss: Option<f64>,

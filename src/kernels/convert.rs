@@ -137,32 +137,44 @@ impl Element for f16 {
 }
 
 #[cfg(target_arch = "x86_64")]
+#[expect(clippy::cast_ptr_alignment, reason = "these loads and stores take any address")]
 mod avx512 {
     use std::arch::x86_64::{
-        _MM_FROUND_TO_NEAREST_INT, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16, _mm512_cvtph_ps,
-        _mm512_cvtps_ph, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
+        __m256i, _MM_FROUND_TO_NEAREST_INT, _mm256_loadu_si256, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16,
+        _mm256_storeu_si256, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_loadu_ps, _mm512_mask_storeu_ps,
+        _mm512_maskz_loadu_ps, _mm512_storeu_ps,
     };
 
     use half::f16;
 
     const LANES: usize = 16;
 
-    /// The first `count` lanes, of at most 16.
+    /// The first `count` lanes, of 1 to 15.
     #[inline(always)]
     fn mask(count: usize) -> u16 {
-        (u32::MAX >> (32 - count.min(LANES))) as u16
+        (1 << count) - 1
     }
 
     /// # Safety
     /// Both slices must have the same length.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     pub(super) unsafe fn load_f16(source: &[f16], target: &mut [f32]) {
-        for start in (0..source.len()).step_by(LANES) {
-            let mask = mask(source.len() - start);
+        let whole = source.len() / LANES * LANES;
+        let (from, to) = (source.as_ptr(), target.as_mut_ptr());
+        // Without a mask where none is needed: what a masked store wrote reaches the next load late.
+        for start in (0..whole).step_by(LANES) {
+            // SAFETY: `start + LANES` is at most the length of both slices.
+            unsafe {
+                let bits = _mm256_loadu_si256(from.add(start).cast::<__m256i>());
+                _mm512_storeu_ps(to.add(start), _mm512_cvtph_ps(bits));
+            }
+        }
+        if whole < source.len() {
+            let mask = mask(source.len() - whole);
             // SAFETY: the mask keeps both accesses inside their slices.
             unsafe {
-                let bits = _mm256_maskz_loadu_epi16(mask, source.as_ptr().add(start).cast());
-                _mm512_mask_storeu_ps(target.as_mut_ptr().add(start), mask, _mm512_cvtph_ps(bits));
+                let bits = _mm256_maskz_loadu_epi16(mask, from.add(whole).cast());
+                _mm512_mask_storeu_ps(to.add(whole), mask, _mm512_cvtph_ps(bits));
             }
         }
     }
@@ -171,13 +183,22 @@ mod avx512 {
     /// Both slices must have the same length.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     pub(super) unsafe fn store_f16(source: &[f32], target: &mut [f16]) {
-        for start in (0..source.len()).step_by(LANES) {
-            let mask = mask(source.len() - start);
+        let whole = source.len() / LANES * LANES;
+        let (from, to) = (source.as_ptr(), target.as_mut_ptr());
+        for start in (0..whole).step_by(LANES) {
+            // SAFETY: `start + LANES` is at most the length of both slices.
+            unsafe {
+                let bits = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(from.add(start)));
+                _mm256_storeu_si256(to.add(start).cast::<__m256i>(), bits);
+            }
+        }
+        if whole < source.len() {
+            let mask = mask(source.len() - whole);
             // SAFETY: the mask keeps both accesses inside their slices.
             unsafe {
-                let values = _mm512_maskz_loadu_ps(mask, source.as_ptr().add(start));
+                let values = _mm512_maskz_loadu_ps(mask, from.add(whole));
                 let bits = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values);
-                _mm256_mask_storeu_epi16(target.as_mut_ptr().add(start).cast(), mask, bits);
+                _mm256_mask_storeu_epi16(to.add(whole).cast(), mask, bits);
             }
         }
     }

@@ -157,21 +157,25 @@ pub struct Tail {
     offset: u64,
     /// Whether to skim distant lines.
     hurried: bool,
+    /// End of the last line with the table of tensors that was read in full.
+    table: u64,
 }
 
 /// Bytes a poll takes at most, so that a screen can draw in between.
 const CHUNK: usize = 4 << 20;
 /// Length of the fingerprint of a log; its first line holds the time it was written within these bytes.
 const HEAD: u64 = 96;
+/// Tables of tensors that are read of a long log, about. A chart has no room for more, and each is ten kilobytes.
+const TABLES: u64 = 1000;
 
 impl Tail {
     /// A reader at the start of the log at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into(), file: None, head: Vec::new(), offset: 0, hurried: false }
+        Self { path: path.into(), file: None, head: Vec::new(), offset: 0, hurried: false, table: 0 }
     }
 
     /// The same, but of a long log only the last megabytes are read in full: of a step before them only the leading
-    /// fields, down to [`StepRecord::skipped`], unless it carries the table of tensors. That is ten times faster.
+    /// fields, down to [`StepRecord::skipped`], and every so often one with its table of tensors. That is ten times faster.
     #[must_use]
     pub fn hurried(mut self) -> Self {
         self.hurried = true;
@@ -217,6 +221,7 @@ impl Tail {
         self.file = Some(file);
         self.head.clear();
         self.offset = 0;
+        self.table = 0;
     }
 
     /// The file that has taken the path over, if another one has.
@@ -240,6 +245,7 @@ impl Tail {
         file.take(HEAD).read_to_end(&mut head)?;
         if len < self.offset || !head.starts_with(&self.head) {
             self.offset = 0;
+            self.table = 0;
             len = file.metadata()?.len();
         }
         self.head = head;
@@ -257,11 +263,17 @@ impl Tail {
                 None => chunk *= 2,
             }
         };
+        let mut at = self.offset;
         self.offset += whole as u64;
         let distant = self.hurried && len.saturating_sub(self.offset) > CHUNK as u64;
         let mut poll = Poll { more: bytes.len() == chunk, ..Poll::default() };
         for line in bytes[..whole].split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
-            let skimmed = if distant { skim(line) } else { None };
+            at += line.len() as u64 + 1;
+            let wanted = has_table(line) && at - self.table > len / TABLES;
+            if wanted {
+                self.table = at;
+            }
+            let skimmed = if distant && !wanted { skim(line) } else { None };
             match skimmed.or_else(|| serde_json::from_slice(line).ok()) {
                 Some(record) => poll.records.push(record),
                 None => poll.unreadable += 1,
@@ -285,13 +297,14 @@ fn same_file(_: &File, _: &File) -> std::io::Result<bool> {
     Ok(true)
 }
 
-/// The leading fields of a step's line, as [`Event`] writes them. `None` for any other line, for one that carries the table
-/// of tensors, and for one that is not to the letter as expected: those are worth reading in full.
+/// Whether a step's line carries the table of tensors, its last field.
+fn has_table(line: &[u8]) -> bool {
+    line.ends_with(b"]}")
+}
+
+/// The leading fields of a step's line, as [`Event`] writes them. `None` for any other line, and for one that is not to the
+/// letter as expected: those are worth reading in full.
 fn skim(line: &[u8]) -> Option<Record> {
-    // `tensors` is the last field, so a line with the table ends in its bracket.
-    if line.ends_with(b"]}") {
-        return None;
-    }
     let line = &line[..line.len().min(512)];
     let mut fields = Fields(std::str::from_utf8(line).ok()?.strip_prefix('{')?);
     let v = fields.number("v")?;
@@ -479,6 +492,34 @@ mod tests {
         let mut with_table = step(1, 1.0);
         let Event::Step(inner) = &mut with_table.event else { panic!("not a step") };
         inner.tensors.push(TensorRecord::default());
-        assert_eq!(skim(line(&with_table).trim_end().as_bytes()), None);
+        assert!(has_table(line(&with_table).trim_end().as_bytes()));
+        assert!(!has_table(line(&step(1, 1.0)).trim_end().as_bytes()));
+    }
+
+    #[test]
+    fn a_hurried_reader_finds_every_step_of_a_long_log_and_some_of_its_tables() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let lines = (1..=2500).map(|number| {
+            let mut record = step(number, 1.0);
+            let Event::Step(inner) = &mut record.event else { panic!("not a step") };
+            inner.tensors = vec![TensorRecord::default(); 40];
+            line(&record)
+        });
+        write(&path, &lines.collect::<String>());
+        let mut tail = Tail::new(&path).hurried();
+        let mut found = Vec::new();
+        loop {
+            let poll = tail.poll().unwrap();
+            found.extend(poll.records);
+            if !poll.more {
+                break;
+            }
+        }
+        assert_eq!(steps(&found), (1..=2500).collect::<Vec<_>>());
+        let has_table = |record: &&Record| matches!(&record.event, Event::Step(step) if !step.tensors.is_empty());
+        let tables = found.iter().filter(has_table).count();
+        assert!((500..2000).contains(&tables), "{tables}");
+        assert!(found.last().filter(has_table).is_some());
     }
 }

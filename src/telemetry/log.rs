@@ -520,6 +520,6 @@ mod tests {
         let has_table = |record: &&Record| matches!(&record.event, Event::Step(step) if !step.tensors.is_empty());
         let tables = found.iter().filter(has_table).count();
         assert!((500..2000).contains(&tables), "{tables}");
-        assert!(found.last().filter(has_table).is_some());
+        assert!(found.last().as_ref().is_some_and(has_table));
     }
 }

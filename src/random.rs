@@ -54,7 +54,7 @@ impl Stream {
     }
 
     /// What its generator is keyed with.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn key(self) -> [u32; 2] {
         self.key
     }

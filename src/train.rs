@@ -1,7 +1,10 @@
 //! Training: the recipe, the state it moves, and the loop around it.
 
+mod accelerator;
 mod attribution;
 mod config;
+#[cfg(any(test, feature = "cuda"))]
+mod device;
 mod headroom;
 mod passes;
 mod probe;

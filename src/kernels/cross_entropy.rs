@@ -18,11 +18,11 @@ pub const IGNORE: u32 = u32::MAX;
 #[derive(Debug)]
 pub struct HeadWorkspace<T = Tensor> {
     /// `[tile, V]`, compute type.
-    logits: T,
+    pub(crate) logits: T,
     /// `[V, D]` FP32, where the gradient is of a narrower type and takes more than one tile to sum.
-    weight_sum: Option<T>,
+    pub(crate) weight_sum: Option<T>,
     /// One loss a row, FP32.
-    losses: T,
+    pub(crate) losses: T,
 }
 
 /// Bytes of logits in a tile, at most, which bounds the head's memory whatever the batch.
@@ -30,6 +30,9 @@ const TILE_BYTES: usize = 1 << 27;
 /// The same where tiles are summed in the weight's gradient itself, so that more of them take no more memory. Each costs
 /// about 2 % of a step's time: the weight is read, and its gradient added to, once more.
 const DIRECT_TILE_BYTES: usize = 1 << 26;
+
+/// Tiles have a multiple of this many rows.
+const ROW_GROUP: usize = 16;
 
 impl<T> HeadWorkspace<T> {
     /// For `tokens` rows, `vocab` columns and inputs of `width`; `grads` is the weight gradient's type, `None` for a
@@ -45,7 +48,8 @@ impl<T> HeadWorkspace<T> {
         let tile_bytes = if grads == Some(DType::F32) { DIRECT_TILE_BYTES } else { TILE_BYTES };
         let tile = (tile_bytes / compute.size_in_bytes() / vocab).clamp(1, tokens);
         let tiles = tokens.div_ceil(tile);
-        let tile = tokens.div_ceil(tiles);
+        // Whole groups of rows, so that every tile begins at an address that GPUs' vectors want.
+        let tile = tokens.div_ceil(tiles).next_multiple_of(if tiles > 1 { ROW_GROUP } else { 1 });
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
         Ok(Self {
             logits: allocate(&[tile, vocab], compute)?,

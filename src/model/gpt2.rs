@@ -4,6 +4,8 @@
 //! after the first step neither allocates.
 
 mod decode;
+#[cfg(any(test, feature = "cuda"))]
+pub(super) mod device;
 
 pub use decode::KvCache;
 

@@ -19,9 +19,9 @@ pub(crate) fn position(parameters: &Parameters, name: &str) -> Result<usize> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LayerNorm {
     layer: Layer,
-    weight: usize,
-    bias: usize,
-    eps: f32,
+    pub(crate) weight: usize,
+    pub(crate) bias: usize,
+    pub(crate) eps: f32,
 }
 
 /// A layer norm's output and the statistics its backward pass needs.
@@ -29,8 +29,8 @@ pub(crate) struct LayerNorm {
 pub(crate) struct Normed<T = Tensor> {
     /// `[N, D]`, compute type.
     pub(crate) out: T,
-    mean: T,
-    rstd: T,
+    pub(crate) mean: T,
+    pub(crate) rstd: T,
 }
 
 impl<T> Normed<T> {
@@ -88,8 +88,8 @@ impl LayerNorm {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Linear {
     layer: Layer,
-    weight: usize,
-    bias: usize,
+    pub(crate) weight: usize,
+    pub(crate) bias: usize,
 }
 
 impl Linear {

@@ -1,7 +1,7 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe.
 
 use crate::kernels::adamw::{AdamWStep, step};
-use crate::model::Parameters;
+use crate::model::{Entry, Parameters};
 use crate::precision::Dtype;
 use candle_core::{DType, Result};
 use serde::{Deserialize, Serialize};
@@ -15,6 +15,13 @@ pub struct AdamWConfig {
     pub eps: f64,
     /// Decoupled weight decay of parameters of two or more dimensions; biases and layer norms have none.
     pub weight_decay: f64,
+}
+
+impl AdamWConfig {
+    /// The decay of this parameter.
+    pub(crate) fn decay_of(&self, entry: &Entry) -> f32 {
+        if entry.shape.len() >= 2 { self.weight_decay as f32 } else { 0.0 }
+    }
 }
 
 /// Adam's moments, in FP32.
@@ -31,6 +38,11 @@ impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
     pub fn new(config: AdamWConfig, masters: &Parameters) -> Result<Self> {
         Ok(Self { config, exp_avg: masters.zeros_like(DType::F32)?, exp_avg_sq: masters.zeros_like(DType::F32)? })
+    }
+
+    /// Its settings.
+    pub fn config(&self) -> AdamWConfig {
+        self.config
     }
 
     /// What [`AdamW::new`] allocates for so many parameters, in bytes.
@@ -50,12 +62,11 @@ impl AdamW {
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
         for (i, entry) in grads.layout().iter().enumerate() {
-            let decays = entry.shape.len() >= 2;
             let numbers = AdamWStep {
                 lr: lr as f32,
                 betas: self.config.betas.map(|beta| beta as f32),
                 eps: self.config.eps as f32,
-                weight_decay: if decays { self.config.weight_decay as f32 } else { 0.0 },
+                weight_decay: self.config.decay_of(entry),
                 bias_corrections: self.config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
                 grad_factor,
             };

@@ -5,8 +5,9 @@ use crate::Result;
 use crate::data::Batch;
 use crate::model::{Gpt2, Mode, Tokens, Workspace};
 use crate::optim::{Gradients, LrSchedule, Survey};
-use crate::precision::ScaleChange;
+use crate::precision::{PrecisionPolicy, ScaleChange};
 use crate::train::state::TrainState;
+use candle_core::Device;
 use std::time::{Duration, Instant};
 
 /// Everything one step needs beside its batches.
@@ -129,6 +130,21 @@ impl Engine {
         state.counters.step += 1;
         state.counters.tokens += targets as u64;
         Ok(StepReport { loss: loss / targets.max(1) as f64, targets, scale, outcome, change, time })
+    }
+
+    /// Lets go of the passes' buffers, where something else takes the steps.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(super) fn shrink(&mut self, policy: PrecisionPolicy) -> Result<()> {
+        self.workspace = Workspace::new(self.model.config(), policy, 1, 1, true, &Device::Cpu)?;
+        Ok(())
+    }
+
+    /// Has buffers for batches of this shape.
+    pub(super) fn grow(&mut self, policy: PrecisionPolicy, batch: usize, seq_len: usize) -> Result<()> {
+        if (self.workspace.batch(), self.workspace.seq_len()) != (batch, seq_len) {
+            self.workspace = Workspace::new(self.model.config(), policy, batch, seq_len, true, &Device::Cpu)?;
+        }
+        Ok(())
     }
 
     /// Mean loss over the targets of batches drawn from `next` until it returns `false`, without dropout; and their

@@ -10,6 +10,7 @@ use crate::telemetry::{
     Command, Cpu, Emitter, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     SampleText, Saved, ScalerSettings, Started, Trouble, Validation,
 };
+use crate::train::accelerator::Accelerator;
 use crate::train::config::{CheckpointSection, Config};
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
@@ -31,6 +32,8 @@ const RATE_STEPS: f64 = 10.0;
 pub struct Trainer {
     config: Config,
     engine: Engine,
+    /// What takes the engine's steps, if that is not the engine itself.
+    device: Option<Box<dyn Accelerator>>,
     tokenizer: Tokenizer,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
@@ -85,7 +88,7 @@ impl Trainer {
         Ok(trainer)
     }
 
-    fn with_parts(
+    pub(super) fn with_parts(
         mut config: Config,
         source: ModelSource,
         masters: Parameters,
@@ -126,6 +129,7 @@ impl Trainer {
             tokenizer: source.tokenizer,
             sampler,
             engine,
+            device: None,
             loader,
             eval,
             identity,
@@ -171,6 +175,25 @@ impl Trainer {
         &self.engine
     }
 
+    /// From here on `device` takes the steps.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(super) fn run_on(&mut self, device: impl FnOnce(&Engine) -> Result<Box<dyn Accelerator>>) -> Result<()> {
+        self.device = Some(device(&self.engine)?);
+        self.engine.shrink(self.config.dtype)
+    }
+
+    /// Brings the engine's tensors to where the run is.
+    fn fetch(&mut self) -> Result<()> {
+        self.device.as_mut().map_or(Ok(()), |device| device.fetch(&mut self.engine.state))
+    }
+
+    /// Readies the engine for passes of its own over the batches at hand.
+    fn look_closer(&mut self) -> Result<()> {
+        self.fetch()?;
+        let train = &self.config.train;
+        self.engine.grow(self.config.dtype, train.batch_size, train.seq_len)
+    }
+
     /// Steps the run will attempt.
     pub fn total_steps(&self) -> u64 {
         self.total_steps
@@ -192,6 +215,9 @@ impl Trainer {
         checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
         checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
         train.masters.write_compute_copy(&train.weights)?;
+        if let Some(device) = &mut self.device {
+            device.send(train)?;
+        }
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;
         self.progress.looks_without_best = state.looks_without_best;
@@ -208,7 +234,8 @@ impl Trainer {
 
     /// `count` steps and nothing around them.
     pub fn advance(&mut self, count: u64) -> Result<()> {
-        (0..count).try_for_each(|_| self.step(false))
+        (0..count).try_for_each(|_| self.step(false))?;
+        self.fetch()
     }
 
     /// Trains until the run's steps are done or something ends it; the last state is saved, also on an interrupt.
@@ -321,13 +348,18 @@ impl Trainer {
         self.engine.exponents = every(self.config.telemetry.exponents_every);
         let used = self.used_batches();
         self.measure_first(used)?;
-        let mut report = self.engine.step(&self.micro_batches[..used])?;
+        let batches = &self.micro_batches[..used];
+        let mut report = match &mut self.device {
+            None => self.engine.step(batches)?,
+            Some(device) => device.step(&mut self.engine, batches)?,
+        };
         let skipped = report.outcome == Outcome::Skipped;
         let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
             self.progress.retry = Some(cursor);
         }
         let origin = if skipped && self.config.telemetry.attribute_overflows {
+            self.look_closer()?;
             attribution::origin(&mut self.engine, &self.micro_batches[..used], &report)?
         } else {
             None
@@ -445,7 +477,11 @@ impl Trainer {
         let step = self.engine.state.counters.step;
         self.eval.rewind();
         let eval = &mut self.eval;
-        let (loss, tokens) = self.engine.evaluate(&mut self.eval_batch, |batch| eval.next_batch(batch))?;
+        let (batch, mut next) = (&mut self.eval_batch, |batch: &mut Batch| eval.next_batch(batch));
+        let (loss, tokens) = match &mut self.device {
+            None => self.engine.evaluate(batch, next)?,
+            Some(device) => device.evaluate(&self.engine, batch, &mut next)?,
+        };
         let look = Best { step, loss };
         self.progress.validation = Some(look);
         if self.progress.best.is_none_or(|best| loss < best.loss) {
@@ -462,6 +498,7 @@ impl Trainer {
     fn sample(&mut self) -> Result<()> {
         let step = self.engine.state.counters.step;
         self.progress.sampled_at = Some(step);
+        self.fetch()?;
         let Some(sampler) = &mut self.sampler else { return Ok(()) };
         let (model, weights) = (&self.engine.model, &self.engine.state.weights);
         let text = sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step)?;
@@ -502,6 +539,9 @@ impl Trainer {
     fn write(&mut self, kind: Kind, last: usize) -> Result<Option<PathBuf>> {
         let began = Instant::now();
         let (step, state) = (self.engine.state.counters.step, self.checkpoint_state());
+        if self.run.is_some() {
+            self.fetch()?;
+        }
         let Some(run) = &mut self.run else { return Ok(None) };
         let train = &self.engine.state;
         let contents = Contents {
@@ -548,6 +588,7 @@ impl Trainer {
     /// Repeats the first micro-batch's backward pass in FP32. It writes into buffers that the step overwrites anyway, so
     /// the run's numbers are the same with and without it.
     fn probe(&mut self) -> Result<()> {
+        self.look_closer()?;
         let probe = probe::probe(&mut self.engine, &self.micro_batches[0])?;
         self.emitter.emit(Event::Probe(Box::new(probe)))
     }

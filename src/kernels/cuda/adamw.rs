@@ -1,6 +1,6 @@
 //! The launch of `adamw.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use super::launch::{Arguments, Buffer, Launch, Plain, Queue, entry, word};
 use super::step::StepState;
 use super::survey::Chunk;
 use candle_core::{DType, Result};
@@ -9,7 +9,7 @@ const THREADS: u32 = 256;
 
 /// A parameter as the update reads and writes it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AdamWTensor {
     grad: u64,
     master: u64,
@@ -20,6 +20,8 @@ pub(crate) struct AdamWTensor {
     weight_decay: f32,
     unused: u32,
 }
+// SAFETY: numbers, 56 bytes.
+unsafe impl Plain for AdamWTensor {}
 
 impl AdamWTensor {
     /// Of a parameter's gradient, master, moments and working copy; `None` where the master is the working copy.

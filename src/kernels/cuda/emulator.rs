@@ -1,11 +1,11 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
 
-use super::launch::{Buffer, Launch, Queue};
+use super::launch::{Buffer, Launch, Memory, Queue};
 use super::product::{Multiply, Operands, Product};
 use crate::digest::Digest;
 use candle_core::{DType, Result, bail};
 use half::{bf16, f16};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -135,22 +135,32 @@ fn compile(sources: &[PathBuf], folder: &Path) -> std::result::Result<(), String
 #[derive(Clone, Copy)]
 struct Line([u8; 256]);
 
-struct Memory {
+struct Allocation {
     lines: Vec<Line>,
     bytes: usize,
     writable: bool,
 }
 
-impl Memory {
+impl Allocation {
     fn address(&self) -> u64 {
         self.lines.as_ptr() as u64
+    }
+
+    /// The bytes of `buffer`, if all of them are here.
+    fn bytes_of(&mut self, buffer: Buffer) -> Option<&mut [u8]> {
+        let first = usize::try_from(buffer.address.checked_sub(self.address())?).ok()?;
+        // SAFETY: lines are bytes and nothing else.
+        let (_, all, _) = unsafe { self.lines.align_to_mut::<u8>() };
+        all[..self.bytes].get_mut(first..first + buffer.bytes())
     }
 }
 
 /// A device of its own memory: kernels may touch what was made by it and nothing else.
 pub(crate) struct Emulator {
     order: u32,
-    memory: RefCell<Vec<Memory>>,
+    memory: RefCell<Vec<Allocation>>,
+    /// Where the last scratch memory is, which the next takes the place of.
+    scratch: Cell<Option<u64>>,
 }
 
 impl Emulator {
@@ -158,7 +168,7 @@ impl Emulator {
     pub(crate) const ORDERS: [u32; 3] = [0, 1, 2];
 
     pub(crate) fn new(order: u32) -> Self {
-        Self { order, memory: RefCell::default() }
+        Self { order, memory: RefCell::default(), scratch: Cell::default() }
     }
 
     fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> Buffer {
@@ -166,9 +176,9 @@ impl Emulator {
         for (line, part) in lines.iter_mut().zip(bytes.chunks(256)) {
             line.0[..part.len()].copy_from_slice(part);
         }
-        let memory = Memory { lines, bytes: bytes.len(), writable };
-        let buffer = Buffer { address: memory.address(), dtype, len };
-        self.memory.borrow_mut().push(memory);
+        let allocation = Allocation { lines, bytes: bytes.len(), writable };
+        let buffer = Buffer { address: allocation.address(), dtype, len };
+        self.memory.borrow_mut().push(allocation);
         buffer
     }
 
@@ -200,21 +210,16 @@ impl Emulator {
         self.keep(view, DType::U8, bytes, writable)
     }
 
-    fn overwrite(&self, buffer: Buffer, bytes: &[u8]) {
-        let mut memory = self.memory.borrow_mut();
-        let memory =
-            memory.iter_mut().find(|memory| memory.address() == buffer.address).expect("a buffer of this emulator");
-        assert!(memory.writable && bytes.len() <= memory.bytes, "a product does not fit its result");
-        for (line, part) in memory.lines.iter_mut().zip(bytes.chunks(256)) {
-            line.0[..part.len()].copy_from_slice(part);
+    /// Lends the bytes of `buffer` to `f`.
+    fn with<R>(&self, buffer: Buffer, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        match self.memory.borrow_mut().iter_mut().find_map(|allocation| allocation.bytes_of(buffer)) {
+            Some(bytes) => Ok(f(bytes)),
+            None => bail!("{buffer:?} is no part of the device's memory"),
         }
     }
 
     pub(crate) fn bytes(&self, buffer: Buffer) -> Vec<u8> {
-        let memory = self.memory.borrow();
-        let memory =
-            memory.iter().find(|memory| memory.address() == buffer.address).expect("a buffer of this emulator");
-        memory.lines.iter().flat_map(|line| line.0).take(memory.bytes).collect()
+        self.with(buffer, |bytes| bytes.to_vec()).expect("a buffer of this emulator")
     }
 
     /// The buffer's elements, widened.
@@ -251,9 +256,9 @@ impl Queue for Emulator {
             Err(error) => bail!("{error}"),
         };
         let ranges: Vec<Range> = (self.memory.borrow().iter())
-            .map(|memory| {
-                let first = memory.address() as usize;
-                Range { first, end: first + memory.bytes, writable: memory.writable }
+            .map(|allocation| {
+                let first = allocation.address() as usize;
+                Range { first, end: first + allocation.bytes, writable: allocation.writable }
             })
             .collect();
         let Ok(name) = CString::new(launch.kernel.as_str()) else { bail!("a kernel's name holds a zero") };
@@ -282,7 +287,32 @@ impl Queue for Emulator {
     }
 
     fn scratch(&self, len: usize) -> Result<Buffer> {
-        Ok(self.output(len, DType::F32))
+        let buffer = self.output(len, DType::F32);
+        if let Some(last) = self.scratch.replace(Some(buffer.address)) {
+            self.memory.borrow_mut().retain(|allocation| allocation.address() != last);
+        }
+        Ok(buffer)
+    }
+}
+
+impl Memory for Emulator {
+    fn allocate(&self, dtype: DType, len: usize) -> Result<Buffer> {
+        Ok(self.output(len, dtype))
+    }
+
+    fn zero(&self, buffer: Buffer) -> Result<()> {
+        self.with(buffer, |bytes| bytes.fill(0))
+    }
+
+    fn upload(&self, bytes: &[u8], buffer: Buffer) -> Result<()> {
+        if bytes.len() > buffer.bytes() {
+            bail!("{} bytes do not fit {buffer:?}", bytes.len());
+        }
+        self.with(buffer, |room| room[..bytes.len()].copy_from_slice(bytes))
+    }
+
+    fn download(&self, buffer: Buffer, bytes: &mut [u8]) -> Result<()> {
+        self.with(buffer, |all| bytes.copy_from_slice(&all[..bytes.len()]))
     }
 }
 
@@ -305,7 +335,6 @@ impl Multiply for Emulator {
             (terms.sum::<f64>() + bias + before) as f32
         };
         let values: Vec<f32> = (0..columns * rows).map(|i| entry(i % rows, i / rows)).collect();
-        self.overwrite(operands.d, &encode(&values, out));
-        Ok(())
+        self.upload(&encode(&values, out), operands.d)
     }
 }

@@ -30,6 +30,51 @@ impl Buffer {
     pub(crate) fn of(self, what: &str, len: usize) -> Result<u64> {
         self.expect(what, self.dtype, len)
     }
+
+    /// The `len` elements from `first` on.
+    pub(crate) fn part(self, first: usize, len: usize) -> Result<Self> {
+        if first + len > self.len {
+            bail!("elements {first} to {} of a buffer of {}", first + len, self.len);
+        }
+        Ok(Self { address: self.address + (first * self.dtype.size_in_bytes()) as u64, len, ..self })
+    }
+
+    /// The first `len` elements as the bytes they are made of, or bytes as `len` elements.
+    pub(crate) fn cast(self, dtype: DType, len: usize) -> Result<Self> {
+        if len * dtype.size_in_bytes() > self.bytes() {
+            bail!("{len} elements of {dtype:?} in a buffer of {} bytes", self.bytes());
+        }
+        Ok(Self { dtype, len, ..self })
+    }
+
+    /// How many bytes its elements take.
+    pub(crate) fn bytes(self) -> usize {
+        self.len * self.dtype.size_in_bytes()
+    }
+}
+
+/// What is the same on host and device, byte for byte.
+///
+/// # Safety
+/// The type is `#[repr(C)]`, made of numbers, without padding, and valid whatever its bits are.
+pub(crate) unsafe trait Plain: Copy + Default {}
+// SAFETY: numbers.
+unsafe impl Plain for f32 {}
+// SAFETY: numbers.
+unsafe impl Plain for f64 {}
+// SAFETY: numbers.
+unsafe impl Plain for u32 {}
+
+/// The bytes of plain values.
+pub(crate) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
+    // SAFETY: the type has no padding, so that all bytes are initialised.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+/// The bytes of plain values, to be overwritten.
+pub(crate) fn bytes_of_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
+    // SAFETY: as above, and any bytes make valid values.
+    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 
 /// A struct of arguments as the `.cu` files declare it.
@@ -74,6 +119,36 @@ pub(crate) trait Queue {
         }
         // SAFETY: the caller's promise.
         unsafe { self.launch_raw(launch, std::ptr::from_ref(arguments).cast(), size_of::<A>()) }
+    }
+}
+
+/// A device's memory. Copies take their turn among the launches. A buffer that was not allocated here, or is part of none
+/// that was, is an error.
+pub(crate) trait Memory {
+    /// Room for `len` elements, whatever lies there, until the device is dropped.
+    fn allocate(&self, dtype: DType, len: usize) -> Result<Buffer>;
+
+    /// Sets every byte to zero.
+    fn zero(&self, buffer: Buffer) -> Result<()>;
+
+    /// Overwrites the buffer from its beginning.
+    fn upload(&self, bytes: &[u8], buffer: Buffer) -> Result<()>;
+
+    /// Waits for everything before, and reads the buffer from its beginning.
+    fn download(&self, buffer: Buffer, bytes: &mut [u8]) -> Result<()>;
+
+    /// A buffer of these values, as bytes where the type is none of a tensor's.
+    fn keep<T: Plain>(&self, values: &[T]) -> Result<Buffer> {
+        let buffer = self.allocate(DType::U8, size_of_val(values))?;
+        self.upload(bytes_of(values), buffer)?;
+        Ok(buffer)
+    }
+
+    /// The first `len` values of a buffer.
+    fn fetch<T: Plain>(&self, buffer: Buffer, len: usize) -> Result<Vec<T>> {
+        let mut values = vec![T::default(); len];
+        self.download(buffer, bytes_of_mut(&mut values))?;
+        Ok(values)
     }
 }
 

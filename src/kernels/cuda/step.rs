@@ -1,6 +1,6 @@
 //! The launch of `step.cu`, and what it moves and reports.
 
-use super::launch::{Arguments, Buffer, Launch, Queue};
+use super::launch::{Arguments, Buffer, Launch, Plain, Queue};
 use super::survey::RawStats;
 use crate::precision::{GradScaler, GradScalerConfig, HysteresisRefill, ScaleChange, ScalerPolicy, ScalerState};
 use candle_core::{DType, Result, bail};
@@ -26,8 +26,13 @@ pub(crate) struct StepState {
     bias_corrections: [f32; 2],
     unused: u32,
 }
+// SAFETY: numbers, 56 bytes.
+unsafe impl Plain for StepState {}
 
 impl StepState {
+    /// Bytes before the loss scale.
+    pub(crate) const SCALE_AT: usize = std::mem::offset_of!(Self, scale);
+
     /// Where a run under the dynamic rule is that has made `step` attempts and `updates` updates.
     pub(crate) fn new(scaler: &GradScaler, step: u64, updates: u64) -> Self {
         let ScalerState { scale, growth_tracker, hysteresis_left, floor_streak, .. } = scaler.state();
@@ -68,6 +73,8 @@ pub(crate) struct StepRecord {
     /// The state that the step left.
     pub(crate) after: StepState,
 }
+// SAFETY: numbers, 160 bytes.
+unsafe impl Plain for StepRecord {}
 
 impl StepRecord {
     /// Whether the masters were updated.

@@ -1,6 +1,6 @@
 //! Launches of `survey.cu`, and how its figures become [`TensorStats`].
 
-use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use super::launch::{Arguments, Buffer, Launch, Plain, Queue, entry, word};
 use crate::kernels::survey::TensorSurvey;
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
 use candle_core::{DType, Result, bail};
@@ -14,11 +14,13 @@ pub(crate) const BINS: usize = 256;
 
 /// A chunk of a tensor, as the kernels read it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Chunk {
     tensor: u32,
     index: u32,
 }
+// SAFETY: numbers, 8 bytes.
+unsafe impl Plain for Chunk {}
 
 /// How tensors of these lengths are cut: one block a chunk.
 pub(crate) fn chunks(lens: impl IntoIterator<Item = usize>) -> Vec<Chunk> {
@@ -30,13 +32,15 @@ pub(crate) fn chunks(lens: impl IntoIterator<Item = usize>) -> Vec<Chunk> {
 
 /// A tensor as the survey reads it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SurveyedTensor {
     data: u64,
     len: u64,
     first_chunk: u32,
     chunks: u32,
 }
+// SAFETY: numbers, 24 bytes.
+unsafe impl Plain for SurveyedTensor {}
 
 /// The table of the tensors to be surveyed, which are all of one type.
 pub(crate) fn tensors(buffers: &[Buffer]) -> Result<Vec<SurveyedTensor>> {
@@ -68,6 +72,8 @@ pub(crate) struct RawStats {
     most: u32,
     squares: f64,
 }
+// SAFETY: numbers, 56 bytes.
+unsafe impl Plain for RawStats {}
 
 impl RawStats {
     /// In the words of the log.

@@ -31,9 +31,6 @@ const TILE_BYTES: usize = 1 << 27;
 /// about 2 % of a step's time: the weight is read, and its gradient added to, once more.
 const DIRECT_TILE_BYTES: usize = 1 << 26;
 
-/// Tiles have a multiple of this many rows.
-const ROW_GROUP: usize = 16;
-
 impl<T> HeadWorkspace<T> {
     /// For `tokens` rows, `vocab` columns and inputs of `width`; `grads` is the weight gradient's type, `None` for a
     /// workspace that only evaluates.
@@ -48,8 +45,7 @@ impl<T> HeadWorkspace<T> {
         let tile_bytes = if grads == Some(DType::F32) { DIRECT_TILE_BYTES } else { TILE_BYTES };
         let tile = (tile_bytes / compute.size_in_bytes() / vocab).clamp(1, tokens);
         let tiles = tokens.div_ceil(tile);
-        // Whole groups of rows, so that every tile begins at an address that GPUs' vectors want.
-        let tile = tokens.div_ceil(tiles).next_multiple_of(if tiles > 1 { ROW_GROUP } else { 1 });
+        let tile = tokens.div_ceil(tiles);
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
         Ok(Self {
             logits: allocate(&[tile, vocab], compute)?,

@@ -16,6 +16,8 @@ use candle_core::{Result, bail};
 
 /// The head's product wants whole tiles of the tensor cores.
 const VOCAB_MULTIPLE: usize = 64;
+/// Tiles of the head have a multiple of this many rows, so that each begins at an address that vectors want.
+const ROW_GROUP: usize = 16;
 
 impl Gpt2 {
     /// Which parameter is the head's weight. On a device it has [`Gpt2Config::padded_vocab`] rows, and so has its gradient.
@@ -133,7 +135,8 @@ impl<D: Multiply> DevicePass<'_, D> {
         let HeadWorkspace { logits, weight_sum, losses } = ws.head;
         let ([rows, width, _], head) = (self.stream_shape(), model.lm_head);
         let (vocab, padded) = (model.config.vocab_size, model.config.padded_vocab());
-        let tile = logits.len / padded;
+        let room = logits.len / padded;
+        let tile = if room < rows { (room / ROW_GROUP * ROW_GROUP).max(1) } else { rows };
         for first in (0..rows).step_by(tile) {
             let count = tile.min(rows - first);
             let of_tile = |rows: Buffer| rows.part(first * width, count * width);

@@ -3,6 +3,7 @@
 //! Nothing here knows tensors or devices, so every rule of mixed precision is tested without a model.
 
 mod exponent_histogram;
+mod fallback;
 mod float_format;
 mod grad_scaler;
 mod headroom;
@@ -12,6 +13,7 @@ mod scaler_config;
 mod tensor_stats;
 
 pub use exponent_histogram::{ExponentHistogram, RangeShares};
+pub use fallback::{Fallback, FallbackRule, PrecisionConfig, Unit, UnitRecord};
 pub use float_format::{FloatClass, FloatFormat};
 pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
 pub use headroom::Headroom;

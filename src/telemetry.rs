@@ -17,8 +17,8 @@ pub use command::Command;
 pub use emitter::Emitter;
 pub use event::{
     ActivationMax, Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Origin, Outcome,
-    Overflow, Pass, Probe, Record, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord,
-    StepTime, TensorRecord, Trouble, VERSION, Validation,
+    Overflow, Pass, Probe, Record, Retyped, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started,
+    StepRecord, StepTime, TensorRecord, Trouble, VERSION, Validation,
 };
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, read, read_whole};

@@ -5,6 +5,7 @@ mod attribution;
 mod config;
 #[cfg(any(test, feature = "cuda"))]
 mod device;
+mod fallback;
 mod headroom;
 mod passes;
 mod probe;

@@ -253,6 +253,7 @@ fn started(settings: Invented) -> Started {
         total_steps: settings.total_steps,
         seed: 42,
         resumed_from: None,
+        fallback: std::collections::BTreeMap::new(),
         config: serde_json::Value::Null,
     }
 }

@@ -73,12 +73,13 @@ impl Contents<'_> {
         })
     }
 
-    /// What torch calls the weights' dtype.
+    /// What torch calls the weights' dtype; of several that which holds them all, for that is what they are loaded in.
     fn torch_dtype(&self) -> &'static str {
-        match self.weights.tensors().first().map(Tensor::dtype) {
-            Some(DType::F16) => "float16",
-            Some(DType::BF16) => "bfloat16",
-            _ => "float32",
+        let all = |dtype| self.weights.tensors().iter().all(|tensor| tensor.dtype() == dtype);
+        match () {
+            () if all(DType::F16) => "float16",
+            () if all(DType::BF16) => "bfloat16",
+            () => "float32",
         }
     }
 }

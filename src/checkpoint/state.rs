@@ -1,12 +1,13 @@
 //! `state.json`: everything that a run needs besides tensors to go on as if it had never stopped.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::data::Cursor;
-use crate::precision::ScalerState;
+use crate::precision::{ScalerState, Unit, UnitRecord};
 use crate::{Error, Result};
 
 /// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes. It reads this
@@ -31,6 +32,9 @@ pub struct State {
     pub identity: Identity,
     /// The loss scaler's moving parts.
     pub scaler: ScalerState,
+    /// The layers that have overflowed of late or compute in a wider type since.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub fallback: BTreeMap<Unit, UnitRecord>,
     /// Where the next training batch starts.
     pub cursor: Cursor,
     /// The schedule's settings that the run has used so far.
@@ -135,6 +139,7 @@ mod tests {
                 floor_streak: 0,
                 headroom: None,
             },
+            fallback: BTreeMap::from([(Unit::Block(1), UnitRecord { since: Some(9), ..UnitRecord::default() })]),
             cursor: Cursor { epoch: 1, window: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),

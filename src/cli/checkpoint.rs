@@ -147,6 +147,12 @@ fn description(path: &Path) -> Result<Vec<String>> {
         say("step", format!("{}, {} of them applied", state.step, state.updates));
         say("tokens", state.tokens.to_string());
         say("loss scale", format!("{}, {} clean steps", state.scaler.scale, state.scaler.growth_tracker));
+        let fallen =
+            state.fallback.iter().filter_map(|(unit, record)| Some(format!("{unit} since step {}", record.since?)));
+        let fallen: Vec<_> = fallen.collect();
+        if !fallen.is_empty() {
+            say("fallback", fallen.join(", "));
+        }
         say("cursor", format!("epoch {}, window {}", state.cursor.epoch, state.cursor.window));
         say("seed", state.seed.to_string());
         if let Some(best) = state.best {

@@ -103,7 +103,7 @@ impl Report {
             _ => None,
         };
         let caption = if self.has_samples() { "Figures, mean ± 95 % confidence" } else { "Figures" };
-        let rows = METRICS.iter().map(|metric| {
+        let rows = self.metrics().map(|metric| {
             let of_arm = |arm: &Arm| metric.show_estimate(arm.estimate(metric), false);
             let mut cells: Vec<String> = self.arms.iter().map(of_arm).collect();
             if difference.is_some() {

@@ -58,6 +58,8 @@ pub const METRICS: &[Metric] = &[
     metric("growths", "growths", Unit::Count, |f| Some(f.growths as f64)),
     metric("overflows", "overflows", Unit::Count, |f| Some(f.overflows as f64)),
     metric("skipped", "skipped steps", Unit::Count, |f| Some(f.skipped as f64)),
+    metric("longest_streak", "skipped in a row", Unit::Count, |f| Some(f.longest_streak as f64)),
+    metric("in_fallback", "layers in fallback", Unit::Count, |f| f.in_fallback.map(|layers| layers as f64)),
     metric("repeated", "repeated steps", Unit::Count, |f| Some(f.repeated as f64)),
     metric("tokens_lost", "tokens lost", Unit::Count, |f| Some(f.tokens_lost as f64)),
     metric("flushed", "flushed to zero", Unit::Share, |f| f.flushed),

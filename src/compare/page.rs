@@ -66,7 +66,7 @@ impl Report {
         if two {
             labels.push(format!("{} - {}", labels[1], labels[0]));
         }
-        let rows = METRICS.iter().map(|metric| {
+        let rows = self.metrics().map(|metric| {
             let of_arm = |arm: &Arm| metric.show_estimate(arm.estimate(metric), false);
             let mut cells: Vec<String> = self.arms.iter().map(of_arm).collect();
             if two {

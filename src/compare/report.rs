@@ -138,6 +138,11 @@ impl Report {
         Estimate::difference(&first.values(metric), &second.values(metric))
     }
 
+    /// The metrics that some run has a figure of.
+    pub fn metrics(&self) -> impl Iterator<Item = &'static Metric> {
+        METRICS.iter().filter(|metric| self.arms.iter().any(|arm| !arm.values(metric).is_empty()))
+    }
+
     /// The difference of two arms' final perplexities.
     pub fn perplexity(&self) -> Option<Estimate> {
         METRICS.iter().find(|metric| metric.key == "perplexity").and_then(|metric| self.difference(metric))

@@ -1,6 +1,6 @@
 //! One run's figures and curves, folded from its log.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -26,6 +26,10 @@ pub struct Figures {
     pub overflows: u64,
     /// Steps that changed nothing.
     pub skipped: u64,
+    /// The most steps in a row that changed nothing.
+    pub longest_streak: u64,
+    /// Layers that computed in a wider type in the end, where layers fall back.
+    pub in_fallback: Option<u64>,
     /// Attempts at a batch that had overflowed.
     pub repeated: u64,
     /// Tokens of batches that were given up.
@@ -161,6 +165,10 @@ struct Fold {
     retries: bool,
     /// Whether the next step repeats this one's batch.
     repeats: bool,
+    /// Steps skipped since the last applied one.
+    streak: u64,
+    /// The layers in fallback.
+    fallback: BTreeSet<String>,
     /// Outcome and loss of the last steps.
     last: VecDeque<Option<f64>>,
     /// Losses of the last applied steps.
@@ -191,6 +199,8 @@ impl Fold {
             run,
             retries: false,
             repeats: false,
+            streak: 0,
+            fallback: BTreeSet::new(),
             last: VecDeque::new(),
             applied: VecDeque::new(),
             probed: (0, 0),
@@ -205,11 +215,14 @@ impl Fold {
         match event {
             Event::Started(started) => {
                 self.retries = started.config.pointer("/scaler/on_overflow").and_then(Value::as_str) == Some("retry");
+                self.fallback = started.fallback.keys().cloned().collect();
                 self.run.started = *started;
                 self.run.finished = None;
             }
             Event::Step(step) => self.step(&step, s),
             Event::Overflow(_) => self.run.figures.overflows += 1,
+            Event::Retyped(retyped) if retyped.overflows == 0 => drop(self.fallback.remove(&retyped.layer)),
+            Event::Retyped(retyped) => drop(self.fallback.insert(retyped.layer)),
             Event::Eval(eval) => self.eval(&eval, s),
             Event::Probe(probe) => self.probe(&probe),
             Event::Finished(finished) => {
@@ -227,6 +240,8 @@ impl Fold {
         figures.steps = step.step;
         figures.updates = step.updates;
         figures.repeated += u64::from(self.repeats);
+        self.streak = if applied { 0 } else { self.streak + 1 };
+        figures.longest_streak = figures.longest_streak.max(self.streak);
         self.repeats = !applied && self.retries && step.scale.cause != ScaleCause::AtFloor;
         if applied {
             self.gradients.0 += step.grads.count;
@@ -276,6 +291,9 @@ impl Fold {
         let figures = &mut self.run.figures;
         let share = |(whole, part): (u64, u64)| (whole > 0).then(|| part as f64 / whole as f64);
         (figures.flushed, figures.subnormal) = (share(self.probed), share(self.gradients));
+        let falls_back =
+            self.run.started.config.pointer("/precision/fallback").and_then(Value::as_str) == Some("layer");
+        figures.in_fallback = falls_back.then_some(self.fallback.len() as u64);
         figures.loss = (!self.last.is_empty()).then(|| mean(self.last.iter().flatten().copied()));
         figures.tokens_per_s = self
             .pace

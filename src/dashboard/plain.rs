@@ -6,7 +6,7 @@ use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, sca
 use super::pace::Pace;
 use crate::precision::ScalerPolicy;
 use crate::telemetry::{
-    Event, FinishReason, Finished, Origin, Overflow, Record, ScaleCause, ScaleMove, Started, StepRecord,
+    Event, FinishReason, Finished, Origin, Overflow, Record, Retyped, ScaleCause, ScaleMove, Started, StepRecord,
 };
 use std::io::{self, Write};
 
@@ -151,6 +151,7 @@ pub(super) fn announcement(event: &Event) -> Option<String> {
     Some(match event {
         Event::Started(_) | Event::Step(_) => return None,
         Event::Overflow(overflow) => overflow_line(overflow),
+        Event::Retyped(retyped) => retyped_line(retyped),
         Event::Eval(eval) => format!(
             "eval step={} val_loss={} perplexity={} tokens={}",
             eval.step,
@@ -209,6 +210,14 @@ fn overflow_line(overflow: &Overflow) -> String {
         overflow.origin.as_ref().map_or_else(String::new, origin_pair),
         tensors.join(" ")
     )
+}
+
+fn retyped_line(retyped: &Retyped) -> String {
+    let Retyped { step, layer, from, to, overflows } = retyped;
+    match overflows {
+        0 => format!("fallback step={step} layer={layer} computes={from}->{to} back"),
+        _ => format!("fallback step={step} layer={layer} computes={from}->{to} overflows={overflows}"),
+    }
 }
 
 fn origin_pair(origin: &Origin) -> String {
@@ -350,6 +359,21 @@ mod tests {
             ),
             "{}",
             found[0]
+        );
+    }
+
+    #[test]
+    fn a_layer_that_changes_its_type_is_told_at_once() {
+        let retyped = |overflows| {
+            let (from, to) = if overflows > 0 { ("f16", "f32") } else { ("f32", "f16") };
+            Event::Retyped(Retyped { step: 9, layer: "h.1".into(), from: from.into(), to: to.into(), overflows })
+        };
+        assert_eq!(
+            lines(128, vec![retyped(3), retyped(0)]),
+            [
+                "fallback step=9 layer=h.1 computes=f16->f32 overflows=3",
+                "fallback step=9 layer=h.1 computes=f32->f16 back"
+            ]
         );
     }
 

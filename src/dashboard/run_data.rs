@@ -4,12 +4,12 @@ use super::format::{loss, magnitude, scale};
 use super::pace::Pace;
 use super::plain::announcement;
 use super::theme::Role;
-use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy};
+use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, Unit};
 use crate::telemetry::{
     Event, Finished, GradStats, Origin, Outcome, Overflow, Probe, Record, Saved, ScaleCause, ScaleMove, Series,
     StairCase, Started, StepRecord, TensorRecord,
 };
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// Buckets of a curve over the whole run; a screen has fewer columns of dots.
 const CURVE: usize = 2048;
@@ -44,6 +44,8 @@ pub(super) struct RunData {
     pub(super) skips: Series,
     /// Newest last.
     pub(super) overflows: VecDeque<OverflowRow>,
+    /// The layers that compute in another type than the policy's, each with its type.
+    pub(super) fallback: BTreeMap<String, String>,
     pub(super) tensors: Tensors,
     pub(super) probe: Option<Probe>,
     /// Newest last.
@@ -125,6 +127,7 @@ impl Default for RunData {
             scale: StairCase::new(CURVE),
             skips: Series::new(CURVE),
             overflows: VecDeque::new(),
+            fallback: BTreeMap::new(),
             tensors: Tensors::default(),
             probe: None,
             events: VecDeque::new(),
@@ -154,10 +157,13 @@ impl RunData {
         match event {
             Event::Started(started) => {
                 self.phase = Phase::Running;
+                self.fallback.clone_from(&started.fallback);
                 self.started = Some(*started);
             }
             Event::Step(step) => self.step(*step, s),
             Event::Overflow(overflow) => self.overflow(overflow),
+            Event::Retyped(retyped) if retyped.overflows == 0 => drop(self.fallback.remove(&retyped.layer)),
+            Event::Retyped(retyped) => drop(self.fallback.insert(retyped.layer, retyped.to)),
             Event::Eval(eval) => {
                 self.validation.push(eval.step, s, eval.loss);
                 self.last_validation = Some(eval.loss);
@@ -214,7 +220,7 @@ impl RunData {
             Event::Probe(_) => ('▾', Role::Subnormal),
             Event::Saved(_) => ('●', Role::Good),
             Event::Paused { .. } => ('‖', Role::Subnormal),
-            Event::Warning(_) => ('▴', Role::Subnormal),
+            Event::Warning(_) | Event::Retyped(_) => ('▴', Role::Subnormal),
             Event::Finished(_) => ('■', Role::Good),
         };
         let text = match event {
@@ -315,6 +321,22 @@ impl RunData {
     /// The probe's FP32 gradients by exponent, unscaled.
     pub(super) fn probe_histogram(&self) -> Option<ExponentHistogram> {
         self.probe.as_ref().map(|probe| histogram(&probe.grads))
+    }
+
+    /// The layers that compute in another type than the policy's, in words: `f32 h.1, h.3`. Empty if there are none.
+    pub(super) fn in_fallback(&self) -> String {
+        let mut layers: Vec<_> = self.fallback.keys().map(String::as_str).collect();
+        layers.sort_by_key(|layer| layer_order(layer));
+        self.fallback.values().next().map_or_else(String::new, |dtype| format!("{dtype} {}", layers.join(", ")))
+    }
+
+    /// The model's layers, in order.
+    pub(super) fn layers(&self) -> Vec<Layer> {
+        let mut layers = self.tensors.layers();
+        for layer in &mut layers {
+            layer.in_fallback = self.fallback.contains_key(&Unit::of(&layer.name).to_string());
+        }
+        layers
     }
 
     /// Whether training has come to an end.
@@ -444,7 +466,7 @@ impl Tensors {
     }
 
     /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`.
-    pub(super) fn layers(&self) -> Vec<Layer> {
+    fn layers(&self) -> Vec<Layer> {
         let mut layers: Vec<Layer> = Vec::new();
         for row in &self.rows {
             let name = layer_name(&row.name);
@@ -488,6 +510,8 @@ pub(super) struct Layer {
     pub(super) count: u64,
     /// Whether the newest overflow was here.
     pub(super) overflowed: bool,
+    /// Whether it computes in another type than the policy's.
+    pub(super) in_fallback: bool,
 }
 
 impl Layer {
@@ -508,6 +532,7 @@ impl Layer {
         self.sum_squares += next.sum_squares;
         self.count += next.count;
         self.overflowed |= next.overflowed;
+        self.in_fallback |= next.in_fallback;
     }
 
     /// Root mean square of its elements.

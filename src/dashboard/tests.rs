@@ -11,8 +11,8 @@ use super::theme::Theme;
 use super::view;
 use super::watch::Watched;
 use crate::telemetry::{
-    self, Command, Event, EventLog, FinishReason, GpuStats, Origin, Overflow, Pass, ProcessStats, Record, Saved,
-    Started, StepRecord, VERSION,
+    self, Command, Event, EventLog, FinishReason, GpuStats, Origin, Overflow, Pass, ProcessStats, Record, Retyped,
+    Saved, Started, StepRecord, VERSION,
 };
 use invented::{Invented, InventedRun};
 use ratatui::buffer::{Buffer, Cell};
@@ -123,6 +123,27 @@ fn a_real_overflow_can_be_read_off() {
     assert!(list.contains("1 2^24→2^23  ") && list.contains("8 2^17→2^16  h.0.attn.c_proj.bias, "), "{list}");
     let stairs: Vec<_> = view.run().scale.points().iter().map(|point| point.value.log2()).collect();
     assert!(stairs.len() > 6 && stairs.windows(2).all(|pair| pair[1] == pair[0] - 1.0), "{stairs:?}");
+}
+
+#[test]
+fn layers_in_fallback_are_named_and_marked() {
+    let mut view = running();
+    let retyped = |step, layer: &str, overflows| {
+        let (from, to) = if overflows > 0 { ("f16", "f32") } else { ("f32", "f16") };
+        record(Event::Retyped(Retyped { step, layer: layer.into(), from: from.into(), to: to.into(), overflows }))
+    };
+    for (step, layer) in [(1801, "head"), (1802, "h.3"), (1803, "h.5")] {
+        update(&mut view, retyped(step, layer, 3));
+    }
+    update(&mut view, retyped(1900, "h.5", 0));
+    snapshots("fallback", &view);
+    press(&mut view, "4");
+    assert!(picture(&view, FULL).contains("▴ fallback layer=h.5 computes=f32->f16 back"), "{}", picture(&view, FULL));
+    // A process that goes on from before all this says itself who is in fallback.
+    let fallback = [("h.2".to_owned(), "f32".to_owned())].into();
+    let started = Started { resumed_from: Some(1700), fallback, ..Started::default() };
+    update(&mut view, record(Event::Started(Box::new(started))));
+    assert_eq!(view.run().in_fallback(), "f32 h.2");
 }
 
 #[test]

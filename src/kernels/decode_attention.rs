@@ -23,6 +23,15 @@ impl KeyValues {
         Ok(Self { keys: zeros()?, values: zeros()? })
     }
 
+    /// Lets it store `dtype`, empty, if it does not yet.
+    pub fn retype(&mut self, dtype: DType) -> Result<()> {
+        if self.keys.dtype() != dtype {
+            let (heads, capacity, head_size) = self.keys.dims3()?;
+            *self = Self::new(heads, capacity, head_size, dtype, &self.keys.device().clone())?;
+        }
+        Ok(())
+    }
+
     /// Stores the keys and values of `qkv [n, 3·D]` behind those of the first `past` tokens, and attends with its queries:
     /// `out [n, D] = softmax(Q Kᵀ / √head_size, causal) V`.
     pub fn attend(&self, past: usize, qkv: &Tensor, out: &Tensor) -> Result<()> {

@@ -18,7 +18,7 @@ use crate::model::config::Gpt2Config;
 use crate::model::layers::{LayerNorm, Linear, Normed, position};
 use crate::model::parameters::Parameters;
 use crate::model::watch::{Layer, Part, Place, Watch};
-use crate::precision::{Dtype, PrecisionPolicy};
+use crate::precision::{Dtype, FloatFormat, PrecisionPolicy, Unit};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::cell::Cell;
 
@@ -92,8 +92,11 @@ struct Activations<T = Tensor> {
 }
 
 /// All buffers of a forward and backward pass for one (batch, sequence) shape.
+///
+/// Each block, and the head with what is around the blocks, has a compute type of its own, usually the policy's.
 #[derive(Debug)]
 pub struct Workspace<T = Tensor> {
+    policy: PrecisionPolicy,
     batch: usize,
     seq_len: usize,
     blocks: Vec<Activations<T>>,
@@ -101,21 +104,36 @@ pub struct Workspace<T = Tensor> {
     output: T,
     ln_f: Normed<T>,
     head: HeadWorkspace<T>,
-    /// A branch's output before it joins the stream; in the backward pass, its gradient.
-    branch: T,
-    backward: Option<BackwardBuffers<T>>,
+    backward: Option<StreamGradient<T>>,
+    /// What passes through layers of the policy's compute type.
+    passing: Passing<T>,
+    /// The same for each other type in use.
+    others: Vec<Passing<T>>,
 }
 
 #[derive(Debug)]
-struct BackwardBuffers<T = Tensor> {
+struct StreamGradient<T = Tensor> {
     /// Gradient of the residual stream.
     stream: T,
+    /// The first backward pass gives it its length.
+    order: Vec<u32>,
+}
+
+/// What the layers of one compute type write in turn.
+#[derive(Debug)]
+struct Passing<T = Tensor> {
+    compute: DType,
+    /// A branch's output before it joins the stream; in the backward pass, its gradient.
+    branch: T,
+    backward: Option<BranchGradients<T>>,
+}
+
+#[derive(Debug)]
+struct BranchGradients<T = Tensor> {
     /// Gradient of a layer norm's or the attention's output.
     narrow: T,
     qkv: T,
     wide: T,
-    /// The first backward pass gives it its length.
-    order: Vec<u32>,
 }
 
 /// What the buffers of a [`Workspace`] take, in bytes.
@@ -136,6 +154,85 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
     }
 }
 
+/// What a type of candle's can hold.
+pub fn float_format(dtype: DType) -> FloatFormat {
+    match dtype {
+        DType::F16 => FloatFormat::FP16,
+        DType::BF16 => FloatFormat::BF16,
+        _ => FloatFormat::FP32,
+    }
+}
+
+impl<T> Activations<T> {
+    fn lay_out(
+        config: &Gpt2Config,
+        tokens: usize,
+        compute: DType,
+        stream: DType,
+        allocate: Allocate<'_, T>,
+    ) -> Result<Self> {
+        let width = config.n_embd;
+        let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
+        let norm = || Normed::lay_out(tokens, width, compute, allocate);
+        Ok(Self {
+            input: rows(width, stream)?,
+            ln_1: norm()?,
+            qkv: rows(3 * width, compute)?,
+            attended: rows(width, compute)?,
+            lse: allocate(&[tokens * config.n_head], DType::F32)?,
+            middle: rows(width, stream)?,
+            ln_2: norm()?,
+            fc: rows(config.n_inner, compute)?,
+            gelu: rows(config.n_inner, compute)?,
+        })
+    }
+}
+
+impl Activations {
+    fn compute(&self) -> DType {
+        self.qkv.dtype()
+    }
+}
+
+impl Passing {
+    /// Whichever of these layers that compute in `compute` use.
+    fn of<'a>(policy: &'a Self, others: &'a [Self], compute: DType) -> Result<&'a Self> {
+        match [policy].into_iter().chain(others).find(|passing| passing.compute == compute) {
+            Some(passing) => Ok(passing),
+            None => bail!("this workspace has no buffers for layers that compute in {compute:?}"),
+        }
+    }
+}
+
+impl<T> Passing<T> {
+    fn gradients(&self) -> Result<&BranchGradients<T>> {
+        match &self.backward {
+            Some(gradients) => Ok(gradients),
+            None => bail!("this workspace has no buffers for a backward pass"),
+        }
+    }
+}
+
+impl<T> Passing<T> {
+    fn lay_out(
+        config: &Gpt2Config,
+        tokens: usize,
+        compute: DType,
+        train: bool,
+        allocate: Allocate<'_, T>,
+    ) -> Result<Self> {
+        let rows = |columns: usize| allocate(&[tokens, columns], compute);
+        let backward = || -> Result<BranchGradients<T>> {
+            Ok(BranchGradients {
+                narrow: rows(config.n_embd)?,
+                qkv: rows(3 * config.n_embd)?,
+                wide: rows(config.n_inner)?,
+            })
+        };
+        Ok(Self { compute, branch: rows(config.n_embd)?, backward: train.then(backward).transpose()? })
+    }
+}
+
 impl<T> Workspace<T> {
     /// The one list of buffers, for training (with `train`) or evaluation: those that are `kept` for the backward pass,
     /// and those that something `passing` lies in.
@@ -149,41 +246,22 @@ impl<T> Workspace<T> {
     ) -> Result<Self> {
         let (tokens, width) = (batch * seq_len, config.n_embd);
         let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
-        let keep = |columns: usize, dtype| kept(&[tokens, columns], dtype);
-        let pass = |columns: usize, dtype| passing(&[tokens, columns], dtype);
-        let norm = || Normed::lay_out(tokens, width, compute, kept);
-        let activations = || -> Result<Activations<T>> {
-            Ok(Activations {
-                input: keep(width, stream)?,
-                ln_1: norm()?,
-                qkv: keep(3 * width, compute)?,
-                attended: keep(width, compute)?,
-                lse: kept(&[tokens * config.n_head], DType::F32)?,
-                middle: keep(width, stream)?,
-                ln_2: norm()?,
-                fc: keep(config.n_inner, compute)?,
-                gelu: keep(config.n_inner, compute)?,
-            })
-        };
-        let backward = || -> Result<BackwardBuffers<T>> {
-            Ok(BackwardBuffers {
-                stream: pass(width, stream)?,
-                narrow: pass(width, compute)?,
-                qkv: pass(3 * width, compute)?,
-                wide: pass(config.n_inner, compute)?,
-                order: Vec::new(),
-            })
+        let block = |_| Activations::lay_out(config, tokens, compute, stream, kept);
+        let backward = || -> Result<StreamGradient<T>> {
+            Ok(StreamGradient { stream: passing(&[tokens, width], stream)?, order: Vec::new() })
         };
         let grads = train.then(|| candle_dtype(policy.grads));
         Ok(Self {
+            policy,
             batch,
             seq_len,
-            blocks: (0..config.n_layer).map(|_| activations()).collect::<Result<_>>()?,
-            output: keep(width, stream)?,
-            ln_f: norm()?,
+            blocks: (0..config.n_layer).map(block).collect::<Result<_>>()?,
+            output: kept(&[tokens, width], stream)?,
+            ln_f: Normed::lay_out(tokens, width, compute, kept)?,
             head: HeadWorkspace::lay_out(tokens, config.vocab_size, width, compute, grads, passing)?,
-            branch: pass(width, compute)?,
             backward: train.then(backward).transpose()?,
+            passing: Passing::lay_out(config, tokens, compute, train, passing)?,
+            others: Vec::new(),
         })
     }
 }
@@ -215,6 +293,32 @@ impl Workspace {
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         Self::lay_out(config, policy, (batch, seq_len), train, &zeros, &zeros)
+    }
+
+    /// Gives `unit` buffers of another compute type; those of others stay as they are.
+    pub fn retype(&mut self, config: &Gpt2Config, unit: Unit, compute: Dtype) -> Result<()> {
+        let device = self.output.device().clone();
+        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, &device);
+        let (tokens, train, policy) = (self.batch * self.seq_len, self.backward.is_some(), self.policy);
+        let (dtype, stream) = (candle_dtype(compute), self.output.dtype());
+        match unit {
+            Unit::Block(block) if block < self.blocks.len() => {
+                self.blocks[block] = Activations::lay_out(config, tokens, dtype, stream, &zeros)?;
+            }
+            Unit::Block(block) => bail!("there is no block {block} among {}", self.blocks.len()),
+            Unit::Head => {
+                let grads = train.then(|| candle_dtype(policy.with_compute(compute).grads));
+                let (vocab, width) = (config.vocab_size, config.n_embd);
+                self.ln_f = Normed::lay_out(tokens, width, dtype, &zeros)?;
+                self.head = HeadWorkspace::lay_out(tokens, vocab, width, dtype, grads, &zeros)?;
+            }
+        }
+        let used: Vec<DType> = self.blocks.iter().map(Activations::compute).chain([self.ln_f.out.dtype()]).collect();
+        self.others.retain(|passing| used.contains(&passing.compute));
+        if Passing::of(&self.passing, &self.others, dtype).is_err() {
+            self.others.push(Passing::lay_out(config, tokens, dtype, train, &zeros)?);
+        }
+        Ok(())
     }
 
     /// Sequences in a batch.
@@ -307,24 +411,25 @@ impl Gpt2 {
         watch.saw_part(EMBEDDING, Part::Output, first)?;
         for (i, (block, acts)) in self.blocks.iter().zip(&ws.blocks).enumerate() {
             let site = Sites::of(i);
+            let branch = &Passing::of(&ws.passing, &ws.others, acts.compute())?.branch;
             block.ln_1.forward(weights, &acts.input, &acts.ln_1, watch)?;
             block.c_attn.forward(weights, &acts.ln_1.out, &acts.qkv, watch)?;
             let dropout = mode.dropout(config.attn_pdrop, site.attention);
             attention::forward(shape, &acts.qkv, dropout, &acts.attended, &acts.lse)?;
             watch.saw_part(Layer::inner(i, ATTENTION), Part::Output, &acts.attended)?;
-            block.attn_c_proj.forward(weights, &acts.attended, &ws.branch, watch)?;
+            block.attn_c_proj.forward(weights, &acts.attended, branch, watch)?;
             let dropout = mode.dropout(config.resid_pdrop, site.attention_out);
-            residual::add(&acts.input, &ws.branch, dropout, &acts.middle)?;
+            residual::add(&acts.input, branch, dropout, &acts.middle)?;
             watch.saw_part(Layer::inner(i, ATTENTION_SUM), Part::Output, &acts.middle)?;
 
             block.ln_2.forward(weights, &acts.middle, &acts.ln_2, watch)?;
             block.c_fc.forward(weights, &acts.ln_2.out, &acts.fc, watch)?;
             gelu::forward(&acts.fc, &acts.gelu)?;
             watch.saw_part(Layer::inner(i, GELU), Part::Output, &acts.gelu)?;
-            block.mlp_c_proj.forward(weights, &acts.gelu, &ws.branch, watch)?;
+            block.mlp_c_proj.forward(weights, &acts.gelu, branch, watch)?;
             let dropout = mode.dropout(config.resid_pdrop, site.mlp_out);
             let next = ws.blocks.get(i + 1).map_or(&ws.output, |block| &block.input);
-            residual::add(&acts.middle, &ws.branch, dropout, next)?;
+            residual::add(&acts.middle, branch, dropout, next)?;
             watch.saw_part(Layer::inner(i, MLP_SUM), Part::Output, next)?;
         }
         self.ln_f.forward(weights, &ws.output, &ws.ln_f, watch)
@@ -357,8 +462,8 @@ impl Gpt2 {
         grads: &Parameters,
         watch: &mut impl Watch,
     ) -> Result<f64> {
-        let Some(buffers) = &ws.backward else { bail!("this workspace has no buffers for a backward pass") };
-        let gradient = HeadGradient { seed, dx: &buffers.narrow, dweight: &grads[self.lm_head] };
+        let narrow = &Passing::of(&ws.passing, &ws.others, ws.ln_f.out.dtype())?.gradients()?.narrow;
+        let gradient = HeadGradient { seed, dx: narrow, dweight: &grads[self.lm_head] };
         head(&ws.ln_f.out, &weights[self.lm_head], targets, &ws.head, Some(gradient), |tensor, first_token, values| {
             let part = match tensor {
                 HeadTensor::Logits => Part::Output,
@@ -395,14 +500,18 @@ impl Gpt2 {
         self.check(tokens, ws)?;
         let shape = self.shape(ws);
         let config = &self.config;
-        let Some(buffers) = &mut ws.backward else { bail!("this workspace has no buffers for a backward pass") };
-        let BackwardBuffers { stream, narrow, qkv, wide, order } = buffers;
-        let branch = &ws.branch;
+        let Workspace { blocks, output, ln_f, backward, passing, others, .. } = ws;
+        let Some(StreamGradient { stream, order }) = backward else {
+            bail!("this workspace has no buffers for a backward pass")
+        };
         order.resize(tokens.ids.len(), 0);
         view::write(stream, |mut stream| stream.zero())?;
-        self.ln_f.backward(weights, &ws.output, &ws.ln_f, narrow, stream, grads, watch)?;
-        for (i, (block, acts)) in self.blocks.iter().zip(&ws.blocks).enumerate().rev() {
+        let narrow = &Passing::of(passing, others, ln_f.out.dtype())?.gradients()?.narrow;
+        self.ln_f.backward(weights, output, ln_f, narrow, stream, grads, watch)?;
+        for (i, (block, acts)) in self.blocks.iter().zip(&*blocks).enumerate().rev() {
             let site = Sites::of(i);
+            let passing = Passing::of(passing, others, acts.compute())?;
+            let (branch, BranchGradients { narrow, qkv, wide }) = (&passing.branch, passing.gradients()?);
             residual::branch_gradient(stream, mode.dropout(config.resid_pdrop, site.mlp_out), branch)?;
             watch.saw_part(block.mlp_c_proj.layer(), Part::OutputGradient, branch)?;
             block.mlp_c_proj.backward(weights, &acts.gelu, branch, wide, grads, watch)?;

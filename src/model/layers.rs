@@ -99,6 +99,11 @@ impl Linear {
         Ok(Self { layer, weight, bias: position(parameters, &format!("{layer}.bias"))? })
     }
 
+    /// The index of its weight among the parameters.
+    pub(crate) const fn weight(&self) -> usize {
+        self.weight
+    }
+
     /// Its name.
     pub(crate) const fn layer(&self) -> Layer {
         self.layer

@@ -4,8 +4,9 @@
 //! same parameter in all of them, in every run.
 
 use crate::kernels::view;
+use crate::precision::Unit;
 use crate::random::{Domain, Stream, site_of};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use std::sync::Arc;
 
 /// A parameter's name, in Hugging Face's words without the `transformer.` prefix, and its shape.
@@ -105,6 +106,21 @@ impl Parameters {
     /// The index of a name.
     pub fn position(&self, name: &str) -> Option<usize> {
         self.layout.binary_search_by(|entry| entry.name.as_str().cmp(name)).ok()
+    }
+
+    /// Puts another tensor of the same shape, such as one of another type, in the place of `index`.
+    pub fn replace(&mut self, index: usize, tensor: Tensor) -> Result<()> {
+        let entry = &self.layout[index];
+        if tensor.dims() != entry.shape {
+            bail!("`{}` has the shape {:?}, not {:?}", entry.name, entry.shape, tensor.dims());
+        }
+        self.tensors[index] = tensor;
+        Ok(())
+    }
+
+    /// The parameters of a unit, by index.
+    pub fn of_unit(&self, unit: Unit) -> Vec<usize> {
+        (0..self.len()).filter(|&index| Unit::of(&self.layout[index].name) == unit).collect()
     }
 
     /// The tensor of a name.

@@ -1,6 +1,7 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe.
 
 use crate::kernels::adamw::{AdamWStep, step};
+use crate::kernels::view;
 use crate::model::{Entry, Parameters};
 use crate::precision::Dtype;
 use candle_core::{DType, Result};
@@ -70,7 +71,7 @@ impl AdamW {
                 bias_corrections: self.config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
                 grad_factor,
             };
-            let weight = (!masters.are_the_weights()).then(|| &weights[i]);
+            let weight = Some(&weights[i]).filter(|weight| weight.dtype() != DType::F32);
             step(numbers, &grads[i], &masters.parameters()[i], &self.exp_avg[i], &self.exp_avg_sq[i], weight)?;
         }
         Ok(())
@@ -81,16 +82,14 @@ impl AdamW {
 #[derive(Debug)]
 pub struct MasterWeights {
     parameters: Parameters,
-    are_the_weights: bool,
 }
 
 impl MasterWeights {
     /// Takes FP32 `parameters` and rounds a working copy of `compute` type from them. In FP32 there is no second copy:
     /// the working copy is the masters' own storage.
     pub fn new(parameters: Parameters, compute: DType) -> Result<(Self, Parameters)> {
-        let are_the_weights = compute == DType::F32;
-        let weights = if are_the_weights { parameters.clone() } else { parameters.zeros_like(compute)? };
-        let masters = Self { parameters, are_the_weights };
+        let weights = if compute == DType::F32 { parameters.clone() } else { parameters.zeros_like(compute)? };
+        let masters = Self { parameters };
         masters.write_compute_copy(&weights)?;
         Ok((masters, weights))
     }
@@ -106,18 +105,24 @@ impl MasterWeights {
         &self.parameters
     }
 
-    /// Whether the working copy shares the masters' storage.
-    pub fn are_the_weights(&self) -> bool {
-        self.are_the_weights
+    /// Gives parameter `index` a working copy of another type in `weights`; in FP32 that is the master itself.
+    pub fn retype(&self, index: usize, compute: DType, weights: &mut Parameters) -> Result<()> {
+        let master = &self.parameters[index];
+        if compute == DType::F32 {
+            return weights.replace(index, master.clone());
+        }
+        let weight = view::zeros(master.dims(), compute, master.device())?;
+        view::copy(master, &weight)?;
+        weights.replace(index, weight)
     }
 
     /// Rounds every master into `weights`.
     pub fn write_compute_copy(&self, weights: &Parameters) -> Result<()> {
-        if self.are_the_weights {
-            return Ok(());
-        }
         for (master, weight) in self.parameters.tensors().iter().zip(weights.tensors()) {
-            crate::kernels::view::copy(master, weight)?;
+            // In FP32 they are one tensor.
+            if weight.dtype() != DType::F32 {
+                view::copy(master, weight)?;
+            }
         }
         Ok(())
     }

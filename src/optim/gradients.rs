@@ -2,8 +2,8 @@
 
 use crate::kernels::survey::{TensorSurvey, survey};
 use crate::kernels::view;
-use crate::model::{Parameters, candle_dtype};
-use crate::precision::{Dtype, FloatFormat, PrecisionPolicy};
+use crate::model::{Parameters, candle_dtype, float_format};
+use crate::precision::{Dtype, PrecisionPolicy};
 use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
 
@@ -16,7 +16,7 @@ pub struct Gradients {
     born: Parameters,
     sum: Option<Parameters>,
     micro_batches: usize,
-    format: FloatFormat,
+    policy: PrecisionPolicy,
 }
 
 /// What the gradients of a step look like, scaled as they are.
@@ -26,6 +26,9 @@ pub struct Survey {
     pub tensors: Vec<TensorSurvey>,
     /// All of them together.
     pub total: TensorSurvey,
+    /// The largest finite magnitude among those that were born in the policy's type: what the loss scale has to leave room
+    /// for.
+    pub largest: f32,
 }
 
 impl Gradients {
@@ -38,13 +41,21 @@ impl Gradients {
     ) -> Result<Self> {
         let born = Parameters::zeros(shapes, candle_dtype(policy.grads), device)?;
         let sum = (grad_accum > 1).then(|| born.zeros_like(DType::F32)).transpose()?;
-        Ok(Self { born, sum, micro_batches: 0, format: policy.grads.format() })
+        Ok(Self { born, sum, micro_batches: 0, policy })
     }
 
     /// What [`Gradients::new`] allocates for so many parameters, in bytes.
     pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize) -> u64 {
         let sum = if grad_accum > 1 { Dtype::F32.size_in_bytes() } else { 0 };
         parameters * (policy.grads.size_in_bytes() + sum) as u64
+    }
+
+    /// Lets the gradient of parameter `index` be born as where its layer computes in `compute`.
+    pub fn retype(&mut self, index: usize, compute: Dtype) -> Result<()> {
+        let dtype = candle_dtype(self.policy.with_compute(compute).grads);
+        let born = &self.born[index];
+        let retyped = view::zeros(born.dims(), dtype, born.device())?;
+        self.born.replace(index, retyped)
     }
 
     /// Forgets the last step's gradients.
@@ -78,13 +89,21 @@ impl Gradients {
     pub fn survey(&self, exponents: bool, survey_out: &mut Survey) -> Result<()> {
         let tensors = self.total().tensors();
         survey_out.tensors.resize(tensors.len(), TensorSurvey::default());
-        survey_out.tensors.par_iter_mut().zip(tensors).try_for_each(|(out, tensor)| -> Result<()> {
-            *out = survey(tensor, self.format, exponents)?;
-            Ok(())
-        })?;
+        let born = self.born.tensors();
+        survey_out.tensors.par_iter_mut().zip(tensors.par_iter().zip(born)).try_for_each(
+            |(out, (tensor, born))| -> Result<()> {
+                *out = survey(tensor, float_format(born.dtype()), exponents)?;
+                Ok(())
+            },
+        )?;
         survey_out.total = TensorSurvey::default();
-        for tensor in &survey_out.tensors {
+        survey_out.largest = 0.0;
+        let policy = candle_dtype(self.policy.grads);
+        for (tensor, born) in survey_out.tensors.iter().zip(born) {
             survey_out.total.merge(tensor);
+            if born.dtype() == policy {
+                survey_out.largest = survey_out.largest.max(tensor.stats.max_abs);
+            }
         }
         Ok(())
     }

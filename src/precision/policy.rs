@@ -86,6 +86,13 @@ impl PrecisionPolicy {
     /// BF16 products and gradients over FP32 masters; has FP32's range, so no loss scaling.
     pub const BF16: Self = Self { compute: Dtype::BF16, grads: Dtype::BF16, ..Self::FP32 };
 
+    /// The same for a layer that computes in another type: its gradients are born in that, or in FP32 as before.
+    #[must_use]
+    pub fn with_compute(self, compute: Dtype) -> Self {
+        let grads = if self.grads == Dtype::F32 { Dtype::F32 } else { compute };
+        Self { compute, grads, ..self }
+    }
+
     /// Whether gradients pass through FP16, whose smallest value is 2^-24: then the loss has to be scaled.
     pub const fn needs_loss_scale(self) -> bool {
         matches!(self.compute, Dtype::F16) || matches!(self.grads, Dtype::F16)

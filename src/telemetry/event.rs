@@ -11,6 +11,7 @@ use super::float;
 use super::process::ProcessId;
 use crate::precision::{ExponentHistogram, GradScalerConfig, ScaleChange, ScalerPolicy, TensorStats};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// The version of the log's format, written as `v` on every line.
@@ -40,6 +41,8 @@ pub enum Event {
     Step(Box<StepRecord>),
     /// A step was skipped because gradients were not finite. Follows its `Step`.
     Overflow(Overflow),
+    /// A layer computes in another type from the next step on. Follows the `Step` that caused it.
+    Retyped(Retyped),
     /// The validation loss was computed.
     Eval(Validation),
     /// Text was generated.
@@ -112,6 +115,9 @@ pub struct Started {
     pub seed: u64,
     /// The step of the checkpoint this process went on from. Earlier lines of later steps are void.
     pub resumed_from: Option<u64>,
+    /// The layers that computed in another type than the policy's at that moment, each with its type.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub fallback: BTreeMap<String, String>,
     /// The resolved configuration.
     pub config: serde_json::Value,
 }
@@ -428,6 +434,22 @@ pub struct Origin {
     pub samples: Vec<usize>,
 }
 
+/// A layer that has overflowed too often and now computes in a wider type, or that has come back.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Retyped {
+    /// The step after which it did.
+    pub step: u64,
+    /// A block, `h.3`, or `head`: all that is outside the blocks.
+    pub layer: String,
+    /// The type it has computed in.
+    pub from: String,
+    /// The type it will compute in.
+    pub to: String,
+    /// Its overflows of late that made it fall back; 0 if it came back.
+    pub overflows: usize,
+}
+
 /// Half of a step's computation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -595,6 +617,7 @@ impl Event {
             Self::Started(_) => return None,
             Self::Step(step) => step.step,
             Self::Overflow(overflow) => overflow.step,
+            Self::Retyped(retyped) => retyped.step,
             Self::Eval(eval) => eval.step,
             Self::Sample(sample) => sample.step,
             Self::Probe(probe) => probe.step,

@@ -2,7 +2,7 @@
 
 use crate::data::Source;
 use crate::optim::{AdamWConfig, LrSchedule, ScheduleKind};
-use crate::precision::{GradScalerConfig, PrecisionPolicy};
+use crate::precision::{GradScalerConfig, PrecisionConfig, PrecisionPolicy};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -60,6 +60,8 @@ pub struct Config {
     pub schedule: ScheduleSection,
     /// The dynamic loss scale; in force where the policy computes in FP16.
     pub scaler: GradScalerConfig,
+    /// Layers that compute in another type than the policy's.
+    pub precision: PrecisionConfig,
     /// Dropout rates; off by default.
     pub dropout: DropoutSection,
     /// What is written where.
@@ -196,6 +198,7 @@ impl Default for Config {
             optimizer: OptimizerSection::default(),
             schedule: ScheduleSection::default(),
             scaler: GradScalerConfig::default(),
+            precision: PrecisionConfig::default(),
             dropout: DropoutSection::default(),
             checkpoint: CheckpointSection::default(),
             telemetry: TelemetrySection::default(),
@@ -409,6 +412,7 @@ impl Config {
             let (key, message) = message.split_once(": ").unwrap_or(("scaler", &message));
             Error::config(key, message)
         })?;
+        self.precision.validate(self.dtype.compute)?;
         if let Some(run) = &self.checkpoint.run
             && (run.is_empty() || run.starts_with('.') || run.contains(['/', '\\', '\0']))
         {
@@ -549,6 +553,8 @@ mod tests {
             ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas"),
             ("[scaler]\ngrowth_factor = 1.0", "scaler"),
             ("[dropout]\nresidual = 1.5", "dropout.residual"),
+            ("dtype = \"bf16\"\n[precision]\nfallback = \"layer\"", "precision.fallback"),
+            ("[precision]\nfallback = \"block\"", "precision.fallback"),
             ("[checkpoint]\nrun = \"../x\"", "checkpoint.run"),
         ] {
             let message = resolve(file, &[]).unwrap_err().to_string();

@@ -282,6 +282,7 @@ impl<D: Multiply + Memory> DeviceEngine<D> {
         }
         // What the verdict was found by: a sum of squares depends on the order of its terms.
         out.total.stats = record.total.stats();
+        out.largest = out.total.stats.max_abs;
         Ok(())
     }
 }

@@ -7,13 +7,14 @@ use crate::hub::{self, Hub, Settings};
 use crate::kernels::view;
 use crate::model::{Gpt2, Gpt2Config, ModelFolder, Parameters, Workspace};
 use crate::optim::{Gradients, Survey};
-use crate::precision::GradScaler;
+use crate::precision::{Fallback, GradScaler};
 use crate::train::config::{Config, Init};
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Where downloads and token caches land.
@@ -235,10 +236,12 @@ pub fn engine(config: &Config, shape: &Gpt2Config, masters: Parameters, total_st
     let device = Device::Cpu;
     let model = Gpt2::new(shape, &masters)?;
     let (policy, train) = (config.dtype, &config.train);
+    let mut state = TrainState::new(masters, policy, config.adamw(), GradScaler::new(config.grad_scaler())?)?;
+    state.fallback = Fallback::new(config.precision, BTreeMap::new());
     Ok(Engine {
         workspace: Workspace::new(shape, policy, train.batch_size, train.seq_len, true, &device)?,
         grads: Gradients::new(&shape.parameter_shapes(), policy, train.grad_accum, &device)?,
-        state: TrainState::new(masters, policy, config.adamw(), GradScaler::new(config.grad_scaler())?)?,
+        state,
         model,
         schedule: config.lr_schedule(total_steps),
         max_grad_norm: (config.optimizer.max_grad_norm > 0.0).then_some(config.optimizer.max_grad_norm),

@@ -3,12 +3,13 @@
 use crate::Result;
 use crate::model::{Gpt2Config, Parameters, candle_dtype};
 use crate::optim::{AdamW, AdamWConfig, MasterWeights};
-use crate::precision::{GradScaler, PrecisionPolicy};
+use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
+use std::collections::BTreeMap;
 
 /// The state that training moves. Two runs with equal states, data and settings go on equally, bit for bit.
 #[derive(Debug)]
 pub struct TrainState {
-    /// The working copy in the compute type.
+    /// The working copy: in the compute type, but for layers in fallback.
     pub weights: Parameters,
     /// The FP32 weights that updates accumulate in.
     pub masters: MasterWeights,
@@ -16,6 +17,8 @@ pub struct TrainState {
     pub adamw: AdamW,
     /// The loss scale.
     pub scaler: GradScaler,
+    /// The layers that compute in a wider type.
+    pub fallback: Fallback,
     /// Counters.
     pub counters: Counters,
 }
@@ -53,7 +56,8 @@ impl TrainState {
     pub fn new(masters: Parameters, policy: PrecisionPolicy, adamw: AdamWConfig, scaler: GradScaler) -> Result<Self> {
         let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute))?;
         let adamw = AdamW::new(adamw, masters.parameters())?;
-        Ok(Self { weights, masters, adamw, scaler, counters: Counters::default() })
+        let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
+        Ok(Self { weights, masters, adamw, scaler, fallback, counters: Counters::default() })
     }
 
     /// Random initial weights for `config`, in FP32.

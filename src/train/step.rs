@@ -126,7 +126,7 @@ impl Engine {
         };
         time.optimizer = clock.elapsed();
         // 5. Move the scale: back off after an overflow; grow after a quiet stretch, or to where there is headroom.
-        let change = state.scaler.update_measured(finite, stats.max_abs);
+        let change = state.scaler.update_measured(finite, survey.largest);
         state.counters.step += 1;
         state.counters.tokens += targets as u64;
         Ok(StepReport { loss: loss / targets.max(1) as f64, targets, scale, outcome, change, time })

@@ -5,7 +5,7 @@ use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
 use crate::kernels::isa::Isa;
 use crate::model::Parameters;
 use crate::optim::AdamWConfig;
-use crate::precision::{GradScaler, OnOverflow, ScaleChange, ScalerPolicy};
+use crate::precision::{Fallback, GradScaler, OnOverflow, ScaleChange, ScalerPolicy};
 use crate::telemetry::{
     Command, Cpu, Emitter, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     SampleText, Saved, ScalerSettings, Started, Trouble, Validation,
@@ -15,7 +15,7 @@ use crate::train::config::{CheckpointSection, Config};
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
-use crate::train::{attribution, headroom, probe, records};
+use crate::train::{attribution, fallback, headroom, probe, records};
 use crate::trained::check_range;
 use crate::{Error, Result};
 use serde_json::json;
@@ -178,6 +178,10 @@ impl Trainer {
     /// From here on `device` takes the steps.
     #[cfg(any(test, feature = "cuda"))]
     pub(super) fn run_on(&mut self, device: impl FnOnce(&Engine) -> Result<Box<dyn Accelerator>>) -> Result<()> {
+        if self.engine.state.fallback.is_on() {
+            let message = "layers fall back on the CPU alone so far; use `--device cpu`, or leave it out";
+            return Err(Error::config("precision.fallback", message));
+        }
         self.device = Some(device(&self.engine)?);
         self.engine.shrink(self.config.dtype)
     }
@@ -205,6 +209,11 @@ impl Trainer {
         state.check_identity(&self.identity, checkpoint.path())?;
         if checkpoint.config().parameter_shapes() != self.engine.model.config().parameter_shapes() {
             return Err(Error::checkpoint(checkpoint.path(), "holds a model of another shape; start a new run"));
+        }
+        self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
+        let units: Vec<_> = self.engine.state.fallback.active().collect();
+        for unit in units {
+            self.engine.retype(unit, self.config.precision.fallback_dtype)?;
         }
         let train = &mut self.engine.state;
         train.scaler = GradScaler::resume(self.config.grad_scaler(), state.scaler)?;
@@ -358,12 +367,14 @@ impl Trainer {
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
             self.progress.retry = Some(cursor);
         }
-        let origin = if skipped && self.config.telemetry.attribute_overflows {
+        let attribute = self.config.telemetry.attribute_overflows || self.engine.state.fallback.is_on();
+        let origin = if skipped && attribute {
             self.look_closer()?;
             attribution::origin(&mut self.engine, &self.micro_batches[..used], &report)?
         } else {
             None
         };
+        let retyped = fallback::after_step(&mut self.engine, self.config.dtype, &report, origin.as_ref())?;
         self.measure_overflow(used, &mut report)?;
         let layout = self.engine.state.weights.layout();
         let step = self.engine.state.counters.step;
@@ -372,6 +383,7 @@ impl Trainer {
         let diverged =
             overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
         self.record(&report, overflow, began)?;
+        retyped.into_iter().try_for_each(|retyped| self.emitter.emit(Event::Retyped(retyped)))?;
         diverged.map_or(Ok(()), Err)
     }
 
@@ -577,6 +589,7 @@ impl Trainer {
             seed: self.config.seed,
             identity: self.identity.clone(),
             scaler: self.engine.state.scaler.state(),
+            fallback: self.engine.state.fallback.units().clone(),
             cursor,
             schedule: json!({ "total_steps": self.total_steps, "lr": self.config.optimizer.lr }),
             validation_loss: validation.map(|look| look.loss),
@@ -637,6 +650,7 @@ impl Trainer {
             total_steps: self.total_steps,
             seed: config.seed,
             resumed_from,
+            fallback: self.engine.in_fallback(),
             config: serde_json::to_value(config).unwrap_or_default(),
         }
     }

@@ -59,6 +59,7 @@ pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
         }
     };
     field("scaler", format!("{:?}", a.scaler.state()), format!("{:?}", b.scaler.state()));
+    field("layers in fallback", format!("{:?}", a.fallback.units()), format!("{:?}", b.fallback.units()));
     field("counters", format!("{:?}", a.counters), format!("{:?}", b.counters));
     Ok(proof)
 }

@@ -50,6 +50,7 @@ impl Sample {
                 floor_streak: 0,
                 headroom: None,
             },
+            fallback: std::collections::BTreeMap::new(),
             cursor: Cursor { epoch: 0, window: step },
             schedule: serde_json::Value::Null,
             validation_loss: None,

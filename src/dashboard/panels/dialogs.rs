@@ -31,9 +31,11 @@ fn help(pad: &mut Pad) {
     }
     let range = [
         ("├ ● ┤", Role::Train),
-        (" least, root mean square, most   ", Role::Text),
+        (" least, RMS, most  ", Role::Text),
         ("▾", Role::Subnormal),
-        (" at the format's least   ", Role::Text),
+        (" at the format's least  ", Role::Text),
+        ("▴", Role::Subnormal),
+        (" wider type  ", Role::Text),
         ("✕", Role::Overflow),
         (" overflow", Role::Text),
     ];

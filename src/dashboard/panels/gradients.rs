@@ -29,7 +29,7 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let ruler = Ruler::new(run.grad_format(), histogram.lowest().zip(histogram.highest()), zero, 1, 0);
     let shift = if view.true_magnitudes { exponent_of(*scale) } else { 0 };
     if layered {
-        let layers = fold(run.tensors.layers(), inner.height().saturating_sub(8));
+        let layers = fold(run.layers(), inner.height().saturating_sub(8));
         let bars = inner.height().saturating_sub(2 + layers.len() as u16).min(inner.height() / 2);
         draw_bars(&mut inner, bars, &ruler, &histogram, None, shift);
         margin(&mut inner, bars, stats);
@@ -158,7 +158,12 @@ fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &
     if let Some(min) = layer.min_abs {
         let low = exponent_of(min);
         let at_edge = low <= format.min_subnormal_exponent();
-        pad.text(7, y, if at_edge { "▾" } else { " " }, Role::Subnormal);
+        let mark = match (layer.in_fallback, at_edge) {
+            (true, _) => "▴",
+            (false, true) => "▾",
+            (false, false) => " ",
+        };
+        pad.text(7, y, mark, Role::Subnormal);
         pad.text(9, y, &format!("2^{}", low - shift), Role::Dim);
         let (from, to) = (ruler.column(low), ruler.column(exponent_of(layer.max_abs)));
         for column in from..=to {

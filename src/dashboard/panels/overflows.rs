@@ -1,5 +1,6 @@
 //! The skipped steps, newest first: what the scale became, and in which tensors it happened. Where the overflow was
-//! traced, an arrow tells the pass it began in, forward or backward, and the name after it is the layer's.
+//! traced, an arrow tells the pass it began in, forward or backward, and the name after it is the layer's. The title names
+//! the layers that have overflowed so often that they compute in a wider type.
 
 use crate::dashboard::format;
 use crate::dashboard::pad::Pad;
@@ -18,7 +19,9 @@ pub(in crate::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     } else {
         format!("Overflows {skipped}")
     };
-    let mut inner = pad.frame(&[(&title, Role::Title)]);
+    let fallback = run.in_fallback();
+    let gap = if fallback.is_empty() { "" } else { "  " };
+    let mut inner = pad.frame(&[(&title, Role::Title), (gap, Role::Text), (&fallback, Role::Subnormal)]);
     if run.overflows.is_empty() {
         inner.text(1, 0, if skipped == 0 { "none" } else { "before this log" }, Role::Dim);
     }

@@ -8,13 +8,15 @@ use crate::model::config::Gpt2Config;
 use crate::model::layers::Normed;
 use crate::model::parameters::Parameters;
 use crate::precision::PrecisionPolicy;
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// What one sequence's tokens left behind in every layer, and the buffers of the pass that adds to it.
+///
+/// A layer's part has the type that its weights have when a sequence begins, at first the policy's.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<KeyValues>,
-    policy: PrecisionPolicy,
+    residual: DType,
     device: Device,
     capacity: usize,
     len: usize,
@@ -22,12 +24,18 @@ pub struct KvCache {
     buffers: Option<Buffers>,
 }
 
-/// The activations of one block; every block uses them in turn, for no backward pass follows.
+/// The residual stream, and for each compute type in use the activations of one block.
 #[derive(Debug)]
 struct Buffers {
     rows: usize,
     stream: Tensor,
     middle: Tensor,
+    blocks: Vec<BlockBuffers>,
+}
+
+/// The activations of one block; every block uses them in turn, for no backward pass follows.
+#[derive(Debug)]
+struct BlockBuffers {
     normed: Normed,
     qkv: Tensor,
     attended: Tensor,
@@ -45,7 +53,8 @@ impl KvCache {
         let (heads, head_size) = (config.n_head, config.n_embd / config.n_head);
         let layer = |_| KeyValues::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
         let layers = (0..config.n_layer).map(layer).collect::<Result<_>>()?;
-        Ok(Self { layers, policy, device: device.clone(), capacity, len: 0, buffers: None })
+        let residual = candle_dtype(policy.residual);
+        Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None })
     }
 
     /// Tokens seen.
@@ -69,21 +78,46 @@ impl KvCache {
     }
 }
 
-impl Buffers {
-    fn new(config: &Gpt2Config, policy: PrecisionPolicy, rows: usize, device: &Device) -> Result<Self> {
-        let (width, compute, residual) = (config.n_embd, candle_dtype(policy.compute), candle_dtype(policy.residual));
-        let buffer = |columns: usize, dtype| view::zeros(&[rows, columns], dtype, device);
+impl BlockBuffers {
+    fn new(config: &Gpt2Config, compute: DType, rows: usize, device: &Device) -> Result<Self> {
+        let width = config.n_embd;
+        let buffer = |columns: usize| view::zeros(&[rows, columns], compute, device);
         Ok(Self {
-            rows,
-            stream: buffer(width, residual)?,
-            middle: buffer(width, residual)?,
             normed: Normed::lay_out(rows, width, compute, &|shape, dtype| view::zeros(shape, dtype, device))?,
-            qkv: buffer(3 * width, compute)?,
-            attended: buffer(width, compute)?,
-            branch: buffer(width, compute)?,
-            fc: buffer(config.n_inner, compute)?,
-            gelu: buffer(config.n_inner, compute)?,
+            qkv: buffer(3 * width)?,
+            attended: buffer(width)?,
+            branch: buffer(width)?,
+            fc: buffer(config.n_inner)?,
+            gelu: buffer(config.n_inner)?,
         })
+    }
+
+    fn compute(&self) -> DType {
+        self.qkv.dtype()
+    }
+
+    fn of(all: &[Self], compute: DType) -> Result<&Self> {
+        match all.iter().find(|buffers| buffers.compute() == compute) {
+            Some(buffers) => Ok(buffers),
+            None => bail!("a layer's type changed to {compute:?} within a sequence"),
+        }
+    }
+}
+
+impl Buffers {
+    fn new(config: &Gpt2Config, residual: DType, compute: &[DType], rows: usize, device: &Device) -> Result<Self> {
+        let stream = || view::zeros(&[rows, config.n_embd], residual, device);
+        let mut blocks: Vec<BlockBuffers> = Vec::new();
+        for &dtype in compute {
+            if BlockBuffers::of(&blocks, dtype).is_err() {
+                blocks.push(BlockBuffers::new(config, dtype, rows, device)?);
+            }
+        }
+        Ok(Self { rows, stream: stream()?, middle: stream()?, blocks })
+    }
+
+    fn serve(&self, rows: usize, compute: &[DType]) -> bool {
+        self.rows == rows && compute.iter().all(|dtype| BlockBuffers::of(&self.blocks, *dtype).is_ok())
     }
 }
 
@@ -95,14 +129,22 @@ impl Gpt2 {
         if rows == 0 || past + rows > cache.capacity {
             bail!("{rows} tokens after {past} for a cache of {}", cache.capacity);
         }
-        if cache.buffers.as_ref().is_none_or(|buffers| buffers.rows != rows) {
-            cache.buffers = Some(Buffers::new(&self.config, cache.policy, rows, &cache.device)?);
+        let head = weights[self.lm_head].dtype();
+        let compute: Vec<DType> = self.compute_of_blocks(weights).chain([head]).collect();
+        if past == 0 {
+            for (layer, dtype) in cache.layers.iter_mut().zip(&compute) {
+                layer.retype(*dtype)?;
+            }
+        }
+        if cache.buffers.as_ref().is_none_or(|buffers| !buffers.serve(rows, &compute)) {
+            cache.buffers = Some(Buffers::new(&self.config, cache.residual, &compute, rows, &cache.device)?);
         }
         let KvCache { layers, buffers: Some(buffers), len, .. } = cache else { bail!("the cache has no buffers") };
-        let Buffers { stream, middle, normed, qkv, attended, branch, fc, gelu, .. } = &*buffers;
+        let Buffers { stream, middle, blocks, .. } = &*buffers;
         let positions = weights[self.wpe].narrow(0, past, rows)?;
         embedding::forward(&weights[self.wte], &positions, ids, rows, None, stream)?;
-        for (block, layer) in self.blocks.iter().zip(layers) {
+        for ((block, layer), dtype) in self.blocks.iter().zip(layers).zip(&compute) {
+            let BlockBuffers { normed, qkv, attended, branch, fc, gelu } = BlockBuffers::of(blocks, *dtype)?;
             block.ln_1.forward(weights, stream, normed, &mut ())?;
             block.c_attn.forward(weights, &normed.out, qkv, &mut ())?;
             layer.attend(past, qkv, attended)?;
@@ -115,8 +157,14 @@ impl Gpt2 {
             block.mlp_c_proj.forward(weights, gelu, branch, &mut ())?;
             residual::add(middle, branch, None, stream)?;
         }
+        let normed = &BlockBuffers::of(blocks, head)?.normed;
         self.ln_f.forward(weights, stream, normed, &mut ())?;
         *len += rows;
-        Ok(&buffers.normed.out)
+        Ok(&normed.out)
+    }
+
+    /// What each block computes in: its weights' type.
+    fn compute_of_blocks(&self, weights: &Parameters) -> impl Iterator<Item = DType> {
+        self.blocks.iter().map(|block| weights[block.c_attn.weight()].dtype())
     }
 }

@@ -1,7 +1,7 @@
 //! The passes on a device: the same layers in the same order as [`Gpt2::forward`] and [`Gpt2::backward`], with launches in
 //! the place of CPU kernels.
 
-use super::{Activations, BackwardBuffers, EMBEDDING_SITE, Gpt2, Mode, Sites, Workspace};
+use super::{Activations, BranchGradients, EMBEDDING_SITE, Gpt2, Mode, Sites, StreamGradient, Workspace};
 use crate::kernels::attention::Shape;
 use crate::kernels::cross_entropy::HeadWorkspace;
 use crate::kernels::cuda::cross_entropy::{Seed, sum_losses};
@@ -113,17 +113,17 @@ impl<D: Multiply> DevicePass<'_, D> {
             self.linear(&block.c_attn, acts.ln_1.out, qkv)?;
             let dropout = mode.dropout(config.attn_pdrop, site.attention);
             attention::forward(device, self.attention_shape(), qkv, dropout, tokens.draw, attended, lse)?;
-            self.linear(&block.attn_c_proj, attended, ws.branch)?;
+            self.linear(&block.attn_c_proj, attended, ws.passing.branch)?;
             let dropout = mode.dropout(config.resid_pdrop, site.attention_out);
-            elementwise::residual_add(device, input, ws.branch, dropout, tokens.draw, middle)?;
+            elementwise::residual_add(device, input, ws.passing.branch, dropout, tokens.draw, middle)?;
 
             self.norm(&block.ln_2, middle, &acts.ln_2)?;
             self.linear(&block.c_fc, acts.ln_2.out, fc)?;
             elementwise::gelu_forward(device, fc, gelu)?;
-            self.linear(&block.mlp_c_proj, gelu, ws.branch)?;
+            self.linear(&block.mlp_c_proj, gelu, ws.passing.branch)?;
             let dropout = mode.dropout(config.resid_pdrop, site.mlp_out);
             let next = ws.blocks.get(i + 1).map_or(ws.output, |block| block.input);
-            elementwise::residual_add(device, middle, ws.branch, dropout, tokens.draw, next)?;
+            elementwise::residual_add(device, middle, ws.passing.branch, dropout, tokens.draw, next)?;
         }
         self.norm(&model.ln_f, ws.output, &ws.ln_f)
     }
@@ -141,7 +141,7 @@ impl<D: Multiply> DevicePass<'_, D> {
             let count = tile.min(rows - first);
             let of_tile = |rows: Buffer| rows.part(first * width, count * width);
             let gradient = |DeviceGradients { seed, grads }| -> Result<HeadGradient> {
-                let dx = of_tile(self.backward_buffers()?.narrow)?;
+                let dx = of_tile(ws.passing.gradients()?.narrow)?;
                 let dweight = weight_sum.unwrap_or(grads[head]);
                 Ok(HeadGradient { seed, dx, dweight, accumulate: first > 0 })
             };
@@ -163,8 +163,11 @@ impl<D: Multiply> DevicePass<'_, D> {
     {
         let Self { device, model, workspace: ws, tokens, mode, .. } = *self;
         let config = &model.config;
-        let BackwardBuffers { stream, narrow, qkv, wide, .. } = *self.backward_buffers()?;
-        let branch = ws.branch;
+        let Some(StreamGradient { stream, .. }) = ws.backward else {
+            bail!("this workspace has no buffers for a backward pass")
+        };
+        let BranchGradients { narrow, qkv, wide } = *ws.passing.gradients()?;
+        let branch = ws.passing.branch;
         device.zero(stream)?;
         self.norm_backward(&model.ln_f, ws.output, &ws.ln_f, narrow, stream, grads)?;
         for (i, (block, acts)) in model.blocks.iter().zip(&ws.blocks).enumerate().rev() {
@@ -191,13 +194,6 @@ impl<D: Multiply> DevicePass<'_, D> {
         let dropout = mode.dropout(config.embd_pdrop, EMBEDDING_SITE);
         let tables = [grads[model.wte], grads[model.wpe]];
         embedding::backward(device, self.stream_shape(), stream, tokens, dropout, tables)
-    }
-
-    fn backward_buffers(&self) -> Result<&BackwardBuffers<Buffer>> {
-        match &self.workspace.backward {
-            Some(buffers) => Ok(buffers),
-            None => bail!("this workspace has no buffers for a backward pass"),
-        }
     }
 
     fn norm(&self, layer: &LayerNorm, x: Buffer, normed: &Normed<Buffer>) -> Result<()> {

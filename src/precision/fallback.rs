@@ -1,0 +1,307 @@
+//! Which units of a model compute in a wider type than the policy's, because they overflowed too often.
+//!
+//! A unit that overflows now and then costs the run a skipped step, or holds the loss scale of all others down. Computed in
+//! FP32 or BF16, it cannot leave the range; the others stay as cheap as they were.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::Dtype;
+use crate::{Error, Result};
+
+/// What has a compute type of its own: a block, or all that is outside the blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Unit {
+    /// A transformer block.
+    Block(usize),
+    /// The embeddings, the last layer norm and the head: one unit, for tied embeddings are the head's weight.
+    Head,
+}
+
+impl Unit {
+    /// The unit of a layer or parameter, `h.3.mlp.c_fc` or `wte.weight`.
+    pub fn of(name: &str) -> Self {
+        let block = name.strip_prefix("h.").and_then(|rest| rest.split('.').next());
+        block.and_then(|number| number.parse().ok()).map_or(Self::Head, Self::Block)
+    }
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Block(block) => f.pad(&format!("h.{block}")),
+            Self::Head => f.pad("head"),
+        }
+    }
+}
+
+impl FromStr for Unit {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let unit = Self::of(text);
+        if unit.to_string() == text { Ok(unit) } else { Err(Error::config("unit", format!("`{text}` is none"))) }
+    }
+}
+
+impl TryFrom<String> for Unit {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        text.parse()
+    }
+}
+
+impl From<Unit> for String {
+    fn from(unit: Unit) -> Self {
+        unit.to_string()
+    }
+}
+
+/// What falls back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FallbackRule {
+    /// Nothing: every layer computes in the policy's type.
+    #[default]
+    Off,
+    /// A layer at a time: a block, or what is outside the blocks.
+    Layer,
+}
+
+/// When a layer leaves the policy's compute type, and whether it comes back.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PrecisionConfig {
+    /// What falls back.
+    pub fallback: FallbackRule,
+    /// What it computes in from then on: `f32` or `bf16`.
+    pub fallback_dtype: Dtype,
+    /// A layer falls back when it has overflowed so often
+    pub fallback_after: usize,
+    /// within so many steps.
+    pub fallback_window: u64,
+    /// An overflow of the backward pass counts where the loss scale was at most this: above, the scale is too high.
+    pub fallback_scale: f32,
+    /// Steps after which it comes back if all its gradients would have had room in the policy's type; 0 for never.
+    pub fallback_quiet: u64,
+}
+
+impl Default for PrecisionConfig {
+    fn default() -> Self {
+        Self {
+            fallback: FallbackRule::Off,
+            fallback_dtype: Dtype::F32,
+            fallback_after: 3,
+            fallback_window: 500,
+            fallback_scale: 65536.0,
+            fallback_quiet: 0,
+        }
+    }
+}
+
+impl PrecisionConfig {
+    /// Refuses what would do nothing, or not what it says.
+    pub fn validate(&self, compute: Dtype) -> Result<()> {
+        let refuse = |key: &str, message: String| Err(Error::config(format!("precision.{key}"), message));
+        if self.fallback_dtype == Dtype::F16 {
+            return refuse("fallback_dtype", "`f16` is what a layer falls back from; use `f32` or `bf16`".into());
+        }
+        if self.fallback_after == 0 || self.fallback_window == 0 {
+            return refuse("fallback_after", "it takes 1 overflow or more within 1 step or more".into());
+        }
+        if !(self.fallback_scale.is_finite() && self.fallback_scale > 0.0) {
+            return refuse("fallback_scale", format!("{} must be finite and positive", self.fallback_scale));
+        }
+        if self.fallback != FallbackRule::Off && compute != Dtype::F16 {
+            let message = format!("layers fall back from FP16, and this run computes in `{compute}`; leave it out");
+            return refuse("fallback", message);
+        }
+        Ok(())
+    }
+}
+
+/// What is remembered of a unit.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnitRecord {
+    /// Steps of the window in which it overflowed.
+    pub overflows: Vec<u64>,
+    /// The step after which it fell back, if it has.
+    pub since: Option<u64>,
+    /// Steps since then in which it would have had room.
+    pub quiet: u64,
+}
+
+/// The units that have overflowed, or fallen back, and when.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fallback {
+    config: PrecisionConfig,
+    units: BTreeMap<Unit, UnitRecord>,
+}
+
+impl Fallback {
+    /// With what a checkpoint remembers, or nothing. Where the rule is off, nothing is in fallback.
+    pub fn new(config: PrecisionConfig, units: BTreeMap<Unit, UnitRecord>) -> Self {
+        let units = if config.fallback == FallbackRule::Off { BTreeMap::new() } else { units };
+        Self { config, units }
+    }
+
+    /// Whether there is anything to watch for.
+    pub fn is_on(&self) -> bool {
+        self.config.fallback != FallbackRule::Off
+    }
+
+    /// The highest loss scale at which an overflow of the backward pass is a layer's own.
+    pub fn highest_scale(&self) -> f32 {
+        self.config.fallback_scale
+    }
+
+    /// What units in fallback compute in.
+    pub fn dtype(&self) -> Dtype {
+        self.config.fallback_dtype
+    }
+
+    /// What is remembered, for a checkpoint.
+    pub fn units(&self) -> &BTreeMap<Unit, UnitRecord> {
+        &self.units
+    }
+
+    /// The units in fallback.
+    pub fn active(&self) -> impl Iterator<Item = Unit> {
+        self.units.iter().filter(|(_, record)| record.since.is_some()).map(|(unit, _)| *unit)
+    }
+
+    /// Notes that an overflow of attempted step `step` began in `unit`; the number of overflows in the window if that
+    /// makes it fall back.
+    pub fn overflowed(&mut self, unit: Unit, step: u64) -> Option<usize> {
+        if !self.is_on() {
+            return None;
+        }
+        let PrecisionConfig { fallback_after, fallback_window, .. } = self.config;
+        let record = self.units.entry(unit).or_default();
+        record.quiet = 0;
+        if record.since.is_some() {
+            return None;
+        }
+        record.overflows.retain(|earlier| earlier + fallback_window > step);
+        record.overflows.push(step);
+        let count = record.overflows.len();
+        if count < fallback_after {
+            return None;
+        }
+        record.overflows.clear();
+        record.since = Some(step);
+        Some(count)
+    }
+
+    /// Notes a clean step, in which a unit's gradients would have had room in the policy's type if `fits` says so. Gives the
+    /// units that come back.
+    pub fn clean(&mut self, mut fits: impl FnMut(Unit) -> bool) -> Vec<Unit> {
+        let wanted = self.config.fallback_quiet;
+        let mut back = Vec::new();
+        if wanted == 0 {
+            return back;
+        }
+        for (&unit, record) in self.units.iter_mut().filter(|(_, record)| record.since.is_some()) {
+            record.quiet = if fits(unit) { record.quiet + 1 } else { 0 };
+            if record.quiet >= wanted {
+                back.push(unit);
+            }
+        }
+        for unit in &back {
+            self.units.remove(unit);
+        }
+        back
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    const ON: PrecisionConfig = PrecisionConfig {
+        fallback: FallbackRule::Layer,
+        fallback_dtype: Dtype::F32,
+        fallback_after: 3,
+        fallback_window: 10,
+        fallback_scale: 65536.0,
+        fallback_quiet: 4,
+    };
+
+    fn fallback(config: PrecisionConfig) -> Fallback {
+        Fallback::new(config, BTreeMap::new())
+    }
+
+    #[test]
+    fn a_unit_falls_back_at_the_third_overflow_within_the_window() {
+        let mut state = fallback(ON);
+        let one = Unit::Block(1);
+        assert_eq!([1, 5, 11, 16].map(|step| state.overflowed(one, step)), [None; 4], "never three within ten steps");
+        assert_eq!(state.overflowed(Unit::Head, 17), None, "others' overflows are not its own");
+        assert_eq!(state.overflowed(one, 20), Some(3), "11, 16, 20");
+        assert_eq!(state.active().collect::<Vec<_>>(), [one]);
+        assert_eq!(state.units()[&one].since, Some(20));
+        assert_eq!(state.overflowed(one, 21), None, "it has fallen back already");
+    }
+
+    #[test]
+    fn it_comes_back_after_quiet_steps_in_a_row_and_starts_anew() {
+        let mut state = fallback(ON);
+        let (one, two) = (Unit::Block(1), Unit::Block(2));
+        for step in 1..=3 {
+            let _ = (state.overflowed(one, step), state.overflowed(two, step));
+        }
+        let mut quiet = |fits_two: bool| state.clean(|unit| unit == one || fits_two);
+        assert_eq!([quiet(true), quiet(true), quiet(false)], [[]; 3]);
+        assert_eq!([quiet(true), quiet(true)], [vec![one], vec![]]);
+        assert_eq!(state.active().collect::<Vec<_>>(), [two], "it did not fit in the third step");
+        assert_eq!(state.overflowed(one, 9), None, "a unit that came back has its overflows ahead of it again");
+        let mut never = fallback(PrecisionConfig { fallback_quiet: 0, ..ON });
+        (1..=3).for_each(|step| assert!(never.overflowed(one, step).is_none() || step == 3));
+        assert!((0..1000).all(|_| never.clean(|_| true).is_empty()));
+    }
+
+    #[test]
+    fn nothing_is_watched_where_it_is_off() {
+        let mut state = Fallback::new(PrecisionConfig::default(), [(Unit::Head, UnitRecord::default())].into());
+        assert!(!state.is_on() && (0..100).all(|step| state.overflowed(Unit::Head, step).is_none()));
+        assert!(state.units().is_empty(), "what a checkpoint remembered is void too");
+    }
+
+    #[test]
+    fn units_have_names_and_keep_them_in_json() {
+        for (name, unit) in [
+            ("h.3.mlp.c_fc.weight", Unit::Block(3)),
+            ("h.11.attn", Unit::Block(11)),
+            ("wte.weight", Unit::Head),
+            ("lm_head", Unit::Head),
+        ] {
+            assert_eq!(Unit::of(name), unit);
+        }
+        let record = UnitRecord { overflows: vec![7], since: Some(9), quiet: 2 };
+        let units = BTreeMap::from([(Unit::Block(10), UnitRecord::default()), (Unit::Head, record)]);
+        let json = serde_json::to_string(&units).unwrap();
+        assert!(json.starts_with(r#"{"h.10":{"overflows":[],"#) && json.contains(r#""head":{"#), "{json}");
+        assert_eq!(serde_json::from_str::<BTreeMap<Unit, UnitRecord>>(&json).unwrap(), units);
+        assert!(
+            "h.x".parse::<Unit>().is_err() && "h.1.attn".parse::<Unit>().is_err() && "wte".parse::<Unit>().is_err()
+        );
+    }
+
+    #[test]
+    fn settings_that_mean_nothing_are_refused_by_key() {
+        let complaint = |config: PrecisionConfig, compute| config.validate(compute).unwrap_err().to_string();
+        ON.validate(Dtype::F16).unwrap();
+        PrecisionConfig::default().validate(Dtype::BF16).unwrap();
+        assert!(complaint(ON, Dtype::BF16).starts_with("precision.fallback: "));
+        let narrow = PrecisionConfig { fallback_dtype: Dtype::F16, ..ON };
+        assert!(complaint(narrow, Dtype::F16).starts_with("precision.fallback_dtype: "));
+        assert!(complaint(PrecisionConfig { fallback_after: 0, ..ON }, Dtype::F16).contains("fallback_after"));
+    }
+}

@@ -18,6 +18,7 @@ import sys
 # Our dtype, and the peer's that a user would otherwise take: FP16 on a CPU is held against the peer's FP32, because the
 # peer's own FP16 falls back to a reference loop there.
 PEER_DTYPE = {"fp32": "f32", "bf16": "bf16_amp", "fp16": "f32"}
+PEER_DTYPE_ON_GPU = {**PEER_DTYPE, "fp16": "f16_amp"}
 
 
 def arguments():
@@ -25,6 +26,7 @@ def arguments():
     parser.add_argument("--finetune", default="target/release/finetune", help="our program")
     parser.add_argument("--peer", default=os.path.join(os.path.dirname(__file__), "torch_step.py"), help="the PyTorch script")
     parser.add_argument("--model", default="distilgpt2", help="the model, by a name that both know")
+    parser.add_argument("--device", default="cpu", help="where both compute: cpu or cuda")
     parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch")
     parser.add_argument("--library-path", default="", help="LD_LIBRARY_PATH of that Python")
     parser.add_argument("--preload", default="", help="LD_PRELOAD of that Python, such as tcmalloc's library")
@@ -50,7 +52,7 @@ def run(command, environment=None):
 def ours(a, batch, seq, dtype):
     return run(
         [a.finetune, "bench", "--model", a.model, "--dtype", dtype, "--batch-size", batch, "--seq-len", seq]
-        + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads)]
+        + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads), "--device", a.device]
     )
 
 
@@ -63,6 +65,7 @@ def theirs(a, batch, seq, dtype):
     return run(
         [a.python, a.peer, "--model", a.model, "--dtype", dtype, "--batch", batch, "--seq", seq]
         + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads)]
+        + (["--device", a.device] if a.device != "cpu" else [])
         + a.peer_flags.split(),
         environment,
     )
@@ -70,7 +73,7 @@ def theirs(a, batch, seq, dtype):
 
 def compare(a, shape, dtype):
     batch, seq = shape.split("x")
-    peer_dtype = a.peer_dtype or PEER_DTYPE[dtype]
+    peer_dtype = a.peer_dtype or (PEER_DTYPE if a.device == "cpu" else PEER_DTYPE_ON_GPU)[dtype]
     pairs = []
     for _ in range(a.rounds):
         pair = ours(a, batch, seq, dtype), theirs(a, batch, seq, peer_dtype)
@@ -80,10 +83,12 @@ def compare(a, shape, dtype):
                 log.writelines(json.dumps(report) + "\n" for report in pair)
     ratios = [own["tokens_per_s"] / peer["tokens_per_s"] for own, peer in pairs]
     median = lambda side, key: statistics.median(pair[side][key] for pair in pairs)
+    # `bench` knows a processor's peak and no GPU's.
+    share = f"{100 * median(0, 'share_of_peak'):5.1f} %" if a.device == "cpu" else "      –"
     print(
         f"{shape:>7}  {dtype:5} {median(0, 'tokens_per_s'):8.0f}  {peer_dtype:9} {median(1, 'tokens_per_s'):8.0f}  "
         f"{statistics.median(ratios):5.2f}  ({min(ratios):.2f}–{max(ratios):.2f})  "
-        f"{100 * median(0, 'share_of_peak'):5.1f} %  "
+        f"{share}  "
         f"{median(0, 'peak_rss_mib'):6.0f}  {median(1, 'peak_rss_mib'):6.0f}",
         flush=True,
     )

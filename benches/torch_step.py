@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A training step of GPT-2 in PyTorch, written to be fast: the peer that `compare_torch.py` holds `finetune bench` against.
 
-    benches/torch_step.py --model distilgpt2 --batch 32 --seq 32 --dtype bf16_amp --steps 5 [--compile]
+    benches/torch_step.py --model distilgpt2 --batch 32 --seq 32 --dtype bf16_amp --steps 5 [--device cuda] [--compile]
 
 Random weights, random tokens, no dropout, fused AdamW with its state in FP32, and the loss in FP32. Prints one JSON object:
 tokens a second by the median step, and the process's peak resident memory.
@@ -25,6 +25,7 @@ parser.add_argument("--seq", type=int, default=32)
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--warmup", type=int, default=2)
 parser.add_argument("--threads", type=int, default=2)
+parser.add_argument("--device", default="cpu", help="cpu or cuda")
 parser.add_argument("--compile", action="store_true", help="with torch.compile")
 args = parser.parse_args()
 os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
@@ -75,22 +76,30 @@ class Model(nn.Module):
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def wait():
+    """Until the device has nothing left to do."""
+    if args.device != "cpu":
+        torch.cuda.synchronize()
+
+
 def main():
-    model = Model()
+    model = Model().to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    scaler = torch.amp.GradScaler("cpu", enabled=args.dtype == "f16_amp")
+    scaler = torch.amp.GradScaler(args.device, enabled=args.dtype == "f16_amp")
     loss_of = torch.compile(model) if args.compile else model
     autocast = AUTOCAST[args.dtype]
     times = []
     for step in range(args.warmup + args.steps):
-        ids = torch.randint(0, VOCAB, (args.batch, args.seq))
+        ids = torch.randint(0, VOCAB, (args.batch, args.seq), device=args.device)
+        wait()
         began = time.perf_counter()
-        with torch.autocast("cpu", dtype=getattr(torch, autocast or "bfloat16"), enabled=autocast is not None):
+        with torch.autocast(args.device, dtype=getattr(torch, autocast or "bfloat16"), enabled=autocast is not None):
             loss = loss_of(ids, ids.roll(-1, 1))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        wait()
         times.append(time.perf_counter() - began)
     seconds = statistics.median(times[args.warmup :])
     print(
@@ -100,6 +109,7 @@ def main():
                 "torch": torch.__version__,
                 "model": args.model,
                 "dtype": args.dtype,
+                "device": args.device,
                 "compile": args.compile,
                 "batch": args.batch,
                 "seq": args.seq,

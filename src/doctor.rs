@@ -128,8 +128,8 @@ fn gpu() -> GpuFacts {
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).filter(is_card).collect();
     devices.sort();
     let note = match (compiled, devices.is_empty()) {
-        (true, false) => "GPU support is compiled in",
-        (true, true) => "GPU support is compiled in, but there is no driver's `/dev/nvidia0`",
+        (true, false) => "GPU support is compiled in; it has never run on a GPU, so compare with `--device cpu`",
+        (true, true) => "GPU support is compiled in, but there is no driver's `/dev/nvidia0`: training runs on the CPU",
         (false, false) => "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`",
         (false, true) => "this build computes on the CPU",
     };

@@ -7,6 +7,7 @@ mod config;
 mod device;
 mod fallback;
 mod headroom;
+mod memory;
 mod passes;
 mod probe;
 mod records;
@@ -17,7 +18,9 @@ mod step;
 mod trainer;
 mod verify;
 
-pub use config::{Config, Init, Layers, known_keys};
+pub(crate) use accelerator::{Accelerator, accelerator};
+pub use config::{Config, Init, Layers, Place, known_keys};
+pub use memory::{EngineBytes, largest_batch};
 pub use sample::Sampler;
 pub use setup::{Located, ModelSource, Preparing, Report, dataset, engine, locate, whole_text};
 pub use state::{Counters, TrainState};

@@ -8,7 +8,7 @@ use crate::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use crate::model::{Gpt2Config, ModelFolder};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
-use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
+use crate::train::{Accelerator, Config, Engine, Init, Outcome, StepReport, TrainState, accelerator, engine};
 use crate::{Error, Result};
 use candle_core::Device;
 use clap::Args;
@@ -45,6 +45,9 @@ pub(super) struct BenchArgs {
     /// Steps before those
     #[arg(long, value_name = "N", default_value_t = 2)]
     warmup: usize,
+    /// Where to compute: auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: String,
     /// Threads [default: one a core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -59,6 +62,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
         return Err(Error::config("--steps", "at least one step has to be measured"));
     }
     let config = args.config();
+    config.validate()?;
     let report = thread_pool(&config)?.install(|| measure(args, &config))?;
     writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))?;
     Ok(ExitCode::SUCCESS)
@@ -70,6 +74,7 @@ impl BenchArgs {
             model: self.model.clone(),
             init: Init::Random,
             dtype: self.dtype,
+            device: self.device.clone(),
             threads: self.threads,
             ..Config::default()
         };
@@ -103,8 +108,8 @@ struct Sample {
     wall: Duration,
     report: StepReport,
     allocations: Allocations,
-    /// The machine's peak right after the step, in the arithmetic of the step's products.
-    peak: Peak,
+    /// The processor's peak right after the step, in the arithmetic of the step's products.
+    peak: Option<Peak>,
 }
 
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
@@ -113,13 +118,14 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let masters = TrainState::random_masters(&shape, config.seed, &Device::Cpu)?;
     let mut engine = engine(config, &shape, masters, (args.warmup + args.steps) as u64)?;
     engine.exponents = !args.no_histogram;
+    let mut device = accelerator(config, &mut engine, &mut |_| ())?;
     let startup = begin.elapsed();
     let mut batches: Vec<Batch> = (0..args.grad_accum).map(|_| Batch::new(args.batch_size, args.seq_len)).collect();
     let mut step = |number: usize| -> Result<Sample> {
         for (i, batch) in batches.iter_mut().enumerate() {
             fill(batch, shape.vocab_size, (number * args.grad_accum + i) as u64);
         }
-        timed_step(&mut engine, &batches, args.dtype.compute)
+        timed_step(&mut engine, &mut device, &batches, args.dtype.compute)
     };
     let mut first_step = None;
     for number in 0..args.warmup {
@@ -127,16 +133,26 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     }
     let samples = (args.warmup..args.warmup + args.steps).map(step).collect::<Result<Vec<_>>>()?;
     let mut report = summary(args, &shape, &samples);
+    report["device"] = json!(device.as_ref().map_or("cpu", |device| device.name()));
     report["first_step_ms"] = json!(first_step.map(millis));
     report["startup_ms"] = json!(millis(startup));
     Ok(report)
 }
 
-fn timed_step(engine: &mut Engine, batches: &[Batch], compute: Dtype) -> Result<Sample> {
+fn timed_step(
+    engine: &mut Engine,
+    device: &mut Option<Box<dyn Accelerator>>,
+    batches: &[Batch],
+    compute: Dtype,
+) -> Result<Sample> {
     let (before, clock) = (Allocations::now(), Instant::now());
-    let report = engine.step(batches)?;
+    let report = match device {
+        None => engine.step(batches)?,
+        Some(device) => device.step(engine, batches)?,
+    };
     let (wall, allocations) = (clock.elapsed(), Allocations::now().since(before));
-    let peak = if compute == Dtype::BF16 { measure_peak_bf16() } else { measure_peak_f32() };
+    let measure = if compute == Dtype::BF16 { measure_peak_bf16 } else { measure_peak_f32 };
+    let peak = device.is_none().then(measure);
     Ok(Sample { wall, report, allocations, peak })
 }
 
@@ -161,7 +177,7 @@ fn summary(args: &BenchArgs, shape: &Gpt2Config, samples: &[Sample]) -> serde_js
     let operations = 6.0 * weights as f64 + 6.0 * (layers * width * args.seq_len) as f64;
     let step = median(samples.iter().map(|sample| sample.wall));
     let gflops = operations * tokens as f64 / step.as_secs_f64() / 1e9;
-    let (held, best) = middle_and_best(samples.iter().map(|sample| sample.peak));
+    let peak = middle_and_best(samples.iter().filter_map(|sample| sample.peak));
     let part = |of: fn(&Sample) -> Duration| millis(median(samples.iter().map(of)));
     let skipped = samples.iter().filter(|sample| matches!(sample.report.outcome, Outcome::Skipped)).count();
     json!({
@@ -183,9 +199,9 @@ fn summary(args: &BenchArgs, shape: &Gpt2Config, samples: &[Sample]) -> serde_js
         "optimizer_ms": part(|sample| sample.report.time.optimizer),
         "step_ms_all": samples.iter().map(|sample| millis(sample.wall)).collect::<Vec<_>>(),
         "gflops": round(gflops),
-        "peak_gflops": round(held),
-        "best_burst_gflops": round(best),
-        "share_of_peak": round(gflops / held),
+        "peak_gflops": peak.map(|(held, _)| round(held)),
+        "best_burst_gflops": peak.map(|(_, best)| round(best)),
+        "share_of_peak": peak.map(|(held, _)| round(gflops / held)),
         "peak_rss_mib": peak_rss_mib(),
         "allocations_per_step": samples.iter().map(|sample| sample.allocations.count).min(),
         "allocated_bytes_per_step": samples.iter().map(|sample| sample.allocations.bytes).min(),
@@ -202,10 +218,10 @@ fn median(values: impl Iterator<Item = Duration>) -> Duration {
 }
 
 /// The median of what the machine kept up after each step, and the best burst of all.
-fn middle_and_best(peaks: impl Iterator<Item = Peak>) -> (f64, f64) {
+fn middle_and_best(peaks: impl Iterator<Item = Peak>) -> Option<(f64, f64)> {
     let (mut held, best): (Vec<f64>, Vec<f64>) = peaks.map(|peak| (peak.held, peak.best)).unzip();
     held.sort_unstable_by(f64::total_cmp);
-    (held[held.len() / 2], best.into_iter().fold(0.0, f64::max))
+    Some((*held.get(held.len() / 2)?, best.into_iter().fold(0.0, f64::max)))
 }
 
 fn millis(duration: Duration) -> f64 {
@@ -246,9 +262,11 @@ mod tests {
 
     #[test]
     fn prints_one_object_with_the_figures() {
-        let report = bench("--model tiny --layers 1 --batch-size 2 --seq-len 8 --steps 3 --grad-accum 2").unwrap();
+        let report =
+            bench("--device cpu --model tiny --layers 1 --batch-size 2 --seq-len 8 --steps 3 --grad-accum 2").unwrap();
         assert_eq!(report["layers"], 1);
         assert_eq!(report["step_ms_all"].as_array().unwrap().len(), 3);
+        assert_eq!(report["device"], "cpu");
         for figure in ["tokens_per_s", "step_ms", "forward_ms", "gflops", "peak_gflops", "share_of_peak"] {
             assert!(report[figure].as_f64().unwrap() > 0.0, "{figure} of {report}");
         }
@@ -274,7 +292,7 @@ mod tests {
             change: crate::precision::ScaleChange::Held,
             time: crate::train::PartTimes::default(),
         };
-        let peak = Peak { held: 1.0, best: 1.0 };
+        let peak = Some(Peak { held: 1.0, best: 1.0 });
         let samples = [Sample { wall: Duration::from_secs(1), report, allocations: Allocations::default(), peak }];
         let gflops = summary(&args, &shape, &samples)["gflops"].as_f64().unwrap();
         assert!((gflops - per_token * 32.0 * 64.0 / 1e9).abs() < 1e-3, "{gflops}");

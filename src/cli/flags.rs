@@ -39,7 +39,7 @@ pub(crate) struct ConfigArgs {
     /// Seed of every random stream
     #[arg(long)]
     pub(crate) seed: Option<i64>,
-    /// Where to compute: auto or cpu
+    /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE")]
     pub(crate) device: Option<String>,
     /// Threads that compute [default: all processors]

@@ -3,9 +3,9 @@
 use serde::Serialize;
 
 use super::page::{Line, Page, Role};
-use crate::model::{Gpt2Config, Workspace, WorkspaceBytes};
-use crate::optim::{AdamW, Gradients, MasterWeights};
+use crate::model::Gpt2Config;
 use crate::precision::PrecisionPolicy;
+use crate::train::{EngineBytes, largest_batch};
 use crate::{Error, Result};
 
 /// A way to train, by its formats.
@@ -175,17 +175,15 @@ impl Memory {
         seq_len: usize,
         grad_accum: usize,
     ) -> Result<Vec<Item>> {
-        let parameters = config.parameter_count();
-        let WorkspaceBytes { activations, passing } = Workspace::bytes(config, policy, batch, seq_len)?;
-        let (masters, weights) = MasterWeights::bytes(parameters, policy.compute);
+        let bytes = EngineBytes::new(config, policy, [batch, seq_len, grad_accum])?;
         let item = |group, bytes| Item { group, bytes };
         Ok(vec![
-            item(Group::Weights, weights),
-            item(Group::Masters, masters),
-            item(Group::Gradients, Gradients::bytes(parameters, policy, grad_accum)),
-            item(Group::Adam, AdamW::bytes(parameters)),
-            item(Group::Activations, activations),
-            item(Group::Buffers, passing),
+            item(Group::Weights, bytes.weights),
+            item(Group::Masters, bytes.masters),
+            item(Group::Gradients, bytes.gradients),
+            item(Group::Adam, bytes.adam),
+            item(Group::Activations, bytes.activations),
+            item(Group::Buffers, bytes.passing),
         ])
     }
 
@@ -322,14 +320,7 @@ fn textbook(config: &Gpt2Config, recipe: Recipe, batch: usize, seq_len: usize) -
 
 /// The largest batch whose memory is within the budget, `None` if not even one sequence is.
 fn largest(budget: Option<u64>, bytes: impl Fn(usize) -> u64) -> Option<usize> {
-    const MOST: usize = 1 << 20;
-    let fits = |batch: usize| budget.is_some_and(|budget| bytes(batch) <= budget);
-    let (mut low, mut high) = (0, MOST);
-    while low + 1 < high {
-        let middle = usize::midpoint(low, high);
-        if fits(middle) { low = middle } else { high = middle }
-    }
-    (low > 0).then_some(low)
+    largest_batch(budget?, bytes)
 }
 
 /// The model that goes by `name`: one of [`Gpt2Config::NAMES`]; `7b`, GPT-3's 6.7B; or a number of parameters such as

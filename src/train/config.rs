@@ -2,7 +2,7 @@
 
 use crate::data::Source;
 use crate::optim::{AdamWConfig, LrSchedule, ScheduleKind};
-use crate::precision::{GradScalerConfig, PrecisionConfig, PrecisionPolicy};
+use crate::precision::{FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy, ScalerPolicy};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -22,6 +22,17 @@ pub enum Init {
     Pretrained,
     /// GPT-2's initialisation from the seed.
     Random,
+}
+
+/// Where a run computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On the first GPU if there is one that this program can use, else on the CPU.
+    Auto,
+    /// On the CPU.
+    Cpu,
+    /// On the GPU that CUDA counts so.
+    Cuda(usize),
 }
 
 /// Everything that defines a run.
@@ -47,7 +58,7 @@ pub struct Config {
     pub dtype: PrecisionPolicy,
     /// The seed of every random stream.
     pub seed: u64,
-    /// Where to compute: `auto` or `cpu`.
+    /// Where to compute: `cpu`, `cuda` or `cuda:N`; or `auto`, a GPU where this program can use one.
     pub device: String,
     /// Threads that compute; all processors by default. Sums do not depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -362,14 +373,41 @@ impl Config {
         Ok(())
     }
 
-    fn validate(&self) -> Result<()> {
-        if !["auto", "cpu"].contains(&self.device.as_str()) {
-            let message = if self.device.starts_with("cuda") {
-                "this version does not train on GPUs yet; use `cpu`".to_owned()
-            } else {
-                format!("`{}` is unknown; use `auto` or `cpu`", self.device)
-            };
-            return Err(Error::config("device", message));
+    /// Where the run computes.
+    pub fn place(&self) -> Result<Place> {
+        let ordinal = match self.device.as_str() {
+            "auto" => return Ok(Place::Auto),
+            "cpu" => return Ok(Place::Cpu),
+            "cuda" => Some(0),
+            other => other.strip_prefix("cuda:").and_then(|number| number.parse().ok()),
+        };
+        ordinal.map(Place::Cuda).ok_or_else(|| {
+            Error::config("device", format!("`{}` is unknown; use `auto`, `cpu`, `cuda` or `cuda:0`", self.device))
+        })
+    }
+
+    /// Refuses what is there for the CPU alone.
+    pub(super) fn check_fits_gpus(&self) -> Result<()> {
+        if self.grad_scaler().enabled && self.scaler.policy == ScalerPolicy::Predictive {
+            let message = "the predictive loss scale is the CPU's alone; use `dynamic`, or `device = \"cpu\"`";
+            return Err(Error::config("scaler.policy", message));
+        }
+        if self.precision.fallback != FallbackRule::Off {
+            let message = "layers fall back on the CPU alone; use `off`, or `device = \"cpu\"`";
+            return Err(Error::config("precision.fallback", message));
+        }
+        Ok(())
+    }
+
+    /// Refuses what makes no sense; [`Config::resolve`] has called it already.
+    pub fn validate(&self) -> Result<()> {
+        if let Place::Cuda(_) = self.place()? {
+            if !cfg!(feature = "cuda") {
+                let message = "this program was built without GPU support; build it with `--features cuda`, which wants \
+                               NVIDIA's compiler, or use `cpu`";
+                return Err(Error::config("device", message));
+            }
+            self.check_fits_gpus()?;
         }
         let positive = |key: &str, value: usize| match value {
             0 => Err(Error::config(key, "0 makes no sense here; use 1 or more")),

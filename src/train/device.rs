@@ -288,6 +288,10 @@ impl<D: Multiply + Memory> DeviceEngine<D> {
 }
 
 impl<D: Multiply + Memory + Send> Accelerator for DeviceEngine<D> {
+    fn name(&self) -> &str {
+        self.device.name()
+    }
+
     fn step(&mut self, engine: &mut Engine, micro_batches: &[Batch]) -> Result<StepReport> {
         let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
         self.ahead = true;

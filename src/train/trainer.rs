@@ -10,8 +10,8 @@ use crate::telemetry::{
     Command, Cpu, Emitter, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     SampleText, Saved, ScalerSettings, Started, Trouble, Validation,
 };
-use crate::train::accelerator::Accelerator;
-use crate::train::config::{CheckpointSection, Config};
+use crate::train::accelerator::{Accelerator, accelerator};
+use crate::train::config::{CheckpointSection, Config, Place};
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
@@ -106,7 +106,8 @@ impl Trainer {
         let eval = EvalBatches::new(dataset.validation.clone(), batch_size, seq_len, limit)?;
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs * per_epoch as f64).ceil() as u64);
-        let engine = setup::engine(&config, &source.config, masters, total_steps)?;
+        let mut engine = setup::engine(&config, &source.config, masters, total_steps)?;
+        let device = accelerator(&config, &mut engine, report)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
                 let (prompt, tokens) = (&train.prompt, train.sample_tokens);
@@ -129,7 +130,7 @@ impl Trainer {
             tokenizer: source.tokenizer,
             sampler,
             engine,
-            device: None,
+            device,
             loader,
             eval,
             identity,
@@ -176,12 +177,8 @@ impl Trainer {
     }
 
     /// From here on `device` takes the steps.
-    #[cfg(any(test, feature = "cuda"))]
+    #[cfg(test)]
     pub(super) fn run_on(&mut self, device: impl FnOnce(&Engine) -> Result<Box<dyn Accelerator>>) -> Result<()> {
-        if self.engine.state.fallback.is_on() {
-            let message = "layers fall back on the CPU alone so far; use `--device cpu`, or leave it out";
-            return Err(Error::config("precision.fallback", message));
-        }
         self.device = Some(device(&self.engine)?);
         self.engine.shrink(self.config.dtype)
     }
@@ -251,7 +248,8 @@ impl Trainer {
     pub fn run(&mut self) -> Result<FinishReason> {
         let began = Instant::now();
         let resumed_from = self.progress.saved_at;
-        self.gpu = GpuSampler::start(0);
+        let ordinal = if let Ok(Place::Cuda(ordinal)) = self.config.place() { ordinal } else { 0 };
+        self.gpu = GpuSampler::start(ordinal);
         let started = self.started(resumed_from);
         self.emitter.emit(Event::Started(Box::new(started)))?;
         let reason = self.steps();
@@ -619,7 +617,7 @@ impl Trainer {
             run: run.map_or_else(String::new, |name| name.to_string_lossy().into_owned()),
             process: ProcessId::own(),
             cpu: Cpu { name: cpu_name(), threads: rayon::current_num_threads(), isa: Isa::current().to_string() },
-            device: "cpu".into(),
+            device: self.device.as_ref().map_or_else(|| "cpu".into(), |device| device.name().to_owned()),
             os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             model: config.model.clone(),
             shape: ModelShape {

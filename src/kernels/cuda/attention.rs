@@ -7,7 +7,6 @@ use crate::kernels::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
 const THREADS: u32 = 256;
-const WARPS: usize = THREADS as usize / 32;
 /// The head sizes there are kernels for; others run in the next larger one.
 const SIZES: [usize; 4] = [32, 64, 96, 128];
 
@@ -158,13 +157,7 @@ pub(crate) fn backward(
         shape: products.shape,
         dropout: Mask::new(dropout, draw)?,
     };
-    let by_rows = Launch {
-        module: "attention",
-        kernel: entry("attention_delta", &[qkv.dtype])?,
-        grid: [word(plan.stat_len().div_ceil(WARPS))?, 1, 1],
-        threads: THREADS,
-        shared_bytes: 0,
-    };
+    let by_rows = Launch::warp_a_row("attention", entry("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
     // SAFETY: every buffer was found large enough.
     unsafe {
         queue.launch(&by_rows, &products)?;

@@ -6,7 +6,6 @@ use crate::kernels::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
 const THREADS: u32 = 256;
-const WARPS: usize = THREADS as usize / 32;
 /// Columns a block of the gradients takes.
 const COLUMNS: usize = 256;
 
@@ -106,13 +105,7 @@ pub(crate) fn forward(
         unused: 0,
         dropout: Mask::new(dropout, tokens.draw)?,
     };
-    let launch = Launch {
-        module: "embedding",
-        kernel: entry("embedding_forward", &[out.dtype, wte.dtype])?,
-        grid: [word(rows.div_ceil(WARPS))?, 1, 1],
-        threads: THREADS,
-        shared_bytes: 0,
-    };
+    let launch = Launch::warp_a_row("embedding", entry("embedding_forward", &[out.dtype, wte.dtype])?, rows)?;
     // SAFETY: every buffer was found large enough, and `group` has checked the ids.
     unsafe { queue.launch(&launch, &arguments) }
 }

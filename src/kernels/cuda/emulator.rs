@@ -2,9 +2,9 @@
 
 use super::launch::{Buffer, Launch, Memory, Queue};
 use super::product::{Multiply, Operands, Product};
+use super::testbed::{decode, encode};
 use crate::digest::Digest;
 use candle_core::{DType, Result, bail};
-use half::{bf16, f16};
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -182,32 +182,9 @@ impl Emulator {
         buffer
     }
 
-    /// Numbers that kernels may read.
-    pub(crate) fn input(&self, values: &[f32], dtype: DType) -> Buffer {
-        self.keep(&encode(values, dtype), dtype, values.len(), false)
-    }
-
-    /// Numbers that kernels may change.
-    pub(crate) fn state(&self, values: &[f32], dtype: DType) -> Buffer {
-        self.keep(&encode(values, dtype), dtype, values.len(), true)
-    }
-
-    /// Room for results, full of NaN.
-    pub(crate) fn output(&self, len: usize, dtype: DType) -> Buffer {
-        self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true)
-    }
-
-    pub(crate) fn words(&self, words: &[u32]) -> Buffer {
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        self.keep(&bytes, DType::U32, words.len(), false)
-    }
-
-    /// Plain structs, as bytes.
-    pub(crate) fn structs<T: Copy>(&self, values: &[T], writable: bool) -> Buffer {
-        let bytes = size_of_val(values);
-        // SAFETY: the structs are made of plain numbers without padding.
-        let view = unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), bytes) };
-        self.keep(view, DType::U8, bytes, writable)
+    /// Bytes that kernels may read.
+    pub(crate) fn constant(&self, bytes: &[u8], dtype: DType, len: usize) -> Buffer {
+        self.keep(bytes, dtype, len, false)
     }
 
     /// Lends the bytes of `buffer` to `f`.
@@ -218,34 +195,8 @@ impl Emulator {
         }
     }
 
-    pub(crate) fn bytes(&self, buffer: Buffer) -> Vec<u8> {
-        self.with(buffer, |bytes| bytes.to_vec()).expect("a buffer of this emulator")
-    }
-
-    /// The buffer's elements, widened.
-    pub(crate) fn read(&self, buffer: Buffer) -> Vec<f32> {
-        let bytes = self.bytes(buffer);
-        let halves = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
-        match buffer.dtype {
-            DType::F16 => halves().map(|bits| f16::from_bits(bits).to_f32()).collect(),
-            DType::BF16 => halves().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
-            _ => bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        }
-    }
-
-    /// Structs that kernels have written.
-    pub(crate) fn read_structs<T: Copy>(&self, buffer: Buffer) -> Vec<T> {
-        let bytes = self.bytes(buffer);
-        // SAFETY: the bytes are those of whole structs of plain numbers.
-        bytes.chunks_exact(size_of::<T>()).map(|b| unsafe { b.as_ptr().cast::<T>().read_unaligned() }).collect()
-    }
-}
-
-fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
-    match dtype {
-        DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
-        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
-        _ => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+    fn read(&self, buffer: Buffer) -> Result<Vec<f32>> {
+        self.with(buffer, |bytes| decode(bytes, buffer.dtype))
     }
 }
 
@@ -287,7 +238,7 @@ impl Queue for Emulator {
     }
 
     fn scratch(&self, len: usize) -> Result<Buffer> {
-        let buffer = self.output(len, DType::F32);
+        let buffer = self.allocate(DType::F32, len)?;
         if let Some(last) = self.scratch.replace(Some(buffer.address)) {
             self.memory.borrow_mut().retain(|allocation| allocation.address() != last);
         }
@@ -296,8 +247,13 @@ impl Queue for Emulator {
 }
 
 impl Memory for Emulator {
+    fn name(&self) -> &'static str {
+        "the emulator"
+    }
+
     fn allocate(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        Ok(self.output(len, dtype))
+        // Full of NaN, so that whoever reads before anything is written is found out.
+        Ok(self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true))
     }
 
     fn zero(&self, buffer: Buffer) -> Result<()> {
@@ -320,8 +276,8 @@ impl Memory for Emulator {
 impl Multiply for Emulator {
     unsafe fn multiply(&self, product: Product, operands: Operands) -> Result<()> {
         let Product { rows, columns, inner, a, b, out, bias, accumulate, .. } = product;
-        let bias = operands.bias.filter(|_| bias).map(|bias| self.read(bias));
-        let (left, right, before) = (self.read(operands.a), self.read(operands.b), self.read(operands.d));
+        let bias = operands.bias.filter(|_| bias).map(|bias| self.read(bias)).transpose()?;
+        let (left, right, before) = (self.read(operands.a)?, self.read(operands.b)?, self.read(operands.d)?);
         let at = |row: usize, column: usize, stride: usize, transposed: bool| {
             if transposed { column + row * stride } else { row + column * stride }
         };

@@ -87,7 +87,7 @@ pub(crate) unsafe trait Arguments: Copy {}
 #[derive(Clone, Debug)]
 pub(crate) struct Launch {
     /// The `.cu` file.
-    #[expect(dead_code, reason = "the emulator has all kernels in one library")]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the emulator has all kernels in one library"))]
     pub(crate) module: &'static str,
     /// The entry in it.
     pub(crate) kernel: String,
@@ -97,6 +97,20 @@ pub(crate) struct Launch {
     pub(crate) threads: u32,
     /// Shared memory of a block.
     pub(crate) shared_bytes: u32,
+}
+
+impl Launch {
+    /// One warp for each of `rows` rows, eight warps a block.
+    pub(crate) fn warp_a_row(module: &'static str, kernel: String, rows: usize) -> Result<Self> {
+        const WARPS: usize = 8;
+        Ok(Self {
+            module,
+            kernel,
+            grid: [word(rows.div_ceil(WARPS))?, 1, 1],
+            threads: 32 * WARPS as u32,
+            shared_bytes: 0,
+        })
+    }
 }
 
 /// Takes launches and runs them in order.
@@ -125,6 +139,9 @@ pub(crate) trait Queue {
 /// A device's memory. Copies take their turn among the launches. A buffer that was not allocated here, or is part of none
 /// that was, is an error.
 pub(crate) trait Memory {
+    /// For example `cuda:0 NVIDIA H200`.
+    fn name(&self) -> &str;
+
     /// Room for `len` elements, whatever lies there, until the device is dropped.
     fn allocate(&self, dtype: DType, len: usize) -> Result<Buffer>;
 

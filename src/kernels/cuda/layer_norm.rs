@@ -75,13 +75,7 @@ pub(crate) fn forward(
         eps,
         unused: 0,
     };
-    let launch = Launch {
-        module: "layer_norm",
-        kernel: entry("layer_norm_forward", &[x.dtype, y.dtype])?,
-        grid: [word(rows.div_ceil(WARPS))?, 1, 1],
-        threads: THREADS,
-        shared_bytes: 0,
-    };
+    let launch = Launch::warp_a_row("layer_norm", entry("layer_norm_forward", &[x.dtype, y.dtype])?, rows)?;
     // SAFETY: every buffer was found large enough above.
     unsafe { queue.launch(&launch, &arguments) }
 }

@@ -8,8 +8,8 @@ mod passes;
 mod products;
 mod sums;
 
-use super::emulator::Emulator;
 use super::launch::Buffer;
+use super::testbed::Testbed;
 use crate::kernels::view::{View, read};
 use candle_core::{DType, Device, Tensor};
 
@@ -58,8 +58,8 @@ fn numbers(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// What `run` returns, for each order of threads the same bits.
-fn in_every_order(run: impl Fn(&Emulator) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
-    let [first, others @ ..] = Emulator::ORDERS.map(|order| run(&Emulator::new(order)));
+fn in_every_order(run: impl Fn(&Testbed) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+    let [first, others @ ..] = Testbed::ORDERS.map(|order| run(&Testbed::new(order)));
     let bits = |results: &[Vec<f32>]| results.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
     for other in &others {
         assert!(bits(&first) == bits(other), "the result depends on the order of the threads");
@@ -88,11 +88,11 @@ fn assert_close(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
 }
 
 /// A draw that nothing is drawn from.
-fn no_draw(gpu: &Emulator) -> Buffer {
+fn no_draw(gpu: &Testbed) -> Buffer {
     gpu.words(&[0, 0])
 }
 
 /// `draw` as kernels find it.
-fn draw_words(gpu: &Emulator, draw: u64) -> Buffer {
+fn draw_words(gpu: &Testbed, draw: u64) -> Buffer {
     gpu.words(&[draw as u32, (draw >> 32) as u32])
 }

@@ -1,9 +1,9 @@
-//! The device's step in the emulator against the CPU engine's.
+//! The device's step against the CPU engine's, in the emulator or on a GPU.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use super::*;
 use crate::checkpoint::{Checkpoint, Run};
-use crate::kernels::cuda::emulator::Emulator;
+use crate::kernels::cuda::testbed::Testbed;
 use crate::kernels::view::{View, read};
 use crate::model::Gpt2Config;
 use crate::precision::{Dtype, GradScalerConfig, ScaleChange};
@@ -41,10 +41,10 @@ fn engine(config: &Config) -> Engine {
     setup::engine(config, &shape, masters, 20).unwrap()
 }
 
-fn on_device(engine: &Engine, config: &Config) -> DeviceEngine<Emulator> {
+fn on_device(engine: &Engine, config: &Config) -> DeviceEngine<Testbed> {
     let train = &config.train;
     let shape = [train.batch_size, train.seq_len, train.grad_accum];
-    DeviceEngine::new(Emulator::new(0), engine, config.dtype, shape).unwrap()
+    DeviceEngine::new(Testbed::new(0), engine, config.dtype, shape).unwrap()
 }
 
 /// Micro-batch `number` of the run: some tokens occur twice, some targets do not count.
@@ -88,7 +88,7 @@ fn tolerance(config: &Config) -> f64 {
 }
 
 /// The device's copy of every parameter's gradient.
-fn device_gradients(device: &DeviceEngine<Emulator>, layout: &[Entry]) -> Vec<Vec<f32>> {
+fn device_gradients(device: &DeviceEngine<Testbed>, layout: &[Entry]) -> Vec<Vec<f32>> {
     let total = device.sum.as_ref().unwrap_or(&device.born);
     total.logical(layout).unwrap().into_iter().map(|buffer| device.device.read(buffer)).collect()
 }
@@ -216,7 +216,7 @@ fn repeated_steps_have_the_same_bits() {
     let run = |order| {
         let mut host = engine(&config);
         let shape = [ROWS, SEQ_LEN, 2];
-        let mut device = DeviceEngine::new(Emulator::new(order), &host, config.dtype, shape).unwrap();
+        let mut device = DeviceEngine::new(Testbed::new(order), &host, config.dtype, shape).unwrap();
         let report = device.step(&mut host, &[batch(0), batch(1)]).unwrap();
         device.fetch(&mut host.state).unwrap();
         let bits: Vec<u32> =
@@ -224,7 +224,7 @@ fn repeated_steps_have_the_same_bits() {
         (report.loss.to_bits(), bits)
     };
     let first = run(0);
-    assert!(Emulator::ORDERS.iter().all(|&order| run(order) == first), "the bits depend on the order of threads");
+    assert!(Testbed::ORDERS.iter().all(|&order| run(order) == first), "the bits depend on the order of threads");
 }
 
 /// The head in several tiles, whose weight's gradient is summed in FP32; weights of its own.

@@ -3,6 +3,7 @@
 use super::super::elementwise::copy;
 use super::super::emulator::Emulator;
 use super::super::launch::{Arguments, Launch, Queue};
+use super::super::testbed::Testbed;
 use super::pattern;
 use candle_core::DType;
 use half::{bf16, f16};
@@ -22,7 +23,7 @@ const THREADS: u32 = 64;
 
 /// What a kernel with this fault leaves, or what is said of it.
 fn run(fault: u32, order: u32) -> Result<Vec<f32>, String> {
-    let gpu = Emulator::new(order);
+    let gpu = Testbed::Emulator(Emulator::new(order));
     let (input, output) = (gpu.input(&pattern(64, 1, DType::F32), DType::F32), gpu.output(64, DType::F32));
     let arguments = Faulty { input: input.address, output: output.address, len: 64, fault };
     let launch =
@@ -104,7 +105,7 @@ fn conversions_round_as_the_hardware_does() {
     ];
     for (dtype, widen, round) in formats {
         let cases = hard_cases(widen);
-        let gpu = Emulator::new(0);
+        let gpu = Testbed::new(0);
         let (input, narrow) = (gpu.input(&cases, DType::F32), gpu.output(cases.len(), dtype));
         copy(&gpu, input, narrow).unwrap();
         let wide = gpu.output(cases.len(), DType::F32);

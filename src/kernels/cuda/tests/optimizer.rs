@@ -27,7 +27,7 @@ fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
 
 /// The device's survey of `gradients`.
 fn surveyed(
-    gpu: &Emulator,
+    gpu: &Testbed,
     gradients: &[Vec<f32>],
     dtype: DType,
     format: FloatFormat,
@@ -63,7 +63,7 @@ fn surveys() {
         for (broken, exponents) in [(false, true), (true, true), (true, false)] {
             let gradients = gradients(dtype, broken);
             let [first, others @ ..] =
-                Emulator::ORDERS.map(|order| surveyed(&Emulator::new(order), &gradients, dtype, format, exponents));
+                Testbed::ORDERS.map(|order| surveyed(&Testbed::new(order), &gradients, dtype, format, exponents));
             for (i, (found, values)) in first.iter().zip(&gradients).enumerate() {
                 let cpu = tensor(values, &[values.len()], dtype);
                 let expected = crate::kernels::survey::survey(&cpu, format, exponents).unwrap();
@@ -82,7 +82,7 @@ fn surveys() {
 }
 
 /// A few gradients, and what a step makes of them.
-fn judged(gpu: &Emulator, rules: Rules<'_>, state: StepState, gradient: &[f32]) -> StepRecord {
+fn judged(gpu: &Testbed, rules: Rules<'_>, state: StepState, gradient: &[f32]) -> StepRecord {
     let survey = {
         let gradient = gpu.input(gradient, DType::F32);
         let table = chunks([gradient.len]);
@@ -115,7 +115,7 @@ fn a_clean_step_is_clipped_and_applied() {
     let rules = Rules { scaler: &config, schedule: constant_rate(), max_grad_norm: Some(1.0), betas: [0.9, 0.99] };
     let state = StepState::new(&GradScaler::new(config).unwrap(), 7, 5);
     // Norm 20 scaled, 5 unscaled.
-    let record = judged(&Emulator::new(1), rules, state, &[12.0, -16.0, 0.0]);
+    let record = judged(&Testbed::new(1), rules, state, &[12.0, -16.0, 0.0]);
     assert!(record.applied());
     assert_eq!((record.loss, record.grad_norm, record.lr), (1.5, 5.0, 0.5));
     assert!((record.clip - 0.2).abs() < 1e-6);
@@ -123,7 +123,7 @@ fn a_clean_step_is_clipped_and_applied() {
     let bias = [0.9f64, 0.99].map(|beta| (1.0 - beta.powi(6)) as f32);
     assert_eq!(record.after, record.after.with_update(0.5, (0.25 * record.clip) as f32, bias, true));
     // Without a limit nothing is clipped.
-    assert_eq!(judged(&Emulator::new(0), Rules { max_grad_norm: None, ..rules }, state, &[12.0, -16.0]).clip, 1.0);
+    assert_eq!(judged(&Testbed::new(0), Rules { max_grad_norm: None, ..rules }, state, &[12.0, -16.0]).clip, 1.0);
 }
 
 /// The rates of `optim::LrSchedule`'s own tests, and its ends.
@@ -134,7 +134,7 @@ fn the_learning_rate_follows_the_applied_updates() {
     let rate = |decay, [warmup_updates, total_updates]: [u64; 2], updates| {
         let schedule = Schedule { peak_lr: 1.0, min_lr_ratio: 0.1, warmup_updates, total_updates, decay };
         let rules = Rules { scaler: &config, schedule, max_grad_norm: None, betas: [0.9, 0.99] };
-        judged(&Emulator::new(0), rules, StepState::new(&scaler, 1000, updates), &[1.0]).lr
+        judged(&Testbed::new(0), rules, StepState::new(&scaler, 1000, updates), &[1.0]).lr
     };
     let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} {b}");
     for decay in [Decay::Constant, Decay::Linear, Decay::Cosine] {
@@ -158,8 +158,8 @@ fn an_overflow_in_unscaling_skips_the_step() {
     let config = GradScalerConfig { init_scale: 0.25, min_scale: 0.125, ..GradScalerConfig::default() };
     let rules = Rules { scaler: &config, schedule: constant_rate(), max_grad_norm: None, betas: [0.9, 0.99] };
     let state = StepState::new(&GradScaler::new(config).unwrap(), 0, 0);
-    assert!(!judged(&Emulator::new(0), rules, state, &[f32::MAX]).applied());
-    assert!(judged(&Emulator::new(0), rules, state, &[f32::MAX / 8.0]).applied());
+    assert!(!judged(&Testbed::new(0), rules, state, &[f32::MAX]).applied());
+    assert!(judged(&Testbed::new(0), rules, state, &[f32::MAX / 8.0]).applied());
 }
 
 /// The device's scaler against the host's over a long and eventful run, for several rules.
@@ -181,7 +181,7 @@ fn scalers_move_alike() {
             let scale = host.scale();
             let rules = Rules { scaler: &config, schedule: constant_rate(), max_grad_norm: None, betas: [0.9, 0.99] };
             let gradient = if overflow { f32::INFINITY } else { 1.0 };
-            let record = judged(&Emulator::new(0), rules, state, &[gradient]);
+            let record = judged(&Testbed::new(0), rules, state, &[gradient]);
             let change = host.update(!overflow);
             assert_eq!(
                 (record.scale, record.change(), record.applied()),

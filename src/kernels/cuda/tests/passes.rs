@@ -117,7 +117,7 @@ fn attentions_of_all_head_sizes() {
 
 #[test]
 fn a_head_that_is_too_large_is_refused() {
-    let gpu = Emulator::new(0);
+    let gpu = Testbed::new(0);
     let (buffer, draw) = (gpu.output(1, DType::F32), no_draw(&gpu));
     let shape = Shape { batch: 1, seq_len: 1, heads: 1, head_size: 129 };
     let error = device_attention::forward(&gpu, shape, buffer, None, draw, buffer, buffer).unwrap_err().to_string();
@@ -196,7 +196,7 @@ fn cross_entropies() {
 #[test]
 fn a_logit_that_is_no_number_shows_in_loss_and_gradient() {
     for bad in [f32::NAN, f32::INFINITY] {
-        let gpu = Emulator::new(0);
+        let gpu = Testbed::new(0);
         let (logits, losses) = (gpu.state(&[0.0, bad, 1.0], DType::F32), gpu.output(1, DType::F32));
         let seed = Seed { scale: gpu.input(&[1.0], DType::F32), targets: gpu.words(&[1]) };
         cross_entropy::rows(&gpu, [1, 3, 3], logits, gpu.words(&[0]), losses, Some(seed)).unwrap();

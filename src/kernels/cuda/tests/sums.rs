@@ -30,7 +30,7 @@ fn gelus() {
 #[test]
 fn gelu_at_its_limits() {
     let x = [60000.0, -60000.0, f32::INFINITY, f32::NAN, -20.0];
-    let gpu = Emulator::new(0);
+    let gpu = Testbed::new(0);
     let (x, y, dy) = (gpu.input(&x, DType::F16), gpu.output(5, DType::F16), gpu.state(&[1.0; 5], DType::F16));
     elementwise::gelu_forward(&gpu, x, y).unwrap();
     elementwise::gelu_backward(&gpu, x, dy).unwrap();

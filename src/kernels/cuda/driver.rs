@@ -27,9 +27,10 @@ const SHARED_BYTES: u32 = 48 << 10;
 /// One GPU, in use by one thread at a time.
 pub(crate) struct Gpu {
     name: String,
-    context: Arc<CudaContext>,
-    stream: Arc<CudaStream>,
+    // Dropped in this order.
     blas: Blas,
+    stream: Arc<CudaStream>,
+    context: Arc<CudaContext>,
     modules: RefCell<HashMap<&'static str, CUmodule>>,
     kernels: RefCell<HashMap<String, Kernel>>,
     /// Bytes of each allocation, by address.
@@ -70,9 +71,9 @@ impl Gpu {
         let blas = Blas::new()?;
         let gpu = Self {
             name,
-            context,
-            stream,
             blas,
+            stream,
+            context,
             modules: RefCell::default(),
             kernels: RefCell::default(),
             memory: RefCell::default(),

@@ -204,6 +204,13 @@ uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, unsigned argumen
 
 }  // namespace emulator
 
+// Bytes of the arguments that a kernel takes; 0 if there is none of that name.
+extern "C" size_t emulator_argument_bytes(const char* name) {
+    const emulator::Entry* entry = emulator::entries;
+    while (entry != nullptr && std::string(entry->name) != name) entry = entry->next;
+    return entry == nullptr ? 0 : entry->argument_bytes;
+}
+
 // Runs a kernel to its end. `order` turns the order of blocks and fibers round, `buffers` are the ones it may touch (all of
 // memory if there is none). On failure the message is in `message`, and the result is not 0.
 extern "C" int emulator_launch(const char* name, const unsigned grid[3], unsigned threads, size_t shared_bytes,

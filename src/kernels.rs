@@ -15,6 +15,7 @@ pub(crate) mod cuda;
 pub mod decode_attention;
 pub mod dropout;
 pub mod embedding;
+pub mod fp8;
 pub mod gelu;
 pub mod isa;
 pub mod layer_norm;

@@ -5,6 +5,7 @@
 mod exponent_histogram;
 mod fallback;
 mod float_format;
+mod fp8;
 mod grad_scaler;
 mod headroom;
 mod optimizer_stages;
@@ -15,6 +16,7 @@ mod tensor_stats;
 pub use exponent_histogram::{ExponentHistogram, RangeShares};
 pub use fallback::{Fallback, FallbackRule, PrecisionConfig, Unit, UnitRecord};
 pub use float_format::{FloatClass, FloatFormat};
+pub use fp8::{AmaxHistory, Fp8Config, Fp8State, scale_for};
 pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
 pub use headroom::Headroom;
 pub use optimizer_stages::OptimizerStages;

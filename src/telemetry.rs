@@ -18,7 +18,7 @@ pub use emitter::Emitter;
 pub use event::{
     ActivationMax, Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Origin, Outcome,
     Overflow, Pass, Probe, Record, Retyped, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started,
-    StepRecord, StepTime, TensorRecord, Trouble, VERSION, Validation,
+    StepRecord, StepTime, TensorRecord, Trouble, VERSION, Validation, Variances,
 };
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, read, read_whole};

@@ -6,6 +6,7 @@ mod config;
 #[cfg(any(test, feature = "cuda"))]
 mod device;
 mod fallback;
+mod fp8;
 mod headroom;
 mod memory;
 mod passes;
@@ -20,6 +21,7 @@ mod verify;
 
 pub(crate) use accelerator::{Accelerator, accelerator};
 pub use config::{Config, Init, Layers, Place, known_keys};
+pub use fp8::Fp8Layer;
 pub use memory::{EngineBytes, largest_batch};
 pub use sample::Sampler;
 pub use setup::{Located, ModelSource, Preparing, Report, dataset, engine, locate, whole_text};

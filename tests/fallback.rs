@@ -125,7 +125,8 @@ fn a_layer_in_fallback_costs_no_more_steps_and_leaves_the_scale_to_the_others() 
         assert!(documentation.contains(&row), "the documentation lacks: {row}");
         let moved = retyped(&events);
         if rule == FallbackRule::Layer {
-            let expected = Retyped { step: 3, layer: "h.1".into(), from: "f16".into(), to: "f32".into(), overflows: 3 };
+            let (layer, from, to) = ("h.1".into(), "f16".into(), "f32".into());
+            let expected = Retyped { step: 3, layer, from, to, overflows: Some(3), ..Retyped::default() };
             assert_eq!(moved, [&expected]);
         } else {
             assert!(moved.is_empty());

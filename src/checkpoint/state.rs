@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::data::Cursor;
-use crate::precision::{ScalerState, Unit, UnitRecord};
+use crate::precision::{Fp8State, ScalerState, Unit, UnitRecord};
 use crate::{Error, Result};
 
 /// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes. It reads this
@@ -35,6 +35,9 @@ pub struct State {
     /// The layers that have overflowed of late or compute in a wider type since.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub fallback: BTreeMap<Unit, UnitRecord>,
+    /// What is remembered of a block in simulated FP8.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fp8: Option<Fp8State>,
     /// Where the next training batch starts.
     pub cursor: Cursor,
     /// The schedule's settings that the run has used so far.
@@ -140,6 +143,7 @@ mod tests {
                 headroom: None,
             },
             fallback: BTreeMap::from([(Unit::Block(1), UnitRecord { since: Some(9), ..UnitRecord::default() })]),
+            fp8: None,
             cursor: Cursor { epoch: 1, window: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),

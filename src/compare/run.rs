@@ -221,7 +221,7 @@ impl Fold {
             }
             Event::Step(step) => self.step(&step, s),
             Event::Overflow(_) => self.run.figures.overflows += 1,
-            Event::Retyped(retyped) if retyped.overflows == 0 => drop(self.fallback.remove(&retyped.layer)),
+            Event::Retyped(retyped) if retyped.back => drop(self.fallback.remove(&retyped.layer)),
             Event::Retyped(retyped) => drop(self.fallback.insert(retyped.layer)),
             Event::Eval(eval) => self.eval(&eval, s),
             Event::Probe(probe) => self.probe(&probe),

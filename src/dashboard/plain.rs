@@ -149,7 +149,7 @@ fn environment(started: &Started) -> String {
 /// The line of an event that is told at once; `None` for steps and probes.
 pub(super) fn announcement(event: &Event) -> Option<String> {
     Some(match event {
-        Event::Started(_) | Event::Step(_) => return None,
+        Event::Started(_) | Event::Step(_) | Event::Variances(_) => return None,
         Event::Overflow(overflow) => overflow_line(overflow),
         Event::Retyped(retyped) => retyped_line(retyped),
         Event::Eval(eval) => format!(
@@ -213,11 +213,11 @@ fn overflow_line(overflow: &Overflow) -> String {
 }
 
 fn retyped_line(retyped: &Retyped) -> String {
-    let Retyped { step, layer, from, to, overflows } = retyped;
-    match overflows {
-        0 => format!("fallback step={step} layer={layer} computes={from}->{to} back"),
-        _ => format!("fallback step={step} layer={layer} computes={from}->{to} overflows={overflows}"),
-    }
+    let Retyped { step, layer, from, to, overflows, variance, back } = retyped;
+    let mut line = format!("retyped step={step} layer={layer} computes={from}->{to}");
+    line.extend(overflows.map(|overflows| format!(" overflows={overflows}")));
+    line.extend(variance.map(|variance| format!(" variance={variance:.2e}")));
+    line + if *back { " back" } else { "" }
 }
 
 fn origin_pair(origin: &Origin) -> String {
@@ -364,15 +364,20 @@ mod tests {
 
     #[test]
     fn a_layer_that_changes_its_type_is_told_at_once() {
-        let retyped = |overflows| {
-            let (from, to) = if overflows > 0 { ("f16", "f32") } else { ("f32", "f16") };
-            Event::Retyped(Retyped { step: 9, layer: "h.1".into(), from: from.into(), to: to.into(), overflows })
+        let retyped = |to: &str, overflows, variance| {
+            let from = if to == "f16" { "f32" } else { "f16" }.into();
+            let (layer, back) = ("h.1".into(), to == "f16");
+            Event::Retyped(Retyped { step: 9, layer, from, to: to.into(), overflows, variance, back })
         };
         assert_eq!(
-            lines(128, vec![retyped(3), retyped(0)]),
+            lines(
+                128,
+                vec![retyped("f32", Some(3), None), retyped("f16", None, None), retyped("fp8", None, Some(2e-9))]
+            ),
             [
-                "fallback step=9 layer=h.1 computes=f16->f32 overflows=3",
-                "fallback step=9 layer=h.1 computes=f32->f16 back"
+                "retyped step=9 layer=h.1 computes=f16->f32 overflows=3",
+                "retyped step=9 layer=h.1 computes=f32->f16 back",
+                "retyped step=9 layer=h.1 computes=f16->fp8 variance=2.00e-9"
             ]
         );
     }

@@ -162,7 +162,7 @@ impl RunData {
             }
             Event::Step(step) => self.step(*step, s),
             Event::Overflow(overflow) => self.overflow(overflow),
-            Event::Retyped(retyped) if retyped.overflows == 0 => drop(self.fallback.remove(&retyped.layer)),
+            Event::Retyped(retyped) if retyped.back => drop(self.fallback.remove(&retyped.layer)),
             Event::Retyped(retyped) => drop(self.fallback.insert(retyped.layer, retyped.to)),
             Event::Eval(eval) => {
                 self.validation.push(eval.step, s, eval.loss);
@@ -187,7 +187,7 @@ impl RunData {
                 self.pace.interrupt();
             }
             Event::Resumed { .. } => self.phase = Phase::Running,
-            Event::Warning(_) | Event::Diverged(_) => {}
+            Event::Warning(_) | Event::Diverged(_) | Event::Variances(_) => {}
             Event::Finished(finished) => self.phase = Phase::Finished(Box::new(finished)),
         }
     }
@@ -213,6 +213,7 @@ impl RunData {
     fn note(&mut self, event: &Event, s: f64) {
         let (glyph, role) = match event {
             Event::Step(step) => return self.note_move(step, s),
+            Event::Variances(_) => return,
             Event::Started(_) | Event::Resumed { .. } => ('▶', Role::Good),
             Event::Overflow(_) | Event::Diverged(_) => ('✕', Role::Overflow),
             Event::Eval(_) => ('◆', Role::Validation),
@@ -327,7 +328,12 @@ impl RunData {
     pub(super) fn in_fallback(&self) -> String {
         let mut layers: Vec<_> = self.fallback.keys().map(String::as_str).collect();
         layers.sort_by_key(|layer| layer_order(layer));
-        self.fallback.values().next().map_or_else(String::new, |dtype| format!("{dtype} {}", layers.join(", ")))
+        let mut by_type: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for layer in layers {
+            by_type.entry(&self.fallback[layer]).or_default().push(layer);
+        }
+        let of_type: Vec<_> = by_type.iter().map(|(dtype, layers)| format!("{dtype} {}", layers.join(", "))).collect();
+        of_type.join(", ")
     }
 
     /// The model's layers, in order.

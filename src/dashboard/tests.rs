@@ -128,17 +128,18 @@ fn a_real_overflow_can_be_read_off() {
 #[test]
 fn layers_in_fallback_are_named_and_marked() {
     let mut view = running();
-    let retyped = |step, layer: &str, overflows| {
-        let (from, to) = if overflows > 0 { ("f16", "f32") } else { ("f32", "f16") };
-        record(Event::Retyped(Retyped { step, layer: layer.into(), from: from.into(), to: to.into(), overflows }))
+    let retyped = |step, layer: &str, overflows: Option<usize>| {
+        let (from, to, back) = if overflows.is_some() { ("f16", "f32", false) } else { ("f32", "f16", true) };
+        let (layer, from, to) = (layer.into(), from.into(), to.into());
+        record(Event::Retyped(Retyped { step, layer, from, to, overflows, back, ..Retyped::default() }))
     };
     for (step, layer) in [(1801, "head"), (1802, "h.3"), (1803, "h.5")] {
-        update(&mut view, retyped(step, layer, 3));
+        update(&mut view, retyped(step, layer, Some(3)));
     }
-    update(&mut view, retyped(1900, "h.5", 0));
+    update(&mut view, retyped(1900, "h.5", None));
     snapshots("fallback", &view);
     press(&mut view, "4");
-    assert!(picture(&view, FULL).contains("▴ fallback layer=h.5 computes=f32->f16 back"), "{}", picture(&view, FULL));
+    assert!(picture(&view, FULL).contains("▴ retyped layer=h.5 computes=f32->f16 back"), "{}", picture(&view, FULL));
     // A process that goes on from before all this says itself who is in fallback.
     let fallback = [("h.2".to_owned(), "f32".to_owned())].into();
     let started = Started { resumed_from: Some(1700), fallback, ..Started::default() };

@@ -31,6 +31,20 @@ pub fn survey(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<T
     Ok(by_parts(tensor.view(), format, exponents))
 }
 
+/// The sum of a tensor's values, in f64 in the order of its elements.
+pub fn sum(tensor: &Tensor) -> Result<f64> {
+    const WIDTH: usize = 1024;
+    let tensor = read(tensor)?;
+    let view = tensor.view();
+    let (mut values, mut sum) = ([0.0; WIDTH], 0.0);
+    for start in (0..view.len()).step_by(WIDTH) {
+        let values = &mut values[..WIDTH.min(view.len() - start)];
+        view.load(start, values);
+        sum += values.iter().map(|x| f64::from(*x)).sum::<f64>();
+    }
+    Ok(sum)
+}
+
 fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSurvey {
     if view.len() <= PART {
         return isa::vectorize(

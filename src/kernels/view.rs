@@ -5,6 +5,7 @@
 
 use crate::kernels::convert::Element;
 use crate::kernels::rows::{Rows, for_each_part};
+use crate::precision::FloatFormat;
 use candle_core::{CpuStorage, DType, Error, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
 use half::{bf16, f16};
 use std::cell::Cell;
@@ -362,6 +363,15 @@ pub fn zeros(shape: &[usize], dtype: DType, device: &candle_core::Device) -> Res
 
 /// Makes a buffer of a shape and type: a tensor of zeros, or only its count where no more than the size is asked.
 pub type Allocate<'a, T> = &'a dyn Fn(&[usize], DType) -> Result<T>;
+
+/// What tensors of a type can hold.
+pub fn float_format(dtype: DType) -> FloatFormat {
+    match dtype {
+        DType::F16 => FloatFormat::FP16,
+        DType::BF16 => FloatFormat::BF16,
+        _ => FloatFormat::FP32,
+    }
+}
 
 /// Bytes of a tensor of this shape and type.
 pub fn bytes(shape: &[usize], dtype: DType) -> u64 {

@@ -18,7 +18,7 @@ use crate::model::config::Gpt2Config;
 use crate::model::layers::{LayerNorm, Linear, Normed, position};
 use crate::model::parameters::Parameters;
 use crate::model::watch::{Layer, Part, Place, Watch};
-use crate::precision::{Dtype, FloatFormat, PrecisionPolicy, Unit};
+use crate::precision::{Dtype, PrecisionPolicy, Unit};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::cell::Cell;
 
@@ -151,15 +151,6 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
         Dtype::F32 => DType::F32,
         Dtype::F16 => DType::F16,
         Dtype::BF16 => DType::BF16,
-    }
-}
-
-/// What a type of candle's can hold.
-pub fn float_format(dtype: DType) -> FloatFormat {
-    match dtype {
-        DType::F16 => FloatFormat::FP16,
-        DType::BF16 => FloatFormat::BF16,
-        _ => FloatFormat::FP32,
     }
 }
 

@@ -85,13 +85,38 @@ pub struct Place {
 
 /// Sees tensors right after they were computed. `()` sees nothing, at no cost.
 pub trait Watch {
-    /// `tensor`, at `place`, will not change before the next call, but may be overwritten later.
+    /// `tensor`, at `place`, will not change before the next call, but may be overwritten later. What a watch writes into it
+    /// is what the pass goes on with.
     fn saw(&mut self, place: Place, tensor: &Tensor) -> Result<()>;
 
     /// The `part` of `layer` for all tokens, or of its parameters.
     #[inline]
     fn saw_part(&mut self, layer: Layer, part: Part, tensor: &Tensor) -> Result<()> {
         self.saw(Place { layer, part, first_token: 0 }, tensor)
+    }
+}
+
+impl<W: Watch> Watch for &mut W {
+    #[inline]
+    fn saw(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
+        (**self).saw(place, tensor)
+    }
+}
+
+/// Sees if there is someone to.
+impl<W: Watch> Watch for Option<W> {
+    #[inline]
+    fn saw(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
+        self.as_mut().map_or(Ok(()), |watch| watch.saw(place, tensor))
+    }
+}
+
+/// Two see one after the other, and the second what the first leaves.
+impl<A: Watch, B: Watch> Watch for (A, B) {
+    #[inline]
+    fn saw(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
+        self.0.saw(place, tensor)?;
+        self.1.saw(place, tensor)
     }
 }
 

@@ -1,11 +1,12 @@
 //! Gradients from their birth in the policy's type to the survey that decides whether they are used.
 
-use crate::kernels::survey::{TensorSurvey, survey};
+use crate::kernels::survey::{TensorSurvey, sum, survey};
 use crate::kernels::view;
-use crate::model::{Parameters, candle_dtype, float_format};
-use crate::precision::{Dtype, PrecisionPolicy};
+use crate::model::{Parameters, candle_dtype};
+use crate::precision::{Dtype, PrecisionPolicy, Unit};
 use candle_core::{DType, Device, Result};
 use rayon::prelude::*;
+use std::collections::BTreeMap;
 
 /// The gradient of every parameter.
 ///
@@ -85,6 +86,20 @@ impl Gradients {
         self.sum.as_ref().unwrap_or(&self.born)
     }
 
+    /// The variance of the elements of each unit's gradient, scaled as they are, given the look at them.
+    pub fn variances(&self, survey: &Survey) -> Result<BTreeMap<Unit, f64>> {
+        let sums = self.total().tensors().par_iter().map(sum).collect::<Result<Vec<f64>>>()?;
+        let mut units: BTreeMap<Unit, [f64; 3]> = BTreeMap::new();
+        for ((entry, looked), sum) in self.born.layout().iter().zip(&survey.tensors).zip(sums) {
+            let of_unit = units.entry(Unit::of(&entry.name)).or_default();
+            for (total, term) in of_unit.iter_mut().zip([looked.stats.count as f64, sum, looked.stats.sum_squares]) {
+                *total += term;
+            }
+        }
+        let variance = |[count, sum, squares]: [f64; 3]| (squares / count - (sum / count).powi(2)).max(0.0);
+        Ok(units.into_iter().map(|(unit, sums)| (unit, variance(sums))).collect())
+    }
+
     /// Looks at every gradient in one pass; with `exponents` it also counts them by binade.
     pub fn survey(&self, exponents: bool, survey_out: &mut Survey) -> Result<()> {
         let tensors = self.total().tensors();
@@ -92,7 +107,7 @@ impl Gradients {
         let born = self.born.tensors();
         survey_out.tensors.par_iter_mut().zip(tensors.par_iter().zip(born)).try_for_each(
             |(out, (tensor, born))| -> Result<()> {
-                *out = survey(tensor, float_format(born.dtype()), exponents)?;
+                *out = survey(tensor, view::float_format(born.dtype()), exponents)?;
                 Ok(())
             },
         )?;

@@ -9,7 +9,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::Dtype;
+use super::{Dtype, Fp8Config};
 use crate::{Error, Result};
 
 /// What has a compute type of its own: a block, or all that is outside the blocks.
@@ -89,6 +89,8 @@ pub struct PrecisionConfig {
     pub fallback_scale: f32,
     /// Steps after which it comes back if all its gradients would have had room in the policy's type; 0 for never.
     pub fallback_quiet: u64,
+    /// A block whose products take simulated FP8.
+    pub fp8: Fp8Config,
 }
 
 impl Default for PrecisionConfig {
@@ -100,6 +102,7 @@ impl Default for PrecisionConfig {
             fallback_window: 500,
             fallback_scale: 65536.0,
             fallback_quiet: 0,
+            fp8: Fp8Config::default(),
         }
     }
 }
@@ -120,6 +123,17 @@ impl PrecisionConfig {
         if self.fallback != FallbackRule::Off && compute != Dtype::F16 {
             let message = format!("layers fall back from FP16, and this run computes in `{compute}`; leave it out");
             return refuse("fallback", message);
+        }
+        self.fp8.validate()?;
+        if self.fp8.layer.is_some() && self.fallback != FallbackRule::Off {
+            let message = "a run has layers in fallback or one in FP8, not both; leave `precision.fp8.layer` out";
+            return refuse("fallback", message.into());
+        }
+        if self.fp8.layer.is_some() && compute == Dtype::F32 {
+            return refuse(
+                "fp8.layer",
+                "an FP32 run has no working copy of its weights to round; use fp16 or bf16".into(),
+            );
         }
         Ok(())
     }
@@ -232,6 +246,7 @@ mod tests {
         fallback_window: 10,
         fallback_scale: 65536.0,
         fallback_quiet: 4,
+        fp8: Fp8Config { layer: None, history: 16, switch_variance: None },
     };
 
     fn fallback(config: PrecisionConfig) -> Fallback {

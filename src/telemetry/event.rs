@@ -43,6 +43,8 @@ pub enum Event {
     Overflow(Overflow),
     /// A layer computes in another type from the next step on. Follows the `Step` that caused it.
     Retyped(Retyped),
+    /// The variance of each layer's gradient.
+    Variances(Variances),
     /// The validation loss was computed.
     Eval(Validation),
     /// Text was generated.
@@ -434,8 +436,8 @@ pub struct Origin {
     pub samples: Vec<usize>,
 }
 
-/// A layer that has overflowed too often and now computes in a wider type, or that has come back.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// A layer that now computes in another type: wider after too many overflows, FP8 or not by its gradient's variance.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Retyped {
     /// The step after which it did.
@@ -446,8 +448,24 @@ pub struct Retyped {
     pub from: String,
     /// The type it will compute in.
     pub to: String,
-    /// Its overflows of late that made it fall back; 0 if it came back.
-    pub overflows: usize,
+    /// Its overflows of late that made it fall back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overflows: Option<usize>,
+    /// The running mean of its gradient's variance that moved it into FP8 or out of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub variance: Option<f64>,
+    /// Whether it computes in the policy's type again.
+    pub back: bool,
+}
+
+/// How the elements of each layer's gradient spread in an applied step.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Variances {
+    /// The step.
+    pub step: u64,
+    /// The variance of the *unscaled* gradient's elements, by layer: a block, `h.3`, or `head`.
+    pub layers: BTreeMap<String, f64>,
 }
 
 /// Half of a step's computation.
@@ -618,6 +636,7 @@ impl Event {
             Self::Step(step) => step.step,
             Self::Overflow(overflow) => overflow.step,
             Self::Retyped(retyped) => retyped.step,
+            Self::Variances(variances) => variances.step,
             Self::Eval(eval) => eval.step,
             Self::Sample(sample) => sample.step,
             Self::Probe(probe) => probe.step,

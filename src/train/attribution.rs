@@ -23,7 +23,17 @@ pub(super) fn origin(engine: &mut Engine, micro_batches: &[Batch], report: &Step
     for (micro_batch, batch) in micro_batches.iter().enumerate() {
         let mode = Mode::Train { seed: *seed, draw: before.draw(micro_batch) };
         let mut search = Search { seq_len: batch.seq_len, found: None };
-        passes(model, &state.weights, batch, mode, loss_seed, workspace, grads.born(), &mut search)?;
+        passes(
+            model,
+            &state.weights,
+            state.fp8.as_mut(),
+            batch,
+            mode,
+            loss_seed,
+            workspace,
+            grads.born(),
+            &mut search,
+        )?;
         if let Some(found) = search.found {
             return Ok(Some(found.origin(micro_batch)));
         }

@@ -188,6 +188,8 @@ pub struct TelemetrySection {
     pub exponents_every: u64,
     /// Steps between two FP32 probes; 0 for none.
     pub probe_every: u64,
+    /// Steps between two measurements of each layer's gradient variance; 0 for none.
+    pub variance_every: u64,
     /// Whether the passes of an overflowing step run once more, to find the tensor where it began.
     pub attribute_overflows: bool,
 }
@@ -264,7 +266,14 @@ impl Default for CheckpointSection {
 
 impl Default for TelemetrySection {
     fn default() -> Self {
-        Self { log_every: 128, tensors_every: 16, exponents_every: 1, probe_every: 0, attribute_overflows: true }
+        Self {
+            log_every: 128,
+            tensors_every: 16,
+            exponents_every: 1,
+            probe_every: 0,
+            variance_every: 0,
+            attribute_overflows: true,
+        }
     }
 }
 
@@ -396,6 +405,11 @@ impl Config {
             let message = "layers fall back on the CPU alone; use `off`, or `device = \"cpu\"`";
             return Err(Error::config("precision.fallback", message));
         }
+        if self.precision.fp8.layer.is_some() || self.telemetry.variance_every > 0 {
+            let key =
+                if self.telemetry.variance_every > 0 { "telemetry.variance_every" } else { "precision.fp8.layer" };
+            return Err(Error::config(key, "is the CPU's alone; leave it out, or use `device = \"cpu\"`"));
+        }
         Ok(())
     }
 
@@ -472,6 +486,8 @@ fn template() -> Config {
     config.train.steps = Some(1);
     config.schedule.warmup_steps = Some(1);
     config.checkpoint.run = Some(String::new());
+    config.precision.fp8.layer = Some(0);
+    config.precision.fp8.switch_variance = Some(0.0);
     config
 }
 

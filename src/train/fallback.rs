@@ -4,6 +4,7 @@ use crate::Result;
 use crate::model::candle_dtype;
 use crate::precision::{Dtype, PrecisionPolicy, Unit};
 use crate::telemetry::{Origin, Pass, Retyped};
+use crate::train::fp8::{FP8, Fp8Layer};
 use crate::train::step::{Engine, Outcome, StepReport};
 use std::collections::BTreeMap;
 
@@ -19,10 +20,12 @@ impl Engine {
         Ok(())
     }
 
-    /// The units in fallback, each with its type, by name.
+    /// The units in another type than the policy's, each with its type, by name.
     pub(super) fn in_fallback(&self) -> BTreeMap<String, String> {
         let fallback = &self.state.fallback;
-        fallback.active().map(|unit| (unit.to_string(), fallback.dtype().to_string())).collect()
+        let fp8 = self.state.fp8.as_ref().and_then(Fp8Layer::active);
+        let fp8 = fp8.map(|unit| (unit.to_string(), FP8.to_owned()));
+        fallback.active().map(|unit| (unit.to_string(), fallback.dtype().to_string())).chain(fp8).collect()
     }
 }
 
@@ -45,7 +48,7 @@ pub(super) fn after_step(
         if let Some(origin) = origin.filter(|origin| sound_scale || origin.pass == Pass::Forward) {
             let unit = Unit::of(&origin.layer);
             let fallen = state.fallback.overflowed(unit, step);
-            moves.extend(fallen.map(|overflows| (unit, policy.compute, wide, overflows)));
+            moves.extend(fallen.map(|overflows| (unit, policy.compute, wide, Some(overflows))));
         }
     } else {
         let top = policy.compute.format().max() as f32;
@@ -54,13 +57,14 @@ pub(super) fn after_step(
             let mut tensors = layout.iter().zip(&survey.tensors).filter(|(entry, _)| Unit::of(&entry.name) == unit);
             tensors.all(|(_, survey)| survey.stats.max_abs <= top)
         };
-        moves.extend(state.fallback.clean(fits).into_iter().map(|unit| (unit, wide, policy.compute, 0)));
+        moves.extend(state.fallback.clean(fits).into_iter().map(|unit| (unit, wide, policy.compute, None)));
     }
     let mut events = Vec::new();
     for (unit, from, to, overflows) in moves {
         engine.retype(unit, to)?;
         let (layer, from, to) = (unit.to_string(), from.to_string(), to.to_string());
-        events.push(Retyped { step, layer, from, to, overflows });
+        let back = overflows.is_none();
+        events.push(Retyped { step, layer, from, to, overflows, back, ..Retyped::default() });
     }
     Ok(events)
 }

@@ -33,7 +33,17 @@ pub(super) fn largest_gradient(
         for (i, batch) in micro_batches.iter().enumerate() {
             let mode = Mode::Train { seed: *seed, draw: counters.draw(i) };
             let loss_seed = tried / targets.max(1) as f32;
-            passes(model, &state.weights, batch, mode, loss_seed, workspace, grads.born(), &mut watch)?;
+            passes(
+                model,
+                &state.weights,
+                state.fp8.as_mut(),
+                batch,
+                mode,
+                loss_seed,
+                workspace,
+                grads.born(),
+                &mut watch,
+            )?;
         }
         if watch.finite {
             return Ok(Some(watch.max_abs / tried));

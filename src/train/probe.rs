@@ -32,10 +32,10 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
     let mode = Mode::Train { seed: engine.seed, draw: engine.state.counters.draw(0) };
     let seed = |scale: f32| scale / batch.target_count.max(1) as f32;
     let Engine { model, state, grads, workspace: stored, .. } = engine;
-    passes(model, &state.weights, batch, mode, seed(scale), stored, grads.born(), &mut ())?;
+    passes(model, &state.weights, state.fp8.as_mut(), batch, mode, seed(scale), stored, grads.born(), &mut ())?;
     let masters = state.masters.parameters();
     let mut maxima = Maxima::default();
-    passes(model, masters, batch, mode, seed(1.0), &mut workspace, exact.born(), &mut maxima)?;
+    passes(model, masters, None, batch, mode, seed(1.0), &mut workspace, exact.born(), &mut maxima)?;
 
     let mut looked = Survey::default();
     exact.survey(true, &mut looked)?;

@@ -9,6 +9,7 @@ use crate::model::{Gpt2, Gpt2Config, ModelFolder, Parameters, Workspace};
 use crate::optim::{Gradients, Survey};
 use crate::precision::{Fallback, GradScaler};
 use crate::train::config::{Config, Init};
+use crate::train::fp8::Fp8Layer;
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
 use crate::{Error, Result};
@@ -238,6 +239,11 @@ pub fn engine(config: &Config, shape: &Gpt2Config, masters: Parameters, total_st
     let (policy, train) = (config.dtype, &config.train);
     let mut state = TrainState::new(masters, policy, config.adamw(), GradScaler::new(config.grad_scaler())?)?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
+    state.fp8 = Fp8Layer::new(config.precision.fp8, None);
+    if let Some(block) = config.precision.fp8.layer.filter(|block| *block >= shape.n_layer) {
+        let message = format!("there is no block {block}: the model has {}, from 0 on", shape.n_layer);
+        return Err(Error::config("precision.fp8.layer", message));
+    }
     Ok(Engine {
         workspace: Workspace::new(shape, policy, train.batch_size, train.seq_len, true, &device)?,
         grads: Gradients::new(&shape.parameter_shapes(), policy, train.grad_accum, &device)?,

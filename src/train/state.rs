@@ -4,6 +4,7 @@ use crate::Result;
 use crate::model::{Gpt2Config, Parameters, candle_dtype};
 use crate::optim::{AdamW, AdamWConfig, MasterWeights};
 use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
+use crate::train::fp8::Fp8Layer;
 use std::collections::BTreeMap;
 
 /// The state that training moves. Two runs with equal states, data and settings go on equally, bit for bit.
@@ -19,6 +20,8 @@ pub struct TrainState {
     pub scaler: GradScaler,
     /// The layers that compute in a wider type.
     pub fallback: Fallback,
+    /// The block in simulated FP8.
+    pub fp8: Option<Fp8Layer>,
     /// Counters.
     pub counters: Counters,
 }
@@ -57,7 +60,7 @@ impl TrainState {
         let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute))?;
         let adamw = AdamW::new(adamw, masters.parameters())?;
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
-        Ok(Self { weights, masters, adamw, scaler, fallback, counters: Counters::default() })
+        Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, counters: Counters::default() })
     }
 
     /// Random initial weights for `config`, in FP32.

@@ -88,17 +88,20 @@ impl Engine {
         let mut time = PartTimes::default();
         let mut loss = 0.0;
         grads.clear();
+        if let Some(fp8) = &mut state.fp8 {
+            fp8.begin_step(state.masters.parameters(), &state.weights)?;
+        }
         for (i, batch) in micro_batches.iter().enumerate() {
             let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
             let mode = Mode::Train { seed: self.seed, draw: state.counters.draw(i) };
             let clock = Instant::now();
             // 1. Forward in the compute type; the loss in FP32.
-            model.forward(&state.weights, tokens, mode, workspace)?;
+            model.forward_watched(&state.weights, tokens, mode, workspace, &mut state.fp8)?;
             time.forward += clock.elapsed();
             // 2. Backward from scale · dL: gradients are born in the compute type, every sum in them is FP32.
             let seed = scale / targets.max(1) as f32;
             loss += model.loss_and_head_gradient(&state.weights, &batch.targets, seed, workspace, grads.born())?;
-            model.backward(&state.weights, tokens, mode, workspace, grads.born())?;
+            model.backward_watched(&state.weights, tokens, mode, workspace, grads.born(), &mut state.fp8)?;
             grads.accumulate()?;
             time.backward += clock.elapsed();
         }
@@ -127,6 +130,9 @@ impl Engine {
         time.optimizer = clock.elapsed();
         // 5. Move the scale: back off after an overflow; grow after a quiet stretch, or to where there is headroom.
         let change = state.scaler.update_measured(finite, survey.largest);
+        if let Some(fp8) = &mut state.fp8 {
+            fp8.end_step();
+        }
         state.counters.step += 1;
         state.counters.tokens += targets as u64;
         Ok(StepReport { loss: loss / targets.max(1) as f64, targets, scale, outcome, change, time })

@@ -12,10 +12,11 @@ use crate::telemetry::{
 };
 use crate::train::accelerator::{Accelerator, accelerator};
 use crate::train::config::{CheckpointSection, Config, Place};
+use crate::train::fp8::Fp8Layer;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
-use crate::train::{attribution, fallback, headroom, probe, records};
+use crate::train::{attribution, fallback, fp8, headroom, probe, records};
 use crate::trained::check_range;
 use crate::{Error, Result};
 use serde_json::json;
@@ -208,6 +209,7 @@ impl Trainer {
             return Err(Error::checkpoint(checkpoint.path(), "holds a model of another shape; start a new run"));
         }
         self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
+        self.engine.state.fp8 = Fp8Layer::new(self.config.precision.fp8, state.fp8.clone());
         let units: Vec<_> = self.engine.state.fallback.active().collect();
         for unit in units {
             self.engine.retype(unit, self.config.precision.fallback_dtype)?;
@@ -365,6 +367,8 @@ impl Trainer {
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
             self.progress.retry = Some(cursor);
         }
+        let variance_every = self.config.telemetry.variance_every;
+        let seen = fp8::after_step(&mut self.engine, self.config.dtype.compute, &report, variance_every)?;
         let attribute = self.config.telemetry.attribute_overflows || self.engine.state.fallback.is_on();
         let origin = if skipped && attribute {
             self.look_closer()?;
@@ -374,6 +378,10 @@ impl Trainer {
         };
         let retyped = fallback::after_step(&mut self.engine, self.config.dtype, &report, origin.as_ref())?;
         self.measure_overflow(used, &mut report)?;
+        let state = &self.engine.state;
+        if let (true, Some(fp8)) = (skipped, &state.fp8) {
+            fp8.restore(state.masters.parameters(), &state.weights)?;
+        }
         let layout = self.engine.state.weights.layout();
         let step = self.engine.state.counters.step;
         let overflow = skipped.then(|| records::overflow(&report, step, layout, &self.engine.survey, origin));
@@ -381,7 +389,8 @@ impl Trainer {
         let diverged =
             overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
         self.record(&report, overflow, began)?;
-        retyped.into_iter().try_for_each(|retyped| self.emitter.emit(Event::Retyped(retyped)))?;
+        let retyped = retyped.into_iter().map(Event::Retyped);
+        seen.into_iter().chain(retyped).try_for_each(|event| self.emitter.emit(event))?;
         diverged.map_or(Ok(()), Err)
     }
 
@@ -588,6 +597,7 @@ impl Trainer {
             identity: self.identity.clone(),
             scaler: self.engine.state.scaler.state(),
             fallback: self.engine.state.fallback.units().clone(),
+            fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
             cursor,
             schedule: json!({ "total_steps": self.total_steps, "lr": self.config.optimizer.lr }),
             validation_loss: validation.map(|look| look.loss),

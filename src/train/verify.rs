@@ -5,6 +5,8 @@ use crate::kernels::view::{View, read};
 use crate::model::Parameters;
 use crate::telemetry::Emitter;
 use crate::train::config::Config;
+use crate::train::fp8::Fp8Layer;
+use crate::train::state::TrainState;
 use crate::train::trainer::Trainer;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -60,6 +62,8 @@ pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
     };
     field("scaler", format!("{:?}", a.scaler.state()), format!("{:?}", b.scaler.state()));
     field("layers in fallback", format!("{:?}", a.fallback.units()), format!("{:?}", b.fallback.units()));
+    let fp8 = |state: &TrainState| format!("{:?}", state.fp8.as_ref().map(Fp8Layer::state));
+    field("FP8", fp8(a), fp8(b));
     field("counters", format!("{:?}", a.counters), format!("{:?}", b.counters));
     Ok(proof)
 }

@@ -51,6 +51,7 @@ impl Sample {
                 headroom: None,
             },
             fallback: std::collections::BTreeMap::new(),
+            fp8: None,
             cursor: Cursor { epoch: 0, window: step },
             schedule: serde_json::Value::Null,
             validation_loss: None,

@@ -1,0 +1,151 @@
+//! The scales of simulated FP8: what a tensor's recent maxima say of its next values.
+//!
+//! FP8 has too little range for a loss scale alone, so each tensor that enters a product has a scale of its own. Delayed
+//! scaling takes it from the largest magnitudes of the steps before (Micikevicius et al., *FP8 Formats for Deep Learning*,
+//! 2022): the tensor need not be read twice, and what exceeds its own past is cut off at the format's largest value.
+
+use serde::{Deserialize, Serialize};
+
+use super::FloatFormat;
+use crate::{Error, Result};
+
+/// One block whose products take FP8 operands.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Fp8Config {
+    /// The block; without one nothing is simulated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer: Option<usize>,
+    /// Steps whose maxima a scale is taken from.
+    pub history: usize,
+    /// FP8 while the running mean of the block's gradient variance is at most this, FP16 while it is above; without one
+    /// always FP8.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub switch_variance: Option<f64>,
+}
+
+impl Default for Fp8Config {
+    fn default() -> Self {
+        Self { layer: None, history: 16, switch_variance: None }
+    }
+}
+
+impl Fp8Config {
+    /// Refuses what would do nothing.
+    pub fn validate(&self) -> Result<()> {
+        if self.history == 0 {
+            return Err(Error::config("precision.fp8.history", "0 steps have no maximum; use 1 or more"));
+        }
+        if self.switch_variance.is_some_and(|variance| !(variance > 0.0 && variance.is_finite())) {
+            return Err(Error::config("precision.fp8.switch_variance", "must be finite and positive"));
+        }
+        Ok(())
+    }
+}
+
+/// The largest magnitudes of a tensor in the last steps, the newest last.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct AmaxHistory(Vec<f32>);
+
+impl AmaxHistory {
+    /// Adds a step's, and forgets what is older than `length` steps.
+    pub fn push(&mut self, amax: f32, length: usize) {
+        self.0.push(amax);
+        self.0.drain(..self.0.len().saturating_sub(length));
+    }
+
+    /// The power of two that brings the largest of them into `format`'s topmost binades; `None` before the first.
+    pub fn scale(&self, format: FloatFormat) -> Option<f32> {
+        let amax = self.0.iter().copied().reduce(f32::max)?;
+        Some(scale_for(amax, format))
+    }
+}
+
+/// What a checkpoint remembers of a block in FP8.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fp8State {
+    /// Whether its products take FP8.
+    pub active: bool,
+    /// The running mean of its gradient's variance.
+    pub variance: Option<f64>,
+    /// The maxima of each tensor.
+    pub amax: Vec<AmaxHistory>,
+}
+
+/// The largest power of two that keeps `amax` within `format`; 1 where there is nothing to scale.
+pub fn scale_for(amax: f32, format: FloatFormat) -> f32 {
+    if !(amax > 0.0 && amax.is_finite()) {
+        return 1.0;
+    }
+    let exponent = (format.max() / f64::from(amax)).log2().floor() as i32;
+    2f32.powi(exponent.clamp(-100, 100))
+}
+
+impl FloatFormat {
+    /// `x` as the format stores it under a scale that is a power of two: cut off at its largest value. What is not finite
+    /// stays so, for an overflow must be seen.
+    pub fn round_scaled(self, x: f32, scale: f32) -> f32 {
+        if !x.is_finite() {
+            return x;
+        }
+        (self.decode(self.encode_saturating(f64::from(x) * f64::from(scale))) / f64::from(scale)) as f32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_scale_follows_the_largest_of_the_last_steps() {
+        let mut history = AmaxHistory::default();
+        assert_eq!(history.scale(FloatFormat::E4M3), None);
+        history.push(1.0, 2);
+        assert_eq!(history.scale(FloatFormat::E4M3), Some(256.0), "448 has room for 256, not for 512");
+        history.push(448.0, 2);
+        assert_eq!(history.scale(FloatFormat::E4M3), Some(1.0));
+        assert_eq!(history.scale(FloatFormat::E5M2), Some(128.0));
+        history.push(0.5, 2);
+        assert_eq!(history.scale(FloatFormat::E4M3), Some(1.0), "the maximum is one of the last two");
+        history.push(0.5, 2);
+        assert_eq!(history.scale(FloatFormat::E4M3), Some(512.0));
+        assert_eq!([0.0, f32::INFINITY, f32::NAN].map(|amax| scale_for(amax, FloatFormat::E4M3)), [1.0; 3]);
+    }
+
+    #[test]
+    fn what_exceeds_its_past_is_cut_off_and_infinity_is_seen() {
+        let e4m3 = FloatFormat::E4M3;
+        assert_eq!(e4m3.round_scaled(1000.0, 1.0), 448.0);
+        assert_eq!(e4m3.round_scaled(-3.0, 256.0), -448.0 / 256.0);
+        assert_eq!(e4m3.round_scaled(1.06, 256.0), 1.0);
+        assert_eq!(e4m3.round_scaled(f32::NEG_INFINITY, 1.0), f32::NEG_INFINITY);
+        assert!(e4m3.round_scaled(f32::NAN, 1.0).is_nan());
+    }
+
+    proptest! {
+        #[test]
+        fn rounding_is_idempotent_and_close(x in -1e6f32..1e6, spare in 0i32..4) {
+            for (format, bits) in [(FloatFormat::E4M3, 3), (FloatFormat::E5M2, 2)] {
+                let scale = scale_for(x.abs(), format) * 2f32.powi(-spare);
+                let rounded = format.round_scaled(x, scale);
+                prop_assert_eq!(format.round_scaled(rounded, scale).to_bits(), rounded.to_bits());
+                // Up to 448 = 1.75 · 2^8 the last half step below the next binade is cut off, not rounded up.
+                prop_assert!((rounded - x).abs() <= x.abs() * 2f32.powi(-bits), "{} {} {}", format.name, x, rounded);
+            }
+        }
+    }
+
+    #[test]
+    fn settings_that_mean_nothing_are_refused_by_key() {
+        let complaint = |config: Fp8Config| config.validate().unwrap_err().to_string();
+        Fp8Config::default().validate().unwrap();
+        assert!(complaint(Fp8Config { history: 0, ..Fp8Config::default() }).starts_with("precision.fp8.history: "));
+        let variance = Fp8Config { switch_variance: Some(f64::NAN), ..Fp8Config::default() };
+        assert!(complaint(variance).starts_with("precision.fp8.switch_variance: "));
+    }
+}

@@ -1,0 +1,216 @@
+//! One block in simulated FP8: what enters its products is rounded, activations and weights through E4M3, gradients through
+//! E5M2, each tensor under a scale from its own past. What leaves a product is stored as ever.
+//!
+//! The simulation watches the passes, and rounds what it sees in place. So the passes that look closer at a step see the
+//! same numbers, and a run without FP8 has nothing of it.
+
+use crate::Result;
+use crate::kernels::fp8::round_through;
+use crate::kernels::survey::survey;
+use crate::kernels::view;
+use crate::model::{Layer, Parameters, Part, Place, Watch};
+use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, Unit, scale_for};
+use crate::telemetry::{Event, Retyped, Variances};
+use crate::train::step::{Engine, Outcome, StepReport};
+use candle_core::Tensor;
+
+/// What a block's type is called while its products take FP8.
+pub(super) const FP8: &str = "fp8";
+const E4M3: FloatFormat = FloatFormat::E4M3;
+const E5M2: FloatFormat = FloatFormat::E5M2;
+
+/// What enters a block's products, but for weights: where the passes show it. The order is that of the checkpoint.
+const SEEN: [(&str, Part, FloatFormat); 8] = [
+    ("ln_1", Part::Output, E4M3),
+    ("attn", Part::Output, E4M3),
+    ("ln_2", Part::Output, E4M3),
+    ("mlp.gelu", Part::Output, E4M3),
+    ("mlp.c_proj", Part::OutputGradient, E5M2),
+    ("mlp.gelu", Part::InputGradient, E5M2),
+    ("attn.c_proj", Part::OutputGradient, E5M2),
+    ("attn", Part::InputGradient, E5M2),
+];
+/// The weights that enter them, after those.
+const WEIGHTS: [&str; 4] = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"];
+/// A step's share in the running mean of the variance.
+const SMOOTHING: f64 = 0.1;
+
+/// A block in FP8, or waiting for its gradient's variance to allow it.
+#[derive(Debug)]
+pub struct Fp8Layer {
+    config: Fp8Config,
+    block: usize,
+    state: Fp8State,
+    /// This step's scales, from the steps before; `None` where there are none yet.
+    scales: Vec<Option<f32>>,
+    /// This step's maxima.
+    amax: Vec<f32>,
+}
+
+impl Fp8Layer {
+    /// The block that `config` names, as a checkpoint remembers it or anew; `None` if it names none.
+    pub fn new(config: Fp8Config, state: Option<Fp8State>) -> Option<Self> {
+        let tensors = SEEN.len() + WEIGHTS.len();
+        let fresh = || Fp8State {
+            active: config.switch_variance.is_none(),
+            variance: None,
+            amax: vec![AmaxHistory::default(); tensors],
+        };
+        let state = state.filter(|state| state.amax.len() == tensors).unwrap_or_else(fresh);
+        Some(Self { config, block: config.layer?, state, scales: vec![None; tensors], amax: vec![0.0; tensors] })
+    }
+
+    /// What is remembered, for a checkpoint.
+    pub fn state(&self) -> &Fp8State {
+        &self.state
+    }
+
+    /// The block, while its products take FP8.
+    pub fn active(&self) -> Option<Unit> {
+        self.state.active.then_some(Unit::Block(self.block))
+    }
+
+    /// Readies the block for a step: scales from the past, its weights rounded under them.
+    pub(super) fn begin_step(&mut self, masters: &Parameters, weights: &Parameters) -> Result<()> {
+        if !self.state.active {
+            return Ok(());
+        }
+        self.amax.fill(0.0);
+        for (i, history) in self.state.amax.iter().enumerate() {
+            self.scales[i] = history.scale(SEEN.get(i).map_or(E4M3, |(_, _, format)| *format));
+        }
+        for (i, name) in WEIGHTS.iter().enumerate() {
+            let name = format!("{}.weight", Layer::inner(self.block, name));
+            if let (Some(weight), Some(master)) = (weights.get(&name), masters.get(&name)) {
+                view::copy(master, weight)?;
+                self.round(SEEN.len() + i, E4M3, weight)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets the weights be the masters' copies again.
+    pub(super) fn restore(&self, masters: &Parameters, weights: &Parameters) -> Result<()> {
+        for name in WEIGHTS {
+            let name = format!("{}.weight", Layer::inner(self.block, name));
+            if let (Some(weight), Some(master)) = (weights.get(&name), masters.get(&name)) {
+                view::copy(master, weight)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes in what a step has shown.
+    pub(super) fn end_step(&mut self) {
+        if self.state.active {
+            for (history, amax) in self.state.amax.iter_mut().zip(&self.amax) {
+                history.push(*amax, self.config.history);
+            }
+        }
+    }
+
+    /// Takes in the variance of an applied step; whether that moves the block into FP8 (`Some(true)`) or out of it.
+    pub(super) fn switch(&mut self, variance: f64) -> Option<bool> {
+        let mean = self.state.variance.map_or(variance, |mean| mean + SMOOTHING * (variance - mean));
+        self.state.variance = Some(mean);
+        let active = mean <= self.config.switch_variance?;
+        let moved = active != self.state.active;
+        if moved {
+            // What was seen before is too old to scale by.
+            self.state.amax.fill(AmaxHistory::default());
+            self.scales.fill(None);
+        }
+        self.state.active = active;
+        moved.then_some(active)
+    }
+
+    fn round(&mut self, index: usize, format: FloatFormat, tensor: &Tensor) -> candle_core::Result<()> {
+        let amax = survey(tensor, format, false)?.stats.max_abs;
+        self.amax[index] = self.amax[index].max(amax);
+        round_through(tensor, format, self.scales[index].unwrap_or_else(|| scale_for(amax, format)))
+    }
+}
+
+impl Watch for Fp8Layer {
+    fn saw(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        if !self.state.active || place.layer.block != Some(self.block) {
+            return Ok(());
+        }
+        match SEEN.iter().position(|(name, part, _)| (*name, *part) == (place.layer.name, place.part)) {
+            Some(index) => self.round(index, SEEN[index].2, tensor),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What the last step tells of each layer's gradient variance, and what follows for the block in FP8. To be called before
+/// anything else looks at the gradients.
+pub(super) fn after_step(
+    engine: &mut Engine,
+    compute: Dtype,
+    report: &StepReport,
+    variance_every: u64,
+) -> Result<Vec<Event>> {
+    let Engine { state, grads, survey, .. } = engine;
+    let step = state.counters.step;
+    let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
+    let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.switch_variance.is_some());
+    if report.outcome == Outcome::Skipped || !(wanted || switches) {
+        return Ok(Vec::new());
+    }
+    let mut variances = grads.variances(survey)?;
+    for variance in variances.values_mut() {
+        *variance /= f64::from(report.scale).powi(2);
+    }
+    let mut events = Vec::new();
+    if let Some(fp8) = &mut state.fp8
+        && let unit = Unit::Block(fp8.block)
+        && let Some(active) = variances.get(&unit).and_then(|variance| fp8.switch(*variance))
+    {
+        let (from, to) = (compute.to_string(), FP8.to_owned());
+        let (from, to) = if active { (from, to) } else { (to, from) };
+        let (layer, variance) = (unit.to_string(), fp8.state.variance);
+        events.push(Event::Retyped(Retyped { step, layer, from, to, overflows: None, variance, back: !active }));
+    }
+    if wanted {
+        let layers = variances.into_iter().map(|(unit, variance)| (unit.to_string(), variance)).collect();
+        events.push(Event::Variances(Variances { step, layers }));
+    }
+    Ok(events)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+    use crate::model::Gpt2Config;
+    use crate::train::TrainState;
+    use candle_core::{DType, Device};
+
+    #[test]
+    fn weights_are_rounded_for_a_step_and_are_the_masters_again() {
+        let shape = Gpt2Config { n_layer: 2, n_embd: 16, n_head: 2, n_inner: 64, ..Gpt2Config::named("tiny").unwrap() };
+        let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
+        let weights = masters.zeros_like(DType::F16).unwrap();
+        let mut layer = Fp8Layer::new(Fp8Config { layer: Some(1), ..Fp8Config::default() }, None).unwrap();
+        let read = |name: &str| -> Vec<f32> {
+            let weight = weights.get(name).unwrap().to_dtype(DType::F32).unwrap();
+            weight.flatten_all().unwrap().to_vec1().unwrap()
+        };
+        for (master, weight) in masters.tensors().iter().zip(weights.tensors()) {
+            view::copy(master, weight).unwrap();
+        }
+        let in_fp16 = read("h.1.mlp.c_fc.weight");
+        layer.begin_step(&masters, &weights).unwrap();
+        for name in WEIGHTS {
+            let coarse =
+                |block: usize| read(&format!("h.{block}.{name}.weight")).iter().all(|x| x.to_bits() << 12 == 0);
+            assert!(coarse(1) && !coarse(0), "{name}: three bits behind the leading one");
+        }
+        // The largest weight decides the scale, so none is cut off or flushed that FP8 could hold.
+        let errors = in_fp16.iter().zip(read("h.1.mlp.c_fc.weight")).map(|(x, y)| (x - y).abs() / x.abs().max(1e-4));
+        assert!(errors.fold(0.0, f32::max) <= 1.0 / 16.0);
+        layer.restore(&masters, &weights).unwrap();
+        assert_eq!(read("h.1.mlp.c_fc.weight"), in_fp16);
+    }
+}

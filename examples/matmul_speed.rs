@@ -20,6 +20,10 @@ const WEIGHTS: [(&str, usize, usize, usize); 5] = [
     ("head", 768, 50257, 1),
 ];
 
+/// As in the program, whose matrices lie on huge pages.
+#[global_allocator]
+static ALLOCATOR: finetune::kernels::allocator::Allocator = finetune::kernels::allocator::Allocator;
+
 fn main() {
     let mut arguments = std::env::args().skip(1);
     let filter = arguments.next().unwrap_or_default();

@@ -19,7 +19,7 @@ use rayon::prelude::*;
 
 use self::buffer::{Workspace, with_thread_buffer, with_workspace};
 use self::epilogue::{Area, Output};
-use self::micro::{MAX_TILE, MicroKernel, Tile};
+use self::micro::{Ahead, MAX_TILE, MicroKernel, Tile};
 use self::pack::{Lines, Prefetch, pack};
 use super::convert::Element;
 use super::isa::Isa;
@@ -300,12 +300,18 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     ) {
         let MicroKernel { rows, cols, .. } = self.kernel;
         let mut tile = Tile([0.0; MAX_TILE]);
+        let mut ahead = Ahead::new();
         let (part_rows, part_cols) = self.area(part);
         for (b, col) in panels(b, cols * units).zip((first_col..part_cols.end).step_by(cols)) {
             for (a, row) in panels(a, rows * units).zip((first_row..part_rows.end).step_by(rows)) {
-                prefetch.step();
-                self.kernel.run(a, b, &mut tile);
                 let area = Area { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };
+                ahead.clear();
+                match partial {
+                    Some(partial) => partial.fetch(area.relative_to(&part_rows, &part_cols), &mut ahead),
+                    None => self.c.fetch(area, &mut ahead),
+                }
+                prefetch.step(&mut ahead);
+                self.kernel.run(a, b, &ahead, &mut tile);
                 self.finish(&mut tile, area, part, partial);
             }
         }
@@ -323,7 +329,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             return unsafe { self.c.finish(tile, width, area, epilogue) };
         };
         let (rows, cols) = self.area(part);
-        let inside = Area { row: area.row - rows.start, col: area.col - cols.start, ..area };
+        let inside = area.relative_to(&rows, &cols);
         // SAFETY: as above; the partial sums have the size of the part.
         unsafe {
             if !is_first {

@@ -1,11 +1,13 @@
 //! From a tile of sums to C: scaling, bias, the old value, and the one rounding.
 
 use std::any::TypeId;
+use std::ops::Range;
 
 use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Epilogue;
-use super::micro::{MAX_TILE, Tile};
+use super::micro::{Ahead, MAX_TILE, Tile};
+use super::pack::CACHE_LINE;
 
 /// A row-major matrix that tasks write tile by tile, each tile by one task.
 #[derive(Clone, Copy, Debug)]
@@ -28,9 +30,28 @@ pub(super) struct Area {
     pub(super) cols: usize,
 }
 
+impl Area {
+    /// This area as a part of these rows and columns.
+    pub(super) fn relative_to(self, rows: &Range<usize>, cols: &Range<usize>) -> Self {
+        Self { row: self.row - rows.start, col: self.col - cols.start, ..self }
+    }
+}
+
 impl<C: Element> Output<C> {
     pub(super) fn new(matrix: &mut [C], stride: usize) -> Self {
         Self { start: matrix.as_mut_ptr(), stride }
+    }
+
+    /// The cache lines of an area.
+    #[inline]
+    pub(super) fn fetch(self, area: Area, ahead: &mut Ahead) {
+        let bytes = area.cols * size_of::<C>();
+        for i in 0..area.rows {
+            let row = self.start.wrapping_add((area.row + i) * self.stride + area.col).cast::<i8>();
+            for offset in (0..bytes).step_by(CACHE_LINE).chain([bytes - 1]) {
+                ahead.push(row.wrapping_add(offset));
+            }
+        }
     }
 
     /// This matrix, if it is one of FP32.

@@ -17,6 +17,57 @@ pub(super) const MAX_TILE: usize = 8 * 48;
 #[repr(C, align(64))]
 pub(super) struct Tile(pub(super) [f32; MAX_TILE]);
 
+/// The most addresses of [`Ahead`].
+const MAX_AHEAD: usize = 160;
+
+/// What will be needed soon, to be fetched into the caches while a tile is computed: its place in C, whose lines a store
+/// would otherwise wait for, and what is packed next. One by one, because a burst of fetches would stall the kernel.
+#[derive(Clone, Debug)]
+pub(super) struct Ahead {
+    addresses: [*const i8; MAX_AHEAD],
+    len: usize,
+}
+
+/// Units to be multiplied after the fetch of an address.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    address: *const i8,
+    units: usize,
+}
+
+impl Ahead {
+    /// No addresses.
+    pub(super) fn new() -> Self {
+        Self { addresses: [std::ptr::null(); MAX_AHEAD], len: 0 }
+    }
+
+    /// Forgets all addresses.
+    pub(super) fn clear(&mut self) {
+        self.len = 0;
+    }
+
+    /// Adds an address, of memory that need not exist; those above the number that fits are dropped.
+    #[inline]
+    pub(super) fn push<T>(&mut self, address: *const T) {
+        if let Some(free) = self.addresses.get_mut(self.len) {
+            *free = address.cast();
+            self.len += 1;
+        }
+    }
+
+    /// The addresses, evenly spread over `units`. There is at least one, if only of nothing.
+    #[inline(always)]
+    fn spread_over(&self, units: usize) -> impl Iterator<Item = Span> {
+        let count = self.len.clamp(1, MAX_AHEAD);
+        let each = units / count;
+        let last = count - 1;
+        (0..count).map(
+            #[inline(always)]
+            move |i| Span { address: self.addresses[i], units: if i == last { units - each * last } else { each } },
+        )
+    }
+}
+
 /// A micro-kernel and the shape of its panels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MicroKernel {
@@ -27,7 +78,7 @@ pub(super) struct MicroKernel {
     /// What panels are made of.
     pub(super) unit: Unit,
     /// `tile = A·B` over this number of units.
-    run: unsafe fn(usize, *const u32, *const u32, &mut Tile),
+    run: unsafe fn(usize, *const u32, *const u32, &Ahead, &mut Tile),
 }
 
 impl MicroKernel {
@@ -49,13 +100,13 @@ impl MicroKernel {
         }
     }
 
-    /// `tile = A·B` for one panel of each, of the same number of units.
+    /// `tile = A·B` for one panel of each, of the same number of units; fetches what is `ahead` meanwhile.
     #[inline]
-    pub(super) fn run(&self, a: &[u32], b: &[u32], tile: &mut Tile) {
+    pub(super) fn run(&self, a: &[u32], b: &[u32], ahead: &Ahead, tile: &mut Tile) {
         let units = a.len() / self.rows;
         assert!(a.len() == units * self.rows && b.len() == units * self.cols);
         // SAFETY: `of` checked that the CPU has the instructions; the panels have the sizes the kernel reads.
-        unsafe { (self.run)(units, a.as_ptr(), b.as_ptr(), tile) }
+        unsafe { (self.run)(units, a.as_ptr(), b.as_ptr(), ahead, tile) }
     }
 }
 
@@ -63,7 +114,7 @@ impl MicroKernel {
 ///
 /// # Safety
 /// `a` must have 4 floats a unit and `b` 8.
-unsafe fn portable(units: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+unsafe fn portable(units: usize, a: *const u32, b: *const u32, _: &Ahead, tile: &mut Tile) {
     // SAFETY: the caller's promise.
     let (a, b) = unsafe {
         (

@@ -12,6 +12,7 @@ use half::bf16;
 use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Operand;
+use super::micro::Ahead;
 
 /// An operand's lines; see the module's description.
 #[derive(Debug)]
@@ -142,7 +143,7 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
             let mut words = [0u32; SPAN];
             let words = &mut words[..present.len()];
             for (index, k) in depth.step_by(unit.elements()).enumerate() {
-                prefetch::<T, true>(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
+                prefetch(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
                 let panels = &mut panels[index * WIDTH..];
                 if let Some(floats) = as_float_patterns(row(k)) {
                     spread::<WIDTH>(floats, panels, panel_words);
@@ -201,11 +202,16 @@ fn pack_by_transposing<T: Element, const WIDTH: usize>(
         let to = depth.end.min(from + count * unit.elements());
         let target = &mut panel[start * WIDTH..][..count * WIDTH];
         for (index, line) in present.clone().step_by(8).enumerate() {
+            let target = &mut target[index * 8..];
             let group = 8.min(present.end - line);
-            for (offset, gathered) in block.iter_mut().take(group).enumerate() {
-                gather(lines, line + offset, from..to, unit, &mut gathered[..count]);
+            let done = if group == 8 { transpose_eights::<T, WIDTH>(lines, line, from..to, unit, target) } else { 0 };
+            let from = from + done * unit.elements();
+            if from < to {
+                for (offset, gathered) in block.iter_mut().take(group).enumerate() {
+                    gather(lines, line + offset, from..to, unit, &mut gathered[..count - done]);
+                }
+                transpose(&block, group, count - done, &mut target[done * WIDTH..], WIDTH);
             }
-            transpose(&block, group, count, &mut target[index * 8..], WIDTH);
         }
     }
 }
@@ -215,7 +221,7 @@ fn pack_by_transposing<T: Element, const WIDTH: usize>(
 fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, unit: Unit, units: &mut [u32]) {
     let start = line * lines.line_stride;
     if lines.depth_stride == 1 {
-        prefetch::<T, true>(lines.data, start + depth.end, depth.len());
+        prefetch(lines.data, start + depth.end, depth.len());
         let elements = &lines.data[start..][depth];
         match unit {
             Unit::Float => T::load(elements, as_floats(units)),
@@ -250,58 +256,106 @@ fn gather_pairs(elements: &[bf16], units: &mut [u32]) {
 /// `target[u * stride + l] = block[l][u]` for the first `lines` lines and `units` units.
 #[inline]
 fn transpose(block: &[[u32; BLOCK]; 8], lines: usize, units: usize, target: &mut [u32], stride: usize) {
-    let done = if lines == 8 { transpose_eights(block, units, target, stride) } else { 0 };
-    for unit in done..units {
+    for unit in 0..units {
         for (line, target) in target[unit * stride..][..lines].iter_mut().enumerate() {
             *target = block[line][unit];
         }
     }
 }
 
-/// [`transpose`] for eight lines and as many units as vector instructions take; returns how many those are.
+/// Packs the elements `depth` of eight lines from `line` on, straight from where they lie: as many units as vector
+/// instructions take; returns how many those are.
 #[inline]
-fn transpose_eights(block: &[[u32; BLOCK]; 8], units: usize, target: &mut [u32], stride: usize) -> usize {
+fn transpose_eights<T: Element, const WIDTH: usize>(
+    lines: Lines<'_, T>,
+    line: usize,
+    depth: Range<usize>,
+    unit: Unit,
+    target: &mut [u32],
+) -> usize {
     #[cfg(target_arch = "x86_64")]
-    if super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
-        let done = units / 8 * 8;
-        assert!(done == 0 || target.len() >= (done - 1) * stride + 8);
-        // SAFETY: the CPU has AVX2, and the target has room for `done` units of 8 lines.
-        unsafe { transpose_avx2(block, done, target.as_mut_ptr(), stride) };
-        return done;
+    if lines.depth_stride == 1 && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
+        let units = depth.len() / unit.elements() / 8 * 8;
+        assert!(units == 0 || target.len() >= (units - 1) * WIDTH + 8);
+        for line in line..line + 8 {
+            prefetch(lines.data, line * lines.line_stride + depth.end, depth.len());
+        }
+        let source = &lines.data[line * lines.line_stride + depth.start..][..7 * lines.line_stride + depth.len()];
+        let (source, stride, target) = (source.as_ptr(), lines.line_stride, target.as_mut_ptr());
+        // SAFETY: the CPU has AVX2, the eight lines have `units` units, and the target has room for them.
+        unsafe {
+            match unit {
+                Unit::Float => transpose_avx2::<T, WIDTH, false>(source, stride, units, target),
+                Unit::Bf16Pair => transpose_avx2::<T, WIDTH, true>(source, stride, units, target),
+            }
+        }
+        return units;
     }
-    let _ = (block, units, target, stride);
+    let _ = (lines, line, depth, unit, target);
     0
 }
 
-/// [`transpose`] for eight lines and a multiple of eight units.
+/// A multiple of eight units of eight lines that are `line_stride` elements apart, in pairs of BF16 or widened.
 ///
 /// # Safety
-/// The target must have room for them.
+/// The lines must have these units, and the target room for them.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn transpose_avx2(block: &[[u32; BLOCK]; 8], units: usize, target: *mut u32, stride: usize) {
+#[target_feature(enable = "avx2,f16c")]
+#[expect(clippy::needless_range_loop, reason = "as in `micro::avx512`")]
+unsafe fn transpose_avx2<T: Element, const WIDTH: usize, const PAIRS: bool>(
+    source: *const T,
+    line_stride: usize,
+    units: usize,
+    target: *mut u32,
+) {
     use std::arch::x86_64::{
-        _mm256_loadu_ps, _mm256_permute2f128_ps, _mm256_shuffle_ps, _mm256_storeu_ps, _mm256_unpackhi_ps,
-        _mm256_unpacklo_ps,
+        _mm_loadu_si128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_loadu_ps,
+        _mm256_permute2f128_ps, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_storeu_ps,
+        _mm256_unpackhi_ps, _mm256_unpacklo_ps,
     };
     for start in (0..units).step_by(8) {
-        // SAFETY: `start + 8` is at most `units`, which is at most `BLOCK`.
-        let rows = block.each_ref().map(|line| unsafe { _mm256_loadu_ps(line.as_ptr().add(start).cast()) });
+        let mut rows = [_mm256_setzero_ps(); 8];
+        for line in 0..8 {
+            // SAFETY: the caller promised these units; a unit of a pair is two elements.
+            rows[line] = unsafe {
+                let from = source.add(line * line_stride + if PAIRS { 2 * start } else { start });
+                match T::DTYPE {
+                    candle_core::DType::F16 => _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+                    candle_core::DType::BF16 if !PAIRS => {
+                        let narrow = _mm_loadu_si128(from.cast());
+                        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(narrow)))
+                    }
+                    _ => _mm256_loadu_ps(from.cast()),
+                }
+            };
+        }
         // Interleave pairs of lines, then pairs of pairs; the halves of 128 bits change places last.
-        let low = [0, 2, 4, 6].map(|i| _mm256_unpacklo_ps(rows[i], rows[i + 1]));
-        let high = [0, 2, 4, 6].map(|i| _mm256_unpackhi_ps(rows[i], rows[i + 1]));
-        let quads = |first, second| {
-            [_mm256_shuffle_ps::<0b01_00_01_00>(first, second), _mm256_shuffle_ps::<0b11_10_11_10>(first, second)]
-        };
-        let [a0, a1] = quads(low[0], low[1]);
-        let [a2, a3] = quads(high[0], high[1]);
-        let [b0, b1] = quads(low[2], low[3]);
-        let [b2, b3] = quads(high[2], high[3]);
-        for (unit, (a, b)) in [(a0, b0), (a1, b1), (a2, b2), (a3, b3)].into_iter().enumerate() {
-            // SAFETY: the caller made room for eight lines of every unit below `units`.
-            unsafe {
-                _mm256_storeu_ps(target.add((start + unit) * stride).cast(), _mm256_permute2f128_ps::<0x20>(a, b));
-                _mm256_storeu_ps(target.add((start + unit + 4) * stride).cast(), _mm256_permute2f128_ps::<0x31>(a, b));
+        let mut pairs = [_mm256_setzero_ps(); 8];
+        for i in 0..4 {
+            pairs[i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+            pairs[4 + i] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+        }
+        for half in 0..2 {
+            for side in 0..2 {
+                let (first, second) = (pairs[4 * half], pairs[4 * half + 1]);
+                let (third, fourth) = (pairs[4 * half + 2], pairs[4 * half + 3]);
+                let (a, b) = if side == 0 {
+                    (
+                        _mm256_shuffle_ps::<0b01_00_01_00>(first, second),
+                        _mm256_shuffle_ps::<0b01_00_01_00>(third, fourth),
+                    )
+                } else {
+                    (
+                        _mm256_shuffle_ps::<0b11_10_11_10>(first, second),
+                        _mm256_shuffle_ps::<0b11_10_11_10>(third, fourth),
+                    )
+                };
+                let unit = start + 2 * half + side;
+                // SAFETY: the caller made room for eight lines of every unit below `units`.
+                unsafe {
+                    _mm256_storeu_ps(target.add(unit * WIDTH).cast(), _mm256_permute2f128_ps::<0x20>(a, b));
+                    _mm256_storeu_ps(target.add((unit + 4) * WIDTH).cast(), _mm256_permute2f128_ps::<0x31>(a, b));
+                }
             }
         }
     }
@@ -334,7 +388,7 @@ fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
     unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
 }
 
-/// Brings elements of an operand into the L2 cache a little at a time, while something else is computed.
+/// Brings elements of an operand into the caches a little at a time, while something else is computed.
 pub(super) struct Prefetch<'a, T> {
     /// The rest of the operand from the current run of neighbouring elements on.
     data: &'a [T],
@@ -365,14 +419,14 @@ impl<'a, T> Prefetch<'a, T> {
         Self { data: lines.data.get(start..).unwrap_or_default(), runs, stride, length, done: 0, per_step }
     }
 
-    /// Fetches the next few cache lines.
+    /// Adds the next few cache lines to what is fetched.
     #[inline]
-    pub(super) fn step(&mut self) {
+    pub(super) fn step(&mut self, ahead: &mut Ahead) {
         for _ in 0..self.per_step {
             if self.runs == 0 {
                 return;
             }
-            prefetch::<T, false>(self.data, self.done, 1);
+            ahead.push(self.data.as_ptr().wrapping_add(self.done));
             self.done += Self::LINE;
             if self.done >= self.length {
                 self.done = 0;
@@ -384,23 +438,17 @@ impl<'a, T> Prefetch<'a, T> {
 }
 
 /// Bytes in a cache line.
-const CACHE_LINE: usize = 64;
+pub(super) const CACHE_LINE: usize = 64;
 
-/// Asks for `len` elements from `start` on to be brought into the L1 cache (`NEAR`) or the L2 cache; they need not exist.
+/// Asks for `len` elements from `start` on to be brought into the L1 cache; they need not exist.
 #[inline(always)]
-fn prefetch<T, const NEAR: bool>(data: &[T], start: usize, len: usize) {
+fn prefetch<T>(data: &[T], start: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]
     for offset in (0..len * size_of::<T>()).step_by(CACHE_LINE) {
-        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         let address = data.as_ptr().wrapping_add(start).cast::<i8>().wrapping_add(offset);
         // SAFETY: a prefetch of any address does nothing but fill caches.
-        unsafe {
-            if NEAR {
-                _mm_prefetch::<_MM_HINT_T0>(address);
-            } else {
-                _mm_prefetch::<_MM_HINT_T1>(address);
-            }
-        }
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (data, start, len);

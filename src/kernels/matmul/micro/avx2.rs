@@ -2,9 +2,11 @@
 
 #![expect(clippy::needless_range_loop, reason = "as in `avx512`")]
 
-use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps};
+use std::arch::x86_64::{
+    _MM_HINT_T0, _mm_prefetch, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps,
+};
 
-use super::Tile;
+use super::{Ahead, Tile};
 
 const ROWS: usize = 6;
 const VECTORS: usize = 2;
@@ -15,24 +17,27 @@ const LANES: usize = 8;
 /// # Safety
 /// The CPU must have AVX2 and FMA; `a` must have 6 floats for each of `units`, `b` 16.
 #[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &Ahead, tile: &mut Tile) {
     let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
     let mut sums = [[_mm256_setzero_ps(); VECTORS]; ROWS];
-    for _ in 0..units {
-        // SAFETY: the caller promised this many units.
-        unsafe {
-            let mut columns = [_mm256_setzero_ps(); VECTORS];
-            for vector in 0..VECTORS {
-                columns[vector] = _mm256_loadu_ps(b.add(vector * LANES));
-            }
-            for row in 0..ROWS {
-                let left = _mm256_set1_ps(*a.add(row));
+    for span in ahead.spread_over(units) {
+        _mm_prefetch::<_MM_HINT_T0>(span.address);
+        for _ in 0..span.units {
+            // SAFETY: the caller promised this many units.
+            unsafe {
+                let mut columns = [_mm256_setzero_ps(); VECTORS];
                 for vector in 0..VECTORS {
-                    sums[row][vector] = _mm256_fmadd_ps(left, columns[vector], sums[row][vector]);
+                    columns[vector] = _mm256_loadu_ps(b.add(vector * LANES));
                 }
+                for row in 0..ROWS {
+                    let left = _mm256_set1_ps(*a.add(row));
+                    for vector in 0..VECTORS {
+                        sums[row][vector] = _mm256_fmadd_ps(left, columns[vector], sums[row][vector]);
+                    }
+                }
+                a = a.add(ROWS);
+                b = b.add(VECTORS * LANES);
             }
-            a = a.add(ROWS);
-            b = b.add(VECTORS * LANES);
         }
     }
     for row in 0..ROWS {

@@ -4,12 +4,12 @@
 //! iterator of vectors is inlined at the compiler's whim, and where it is not, the kernel takes five times as long.
 
 use std::arch::x86_64::{
-    __m512, __m512bh, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps, _mm512_setzero_ps,
-    _mm512_store_ps,
+    __m512, __m512bh, _MM_HINT_T0, _mm_prefetch, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps,
+    _mm512_setzero_ps, _mm512_store_ps,
 };
 use std::mem::transmute;
 
-use super::Tile;
+use super::{Ahead, Tile};
 
 const ROWS: usize = 8;
 const VECTORS: usize = 3;
@@ -18,25 +18,28 @@ const LANES: usize = 16;
 macro_rules! micro_kernel {
     ($(#[$attribute:meta])* $name:ident, |$left:ident, $right:ident, $sum:ident| $multiply_add:expr) => {
         $(#[$attribute])*
-        pub(super) unsafe fn $name(units: usize, a: *const u32, b: *const u32, tile: &mut Tile) {
+        pub(super) unsafe fn $name(units: usize, a: *const u32, b: *const u32, ahead: &Ahead, tile: &mut Tile) {
             let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
             let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
-            for _ in 0..units {
-                // SAFETY: the caller promised this many aligned units.
-                unsafe {
-                    let mut columns = [_mm512_setzero_ps(); VECTORS];
-                    for vector in 0..VECTORS {
-                        columns[vector] = _mm512_load_ps(b.add(vector * LANES));
-                    }
-                    for row in 0..ROWS {
-                        let $left = _mm512_set1_ps(*a.add(row));
+            for span in ahead.spread_over(units) {
+                _mm_prefetch::<_MM_HINT_T0>(span.address);
+                for _ in 0..span.units {
+                    // SAFETY: the caller promised this many aligned units.
+                    unsafe {
+                        let mut columns = [_mm512_setzero_ps(); VECTORS];
                         for vector in 0..VECTORS {
-                            let ($right, $sum) = (columns[vector], sums[row][vector]);
-                            sums[row][vector] = $multiply_add;
+                            columns[vector] = _mm512_load_ps(b.add(vector * LANES));
                         }
+                        for row in 0..ROWS {
+                            let $left = _mm512_set1_ps(*a.add(row));
+                            for vector in 0..VECTORS {
+                                let ($right, $sum) = (columns[vector], sums[row][vector]);
+                                sums[row][vector] = $multiply_add;
+                            }
+                        }
+                        a = a.add(ROWS);
+                        b = b.add(VECTORS * LANES);
                     }
-                    a = a.add(ROWS);
-                    b = b.add(VECTORS * LANES);
                 }
             }
             for row in 0..ROWS {

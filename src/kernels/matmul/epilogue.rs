@@ -45,12 +45,10 @@ impl<C: Element> Output<C> {
     /// The cache lines of an area.
     #[inline]
     pub(super) fn fetch(self, area: Area, ahead: &mut Ahead) {
-        let bytes = area.cols * size_of::<C>();
+        // One more than its length fills: a row may begin anywhere in a line.
+        let lines = (area.cols * size_of::<C>()).div_ceil(CACHE_LINE) + 1;
         for i in 0..area.rows {
-            let row = self.start.wrapping_add((area.row + i) * self.stride + area.col).cast::<i8>();
-            for offset in (0..bytes).step_by(CACHE_LINE).chain([bytes - 1]) {
-                ahead.push(row.wrapping_add(offset));
-            }
+            ahead.push_lines(self.start.wrapping_add((area.row + i) * self.stride + area.col), lines);
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::super::convert::Element;
 use super::super::isa::Isa;
-use super::pack::Unit;
+use super::pack::{CACHE_LINE, Unit};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -46,13 +46,15 @@ impl Ahead {
         self.len = 0;
     }
 
-    /// Adds an address, of memory that need not exist; those above the number that fits are dropped.
-    #[inline]
-    pub(super) fn push<T>(&mut self, address: *const T) {
-        if let Some(free) = self.addresses.get_mut(self.len) {
-            *free = address.cast();
-            self.len += 1;
+    /// Adds the cache lines from `first` on, of memory that need not exist; those above the number that fits are dropped.
+    #[inline(always)]
+    pub(super) fn push_lines<T>(&mut self, first: *const T, count: usize) {
+        let free = &mut self.addresses[self.len.min(MAX_AHEAD)..];
+        let count = count.min(free.len());
+        for (i, free) in free[..count].iter_mut().enumerate() {
+            *free = first.cast::<i8>().wrapping_add(i * CACHE_LINE);
         }
+        self.len += count;
     }
 
     /// The addresses, evenly spread over `units`. There is at least one, if only of nothing.

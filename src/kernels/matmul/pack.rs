@@ -422,12 +422,12 @@ impl<'a, T> Prefetch<'a, T> {
     /// Adds the next few cache lines to what is fetched.
     #[inline]
     pub(super) fn step(&mut self, ahead: &mut Ahead) {
-        for _ in 0..self.per_step {
-            if self.runs == 0 {
-                return;
-            }
-            ahead.push(self.data.as_ptr().wrapping_add(self.done));
-            self.done += Self::LINE;
+        let mut wanted = self.per_step;
+        while wanted > 0 && self.runs > 0 {
+            let lines = wanted.min((self.length - self.done).div_ceil(Self::LINE));
+            ahead.push_lines(self.data.as_ptr().wrapping_add(self.done), lines);
+            wanted -= lines;
+            self.done += lines * Self::LINE;
             if self.done >= self.length {
                 self.done = 0;
                 self.runs -= 1;

@@ -92,7 +92,7 @@ impl TensorStats {
     pub fn with_histogram<T: Element>(values: &[T], format: FloatFormat, histogram: &mut ExponentHistogram) -> Self {
         let mut stats = Self::default();
         for span in values.chunks(SPAN) {
-            let mut counters = ExponentCounters([[0; 256]; TABLES]);
+            let mut counters = ExponentCounters([[0; 256]; 4]);
             let part = survey(span, format, |block| counters.count(block));
             counters.add_to(histogram, &part);
             stats.merge(&part);
@@ -229,17 +229,14 @@ impl Reduction {
     }
 }
 
-/// Neighbours often share a binade: as many tables let their increments overlap.
-const TABLES: usize = 8;
-
-/// Counters by exponent field.
-struct ExponentCounters([[u32; 256]; TABLES]);
+/// Counters by exponent field. Neighbours often share a binade; four tables let their increments overlap.
+struct ExponentCounters([[u32; 256]; 4]);
 
 impl ExponentCounters {
     #[inline(always)]
     fn count(&mut self, block: &[u32; BLOCK]) {
-        for values in block.as_chunks::<TABLES>().0 {
-            for (table, bits) in self.0.iter_mut().zip(values) {
+        for quad in block.as_chunks::<4>().0 {
+            for (table, bits) in self.0.iter_mut().zip(quad) {
                 table[(bits >> 23) as usize & 0xff] += 1;
             }
         }

@@ -443,13 +443,19 @@ pub(super) const CACHE_LINE: usize = 64;
 /// Asks for `len` elements from `start` on to be brought into the L1 cache; they need not exist.
 #[inline(always)]
 fn prefetch<T>(data: &[T], start: usize, len: usize) {
-    #[cfg(target_arch = "x86_64")]
     for offset in (0..len * size_of::<T>()).step_by(CACHE_LINE) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let address = data.as_ptr().wrapping_add(start).cast::<i8>().wrapping_add(offset);
-        // SAFETY: a prefetch of any address does nothing but fill caches.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
+        fetch(data.as_ptr().wrapping_add(start).cast::<i8>().wrapping_add(offset));
+    }
+}
+
+/// Asks for a cache line to be brought into the L1 cache; it need not exist.
+#[inline(always)]
+pub(super) fn fetch(address: *const i8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address does nothing but fill caches.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address);
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (data, start, len);
+    let _ = address;
 }

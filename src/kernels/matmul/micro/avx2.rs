@@ -2,11 +2,10 @@
 
 #![expect(clippy::needless_range_loop, reason = "as in `avx512`")]
 
-use std::arch::x86_64::{
-    _MM_HINT_T0, _mm_prefetch, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps,
-};
+use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps};
 
 use super::{Ahead, Tile};
+use crate::kernels::matmul::pack::fetch;
 
 const ROWS: usize = 6;
 const VECTORS: usize = 2;
@@ -21,7 +20,7 @@ pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &A
     let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
     let mut sums = [[_mm256_setzero_ps(); VECTORS]; ROWS];
     for span in ahead.spread_over(units) {
-        _mm_prefetch::<_MM_HINT_T0>(span.address);
+        fetch(span.address);
         for _ in 0..span.units {
             // SAFETY: the caller promised this many units.
             unsafe {

@@ -4,12 +4,13 @@
 //! iterator of vectors is inlined at the compiler's whim, and where it is not, the kernel takes five times as long.
 
 use std::arch::x86_64::{
-    __m512, __m512bh, _MM_HINT_T0, _mm_prefetch, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps,
-    _mm512_setzero_ps, _mm512_store_ps,
+    __m512, __m512bh, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_store_ps,
 };
 use std::mem::transmute;
 
 use super::{Ahead, Tile};
+use crate::kernels::matmul::pack::fetch;
 
 const ROWS: usize = 8;
 const VECTORS: usize = 3;
@@ -22,7 +23,7 @@ macro_rules! micro_kernel {
             let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
             let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
             for span in ahead.spread_over(units) {
-                _mm_prefetch::<_MM_HINT_T0>(span.address);
+                fetch(span.address);
                 for _ in 0..span.units {
                     // SAFETY: the caller promised this many aligned units.
                     unsafe {

@@ -132,6 +132,17 @@ fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
     }
 }
 
+#[test]
+fn what_is_remembered_of_another_block_is_void() {
+    let (trainer, _) = train(config(fp8(1)), 2);
+    let state = trainer.engine().state.fp8.as_ref().unwrap().state();
+    let again = |layer| Fp8Layer::new(fp8(layer), Some(state.clone())).unwrap();
+    let fresh = Fp8Layer::new(fp8(2), None).unwrap();
+    assert_eq!(again(1).state(), state);
+    assert_eq!(again(2).state(), fresh.state());
+    assert_ne!(fresh.state().amax, state.amax);
+}
+
 /// The variance of block 1's gradient at the first step.
 fn first_variance() -> f64 {
     let mut config = config(Fp8Config::default());

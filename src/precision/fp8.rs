@@ -66,6 +66,8 @@ impl AmaxHistory {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fp8State {
+    /// The block.
+    pub layer: usize,
     /// Whether its products take FP8.
     pub active: bool,
     /// The running mean of its gradient's variance.

@@ -48,16 +48,18 @@ pub struct Fp8Layer {
 }
 
 impl Fp8Layer {
-    /// The block that `config` names, as a checkpoint remembers it or anew; `None` if it names none.
+    /// The block that `config` names, as a checkpoint remembers it or anew; `None` if it names none. What was remembered of
+    /// another block is void.
     pub fn new(config: Fp8Config, state: Option<Fp8State>) -> Option<Self> {
-        let tensors = SEEN.len() + WEIGHTS.len();
+        let (tensors, block) = (SEEN.len() + WEIGHTS.len(), config.layer?);
         let fresh = || Fp8State {
+            layer: block,
             active: config.switch_variance.is_none(),
             variance: None,
             amax: vec![AmaxHistory::default(); tensors],
         };
-        let state = state.filter(|state| state.amax.len() == tensors).unwrap_or_else(fresh);
-        Some(Self { config, block: config.layer?, state, scales: vec![None; tensors], amax: vec![0.0; tensors] })
+        let state = state.filter(|state| state.layer == block && state.amax.len() == tensors).unwrap_or_else(fresh);
+        Some(Self { config, block, state, scales: vec![None; tensors], amax: vec![0.0; tensors] })
     }
 
     /// What is remembered, for a checkpoint.

@@ -48,6 +48,9 @@ pub(super) struct BenchArgs {
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
+    /// Launch every kernel of a step on a GPU one by one, instead of replaying them
+    #[arg(long)]
+    no_cuda_graph: bool,
     /// Threads [default: one a core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -75,6 +78,7 @@ impl BenchArgs {
             init: Init::Random,
             dtype: self.dtype,
             device: self.device.clone(),
+            cuda_graph: !self.no_cuda_graph,
             threads: self.threads,
             ..Config::default()
         };

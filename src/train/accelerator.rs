@@ -1,5 +1,8 @@
 //! What takes training's steps in the CPU engine's place.
 
+#[cfg(any(test, feature = "cuda"))]
+use crate::Error;
+use crate::Result;
 use crate::data::Batch;
 #[cfg(any(test, feature = "cuda"))]
 use crate::model::Gpt2Config;
@@ -11,7 +14,6 @@ use crate::train::setup::Preparing;
 use crate::train::setup::Report;
 use crate::train::state::TrainState;
 use crate::train::step::{Engine, StepReport};
-use crate::{Error, Result};
 
 /// A device with a copy of the engine's tensors, on which it trains and evaluates. Counters, scaler and survey of the engine
 /// are those of the last step; its tensors are what [`Accelerator::fetch`] last brought.
@@ -43,6 +45,7 @@ pub(crate) fn accelerator(
     engine: &mut Engine,
     report: &mut Report<'_>,
 ) -> Result<Option<Box<dyn Accelerator>>> {
+    config.check_device()?;
     let ordinal = match config.place()? {
         Place::Cpu => return Ok(None),
         Place::Auto => None,
@@ -52,11 +55,8 @@ pub(crate) fn accelerator(
     return gpu(config, ordinal, engine, report);
     #[cfg(not(feature = "cuda"))]
     {
-        let _ = (engine, report);
-        match ordinal {
-            None => Ok(None),
-            Some(_) => Err(Error::config("device", "this program was built without GPU support")),
-        }
+        let _ = (ordinal, engine, report);
+        Ok(None)
     }
 }
 
@@ -79,7 +79,7 @@ fn gpu(
             let message = message.lines().next().unwrap_or_default();
             Error::config("device", format!("`{named}`: {message}; or use `cpu`"))
         };
-        Gpu::open(ordinal.unwrap_or(0)).map_err(refused)
+        Gpu::open(ordinal.unwrap_or(0), config.cuda_graph).map_err(refused)
     };
     let gpu = match open() {
         Ok(gpu) => gpu,

@@ -60,6 +60,8 @@ pub struct Config {
     pub seed: u64,
     /// Where to compute: `cpu`, `cuda` or `cuda:N`; or `auto`, a GPU where this program can use one.
     pub device: String,
+    /// Whether a GPU records a step's launches once and replays the record.
+    pub cuda_graph: bool,
     /// Threads that compute; all processors by default. Sums do not depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -206,6 +208,7 @@ impl Default for Config {
             dtype: PrecisionPolicy::FP16,
             seed: 1,
             device: "auto".into(),
+            cuda_graph: true,
             threads: None,
             train: TrainSection::default(),
             optimizer: OptimizerSection::default(),
@@ -395,6 +398,17 @@ impl Config {
         })
     }
 
+    /// Refuses a device that this program cannot use, and what that device cannot do.
+    pub fn check_device(&self) -> Result<()> {
+        let Place::Cuda(_) = self.place()? else { return Ok(()) };
+        if !cfg!(feature = "cuda") {
+            let message = "this program was built without GPU support; build it with `--features cuda`, which wants \
+                           NVIDIA's compiler, or use `cpu`";
+            return Err(Error::config("device", message));
+        }
+        self.check_fits_gpus()
+    }
+
     /// Refuses what is there for the CPU alone.
     pub(super) fn check_fits_gpus(&self) -> Result<()> {
         if self.grad_scaler().enabled && self.scaler.policy == ScalerPolicy::Predictive {
@@ -415,14 +429,7 @@ impl Config {
 
     /// Refuses what makes no sense; [`Config::resolve`] has called it already.
     pub fn validate(&self) -> Result<()> {
-        if let Place::Cuda(_) = self.place()? {
-            if !cfg!(feature = "cuda") {
-                let message = "this program was built without GPU support; build it with `--features cuda`, which wants \
-                               NVIDIA's compiler, or use `cpu`";
-                return Err(Error::config("device", message));
-            }
-            self.check_fits_gpus()?;
-        }
+        self.place()?;
         let positive = |key: &str, value: usize| match value {
             0 => Err(Error::config(key, "0 makes no sense here; use 1 or more")),
             1..=MOST => Ok(()),

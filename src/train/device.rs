@@ -26,6 +26,13 @@ use candle_core::{DType, bail};
 /// Elements that each tensor of an [`Arena`] begins at a multiple of.
 const ALIGNMENT: usize = 64;
 
+/// Keys of launches that are the same each time.
+const FIRST_PASSES: u32 = 0;
+const FURTHER_PASSES: u32 = 1;
+const UPDATE: u32 = 2;
+const UPDATE_WITH_EXPONENTS: u32 = 3;
+const EVALUATION: u32 = 4;
+
 /// The tensors of one layout in one stretch of memory, so that what is done to every element is one launch. Tensor `i` has
 /// the same place in every arena.
 struct Arena {
@@ -236,14 +243,19 @@ impl<D: Multiply + Memory> DeviceEngine<D> {
         let pass = self.pass(model, Mode::Train { seed, draw: 0 });
         let grads = &self.born.tensors;
         let scale = self.state.part(StepState::SCALE_AT, size_of::<f32>())?.cast(DType::F32, 1)?;
-        pass.forward()?;
-        pass.loss(self.loss, Some(DeviceGradients { seed: Seed { scale, targets: self.targets }, grads }))?;
-        pass.backward(grads)?;
-        if let Some(sum) = &self.sum {
-            let add = if first { copy } else { accumulate };
-            add(&self.device, self.born.whole, sum.whole)?;
-        }
-        Ok(())
+        let seed = Seed { scale, targets: self.targets };
+        let launches = || {
+            pass.forward()?;
+            pass.loss(self.loss, Some(DeviceGradients { seed, grads }))?;
+            pass.backward(grads)?;
+            match &self.sum {
+                None => Ok(()),
+                Some(sum) if first => copy(&self.device, self.born.whole, sum.whole),
+                Some(sum) => accumulate(&self.device, self.born.whole, sum.whole),
+            }
+        };
+        let key = if first { FIRST_PASSES } else { FURTHER_PASSES };
+        Ok(self.device.recorded(key, launches)?)
     }
 
     /// Launches what follows the passes: survey, verdict, update.
@@ -251,10 +263,6 @@ impl<D: Multiply + Memory> DeviceEngine<D> {
         let Self { device, survey, .. } = self;
         let total = self.sum.as_ref().unwrap_or(&self.born).whole.dtype;
         let exponents = engine.exponents.then_some(self.exponents);
-        if let Some(exponents) = exponents {
-            device.zero(exponents)?;
-        }
-        survey::survey(device, total, self.format, SurveyBuffers { exponents, ..*survey })?;
         let AdamWConfig { betas, eps, .. } = engine.state.adamw.config();
         let rules = Rules {
             scaler: engine.state.scaler.config(),
@@ -263,10 +271,17 @@ impl<D: Multiply + Memory> DeviceEngine<D> {
             betas,
         };
         let (loss, targets, state, record) = (self.loss, self.targets, self.state, self.record);
-        step::verdict(device, rules, VerdictBuffers { stats: survey.stats, loss, targets, state, record })?;
-        let dtypes = [total, self.weights().whole.dtype];
-        let betas = betas.map(|beta| beta as f32);
-        Ok(adamw::step(device, dtypes, self.updated, self.chunks, state, betas, eps as f32)?)
+        let launches = || {
+            if let Some(exponents) = exponents {
+                device.zero(exponents)?;
+            }
+            survey::survey(device, total, self.format, SurveyBuffers { exponents, ..*survey })?;
+            step::verdict(device, rules, VerdictBuffers { stats: survey.stats, loss, targets, state, record })?;
+            let dtypes = [total, self.weights().whole.dtype];
+            let betas = betas.map(|beta| beta as f32);
+            adamw::step(device, dtypes, self.updated, self.chunks, state, betas, eps as f32)
+        };
+        Ok(device.recorded(if exponents.is_some() { UPDATE_WITH_EXPONENTS } else { UPDATE }, launches)?)
     }
 
     /// Waits for the step, and brings its figures.
@@ -324,8 +339,10 @@ impl<D: Multiply + Memory + Send> Accelerator for DeviceEngine<D> {
         while next(batch) {
             self.batch.send(&self.device, batch, engine.model.config().vocab_size, 0)?;
             let pass = self.pass(&engine.model, Mode::Eval);
-            pass.forward()?;
-            pass.loss(self.loss, None)?;
+            self.device.recorded(EVALUATION, || {
+                pass.forward()?;
+                pass.loss(self.loss, None)
+            })?;
             targets += batch.target_count as u64;
         }
         let loss: f64 = self.device.fetch(self.loss, 1)?.iter().sum();

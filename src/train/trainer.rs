@@ -73,6 +73,7 @@ struct Progress {
 impl Trainer {
     /// A run of `config`, at its first step. Until [`Trainer::attach`] nothing is written into a run's folder.
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
+        config.check_device()?;
         let source = ModelSource::open(&config, report)?;
         let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
         check_range(&masters, &config.model, config.dtype.compute)?;
@@ -82,6 +83,7 @@ impl Trainer {
     /// The run of `config`, going on from `checkpoint`. An error names the field in which model, policy or data differ
     /// from the saved run's.
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
+        config.check_device()?;
         let source = ModelSource::of_checkpoint(&config, checkpoint)?;
         let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
         let mut trainer = Self::with_parts(config, source, masters, report)?;

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -33,6 +34,10 @@ struct Function {
     size_t arguments, shared_bytes = SHARED_WITHOUT_ASKING;
 };
 
+typedef std::vector<std::function<Status()>> Graph;
+
+// What a recording has so far; null while nothing is recorded.
+Graph* recording = nullptr;
 std::map<Address, size_t> memory;
 std::map<std::string, Function> functions;
 thread_local void* current = nullptr;
@@ -53,6 +58,16 @@ Status complain(const char* what) {
 
 // What every call needs before it: the context, current in this thread.
 bool ready() { return current == &context || complain("no context is current") == OK; }
+
+// What a call needs besides that must not be recorded.
+bool may_wait() { return ready() && (recording == nullptr || complain("a recording cannot hold this call") == OK); }
+
+// Does it now, or when the recording is replayed.
+Status enqueue(std::function<Status()> work) {
+    if (recording == nullptr) return work();
+    recording->push_back(std::move(work));
+    return OK;
+}
 
 }  // namespace
 
@@ -103,14 +118,44 @@ Status cuStreamCreate(void** out, unsigned) {
     return ready() ? OK : INVALID;
 }
 Status cuStreamDestroy_v2(void*) { return OK; }
-Status cuStreamSynchronize(void* it) { return it == &stream && ready() ? OK : INVALID; }
+Status cuStreamSynchronize(void* it) { return it == &stream && may_wait() ? OK : INVALID; }
+
+Status cuStreamBeginCapture_v2(void* it, int) {
+    if (it != &stream || !may_wait()) return INVALID;
+    recording = new Graph;
+    return OK;
+}
+Status cuStreamEndCapture(void*, Graph** out) {
+    *out = recording;
+    recording = nullptr;
+    return *out != nullptr ? OK : INVALID;
+}
+Status cuGraphInstantiateWithFlags(Graph** out, Graph* graph, unsigned long long) {
+    *out = new Graph(*graph);
+    return OK;
+}
+Status cuGraphLaunch(Graph* graph, void* it) {
+    if (it != &stream || !may_wait()) return INVALID;
+    for (const auto& work : *graph) {
+        if (const Status status = work()) return status;
+    }
+    return OK;
+}
+Status cuGraphExecDestroy(Graph* graph) {
+    delete graph;
+    return OK;
+}
+Status cuGraphDestroy(Graph* graph) {
+    delete graph;
+    return OK;
+}
 
 Status cuMemGetInfo_v2(size_t* free, size_t* total) {
     size_t used = 0;
     for (const auto& allocation : memory) used += allocation.second;
     *total = TOTAL;
     *free = TOTAL - used;
-    return ready() ? OK : INVALID;
+    return may_wait() ? OK : INVALID;
 }
 Status cuMemAlloc_v2(Address* out, size_t bytes) {
     size_t free, total;
@@ -129,23 +174,25 @@ Status cuMemFree_v2(Address address) {
 }
 Status cuMemsetD8Async(Address to, unsigned char value, size_t bytes, void* it) {
     if (it != &stream || !ready() || !ours(to, bytes)) return complain("clears memory that is not there");
-    std::memset(reinterpret_cast<void*>(to), value, bytes);
-    return OK;
+    return enqueue([=] {
+        std::memset(reinterpret_cast<void*>(to), value, bytes);
+        return OK;
+    });
 }
 Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, void* it) {
-    if (it != &stream || !ready() || !ours(to, bytes)) return complain("sends to memory that is not there");
+    if (it != &stream || !may_wait() || !ours(to, bytes)) return complain("sends to memory that is not there");
     std::memcpy(reinterpret_cast<void*>(to), from, bytes);
     return OK;
 }
 Status cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, void* it) {
-    if (it != &stream || !ready() || !ours(from, bytes)) return complain("fetches memory that is not there");
+    if (it != &stream || !may_wait() || !ours(from, bytes)) return complain("fetches memory that is not there");
     std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
     return OK;
 }
 
 Status cuModuleLoadData(void** out, const void* image) {
     // A fat binary's first word.
-    if (!ready() || *static_cast<const unsigned*>(image) != 0xba55ed50) return complain("loads what is no fat binary");
+    if (!may_wait() || *static_cast<const unsigned*>(image) != 0xba55ed50) return complain("loads what is no fat binary");
     *out = &module;
     return OK;
 }
@@ -164,19 +211,25 @@ Status cuFuncSetAttribute(void* function, int attribute, int value) {
 }
 Status cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned tx, unsigned ty, unsigned tz,
                       unsigned shared_bytes, void* it, void** parameters, void** extra) {
-    const Function& kernel = *static_cast<Function*>(function);
+    const Function kernel = *static_cast<Function*>(function);
     if (it != &stream || !ready() || ty != 1 || tz != 1 || extra != nullptr) return complain("launches something odd");
     if (shared_bytes > kernel.shared_bytes) return complain("takes more shared memory than it asked for");
-    std::vector<Range> ranges;
-    for (const auto& [first, bytes] : memory) ranges.push_back({first, first + bytes, true});
-    const unsigned grid[3] = {gx, gy, gz};
-    char message[600];
-    if (emulator_launch(kernel.name.c_str(), grid, tx, shared_bytes, parameters[0], kernel.arguments, ranges.data(),
-                        ranges.size(), 0, message, sizeof(message)) == 0) {
-        return OK;
-    }
-    complain(message);
-    return FAILED;
+    // Arguments are copied now, whenever the kernel runs.
+    const auto* first = static_cast<const unsigned char*>(parameters[0]);
+    std::vector<unsigned long long> arguments((kernel.arguments + 7) / 8);
+    std::memcpy(arguments.data(), first, kernel.arguments);
+    return enqueue([=, arguments = std::move(arguments)] {
+        std::vector<Range> ranges;
+        for (const auto& [first, bytes] : memory) ranges.push_back({first, first + bytes, true});
+        const unsigned grid[3] = {gx, gy, gz};
+        char message[600];
+        if (emulator_launch(kernel.name.c_str(), grid, tx, shared_bytes, arguments.data(), kernel.arguments,
+                            ranges.data(), ranges.size(), 0, message, sizeof(message)) == 0) {
+            return OK;
+        }
+        complain(message);
+        return FAILED;
+    });
 }
 
 }  // extern "C"
@@ -289,10 +342,49 @@ struct Heuristic {
 
 Status cublasLtMatmulAlgoGetHeuristic(void*, Description* d, Layout* a, Layout* b, Layout* c, Layout* out, Preference*,
                                       int, Heuristic* result, int* count) {
+    if (!may_wait()) return INVALID;
     *result = {{42}, 0, OK, 1.0f, {}};
     *count = c == out && fits(*d, *a, *b, *out);
     return OK;
 }
+
+}  // extern "C"
+
+namespace {
+
+// out = alpha · a · b + beta · out (+ bias).
+Status multiply(const Description& d, float alpha, const void* a, const Layout& of_a, const void* b, const Layout& of_b,
+                float beta, void* out, const Layout& of_out) {
+    const auto inner = d.transposed[0] ? of_a.rows : of_a.columns;
+    const auto widened = [](const void* base, const Layout& layout, bool transposed) {
+        // Row by row of the operand as it is read, so that the sum below runs along memory.
+        const auto rows = transposed ? layout.columns : layout.rows, columns = transposed ? layout.rows : layout.columns;
+        std::vector<float> values(rows * columns);
+        for (size_t row = 0; row < rows; ++row) {
+            for (size_t column = 0; column < columns; ++column) {
+                values[row * columns + column] =
+                    at(base, layout.type, transposed ? column + row * layout.stride : row + column * layout.stride);
+            }
+        }
+        return values;
+    };
+    const auto left = widened(a, of_a, d.transposed[0]), right = widened(b, of_b, !d.transposed[1]);
+    for (size_t column = 0; column < of_out.columns; ++column) {
+        for (size_t row = 0; row < of_out.rows; ++row) {
+            float sum = 0.0f;
+            for (size_t k = 0; k < inner; ++k) sum += left[row * inner + k] * right[column * inner + k];
+            const size_t i = row + column * of_out.stride;
+            sum = alpha * sum + (beta == 0.0f ? 0.0f : beta * at(out, of_out.type, i));
+            if (d.epilogue == 4) sum += at(d.bias, of_out.type, row);
+            put(out, of_out.type, i, sum);
+        }
+    }
+    return OK;
+}
+
+}  // namespace
+
+extern "C" {
 
 Status cublasLtMatmul(void*, Description* d, const float* alpha, const void* a, Layout* of_a, const void* b, Layout* of_b,
                       const float* beta, const void* c, Layout* of_c, void* out, Layout* of_out,
@@ -306,31 +398,9 @@ Status cublasLtMatmul(void*, Description* d, const float* alpha, const void* a, 
     if (has_bias && !ours(reinterpret_cast<Address>(d->bias), of_out->rows * size_of(of_out->type))) {
         return complain("adds a bias that is not there");
     }
-    const auto inner = d->transposed[0] ? of_a->rows : of_a->columns;
-    const auto widened = [](const void* base, const Layout& layout, bool transposed) {
-        // Row by row of the operand as it is read, so that the sum below runs along memory.
-        const auto rows = transposed ? layout.columns : layout.rows, columns = transposed ? layout.rows : layout.columns;
-        std::vector<float> values(rows * columns);
-        for (size_t row = 0; row < rows; ++row) {
-            for (size_t column = 0; column < columns; ++column) {
-                values[row * columns + column] =
-                    at(base, layout.type, transposed ? column + row * layout.stride : row + column * layout.stride);
-            }
-        }
-        return values;
-    };
-    const auto left = widened(a, *of_a, d->transposed[0]), right = widened(b, *of_b, !d->transposed[1]);
-    for (size_t column = 0; column < of_out->columns; ++column) {
-        for (size_t row = 0; row < of_out->rows; ++row) {
-            float sum = 0.0f;
-            for (size_t k = 0; k < inner; ++k) sum += left[row * inner + k] * right[column * inner + k];
-            const size_t i = row + column * of_out->stride;
-            sum = *alpha * sum + (*beta == 0.0f ? 0.0f : *beta * at(out, of_out->type, i));
-            if (has_bias) sum += at(d->bias, of_out->type, row);
-            put(out, of_out->type, i, sum);
-        }
-    }
-    return OK;
+    return enqueue([d = *d, alpha = *alpha, a, of_a = *of_a, b, of_b = *of_b, beta = *beta, out, of_out = *of_out] {
+        return multiply(d, alpha, a, of_a, b, of_b, beta, out, of_out);
+    });
 }
 
 }  // extern "C"

@@ -9,8 +9,10 @@ use super::product::{Multiply, Operands, Product};
 use blas::Blas;
 use candle_core::{DType, Result, bail};
 use cudarc::driver::result::{DriverError, function, module};
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule, cudaError_enum};
-use cudarc::driver::{CudaContext, CudaStream, result, sys};
+use cudarc::driver::sys::{
+    CUfunction, CUfunction_attribute, CUgraphInstantiate_flags, CUmodule, CUstreamCaptureMode, cudaError_enum,
+};
+use cudarc::driver::{CudaContext, CudaGraph, CudaStream, result, sys};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_void};
@@ -28,6 +30,8 @@ const SHARED_BYTES: u32 = 48 << 10;
 pub(crate) struct Gpu {
     name: String,
     // Dropped in this order.
+    /// Records of launches by key, where they are to be made.
+    graphs: Option<RefCell<HashMap<u32, Record>>>,
     blas: Blas,
     stream: Arc<CudaStream>,
     context: Arc<CudaContext>,
@@ -36,6 +40,14 @@ pub(crate) struct Gpu {
     /// Bytes of each allocation, by address.
     memory: RefCell<BTreeMap<u64, usize>>,
     scratch: Cell<Option<Buffer>>,
+}
+
+/// What is known of the launches of one key.
+enum Record {
+    /// They have run once, so that kernels are loaded, products planned and memory allocated, of which nothing can be recorded.
+    Ran,
+    /// As the driver replays them.
+    Graph(CudaGraph),
 }
 
 #[derive(Clone, Copy)]
@@ -48,8 +60,8 @@ struct Kernel {
 unsafe impl Send for Gpu {}
 
 impl Gpu {
-    /// The GPU that CUDA counts as `ordinal`.
-    pub(crate) fn open(ordinal: usize) -> Result<Self> {
+    /// The GPU that CUDA counts as `ordinal`; with `graphs` it replays what it is told is the same each time.
+    pub(crate) fn open(ordinal: usize, graphs: bool) -> Result<Self> {
         // SAFETY: this loads the library and looks no further.
         if !unsafe { sys::is_culib_present() } {
             bail!("there is no NVIDIA driver (libcuda)");
@@ -71,6 +83,7 @@ impl Gpu {
         let blas = Blas::new()?;
         let gpu = Self {
             name,
+            graphs: graphs.then(RefCell::default),
             blas,
             stream,
             context,
@@ -229,6 +242,22 @@ impl Queue for Gpu {
         launched.map_err(driver(&format!("launch `{}`", launch.kernel)))
     }
 
+    fn recorded(&self, key: u32, launches: impl FnOnce() -> Result<()>) -> Result<()> {
+        let Some(graphs) = &self.graphs else { return launches() };
+        let mut graphs = graphs.borrow_mut();
+        let graph = match graphs.remove(&key) {
+            None => {
+                graphs.insert(key, Record::Ran);
+                return launches();
+            }
+            Some(Record::Ran) => self.record(launches)?,
+            Some(Record::Graph(graph)) => graph,
+        };
+        let replayed = graph.launch().map_err(driver("replay a step"));
+        graphs.insert(key, Record::Graph(graph));
+        replayed
+    }
+
     fn scratch(&self, len: usize) -> Result<Buffer> {
         if let Some(buffer) = self.scratch.get().filter(|buffer| buffer.len >= len) {
             return Ok(buffer);
@@ -237,6 +266,23 @@ impl Queue for Gpu {
         let buffer = self.allocate(DType::F32, len)?;
         self.scratch.set(Some(buffer));
         Ok(buffer)
+    }
+}
+
+impl Gpu {
+    /// What `launches` would do, to be replayed.
+    fn record(&self, launches: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
+        self.bind()?;
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        self.stream.begin_capture(mode).map_err(driver("begin to record a step"))?;
+        let launched = launches();
+        // Recording ends whatever has become of the launches.
+        let graph = self.stream.end_capture(CUgraphInstantiate_flags(0));
+        launched?;
+        match graph.map_err(driver("record a step"))? {
+            Some(graph) => Ok(graph),
+            None => bail!("CUDA has recorded nothing of a step"),
+        }
     }
 }
 

@@ -34,7 +34,7 @@ impl Testbed {
     pub(crate) fn new(order: u32) -> Self {
         #[cfg(feature = "cuda")]
         if std::env::var_os("FINETUNE_TEST_GPU").is_some() {
-            return Self::Gpu(super::driver::Gpu::open(0).expect("a GPU to test"));
+            return Self::Gpu(super::driver::Gpu::open(0, true).expect("a GPU to test"));
         }
         Self::Emulator(Emulator::new(order))
     }
@@ -124,6 +124,10 @@ impl Queue for Testbed {
 
     fn scratch(&self, len: usize) -> Result<Buffer> {
         on!(self, device => device.scratch(len))
+    }
+
+    fn recorded(&self, key: u32, launches: impl FnOnce() -> Result<()>) -> Result<()> {
+        on!(self, device => device.recorded(key, launches))
     }
 }
 

@@ -606,6 +606,33 @@ mod tests {
     }
 
     #[test]
+    fn devices_are_told_by_name() {
+        let place = |device: &str| resolve(&format!("device = \"{device}\""), &[]).and_then(|config| config.place());
+        assert_eq!(place("auto").unwrap(), Place::Auto);
+        assert_eq!(place("cpu").unwrap(), Place::Cpu);
+        assert_eq!(place("cuda").unwrap(), Place::Cuda(0));
+        assert_eq!(place("cuda:3").unwrap(), Place::Cuda(3));
+        for device in ["gpu", "cuda:", "cuda:-1", "cuda3", ""] {
+            let message = place(device).unwrap_err().to_string();
+            assert!(message.starts_with(&format!("device: `{device}` is unknown")), "{message}");
+        }
+    }
+
+    #[test]
+    fn what_is_the_cpus_alone_is_refused_by_gpus() {
+        let check = |file: &str| resolve(file, &[]).unwrap().check_fits_gpus();
+        check("").unwrap();
+        check("dtype = \"bf16\"\n[scaler]\npolicy = \"predictive\"").unwrap();
+        for (file, key) in [
+            ("[scaler]\npolicy = \"predictive\"", "scaler.policy"),
+            ("[precision]\nfallback = \"layer\"", "precision.fallback"),
+        ] {
+            let message = check(file).unwrap_err().to_string();
+            assert!(message.starts_with(key) && message.contains("`device = \"cpu\"`"), "{message}");
+        }
+    }
+
+    #[test]
     fn nonsense_is_refused_by_key() {
         for (file, key) in [
             ("[train]\nbatch_size = 0", "train.batch_size"),

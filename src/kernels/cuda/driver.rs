@@ -173,6 +173,8 @@ impl Drop for Gpu {
     fn drop(&mut self) {
         // Nobody is left to hear of a failure.
         let _ = self.bind().map(|()| self.stream.synchronize());
+        // Before the kernels that they launch.
+        self.graphs = None;
         for &address in self.memory.borrow().keys() {
             // SAFETY: the address is of an allocation, and nothing runs that reads it.
             let _ = unsafe { result::free_sync(address) };

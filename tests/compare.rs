@@ -355,3 +355,31 @@ fn the_growth_interval_experiment_runs_from_beginning_to_end() {
     assert!(json["bound"]["verdict"].is_string());
     assert_well_formed(&std::fs::read_to_string(runs.0.path().join("page.html")).unwrap());
 }
+
+/// The table of the documentation is what the runs of the growth interval came to.
+#[test]
+fn the_documented_figures_of_the_growth_interval_are_the_results() {
+    let results: Value =
+        serde_json::from_str(include_str!("../configs/experiments/growth-interval/results.json")).unwrap();
+    let documentation = include_str!("../docs/mixed-precision.md");
+    let rows = [
+        ("repeated steps", "repeated", 1),
+        ("updates", "updates", 1),
+        ("loss, last 10 steps", "loss", 4),
+        ("perplexity", "perplexity", 3),
+    ];
+    for (title, key, digits) in rows {
+        let figures = |arm: &str| {
+            let figure = |part: &str| results[arm][key][part].as_f64().unwrap();
+            (figure("mean"), figure("half"))
+        };
+        let [(a, a_half), (b, b_half), (difference, half)] = ["standard", "doubled", "difference"].map(figures);
+        assert!((b - a - difference).abs() < 1e-9, "{key}: {b} less {a} is not {difference}");
+        let row = format!(
+            "| {title} | {a:.digits$} ± {a_half:.digits$} | {b:.digits$} ± {b_half:.digits$} | {difference:+.digits$} ± {half:.digits$} |"
+        );
+        assert!(documentation.contains(&row), "the documentation lacks: {row}");
+    }
+    assert_eq!(results["verdict"], "not exceeded");
+    assert!(documentation.contains("A difference of 2.0 in perplexity is not exceeded"));
+}

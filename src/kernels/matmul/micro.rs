@@ -29,6 +29,7 @@ pub(super) struct Ahead {
 }
 
 /// Units to be multiplied after the fetch of an address.
+#[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug)]
 struct Span {
     address: *const i8,
@@ -58,6 +59,7 @@ impl Ahead {
     }
 
     /// The addresses, evenly spread over `units`. There is at least one, if only of nothing.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn spread_over(&self, units: usize) -> impl Iterator<Item = Span> {
         let count = self.len.clamp(1, MAX_AHEAD);

@@ -54,6 +54,7 @@ pub(super) enum Unit {
     /// One value, widened to FP32.
     Float,
     /// Two neighbouring BF16 values, the first in the low half.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "other processors have no kernel for it yet"))]
     Bf16Pair,
 }
 

@@ -1,136 +1,222 @@
-// Layer normalisation: the twin of layer_norm.rs. X is the residual stream's type, Y that of the products.
-#include "cuda/common.cuh"
+// Layer normalisation with what surrounds it in a block: the twin of layer_norm.rs and residual.rs. Forward, a branch is added
+// to the residual stream on the way; backward, the stream's gradient goes on to the branch before. X is the stream's type, Y
+// that of the products.
+#include "cuda/random.cuh"
 
 struct LayerNormForward {
-    const void *x, *weight, *bias;  // x: X; weight, bias: Y
-    void* y;
+    const void *x, *branch;       // X, Y; the branch may be null
+    const void *weight, *bias;    // Y
+    void* sum;                    // X: x + dropout(branch), which is normalised; null without a branch
+    void* y;                      // Y
     float *mean, *rstd;
     unsigned rows, width;
     float eps;
     unsigned unused;
+    Dropout dropout;
 };
 
 struct LayerNormBackward {
     const void *dy, *x, *weight;  // dy, weight: Y; x: X
     const float *mean, *rstd;
-    void* dx;        // X, added to
+    void* dx;        // X, added to, or where it is fresh overwritten
+    void* branch;    // Y: dropout(dx) for the branch that was added last; may be null
     float* partial;  // [blocks, 2, width]: this block's part of the gradients of weight and bias
     unsigned rows, width, rows_per_block;
-    unsigned unused;
+    unsigned fresh;
+    Dropout dropout;
 };
 
 constexpr unsigned THREADS = 256;
 constexpr unsigned WARPS = THREADS / WARP;
-constexpr int N = 4;
+// Backward, a thread that keeps rows has 168 registers, and one that does not a part of the shared memory.
+constexpr unsigned BACKWARD_KEPT_THREADS = 384;
+constexpr unsigned BACKWARD_WIDE_THREADS = 128;
 
-// One warp a row. The row is read three times, for mean, variance and result; all but the first time it comes from the
-// first-level cache, which leaves the registers to more rows in flight.
-template <class X, class Y> __device__ void layer_norm_forward(const LayerNormForward& a) {
-    const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP, first = threadIdx.x % WARP * N;
+// Elements that make an access of 16 bytes in the narrower type.
+template <class X, class Y> constexpr int NEIGHBOURS = 16 / (sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y));
+// Packs of a row that a lane keeps in registers, so that the row is read once. With none it is read anew in each pass.
+template <class X, class Y, int ELEMENTS> constexpr int KEPT_PACKS = ELEMENTS / NEIGHBOURS<X, Y>;
+
+// `f(k, column)` for each pack of a warp's lane, the k-th of which goes to the k-th place where rows are kept.
+template <int PACKS, int N, class F> __device__ inline void for_row(unsigned width, F f) {
+    const unsigned first = threadIdx.x % WARP * N;
+    if constexpr (PACKS > 0) {
+#pragma unroll
+        for (int k = 0; k < PACKS; ++k) {
+            const unsigned c = first + k * WARP * N;
+            if (c < width) f(k, c);
+        }
+    } else {
+        for (unsigned c = first; c < width; c += WARP * N) f(0, c);
+    }
+}
+
+// One warp a row.
+template <class X, class Y, int ELEMENTS> __device__ void layer_norm_forward(const LayerNormForward& a) {
+    constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
+    const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
     if (row >= a.rows) return;
     const size_t start = static_cast<size_t>(row) * a.width;
     const bool whole = a.width % N == 0;
-    float x[N];
+    const void* const normed = a.branch == nullptr ? a.x : a.sum;
+    float x[PLACES][N];
     float sum = 0.0f;
-    for (unsigned c = first; c < a.width; c += WARP * N) {
-        load_pack<X>(a.x, start + c, whole, a.width - c, x);
-        sum += (x[0] + x[1]) + (x[2] + x[3]);
-    }
+    for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+        load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
+        if (a.branch != nullptr) {
+            float branch[N];
+            load_pack<Y>(a.branch, start + c, whole, a.width - c, branch);
+            apply_dropout(a.dropout, start + c, branch);
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[k][i] = to_float(from_float<X>(x[k][i] + branch[i]));
+            store_pack<X>(a.sum, start + c, whole, a.width - c, x[k]);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum += x[k][i];
+    });
     const float mean = warp_sum(sum) / a.width;
     float squares = 0.0f;
-    for (unsigned c = first; c < a.width; c += WARP * N) {
-        load_pack<X>(a.x, start + c, whole, a.width - c, x);
+    for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+        if constexpr (PACKS == 0) load_pack<X>(normed, start + c, whole, a.width - c, x[k]);
 #pragma unroll
         for (unsigned i = 0; i < N; ++i) {
-            const float distance = c + i < a.width ? x[i] - mean : 0.0f;
+            const float distance = whole || c + i < a.width ? x[k][i] - mean : 0.0f;
             squares += distance * distance;
         }
-    }
+    });
     const float rstd = 1.0f / sqrtf(warp_sum(squares) / a.width + a.eps);
-    for (unsigned c = first; c < a.width; c += WARP * N) {
+    for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
         float weight[N], bias[N];
-        load_pack<X>(a.x, start + c, whole, a.width - c, x);
+        if constexpr (PACKS == 0) load_pack<X>(normed, start + c, whole, a.width - c, x[k]);
         load_pack<Y>(a.weight, c, whole, a.width - c, weight);
         load_pack<Y>(a.bias, c, whole, a.width - c, bias);
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
-        store_pack<Y>(a.y, start + c, whole, a.width - c, x);
-    }
-    if (first == 0) {
+        for (int i = 0; i < N; ++i) x[k][i] = (x[k][i] - mean) * rstd * weight[i] + bias[i];
+        store_pack<Y>(a.y, start + c, whole, a.width - c, x[k]);
+    });
+    if (threadIdx.x % WARP == 0) {
         store(a.mean, row, mean);
         store(a.rstd, row, rstd);
     }
 }
 
-// A block takes `rows_per_block` rows, WARPS of them at a time: first each warp adds one row's gradient to dx, then each
-// thread adds these rows to the sums of the columns that are its own. No thread needs what another has computed, so there
-// is no barrier; the second look at the rows is served by the caches.
-template <class X, class Y> __device__ void layer_norm_backward(const LayerNormBackward& a) {
-    SHARED(float, sums);  // [2, width], each place used by one thread
-    const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+// A block takes `rows_per_block` rows, and each warp of it every so many-th. Each lane sums the gradients of weight and bias for
+// the columns that it sees, and at the end the warps' sums are added in their order.
+template <class X, class Y, int ELEMENTS> __device__ void layer_norm_backward(const LayerNormBackward& a) {
+    constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
+    constexpr unsigned BLOCK = PACKS > 0 ? BACKWARD_KEPT_THREADS : BACKWARD_WIDE_THREADS, WARPS = BLOCK / WARP;
+    SHARED(float, sums);  // [2, width]; where rows are not kept [WARPS, 2, width], each part one warp's
+    const unsigned warp = threadIdx.x / WARP;
     const bool whole = a.width % N == 0;
-    for (unsigned c = threadIdx.x * N; c < a.width; c += THREADS * N) {
-        for (unsigned i = c; i < min(c + N, a.width); ++i) sums[i] = sums[a.width + i] = 0.0f;
+    float* const own = PACKS > 0 ? sums : sums + static_cast<size_t>(warp) * 2 * a.width;
+    float dweight[PLACES][N] = {}, dbias[PLACES][N] = {};
+    const auto add_to = [&](float* to, unsigned c, const float(&values)[N]) {
+#pragma unroll
+        for (unsigned i = 0; i < N; ++i) {
+            if (c + i < a.width) to[c + i] += values[i];
+        }
+    };
+    if constexpr (PACKS == 0) {
+        for_row<PACKS, N>(a.width, [&](int, unsigned c) {
+            for (unsigned i = c; i < min(c + N, a.width); ++i) own[i] = own[a.width + i] = 0.0f;
+        });
     }
     const unsigned begin = blockIdx.x * a.rows_per_block, end = min(begin + a.rows_per_block, a.rows);
-    for (unsigned tile = begin; tile < end; tile += WARPS) {
-        const unsigned row = tile + warp;
-        if (row < end) {
-            const size_t start = static_cast<size_t>(row) * a.width;
-            const float mean = load(a.mean, row), rstd = load(a.rstd, row);
-            float g[N], x[N], weight[N], dx[N];
-            float sum_g = 0.0f, sum_gx = 0.0f;
-            for (unsigned c = lane * N; c < a.width; c += WARP * N) {
-                load_pack<Y>(a.dy, start + c, whole, a.width - c, g);
-                load_pack<X>(a.x, start + c, whole, a.width - c, x);
-                load_pack<Y>(a.weight, c, whole, a.width - c, weight);
+    for (unsigned row = begin + warp; row < end; row += WARPS) {
+        const size_t start = static_cast<size_t>(row) * a.width;
+        const float mean = load(a.mean, row), rstd = load(a.rstd, row);
+        // The gradient times the weight, and the normalised row.
+        float g[PLACES][N], x[PLACES][N];
+        const auto read = [&](int k, unsigned c, float (&dy)[N]) {
+            float weight[N];
+            load_pack<Y>(a.dy, start + c, whole, a.width - c, dy);
+            load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
+            load_pack<Y>(a.weight, c, whole, a.width - c, weight);
 #pragma unroll
-                for (int i = 0; i < N; ++i) {
-                    sum_g += g[i] * weight[i];
-                    sum_gx += g[i] * weight[i] * ((x[i] - mean) * rstd);
+            for (int i = 0; i < N; ++i) {
+                g[k][i] = dy[i] * weight[i];
+                x[k][i] = (x[k][i] - mean) * rstd;
+            }
+        };
+        float sum_g = 0.0f, sum_gx = 0.0f;
+        for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+            float dy[N];
+            read(k, c, dy);
+            float weighted[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                sum_g += g[k][i];
+                sum_gx += g[k][i] * x[k][i];
+                weighted[i] = dy[i] * x[k][i];
+                if constexpr (PACKS > 0) {
+                    dweight[k][i] += weighted[i];
+                    dbias[k][i] += dy[i];
                 }
             }
-            const float mean_g = warp_sum(sum_g) / a.width, mean_gx = warp_sum(sum_gx) / a.width;
-            for (unsigned c = lane * N; c < a.width; c += WARP * N) {
-                load_pack<Y>(a.dy, start + c, whole, a.width - c, g);
-                load_pack<X>(a.x, start + c, whole, a.width - c, x);
-                load_pack<Y>(a.weight, c, whole, a.width - c, weight);
-                load_pack<X>(a.dx, start + c, whole, a.width - c, dx);
-#pragma unroll
-                for (int i = 0; i < N; ++i) dx[i] += rstd * (g[i] * weight[i] - mean_g - (x[i] - mean) * rstd * mean_gx);
-                store_pack<X>(a.dx, start + c, whole, a.width - c, dx);
+            if constexpr (PACKS == 0) {
+                add_to(own, c, weighted);
+                add_to(own + a.width, c, dy);
             }
+        });
+        const float mean_g = warp_sum(sum_g) / a.width, mean_gx = warp_sum(sum_gx) / a.width;
+        for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+            float dx[N] = {}, dy[N];
+            if constexpr (PACKS == 0) read(k, c, dy);
+            if (!a.fresh) load_pack<X>(a.dx, start + c, whole, a.width - c, dx);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                dx[i] = to_float(from_float<X>(dx[i] + rstd * (g[k][i] - mean_g - x[k][i] * mean_gx)));
+            }
+            store_pack<X>(a.dx, start + c, whole, a.width - c, dx);
+            if (a.branch != nullptr) {
+                apply_dropout(a.dropout, start + c, dx);
+                store_pack<Y>(a.branch, start + c, whole, a.width - c, dx);
+            }
+        });
+    }
+    if constexpr (PACKS > 0) {
+        for (unsigned turn = 0; turn < WARPS; ++turn) {
+            if (turn == warp) {
+                for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+#pragma unroll
+                    for (unsigned i = 0; i < N; ++i) {
+                        if (c + i < a.width) {
+                            sums[c + i] = (turn == 0 ? 0.0f : sums[c + i]) + dweight[k][i];
+                            sums[a.width + c + i] = (turn == 0 ? 0.0f : sums[a.width + c + i]) + dbias[k][i];
+                        }
+                    }
+                });
+            }
+            __syncthreads();
         }
-        for (unsigned c = threadIdx.x * N; c < a.width; c += THREADS * N) {
-            float dweight[N] = {}, dbias[N] = {};
-            for (unsigned r = tile; r < min(tile + WARPS, end); ++r) {
-                float dy[N], x[N];
-                load_pack<Y>(a.dy, static_cast<size_t>(r) * a.width + c, whole, a.width - c, dy);
-                load_pack<X>(a.x, static_cast<size_t>(r) * a.width + c, whole, a.width - c, x);
-                const float mean = load(a.mean, r), rstd = load(a.rstd, r);
-#pragma unroll
-                for (int i = 0; i < N; ++i) {
-                    dweight[i] += dy[i] * ((x[i] - mean) * rstd);
-                    dbias[i] += dy[i];
-                }
-            }
-#pragma unroll
-            for (unsigned i = 0; i < N; ++i) {
-                if (c + i < a.width) {
-                    sums[c + i] += dweight[i];
-                    sums[a.width + c + i] += dbias[i];
-                }
-            }
-        }
+    } else {
+        __syncthreads();
     }
     const size_t out = static_cast<size_t>(blockIdx.x) * 2 * a.width;
-    for (unsigned c = threadIdx.x * N; c < a.width; c += THREADS * N) {
-        for (unsigned i = c; i < min(c + N, a.width); ++i) {
-            store(a.partial, out + i, sums[i]);
-            store(a.partial, out + a.width + i, sums[a.width + i]);
-        }
+    for (unsigned c = threadIdx.x; c < 2 * a.width; c += BLOCK) {
+        float sum = sums[c];
+        for (unsigned other = 1; PACKS == 0 && other < WARPS; ++other) sum += sums[static_cast<size_t>(other) * 2 * a.width + c];
+        store(a.partial, out + c, sum);
     }
 }
 
-ENTRIES_WIDE_FIRST(layer_norm_forward, THREADS, LayerNormForward)
-ENTRIES_WIDE_FIRST(layer_norm_backward, THREADS, LayerNormBackward)
+// Elements of a lane that are kept: rows of 768.
+constexpr int KEPT = 24;
+
+template <class X, class Y> __device__ void layer_norm_forward_kept(const LayerNormForward& a) {
+    layer_norm_forward<X, Y, KEPT>(a);
+}
+template <class X, class Y> __device__ void layer_norm_backward_kept(const LayerNormBackward& a) {
+    layer_norm_backward<X, Y, KEPT>(a);
+}
+template <class X, class Y> __device__ void layer_norm_forward_wide(const LayerNormForward& a) {
+    layer_norm_forward<X, Y, 0>(a);
+}
+template <class X, class Y> __device__ void layer_norm_backward_wide(const LayerNormBackward& a) {
+    layer_norm_backward<X, Y, 0>(a);
+}
+
+ENTRIES_WIDE_FIRST(layer_norm_forward_kept, THREADS, LayerNormForward)
+ENTRIES_WIDE_FIRST(layer_norm_forward_wide, THREADS, LayerNormForward)
+ENTRIES_WIDE_FIRST(layer_norm_backward_kept, BACKWARD_KEPT_THREADS, LayerNormBackward)
+ENTRIES_WIDE_FIRST(layer_norm_backward_wide, BACKWARD_WIDE_THREADS, LayerNormBackward)

@@ -1,6 +1,7 @@
 // The parts of NVIDIA's driver and of cuBLASLt that src/kernels/cuda/driver calls, on a CPU: memory is the host's, kernels run
 // in the emulator, products are plain loops. Built into one library under both names, it lets the program's calls be tried
 // where there is no GPU: their order, sizes, handles and descriptions. Built and used by `.ci/gpu --emulate`.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -244,10 +245,13 @@ struct Layout {
     long long stride;
 };
 
+enum Epilogue { PLAIN = 1, BIAS = 4, GELU_AUX_BIAS = 164, DGELU = 192, BGRADA = 256 };
+
 struct Description {
     int transposed[2] = {0, 0};
-    int epilogue = 1;
-    const void* bias = nullptr;
+    int epilogue = PLAIN;
+    void *bias = nullptr, *aux = nullptr;
+    long long aux_stride = 0;
 };
 
 struct Preference {
@@ -273,6 +277,17 @@ bool lies(const void* base, const Layout& layout) {
     const size_t elements = layout.rows == 0 ? 0 : layout.stride * (layout.columns - 1) + layout.rows;
     return layout.stride >= static_cast<long long>(layout.rows) && reinterpret_cast<Address>(base) % 16 == 0 &&
            ours(reinterpret_cast<Address>(base), elements * size_of(layout.type));
+}
+
+// What is wrong with an epilogue, if anything.
+const char* wrong_with(const Description& d, const Layout& out) {
+    const bool has_aux = d.epilogue == GELU_AUX_BIAS || d.epilogue == DGELU;
+    const bool has_bias = d.epilogue == BIAS || d.epilogue == GELU_AUX_BIAS || d.epilogue == BGRADA;
+    if (!has_aux && !has_bias && d.epilogue != PLAIN) return "an unknown epilogue";
+    if (has_bias && (d.bias == nullptr || reinterpret_cast<Address>(d.bias) % 16 != 0)) return "a bias that is not there";
+    if (!has_aux) return nullptr;
+    if (d.aux_stride % 8 != 0 || d.aux_stride != static_cast<long long>(out.rows)) return "an odd stride of aux";
+    return d.aux == nullptr || reinterpret_cast<Address>(d.aux) % 16 != 0 ? "an aux that is not there" : nullptr;
 }
 
 bool fits(const Description& d, const Layout& a, const Layout& b, const Layout& c) {
@@ -308,6 +323,8 @@ Status cublasLtMatmulDescSetAttribute(Description* it, int attribute, const void
         case 4: return take(&it->transposed[1], sizeof(int));
         case 7: return take(&it->epilogue, sizeof(int));
         case 8: return take(&it->bias, sizeof(void*));
+        case 11: return take(&it->aux, sizeof(void*));
+        case 12: return take(&it->aux_stride, sizeof(long long));
         default: return complain("an unknown attribute");
     }
 }
@@ -342,7 +359,12 @@ struct Heuristic {
 
 Status cublasLtMatmulAlgoGetHeuristic(void*, Description* d, Layout* a, Layout* b, Layout* c, Layout* out, Preference*,
                                       int, Heuristic* result, int* count) {
+    constexpr Status UNSUPPORTED = 15;
     if (!may_wait()) return INVALID;
+    *count = 0;
+    // Stands for a library that lacks what is not everywhere.
+    if (d->epilogue != PLAIN && d->epilogue != BIAS && std::getenv("FAKE_CUDA_REFUSES_EPILOGUES")) return UNSUPPORTED;
+    if (const char* reason = wrong_with(*d, *out)) return complain(reason);
     *result = {{42}, 0, OK, 1.0f, {}};
     *count = c == out && fits(*d, *a, *b, *out);
     return OK;
@@ -352,7 +374,15 @@ Status cublasLtMatmulAlgoGetHeuristic(void*, Description* d, Layout* a, Layout* 
 
 namespace {
 
-// out = alpha · a · b + beta · out (+ bias).
+// GELU in its tanh form, and its derivative, for values that neither over- nor underflow in it.
+float gelu(float x) { return 0.5f * x * (1.0f + std::tanh(0.7978846f * (x + 0.044715f * x * x * x))); }
+
+float gelu_derivative(float x) {
+    const float t = std::tanh(0.7978846f * (x + 0.044715f * x * x * x));
+    return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * 0.7978846f * (1.0f + 3.0f * 0.044715f * x * x);
+}
+
+// out = epilogue(alpha · a · b + beta · out).
 Status multiply(const Description& d, float alpha, const void* a, const Layout& of_a, const void* b, const Layout& of_b,
                 float beta, void* out, const Layout& of_out) {
     const auto inner = d.transposed[0] ? of_a.rows : of_a.columns;
@@ -375,9 +405,19 @@ Status multiply(const Description& d, float alpha, const void* a, const Layout& 
             for (size_t k = 0; k < inner; ++k) sum += left[row * inner + k] * right[column * inner + k];
             const size_t i = row + column * of_out.stride;
             sum = alpha * sum + (beta == 0.0f ? 0.0f : beta * at(out, of_out.type, i));
-            if (d.epilogue == 4) sum += at(d.bias, of_out.type, row);
+            if (d.epilogue == BIAS || d.epilogue == GELU_AUX_BIAS) sum += at(d.bias, of_out.type, row);
+            if (d.epilogue == GELU_AUX_BIAS) {
+                put(d.aux, of_out.type, i, sum);
+                sum = gelu(sum);
+            }
+            if (d.epilogue == DGELU) sum *= gelu_derivative(at(d.aux, of_out.type, i));
             put(out, of_out.type, i, sum);
         }
+    }
+    for (size_t row = 0; d.epilogue == BGRADA && row < of_out.rows; ++row) {
+        float sum = 0.0f;
+        for (size_t k = 0; k < inner; ++k) sum += left[row * inner + k];
+        put(d.bias, of_out.type, row, sum);
     }
     return OK;
 }
@@ -394,10 +434,12 @@ Status cublasLtMatmul(void*, Description* d, const float* alpha, const void* a, 
         !ours(reinterpret_cast<Address>(workspace), workspace_bytes)) {
         return complain("multiplies something odd");
     }
-    const bool has_bias = d->epilogue == 4;
-    if (has_bias && !ours(reinterpret_cast<Address>(d->bias), of_out->rows * size_of(of_out->type))) {
-        return complain("adds a bias that is not there");
+    if (const char* reason = wrong_with(*d, *of_out)) return complain(reason);
+    if (d->epilogue != PLAIN && d->epilogue != DGELU &&
+        !ours(reinterpret_cast<Address>(d->bias), of_out->rows * size_of(of_out->type))) {
+        return complain("has a bias that is not there");
     }
+    if (d->aux_stride != 0 && !lies(d->aux, *of_out)) return complain("has an aux that is not there");
     return enqueue([d = *d, alpha = *alpha, a, of_a = *of_a, b, of_b = *of_b, beta = *beta, out, of_out = *of_out] {
         return multiply(d, alpha, a, of_a, b, of_b, beta, out, of_out);
     });

@@ -289,6 +289,11 @@ impl Gpu {
 }
 
 impl Multiply for Gpu {
+    fn takes(&self, product: Product) -> Result<bool> {
+        self.bind()?;
+        self.blas.takes(product)
+    }
+
     unsafe fn multiply(&self, product: Product, operands: Operands) -> Result<()> {
         self.bind()?;
         // SAFETY: the caller's promise.

@@ -1,4 +1,4 @@
-//! Launches of the elementwise kernels: `gelu.cu`, `residual.cu` and `view.cu`; and dropout masks as kernels take them.
+//! Launches of the elementwise kernels: `gelu.cu` and `view.cu`; and dropout masks as kernels take them.
 
 use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
 use crate::kernels::dropout::Dropout;
@@ -23,11 +23,14 @@ pub(super) struct Mask {
 }
 
 impl Mask {
+    /// Drops nothing, and has no draw.
+    pub(super) const NONE: Self = Self { draw: 0, key: [0; 2], site: 0, threshold: 0, keep_scale: 1.0, unused: 0 };
+
     /// The mask of `dropout`, whose draw is at `draw` (two words, the low one first); nothing is dropped by `None`.
     pub(super) fn new(dropout: Option<Dropout>, draw: Buffer) -> Result<Self> {
         let draw = draw.expect("draw", DType::U32, 2)?;
         Ok(match dropout {
-            None => Self { draw, key: [0; 2], site: 0, threshold: 0, keep_scale: 1.0, unused: 0 },
+            None => Self::NONE,
             Some(dropout) => {
                 let (key, site, threshold, keep_scale) = dropout.numbers();
                 Self { draw, key, site, threshold, keep_scale, unused: 0 }
@@ -45,29 +48,6 @@ struct TwoOperands {
 }
 // SAFETY: mirrors `Gelu` and `Streamed`.
 unsafe impl Arguments for TwoOperands {}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ResidualAdd {
-    stream: u64,
-    branch: u64,
-    out: u64,
-    len: u64,
-    dropout: Mask,
-}
-// SAFETY: mirrors `ResidualAdd`.
-unsafe impl Arguments for ResidualAdd {}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct BranchGradient {
-    stream: u64,
-    branch: u64,
-    len: u64,
-    dropout: Mask,
-}
-// SAFETY: mirrors `BranchGradient`.
-unsafe impl Arguments for BranchGradient {}
 
 fn elementwise(module: &'static str, kernel: &str, dtypes: &[DType], len: usize) -> Result<Launch> {
     let blocks = len.div_ceil(PACK * THREADS as usize).min(MAX_BLOCKS);
@@ -113,44 +93,4 @@ pub(crate) fn copy(queue: &impl Queue, x: Buffer, out: Buffer) -> Result<()> {
 /// `out += x`.
 pub(crate) fn accumulate(queue: &impl Queue, x: Buffer, out: Buffer) -> Result<()> {
     two_operands(queue, "view", "accumulate", &[x.dtype, out.dtype], x, out)
-}
-
-/// See [`residual::add`](crate::kernels::residual::add).
-pub(crate) fn residual_add(
-    queue: &impl Queue,
-    stream: Buffer,
-    branch: Buffer,
-    dropout: Option<Dropout>,
-    draw: Buffer,
-    out: Buffer,
-) -> Result<()> {
-    let arguments = ResidualAdd {
-        stream: stream.expect("stream", out.dtype, out.len)?,
-        branch: branch.of("branch", out.len)?,
-        out: out.of("out", out.len)?,
-        len: out.len as u64,
-        dropout: Mask::new(dropout, draw)?,
-    };
-    let launch = elementwise("residual", "residual_add", &[out.dtype, branch.dtype], out.len)?;
-    // SAFETY: all buffers were found large enough.
-    unsafe { queue.launch(&launch, &arguments) }
-}
-
-/// See [`residual::branch_gradient`](crate::kernels::residual::branch_gradient).
-pub(crate) fn branch_gradient(
-    queue: &impl Queue,
-    stream: Buffer,
-    dropout: Option<Dropout>,
-    draw: Buffer,
-    branch: Buffer,
-) -> Result<()> {
-    let arguments = BranchGradient {
-        stream: stream.of("stream", branch.len)?,
-        branch: branch.of("branch", branch.len)?,
-        len: branch.len as u64,
-        dropout: Mask::new(dropout, draw)?,
-    };
-    let launch = elementwise("residual", "branch_gradient", &[stream.dtype, branch.dtype], branch.len)?;
-    // SAFETY: both buffers were found large enough.
-    unsafe { queue.launch(&launch, &arguments) }
 }

@@ -1,9 +1,10 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
 
 use super::launch::{Buffer, Launch, Memory, Queue};
-use super::product::{Multiply, Operands, Product};
+use super::product::{Epilogue, Multiply, Operands, Product};
 use super::testbed::{decode, encode};
 use crate::digest::Digest;
+use crate::kernels::math::{gelu_derivative, gelu_slice};
 use candle_core::{DType, Result, bail};
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -161,6 +162,10 @@ pub(crate) struct Emulator {
     memory: RefCell<Vec<Allocation>>,
     /// Where the last scratch memory is, which the next takes the place of.
     scratch: Cell<Option<u64>>,
+    /// Whether products have the epilogues that a library may refuse.
+    pub(crate) epilogues: bool,
+    /// Kernels, products and fills so far.
+    pub(crate) launches: Cell<usize>,
 }
 
 impl Emulator {
@@ -168,7 +173,7 @@ impl Emulator {
     pub(crate) const ORDERS: [u32; 3] = [0, 1, 2];
 
     pub(crate) fn new(order: u32) -> Self {
-        Self { order, memory: RefCell::default(), scratch: Cell::default() }
+        Self { order, memory: RefCell::default(), scratch: Cell::default(), epilogues: true, launches: Cell::default() }
     }
 
     fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> Buffer {
@@ -202,6 +207,7 @@ impl Emulator {
 
 impl Queue for Emulator {
     unsafe fn launch_raw(&self, launch: &Launch, arguments: *const c_void, size: usize) -> Result<()> {
+        self.launches.update(|count| count + 1);
         let entry_point = match &*ENTRY_POINT {
             Ok(entry_point) => entry_point,
             Err(error) => bail!("{error}"),
@@ -257,6 +263,7 @@ impl Memory for Emulator {
     }
 
     fn zero(&self, buffer: Buffer) -> Result<()> {
+        self.launches.update(|count| count + 1);
         self.with(buffer, |bytes| bytes.fill(0))
     }
 
@@ -274,23 +281,45 @@ impl Memory for Emulator {
 
 /// The plain product in f64, in the place of the GPU's library.
 impl Multiply for Emulator {
+    fn takes(&self, product: Product) -> Result<bool> {
+        Ok(self.epilogues || matches!(product.epilogue, Epilogue::None | Epilogue::Bias))
+    }
+
     unsafe fn multiply(&self, product: Product, operands: Operands) -> Result<()> {
-        let Product { rows, columns, inner, a, b, out, bias, accumulate, .. } = product;
-        let bias = operands.bias.filter(|_| bias).map(|bias| self.read(bias)).transpose()?;
+        self.launches.update(|count| count + 1);
+        let Product { rows, columns, inner, a, b, out, epilogue, accumulate, .. } = product;
         let (left, right, before) = (self.read(operands.a)?, self.read(operands.b)?, self.read(operands.d)?);
+        let [bias, aux] = [operands.bias, operands.aux].map(|buffer| {
+            let Some(buffer) = buffer else { bail!("{epilogue:?} without what it reads or writes") };
+            Ok(buffer)
+        });
         let at = |row: usize, column: usize, stride: usize, transposed: bool| {
             if transposed { column + row * stride } else { row + column * stride }
         };
-        let entry = |row: usize, column: usize| -> f32 {
-            let terms = (0..inner).map(|k| {
-                let left = left[at(row, k, a.stride, a.transposed)];
-                f64::from(left) * f64::from(right[at(k, column, b.stride, b.transposed)])
-            });
-            let bias = bias.as_ref().map_or(0.0, |bias| f64::from(bias[row]));
-            let before = if accumulate { f64::from(before[column * rows + row]) } else { 0.0 };
-            (terms.sum::<f64>() + bias + before) as f32
+        let left_at = |row: usize, k: usize| f64::from(left[at(row, k, a.stride, a.transposed)]);
+        let entry = |i: usize| -> f64 {
+            let (row, column) = (i % rows, i / rows);
+            let terms = (0..inner).map(|k| left_at(row, k) * f64::from(right[at(k, column, b.stride, b.transposed)]));
+            terms.sum::<f64>() + if accumulate { f64::from(before[i]) } else { 0.0 }
         };
-        let values: Vec<f32> = (0..columns * rows).map(|i| entry(i % rows, i / rows)).collect();
-        self.upload(&encode(&values, out), operands.d)
+        let mut values: Vec<f64> = (0..columns * rows).map(entry).collect();
+        let store = |values: Vec<f32>, buffer: Buffer| self.upload(&encode(&values, buffer.dtype), buffer);
+        let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<_>>();
+        if matches!(epilogue, Epilogue::Bias | Epilogue::BiasGelu) {
+            let bias = self.read(bias?)?;
+            values.iter_mut().enumerate().for_each(|(i, value)| *value += f64::from(bias[i % rows]));
+        } else if epilogue == Epilogue::BiasGradient {
+            let sums = (0..rows).map(|row| (0..inner).map(|k| left_at(row, k)).sum::<f64>() as f32);
+            store(sums.collect(), bias?)?;
+        }
+        let mut values = narrow(&values);
+        if epilogue == Epilogue::BiasGelu {
+            store(values.clone(), aux?)?;
+            gelu_slice(&mut values);
+        } else if epilogue == Epilogue::GeluGradient {
+            values.iter_mut().zip(self.read(aux?)?).for_each(|(value, x)| *value *= gelu_derivative(x));
+        }
+        debug_assert_eq!(out, operands.d.dtype);
+        store(values, operands.d)
     }
 }

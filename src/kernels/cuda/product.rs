@@ -4,6 +4,7 @@
 //! written down transposed: `y = x · w` becomes `yᵀ = wᵀ · xᵀ`, and nothing is moved.
 
 use super::cross_entropy::{self, Seed};
+use super::elementwise::{gelu_backward, gelu_forward};
 use super::launch::{Buffer, Queue};
 use super::sums::column_sums;
 use candle_core::{DType, Result, bail};
@@ -17,7 +18,22 @@ pub(crate) struct Operand {
     pub(crate) transposed: bool,
 }
 
-/// The shape of `d = a · b (+ bias) (+ d)` for column-major `d` of `rows` × `columns`; what plans are cached by.
+/// What happens to a product before it is rounded, or beside it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Epilogue {
+    /// Nothing.
+    None,
+    /// `bias`, a vector of `rows` elements of `d`'s type, is added to each column.
+    Bias,
+    /// The same, and the sum goes to `aux`, its GELU in tanh form to `d`.
+    BiasGelu,
+    /// Each element is multiplied by GELU's derivative at the element of `aux`.
+    GeluGradient,
+    /// `bias` becomes the sum of each row of `a`: where `a` is the gradient of a layer's output, that of its bias.
+    BiasGradient,
+}
+
+/// The shape of `d = epilogue(a · b (+ d))` for column-major `d` of `rows` × `columns`; what plans are cached by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Product {
     /// Rows of `d`.
@@ -34,8 +50,8 @@ pub(crate) struct Product {
     pub(crate) dtype: DType,
     /// The type of `d`.
     pub(crate) out: DType,
-    /// Whether a vector of `rows` elements, of the operands' type, is added to each column before the rounding.
-    pub(crate) bias: bool,
+    /// What else is done.
+    pub(crate) epilogue: Epilogue,
     /// Whether the product is added to `d`.
     pub(crate) accumulate: bool,
 }
@@ -49,12 +65,18 @@ pub(crate) struct Operands {
     pub(crate) b: Buffer,
     /// The result.
     pub(crate) d: Buffer,
-    /// See [`Product::bias`].
+    /// See [`Epilogue`].
     pub(crate) bias: Option<Buffer>,
+    /// See [`Epilogue`].
+    pub(crate) aux: Option<Buffer>,
 }
 
 /// Takes products in the order of launches. Sums are FP32, and a result is rounded once.
 pub(crate) trait Multiply: Queue {
+    /// Whether this product, with its epilogue, is among those that the library has. The answer is always the same; it must
+    /// not be asked for the first time while launches are recorded.
+    fn takes(&self, product: Product) -> Result<bool>;
+
     /// # Safety
     /// The buffers are of this device, and as large as the product says.
     unsafe fn multiply(&self, product: Product, operands: Operands) -> Result<()>;
@@ -91,36 +113,62 @@ impl Matrix {
     }
 }
 
-/// `d = a · b`, with the options of [`Product`].
-fn product(
-    device: &impl Multiply,
-    a: Matrix,
-    b: Matrix,
-    d: Matrix,
-    bias: Option<Buffer>,
-    accumulate: bool,
-) -> Result<()> {
-    let ((rows, inner), (inner_b, columns)) = (a.shape(), b.shape());
-    if inner != inner_b || d.shape() != (rows, columns) || d.transposed || a.buffer.dtype != b.buffer.dtype {
-        bail!("a product of {:?} and {:?} into {:?}", a, b, d);
+/// A product with its operands, found large enough.
+#[derive(Clone, Copy)]
+struct Task {
+    product: Product,
+    operands: Operands,
+}
+
+impl Task {
+    /// `d = a · b`.
+    fn new(a: Matrix, b: Matrix, d: Matrix) -> Result<Self> {
+        let ((rows, inner), (inner_b, columns)) = (a.shape(), b.shape());
+        if inner != inner_b || d.shape() != (rows, columns) || d.transposed || a.buffer.dtype != b.buffer.dtype {
+            bail!("a product of {:?} and {:?} into {:?}", a, b, d);
+        }
+        // Transposed: see above.
+        let product = Product {
+            rows: columns,
+            columns: rows,
+            inner,
+            a: b.operand(),
+            b: a.operand(),
+            dtype: a.buffer.dtype,
+            out: d.buffer.dtype,
+            epilogue: Epilogue::None,
+            accumulate: false,
+        };
+        let operands = Operands { a: b.buffer, b: a.buffer, d: d.buffer, bias: None, aux: None };
+        Ok(Self { product, operands })
     }
-    if let Some(bias) = bias {
-        bias.expect("bias", a.buffer.dtype, columns)?;
+
+    /// The same with an epilogue and what it reads or writes.
+    fn with(self, epilogue: Epilogue, bias: Option<Buffer>, aux: Option<Buffer>) -> Result<Self> {
+        let Product { rows, columns, out, .. } = self.product;
+        if let Some(bias) = bias {
+            bias.expect("bias", out, rows)?;
+        }
+        if let Some(aux) = aux {
+            aux.expect("aux", out, rows * columns)?;
+        }
+        let operands = Operands { bias, aux, ..self.operands };
+        Ok(Self { product: Product { epilogue, ..self.product }, operands })
     }
-    // Transposed: see above.
-    let product = Product {
-        rows: columns,
-        columns: rows,
-        inner,
-        a: b.operand(),
-        b: a.operand(),
-        dtype: a.buffer.dtype,
-        out: d.buffer.dtype,
-        bias: bias.is_some(),
-        accumulate,
-    };
-    // SAFETY: `Matrix::new` has found every buffer large enough.
-    unsafe { device.multiply(product, Operands { a: b.buffer, b: a.buffer, d: d.buffer, bias }) }
+
+    fn run(self, device: &impl Multiply) -> Result<()> {
+        // SAFETY: `Matrix::new` and `with` have found every buffer large enough.
+        unsafe { device.multiply(self.product, self.operands) }
+    }
+
+    /// Runs it if the library can; whether it could.
+    fn run_if_taken(self, device: &impl Multiply) -> Result<bool> {
+        let taken = device.takes(self.product)?;
+        if taken {
+            self.run(device)?;
+        }
+        Ok(taken)
+    }
 }
 
 /// `y = x · weight + bias` for `x [N, I]`, `weight [I, O]`, `y [N, O]`.
@@ -131,7 +179,24 @@ pub(crate) fn linear_forward(
     y: Buffer,
 ) -> Result<()> {
     let (x, weight) = (Matrix::new(x, rows, inner)?, Matrix::new(weight, inner, columns)?);
-    product(device, x, weight, Matrix::new(y, rows, columns)?, Some(bias), false)
+    Task::new(x, weight, Matrix::new(y, rows, columns)?)?.with(Epilogue::Bias, Some(bias), None)?.run(device)
+}
+
+/// `y = x · weight + bias` as in [`linear_forward`], and `gelu = gelu(y)`.
+pub(crate) fn linear_gelu_forward(
+    device: &impl Multiply,
+    sizes @ [rows, inner, columns]: [usize; 3],
+    operands @ [x, weight, bias]: [Buffer; 3],
+    y: Buffer,
+    gelu: Buffer,
+) -> Result<()> {
+    let (x, weight) = (Matrix::new(x, rows, inner)?, Matrix::new(weight, inner, columns)?);
+    let fused = Task::new(x, weight, Matrix::new(gelu, rows, columns)?)?;
+    if !fused.with(Epilogue::BiasGelu, Some(bias), Some(y))?.run_if_taken(device)? {
+        linear_forward(device, sizes, operands, y)?;
+        gelu_forward(device, y, gelu)?;
+    }
+    Ok(())
 }
 
 /// `dx = dy · weightᵀ`.
@@ -142,7 +207,24 @@ pub(crate) fn linear_backward_input(
     dx: Buffer,
 ) -> Result<()> {
     let (dy, weight) = (Matrix::new(dy, rows, columns)?, Matrix::new(weight, inner, columns)?);
-    product(device, dy, weight.t(), Matrix::new(dx, rows, inner)?, None, false)
+    Task::new(dy, weight.t(), Matrix::new(dx, rows, inner)?)?.run(device)
+}
+
+/// `dx = dy · weightᵀ · gelu'(y)`, elementwise in `y [N, I]`, whose GELU was the layer's input.
+pub(crate) fn linear_gelu_backward_input(
+    device: &impl Multiply,
+    sizes @ [rows, inner, columns]: [usize; 3],
+    operands @ [dy, weight]: [Buffer; 2],
+    y: Buffer,
+    dx: Buffer,
+) -> Result<()> {
+    let (dy, weight) = (Matrix::new(dy, rows, columns)?, Matrix::new(weight, inner, columns)?);
+    let fused = Task::new(dy, weight.t(), Matrix::new(dx, rows, inner)?)?;
+    if !fused.with(Epilogue::GeluGradient, None, Some(y))?.run_if_taken(device)? {
+        linear_backward_input(device, sizes, operands, dx)?;
+        gelu_backward(device, y, dx)?;
+    }
+    Ok(())
 }
 
 /// `dweight = xᵀ · dy` and `dbias = Σ_rows dy`.
@@ -154,8 +236,12 @@ pub(crate) fn linear_backward_weight(
     dbias: Buffer,
 ) -> Result<()> {
     let (x, dy_matrix) = (Matrix::new(x, rows, inner)?, Matrix::new(dy, rows, columns)?);
-    product(device, x.t(), dy_matrix, Matrix::new(dweight, inner, columns)?, None, false)?;
-    column_sums(device, [rows, columns], dy, dbias)
+    let plain = Task::new(x.t(), dy_matrix, Matrix::new(dweight, inner, columns)?)?;
+    if !plain.with(Epilogue::BiasGradient, Some(dbias), None)?.run_if_taken(device)? {
+        plain.run(device)?;
+        column_sums(device, [rows, columns], dy, dbias)?;
+    }
+    Ok(())
 }
 
 /// Sizes of a head: rows of its input, their width, tokens of the vocabulary, and the same filled up to whole tiles of the
@@ -198,12 +284,13 @@ pub(crate) fn head(
     let HeadShape { rows, width, vocab, padded } = shape;
     let (x, weight) = (Matrix::new(x, rows, width)?, Matrix::new(weight, padded, width)?);
     let matrix = Matrix::new(logits, rows, padded)?;
-    product(device, x, weight.t(), matrix, None, false)?;
+    Task::new(x, weight.t(), matrix)?.run(device)?;
     cross_entropy::rows(device, [rows, vocab, padded], logits, targets, losses, gradient.map(|g| g.seed))?;
     if let Some(gradient) = gradient {
-        product(device, matrix, weight, Matrix::new(gradient.dx, rows, width)?, None, false)?;
-        let dweight = Matrix::new(gradient.dweight, padded, width)?;
-        product(device, matrix.t(), x, dweight, None, gradient.accumulate)?;
+        Task::new(matrix, weight, Matrix::new(gradient.dx, rows, width)?)?.run(device)?;
+        let mut dweight = Task::new(matrix.t(), x, Matrix::new(gradient.dweight, padded, width)?)?;
+        dweight.product.accumulate = gradient.accumulate;
+        dweight.run(device)?;
     }
     Ok(())
 }

@@ -154,6 +154,10 @@ impl Memory for Testbed {
 }
 
 impl Multiply for Testbed {
+    fn takes(&self, product: Product) -> Result<bool> {
+        on!(self, device => device.takes(product))
+    }
+
     unsafe fn multiply(&self, product: Product, operands: Operands) -> Result<()> {
         // SAFETY: the caller's promise.
         on!(self, device => unsafe { device.multiply(product, operands) })

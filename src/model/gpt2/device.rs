@@ -6,7 +6,7 @@ use crate::kernels::attention::Shape;
 use crate::kernels::cross_entropy::HeadWorkspace;
 use crate::kernels::cuda::cross_entropy::{Seed, sum_losses};
 use crate::kernels::cuda::launch::{Buffer, Memory};
-use crate::kernels::cuda::layer_norm::Statistics;
+use crate::kernels::cuda::layer_norm::{Addition, Onward, Statistics};
 use crate::kernels::cuda::product::{HeadGradient, HeadShape, Multiply};
 use crate::kernels::cuda::{attention, elementwise, embedding, layer_norm, product};
 use crate::model::config::Gpt2Config;
@@ -106,26 +106,30 @@ impl<D: Multiply> DevicePass<'_, D> {
         let dropout = mode.dropout(config.embd_pdrop, EMBEDDING_SITE);
         let tables = [weights[model.wte], weights[model.wpe]];
         embedding::forward(device, self.stream_shape(), tables, tokens, dropout, first)?;
+        // What the last block adds to the stream, on its way into the next norm.
+        let mut last = None;
+        let add = |site, sum| {
+            let dropout = mode.dropout(config.resid_pdrop, site);
+            Addition { branch: ws.passing.branch, dropout, draw: tokens.draw, sum }
+        };
+        let mut stream = first;
         for (i, (block, acts)) in model.blocks.iter().zip(&ws.blocks).enumerate() {
             let site = Sites::of(i);
             let Activations { input, qkv, attended, lse, middle, fc, gelu, .. } = *acts;
-            self.norm(&block.ln_1, input, &acts.ln_1)?;
+            self.norm(&block.ln_1, stream, last, &acts.ln_1)?;
             self.linear(&block.c_attn, acts.ln_1.out, qkv)?;
             let dropout = mode.dropout(config.attn_pdrop, site.attention);
             attention::forward(device, self.attention_shape(), qkv, dropout, tokens.draw, attended, lse)?;
             self.linear(&block.attn_c_proj, attended, ws.passing.branch)?;
-            let dropout = mode.dropout(config.resid_pdrop, site.attention_out);
-            elementwise::residual_add(device, input, ws.passing.branch, dropout, tokens.draw, middle)?;
 
-            self.norm(&block.ln_2, middle, &acts.ln_2)?;
-            self.linear(&block.c_fc, acts.ln_2.out, fc)?;
-            elementwise::gelu_forward(device, fc, gelu)?;
+            self.norm(&block.ln_2, input, Some(add(site.attention_out, middle)), &acts.ln_2)?;
+            let operands = [acts.ln_2.out, weights[block.c_fc.weight], weights[block.c_fc.bias]];
+            product::linear_gelu_forward(device, self.linear_shape(operands[0], fc), operands, fc, gelu)?;
             self.linear(&block.mlp_c_proj, gelu, ws.passing.branch)?;
-            let dropout = mode.dropout(config.resid_pdrop, site.mlp_out);
             let next = ws.blocks.get(i + 1).map_or(ws.output, |block| block.input);
-            elementwise::residual_add(device, middle, ws.passing.branch, dropout, tokens.draw, next)?;
+            (stream, last) = (middle, Some(add(site.mlp_out, next)));
         }
-        self.norm(&model.ln_f, ws.output, &ws.ln_f)
+        self.norm(&model.ln_f, stream, last, &ws.ln_f)
     }
 
     /// Adds the losses of all targets to `total` (f64), after [`Self::forward`]; with `gradients` also computes those of the
@@ -161,32 +165,36 @@ impl<D: Multiply> DevicePass<'_, D> {
     where
         D: Memory,
     {
-        let Self { device, model, workspace: ws, tokens, mode, .. } = *self;
+        let Self { device, model, weights, workspace: ws, tokens, mode, .. } = *self;
         let config = &model.config;
         let Some(StreamGradient { stream, .. }) = ws.backward else {
             bail!("this workspace has no buffers for a backward pass")
         };
         let BranchGradients { narrow, qkv, wide } = *ws.passing.gradients()?;
         let branch = ws.passing.branch;
-        device.zero(stream)?;
-        self.norm_backward(&model.ln_f, ws.output, &ws.ln_f, narrow, stream, grads)?;
+        let onward = |site| {
+            let dropout = mode.dropout(config.resid_pdrop, site);
+            Some(Onward { branch, dropout, draw: tokens.draw })
+        };
+        // To the branch that the stream took up last before `block`.
+        let before = |block: usize| block.checked_sub(1).and_then(|last| onward(Sites::of(last).mlp_out));
+        let last = before(ws.blocks.len());
+        self.norm_backward(&model.ln_f, ws.output, &ws.ln_f, [narrow, stream], true, last, grads)?;
         for (i, (block, acts)) in model.blocks.iter().zip(&ws.blocks).enumerate().rev() {
             let site = Sites::of(i);
-            let dropout = mode.dropout(config.resid_pdrop, site.mlp_out);
-            elementwise::branch_gradient(device, stream, dropout, tokens.draw, branch)?;
-            self.linear_backward(&block.mlp_c_proj, acts.gelu, branch, wide, grads)?;
-            elementwise::gelu_backward(device, acts.fc, wide)?;
+            let sizes = self.linear_backward_weight(&block.mlp_c_proj, acts.gelu, branch, grads)?;
+            let operands = [branch, weights[block.mlp_c_proj.weight]];
+            product::linear_gelu_backward_input(device, sizes, operands, acts.fc, wide)?;
             self.linear_backward(&block.c_fc, acts.ln_2.out, wide, narrow, grads)?;
-            self.norm_backward(&block.ln_2, acts.middle, &acts.ln_2, narrow, stream, grads)?;
+            let attention_out = onward(site.attention_out);
+            self.norm_backward(&block.ln_2, acts.middle, &acts.ln_2, [narrow, stream], false, attention_out, grads)?;
 
-            let dropout = mode.dropout(config.resid_pdrop, site.attention_out);
-            elementwise::branch_gradient(device, stream, dropout, tokens.draw, branch)?;
             self.linear_backward(&block.attn_c_proj, acts.attended, branch, narrow, grads)?;
             let dropout = mode.dropout(config.attn_pdrop, site.attention);
             let operands = [narrow, acts.qkv, acts.attended, acts.lse];
             attention::backward(device, self.attention_shape(), operands, dropout, tokens.draw, qkv)?;
             self.linear_backward(&block.c_attn, acts.ln_1.out, qkv, narrow, grads)?;
-            self.norm_backward(&block.ln_1, acts.input, &acts.ln_1, narrow, stream, grads)?;
+            self.norm_backward(&block.ln_1, acts.input, &acts.ln_1, [narrow, stream], false, before(i), grads)?;
         }
         if !config.tie_word_embeddings {
             device.zero(grads[model.wte])?;
@@ -196,25 +204,27 @@ impl<D: Multiply> DevicePass<'_, D> {
         embedding::backward(device, self.stream_shape(), stream, tokens, dropout, tables)
     }
 
-    fn norm(&self, layer: &LayerNorm, x: Buffer, normed: &Normed<Buffer>) -> Result<()> {
+    fn norm(&self, layer: &LayerNorm, x: Buffer, addition: Option<Addition>, normed: &Normed<Buffer>) -> Result<()> {
         let [rows, width, _] = self.stream_shape();
         let weights = [self.weights[layer.weight], self.weights[layer.bias]];
-        layer_norm::forward(self.device, [rows, width], x, weights, layer.eps, normed.out, statistics(normed))
+        layer_norm::forward(self.device, [rows, width], x, addition, weights, layer.eps, normed.out, statistics(normed))
     }
 
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, and where its result goes")]
     fn norm_backward(
         &self,
         layer: &LayerNorm,
         x: Buffer,
         normed: &Normed<Buffer>,
-        dy: Buffer,
-        dx: Buffer,
+        [dy, dx]: [Buffer; 2],
+        fresh: bool,
+        onward: Option<Onward>,
         grads: &[Buffer],
     ) -> Result<()> {
         let [rows, width, _] = self.stream_shape();
         let operands = [dy, x, self.weights[layer.weight]];
         let gradients = [grads[layer.weight], grads[layer.bias]];
-        layer_norm::backward(self.device, [rows, width], operands, statistics(normed), dx, gradients)
+        layer_norm::backward(self.device, [rows, width], operands, statistics(normed), dx, fresh, onward, gradients)
     }
 
     /// Rows, columns of `x`, columns of `y`.
@@ -229,9 +239,14 @@ impl<D: Multiply> DevicePass<'_, D> {
     }
 
     fn linear_backward(&self, layer: &Linear, x: Buffer, dy: Buffer, dx: Buffer, grads: &[Buffer]) -> Result<()> {
-        let shape = self.linear_shape(x, dy);
-        product::linear_backward_weight(self.device, shape, [x, dy], grads[layer.weight], grads[layer.bias])?;
-        product::linear_backward_input(self.device, shape, [dy, self.weights[layer.weight]], dx)
+        let sizes = self.linear_backward_weight(layer, x, dy, grads)?;
+        product::linear_backward_input(self.device, sizes, [dy, self.weights[layer.weight]], dx)
+    }
+
+    fn linear_backward_weight(&self, layer: &Linear, x: Buffer, dy: Buffer, grads: &[Buffer]) -> Result<[usize; 3]> {
+        let sizes = self.linear_shape(x, dy);
+        product::linear_backward_weight(self.device, sizes, [x, dy], grads[layer.weight], grads[layer.bias])?;
+        Ok(sizes)
     }
 }
 

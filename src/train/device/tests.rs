@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::checkpoint::{Checkpoint, Run};
+use crate::kernels::cuda::emulator::Emulator;
 use crate::kernels::cuda::testbed::Testbed;
 use crate::kernels::view::{View, read};
 use crate::model::Gpt2Config;
@@ -145,7 +146,15 @@ fn compare_states(config: &Config, found: &TrainState, expected: &TrainState) {
     let pairs = |a: &Parameters, b: &Parameters| -> Vec<(String, Vec<f32>, Vec<f32>)> {
         a.iter().zip(b.tensors()).map(|((name, a), b)| (name.to_owned(), numbers(a), numbers(b))).collect()
     };
-    for (name, found, expected) in pairs(found.masters.parameters(), expected.masters.parameters()) {
+    for (name, mut found, mut expected) in pairs(found.masters.parameters(), expected.masters.parameters()) {
+        if name.ends_with("c_attn.bias") {
+            // A shift of all keys changes no softmax: the gradient of their bias is rounding noise, which Adam makes as long
+            // as any other.
+            let width = found.len() / 3;
+            for bias in [&mut found, &mut expected] {
+                bias[width..2 * width].fill(0.0);
+            }
+        }
         let error = distance(&found, &expected) / moved;
         assert!(error < 10.0 * tolerance, "{name}: {error}");
     }
@@ -228,6 +237,29 @@ fn repeated_steps_have_the_same_bits() {
 }
 
 /// The head in several tiles, whose weight's gradient is summed in FP32; weights of its own.
+/// How often the GPU is told something in a step of one micro-batch: kernels, products, and memory set to zero. Each costs
+/// microseconds, of which a step of few tokens is made.
+#[test]
+fn a_step_takes_few_launches() {
+    let launches = |layers: usize, epilogues: bool| {
+        let mut config = config("fp16");
+        config.train.grad_accum = 1;
+        let shape = Gpt2Config { n_layer: layers, ..shape() };
+        let masters = TrainState::random_masters(&shape, config.seed, &Device::Cpu).unwrap();
+        let mut engine = setup::engine(&config, &shape, masters, 20).unwrap();
+        let mut emulator = Emulator::new(0);
+        emulator.epilogues = epilogues;
+        let mut device = DeviceEngine::new(emulator, &engine, config.dtype, [ROWS, SEQ_LEN, 1]).unwrap();
+        device.device.launches.set(0);
+        device.step(&mut engine, &[batch(0)]).unwrap();
+        device.device.launches.get()
+    };
+    let [without, one, two] = [0, 1, 2].map(|layers| launches(layers, true));
+    assert_eq!((without, one - without, two - one), (17, 22, 22));
+    // A GELU forward and one back, and four biases' gradients in two kernels each.
+    assert_eq!(launches(1, false) - launches(0, false), 32);
+}
+
 #[test]
 fn tiles_of_the_head_make_the_same_step() {
     for untied in [false, true] {

@@ -1,8 +1,16 @@
 //! Matrix products by cuBLASLt, with what it takes to describe one kept for the next of the same shape.
+//!
+//! The algorithm is the first that the library's heuristic names, which depends on the shape alone. Trying several and keeping
+//! the fastest would make a run's bits depend on what else the machine did when it started, and a resumed run would differ.
+//!
+//! Of the epilogues, GELU is the tanh form (PyTorch takes it for nothing else, pull request 104061 there). What is not used:
+//! `DGELU_BGRAD`. Its bias gradient is summed across the blocks of the result, in a type and an order that are written down
+//! nowhere; `BGRADA` beside the weight's gradient sums the rounded gradient along the product's own sum, and costs no launch
+//! either.
 
 use super::failed;
 use crate::kernels::cuda::launch::Buffer;
-use crate::kernels::cuda::product::{Operand, Operands, Product};
+use crate::kernels::cuda::product::{Epilogue, Operand, Operands, Product};
 use candle_core::{DType, Result, bail};
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
@@ -18,21 +26,28 @@ use std::ptr::from_ref;
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 /// What every operand's address is a multiple of; see [`Buffer::expect`].
 const ALIGNMENT: u32 = 16;
+/// What the distance between the columns of an epilogue's second matrix must be a multiple of, in elements.
+const AUX_STRIDE: usize = 8;
 
 pub(super) struct Blas {
     handle: cublasLtHandle_t,
     workspace: Cell<Option<Buffer>>,
-    plans: RefCell<HashMap<Product, Plan>>,
+    /// Nothing for a product that the library refuses.
+    plans: RefCell<HashMap<Product, Option<Plan>>>,
 }
 
 /// The library's description of one shape, and its choice of an algorithm.
-#[derive(Clone, Copy)]
 struct Plan {
+    shape: Shape,
+    algorithm: cublasLtMatmulAlgo_t,
+}
+
+/// The library's names for a product and its matrices.
+struct Shape {
     product: cublasLtMatmulDesc_t,
     a: cublasLtMatrixLayout_t,
     b: cublasLtMatrixLayout_t,
     d: cublasLtMatrixLayout_t,
-    algorithm: cublasLtMatmulAlgo_t,
 }
 
 impl Blas {
@@ -58,11 +73,18 @@ impl Blas {
         operands: Operands,
         stream: sys::cudaStream_t,
     ) -> Result<()> {
-        let plan = self.plan(product)?;
-        let Operands { a, b, d, bias } = operands;
+        self.plan(product)?;
+        let plans = self.plans.borrow();
+        let Some(Plan { shape, algorithm }) = plans.get(&product).and_then(Option::as_ref) else {
+            bail!("CUDA could not plan {product:?}: cuBLASLt has no algorithm for it");
+        };
+        let Operands { a, b, d, bias, aux } = operands;
         let Some(workspace) = self.workspace.get() else { bail!("cuBLASLt has no workspace") };
         if let Some(bias) = bias {
-            set(plan.product, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address)?;
+            set(shape.product, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address)?;
+        }
+        if let Some(aux) = aux {
+            set(shape.product, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux.address)?;
         }
         let (one, beta) = (1.0f32, if product.accumulate { 1.0f32 } else { 0.0 });
         let at = |buffer: Buffer| buffer.address as *mut std::ffi::c_void;
@@ -70,18 +92,18 @@ impl Blas {
         let done = unsafe {
             result::matmul(
                 self.handle,
-                plan.product,
+                shape.product,
                 from_ref(&one).cast(),
                 from_ref(&beta).cast(),
                 at(a),
-                plan.a,
+                shape.a,
                 at(b),
-                plan.b,
+                shape.b,
                 at(d),
-                plan.d,
+                shape.d,
                 at(d),
-                plan.d,
-                &raw const plan.algorithm,
+                shape.d,
+                from_ref(algorithm),
                 at(workspace),
                 WORKSPACE_BYTES,
                 stream,
@@ -90,35 +112,57 @@ impl Blas {
         done.map_err(blas(&format!("multiply {product:?}")))
     }
 
-    fn plan(&self, product: Product) -> Result<Plan> {
-        if let Some(plan) = self.plans.borrow().get(&product) {
-            return Ok(*plan);
+    /// Whether the library has this product.
+    pub(super) fn takes(&self, product: Product) -> Result<bool> {
+        self.plan(product)?;
+        Ok(self.plans.borrow().get(&product).is_some_and(Option::is_some))
+    }
+
+    /// Plans a product that is none yet. That there is no algorithm for an epilogue is an answer, and no error.
+    fn plan(&self, product: Product) -> Result<()> {
+        if self.plans.borrow().contains_key(&product) {
+            return Ok(());
         }
-        let plan = Plan::new(self.handle, product).map_err(blas(&format!("plan {product:?}")))?;
+        let unfit = has_aux(product.epilogue) && !product.rows.is_multiple_of(AUX_STRIDE);
+        let plan = if unfit { None } else { self.ask(product).map_err(blas(&format!("plan {product:?}")))? };
         self.plans.borrow_mut().insert(product, plan);
-        Ok(plan)
+        Ok(())
+    }
+
+    fn ask(&self, product: Product) -> std::result::Result<Option<Plan>, CublasError> {
+        let shape = Shape::new(product)?;
+        match shape.algorithm(self.handle) {
+            Ok(algorithm) => Ok(Some(Plan { shape, algorithm })),
+            Err(_) if !matches!(product.epilogue, Epilogue::None | Epilogue::Bias) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 }
 
 impl Drop for Blas {
     fn drop(&mut self) {
-        for plan in self.plans.borrow().values() {
-            // SAFETY: the plan was made by the library and is used no more. Nobody is left to hear of a failure.
-            unsafe {
-                let _ = result::destroy_matmul_desc(plan.product);
-                for layout in [plan.a, plan.b, plan.d] {
-                    let _ = result::destroy_matrix_layout(layout);
-                }
-            }
-        }
-        // SAFETY: as above.
+        // Before the library is closed.
+        self.plans.get_mut().clear();
+        // SAFETY: the handle is used no more. Nobody is left to hear of a failure.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 
-impl Plan {
-    fn new(handle: cublasLtHandle_t, product: Product) -> std::result::Result<Self, CublasError> {
-        let Product { rows, columns, inner, a, b, dtype, out, bias, .. } = product;
+impl Drop for Shape {
+    fn drop(&mut self) {
+        // SAFETY: what the library made is used no more.
+        unsafe {
+            let _ = result::destroy_matmul_desc(self.product);
+            for layout in [self.a, self.b, self.d] {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+        }
+    }
+}
+
+impl Shape {
+    fn new(product: Product) -> std::result::Result<Self, CublasError> {
+        let Product { rows, columns, inner, a, b, dtype, out, epilogue, .. } = product;
         // Sums are FP32, and FP32 operands are not cut to TF32.
         let compute = cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let description = result::create_matmul_desc(compute, cudaDataType::CUDA_R_32F)?;
@@ -126,20 +170,30 @@ impl Plan {
         let turned = |operand: Operand| i32::from(operand.transposed);
         set_raw(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &turned(a))?;
         set_raw(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &turned(b))?;
-        if bias {
-            let epilogue = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
-            set_raw(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+        set_raw(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue_of(epilogue))?;
+        // The library reads from these addresses how operands are aligned, and a plan is for all of its shape.
+        let least_aligned = u64::from(ALIGNMENT);
+        if !matches!(epilogue, Epilogue::None | Epilogue::GeluGradient) {
+            set_raw(description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &least_aligned)?;
+        }
+        if has_aux(epilogue) {
+            set_raw(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &least_aligned)?;
+            set_raw(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(rows as i64))?;
         }
         let layout = |dtype: DType, rows: usize, columns: usize, operand: Operand| {
             let (rows, columns) = if operand.transposed { (columns, rows) } else { (rows, columns) };
             result::create_matrix_layout(name_of(dtype), rows as u64, columns as u64, operand.stride as i64)
         };
         let result_layout = Operand { stride: rows, transposed: false };
-        let [a, b, d] = [
-            layout(dtype, rows, inner, a)?,
-            layout(dtype, inner, columns, b)?,
-            layout(out, rows, columns, result_layout)?,
-        ];
+        Ok(Self {
+            product: description,
+            a: layout(dtype, rows, inner, a)?,
+            b: layout(dtype, inner, columns, b)?,
+            d: layout(out, rows, columns, result_layout)?,
+        })
+    }
+
+    fn algorithm(&self, handle: cublasLtHandle_t) -> std::result::Result<cublasLtMatmulAlgo_t, CublasError> {
         let preference = result::create_matmul_pref()?;
         let prefer = |what, value: &u32| {
             // SAFETY: the preference is open, and the value is as large as this attribute.
@@ -159,11 +213,27 @@ impl Plan {
         // Parts of a sum may not be rounded to the result's type.
         let scheme = cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme)?;
+        let Self { product, a, b, d } = *self;
         // SAFETY: everything was made above and is still there.
-        let found = unsafe { result::get_matmul_algo_heuristic(handle, description, a, b, d, d, preference) };
+        let found = unsafe { result::get_matmul_algo_heuristic(handle, product, a, b, d, d, preference) };
         // SAFETY: nothing refers to the preference any more.
         unsafe { result::destroy_matmul_pref(preference)? };
-        Ok(Self { product: description, a, b, d, algorithm: found?.algo })
+        Ok(found?.algo)
+    }
+}
+
+/// Whether an epilogue has a matrix of the result's shape and type beside it.
+fn has_aux(epilogue: Epilogue) -> bool {
+    matches!(epilogue, Epilogue::BiasGelu | Epilogue::GeluGradient)
+}
+
+fn epilogue_of(epilogue: Epilogue) -> cublasLtEpilogue_t {
+    match epilogue {
+        Epilogue::None => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
+        Epilogue::Bias => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
+        Epilogue::BiasGelu => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+        Epilogue::GeluGradient => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DGELU,
+        Epilogue::BiasGradient => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BGRADA,
     }
 }
 

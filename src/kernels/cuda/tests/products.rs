@@ -4,7 +4,86 @@ use super::super::cross_entropy::Seed;
 use super::super::product::{self, HeadGradient, HeadShape};
 use super::*;
 use crate::kernels::cross_entropy::{self, HeadWorkspace, IGNORE};
-use crate::kernels::{linear, view};
+use crate::kernels::{gelu, linear, view};
+
+/// The testbed, and where it is the emulator also one whose products have no epilogues but biases.
+fn with_and_without_epilogues(run: impl Fn(&Testbed)) {
+    let mut testbed = Testbed::new(0);
+    run(&testbed);
+    #[cfg_attr(not(feature = "cuda"), expect(irrefutable_let_patterns, reason = "a GPU is the other variant"))]
+    if let Testbed::Emulator(emulator) = &mut testbed {
+        emulator.epilogues = false;
+        run(&testbed);
+    }
+}
+
+/// Both ways to get a GELU with its linear layers: within the products, or by kernels of its own.
+#[test]
+fn linear_layers_around_a_gelu() {
+    for dtype in TYPES {
+        for [rows, inner, wide] in [[5, 24, 72], [33, 64, 16], [7, 9, 17]] {
+            let (x, weight) = (pattern(rows * inner, 1, dtype), pattern(inner * wide, 2, dtype));
+            let (bias, dy) = (pattern(wide, 3, dtype), pattern(rows * inner, 4, dtype));
+            let (y, activated) = (poisoned(&[rows, wide], dtype), poisoned(&[rows, wide], dtype));
+            let cpu_weight = tensor(&weight, &[inner, wide], dtype);
+            linear::forward(&tensor(&x, &[rows, inner], dtype), &cpu_weight, &tensor(&bias, &[wide], dtype), &y)
+                .unwrap();
+            gelu::forward(&y, &activated).unwrap();
+            // The same weight's transpose is a layer back to the narrow width.
+            let back = cpu_weight.t().unwrap().contiguous().unwrap();
+            let dx = poisoned(&[rows, wide], dtype);
+            linear::backward_input(&tensor(&dy, &[rows, inner], dtype), &back, &dx).unwrap();
+            gelu::backward(&y, &dx).unwrap();
+            with_and_without_epilogues(|gpu| {
+                let [x, weight, bias, dy, back] =
+                    [&x, &weight, &bias, &dy, &numbers(&back)].map(|values| gpu.input(values, dtype));
+                let [found_y, found, found_dx] = [(); 3].map(|()| gpu.output(rows * wide, dtype));
+                let (up, down) = ([rows, inner, wide], [rows, wide, inner]);
+                product::linear_gelu_forward(gpu, up, [x, weight, bias], found_y, found).unwrap();
+                // From the same rounded values: the derivative of two neighbours differs by more than a rounding.
+                let same_y = gpu.input(&numbers(&y), dtype);
+                product::linear_gelu_backward_input(gpu, down, [dy, back], same_y, found_dx).unwrap();
+                for (buffer, truth) in [(found_y, &y), (found, &activated), (found_dx, &dx)] {
+                    let what = format!("linear and GELU {rows} × {inner} × {wide}");
+                    assert_close(&what, &gpu.read(buffer), &numbers(truth), dtype);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn no_number_stays_none_in_a_gelu_beside_a_product() {
+    with_and_without_epilogues(|gpu| {
+        let [mut x, weight] = [vec![1.0; 2 * 8], vec![0.5; 8 * 8]];
+        x[0] = f32::NAN;
+        let dtype = DType::F16;
+        let [x, weight, bias] = [&x, &weight, &vec![0.0; 8]].map(|values| gpu.input(values, dtype));
+        let [y, activated, dx] = [(); 3].map(|()| gpu.output(16, dtype));
+        product::linear_gelu_forward(gpu, [2, 8, 8], [x, weight, bias], y, activated).unwrap();
+        let ones = gpu.input(&[1.0; 16], dtype);
+        product::linear_gelu_backward_input(gpu, [2, 8, 8], [ones, weight], y, dx).unwrap();
+        for buffer in [y, activated, dx] {
+            let values = gpu.read(buffer);
+            assert!(values[..8].iter().all(|x| x.is_nan()) && values[8..].iter().all(|x| x.is_finite()), "{values:?}");
+        }
+    });
+}
+
+/// A sum in half precision would stop growing at 2,048 in FP16 and at 256 in BF16.
+#[test]
+fn a_bias_gradient_is_summed_in_fp32() {
+    for dtype in TYPES {
+        let (rows, inner, columns) = (6000, 8, 16);
+        with_and_without_epilogues(|gpu| {
+            let (x, dy) = (gpu.input(&vec![0.5; rows * inner], dtype), gpu.input(&vec![1.0; rows * columns], dtype));
+            let (dweight, dbias) = (gpu.output(inner * columns, dtype), gpu.output(columns, dtype));
+            product::linear_backward_weight(gpu, [rows, inner, columns], [x, dy], dweight, dbias).unwrap();
+            assert_eq!(gpu.read(dbias), rounded(vec![6000.0; columns], dtype));
+            assert_eq!(gpu.read(dweight), rounded(vec![3000.0; inner * columns], dtype));
+        });
+    }
+}
 
 #[test]
 fn linear_layers() {
@@ -19,18 +98,19 @@ fn linear_layers() {
             linear::forward(&cpu_x, &cpu_weight, &cpu_bias, &y).unwrap();
             linear::backward_input(&cpu_dy, &cpu_weight, &dx).unwrap();
             linear::backward_weight(&cpu_x, &cpu_dy, &dweight, &dbias).unwrap();
-            let found = in_every_order(|gpu| {
+            with_and_without_epilogues(|gpu| {
                 let [x, weight, bias, dy] = [&x, &weight, &bias, &dy].map(|values| gpu.input(values, dtype));
-                let [y, dx, dweight, dbias] =
+                let [found_y, found_dx, found_dweight, found_dbias] =
                     [rows * columns, rows * inner, inner * columns, columns].map(|len| gpu.output(len, dtype));
-                product::linear_forward(gpu, sizes, [x, weight, bias], y).unwrap();
-                product::linear_backward_input(gpu, sizes, [dy, weight], dx).unwrap();
-                product::linear_backward_weight(gpu, sizes, [x, dy], dweight, dbias).unwrap();
-                [y, dx, dweight, dbias].map(|buffer| gpu.read(buffer)).to_vec()
+                product::linear_forward(gpu, sizes, [x, weight, bias], found_y).unwrap();
+                product::linear_backward_input(gpu, sizes, [dy, weight], found_dx).unwrap();
+                product::linear_backward_weight(gpu, sizes, [x, dy], found_dweight, found_dbias).unwrap();
+                for (buffer, truth) in
+                    [found_y, found_dx, found_dweight, found_dbias].iter().zip([&y, &dx, &dweight, &dbias])
+                {
+                    assert_close(&format!("linear {sizes:?}"), &gpu.read(*buffer), &numbers(truth), dtype);
+                }
             });
-            for (found, truth) in found.iter().zip([&y, &dx, &dweight, &dbias]) {
-                assert_close(&format!("linear {sizes:?}"), found, &numbers(truth), dtype);
-            }
         }
     }
 }

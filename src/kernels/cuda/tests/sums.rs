@@ -57,79 +57,102 @@ fn copies_and_sums() {
     }
 }
 
-/// The masks have the same bits as the CPU's, and so have the sums.
+/// Forward with a branch added on the way in or without, backward on top of a gradient or afresh, and on to the branch. The
+/// masks and the sums have the same bits as the CPU's.
 #[test]
-fn residual_sums_with_dropout() {
-    let draw = 5 << 40 | 3;
-    for [stream_type, dtype] in STREAM_AND_COMPUTE {
-        for (rows, width) in [(1, 3), (5, 24), (17, 97)] {
-            let len = rows * width;
-            let (stream, branch) = (pattern(len, 1, stream_type), pattern(len, 2, dtype));
-            for dropout in [None, Dropout::new(0.3, 42, 7, draw)] {
-                let shape = [rows, width];
-                let [sum, gradient] = [poisoned(&shape, stream_type), poisoned(&shape, dtype)];
-                let cpu_stream = tensor(&stream, &shape, stream_type);
-                residual::add(&cpu_stream, &tensor(&branch, &shape, dtype), dropout, &sum).unwrap();
-                residual::branch_gradient(&cpu_stream, dropout, &gradient).unwrap();
-                let found = in_every_order(|gpu| {
-                    let (stream, branch) = (gpu.input(&stream, stream_type), gpu.input(&branch, dtype));
-                    let (sum, gradient) = (gpu.output(len, stream_type), gpu.output(len, dtype));
-                    let draw = draw_words(gpu, draw);
-                    elementwise::residual_add(gpu, stream, branch, dropout, draw, sum).unwrap();
-                    elementwise::branch_gradient(gpu, stream, dropout, draw, gradient).unwrap();
-                    vec![gpu.read(sum), gpu.read(gradient)]
-                });
-                assert_eq!(found, [numbers(&sum), numbers(&gradient)]);
-            }
+fn layer_norms() {
+    for [stream, compute] in STREAM_AND_COMPUTE {
+        for (rows, width) in [(1, 8), (7, 24), (40, 65), (9, 1), (2, 768)] {
+            layer_norm([stream, compute], [rows, width], false, None);
+            layer_norm([stream, compute], [rows, width], true, Dropout::new(0.3, 42, 7, DRAW));
         }
+        // Too wide for the registers, and no whole number of packs.
+        layer_norm([stream, compute], [2, 1000], true, Dropout::new(0.3, 42, 7, DRAW));
+        layer_norm([stream, compute], [3, 771], true, None);
+    }
+    // More rows than a block takes.
+    layer_norm([DType::F32, DType::F16], [300, 12], false, None);
+    layer_norm([DType::F32, DType::F16], [1100, 8], true, None);
+}
+
+const EPSILON: f32 = 1e-5;
+const DRAW: u64 = 5 << 40 | 3;
+
+fn layer_norm([stream, compute]: [DType; 2], shape @ [rows, width]: [usize; 2], added: bool, dropout: Option<Dropout>) {
+    let len = rows * width;
+    // Away from zero, so that a variance by differences of squares would show.
+    let x = rounded(pattern(len, 1, DType::F32).into_iter().map(|x| x + 3.0).collect(), stream);
+    let (weight, bias) = (pattern(width, 2, compute), pattern(width, 3, compute));
+    let (dy, before, branch) = (pattern(len, 4, compute), pattern(len, 5, stream), pattern(len, 6, compute));
+
+    let sum = tensor(&x, &shape, stream);
+    if added {
+        residual::add(&tensor(&x, &shape, stream), &tensor(&branch, &shape, compute), dropout, &sum).unwrap();
+    }
+    let [cpu_weight, cpu_bias] = [&weight, &bias].map(|values| tensor(values, &[width], compute));
+    // What a first gradient is written over is nothing that counts.
+    let fresh = !added;
+    let dx = tensor(&if fresh { vec![0.0; len] } else { before.clone() }, &shape, stream);
+    let y = poisoned(&shape, compute);
+    let [mean, rstd] = [(); 2].map(|()| poisoned(&[rows], DType::F32));
+    let [dweight, dbias] = [(); 2].map(|()| poisoned(&[width], compute));
+    layer_norm::forward(&sum, &cpu_weight, &cpu_bias, EPSILON, &y, &mean, &rstd).unwrap();
+    let cpu_dy = tensor(&dy, &shape, compute);
+    layer_norm::backward(&cpu_dy, &sum, &cpu_weight, &mean, &rstd, &dx, &dweight, &dbias).unwrap();
+
+    let found = in_every_order(|gpu| {
+        let (x, dy, branch) = (gpu.input(&x, stream), gpu.input(&dy, compute), gpu.input(&branch, compute));
+        let [weight, bias] = [&weight, &bias].map(|values| gpu.input(values, compute));
+        let (y, dx) =
+            (gpu.output(len, compute), if fresh { gpu.output(len, stream) } else { gpu.state(&before, stream) });
+        let (sum, onward) = (gpu.output(len, stream), gpu.output(len, compute));
+        let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
+        let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, compute));
+        let (statistics, draw) = (device::Statistics { mean, rstd }, draw_words(gpu, DRAW));
+        let addition = added.then_some(device::Addition { branch, dropout, draw, sum });
+        let to_branch = added.then_some(device::Onward { branch: onward, dropout, draw });
+        let normed = if added { sum } else { x };
+        device::forward(gpu, shape, x, addition, [weight, bias], EPSILON, y, statistics).unwrap();
+        let operands = [dy, normed, weight];
+        device::backward(gpu, shape, operands, statistics, dx, fresh, to_branch, [dweight, dbias]).unwrap();
+        [y, mean, rstd, dx, dweight, dbias, sum, onward].map(|buffer| gpu.read(buffer)).to_vec()
+    });
+    let names = ["value", "mean", "rstd", "dx", "dweight", "dbias"];
+    let dtypes = [compute, DType::F32, DType::F32, stream, compute, compute];
+    let truth = [&y, &mean, &rstd, &dx, &dweight, &dbias].map(numbers);
+    for (((name, found), truth), dtype) in names.iter().zip(&found).zip(&truth).zip(dtypes) {
+        assert_close(&format!("layer norm {rows}×{width}: {name}"), found, truth, dtype);
+    }
+    if added {
+        assert_eq!(found[6], numbers(&sum), "the stream of {rows}×{width}");
+        let onward = poisoned(&shape, compute);
+        residual::branch_gradient(&tensor(&found[3], &shape, stream), dropout, &onward).unwrap();
+        assert_eq!(found[7], numbers(&onward), "the branch's gradient of {rows}×{width}");
     }
 }
 
 #[test]
-fn layer_norms() {
-    const EPSILON: f32 = 1e-5;
-    for [stream, compute] in STREAM_AND_COMPUTE {
-        for (rows, width) in [(1, 8), (7, 24), (40, 65), (9, 1), (3, 768), (300, 12)] {
-            let shape = [rows, width];
-            // Away from zero, so that a variance by differences of squares would show.
-            let x = rounded(pattern(rows * width, 1, DType::F32).into_iter().map(|x| x + 3.0).collect(), stream);
-            let (weight, bias) = (pattern(width, 2, compute), pattern(width, 3, compute));
-            let (dy, before) = (pattern(rows * width, 4, compute), pattern(rows * width, 5, stream));
-
-            let cpu_x = tensor(&x, &shape, stream);
-            let [cpu_weight, cpu_bias] = [&weight, &bias].map(|values| tensor(values, &[width], compute));
-            let (y, dx) = (poisoned(&shape, compute), tensor(&before, &shape, stream));
-            let [mean, rstd] = [(); 2].map(|()| poisoned(&[rows], DType::F32));
-            let [dweight, dbias] = [(); 2].map(|()| poisoned(&[width], compute));
-            layer_norm::forward(&cpu_x, &cpu_weight, &cpu_bias, EPSILON, &y, &mean, &rstd).unwrap();
-            let cpu_dy = tensor(&dy, &shape, compute);
-            layer_norm::backward(&cpu_dy, &cpu_x, &cpu_weight, &mean, &rstd, &dx, &dweight, &dbias).unwrap();
-
-            let found = in_every_order(|gpu| {
-                let (x, dy) = (gpu.input(&x, stream), gpu.input(&dy, compute));
-                let [weight, bias] = [&weight, &bias].map(|values| gpu.input(values, compute));
-                let (y, dx) = (gpu.output(rows * width, compute), gpu.state(&before, stream));
-                let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
-                let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, compute));
-                let statistics = device::Statistics { mean, rstd };
-                device::forward(gpu, shape, x, [weight, bias], EPSILON, y, statistics).unwrap();
-                device::backward(gpu, shape, [dy, x, weight], statistics, dx, [dweight, dbias]).unwrap();
-                [y, mean, rstd, dx, dweight, dbias].map(|buffer| gpu.read(buffer)).to_vec()
-            });
-            let truth = [&y, &mean, &rstd, &dx, &dweight, &dbias].map(numbers);
-            let names = ["value", "mean", "rstd", "dx", "dweight", "dbias"];
-            for ((name, found), (truth, dtype)) in names.iter().zip(&found).zip(truth.iter().zip([
-                compute,
-                DType::F32,
-                DType::F32,
-                stream,
-                compute,
-                compute,
-            ])) {
-                assert_close(&format!("layer norm {rows}×{width}: {name}"), found, truth, dtype);
-            }
-        }
+fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
+    let (shape @ [rows, width], dtype) = ([3, 24], DType::F16);
+    let mut x = vec![0.5; rows * width];
+    x[width + 5] = f32::NAN;
+    let gpu = Testbed::new(0);
+    let (values, ones) = (gpu.input(&x, dtype), gpu.input(&vec![1.0; rows * width], dtype));
+    let [sum, y, dx, onward] = [(); 4].map(|()| gpu.output(rows * width, dtype));
+    let [weight, bias] = [1.0, 0.0].map(|value| gpu.input(&vec![value; width], dtype));
+    let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
+    let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, dtype));
+    let (statistics, draw) = (device::Statistics { mean, rstd }, no_draw(&gpu));
+    let addition = device::Addition { branch: values, dropout: None, draw, sum };
+    let to_branch = device::Onward { branch: onward, dropout: None, draw };
+    device::forward(&gpu, shape, ones, Some(addition), [weight, bias], EPSILON, y, statistics).unwrap();
+    let operands = [ones, sum, weight];
+    device::backward(&gpu, shape, operands, statistics, dx, true, Some(to_branch), [dweight, dbias]).unwrap();
+    for buffer in [y, dx, onward] {
+        let nans: Vec<bool> = gpu.read(buffer).iter().map(|x| x.is_nan()).collect();
+        assert_eq!(nans, (0..rows * width).map(|i| i / width == 1).collect::<Vec<_>>());
     }
+    assert!(gpu.read(dweight).iter().all(|x| x.is_nan()) && gpu.read(dbias).iter().all(|&x| x == 3.0));
 }
 
 #[test]

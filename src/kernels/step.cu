@@ -28,6 +28,13 @@ struct StepVerdict {
     u64 tensors;
 };
 
+struct StepClock {
+    StepTimes* times;
+    double* loss;  // set to zero at the beginning
+    u64 part;      // that has ended, or BEGINNING
+};
+
+constexpr u64 BEGINNING = 4;
 constexpr unsigned THREADS = 256;
 constexpr unsigned WARPS = THREADS / WARP;
 constexpr double PI = 3.141592653589793;
@@ -92,6 +99,13 @@ __device__ void judge(const StepVerdict& a) {
     if (threadIdx.x > 0) return;
     StepState state = load(a.state, 0);
     StepRecord record = {};
+    if (state.halted) {
+        state.apply = 0;
+        record.after = state;
+        store(a.state, 0, state);
+        store(a.record, 0, record);
+        return;
+    }
     const unsigned targets = load(a.targets, 0);
     record.loss = load(a.loss, 0) / static_cast<double>(targets > 0 ? targets : 1);
     record.total = total;
@@ -115,9 +129,26 @@ __device__ void judge(const StepVerdict& a) {
     record.change = finite ? after_clean_step(a.scaler, state) : after_overflow(a.scaler, state);
     state.step += 1;
     state.updates += finite;
+    state.halted = !finite;
     record.after = state;
     store(a.state, 0, state);
     store(a.record, 0, record);
 }
 
+// One thread between two parts of a step.
+__device__ void read_clock(const StepClock& a) {
+    if (threadIdx.x > 0) return;
+    StepTimes times = load(a.times, 0);
+    const u64 now = nanoseconds();
+    if (a.part == BEGINNING) {
+        times = {};
+        store(a.loss, 0, 0.0);
+    } else {
+        times.parts[a.part] += now - times.last;
+    }
+    times.last = now;
+    store(a.times, 0, times);
+}
+
 ENTRY(step_verdict, THREADS, StepVerdict, judge)
+ENTRY(step_clock, WARP, StepClock, read_clock)

@@ -15,14 +15,29 @@ use crate::train::setup::Report;
 use crate::train::state::TrainState;
 use crate::train::step::{Engine, StepReport};
 
+/// Steps that a device may have before it at a time: one that it works on, one behind it, and one whose figures the host is
+/// about to read.
+pub(crate) const STEPS_ON_THEIR_WAY: usize = 3;
+
 /// A device with a copy of the engine's tensors, on which it trains and evaluates. Counters, scaler and survey of the engine
 /// are those of the last step; its tensors are what [`Accelerator::fetch`] last brought.
 pub(crate) trait Accelerator: Send {
     /// For example `cuda:0 NVIDIA H200`.
     fn name(&self) -> &str;
 
-    /// [`Engine::step`].
-    fn step(&mut self, engine: &mut Engine, micro_batches: &[Batch]) -> Result<StepReport>;
+    /// Begins [`Engine::step`] over `micro_batches`, without waiting for the steps begun before it, of which there may be
+    /// [`STEPS_ON_THEIR_WAY`] less one.
+    fn launch(&mut self, engine: &Engine, micro_batches: &[Batch]) -> Result<()>;
+
+    /// Waits for the oldest step on its way, and takes over its figures. If it was skipped, the ones launched behind it are
+    /// void: nothing is on its way any more.
+    fn finish(&mut self, engine: &mut Engine) -> Result<StepReport>;
+
+    /// [`Engine::step`], where no other is on its way.
+    fn step(&mut self, engine: &mut Engine, micro_batches: &[Batch]) -> Result<StepReport> {
+        self.launch(engine, micro_batches)?;
+        self.finish(engine)
+    }
 
     /// [`Engine::evaluate`].
     fn evaluate(

@@ -66,7 +66,7 @@ pub struct StepReport {
     pub time: PartTimes,
 }
 
-/// Wall time of a step's parts; zero on a GPU, which is waited for at the end only.
+/// Wall time of a step's parts; on a GPU by its own clock.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PartTimes {
     /// Forward passes without the head.

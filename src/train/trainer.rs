@@ -1,17 +1,18 @@
 //! The loop around the step: batches in, events and checkpoints out, wishes and signals heard between two steps.
+//!
+//! A device is given the next steps before the last one's figures are read, but for those that something else comes before.
+//! Whatever looks at weights or at the place in the text does so where no step is on its way.
 
-use crate::checkpoint::{self, Best, Checkpoint, Contents, FORMAT_VERSION, Identity, Keep, Kind, Run, State};
+mod events;
+mod saving;
+
+use crate::checkpoint::{Best, Checkpoint, Identity, Run};
 use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
-use crate::kernels::isa::Isa;
 use crate::model::Parameters;
-use crate::optim::AdamWConfig;
 use crate::precision::{Fallback, GradScaler, OnOverflow, ScaleChange, ScalerPolicy};
-use crate::telemetry::{
-    Command, Cpu, Emitter, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
-    SampleText, Saved, ScalerSettings, Started, Trouble, Validation,
-};
-use crate::train::accelerator::{Accelerator, accelerator};
-use crate::train::config::{CheckpointSection, Config, Place};
+use crate::telemetry::{Command, Emitter, Event, FinishReason, GpuSampler, SampleText, Trouble, Validation};
+use crate::train::accelerator::{Accelerator, STEPS_ON_THEIR_WAY, accelerator};
+use crate::train::config::{Config, Place};
 use crate::train::fp8::Fp8Layer;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
@@ -19,15 +20,12 @@ use crate::train::step::{Engine, Outcome, StepReport};
 use crate::train::{attribution, fallback, fp8, headroom, probe, records};
 use crate::trained::check_range;
 use crate::{Error, Result};
-use serde_json::json;
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
-
-/// Steps the printed tokens per second are averaged over.
-const RATE_STEPS: f64 = 10.0;
 
 /// A run in progress.
 pub struct Trainer {
@@ -53,6 +51,18 @@ pub struct Trainer {
     /// The GPU of a build that can use one.
     gpu: Option<GpuSampler>,
     progress: Progress,
+    /// Steps that the device has not finished.
+    launched: VecDeque<Launched>,
+    /// A wish that waits until there are none.
+    wish: Option<Command>,
+}
+
+/// A step on its way.
+#[derive(Debug)]
+struct Launched {
+    /// Where its batches begin.
+    cursor: Cursor,
+    at: Instant,
 }
 
 /// What the loop remembers besides the state that a checkpoint holds.
@@ -62,12 +72,34 @@ struct Progress {
     retry: Option<Cursor>,
     last_loss: f64,
     step_seconds: Option<f64>,
+    step_finished: Option<Instant>,
     validation: Option<Best>,
     best: Option<Best>,
     looks_without_best: u64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
     checkpoint: Option<PathBuf>,
+}
+
+/// What comes between two steps.
+#[derive(Clone, Copy, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a thing to do or not")]
+struct Due {
+    eval: bool,
+    sample: bool,
+    save_weights: bool,
+    save: bool,
+}
+
+impl Due {
+    fn any(self) -> bool {
+        self.eval || self.sample || self.save_weights || self.save
+    }
+}
+
+/// Whether something that is done every `every` steps, or never if that is 0, falls on step number `step`.
+fn is_multiple(step: u64, every: u64) -> bool {
+    every > 0 && step.is_multiple_of(every)
 }
 
 impl Trainer {
@@ -144,6 +176,8 @@ impl Trainer {
             interrupt: Arc::default(),
             gpu: None,
             progress: Progress::default(),
+            launched: VecDeque::new(),
+            wish: None,
             config,
         })
     }
@@ -244,7 +278,8 @@ impl Trainer {
 
     /// `count` steps and nothing around them.
     pub fn advance(&mut self, count: u64) -> Result<()> {
-        (0..count).try_for_each(|_| self.step(false))?;
+        let limit = self.engine.state.counters.step + count;
+        (0..count).try_for_each(|_| self.step(false, limit))?;
         self.fetch()
     }
 
@@ -275,15 +310,16 @@ impl Trainer {
     fn steps(&mut self) -> Result<FinishReason> {
         let mut probe = false;
         while self.engine.state.counters.step < self.total_steps {
-            if let Some(reason) = self.hear(&mut probe)? {
-                return Ok(reason);
+            let mut limit = self.total_steps;
+            if self.launched.is_empty() {
+                if let Some(reason) = self.hear(&mut probe)? {
+                    return Ok(reason);
+                }
+            } else if self.is_wanted() {
+                limit = 0;
             }
-            self.step(std::mem::take(&mut probe))?;
-            let step = self.engine.state.counters.step;
-            let due = |every: u64| every > 0 && step.is_multiple_of(every) && step < self.total_steps;
-            let CheckpointSection { save_every, weights_every, .. } = self.config.checkpoint;
-            let (eval, sample) = (due(self.config.train.eval_every), due(self.config.train.sample_every));
-            let (save, save_weights) = (due(save_every), due(weights_every));
+            self.step(std::mem::take(&mut probe), limit)?;
+            let Due { eval, sample, save_weights, save } = self.due_after(self.engine.state.counters.step);
             if eval && self.evaluate()? {
                 break;
             }
@@ -307,6 +343,26 @@ impl Trainer {
         Ok(FinishReason::Done)
     }
 
+    /// What has to be done between `step` and the one behind it.
+    fn due_after(&self, step: u64) -> Due {
+        let due = |every: u64| is_multiple(step, every) && step < self.total_steps;
+        let (train, checkpoint) = (&self.config.train, &self.config.checkpoint);
+        Due {
+            eval: due(train.eval_every),
+            sample: due(train.sample_every),
+            save_weights: due(checkpoint.weights_every),
+            save: due(checkpoint.save_every),
+        }
+    }
+
+    /// Whether there is a signal or a wish to [`Self::hear`] of.
+    fn is_wanted(&mut self) -> bool {
+        if self.wish.is_none() {
+            self.wish = self.commands.as_ref().and_then(|commands| commands.try_recv().ok());
+        }
+        self.wish.is_some() || self.interrupt.load(Ordering::Relaxed)
+    }
+
     /// What a signal or the screen wants before the next step.
     fn hear(&mut self, probe: &mut bool) -> Result<Option<FinishReason>> {
         let mut paused = false;
@@ -316,6 +372,7 @@ impl Trainer {
                 return Ok(Some(FinishReason::Interrupted));
             }
             let wish = match &self.commands {
+                _ if self.wish.is_some() => self.wish.take(),
                 None => None,
                 Some(commands) if paused => commands.recv_timeout(std::time::Duration::from_millis(50)).ok(),
                 Some(commands) => commands.try_recv().ok(),
@@ -348,22 +405,11 @@ impl Trainer {
         }
     }
 
-    fn step(&mut self, probe: bool) -> Result<()> {
-        let began = Instant::now();
-        let cursor = self.progress.retry.take().unwrap_or_else(|| self.draw());
-        let next = self.engine.state.counters.step + 1;
-        let every = |every: u64| every > 0 && next.is_multiple_of(every);
-        if probe || every(self.config.telemetry.probe_every) {
-            self.probe()?;
-        }
-        self.engine.exponents = every(self.config.telemetry.exponents_every);
+    /// One step and what it tells. A device is given those behind it, too, up to number `limit`.
+    fn step(&mut self, probe: bool, limit: u64) -> Result<()> {
+        let (Launched { cursor, at }, mut report) =
+            if self.device.is_some() { self.step_on_device(probe, limit)? } else { self.step_here(probe)? };
         let used = self.used_batches();
-        self.measure_first(used)?;
-        let batches = &self.micro_batches[..used];
-        let mut report = match &mut self.device {
-            None => self.engine.step(batches)?,
-            Some(device) => device.step(&mut self.engine, batches)?,
-        };
         let skipped = report.outcome == Outcome::Skipped;
         let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
@@ -390,10 +436,61 @@ impl Trainer {
         self.progress.last_loss = report.loss;
         let diverged =
             overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
-        self.record(&report, overflow, began)?;
+        // Where several are on their way, a step's time is what it adds to that of the one before.
+        let elapsed = self.progress.step_finished.map_or(at.elapsed(), |last| last.elapsed().min(at.elapsed()));
+        self.progress.step_finished = Some(Instant::now());
+        self.record(&report, overflow, elapsed)?;
         let retyped = retyped.into_iter().map(Event::Retyped);
         seen.into_iter().chain(retyped).try_for_each(|event| self.emitter.emit(event))?;
         diverged.map_or(Ok(()), Err)
+    }
+
+    fn step_here(&mut self, probe: bool) -> Result<(Launched, StepReport)> {
+        let launched = self.begin_step(self.engine.state.counters.step + 1, probe)?;
+        let used = self.used_batches();
+        self.measure_first(used)?;
+        Ok((launched, self.engine.step(&self.micro_batches[..used])?))
+    }
+
+    fn step_on_device(&mut self, probe: bool, limit: u64) -> Result<(Launched, StepReport)> {
+        while let Some(next) = self.next_to_launch(limit) {
+            let launched = self.begin_step(next, probe && self.launched.is_empty())?;
+            let used = self.used_batches();
+            let Some(device) = &mut self.device else { break };
+            device.launch(&self.engine, &self.micro_batches[..used])?;
+            self.launched.push_back(launched);
+        }
+        let (Some(device), Some(launched)) = (&mut self.device, self.launched.pop_front()) else {
+            return Err(Error::Kernel(candle_core::Error::Msg("no step is on its way".into())));
+        };
+        let report = device.finish(&mut self.engine)?;
+        if report.outcome == Outcome::Skipped {
+            // The steps launched behind it are void. Its own batches are those at hand again.
+            self.launched.clear();
+            self.loader.seek(launched.cursor)?;
+            self.draw();
+        }
+        Ok((launched, report))
+    }
+
+    /// The step that the device can be given now, if there is one.
+    fn next_to_launch(&self, limit: u64) -> Option<u64> {
+        let last = self.engine.state.counters.step + self.launched.len() as u64;
+        let calm = self.launched.is_empty();
+        let probe = is_multiple(last + 1, self.config.telemetry.probe_every);
+        let free = self.launched.len() < STEPS_ON_THEIR_WAY && last < limit && !probe && !self.due_after(last).any();
+        (calm || free).then_some(last + 1)
+    }
+
+    /// Readies the batches at hand for step number `next`.
+    fn begin_step(&mut self, next: u64, probe: bool) -> Result<Launched> {
+        let at = Instant::now();
+        let cursor = self.progress.retry.take().unwrap_or_else(|| self.draw());
+        if probe || is_multiple(next, self.config.telemetry.probe_every) {
+            self.probe()?;
+        }
+        self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
+        Ok(Launched { cursor, at })
     }
 
     /// Lets the predictive loss scale begin where the first batch's gradients allow.
@@ -440,59 +537,6 @@ impl Trainer {
         self.micro_batches.iter().position(|batch| batch.ends_epoch).map_or(self.micro_batches.len(), |last| last + 1)
     }
 
-    fn record(&mut self, report: &StepReport, overflow: Option<Overflow>, began: Instant) -> Result<()> {
-        let engine = &self.engine;
-        let state = &engine.state;
-        let elapsed = began.elapsed();
-        let seconds = self
-            .progress
-            .step_seconds
-            .map_or(elapsed.as_secs_f64(), |mean| mean + (elapsed.as_secs_f64() - mean) / RATE_STEPS);
-        self.progress.step_seconds = Some(seconds);
-        let tracker = state.scaler.state().growth_tracker;
-        let next_lr = engine.schedule.lr(state.counters.updates);
-        let mut record = records::step_record(report, &engine.survey, state.counters, tracker, next_lr, elapsed);
-        record.tokens_per_s = report.targets as f64 / seconds;
-        record.epoch = state.counters.tokens as f64 / self.loader.tokens_per_epoch().max(1) as f64;
-        let process = ProcessStats::now();
-        record.rss_bytes = process.rss_bytes;
-        record.cpu_seconds = process.cpu_seconds;
-        record.gpu = self.gpu.as_ref().and_then(GpuSampler::newest);
-        if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {
-            record.tensors = records::tensor_records(state.weights.layout(), &engine.survey);
-        }
-        self.emitter.emit(Event::Step(Box::new(record)))?;
-        match overflow {
-            Some(overflow) => self.emitter.emit(Event::Overflow(overflow)),
-            None => Ok(()),
-        }
-    }
-
-    fn diverged(&self, last: &Overflow) -> Error {
-        let step = last.step;
-        let streak = self.engine.state.scaler.state().floor_streak;
-        let scale = self.engine.state.scaler.scale();
-        let origin = last.origin.as_ref().map_or_else(String::new, |origin| {
-            format!(" (first the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
-        });
-        let cause = if last.loss.is_finite() {
-            let first = last.tensors.last().map_or("a gradient", |tensor| tensor.name.as_str());
-            format!("the loss is finite, but `{first}` and {} tensors in all overflow{origin}", last.tensors.len())
-        } else {
-            format!(
-                "the forward pass is not finite{origin}, which no loss scale can cure; lower the learning rate, or use bf16"
-            )
-        };
-        let good = self.progress.checkpoint.as_ref().map_or_else(
-            || "no checkpoint was written yet".to_owned(),
-            |path| format!("the last good checkpoint is `{}`", path.display()),
-        );
-        Error::Diverged {
-            step,
-            message: format!("{streak} steps in a row overflowed at scale {scale}: {cause}; {good}"),
-        }
-    }
-
     /// Computes the validation loss; `true` if training should stop because it has not improved for long.
     fn evaluate(&mut self) -> Result<bool> {
         let step = self.engine.state.counters.step;
@@ -527,87 +571,6 @@ impl Trainer {
         self.emitter.emit(Event::Sample(SampleText { step, prompt, text }))
     }
 
-    /// Saves; a failure is told and training goes on, for the older checkpoints are as they were.
-    fn tell_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
-        match save(self) {
-            Err(error @ Error::Io { .. }) => {
-                let step = self.engine.state.counters.step;
-                let message = format!("no checkpoint at step {step}: {error}; training goes on");
-                self.emitter.emit(Event::Warning(Trouble { step, message }))
-            }
-            other => other,
-        }
-    }
-
-    /// Writes a checkpoint of this step, unless there is one or no run to write it into.
-    pub fn save(&mut self) -> Result<()> {
-        let step = self.engine.state.counters.step;
-        if self.progress.saved_at == Some(step) {
-            return Ok(());
-        }
-        if let Some(path) = self.write(Kind::Full, self.config.checkpoint.keep_last)? {
-            self.progress.saved_at = Some(step);
-            self.progress.checkpoint = Some(path);
-        }
-        Ok(())
-    }
-
-    fn save_weights(&mut self) -> Result<()> {
-        self.write(Kind::Weights, self.config.checkpoint.keep_weights).map(drop)
-    }
-
-    /// Writes a checkpoint and thins out the older ones of its kind. Says where, or nothing if there is no run to write into.
-    fn write(&mut self, kind: Kind, last: usize) -> Result<Option<PathBuf>> {
-        let began = Instant::now();
-        let (step, state) = (self.engine.state.counters.step, self.checkpoint_state());
-        if self.run.is_some() {
-            self.fetch()?;
-        }
-        let Some(run) = &mut self.run else { return Ok(None) };
-        let train = &self.engine.state;
-        let contents = Contents {
-            state: &state,
-            config: self.engine.model.config(),
-            tokenizer: self.tokenizer.json(),
-            weights: &train.weights,
-            masters: train.masters.parameters(),
-            exp_avg: &train.adamw.exp_avg,
-            exp_avg_sq: &train.adamw.exp_avg_sq,
-        };
-        let checkpoint::Saved { path, manifest } = run.save(&contents, kind)?;
-        let rotated = run.rotate(kind, Keep { last, best: self.config.checkpoint.keep_best });
-        let (bytes, seconds) = (manifest.bytes(), began.elapsed().as_secs_f64());
-        let (weights_only, name) = (kind == Kind::Weights, path.display().to_string());
-        self.emitter.emit(Event::Saved(Saved { step, path: name, bytes, seconds, weights_only }))?;
-        if let Err(error) = rotated {
-            let message = format!("an older checkpoint could not be removed: {error}; training goes on");
-            self.emitter.emit(Event::Warning(Trouble { step, message }))?;
-        }
-        Ok(Some(path))
-    }
-
-    fn checkpoint_state(&self) -> State {
-        let counters = self.engine.state.counters;
-        let cursor = self.progress.retry.unwrap_or_else(|| self.loader.cursor());
-        let validation = self.progress.validation.filter(|look| look.step == counters.step);
-        State {
-            format_version: FORMAT_VERSION,
-            step: counters.step,
-            updates: counters.updates,
-            tokens: counters.tokens,
-            seed: self.config.seed,
-            identity: self.identity.clone(),
-            scaler: self.engine.state.scaler.state(),
-            fallback: self.engine.state.fallback.units().clone(),
-            fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
-            cursor,
-            schedule: json!({ "total_steps": self.total_steps, "lr": self.config.optimizer.lr }),
-            validation_loss: validation.map(|look| look.loss),
-            best: self.progress.best,
-            looks_without_best: self.progress.looks_without_best,
-        }
-    }
-
     /// Repeats the first micro-batch's backward pass in FP32. It writes into buffers that the step overwrites anyway, so
     /// the run's numbers are the same with and without it.
     fn probe(&mut self) -> Result<()> {
@@ -615,77 +578,4 @@ impl Trainer {
         let probe = probe::probe(&mut self.engine, &self.micro_batches[0])?;
         self.emitter.emit(Event::Probe(Box::new(probe)))
     }
-
-    fn started(&self, resumed_from: Option<u64>) -> Started {
-        let (config, shape) = (&self.config, self.engine.model.config());
-        let train = &config.train;
-        let tokens_per_step = (train.batch_size * train.seq_len * train.grad_accum) as u64;
-        let tokens_per_epoch = self.loader.tokens_per_epoch();
-        let AdamWConfig { betas: [beta1, beta2], eps, weight_decay } = config.adamw();
-        let schedule = &self.engine.schedule;
-        let run = self.run.as_ref().and_then(|run| run.path().file_name());
-        Started {
-            program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
-            run: run.map_or_else(String::new, |name| name.to_string_lossy().into_owned()),
-            process: ProcessId::own(),
-            cpu: Cpu { name: cpu_name(), threads: rayon::current_num_threads(), isa: Isa::current().to_string() },
-            device: self.device.as_ref().map_or_else(|| "cpu".into(), |device| device.name().to_owned()),
-            os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
-            model: config.model.clone(),
-            shape: ModelShape {
-                n_layer: shape.n_layer,
-                n_head: shape.n_head,
-                n_embd: shape.n_embd,
-                n_positions: shape.n_positions,
-                vocab_size: shape.vocab_size,
-            },
-            parameters: shape.parameter_count(),
-            policy: config.dtype.to_string(),
-            scaler: ScalerSettings::from(&config.grad_scaler()),
-            optimizer: format!("AdamW betas {beta1}, {beta2} eps {eps:e} weight decay {weight_decay}"),
-            max_grad_norm: self.engine.max_grad_norm.map(|norm| norm as f32),
-            schedule: format!(
-                "{:?} to {} after {} warm-up updates, down to {}",
-                schedule.kind,
-                schedule.peak_lr,
-                schedule.warmup_updates,
-                // As f32, so that 0.003 · 0.1 reads 0.0003.
-                (schedule.peak_lr * schedule.min_lr_ratio) as f32
-            )
-            .to_lowercase(),
-            data: self.data.clone(),
-            tokens_per_step,
-            tokens_per_epoch,
-            epochs: (self.total_steps * tokens_per_step) as f64 / tokens_per_epoch.max(1) as f64,
-            total_steps: self.total_steps,
-            seed: config.seed,
-            resumed_from,
-            fallback: self.engine.in_fallback(),
-            config: serde_json::to_value(config).unwrap_or_default(),
-        }
-    }
-
-    fn finish(&mut self, reason: FinishReason, began: Instant) -> Result<()> {
-        let counters = self.engine.state.counters;
-        self.emitter.emit(Event::Finished(Finished {
-            reason,
-            step: counters.step,
-            updates: counters.updates,
-            skipped: counters.skipped(),
-            tokens: counters.tokens,
-            loss: self.progress.last_loss as f32,
-            val_loss: self.progress.validation.map(|look| look.loss),
-            loss_scale: self.engine.state.scaler.scale(),
-            seconds: began.elapsed().as_secs_f64(),
-            peak_rss_bytes: ProcessStats::now().peak_rss_bytes,
-            checkpoint: self.progress.checkpoint.as_ref().map(|path| path.display().to_string()),
-        }))
-    }
-}
-
-/// The processor's name as the system tells it.
-fn cpu_name() -> String {
-    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let line = text.lines().find(|line| line.starts_with("model name"));
-    line.and_then(|line| line.split_once(": ")).map_or_else(|| std::env::consts::ARCH.into(), |(_, name)| name.into())
 }

@@ -1,10 +1,14 @@
 // The parts of NVIDIA's driver and of cuBLASLt that src/kernels/cuda/driver calls, on a CPU: memory is the host's, kernels run
 // in the emulator, products are plain loops. Built into one library under both names, it lets the program's calls be tried
 // where there is no GPU: their order, sizes, handles and descriptions. Built and used by `.ci/gpu --emulate`.
+//
+// Nothing is done before somebody waits for it, as on the slowest of GPUs: whoever reads too early, or overwrites what is
+// still to be sent, gets other numbers.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -63,11 +67,48 @@ bool ready() { return current == &context || complain("no context is current") =
 // What a call needs besides that must not be recorded.
 bool may_wait() { return ready() && (recording == nullptr || complain("a recording cannot hold this call") == OK); }
 
-// Does it now, or when the recording is replayed.
+// What the stream still has to do, how much it has been given, and how much of it is done.
+std::deque<std::function<Status()>> pending;
+size_t given = 0, done = 0;
+// The first failure, which every later call that waits reports again.
+Status broken = OK;
+std::map<const void*, size_t> pinned;
+
+// An event: how much had been given to the stream when it was recorded.
+struct Event {
+    size_t after = 0;
+};
+
+// To be done when somebody waits for it, or when the recording is replayed.
 Status enqueue(std::function<Status()> work) {
-    if (recording == nullptr) return work();
-    recording->push_back(std::move(work));
+    if (recording != nullptr) {
+        recording->push_back(std::move(work));
+    } else {
+        pending.push_back(std::move(work));
+        ++given;
+    }
     return OK;
+}
+
+// Does what was given first, up to the given number.
+Status work_until(size_t number) {
+    while (done < number && broken == OK) {
+        const auto work = std::move(pending.front());
+        pending.pop_front();
+        ++done;
+        broken = work();
+    }
+    return broken;
+}
+
+Status work_all() { return work_until(given); }
+
+// Whether a range lies in pages that were locked.
+bool is_pinned(const void* first, size_t bytes) {
+    auto next = pinned.upper_bound(first);
+    if (next == pinned.begin()) return false;
+    --next;
+    return static_cast<const char*>(first) + bytes <= static_cast<const char*>(next->first) + next->second;
 }
 
 }  // namespace
@@ -113,13 +154,13 @@ Status cuCtxSetCurrent(void* it) {
     current = it;
     return OK;
 }
-Status cuCtxSynchronize() { return OK; }
+Status cuCtxSynchronize() { return work_all(); }
 Status cuStreamCreate(void** out, unsigned) {
     *out = &stream;
     return ready() ? OK : INVALID;
 }
 Status cuStreamDestroy_v2(void*) { return OK; }
-Status cuStreamSynchronize(void* it) { return it == &stream && may_wait() ? OK : INVALID; }
+Status cuStreamSynchronize(void* it) { return it == &stream && may_wait() ? work_all() : INVALID; }
 
 Status cuStreamBeginCapture_v2(void* it, int) {
     if (it != &stream || !may_wait()) return INVALID;
@@ -137,9 +178,7 @@ Status cuGraphInstantiateWithFlags(Graph** out, Graph* graph, unsigned long long
 }
 Status cuGraphLaunch(Graph* graph, void* it) {
     if (it != &stream || !may_wait()) return INVALID;
-    for (const auto& work : *graph) {
-        if (const Status status = work()) return status;
-    }
+    for (const auto& work : *graph) enqueue(work);
     return OK;
 }
 Status cuGraphExecDestroy(Graph* graph) {
@@ -169,6 +208,7 @@ Status cuMemAlloc_v2(Address* out, size_t bytes) {
     return OK;
 }
 Status cuMemFree_v2(Address address) {
+    if (work_all() != OK) return broken;
     if (memory.erase(address) != 1) return complain("frees what was not allocated");
     std::free(reinterpret_cast<void*>(address));
     return OK;
@@ -182,12 +222,44 @@ Status cuMemsetD8Async(Address to, unsigned char value, size_t bytes, void* it) 
 }
 Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, void* it) {
     if (it != &stream || !may_wait() || !ours(to, bytes)) return complain("sends to memory that is not there");
-    std::memcpy(reinterpret_cast<void*>(to), from, bytes);
-    return OK;
+    const auto copy = [=] {
+        std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+        return OK;
+    };
+    enqueue(copy);
+    // Of memory whose pages are not locked the driver makes a copy before it returns.
+    return is_pinned(from, bytes) ? OK : work_all();
 }
 Status cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, void* it) {
     if (it != &stream || !may_wait() || !ours(from, bytes)) return complain("fetches memory that is not there");
-    std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    enqueue([=] {
+        std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+        return OK;
+    });
+    return is_pinned(to, bytes) ? OK : work_all();
+}
+Status cuMemHostAlloc(void** out, size_t bytes, unsigned) {
+    if (!may_wait() || bytes == 0) return INVALID;
+    *out = std::malloc(bytes);
+    pinned[*out] = bytes;
+    return OK;
+}
+Status cuMemFreeHost(void* it) {
+    if (pinned.erase(it) != 1) return complain("frees pages that were not locked");
+    std::free(it);
+    return OK;
+}
+Status cuEventCreate(Event** out, unsigned) {
+    *out = new Event;
+    return may_wait() ? OK : INVALID;
+}
+Status cuEventRecord(Event* event, void* it) {
+    event->after = given;
+    return it == &stream && may_wait() ? OK : INVALID;
+}
+Status cuEventSynchronize(Event* event) { return may_wait() ? work_until(event->after) : INVALID; }
+Status cuEventDestroy_v2(Event* event) {
+    delete event;
     return OK;
 }
 

@@ -3,6 +3,7 @@
 //! Both libraries are looked for at run time, so that a program with GPU support starts where there is none.
 
 mod blas;
+mod pinned;
 
 use super::launch::{Buffer, Launch, Memory, Queue};
 use super::product::{Multiply, Operands, Product};
@@ -13,10 +14,12 @@ use cudarc::driver::sys::{
     CUfunction, CUfunction_attribute, CUgraphInstantiate_flags, CUmodule, CUstreamCaptureMode, cudaError_enum,
 };
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, result, sys};
+use pinned::Pinned;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_void};
 use std::fmt::Display;
+
 use std::sync::Arc;
 
 /// Each `.cu` file's name with its fat binary.
@@ -187,6 +190,8 @@ impl Drop for Gpu {
 }
 
 impl Memory for Gpu {
+    type Pinned = Pinned;
+
     fn name(&self) -> &str {
         &self.name
     }
@@ -219,6 +224,32 @@ impl Memory for Gpu {
         let address = self.address(buffer, bytes.len())?;
         // SAFETY: the bytes were found to be ours. The call returns when it has read `bytes`, which are pageable memory.
         unsafe { result::memcpy_htod_async(address, bytes, self.stream.cu_stream()) }.map_err(driver("send data"))
+    }
+
+    fn pin(&self, bytes: usize) -> Result<Pinned> {
+        self.bind()?;
+        Pinned::new(&self.context, bytes)
+    }
+
+    fn send(&self, from: &mut Pinned, buffer: Buffer) -> Result<()> {
+        let (address, stream) = (self.address(buffer, buffer.bytes())?, self.stream.cu_stream());
+        let bytes = from.for_copy(buffer.bytes())?;
+        // SAFETY: the bytes on both sides were found to be ours, and are let alone until the event behind the copy.
+        unsafe { result::memcpy_htod_async(address, bytes, stream) }.map_err(driver("send data"))?;
+        from.mark(stream)
+    }
+
+    fn post(&self, buffer: Buffer, to: &mut Pinned) -> Result<()> {
+        let (address, stream) = (self.address(buffer, buffer.bytes())?, self.stream.cu_stream());
+        let bytes = to.for_copy(buffer.bytes())?;
+        // SAFETY: as above.
+        unsafe { result::memcpy_dtoh_async(bytes, address, stream) }.map_err(driver("fetch data"))?;
+        to.mark(stream)
+    }
+
+    fn settled<'a>(&self, pinned: &'a mut Pinned) -> Result<&'a mut [u8]> {
+        self.bind()?;
+        pinned.settled()
     }
 
     fn download(&self, buffer: Buffer, bytes: &mut [u8]) -> Result<()> {

@@ -6,6 +6,7 @@
 // global memory is checked against the buffers that the launch names.
 #pragma once
 
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -73,6 +74,10 @@ template <class T> T __shfl_sync(unsigned mask, T value, unsigned lane, int line
 }
 inline unsigned __ballot_sync(unsigned mask, bool predicate, int line = __builtin_LINE()) {
     return static_cast<unsigned>(emulator::exchange(emulator::Exchange::Ballot, mask, predicate, 0, line));
+}
+
+inline unsigned long long nanoseconds() {
+    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
 
 // Fibers do not run at the same time, so an atomic operation is a plain one.

@@ -253,6 +253,9 @@ impl Queue for Emulator {
 }
 
 impl Memory for Emulator {
+    /// Copies are made at once: every launch before them is over.
+    type Pinned = Vec<u8>;
+
     fn name(&self) -> &'static str {
         "the emulator"
     }
@@ -272,6 +275,25 @@ impl Memory for Emulator {
             bail!("{} bytes do not fit {buffer:?}", bytes.len());
         }
         self.with(buffer, |room| room[..bytes.len()].copy_from_slice(bytes))
+    }
+
+    fn pin(&self, bytes: usize) -> Result<Vec<u8>> {
+        Ok(vec![0; bytes])
+    }
+
+    fn send(&self, from: &mut Vec<u8>, buffer: Buffer) -> Result<()> {
+        self.upload(from, buffer)
+    }
+
+    fn post(&self, buffer: Buffer, to: &mut Vec<u8>) -> Result<()> {
+        match to.get_mut(..buffer.bytes()) {
+            Some(room) => self.download(buffer, room),
+            None => bail!("{buffer:?} does not fit {} bytes", to.len()),
+        }
+    }
+
+    fn settled<'a>(&self, pinned: &'a mut Vec<u8>) -> Result<&'a mut [u8]> {
+        Ok(pinned)
     }
 
     fn download(&self, buffer: Buffer, bytes: &mut [u8]) -> Result<()> {

@@ -64,6 +64,8 @@ unsafe impl Plain for f32 {}
 unsafe impl Plain for f64 {}
 // SAFETY: numbers.
 unsafe impl Plain for u32 {}
+// SAFETY: numbers.
+unsafe impl Plain for u8 {}
 
 /// The bytes of plain values.
 pub(crate) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
@@ -143,9 +145,22 @@ pub(crate) trait Queue {
     }
 }
 
+/// Plain values at the beginning of `bytes`, wherever they lie.
+pub(crate) fn values_of<T: Plain>(bytes: &[u8], len: usize) -> Result<Vec<T>> {
+    let mut values = vec![T::default(); len];
+    let Some(bytes) = bytes.get(..size_of_val(&values[..])) else {
+        bail!("{len} values of {} bytes each in {} bytes", size_of::<T>(), bytes.len());
+    };
+    bytes_of_mut(&mut values).copy_from_slice(bytes);
+    Ok(values)
+}
+
 /// A device's memory. Copies take their turn among the launches. A buffer that was not allocated here, or is part of none
 /// that was, is an error.
 pub(crate) trait Memory {
+    /// Bytes of the host that the device reads and writes on its own; see [`Memory::pin`].
+    type Pinned: Send;
+
     /// For example `cuda:0 NVIDIA H200`.
     fn name(&self) -> &str;
 
@@ -157,6 +172,18 @@ pub(crate) trait Memory {
 
     /// Overwrites the buffer from its beginning.
     fn upload(&self, bytes: &[u8], buffer: Buffer) -> Result<()>;
+
+    /// Host memory for copies that nobody waits for, until the bytes are wanted again.
+    fn pin(&self, bytes: usize) -> Result<Self::Pinned>;
+
+    /// Overwrites the buffer with the bytes, when it is its turn.
+    fn send(&self, from: &mut Self::Pinned, buffer: Buffer) -> Result<()>;
+
+    /// Overwrites the first bytes with the buffer, when it is its turn.
+    fn post(&self, buffer: Buffer, to: &mut Self::Pinned) -> Result<()>;
+
+    /// The bytes, after the last copy from or to them.
+    fn settled<'a>(&self, pinned: &'a mut Self::Pinned) -> Result<&'a mut [u8]>;
 
     /// Waits for everything before, and reads the buffer from its beginning.
     fn download(&self, buffer: Buffer, bytes: &mut [u8]) -> Result<()>;

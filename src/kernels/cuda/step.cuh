@@ -11,7 +11,14 @@ struct StepState {
     // For AdamW.
     unsigned apply;
     float lr, grad_factor, bias_corrections[2];
-    unsigned unused;
+    // Not zero from a step with an overflow until the host has seen it: steps launched in the meantime change nothing.
+    unsigned halted;
+};
+
+// Where a step's time went, in nanoseconds of the device's clock.
+struct StepTimes {
+    u64 last;      // when the clock was read last
+    u64 parts[4];  // forward, backward, survey, optimizer
 };
 
 // A step's figures for the log.

@@ -24,7 +24,7 @@ pub(crate) struct StepState {
     lr: f32,
     grad_factor: f32,
     bias_corrections: [f32; 2],
-    unused: u32,
+    halted: u32,
 }
 // SAFETY: numbers, 56 bytes.
 unsafe impl Plain for StepState {}
@@ -37,6 +37,11 @@ impl StepState {
     pub(crate) fn new(scaler: &GradScaler, step: u64, updates: u64) -> Self {
         let ScalerState { scale, growth_tracker, hysteresis_left, floor_streak, .. } = scaler.state();
         Self { step, updates, scale, growth_tracker, hysteresis_left, floor_streak, ..Self::default() }
+    }
+
+    /// The same, for the steps after an overflow that the host has seen.
+    pub(crate) fn going_on(self) -> Self {
+        Self { halted: 0, ..self }
     }
 
     /// The scaler's part.
@@ -92,6 +97,65 @@ impl StepRecord {
             _ => ScaleChange::AtFloor { scale: to, streak: self.after.floor_streak },
         }
     }
+}
+
+/// Where a step's time went, in nanoseconds of the device's clock.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct StepTimes {
+    last: u64,
+    /// See [`Part`].
+    pub(crate) parts: [u64; 4],
+}
+// SAFETY: numbers, 40 bytes.
+unsafe impl Plain for StepTimes {}
+
+/// Parts of a step, in the order of [`StepTimes::parts`].
+#[derive(Clone, Copy, Debug)]
+#[repr(u64)]
+pub(crate) enum Part {
+    /// Forward passes without the head.
+    Forward = 0,
+    /// The head, and everything from the loss to the gradients.
+    Backward = 1,
+    /// The look at the gradients, and the verdict.
+    Survey = 2,
+    /// AdamW.
+    Optimizer = 3,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct StepClock {
+    times: u64,
+    loss: u64,
+    part: u64,
+}
+// SAFETY: mirrors `StepClock`.
+unsafe impl Arguments for StepClock {}
+
+/// Not a part's end, but the first one's beginning.
+const BEGINNING: u64 = 4;
+
+/// Begins a step: its clock, and its `loss`, which becomes zero.
+pub(crate) fn begin(queue: &impl Queue, times: Buffer, loss: Buffer) -> Result<()> {
+    read_clock(queue, times, loss, BEGINNING)
+}
+
+/// Adds what has passed since the clock was read last to the time of `part`.
+pub(crate) fn end_of(queue: &impl Queue, part: Part, times: Buffer, loss: Buffer) -> Result<()> {
+    read_clock(queue, times, loss, part as u64)
+}
+
+fn read_clock(queue: &impl Queue, times: Buffer, loss: Buffer, part: u64) -> Result<()> {
+    let arguments = StepClock {
+        times: times.expect("times", DType::U8, size_of::<StepTimes>())?,
+        loss: loss.expect("loss", DType::F64, 1)?,
+        part,
+    };
+    let launch = Launch { module: "step", kernel: "step_clock".to_owned(), grid: [1; 3], threads: 32, shared_bytes: 0 };
+    // SAFETY: both buffers were found large enough.
+    unsafe { queue.launch(&launch, &arguments) }
 }
 
 /// The shape of the schedule in the kernels' numbering.

@@ -131,7 +131,29 @@ impl Queue for Testbed {
     }
 }
 
+/// Pinned memory of whichever device it is.
+pub(crate) enum TestPinned {
+    Emulator(Vec<u8>),
+    #[cfg(feature = "cuda")]
+    Gpu(<super::driver::Gpu as Memory>::Pinned),
+}
+
+/// Does something with pinned memory and the device that it is of.
+macro_rules! with_pinned {
+    ($testbed:expr, $pinned:expr, $device:ident, $bytes:ident => $body:expr) => {
+        match ($testbed, $pinned) {
+            (Testbed::Emulator($device), TestPinned::Emulator($bytes)) => $body,
+            #[cfg(feature = "cuda")]
+            (Testbed::Gpu($device), TestPinned::Gpu($bytes)) => $body,
+            #[cfg(feature = "cuda")]
+            _ => candle_core::bail!("pinned memory of another device"),
+        }
+    };
+}
+
 impl Memory for Testbed {
+    type Pinned = TestPinned;
+
     fn name(&self) -> &str {
         on!(self, device => device.name())
     }
@@ -146,6 +168,26 @@ impl Memory for Testbed {
 
     fn upload(&self, bytes: &[u8], buffer: Buffer) -> Result<()> {
         on!(self, device => device.upload(bytes, buffer))
+    }
+
+    fn pin(&self, bytes: usize) -> Result<TestPinned> {
+        match self {
+            Self::Emulator(device) => device.pin(bytes).map(TestPinned::Emulator),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(device) => device.pin(bytes).map(TestPinned::Gpu),
+        }
+    }
+
+    fn send(&self, from: &mut TestPinned, buffer: Buffer) -> Result<()> {
+        with_pinned!(self, from, device, bytes => device.send(bytes, buffer))
+    }
+
+    fn post(&self, buffer: Buffer, to: &mut TestPinned) -> Result<()> {
+        with_pinned!(self, to, device, bytes => device.post(buffer, bytes))
+    }
+
+    fn settled<'a>(&self, pinned: &'a mut TestPinned) -> Result<&'a mut [u8]> {
+        with_pinned!(self, pinned, device, bytes => device.settled(bytes))
     }
 
     fn download(&self, buffer: Buffer, bytes: &mut [u8]) -> Result<()> {

@@ -7,11 +7,12 @@ use crate::kernels::cuda::emulator::Emulator;
 use crate::kernels::cuda::testbed::Testbed;
 use crate::kernels::view::{View, read};
 use crate::model::Gpt2Config;
-use crate::precision::{Dtype, GradScalerConfig, ScaleChange};
-use crate::telemetry::{Emitter, Event};
+use crate::precision::{Dtype, GradScalerConfig, OnOverflow, ScaleChange};
+use crate::telemetry::{Command, Emitter, Event, Record};
 use crate::train::setup::{self, ModelSource};
 use crate::train::{Config, Trainer, verify};
 use candle_core::{Device, Tensor};
+use std::sync::mpsc::Receiver;
 
 const ROWS: usize = 3;
 const SEQ_LEN: usize = 9;
@@ -115,6 +116,8 @@ fn compare_steps(policy: &str) {
         };
         assert!((grad_norm - norm).abs() < tolerance * norm && (clip - factor).abs() < tolerance, "{policy}");
         assert!((lr - rate).abs() < 1e-15);
+        let PartTimes { forward, backward, survey, optimizer } = found.time;
+        assert!([forward, backward, survey, optimizer].iter().all(|part| !part.is_zero()), "{:?}", found.time);
         assert_eq!(host.state.counters, cpu.state.counters);
         let layout = cpu.state.weights.layout();
         let gradients = device_gradients(&device, layout);
@@ -329,12 +332,17 @@ fn batches_that_do_not_fit_are_refused() {
 
 /// A run over the built-in text in FP16 whose scale begins too high.
 fn trainer(device: bool) -> Trainer {
+    trainer_with(device, |_| ())
+}
+
+fn trainer_with(device: bool, change: impl FnOnce(&mut Config)) -> Trainer {
     let mut config = Config::resolve(&crate::train::Layers::default()).unwrap();
     (config.train.batch_size, config.train.seq_len, config.train.steps) = (1, 8, Some(8));
     (config.train.grad_accum, config.train.sample_tokens) = (2, 4);
     config.train.eval_batches = 2;
     config.scaler.init_scale = 2f32.powi(19);
     (config.dropout.residual, config.dropout.attention) = (0.1, 0.1);
+    change(&mut config);
     let mut source = ModelSource::open(&config, &mut |_| ()).unwrap();
     source.config = Gpt2Config { n_layer: 1, n_embd: 16, n_inner: 32, n_head: 2, n_positions: 16, ..source.config };
     let masters = source.masters(config.seed, &Device::Cpu).unwrap();
@@ -343,6 +351,77 @@ fn trainer(device: bool) -> Trainer {
         emulate(&mut trainer);
     }
     trainer
+}
+
+/// What a run tells of its steps, without times.
+fn told(events: &Receiver<Record>) -> Vec<String> {
+    let told = |record: Record| match &record.event {
+        Event::Step(step) => Some(format!("{} {} {} {:?}", step.step, step.loss, step.grad_norm, step.scale)),
+        Event::Overflow(overflow) => Some(format!("{} {:?}", overflow.step, overflow.origin)),
+        _ => None,
+    };
+    events.try_iter().filter_map(told).collect()
+}
+
+/// Steps that are launched before the figures of the last one are there, and void behind an overflow, are the steps that are
+/// waited for one by one.
+#[test]
+fn steps_launched_ahead_are_the_same_steps() {
+    for on_overflow in [OnOverflow::Skip, OnOverflow::Retry] {
+        let run = |at_a_time: u64| {
+            let mut trainer = trainer_with(true, |config| config.scaler.on_overflow = on_overflow);
+            let mut emitter = Emitter::new(None);
+            let events = emitter.connect();
+            trainer.attach(Run::open(tempfile::tempdir().unwrap().path().join("run")).unwrap(), emitter);
+            for _ in 0..6 / at_a_time {
+                trainer.advance(at_a_time).unwrap();
+            }
+            (told(&events), trainer)
+        };
+        let ((ahead, one), (waited, other)) = (run(6), run(1));
+        assert_eq!(ahead, waited);
+        assert!(ahead.len() > 6, "no overflow: {ahead:?}");
+        assert_eq!(verify::compare(&one, &other).unwrap().differences, [""; 0]);
+    }
+}
+
+/// A wish that comes while steps are on their way is heard when they have ended, with every step told once.
+#[test]
+fn wishes_are_heard_between_two_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = trainer_with(true, |config| config.train.steps = Some(60));
+    let mut emitter = Emitter::new(None);
+    let events = emitter.connect();
+    let (wishes, commands) = std::sync::mpsc::channel();
+    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+    trainer.listen(commands);
+    let screen = std::thread::spawn(move || {
+        let (mut steps, mut evals) = (Vec::new(), Vec::new());
+        for record in &events {
+            match &record.event {
+                Event::Step(step) => {
+                    steps.push(step.step);
+                    match step.step {
+                        4 => wishes.send(Command::EvalNow).unwrap(),
+                        8 => wishes.send(Command::Stop { save: true }).unwrap(),
+                        _ => {}
+                    }
+                }
+                Event::Eval(validation) => evals.push((validation.step, steps.len() as u64)),
+                Event::Finished(finished) => return (steps, evals, finished.step),
+                _ => {}
+            }
+        }
+        panic!("the run has not told of its end")
+    });
+    trainer.run().unwrap();
+    let (steps, evals, last) = screen.join().unwrap();
+    assert_eq!(steps, (1..=last).collect::<Vec<_>>());
+    assert!((8..60).contains(&last), "{last}");
+    assert_eq!(evals.len(), 1);
+    assert!(evals[0].0 == evals[0].1 && (4..last).contains(&evals[0].0), "{evals:?}");
+    let saved = Checkpoint::open(trainer.checkpoint().unwrap()).unwrap();
+    assert_eq!(saved.state().step, last);
 }
 
 fn emulate(trainer: &mut Trainer) {

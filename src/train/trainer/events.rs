@@ -1,0 +1,143 @@
+//! What the trainer tells of itself and of its steps.
+
+use super::Trainer;
+use crate::kernels::isa::Isa;
+use crate::optim::AdamWConfig;
+use crate::telemetry::{
+    Cpu, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats, ScalerSettings,
+    Started,
+};
+use crate::train::records;
+use crate::train::step::StepReport;
+use crate::{Error, Result};
+use std::time::{Duration, Instant};
+
+/// Steps the printed tokens per second are averaged over.
+const RATE_STEPS: f64 = 10.0;
+
+impl Trainer {
+    pub(super) fn record(&mut self, report: &StepReport, overflow: Option<Overflow>, elapsed: Duration) -> Result<()> {
+        let engine = &self.engine;
+        let state = &engine.state;
+        let seconds = self
+            .progress
+            .step_seconds
+            .map_or(elapsed.as_secs_f64(), |mean| mean + (elapsed.as_secs_f64() - mean) / RATE_STEPS);
+        self.progress.step_seconds = Some(seconds);
+        let tracker = state.scaler.state().growth_tracker;
+        let next_lr = engine.schedule.lr(state.counters.updates);
+        let mut record = records::step_record(report, &engine.survey, state.counters, tracker, next_lr, elapsed);
+        record.tokens_per_s = report.targets as f64 / seconds;
+        record.epoch = state.counters.tokens as f64 / self.loader.tokens_per_epoch().max(1) as f64;
+        let process = ProcessStats::now();
+        record.rss_bytes = process.rss_bytes;
+        record.cpu_seconds = process.cpu_seconds;
+        record.gpu = self.gpu.as_ref().and_then(GpuSampler::newest);
+        if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {
+            record.tensors = records::tensor_records(state.weights.layout(), &engine.survey);
+        }
+        self.emitter.emit(Event::Step(Box::new(record)))?;
+        match overflow {
+            Some(overflow) => self.emitter.emit(Event::Overflow(overflow)),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn diverged(&self, last: &Overflow) -> Error {
+        let step = last.step;
+        let streak = self.engine.state.scaler.state().floor_streak;
+        let scale = self.engine.state.scaler.scale();
+        let origin = last.origin.as_ref().map_or_else(String::new, |origin| {
+            format!(" (first the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
+        });
+        let cause = if last.loss.is_finite() {
+            let first = last.tensors.last().map_or("a gradient", |tensor| tensor.name.as_str());
+            format!("the loss is finite, but `{first}` and {} tensors in all overflow{origin}", last.tensors.len())
+        } else {
+            format!(
+                "the forward pass is not finite{origin}, which no loss scale can cure; lower the learning rate, or use bf16"
+            )
+        };
+        let good = self.progress.checkpoint.as_ref().map_or_else(
+            || "no checkpoint was written yet".to_owned(),
+            |path| format!("the last good checkpoint is `{}`", path.display()),
+        );
+        Error::Diverged {
+            step,
+            message: format!("{streak} steps in a row overflowed at scale {scale}: {cause}; {good}"),
+        }
+    }
+
+    pub(super) fn started(&self, resumed_from: Option<u64>) -> Started {
+        let (config, shape) = (&self.config, self.engine.model.config());
+        let train = &config.train;
+        let tokens_per_step = (train.batch_size * train.seq_len * train.grad_accum) as u64;
+        let tokens_per_epoch = self.loader.tokens_per_epoch();
+        let AdamWConfig { betas: [beta1, beta2], eps, weight_decay } = config.adamw();
+        let schedule = &self.engine.schedule;
+        let run = self.run.as_ref().and_then(|run| run.path().file_name());
+        Started {
+            program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
+            run: run.map_or_else(String::new, |name| name.to_string_lossy().into_owned()),
+            process: ProcessId::own(),
+            cpu: Cpu { name: cpu_name(), threads: rayon::current_num_threads(), isa: Isa::current().to_string() },
+            device: self.device.as_ref().map_or_else(|| "cpu".into(), |device| device.name().to_owned()),
+            os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
+            model: config.model.clone(),
+            shape: ModelShape {
+                n_layer: shape.n_layer,
+                n_head: shape.n_head,
+                n_embd: shape.n_embd,
+                n_positions: shape.n_positions,
+                vocab_size: shape.vocab_size,
+            },
+            parameters: shape.parameter_count(),
+            policy: config.dtype.to_string(),
+            scaler: ScalerSettings::from(&config.grad_scaler()),
+            optimizer: format!("AdamW betas {beta1}, {beta2} eps {eps:e} weight decay {weight_decay}"),
+            max_grad_norm: self.engine.max_grad_norm.map(|norm| norm as f32),
+            schedule: format!(
+                "{:?} to {} after {} warm-up updates, down to {}",
+                schedule.kind,
+                schedule.peak_lr,
+                schedule.warmup_updates,
+                // As f32, so that 0.003 · 0.1 reads 0.0003.
+                (schedule.peak_lr * schedule.min_lr_ratio) as f32
+            )
+            .to_lowercase(),
+            data: self.data.clone(),
+            tokens_per_step,
+            tokens_per_epoch,
+            epochs: (self.total_steps * tokens_per_step) as f64 / tokens_per_epoch.max(1) as f64,
+            total_steps: self.total_steps,
+            seed: config.seed,
+            resumed_from,
+            fallback: self.engine.in_fallback(),
+            config: serde_json::to_value(config).unwrap_or_default(),
+        }
+    }
+
+    pub(super) fn finish(&mut self, reason: FinishReason, began: Instant) -> Result<()> {
+        let counters = self.engine.state.counters;
+        self.emitter.emit(Event::Finished(Finished {
+            reason,
+            step: counters.step,
+            updates: counters.updates,
+            skipped: counters.skipped(),
+            tokens: counters.tokens,
+            loss: self.progress.last_loss as f32,
+            val_loss: self.progress.validation.map(|look| look.loss),
+            loss_scale: self.engine.state.scaler.scale(),
+            seconds: began.elapsed().as_secs_f64(),
+            peak_rss_bytes: ProcessStats::now().peak_rss_bytes,
+            checkpoint: self.progress.checkpoint.as_ref().map(|path| path.display().to_string()),
+        }))
+    }
+}
+
+/// The processor's name as the system tells it.
+fn cpu_name() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("model name"));
+    line.and_then(|line| line.split_once(": ")).map_or_else(|| std::env::consts::ARCH.into(), |(_, name)| name.into())
+}

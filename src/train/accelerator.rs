@@ -54,7 +54,8 @@ pub(crate) trait Accelerator: Send {
     fn fetch(&mut self, state: &mut TrainState) -> Result<()>;
 }
 
-/// The GPU that `config` asks for, ready to go on where `engine` is; `None` where the CPU is to train.
+/// The GPU that `config` asks for, ready to go on where `engine` is; `None` where the CPU is to train, for which the engine
+/// then has the buffers.
 pub(crate) fn accelerator(
     config: &Config,
     engine: &mut Engine,
@@ -67,12 +68,13 @@ pub(crate) fn accelerator(
         Place::Cuda(ordinal) => Some(ordinal),
     };
     #[cfg(feature = "cuda")]
-    return gpu(config, ordinal, engine, report);
+    let device = gpu(config, ordinal, engine, report)?;
     #[cfg(not(feature = "cuda"))]
-    {
-        let _ = (ordinal, engine, report);
-        Ok(None)
+    let (device, _) = (None, (ordinal, report));
+    if device.is_none() {
+        engine.grow(config.dtype, config.train.batch_size, config.train.seq_len)?;
     }
+    Ok(device)
 }
 
 /// GPU `ordinal`, or the first one if that can be used.
@@ -107,9 +109,7 @@ fn gpu(
     check_memory(config, engine.model.config(), gpu.name(), gpu.free_bytes()?)?;
     let train = &config.train;
     let shape = [train.batch_size, train.seq_len, train.grad_accum];
-    let device = super::device::DeviceEngine::new(gpu, engine, config.dtype, shape)?;
-    engine.shrink(config.dtype)?;
-    Ok(Some(Box::new(device)))
+    Ok(Some(Box::new(super::device::DeviceEngine::new(gpu, engine, config.dtype, shape)?)))
 }
 
 /// An error if the run does not fit the device's `free` bytes, with the batch that would.

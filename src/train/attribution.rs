@@ -132,7 +132,7 @@ mod tests {
 
     /// An engine of two blocks in FP16 at loss scale `scale`, whose named weights `change` has changed.
     fn crafted(scale: f32, change: &[Change<'_>]) -> Engine {
-        let mut config = Config { dtype: PrecisionPolicy::FP16, ..Config::default() };
+        let mut config = Config { dtype: PrecisionPolicy::FP16, device: "cpu".into(), ..Config::default() };
         (config.train.batch_size, config.train.seq_len) = SHAPE;
         config.train.grad_accum = 2;
         config.scaler = GradScalerConfig { init_scale: scale, ..GradScalerConfig::default() };

@@ -139,7 +139,7 @@ impl Engine {
     }
 
     /// Lets go of the passes' buffers, where something else takes the steps.
-    #[cfg(any(test, feature = "cuda"))]
+    #[cfg(test)]
     pub(super) fn shrink(&mut self, policy: PrecisionPolicy) -> Result<()> {
         self.workspace = Workspace::new(self.model.config(), policy, 1, 1, true, &Device::Cpu)?;
         Ok(())

@@ -24,7 +24,7 @@ fn shape() -> Gpt2Config {
 
 /// A run with dropout everywhere and accumulation.
 fn config(policy: &str) -> Config {
-    let mut config = Config { dtype: policy.parse().unwrap(), seed: 7, ..Config::default() };
+    let mut config = Config { dtype: policy.parse().unwrap(), seed: 7, device: "cpu".into(), ..Config::default() };
     (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (ROWS, SEQ_LEN, 2);
     (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.2, 0.1);
     (config.optimizer.lr, config.optimizer.weight_decay) = (1e-3, 0.1);
@@ -337,6 +337,7 @@ fn trainer(device: bool) -> Trainer {
 
 fn trainer_with(device: bool, change: impl FnOnce(&mut Config)) -> Trainer {
     let mut config = Config::resolve(&crate::train::Layers::default()).unwrap();
+    config.device = "cpu".into();
     (config.train.batch_size, config.train.seq_len, config.train.steps) = (1, 8, Some(8));
     (config.train.grad_accum, config.train.sample_tokens) = (2, 4);
     config.train.eval_batches = 2;

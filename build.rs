@@ -75,6 +75,8 @@ fn compile(source: &Path, target: &Path) -> Result<(), String> {
     let capability = env::var("CUDA_COMPUTE_CAP").unwrap_or_else(|_| "90".into());
     let output = Command::new(&nvcc)
         .args(["--fatbin", "-std=c++17", "-O3", "-Werror", "all-warnings"])
+        // What is kept in registers must be: a spilled value costs more than all that it saves.
+        .args(["-Xptxas", "--warn-on-spills,--warn-on-local-memory-usage"])
         .args(["-gencode", "arch=compute_80,code=compute_80"])
         .args(["-gencode", &format!("arch=compute_{capability},code=sm_{capability}")])
         .arg(source)

@@ -31,7 +31,7 @@ template <class G, class W> __device__ void adamw(const AdamW& a) {
     const Span span = span_of(chunk, tensor.len);
     const float decay = 1.0f - step.lr * tensor.weight_decay;
     const float step_size = step.lr / step.bias_corrections[0];
-    const float root = sqrtf(step.bias_corrections[1]);
+    const float inverse_root = 1.0f / sqrtf(step.bias_corrections[1]);
     for (unsigned i = threadIdx.x * N; i < span.count; i += THREADS * N) {
         const unsigned count = min(span.count - i, static_cast<unsigned>(N));
         const bool whole = count == N;
@@ -46,7 +46,7 @@ template <class G, class W> __device__ void adamw(const AdamW& a) {
             g[k] *= step.grad_factor;
             m[k] += (g[k] - m[k]) * (1.0f - a.betas[0]);
             v[k] = v[k] * a.betas[1] + g[k] * g[k] * (1.0f - a.betas[1]);
-            p[k] = p[k] * decay - step_size * m[k] / (sqrtf(v[k]) / root + a.eps);
+            p[k] = p[k] * decay - step_size * m[k] / (sqrtf(v[k]) * inverse_root + a.eps);
         }
         store_pack<float>(tensor.master, at, whole, count, p);
         store_pack<float>(tensor.exp_avg, at, whole, count, m);

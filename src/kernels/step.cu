@@ -37,7 +37,6 @@ struct StepClock {
 constexpr u64 BEGINNING = 4;
 constexpr unsigned THREADS = 256;
 constexpr unsigned WARPS = THREADS / WARP;
-constexpr double PI = 3.141592653589793;
 
 enum Change : unsigned { HELD, GREW, BACKED_OFF, AT_FLOOR };
 
@@ -86,7 +85,7 @@ __device__ inline double learning_rate(const Schedule& schedule, u64 updates) {
     const double ratio = static_cast<double>(updates - schedule.warmup_updates) / static_cast<double>(length);
     const double progress = ratio < 1.0 ? ratio : 1.0;
     if (schedule.kind == 0) return schedule.peak_lr;
-    const double height = schedule.kind == 1 ? 1.0 - progress : 0.5 * (1.0 + cos(PI * progress));
+    const double height = schedule.kind == 1 ? 1.0 - progress : 0.5 * (1.0 + cospi(progress));
     return schedule.peak_lr * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * height);
 }
 
@@ -138,16 +137,15 @@ __device__ void judge(const StepVerdict& a) {
 // One thread between two parts of a step.
 __device__ void read_clock(const StepClock& a) {
     if (threadIdx.x > 0) return;
-    StepTimes times = load(a.times, 0);
     const u64 now = nanoseconds();
     if (a.part == BEGINNING) {
-        times = {};
+        store(a.times, 0, StepTimes{});
         store(a.loss, 0, 0.0);
     } else {
-        times.parts[a.part] += now - times.last;
+        u64* const parts = a.times->parts;
+        store(parts, a.part, load(parts, a.part) + now - load(&a.times->last, 0));
     }
-    times.last = now;
-    store(a.times, 0, times);
+    store(&a.times->last, 0, now);
 }
 
 ENTRY(step_verdict, THREADS, StepVerdict, judge)

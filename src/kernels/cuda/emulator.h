@@ -99,6 +99,8 @@ inline float __uint_as_float(unsigned bits) {
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 using std::isfinite;
+// The cosine of half turns: unlike `cos`, it needs no memory for large angles.
+inline double cospi(double x) { return std::cos(3.141592653589793 * x); }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 

@@ -188,8 +188,15 @@ fn scalers_move_alike() {
                 (scale, change, !overflow),
                 "step {i}, {config:?}"
             );
-            state = record.after;
-            assert_eq!(state.scaler(), host.state(), "step {i}, {config:?}");
+            assert_eq!(record.after.scaler(), host.state(), "step {i}, {config:?}");
+            // What is launched before the host has seen the overflow changes nothing, whatever its own gradients are.
+            for behind in [1.0, f32::INFINITY] {
+                if overflow {
+                    let void = judged(&Testbed::new(0), rules, record.after, &[behind]);
+                    assert_eq!((void.applied(), void.after), (false, record.after));
+                }
+            }
+            state = record.after.going_on();
         }
     }
 }

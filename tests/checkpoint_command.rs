@@ -71,7 +71,7 @@ fn show_tells_what_a_checkpoint_holds() {
         "checkpoint   one/step-000004",
         "policy       p=f32,c=f16,g=f16,r=f32",
         "step         4, 3 of them applied",
-        "loss scale   65536, 1 clean steps",
+        "loss scale   2^16, 1 clean steps",
         "cursor       epoch 0, window 4",
         "validation   loss 2.5000",
         "file         optimizer.safetensors",

@@ -1,6 +1,7 @@
 //! `finetune checkpoint`: look at what runs have saved, check it, thin it out.
 
 use crate::checkpoint::{Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify};
+use crate::dashboard::format::scale;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
 use std::io::Write;
@@ -146,7 +147,7 @@ fn description(path: &Path) -> Result<Vec<String>> {
         say("data", state.identity.data.clone());
         say("step", format!("{}, {} of them applied", state.step, state.updates));
         say("tokens", state.tokens.to_string());
-        say("loss scale", format!("{}, {} clean steps", state.scaler.scale, state.scaler.growth_tracker));
+        say("loss scale", format!("{}, {} clean steps", scale(state.scaler.scale), state.scaler.growth_tracker));
         let fallen =
             state.fallback.iter().filter_map(|(unit, record)| Some(format!("{unit} since step {}", record.since?)));
         let fallen: Vec<_> = fallen.collect();

@@ -1,7 +1,7 @@
 //! Numbers as people read them, in few columns.
 
 /// A loss scale or factor: `2^15` if it is a power of two, else in short.
-pub(super) fn scale(value: f32) -> String {
+pub(crate) fn scale(value: f32) -> String {
     let exponent = value.log2();
     if value > 0.0 && value.is_finite() && exponent.fract() == 0.0 {
         format!("2^{exponent}")

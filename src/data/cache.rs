@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::io::{BufWriter, Seek, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use memmap2::Mmap;
 use sha2::{Digest, Sha256};
@@ -29,6 +30,25 @@ pub(super) enum Width {
     Two = 2,
     /// 32 bits, of which the highest is [`CONTEXT_ONLY`].
     Four = 4,
+}
+
+/// How a file is called until it is complete. Its writer has it locked.
+const UNFINISHED: &str = ".tokens-";
+/// A writer locks its file as soon as it is there, which is sooner than this.
+const YOUNG: Duration = Duration::from_mins(1);
+
+/// Removes what killed writers have left in `folder`.
+fn sweep(folder: &Path, young: Duration) {
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    for entry in entries.filter_map(std::result::Result::ok) {
+        let unfinished = entry.file_name().to_str().is_some_and(|name| name.starts_with(UNFINISHED));
+        let Ok(modified) = entry.metadata().and_then(|metadata| metadata.modified()) else { continue };
+        let old = modified.elapsed().is_ok_and(|age| age >= young);
+        if unfinished && old && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()) {
+            // Another process may have been faster.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// A token file, verified and mapped.
@@ -108,7 +128,10 @@ impl TokenWriter {
     /// A new file in `folder`, which is created if need be.
     pub(super) fn create(folder: &Path, width: Width) -> Result<Self> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
-        let file = NamedTempFile::with_prefix_in(".tokens-", folder).map_err(Error::io("create a file in", folder))?;
+        sweep(folder, YOUNG);
+        let file = NamedTempFile::with_prefix_in(UNFINISHED, folder).map_err(Error::io("create a file in", folder))?;
+        // Where a file system has no locks, a file that is written to is not old.
+        let _ = file.as_file().try_lock();
         let mut out = BufWriter::with_capacity(1 << 20, file);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
         Ok(Self { out, hash: Sha256::new(), width, tokens: 0, bytes: Vec::new() })
@@ -188,6 +211,21 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         TokenWriter::create(folder.path(), Width::Two).unwrap().push(&[1, 2], true).unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn what_a_killed_writer_has_left_is_removed_and_a_living_ones_file_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let writer = TokenWriter::create(folder.path(), Width::Two).unwrap();
+        let left = folder.path().join(".tokens-left");
+        std::fs::write(&left, "half").unwrap();
+        let files = || std::fs::read_dir(folder.path()).unwrap().count();
+        sweep(folder.path(), YOUNG);
+        assert_eq!(files(), 2, "the file is too young to be called left");
+        sweep(folder.path(), Duration::ZERO);
+        assert!(!left.exists());
+        writer.finish(0, Some(&folder.path().join("a.tokens"))).unwrap();
+        assert_eq!(files(), 1);
     }
 
     proptest! {

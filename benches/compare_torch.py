@@ -83,13 +83,12 @@ def compare(a, shape, dtype):
                 log.writelines(json.dumps(report) + "\n" for report in pair)
     ratios = [own["tokens_per_s"] / peer["tokens_per_s"] for own, peer in pairs]
     median = lambda side, key: statistics.median(pair[side][key] for pair in pairs)
-    # `bench` knows a processor's peak and no GPU's.
-    share = f"{100 * median(0, 'share_of_peak'):5.1f} %" if a.device == "cpu" else "      –"
+    memory = "peak_rss_mib" if a.device == "cpu" else "peak_device_mib"
     print(
         f"{shape:>7}  {dtype:5} {median(0, 'tokens_per_s'):8.0f}  {peer_dtype:9} {median(1, 'tokens_per_s'):8.0f}  "
         f"{statistics.median(ratios):5.2f}  ({min(ratios):.2f}–{max(ratios):.2f})  "
-        f"{share}  "
-        f"{median(0, 'peak_rss_mib'):6.0f}  {median(1, 'peak_rss_mib'):6.0f}",
+        f"{100 * median(0, 'share_of_peak'):5.1f} %  "
+        f"{median(0, memory):6.0f}  {median(1, memory):6.0f}",
         flush=True,
     )
 

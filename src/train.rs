@@ -19,7 +19,7 @@ mod step;
 mod trainer;
 mod verify;
 
-pub(crate) use accelerator::{Accelerator, accelerator};
+pub(crate) use accelerator::{Accelerator, STEPS_ON_THEIR_WAY, accelerator};
 pub use config::{Config, Init, Layers, Place, known_keys};
 pub use fp8::Fp8Layer;
 pub use memory::{EngineBytes, largest_batch};

@@ -13,6 +13,8 @@ pub(crate) mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod launch;
 pub(crate) mod layer_norm;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) mod peak;
 pub(crate) mod product;
 pub(crate) mod step;
 pub(crate) mod sums;

@@ -31,12 +31,13 @@ struct PositionGradient {
 
 constexpr unsigned THREADS = 256;
 constexpr unsigned WARPS = THREADS / WARP;
-constexpr int N = 4;
 // In the gradients, a block takes 256 columns: LANES of its threads share four of them and take turns at the rows.
+constexpr int N = 4;
 constexpr unsigned PACKS = 64;
 constexpr unsigned LANES = THREADS / PACKS;
 
 template <class S, class W> __device__ void embedding_forward(const EmbeddingForward& a) {
+    constexpr int N = NEIGHBOURS<S, W>;
     const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
     if (row >= a.rows) return;
     const bool whole = a.width % N == 0;

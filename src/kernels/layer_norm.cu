@@ -32,8 +32,6 @@ constexpr unsigned WARPS = THREADS / WARP;
 constexpr unsigned BACKWARD_KEPT_THREADS = 384;
 constexpr unsigned BACKWARD_WIDE_THREADS = 128;
 
-// Elements that make an access of 16 bytes in the narrower type.
-template <class X, class Y> constexpr int NEIGHBOURS = 16 / (sizeof(X) < sizeof(Y) ? sizeof(X) : sizeof(Y));
 // Packs of a row that a lane keeps in registers, so that the row is read once. With none it is read anew in each pass.
 template <class X, class Y, int ELEMENTS> constexpr int KEPT_PACKS = ELEMENTS / NEIGHBOURS<X, Y>;
 

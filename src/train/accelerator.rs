@@ -34,6 +34,7 @@ pub(crate) trait Accelerator: Send {
     fn finish(&mut self, engine: &mut Engine) -> Result<StepReport>;
 
     /// [`Engine::step`], where no other is on its way.
+    #[cfg(test)]
     fn step(&mut self, engine: &mut Engine, micro_batches: &[Batch]) -> Result<StepReport> {
         self.launch(engine, micro_batches)?;
         self.finish(engine)

@@ -69,6 +69,9 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
     T lanes[N];
 };
 
+// Neighbours that make an access of 16 bytes in the narrower of two types.
+template <class A, class B> constexpr int NEIGHBOURS = 16 / (sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
+
 // The element at `index` of an array of plain numbers.
 template <class T> __device__ inline T load(const T* base, size_t index) {
     CHECK_READ(base + index, sizeof(T));

@@ -1,9 +1,11 @@
 //! The linear layer and the head, with the emulator's plain product in the place of the GPU's library.
 
 use super::super::cross_entropy::Seed;
+use super::super::peak::{dense_rate, product_size};
 use super::super::product::{self, HeadGradient, HeadShape};
 use super::*;
 use crate::kernels::cross_entropy::{self, HeadWorkspace, IGNORE};
+use crate::kernels::peak::Peak;
 use crate::kernels::{gelu, linear, view};
 
 /// The testbed, and where it is the emulator also one whose products have no epilogues but biases.
@@ -148,5 +150,15 @@ fn heads_on_a_padded_vocabulary() {
         assert_close("the head's dx", &found[1], &numbers(&dx), dtype);
         assert_close("the head's dweight", &found[2][..vocab * width], &numbers(&dweight), dtype);
         assert!(found[2][vocab * width..].iter().all(|&x| x == 0.0), "the padding has a gradient");
+    }
+}
+
+#[test]
+fn the_rate_of_products_is_that_of_what_was_multiplied() {
+    assert_eq!([1e15, 1.2e12, 1e12, 0.0].map(product_size), [8192, 8192, 4096, 64]);
+    for dtype in TYPES {
+        let Peak { held, best } = dense_rate(&Testbed::new(0), dtype, 64).unwrap();
+        // In GFLOP/s: between a slow interpreter and any machine there is.
+        assert!(1e-6 < held && held <= best && best < 1e8, "{held} {best}");
     }
 }

@@ -13,7 +13,7 @@ mod common {
 use candle_core::{DType, Device, Result, Tensor, Var};
 use common::compare::{relative, values};
 use common::oracle;
-use finetune::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE, head};
+use finetune::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE, TileLimit, head};
 use finetune::kernels::view::zeros;
 use finetune::kernels::{attention, embedding, gelu, layer_norm, linear, residual};
 
@@ -271,10 +271,15 @@ fn heads_with_cross_entropy() {
             engine: &|inputs, seed| {
                 let (x, weight) = (&inputs[0], &inputs[1]);
                 let seed = values(seed)[0] as f32;
-                let workspace =
-                    HeadWorkspace::lay_out(rows, vocab, width, x.dtype(), Some(x.dtype()), &|shape, dtype| {
-                        Tensor::zeros(shape, dtype, &Device::Cpu)
-                    })?;
+                let workspace = HeadWorkspace::lay_out(
+                    rows,
+                    vocab,
+                    width,
+                    x.dtype(),
+                    Some(x.dtype()),
+                    TileLimit::Cpu,
+                    &|shape, dtype| Tensor::zeros(shape, dtype, &Device::Cpu),
+                )?;
                 let (dx, dweight) = (like(x)?, like(weight)?);
                 let gradient = HeadGradient { seed, dx: &dx, dweight: &dweight };
                 let loss = head(x, weight, &targets, &workspace, Some(gradient), |_, _, _| Ok(()))?;

@@ -25,11 +25,28 @@ pub struct HeadWorkspace<T = Tensor> {
     pub(crate) losses: T,
 }
 
-/// Bytes of logits in a tile, at most, which bounds the head's memory whatever the batch.
-const TILE_BYTES: usize = 1 << 27;
-/// The same where tiles are summed in the weight's gradient itself, so that more of them take no more memory. Each costs
-/// about 2 % of a step's time: the weight is read, and its gradient added to, once more.
-const DIRECT_TILE_BYTES: usize = 1 << 26;
+/// How large a tile is, at most, which bounds the head's memory whatever the batch.
+#[derive(Clone, Copy, Debug)]
+pub enum TileLimit {
+    /// For caches and memory of a CPU.
+    Cpu,
+    /// For a GPU, on which each tile costs more of a step's time: reading the weight, and adding to its gradient once more,
+    /// are slower beside the products.
+    Gpu,
+}
+
+impl TileLimit {
+    /// Bytes of logits.
+    fn bytes(self, grads: Option<DType>) -> usize {
+        match self {
+            Self::Gpu => 1 << 30,
+            // Tiles are summed in the weight's gradient itself, so that more of them take no more memory. Each costs
+            // about 2 % of a step's time.
+            Self::Cpu if grads == Some(DType::F32) => 1 << 26,
+            Self::Cpu => 1 << 27,
+        }
+    }
+}
 
 impl<T> HeadWorkspace<T> {
     /// For `tokens` rows, `vocab` columns and inputs of `width`; `grads` is the weight gradient's type, `None` for a
@@ -40,10 +57,10 @@ impl<T> HeadWorkspace<T> {
         width: usize,
         compute: DType,
         grads: Option<DType>,
+        limit: TileLimit,
         allocate: Allocate<'_, T>,
     ) -> Result<Self> {
-        let tile_bytes = if grads == Some(DType::F32) { DIRECT_TILE_BYTES } else { TILE_BYTES };
-        let tile = (tile_bytes / compute.size_in_bytes() / vocab).clamp(1, tokens);
+        let tile = (limit.bytes(grads) / compute.size_in_bytes() / vocab).clamp(1, tokens);
         let tiles = tokens.div_ceil(tile);
         let tile = tokens.div_ceil(tiles);
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::page::{Line, Page, Role};
+use crate::kernels::cross_entropy::TileLimit;
 use crate::model::Gpt2Config;
 use crate::precision::PrecisionPolicy;
 use crate::train::{EngineBytes, largest_batch};
@@ -175,7 +176,7 @@ impl Memory {
         seq_len: usize,
         grad_accum: usize,
     ) -> Result<Vec<Item>> {
-        let bytes = EngineBytes::new(config, policy, [batch, seq_len, grad_accum])?;
+        let bytes = EngineBytes::new(config, policy, [batch, seq_len, grad_accum], TileLimit::Cpu)?;
         let item = |group, bytes| Item { group, bytes };
         Ok(vec![
             item(Group::Weights, bytes.weights),

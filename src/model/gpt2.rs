@@ -10,7 +10,7 @@ pub(super) mod device;
 pub use decode::KvCache;
 
 use crate::kernels::attention::{self, Shape};
-use crate::kernels::cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace, head};
+use crate::kernels::cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace, TileLimit, head};
 use crate::kernels::dropout::Dropout;
 use crate::kernels::view::Allocate;
 use crate::kernels::{embedding, gelu, residual, view};
@@ -232,6 +232,7 @@ impl<T> Workspace<T> {
         policy: PrecisionPolicy,
         (batch, seq_len): (usize, usize),
         train: bool,
+        limit: TileLimit,
         kept: Allocate<'_, T>,
         passing: Allocate<'_, T>,
     ) -> Result<Self> {
@@ -249,7 +250,7 @@ impl<T> Workspace<T> {
             blocks: (0..config.n_layer).map(block).collect::<Result<_>>()?,
             output: kept(&[tokens, width], stream)?,
             ln_f: Normed::lay_out(tokens, width, compute, kept)?,
-            head: HeadWorkspace::lay_out(tokens, config.vocab_size, width, compute, grads, passing)?,
+            head: HeadWorkspace::lay_out(tokens, config.vocab_size, width, compute, grads, limit, passing)?,
             backward: train.then(backward).transpose()?,
             passing: Passing::lay_out(config, tokens, compute, train, passing)?,
             others: Vec::new(),
@@ -259,7 +260,12 @@ impl<T> Workspace<T> {
 
 impl Workspace<()> {
     /// What a workspace for training would take, without making one.
-    pub fn bytes(config: &Gpt2Config, policy: PrecisionPolicy, batch: usize, seq_len: usize) -> Result<WorkspaceBytes> {
+    pub fn bytes(
+        config: &Gpt2Config,
+        policy: PrecisionPolicy,
+        [batch, seq_len]: [usize; 2],
+        limit: TileLimit,
+    ) -> Result<WorkspaceBytes> {
         let (activations, passing) = (Cell::new(0), Cell::new(0));
         let count = |sum: &Cell<u64>, shape: &[usize], dtype| {
             sum.set(sum.get() + view::bytes(shape, dtype));
@@ -267,7 +273,7 @@ impl Workspace<()> {
         };
         let kept = |shape: &[usize], dtype| count(&activations, shape, dtype);
         let passing_by = |shape: &[usize], dtype| count(&passing, shape, dtype);
-        Self::lay_out(config, policy, (batch, seq_len), true, &kept, &passing_by)?;
+        Self::lay_out(config, policy, (batch, seq_len), true, limit, &kept, &passing_by)?;
         Ok(WorkspaceBytes { activations: activations.get(), passing: passing.get() })
     }
 }
@@ -283,7 +289,7 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        Self::lay_out(config, policy, (batch, seq_len), train, &zeros, &zeros)
+        Self::lay_out(config, policy, (batch, seq_len), train, TileLimit::Cpu, &zeros, &zeros)
     }
 
     /// Gives `unit` buffers of another compute type; those of others stay as they are.
@@ -301,7 +307,7 @@ impl Workspace {
                 let grads = train.then(|| candle_dtype(policy.with_compute(compute).grads));
                 let (vocab, width) = (config.vocab_size, config.n_embd);
                 self.ln_f = Normed::lay_out(tokens, width, dtype, &zeros)?;
-                self.head = HeadWorkspace::lay_out(tokens, vocab, width, dtype, grads, &zeros)?;
+                self.head = HeadWorkspace::lay_out(tokens, vocab, width, dtype, grads, TileLimit::Cpu, &zeros)?;
             }
         }
         let used: Vec<DType> = self.blocks.iter().map(Activations::compute).chain([self.ln_f.out.dtype()]).collect();

@@ -5,6 +5,8 @@ use crate::Error;
 use crate::Result;
 use crate::data::Batch;
 #[cfg(any(test, feature = "cuda"))]
+use crate::kernels::cross_entropy::TileLimit;
+#[cfg(any(test, feature = "cuda"))]
 use crate::model::Gpt2Config;
 use crate::train::config::{Config, Place};
 #[cfg(any(test, feature = "cuda"))]
@@ -119,7 +121,7 @@ fn check_memory(config: &Config, shape: &Gpt2Config, name: &str, free: u64) -> R
     let padded = Gpt2Config { vocab_size: shape.padded_vocab(), ..shape.clone() };
     let train = &config.train;
     let bytes = |batch| {
-        let bytes = EngineBytes::new(&padded, config.dtype, [batch, train.seq_len, train.grad_accum]);
+        let bytes = EngineBytes::new(&padded, config.dtype, [batch, train.seq_len, train.grad_accum], TileLimit::Gpu);
         bytes.map_or(u64::MAX, |bytes| bytes.total())
     };
     let asked = bytes(train.batch_size);

@@ -1,6 +1,7 @@
 //! What training's buffers take, as the types that allocate them tell.
 
 use crate::Result;
+use crate::kernels::cross_entropy::TileLimit;
 use crate::model::{Gpt2Config, Workspace, WorkspaceBytes};
 use crate::optim::{AdamW, Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
@@ -24,9 +25,14 @@ pub struct EngineBytes {
 
 impl EngineBytes {
     /// For batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
-    pub fn new(config: &Gpt2Config, policy: PrecisionPolicy, [batch, seq_len, grad_accum]: [usize; 3]) -> Result<Self> {
+    pub fn new(
+        config: &Gpt2Config,
+        policy: PrecisionPolicy,
+        [batch, seq_len, grad_accum]: [usize; 3],
+        limit: TileLimit,
+    ) -> Result<Self> {
         let parameters = config.parameter_count();
-        let WorkspaceBytes { activations, passing } = Workspace::bytes(config, policy, batch, seq_len)?;
+        let WorkspaceBytes { activations, passing } = Workspace::bytes(config, policy, [batch, seq_len], limit)?;
         let (masters, weights) = MasterWeights::bytes(parameters, policy.compute);
         let gradients = Gradients::bytes(parameters, policy, grad_accum);
         Ok(Self { weights, masters, gradients, adam: AdamW::bytes(parameters), activations, passing })

@@ -3,7 +3,7 @@
 
 use super::{Activations, BranchGradients, EMBEDDING_SITE, Gpt2, Mode, Sites, StreamGradient, Workspace};
 use crate::kernels::attention::Shape;
-use crate::kernels::cross_entropy::HeadWorkspace;
+use crate::kernels::cross_entropy::{HeadWorkspace, TileLimit};
 use crate::kernels::cuda::cross_entropy::{Seed, sum_losses};
 use crate::kernels::cuda::launch::{Buffer, Memory};
 use crate::kernels::cuda::layer_norm::{Addition, Onward, Statistics};
@@ -44,7 +44,7 @@ impl Workspace<Buffer> {
     ) -> Result<Self> {
         let padded = Gpt2Config { vocab_size: config.padded_vocab(), ..config.clone() };
         let allocate = |shape: &[usize], dtype| device.allocate(dtype, shape.iter().product());
-        Self::lay_out(&padded, policy, (batch, seq_len), true, &allocate, &allocate)
+        Self::lay_out(&padded, policy, (batch, seq_len), true, TileLimit::Gpu, &allocate, &allocate)
     }
 
     /// Cuts the head's logits to tiles of `rows`, as they are where a batch is large.

@@ -4,7 +4,7 @@ use super::super::cross_entropy::Seed;
 use super::super::peak::{dense_rate, product_size};
 use super::super::product::{self, HeadGradient, HeadShape};
 use super::*;
-use crate::kernels::cross_entropy::{self, HeadWorkspace, IGNORE};
+use crate::kernels::cross_entropy::{self, HeadWorkspace, IGNORE, TileLimit};
 use crate::kernels::peak::Peak;
 use crate::kernels::{gelu, linear, view};
 
@@ -127,7 +127,8 @@ fn heads_on_a_padded_vocabulary() {
         let (cpu_x, cpu_weight) = (tensor(&x, &[rows, width], dtype), tensor(&weight, &[vocab, width], dtype));
         let (dx, dweight) = (poisoned(&[rows, width], dtype), poisoned(&[vocab, width], dtype));
         let allocate = |shape: &[usize], dtype| view::zeros(shape, dtype, &Device::Cpu);
-        let workspace = HeadWorkspace::lay_out(rows, vocab, width, dtype, Some(dtype), &allocate).unwrap();
+        let workspace =
+            HeadWorkspace::lay_out(rows, vocab, width, dtype, Some(dtype), TileLimit::Cpu, &allocate).unwrap();
         let gradient = cross_entropy::HeadGradient { seed: 2.0, dx: &dx, dweight: &dweight };
         let loss =
             cross_entropy::head(&cpu_x, &cpu_weight, &targets, &workspace, Some(gradient), |_, _, _| Ok(())).unwrap();

@@ -1,37 +1,10 @@
-// Causal self-attention on packed queries, keys and values: the twin of attention.rs, for any type T, in FP32 arithmetic.
+// Causal self-attention on packed queries, keys and values, in FP32: the twin of attention.rs. attention_mma.cu is for the
+// narrow types; the rows' products with their gradients are here for all.
 //
 // Scores exist for one tile of queries and one of keys at a time, in shared memory (Dao, "FlashAttention-2", 2023). The
 // backward pass is two kernels, one with the keys and one with the queries at rest: each result has one writer, and the
 // sums have one order, at the price of computing the scores twice.
-#include "cuda/random.cuh"
-
-struct AttentionShape {
-    unsigned batch, seq_len, heads, head_size;
-    float softmax_scale;
-    unsigned unused;
-};
-
-struct AttentionForward {
-    const void* qkv;  // [B·T, 3·D]
-    void* out;        // [B·T, D]
-    float* lse;       // [B·H·T]
-    AttentionShape shape;
-    Dropout dropout;
-};
-
-struct AttentionDelta {
-    const void *dout, *out;  // [B·T, D]
-    float* delta;            // [B·H·T]: each row's product of the two
-    AttentionShape shape;
-};
-
-struct AttentionBackward {
-    const void *qkv, *dout;
-    const float *lse, *delta;
-    void* dqkv;
-    AttentionShape shape;
-    Dropout dropout;
-};
+#include "cuda/attention.cuh"
 
 constexpr unsigned THREADS = 256;
 // Threads form a square of this side; one computes a square of a tile of scores.
@@ -39,7 +12,7 @@ constexpr int SIDE = 16;
 constexpr int N = 4;
 
 // What a block works on: a tile of queries or keys of one head of one sequence, for heads of up to SIZE elements.
-template <class T, int SIZE> struct Head {
+template <int SIZE> struct Head {
     static constexpr int ROWS = SIZE <= 64 ? 64 : 32;  // of a tile
     static constexpr int LD = SIZE + 1;                // of a tile in shared memory: odd, so that its columns have own banks
     static constexpr int LP = ROWS + 1;                // of a tile of scores
@@ -67,7 +40,7 @@ template <class T, int SIZE> struct Head {
             const unsigned r = i / (SIZE / N), d = i % (SIZE / N) * N;
             float values[N] = {};
             if (first + r < shape.seq_len && d < shape.head_size) {
-                load_pack<T>(rows, at(first + r, stride) + part * width() + d, whole, shape.head_size - d, values);
+                load_pack<float>(rows, at(first + r, stride) + part * width() + d, whole, shape.head_size - d, values);
             }
 #pragma unroll
             for (int k = 0; k < N; ++k) tile[r * LD + d + k] = values[k] * factor;
@@ -127,7 +100,7 @@ template <class T, int SIZE> struct Head {
 #pragma unroll
             for (int k = 0; k < C; ++k) {
                 const unsigned d = x + SIDE * k;
-                if (d < shape.head_size) store_rounded<T>(rows, at(t, stride) + part * width() + d, values[i][k] * factors[i]);
+                if (d < shape.head_size) store_rounded<float>(rows, at(t, stride) + part * width() + d, values[i][k] * factors[i]);
             }
         }
     }
@@ -145,8 +118,8 @@ __device__ inline float side_sum(float value) {
     return value;
 }
 
-template <class T, int SIZE> __device__ void attention_forward(const AttentionForward& a) {
-    using H = Head<T, SIZE>;
+template <int SIZE> __device__ void attention_forward(const AttentionForward& a) {
+    using H = Head<SIZE>;
     constexpr int ROWS = H::ROWS, R = H::R, C = H::C;
     const H head(a.shape);
     SHARED(float, memory);
@@ -246,8 +219,8 @@ __device__ inline void differentiate(const H& head, const AttentionBackward& a, 
 }
 
 // The gradients of a tile of keys and values, from all queries that see them.
-template <class T, int SIZE> __device__ void attention_backward_kv(const AttentionBackward& a) {
-    using H = Head<T, SIZE>;
+template <int SIZE> __device__ void attention_backward_kv(const AttentionBackward& a) {
+    using H = Head<SIZE>;
     constexpr int ROWS = H::ROWS, R = H::R, C = H::C, TILE = ROWS * H::LD;
     const H head(a.shape);
     SHARED(float, memory);
@@ -278,8 +251,8 @@ template <class T, int SIZE> __device__ void attention_backward_kv(const Attenti
 }
 
 // The gradient of a tile of queries, from all keys that they see.
-template <class T, int SIZE> __device__ void attention_backward_q(const AttentionBackward& a) {
-    using H = Head<T, SIZE>;
+template <int SIZE> __device__ void attention_backward_q(const AttentionBackward& a) {
+    using H = Head<SIZE>;
     constexpr int ROWS = H::ROWS, R = H::R, C = H::C, TILE = ROWS * H::LD;
     const H head(a.shape);
     SHARED(float, memory);
@@ -306,18 +279,14 @@ template <class T, int SIZE> __device__ void attention_backward_q(const Attentio
     head.store_rows(a.dqkv, 3 * width, 0, first, dq, scales);
 }
 
-// One entry for each type and each of a few head sizes; others run in the next larger one.
-#define ENTRIES_SIZE(name, Args, size)                            \
-    ENTRY(name##_f32_##size, THREADS, Args, name<float, size>)    \
-    ENTRY(name##_f16_##size, THREADS, Args, name<f16, size>)      \
-    ENTRY(name##_bf16_##size, THREADS, Args, name<bf16, size>)
-#define ENTRIES_SIZES(name, Args)   \
-    ENTRIES_SIZE(name, Args, 32)    \
-    ENTRIES_SIZE(name, Args, 64)    \
-    ENTRIES_SIZE(name, Args, 96)    \
-    ENTRIES_SIZE(name, Args, 128)
+// One entry for each of a few head sizes; others run in the next larger one.
+#define ENTRIES_SIZE(size)                                                                        \
+    ENTRY(attention_forward_f32_##size, THREADS, AttentionForward, attention_forward<size>)       \
+    ENTRY(attention_backward_kv_f32_##size, THREADS, AttentionBackward, attention_backward_kv<size>) \
+    ENTRY(attention_backward_q_f32_##size, THREADS, AttentionBackward, attention_backward_q<size>)
 
 ENTRIES(attention_delta, THREADS, AttentionDelta)
-ENTRIES_SIZES(attention_forward, AttentionForward)
-ENTRIES_SIZES(attention_backward_kv, AttentionBackward)
-ENTRIES_SIZES(attention_backward_q, AttentionBackward)
+ENTRIES_SIZE(32)
+ENTRIES_SIZE(64)
+ENTRIES_SIZE(96)
+ENTRIES_SIZE(128)

@@ -1,4 +1,4 @@
-//! Launches of `attention.cu`.
+//! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for what tensor cores multiply.
 
 use super::elementwise::Mask;
 use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
@@ -6,7 +6,6 @@ use crate::kernels::attention::Shape;
 use crate::kernels::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
-const THREADS: u32 = 256;
 /// The head sizes there are kernels for; others run in the next larger one.
 const SIZES: [usize; 4] = [32, 64, 96, 128];
 
@@ -58,22 +57,29 @@ struct Backward {
 // SAFETY: mirrors `AttentionBackward`.
 unsafe impl Arguments for Backward {}
 
-/// One call's sizes, and the kernel that serves them.
+/// Kernels that a call consists of.
+#[derive(Clone, Copy)]
+enum Pass {
+    Forward,
+    BackwardKeysAndValues,
+    BackwardQueries,
+}
+
+/// One call's sizes, and the kernels that serve them.
 #[derive(Clone, Copy)]
 struct Plan {
     shape: Shape,
-    /// The kernel's head size.
+    dtype: DType,
+    /// The kernels' head size.
     size: usize,
-    /// Rows of a tile.
-    rows: usize,
 }
 
 impl Plan {
-    fn new(shape: Shape) -> Result<Self> {
+    fn new(shape: Shape, dtype: DType) -> Result<Self> {
         let Some(&size) = SIZES.iter().find(|&&size| size >= shape.head_size) else {
             bail!("the GPU's attention has heads of at most {} elements, not {}", SIZES[3], shape.head_size);
         };
-        Ok(Self { shape, size, rows: if size <= 64 { 64 } else { 32 } })
+        Ok(Self { shape, dtype, size })
     }
 
     fn elements(self) -> usize {
@@ -96,16 +102,47 @@ impl Plan {
         })
     }
 
-    /// A launch over tiles of `tiles` operands and `squares` tiles of scores in shared memory.
-    fn launch(self, kernel: &str, dtype: DType, tiles: usize, squares: usize) -> Result<Launch> {
-        let floats = tiles * self.rows * (self.size + 1) + squares * self.rows * (self.rows + 1);
+    fn launch(self, pass: Pass) -> Result<Launch> {
+        let kernel = match pass {
+            Pass::Forward => "attention_forward",
+            Pass::BackwardKeysAndValues => "attention_backward_kv",
+            Pass::BackwardQueries => "attention_backward_q",
+        };
+        let (module, rows, threads, shared_bytes) = match self.dtype {
+            DType::F32 => self.in_fp32(pass),
+            _ => self.on_tensor_cores(pass),
+        };
         Ok(Launch {
-            module: "attention",
-            kernel: format!("{}_{}", entry(kernel, &[dtype])?, self.size),
-            grid: [word(self.shape.seq_len.div_ceil(self.rows))?, word(self.shape.batch * self.shape.heads)?, 1],
-            threads: THREADS,
-            shared_bytes: word(floats * size_of::<f32>())?,
+            module,
+            kernel: format!("{}_{}", entry(kernel, &[self.dtype])?, self.size),
+            grid: [word(self.shape.seq_len.div_ceil(rows))?, word(self.shape.batch * self.shape.heads)?, 1],
+            threads,
+            shared_bytes: word(shared_bytes)?,
         })
+    }
+
+    /// Module, a block's rows, its threads and its shared memory: tiles of operands and of scores.
+    fn in_fp32(self, pass: Pass) -> (&'static str, usize, u32, usize) {
+        let rows = if self.size <= 64 { 64 } else { 32 };
+        let (tiles, squares) = match pass {
+            Pass::Forward => (2, 1),
+            Pass::BackwardKeysAndValues => (4, 2),
+            Pass::BackwardQueries => (4, 1),
+        };
+        let floats = tiles * rows * (self.size + 1) + squares * rows * (rows + 1);
+        ("attention", rows, 256, floats * size_of::<f32>())
+    }
+
+    /// The same: rows of two stages of two tiles, and of two tiles at rest where these stay; and the statistics of two stages.
+    fn on_tensor_cores(self, pass: Pass) -> (&'static str, usize, u32, usize) {
+        const ROWS: usize = 64;
+        let (tile, at_rest) = match pass {
+            Pass::BackwardKeysAndValues | Pass::BackwardQueries if self.size > 64 => (32, 2 * ROWS),
+            _ => (ROWS, 0),
+        };
+        let stats = if matches!(pass, Pass::BackwardKeysAndValues) { 2 * 2 * tile } else { 0 };
+        let halves = (4 * tile + at_rest) * (self.size + 8);
+        ("attention_mma", ROWS, 128, 2 * halves + stats * size_of::<f32>())
     }
 }
 
@@ -119,7 +156,7 @@ pub(crate) fn forward(
     out: Buffer,
     lse: Buffer,
 ) -> Result<()> {
-    let plan = Plan::new(shape)?;
+    let plan = Plan::new(shape, qkv.dtype)?;
     let arguments = Forward {
         qkv: qkv.of("qkv", 3 * plan.elements())?,
         out: out.expect("out", qkv.dtype, plan.elements())?,
@@ -128,7 +165,7 @@ pub(crate) fn forward(
         dropout: Mask::new(dropout, draw)?,
     };
     // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&plan.launch("attention_forward", qkv.dtype, 2, 1)?, &arguments) }
+    unsafe { queue.launch(&plan.launch(Pass::Forward)?, &arguments) }
 }
 
 /// See [`attention::backward`](crate::kernels::attention::backward).
@@ -140,7 +177,7 @@ pub(crate) fn backward(
     draw: Buffer,
     dqkv: Buffer,
 ) -> Result<()> {
-    let plan = Plan::new(shape)?;
+    let plan = Plan::new(shape, qkv.dtype)?;
     let delta = queue.scratch(plan.stat_len())?;
     let products = RowProducts {
         dout: dout.expect("dout", qkv.dtype, plan.elements())?,
@@ -161,7 +198,7 @@ pub(crate) fn backward(
     // SAFETY: every buffer was found large enough.
     unsafe {
         queue.launch(&by_rows, &products)?;
-        queue.launch(&plan.launch("attention_backward_kv", qkv.dtype, 4, 2)?, &arguments)?;
-        queue.launch(&plan.launch("attention_backward_q", qkv.dtype, 4, 1)?, &arguments)
+        queue.launch(&plan.launch(Pass::BackwardKeysAndValues)?, &arguments)?;
+        queue.launch(&plan.launch(Pass::BackwardQueries)?, &arguments)
     }
 }

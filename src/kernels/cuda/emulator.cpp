@@ -8,9 +8,11 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 emulator::Index threadIdx, blockIdx, blockDim, gridDim;
@@ -27,6 +29,14 @@ constexpr size_t GUARD_BYTES = 4096;
 
 enum class State { Ready, AtBarrier, InExchange, Done };
 
+// A copy that has begun. Nobody may rely on when it is done before it was waited for, so it is done then.
+struct Copy {
+    unsigned char* target;
+    const void* source;
+    size_t bytes;
+    bool inside;
+};
+
 struct Fiber {
     ucontext_t context;
     jmp_buf resume;
@@ -36,6 +46,8 @@ struct Fiber {
     Exchange kind = Exchange::Sync;
     unsigned argument = 0;
     uint64_t value = 0;
+    std::vector<Copy> begun;
+    std::deque<std::vector<Copy>> groups;
 };
 
 struct Range {
@@ -70,12 +82,76 @@ void fail(const char* format, ...) {
     if (failure.empty()) failure = text;
 }
 
+// The same for a fiber's own doing: it ends here.
+template <class... Arguments> void stop(const char* format, Arguments... arguments) {
+    fail(format, arguments...);
+    current->state = State::Done;
+    leave();
+}
+
 // A fiber's whole life: one kernel after the other.
 void live() {
     for (;;) {
         kernel->function(kernel_arguments);
+        if (!current->begun.empty() || !current->groups.empty()) {
+            fail("%s: thread %u ends with copies that it did not wait for", kernel->name, threadIdx.x);
+        }
         current->state = State::Done;
         leave();
+    }
+}
+
+// Refuses what is not in the block's shared memory, or not where an access of `bytes` may begin.
+void check_shared(const void* pointer, size_t bytes, int line) {
+    const auto address = reinterpret_cast<uintptr_t>(pointer), first = reinterpret_cast<uintptr_t>(shared_memory.data());
+    if (address % bytes != 0) stop("%s: line %d: an address of shared memory is not aligned to %zu bytes", kernel->name, line, bytes);
+    if (address < first || address + bytes > first + shared_bytes) {
+        stop("%s: line %d: thread %u is outside the block's %zu bytes of shared memory", kernel->name, line, threadIdx.x, shared_bytes);
+    }
+}
+
+// The four matrices of 8 × 8 that a warp loads. PTX ISA, "ldmatrix", for .m8n8.x4.b16: lanes 8m to 8m + 7 give the rows of
+// matrix m. Of each matrix a lane gets two neighbours of row lane / 4, from column 2 · (lane mod 4) on, or of its transpose's.
+void serve_matrices(unsigned first, bool transposed) {
+    const MatrixRow* rows[WARP];
+    for (unsigned lane = 0; lane < WARP; ++lane) rows[lane] = reinterpret_cast<const MatrixRow*>(fibers[first + lane]->value);
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        for (unsigned matrix = 0; matrix < 4; ++matrix) {
+            const auto element = [&](unsigned row, unsigned column) -> unsigned {
+                return transposed ? rows[8 * matrix + column]->row[row] : rows[8 * matrix + row]->row[column];
+            };
+            const unsigned row = lane / 4, column = lane % 4 * 2;
+            rows[lane]->fragments[matrix] = element(row, column) | element(row, column + 1) << 16;
+        }
+    }
+}
+
+// C += A · B for a warp's A [16, 16], B [16, 8] and C [16, 8]. PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point
+// type": which row and column the elements a0 to a7, b0 to b3 and c0 to c3 of a lane are. Products are exact, and the GPU's
+// sum over them is no more exact than this one, in double precision.
+void serve_product(unsigned first, bool wide_exponents) {
+    double a[16][16], b[16][8];
+    const auto widen = [=](unsigned bits) -> double {
+        const auto half = static_cast<uint16_t>(bits);
+        return wide_exponents ? __bfloat162float({half}) : __half2float({half});
+    };
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        const auto* operands = reinterpret_cast<const Multiplicands*>(fibers[first + lane]->value);
+        const unsigned group = lane / 4, member = lane % 4;
+        for (unsigned i = 0; i < 8; ++i) {
+            const bool upper = i < 2 || (4 <= i && i < 6);
+            a[upper ? group : group + 8][member * 2 + (i & 1) + (i < 4 ? 0 : 8)] = widen(operands->a[i / 2] >> 16 * (i & 1));
+        }
+        for (unsigned i = 0; i < 4; ++i) b[member * 2 + (i & 1) + (i < 2 ? 0 : 8)][group] = widen(operands->b[i / 2] >> 16 * (i & 1));
+    }
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        const auto* operands = reinterpret_cast<const Multiplicands*>(fibers[first + lane]->value);
+        for (unsigned i = 0; i < 4; ++i) {
+            const unsigned row = lane / 4 + (i < 2 ? 0 : 8), column = lane % 4 * 2 + (i & 1);
+            double sum = operands->accumulators[i];
+            for (unsigned k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
+            operands->accumulators[i] = static_cast<float>(sum);
+        }
     }
 }
 
@@ -109,6 +185,13 @@ bool serve_warp(unsigned first) {
         values[lane] = fiber.value;
         ballot |= fiber.value != 0 ? 1u << lane : 0;
     }
+    switch (fibers[first]->kind) {
+        case Exchange::Matrices: serve_matrices(first, false); break;
+        case Exchange::MatricesTransposed: serve_matrices(first, true); break;
+        case Exchange::MultiplyF16: serve_product(first, false); break;
+        case Exchange::MultiplyBf16: serve_product(first, true); break;
+        default: break;
+    }
     for (unsigned lane = 0; lane < WARP; ++lane) {
         Fiber& fiber = *fibers[first + lane];
         switch (fiber.kind) {
@@ -116,7 +199,7 @@ bool serve_warp(unsigned first) {
             case Exchange::Down: fiber.value = values[lane + fiber.argument < WARP ? lane + fiber.argument : lane]; break;
             case Exchange::Index: fiber.value = values[fiber.argument % WARP]; break;
             case Exchange::Ballot: fiber.value = ballot; break;
-            case Exchange::Sync: break;
+            default: break;
         }
         fiber.state = State::Ready;
     }
@@ -135,19 +218,33 @@ bool serve_barrier(unsigned threads) {
     return true;
 }
 
+// Lets `count` threads from `first` on go to their next barrier or exchange, and serves the exchanges that they all meet in.
+bool advance(unsigned first, unsigned count, unsigned order) {
+    bool progress = false;
+    for (unsigned i = 0; i < count && failure.empty(); ++i) {
+        // 0: upwards, 1: downwards, others: a stride that is coprime to the number of threads.
+        const unsigned thread = first + (order == 0 ? i : order == 1 ? count - 1 - i : (i * 13 + 5) % count);
+        if (fibers[thread]->state != State::Ready) continue;
+        resume(thread);
+        progress = true;
+    }
+    for (unsigned warp = first; warp < first + count && failure.empty(); warp += WARP) progress |= serve_warp(warp);
+    return progress;
+}
+
 void run_block(unsigned threads, unsigned order) {
     std::fill(shared_memory.begin(), shared_memory.end(), POISON);
     for (unsigned thread = 0; thread < threads; ++thread) fibers[thread]->state = State::Ready;
     while (failure.empty()) {
         bool progress = false;
-        for (unsigned i = 0; i < threads && failure.empty(); ++i) {
-            // 0: upwards, 1: downwards, others: a stride that is coprime to the number of threads.
-            const unsigned thread = order == 0 ? i : order == 1 ? threads - 1 - i : (i * 13 + 5) % threads;
-            if (fibers[thread]->state != State::Ready) continue;
-            resume(thread);
-            progress = true;
+        if (order < 2) {
+            // Each warp as far as it gets without the others, the last one first in the order downwards.
+            for (unsigned i = 0; i < threads; i += WARP) {
+                while (failure.empty() && advance(order == 0 ? i : threads - WARP - i, WARP, order)) progress = true;
+            }
+        } else {
+            progress = advance(0, threads, order);
         }
-        for (unsigned first = 0; first < threads && failure.empty(); first += WARP) progress |= serve_warp(first);
         if (failure.empty()) progress |= serve_barrier(threads);
         const auto done = [](const auto& fiber) { return fiber->state == State::Done; };
         if (std::all_of(fibers.begin(), fibers.begin() + threads, done)) break;
@@ -179,10 +276,8 @@ void check(const void* pointer, size_t bytes, bool write) {
         return address >= range.first && address + bytes <= range.end && (range.writable || !write);
     };
     if (std::any_of(ranges.begin(), ranges.end(), holds)) return;
-    fail("%s: thread %u of block (%u, %u, %u) %s %zu bytes outside every buffer that it may %s", kernel->name, threadIdx.x,
+    stop("%s: thread %u of block (%u, %u, %u) %s %zu bytes outside every buffer that it may %s", kernel->name, threadIdx.x,
          blockIdx.x, blockIdx.y, blockIdx.z, write ? "writes" : "reads", bytes, write ? "write" : "read");
-    current->state = State::Done;
-    leave();
 }
 
 void block_barrier(int line) {
@@ -200,6 +295,39 @@ uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, unsigned argumen
     current->line = line;
     leave();
     return current->value;
+}
+
+void load_matrices(Exchange kind, const void* row, unsigned (&fragments)[4], int line) {
+    check_shared(row, sizeof(MatrixRow::row), line);
+    MatrixRow operands;
+    std::memcpy(operands.row, row, sizeof(operands.row));
+    operands.fragments = fragments;
+    exchange(kind, 0xffffffffu, reinterpret_cast<uint64_t>(&operands), 0, line);
+}
+
+void copy_async(void* target, const void* source, size_t bytes, bool inside, int line) {
+    check_shared(target, bytes, line);
+    if (reinterpret_cast<uintptr_t>(source) % bytes != 0) {
+        stop("%s: line %d: copies from an address that is not aligned to %zu bytes", kernel->name, line, bytes);
+    }
+    if (inside) check(source, bytes, false);
+    std::memset(target, POISON, bytes);
+    current->begun.push_back({static_cast<unsigned char*>(target), source, bytes, inside});
+}
+
+void commit_copies() { current->groups.push_back(std::exchange(current->begun, {})); }
+
+void wait_for_copies(size_t groups_left) {
+    while (current->groups.size() > groups_left) {
+        for (const Copy& copy : current->groups.front()) {
+            if (copy.inside) {
+                std::memcpy(copy.target, copy.source, copy.bytes);
+            } else {
+                std::memset(copy.target, 0, copy.bytes);
+            }
+        }
+        current->groups.pop_front();
+    }
 }
 
 }  // namespace emulator

@@ -2,8 +2,8 @@
 //
 // The threads of a block are fibers on one thread of the host. A fiber runs until it meets a barrier or an exchange within
 // its warp; who meets another one than its neighbours, or none, is an error with both lines. Blocks run one after the
-// other. The order of fibers and blocks can be turned round, so that a result that depends on it shows. Every access to
-// global memory is checked against the buffers that the launch names.
+// other. The order of fibers and blocks can be turned round, and how far a warp gets before the next, so that a result that
+// depends on it shows. Every access to global memory is checked against the buffers that the launch names.
 #pragma once
 
 #include <chrono>
@@ -38,7 +38,7 @@ struct Entry {
     Entry(const char* name, unsigned threads, size_t argument_bytes, void (*function)(const void*));
 };
 
-enum class Exchange { Xor, Down, Index, Ballot, Sync };
+enum class Exchange { Xor, Down, Index, Ballot, Sync, Matrices, MatricesTransposed, MultiplyF16, MultiplyBf16 };
 
 void check(const void* pointer, size_t bytes, bool write);
 unsigned char* shared();
@@ -54,6 +54,26 @@ template <class T> T exchange_value(Exchange kind, unsigned mask, T value, unsig
     std::memcpy(&value, &bits, sizeof(T));
     return value;
 }
+
+// What a lane brings to the load of four matrices, the row whose address it gives, and what it gets.
+struct MatrixRow {
+    uint16_t row[8];
+    unsigned* fragments;
+};
+// What a lane brings to a product of matrices, and gets back in the accumulators.
+struct Multiplicands {
+    const unsigned *a, *b;
+    float* accumulators;
+};
+
+// Loads for the whole warp: each lane gives the address of one row of 16 bytes in shared memory, which is read at once, and
+// gets its fragments of the four matrices.
+void load_matrices(Exchange kind, const void* row, unsigned (&fragments)[4], int line);
+
+// Copies of one thread to shared memory. Where one goes is poison until the thread has waited for its group.
+void copy_async(void* target, const void* source, size_t bytes, bool inside, int line);
+void commit_copies();
+void wait_for_copies(size_t groups_left);
 
 }  // namespace emulator
 

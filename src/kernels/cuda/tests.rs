@@ -2,6 +2,7 @@
 //! every order of threads, whose results must have the same bits.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
+mod attention;
 mod emulator;
 mod optimizer;
 mod passes;
@@ -85,6 +86,10 @@ fn tolerance(dtype: DType) -> f64 {
 
 /// Every element within the tolerance, relative to the larger of the expected one and the tensor's root mean square.
 fn assert_close(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
+    assert_within(tolerance(dtype), what, found, expected, dtype);
+}
+
+fn assert_within(allowed: f64, what: &str, found: &[f32], expected: &[f32], dtype: DType) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let squares: f64 = expected.iter().map(|&x| f64::from(x).powi(2)).sum();
     let typical = (squares / expected.len().max(1) as f64).sqrt();
@@ -92,19 +97,19 @@ fn assert_close(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
         let error = f64::from(found - expected).abs() / f64::from(expected.abs()).max(typical).max(f64::MIN_POSITIVE);
         largest = if error > largest || error.is_nan() { error } else { largest };
-        let close = error <= tolerance(dtype);
+        let close = error <= allowed;
         if !close {
-            note_error(what, dtype, error);
+            note_error(what, dtype, error, allowed);
             panic!("{what} in {dtype:?}: element {i} is {found}, not {expected}");
         }
     }
-    note_error(what, dtype, largest);
+    note_error(what, dtype, largest, allowed);
 }
 
 /// Appends an error to the file `FINETUNE_TEST_ERRORS`, if there is one: `.ci/gpu` makes a table of them.
-fn note_error(what: &str, dtype: DType, error: f64) {
+fn note_error(what: &str, dtype: DType, error: f64, allowed: f64) {
     let Some(path) = std::env::var_os("FINETUNE_TEST_ERRORS") else { return };
-    let note = json!({"what": what, "dtype": format!("{dtype:?}"), "error": error, "allowed": tolerance(dtype)});
+    let note = json!({"what": what, "dtype": format!("{dtype:?}"), "error": error, "allowed": allowed});
     let mut file = OpenOptions::new().append(true).create(true).open(path).unwrap();
     // At once, so that the lines of tests in other threads stay whole.
     file.write_all(format!("{note}\n").as_bytes()).unwrap();

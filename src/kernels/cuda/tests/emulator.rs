@@ -21,16 +21,43 @@ unsafe impl Arguments for Faulty {}
 
 const THREADS: u32 = 64;
 
-/// What a kernel with this fault leaves, or what is said of it.
-fn run(fault: u32, order: u32) -> Result<Vec<f32>, String> {
+/// What one block of a kernel with this fault leaves, given `inputs` numbers, or what is said of it.
+fn launch(
+    kernel: &str,
+    [threads, shared_bytes]: [u32; 2],
+    inputs: usize,
+    len: u32,
+    fault: u32,
+    order: u32,
+) -> Result<Vec<f32>, String> {
     let gpu = Testbed::Emulator(Emulator::new(order));
-    let (input, output) = (gpu.input(&pattern(64, 1, DType::F32), DType::F32), gpu.output(64, DType::F32));
-    let arguments = Faulty { input: input.address, output: output.address, len: 64, fault };
-    let launch =
-        Launch { module: "faults", kernel: "faulty".into(), grid: [1; 3], threads: THREADS, shared_bytes: THREADS * 4 };
+    let input = gpu.input(&pattern(inputs, 1, DType::F32), DType::F32);
+    let output = gpu.output(threads as usize, DType::F32);
+    let arguments = Faulty { input: input.address, output: output.address, len, fault };
+    let launch = Launch { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes };
     // SAFETY: the emulator checks every access.
     unsafe { gpu.launch(&launch, &arguments) }.map_err(|error| error.to_string())?;
     Ok(gpu.read(output))
+}
+
+fn run(fault: u32, order: u32) -> Result<Vec<f32>, String> {
+    launch("faulty", [THREADS, THREADS * 4], 64, 64, fault, order)
+}
+
+/// Steps of asynchronous copies, of 64 chunks of four numbers each.
+const STEPS: u32 = 3;
+
+fn run_copies(fault: u32, order: u32) -> Result<Vec<f32>, String> {
+    let numbers = STEPS as usize * 4 * THREADS as usize;
+    launch("faulty_copies", [THREADS, 2 * THREADS * 16], numbers, STEPS, fault, order)
+}
+
+fn run_matrices(fault: u32, order: u32) -> Result<Vec<f32>, String> {
+    launch("faulty_matrices", [32, 32 * 16], 1, 0, fault, order)
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
 }
 
 #[test]
@@ -64,8 +91,172 @@ fn faults_are_found() {
 
 #[test]
 fn a_missing_barrier_shows_in_the_results() {
-    let bits = |order| run(6, order).unwrap().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    assert_ne!(bits(0), bits(1));
+    assert_ne!(bits(&run(6, 0).unwrap()), bits(&run(6, 1).unwrap()));
+}
+
+#[test]
+fn copies_arrive_when_they_were_waited_for() {
+    let input = pattern(STEPS as usize * 4 * THREADS as usize, 1, DType::F32);
+    let chunks: Vec<&[f32]> = input.chunks_exact(4).collect();
+    let sum = |thread: usize| {
+        let mut sum = 0.0;
+        for (step, chunks) in chunks.chunks_exact(THREADS as usize).enumerate() {
+            let chunk = THREADS as usize - 1 - thread;
+            let inside = step + 1 < STEPS as usize || !chunk.is_multiple_of(2);
+            chunks[chunk].iter().for_each(|x| sum += if inside { *x } else { 0.0 });
+        }
+        sum
+    };
+    let expected: Vec<f32> = (0..THREADS as usize).map(sum).collect();
+    for order in Emulator::ORDERS {
+        assert_eq!(run_copies(0, order), Ok(expected.clone()));
+    }
+}
+
+#[test]
+fn faults_of_copies_are_found() {
+    // Without a wait, without a group to wait for, or with one group too many left, there is poison in every order.
+    for fault in [1, 2, 3] {
+        for order in Emulator::ORDERS {
+            assert!(run_copies(fault, order).unwrap().iter().any(|x| x.is_nan()), "fault {fault} in order {order}");
+        }
+    }
+    // Without a barrier it depends on the order.
+    for fault in [4, 5] {
+        let results = Emulator::ORDERS.map(|order| bits(&run_copies(fault, order).unwrap()));
+        assert!(results.iter().any(|other| *other != results[0]), "fault {fault}");
+    }
+    let complaint = |fault| run_copies(fault, 0).unwrap_err();
+    for (fault, part) in [
+        (6, "ends with copies that it did not wait for"),
+        (7, "reads 16 bytes outside every buffer"),
+        (8, "copies from an address that is not aligned to 16 bytes"),
+        (9, "is outside the block's 2048 bytes of shared memory"),
+        (10, "an address of shared memory is not aligned to 16 bytes"),
+    ] {
+        assert!(complaint(fault).contains(part), "{}", complaint(fault));
+    }
+    assert!(run_copies(0, 0).is_ok());
+}
+
+#[test]
+fn faults_of_matrices_are_found() {
+    // The first matrix has the rows of lanes 0 to 7, of which four lanes get each.
+    let expected: Vec<f32> = (0..32).map(|lane| (lane / 4) as f32).collect();
+    for order in Emulator::ORDERS {
+        assert_eq!(run_matrices(0, order), Ok(expected.clone()));
+    }
+    let complaint = |fault| run_matrices(fault, 0).unwrap_err();
+    for (fault, part) in [
+        (1, "thread 31 is outside the block's 512 bytes of shared memory"),
+        (2, "an address of shared memory is not aligned to 16 bytes"),
+        (3, "waits at line"),
+        (4, "meet in exchanges of lines"),
+    ] {
+        assert!(complaint(fault).contains(part), "{}", complaint(fault));
+    }
+    // What the lane beside it has not written yet is poison.
+    assert_ne!(bits(&run_matrices(5, 0).unwrap()), bits(&expected));
+    assert!(run_matrices(0, 0).is_ok());
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Probe {
+    input: u64,
+    output: u64,
+    operation: u32,
+    unused: u32,
+}
+// SAFETY: mirrors `Probe`.
+unsafe impl Arguments for Probe {}
+
+/// The four words that each lane gets from an operation of the whole warp.
+fn probe(operation: u32, words: &[u32]) -> Vec<u32> {
+    let gpu = Testbed::Emulator(Emulator::new(2));
+    let (input, output) = (gpu.words(words), gpu.output(128, DType::U32));
+    let arguments = Probe { input: input.address, output: output.address, operation, unused: 0 };
+    let launch = Launch { module: "faults", kernel: "probe".into(), grid: [1; 3], threads: 32, shared_bytes: 512 };
+    // SAFETY: the emulator checks every access.
+    unsafe { gpu.launch(&launch, &arguments) }.unwrap();
+    gpu.read_structs(output)
+}
+
+/// The lane that has each element of a matrix of 8 × 8, as the figures of the PTX ISA show them: two neighbours of a row share
+/// a lane's register, the left one in its lower half.
+const LANES: [[usize; 8]; 8] = [
+    [0, 0, 1, 1, 2, 2, 3, 3],
+    [4, 4, 5, 5, 6, 6, 7, 7],
+    [8, 8, 9, 9, 10, 10, 11, 11],
+    [12, 12, 13, 13, 14, 14, 15, 15],
+    [16, 16, 17, 17, 18, 18, 19, 19],
+    [20, 20, 21, 21, 22, 22, 23, 23],
+    [24, 24, 25, 25, 26, 26, 27, 27],
+    [28, 28, 29, 29, 30, 30, 31, 31],
+];
+
+#[test]
+fn products_of_a_warp_have_the_layouts_of_the_hardware() {
+    // Whole numbers, so that all sums are exact.
+    let whole = |count, salt, range: f32| -> Vec<f32> {
+        pattern(count, salt, DType::F32).into_iter().map(|x| (x * range).trunc()).collect()
+    };
+    let (a, b, c) = (whole(256, 1, 100.0), whole(128, 2, 100.0), whole(128, 3, 1e5));
+    let formats: [fn(f32) -> u16; 2] = [|x| f16::from_f32_const(x).to_bits(), |x| bf16::from_f32_const(x).to_bits()];
+    for (operation, round) in formats.into_iter().enumerate() {
+        let mut words = [[0; 10]; 32];
+        for row in 0..16 {
+            for k in 0..16 {
+                // Quarters of the left operand: upper left, lower left, upper right, lower right.
+                let register = [[0, 2], [1, 3]][row / 8][k / 8];
+                words[LANES[row % 8][k % 8]][register] |= u32::from(round(a[row * 16 + k])) << (k % 2 * 16);
+            }
+        }
+        for k in 0..16 {
+            for column in 0..8 {
+                // The right operand's neighbours are those of a column; its upper half is register 4.
+                words[LANES[column][k % 8]][4 + k / 8] |= u32::from(round(b[k * 8 + column])) << (k % 2 * 16);
+            }
+        }
+        let result = |row: usize, column: usize| (LANES[row % 8][column], row / 8 * 2 + column % 2);
+        for row in 0..16 {
+            for column in 0..8 {
+                let (lane, register) = result(row, column);
+                words[lane][6 + register] = c[row * 8 + column].to_bits();
+            }
+        }
+        let found = probe(operation as u32, words.as_flattened());
+        for row in 0..16 {
+            for column in 0..8 {
+                let product: f32 = (0..16).map(|k| a[row * 16 + k] * b[k * 8 + column]).sum();
+                let (lane, register) = result(row, column);
+                let found = f32::from_bits(found[lane * 4 + register]);
+                assert_eq!(found, product + c[row * 8 + column], "element ({row}, {column})");
+            }
+        }
+    }
+}
+
+#[test]
+fn matrices_of_a_warp_have_the_layouts_of_the_hardware() {
+    // Every element is its own number.
+    let element = |matrix: usize, row: usize, column: usize| (matrix * 64 + row * 8 + column) as u32;
+    let words: Vec<u32> = (0..128)
+        .map(|word| {
+            let (matrix, row, column) = (word / 32, word / 4 % 8, word % 4 * 2);
+            element(matrix, row, column) | element(matrix, row, column + 1) << 16
+        })
+        .collect();
+    let (plain, transposed) = (probe(2, &words), probe(3, &words));
+    for matrix in 0..4 {
+        for row in 0..8 {
+            for column in 0..8 {
+                let half = |words: &[u32]| words[LANES[row][column] * 4 + matrix] >> (column % 2 * 16) & 0xffff;
+                assert_eq!(half(&plain), element(matrix, row, column));
+                assert_eq!(half(&transposed), element(matrix, column, row));
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,9 +1,8 @@
-//! Embeddings, attention, cross-entropy.
+//! Embeddings, cross-entropy.
 
 use super::super::cross_entropy::{self, Seed};
-use super::super::{attention as device_attention, embedding as device_embedding};
+use super::super::embedding as device_embedding;
 use super::*;
-use crate::kernels::attention::{self, Shape};
 use crate::kernels::dropout::Dropout;
 use crate::kernels::embedding;
 use device_embedding::Tokens;
@@ -62,66 +61,6 @@ fn embeddings() {
             }
         }
     }
-}
-
-fn check_attention(shape: Shape, dtype: DType, dropout: Option<Dropout>, draw: u64) {
-    let Shape { batch, seq_len, heads, head_size } = shape;
-    let (tokens, width) = (batch * seq_len, heads * head_size);
-    let qkv = rounded(pattern(tokens * 3 * width, 1, DType::F32).into_iter().map(|x| 2.0 * x).collect(), dtype);
-    let dout = pattern(tokens * width, 2, dtype);
-
-    let cpu_qkv = tensor(&qkv, &[tokens, 3 * width], dtype);
-    let (out, dqkv) = (poisoned(&[tokens, width], dtype), poisoned(&[tokens, 3 * width], dtype));
-    let lse = poisoned(&[tokens * heads], DType::F32);
-    attention::forward(shape, &cpu_qkv, dropout, &out, &lse).unwrap();
-    let cpu_dout = tensor(&dout, &[tokens, width], dtype);
-    attention::backward(shape, &cpu_dout, &cpu_qkv, &out, &lse, dropout, &dqkv).unwrap();
-
-    let found = in_every_order(|gpu| {
-        let (qkv, dout) = (gpu.input(&qkv, dtype), gpu.input(&dout, dtype));
-        let (out, dqkv) = (gpu.output(tokens * width, dtype), gpu.output(tokens * 3 * width, dtype));
-        let (lse, draw) = (gpu.output(tokens * heads, DType::F32), draw_words(gpu, draw));
-        device_attention::forward(gpu, shape, qkv, dropout, draw, out, lse).unwrap();
-        device_attention::backward(gpu, shape, [dout, qkv, out, lse], dropout, draw, dqkv).unwrap();
-        [out, lse, dqkv].map(|buffer| gpu.read(buffer)).to_vec()
-    });
-    let what = format!("attention of {shape:?}, dropout {}", dropout.is_some());
-    assert_close(&format!("{what}: value"), &found[0], &numbers(&out), dtype);
-    assert_close(&format!("{what}: log-sum-exp"), &found[1], &numbers(&lse), DType::F32);
-    assert_close(&format!("{what}: gradient"), &found[2], &numbers(&dqkv), dtype);
-}
-
-#[test]
-fn attentions_of_all_types() {
-    let draw = 77 << 32 | 5;
-    for dtype in TYPES {
-        for dropout in [None, Dropout::new(0.2, 11, 4, draw)] {
-            check_attention(Shape { batch: 2, seq_len: 13, heads: 3, head_size: 8 }, dtype, dropout, draw);
-            check_attention(Shape { batch: 1, seq_len: 72, heads: 2, head_size: 64 }, dtype, dropout, draw);
-        }
-    }
-}
-
-#[test]
-fn attentions_of_all_head_sizes() {
-    for (seq_len, head_size) in [(1, 1), (65, 20), (131, 32), (64, 48), (33, 80), (70, 96), (41, 128)] {
-        check_attention(Shape { batch: 1, seq_len, heads: 2, head_size }, DType::F32, None, 0);
-    }
-    check_attention(
-        Shape { batch: 1, seq_len: 40, heads: 1, head_size: 100 },
-        DType::F32,
-        Dropout::new(0.5, 1, 2, 3),
-        3,
-    );
-}
-
-#[test]
-fn a_head_that_is_too_large_is_refused() {
-    let gpu = Testbed::new(0);
-    let (buffer, draw) = (gpu.output(1, DType::F32), no_draw(&gpu));
-    let shape = Shape { batch: 1, seq_len: 1, heads: 1, head_size: 129 };
-    let error = device_attention::forward(&gpu, shape, buffer, None, draw, buffer, buffer).unwrap_err().to_string();
-    assert!(error.contains("at most 128 elements, not 129"), "{error}");
 }
 
 /// Loss and gradient of one row by the definition.

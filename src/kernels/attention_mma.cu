@@ -1,0 +1,478 @@
+// Causal self-attention on packed queries, keys and values on tensor cores, for FP16 and BF16: the twin of attention.rs.
+//
+// A block has 64 rows at rest, 16 a warp, and tiles of the rows that these meet pass by in shared memory, the next one being
+// copied while one is worked on (Dao, "FlashAttention-2", 2023). Scores exist in registers alone, for a warp's rows and 16 to
+// 64 columns at a time: as they come out of one product they go into the next, rounded to the type of the operands. All
+// else is FP32: sums, softmax, the running output. The backward pass is one kernel with two faces, with the queries and with
+// the keys at rest: each result has one writer, and the sums have one order, at the price of computing the scores twice.
+//
+// As nvcc 13.0 compiles it for sm_90, without spills, registers let this many blocks run on a multiprocessor for heads of 32,
+// 64, 96 and 128 elements: 5, 4, 3, 2 forward, 4, 3, 3, 2 for keys and values, 4, 4, 4, 3 for queries. Shared memory, 20 to 69
+// KiB a block, would allow as many or more.
+#include "cuda/attention.cuh"
+#include "cuda/tensor_core.cuh"
+
+constexpr unsigned WARPS = 4, THREADS = WARPS * WARP;
+constexpr int WARP_ROWS = 16, ROWS = WARPS * WARP_ROWS;
+// Keys of a tile of the forward pass.
+constexpr int KEYS = 64;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// Tiles of one head of one sequence, for heads of up to SIZE elements: rows of T, with zeros outside the sequence and the head.
+template <class T, int SIZE> struct Tiles {
+    static constexpr int CHUNK = 16 / sizeof(T);  // elements that are copied at once
+    static constexpr int LD = SIZE + CHUNK;       // of a row: so eight rows in sequence have the same columns in different banks
+
+    const AttentionShape& shape;
+    const unsigned lane;
+
+    __device__ explicit Tiles(const AttentionShape& shape) : shape(shape), lane(threadIdx.x % WARP) {}
+
+    __device__ unsigned width() const { return shape.heads * shape.head_size; }
+    // Where token t has this head's part of rows of `stride` elements.
+    __device__ size_t at(unsigned t, unsigned stride) const {
+        const unsigned b = blockIdx.y / shape.heads, head = blockIdx.y % shape.heads;
+        return (static_cast<size_t>(b) * shape.seq_len + t) * stride + head * shape.head_size;
+    }
+    // Where row i has its log-sum-exp and its delta; times T, where its mask begins.
+    __device__ size_t row(unsigned i) const { return static_cast<size_t>(blockIdx.y) * shape.seq_len + i; }
+
+    // Begins to copy N rows from `first` on into a tile.
+    template <int N> __device__ void fetch(const void* rows, unsigned stride, unsigned part, unsigned first, T* tile) const {
+        const bool whole = shape.head_size % CHUNK == 0;
+        const T* source = static_cast<const T*>(rows);
+        for (unsigned i = threadIdx.x; i < N * SIZE / CHUNK; i += THREADS) {
+            const unsigned r = i / (SIZE / CHUNK), d = i % (SIZE / CHUNK) * CHUNK;
+            const bool inside = first + r < shape.seq_len && d < shape.head_size;
+            const size_t place = inside ? at(first + r, stride) + part * width() + d : 0;
+            if (whole) {
+                copy_async<16>(tile + r * LD + d, source + place, inside);
+            } else {
+#pragma unroll
+                for (unsigned k = 0; k < CHUNK; ++k) {
+                    tile[r * LD + d + k] = inside && d + k < shape.head_size ? load(source, place + k) : from_float<T>(0.0f);
+                }
+            }
+        }
+    }
+
+    // The address that this lane gives for 16 × 16 elements of a tile as a left operand, or transposed as two right ones.
+    __device__ const T* by_columns(const T* tile) const { return tile + lane % 16 * LD + lane / 16 * 8; }
+    // The same for two right operands that are the transposes of what lies there.
+    __device__ const T* by_rows(const T* tile) const { return tile + (lane / 16 * 8 + lane % 8) * LD + lane / 8 % 2 * 8; }
+
+    // out += p · tile, for a warp's p [16, N], rounded to T, and the tile's first N rows; 16 of them are left out if they are
+    // `hidden`.
+    template <int N, class Hidden>
+    __device__ void fold(const float (&p)[N / 8][4], const T* tile, Hidden hidden, float (&out)[SIZE / 8][4]) const {
+        const T* place = by_columns(tile);
+#pragma unroll
+        for (int j = 0; j < N / 16; ++j) {
+            if (hidden(16 * j)) continue;
+            const float(&even)[4] = p[2 * j];
+            const float(&odd)[4] = p[2 * j + 1];
+            const unsigned left[4] = {pack_pair<T>(even[0], even[1]), pack_pair<T>(even[2], even[3]), pack_pair<T>(odd[0], odd[1]),
+                                      pack_pair<T>(odd[2], odd[3])};
+#pragma unroll
+            for (int d = 0; d < SIZE / 16; ++d) {
+                unsigned right[4];
+                load_transposed(right, place + 16 * j * LD + 16 * d);
+                multiply_add<T>(out[2 * d], left, right[0], right[1]);
+                multiply_add<T>(out[2 * d + 1], left, right[2], right[3]);
+            }
+        }
+    }
+
+    // Stores a warp's 16 rows of a result, each half of them times its factor, by way of `place`, as much shared memory.
+    __device__ void store_rows(T* place, void* rows, unsigned stride, unsigned part, unsigned first, const float (&values)[SIZE / 8][4],
+                               const float (&factors)[2]) const {
+#pragma unroll
+        for (int j = 0; j < SIZE / 8; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float factor = factors[half];
+                *reinterpret_cast<unsigned*>(place + (lane / 4 + 8 * half) * LD + 8 * j + lane % 4 * 2) =
+                    pack_pair<T>(values[j][2 * half] * factor, values[j][2 * half + 1] * factor);
+            }
+        }
+        __syncwarp();
+        for (unsigned i = lane; i < WARP_ROWS * SIZE / CHUNK; i += WARP) {
+            const unsigned r = i / (SIZE / CHUNK), d = i % (SIZE / CHUNK) * CHUNK;
+            if (first + r >= shape.seq_len || d >= shape.head_size) continue;
+            T* target = static_cast<T*>(rows) + at(first + r, stride) + part * width() + d;
+            if (shape.head_size % CHUNK == 0) {
+                CHECK_WRITE(target, 16);
+                *reinterpret_cast<Pack<T, CHUNK>*>(target) = *reinterpret_cast<const Pack<T, CHUNK>*>(place + r * LD + d);
+            } else {
+                for (unsigned k = 0; k < CHUNK && d + k < shape.head_size; ++k) store(target, k, place[r * LD + d + k]);
+            }
+        }
+        __syncwarp();
+    }
+};
+
+// A warp's 16 rows of a tile as the left operands of products over the head: in registers, or, where those are short, read
+// anew each time.
+template <class T, int SIZE, bool HELD> struct Left {
+    const T* place = nullptr;
+    unsigned held[HELD ? SIZE / 16 : 1][4];
+
+    __device__ void take(const Tiles<T, SIZE>& tiles, const T* tile) {
+        place = tiles.by_columns(tile);
+        if constexpr (HELD) {
+#pragma unroll
+            for (int i = 0; i < SIZE / 16; ++i) load_matrices(held[i], place + 16 * i);
+        }
+    }
+
+    // out = these rows · the tile's first Nᵀ; 16 columns are left at zero if they are `hidden`.
+    template <int N, class Hidden>
+    __device__ void scores(const Tiles<T, SIZE>& tiles, const T* tile, Hidden hidden, float (&out)[N / 8][4]) const {
+        const T* columns = tiles.by_rows(tile);
+#pragma unroll
+        for (int j = 0; j < N / 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out[j][i] = 0.0f;
+#pragma unroll
+        for (int d = 0; d < SIZE / 16; ++d) {
+            unsigned left[4];
+            if constexpr (HELD) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) left[i] = held[d][i];
+            } else {
+                load_matrices(left, place + 16 * d);
+            }
+#pragma unroll
+            for (int j = 0; j < N / 16; ++j) {
+                if (hidden(16 * j)) continue;
+                unsigned right[4];
+                load_matrices(right, columns + 16 * j * Tiles<T, SIZE>::LD + 16 * d);
+                multiply_add<T>(out[2 * j], left, right[0], right[1]);
+                multiply_add<T>(out[2 * j + 1], left, right[2], right[3]);
+            }
+        }
+    }
+};
+
+// Over the four lanes that share a row of a product.
+__device__ inline float row_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, 1));
+    return fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, 2));
+}
+__device__ inline float row_sum(float value) {
+    value += __shfl_xor_sync(EVERY_LANE, value, 1);
+    return value + __shfl_xor_sync(EVERY_LANE, value, 2);
+}
+
+// Which of four neighbours that share a draw are kept.
+__device__ inline unsigned kept_of_draw(const Dropout& dropout, size_t block) {
+    const Words words = draw_block(dropout, block);
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (words.at[i] >= dropout.threshold) bits |= 1u << i;
+    }
+    return bits;
+}
+
+// Which of a lane's four scores dropout keeps, of 16 × 8 scores from `query` and `key` on; the rows are keys or queries. Where
+// the sequence allows it, lanes draw for each other, so that nothing is drawn twice.
+template <bool KEYS_AT_REST>
+__device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned seq_len, unsigned query, unsigned key) {
+    const unsigned lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const size_t first = (static_cast<size_t>(blockIdx.y) * seq_len + query) * seq_len + key;
+    unsigned bits = 0;
+    if (seq_len % 4 != 0) {
+#pragma unroll 1
+        for (unsigned i = 0; i < 4; ++i) {
+            const size_t row = g + i / 2 * 8, column = 2 * t + i % 2;
+            const size_t index = first + (KEYS_AT_REST ? column * seq_len + row : row * seq_len + column);
+            bits |= (kept_of_draw(dropout, index / 4) >> index % 4 & 1) << i;
+        }
+    } else if (KEYS_AT_REST) {
+        // Four lanes have four keys of the same queries. Each draws for one of the four queries and halves.
+        const unsigned turn = g % 4;
+        const size_t row = g / 4 * 4 + turn / 2 * 8, column = 2 * t + turn % 2;
+        const unsigned drawn = kept_of_draw(dropout, (first + column * seq_len + row) / 4);
+#pragma unroll
+        for (unsigned i = 0; i < 4; ++i) bits |= (__shfl_sync(EVERY_LANE, drawn, g / 4 * 16 + i * 4 + t) >> turn & 1) << i;
+    } else {
+        // Two lanes have four keys of the same two queries. Each draws for one of these.
+        const unsigned odd = t % 2;
+        const size_t row = g + 8 * odd, column = t / 2 * 4;
+        const unsigned drawn = kept_of_draw(dropout, (first + row * seq_len + column) / 4);
+        const unsigned other = __shfl_xor_sync(EVERY_LANE, drawn, 1);
+        bits = ((odd ? other : drawn) >> 2 * odd & 3) | ((odd ? drawn : other) >> 2 * odd & 3) << 2;
+    }
+    return bits;
+}
+
+// The same for `count` times 8 columns, four bits for each, lowest first. A loop, for a draw is many instructions.
+template <bool KEYS_AT_REST>
+__device__ inline unsigned kept(const Dropout& dropout, unsigned seq_len, unsigned query, unsigned key, unsigned count) {
+    unsigned bits = 0;
+#pragma unroll 1
+    for (unsigned j = 0; j < count; ++j) {
+        bits |= kept_of_tile<KEYS_AT_REST>(dropout, seq_len, query + (KEYS_AT_REST ? 8 * j : 0), key + (KEYS_AT_REST ? 0 : 8 * j)) << 4 * j;
+    }
+    return bits;
+}
+
+// A warp's queries on their way past the keys.
+template <class T, int SIZE> struct Queries {
+    const AttentionForward& a;
+    const Tiles<T, SIZE>& tiles;
+    const unsigned first;  // query
+    Left<T, SIZE, true> left;
+    float out[SIZE / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
+
+    template <bool MASKED> __device__ void meet(unsigned key, const T* keys, const T* values) {
+        const unsigned lane = tiles.lane;
+        const auto hidden = [&](unsigned column) { return MASKED && key + column > first + WARP_ROWS - 1; };
+        float s[KEYS / 8][4];
+        left.template scores<KEYS>(tiles, keys, hidden, s);
+        if constexpr (MASKED) {
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (key + 8 * j + lane % 4 * 2 + i % 2 > first + lane / 4 + i / 2 * 8) s[j][i] = -INFINITY;
+                }
+        }
+        const float scale = a.shape.softmax_scale * LOG2_E;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float highest = top[half];
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
+            // Each row sees at least one key of its first tile, so from then on its maximum is no -∞.
+            highest = row_max(highest);
+            const float shrink = exp2f((top[half] - highest) * scale), offset = highest * scale;
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                    s[j][i] = exp2f(s[j][i] * scale - offset);
+                    sum += s[j][i];
+                }
+            top[half] = highest;
+            // This lane's part; the four of a row add theirs up in the end.
+            total[half] = total[half] * shrink + sum;
+#pragma unroll
+            for (int j = 0; j < SIZE / 8; ++j) {
+                out[j][2 * half] *= shrink;
+                out[j][2 * half + 1] *= shrink;
+            }
+        }
+        if (a.dropout.threshold != 0) {
+            const unsigned count = MASKED ? min(KEYS / 8u, (first + WARP_ROWS - key) / 8) : KEYS / 8;
+            const unsigned bits = kept<false>(a.dropout, a.shape.seq_len, first, key, count);
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[j][i] *= bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
+        }
+        tiles.template fold<KEYS>(s, values, hidden, out);
+    }
+};
+
+template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
+    constexpr int LD = Tiles<T, SIZE>::LD;
+    const Tiles<T, SIZE> tiles(a.shape);
+    SHARED(T, memory);
+    // Two stages of keys and values; before the second is used, the queries are in its place.
+    const auto stage = [&](unsigned turn) { return memory + turn * 2 * KEYS * LD; };
+    const auto fetch = [&](unsigned key, unsigned turn) {
+        tiles.template fetch<KEYS>(a.qkv, 3 * tiles.width(), 1, key, stage(turn));
+        tiles.template fetch<KEYS>(a.qkv, 3 * tiles.width(), 2, key, stage(turn) + KEYS * LD);
+        commit_copies();
+    };
+    const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len;
+    // The tiles with the most keys begin first.
+    const unsigned block_first = (gridDim.x - 1 - blockIdx.x) * ROWS, first = block_first + warp * WARP_ROWS;
+    Queries<T, SIZE> queries{a, tiles, first, {}};
+    tiles.template fetch<ROWS>(a.qkv, 3 * tiles.width(), 0, block_first, stage(1));
+    fetch(0, 0);
+    wait_for_copies<0>();
+    __syncthreads();
+    queries.left.take(tiles, stage(1) + warp * WARP_ROWS * LD);
+    __syncthreads();
+    unsigned turn = 0;
+    for (unsigned key = 0; key <= block_first; key += KEYS, turn ^= 1) {
+        if (key > 0) {
+            wait_for_copies<0>();
+            __syncthreads();
+        }
+        if (key + KEYS <= block_first) fetch(key + KEYS, turn ^ 1);
+        if (first >= seq_len) continue;
+        const T *keys = stage(turn), *values = keys + KEYS * LD;
+        if (key + KEYS - 1 <= first) {
+            queries.template meet<false>(key, keys, values);
+        } else {
+            queries.template meet<true>(key, keys, values);
+        }
+    }
+    __syncthreads();
+    float factors[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float total = row_sum(queries.total[half]);
+        const unsigned row = first + tiles.lane / 4 + 8 * half;
+        factors[half] = 1.0f / total;
+        if (tiles.lane % 4 == 0 && row < seq_len) {
+            store(a.lse, tiles.row(row), queries.top[half] * a.shape.softmax_scale + logf(total));
+        }
+    }
+    tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, tiles.width(), 0, first, queries.out, factors);
+}
+
+// A warp's rows of the backward pass, keys or queries, on their way past the others. Products with the head's operands come in
+// twos, in this order: keys and values, or queries and the output's gradient.
+template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
+    // With larger heads registers are short: the rows at rest stay in shared memory, and more columns share a look at them.
+    static constexpr bool HELD = SIZE <= 64;
+    static constexpr int TILE = HELD ? 64 : 32;   // rows of a tile that passes
+    static constexpr int GROUP = HELD ? 16 : 32;  // columns of scores at a time
+
+    const AttentionBackward& a;
+    const Tiles<T, SIZE>& tiles;
+    const unsigned first;  // row at rest
+    Left<T, SIZE, HELD> left[2];
+    float lse[2], delta[2];  // of the rows at rest, if they are queries
+    float out[KEYS_AT_REST ? 2 : 1][SIZE / 8][4] = {};
+
+    // Whether the GROUP columns from `column` on have scores for no row at rest, or for every one.
+    __device__ bool hidden(unsigned column) const {
+        return KEYS_AT_REST ? column + GROUP <= first || column >= a.shape.seq_len : column > first + WARP_ROWS - 1;
+    }
+    __device__ bool seen(unsigned column) const {
+        return KEYS_AT_REST ? column >= first + WARP_ROWS - 1 && column + GROUP <= a.shape.seq_len : column + GROUP - 1 <= first;
+    }
+
+    // For the GROUP columns from `column` on: `tile` and `other` have the rows of their operands, `stats` two rows of TILE
+    // numbers, their log-sum-exps and deltas, if they are queries.
+    template <bool MASKED> __device__ void meet(unsigned column, const T* tile, const T* other, const float* stats) {
+        const unsigned lane = tiles.lane, seq_len = a.shape.seq_len;
+        const auto none = [](unsigned) { return false; };
+        const float scale = a.shape.softmax_scale * LOG2_E;
+        float p[GROUP / 8][4], ds[GROUP / 8][4];
+        left[0].template scores<GROUP>(tiles, tile, none, p);
+        left[1].template scores<GROUP>(tiles, other, none, ds);
+        unsigned bits = 0;
+        if (a.dropout.threshold != 0) {
+            bits = kept<KEYS_AT_REST>(a.dropout, seq_len, KEYS_AT_REST ? column : first, KEYS_AT_REST ? first : column, GROUP / 8);
+        }
+#pragma unroll
+        for (int j = 0; j < GROUP / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned within = 8 * j + lane % 4 * 2 + i % 2, row = first + lane / 4 + i / 2 * 8;
+                const unsigned query = KEYS_AT_REST ? column + within : row, key = KEYS_AT_REST ? row : column + within;
+                const float log = KEYS_AT_REST ? stats[within] : lse[i / 2], dot = KEYS_AT_REST ? stats[TILE + within] : delta[i / 2];
+                const float mask = a.dropout.threshold == 0 ? 1.0f : bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
+                float probability = exp2f(p[j][i] * scale - log * LOG2_E);
+                if (MASKED && (key > query || query >= seq_len)) probability = 0.0f;
+                ds[j][i] = probability * (ds[j][i] * mask - dot);
+                p[j][i] = probability * mask;
+            }
+        }
+        if constexpr (KEYS_AT_REST) tiles.template fold<GROUP>(p, other, none, out[1]);
+        tiles.template fold<GROUP>(ds, tile, none, out[0]);
+    }
+};
+
+// Begins to copy N queries and rows of the output's gradient, or N keys and values, into two tiles in sequence.
+template <int N, class T, int SIZE>
+__device__ inline void fetch_two(const Tiles<T, SIZE>& tiles, const AttentionBackward& a, bool queries, unsigned first, T* tile) {
+    const unsigned width = tiles.width();
+    T* const other = tile + N * Tiles<T, SIZE>::LD;
+    tiles.template fetch<N>(a.qkv, 3 * width, queries ? 0 : 1, first, tile);
+    if (queries) {
+        tiles.template fetch<N>(a.dout, width, 0, first, other);
+    } else {
+        tiles.template fetch<N>(a.qkv, 3 * width, 2, first, other);
+    }
+}
+
+template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(const AttentionBackward& a) {
+    using G = Gradient<T, SIZE, KEYS_AT_REST>;
+    constexpr int LD = Tiles<T, SIZE>::LD, TILE = G::TILE;
+    const Tiles<T, SIZE> tiles(a.shape);
+    const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len, width = tiles.width();
+    SHARED(T, memory);
+    // Two stages of two tiles. The rows at rest have a place of their own, or that of the second stage until it is used.
+    const auto stage = [&](unsigned turn) { return memory + turn * 2 * TILE * LD; };
+    T* const at_rest = stage(G::HELD ? 1 : 2);
+    float* const all_stats = reinterpret_cast<float*>(stage(2) + (G::HELD ? 0 : 2 * ROWS * LD));
+    const auto fetch = [&](unsigned column, unsigned turn) {
+        fetch_two<TILE>(tiles, a, KEYS_AT_REST, column, stage(turn));
+        if constexpr (KEYS_AT_REST) {
+            // The rows' log-sum-exps and deltas.
+            for (unsigned i = threadIdx.x; i < 2 * TILE; i += THREADS) {
+                const bool inside = column + i % TILE < seq_len;
+                const float* source = (i < TILE ? a.lse : a.delta) + (inside ? tiles.row(column + i % TILE) : 0);
+                copy_async<4>(all_stats + turn * 2 * TILE + i, source, inside);
+            }
+        }
+        commit_copies();
+    };
+    // The tiles with the most to do begin first.
+    const unsigned block_first = (KEYS_AT_REST ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * ROWS;
+    const unsigned begin = KEYS_AT_REST ? block_first : 0, end = KEYS_AT_REST ? seq_len : min(block_first + ROWS, seq_len);
+    const unsigned first = block_first + warp * WARP_ROWS;
+    G gradient{a, tiles, first};
+    fetch_two<ROWS>(tiles, a, !KEYS_AT_REST, block_first, at_rest);
+    fetch(begin, 0);
+    if constexpr (!KEYS_AT_REST) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const unsigned row = first + tiles.lane / 4 + 8 * half;
+            gradient.lse[half] = row < seq_len ? load(a.lse, tiles.row(row)) : 0.0f;
+            gradient.delta[half] = row < seq_len ? load(a.delta, tiles.row(row)) : 0.0f;
+        }
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) gradient.left[i].take(tiles, at_rest + (i * ROWS + warp * WARP_ROWS) * LD);
+    if constexpr (G::HELD) __syncthreads();
+    unsigned turn = 0;
+    for (unsigned column = begin; column < end; column += TILE, turn ^= 1) {
+        if (column > begin) {
+            wait_for_copies<0>();
+            __syncthreads();
+        }
+        if (column + TILE < end) fetch(column + TILE, turn ^ 1);
+        if (first >= seq_len) continue;
+#pragma unroll 1
+        for (unsigned within = 0; within < TILE; within += G::GROUP) {
+            if (gradient.hidden(column + within)) continue;
+            const T* tile = stage(turn) + within * LD;
+            const float* stats = all_stats + turn * 2 * TILE + within;
+            if (gradient.seen(column + within)) {
+                gradient.template meet<false>(column + within, tile, tile + TILE * LD, stats);
+            } else {
+                gradient.template meet<true>(column + within, tile, tile + TILE * LD, stats);
+            }
+        }
+    }
+    __syncthreads();
+    const float scales[2] = {a.shape.softmax_scale, a.shape.softmax_scale}, ones[2] = {1.0f, 1.0f};
+    T* const place = memory + warp * WARP_ROWS * LD;
+    tiles.store_rows(place, a.dqkv, 3 * width, KEYS_AT_REST ? 1 : 0, first, gradient.out[0], scales);
+    if constexpr (KEYS_AT_REST) tiles.store_rows(place, a.dqkv, 3 * width, 2, first, gradient.out[1], ones);
+}
+
+// One entry for each type and each of a few head sizes; others run in the next larger one.
+#define ENTRIES_SIZE(size)                                                                                            \
+    ENTRY(attention_forward_f16_##size, THREADS, AttentionForward, attend<f16, size>)                                 \
+    ENTRY(attention_forward_bf16_##size, THREADS, AttentionForward, attend<bf16, size>)                               \
+    ENTRY(attention_backward_kv_f16_##size, THREADS, AttentionBackward, differentiate<f16, size, true>)               \
+    ENTRY(attention_backward_kv_bf16_##size, THREADS, AttentionBackward, differentiate<bf16, size, true>)             \
+    ENTRY(attention_backward_q_f16_##size, THREADS, AttentionBackward, differentiate<f16, size, false>)               \
+    ENTRY(attention_backward_q_bf16_##size, THREADS, AttentionBackward, differentiate<bf16, size, false>)
+ENTRIES_SIZE(32)
+ENTRIES_SIZE(64)
+ENTRIES_SIZE(96)
+ENTRIES_SIZE(128)

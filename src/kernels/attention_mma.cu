@@ -332,8 +332,9 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
 template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     // With larger heads registers are short: the rows at rest stay in shared memory, and more columns share a look at them.
     static constexpr bool HELD = SIZE <= 64;
-    static constexpr int TILE = HELD ? 64 : 32;   // rows of a tile that passes
-    static constexpr int GROUP = HELD ? 16 : 32;  // columns of scores at a time
+    static constexpr int TILE = HELD ? 64 : 32;  // rows of a tile that passes
+    // Columns of scores at a time. The largest heads whose rows are held leave room for few.
+    static constexpr int GROUP = SIZE == 64 ? 16 : 32;
 
     const AttentionBackward& a;
     const Tiles<T, SIZE>& tiles;

@@ -12,6 +12,7 @@ use std::sync::Mutex;
 use std::thread;
 
 const KERNELS: &str = "src/kernels";
+const DEFAULT_CAPABILITY: &str = "90";
 
 fn main() -> ExitCode {
     println!("cargo::rerun-if-changed=build.rs");
@@ -68,15 +69,19 @@ fn binary(out: &Path, source: &Path) -> PathBuf {
     out.join(name(source)).with_extension("fatbin")
 }
 
+/// The kernels are cut to this GPU's registers, where a value that does not fit them is an error; others have to live with it.
+fn watched(capability: &str) -> &'static [&'static str] {
+    if capability == DEFAULT_CAPABILITY { &["-Xptxas", "--warn-on-spills,--warn-on-local-memory-usage"] } else { &[] }
+}
+
 fn compile(source: &Path, target: &Path) -> Result<(), String> {
     let nvcc = env::var_os("NVCC").map(PathBuf::from);
     let nvcc = nvcc.or_else(|| env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin/nvcc")));
     let nvcc = nvcc.unwrap_or_else(|| "nvcc".into());
-    let capability = env::var("CUDA_COMPUTE_CAP").unwrap_or_else(|_| "90".into());
+    let capability = env::var("CUDA_COMPUTE_CAP").unwrap_or_else(|_| DEFAULT_CAPABILITY.into());
     let output = Command::new(&nvcc)
         .args(["--fatbin", "-std=c++17", "-O3", "-Werror", "all-warnings"])
-        // What is kept in registers must be: a spilled value costs more than all that it saves.
-        .args(["-Xptxas", "--warn-on-spills,--warn-on-local-memory-usage"])
+        .args(watched(&capability))
         .args(["-gencode", "arch=compute_80,code=compute_80"])
         .args(["-gencode", &format!("arch=compute_{capability},code=sm_{capability}")])
         .arg(source)

@@ -64,8 +64,6 @@ unsafe impl Plain for f32 {}
 unsafe impl Plain for f64 {}
 // SAFETY: numbers.
 unsafe impl Plain for u32 {}
-// SAFETY: numbers.
-unsafe impl Plain for u8 {}
 
 /// The bytes of plain values.
 pub(crate) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {

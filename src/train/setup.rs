@@ -233,7 +233,7 @@ fn with_loader<T>(report: &mut Report<'_>, load: impl FnOnce(&mut Loader<'_>) ->
 }
 
 /// An engine for `config` at its first step, from FP32 initial weights. Where a GPU may take the steps, the buffers of the
-/// passes have room for one token, until [`accelerator`](crate::train::accelerator()) has found none.
+/// passes have room for one token, until it is known that there is none.
 pub fn engine(config: &Config, shape: &Gpt2Config, masters: Parameters, total_steps: u64) -> Result<Engine> {
     let device = Device::Cpu;
     let model = Gpt2::new(shape, &masters)?;

@@ -22,7 +22,14 @@ use crate::{Error, Result};
 use clap::{Parser, Subcommand};
 use flags::ConfigArgs;
 use std::io::{Write, stderr, stdout};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+
+/// What a user calls `name`: a file or folder as it stands, or else the run of that name in `runs`.
+fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
+    let run = runs.join(name);
+    if !name.exists() && run.is_dir() { run } else { name.to_path_buf() }
+}
 
 /// Fine-tunes language models in mixed precision, and shows the numbers doing it.
 ///

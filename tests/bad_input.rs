@@ -313,6 +313,7 @@ fn a_resume_into_something_else() {
         "--resume model",
         "--resume checkpoints/none",
         "--resume checkpoints/good --model other",
+        "--resume good --model other",
         "--resume checkpoints/good --dtype bf16",
         "--resume checkpoints/good --data other.txt",
         "--resume checkpoints/good --config missing.toml",

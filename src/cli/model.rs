@@ -1,5 +1,6 @@
 //! What the commands that use a model have in common: which one, in which precision, on how many threads.
 
+use crate::cli::run_or_path;
 use crate::cli::train::tell;
 use crate::precision::PrecisionPolicy;
 use crate::train::locate;
@@ -33,9 +34,9 @@ impl NameArgs {
             let message = "the built-in model has no weights of its own; train it, and give the run's folder";
             return Err(Error::model("`tiny`", message));
         }
-        let run = self.checkpoint_dir.join(&self.name);
-        let folder = if self.revision.is_none() && !Path::new(&self.name).exists() && run.is_dir() {
-            run
+        let named = run_or_path(Path::new(&self.name), &self.checkpoint_dir);
+        let folder = if self.revision.is_none() && named != Path::new(&self.name) {
+            named
         } else {
             locate(&self.name, self.revision.as_deref(), &mut tell)?.folder
         };

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::cli::flags::ConfigArgs;
+use crate::cli::run_or_path;
 use crate::cli::show::{ShowArgs, show};
 use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Trouble};
 use crate::terminal::end_on_signals;
@@ -19,8 +20,8 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
     #[expect(clippy::option_option, reason = "the flag may stand without a value")]
-    /// Go on from the newest good checkpoint of the newest run, or of the run or step folder given
-    #[arg(long, value_name = "FOLDER", num_args = 0..=1)]
+    /// Go on from the newest good checkpoint of the newest run, or of the run given by its name or folder, or from a step folder
+    #[arg(long, value_name = "RUN", num_args = 0..=1)]
     pub(crate) resume: Option<Option<PathBuf>>,
     /// What is seen of it.
     #[command(flatten)]
@@ -109,16 +110,16 @@ pub(crate) fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
         .map_err(|error| Error::config("threads", error.to_string()))
 }
 
-fn find(path: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
+fn find(run: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
+    let dir = Path::new(args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints"));
+    let path = run.map(|run| run_or_path(run, dir));
+    let path = path.as_deref();
     let step = path.filter(|path| path.join("manifest.json").is_file());
     let folder = match (path, step) {
         (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
         (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),
-        (Some(path), None) => return Err(Error::checkpoint(path, "there is no such folder")),
-        (None, _) => {
-            let dir = Path::new(args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints"));
-            Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?)
-        }
+        (Some(path), None) => return Err(Error::checkpoint(path, "there is no such folder, nor a run of this name")),
+        (None, _) => Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?),
     };
     let folder = folder.unwrap_or_default();
     if !folder.join("config.toml").is_file() {

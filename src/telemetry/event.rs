@@ -613,7 +613,7 @@ pub struct Finished {
     pub skipped: u64,
     /// Tokens trained on.
     pub tokens: u64,
-    /// The last step's loss.
+    /// The last step's loss; NaN where there was no step.
     #[serde(with = "float")]
     pub loss: f32,
     /// The last validation loss.

@@ -70,7 +70,7 @@ struct Launched {
 struct Progress {
     /// Where the batches at hand began, if the next step repeats them.
     retry: Option<Cursor>,
-    last_loss: f64,
+    last_loss: Option<f64>,
     step_seconds: Option<f64>,
     step_finished: Option<Instant>,
     validation: Option<Best>,
@@ -433,7 +433,7 @@ impl Trainer {
         let layout = self.engine.state.weights.layout();
         let step = self.engine.state.counters.step;
         let overflow = skipped.then(|| records::overflow(&report, step, layout, &self.engine.survey, origin));
-        self.progress.last_loss = report.loss;
+        self.progress.last_loss = Some(report.loss);
         let diverged =
             overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
         // Where several are on their way, a step's time is what it adds to that of the one before.

@@ -125,7 +125,7 @@ impl Trainer {
             updates: counters.updates,
             skipped: counters.skipped(),
             tokens: counters.tokens,
-            loss: self.progress.last_loss as f32,
+            loss: self.progress.last_loss.map_or(f32::NAN, |loss| loss as f32),
             val_loss: self.progress.validation.map(|look| look.loss),
             loss_scale: self.engine.state.scaler.scale(),
             seconds: began.elapsed().as_secs_f64(),

@@ -462,8 +462,14 @@ impl Config {
         for (key, rate) in [("embedding", embedding), ("residual", residual), ("attention", attention)] {
             within(&format!("dropout.{key}"), rate, 0.0, 0.99)?;
         }
-        if self.telemetry.tensors_every == 0 || self.telemetry.exponents_every == 0 || self.telemetry.log_every == 0 {
-            return Err(Error::config("telemetry", "intervals are 1 step or more"));
+        let TelemetrySection { log_every, tensors_every, exponents_every, .. } = self.telemetry;
+        for (key, every) in
+            [("log_every", log_every), ("tensors_every", tensors_every), ("exponents_every", exponents_every)]
+        {
+            if every == 0 {
+                let message = "0 makes no sense here; use 1 or more, more than there are steps for never";
+                return Err(Error::config(format!("telemetry.{key}"), message));
+            }
         }
         self.scaler.validate().map_err(|error| {
             // The scaler's own message begins with the key.

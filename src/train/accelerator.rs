@@ -75,7 +75,7 @@ pub(crate) fn accelerator(
     #[cfg(not(feature = "cuda"))]
     let (device, _) = (None, (ordinal, report));
     if device.is_none() {
-        engine.grow(config.dtype, config.train.batch_size, config.train.seq_len)?;
+        engine.resize(config.dtype, config.train.batch_size, config.train.seq_len)?;
     }
     Ok(device)
 }

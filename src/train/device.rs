@@ -85,6 +85,26 @@ fn elements(entry: &Entry) -> usize {
     entry.shape.iter().product()
 }
 
+/// Room for parts of these lengths, one behind the other: all of it, and the parts.
+fn lay_out<const N: usize>(
+    device: &impl Memory,
+    dtype: DType,
+    lens: [usize; N],
+) -> candle_core::Result<(Buffer, [Buffer; N])> {
+    let mut end = 0;
+    let firsts = lens.map(|len| {
+        let first = end;
+        end += len.next_multiple_of(ALIGNMENT);
+        first
+    });
+    let whole = device.allocate(dtype, end)?;
+    let mut parts = [whole; N];
+    for (part, (first, len)) in parts.iter_mut().zip(firsts.into_iter().zip(lens)) {
+        *part = whole.part(first, len)?;
+    }
+    Ok((whole, parts))
+}
+
 /// A micro-batch's words on the device, and those on their way there.
 struct TokenBuffers<D: Memory> {
     staging: Vec<u32>,
@@ -100,18 +120,12 @@ struct TokenBuffers<D: Memory> {
 impl<D: Memory> TokenBuffers<D> {
     /// For `grad_accum` micro-batches a step, of `rows` tokens each.
     fn new(device: &D, rows: usize, grad_accum: usize) -> Result<Self> {
-        let mut first = 0;
-        let spans = [rows, rows, rows + 1, rows, 2, 1].map(|len| {
-            let span = (first, len);
-            first += len.next_multiple_of(ALIGNMENT);
-            span
-        });
-        let whole = device.allocate(DType::U32, first)?;
-        let [ids, order, starts, targets, draw, count] = spans.map(|(first, len)| whole.part(first, len));
-        let tokens = embedding::Tokens { ids: ids?, order: order?, starts: starts?, draw: draw? };
+        let (whole, [ids, order, starts, targets, draw, target_count]) =
+            lay_out(device, DType::U32, [rows, rows, rows + 1, rows, 2, 1])?;
+        let tokens = embedding::Tokens { ids, order, starts, draw };
         let pinned = (0..STEPS_ON_THEIR_WAY * grad_accum).map(|_| device.pin(whole.bytes()));
         let pinned = pinned.collect::<candle_core::Result<_>>()?;
-        Ok(Self { staging: vec![0; first], pinned, whole, tokens, targets: targets?, target_count: count? })
+        Ok(Self { staging: vec![0; whole.len], pinned, whole, tokens, targets, target_count })
     }
 
     /// Sends a micro-batch of a step with `count` targets, whose masks are number `draw`.
@@ -155,22 +169,14 @@ struct ReportBuffers {
 impl ReportBuffers {
     /// For this many tensors.
     fn new(device: &impl Memory, tensors: usize) -> Result<Self> {
-        let mut first = 0;
-        let spans = [
+        let lens = [
             size_of::<StepRecord>(),
             size_of::<StepTimes>(),
             tensors * size_of::<RawStats>(),
             tensors * BINS * size_of::<u32>(),
-        ]
-        .map(|bytes| {
-            let span = (first, bytes);
-            first += bytes.next_multiple_of(ALIGNMENT);
-            span
-        });
-        let whole = device.allocate(DType::U8, first)?;
-        let [record, times, stats, exponents] = spans.map(|(first, bytes)| whole.part(first, bytes));
-        let exponents = exponents?.cast(DType::U32, tensors * BINS)?;
-        Ok(Self { record: record?, times: times?, stats: stats?, exponents, whole })
+        ];
+        let (whole, [record, times, stats, exponents]) = lay_out(device, DType::U8, lens)?;
+        Ok(Self { record, times, stats, exponents: exponents.cast(DType::U32, tensors * BINS)?, whole })
     }
 
     /// What is to be copied.

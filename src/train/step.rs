@@ -138,15 +138,8 @@ impl Engine {
         Ok(StepReport { loss: loss / targets.max(1) as f64, targets, scale, outcome, change, time })
     }
 
-    /// Lets go of the passes' buffers, where something else takes the steps.
-    #[cfg(test)]
-    pub(super) fn shrink(&mut self, policy: PrecisionPolicy) -> Result<()> {
-        self.workspace = Workspace::new(self.model.config(), policy, 1, 1, true, &Device::Cpu)?;
-        Ok(())
-    }
-
-    /// Has buffers for batches of this shape.
-    pub(super) fn grow(&mut self, policy: PrecisionPolicy, batch: usize, seq_len: usize) -> Result<()> {
+    /// Has buffers for batches of this shape, and no larger ones.
+    pub(super) fn resize(&mut self, policy: PrecisionPolicy, batch: usize, seq_len: usize) -> Result<()> {
         if (self.workspace.batch(), self.workspace.seq_len()) != (batch, seq_len) {
             self.workspace = Workspace::new(self.model.config(), policy, batch, seq_len, true, &Device::Cpu)?;
         }

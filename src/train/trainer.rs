@@ -217,7 +217,7 @@ impl Trainer {
     #[cfg(test)]
     pub(super) fn run_on(&mut self, device: impl FnOnce(&Engine) -> Result<Box<dyn Accelerator>>) -> Result<()> {
         self.device = Some(device(&self.engine)?);
-        self.engine.shrink(self.config.dtype)
+        self.engine.resize(self.config.dtype, 1, 1)
     }
 
     /// Brings the engine's tensors to where the run is.
@@ -229,7 +229,7 @@ impl Trainer {
     fn look_closer(&mut self) -> Result<()> {
         self.fetch()?;
         let train = &self.config.train;
-        self.engine.grow(self.config.dtype, train.batch_size, train.seq_len)
+        self.engine.resize(self.config.dtype, train.batch_size, train.seq_len)
     }
 
     /// Steps the run will attempt.

@@ -19,7 +19,6 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_void};
 use std::fmt::Display;
-
 use std::sync::Arc;
 
 /// Each `.cu` file's name with its fat binary.

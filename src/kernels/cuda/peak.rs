@@ -3,6 +3,7 @@
 use super::launch::Memory;
 use super::product::{Epilogue, Multiply, Operand, Operands, Product};
 use crate::kernels::peak::Peak;
+use crate::random::{Domain, Stream};
 use candle_core::{DType, Result};
 use half::{bf16, f16};
 use std::time::Instant;
@@ -26,8 +27,8 @@ pub(crate) fn product_size(operations: f64) -> usize {
 pub(crate) fn dense_rate(device: &(impl Multiply + Memory), dtype: DType, size: usize) -> Result<Peak> {
     let len = size * size;
     let [a, b, d] = [device.allocate(dtype, len)?, device.allocate(dtype, len)?, device.allocate(dtype, len)?];
-    for (salt, buffer) in [(1, a), (2, b)] {
-        device.upload(&random_bytes(len, salt, dtype), buffer)?;
+    for (site, buffer) in [(1, a), (2, b)] {
+        device.upload(&random_bytes(len, site, dtype), buffer)?;
     }
     let operand = |transposed| Operand { stride: size, transposed };
     // As the products of a forward pass are.
@@ -62,20 +63,15 @@ pub(crate) fn dense_rate(device: &(impl Multiply + Memory), dtype: DType, size: 
 }
 
 /// Numbers between -1 and 1.
-fn random_bytes(len: usize, salt: u64, dtype: DType) -> Vec<u8> {
-    let mut state = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
+fn random_bytes(len: usize, site: u32, dtype: DType) -> Vec<u8> {
+    let stream = Stream::new(1, Domain::Bench);
+    let words = (0..).flat_map(|block| stream.block(site, 0, block));
     let mut bytes = Vec::with_capacity(len * dtype.size_in_bytes());
-    for _ in 0..len {
+    for number in words.map(|word| (word >> 8) as f32 / (1 << 23) as f32 - 1.0).take(len) {
         match dtype {
-            DType::F16 => bytes.extend(f16::from_f32(next()).to_ne_bytes()),
-            DType::BF16 => bytes.extend(bf16::from_f32(next()).to_ne_bytes()),
-            _ => bytes.extend(next().to_ne_bytes()),
+            DType::F16 => bytes.extend(f16::from_f32(number).to_ne_bytes()),
+            DType::BF16 => bytes.extend(bf16::from_f32(number).to_ne_bytes()),
+            _ => bytes.extend(number.to_ne_bytes()),
         }
     }
     bytes

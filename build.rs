@@ -1,6 +1,6 @@
 //! Compiles the CUDA kernels with nvcc where the feature `cuda` is on, and does nothing elsewhere.
 //!
-//! Each `src/kernels/*.cu` becomes a fat binary: machine code for `CUDA_COMPUTE_CAP` (90 if it is not set), and PTX that a
+//! Each `src/engine/kernels/*.cu` becomes a fat binary: machine code for `CUDA_COMPUTE_CAP` (90 if it is not set), and PTX that a
 //! driver translates for any other GPU from compute capability 8.0 on.
 
 use std::env;
@@ -11,7 +11,7 @@ use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 use std::thread;
 
-const KERNELS: &str = "src/kernels";
+const KERNELS: &str = "src/engine/kernels";
 const DEFAULT_CAPABILITY: &str = "90";
 
 fn main() -> ExitCode {

@@ -6,7 +6,7 @@
 #![expect(clippy::print_stdout, reason = "printing is what it is for")]
 
 use candle_core::{DType, Device, Tensor};
-use finetune::kernels::matmul::{Epilogue, Operand, matmul};
+use finetune::engine::kernels::matmul::{Epilogue, Operand, matmul};
 use half::bf16;
 
 type Result<T = ()> = std::result::Result<T, finetune::Error>;

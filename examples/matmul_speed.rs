@@ -6,9 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use finetune::kernels::convert::Element;
-use finetune::kernels::matmul::{Epilogue, Operand, matmul};
-use finetune::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
+use finetune::engine::kernels::convert::Element;
+use finetune::engine::kernels::matmul::{Epilogue, Operand, matmul};
+use finetune::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use half::{bf16, f16};
 
 /// Weights `[in, out]` of distilgpt2, how often they occur, and the head, stored `[out, in]`.
@@ -22,7 +22,7 @@ const WEIGHTS: [(&str, usize, usize, usize); 5] = [
 
 /// As in the program, whose matrices lie on huge pages.
 #[global_allocator]
-static ALLOCATOR: finetune::kernels::allocator::Allocator = finetune::kernels::allocator::Allocator;
+static ALLOCATOR: finetune::engine::kernels::allocator::Allocator = finetune::engine::kernels::allocator::Allocator;
 
 fn main() {
     let mut arguments = std::env::args().skip(1);

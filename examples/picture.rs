@@ -4,7 +4,8 @@
 
 #![allow(clippy::print_stdout, reason = "the picture goes to standard output")]
 
-use finetune::{Error, Result, dashboard, telemetry};
+use finetune::screen::dashboard;
+use finetune::{Error, Result, telemetry};
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

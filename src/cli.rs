@@ -16,7 +16,7 @@ mod train;
 mod verify_resume;
 mod watch;
 
-use crate::kernels::isa::Isa;
+use crate::engine::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
 use crate::{Error, Result};
 use clap::{Parser, Subcommand};

@@ -4,8 +4,8 @@ mod hub;
 
 pub use hub::{HubCheck, check_hub};
 
-use crate::hub::Settings;
-use crate::kernels::isa::Isa;
+use crate::engine::kernels::isa::Isa;
+use crate::store::hub::Settings;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 

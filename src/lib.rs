@@ -4,28 +4,20 @@
 //! the code to it. The recipe itself stands in `train/step.rs`.
 
 pub mod amp;
-pub mod checkpoint;
 pub mod cli;
 pub mod compare;
-pub mod dashboard;
 pub mod data;
 pub mod digest;
 pub mod doctor;
+pub mod engine;
 pub mod error;
-pub mod evaluate;
-pub mod export;
-pub mod generate;
-pub mod hub;
-pub mod kernels;
+pub mod inference;
 pub mod lab;
-pub mod model;
-pub mod optim;
 pub mod precision;
 pub mod random;
+pub mod screen;
+pub mod store;
 pub mod telemetry;
-pub mod tensor_file;
-pub mod terminal;
 pub mod train;
-pub mod trained;
 
 pub use error::{Error, Result};

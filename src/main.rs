@@ -1,7 +1,7 @@
 //! The `finetune` program.
 
 #[global_allocator]
-static ALLOCATOR: finetune::kernels::allocator::Allocator = finetune::kernels::allocator::Allocator;
+static ALLOCATOR: finetune::engine::kernels::allocator::Allocator = finetune::engine::kernels::allocator::Allocator;
 
 fn main() -> std::process::ExitCode {
     finetune::cli::main()

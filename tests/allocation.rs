@@ -16,9 +16,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use candle_core::Device;
 use common::engine::{Settings, engine};
 use finetune::data::{BatchLoader, TokenSource, grammar};
+use finetune::engine::model::Gpt2Config;
+use finetune::engine::optim::AdamWConfig;
 use finetune::lab::{Group, Memory};
-use finetune::model::Gpt2Config;
-use finetune::optim::AdamWConfig;
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::train::TrainState;
 

@@ -9,37 +9,29 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 25] = [
+const ORDER: [&str; 17] = [
     "error",
     "precision",
     "telemetry",
-    "terminal",
     "random",
     "digest",
-    "tensor_file",
-    "kernels",
-    "model",
-    "optim",
+    "engine",
     "amp",
     "data",
-    "hub",
-    "checkpoint",
-    "trained",
-    "generate",
-    "evaluate",
-    "export",
+    "store",
+    "inference",
     "train",
+    "screen",
     "lab",
-    "dashboard",
     "compare",
     "doctor",
     "cli",
     "main",
 ];
 /// Modules that must not know the other, whatever their place in the order.
-const STRANGERS: [(&str, &str); 2] = [("dashboard", "train"), ("train", "dashboard")];
+const STRANGERS: [(&str, &str); 2] = [("screen", "train"), ("train", "screen")];
 /// Modules that stand on their own arithmetic and must not name candle.
-const WITHOUT_CANDLE: [&str; 5] = ["error", "precision", "telemetry", "terminal", "dashboard"];
+const WITHOUT_CANDLE: [&str; 4] = ["error", "precision", "telemetry", "screen"];
 /// `error` wraps candle's error type in one variant, and that is all it may name.
 const CANDLE_ERROR: &str = "candle_core::Error";
 /// Names the crate root re-exports from `error`.
@@ -308,8 +300,8 @@ fn a_module_that_uses_one_below_it_is_found_in_every_spelling() {
         "const R: &str = r#\"a \" b\"#; use crate::train;",
         "/* a /* nested */ comment */ use crate::train;",
     ] {
-        let found = judge("kernels/gelu.rs", body);
-        assert_eq!(found, ["kernels/gelu.rs: `kernels` must not use `train`"], "in `{body}`");
+        let found = judge("engine/gelu.rs", body);
+        assert_eq!(found, ["engine/gelu.rs: `engine` must not use `train`"], "in `{body}`");
     }
 }
 
@@ -317,7 +309,7 @@ fn a_module_that_uses_one_below_it_is_found_in_every_spelling() {
 fn what_stands_above_comments_and_strings_are_no_breach() {
     for body in [
         "use crate::{Error, Result, error, precision::Dtype};",
-        "use crate::kernels::matmul;",
+        "use crate::engine::kernels::matmul;",
         "use super::matmul;",
         "mod tests { use super::super::matmul; }",
         "// use crate::train::Trainer;",
@@ -325,9 +317,9 @@ fn what_stands_above_comments_and_strings_are_no_breach() {
         "/* use crate::train; */",
         "const HELP: &str = \"crate::train \\\" crate::train\";",
         "const HELP: &str = r#\"crate::train \" crate::train\"#;",
-        "macro_rules! m { () => { $crate::kernels::gelu } }",
+        "macro_rules! m { () => { $crate::engine::kernels::gelu } }",
     ] {
-        assert_eq!(judge("kernels/gelu.rs", body), [""; 0], "in `{body}`");
+        assert_eq!(judge("engine/kernels/gelu.rs", body), [""; 0], "in `{body}`");
     }
 }
 
@@ -339,19 +331,19 @@ fn super_from_a_top_module_reaches_its_siblings() {
 
 #[test]
 fn training_and_dashboard_are_strangers() {
-    assert_eq!(judge("dashboard.rs", "use crate::train;"), ["dashboard.rs: `dashboard` must not use `train`"]);
-    assert_eq!(judge("train/step.rs", "use crate::dashboard;").len(), 1);
-    assert_eq!(judge("cli/run.rs", "use crate::{dashboard, train};"), [""; 0]);
+    assert_eq!(judge("screen.rs", "use crate::train;"), ["screen.rs: `screen` must not use `train`"]);
+    assert_eq!(judge("train/step.rs", "use crate::screen::dashboard;").len(), 1);
+    assert_eq!(judge("cli/run.rs", "use crate::{screen, train};"), [""; 0]);
 }
 
 #[test]
 fn candle_stays_out_of_the_pure_modules() {
-    for path in ["precision/scaler.rs", "telemetry.rs", "dashboard/view.rs"] {
+    for path in ["precision/scaler.rs", "telemetry.rs", "screen/view.rs"] {
         assert_eq!(judge(path, "use candle_core::Tensor;").len(), 1, "in `{path}`");
     }
     assert_eq!(judge("error.rs", "pub enum Error { Kernel(candle_core::Error) }"), [""; 0]);
     assert_eq!(judge("error.rs", "use candle_core::Tensor;").len(), 1);
-    assert_eq!(judge("kernels.rs", "use candle_core::Tensor;"), [""; 0]);
+    assert_eq!(judge("engine.rs", "use candle_core::Tensor;"), [""; 0]);
 }
 
 #[test]

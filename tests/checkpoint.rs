@@ -8,8 +8,11 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use finetune::checkpoint::{Checkpoint, Contents, Keep, Kind, Run, compare, list, newest_good, newest_run, verify};
-use finetune::model::{Gpt2Config, ModelFolder, Parameters};
+use finetune::engine::model::{Gpt2Config, Parameters};
+use finetune::store::ModelFolder;
+use finetune::store::checkpoint::{
+    Checkpoint, Contents, Keep, Kind, Run, compare, list, newest_good, newest_run, verify,
+};
 use support::{Sample, TOKENIZER, names, set, values, zeros};
 use tempfile::tempdir;
 

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use finetune::checkpoint::{Kind, Run};
+use finetune::store::checkpoint::{Kind, Run};
 use support::{Sample, folder, names};
 use tempfile::TempDir;
 

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use candle_core::quantized::gguf_file;
-use finetune::checkpoint::{Kind, list};
 use finetune::data::{Tokenizer, grammar};
+use finetune::store::checkpoint::{Kind, list};
 use finetune::telemetry::{Event, read};
 use serde_json::Value;
 use tempfile::TempDir;

@@ -19,12 +19,12 @@ use assert_cmd::Command;
 use candle_core::Device;
 use common::python::{python, run_script};
 use finetune::data::{Dataset, Source, TokenSource};
-use finetune::evaluate::{Evaluation, Windows, evaluate};
-use finetune::model::Gpt2Config;
+use finetune::engine::model::Gpt2Config;
+use finetune::inference::evaluate::{Evaluation, Windows, evaluate};
+use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
-use finetune::tensor_file::write_tensors;
+use finetune::store::tensor_file::write_tensors;
 use finetune::train::TrainState;
-use finetune::trained::TrainedModel;
 use serde_json::Value;
 
 /// A golden model with a byte tokenizer would need 257 rows; `narrow` has fewer, so texts are ids within its vocabulary.

@@ -17,10 +17,10 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use common::python::{has_module, python, run_script};
 use finetune::data::Tokenizer;
-use finetune::export::{Format, export};
-use finetune::model::{Mode, Parameters, Tokens, Workspace};
+use finetune::engine::model::{Mode, Parameters, Tokens, Workspace};
+use finetune::inference::export::{Format, export};
+use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
-use finetune::trained::TrainedModel;
 
 /// A golden model of 257 rows or fewer with the byte tokenizer where it fits, else with the letters.
 fn model(name: &str, folder: &Path) -> TrainedModel {
@@ -55,13 +55,13 @@ fn logits(trained: &TrainedModel, dtype: Dtype, ids: &[u32], length: usize) -> T
     let rounded = trained.weights(dtype).unwrap();
     let weights = rounded.zeros_like(DType::F32).unwrap();
     for (from, to) in rounded.tensors().iter().zip(weights.tensors()) {
-        finetune::kernels::view::copy(from, to).unwrap();
+        finetune::engine::kernels::view::copy(from, to).unwrap();
     }
     logits_of(trained, &weights, ids, length)
 }
 
 fn logits_of(trained: &TrainedModel, weights: &Parameters, ids: &[u32], length: usize) -> Tensor {
-    let model = finetune::model::Gpt2::new(&trained.config, weights).unwrap();
+    let model = finetune::engine::model::Gpt2::new(&trained.config, weights).unwrap();
     let (policy, rows) = (PrecisionPolicy::FP32, ids.len() / length);
     let mut workspace = Workspace::new(&trained.config, policy, rows, length, false, &Device::Cpu).unwrap();
     model.forward(weights, Tokens { ids, seq_len: length }, Mode::Eval, &mut workspace).unwrap();
@@ -128,11 +128,11 @@ fn weights_beyond_fp16_are_refused_by_name() {
     let out = folder.path().join("large");
     let masters = trained.masters().unwrap();
     let huge = masters.get("h.1.mlp.c_fc.bias").unwrap();
-    finetune::kernels::view::write_f32(huge, |values| values[3] = 1e5).unwrap();
-    let error = finetune::trained::check_range(&masters, "m", Dtype::F16).unwrap_err();
+    finetune::engine::kernels::view::write_f32(huge, |values| values[3] = 1e5).unwrap();
+    let error = finetune::inference::trained::check_range(&masters, "m", Dtype::F16).unwrap_err();
     let message = error.to_string();
     assert!(message.contains("`h.1.mlp.c_fc.bias` reaches 100000"), "{message}");
-    finetune::trained::check_range(&masters, "m", Dtype::BF16).unwrap();
+    finetune::inference::trained::check_range(&masters, "m", Dtype::BF16).unwrap();
     assert!(!out.exists());
 }
 
@@ -163,7 +163,7 @@ fn from_gguf(path: &Path, trained: &TrainedModel) -> (Content, Parameters) {
         let stored = if linear { stored.t().unwrap().contiguous().unwrap() } else { stored };
         let target = weights.get(&ours).unwrap_or_else(|| panic!("{name} is no parameter"));
         assert_eq!(target.dims(), stored.dims(), "{name}");
-        finetune::kernels::view::copy(&stored, target).unwrap();
+        finetune::engine::kernels::view::copy(&stored, target).unwrap();
     }
     (content, weights)
 }

@@ -16,14 +16,14 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use common::engine::{Settings, engine};
-use finetune::checkpoint::{Run, compare, newest_good};
 use finetune::data::Batch;
-use finetune::kernels::view;
-use finetune::model::{Gpt2Config, KvCache, Mode, Tokens};
-use finetune::optim::AdamWConfig;
+use finetune::engine::kernels::view;
+use finetune::engine::model::{Gpt2Config, KvCache, Mode, Tokens};
+use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionConfig, PrecisionPolicy, Unit};
+use finetune::store::checkpoint::{Run, compare, newest_good};
+use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::{Emitter, Event, Outcome, Record, Retyped, read};
-use finetune::tensor_file::TensorFile;
 use finetune::train::{Config, Engine, Layers, TrainState, Trainer, verify_resume};
 
 /// `tiny` with random weights, of which one hidden unit of block 1's MLP is 2^10 times as large and what reads it as much

@@ -17,8 +17,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use finetune::checkpoint::{Disk, Keep, Kind, Manifest, Operation, Run, list, newest_good, verify};
-use finetune::model::ModelFolder;
+use finetune::store::ModelFolder;
+use finetune::store::checkpoint::{Disk, Keep, Kind, Manifest, Operation, Run, list, newest_good, verify};
 use finetune::{Error, Result};
 use signal_hook::consts::SIGKILL;
 use support::{Dice, Sample, folder, names};

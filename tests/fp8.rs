@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::Command;
 
 use candle_core::{DType, Tensor};
-use finetune::checkpoint::Run;
-use finetune::model::{Mode, Part, Place, Tokens, Watch};
+use finetune::engine::model::{Mode, Part, Place, Tokens, Watch};
 use finetune::precision::{Fp8Config, PrecisionPolicy};
+use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Emitter, Event, Record};
 use finetune::train::{Config, Fp8Layer, Layers, Trainer, verify_resume};
 
@@ -74,7 +74,8 @@ fn what_enters_the_blocks_products_is_fp8_and_nothing_else_is() {
     let tokens = Tokens { ids: &ids, seq_len: 32 };
     let shape = model.config();
     let mut workspace =
-        finetune::model::Workspace::new(shape, PrecisionPolicy::FP16, 1, 32, true, &candle_core::Device::Cpu).unwrap();
+        finetune::engine::model::Workspace::new(shape, PrecisionPolicy::FP16, 1, 32, true, &candle_core::Device::Cpu)
+            .unwrap();
     let layer = Fp8Layer::new(fp8(1), engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()));
     let mut watch = (layer, Bits::default());
     model.forward_watched(weights, tokens, Mode::Eval, &mut workspace, &mut watch).unwrap();

@@ -6,9 +6,10 @@ use std::path::Path;
 use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
-use finetune::generate::{Request, Sampling, Stop, generate};
-use finetune::model::{Gpt2, Gpt2Config, KvCache, Mode, ModelFolder, Parameters, Tokens, Workspace, candle_dtype};
+use finetune::engine::model::{Gpt2, Gpt2Config, KvCache, Mode, Parameters, Tokens, Workspace, candle_dtype};
+use finetune::inference::generate::{Request, Sampling, Stop, generate};
 use finetune::precision::PrecisionPolicy;
+use finetune::store::ModelFolder;
 use finetune::train::Sampler;
 
 /// A golden model with its weights in the policy's compute type.
@@ -23,7 +24,7 @@ fn golden(name: &str, policy: PrecisionPolicy) -> (Gpt2, Parameters) {
 fn rounded(config: &Gpt2Config, masters: &Parameters, policy: PrecisionPolicy) -> (Gpt2, Parameters) {
     let weights = masters.zeros_like(candle_dtype(policy.compute)).unwrap();
     for (weight, master) in weights.tensors().iter().zip(masters.tensors()) {
-        finetune::kernels::view::copy(master, weight).unwrap();
+        finetune::engine::kernels::view::copy(master, weight).unwrap();
     }
     (Gpt2::new(config, &weights).unwrap(), weights)
 }

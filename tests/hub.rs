@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use finetune::data::{Fetch, Remote, Tokenizer};
-use finetune::hub::{Hub, ModelFiles, Progress, Settings};
+use finetune::store::hub::{Hub, ModelFiles, Progress, Settings};
 use finetune::{Error, Result};
 use sha1::Digest as _;
 

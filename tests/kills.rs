@@ -14,7 +14,7 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use finetune::checkpoint::{compare, list, newest_good, verify};
+use finetune::store::checkpoint::{compare, list, newest_good, verify};
 use finetune::telemetry::{Event, read};
 use signal_hook::consts::{SIGKILL, SIGTERM};
 use support::{Dice, folder};

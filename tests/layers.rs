@@ -13,9 +13,9 @@ mod common {
 use candle_core::{DType, Device, Result, Tensor, Var};
 use common::compare::{relative, values};
 use common::oracle;
-use finetune::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE, TileLimit, head};
-use finetune::kernels::view::zeros;
-use finetune::kernels::{attention, embedding, gelu, layer_norm, linear, residual};
+use finetune::engine::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE, TileLimit, head};
+use finetune::engine::kernels::view::zeros;
+use finetune::engine::kernels::{attention, embedding, gelu, layer_norm, linear, residual};
 
 /// A layer's forward value, and its inputs' gradients in the order of the inputs.
 type Outcome = (Tensor, Vec<Tensor>);

@@ -13,9 +13,9 @@ use std::sync::LazyLock;
 
 use finetune::Error;
 use finetune::data::{Loader, Source, Tokenizer};
-use finetune::model::Gpt2Config;
+use finetune::engine::model::Gpt2Config;
+use finetune::store::tensor_file::Header;
 use finetune::telemetry::{Event, EventLog, Record, Trouble, VERSION, read};
-use finetune::tensor_file::Header;
 use finetune::train::{Config, Layers};
 use proptest::collection::vec;
 use proptest::prelude::*;

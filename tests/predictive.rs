@@ -10,11 +10,11 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use candle_core::Device;
-use finetune::checkpoint::Run;
 use finetune::data::grammar;
-use finetune::model::Gpt2Config;
+use finetune::engine::model::Gpt2Config;
 use finetune::precision::ScalerPolicy;
 use finetune::random::{Domain, Stream};
+use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Emitter, Event, Outcome, ScaleCause};
 use finetune::train::{Config, Layers, TrainState, Trainer, verify_resume};
 

@@ -2,8 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use finetune::checkpoint::{Run, compare, newest_good};
 use finetune::precision::OnOverflow;
+use finetune::store::checkpoint::{Run, compare, newest_good};
 use finetune::telemetry::{Emitter, Event, EventLog, Probe, StepRecord, read};
 use finetune::train::{Config, Trainer};
 use std::path::Path;

@@ -12,9 +12,9 @@ mod common {
 use candle_core::Device;
 use common::engine::{Settings, engine};
 use finetune::data::{BatchLoader, TokenSource, grammar};
-use finetune::kernels::view;
-use finetune::model::Gpt2Config;
-use finetune::optim::AdamWConfig;
+use finetune::engine::kernels::view;
+use finetune::engine::model::Gpt2Config;
+use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{FloatFormat, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::train::{Engine, Outcome, TrainState};
 

@@ -20,7 +20,7 @@ use candle_core::Device;
 use common::golden::Case;
 use common::python::{python, run_script};
 use finetune::data::{Batch, BatchLoader, TokenSource, Tokenizer, grammar};
-use finetune::model::{Gpt2, Mode, Tokens, Workspace};
+use finetune::engine::model::{Gpt2, Mode, Tokens, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
 

@@ -7,9 +7,9 @@
 
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 
-use finetune::dashboard::{self, Exit, Theme};
+use finetune::screen::dashboard::{self, Exit, Theme};
+use finetune::screen::terminal::end_on_signals;
 use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, ProcessId, Saved};
-use finetune::terminal::end_on_signals;
 use std::io::{Write, stdout};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -2,12 +2,13 @@
 
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
-use crate::kernels::allocator::Allocations;
-use crate::kernels::isa::Isa;
-use crate::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
-use crate::model::{Gpt2Config, ModelFolder};
+use crate::engine::kernels::allocator::Allocations;
+use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
+use crate::engine::model::Gpt2Config;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
+use crate::store::ModelFolder;
 use crate::train::{
     Accelerator, Config, Engine, Init, Outcome, STEPS_ON_THEIR_WAY, StepReport, TrainState, accelerator, engine,
 };
@@ -263,7 +264,7 @@ fn summary(args: &BenchArgs, shape: &Gpt2Config, samples: &[Sample]) -> serde_js
 /// What a GPU can do and holds, asked beside the engine that trains on it.
 mod gpu {
     use crate::Result;
-    use crate::kernels::peak::Peak;
+    use crate::engine::kernels::peak::Peak;
     use crate::precision::Dtype;
     use crate::train::Config;
 
@@ -275,7 +276,7 @@ mod gpu {
 
     #[cfg(feature = "cuda")]
     pub(super) struct Probe {
-        gpu: crate::kernels::cuda::driver::Gpu,
+        gpu: crate::engine::kernels::cuda::driver::Gpu,
         free_before: u64,
     }
 
@@ -289,17 +290,17 @@ mod gpu {
                 Place::Auto => 0,
                 Place::Cuda(ordinal) => ordinal,
             };
-            let Ok(gpu) = crate::kernels::cuda::driver::Gpu::open(ordinal, false) else { return Ok(None) };
+            let Ok(gpu) = crate::engine::kernels::cuda::driver::Gpu::open(ordinal, false) else { return Ok(None) };
             let free_before = gpu.free_bytes()?;
             Ok(Some(Self { gpu, free_before }))
         }
 
         /// The rate of a large product of the step's type, but no larger than a few steps of `operations`.
         pub(super) fn figures(&self, compute: Dtype, operations: f64) -> Result<Figures> {
-            use crate::kernels::cuda::peak::{dense_rate, product_size};
+            use crate::engine::kernels::cuda::peak::{dense_rate, product_size};
             let held_mib = self.free_before.saturating_sub(self.gpu.free_bytes()?) as f64 / f64::from(1 << 20);
             let size = product_size(4.0 * operations);
-            Ok(Figures { peak: dense_rate(&self.gpu, crate::model::candle_dtype(compute), size)?, held_mib })
+            Ok(Figures { peak: dense_rate(&self.gpu, crate::engine::model::candle_dtype(compute), size)?, held_mib })
         }
     }
 

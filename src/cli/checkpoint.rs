@@ -1,7 +1,9 @@
 //! `finetune checkpoint`: look at what runs have saved, check it, thin it out.
 
-use crate::checkpoint::{Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify};
-use crate::dashboard::format::scale;
+use crate::screen::dashboard::format::scale;
+use crate::store::checkpoint::{
+    Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify,
+};
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
 use std::io::Write;

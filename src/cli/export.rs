@@ -1,7 +1,7 @@
 //! `finetune export`: a trained model for other programs.
 
 use crate::cli::model::NameArgs;
-use crate::export::{Format, export};
+use crate::inference::export::{Format, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};

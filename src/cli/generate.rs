@@ -1,8 +1,8 @@
 //! `finetune generate`: text from a model, to standard output as it comes.
 
 use crate::cli::model::ModelArgs;
-use crate::generate::{Request, Sampling, Stop, TextStream, generate, prompt_ids};
-use crate::model::KvCache;
+use crate::engine::model::KvCache;
+use crate::inference::generate::{Request, Sampling, Stop, TextStream, generate, prompt_ids};
 use crate::{Error, Result};
 use candle_core::Device;
 use clap::Args;

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
+use crate::engine::model::Gpt2Config;
 use crate::lab::screen::{self, Adjust, Field, Instrument, Theme};
 use crate::lab::{
     Bits, Comparison, Extent, Memory, Overflows, Page, Ranges, RunFigures, Scaling, UlpGrid, apply_setting, log_normal,
     model_named, parse_format, parse_value,
 };
-use crate::model::Gpt2Config;
 use crate::precision::FloatFormat;
 use crate::telemetry::ProcessStats;
 use crate::{Error, Result};

@@ -2,9 +2,9 @@
 
 use crate::cli::run_or_path;
 use crate::cli::train::tell;
+use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::train::locate;
-use crate::trained::TrainedModel;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{Write, stderr};

@@ -1,6 +1,6 @@
 //! What the person at the terminal sees while another thread trains.
 
-use crate::dashboard::{self, Exit, Output, Plain, Progress, Terminal, Theme};
+use crate::screen::dashboard::{self, Exit, Output, Plain, Progress, Terminal, Theme};
 use crate::telemetry::{Command, Record};
 use clap::Args;
 use std::io::{stderr, stdout};

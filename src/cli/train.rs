@@ -1,11 +1,11 @@
 //! `finetune` itself: train, in a thread of its own, and show what it tells.
 
-use crate::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::cli::flags::ConfigArgs;
 use crate::cli::run_or_path;
 use crate::cli::show::{ShowArgs, show};
+use crate::screen::terminal::end_on_signals;
+use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Trouble};
-use crate::terminal::end_on_signals;
 use crate::train::{Config, Preparing, Trainer};
 use crate::{Error, Result};
 use clap::Args;

@@ -1,6 +1,6 @@
 //! `finetune watch`: the dashboard of a run in another process, or of one that is over.
 
-use crate::dashboard::{self, Output, Terminal, Theme};
+use crate::screen::dashboard::{self, Output, Terminal, Theme};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::stdout;

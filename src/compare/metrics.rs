@@ -3,7 +3,7 @@
 
 use super::run::Figures;
 use super::statistics::Estimate;
-use crate::dashboard::format;
+use crate::screen::dashboard::format;
 
 /// A figure of a run.
 #[derive(Debug)]

@@ -3,8 +3,8 @@
 use super::metrics::METRICS;
 use super::report::{Arm, Report, Verdict};
 use super::run::RunSummary;
-use crate::dashboard::{Axes, Plot, Role as Ink};
 use crate::lab::{Line, Page, Role};
+use crate::screen::dashboard::{Axes, Plot, Role as Ink};
 use crate::telemetry::Series;
 
 /// Rows of a plot, its axis included.

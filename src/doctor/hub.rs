@@ -1,6 +1,6 @@
 //! Whether the Hub can be reached: one TCP connection to the endpoint, and nothing said over it.
 
-use crate::hub::Settings;
+use crate::store::hub::Settings;
 use serde::Serialize;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;

@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::page::{Line, Page, Role};
-use crate::kernels::cross_entropy::TileLimit;
-use crate::model::Gpt2Config;
+use crate::engine::kernels::cross_entropy::TileLimit;
+use crate::engine::model::Gpt2Config;
 use crate::precision::PrecisionPolicy;
 use crate::train::{EngineBytes, largest_batch};
 use crate::{Error, Result};

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use super::ranges::Extent;
 use super::scaler::{Overflows, Visit};
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, PrecisionPolicy, TensorStats};
+use crate::store::tensor_file::TensorFile;
 use crate::telemetry::{self, Event, Outcome, Started, StepRecord};
-use crate::tensor_file::TensorFile;
 use crate::{Error, Result};
 
 /// A run's figures, read from its folder or its `events.jsonl`.

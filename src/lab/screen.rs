@@ -13,7 +13,7 @@ use std::time::Duration;
 use ratatui::crossterm::event::{Event, KeyEventKind};
 
 use super::Page;
-use crate::terminal::{Ending, Screen};
+use crate::screen::terminal::{Ending, Screen};
 use crate::{Error, Result};
 
 use model::Model;

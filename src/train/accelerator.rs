@@ -5,9 +5,9 @@ use crate::Error;
 use crate::Result;
 use crate::data::Batch;
 #[cfg(any(test, feature = "cuda"))]
-use crate::kernels::cross_entropy::TileLimit;
+use crate::engine::kernels::cross_entropy::TileLimit;
 #[cfg(any(test, feature = "cuda"))]
-use crate::model::Gpt2Config;
+use crate::engine::model::Gpt2Config;
 use crate::train::config::{Config, Place};
 #[cfg(any(test, feature = "cuda"))]
 use crate::train::memory::{EngineBytes, largest_batch};
@@ -88,8 +88,8 @@ fn gpu(
     engine: &mut Engine,
     report: &mut Report<'_>,
 ) -> Result<Option<Box<dyn Accelerator>>> {
-    use crate::kernels::cuda::driver::Gpu;
-    use crate::kernels::cuda::launch::Memory as _;
+    use crate::engine::kernels::cuda::driver::Gpu;
+    use crate::engine::kernels::cuda::launch::Memory as _;
     let open = || -> Result<Gpu> {
         config.check_fits_gpus()?;
         let named = ordinal.map_or("auto".into(), |ordinal| format!("cuda:{ordinal}"));

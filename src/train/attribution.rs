@@ -5,8 +5,8 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::kernels::survey::survey;
-use crate::model::{Mode, Place, Watch};
+use crate::engine::kernels::survey::survey;
+use crate::engine::model::{Mode, Place, Watch};
 use crate::precision::{FloatFormat, TensorStats};
 use crate::telemetry::{Origin, Pass};
 use crate::train::passes::passes;
@@ -115,10 +115,10 @@ impl Found {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use crate::checkpoint::Run;
-    use crate::kernels::view;
-    use crate::model::{Gpt2Config, Layer, Part};
+    use crate::engine::kernels::view;
+    use crate::engine::model::{Gpt2Config, Layer, Part};
     use crate::precision::{GradScalerConfig, PrecisionPolicy};
+    use crate::store::checkpoint::Run;
     use crate::telemetry::{Emitter, Event};
     use crate::train::setup::engine;
     use crate::train::step::Outcome;

@@ -1,7 +1,7 @@
 //! A run's configuration: what a TOML file, flags and `--set` may say, with defaults for everything.
 
 use crate::data::Source;
-use crate::optim::{AdamWConfig, LrSchedule, ScheduleKind};
+use crate::engine::optim::{AdamWConfig, LrSchedule, ScheduleKind};
 use crate::precision::{FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy, ScalerPolicy};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};

@@ -8,18 +8,18 @@
 //! and the tensors where [`Accelerator::fetch`] brings them: for checkpoints, samples, and closer looks at a step.
 
 use crate::data::Batch;
-use crate::kernels::cross_entropy::IGNORE;
-use crate::kernels::cuda::adamw::{self, AdamWTensor};
-use crate::kernels::cuda::cross_entropy::Seed;
-use crate::kernels::cuda::elementwise::{accumulate, copy};
-use crate::kernels::cuda::embedding;
-use crate::kernels::cuda::launch::{Buffer, Memory, bytes_of, values_of};
-use crate::kernels::cuda::product::Multiply;
-use crate::kernels::cuda::step::{self, Decay, Part, Rules, StepRecord, StepState, StepTimes, VerdictBuffers};
-use crate::kernels::cuda::survey::{self, BINS, CHUNK_STATS_BYTES, RawStats, SurveyBuffers};
-use crate::kernels::view;
-use crate::model::{DeviceGradients, DevicePass, Entry, Gpt2, Mode, Parameters, Workspace, candle_dtype};
-use crate::optim::{AdamWConfig, LrSchedule, ScheduleKind, Survey};
+use crate::engine::kernels::cross_entropy::IGNORE;
+use crate::engine::kernels::cuda::adamw::{self, AdamWTensor};
+use crate::engine::kernels::cuda::cross_entropy::Seed;
+use crate::engine::kernels::cuda::elementwise::{accumulate, copy};
+use crate::engine::kernels::cuda::embedding;
+use crate::engine::kernels::cuda::launch::{Buffer, Memory, bytes_of, values_of};
+use crate::engine::kernels::cuda::product::Multiply;
+use crate::engine::kernels::cuda::step::{self, Decay, Part, Rules, StepRecord, StepState, StepTimes, VerdictBuffers};
+use crate::engine::kernels::cuda::survey::{self, BINS, CHUNK_STATS_BYTES, RawStats, SurveyBuffers};
+use crate::engine::kernels::view;
+use crate::engine::model::{DeviceGradients, DevicePass, Entry, Gpt2, Mode, Parameters, Workspace, candle_dtype};
+use crate::engine::optim::{AdamWConfig, LrSchedule, ScheduleKind, Survey};
 use crate::precision::{FloatFormat, GradScaler, PrecisionPolicy};
 use crate::train::accelerator::{Accelerator, STEPS_ON_THEIR_WAY};
 use crate::train::state::{Counters, TrainState};

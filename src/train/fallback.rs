@@ -1,7 +1,7 @@
 //! Layers that overflow too often leave the policy's compute type, at a step's boundary.
 
 use crate::Result;
-use crate::model::candle_dtype;
+use crate::engine::model::candle_dtype;
 use crate::precision::{Dtype, PrecisionPolicy, Unit};
 use crate::telemetry::{Origin, Pass, Retyped};
 use crate::train::fp8::{FP8, Fp8Layer};

@@ -5,10 +5,10 @@
 //! same numbers, and a run without FP8 has nothing of it.
 
 use crate::Result;
-use crate::kernels::fp8::round_through;
-use crate::kernels::survey::survey;
-use crate::kernels::view;
-use crate::model::{Layer, Parameters, Part, Place, Watch};
+use crate::engine::kernels::fp8::round_through;
+use crate::engine::kernels::survey::survey;
+use crate::engine::kernels::view;
+use crate::engine::model::{Layer, Parameters, Part, Place, Watch};
 use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, Unit, scale_for};
 use crate::telemetry::{Event, Retyped, Variances};
 use crate::train::step::{Engine, Outcome, StepReport};
@@ -185,7 +185,7 @@ pub(super) fn after_step(
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use crate::model::Gpt2Config;
+    use crate::engine::model::Gpt2Config;
     use crate::train::TrainState;
     use candle_core::{DType, Device};
 

@@ -3,8 +3,8 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::kernels::survey::survey;
-use crate::model::{Mode, Place, Watch};
+use crate::engine::kernels::survey::survey;
+use crate::engine::model::{Mode, Place, Watch};
 use crate::precision::FloatFormat;
 use crate::train::passes::passes;
 use crate::train::state::Counters;

@@ -1,9 +1,9 @@
 //! What training's buffers take, as the types that allocate them tell.
 
 use crate::Result;
-use crate::kernels::cross_entropy::TileLimit;
-use crate::model::{Gpt2Config, Workspace, WorkspaceBytes};
-use crate::optim::{AdamW, Gradients, MasterWeights};
+use crate::engine::kernels::cross_entropy::TileLimit;
+use crate::engine::model::{Gpt2Config, Workspace, WorkspaceBytes};
+use crate::engine::optim::{AdamW, Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
 
 /// Bytes by what they are for.

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::model::{Gpt2, Mode, Parameters, Tokens, Watch, Workspace};
+use crate::engine::model::{Gpt2, Mode, Parameters, Tokens, Watch, Workspace};
 use crate::train::fp8::Fp8Layer;
 
 /// Both passes over `batch`, as [`Engine::step`](super::Engine::step) does them: dL/d(loss of a target) = `seed`.

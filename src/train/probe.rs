@@ -6,10 +6,10 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::kernels::survey::survey;
-use crate::kernels::view::read;
-use crate::model::{Mode, Part, Place, Watch, Workspace};
-use crate::optim::{Gradients, Survey};
+use crate::engine::kernels::survey::survey;
+use crate::engine::kernels::view::read;
+use crate::engine::model::{Mode, Part, Place, Watch, Workspace};
+use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Probe};
 use crate::train::passes::passes;

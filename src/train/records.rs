@@ -1,8 +1,8 @@
 //! What a step tells the log: the engine's figures in the words of [`crate::telemetry`].
 
-use crate::kernels::survey::TensorSurvey;
-use crate::model::Entry;
-use crate::optim::Survey;
+use crate::engine::kernels::survey::TensorSurvey;
+use crate::engine::model::Entry;
+use crate::engine::optim::Survey;
 use crate::telemetry::{
     GradStats, Origin, Outcome as RecordedOutcome, Overflow, ScaleMove, StepRecord, StepTime, TensorRecord,
 };

@@ -1,8 +1,8 @@
 //! Text samples during training.
 
 use crate::data::Tokenizer;
-use crate::generate::{Request, Sampling, generate, prompt_ids};
-use crate::model::{Gpt2, KvCache, Parameters};
+use crate::engine::model::{Gpt2, KvCache, Parameters};
+use crate::inference::generate::{Request, Sampling, generate, prompt_ids};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::Device;

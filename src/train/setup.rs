@@ -1,13 +1,14 @@
 //! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
 
-use crate::checkpoint::Checkpoint;
 use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer};
 use crate::digest::read_at_most;
-use crate::hub::{self, Hub, Settings};
-use crate::kernels::view;
-use crate::model::{Gpt2, Gpt2Config, ModelFolder, Parameters, Workspace};
-use crate::optim::{Gradients, Survey};
+use crate::engine::kernels::view;
+use crate::engine::model::{Gpt2, Gpt2Config, Parameters, Workspace};
+use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{Fallback, GradScaler};
+use crate::store::ModelFolder;
+use crate::store::checkpoint::Checkpoint;
+use crate::store::hub::{self, Hub, Settings};
 use crate::train::config::{Config, Init, Place};
 use crate::train::fp8::Fp8Layer;
 use crate::train::state::TrainState;

@@ -1,8 +1,8 @@
 //! What a checkpoint holds, and nothing else.
 
 use crate::Result;
-use crate::model::{Gpt2Config, Parameters, candle_dtype};
-use crate::optim::{AdamW, AdamWConfig, MasterWeights};
+use crate::engine::model::{Gpt2Config, Parameters, candle_dtype};
+use crate::engine::optim::{AdamW, AdamWConfig, MasterWeights};
 use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
 use crate::train::fp8::Fp8Layer;
 use std::collections::BTreeMap;

@@ -3,8 +3,8 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::model::{Gpt2, Mode, Tokens, Workspace};
-use crate::optim::{Gradients, LrSchedule, Survey};
+use crate::engine::model::{Gpt2, Mode, Tokens, Workspace};
+use crate::engine::optim::{Gradients, LrSchedule, Survey};
 use crate::precision::{PrecisionPolicy, ScaleChange};
 use crate::train::state::TrainState;
 use candle_core::Device;

@@ -6,10 +6,11 @@
 mod events;
 mod saving;
 
-use crate::checkpoint::{Best, Checkpoint, Identity, Run};
 use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
-use crate::model::Parameters;
+use crate::engine::model::Parameters;
+use crate::inference::trained::check_range;
 use crate::precision::{Fallback, GradScaler, OnOverflow, ScaleChange, ScalerPolicy};
+use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
 use crate::telemetry::{Command, Emitter, Event, FinishReason, GpuSampler, SampleText, Trouble, Validation};
 use crate::train::accelerator::{Accelerator, STEPS_ON_THEIR_WAY, accelerator};
 use crate::train::config::{Config, Place};
@@ -18,7 +19,6 @@ use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
 use crate::train::{attribution, fallback, fp8, headroom, probe, records};
-use crate::trained::check_range;
 use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
 //! The proof that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit.
 
-use crate::checkpoint::{Checkpoint, Run};
-use crate::kernels::view::{View, read};
-use crate::model::Parameters;
+use crate::engine::kernels::view::{View, read};
+use crate::engine::model::Parameters;
+use crate::store::checkpoint::{Checkpoint, Run};
 use crate::telemetry::Emitter;
 use crate::train::config::Config;
 use crate::train::fp8::Fp8Layer;

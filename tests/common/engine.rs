@@ -6,10 +6,11 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
-use finetune::kernels::view;
-use finetune::model::{Gpt2, Gpt2Config, ModelFolder, Parameters, Workspace};
-use finetune::optim::{AdamWConfig, Gradients, LrSchedule, ScheduleKind, Survey};
+use finetune::engine::kernels::view;
+use finetune::engine::model::{Gpt2, Gpt2Config, Parameters, Workspace};
+use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, ScheduleKind, Survey};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
+use finetune::store::ModelFolder;
 use finetune::train::{Engine, TrainState};
 
 use super::golden::{Case, Trajectory};

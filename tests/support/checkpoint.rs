@@ -6,10 +6,10 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::Result;
-use finetune::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State};
 use finetune::data::Cursor;
-use finetune::model::{Gpt2Config, Parameters};
+use finetune::engine::model::{Gpt2Config, Parameters};
 use finetune::precision::ScalerState;
+use finetune::store::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State};
 use tempfile::TempDir;
 
 /// What stands for `tokenizer.json`.

@@ -1,4 +1,4 @@
-// The parts of NVIDIA's driver and of cuBLASLt that src/kernels/cuda/driver calls, on a CPU: memory is the host's, kernels run
+// The parts of NVIDIA's driver and of cuBLASLt that src/engine/kernels/cuda/driver calls, on a CPU: memory is the host's, kernels run
 // in the emulator, products are plain loops. Built into one library under both names, it lets the program's calls be tried
 // where there is no GPU: their order, sizes, handles and descriptions. Built and used by `.ci/gpu --emulate`.
 //
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "../../src/kernels/cuda/emulator.h"
+#include "../../src/engine/kernels/cuda/emulator.h"
 
 typedef int Status;
 typedef unsigned long long Address;

@@ -1,6 +1,6 @@
 //! The laboratory's keys.
 
-use crate::terminal::Binding;
+use crate::screen::terminal::Binding;
 use ratatui::crossterm::event::KeyCode::{self, Char};
 
 /// What a key does.
@@ -83,6 +83,6 @@ mod tests {
 
     #[test]
     fn the_table_is_sound() {
-        crate::terminal::keys::check(KEYS, 6);
+        crate::screen::terminal::keys::check(KEYS, 6);
     }
 }

@@ -7,7 +7,7 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use super::keys::{Action, KEYS};
 use crate::Result;
 use crate::lab::{Line, Page, Role, parse_value};
-use crate::terminal::keys::{action, is_ctrl_c};
+use crate::screen::terminal::keys::{action, is_ctrl_c};
 
 /// A tab: a view with its parameters.
 #[derive(Debug, Clone)]

@@ -8,8 +8,8 @@ use ratatui::style::{Color, Modifier, Style};
 use super::keys::KEYS;
 use super::model::Model;
 use crate::lab::{Line, Page, Role};
-use crate::terminal::Palette;
-use crate::terminal::keys::{self, GAPS};
+use crate::screen::terminal::Palette;
+use crate::screen::terminal::keys::{self, GAPS};
 
 /// How the screen looks on this terminal: its colours, and whether it keeps to ASCII.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

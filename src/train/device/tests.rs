@@ -2,12 +2,12 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use super::*;
-use crate::checkpoint::{Checkpoint, Run};
-use crate::kernels::cuda::emulator::Emulator;
-use crate::kernels::cuda::testbed::Testbed;
-use crate::kernels::view::{View, read};
-use crate::model::Gpt2Config;
+use crate::engine::kernels::cuda::emulator::Emulator;
+use crate::engine::kernels::cuda::testbed::Testbed;
+use crate::engine::kernels::view::{View, read};
+use crate::engine::model::Gpt2Config;
 use crate::precision::{Dtype, GradScalerConfig, OnOverflow, ScaleChange};
+use crate::store::checkpoint::{Checkpoint, Run};
 use crate::telemetry::{Command, Emitter, Event, Record};
 use crate::train::setup::{self, ModelSource};
 use crate::train::{Config, Trainer, verify};

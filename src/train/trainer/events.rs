@@ -1,8 +1,8 @@
 //! What the trainer tells of itself and of its steps.
 
 use super::Trainer;
-use crate::kernels::isa::Isa;
-use crate::optim::AdamWConfig;
+use crate::engine::kernels::isa::Isa;
+use crate::engine::optim::AdamWConfig;
 use crate::telemetry::{
     Cpu, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats, ScalerSettings,
     Started,

@@ -1,7 +1,7 @@
 //! The trainer's checkpoints.
 
 use super::Trainer;
-use crate::checkpoint::{self, Contents, FORMAT_VERSION, Keep, Kind, State};
+use crate::store::checkpoint::{self, Contents, FORMAT_VERSION, Keep, Kind, State};
 use crate::telemetry::{Event, Saved, Trouble};
 use crate::{Error, Result};
 use serde_json::json;

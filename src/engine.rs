@@ -1,0 +1,5 @@
+//! What trains and runs a model: kernels, the decoder over them, optimizer.
+
+pub mod kernels;
+pub mod model;
+pub mod optim;

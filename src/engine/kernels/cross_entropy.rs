@@ -1,0 +1,215 @@
+//! The language-model head fused with its cross-entropy loss.
+//!
+//! Logits exist for one tile of rows at a time, in the compute type; the softmax and the loss are FP32. The logits'
+//! gradient overwrites the logits, and goes straight into the gradients of the head's input and weight.
+
+use crate::engine::kernels::convert::Element;
+use crate::engine::kernels::linear::product;
+use crate::engine::kernels::math;
+use crate::engine::kernels::matmul::{Epilogue, Operand};
+use crate::engine::kernels::rows::{Rows, for_each_part, max, sum, with_scratch};
+use crate::engine::kernels::view::{Allocate, ViewMut, copy, read, with_element, write, write_f32};
+use candle_core::{DType, Result, Tensor, bail};
+
+/// A target that takes no part in the loss: padding, or a prompt that is not trained on.
+pub const IGNORE: u32 = u32::MAX;
+
+/// What the head needs beside its operands: a tile of logits and a place to sum over tiles.
+#[derive(Debug)]
+pub struct HeadWorkspace<T = Tensor> {
+    /// `[tile, V]`, compute type.
+    pub(crate) logits: T,
+    /// `[V, D]` FP32, where the gradient is of a narrower type and takes more than one tile to sum.
+    pub(crate) weight_sum: Option<T>,
+    /// One loss a row, FP32.
+    pub(crate) losses: T,
+}
+
+/// How large a tile is, at most, which bounds the head's memory whatever the batch.
+#[derive(Clone, Copy, Debug)]
+pub enum TileLimit {
+    /// For caches and memory of a CPU.
+    Cpu,
+    /// For a GPU, on which each tile costs more of a step's time: reading the weight, and adding to its gradient once more,
+    /// are slower beside the products.
+    Gpu,
+}
+
+impl TileLimit {
+    /// Bytes of logits.
+    fn bytes(self, grads: Option<DType>) -> usize {
+        match self {
+            Self::Gpu => 1 << 30,
+            // Tiles are summed in the weight's gradient itself, so that more of them take no more memory. Each costs
+            // about 2 % of a step's time.
+            Self::Cpu if grads == Some(DType::F32) => 1 << 26,
+            Self::Cpu => 1 << 27,
+        }
+    }
+}
+
+impl<T> HeadWorkspace<T> {
+    /// For `tokens` rows, `vocab` columns and inputs of `width`; `grads` is the weight gradient's type, `None` for a
+    /// workspace that only evaluates.
+    pub fn lay_out(
+        tokens: usize,
+        vocab: usize,
+        width: usize,
+        compute: DType,
+        grads: Option<DType>,
+        limit: TileLimit,
+        allocate: Allocate<'_, T>,
+    ) -> Result<Self> {
+        let tile = (limit.bytes(grads) / compute.size_in_bytes() / vocab).clamp(1, tokens);
+        let tiles = tokens.div_ceil(tile);
+        let tile = tokens.div_ceil(tiles);
+        let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
+        Ok(Self {
+            logits: allocate(&[tile, vocab], compute)?,
+            weight_sum: sum_over_tiles.then(|| allocate(&[vocab, width], DType::F32)).transpose()?,
+            losses: allocate(&[tokens], DType::F32)?,
+        })
+    }
+}
+
+/// Where the head's gradients go, and from which seed.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadGradient<'a> {
+    /// dL/d(row's loss): the loss scale over the number of targets.
+    pub seed: f32,
+    /// `[N, D]`, compute type, overwritten.
+    pub dx: &'a Tensor,
+    /// `[V, D]`, gradients' type, overwritten.
+    pub dweight: &'a Tensor,
+}
+
+/// What the head computes on its way, for who looks for overflows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadTensor {
+    /// A tile of logits.
+    Logits,
+    /// Their gradient, in their place.
+    LogitsGradient,
+    /// The tile's rows of the input's gradient.
+    InputGradient,
+    /// The weight's gradient, complete.
+    WeightGradient,
+}
+
+/// Sum of the losses `-log softmax(x · weightᵀ)[target]` over rows whose target is not [`IGNORE`], for `x [N, D]` and
+/// `weight [V, D]`. With `gradient`, its products too. `saw` is shown each tensor as it is made, with the row its first
+/// row is of the whole; [`HeadTensor`] names them in this order.
+pub fn head(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &[u32],
+    workspace: &HeadWorkspace,
+    gradient: Option<HeadGradient<'_>>,
+    mut saw: impl FnMut(HeadTensor, usize, &Tensor) -> Result<()>,
+) -> Result<f64> {
+    let ((rows, width), (vocab, _)) = (x.dims2()?, weight.dims2()?);
+    if let Some(target) = targets.iter().find(|&&t| t != IGNORE && t as usize >= vocab) {
+        bail!("target {target} is outside the model's vocabulary of {vocab}");
+    }
+    let tile = workspace.logits.dim(0)?;
+    let (x, weight) = (read(x)?, read(weight)?);
+    with_element!(workspace.logits.dtype(), T => {
+        let (x, weight) = (x.typed::<T>()?, weight.typed::<T>()?);
+        for first in (0..rows).step_by(tile) {
+            let count = tile.min(rows - first);
+            let x = Operand::new(&x[first * width..(first + count) * width], count, width);
+            let weight = Operand::new(weight, vocab, width);
+            let logits = workspace.logits.narrow(0, 0, count)?;
+            product(x, weight.transposed(), &logits, Epilogue::default())?;
+            saw(HeadTensor::Logits, first, &logits)?;
+            let losses = workspace.losses.narrow(0, first, count)?;
+            loss_rows(&logits, &targets[first..first + count], &losses, gradient.map(|g| g.seed))?;
+            if let Some(gradient) = gradient {
+                saw(HeadTensor::LogitsGradient, first, &logits)?;
+                let dx = gradient.dx.narrow(0, first, count)?;
+                let dweight = workspace.weight_sum.as_ref().unwrap_or(gradient.dweight);
+                backward_tile::<T>(&logits, x, weight, &dx, dweight, first > 0)?;
+                saw(HeadTensor::InputGradient, first, &dx)?;
+            }
+        }
+    });
+    if let Some(gradient) = gradient {
+        if let Some(sum) = &workspace.weight_sum {
+            copy(sum, gradient.dweight)?;
+        }
+        saw(HeadTensor::WeightGradient, 0, gradient.dweight)?;
+    }
+    let losses = read(&workspace.losses)?;
+    Ok(losses.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())
+}
+
+fn backward_tile<T: Element>(
+    dlogits: &Tensor,
+    x: Operand<'_, T>,
+    weight: Operand<'_, T>,
+    dx: &Tensor,
+    dweight: &Tensor,
+    accumulate: bool,
+) -> Result<()> {
+    let (count, vocab) = dlogits.dims2()?;
+    let dlogits = read(dlogits)?;
+    let dlogits = Operand::new(dlogits.typed::<T>()?, count, vocab);
+    product(dlogits, weight, dx, Epilogue::default())?;
+    product(dlogits.transposed(), x, dweight, Epilogue { accumulate, ..Epilogue::default() })
+}
+
+/// Each row's loss, and with a `seed` the logits' gradient in their place.
+fn loss_rows(logits: &Tensor, targets: &[u32], losses: &Tensor, seed: Option<f32>) -> Result<()> {
+    let (rows, vocab) = logits.dims2()?;
+    write(logits, |logits| {
+        write_f32(losses, |losses| {
+            let out = (Rows { view: logits, width: vocab }, Rows { view: losses, width: 1 });
+            for_each_part(
+                out,
+                rows,
+                4,
+                #[inline(always)]
+                |first, rows, (mut logits, losses)| {
+                    with_scratch(
+                        vocab,
+                        #[inline(always)]
+                        |row| {
+                            for i in 0..rows {
+                                let target = targets[first + i];
+                                losses.view[i] = loss_row(&mut logits.view, i * vocab, target, seed, row);
+                            }
+                        },
+                    );
+                },
+            );
+        })
+    })?
+}
+
+#[inline(always)]
+fn loss_row(logits: &mut ViewMut<'_>, start: usize, target: u32, seed: Option<f32>, row: &mut [f32]) -> f32 {
+    if target == IGNORE {
+        if seed.is_some() {
+            row.fill(0.0);
+            logits.store(start, row);
+        }
+        return 0.0;
+    }
+    let target = target as usize;
+    logits.as_view().load(start, row);
+    let picked = row[target];
+    let top = max(row);
+    for x in row.iter_mut() {
+        *x = math::exp(*x - top);
+    }
+    let total = sum(row);
+    if let Some(seed) = seed {
+        let factor = seed / total;
+        for x in row.iter_mut() {
+            *x *= factor;
+        }
+        row[target] -= seed;
+        logits.store(start, row);
+    }
+    total.ln() + (top - picked)
+}

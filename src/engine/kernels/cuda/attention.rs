@@ -1,0 +1,204 @@
+//! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for what tensor cores multiply.
+
+use super::elementwise::Mask;
+use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use crate::engine::kernels::attention::Shape;
+use crate::engine::kernels::dropout::Dropout;
+use candle_core::{DType, Result, bail};
+
+/// The head sizes there are kernels for; others run in the next larger one.
+const SIZES: [usize; 4] = [32, 64, 96, 128];
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AttentionShape {
+    batch: u32,
+    seq_len: u32,
+    heads: u32,
+    head_size: u32,
+    softmax_scale: f32,
+    unused: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Forward {
+    qkv: u64,
+    out: u64,
+    lse: u64,
+    shape: AttentionShape,
+    dropout: Mask,
+}
+// SAFETY: mirrors `AttentionForward`.
+unsafe impl Arguments for Forward {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RowProducts {
+    dout: u64,
+    out: u64,
+    delta: u64,
+    shape: AttentionShape,
+}
+// SAFETY: mirrors `AttentionDelta`.
+unsafe impl Arguments for RowProducts {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Backward {
+    qkv: u64,
+    dout: u64,
+    lse: u64,
+    delta: u64,
+    dqkv: u64,
+    shape: AttentionShape,
+    dropout: Mask,
+}
+// SAFETY: mirrors `AttentionBackward`.
+unsafe impl Arguments for Backward {}
+
+/// Kernels that a call consists of.
+#[derive(Clone, Copy)]
+enum Pass {
+    Forward,
+    BackwardKeysAndValues,
+    BackwardQueries,
+}
+
+/// One call's sizes, and the kernels that serve them.
+#[derive(Clone, Copy)]
+struct Plan {
+    shape: Shape,
+    dtype: DType,
+    /// The kernels' head size.
+    size: usize,
+}
+
+impl Plan {
+    fn new(shape: Shape, dtype: DType) -> Result<Self> {
+        let Some(&size) = SIZES.iter().find(|&&size| size >= shape.head_size) else {
+            bail!("the GPU's attention has heads of at most {} elements, not {}", SIZES[3], shape.head_size);
+        };
+        Ok(Self { shape, dtype, size })
+    }
+
+    fn elements(self) -> usize {
+        self.shape.batch * self.shape.seq_len * self.shape.heads * self.shape.head_size
+    }
+
+    fn stat_len(self) -> usize {
+        self.shape.batch * self.shape.seq_len * self.shape.heads
+    }
+
+    fn arguments(self) -> Result<AttentionShape> {
+        let Shape { batch, seq_len, heads, head_size } = self.shape;
+        Ok(AttentionShape {
+            batch: word(batch)?,
+            seq_len: word(seq_len)?,
+            heads: word(heads)?,
+            head_size: word(head_size)?,
+            softmax_scale: self.shape.softmax_scale(),
+            unused: 0,
+        })
+    }
+
+    fn launch(self, pass: Pass) -> Result<Launch> {
+        let kernel = match pass {
+            Pass::Forward => "attention_forward",
+            Pass::BackwardKeysAndValues => "attention_backward_kv",
+            Pass::BackwardQueries => "attention_backward_q",
+        };
+        let (module, rows, threads, shared_bytes) = match self.dtype {
+            DType::F32 => self.in_fp32(pass),
+            _ => self.on_tensor_cores(pass),
+        };
+        Ok(Launch {
+            module,
+            kernel: format!("{}_{}", entry(kernel, &[self.dtype])?, self.size),
+            grid: [word(self.shape.seq_len.div_ceil(rows))?, word(self.shape.batch * self.shape.heads)?, 1],
+            threads,
+            shared_bytes: word(shared_bytes)?,
+        })
+    }
+
+    /// Module, a block's rows, its threads and its shared memory: tiles of operands and of scores.
+    fn in_fp32(self, pass: Pass) -> (&'static str, usize, u32, usize) {
+        let rows = if self.size <= 64 { 64 } else { 32 };
+        let (tiles, squares) = match pass {
+            Pass::Forward => (2, 1),
+            Pass::BackwardKeysAndValues => (4, 2),
+            Pass::BackwardQueries => (4, 1),
+        };
+        let floats = tiles * rows * (self.size + 1) + squares * rows * (rows + 1);
+        ("attention", rows, 256, floats * size_of::<f32>())
+    }
+
+    /// The same: rows of two stages of two tiles, and of two tiles at rest where these stay; and the statistics of two stages.
+    fn on_tensor_cores(self, pass: Pass) -> (&'static str, usize, u32, usize) {
+        const ROWS: usize = 64;
+        let (tile, at_rest) = match pass {
+            Pass::BackwardKeysAndValues | Pass::BackwardQueries if self.size > 64 => (32, 2 * ROWS),
+            _ => (ROWS, 0),
+        };
+        let stats = if matches!(pass, Pass::BackwardKeysAndValues) { 2 * 2 * tile } else { 0 };
+        let halves = (4 * tile + at_rest) * (self.size + 8);
+        ("attention_mma", ROWS, 128, 2 * halves + stats * size_of::<f32>())
+    }
+}
+
+/// See [`attention::forward`](crate::engine::kernels::attention::forward).
+pub(crate) fn forward(
+    queue: &impl Queue,
+    shape: Shape,
+    qkv: Buffer,
+    dropout: Option<Dropout>,
+    draw: Buffer,
+    out: Buffer,
+    lse: Buffer,
+) -> Result<()> {
+    let plan = Plan::new(shape, qkv.dtype)?;
+    let arguments = Forward {
+        qkv: qkv.of("qkv", 3 * plan.elements())?,
+        out: out.expect("out", qkv.dtype, plan.elements())?,
+        lse: lse.expect("lse", DType::F32, plan.stat_len())?,
+        shape: plan.arguments()?,
+        dropout: Mask::new(dropout, draw)?,
+    };
+    // SAFETY: every buffer was found large enough.
+    unsafe { queue.launch(&plan.launch(Pass::Forward)?, &arguments) }
+}
+
+/// See [`attention::backward`](crate::engine::kernels::attention::backward).
+pub(crate) fn backward(
+    queue: &impl Queue,
+    shape: Shape,
+    [dout, qkv, out, lse]: [Buffer; 4],
+    dropout: Option<Dropout>,
+    draw: Buffer,
+    dqkv: Buffer,
+) -> Result<()> {
+    let plan = Plan::new(shape, qkv.dtype)?;
+    let delta = queue.scratch(plan.stat_len())?;
+    let products = RowProducts {
+        dout: dout.expect("dout", qkv.dtype, plan.elements())?,
+        out: out.expect("out", qkv.dtype, plan.elements())?,
+        delta: delta.address,
+        shape: plan.arguments()?,
+    };
+    let arguments = Backward {
+        qkv: qkv.of("qkv", 3 * plan.elements())?,
+        dout: products.dout,
+        lse: lse.expect("lse", DType::F32, plan.stat_len())?,
+        delta: delta.address,
+        dqkv: dqkv.expect("dqkv", qkv.dtype, 3 * plan.elements())?,
+        shape: products.shape,
+        dropout: Mask::new(dropout, draw)?,
+    };
+    let by_rows = Launch::warp_a_row("attention", entry("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
+    // SAFETY: every buffer was found large enough.
+    unsafe {
+        queue.launch(&by_rows, &products)?;
+        queue.launch(&plan.launch(Pass::BackwardKeysAndValues)?, &arguments)?;
+        queue.launch(&plan.launch(Pass::BackwardQueries)?, &arguments)
+    }
+}

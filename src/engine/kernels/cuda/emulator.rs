@@ -1,0 +1,347 @@
+//! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
+
+use super::launch::{Buffer, Launch, Memory, Queue};
+use super::product::{Epilogue, Multiply, Operands, Product};
+use super::testbed::{decode, encode};
+use crate::digest::Digest;
+use crate::engine::kernels::math::{gelu_derivative, gelu_slice};
+use candle_core::{DType, Result, bail};
+use std::cell::{Cell, RefCell};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+use std::{env, fs, thread};
+
+/// Undefined behaviour, misaligned vectors among it, ends the test. Products are not contracted, so that results do not
+/// depend on the compiler.
+const FLAGS: [&str; 8] = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-ffp-contract=off",
+    "-fsanitize=undefined",
+    "-fno-sanitize-recover=all",
+];
+
+type EntryPoint = unsafe extern "C" fn(
+    *const c_char,
+    *const u32,
+    u32,
+    usize,
+    *const c_void,
+    usize,
+    *const Range,
+    usize,
+    u32,
+    *mut c_char,
+    usize,
+) -> c_int;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Range {
+    first: usize,
+    end: usize,
+    writable: bool,
+}
+
+static ENTRY_POINT: LazyLock<std::result::Result<EntryPoint, String>> = LazyLock::new(|| {
+    let path = library()?;
+    let path = CString::new(path.to_string_lossy().as_bytes()).map_err(|error| error.to_string())?;
+    // SAFETY: the library is the one built below; its constructors only register the kernels.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+    if handle.is_null() {
+        return Err(format!("cannot load {}", path.to_string_lossy()));
+    }
+    // SAFETY: the handle is open, and the name ends in a zero.
+    let symbol = unsafe { libc::dlsym(handle, c"emulator_launch".as_ptr()) };
+    if symbol.is_null() {
+        return Err("the emulator has no entry point".into());
+    }
+    // SAFETY: emulator.cpp declares the function with these arguments.
+    Ok(unsafe { std::mem::transmute::<*mut c_void, EntryPoint>(symbol) })
+});
+
+/// The compiled emulator, built anew where a source has changed.
+fn library() -> std::result::Result<PathBuf, String> {
+    let text = |error: std::io::Error| error.to_string();
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/engine/kernels");
+    let mut contents = FLAGS.join(" ");
+    let mut sources = Vec::new();
+    for folder in [kernels.clone(), kernels.join("cuda")] {
+        let mut files: Vec<_> = fs::read_dir(folder)
+            .map_err(text)?
+            .map(|entry| entry.map(|e| e.path()))
+            .collect::<std::io::Result<_>>()
+            .map_err(text)?;
+        files.sort();
+        for file in files {
+            let extension = file.extension().and_then(|e| e.to_str()).unwrap_or_default();
+            if ["cu", "cuh", "cpp", "h"].contains(&extension) {
+                contents += &fs::read_to_string(&file).map_err(text)?;
+                if ["cu", "cpp"].contains(&extension) {
+                    sources.push(file);
+                }
+            }
+        }
+    }
+    let folder = env::current_exe().map_err(text)?.with_file_name("cuda-emulator");
+    let library = folder.join(format!("{}.so", &Digest::of(contents.as_bytes()).sha256[..16]));
+    if !library.exists() {
+        fs::create_dir_all(&folder).map_err(text)?;
+        let build = tempfile::tempdir_in(&folder).map_err(text)?;
+        compile(&sources, build.path())?;
+        fs::rename(build.path().join("emulator.so"), &library).map_err(text)?;
+    }
+    Ok(library)
+}
+
+fn compile(sources: &[PathBuf], folder: &Path) -> std::result::Result<(), String> {
+    let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let run = |arguments: &[&str]| {
+        let output = Command::new(&compiler).args(FLAGS).args(arguments).output();
+        match output.map_err(|error| format!("{compiler}: {error}; the kernels' tests need a C++ compiler"))? {
+            output if output.status.success() => Ok(()),
+            output => Err(format!("{arguments:?}: {}", String::from_utf8_lossy(&output.stderr))),
+        }
+    };
+    let objects: Vec<_> =
+        (0..sources.len()).map(|i| folder.join(format!("{i}.o")).to_string_lossy().into_owned()).collect();
+    let jobs: Vec<_> = sources.iter().zip(&objects).collect();
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let workers = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        let worker = || -> std::result::Result<(), String> {
+            while let Some((source, object)) = jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+                run(&["-x", "c++", "-c", &source.to_string_lossy(), "-o", object])?;
+            }
+            Ok(())
+        };
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|_| Err("a compiling thread panicked".into())))
+    })?;
+    let library = folder.join("emulator.so").to_string_lossy().into_owned();
+    let mut arguments = vec!["-shared", "-o", &library];
+    arguments.extend(objects.iter().map(String::as_str));
+    run(&arguments)
+}
+
+/// Aligned as a device's allocator aligns.
+#[repr(C, align(256))]
+#[derive(Clone, Copy)]
+struct Line([u8; 256]);
+
+struct Allocation {
+    lines: Vec<Line>,
+    bytes: usize,
+    writable: bool,
+}
+
+impl Allocation {
+    fn address(&self) -> u64 {
+        self.lines.as_ptr() as u64
+    }
+
+    /// The bytes of `buffer`, if all of them are here.
+    fn bytes_of(&mut self, buffer: Buffer) -> Option<&mut [u8]> {
+        let first = usize::try_from(buffer.address.checked_sub(self.address())?).ok()?;
+        // SAFETY: lines are bytes and nothing else.
+        let (_, all, _) = unsafe { self.lines.align_to_mut::<u8>() };
+        all[..self.bytes].get_mut(first..first + buffer.bytes())
+    }
+}
+
+/// A device of its own memory: kernels may touch what was made by it and nothing else.
+pub(crate) struct Emulator {
+    order: u32,
+    memory: RefCell<Vec<Allocation>>,
+    /// Where the last scratch memory is, which the next takes the place of.
+    scratch: Cell<Option<u64>>,
+    /// Whether products have the epilogues that a library may refuse.
+    pub(crate) epilogues: bool,
+    /// Kernels, products and fills so far.
+    pub(crate) launches: Cell<usize>,
+}
+
+impl Emulator {
+    /// Every order in which fibers and blocks run: a race makes two of them differ.
+    pub(crate) const ORDERS: [u32; 3] = [0, 1, 2];
+
+    pub(crate) fn new(order: u32) -> Self {
+        Self { order, memory: RefCell::default(), scratch: Cell::default(), epilogues: true, launches: Cell::default() }
+    }
+
+    fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> Buffer {
+        let mut lines = vec![Line([0xff; 256]); bytes.len().div_ceil(256).max(1)];
+        for (line, part) in lines.iter_mut().zip(bytes.chunks(256)) {
+            line.0[..part.len()].copy_from_slice(part);
+        }
+        let allocation = Allocation { lines, bytes: bytes.len(), writable };
+        let buffer = Buffer { address: allocation.address(), dtype, len };
+        self.memory.borrow_mut().push(allocation);
+        buffer
+    }
+
+    /// Bytes that kernels may read.
+    pub(crate) fn constant(&self, bytes: &[u8], dtype: DType, len: usize) -> Buffer {
+        self.keep(bytes, dtype, len, false)
+    }
+
+    /// Lends the bytes of `buffer` to `f`.
+    fn with<R>(&self, buffer: Buffer, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+        match self.memory.borrow_mut().iter_mut().find_map(|allocation| allocation.bytes_of(buffer)) {
+            Some(bytes) => Ok(f(bytes)),
+            None => bail!("{buffer:?} is no part of the device's memory"),
+        }
+    }
+
+    fn read(&self, buffer: Buffer) -> Result<Vec<f32>> {
+        self.with(buffer, |bytes| decode(bytes, buffer.dtype))
+    }
+}
+
+impl Queue for Emulator {
+    unsafe fn launch_raw(&self, launch: &Launch, arguments: *const c_void, size: usize) -> Result<()> {
+        self.launches.update(|count| count + 1);
+        let entry_point = match &*ENTRY_POINT {
+            Ok(entry_point) => entry_point,
+            Err(error) => bail!("{error}"),
+        };
+        let ranges: Vec<Range> = (self.memory.borrow().iter())
+            .map(|allocation| {
+                let first = allocation.address() as usize;
+                Range { first, end: first + allocation.bytes, writable: allocation.writable }
+            })
+            .collect();
+        let Ok(name) = CString::new(launch.kernel.as_str()) else { bail!("a kernel's name holds a zero") };
+        let mut message = [0; 600];
+        // SAFETY: the library checks the arguments' size and every access to memory against `ranges`.
+        let failed = unsafe {
+            entry_point(
+                name.as_ptr(),
+                launch.grid.as_ptr(),
+                launch.threads,
+                launch.shared_bytes as usize,
+                arguments,
+                size,
+                ranges.as_ptr(),
+                ranges.len(),
+                self.order,
+                message.as_mut_ptr(),
+                message.len(),
+            )
+        };
+        if failed != 0 {
+            // SAFETY: the library ends the message with a zero.
+            bail!("{}", unsafe { CStr::from_ptr(message.as_ptr()) }.to_string_lossy());
+        }
+        Ok(())
+    }
+
+    fn scratch(&self, len: usize) -> Result<Buffer> {
+        let buffer = self.allocate(DType::F32, len)?;
+        if let Some(last) = self.scratch.replace(Some(buffer.address)) {
+            self.memory.borrow_mut().retain(|allocation| allocation.address() != last);
+        }
+        Ok(buffer)
+    }
+}
+
+impl Memory for Emulator {
+    /// Copies are made at once: every launch before them is over.
+    type Pinned = Vec<u8>;
+
+    fn name(&self) -> &'static str {
+        "the emulator"
+    }
+
+    fn allocate(&self, dtype: DType, len: usize) -> Result<Buffer> {
+        // Full of NaN, so that whoever reads before anything is written is found out.
+        Ok(self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true))
+    }
+
+    fn zero(&self, buffer: Buffer) -> Result<()> {
+        self.launches.update(|count| count + 1);
+        self.with(buffer, |bytes| bytes.fill(0))
+    }
+
+    fn upload(&self, bytes: &[u8], buffer: Buffer) -> Result<()> {
+        if bytes.len() > buffer.bytes() {
+            bail!("{} bytes do not fit {buffer:?}", bytes.len());
+        }
+        self.with(buffer, |room| room[..bytes.len()].copy_from_slice(bytes))
+    }
+
+    fn pin(&self, bytes: usize) -> Result<Vec<u8>> {
+        Ok(vec![0; bytes])
+    }
+
+    fn send(&self, from: &mut Vec<u8>, buffer: Buffer) -> Result<()> {
+        self.upload(from, buffer)
+    }
+
+    fn post(&self, buffer: Buffer, to: &mut Vec<u8>) -> Result<()> {
+        match to.get_mut(..buffer.bytes()) {
+            Some(room) => self.download(buffer, room),
+            None => bail!("{buffer:?} does not fit {} bytes", to.len()),
+        }
+    }
+
+    fn settled<'a>(&self, pinned: &'a mut Vec<u8>) -> Result<&'a mut [u8]> {
+        Ok(pinned)
+    }
+
+    fn download(&self, buffer: Buffer, bytes: &mut [u8]) -> Result<()> {
+        self.with(buffer, |all| bytes.copy_from_slice(&all[..bytes.len()]))
+    }
+}
+
+/// The plain product in f64, in the place of the GPU's library.
+impl Multiply for Emulator {
+    fn takes(&self, product: Product) -> Result<bool> {
+        Ok(self.epilogues || matches!(product.epilogue, Epilogue::None | Epilogue::Bias))
+    }
+
+    unsafe fn multiply(&self, product: Product, operands: Operands) -> Result<()> {
+        self.launches.update(|count| count + 1);
+        let Product { rows, columns, inner, a, b, out, epilogue, accumulate, .. } = product;
+        let (left, right, before) = (self.read(operands.a)?, self.read(operands.b)?, self.read(operands.d)?);
+        let [bias, aux] = [operands.bias, operands.aux].map(|buffer| {
+            let Some(buffer) = buffer else { bail!("{epilogue:?} without what it reads or writes") };
+            Ok(buffer)
+        });
+        let at = |row: usize, column: usize, stride: usize, transposed: bool| {
+            if transposed { column + row * stride } else { row + column * stride }
+        };
+        let left_at = |row: usize, k: usize| f64::from(left[at(row, k, a.stride, a.transposed)]);
+        let entry = |i: usize| -> f64 {
+            let (row, column) = (i % rows, i / rows);
+            let terms = (0..inner).map(|k| left_at(row, k) * f64::from(right[at(k, column, b.stride, b.transposed)]));
+            terms.sum::<f64>() + if accumulate { f64::from(before[i]) } else { 0.0 }
+        };
+        let mut values: Vec<f64> = (0..columns * rows).map(entry).collect();
+        let store = |values: Vec<f32>, buffer: Buffer| self.upload(&encode(&values, buffer.dtype), buffer);
+        let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<_>>();
+        if matches!(epilogue, Epilogue::Bias | Epilogue::BiasGelu) {
+            let bias = self.read(bias?)?;
+            values.iter_mut().enumerate().for_each(|(i, value)| *value += f64::from(bias[i % rows]));
+        } else if epilogue == Epilogue::BiasGradient {
+            let sums = (0..rows).map(|row| (0..inner).map(|k| left_at(row, k)).sum::<f64>() as f32);
+            store(sums.collect(), bias?)?;
+        }
+        let mut values = narrow(&values);
+        if epilogue == Epilogue::BiasGelu {
+            store(values.clone(), aux?)?;
+            gelu_slice(&mut values);
+        } else if epilogue == Epilogue::GeluGradient {
+            values.iter_mut().zip(self.read(aux?)?).for_each(|(value, x)| *value *= gelu_derivative(x));
+        }
+        debug_assert_eq!(out, operands.d.dtype);
+        store(values, operands.d)
+    }
+}

@@ -1,0 +1,32 @@
+//! Rounding a tensor in place through a format that is narrower than its storage: operands in FP8 on a machine without FP8.
+//! Meant for looking at numbers, not for speed.
+
+use crate::engine::kernels::rows::{Rows, for_each_part};
+use crate::engine::kernels::view::{float_format, write};
+use crate::precision::FloatFormat;
+use candle_core::{Result, Tensor};
+
+/// Elements rounded at a time.
+const WIDTH: usize = 1024;
+
+/// Each value as `format` stores it under `scale`, then as the tensor's own type does.
+pub fn round_through(tensor: &Tensor, format: FloatFormat, scale: f32) -> Result<()> {
+    let top = float_format(tensor.dtype()).max() as f32;
+    write(tensor, |out| {
+        let len = out.len();
+        for_each_part(Rows { view: out, width: 1 }, len, 16 * WIDTH, |_, len, mut out| {
+            let mut values = [0.0; WIDTH];
+            for start in (0..len).step_by(WIDTH) {
+                let values = &mut values[..WIDTH.min(len - start)];
+                out.view.as_view().load(start, values);
+                for value in values.iter_mut() {
+                    // Rounding up must not make an infinity of what the tensor could hold.
+                    if value.is_finite() {
+                        *value = format.round_scaled(*value, scale).clamp(-top, top);
+                    }
+                }
+                out.view.store(start, values);
+            }
+        });
+    })
+}

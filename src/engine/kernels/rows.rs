@@ -1,0 +1,204 @@
+//! Work on rows in parallel, with the same result for any number of threads.
+//!
+//! Rows are independent, so how they are cut does not show. Sums over rows (a bias's gradient) are instead cut by
+//! columns, and each column is summed in row order, in blocks, by one thread.
+
+use crate::engine::kernels::isa;
+use crate::engine::kernels::view::ViewMut;
+use std::cell::RefCell;
+
+/// Rows of a fixed width that can be cut in two, so that two threads may write them.
+pub trait SplitRows: Sized + Send {
+    /// The first `rows` rows and the rest.
+    fn split_rows(self, rows: usize) -> (Self, Self);
+}
+
+/// A view cut into rows.
+#[derive(Debug)]
+pub struct Rows<V> {
+    /// The elements.
+    pub view: V,
+    /// Elements in a row.
+    pub width: usize,
+}
+
+impl SplitRows for Rows<ViewMut<'_>> {
+    fn split_rows(self, rows: usize) -> (Self, Self) {
+        let (a, b) = self.view.split_at(rows * self.width);
+        (Rows { view: a, width: self.width }, Rows { view: b, width: self.width })
+    }
+}
+
+impl<T: Send> SplitRows for Rows<&mut [T]> {
+    fn split_rows(self, rows: usize) -> (Self, Self) {
+        let (a, b) = self.view.split_at_mut(rows * self.width);
+        (Rows { view: a, width: self.width }, Rows { view: b, width: self.width })
+    }
+}
+
+impl<A: SplitRows> SplitRows for Option<A> {
+    fn split_rows(self, rows: usize) -> (Self, Self) {
+        match self {
+            None => (None, None),
+            Some(a) => {
+                let (a, b) = a.split_rows(rows);
+                (Some(a), Some(b))
+            }
+        }
+    }
+}
+
+impl<A: SplitRows, B: SplitRows> SplitRows for (A, B) {
+    fn split_rows(self, rows: usize) -> (Self, Self) {
+        let (a, b) = (self.0.split_rows(rows), self.1.split_rows(rows));
+        ((a.0, b.0), (a.1, b.1))
+    }
+}
+
+impl<A: SplitRows, B: SplitRows, C: SplitRows> SplitRows for (A, B, C) {
+    fn split_rows(self, rows: usize) -> (Self, Self) {
+        let (a, b, c) = (self.0.split_rows(rows), self.1.split_rows(rows), self.2.split_rows(rows));
+        ((a.0, b.0, c.0), (a.1, b.1, c.1))
+    }
+}
+
+/// Calls `f(first_row, rows, part)` for parts of `out` of at most `grain` rows each, on all threads. Mark `f`
+/// `#[inline(always)]`: it is then compiled for each instruction set.
+pub fn for_each_part<V: SplitRows>(out: V, rows: usize, grain: usize, f: impl Fn(usize, usize, V) + Sync) {
+    fn descend<V: SplitRows>(first: usize, rows: usize, grain: usize, out: V, f: &(impl Fn(usize, usize, V) + Sync)) {
+        if rows <= grain.max(1) {
+            isa::vectorize(
+                #[inline(always)]
+                || f(first, rows, out),
+            );
+        } else {
+            let half = (rows / 2).next_multiple_of(grain.max(1)).min(rows - 1);
+            let (a, b) = out.split_rows(half);
+            rayon::join(|| descend(first, half, grain, a, f), || descend(first + half, rows - half, grain, b, f));
+        }
+    }
+    if rows > 0 {
+        descend(0, rows, grain, out, &f);
+    }
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Lends `f` an FP32 buffer of `len` elements with old contents. The thread keeps the buffer, one for each depth of
+/// nesting, so that steady state allocates nothing.
+#[inline(always)]
+pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+    let mut buffer = SCRATCH.with_borrow_mut(Vec::pop).unwrap_or_default();
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+    let result = f(&mut buffer[..len]);
+    SCRATCH.with_borrow_mut(|kept| kept.push(buffer));
+    result
+}
+
+/// Columns a thread sums at a time: a few cache lines of every row.
+pub const STRIPE: usize = 128;
+/// Rows summed in FP32 before the sum joins the total, which keeps the rounding error of long columns small.
+pub const BLOCK: usize = 64;
+
+/// Column sums: `out[c] = Σ_r term(r, c..)`, where `add(row, first_column, sums)` adds one row's terms to a stripe.
+#[inline(always)]
+pub fn column_sums<const N: usize>(
+    rows: usize,
+    first_column: usize,
+    width: usize,
+    add: impl Fn(usize, usize, &mut [[f32; STRIPE]; N]),
+) -> [[f32; STRIPE]; N] {
+    debug_assert!(width <= STRIPE);
+    let mut total = [[0.0; STRIPE]; N];
+    let mut row = 0;
+    while row < rows {
+        let end = (row + BLOCK).min(rows);
+        let mut block = [[0.0; STRIPE]; N];
+        for row in row..end {
+            add(row, first_column, &mut block);
+        }
+        for (total, block) in total.iter_mut().zip(&block) {
+            for (total, block) in total.iter_mut().zip(block) {
+                *total += block;
+            }
+        }
+        row = end;
+    }
+    total
+}
+
+const LANES: usize = 16;
+
+/// `Σ f(i)` over equally long slices in 16 lanes and a fixed order.
+#[inline(always)]
+fn lane_sum<const N: usize>(inputs: [&[f32]; N], f: impl Fn([f32; N]) -> f32) -> f32 {
+    let len = inputs[0].len();
+    let mut lanes = [0.0f32; LANES];
+    let whole = len - len % LANES;
+    for start in (0..whole).step_by(LANES) {
+        let parts = inputs.map(|s| &s[start..start + LANES]);
+        for lane in 0..LANES {
+            lanes[lane] += f(parts.map(|s| s[lane]));
+        }
+    }
+    for i in whole..len {
+        lanes[i - whole] += f(inputs.map(|s| s[i]));
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// `Σ x`.
+#[inline(always)]
+pub fn sum(x: &[f32]) -> f32 {
+    lane_sum([x], |[x]| x)
+}
+
+/// `Σ (x - center)²`.
+#[inline(always)]
+pub fn sum_squared_distance(x: &[f32], center: f32) -> f32 {
+    lane_sum([x], |[x]| (x - center) * (x - center))
+}
+
+/// `Σ x y`.
+#[inline(always)]
+pub fn dot(x: &[f32], y: &[f32]) -> f32 {
+    lane_sum([x, y], |[x, y]| x * y)
+}
+
+/// The largest element; NaN if there is one.
+#[inline(always)]
+pub fn max(x: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut nan = [false; LANES];
+    let mut chunks = x.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for lane in 0..LANES {
+            lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
+            nan[lane] |= chunk[lane].is_nan();
+        }
+    }
+    let tail = chunks.remainder();
+    if nan.contains(&true) || tail.iter().any(|x| x.is_nan()) {
+        return f32::NAN;
+    }
+    tail.iter().chain(&lanes).fold(f32::NEG_INFINITY, |max, &x| max.max(x))
+}
+
+/// `y += a x`.
+#[inline(always)]
+pub fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += a * x;
+    }
+}

@@ -1,0 +1,6 @@
+//! A finished model and what is done with it: opening, text, loss on a text, export.
+
+pub mod evaluate;
+pub mod export;
+pub mod generate;
+pub mod trained;

@@ -1,0 +1,148 @@
+//! How well a model predicts a text: loss, perplexity and bits per byte over a sliding window.
+//!
+//! Every token but the first is predicted exactly once. With a stride shorter than the window, windows overlap, and a
+//! prediction is taken from the window in which it has more tokens before it: at least `seq_len - stride`.
+
+use crate::data::{IGNORE_INDEX, TokenSource};
+use crate::engine::model::{Gpt2, Mode, Parameters, Tokens, Workspace};
+use crate::precision::PrecisionPolicy;
+use crate::{Error, Result};
+use candle_core::Device;
+use serde::Serialize;
+
+/// How a text is cut into windows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Windows {
+    /// Tokens a window feeds the model; at most its context.
+    pub seq_len: usize,
+    /// Tokens from one window's start to the next one's; at most `seq_len`.
+    pub stride: usize,
+    /// Windows computed at a time.
+    pub batch_size: usize,
+}
+
+/// Tokens in a batch, about, where nobody says how many windows it should have.
+const BATCH_TOKENS: usize = 1024;
+
+impl Windows {
+    /// Windows of `seq_len` tokens, or of the whole `context`; without a stride they do not overlap.
+    ///
+    /// # Errors
+    /// [`Error::Config`] by the name of the flag that makes no sense.
+    pub fn new(context: usize, seq_len: Option<usize>, stride: Option<usize>, batch: Option<usize>) -> Result<Self> {
+        let seq_len = seq_len.unwrap_or(context);
+        let within = |flag: &str, value: usize, limit: usize, what: &str| match value {
+            0 => Err(Error::config(flag, "0 makes no sense here; use 1 or more")),
+            _ if value > limit => Err(Error::config(flag, format!("{value} exceeds the {what} of {limit} tokens"))),
+            _ => Ok(value),
+        };
+        within("--seq-len", seq_len, context, "model's context")?;
+        let stride = within("--stride", stride.unwrap_or(seq_len), seq_len, "window")?;
+        let batch_size = within("--batch-size", batch.unwrap_or((BATCH_TOKENS / seq_len).max(1)), usize::MAX, "")?;
+        Ok(Self { seq_len, stride, batch_size })
+    }
+
+    /// Windows that it takes to predict all of `tokens` tokens but the first.
+    pub fn count(&self, tokens: usize) -> usize {
+        let targets = tokens.saturating_sub(1);
+        if targets == 0 { 0 } else { 1 + targets.saturating_sub(self.seq_len).div_ceil(self.stride) }
+    }
+
+    /// Where window `index` starts, and how many of its first targets an earlier window has predicted.
+    fn at(&self, index: usize) -> (usize, usize) {
+        (index * self.stride, if index == 0 { 0 } else { self.seq_len - self.stride })
+    }
+}
+
+/// What an evaluation found.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Evaluation {
+    /// Mean cross-entropy in nats a token.
+    pub loss: f64,
+    /// `exp(loss)`.
+    pub perplexity: f64,
+    /// Bits it takes to encode a byte of the text with this model.
+    pub bits_per_byte: f64,
+    /// Tokens predicted.
+    pub tokens: u64,
+    /// Windows computed.
+    pub windows: usize,
+}
+
+/// Evaluates a model on `tokens`, of which each stands for `bytes_per_token` bytes on average; `progress` hears the
+/// windows done after every batch.
+pub fn evaluate(
+    model: &Gpt2,
+    weights: &Parameters,
+    policy: PrecisionPolicy,
+    tokens: &TokenSource,
+    bytes_per_token: f64,
+    windows: Windows,
+    mut progress: impl FnMut(usize),
+) -> Result<Evaluation> {
+    let Windows { seq_len, batch_size, .. } = windows;
+    let count = windows.count(tokens.len());
+    let batch_size = batch_size.min(count.max(1));
+    let mut workspace = Workspace::new(model.config(), policy, batch_size, seq_len, false, &Device::Cpu)?;
+    let mut ids = vec![0; batch_size * seq_len];
+    let mut targets = vec![IGNORE_INDEX; batch_size * seq_len];
+    let (mut loss, mut predicted) = (0.0, 0);
+    for first in (0..count).step_by(batch_size) {
+        // What lies behind the text's end, or in a batch's unused rows, is never a target, and no target sees it.
+        ids.fill(0);
+        targets.fill(IGNORE_INDEX);
+        let rows = ids.chunks_exact_mut(seq_len).zip(targets.chunks_exact_mut(seq_len));
+        for (index, (ids, targets)) in (first..count).zip(rows) {
+            let (start, done) = windows.at(index);
+            let length = seq_len.min(tokens.len() - 1 - start);
+            tokens.read(start, &mut ids[..length]);
+            tokens.read_targets(start + 1, &mut targets[..length]);
+            targets[..done.min(length)].fill(IGNORE_INDEX);
+        }
+        model.forward(weights, Tokens { ids: &ids, seq_len }, Mode::Eval, &mut workspace)?;
+        loss += model.loss(weights, &targets, &workspace)?;
+        predicted += targets.iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
+        progress(count.min(first + batch_size));
+    }
+    if predicted == 0 {
+        return Err(Error::data("the text", "holds no token to predict; it takes at least two tokens"));
+    }
+    let loss = loss / predicted as f64;
+    let bits_per_byte = loss / std::f64::consts::LN_2 / bytes_per_token;
+    Ok(Evaluation { loss, perplexity: loss.exp(), bits_per_byte, tokens: predicted, windows: count })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_token_but_the_first_is_predicted_once(
+            tokens in 0_usize..200, seq_len in 1_usize..20, stride in 1_usize..20
+        ) {
+            let windows = Windows { seq_len, stride: stride.min(seq_len), batch_size: 1 };
+            let mut hits = vec![0; tokens];
+            for (start, done) in (0..windows.count(tokens)).map(|index| windows.at(index)) {
+                for hit in &mut hits[start + 1 + done..=(start + seq_len).min(tokens - 1)] {
+                    *hit += 1;
+                }
+            }
+            prop_assert!(hits.iter().skip(1).all(|&hits| hits == 1) && hits.first().is_none_or(|&hits| hits == 0));
+        }
+    }
+
+    #[test]
+    fn windows_that_make_no_sense_are_refused_by_flag() {
+        let message = |seq_len, stride, batch| {
+            Windows::new(8, seq_len, stride, batch).map_or_else(|error| error.to_string(), |_| "fine".into())
+        };
+        assert_eq!(message(None, None, None), "fine");
+        assert!(message(Some(9), None, None).starts_with("--seq-len: 9 exceeds the model's context of 8"));
+        assert!(message(Some(4), Some(5), None).starts_with("--stride: 5 exceeds the window of 4"));
+        assert!(message(None, Some(0), None).starts_with("--stride: 0"));
+        assert!(message(None, None, Some(0)).starts_with("--batch-size: 0"));
+    }
+}

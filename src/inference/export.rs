@@ -1,0 +1,79 @@
+//! A trained model in the formats that other programs take: a Hugging Face folder, GGUF, ONNX.
+//!
+//! Everything is written under a temporary name beside its place and renamed, so that what is there is complete.
+
+mod gguf;
+mod hugging_face;
+mod onnx;
+mod protobuf;
+
+use crate::inference::trained::TrainedModel;
+use crate::precision::Dtype;
+use crate::{Error, Result};
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A format to export to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// A folder with `config.json`, `tokenizer.json` and `model.safetensors`, as transformers reads it.
+    HuggingFace,
+    /// One file for llama.cpp and its kin, tokenizer included.
+    Gguf,
+    /// A graph with free batch and sequence axes, and its weights in a second file, `.data`.
+    Onnx,
+}
+
+impl Format {
+    /// What the name of the result says: `.gguf`, `.onnx`, else a folder.
+    pub fn of(out: &Path) -> Self {
+        match out.extension().and_then(|extension| extension.to_str()) {
+            Some("gguf") => Self::Gguf,
+            Some("onnx") => Self::Onnx,
+            _ => Self::HuggingFace,
+        }
+    }
+}
+
+/// Writes `trained` with weights of `dtype` to `out`, which must not be there yet. Returns what was written.
+///
+/// # Errors
+/// [`Error::Config`] where `out` exists; [`Error::Model`] where `dtype` cannot hold the weights or the format cannot hold
+/// the tokenizer; [`Error::Io`].
+pub fn export(trained: &TrainedModel, dtype: Dtype, format: Format, out: &Path) -> Result<Vec<PathBuf>> {
+    let name = out.file_name().and_then(|name| name.to_str());
+    let name = name.ok_or_else(|| Error::config("OUT", format!("`{}` names no file or folder", out.display())))?;
+    let files = match format {
+        Format::HuggingFace | Format::Gguf => vec![out.to_path_buf()],
+        Format::Onnx => vec![out.with_file_name(format!("{name}.data")), out.to_path_buf()],
+    };
+    if let Some(there) = files.iter().find(|file| file.exists()) {
+        let message = format!("`{}` exists; remove it first, or give another name", there.display());
+        return Err(Error::config("OUT", message));
+    }
+    let weights = trained.weights(dtype)?;
+    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+    let work = tempfile::Builder::new().prefix(".export-").tempdir_in(parent);
+    let work = work.map_err(Error::io("create a folder in", parent))?;
+    match format {
+        Format::HuggingFace => {
+            let folder = work.path().join(name);
+            std::fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
+            hugging_face::write(trained, &weights, dtype, &folder)?;
+        }
+        Format::Gguf => gguf::write(trained, &weights, dtype, name, &work.path().join(name))?,
+        Format::Onnx => onnx::write(&trained.config, &weights, &work.path().join(name))?,
+    }
+    settle(&work, &files)?;
+    Ok(files)
+}
+
+/// Moves what was written to its place, the file that names the others last.
+fn settle(work: &TempDir, files: &[PathBuf]) -> Result<()> {
+    for file in files {
+        let written = work.path().join(file.file_name().unwrap_or_default());
+        std::fs::rename(&written, file).map_err(Error::io("create", file))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,171 @@
+//! Generating text: a KV-cached forward pass, and a choice among the likely next tokens.
+
+mod stream;
+
+pub use stream::TextStream;
+
+use crate::data::Tokenizer;
+use crate::engine::model::{Gpt2, KvCache, Parameters};
+use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+use candle_transformers::generation::LogitsProcessor;
+use candle_transformers::generation::Sampling as Choice;
+use candle_transformers::utils::apply_repeat_penalty;
+
+/// How the next token is chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// Chooses among this many of the likeliest tokens.
+    pub top_k: Option<usize>,
+    /// Chooses among the fewest of the likeliest tokens that together have this probability.
+    pub top_p: Option<f64>,
+    /// Makes tokens that occurred less likely, from 1 (no change) upwards (Keskar et al., "CTRL", 2019).
+    pub repetition_penalty: f32,
+    /// Equal seeds choose equally.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self { temperature: 1.0, top_k: None, top_p: None, repetition_penalty: 1.0, seed: 0 }
+    }
+}
+
+impl Sampling {
+    /// Refuses values that mean nothing, by the name of their flag.
+    pub fn validate(&self) -> Result<()> {
+        let check = |ok: bool, flag: &str, message: String| if ok { Ok(()) } else { Err(Error::config(flag, message)) };
+        let (temperature, penalty) = (self.temperature, self.repetition_penalty);
+        let fine = (0.0..=100.0).contains(&temperature);
+        check(fine, "--temperature", format!("`{temperature}` is not between 0 (the likeliest token) and 100"))?;
+        check(self.top_k != Some(0), "--top-k", "`0` leaves no token to choose; leave it out for all".into())?;
+        if let Some(p) = self.top_p {
+            check(p > 0.0 && p <= 1.0, "--top-p", format!("`{p}` is no probability above 0 and up to 1"))?;
+        }
+        let fine = (0.01..=100.0).contains(&penalty);
+        check(fine, "--repetition-penalty", format!("`{penalty}` is not between 0.01 and 100; 1 changes nothing"))
+    }
+
+    fn choice(&self) -> Choice {
+        let temperature = self.temperature;
+        match (self.top_k, self.top_p) {
+            _ if temperature == 0.0 => Choice::ArgMax,
+            (None, None) => Choice::All { temperature },
+            (Some(k), None) => Choice::TopK { k, temperature },
+            (None, Some(p)) => Choice::TopP { p, temperature },
+            (Some(k), Some(p)) => Choice::TopKThenTopP { k, p, temperature },
+        }
+    }
+}
+
+/// Why generating ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The model said that the text is complete.
+    EndOfText,
+    /// As many tokens as were asked for.
+    MaxTokens,
+    /// The model's context is full.
+    ContextFull,
+    /// Whoever received the tokens wanted no more.
+    Receiver,
+}
+
+/// One text to generate.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// What the text begins with; at least one token.
+    pub prompt: &'a [u32],
+    /// Tokens to generate, at most.
+    pub max_tokens: usize,
+    /// The token that ends a text.
+    pub eos: Option<u32>,
+    /// How tokens are chosen.
+    pub sampling: &'a Sampling,
+}
+
+/// The ids of a prompt; an empty one is the end-of-text token, after which a text begins.
+pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
+    let ids = tokenizer.encode(prompt)?;
+    Ok(if ids.is_empty() { vec![tokenizer.eos_id().unwrap_or(0)] } else { ids })
+}
+
+/// Generates from a model in a cache that is overwritten, telling each token to `receive`, which returns whether it wants
+/// another one. Equal weights and requests give equal tokens; the end-of-text token is not told.
+///
+/// # Errors
+/// [`Error::Model`] where the model's logits are not finite; what `receive` returns.
+pub fn generate(
+    model: &Gpt2,
+    weights: &Parameters,
+    cache: &mut KvCache,
+    request: Request<'_>,
+    mut receive: impl FnMut(u32) -> Result<bool>,
+) -> Result<Stop> {
+    let mut processor = LogitsProcessor::from_sampling(request.sampling.seed, request.sampling.choice());
+    let mut seen = request.prompt.to_vec();
+    let mut new = 0;
+    cache.truncate(0);
+    for _ in 0..request.max_tokens {
+        if seen.len() > cache.capacity() {
+            return Ok(Stop::ContextFull);
+        }
+        let hidden = model.decode(weights, &seen[new..], cache)?;
+        let last = hidden.narrow(0, seen.len() - new - 1, 1)?;
+        let logits = model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?;
+        let next = processor.sample(&penalised(logits, request.sampling.repetition_penalty, &seen)?)?;
+        if request.eos == Some(next) {
+            return Ok(Stop::EndOfText);
+        }
+        if !receive(next)? {
+            return Ok(Stop::Receiver);
+        }
+        new = seen.len();
+        seen.push(next);
+    }
+    Ok(Stop::MaxTokens)
+}
+
+fn penalised(logits: Tensor, penalty: f32, seen: &[u32]) -> Result<Tensor> {
+    // A NaN would otherwise surface as an error about weights of a distribution, or be chosen as the largest.
+    if !logits.sum_all()?.to_scalar::<f32>()?.is_finite() {
+        let message = "its logits are not finite; use `--dtype bf16` or `--dtype fp32` if it was fp16, or an earlier \
+                       checkpoint";
+        return Err(Error::model("the model", message));
+    }
+    Ok(if penalty == 1.0 { logits } else { apply_repeat_penalty(&logits, penalty, seen)? })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    #[test]
+    fn settings_that_mean_nothing_are_refused_by_flag() {
+        let fine = Sampling::default();
+        fine.validate().unwrap();
+        for (sampling, flag) in [
+            (Sampling { temperature: -1.0, ..fine.clone() }, "--temperature"),
+            (Sampling { temperature: f64::NAN, ..fine.clone() }, "--temperature"),
+            (Sampling { top_k: Some(0), ..fine.clone() }, "--top-k"),
+            (Sampling { top_p: Some(0.0), ..fine.clone() }, "--top-p"),
+            (Sampling { top_p: Some(1.5), ..fine.clone() }, "--top-p"),
+            (Sampling { repetition_penalty: 0.0, ..fine.clone() }, "--repetition-penalty"),
+        ] {
+            let message = sampling.validate().unwrap_err().to_string();
+            assert!(message.starts_with(flag), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_penalty_pushes_seen_logits_down_on_both_sides_of_zero() {
+        let logits = Tensor::new(&[2.0f32, -2.0, 3.0], &candle_core::Device::Cpu).unwrap();
+        let changed = penalised(logits.clone(), 2.0, &[0, 1, 1]).unwrap();
+        assert_eq!(changed.to_vec1::<f32>().unwrap(), [1.0, -4.0, 3.0]);
+        let message = penalised((logits * f64::NAN).unwrap(), 2.0, &[0]).unwrap_err().to_string();
+        assert!(message.contains("not finite"), "{message}");
+    }
+}

@@ -1,0 +1,137 @@
+//! A model that is there to be used: a Hugging Face folder, one checkpoint, or the newest good checkpoint of a run.
+
+use crate::data::Tokenizer;
+use crate::engine::kernels::survey::survey;
+use crate::engine::kernels::view;
+use crate::engine::model::{Gpt2, Gpt2Config, Parameters, candle_dtype};
+use crate::precision::{Dtype, FloatFormat, PrecisionPolicy};
+use crate::store::ModelFolder;
+use crate::store::checkpoint::{Checkpoint, Damage, newest_good, verify};
+use crate::{Error, Result};
+use candle_core::{DType, Device};
+use std::path::{Path, PathBuf};
+
+/// A model with its tokenizer, before its weights are read.
+#[derive(Debug)]
+pub struct TrainedModel {
+    /// The folder that the weights are in.
+    pub path: PathBuf,
+    /// The model's shape.
+    pub config: Gpt2Config,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+    /// Newer checkpoints of the run that are damaged and were passed over.
+    pub damaged: Vec<Damage>,
+    weights: Weights,
+}
+
+#[derive(Debug)]
+enum Weights {
+    Folder(ModelFolder),
+    /// A full checkpoint, which has the FP32 masters.
+    Checkpoint(Box<Checkpoint>),
+}
+
+impl TrainedModel {
+    /// Opens `path`: a folder with `config.json`, a `step-*` or `weights-*` folder (verified first), or a run's folder.
+    /// `tokenizer` takes the place of the model's own.
+    ///
+    /// # Errors
+    /// [`Error::Model`] or [`Error::Checkpoint`] where there is no model, it is damaged, or the tokenizer does not fit.
+    pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
+        if !path.is_dir() {
+            return Err(Error::model(format!("`{}`", path.display()), "there is no such folder"));
+        }
+        let mut damaged = Vec::new();
+        let weights = if path.join("manifest.json").is_file() {
+            open_step(path)?
+        } else if path.join("config.toml").is_file() {
+            let found = newest_good(path)?;
+            damaged = found.damaged;
+            Weights::Checkpoint(Box::new(found.checkpoint))
+        } else {
+            Weights::Folder(ModelFolder::open(path)?)
+        };
+        let (path, config, own) = match &weights {
+            Weights::Folder(folder) => (folder.path(), folder.config(), folder.tokenizer()),
+            Weights::Checkpoint(checkpoint) => (checkpoint.path(), checkpoint.config(), Some(checkpoint.tokenizer())),
+        };
+        let (path, config) = (path.to_path_buf(), config.clone());
+        let Some(file) = tokenizer.map(Path::to_path_buf).or(own) else {
+            let message = "it has no `tokenizer.json`; give one with `--tokenizer FILE`";
+            return Err(Error::model(path.display(), message));
+        };
+        let tokenizer = Tokenizer::from_file(&file)?;
+        check_vocabulary(&tokenizer, &file, &config)?;
+        Ok(Self { path, config, tokenizer, damaged, weights })
+    }
+
+    /// The weights in FP32: a checkpoint's masters, or the folder's weights widened.
+    pub fn masters(&self) -> Result<Parameters> {
+        let masters = Parameters::zeros(&self.config.parameter_shapes(), DType::F32, &Device::Cpu)?;
+        match &self.weights {
+            Weights::Folder(folder) => folder.read_parameters(&masters)?,
+            Weights::Checkpoint(checkpoint) => checkpoint.read_masters(&masters)?,
+        }
+        Ok(masters)
+    }
+
+    /// The weights rounded to `dtype`.
+    ///
+    /// # Errors
+    /// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `dtype` cannot hold.
+    pub fn weights(&self, dtype: Dtype) -> Result<Parameters> {
+        let masters = self.masters()?;
+        check_range(&masters, &self.path.display().to_string(), dtype)?;
+        if dtype == Dtype::F32 {
+            return Ok(masters);
+        }
+        let weights = masters.zeros_like(candle_dtype(dtype))?;
+        for (master, weight) in masters.tensors().iter().zip(weights.tensors()) {
+            view::copy(master, weight)?;
+        }
+        Ok(weights)
+    }
+
+    /// The model, and its weights in the policy's compute type.
+    pub fn load(&self, policy: PrecisionPolicy) -> Result<(Gpt2, Parameters)> {
+        let weights = self.weights(policy.compute)?;
+        Ok((Gpt2::new(&self.config, &weights)?, weights))
+    }
+}
+
+/// Refuses FP32 weights that are not finite or that `dtype` cannot hold, naming the tensor; `origin` is the model's name.
+pub fn check_range(masters: &Parameters, origin: &str, dtype: Dtype) -> Result<()> {
+    let format = dtype.format();
+    for (name, tensor) in masters.iter() {
+        let stats = survey(tensor, FloatFormat::FP32, false)?.stats;
+        if !stats.is_finite() {
+            return Err(Error::model(origin, format!("`{name}` holds infinities or NaNs")));
+        }
+        if f64::from(stats.max_abs) > format.max() {
+            let (largest, name_of) = (stats.max_abs, format.name);
+            let message = format!("`{name}` reaches {largest}, beyond {name_of}'s largest value; use bf16 or fp32");
+            return Err(Error::model(origin, message));
+        }
+    }
+    Ok(())
+}
+
+fn open_step(path: &Path) -> Result<Weights> {
+    let is_full = path.join("state.json").exists() || path.join("master.safetensors").exists();
+    if is_full {
+        return Ok(Weights::Checkpoint(Box::new(Checkpoint::open(path)?)));
+    }
+    match verify(path).into_iter().next() {
+        Some(damage) => Err(damage.into()),
+        None => Ok(Weights::Folder(ModelFolder::open(path)?)),
+    }
+}
+
+fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &Gpt2Config) -> Result<()> {
+    let (tokens, rows) = (tokenizer.vocab_size(), config.vocab_size);
+    if tokens <= rows {
+        return Ok(());
+    }
+    Err(Error::model(file.display(), format!("its {tokens} tokens do not fit the model, whose vocabulary has {rows}")))
+}

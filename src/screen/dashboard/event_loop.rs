@@ -1,0 +1,168 @@
+//! The loop behind the screen: drain what has happened, draw at most ten times a second, wait for a key.
+
+use super::plain::{Plain, announcement};
+use super::state::{Exit, Mode, Msg, ViewModel, update};
+use super::theme::Theme;
+use super::view;
+use crate::screen::terminal::{Ending, Screen};
+use crate::telemetry::{Command, Event, Record};
+use crate::{Error, Result};
+use ratatui::crossterm::event::{Event as TerminalEvent, KeyEventKind};
+use std::io::{Write, stderr, stdout};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Time between two frames, at least.
+const FRAME: Duration = Duration::from_millis(100);
+/// How long the loop waits for a key when nothing happens.
+const IDLE: Duration = Duration::from_millis(40);
+/// Records taken between two looks at the keyboard.
+const BATCH: usize = 4096;
+
+/// Where messages come from, beside the keyboard and signals.
+pub(super) trait Source {
+    /// Passes on what has happened since the last call, or part of it: `true` if there is more already.
+    fn poll(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool>;
+
+    /// The time the picture shows, in wall-clock milliseconds.
+    fn clock(&self) -> u64 {
+        wall_clock()
+    }
+}
+
+pub(super) fn wall_clock() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
+}
+
+/// The training thread of this process.
+struct Attached<'a> {
+    events: &'a Receiver<Record>,
+    closed: bool,
+    /// How the run ended, as a line.
+    end: Option<String>,
+}
+
+impl Source for Attached<'_> {
+    fn poll(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
+        for _ in 0..BATCH {
+            match self.events.try_recv() {
+                Ok(record) => {
+                    if matches!(record.event, Event::Finished(_)) {
+                        self.end = announcement(&record.event);
+                    }
+                    pass(Msg::Record(Box::new(record)));
+                }
+                Err(TryRecvError::Empty) => return Ok(false),
+                Err(TryRecvError::Disconnected) if self.closed => return Ok(false),
+                Err(TryRecvError::Disconnected) => {
+                    self.closed = true;
+                    pass(Msg::Closed);
+                }
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Shows the dashboard on `writer`, another way to standard output, which must be a terminal, until the run or the person
+/// ends it; what follows after that, until training has ended, comes as plain lines for every `log_every`-th step. Call it
+/// on the main thread, with training on another one that sends `records` and looks for `commands` between two steps.
+///
+/// The terminal is given back before any line, and before any thread's panic message is printed. If drawing itself panics
+/// the answer is [`Exit::Crashed`], and the run goes on. After [`Exit::Aborted`] nothing is waited for.
+pub fn follow<W: Write>(
+    writer: W,
+    records: &Receiver<Record>,
+    commands: &Sender<Command>,
+    theme: Theme,
+    log_every: u64,
+) -> Exit {
+    let mut source = Attached { events: records, closed: false, end: None };
+    let exit = show(writer, Mode::Attached, &mut source, Some(commands), theme).unwrap_or_else(|error| {
+        // Nothing depends on somebody reading this.
+        let _ = writeln!(stderr(), "warning: no dashboard: {error}");
+        Exit::Crashed
+    });
+    if let Some(end) = source.end {
+        // The screen that showed it is gone.
+        let _ = writeln!(stdout(), "{end}");
+    }
+    if exit != Exit::Aborted {
+        let mut plain = Plain::new(stdout(), log_every);
+        // A closed output is no reason to stop training: the log has everything.
+        let _ = records.iter().try_for_each(|record| plain.show(&record));
+        records.iter().for_each(drop);
+    }
+    exit
+}
+
+/// Takes the terminal and drives the dashboard on it.
+pub(super) fn show<W: Write>(
+    writer: W,
+    mode: Mode,
+    source: &mut dyn Source,
+    commands: Option<&Sender<Command>>,
+    theme: Theme,
+) -> Result<Exit> {
+    let ending = Ending::listen().map_err(Error::io("watch for signals on", "terminal"))?;
+    let mut screen = Screen::take(writer).map_err(Error::io("take over", "terminal"))?;
+    let mut view = ViewModel::new(mode);
+    let driven = catch_unwind(AssertUnwindSafe(|| drive(&mut screen, &mut view, source, commands, &ending, theme)));
+    drop(screen);
+    driven.unwrap_or(Ok(Exit::Crashed))
+}
+
+fn drive<W: Write>(
+    screen: &mut Screen<W>,
+    view: &mut ViewModel,
+    source: &mut dyn Source,
+    commands: Option<&Sender<Command>>,
+    ending: &Ending,
+    theme: Theme,
+) -> Result<Exit> {
+    let say = |command: Option<Command>| {
+        if let (Some(command), Some(commands)) = (command, commands) {
+            // Training that has ended does not listen any more, and that is shown already.
+            let _ = commands.send(command);
+        }
+    };
+    let mut drawn: Option<Instant> = None;
+    let mut changed = true;
+    loop {
+        let more = source.poll(&mut |msg| {
+            changed = true;
+            say(update(view, msg));
+        })?;
+        if ending.told() {
+            say(update(view, Msg::Terminate));
+        }
+        let now = source.clock();
+        changed |= now / 1000 != view.now / 1000;
+        update(view, Msg::Clock(now));
+        if let Some(exit) = view.exit {
+            return Ok(exit);
+        }
+        if changed && drawn.is_none_or(|drawn| drawn.elapsed() >= FRAME) {
+            match screen.draw(|frame| view::draw(view, theme, frame.buffer_mut())) {
+                Ok(true) => (drawn, changed) = (Some(Instant::now()), false),
+                // A thread has panicked, and its message is on the terminal.
+                Ok(false) => return Ok(Exit::Lost),
+                Err(_) => {
+                    say(update(view, Msg::Terminate));
+                    continue;
+                }
+            }
+        }
+        match screen.next_event(if more { Duration::ZERO } else { IDLE }) {
+            Ok(Some(TerminalEvent::Key(key))) if key.kind != KeyEventKind::Release => {
+                changed = true;
+                say(update(view, Msg::Key(key)));
+            }
+            Ok(Some(TerminalEvent::Resize(..))) => changed = true,
+            Ok(_) => {}
+            // The terminal is gone.
+            Err(_) => say(update(view, Msg::Terminate)),
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! The dashboard's keys.
+
+use crate::screen::terminal::Binding;
+use ratatui::crossterm::event::KeyCode::{self, Char};
+
+/// What a key does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Action {
+    /// Shows a tab, by its index.
+    Tab(usize),
+    NextTab,
+    PreviousTab,
+    Pause,
+    Freeze,
+    Save,
+    Evaluate,
+    Sample,
+    Probe,
+    Zoom,
+    TimeAxis,
+    LogAxis,
+    TrueMagnitudes,
+    Sort,
+    Filter,
+    Down,
+    Up,
+    PageDown,
+    PageUp,
+    Details,
+    Help,
+    Close,
+    Quit,
+}
+
+impl Action {
+    /// Whether training has to do it.
+    pub(super) fn commands(self) -> bool {
+        matches!(self, Self::Pause | Self::Save | Self::Evaluate | Self::Sample | Self::Probe)
+    }
+}
+
+/// Every key. The footer takes what fits in this order, help and quit always.
+pub(super) const KEYS: &[Binding<Action>] = &[
+    Binding::new(
+        "1-5",
+        &[
+            (Char('1'), Action::Tab(0)),
+            (Char('2'), Action::Tab(1)),
+            (Char('3'), Action::Tab(2)),
+            (Char('4'), Action::Tab(3)),
+            (Char('5'), Action::Tab(4)),
+            (KeyCode::Tab, Action::NextTab),
+            (KeyCode::Right, Action::NextTab),
+            (KeyCode::BackTab, Action::PreviousTab),
+            (KeyCode::Left, Action::PreviousTab),
+        ],
+        "show a tab; Tab and the arrows go round",
+    )
+    .footer("tab", "tab"),
+    Binding::new("space", &[(Char(' '), Action::Pause)], "pause training at the next step, and go on")
+        .footer("pause", "pause training"),
+    Binding::new("f", &[(Char('f'), Action::Freeze)], "freeze the picture; training goes on")
+        .footer("freeze", "freeze view"),
+    Binding::new("s", &[(Char('s'), Action::Save)], "write a checkpoint now").footer("save", "save"),
+    Binding::new("z", &[(Char('z'), Action::Zoom)], "one panel on the whole screen, the next, …, back")
+        .footer("zoom", "zoom")
+        .tabs(&[0]),
+    Binding::new("x", &[(Char('x'), Action::TimeAxis)], "charts over steps or over time")
+        .footer("step/time", "step/time")
+        .tabs(&[0, 2]),
+    Binding::new("y", &[(Char('y'), Action::LogAxis)], "loss on a logarithmic or a linear axis")
+        .footer("log y", "log y")
+        .tabs(&[0]),
+    Binding::new("u", &[(Char('u'), Action::TrueMagnitudes)], "magnitudes as stored, or divided by the loss scale")
+        .footer("scaled/true", "scaled/true")
+        .tabs(&[0, 1, 2]),
+    Binding::new("p", &[(Char('p'), Action::Probe)], "run the next batch's backward pass in FP32 beside the run's own")
+        .footer("probe", "FP32 probe"),
+    Binding::new("o", &[(Char('o'), Action::Sort)], "sort the tensors by the next column")
+        .footer("sort", "sort")
+        .tabs(&[2]),
+    Binding::new(
+        "/",
+        &[(Char('/'), Action::Filter)],
+        "show only rows that contain a text; Enter keeps it, Esc drops it",
+    )
+    .footer("filter", "filter")
+    .tabs(&[2, 3]),
+    Binding::new("Enter", &[(KeyCode::Enter, Action::Details)], "the history of the tensor under the cursor")
+        .footer("details", "details")
+        .tabs(&[2]),
+    Binding::new(
+        "j k",
+        &[
+            (Char('j'), Action::Down),
+            (Char('k'), Action::Up),
+            (KeyCode::Down, Action::Down),
+            (KeyCode::Up, Action::Up),
+            (KeyCode::PageDown, Action::PageDown),
+            (KeyCode::PageUp, Action::PageUp),
+        ],
+        "scroll; arrows and PgUp, PgDn too",
+    )
+    .footer("scroll", "scroll")
+    .tabs(&[2, 3, 4]),
+    Binding::new("e", &[(Char('e'), Action::Evaluate)], "compute the validation loss now").footer("eval", "evaluate"),
+    Binding::new("g", &[(Char('g'), Action::Sample)], "generate text now").footer("sample", "sample"),
+    Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close what is open"),
+    Binding::new("?", &[(Char('?'), Action::Help), (Char('h'), Action::Help)], "this list").footer("help", "help"),
+    Binding::new("q", &[(Char('q'), Action::Quit)], "leave: save and stop, detach, or stop").footer("quit", "quit"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::screen::terminal::keys::{check, footer};
+
+    #[test]
+    fn the_table_is_sound() {
+        check(KEYS, super::super::state::TABS.len());
+        assert!(footer(KEYS, 250, |_| true).contains(&("space", "pause training")));
+        assert!(footer(KEYS, 78, |_| true).contains(&("space", "pause")));
+        assert!(!footer(KEYS, 250, |binding| !binding.does(Action::commands)).contains(&("s", "save")));
+    }
+}

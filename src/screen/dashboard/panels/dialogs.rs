@@ -1,0 +1,89 @@
+//! What lies over the tabs: help, the question before leaving, the totals at the end.
+
+use crate::screen::dashboard::format;
+use crate::screen::dashboard::keys::KEYS;
+use crate::screen::dashboard::pad::Pad;
+use crate::screen::dashboard::run_data::Phase;
+use crate::screen::dashboard::state::{Dialog, ViewModel};
+use crate::screen::dashboard::theme::Role;
+use crate::telemetry::{FinishReason, Finished};
+
+/// Draws the dialog that is open, if any.
+pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
+    match view.dialog {
+        Some(Dialog::Help) => help(pad),
+        Some(Dialog::Quit) => quit(pad),
+        Some(Dialog::Summary) => {
+            if let Phase::Finished(finished) = &view.live().phase {
+                summary(view, finished, pad);
+            }
+        }
+        None => {}
+    }
+}
+
+fn help(pad: &mut Pad) {
+    let mut popup = pad.popup(78, KEYS.len() as u16 + 3);
+    let mut inner = popup.frame(&[("Keys", Role::Title), ("   any key closes", Role::Dim)]);
+    for (y, binding) in (0..).zip(KEYS) {
+        inner.text(1, y, binding.written, Role::Title);
+        inner.text(8, y, binding.help, Role::Text);
+    }
+    let range = [
+        ("├ ● ┤", Role::Train),
+        (" least, RMS, most  ", Role::Text),
+        ("▾", Role::Subnormal),
+        (" at the format's least  ", Role::Text),
+        ("▴", Role::Subnormal),
+        (" wider type  ", Role::Text),
+        ("✕", Role::Overflow),
+        (" overflow", Role::Text),
+    ];
+    inner.spans(1, KEYS.len() as u16, &range);
+}
+
+fn quit(pad: &mut Pad) {
+    let mut popup = pad.popup(44, 6);
+    let mut inner = popup.frame(&[("Leave?", Role::Title)]);
+    let answers = [
+        ("s", "save and stop"),
+        ("d", "detach: train on, as plain lines"),
+        ("k", "stop without saving"),
+        ("Esc", "back"),
+    ];
+    for (y, (key, meaning)) in (0..).zip(answers) {
+        inner.text(1, y, key, Role::Title);
+        inner.text(6, y, meaning, Role::Text);
+    }
+}
+
+fn summary(view: &ViewModel, finished: &Finished, pad: &mut Pad) {
+    let run = view.live();
+    let reason = match finished.reason {
+        FinishReason::Done => "Done",
+        FinishReason::Interrupted => "Interrupted",
+        FinishReason::Stopped => "Stopped",
+        FinishReason::Diverged => "Diverged",
+    };
+    let mut lines = vec![
+        ("steps", format!("{}, {} applied, {} skipped", finished.step, finished.updates, finished.skipped)),
+        ("tokens", format::count(finished.tokens as f64)),
+        ("time", format::clock(finished.seconds)),
+        ("loss", format::loss(f64::from(finished.loss))),
+    ];
+    if let Some(loss) = finished.val_loss {
+        let best = run.best_validation.map(|(best, at)| format!(", best {} at step {at}", format::loss(best)));
+        lines.push(("val loss", format::loss(loss) + &best.unwrap_or_default()));
+    }
+    lines.push(("loss scale", format::scale(finished.loss_scale)));
+    lines.extend(finished.peak_rss_bytes.map(|peak| ("memory", format!("{} at the most", format::bytes(peak)))));
+    lines.extend(finished.checkpoint.clone().map(|path| ("checkpoint", path)));
+    let mut popup = pad.popup(64, lines.len() as u16 + 4);
+    let mut inner = popup.frame(&[(reason, Role::Title)]);
+    for (y, (what, value)) in (0..).zip(&lines) {
+        inner.text(1, y, what, Role::Dim);
+        inner.text(13, y, value, Role::Text);
+    }
+    let y = inner.height().saturating_sub(1);
+    inner.text(1, y, "Esc looks around, q leaves", Role::Dim);
+}

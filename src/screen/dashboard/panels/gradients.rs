@@ -1,0 +1,250 @@
+//! The gradients on the ruler: the histogram of their exponents, and below it the range of each layer.
+
+use crate::precision::{ExponentHistogram, FloatFormat};
+use crate::screen::dashboard::format;
+use crate::screen::dashboard::pad::Pad;
+use crate::screen::dashboard::ruler::Ruler;
+use crate::screen::dashboard::run_data::{Layer, RunData, histogram};
+use crate::screen::dashboard::state::ViewModel;
+use crate::screen::dashboard::theme::Role;
+use crate::telemetry::GradStats;
+
+/// Columns for the labels of layers, left of the ruler.
+const LABELS: u16 = 16;
+
+/// Draws the panel of the first tab.
+pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
+    let run = view.run();
+    let mut inner = pad.frame(&[(&title(view), Role::Title)]);
+    let layered = inner.width() >= LABELS + 45;
+    let zero = if layered { LABELS } else { 7 };
+    let Some((_, scale, stats)) = &run.grads else {
+        let ruler = Ruler::new(run.grad_format(), None, zero, 1, 0);
+        let y = inner.height().saturating_sub(2);
+        ruler.axis(&mut inner, y, 0);
+        inner.text(1, 0, "no gradients yet", Role::Dim);
+        return;
+    };
+    let histogram = histogram(stats);
+    let ruler = Ruler::new(run.grad_format(), histogram.lowest().zip(histogram.highest()), zero, 1, 0);
+    let shift = if view.true_magnitudes { exponent_of(*scale) } else { 0 };
+    if layered {
+        let layers = fold(run.layers(), inner.height().saturating_sub(8));
+        let bars = inner.height().saturating_sub(2 + layers.len() as u16).min(inner.height() / 2);
+        draw_bars(&mut inner, bars, &ruler, &histogram, None, shift);
+        margin(&mut inner, bars, stats);
+        for (y, layer) in (bars + 2..).zip(&layers) {
+            layer_row(&mut inner, y, &ruler, run.grad_format(), layer, shift);
+        }
+    } else {
+        let bars = inner.height().saturating_sub(3);
+        draw_bars(&mut inner, bars, &ruler, &histogram, None, shift);
+        inner.text(1, bars + 2, &summary(stats, shift), Role::Text);
+    }
+}
+
+/// Draws the panel of the second tab: the whole width for the ruler, the probe's FP32 gradients as an outline.
+pub(in crate::screen::dashboard) fn draw_large(view: &ViewModel, pad: &mut Pad) {
+    let run = view.run();
+    let mut inner = pad.frame(&[(&title(view), Role::Title)]);
+    let Some((step, scale, stats)) = &run.grads else {
+        inner.text(1, 0, "no gradients yet", Role::Dim);
+        return;
+    };
+    let scale_exponent = exponent_of(*scale);
+    let histogram = histogram(stats);
+    let probe = run.probe_histogram().map(|probe| shifted(&probe, scale_exponent));
+    let zero = 7;
+    let cell_width = if inner.width() > zero + 44 + 40 { 2 } else { 1 };
+    let room = i32::from(inner.width()) - i32::from(zero) - 4 - 40 * i32::from(cell_width) - 1;
+    let lowest = probe.as_ref().and_then(ExponentHistogram::lowest).unwrap_or(0);
+    let below = (FloatFormat::FP16.min_subnormal_exponent() - lowest).clamp(0, room / i32::from(cell_width));
+    let used = histogram.lowest().zip(histogram.highest());
+    let ruler = Ruler::new(run.grad_format(), used, zero, cell_width, below);
+    let shift = if view.true_magnitudes { scale_exponent } else { 0 };
+    let bars = inner.height().saturating_sub(4);
+    draw_bars(&mut inner, bars, &ruler, &histogram, probe.as_ref(), shift);
+    let line = format!("step {step}, scale {}: {}", format::scale(*scale), summary(stats, shift));
+    inner.text(1, bars + 2, &line, Role::Text);
+    probe_line(run, view.is_heard(), &mut inner, bars + 3);
+}
+
+fn probe_line(run: &RunData, heard: bool, pad: &mut Pad, y: u16) {
+    let Some(probe) = &run.probe else {
+        pad.text(1, y, if heard { "no FP32 probe yet: p asks for one" } else { "no FP32 probe" }, Role::Dim);
+        return;
+    };
+    let (flushed, nonzero) = probe.tensors.iter().fold((0, 0), |(f, n), row| (f + row.flushed, n + row.nonzero));
+    let text = format!(
+        " FP32 probe at step {}: underflow {} of {} values that are not zero",
+        probe.step,
+        format::percent(flushed, nonzero),
+        format::count(nonzero as f64)
+    );
+    pad.spans(1, y, &[("∙", Role::Validation), (&text, Role::Text)]);
+}
+
+fn title(view: &ViewModel) -> String {
+    let run = view.run();
+    let how = match (run.scales_losses(), view.true_magnitudes) {
+        (true, false) => " (after loss scaling)",
+        (true, true) => " (true magnitudes)",
+        (false, _) => "",
+    };
+    let format = run.grad_format();
+    // FP16's limits are on the ruler; those of the wide formats are seldom in sight.
+    let range = match (format.min_exponent(), format.max_exponent()) {
+        _ if format == FloatFormat::FP16 => String::new(),
+        (least, largest) => format!(" (normal from 2^{least} to 2^{largest})"),
+    };
+    format!("Gradients as {} stores them{range}{how}", format.name)
+}
+
+/// The histogram on `height` rows and its axis on two more.
+fn draw_bars(
+    pad: &mut Pad,
+    height: u16,
+    ruler: &Ruler,
+    histogram: &ExponentHistogram,
+    outline: Option<&ExponentHistogram>,
+    shift: i32,
+) {
+    let top = ruler.bars(pad, 0, height, histogram, outline);
+    let label = format!("10^{:.0}", (top.max(1) as f64).log10());
+    if ruler.zero >= LABELS {
+        pad.text(1, 0, &format!("log count {label}"), Role::Dim);
+    } else {
+        pad.text(1, 0, &label, Role::Dim);
+    }
+    ruler.axis(pad, height, shift);
+}
+
+/// The shares left of the histogram, where it is high enough.
+fn margin(pad: &mut Pad, height: u16, stats: &GradStats) {
+    if height < 5 {
+        return;
+    }
+    let rows = [
+        ("zero", format::percent(stats.zero, stats.count), Role::Dim),
+        ("sub", format::percent(stats.subnormal, stats.count), Role::Subnormal),
+        ("inf", format::count(stats.not_finite() as f64), Role::Overflow),
+    ];
+    for (y, (what, figure, role)) in (height - 3..).zip(rows) {
+        let nothing = figure.starts_with("0%") || figure == "0";
+        pad.text(1, y, what, Role::Dim);
+        pad.text(6, y, &figure, if nothing { Role::Dim } else { role });
+    }
+}
+
+/// `zero 21.9%  subnormal 6.1%  inf 0  2^-24 to 2^9`
+fn summary(stats: &GradStats, shift: i32) -> String {
+    let power = |value: f32| format!("2^{}", exponent_of(value) - shift);
+    format!(
+        "zero {}  subnormal {}  inf {}  {} to {}",
+        format::percent(stats.zero, stats.count),
+        format::percent(stats.subnormal, stats.count),
+        format::count(stats.not_finite() as f64),
+        stats.min_abs.map_or_else(|| "-".into(), power),
+        if stats.max_abs > 0.0 { power(stats.max_abs) } else { "-".into() },
+    )
+}
+
+/// One layer: name, smallest magnitude, and the range from smallest to largest with the root mean square on it.
+fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &Layer, shift: i32) {
+    pad.text(1, y, &layer.name, Role::Text);
+    for column in ruler.limits() {
+        pad.glyph(column, y, '┊', Role::Dim);
+    }
+    if let Some(min) = layer.min_abs {
+        let low = exponent_of(min);
+        let at_edge = low <= format.min_subnormal_exponent();
+        let mark = match (layer.in_fallback, at_edge) {
+            (true, _) => "▴",
+            (false, true) => "▾",
+            (false, false) => " ",
+        };
+        pad.text(7, y, mark, Role::Subnormal);
+        pad.text(9, y, &format!("2^{}", low - shift), Role::Dim);
+        let (from, to) = (ruler.column(low), ruler.column(exponent_of(layer.max_abs)));
+        for column in from..=to {
+            pad.glyph(column, y, '─', Role::Train);
+        }
+        if from < to {
+            pad.glyph(from, y, '├', if at_edge { Role::Subnormal } else { Role::Train });
+            pad.glyph(to, y, '┤', Role::Train);
+        }
+        // Of a layer that overflowed there is no mean.
+        if layer.rms().is_finite() {
+            pad.glyph(ruler.column(exponent_of(layer.rms() as f32)).clamp(from, to), y, '●', Role::Train);
+        }
+    }
+    if layer.overflowed {
+        pad.glyph(ruler.infinity(), y, '✕', Role::Overflow);
+    }
+}
+
+/// At most `rows` layers: neighbouring blocks are joined until they fit.
+fn fold(layers: Vec<Layer>, rows: u16) -> Vec<Layer> {
+    let blocks = layers.iter().filter(|layer| layer.name.starts_with("h.")).count();
+    let others = layers.len() - blocks;
+    let together = blocks.div_ceil(usize::from(rows).saturating_sub(others).max(1)).max(1);
+    let mut folded: Vec<Layer> = Vec::new();
+    let mut joined = 0;
+    for layer in layers {
+        let block = layer.name.starts_with("h.");
+        match folded.last_mut() {
+            Some(last) if block && joined > 0 && joined < together => {
+                last.join(&layer);
+                joined += 1;
+            }
+            _ => {
+                joined = usize::from(block);
+                folded.push(layer);
+            }
+        }
+    }
+    folded.truncate(rows.into());
+    folded
+}
+
+/// The exponent of a number's binade; that of the smallest `f32` for zero.
+fn exponent_of(value: f32) -> i32 {
+    if value > 0.0 { value.log2().floor().max(-149.0) as i32 } else { -149 }
+}
+
+/// The exponents of the same values times 2^shift.
+fn shifted(histogram: &ExponentHistogram, shift: i32) -> ExponentHistogram {
+    ExponentHistogram::from_counts(histogram.iter().map(|(exponent, count)| (exponent + shift, count)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layers(blocks: usize) -> Vec<Layer> {
+        let names = ["wte", "wpe"].map(String::from).into_iter();
+        let names = names.chain((0..blocks).map(|block| format!("h.{block}"))).chain(["ln_f".into()]);
+        names.map(|name| Layer { name, ..Layer::default() }).collect()
+    }
+
+    fn folded(blocks: usize, rows: u16) -> Vec<String> {
+        fold(layers(blocks), rows).into_iter().map(|layer| layer.name).collect()
+    }
+
+    #[test]
+    fn a_deep_model_fits_with_every_block_in_some_row() {
+        assert_eq!(folded(2, 9), ["wte", "wpe", "h.0", "h.1", "ln_f"]);
+        assert_eq!(folded(7, 7), ["wte", "wpe", "h.0-1", "h.2-3", "h.4-5", "h.6", "ln_f"]);
+        assert_eq!(folded(48, 6), ["wte", "wpe", "h.0-15", "h.16-31", "h.32-47", "ln_f"]);
+        for blocks in 0..50 {
+            for rows in 0..20 {
+                assert!(folded(blocks, rows).len() <= rows.into());
+            }
+        }
+    }
+
+    #[test]
+    fn exponents_are_those_of_the_binade() {
+        assert_eq!([1.0, 1.99, 2.0, 6e-8, 65504.0, 0.0].map(exponent_of), [0, 0, 1, -24, 15, -149]);
+    }
+}

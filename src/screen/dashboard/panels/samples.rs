@@ -1,0 +1,67 @@
+//! Generated texts, newest first.
+
+use crate::screen::dashboard::format;
+use crate::screen::dashboard::pad::Pad;
+use crate::screen::dashboard::state::{SAMPLES, ViewModel};
+use crate::screen::dashboard::theme::Role;
+use ratatui::text::Span;
+
+/// Draws the fifth tab.
+pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
+    let count = view.run().samples.len();
+    let mut inner = pad.frame(&[(&format!("Samples {count}, newest first"), Role::Title)]);
+    if count == 0 {
+        inner.text(1, 0, if view.is_heard() { "none yet: g asks for one" } else { "none" }, Role::Dim);
+    }
+    let mut y = 0;
+    for sample in view.samples().skip(view.cursors[SAMPLES]) {
+        if y >= inner.height() {
+            break;
+        }
+        let loss = sample.loss.map_or_else(|| "-".into(), format::loss);
+        inner.text(0, y, &format!("step {}   loss {loss}", sample.step), Role::Title);
+        y += 1;
+        for (line, prompt) in wrapped(&sample.prompt, &sample.text, inner.width().saturating_sub(2).into()) {
+            let (prompt, rest) = line.split_at(prompt);
+            inner.spans(2, y, &[(prompt, Role::Train), (rest, Role::Text)]);
+            y += 1;
+        }
+        y += 1;
+    }
+}
+
+/// Prompt and text in lines of at most `width` columns, broken at line ends and else anywhere; with each line the bytes
+/// of it that belong to the prompt.
+fn wrapped(prompt: &str, text: &str, width: usize) -> Vec<(String, usize)> {
+    let mut lines = vec![(String::new(), 0, 0)];
+    let pieces = prompt.chars().map(|c| (c, true)).chain(text.chars().map(|c| (c, false)));
+    for (c, of_prompt) in pieces {
+        if c == '\n' {
+            lines.push((String::new(), 0, 0));
+            continue;
+        }
+        let shown = format::printable(c.encode_utf8(&mut [0; 4]));
+        let columns = Span::raw(&shown).width();
+        if lines.last().is_some_and(|(_, _, used)| used + columns > width) {
+            lines.push((String::new(), 0, 0));
+        }
+        if let Some((line, prompt, used)) = lines.last_mut() {
+            line.push_str(&shown);
+            *used += columns;
+            *prompt += if of_prompt { shown.len() } else { 0 };
+        }
+    }
+    lines.into_iter().map(|(line, prompt, _)| (line, prompt)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_broken_by_columns_and_knows_its_prompt() {
+        let lines = wrapped("ab", "cd\nef\u{1b}漢字", 3);
+        let expected = [("abc", 2), ("d", 0), ("ef ", 0), ("漢", 0), ("字", 0)];
+        assert_eq!(lines, expected.map(|(line, prompt)| (line.to_owned(), prompt)));
+    }
+}

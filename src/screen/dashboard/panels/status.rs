@@ -1,0 +1,128 @@
+//! The three status lines: where the run is, how it learns, what it costs.
+
+use crate::screen::dashboard::format;
+use crate::screen::dashboard::pad::Pad;
+use crate::screen::dashboard::run_data::RunData;
+use crate::screen::dashboard::state::ViewModel;
+use crate::screen::dashboard::theme::Role;
+use crate::telemetry::GpuStats;
+
+/// Draws the lines.
+pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
+    let run = view.run();
+    if run.started.is_none() && run.step.step == 0 {
+        pad.text(1, 0, "waiting for the run to begin", Role::Dim);
+        return;
+    }
+    let wide = pad.width() >= 110;
+    progress(run, pad);
+    let narrow = pad.width() < 60;
+    items(pad, 1, &learning(run, wide, narrow));
+    items(pad, 2, &cost(view, run, wide));
+}
+
+fn progress(run: &RunData, pad: &mut Pad) {
+    let (step, total) = (run.step.step, run.total_steps());
+    let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
+    let epochs = run.started.as_ref().map_or(0.0, |started| started.epochs);
+    let eta = match run.pace.remaining(step, total) {
+        // A run that has stopped before its end does not get there.
+        _ if run.is_over() => (step >= total).then_some(0.0),
+        eta => eta,
+    };
+    let text = format!(
+        "step {step}/{total}  epoch {:.2}/{}  {:.1}%  ETA {} ",
+        run.step.epoch,
+        format!("{epochs:.2}").trim_end_matches('0').trim_end_matches('.'),
+        share * 100.0,
+        eta.map_or_else(|| "--:--:--".into(), format::clock),
+    );
+    let x = pad.text(1, 0, &text, Role::Text);
+    let cells = usize::from(pad.width().saturating_sub(x + 1));
+    let full = (share * cells as f64).round() as usize;
+    let x = pad.text(x, 0, &"━".repeat(full), Role::Good);
+    pad.text(x, 0, &"─".repeat(cells - full), Role::Dim);
+}
+
+/// Writes what fits, with three columns between two items, or two where it is tight.
+fn items(pad: &mut Pad, y: u16, items: &[(String, Role)]) {
+    let columns = |text: &str| text.chars().count() as u16;
+    let all: u16 = items.iter().map(|(text, _)| columns(text) + 3).sum();
+    let gap = if all <= pad.width() { 3 } else { 2 };
+    let mut x = 1;
+    for (text, role) in items {
+        if x == 1 || x + columns(text) <= pad.width() {
+            x = pad.text(x, y, text, *role) + gap;
+        }
+    }
+}
+
+fn learning(run: &RunData, wide: bool, narrow: bool) -> Vec<(String, Role)> {
+    let step = &run.step;
+    let loss_role = if step.loss.is_finite() { Role::Text } else { Role::Overflow };
+    let mut items = vec![(format!("loss {}", format::loss(f64::from(step.loss))), loss_role)];
+    if wide && let Some(smoothed) = run.smoothed_loss() {
+        items.push((format!("smoothed {}", format::loss(smoothed)), Role::Text));
+    }
+    if let Some(last) = run.last_validation {
+        let best = run.best_validation.filter(|_| wide);
+        let best = best.map(|(loss, at)| format!(" (best {} @ {at})", format::loss(loss))).unwrap_or_default();
+        items.push((format!("val {}{best}", format::loss(last)), Role::Text));
+    }
+    items.push((format!("lr {}", format::rate(step.lr)), Role::Text));
+    let clip = run.started.as_ref().and_then(|started| started.max_grad_norm).filter(|_| wide);
+    let clip = clip.map(|clip| format!(" (clip {clip:?})")).unwrap_or_default();
+    items.push((format!("|g| {}{clip}", format::short(step.grad_norm)), Role::Text));
+    if run.scales_losses() {
+        items.push((format!("scale {}", format::scale(step.loss_scale)), Role::Text));
+    }
+    let role = if step.skipped > 0 { Role::Overflow } else { Role::Text };
+    items.push((format!("skipped {}", step.skipped), role));
+    if narrow {
+        // What is left out from the end there should not be what the run's numerics are read from.
+        items.sort_by_key(|(text, _)| text.starts_with("lr") || text.starts_with("|g|"));
+    }
+    items
+}
+
+fn cost(view: &ViewModel, run: &RunData, wide: bool) -> Vec<(String, Role)> {
+    let step = &run.step;
+    let roomy = wide && step.gpu.is_none();
+    let mut items = vec![
+        (format!("{} tok/s", format::count(step.tokens_per_s)), Role::Text),
+        (format!("{}/step", format::milliseconds(step.time.step_ms)), Role::Text),
+    ];
+    if let Some(cpu) = run.cpu_percent {
+        items.push((format!("CPU {cpu:.0}%"), Role::Text));
+    }
+    if let Some(gpu) = step.gpu {
+        items.push((gpu_figures(&gpu, wide), Role::Text));
+    }
+    if let Some(rss) = step.rss_bytes {
+        let peak = if roomy { format!(" (peak {})", format::bytes(run.peak_rss)) } else { String::new() };
+        items.push((format!("mem {}{peak}", format::bytes(rss)), Role::Text));
+    }
+    match &run.saved {
+        Some((saved, t)) if wide => {
+            let ago = format::ago(view.now.saturating_sub(*t) as f64 / 1000.0);
+            let what = if roomy { "last checkpoint" } else { "ckpt" };
+            items.push((format!("{what} {}, {ago} ago", saved.step), Role::Text));
+        }
+        Some((saved, _)) => items.push((format!("ckpt {}", saved.step), Role::Text)),
+        None => {}
+    }
+    items
+}
+
+/// `GPU 94% 611 W 61 °C 21.4/139.8 GiB`; where it is short of room `GPU 94% 61°C 21.4/140 GiB`.
+fn gpu_figures(gpu: &GpuStats, wide: bool) -> String {
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let (space, decimals) = if wide { (" ", 1) } else { ("", 0) };
+    let figures = [
+        gpu.utilisation.map(|share| format!("{share:.0}%")),
+        gpu.power_w.filter(|_| wide).map(|watts| format!("{watts:.0} W")),
+        gpu.temperature_c.map(|degrees| format!("{degrees:.0}{space}°C")),
+        Some(format!("{:.1}/{:.decimals$} GiB", gib(gpu.memory_bytes), gib(gpu.memory_total_bytes))),
+    ];
+    figures.into_iter().flatten().fold("GPU".into(), |text, figure| text + " " + &figure)
+}

@@ -1,0 +1,215 @@
+//! The table of tensors, and the history of one of them.
+
+use super::loss::{x_label, x_range};
+use crate::screen::dashboard::format;
+use crate::screen::dashboard::pad::Pad;
+use crate::screen::dashboard::plot::{Axes, Plot};
+use crate::screen::dashboard::run_data::TensorRow;
+use crate::screen::dashboard::state::{TENSORS, ViewModel};
+use crate::screen::dashboard::theme::Role;
+use crate::telemetry::{Bucket, Series};
+
+/// Columns of the figures right of the name, in the first tab's narrow table and in the third tab's.
+const NARROW: usize = 33;
+const WIDE: usize = 68;
+/// Those of the columns that the third tab's table gives up first, so that names stay readable.
+const SPARE: usize = 19;
+/// The longest name of a GPT-2's tensor that must be readable.
+const NAME: usize = 24;
+
+/// Draws the panel of the first tab.
+pub(in crate::screen::dashboard) fn draw_short(view: &ViewModel, pad: &mut Pad) {
+    let mut inner = pad.frame(&[(&(title(view) + &view.filter_label(TENSORS)), Role::Title)]);
+    let rows = view.tensors();
+    if rows.is_empty() {
+        inner.text(0, 0, nothing(view), Role::Dim);
+        return;
+    }
+    let name = usize::from(inner.width()).saturating_sub(NARROW);
+    let probed = view.run().probe.is_some();
+    let share = if probed { "under" } else { "sub" };
+    let (min, max) = headings(view);
+    inner.text(0, 0, &format!("{:<name$}{min:>8} {max:>8} {share:>7} {:>6}", "tensor", "✕"), Role::Dim);
+    let divisor = divisor(view);
+    for (y, row) in (1..inner.height()).zip(rows) {
+        let stats = &row.stats;
+        let lost = if probed { underflow(row) } else { format::percent(stats.subnormal, stats.count) };
+        let figures = format!(
+            "{:<name$}{:>8} {:>8} ",
+            shortened(&row.name, name),
+            format::magnitude(stats.min_abs.map(|min| min / divisor)),
+            format::magnitude(Some(stats.max_abs / divisor)),
+        );
+        let x = inner.text(0, y, &figures, Role::Text);
+        let x = inner.text(x, y, &format!("{lost:>7} "), lost_role(row));
+        inner.text(x, y, &format!("{:>6}", row.overflows), overflow_role(row));
+    }
+}
+
+/// Draws the third tab.
+pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
+    if view.detail.is_some() {
+        history(view, pad);
+        return;
+    }
+    let title = format!("{}, look at step {}{}", title(view), view.run().tensors.step, view.filter_label(TENSORS));
+    let mut inner = pad.frame(&[(&title, Role::Title)]);
+    let rows = view.tensors();
+    let table = Table::new(view, inner.width().into());
+    let (min, max) = headings(view);
+    let spare = if table.spare { format!("{:>9} {:>8} ", "elements", "norm") } else { String::new() };
+    let name = table.name;
+    let heading =
+        format!("  {:<name$}{spare}{min:>8} {max:>8} {:>7} {:>7} {:>7} {:>4}", "tensor", "zero", "sub", "under", "✕");
+    inner.text(0, 0, &heading, Role::Dim);
+    if rows.is_empty() {
+        inner.text(2, 1, nothing(view), Role::Dim);
+    }
+    let page = usize::from(inner.height().saturating_sub(1)).max(1);
+    let cursor = view.cursors[TENSORS].min(rows.len().saturating_sub(1));
+    let first = (cursor + 1).saturating_sub(page);
+    for (y, (at, row)) in (1..inner.height()).zip(rows.iter().enumerate().skip(first)) {
+        table.row(&mut inner, y, row);
+        if at == cursor {
+            inner.text(0, y, "▸", Role::Title);
+            inner.highlight(y, Role::Selected);
+        }
+    }
+}
+
+/// Why the table is empty.
+fn nothing(view: &ViewModel) -> &'static str {
+    if view.filters[TENSORS].is_empty() { "no look at single tensors yet" } else { "no such tensor" }
+}
+
+/// How the third tab's table is laid out.
+struct Table {
+    /// Columns of the name.
+    name: usize,
+    /// Whether there is room for the columns that can be spared.
+    spare: bool,
+    /// What magnitudes are divided by.
+    divisor: f32,
+}
+
+impl Table {
+    fn new(view: &ViewModel, width: usize) -> Self {
+        let spare = width >= WIDE + NAME;
+        let figures = if spare { WIDE } else { WIDE - SPARE };
+        Self { name: width.saturating_sub(figures).clamp(8, 40), spare, divisor: divisor(view) }
+    }
+
+    fn row(&self, pad: &mut Pad, y: u16, row: &TensorRow) {
+        let (stats, name, divisor) = (&row.stats, self.name, self.divisor);
+        let norm = format::short(stats.norm / f64::from(divisor));
+        let spare =
+            if self.spare { format!("{:>9} {norm:>8} ", format::count(stats.count as f64)) } else { String::new() };
+        let figures = format!(
+            "  {:<name$}{spare}{:>8} {:>8} {:>7} ",
+            shortened(&row.name, name.saturating_sub(1)),
+            format::magnitude(stats.min_abs.map(|min| min / divisor)),
+            format::magnitude(Some(stats.max_abs / divisor)),
+            format::percent(stats.zero, stats.count),
+        );
+        let x = pad.text(0, y, &figures, Role::Text);
+        let subnormal = format::percent(stats.subnormal, stats.count);
+        let role = if stats.subnormal > 0 { Role::Subnormal } else { Role::Text };
+        let x = pad.text(x, y, &format!("{subnormal:>7} "), role);
+        let x = pad.text(x, y, &format!("{:>7} ", underflow(row)), lost_role(row));
+        pad.text(x, y, &format!("{:>4}", row.overflows), overflow_role(row));
+    }
+}
+
+/// What magnitudes are divided by: the loss scale of the newest look where the true ones are wanted.
+fn divisor(view: &ViewModel) -> f32 {
+    if view.true_magnitudes { view.run().tensors.loss_scale } else { 1.0 }
+}
+
+/// The headings of the smallest and the largest magnitude.
+fn headings(view: &ViewModel) -> (&'static str, &'static str) {
+    if view.true_magnitudes { ("true min", "true max") } else { ("min|g|", "max|g|") }
+}
+
+/// The chosen tensor's smallest and largest magnitude over the run, with the format's limits.
+fn history(view: &ViewModel, pad: &mut Pad) {
+    let run = view.run();
+    let Some(row) = view.chosen_tensor() else { return };
+    let format = run.grad_format();
+    let (least, normal) = (format.min_subnormal_exponent(), format.min_exponent());
+    let legend = format!("   min and max |g| as stored, log2   ┄ 2^{least} 2^{normal}");
+    let mut inner = pad.frame(&[(&row.name, Role::Title), (&legend, Role::Dim)]);
+    let (low, high) = (&row.history.0, &row.history.1);
+    if low.is_empty() {
+        inner.text(1, 0, "no history", Role::Dim);
+        return;
+    }
+    let (bottom, top) = (extreme(low).0, extreme(high).1);
+    // A format's limits are drawn where they are in the neighbourhood: FP32's would squeeze everything else.
+    let limits: Vec<_> = [least, normal].map(f64::from).into_iter().filter(|limit| bottom - limit < 24.0).collect();
+    let bottom = limits.iter().fold(bottom, |bottom, limit| bottom.min(*limit));
+    let y = (bottom.floor() - 1.0, top.ceil() + 1.0);
+    let x = x_range(run, view.time_axis);
+    let y_label = |y: f64| format!("2^{y:.0}");
+    Axes { x, y, x_label: &x_label(view.time_axis), y_label: &y_label }.draw(&mut inner, |plot| {
+        for limit in &limits {
+            dotted(plot, x, *limit);
+        }
+        let at = |bucket: &Bucket| if view.time_axis { bucket.seconds } else { bucket.step as f64 };
+        edge(plot, low, |bucket| (at(bucket), bucket.min));
+        edge(plot, high, |bucket| (at(bucket), bucket.max));
+    });
+}
+
+/// A line through one point of each bucket.
+fn edge(plot: &mut Plot, series: &Series, point: impl Fn(&Bucket) -> (f64, f64)) {
+    let points: Vec<_> = series.buckets().iter().map(point).collect();
+    if let [only] = points[..] {
+        plot.line(only, only, Role::Train);
+    }
+    for pair in points.windows(2) {
+        plot.line(pair[0], pair[1], Role::Train);
+    }
+}
+
+fn dotted(plot: &mut Plot, x: (f64, f64), y: f64) {
+    let dots = plot.resolution();
+    for dot in (0..dots).step_by(3) {
+        let at = x.0 + (x.1 - x.0) * dot as f64 / dots as f64;
+        plot.stroke(at, y, y, Role::Subnormal);
+    }
+}
+
+fn extreme(series: &Series) -> (f64, f64) {
+    let buckets = series.buckets().iter();
+    buckets.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), bucket| (low.min(bucket.min), high.max(bucket.max)))
+}
+
+fn title(view: &ViewModel) -> String {
+    let probe = &view.run().probe;
+    let when = probe.as_ref().map(|probe| format!(" (probe at {})", probe.step)).unwrap_or_default();
+    format!("Tensors, {}{when}", view.sort.title(probe.is_some()))
+}
+
+/// True underflow as the probe found it; `-` where it has not looked.
+fn underflow(row: &TensorRow) -> String {
+    row.flushed.map_or_else(|| "-".into(), |(flushed, nonzero)| format::percent(flushed, nonzero))
+}
+
+fn lost_role(row: &TensorRow) -> Role {
+    let lost = row.flushed.map_or(row.stats.subnormal, |(flushed, _)| flushed);
+    if lost > 0 { Role::Subnormal } else { Role::Text }
+}
+
+fn overflow_role(row: &TensorRow) -> Role {
+    if row.overflows > 0 { Role::Overflow } else { Role::Text }
+}
+
+/// A name that is too long loses its beginning: its end tells tensors of a layer apart.
+fn shortened(name: &str, width: usize) -> String {
+    let length = name.chars().count();
+    if length <= width {
+        return name.to_owned();
+    }
+    let kept: String = name.chars().skip(length - width.saturating_sub(1).min(length)).collect();
+    format!("…{kept}")
+}

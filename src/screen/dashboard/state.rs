@@ -1,0 +1,472 @@
+//! The dashboard as a state machine: [`update`] takes a message in and gives, now and then, a command out. It neither draws
+//! nor waits nor looks at a clock.
+
+use super::keys::{Action, KEYS};
+use super::run_data::{EventRow, Phase, RunData, SampleRow, TensorRow};
+use crate::screen::terminal::keys::{action, is_ctrl_c};
+use crate::telemetry::{Command, FinishReason, Record};
+use ratatui::crossterm::event::{KeyCode, KeyEvent};
+
+/// The tabs' names, in order.
+pub(super) const TABS: [&str; 5] = ["Overview", "Precision", "Tensors", "Events", "Samples"];
+pub(super) const TENSORS: usize = 2;
+pub(super) const EVENTS: usize = 3;
+pub(super) const SAMPLES: usize = 4;
+/// Rows a page key moves.
+const PAGE: usize = 10;
+
+/// Something that concerns the dashboard.
+#[derive(Debug)]
+pub(super) enum Msg {
+    /// The run reports something.
+    Record(Box<Record>),
+    /// A key was pressed.
+    Key(KeyEvent),
+    /// SIGINT, SIGTERM, or the terminal hung up.
+    Terminate,
+    /// Nothing more will be reported.
+    Closed,
+    /// The watched process is gone.
+    Gone,
+    /// The wall clock, in milliseconds.
+    Clock(u64),
+}
+
+/// Whose run it is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Mode {
+    /// This process trains: keys reach training.
+    Attached,
+    /// Another process does or did: look only.
+    Watching,
+    /// The same, from its beginning and so many times as fast as it was.
+    Replaying(f64),
+}
+
+/// How the dashboard came to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// The run is over, or was only watched.
+    Ended,
+    /// The person left; training goes on.
+    Detached,
+    /// A signal, or a lost terminal: training was told to save and stop.
+    Terminated,
+    /// The person does not want to wait: the process should end at once.
+    Aborted,
+    /// Training ended without a word: it panicked.
+    Lost,
+    /// The dashboard itself panicked; training goes on.
+    Crashed,
+}
+
+/// What lies over the tabs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Dialog {
+    Help,
+    Quit,
+    /// The totals of a run that has ended.
+    Summary,
+}
+
+/// The panels of the first tab, in the order in which zooming goes through them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Panel {
+    Loss,
+    Scale,
+    Ruler,
+    Overflows,
+    Tensors,
+}
+
+/// What the table of tensors is sorted by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sort {
+    /// Share flushed to zero as the probe saw it, then share of subnormals: worst first.
+    Underflow,
+    /// Parameter order.
+    Order,
+    Min,
+    Max,
+    Zero,
+    Overflows,
+}
+
+impl Sort {
+    const ALL: [Self; 6] = [Self::Underflow, Self::Order, Self::Min, Self::Max, Self::Zero, Self::Overflows];
+
+    fn next(self) -> Self {
+        let at = Self::ALL.iter().position(|sort| *sort == self).unwrap_or(0);
+        Self::ALL[(at + 1) % Self::ALL.len()]
+    }
+
+    /// How a title says it.
+    pub(super) fn title(self, probed: bool) -> &'static str {
+        match self {
+            Self::Underflow if probed => "worst underflow first",
+            Self::Underflow => "most subnormal first",
+            Self::Order => "in parameter order",
+            Self::Min => "smallest min|g| first",
+            Self::Max => "largest max|g| first",
+            Self::Zero => "most zeros first",
+            Self::Overflows => "most overflows first",
+        }
+    }
+}
+
+/// Everything a frame is drawn from.
+#[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch that has its own key")]
+pub(super) struct ViewModel {
+    pub(super) mode: Mode,
+    live: RunData,
+    frozen: Option<Box<RunData>>,
+    pub(super) tab: usize,
+    pub(super) dialog: Option<Dialog>,
+    pub(super) zoom: Option<Panel>,
+    pub(super) time_axis: bool,
+    pub(super) log_loss: bool,
+    pub(super) true_magnitudes: bool,
+    pub(super) sort: Sort,
+    /// What rows must contain, by tab.
+    pub(super) filters: [String; TABS.len()],
+    /// Whether keys go into the filter.
+    pub(super) typing: bool,
+    /// The row under the cursor, by tab; counted from the newest in events and samples.
+    pub(super) cursors: [usize; TABS.len()],
+    /// The tensor whose history is open.
+    pub(super) detail: Option<String>,
+    /// What was asked of training and has not been answered.
+    pub(super) notice: Option<&'static str>,
+    /// Whether the run has been told to stop.
+    stopping: bool,
+    /// Wall clock, milliseconds.
+    pub(super) now: u64,
+    /// Set when the dashboard should close.
+    pub(super) exit: Option<Exit>,
+}
+
+impl ViewModel {
+    pub(super) fn new(mode: Mode) -> Self {
+        Self {
+            mode,
+            live: RunData::default(),
+            frozen: None,
+            tab: 0,
+            dialog: None,
+            zoom: None,
+            time_axis: false,
+            log_loss: false,
+            true_magnitudes: false,
+            sort: Sort::Underflow,
+            filters: Default::default(),
+            typing: false,
+            cursors: [0; TABS.len()],
+            detail: None,
+            notice: None,
+            stopping: false,
+            now: 0,
+            exit: None,
+        }
+    }
+
+    /// The run as it is shown: as it was when the picture was frozen, or as it is.
+    pub(super) fn run(&self) -> &RunData {
+        self.frozen.as_deref().unwrap_or(&self.live)
+    }
+
+    /// The run as it is.
+    pub(super) fn live(&self) -> &RunData {
+        &self.live
+    }
+
+    /// The step at which the picture was frozen.
+    pub(super) fn frozen_at(&self) -> Option<u64> {
+        self.frozen.as_ref().map(|run| run.step.step)
+    }
+
+    /// Whether training hears the keys that are pressed here.
+    pub(super) fn is_heard(&self) -> bool {
+        self.mode == Mode::Attached && !self.live.is_over()
+    }
+
+    /// The table of tensors: sorted, and only what the filter lets through.
+    pub(super) fn tensors(&self) -> Vec<&TensorRow> {
+        let filter = &self.filters[TENSORS];
+        let mut rows: Vec<_> =
+            self.run().tensors.rows.iter().filter(|row| row.name.contains(filter.as_str())).collect();
+        let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+        // Sorting is stable: equal rows stay in parameter order.
+        let mut by = |key: &dyn Fn(&TensorRow) -> f64| rows.sort_by(|a, b| key(b).total_cmp(&key(a)));
+        match self.sort {
+            Sort::Order => {}
+            Sort::Underflow => {
+                by(&|row| share(row.stats.subnormal, row.stats.count));
+                by(&|row| row.flushed.map_or(-1.0, |(flushed, nonzero)| share(flushed, nonzero)));
+            }
+            Sort::Min => by(&|row| -f64::from(row.stats.min_abs.unwrap_or(f32::INFINITY))),
+            Sort::Max => by(&|row| f64::from(row.stats.max_abs)),
+            Sort::Zero => by(&|row| share(row.stats.zero, row.stats.count)),
+            Sort::Overflows => by(&|row| row.overflows as f64),
+        }
+        rows
+    }
+
+    /// The filter of a tab as its title shows it: with a cursor while it is typed.
+    pub(super) fn filter_label(&self, tab: usize) -> String {
+        match (self.filters[tab].as_str(), self.typing) {
+            ("", false) => String::new(),
+            (filter, typing) => format!("   /{filter}{}", if typing { "█" } else { "" }),
+        }
+    }
+
+    /// The events the filter lets through, newest first.
+    pub(super) fn events(&self) -> Vec<&EventRow> {
+        let filter = &self.filters[EVENTS];
+        self.run().events.iter().rev().filter(|row| row.text.contains(filter.as_str())).collect()
+    }
+
+    /// The samples, newest first.
+    pub(super) fn samples(&self) -> impl Iterator<Item = &SampleRow> {
+        self.run().samples.iter().rev()
+    }
+
+    /// The row whose history is open, or the row under the cursor.
+    pub(super) fn chosen_tensor(&self) -> Option<&TensorRow> {
+        match &self.detail {
+            Some(name) => self.run().tensors.rows.iter().find(|row| row.name == *name),
+            None => self.tensors().get(self.cursors[TENSORS]).copied(),
+        }
+    }
+
+    fn rows(&self) -> usize {
+        match self.tab {
+            TENSORS => self.tensors().len(),
+            EVENTS => self.events().len(),
+            SAMPLES => self.run().samples.len(),
+            _ => 0,
+        }
+    }
+}
+
+/// Takes a message in; gives what is to be said to training, if anything.
+pub(super) fn update(view: &mut ViewModel, msg: Msg) -> Option<Command> {
+    match msg {
+        Msg::Record(record) => {
+            record_arrived(view, *record);
+            None
+        }
+        Msg::Key(key) => key_pressed(view, key),
+        Msg::Terminate => {
+            view.exit = Some(Exit::Terminated);
+            attached(view, Command::Stop { save: true })
+        }
+        Msg::Closed => {
+            if !view.live.is_over() {
+                view.live.phase = Phase::Lost;
+                view.exit = Some(Exit::Lost);
+            } else if view.stopping {
+                view.exit = Some(Exit::Ended);
+            }
+            None
+        }
+        Msg::Gone => {
+            view.live.phase = Phase::Lost;
+            None
+        }
+        Msg::Clock(now) => {
+            view.now = now;
+            None
+        }
+    }
+}
+
+fn record_arrived(view: &mut ViewModel, record: Record) {
+    use crate::telemetry::Event;
+    let answers = match &record.event {
+        Event::Saved(_) => Some("saving"),
+        Event::Eval(_) => Some("evaluating"),
+        Event::Sample(_) => Some("sampling"),
+        Event::Probe(_) => Some("probing"),
+        Event::Paused { .. } => Some("pausing"),
+        Event::Resumed { .. } => Some("resuming"),
+        _ => None,
+    };
+    if answers.is_some() && view.notice == answers {
+        view.notice = None;
+    }
+    let reason = if let Event::Finished(finished) = &record.event { Some(finished.reason) } else { None };
+    view.live.apply(record);
+    let Some(reason) = reason else { return };
+    view.notice = None;
+    if view.mode == Mode::Attached && (view.stopping || reason == FinishReason::Interrupted) {
+        view.exit = Some(Exit::Ended);
+    } else if view.mode == Mode::Attached {
+        view.dialog = Some(Dialog::Summary);
+    }
+}
+
+fn key_pressed(view: &mut ViewModel, key: KeyEvent) -> Option<Command> {
+    if is_ctrl_c(key) {
+        return interrupted(view);
+    }
+    if view.typing {
+        type_filter(view, key.code);
+        return None;
+    }
+    match view.dialog {
+        Some(Dialog::Quit) => return answer_quit(view, key.code),
+        Some(Dialog::Help) => {
+            view.dialog = None;
+            return None;
+        }
+        Some(Dialog::Summary) | None => {}
+    }
+    action(KEYS, key).and_then(|action| act(view, action))
+}
+
+fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
+    match action {
+        Action::Tab(tab) => show_tab(view, tab),
+        Action::NextTab => show_tab(view, (view.tab + 1) % TABS.len()),
+        Action::PreviousTab => show_tab(view, (view.tab + TABS.len() - 1) % TABS.len()),
+        Action::Pause if view.live.phase == Phase::Paused => return ask(view, Command::Resume, "resuming"),
+        Action::Pause => return ask(view, Command::Pause, "pausing"),
+        Action::Save => return ask(view, Command::SaveNow, "saving"),
+        Action::Evaluate => return ask(view, Command::EvalNow, "evaluating"),
+        Action::Sample => return ask(view, Command::SampleNow, "sampling"),
+        Action::Probe => return ask(view, Command::ProbeNow, "probing"),
+        Action::Freeze => {
+            view.frozen = if view.frozen.is_some() { None } else { Some(Box::new(view.live.clone())) };
+        }
+        Action::Zoom => view.zoom = if view.tab == 0 { next_zoom(view.zoom) } else { None },
+        Action::TimeAxis => view.time_axis = !view.time_axis,
+        Action::LogAxis => view.log_loss = !view.log_loss,
+        Action::TrueMagnitudes => view.true_magnitudes = !view.true_magnitudes,
+        Action::Sort => view.sort = view.sort.next(),
+        Action::Filter => view.typing = matches!(view.tab, TENSORS | EVENTS),
+        Action::Down => scroll(view, 1),
+        Action::Up => scroll(view, -1),
+        Action::PageDown => scroll(view, PAGE as isize),
+        Action::PageUp => scroll(view, -(PAGE as isize)),
+        Action::Details if view.tab == TENSORS => {
+            view.detail = view.chosen_tensor().map(|row| row.name.clone());
+        }
+        Action::Details => {}
+        Action::Help => view.dialog = Some(Dialog::Help),
+        Action::Close => close(view),
+        Action::Quit if view.mode != Mode::Attached || view.live.is_over() => view.exit = Some(Exit::Ended),
+        Action::Quit => view.dialog = Some(Dialog::Quit),
+    }
+    None
+}
+
+fn show_tab(view: &mut ViewModel, tab: usize) {
+    view.tab = tab;
+    view.zoom = None;
+    view.detail = None;
+    if view.dialog == Some(Dialog::Summary) {
+        view.dialog = None;
+    }
+}
+
+/// Asks training for something, unless this is not the terminal it listens to or it has ended.
+fn ask(view: &mut ViewModel, command: Command, notice: &'static str) -> Option<Command> {
+    if view.mode != Mode::Attached {
+        view.notice = Some("watching only: training listens to its own terminal");
+        return None;
+    }
+    if view.live.is_over() {
+        return None;
+    }
+    view.notice = Some(notice);
+    Some(command)
+}
+
+fn attached(view: &ViewModel, command: Command) -> Option<Command> {
+    (view.mode == Mode::Attached).then_some(command)
+}
+
+fn next_zoom(zoom: Option<Panel>) -> Option<Panel> {
+    match zoom {
+        None => Some(Panel::Loss),
+        Some(Panel::Loss) => Some(Panel::Scale),
+        Some(Panel::Scale) => Some(Panel::Ruler),
+        Some(Panel::Ruler) => Some(Panel::Overflows),
+        Some(Panel::Overflows) => Some(Panel::Tensors),
+        Some(Panel::Tensors) => None,
+    }
+}
+
+fn scroll(view: &mut ViewModel, by: isize) {
+    let last = view.rows().saturating_sub(1);
+    let cursor = &mut view.cursors[view.tab];
+    *cursor = cursor.saturating_add_signed(by).min(last);
+}
+
+/// Closes the topmost thing that is open.
+fn close(view: &mut ViewModel) {
+    if view.dialog.take().is_some() || view.detail.take().is_some() || view.zoom.take().is_some() {
+        return;
+    }
+    view.filters[view.tab].clear();
+    view.notice = None;
+}
+
+fn type_filter(view: &mut ViewModel, key: KeyCode) {
+    let filter = &mut view.filters[view.tab];
+    match key {
+        KeyCode::Char(c) => filter.push(c),
+        KeyCode::Backspace => {
+            filter.pop();
+        }
+        KeyCode::Enter => view.typing = false,
+        KeyCode::Esc => {
+            filter.clear();
+            view.typing = false;
+        }
+        _ => return,
+    }
+    view.cursors[view.tab] = 0;
+}
+
+fn answer_quit(view: &mut ViewModel, key: KeyCode) -> Option<Command> {
+    match key {
+        KeyCode::Char('s') => Some(stop(view, true)),
+        KeyCode::Char('k') => Some(stop(view, false)),
+        KeyCode::Char('d') => {
+            view.exit = Some(Exit::Detached);
+            Some(Command::Detach)
+        }
+        KeyCode::Esc => {
+            view.dialog = None;
+            None
+        }
+        _ => None,
+    }
+}
+
+fn stop(view: &mut ViewModel, save: bool) -> Command {
+    view.stopping = true;
+    view.dialog = None;
+    view.notice = Some(if save { "saving, then stopping" } else { "stopping" });
+    Command::Stop { save }
+}
+
+/// Ctrl-C asks first, then saves and stops, then ends everything.
+fn interrupted(view: &mut ViewModel) -> Option<Command> {
+    if view.mode != Mode::Attached || view.live.is_over() {
+        view.exit = Some(Exit::Ended);
+        return None;
+    }
+    if view.stopping {
+        view.exit = Some(Exit::Aborted);
+        return Some(Command::Abort);
+    }
+    if view.dialog == Some(Dialog::Quit) {
+        return Some(stop(view, true));
+    }
+    view.typing = false;
+    view.dialog = Some(Dialog::Quit);
+    None
+}

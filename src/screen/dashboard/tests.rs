@@ -1,0 +1,576 @@
+//! The dashboard as a whole: what keys and records do, and what the picture is then.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a failed unwrap is a failed test; figures are printed")]
+
+#[path = "../../../examples/dashboard_demo/invented.rs"]
+mod invented;
+
+use super::event_loop::Source;
+use super::state::{Dialog, Exit, Mode, Msg, ViewModel, update};
+use super::theme::Theme;
+use super::view;
+use super::watch::Watched;
+use crate::telemetry::{
+    self, Command, Event, EventLog, FinishReason, GpuStats, Origin, Overflow, Pass, ProcessStats, Record, Retyped,
+    Saved, Started, StepRecord, VERSION,
+};
+use invented::{Invented, InventedRun};
+use ratatui::buffer::{Buffer, Cell};
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use ratatui::layout::Rect;
+use std::time::Duration;
+
+const FULL: (u16, u16) = (120, 36);
+const COMPACT: (u16, u16) = (80, 24);
+
+/// The dashboard after these records of a run.
+fn after(settings: Invented, records: usize) -> ViewModel {
+    let mut view = ViewModel::new(Mode::Attached);
+    for record in InventedRun::new(settings).take(records) {
+        update(&mut view, Msg::Clock(record.t + 41_000));
+        update(&mut view, Msg::Record(Box::new(record)));
+    }
+    view
+}
+
+/// The dashboard in the midst of a run.
+fn running() -> ViewModel {
+    after(Invented::default(), 1800)
+}
+
+fn record(event: Event) -> Msg {
+    Msg::Record(Box::new(Record { v: VERSION, t: 1_750_000_200_000, s: 200.0, event }))
+}
+
+fn key(view: &mut ViewModel, code: KeyCode) -> Option<Command> {
+    update(view, Msg::Key(KeyEvent::new(code, KeyModifiers::NONE)))
+}
+
+fn press(view: &mut ViewModel, keys: &str) -> Vec<Command> {
+    keys.chars().filter_map(|c| key(view, KeyCode::Char(c))).collect()
+}
+
+fn ctrl_c(view: &mut ViewModel) -> Option<Command> {
+    update(view, Msg::Key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)))
+}
+
+fn buffer(view: &ViewModel, theme: Theme, (width, height): (u16, u16)) -> Buffer {
+    let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
+    view::draw(view, theme, &mut buffer);
+    buffer
+}
+
+fn text(buffer: &Buffer) -> String {
+    let rows = buffer.content.chunks(buffer.area.width.into());
+    let lines: Vec<_> =
+        rows.map(|row| row.iter().map(Cell::symbol).collect::<String>().trim_end().to_owned()).collect();
+    lines.join("\n")
+}
+
+fn picture(view: &ViewModel, size: (u16, u16)) -> String {
+    text(&buffer(view, Theme::truecolor(), size))
+}
+
+/// Compares the picture at both sizes with the stored ones.
+fn snapshots(name: &str, view: &ViewModel) {
+    for (width, height) in [FULL, COMPACT] {
+        insta::assert_snapshot!(format!("{name}_{width}x{height}"), picture(view, (width, height)));
+    }
+}
+
+#[test]
+fn every_tab() {
+    let mut view = running();
+    for (number, tab) in ["overview", "precision", "tensors", "events", "samples"].iter().enumerate() {
+        press(&mut view, &(number + 1).to_string());
+        snapshots(tab, &view);
+    }
+    press(&mut view, "3jj");
+    key(&mut view, KeyCode::Enter);
+    snapshots("tensor_history", &view);
+}
+
+#[test]
+fn an_empty_run() {
+    snapshots("empty", &ViewModel::new(Mode::Attached));
+}
+
+#[test]
+fn a_scale_that_is_far_too_high_shows_who_overflowed_and_falls() {
+    let view = after(Invented { init_scale: 24, total_steps: 60, ..Invented::default() }, 60);
+    snapshots("overflow_storm", &view);
+    let picture = picture(&view, FULL);
+    assert!(picture.contains("3 2^22→2^21  ln_f.weight"), "{picture}");
+    let last = view.run().overflows.back().unwrap();
+    assert!(last.tensors.contains(&"ln_f.weight".to_owned()) && last.scale.to < 2f32.powi(18), "{last:?}");
+}
+
+/// The beginning of a real run of `tiny` with `scaler.init_scale = 2^24`, as its log has it; of the tables of tensors one
+/// is left.
+#[test]
+fn a_real_overflow_can_be_read_off() {
+    let mut view = ViewModel::new(Mode::Watching);
+    for line in include_str!("fixtures/init_scale_2_24.jsonl").lines() {
+        let record: Record = serde_json::from_str(line).unwrap();
+        update(&mut view, Msg::Clock(record.t));
+        update(&mut view, Msg::Record(Box::new(record)));
+    }
+    snapshots("real_overflows", &view);
+    press(&mut view, "zzzz");
+    let list = picture(&view, FULL);
+    let rows = list.lines().filter(|line| line.starts_with("│✕")).count();
+    assert_eq!(rows, view.run().overflows.len());
+    assert!(list.contains("1 2^24→2^23  ") && list.contains("8 2^17→2^16  h.0.attn.c_proj.bias, "), "{list}");
+    let stairs: Vec<_> = view.run().scale.points().iter().map(|point| point.value.log2()).collect();
+    assert!(stairs.len() > 6 && stairs.windows(2).all(|pair| pair[1] == pair[0] - 1.0), "{stairs:?}");
+}
+
+#[test]
+fn layers_in_fallback_are_named_and_marked() {
+    let mut view = running();
+    let retyped = |step, layer: &str, overflows: Option<usize>| {
+        let (from, to, back) = if overflows.is_some() { ("f16", "f32", false) } else { ("f32", "f16", true) };
+        let (layer, from, to) = (layer.into(), from.into(), to.into());
+        record(Event::Retyped(Retyped { step, layer, from, to, overflows, back, ..Retyped::default() }))
+    };
+    for (step, layer) in [(1801, "head"), (1802, "h.3"), (1803, "h.5")] {
+        update(&mut view, retyped(step, layer, Some(3)));
+    }
+    update(&mut view, retyped(1900, "h.5", None));
+    snapshots("fallback", &view);
+    press(&mut view, "4");
+    assert!(picture(&view, FULL).contains("▴ retyped layer=h.5 computes=f32->f16 back"), "{}", picture(&view, FULL));
+    // A process that goes on from before all this says itself who is in fallback.
+    let fallback = [("h.2".to_owned(), "f32".to_owned())].into();
+    let started = Started { resumed_from: Some(1700), fallback, ..Started::default() };
+    update(&mut view, record(Event::Started(Box::new(started))));
+    assert_eq!(view.run().in_fallback(), "f32 h.2");
+}
+
+#[test]
+fn a_traced_overflow_names_pass_and_layer_in_list_and_events() {
+    let mut view = running();
+    for (step, pass, layer) in [(1801, Pass::Forward, "h.0.attn"), (1802, Pass::Backward, "h.3.mlp.c_fc")] {
+        let origin = Origin { pass, layer: layer.into(), tensor: "output".into(), ..Origin::default() };
+        let overflow = Overflow { step, origin: Some(origin), ..Overflow::default() };
+        update(&mut view, record(Event::Overflow(overflow)));
+    }
+    let list = picture(&view, FULL);
+    assert!(list.contains("  ← h.3.mlp.c_fc") && list.contains("  → h.0.attn"), "{list}");
+    press(&mut view, "4");
+    let events = picture(&view, (200, 36));
+    assert!(events.contains(", backward at h.3.mlp.c_fc (output): "), "{events}");
+}
+
+#[test]
+fn a_loss_that_is_nan() {
+    let view = after(Invented { nan_from: 600, ..Invented::default() }, 700);
+    snapshots("nan", &view);
+    assert!(picture(&view, FULL).contains("loss NaN"));
+}
+
+#[test]
+fn a_paused_run() {
+    let mut view = running();
+    update(&mut view, record(Event::Paused { step: 1790 }));
+    snapshots("paused", &view);
+}
+
+#[test]
+fn a_frozen_picture_does_not_move_while_the_run_does() {
+    let mut view = running();
+    press(&mut view, "f");
+    let frozen = picture(&view, FULL);
+    for record in InventedRun::new(Invented::default()).skip(1800).take(100) {
+        update(&mut view, Msg::Record(Box::new(record)));
+    }
+    assert_eq!(picture(&view, FULL), frozen);
+    snapshots("frozen", &view);
+    press(&mut view, "f");
+    assert_ne!(picture(&view, FULL), frozen);
+}
+
+#[test]
+fn the_question_before_leaving() {
+    let mut view = running();
+    press(&mut view, "q");
+    snapshots("quit", &view);
+    insta::assert_snapshot!("quit_minimal", picture(&view, (50, 8)));
+}
+
+#[test]
+fn a_finished_run_stays_with_its_summary() {
+    let view = after(Invented::default(), usize::MAX);
+    assert_eq!((view.dialog, view.exit), (Some(Dialog::Summary), None));
+    snapshots("finished", &view);
+}
+
+#[test]
+fn help_lists_the_keys() {
+    let mut view = running();
+    press(&mut view, "?");
+    snapshots("help", &view);
+}
+
+#[test]
+fn small_terminals() {
+    let view = running();
+    insta::assert_snapshot!("minimal_50x8", picture(&view, (50, 8)));
+    insta::assert_snapshot!("too_small_30x4", picture(&view, (30, 4)));
+}
+
+#[test]
+fn wide_formats_fold_their_ruler() {
+    for (policy, name) in [("p=f32,c=bf16,g=bf16,r=f32", "BF16"), ("p=f32,c=f32,g=f32,r=f32", "FP32")] {
+        let mut view = ViewModel::new(Mode::Attached);
+        for mut record in InventedRun::new(Invented { init_scale: 0, ..Invented::default() }).take(200) {
+            if let Event::Started(started) = &mut record.event {
+                started.policy = policy.into();
+                started.scaler.enabled = false;
+            }
+            update(&mut view, Msg::Record(Box::new(record)));
+        }
+        let picture = picture(&view, FULL);
+        assert!(
+            picture.contains(&format!("Gradients as {name} stores them (normal from 2^-126 to 2^127)")),
+            "{picture}"
+        );
+        insta::assert_snapshot!(format!("overview_{name}"), picture);
+    }
+}
+
+#[test]
+fn every_size_draws() {
+    let mut view = after(Invented { total_steps: 80, init_scale: 20, ..Invented::default() }, 90);
+    let dialogs = [None, None, Some(Dialog::Help), Some(Dialog::Quit), Some(Dialog::Summary)];
+    let mut turn = 0;
+    for width in 1..=250 {
+        for height in 1..=80 {
+            turn += 1;
+            view.tab = turn % 5;
+            view.dialog = dialogs[turn / 5 % 5];
+            view.detail = (turn % 2 == 0).then(|| "wte.weight".into());
+            view.zoom = None;
+            let drawn = buffer(&view, Theme::truecolor(), (width, height));
+            assert!(drawn.content.iter().any(|cell| cell.symbol() != " "), "{width}x{height} is empty");
+        }
+    }
+}
+
+#[test]
+fn nothing_is_said_by_colour_alone() {
+    let mut view = running();
+    let monochrome = Theme::monochrome();
+    for tab in 0..5 {
+        view.tab = tab;
+        for size in [FULL, COMPACT, (50, 8)] {
+            let plain = buffer(&view, monochrome, size);
+            assert_eq!(text(&plain), picture(&view, size));
+            assert!(plain.content.iter().all(|cell| cell.fg == ratatui::style::Color::Reset), "tab {tab}");
+        }
+    }
+}
+
+#[test]
+fn ascii_is_ascii() {
+    let mut view = running();
+    let theme = Theme::from_env(true);
+    for tab in 0..5 {
+        view.tab = tab;
+        let drawn = text(&buffer(&view, theme, FULL));
+        assert!(drawn.is_ascii(), "{drawn}");
+        // Every sign of ours has a counterpart; the one `?` is the key.
+        assert_eq!(drawn.matches('?').count(), 1, "{drawn}");
+    }
+    view.tab = 2;
+    view.detail = Some("wte.weight".into());
+    assert_eq!(text(&buffer(&view, theme, FULL)).matches('?').count(), 1);
+    view.tab = 0;
+    insta::assert_snapshot!("ascii_120x36", text(&buffer(&view, theme, FULL)));
+}
+
+#[test]
+fn the_colours_of_one_picture() {
+    let view = after(Invented { init_scale: 24, total_steps: 60, ..Invented::default() }, 60);
+    insta::assert_debug_snapshot!("styled_80x24", buffer(&view, Theme::truecolor(), COMPACT));
+}
+
+#[test]
+fn keys_become_commands_and_answers_clear_their_notice() {
+    let mut view = running();
+    assert_eq!(press(&mut view, "segp"), [Command::SaveNow, Command::EvalNow, Command::SampleNow, Command::ProbeNow]);
+    press(&mut view, "s");
+    assert_eq!(view.notice, Some("saving"));
+    update(&mut view, record(Event::Saved(Saved::default())));
+    assert_eq!(view.notice, None);
+    assert_eq!(press(&mut view, " "), [Command::Pause]);
+    update(&mut view, record(Event::Paused { step: 1 }));
+    assert_eq!(press(&mut view, " "), [Command::Resume]);
+}
+
+#[test]
+fn a_watcher_commands_nothing_and_leaves_at_once() {
+    let mut view = ViewModel::new(Mode::Watching);
+    InventedRun::new(Invented::default()).take(50).for_each(|record| {
+        update(&mut view, Msg::Record(Box::new(record)));
+    });
+    assert_eq!(press(&mut view, " segp"), []);
+    assert!(view.notice.is_some());
+    assert_eq!(press(&mut view, "q"), []);
+    assert_eq!(view.exit, Some(Exit::Ended));
+}
+
+#[test]
+fn a_watcher_is_offered_only_what_works() {
+    let footer = |view: &ViewModel| picture(view, FULL).lines().last().unwrap().to_owned();
+    let mut watching = running();
+    watching.mode = Mode::Watching;
+    let offered = footer(&watching);
+    assert!(offered.contains("f  freeze") && !offered.contains("pause") && !offered.contains("save"), "{offered}");
+    watching.mode = Mode::Replaying(12.5);
+    assert!(picture(&watching, FULL).starts_with("finetune ▶ replay ×12.5"));
+    let finished = after(Invented::default(), usize::MAX);
+    assert!(footer(&running()).contains("s  save") && !footer(&finished).contains("s  save"));
+}
+
+#[test]
+fn a_gpu_has_its_figures_and_leaves_room_for_the_others() {
+    let mut view = running();
+    let gpu = GpuStats {
+        utilisation: Some(94.4),
+        memory_bytes: 22_978_000_000,
+        memory_total_bytes: 150_109_000_000,
+        power_w: Some(610.8),
+        temperature_c: Some(61.0),
+    };
+    let cost = |view: &ViewModel, size: (u16, u16)| {
+        let picture = picture(view, size);
+        picture.lines().nth(usize::from(size.1) - 2).unwrap().trim().to_owned()
+    };
+    let step = |gpu| StepRecord {
+        step: 1780,
+        gpu: Some(gpu),
+        tokens_per_s: 41_200.0,
+        rss_bytes: Some(1 << 30),
+        ..StepRecord::default()
+    };
+    update(&mut view, record(Event::Step(Box::new(step(gpu)))));
+    assert_eq!(
+        cost(&view, FULL),
+        "41.2k tok/s   0 ms/step   CPU 190%   GPU 94% 611 W 61 °C 21.4/139.8 GiB   mem 1.0 GiB   ckpt 1500, 69 s ago"
+    );
+    assert_eq!(cost(&view, COMPACT), "41.2k tok/s  0 ms/step  CPU 190%  GPU 94% 61°C 21.4/140 GiB  mem 1.0 GiB");
+    // A part of a GPU has not all of them.
+    let part = GpuStats { utilisation: None, power_w: None, temperature_c: None, ..gpu };
+    update(&mut view, record(Event::Step(Box::new(step(part)))));
+    assert!(cost(&view, FULL).contains("   GPU 21.4/139.8 GiB   "));
+}
+
+#[test]
+fn leaving_asks_and_does_what_is_answered() {
+    let mut view = running();
+    assert_eq!(press(&mut view, "qd"), [Command::Detach]);
+    assert_eq!(view.exit, Some(Exit::Detached));
+
+    let mut view = running();
+    assert_eq!(press(&mut view, "qk"), [Command::Stop { save: false }]);
+
+    let mut view = running();
+    press(&mut view, "q");
+    key(&mut view, KeyCode::Esc);
+    assert_eq!((view.dialog, view.exit), (None, None));
+    assert_eq!(press(&mut view, "qs"), [Command::Stop { save: true }]);
+    assert_eq!(view.exit, None, "the screen stays until training has saved");
+    let finished = InventedRun::new(Invented::default()).finished(FinishReason::Stopped);
+    update(&mut view, record(finished));
+    assert_eq!(view.exit, Some(Exit::Ended));
+}
+
+#[test]
+fn control_c_asks_then_saves_then_ends_everything() {
+    let mut view = running();
+    assert_eq!(ctrl_c(&mut view), None);
+    assert_eq!(view.dialog, Some(Dialog::Quit));
+    assert_eq!(ctrl_c(&mut view), Some(Command::Stop { save: true }));
+    assert_eq!(view.exit, None);
+    assert_eq!(ctrl_c(&mut view), Some(Command::Abort));
+    assert_eq!(view.exit, Some(Exit::Aborted));
+}
+
+#[test]
+fn control_c_after_going_back_asks_again() {
+    let mut view = running();
+    ctrl_c(&mut view);
+    key(&mut view, KeyCode::Esc);
+    assert_eq!(ctrl_c(&mut view), None);
+    assert_eq!(view.dialog, Some(Dialog::Quit));
+}
+
+#[test]
+fn a_signal_to_terminate_saves_and_closes_the_screen() {
+    let mut view = running();
+    assert_eq!(update(&mut view, Msg::Terminate), Some(Command::Stop { save: true }));
+    assert_eq!(view.exit, Some(Exit::Terminated));
+}
+
+#[test]
+fn training_that_ends_without_a_word_is_lost() {
+    let mut view = running();
+    update(&mut view, Msg::Closed);
+    assert_eq!(view.exit, Some(Exit::Lost));
+
+    let mut view = after(Invented::default(), usize::MAX);
+    update(&mut view, Msg::Closed);
+    assert_eq!(view.exit, None);
+    press(&mut view, "q");
+    assert_eq!(view.exit, Some(Exit::Ended));
+}
+
+#[test]
+fn a_killed_process_shows_in_the_header_and_a_resumed_one_runs_again() {
+    let mut view = running();
+    update(&mut view, Msg::Gone);
+    assert!(picture(&view, FULL).starts_with("finetune ✕ process gone"));
+    let started = Started { resumed_from: Some(1000), ..Started::default() };
+    update(&mut view, record(Event::Started(Box::new(started))));
+    assert!(picture(&view, FULL).starts_with("finetune ▶ running"));
+}
+
+#[test]
+fn a_resumed_run_forgets_what_it_repeats_and_a_new_one_everything() {
+    let mut view = running();
+    let events = view.run().overflows.len();
+    assert!(events > 0);
+    let started = |resumed_from| record(Event::Started(Box::new(Started { resumed_from, ..Started::default() })));
+    update(&mut view, started(Some(100)));
+    assert!(view.run().loss.buckets().iter().all(|bucket| bucket.step <= 100));
+    assert!(view.run().overflows.iter().all(|row| row.step <= 100));
+    update(&mut view, record(Event::Step(Box::new(StepRecord { step: 101, loss: 9.0, ..StepRecord::default() }))));
+    assert_eq!(view.run().loss.buckets().last().unwrap().max, 9.0);
+    update(&mut view, started(None));
+    assert!(view.run().loss.is_empty());
+}
+
+#[test]
+fn a_filter_is_typed_kept_and_dropped() {
+    let mut view = running();
+    press(&mut view, "3/mlpq");
+    assert_eq!((view.filters[2].as_str(), view.exit), ("mlpq", None), "keys are letters while typing");
+    key(&mut view, KeyCode::Backspace);
+    key(&mut view, KeyCode::Enter);
+    assert!(view.tensors().iter().all(|row| row.name.contains("mlp")) && view.tensors().len() == 6);
+    key(&mut view, KeyCode::Esc);
+    assert_eq!(view.tensors().len(), 16);
+}
+
+#[test]
+fn sorting_goes_round_and_the_cursor_stays_within() {
+    let mut view = running();
+    press(&mut view, "3");
+    let first = |view: &ViewModel| view.tensors()[0].name.clone();
+    let by_underflow = first(&view);
+    assert_eq!(by_underflow, "wte.weight");
+    press(&mut view, "o");
+    assert_eq!(first(&view), "h.0.attn.c_attn.weight");
+    press(&mut view, "ooooo");
+    assert_eq!(first(&view), by_underflow);
+    press(&mut view, &"j".repeat(100));
+    assert_eq!(view.cursors[2], 15);
+    press(&mut view, &"k".repeat(100));
+    assert_eq!(view.cursors[2], 0);
+}
+
+#[test]
+fn zoom_goes_through_the_panels_and_back() {
+    let mut view = running();
+    let overview = picture(&view, FULL);
+    for title in ["Loss ", "Loss scale", "Gradients", "Overflows", "Tensors"] {
+        press(&mut view, "z");
+        let picture = picture(&view, FULL);
+        assert!(picture.lines().nth(1).unwrap().contains(title) && picture != overview, "{picture}");
+    }
+    press(&mut view, "z");
+    assert_eq!(picture(&view, FULL), overview);
+}
+
+/// Processor time of this thread: what others do on the machine does not count.
+fn thread_time() -> Duration {
+    let schedule = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    Duration::from_nanos(schedule.split_whitespace().next().unwrap().parse().unwrap())
+}
+
+#[test]
+fn a_frame_is_drawn_in_milliseconds() {
+    let view = after(Invented { total_steps: 6000, ..Invented::default() }, 5000);
+    let began = thread_time();
+    for _ in 0..20 {
+        buffer(&view, Theme::truecolor(), (200, 60));
+    }
+    let each = thread_time().saturating_sub(began) / 20;
+    println!("a frame of 200x60: {each:?}");
+    // 5 ms in a release build; a test build is a few times slower.
+    assert!(each < Duration::from_millis(if cfg!(debug_assertions) { 25 } else { 5 }), "{each:?}");
+}
+
+/// Writes a log of so many steps with the default intervals, opens it as `watch` does, and gives the time and the memory that took.
+fn open_long_log(steps: u64) -> (Duration, u64, ViewModel) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.jsonl");
+    let template: Vec<Record> =
+        InventedRun::new(Invented { tables_every: 16, ..Invented::default() }).take(1010).collect();
+    let mut log = std::io::BufWriter::new(std::fs::File::create(&path).unwrap());
+    let mut step = 0;
+    while step < steps {
+        for mut record in template.iter().cloned() {
+            match &mut record.event {
+                Event::Step(record) => {
+                    step += 1;
+                    record.step = step;
+                }
+                Event::Started(_) if step > 0 => continue,
+                _ => {}
+            }
+            serde_json::to_writer(&mut log, &record).unwrap();
+            std::io::Write::write_all(&mut log, b"\n").unwrap();
+        }
+    }
+    drop(log);
+    let before = ProcessStats::now().rss_bytes.unwrap_or(0);
+    let began = thread_time();
+    let mut source = Watched::new(&path, None);
+    let mut view = ViewModel::new(Mode::Watching);
+    while source.poll(&mut |msg| _ = update(&mut view, msg)).unwrap() {}
+    let took = thread_time().saturating_sub(began);
+    (took, ProcessStats::now().rss_bytes.unwrap_or(0).saturating_sub(before), view)
+}
+
+#[test]
+fn a_long_log_opens_fast() {
+    let (took, _, view) = open_long_log(50_000);
+    assert!(view.run().step.step >= 50_000);
+    // At 3 s a million these take 0.15 s in a release build; a test build is a few times slower.
+    assert!(took < Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 150 }), "{took:?}");
+}
+
+#[test]
+#[ignore = "writes two gigabytes"]
+fn a_log_of_a_million_steps_opens_in_three_seconds_and_thirty_megabytes() {
+    let (took, memory, view) = open_long_log(1_000_000);
+    assert!(view.run().step.step >= 1_000_000);
+    println!("a log of {} steps: {took:?}, {:.1} MiB", view.run().step.step, memory as f64 / f64::from(1 << 20));
+    assert!(took < Duration::from_secs(3) && memory < 30 << 20, "{took:?}, {memory} bytes");
+}
+
+#[test]
+fn a_log_with_a_damaged_line_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.jsonl");
+    let mut log = EventLog::open(&path).unwrap();
+    InventedRun::new(Invented::default()).take(20).for_each(|record| log.append(&record).unwrap());
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text + "{\"v\":1, broken\n").unwrap();
+    let mut view = ViewModel::new(Mode::Watching);
+    Watched::new(&path, None).poll(&mut |msg| _ = update(&mut view, msg)).unwrap();
+    assert!(view.run().events.iter().any(|row| row.text.contains("1 lines of the log could not be read")));
+    assert_eq!(telemetry::read(&path).unwrap().len(), 20);
+}

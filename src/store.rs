@@ -1,0 +1,8 @@
+//! What lies on disks and on the Hub: tensor files, model folders, downloads, checkpoints.
+
+pub mod checkpoint;
+mod folder;
+pub mod hub;
+pub mod tensor_file;
+
+pub use folder::ModelFolder;

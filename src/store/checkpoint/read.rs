@@ -1,0 +1,185 @@
+//! Reading a checkpoint, which is believed only once every byte of it has been checked.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::manifest::{CONFIG, Kind, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or};
+use super::state::State;
+use crate::digest::Digest;
+use crate::engine::kernels::view;
+use crate::engine::model::{Gpt2Config, Parameters};
+use crate::store::tensor_file::TensorFile;
+use crate::{Error, Result};
+
+/// A file of a checkpoint that is not what the manifest says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Damage {
+    /// The file.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub message: String,
+}
+
+impl fmt::Display for Damage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}`: {}", self.path.display(), self.message)
+    }
+}
+
+impl From<Damage> for Error {
+    fn from(Damage { path, message }: Damage) -> Self {
+        Self::Checkpoint { path, message }
+    }
+}
+
+/// Checks every file of a step directory against its manifest: one entry for each that differs, none if all is well.
+pub fn verify(directory: &Path) -> Vec<Damage> {
+    verified(directory).err().unwrap_or_default()
+}
+
+/// The manifest of a step directory that holds just what it says, or all that is wrong.
+pub(super) fn verified(directory: &Path) -> Result<Manifest, Vec<Damage>> {
+    let manifest = Manifest::read(directory).map_err(|error| match error {
+        Error::Checkpoint { path, message } => vec![Damage { path, message }],
+        other => vec![Damage { path: directory.to_path_buf(), message: other.to_string() }],
+    })?;
+    let damages = damages(directory, &manifest);
+    if damages.is_empty() { Ok(manifest) } else { Err(damages) }
+}
+
+fn damages(directory: &Path, manifest: &Manifest) -> Vec<Damage> {
+    let check = |(name, expected): (&String, &Digest)| {
+        let path = directory.join(name);
+        damage(&path, expected).map(|message| Damage { path, message })
+    };
+    manifest.files.iter().filter_map(check).collect()
+}
+
+/// What is wrong with a file that should have this digest. A size that differs is told without reading on.
+fn damage(path: &Path, expected: &Digest) -> Option<String> {
+    match std::fs::metadata(path) {
+        Err(error) => return Some(missing_or(&error)),
+        Ok(metadata) if !metadata.is_file() => return Some("it is not a file".into()),
+        Ok(metadata) if metadata.len() != expected.bytes => {
+            return Some(format!("it has {} bytes instead of {}", metadata.len(), expected.bytes));
+        }
+        Ok(_) => {}
+    }
+    match Digest::of_file(path) {
+        Ok(found) if found == *expected => None,
+        Ok(_) => Some("its contents changed since it was written (SHA-256 differs)".into()),
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+/// A full checkpoint whose every file has been verified.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    manifest: Manifest,
+    state: State,
+    config: Gpt2Config,
+    weights: TensorFile,
+    masters: TensorFile,
+    optimizer: TensorFile,
+}
+
+impl Checkpoint {
+    /// Verifies and opens a step directory.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming the first file that is damaged, or saying that it holds weights only.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let manifest = verified(&path).map_err(|mut damages| Error::from(damages.swap_remove(0)))?;
+        Self::read(path, manifest)
+    }
+
+    /// Opens a step directory whose files have just been verified.
+    pub(super) fn read(path: PathBuf, manifest: Manifest) -> Result<Self> {
+        if manifest.kind != Kind::Full {
+            let message =
+                "it holds weights only, so a run cannot be resumed from it; start a new one with it as `--model`";
+            return Err(Error::checkpoint(&path, message));
+        }
+        let state = read_state(&path.join(STATE), &manifest)?;
+        let file = path.join(CONFIG);
+        let text = std::fs::read(&file).map_err(Error::io("read", &file))?;
+        Ok(Self {
+            config: Gpt2Config::from_json(&text, &file.display().to_string())?,
+            weights: TensorFile::open(path.join(WEIGHTS))?,
+            masters: TensorFile::open(path.join(MASTERS))?,
+            optimizer: TensorFile::open(path.join(OPTIMIZER))?,
+            path,
+            manifest,
+            state,
+        })
+    }
+
+    /// The step directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What it holds.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The figures of the run.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &Gpt2Config {
+        &self.config
+    }
+
+    /// Where the tokenizer is.
+    pub fn tokenizer(&self) -> PathBuf {
+        self.path.join(TOKENIZER)
+    }
+
+    /// The compute-dtype weights under the names of Hugging Face, `transformer.` included.
+    pub fn weights(&self) -> &TensorFile {
+        &self.weights
+    }
+
+    /// Reads the FP32 master weights into tensors of the same names and shapes.
+    pub fn read_masters(&self, into: &Parameters) -> Result<()> {
+        read_all(&self.masters, into, "")
+    }
+
+    /// Reads Adam's first moments, likewise.
+    pub fn read_exp_avg(&self, into: &Parameters) -> Result<()> {
+        read_all(&self.optimizer, into, "exp_avg.")
+    }
+
+    /// Reads Adam's second moments, likewise.
+    pub fn read_exp_avg_sq(&self, into: &Parameters) -> Result<()> {
+        read_all(&self.optimizer, into, "exp_avg_sq.")
+    }
+}
+
+/// Fills every FP32 tensor of `into` from the one in `file` that is called the same but for the prefix.
+fn read_all(file: &TensorFile, into: &Parameters, prefix: &str) -> Result<()> {
+    for (name, tensor) in into.iter() {
+        let stored = file.require(&format!("{prefix}{name}"))?;
+        if stored.shape != tensor.dims() {
+            return Err(stored.error(format!("shape {:?}, but the model's is {:?}", stored.shape, tensor.dims())));
+        }
+        view::write_f32(tensor, |out| stored.read_f32(out))??;
+    }
+    Ok(())
+}
+
+fn read_state(path: &Path, manifest: &Manifest) -> Result<State> {
+    let text = std::fs::read(path).map_err(Error::io("read", path))?;
+    let state = State::from_json(&text).map_err(|message| Error::checkpoint(path, message))?;
+    if state.step != manifest.step {
+        let message = format!("it is of step {}, the manifest of step {}", state.step, manifest.step);
+        return Err(Error::checkpoint(path, message));
+    }
+    Ok(state)
+}

@@ -1,0 +1,105 @@
+//! The files of one checkpoint, written into a directory that nobody looks at yet.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use candle_core::{DType, Tensor};
+use serde::Serialize;
+
+use super::disk::Disk;
+use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
+use super::state::State;
+use crate::digest::Digest;
+use crate::engine::model::{Gpt2Config, Parameters};
+use crate::store::tensor_file::write_tensors;
+use crate::{Error, Result};
+
+/// All that a checkpoint is made of.
+#[derive(Debug, Clone, Copy)]
+pub struct Contents<'a> {
+    /// The figures of the run.
+    pub state: &'a State,
+    /// The model's shape.
+    pub config: &'a Gpt2Config,
+    /// The text of `tokenizer.json`.
+    pub tokenizer: &'a [u8],
+    /// The weights in the compute dtype.
+    pub weights: &'a Parameters,
+    /// The FP32 master weights.
+    pub masters: &'a Parameters,
+    /// Adam's first moments, FP32.
+    pub exp_avg: &'a Parameters,
+    /// Adam's second moments, FP32.
+    pub exp_avg_sq: &'a Parameters,
+}
+
+impl Contents<'_> {
+    /// Writes every file of a checkpoint of `kind` into the new folder `directory` and waits until all of it is on the
+    /// medium. The manifest comes last: without one a directory is no checkpoint.
+    pub(super) fn write(&self, disk: &Disk, directory: &Path, kind: Kind, sequence: u64) -> Result<Manifest> {
+        disk.create_folder(directory)?;
+        let mut files = BTreeMap::new();
+        for name in kind.files() {
+            files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name)?);
+        }
+        let manifest = Manifest {
+            kind,
+            step: self.state.step,
+            sequence,
+            validation_loss: self.state.validation_loss.filter(|loss| loss.is_finite()),
+            files,
+        };
+        let path = directory.join(MANIFEST);
+        let text = manifest.to_json().map_err(|error| Error::checkpoint(&path, error.to_string()))?;
+        disk.write_file(&path, |out| write_bytes(out, &path, &text))?;
+        disk.sync_folder(directory)?;
+        Ok(manifest)
+    }
+
+    fn write_file(&self, disk: &Disk, path: &Path, name: &str) -> Result<Digest> {
+        disk.write_file(path, |out| match name {
+            CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
+            TOKENIZER => write_bytes(out, path, self.tokenizer),
+            WEIGHTS => write_tensors(out, path, &named(self.weights, hugging_face_name)),
+            MASTERS => write_tensors(out, path, &named(self.masters, str::to_owned)),
+            OPTIMIZER => {
+                let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
+                moments.extend(named(self.exp_avg_sq, |name| format!("exp_avg_sq.{name}")));
+                write_tensors(out, path, &moments)
+            }
+            STATE => write_json(out, path, self.state),
+            other => unreachable!("`{other}` is no file of a checkpoint"),
+        })
+    }
+
+    /// What torch calls the weights' dtype; of several that which holds them all, for that is what they are loaded in.
+    fn torch_dtype(&self) -> &'static str {
+        let all = |dtype| self.weights.tensors().iter().all(|tensor| tensor.dtype() == dtype);
+        match () {
+            () if all(DType::F16) => "float16",
+            () if all(DType::BF16) => "bfloat16",
+            () => "float32",
+        }
+    }
+}
+
+/// The name in `GPT2LMHeadModel`, which `config.json` says the weights are of.
+fn hugging_face_name(name: &str) -> String {
+    if name == "lm_head.weight" { name.to_owned() } else { format!("transformer.{name}") }
+}
+
+/// The tensors under other names; no values are copied.
+fn named(parameters: &Parameters, name: impl Fn(&str) -> String) -> Vec<(String, Tensor)> {
+    parameters.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
+}
+
+fn write_bytes(out: &mut dyn Write, path: &Path, bytes: &[u8]) -> Result<()> {
+    out.write_all(bytes).map_err(Error::io("write", path))
+}
+
+fn write_json(out: &mut dyn Write, path: &Path, value: &impl Serialize) -> Result<()> {
+    let mut text = serde_json::to_vec_pretty(value).map_err(|error| Error::checkpoint(path, error.to_string()))?;
+    text.push(b'\n');
+    write_bytes(out, path, &text)
+}

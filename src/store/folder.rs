@@ -1,0 +1,365 @@
+//! A Hugging Face model folder: `config.json` and safetensors, whole or in shards, checked against each other.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::digest::read_at_most;
+use crate::engine::kernels::view;
+use crate::engine::model::{Gpt2Config, Parameters};
+use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
+use crate::{Error, Result};
+
+const WHOLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const HEAD: &str = "lm_head.weight";
+/// Configurations and indices are small.
+const MAX_JSON: u64 = 16 << 20;
+
+/// A model on disk whose every tensor has been found, with the right shape and a dtype that can be widened to f32.
+#[derive(Debug)]
+pub struct ModelFolder {
+    path: PathBuf,
+    config: Gpt2Config,
+    files: Vec<TensorFile>,
+    /// Where a parameter is: which file, under which name there.
+    places: BTreeMap<String, (usize, String)>,
+}
+
+impl ModelFolder {
+    /// Opens the folder and checks it from end to end, without reading values (but for a tied head that is stored all
+    /// the same, which must equal the embedding).
+    ///
+    /// Tensors may carry the prefix `transformer.`; buffers of the attention mask are passed over.
+    ///
+    /// # Errors
+    /// [`Error::Model`] that names the folder or file and the first thing wrong: a key of the configuration; pickled
+    /// weights only; a shard outside the folder; a missing, extra or misshapen tensor.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let file = path.join("config.json");
+        let text = read_at_most(&file, MAX_JSON).map_err(|error| match error {
+            Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+                Error::model(path.display(), "there is no `config.json`: not a model folder")
+            }
+            other => other,
+        })?;
+        let config = Gpt2Config::from_json(&text, &file.display().to_string())?;
+        let files = weight_files(&path)?;
+        let places = places(&files)?;
+        let mut folder = Self { path, config, files, places };
+        folder.settle_head()?;
+        folder.check_parameters()?;
+        Ok(folder)
+    }
+
+    /// Where the folder is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The model's shape. `tie_word_embeddings` is what the tensors say.
+    pub fn config(&self) -> &Gpt2Config {
+        &self.config
+    }
+
+    /// `tokenizer.json` beside the weights, if it is there.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        Some(self.path.join("tokenizer.json")).filter(|path| path.is_file())
+    }
+
+    /// The tensor of a parameter, named as in [`Gpt2Config::parameter_shapes`].
+    pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
+        let (file, name) = self.places.get(name)?;
+        self.files[*file].get(name)
+    }
+
+    /// Reads a parameter, widened to f32, into `out`.
+    pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<()> {
+        match self.get(name) {
+            Some(view) => view.read_f32(out),
+            None => Err(self.error(format!("tensor `{name}` is missing"))),
+        }
+    }
+
+    /// Reads every parameter into the FP32 tensors of [`Gpt2Config::parameter_shapes`].
+    pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
+        for (name, tensor) in into.iter() {
+            view::write_f32(tensor, |out| self.read_f32(name, out))??;
+        }
+        Ok(())
+    }
+
+    /// A head that is stored beside a tied embedding must be its copy; two that differ mean that it is not tied.
+    fn settle_head(&mut self) -> Result<()> {
+        if !self.config.tie_word_embeddings {
+            return Ok(());
+        }
+        let (Some(head), Some(embedding)) = (self.get(HEAD), self.get("wte.weight")) else { return Ok(()) };
+        if head.shape != embedding.shape || head.dtype != embedding.dtype || head.bytes != embedding.bytes {
+            return Err(self.error(format!(
+                "`tie_word_embeddings` is true but tensor `{HEAD}` differs from `wte.weight`; set the key to false in \
+                 `config.json` if the head is a matrix of its own"
+            )));
+        }
+        self.places.remove(HEAD);
+        Ok(())
+    }
+
+    fn check_parameters(&self) -> Result<()> {
+        let shapes: BTreeMap<String, Vec<usize>> = self.config.parameter_shapes().into_iter().collect();
+        for (name, expected) in &shapes {
+            let Some(view) = self.get(name) else {
+                return Err(self.error(format!("tensor `{name}` of shape {expected:?} is missing")));
+            };
+            if view.shape != expected {
+                return Err(view.error(format!("shape {:?}, but `config.json` asks for {expected:?}", view.shape)));
+            }
+            if !matches!(view.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+                return Err(view.error(format!("dtype {} is not one of F32, F16, BF16", view.dtype)));
+            }
+        }
+        match self.places.keys().find(|name| !shapes.contains_key(*name)) {
+            None => Ok(()),
+            Some(extra) => Err(self.error(format!("tensor `{extra}` belongs to no part of this model"))),
+        }
+    }
+
+    fn error(&self, message: String) -> Error {
+        Error::model(self.path.display(), message)
+    }
+}
+
+/// Maps the one file or all shards.
+fn weight_files(folder: &Path) -> Result<Vec<TensorFile>> {
+    if folder.join(WHOLE).exists() {
+        return Ok(vec![TensorFile::open(folder.join(WHOLE))?]);
+    }
+    let index = folder.join(INDEX);
+    if index.exists() {
+        let text = read_at_most(&index, MAX_JSON)?;
+        let shards = shards(&text).map_err(|message| Error::model(index.display(), message))?;
+        return shards.into_iter().map(|shard| TensorFile::open(folder.join(shard))).collect();
+    }
+    let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json"].iter().any(|name| folder.join(name).exists());
+    let message = if pickled {
+        "its weights are pickled (`pytorch_model.bin`), and reading a pickle can run any code that its author put in; \
+         save the model as `model.safetensors` first (in Python: `model.save_pretrained(folder)`)"
+    } else {
+        "there is neither `model.safetensors` nor `model.safetensors.index.json`"
+    };
+    Err(Error::model(folder.display(), message))
+}
+
+/// The files an index names, each a plain file name in the folder.
+fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let Index { weight_map } = serde_json::from_slice(index).map_err(|error| format!("not an index: {error}"))?;
+    for (tensor, file) in &weight_map {
+        if Path::new(file).file_name() != Some(OsStr::new(file)) {
+            return Err(format!("tensor `{tensor}` is said to be in `{file}`, which is not a file of this folder"));
+        }
+    }
+    if weight_map.is_empty() { Err("it names no tensors".into()) } else { Ok(weight_map.into_values().collect()) }
+}
+
+/// Finds every parameter, by its name without prefix, and refuses one that is there twice.
+fn places(files: &[TensorFile]) -> Result<BTreeMap<String, (usize, String)>> {
+    let mut places = BTreeMap::new();
+    for (index, file) in files.iter().enumerate() {
+        for view in file.tensors() {
+            let name = view.name.strip_prefix("transformer.").unwrap_or(view.name);
+            if is_mask(name) {
+                continue;
+            }
+            if let Some((other, _)) = places.insert(name.to_owned(), (index, view.name.to_owned())) {
+                let other: &TensorFile = &files[other];
+                return Err(view.error(format!("it is also in `{}`", other.path().display())));
+            }
+        }
+    }
+    Ok(places)
+}
+
+/// The causal mask, which older versions of transformers saved with every layer: `h.0.attn.bias`, `h.0.attn.masked_bias`.
+fn is_mask(name: &str) -> bool {
+    name.strip_prefix("h.")
+        .and_then(|rest| rest.split_once('.'))
+        .is_some_and(|(layer, rest)| layer.parse::<usize>().is_ok() && matches!(rest, "attn.bias" | "attn.masked_bias"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use candle_core::{DType, Device, Tensor};
+    use proptest::prelude::*;
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::store::tensor_file::write_tensors;
+
+    type Tensors = Vec<(String, Tensor)>;
+
+    fn config() -> Gpt2Config {
+        Gpt2Config {
+            vocab_size: 11,
+            n_positions: 5,
+            n_embd: 4,
+            n_layer: 2,
+            n_head: 2,
+            n_inner: 12,
+            ..Gpt2Config::named("tiny").unwrap()
+        }
+    }
+
+    /// Every parameter filled with values of its own.
+    fn tensors(config: &Gpt2Config) -> Tensors {
+        let make = |(index, (name, shape)): (usize, (String, Vec<usize>))| {
+            let count: usize = shape.iter().product();
+            let values: Vec<f32> = (0..count).map(|i| (index * 100 + i) as f32).collect();
+            (name, Tensor::from_vec(values, shape, &Device::Cpu).unwrap())
+        };
+        config.parameter_shapes().into_iter().enumerate().map(make).collect()
+    }
+
+    fn save(folder: &TempDir, file: &str, tensors: &Tensors) {
+        let path = folder.path().join(file);
+        write_tensors(&mut std::fs::File::create(&path).unwrap(), &path, tensors).unwrap();
+    }
+
+    fn folder(config: &Gpt2Config, tensors: &Tensors) -> TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), config.to_json("float32")).unwrap();
+        save(&folder, WHOLE, tensors);
+        folder
+    }
+
+    fn refused(folder: &TempDir) -> String {
+        ModelFolder::open(folder.path()).unwrap_err().to_string()
+    }
+
+    fn assert_reads(folder: &TempDir, expected: &Tensors) {
+        let model = ModelFolder::open(folder.path()).unwrap();
+        let read = Parameters::zeros(&model.config().parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
+        model.read_parameters(&read).unwrap();
+        for (name, tensor) in expected {
+            let mut values = vec![0.0; tensor.elem_count()];
+            model.read_f32(name, &mut values).unwrap();
+            let expected = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(values, expected, "{name}");
+            assert_eq!(read.get(name).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected, "{name}");
+        }
+        assert!(
+            model.read_f32("h.7.ln_1.bias", &mut []).unwrap_err().to_string().contains("`h.7.ln_1.bias` is missing")
+        );
+    }
+
+    #[test]
+    fn with_and_without_prefix_in_every_dtype() {
+        for (prefix, dtype) in [("", DType::F32), ("transformer.", DType::F16), ("transformer.", DType::BF16)] {
+            let plain: Tensors =
+                tensors(&config()).into_iter().map(|(name, t)| (name, t.to_dtype(dtype).unwrap())).collect();
+            let stored = plain.iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor.clone())).collect();
+            assert_reads(&folder(&config(), &stored), &plain);
+        }
+    }
+
+    #[test]
+    fn mask_buffers_are_passed_over() {
+        let mut stored = tensors(&config());
+        for name in ["h.0.attn.bias", "transformer.h.1.attn.masked_bias"] {
+            stored.push((name.into(), Tensor::zeros((1, 1, 5, 5), DType::F32, &Device::Cpu).unwrap()));
+        }
+        assert_reads(&folder(&config(), &stored), &tensors(&config()));
+    }
+
+    #[test]
+    fn a_head_is_tied_stored_twice_or_separate() {
+        let tied = config();
+        let mut stored = tensors(&tied);
+        let embedding = stored.iter().find(|(name, _)| name == "wte.weight").unwrap().1.clone();
+        stored.push((HEAD.into(), embedding.clone()));
+        assert_reads(&folder(&tied, &stored), &tensors(&tied));
+
+        stored.last_mut().unwrap().1 = (embedding + 1.0).unwrap();
+        assert!(refused(&folder(&tied, &stored)).contains("`lm_head.weight` differs from `wte.weight`"));
+
+        let separate = Gpt2Config { tie_word_embeddings: false, ..tied };
+        assert_reads(&folder(&separate, &stored), &stored);
+        stored.pop();
+        assert!(refused(&folder(&separate, &stored)).contains("`lm_head.weight` of shape [11, 4] is missing"));
+    }
+
+    #[test]
+    fn one_tensor_missing_extra_or_misshapen_is_named() {
+        let good = tensors(&config());
+        let mut bad = good.clone();
+        bad.retain(|(name, _)| name != "h.1.mlp.c_fc.bias");
+        assert!(refused(&folder(&config(), &bad)).contains("tensor `h.1.mlp.c_fc.bias` of shape [12] is missing"));
+
+        bad.clone_from(&good);
+        bad.push(("h.2.ln_1.bias".into(), good[0].1.clone()));
+        assert!(refused(&folder(&config(), &bad)).contains("tensor `h.2.ln_1.bias` belongs to no part"));
+
+        bad.clone_from(&good);
+        let weight = bad.iter_mut().find(|(name, _)| name == "h.0.attn.c_attn.weight").unwrap();
+        weight.1 = weight.1.t().unwrap();
+        let message = refused(&folder(&config(), &bad));
+        assert!(message.contains("tensor `h.0.attn.c_attn.weight`: shape [12, 4], but"), "{message}");
+        assert!(message.contains("[4, 12]"), "{message}");
+
+        bad.clone_from(&good);
+        bad.push(("transformer.ln_f.bias".into(), good[0].1.clone()));
+        assert!(refused(&folder(&config(), &bad)).contains("`transformer.ln_f.bias`: it is also in"));
+    }
+
+    #[test]
+    fn shards_are_read_and_must_lie_in_the_folder() {
+        let all = tensors(&config());
+        let whole = folder(&config(), &Tensors::new());
+        std::fs::remove_file(whole.path().join(WHOLE)).unwrap();
+        let (first, second) = all.split_at(9);
+        save(&whole, "model-1.safetensors", &first.to_vec());
+        save(&whole, "model-2.safetensors", &second.to_vec());
+        let index = |map: serde_json::Value| {
+            let json = serde_json::json!({ "metadata": {"total_size": 1}, "weight_map": map });
+            std::fs::write(whole.path().join(INDEX), json.to_string()).unwrap();
+        };
+        index(serde_json::json!({"a": "model-1.safetensors", "b": "model-2.safetensors"}));
+        assert_reads(&whole, &all);
+        index(serde_json::json!({"a": "model-1.safetensors"}));
+        assert!(refused(&whole).contains(&format!("`{}` of shape", second[0].0)));
+        for outside in ["../model-2.safetensors", "/etc/passwd", "a/b", "..", "."] {
+            index(serde_json::json!({"a": outside}));
+            assert!(refused(&whole).contains("is not a file of this folder"), "{outside}");
+        }
+        index(serde_json::json!({}));
+        assert!(refused(&whole).contains("it names no tensors"));
+    }
+
+    #[test]
+    fn pickles_are_refused_with_the_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(refused(&folder).contains("there is no `config.json`"));
+        std::fs::write(folder.path().join("config.json"), config().to_json("float32")).unwrap();
+        assert!(refused(&folder).contains("neither `model.safetensors` nor"));
+        std::fs::write(folder.path().join("pytorch_model.bin"), b"\x80\x02.").unwrap();
+        assert!(refused(&folder).contains("can run any code"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_index_is_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300), file in ".*") {
+            let _ = shards(&bytes);
+            let json = serde_json::json!({"weight_map": {"a": file}});
+            if let Ok(files) = shards(json.to_string().as_bytes()) {
+                prop_assert!(files.iter().all(|file| Path::new(file).file_name().is_some_and(|name| name == file.as_str())));
+            }
+        }
+    }
+}

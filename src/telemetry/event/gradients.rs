@@ -1,0 +1,78 @@
+//! What is known of gradients: of all of them, of one tensor's, of each layer's.
+
+use crate::precision::{ExponentHistogram, TensorStats};
+use crate::telemetry::float;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// A look at scaled gradients as their dtype stores them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct GradStats {
+    /// Elements.
+    pub count: u64,
+    /// Smallest magnitude above zero; `None` where there is none.
+    pub min_abs: Option<f32>,
+    /// Largest finite magnitude.
+    pub max_abs: f32,
+    /// Exact zeros, true ones and flushed ones alike.
+    pub zero: u64,
+    /// Subnormal values.
+    pub subnormal: u64,
+    /// Infinities.
+    pub inf: u64,
+    /// NaNs.
+    pub nan: u64,
+    /// Euclidean norm.
+    #[serde(with = "float")]
+    pub norm: f64,
+    /// How many finite non-zero values have exponent e, 2^e ≤ |g| < 2^(e+1): pairs (e, count), e rising, counts above zero.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub exponents: Vec<(i16, u64)>,
+}
+
+impl GradStats {
+    /// A survey's figures, with the counts of exponents where they were taken.
+    pub fn new(stats: &TensorStats, histogram: Option<&ExponentHistogram>) -> Self {
+        let exponents = histogram.map_or_else(Vec::new, |histogram| {
+            histogram.iter().map(|(exponent, count)| (exponent as i16, count)).collect()
+        });
+        Self {
+            count: stats.count,
+            min_abs: stats.min_nonzero,
+            max_abs: stats.max_abs,
+            zero: stats.zero,
+            subnormal: stats.subnormal,
+            inf: stats.inf,
+            nan: stats.nan,
+            norm: stats.norm(),
+            exponents,
+        }
+    }
+
+    /// Elements that are infinite or NaN.
+    pub fn not_finite(&self) -> u64 {
+        self.inf + self.nan
+    }
+}
+
+/// A look at one tensor's gradient.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TensorRecord {
+    /// The parameter's name.
+    pub name: String,
+    /// Its gradient.
+    #[serde(flatten)]
+    pub stats: GradStats,
+}
+
+/// How the elements of each layer's gradient spread in an applied step.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Variances {
+    /// The step.
+    pub step: u64,
+    /// The variance of the *unscaled* gradient's elements, by layer: a block, `h.3`, or `head`.
+    pub layers: BTreeMap<String, f64>,
+}

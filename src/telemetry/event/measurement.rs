@@ -1,0 +1,75 @@
+//! What a run measures beside its steps: validation, samples, FP32 probes.
+
+use super::gradients::GradStats;
+use crate::telemetry::float;
+use serde::{Deserialize, Serialize};
+
+/// A look at the validation text.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Validation {
+    /// Steps attempted before it.
+    pub step: u64,
+    /// Mean cross-entropy, nats.
+    #[serde(with = "float")]
+    pub loss: f64,
+    /// e^loss.
+    #[serde(with = "float")]
+    pub perplexity: f64,
+    /// Tokens it was averaged over.
+    pub tokens: u64,
+}
+
+/// A generated text.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SampleText {
+    /// Steps attempted before it.
+    pub step: u64,
+    /// The text given.
+    pub prompt: String,
+    /// The text generated, without the prompt.
+    pub text: String,
+}
+
+/// One batch's backward pass in FP32, beside the same batch in the run's own precision: what scaling saves, and what is
+/// lost all the same.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Probe {
+    /// The step whose batch it was.
+    pub step: u64,
+    /// The loss scale of that step.
+    pub loss_scale: f32,
+    /// The FP32 gradients, *unscaled*.
+    pub grads: GradStats,
+    /// What the run's gradient dtype lost of them, by tensor, in parameter order.
+    pub tensors: Vec<FlushedTensor>,
+    /// The largest activations of the FP32 forward pass, by layer in order of computation.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub activations: Vec<ActivationMax>,
+}
+
+/// The largest magnitude in what a layer puts out.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ActivationMax {
+    /// The layer: `h.3.mlp.c_fc`.
+    pub name: String,
+    /// Largest finite magnitude.
+    pub max_abs: f32,
+}
+
+/// How much of a tensor's gradient the run's dtype flushed to zero.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FlushedTensor {
+    /// The parameter's name.
+    pub name: String,
+    /// Elements.
+    pub count: u64,
+    /// Elements that are not zero in FP32.
+    pub nonzero: u64,
+    /// Elements that are not zero in FP32 but zero in the run's dtype: true underflow.
+    pub flushed: u64,
+}

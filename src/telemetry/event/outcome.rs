@@ -1,0 +1,74 @@
+//! Checkpoints, messages, and the end of a process's training.
+
+use crate::telemetry::float;
+use serde::{Deserialize, Serialize};
+
+/// A written checkpoint.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Saved {
+    /// The step it holds.
+    pub step: u64,
+    /// The step's folder.
+    pub path: String,
+    /// Size of all its files.
+    pub bytes: u64,
+    /// How long training waited for it.
+    pub seconds: f64,
+    /// Whether it holds the weights alone, so that a run cannot go on from it.
+    pub weights_only: bool,
+}
+
+/// A message about a step.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Trouble {
+    /// The step; 0 before the first.
+    pub step: u64,
+    /// What happened and what to do.
+    pub message: String,
+}
+
+/// Why a process stopped training.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// All steps are done.
+    #[default]
+    Done,
+    /// By a signal.
+    Interrupted,
+    /// By a person at the screen.
+    Stopped,
+    /// The numbers broke.
+    Diverged,
+}
+
+/// The end of a process's training, with the run's totals.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Finished {
+    /// Why.
+    pub reason: FinishReason,
+    /// Steps attempted.
+    pub step: u64,
+    /// Steps applied.
+    pub updates: u64,
+    /// Steps skipped.
+    pub skipped: u64,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// The last step's loss; NaN where there was no step.
+    #[serde(with = "float")]
+    pub loss: f32,
+    /// The last validation loss.
+    pub val_loss: Option<f64>,
+    /// The loss scale at the end.
+    pub loss_scale: f32,
+    /// Seconds of this process's training.
+    pub seconds: f64,
+    /// Largest resident memory.
+    pub peak_rss_bytes: Option<u64>,
+    /// The newest checkpoint's folder.
+    pub checkpoint: Option<String>,
+}

@@ -1,0 +1,149 @@
+//! One attempted step: its figures, its times, and what became of the loss scale.
+
+use super::gradients::{GradStats, TensorRecord};
+use crate::precision::ScaleChange;
+use crate::telemetry::float;
+use serde::{Deserialize, Serialize};
+
+/// Whether an attempted step changed the parameters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// The optimizer ran.
+    #[default]
+    Applied,
+    /// Gradients were not finite: parameters, moments and schedule are as before.
+    Skipped,
+}
+
+/// Every figure of one attempted step. The fields a long series is drawn from come first, so that a reader in a hurry
+/// need not look at the rest.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StepRecord {
+    /// Attempted steps, this one included; the first is 1.
+    pub step: u64,
+    /// Mean cross-entropy of the step's tokens, nats.
+    #[serde(with = "float")]
+    pub loss: f32,
+    /// The scale the loss was multiplied with.
+    pub loss_scale: f32,
+    /// Applied or skipped.
+    pub outcome: Outcome,
+    /// Global norm after unscaling, before clipping.
+    #[serde(with = "float")]
+    pub grad_norm: f64,
+    /// Tokens trained on since the run began.
+    pub tokens: u64,
+    /// Tokens a second over the last steps.
+    pub tokens_per_s: f64,
+    /// Applied steps.
+    pub updates: u64,
+    /// Skipped steps.
+    pub skipped: u64,
+    /// Epochs seen, with the fraction of the current one.
+    pub epoch: f64,
+    /// The learning rate in force.
+    pub lr: f64,
+    /// What clipping multiplied the gradients with; 1 if nothing was clipped.
+    #[serde(with = "float")]
+    pub clip: f64,
+    /// Clean steps since the scale last changed.
+    pub growth_tracker: u32,
+    /// What became of the scale after the step.
+    pub scale: ScaleMove,
+    /// Where the time went.
+    pub time: StepTime,
+    /// Resident memory of the process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rss_bytes: Option<u64>,
+    /// Processor time of the process so far, all threads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_seconds: Option<f64>,
+    /// The GPU, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<GpuStats>,
+    /// All scaled gradients together; `norm` is the global norm before unscaling.
+    pub grads: GradStats,
+    /// The same for each tensor, in parameter order. Empty on most steps: filled every few steps and on an overflow.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tensors: Vec<TensorRecord>,
+}
+
+/// Wall-clock milliseconds of a step and of its parts. What is left over is waiting for data, logging and the like.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StepTime {
+    /// The whole step.
+    pub step_ms: f64,
+    /// Forward passes.
+    pub forward_ms: f64,
+    /// Backward passes.
+    pub backward_ms: f64,
+    /// The look at the gradients.
+    pub survey_ms: f64,
+    /// Unscaling, clipping, the optimizer and the new working copy.
+    pub optimizer_ms: f64,
+}
+
+/// What a GPU is doing, as its driver says. What it has no figure for is missing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct GpuStats {
+    /// Share of the last moments in which a kernel ran, percent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub utilisation: Option<f32>,
+    /// Memory in use, by anyone.
+    pub memory_bytes: u64,
+    /// Memory there is.
+    pub memory_total_bytes: u64,
+    /// Power draw, watts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power_w: Option<f32>,
+    /// Temperature, °C.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub temperature_c: Option<f32>,
+}
+
+/// What became of the loss scale, and why.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ScaleMove {
+    /// Why.
+    pub cause: ScaleCause,
+    /// The scale of the step.
+    pub from: f32,
+    /// The scale of the next step.
+    pub to: f32,
+}
+
+impl ScaleMove {
+    /// What the scaler answered about a step whose scale was `from`.
+    pub fn new(from: f32, change: ScaleChange) -> Self {
+        let (cause, to) = match change {
+            ScaleChange::Held => (ScaleCause::Held, from),
+            ScaleChange::Grew { to, .. } => (ScaleCause::Grew, to),
+            ScaleChange::Lowered { to, .. } => (ScaleCause::Lowered, to),
+            ScaleChange::BackedOff { to, .. } => (ScaleCause::BackedOff, to),
+            ScaleChange::AtFloor { scale, .. } => (ScaleCause::AtFloor, scale),
+        };
+        Self { cause, from, to }
+    }
+}
+
+/// Why the loss scale is what it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScaleCause {
+    /// Nothing happened.
+    #[default]
+    Held,
+    /// A quiet stretch of `growth_interval` steps ended, or the predictive rule found room above.
+    Grew,
+    /// The predictive rule found the room above too small.
+    Lowered,
+    /// Gradients overflowed.
+    BackedOff,
+    /// Gradients overflowed, but the scale is already the smallest allowed.
+    AtFloor,
+}

@@ -77,6 +77,8 @@ enum Command {
 /// Parses the command line, does what it says, and returns the process's exit code: 0 done, 1 failure, 2 usage or
 /// configuration, 3 diverged, 130 interrupted after a save.
 pub fn main() -> ExitCode {
+    // Without it a log that outgrows the limit would end the run without a word.
+    crate::screen::terminal::outlive_file_size_limit().ok();
     let result = Cli::try_parse();
     let cli = match result {
         Ok(cli) => cli,

@@ -1,21 +1,24 @@
-//! The size and SHA-256 of bytes on their way through: what manifests record and downloads are held against. And a limit to
+//! The size and SHA-256 of bytes as they pass: what manifests record and downloads are checked against. Also a limit on
 //! what is read whole.
 
 use std::fmt::Write as _;
-use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::{Error, Result};
+use crate::{Error, Result, untrusted};
 
-/// The whole of a file that should be small; [`Error::Io`] where it has more than `limit` bytes, as a device without end has.
+/// The whole of a file or a pipe that should be small; [`Error::Io`] where it has more than `limit` bytes.
 pub fn read_at_most(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let read = || {
         let mut bytes = Vec::new();
-        File::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+        if untrusted::is_pipe(path) {
+            untrusted::Pipe::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+        } else {
+            untrusted::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+        }
         if bytes.len() as u64 > limit {
             let message = format!("it has more than {limit} bytes, and what belongs here has fewer");
             return Err(io::Error::new(io::ErrorKind::InvalidData, message));
@@ -44,7 +47,7 @@ impl Digest {
 
     /// The digest of a file, read in pieces.
     pub fn of_file(path: &Path) -> Result<Self> {
-        let mut file = File::open(path).map_err(Error::io("open", path))?;
+        let mut file = untrusted::open(path).map_err(Error::io("open", path))?;
         let mut running = Running::default();
         let mut buffer = vec![0; 1 << 18];
         loop {

@@ -19,5 +19,6 @@ pub mod screen;
 pub mod store;
 pub mod telemetry;
 pub mod train;
+pub mod untrusted;
 
 pub use error::{Error, Result};

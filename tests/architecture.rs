@@ -9,8 +9,9 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 17] = [
+const ORDER: [&str; 18] = [
     "error",
+    "untrusted",
     "precision",
     "telemetry",
     "random",
@@ -31,7 +32,7 @@ const ORDER: [&str; 17] = [
 /// Modules that must not know the other, whatever their place in the order.
 const STRANGERS: [(&str, &str); 2] = [("screen", "train"), ("train", "screen")];
 /// Modules that stand on their own arithmetic and must not name candle.
-const WITHOUT_CANDLE: [&str; 4] = ["error", "precision", "telemetry", "screen"];
+const WITHOUT_CANDLE: [&str; 5] = ["error", "untrusted", "precision", "telemetry", "screen"];
 /// `error` wraps candle's error type in one variant, and that is all it may name.
 const CANDLE_ERROR: &str = "candle_core::Error";
 /// Names the crate root re-exports from `error`.

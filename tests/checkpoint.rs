@@ -13,6 +13,7 @@ use finetune::store::ModelFolder;
 use finetune::store::checkpoint::{
     Checkpoint, Contents, Keep, Kind, Run, compare, list, newest_good, newest_run, verify,
 };
+use finetune::telemetry::EventLog;
 use support::{Sample, TOKENIZER, names, set, values, zeros};
 use tempfile::tempdir;
 
@@ -195,6 +196,131 @@ fn rotation_does_not_count_what_is_torn() {
 }
 
 #[test]
+fn rotation_never_leaves_fewer_than_keep_last_verified_checkpoints() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path()).unwrap();
+    let damage = |step: u64| {
+        let file = folder.path().join(format!("step-{step:06}/master.safetensors"));
+        let mut bytes = fs::read(&file).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(file, bytes).unwrap();
+    };
+    let keep = Keep { last: 2, best: false };
+    for step in [1, 2] {
+        Sample::new(step).save(&mut run).unwrap();
+    }
+    damage(2);
+    Sample::new(3).save(&mut run).unwrap();
+    assert!(run.rotate(Kind::Full, keep).unwrap().is_empty(), "of three only two are good");
+    Sample::new(4).save(&mut run).unwrap();
+    assert_eq!(
+        run.rotate(Kind::Full, keep).unwrap(),
+        [folder.path().join("step-000001"), folder.path().join("step-000002")]
+    );
+    damage(3);
+    damage(4);
+    assert!(run.rotate(Kind::Full, Keep { last: 1, best: false }).unwrap().is_empty(), "none is good");
+}
+
+#[test]
+fn a_latest_that_cannot_be_written_costs_nothing_but_itself() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path()).unwrap();
+    fs::create_dir_all(folder.path().join("latest/in-the-way")).unwrap();
+    for step in 1..=3 {
+        let saved = Sample::new(step).save(&mut run).unwrap();
+        assert!(saved.trouble.unwrap().to_string().contains("latest"));
+        assert_eq!(verify(&saved.path), []);
+    }
+    assert_eq!(run.rotate(Kind::Full, Keep { last: 1, best: false }).unwrap().len(), 2);
+    assert_eq!(newest_good(folder.path()).unwrap().checkpoint.state().step, 3);
+}
+
+#[test]
+fn a_folder_that_another_process_has_made_anew_is_left_alone() {
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("run");
+    let mut first = Run::open(&path).unwrap();
+    Sample::new(1).save(&mut first).unwrap();
+    fs::remove_dir_all(&path).unwrap();
+    let mut second = Run::open(&path).unwrap();
+    for step in [1, 2, 3] {
+        Sample::new(step).save(&mut second).unwrap();
+    }
+    let before = names(&path);
+    let keep = Keep { last: 1, best: false };
+    for result in [
+        Sample::new(9).save(&mut first).map(drop),
+        first.rotate(Kind::Full, keep).map(drop),
+        first.remove(&path.join("step-000001")),
+    ] {
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains("belongs to another process"), "{message}");
+    }
+    assert_eq!(names(&path), before);
+    second.rotate(Kind::Full, keep).unwrap();
+}
+
+#[test]
+fn a_lock_whose_file_was_removed_is_taken_again() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path()).unwrap();
+    fs::remove_file(folder.path().join(".lock")).unwrap();
+    Sample::new(1).save(&mut run).unwrap();
+    assert!(Run::open(folder.path()).unwrap_err().to_string().contains("is working in this run"));
+}
+
+#[test]
+fn a_lock_that_comes_free_at_once_is_waited_for() {
+    let folder = tempdir().unwrap();
+    let dying = Run::open(folder.path()).unwrap();
+    let end = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        drop(dying);
+    });
+    Run::open(folder.path()).unwrap();
+    end.join().unwrap();
+}
+
+#[cfg(unix)]
+#[test]
+fn neither_lock_nor_log_is_written_through_a_link() {
+    let folder = tempdir().unwrap();
+    let precious = folder.path().join("precious");
+    fs::write(&precious, "mine").unwrap();
+    let run = folder.path().join("run");
+    fs::create_dir(&run).unwrap();
+    for name in [".lock", "events.jsonl"] {
+        let link = run.join(name);
+        std::os::unix::fs::symlink(&precious, &link).unwrap();
+        let error = match name {
+            ".lock" => Run::open(&run).map(drop).unwrap_err(),
+            _ => EventLog::open(&link).map(drop).unwrap_err(),
+        };
+        assert!(error.to_string().contains("it is a symbolic link, and is not followed"), "{error}");
+        assert_eq!(error.exit_code(), 2);
+        fs::remove_file(link).unwrap();
+    }
+    assert_eq!(fs::read_to_string(precious).unwrap(), "mine");
+}
+
+#[test]
+fn of_eight_that_ask_for_one_name_one_gets_it() {
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("runs/one");
+    let start = std::sync::Barrier::new(8);
+    let got = std::thread::scope(|scope| {
+        let one = || {
+            start.wait();
+            Run::create(&path).unwrap().is_some()
+        };
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(one)).collect();
+        threads.into_iter().map(|thread| usize::from(thread.join().unwrap())).sum::<usize>()
+    });
+    assert_eq!(got, 1);
+}
+
+#[test]
 fn what_a_kill_left_behind_is_cleared_and_nothing_else() {
     let folder = tempdir().unwrap();
     Sample::new(1).save(&mut Run::open(folder.path()).unwrap()).unwrap();
@@ -203,6 +329,7 @@ fn what_a_kill_left_behind_is_cleared_and_nothing_else() {
         fs::create_dir(at(name)).unwrap();
     }
     fs::write(at(".latest.tmp"), "step-0").unwrap();
+    fs::write(at(".config.toml.tmp"), "[tra").unwrap();
     // Killed between the two renames of a save that replaces step 9: the old one must come back.
     fs::create_dir(at(".step-000009.old")).unwrap();
     Run::open(folder.path()).unwrap();

@@ -39,8 +39,9 @@ fn with_run() -> (TempDir, PathBuf) {
 
 /// What a run does at a step where a checkpoint is due.
 fn save_and_rotate(run: &mut Run, step: u64) -> Result<()> {
-    Sample::new(step).save(run)?;
-    run.rotate(Kind::Full, KEEP).map(drop)
+    let saved = Sample::new(step).save(run)?;
+    run.rotate(Kind::Full, KEEP)?;
+    saved.trouble.map_or(Ok(()), Err)
 }
 
 fn copy(from: &Path, to: &Path) {
@@ -193,6 +194,22 @@ fn a_disk_that_is_full_from_any_operation_on_is_told_and_harms_nothing() {
 #[test]
 fn a_disk_that_turns_read_only_at_any_operation_is_told_and_harms_nothing() {
     fail_every_operation(libc::EROFS, "Read-only file system", |_| true);
+}
+
+#[test]
+fn an_operation_that_a_signal_interrupts_is_begun_again() {
+    let (_folder, path) = with_run();
+    let mut run = Run::open(&path).unwrap();
+    for at in 0.. {
+        let (disk, operations) = failing(at, libc::EINTR, |_| false);
+        drop(run);
+        run = Run::open_on(&path, disk).unwrap();
+        save_and_rotate(&mut run, 3).unwrap();
+        if operations.load(Ordering::Relaxed) <= at {
+            assert!(at > 80);
+            return;
+        }
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 
 use finetune::screen::dashboard::{self, Exit, Theme};
-use finetune::screen::terminal::end_on_signals;
+use finetune::screen::terminal::Interruption;
 use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, ProcessId, Saved};
 use std::io::{Write, stdout};
 use std::sync::Arc;
@@ -34,8 +34,8 @@ fn main() {
     let mut emitter = Emitter::new(log);
     let (commands, orders) = channel();
     let events = emitter.connect();
-    let interrupt = Arc::default();
-    end_on_signals(&interrupt).expect("signals can be listened to");
+    let interrupt: Arc<AtomicBool> = Arc::default();
+    Interruption::listen().expect("signals can be listened to").attach(interrupt.clone(), || {});
     let panic_at = if panics == "training" { 100 } else { u64::MAX };
     let trained = Trained { orders, interrupt, stubborn: has("--stubborn"), panic_at };
     let training = thread::Builder::new().name("training".into());

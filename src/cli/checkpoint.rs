@@ -211,13 +211,11 @@ fn prune(args: &PruneArgs) -> Result<Vec<String>> {
     for kind in Kind::ALL {
         gone.extend(outdated(run.path(), kind, keep)?);
     }
-    if listed.iter().any(|one| one.kind == Kind::Full) {
-        // Sizes alone make `outdated` trust a checkpoint. What the run can be resumed from stays in any case, and where that
-        // is nothing, the damaged may be all that is left of the run.
-        let found = newest_good(run.path())?;
-        gone.retain(|path| path != found.checkpoint.path());
-    }
     if args.damaged {
+        if listed.iter().any(|one| one.kind == Kind::Full) {
+            // Where nothing is good, the damaged may be all that is left of the run.
+            newest_good(run.path())?;
+        }
         let damaged = listed.into_iter().map(|one| one.path).filter(|path| !verify(path).is_empty());
         gone.extend(damaged.filter(|path| !gone.contains(path)).collect::<Vec<_>>());
     }

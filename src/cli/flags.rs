@@ -117,8 +117,9 @@ impl ConfigArgs {
         Config::resolve(&Layers { file, overrides: self.overrides()? })
     }
 
-    /// The configuration that the flags make over that of the run in `folder`; an error if it is another run's.
-    pub(crate) fn resolve_over(&self, folder: &Path) -> Result<Config> {
+    /// The configuration that the flags make over that of the run in `folder`, and what they change; an error if it is
+    /// another run's.
+    pub(crate) fn resolve_over(&self, folder: &Path) -> Result<(Config, Vec<String>)> {
         if self.config.is_some() {
             let message = "a resumed run has its own configuration; give changes as flags or with --set";
             return Err(Error::config("--config", message));
@@ -126,8 +127,8 @@ impl ConfigArgs {
         let file = Some(read(&folder.join("config.toml"))?);
         let saved = Config::resolve(&Layers { file: file.clone(), overrides: Vec::new() })?;
         let config = Config::resolve(&Layers { file, overrides: self.overrides()? })?;
-        config.check_continues(&saved)?;
-        Ok(config)
+        let changes = config.check_continues(&saved)?;
+        Ok((config, changes))
     }
 
     fn overrides(&self) -> Result<Vec<(String, toml::Value)>> {

@@ -3,9 +3,9 @@
 use crate::cli::flags::ConfigArgs;
 use crate::cli::run_or_path;
 use crate::cli::show::{ShowArgs, show};
-use crate::screen::terminal::end_on_signals;
+use crate::screen::terminal::Interruption;
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
-use crate::telemetry::{Emitter, Event, EventLog, FinishReason, Trouble};
+use crate::telemetry::{Command, Emitter, Event, EventLog, FinishReason, Trouble};
 use crate::train::{Config, Preparing, Trainer};
 use crate::{Error, Result};
 use clap::Args;
@@ -38,9 +38,14 @@ struct Resumed {
 
 /// Trains. Returns how the run ended.
 pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
-    let resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args)).transpose()?;
-    let config = match &resumed {
-        Some(resumed) => args.config.resolve_over(resumed.run.path())?,
+    let signals = Interruption::listen().map_err(Error::io("listen to signals in", "."))?;
+    let mut resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args)).transpose()?;
+    let config = match &mut resumed {
+        Some(resumed) => {
+            let (config, changes) = args.config.resolve_over(resumed.run.path())?;
+            resumed.warnings.extend(changes.iter().map(|change| format!("resumed with another setting: {change}")));
+            config
+        }
         None => args.config.resolve()?,
     };
     let pool = thread_pool(&config)?;
@@ -58,7 +63,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         }
         None => (new_run(&config)?, Vec::new()),
     };
-    write_config(run.path(), trainer.config())?;
+    run.write_config(&trainer.config().to_toml()?)?;
     let mut emitter = Emitter::new(Some(EventLog::open(run.path().join("events.jsonl"))?));
     let records = emitter.connect();
     for message in warnings {
@@ -67,8 +72,11 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     trainer.attach(run, emitter);
     let (commands, orders) = channel();
     trainer.listen(orders);
-    // The first signal ends the run at the next step boundary, saved; a second one ends the process at once.
-    end_on_signals(&trainer.interrupt()).map_err(Error::io("listen to signals in", "."))?;
+    let wishes = commands.clone();
+    // A run that is over has nothing to save.
+    signals.attach(trainer.interrupt(), move || {
+        wishes.send(Command::SaveNow).ok();
+    });
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || pool.install(|| trainer.run()))
@@ -143,28 +151,23 @@ fn new_run(config: &Config) -> Result<Run> {
     let dir = &config.checkpoint.dir;
     if let Some(name) = &config.checkpoint.run {
         let path = dir.join(name);
-        if path.join("config.toml").exists() {
+        let refused = || {
             let message = "holds a run already; continue it with --resume, or give another --run name";
-            return Err(Error::checkpoint(path, message));
+            Err(Error::checkpoint(&path, message))
+        };
+        if Run::is_begun(&path) {
+            return refused();
         }
-        return Run::open(path);
+        let run = Run::open(&path)?;
+        // Another process may have begun it between the look and the lock.
+        return if Run::is_begun(&path) { refused() } else { Ok(run) };
     }
     let model = Path::new(&config.model).file_name().map_or("model".into(), |name| name.to_string_lossy());
     let dtype = config.dtype.compute;
-    let path = (1..=u32::MAX)
-        .map(|number| dir.join(format!("{model}-{dtype}-{number:04}")))
-        .find(|path| !path.exists())
-        .unwrap_or_else(|| dir.join("run"));
-    Run::open(path)
-}
-
-/// The resolved configuration goes beside the checkpoints, so that the run can be resumed and repeated.
-fn write_config(folder: &Path, config: &Config) -> Result<()> {
-    let path = folder.join("config.toml");
-    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(Error::io("create a file in", folder))?;
-    std::io::Write::write_all(&mut file, config.to_toml()?.as_bytes())
-        .and_then(|()| file.as_file().sync_all())
-        .map_err(Error::io("write", &path))?;
-    file.persist(&path).map_err(|error| Error::Io { action: "write", path, source: error.error })?;
-    Ok(())
+    for number in 1..=u32::MAX {
+        if let Some(run) = Run::create(dir.join(format!("{model}-{dtype}-{number:04}")))? {
+            return Ok(run);
+        }
+    }
+    Err(Error::checkpoint(dir, "every number for a new run is taken; give it a name with --run"))
 }

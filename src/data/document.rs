@@ -13,7 +13,7 @@ use parquet::schema::types::Type;
 use serde::Deserialize;
 
 use super::contain::contained;
-use crate::{Error, Result};
+use crate::{Error, Result, untrusted};
 
 /// Bytes of text that are tokenised at a time.
 const PIECE_BYTES: usize = 256 << 10;
@@ -65,7 +65,7 @@ pub(super) type Sink<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
 
 impl Document {
     pub(super) fn open(&self) -> Result<File> {
-        File::open(&self.path).map_err(|error| match error.kind() {
+        untrusted::open(&self.path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => self.error("there is no such file"),
             _ => Error::io("read", &self.path)(error),
         })

@@ -1,7 +1,7 @@
 //! What `--data` and `--val` may name, and the files it stands for.
 
 use std::fmt;
-use std::io::Write as _;
+use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -9,11 +9,15 @@ use tempfile::{NamedTempFile, TempPath};
 
 use super::document::{Document, Format};
 use crate::digest::Digest;
+use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result};
 
 /// What the errors about a wrong source end with.
-const KINDS: &str = "`--data` takes `grammar`, `tiny_shakespeare`, a `.txt`, `.jsonl` or `.parquet` file, a folder or \
-                     glob of those, `hf://datasets/owner/name/file`, or `-` for standard input";
+const KINDS: &str = "give `grammar`, `tiny_shakespeare`, a `.txt`, `.jsonl` or `.parquet` file, a folder or glob of \
+                     those, `hf://datasets/owner/name/file`, or `-` for standard input";
+
+/// No text that comes through a pipe is longer: it is copied to the disk first.
+const MAX_SPOOL: u64 = 64 << 30;
 
 /// Karpathy's sample of Shakespeare's plays: 1,115,394 bytes.
 const TINY_SHAKESPEARE: Remote<'static> = Remote::Url {
@@ -140,7 +144,7 @@ impl fmt::Display for Source {
 /// The files of a source.
 pub(super) struct Files {
     pub(super) documents: Vec<Document>,
-    /// Standard input, kept for as long as it is read.
+    /// The copy of a pipe, kept for as long as it is read.
     _spool: Option<TempPath>,
 }
 
@@ -150,7 +154,7 @@ impl Source {
         let documents = match self {
             Self::Grammar => Vec::new(),
             Self::TinyShakespeare => vec![Document::new(tiny_shakespeare(folder, fetch)?)],
-            Self::Stdin => return spool_stdin(),
+            Self::Stdin => return spool(std::io::stdin().lock(), "standard input", Format::Text),
             Self::Hub { repo, revision, file } => {
                 let fetch = fetch.ok_or_else(|| Error::data(self, "needs the network, which is not in use here"))?;
                 let path = fetch.fetch(Remote::Dataset { repo, revision, file }, folder)?;
@@ -159,6 +163,10 @@ impl Source {
                 vec![Document { path, origin: self.to_string(), format }]
             }
             Self::Glob(pattern) => glob_files(pattern)?,
+            Self::Path(path) if is_pipe(path) => {
+                let pipe = Pipe::open(path).map_err(Error::io("read", path))?;
+                return spool(pipe, &path.display().to_string(), Format::of(path).unwrap_or(Format::Text));
+            }
             Self::Path(path) if path.is_dir() => folder_files(path)?,
             Self::Path(path) if !path.exists() => {
                 return Err(Error::data(path.display(), format!("there is no such file; {KINDS}")));
@@ -189,14 +197,17 @@ fn tiny_shakespeare(folder: &Path, fetch: Option<&mut (dyn Fetch + '_)>) -> Resu
     fetch.fetch(TINY_SHAKESPEARE, folder)
 }
 
-/// Copies standard input to a file, because it is read twice: once for its hash, once for its tokens.
-fn spool_stdin() -> Result<Files> {
+/// Copies a pipe to a file, because text is read twice: once for its hash, once for its tokens.
+fn spool(from: impl Read, origin: &str, format: Format) -> Result<Files> {
     let mut spool = NamedTempFile::new().map_err(Error::io("create a file in", std::env::temp_dir()))?;
-    std::io::copy(&mut std::io::stdin().lock(), &mut spool)
-        .and_then(|_| spool.flush())
-        .map_err(Error::io("copy standard input to", spool.path()))?;
+    let copied = std::io::copy(&mut from.take(MAX_SPOOL), &mut spool)
+        .and_then(|copied| spool.flush().map(|()| copied))
+        .map_err(Error::io("copy a pipe to", spool.path()))?;
+    if copied == MAX_SPOOL {
+        return Err(Error::data(origin, "more than 64 GiB came through the pipe; give a file"));
+    }
     let spool = spool.into_temp_path();
-    let document = Document { path: spool.to_path_buf(), origin: "standard input".to_owned(), format: Format::Text };
+    let document = Document { path: spool.to_path_buf(), origin: origin.to_owned(), format };
     Ok(Files { documents: vec![document], _spool: Some(spool) })
 }
 

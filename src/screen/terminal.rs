@@ -10,4 +10,4 @@ pub(crate) use keys::Binding;
 pub(crate) use palette::Palette;
 pub(crate) use screen::Screen;
 pub(crate) use signals::Ending;
-pub use signals::end_on_signals;
+pub use signals::{Interruption, outlive_file_size_limit};

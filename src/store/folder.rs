@@ -48,6 +48,7 @@ impl ModelFolder {
         })?;
         let config = Gpt2Config::from_json(&text, &file.display().to_string())?;
         let files = weight_files(&path)?;
+        check_depth(&config, files.iter().map(|file| file.tensors().len()).sum(), &file)?;
         let places = places(&files)?;
         let mut folder = Self { path, config, files, places };
         folder.settle_head()?;
@@ -191,6 +192,15 @@ fn is_mask(name: &str) -> bool {
     name.strip_prefix("h.")
         .and_then(|rest| rest.split_once('.'))
         .is_some_and(|(layer, rest)| layer.parse::<usize>().is_ok() && matches!(rest, "attn.bias" | "attn.masked_bias"))
+}
+
+/// Refuses a model of more blocks than there are tensors, before anything is made for each block.
+pub(super) fn check_depth(config: &Gpt2Config, tensors: usize, file: &Path) -> Result<()> {
+    if config.n_layer <= tensors {
+        return Ok(());
+    }
+    let message = format!("`n_layer` is {}, but the weights beside it have {tensors} tensors", config.n_layer);
+    Err(Error::model(file.display(), message))
 }
 
 #[cfg(test)]

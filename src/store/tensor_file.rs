@@ -7,7 +7,6 @@
 mod header;
 mod write;
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use half::slice::HalfFloatSliceExt;
@@ -17,7 +16,7 @@ pub use safetensors::Dtype;
 
 pub use self::header::{Entry, Header, MAX_HEADER_BYTES};
 pub use self::write::{write_tensors, write_values};
-use crate::{Error, Result};
+use crate::{Error, Result, untrusted};
 
 /// A safetensors file, memory-mapped: values are read from disk when they are asked for.
 #[derive(Debug)]
@@ -34,7 +33,7 @@ impl TensorFile {
     /// [`Error::Io`] where it cannot be read, [`Error::Model`] naming the file and what is wrong with its header.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let file = File::open(&path).map_err(Error::io("open", &path))?;
+        let file = untrusted::open(&path).map_err(Error::io("open", &path))?;
         // SAFETY: the map is read-only and lives as long as the values borrowed from it. Rust cannot see another process
         // change the file meanwhile; finetune itself never writes into a finished one: it writes a new file and renames.
         let map = unsafe { Mmap::map(&file) }.map_err(Error::io("map", &path))?;

@@ -16,6 +16,8 @@ pub struct Emitter {
     screen: Option<SyncSender<Record>>,
     /// Events the screen has missed because its queue was full.
     missed: u64,
+    /// Whether the log's disk has refused the last event.
+    refused: bool,
     began: Instant,
     /// Seconds the run had been running before this process.
     before: f64,
@@ -25,7 +27,7 @@ impl Emitter {
     /// An emitter that writes to `log`; none in tests and measurements.
     pub fn new(log: Option<EventLog>) -> Self {
         let before = log.as_ref().map_or(0.0, EventLog::last_seconds);
-        Self { log, screen: None, missed: 0, began: Instant::now(), before }
+        Self { log, screen: None, missed: 0, refused: false, began: Instant::now(), before }
     }
 
     /// The events from now on, for a screen on another thread. A screen that stops reading (a suspended terminal) loses
@@ -41,16 +43,31 @@ impl Emitter {
         self.before + self.began.elapsed().as_secs_f64()
     }
 
-    /// Takes in an event that happened just now.
+    /// Takes in an event that happened just now. Neither a log that cannot be written nor a screen that is gone is an error:
+    /// training must go on without them. The first refusal and the recovery are events of their own.
     ///
     /// # Errors
-    /// If the log cannot be written. A screen that is gone is no error.
+    /// None today.
     pub fn emit(&mut self, event: Event) -> Result<()> {
+        let step = event.step().unwrap_or(0);
         let record = self.stamp(event);
-        if let Some(log) = &mut self.log {
-            log.append(&record)?;
-        }
+        let appended = self.log.as_mut().map_or(Ok(()), |log| log.append(&record));
         self.show(record);
+        let message = match (appended, self.refused) {
+            (Err(error), false) => format!("{error}; training goes on, and the log is written again when it can be"),
+            (Ok(()), true) => match self.log.as_mut().map_or(0, EventLog::take_dropped) {
+                0 => "the log can be written again; nothing is missing in it".to_owned(),
+                dropped => format!("the log can be written again; {dropped} events before this one are missing in it"),
+            },
+            _ => return Ok(()),
+        };
+        self.refused = !self.refused;
+        let warning = self.stamp(Event::Warning(Trouble { step, message }));
+        if let Some(log) = &mut self.log {
+            // Told already, if it is refused.
+            let _ = log.append(&warning);
+        }
+        self.show(warning);
         Ok(())
     }
 
@@ -93,6 +110,33 @@ mod tests {
         let Event::Warning(Trouble { message, .. }) = screen.recv().unwrap().event else { panic!("no warning") };
         assert!(message.contains("5 events"), "{message}");
         assert_eq!(screen.recv().unwrap().event, Event::Paused { step: 0 });
+    }
+
+    #[test]
+    fn a_log_that_cannot_be_written_is_told_once_and_again_when_it_can() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let mut emitter = Emitter::new(Some(EventLog::open(&path).unwrap()));
+        let screen = emitter.connect();
+        let good = emitter.log.as_mut().unwrap().write_to(std::fs::File::open(&path).unwrap());
+        for step in 1..=3 {
+            emitter.emit(Event::Paused { step }).unwrap();
+        }
+        emitter.log.as_mut().unwrap().write_to(good);
+        emitter.emit(Event::Resumed { step: 4 }).unwrap();
+        let logged = super::super::read(&path).unwrap();
+        let shown: Vec<Record> = screen.try_iter().collect();
+        assert_eq!(shown, logged);
+        let warnings: Vec<_> = logged
+            .iter()
+            .filter_map(|record| match &record.event {
+                Event::Warning(Trouble { message, .. }) => Some(message.as_str()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!((logged.len(), warnings.len()), (6, 2), "{warnings:?}");
+        assert!(warnings[0].contains("events.jsonl") && warnings[0].contains("training goes on"), "{warnings:?}");
+        assert!(warnings[1].contains("can be written again; nothing is missing"), "{warnings:?}");
     }
 
     #[test]

@@ -1,14 +1,15 @@
 //! `events.jsonl`: written by one process, read by any number of others while it grows.
 //!
 //! The writer appends each record with a single `write` of a whole line, so a killed process loses nothing it has reported,
-//! and the worst it can leave behind is one torn last line. [`EventLog::open`] cuts that off before it goes on.
+//! and the worst it can leave behind is one torn last line. [`EventLog::open`] cuts that off before it goes on. Where the
+//! disk refuses a line, the log keeps it in memory and tries again with the next one.
 //!
 //! A run that is resumed from step k repeats the steps after k, so the log may hold lines of steps that no longer count.
 //! `Started { resumed_from: k }` marks the cut: everything above it that belongs to a step after k is void. [`read`] drops
 //! those lines; a [`Tail`] hands on every line, and its reader rewinds when it meets the mark.
 
 use super::event::{Event, Outcome, Record, StepRecord};
-use crate::{Error, Result};
+use crate::{Error, Result, untrusted};
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -18,10 +19,15 @@ use std::path::{Path, PathBuf};
 pub struct EventLog {
     path: PathBuf,
     file: File,
-    /// The line being made; kept, so that a steady run allocates nothing.
-    line: Vec<u8>,
+    /// What is not written yet: nothing between two records, unless the disk refuses them. It may begin within a line.
+    pending: Vec<u8>,
+    /// Records for which there was no room in `pending`.
+    dropped: u64,
     last_seconds: f64,
 }
+
+/// Bytes that wait for a disk that refuses them. Records beyond are dropped and counted.
+const MAX_PENDING: usize = 4 << 20;
 
 impl EventLog {
     /// Opens the log at `path` to append to it, or creates it. Of an existing log a torn last line is cut off.
@@ -30,14 +36,10 @@ impl EventLog {
     /// If the file cannot be opened, read or repaired.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
-        let mut file = OpenOptions::new()
-            .read(true)
-            .append(true)
-            .create(true)
-            .open(&path)
+        let mut file = untrusted::open_own(&path, OpenOptions::new().read(true).append(true).create(true))
             .map_err(Error::io("open the event log", &path))?;
         let last = mend(&mut file).map_err(Error::io("read the end of the event log", &path))?;
-        Ok(Self { path, file, line: Vec::new(), last_seconds: last.map_or(0.0, |record| record.s) })
+        Ok(Self { path, file, pending: Vec::new(), dropped: 0, last_seconds: last.map_or(0.0, |record| record.s) })
     }
 
     /// Where the log is.
@@ -50,16 +52,55 @@ impl EventLog {
         self.last_seconds
     }
 
-    /// Adds a line. Readers see it at once.
+    /// Adds a line. Readers see it at once, or as soon as the disk takes it.
     ///
     /// # Errors
-    /// If the disk refuses.
+    /// If the disk refuses. The line is kept, and the next call tries again; see [`Self::take_dropped`].
     pub fn append(&mut self, record: &Record) -> Result<()> {
-        self.line.clear();
-        serde_json::to_writer(&mut self.line, record)
-            .map_err(|error| Error::io("write an event to", &self.path)(error.into()))?;
-        self.line.push(b'\n');
-        self.file.write_all(&self.line).map_err(Error::io("write an event to", &self.path))
+        if self.pending.len() > MAX_PENDING {
+            self.dropped += 1;
+        } else {
+            let start = self.pending.len();
+            serde_json::to_writer(&mut self.pending, record)
+                .map_err(|error| Error::io("write an event to", &self.path)(error.into()))?;
+            // JSON escapes C0 only.
+            let text = String::from_utf8_lossy(&self.pending[start..]);
+            if let std::borrow::Cow::Owned(clean) = untrusted::line(&text) {
+                self.pending.truncate(start);
+                self.pending.extend_from_slice(clean.as_bytes());
+            }
+            self.pending.push(b'\n');
+        }
+        self.write_pending().map_err(Error::io("write an event to", &self.path))
+    }
+
+    /// Puts another file in the place of the log's; a test lets the disk refuse with it.
+    #[cfg(test)]
+    pub(super) fn write_to(&mut self, file: File) -> File {
+        std::mem::replace(&mut self.file, file)
+    }
+
+    fn write_pending(&mut self) -> std::io::Result<()> {
+        let mut written = 0;
+        let result = loop {
+            match self.file.write(&self.pending[written..]) {
+                Ok(n) if written + n == self.pending.len() => {
+                    written += n;
+                    break Ok(());
+                }
+                Ok(0) => break Err(ErrorKind::WriteZero.into()),
+                Ok(n) => written += n,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => break Err(error),
+            }
+        };
+        self.pending.drain(..written);
+        result
+    }
+
+    /// How many records have been dropped since the last call, because the disk refused too many in a row.
+    pub fn take_dropped(&mut self) -> u64 {
+        std::mem::take(&mut self.dropped)
     }
 }
 
@@ -111,7 +152,7 @@ pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
 /// If there is no such file or it cannot be read.
 pub fn read_whole(path: impl AsRef<Path>) -> Result<Poll> {
     let path = path.as_ref();
-    File::open(path).map_err(Error::io("read", path))?;
+    untrusted::open(path).map_err(Error::io("read", path))?;
     let mut tail = Tail::new(path);
     let mut read = Poll::default();
     loop {
@@ -197,7 +238,7 @@ impl Tail {
 
     fn try_poll(&mut self) -> std::io::Result<Poll> {
         if self.file.is_none() {
-            match File::open(&self.path) {
+            match untrusted::open(&self.path) {
                 Ok(file) => self.follow(file),
                 Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Poll::default()),
                 Err(error) => return Err(error),
@@ -227,12 +268,12 @@ impl Tail {
     /// The file that has taken the path over, if another one has.
     fn successor(&self) -> std::io::Result<Option<File>> {
         let Some(current) = &self.file else { return Ok(None) };
-        let named = match File::open(&self.path) {
+        let named = match untrusted::open(&self.path) {
             Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
-        Ok((!same_file(current, &named)?).then_some(named))
+        Ok((!untrusted::same_file(&current.metadata()?, &named.metadata()?)).then_some(named))
     }
 
     fn take_lines(&mut self, mut file: &File) -> std::io::Result<Poll> {
@@ -281,20 +322,6 @@ impl Tail {
         }
         Ok(poll)
     }
-}
-
-/// Whether two open files are one.
-#[cfg(unix)]
-fn same_file(one: &File, other: &File) -> std::io::Result<bool> {
-    use std::os::unix::fs::MetadataExt;
-    let (one, other) = (one.metadata()?, other.metadata()?);
-    Ok((one.dev(), one.ino()) == (other.dev(), other.ino()))
-}
-
-/// Elsewhere a log is not replaced while it is read.
-#[cfg(not(unix))]
-fn same_file(_: &File, _: &File) -> std::io::Result<bool> {
-    Ok(true)
 }
 
 /// Whether a step's line carries the table of tensors, its last field.
@@ -376,6 +403,58 @@ mod tests {
 
     fn write(path: &Path, text: &str) {
         OpenOptions::new().append(true).create(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
+    }
+
+    /// A file that refuses to be written, as on a full disk.
+    fn refusing(path: &Path) -> File {
+        File::open(path).unwrap()
+    }
+
+    #[test]
+    fn a_disk_that_refuses_records_gets_them_later() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let mut log = EventLog::open(&path).unwrap();
+        log.append(&step(1, 1.0)).unwrap();
+        let good = log.write_to(refusing(&path));
+        assert!(log.append(&step(2, 2.0)).is_err() && log.append(&step(3, 3.0)).is_err());
+        assert_eq!(steps(&read(&path).unwrap()), [1]);
+        // Half of a line was taken before the disk was full.
+        log.file = good;
+        log.file.write_all(&log.pending.drain(..40).collect::<Vec<u8>>()).unwrap();
+        log.append(&step(4, 4.0)).unwrap();
+        assert_eq!(steps(&read(&path).unwrap()), [1, 2, 3, 4]);
+        assert_eq!((log.take_dropped(), log.pending.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_disk_that_refuses_for_long_costs_records_and_no_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let mut log = EventLog::open(&path).unwrap();
+        let good = log.write_to(refusing(&path));
+        let length = line(&step(1, 1.0)).len() as u64;
+        let count = 2 * MAX_PENDING as u64 / length;
+        (0..count).for_each(|number| assert!(log.append(&step(number, 1.0)).is_err()));
+        assert!(log.pending.len() < MAX_PENDING + 4096);
+        log.file = good;
+        log.append(&step(count, 1.0)).unwrap_or_default();
+        log.append(&step(count + 1, 1.0)).unwrap();
+        let dropped = log.take_dropped();
+        assert!(dropped > count / 3, "{dropped} of {count}");
+        assert_eq!(read(&path).unwrap().len() as u64 + dropped, count + 2);
+    }
+
+    #[test]
+    fn no_control_character_is_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let message = "\u{1b}]0;OWNED\u{7}\u{9b}2J\r\n\u{202e}".to_owned();
+        let record = Record { event: Event::Warning(super::super::Trouble { step: 1, message }), ..step(1, 1.0) };
+        EventLog::open(&path).unwrap().append(&record).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(!text.trim_end().contains(untrusted::is_unsafe), "{text:?}");
+        assert_eq!(read(&path).unwrap(), [record]);
     }
 
     #[test]

@@ -176,6 +176,9 @@ pub struct CheckpointSection {
     pub weights_every: u64,
     /// Of those, how many are kept, and the best one where `keep_best` says so.
     pub keep_weights: usize,
+    /// Seconds for which the last checkpoint of a run is tried again where the disk refuses it, before the weights alone are
+    /// tried.
+    pub retry_s: u64,
 }
 
 /// What is looked at, and how often.
@@ -263,6 +266,7 @@ impl Default for CheckpointSection {
             keep_best: true,
             weights_every: 0,
             keep_weights: 2,
+            retry_s: 60,
         }
     }
 }
@@ -366,8 +370,8 @@ impl Config {
         }
     }
 
-    /// Refuses to go on with `saved`'s run where that would train something else; more steps and other intervals are fine.
-    pub fn check_continues(&self, saved: &Self) -> Result<()> {
+    /// Refuses to go on with `saved`'s run where that would train something else. Says which other settings have changed.
+    pub fn check_continues(&self, saved: &Self) -> Result<Vec<String>> {
         let tables = [saved, self].map(|config| toml::Table::try_from(config).unwrap_or_default());
         let value = |table: &toml::Table, key: &str| {
             leaves(table)
@@ -375,14 +379,20 @@ impl Config {
                 .find(|(leaf, _)| leaf == key)
                 .map_or("unset".into(), |(_, value)| value.to_string())
         };
-        for key in ["model", "revision", "init", "tokenizer", "dtype", "data", "val", "seed", "train.seq_len"] {
-            let [was, is] = tables.each_ref().map(|table| value(table, key));
-            if was != is {
+        let fixed = ["model", "revision", "init", "tokenizer", "dtype", "data", "val", "seed", "train.seq_len"];
+        let mut changes = Vec::new();
+        for key in known_keys() {
+            let [was, is] = tables.each_ref().map(|table| value(table, &key));
+            if was == is {
+                continue;
+            }
+            if fixed.contains(&key.as_str()) {
                 let message = format!("was {was} and is now {is}; resume without changing it, or start a new run");
                 return Err(Error::config(key, message));
             }
+            changes.push(format!("`{key}` was {was} and is now {is}"));
         }
-        Ok(())
+        Ok(changes)
     }
 
     /// Where the run computes.

@@ -211,7 +211,12 @@ fn progress_of(progress: hub::Progress) -> Preparing {
 
 /// The tokens of a configuration's training and validation text; downloads what has to be.
 pub fn dataset(config: &Config, tokenizer: &Tokenizer, report: &mut Report<'_>) -> Result<Dataset> {
-    let (train, validation) = (config.source()?, config.val.as_deref().map(str::parse::<Source>).transpose()?);
+    let of_val = |error| match error {
+        Error::Config { message, .. } => Error::config("--val", message),
+        other => other,
+    };
+    let validation = config.val.as_deref().map(str::parse::<Source>).transpose().map_err(of_val)?;
+    let train = config.source()?;
     with_loader(report, |loader| loader.load(&train, validation.as_ref(), tokenizer))
 }
 

@@ -79,6 +79,10 @@ struct Progress {
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
     checkpoint: Option<PathBuf>,
+    /// Settings that were others when the checkpoint was written.
+    changes: Vec<String>,
+    /// Steps in a row whose loss was far above that of guessing.
+    far_above_chance: u32,
 }
 
 /// What comes between two steps.
@@ -241,6 +245,7 @@ impl Trainer {
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();
         state.check_identity(&self.identity, checkpoint.path())?;
+        self.progress.changes = self.check_settings(checkpoint)?;
         if checkpoint.config().parameter_shapes() != self.engine.model.config().parameter_shapes() {
             return Err(Error::checkpoint(checkpoint.path(), "holds a model of another shape; start a new run"));
         }
@@ -291,6 +296,9 @@ impl Trainer {
         self.gpu = GpuSampler::start(ordinal);
         let started = self.started(resumed_from);
         self.emitter.emit(Event::Started(Box::new(started)))?;
+        for change in std::mem::take(&mut self.progress.changes) {
+            self.warn(format!("resumed with another setting than the checkpoint's: {change}"))?;
+        }
         let reason = self.steps();
         let reason = match reason {
             Ok(reason) => reason,
@@ -333,13 +341,14 @@ impl Trainer {
                 self.tell_failure(Self::save)?;
             }
         }
-        if self.progress.validation.is_none_or(|last| last.step != self.engine.state.counters.step) {
-            self.evaluate()?;
-        }
+        let unseen = self.progress.validation.is_none_or(|last| last.step != self.engine.state.counters.step);
+        // What has been trained is saved whatever becomes of this.
+        let looked = if unseen { self.evaluate().map(drop) } else { Ok(()) };
         if self.progress.sampled_at != Some(self.engine.state.counters.step) {
             self.sample()?;
         }
-        self.save()?;
+        self.save_last()?;
+        looked?;
         Ok(FinishReason::Done)
     }
 
@@ -368,7 +377,7 @@ impl Trainer {
         let mut paused = false;
         loop {
             if self.interrupt.load(Ordering::Relaxed) {
-                self.save()?;
+                self.save_last()?;
                 return Ok(Some(FinishReason::Interrupted));
             }
             let wish = match &self.commands {
@@ -396,7 +405,7 @@ impl Trainer {
                 Some(Command::ProbeNow) => *probe = true,
                 Some(Command::Stop { save }) => {
                     if save {
-                        self.save()?;
+                        self.save_last()?;
                     }
                     return Ok(Some(FinishReason::Stopped));
                 }
@@ -436,6 +445,7 @@ impl Trainer {
         self.progress.last_loss = Some(report.loss);
         let diverged =
             overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
+        let diverged = diverged.or_else(|| self.far_above_chance(report.loss));
         // Where several are on their way, a step's time is what it adds to that of the one before.
         let elapsed = self.progress.step_finished.map_or(at.elapsed(), |last| last.elapsed().min(at.elapsed()));
         self.progress.step_finished = Some(Instant::now());
@@ -566,7 +576,10 @@ impl Trainer {
         self.fetch()?;
         let Some(sampler) = &mut self.sampler else { return Ok(()) };
         let (model, weights) = (&self.engine.model, &self.engine.state.weights);
-        let text = sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step)?;
+        let text = match sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step) {
+            Ok(text) => text,
+            Err(error) => return self.warn(format!("no text sample: {error}")),
+        };
         let prompt = self.config.train.prompt.clone();
         self.emitter.emit(Event::Sample(SampleText { step, prompt, text }))
     }

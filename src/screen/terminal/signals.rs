@@ -1,12 +1,12 @@
 //! The signals that end a process or a screen.
 
 use super::screen::give_back;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{SigId, flag, low_level};
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -15,29 +15,89 @@ const INTERRUPTED: i32 = 130;
 /// How long a process that is to end at once waits for its terminal to take the way back.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// From now on the first SIGINT or SIGTERM raises `interrupt`. A second one ends the process, whatever it is doing, with
-/// exit code 130; a terminal that a screen has taken is given back first.
+/// What signals ask of a training run.
+///
+/// The first SIGINT, SIGTERM, SIGHUP or SIGXCPU ends the process at once while the run is being prepared, and asks a run in
+/// progress to save and stop. After that a SIGINT or SIGTERM ends the process whatever it is doing; the other two come
+/// several times by themselves. SIGUSR1 asks for a save. The exit code is 130, and a terminal that a screen has taken is
+/// given back first.
+#[derive(Clone, Default)]
+pub struct Interruption {
+    run: Arc<OnceLock<Wishes>>,
+}
+
+struct Wishes {
+    interrupt: Arc<AtomicBool>,
+    save: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Interruption {
+    /// Listens from now on.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn listen() -> io::Result<Self> {
+        let interruption = Self::default();
+        let mut wanted = vec![SIGINT, SIGTERM, SIGXCPU, SIGUSR1];
+        // Under `nohup` a terminal that goes is no reason to stop.
+        if !is_ignored(SIGHUP) {
+            wanted.push(SIGHUP);
+        }
+        let mut signals = Signals::new(wanted)?;
+        let run = Arc::clone(&interruption.run);
+        let obey = move || {
+            let mut told = false;
+            for signal in signals.forever() {
+                match (signal, run.get()) {
+                    (SIGUSR1, run) => run.into_iter().for_each(|run| (run.save)()),
+                    (SIGINT | SIGTERM, _) if told => leave(),
+                    (_, Some(run)) => {
+                        told = true;
+                        run.interrupt.store(true, Ordering::SeqCst);
+                    }
+                    (_, None) => leave(),
+                }
+            }
+        };
+        thread::Builder::new().name("signals".into()).spawn(obey)?;
+        Ok(interruption)
+    }
+
+    /// From now on a run is in progress: `interrupt` is raised when it shall save and stop, and `save` called when it shall
+    /// save and go on.
+    pub fn attach(&self, interrupt: Arc<AtomicBool>, save: impl Fn() + Send + Sync + 'static) {
+        // A process has one run; a second one would not be heard of.
+        let _ = self.run.set(Wishes { interrupt, save: Box::new(save) });
+    }
+}
+
+/// Ends the process; the terminal gets a moment to take the way back.
+fn leave() {
+    // On a thread of its own: a terminal that takes nothing any more must not keep the process alive.
+    let restoring = thread::spawn(give_back);
+    let mut waited = Duration::ZERO;
+    while !restoring.is_finished() && waited < PATIENCE {
+        thread::sleep(Duration::from_millis(1));
+        waited += Duration::from_millis(1);
+    }
+    low_level::exit(INTERRUPTED);
+}
+
+/// Makes a file that outgrows `ulimit -f` an error of the write, like a full disk, instead of the process's end.
 ///
 /// # Errors
 /// If the system refuses.
-pub fn end_on_signals(interrupt: &Arc<AtomicBool>) -> io::Result<()> {
-    for signal in [SIGINT, SIGTERM] {
-        flag::register(signal, Arc::clone(interrupt))?;
-    }
-    let mut signals = Signals::new([SIGINT, SIGTERM])?;
-    let count = move || {
-        if signals.forever().nth(1).is_some() {
-            // On a thread of its own: a terminal that takes nothing any more must not keep the process alive.
-            let restoring = thread::spawn(give_back);
-            let mut waited = Duration::ZERO;
-            while !restoring.is_finished() && waited < PATIENCE {
-                thread::sleep(Duration::from_millis(1));
-                waited += Duration::from_millis(1);
-            }
-            low_level::exit(INTERRUPTED);
-        }
-    };
-    thread::Builder::new().name("signals".into()).spawn(count).map(drop)
+pub fn outlive_file_size_limit() -> io::Result<()> {
+    // With a handler, unlike with an ignored signal, processes started from here have the default again.
+    flag::register(SIGXFSZ, Arc::default()).map(drop)
+}
+
+/// Whether the process was started with `signal` ignored, as Linux tells.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask & (1 << (signal - 1)) != 0
 }
 
 /// Whether a screen has been told to end, by SIGINT, SIGTERM or SIGHUP. In raw mode Ctrl-C is a key and no signal.
@@ -50,7 +110,8 @@ impl Ending {
     /// Listens until it is dropped.
     pub(crate) fn listen() -> io::Result<Self> {
         let mut ending = Self { told: Arc::default(), registered: Vec::new() };
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
+        let hangup = (!is_ignored(SIGHUP)).then_some(SIGHUP);
+        for signal in [SIGINT, SIGTERM].into_iter().chain(hangup) {
             ending.registered.push(flag::register(signal, Arc::clone(&ending.told))?);
         }
         Ok(ending)

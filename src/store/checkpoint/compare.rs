@@ -7,6 +7,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::manifest::{CONFIG, MASTERS, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
+use crate::digest::read_at_most;
 use crate::store::tensor_file::{TensorFile, TensorView};
 use crate::{Error, Result};
 
@@ -79,8 +80,11 @@ fn each_side(
     Ok(())
 }
 
+/// As a tokenizer is read.
+const MAX_BYTES: u64 = 512 << 20;
+
 fn read(path: &Path) -> Result<Vec<u8>> {
-    std::fs::read(path).map_err(Error::io("read", path))
+    read_at_most(path, MAX_BYTES)
 }
 
 fn read_json(path: &Path) -> Result<Value> {

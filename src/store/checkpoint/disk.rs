@@ -108,8 +108,14 @@ impl Disk {
         })
     }
 
-    fn act<T>(&self, operation: Operation, path: &Path, run: impl FnOnce() -> io::Result<T>) -> Result<T> {
-        self.ask(operation, path).and_then(|()| run()).map_err(Error::io(operation.verb(), path))
+    /// A signal may interrupt any of them on a network's file system: they are begun again.
+    fn act<T>(&self, operation: Operation, path: &Path, run: impl Fn() -> io::Result<T>) -> Result<T> {
+        loop {
+            match self.ask(operation, path).and_then(|()| run()) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done.map_err(Error::io(operation.verb(), path)),
+            }
+        }
     }
 
     fn ask(&self, operation: Operation, path: &Path) -> io::Result<()> {

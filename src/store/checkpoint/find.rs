@@ -100,8 +100,9 @@ pub struct Keep {
     pub best: bool,
 }
 
-/// The checkpoints of `kind` beyond those to keep, the oldest first. Ones with an unreadable manifest or a file missing or of
-/// the wrong size do not count and are never outdated: they are for a person to look at.
+/// The checkpoints of `kind` beyond those to keep, the oldest first. Only those whose every file has just been
+/// [verified](super::verify) count as kept. A damaged one among them is not outdated: it is for a person to look at, as is
+/// any with an unreadable manifest or a file missing or of the wrong size.
 pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
     let mut whole: Vec<(PathBuf, Manifest)> = list(run)?
         .into_iter()
@@ -112,7 +113,14 @@ pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
     whole.sort_by_key(|(_, manifest)| manifest.sequence);
     let losses = whole.iter().filter_map(|(path, manifest)| Some((path, manifest.validation_loss?)));
     let best = losses.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path.clone()).filter(|_| keep.best);
-    whole.truncate(whole.len().saturating_sub(keep.last.max(1)));
+    let wanted = keep.last.max(1);
+    let mut good = 0;
+    let oldest_kept = (0..whole.len()).rev().find(|&at| {
+        // Nothing is read where nothing would go.
+        good += usize::from(whole.len() > wanted && super::verify(&whole[at].0).is_empty());
+        good == wanted
+    });
+    whole.truncate(oldest_kept.unwrap_or(0));
     Ok(whole.into_iter().map(|(path, _)| path).filter(|path| Some(path) != best.as_ref()).collect())
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::state::{FORMAT_VERSION, check_version};
-use crate::digest::Digest;
+use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
 /// The manifest's own name.
@@ -23,6 +23,9 @@ pub(super) const WEIGHTS: &str = "model.safetensors";
 pub(super) const MASTERS: &str = "master.safetensors";
 /// Adam's moments.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
+
+/// No run saves this often: a sequence beyond it is made up, and counting on from it would wrap.
+pub(super) const MAX_SEQUENCE: u64 = u64::MAX / 2;
 
 /// Manifests are small; a file beyond this is none, and is not read into memory.
 const MAX_BYTES: u64 = 1 << 20;
@@ -99,11 +102,10 @@ impl Manifest {
     pub fn read(directory: &Path) -> Result<Self> {
         let path = directory.join(MANIFEST);
         let fail = |message: String| Error::checkpoint(&path, message);
-        let bytes = std::fs::metadata(&path).map_err(|error| fail(missing_or(&error)))?.len();
-        if bytes > MAX_BYTES {
-            return Err(fail(format!("{bytes} bytes are too many for a manifest: damaged")));
-        }
-        let text = std::fs::read(&path).map_err(|error| fail(missing_or(&error)))?;
+        let text = read_at_most(&path, MAX_BYTES).map_err(|error| match error {
+            Error::Io { source, .. } => fail(missing_or(&source)),
+            other => other,
+        })?;
         let manifest = Self::from_json(&text).map_err(fail)?;
         let name = directory.file_name().unwrap_or_default().to_string_lossy();
         // A copy under a name of its own is fine; a name that says something else is not.
@@ -137,6 +139,9 @@ impl Manifest {
         let Sealed { manifest, seal, .. } = serde_json::from_slice(text).map_err(|error| error.to_string())?;
         if manifest.seal().map_err(|error| error.to_string())? != seal {
             return Err("its contents changed since it was written (its seal differs)".into());
+        }
+        if manifest.sequence > MAX_SEQUENCE {
+            return Err(format!("no save has the sequence number {}", manifest.sequence));
         }
         let expected = manifest.kind.files();
         if let Some(name) = expected.iter().find(|name| !manifest.files.contains_key(**name)) {
@@ -196,6 +201,14 @@ mod tests {
             ("step-", None),
         ] {
             assert_eq!(Kind::parse_directory(name), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_sequence_that_no_run_can_reach_is_refused() {
+        for (sequence, fine) in [(MAX_SEQUENCE, true), (MAX_SEQUENCE + 1, false), (u64::MAX, false)] {
+            let text = Manifest { sequence, ..manifest(Kind::Full) }.to_json().unwrap();
+            assert_eq!(Manifest::from_json(&text).is_ok(), fine, "{sequence}");
         }
     }
 

@@ -5,11 +5,15 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::{CONFIG, Kind, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or};
 use super::state::State;
-use crate::digest::Digest;
+use crate::digest::{Digest, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{Gpt2Config, Parameters};
+use crate::store::folder::check_depth;
 use crate::store::tensor_file::TensorFile;
 use crate::{Error, Result};
+
+/// Configuration and state are small.
+const MAX_JSON: u64 = 16 << 20;
 
 /// A file of a checkpoint that is not what the manifest says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -104,10 +108,13 @@ impl Checkpoint {
         }
         let state = read_state(&path.join(STATE), &manifest)?;
         let file = path.join(CONFIG);
-        let text = std::fs::read(&file).map_err(Error::io("read", &file))?;
+        let text = read_at_most(&file, MAX_JSON)?;
+        let config = Gpt2Config::from_json(&text, &file.display().to_string())?;
+        let weights = TensorFile::open(path.join(WEIGHTS))?;
+        check_depth(&config, weights.tensors().len(), &file)?;
         Ok(Self {
-            config: Gpt2Config::from_json(&text, &file.display().to_string())?,
-            weights: TensorFile::open(path.join(WEIGHTS))?,
+            config,
+            weights,
             masters: TensorFile::open(path.join(MASTERS))?,
             optimizer: TensorFile::open(path.join(OPTIMIZER))?,
             path,
@@ -175,7 +182,7 @@ fn read_all(file: &TensorFile, into: &Parameters, prefix: &str) -> Result<()> {
 }
 
 fn read_state(path: &Path, manifest: &Manifest) -> Result<State> {
-    let text = std::fs::read(path).map_err(Error::io("read", path))?;
+    let text = read_at_most(path, MAX_JSON)?;
     let state = State::from_json(&text).map_err(|message| Error::checkpoint(path, message))?;
     if state.step != manifest.step {
         let message = format!("it is of step {}, the manifest of step {}", state.step, manifest.step);

@@ -2,17 +2,22 @@
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Seek, Write};
+use std::io::{ErrorKind, Read, Seek, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use super::disk::Disk;
-use super::find::{Keep, newest_sequence, outdated};
-use super::manifest::{Kind, Manifest};
+use super::find::{Keep, list, newest_sequence, outdated};
+use super::manifest::{Kind, MAX_SEQUENCE, Manifest};
 use super::save::Contents;
-use crate::{Error, Result};
+use crate::{Error, Result, untrusted};
 
 const LOCK: &str = ".lock";
 const LATEST: &str = "latest";
+const CONFIG: &str = "config.toml";
+const EVENTS: &str = "events.jsonl";
+/// A killed process holds its lock until the kernel has taken it apart, which is sooner than this.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A run's folder that this process alone may write into, until the value is dropped or the process ends.
 #[derive(Debug)]
@@ -25,12 +30,14 @@ pub struct Run {
 }
 
 /// A checkpoint just written.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Saved {
     /// Its directory.
     pub path: PathBuf,
     /// What it holds.
     pub manifest: Manifest,
+    /// What failed once it was complete: `latest`, or the removal of the one that it replaces.
+    pub trouble: Option<Error>,
 }
 
 impl Run {
@@ -46,6 +53,30 @@ impl Run {
     pub fn open_on(path: impl Into<PathBuf>, disk: Disk) -> Result<Self> {
         let path = path.into();
         disk.create_folders(&path)?;
+        Self::take(path, disk)
+    }
+
+    /// Makes and opens the folder of a new run; `None` if there is something of this name already. Of several processes that
+    /// ask for one name at once, one gets it.
+    ///
+    /// # Errors
+    /// As [`Run::open`].
+    pub fn create(path: impl Into<PathBuf>) -> Result<Option<Self>> {
+        let (path, disk) = (path.into(), Disk::default());
+        disk.create_folders(path.parent().unwrap_or(Path::new(".")))?;
+        match disk.create_folder(&path) {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AlreadyExists => Ok(None),
+            made => made.and_then(|()| Self::take(path, disk)).map(Some),
+        }
+    }
+
+    /// Whether somebody has begun a run in this folder, so that a new one would mix with it.
+    pub fn is_begun(path: &Path) -> bool {
+        let has_checkpoints = || list(path).is_ok_and(|listed| !listed.is_empty());
+        path.join(CONFIG).exists() || path.join(EVENTS).exists() || has_checkpoints()
+    }
+
+    fn take(path: PathBuf, disk: Disk) -> Result<Self> {
         let mut lock = lock(&path)?;
         let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(newest_sequence));
         let sequence = neighbours.unwrap_or(0) + 1;
@@ -61,12 +92,22 @@ impl Run {
         &self.path
     }
 
+    /// Writes the run's configuration, whole or not at all.
+    ///
+    /// # Errors
+    /// [`Error::Io`] with what the operating system refused.
+    pub fn write_config(&self, text: &str) -> Result<()> {
+        self.replace(CONFIG, text)
+    }
+
     /// Writes a checkpoint and points `latest` to it. Only when this returns is anything older given up by
     /// [`Run::rotate`]; on an error everything older is as it was.
     ///
     /// # Errors
-    /// [`Error::Io`] with what the operating system refused, such as a full disk.
+    /// [`Error::Io`] with what the operating system refused, such as a full disk; [`Error::Checkpoint`] if the folder is
+    /// another process's by now.
     pub fn save(&mut self, contents: &Contents<'_>, kind: Kind) -> Result<Saved> {
+        self.keep_lock()?;
         let name = kind.directory(contents.state.step);
         let temporary = self.hidden(&name, "tmp");
         // A save that failed on a full disk may have left its files there, which take up the room for this one.
@@ -77,15 +118,15 @@ impl Run {
             // The error is what matters; if this fails too, the next save tries again.
             let _ = self.disk.remove(&temporary);
         })?;
-        self.publish(&temporary, &name)?;
-        if kind == Kind::Full {
-            self.point_latest(&name)?;
-        }
-        Ok(Saved { path: self.path.join(name), manifest })
+        let replaced = self.publish(&temporary, &name)?;
+        let latest = if kind == Kind::Full { self.replace(LATEST, &format!("{name}\n")) } else { Ok(()) };
+        let removed = replaced.map_or(Ok(()), |old| self.disk.remove(&old));
+        Ok(Saved { path: self.path.join(name), manifest, trouble: latest.and(removed).err() })
     }
 
     /// Removes the checkpoints that are [`outdated`](super::outdated), and says which.
     pub fn rotate(&self, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
+        self.check_lock()?;
         let old = outdated(&self.path, kind, keep)?;
         old.iter().try_for_each(|path| self.remove(path))?;
         Ok(old)
@@ -93,15 +134,40 @@ impl Run {
 
     /// Removes one checkpoint of this run, at once as far as anybody can see.
     pub fn remove(&self, directory: &Path) -> Result<()> {
+        self.check_lock()?;
         let name = directory.file_name().and_then(OsStr::to_str).unwrap_or_default();
         let gone = self.hidden(name, "deleted");
         self.disk.rename(&self.path.join(name), &gone)?;
         self.disk.remove(&gone)
     }
 
+    /// Makes sure that the folder under the run's path is the one that is locked: it may have been removed, and made anew by
+    /// another process.
+    fn check_lock(&self) -> Result<()> {
+        let path = self.path.join(LOCK);
+        let check = || Ok(untrusted::same_file(&self.lock.metadata()?, &std::fs::symlink_metadata(&path)?));
+        if check().map_err(Error::io("find the run's lock", &path))? {
+            return Ok(());
+        }
+        let message = "the folder was removed and belongs to another process by now, so that nothing is written there";
+        Err(Error::checkpoint(&self.path, message))
+    }
+
+    /// The same, and takes the lock again where only its file was removed.
+    fn keep_lock(&mut self) -> Result<()> {
+        match self.check_lock() {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound && self.path.is_dir() => {
+                self.lock = lock(&self.path)?;
+                Ok(())
+            }
+            checked => checked,
+        }
+    }
+
     /// Gives a complete directory its name. One that is there already (a run that went back to an older step comes past
-    /// it again) steps aside first, and back in [`Run::clear_leftovers`] if a kill falls in between.
-    fn publish(&self, temporary: &Path, name: &str) -> Result<()> {
+    /// it again) steps aside first, and back in [`Run::clear_leftovers`] if a kill falls in between. Says where the old one
+    /// is, to be removed.
+    fn publish(&self, temporary: &Path, name: &str) -> Result<Option<PathBuf>> {
         let path = self.path.join(name);
         let aside = self.hidden(name, "old");
         let replaces = path.exists();
@@ -110,13 +176,16 @@ impl Run {
         }
         self.disk.rename(temporary, &path)?;
         self.disk.sync_folder(&self.path)?;
-        if replaces { self.disk.remove(&aside) } else { Ok(()) }
+        Ok(replaces.then_some(aside))
     }
 
-    fn point_latest(&self, name: &str) -> Result<()> {
-        let temporary = self.hidden(LATEST, "tmp");
-        self.disk.write_file(&temporary, |out| writeln!(out, "{name}").map_err(Error::io("write", &temporary)))?;
-        self.disk.rename(&temporary, &self.path.join(LATEST))?;
+    /// Gives a small file its contents, whole or not at all.
+    fn replace(&self, name: &str, text: &str) -> Result<()> {
+        let temporary = self.hidden(name, "tmp");
+        self.disk.remove(&temporary)?;
+        let write = |out: &mut dyn Write| out.write_all(text.as_bytes()).map_err(Error::io("write", &temporary));
+        self.disk.write_file(&temporary, write)?;
+        self.disk.rename(&temporary, &self.path.join(name))?;
         self.disk.sync_folder(&self.path)
     }
 
@@ -127,7 +196,7 @@ impl Run {
             let Some((name, suffix)) = name.to_str().and_then(|name| name.strip_prefix('.')?.rsplit_once('.')) else {
                 continue;
             };
-            if Kind::parse_directory(name).is_none() && name != LATEST {
+            if Kind::parse_directory(name).is_none() && name != LATEST && name != CONFIG {
                 continue;
             }
             match suffix {
@@ -154,14 +223,19 @@ impl Drop for Run {
 /// Takes the folder's lock, which the operating system drops with the process, however that ends.
 fn lock(run: &Path) -> Result<File> {
     let path = run.join(LOCK);
-    let mut file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(&path)
+    let mut file = untrusted::open_own(&path, OpenOptions::new().read(true).write(true).create(true).truncate(false))
         .map_err(Error::io("open", &path))?;
-    match file.try_lock() {
+    let began = Instant::now();
+    let locked = loop {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) if began.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Interrupted => {}
+            done => break done,
+        }
+    };
+    match locked {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
             let mut holder = String::new();
@@ -187,5 +261,6 @@ fn sign(file: &mut File, sequence: u64) -> std::io::Result<()> {
 
 /// The sequence at which a run was last opened.
 pub(super) fn opened_at(run: &Path) -> Option<u64> {
-    std::fs::read_to_string(run.join(LOCK)).ok()?.split_whitespace().nth(1)?.parse().ok()
+    let note = untrusted::open(&run.join(LOCK)).and_then(|file| std::io::read_to_string(file.take(100))).ok()?;
+    note.split_whitespace().nth(1)?.parse().ok().filter(|sequence| *sequence <= MAX_SEQUENCE)
 }

@@ -12,6 +12,10 @@ use crate::train::step::StepReport;
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
+/// A loss is far above chance when it is more than so many times that of a model that gives every token the same
+/// probability; training that stays there for so many steps in a row has diverged.
+const FAR_ABOVE: f64 = 10.0;
+const FAR_STEPS: u32 = 32;
 /// Steps the printed tokens per second are averaged over.
 const RATE_STEPS: f64 = 10.0;
 
@@ -54,18 +58,40 @@ impl Trainer {
             let first = last.tensors.last().map_or("a gradient", |tensor| tensor.name.as_str());
             format!("the loss is finite, but `{first}` and {} tensors in all overflow{origin}", last.tensors.len())
         } else {
+            let wider = if self.config.dtype.needs_loss_scale() { ", or use bf16" } else { "" };
             format!(
-                "the forward pass is not finite{origin}, which no loss scale can cure; lower the learning rate, or use bf16"
+                "the forward pass is not finite{origin}, which no loss scale can cure; lower the learning rate{wider}"
             )
         };
-        let good = self.progress.checkpoint.as_ref().map_or_else(
-            || "no checkpoint was written yet".to_owned(),
-            |path| format!("the last good checkpoint is `{}`", path.display()),
-        );
+        let good = self.last_checkpoint();
         Error::Diverged {
             step,
             message: format!("{streak} steps in a row overflowed at scale {scale}: {cause}; {good}"),
         }
+    }
+
+    /// The error of a loss that has long been far above that of a model which knows nothing.
+    pub(super) fn far_above_chance(&mut self, loss: f64) -> Option<Error> {
+        let chance = (self.engine.model.config().vocab_size as f64).ln();
+        let far = loss > FAR_ABOVE * chance;
+        self.progress.far_above_chance = if far { self.progress.far_above_chance + 1 } else { 0 };
+        if self.progress.far_above_chance < FAR_STEPS {
+            return None;
+        }
+        let clip = if self.engine.max_grad_norm.is_none() { ", or clip gradients (`--max-grad-norm 1`)" } else { "" };
+        let message = format!(
+            "the loss of the last {FAR_STEPS} steps, now {loss:.1}, is more than {FAR_ABOVE} times the {chance:.2} of \
+             guessing; lower the learning rate{clip}; {}",
+            self.last_checkpoint()
+        );
+        Some(Error::Diverged { step: self.engine.state.counters.step, message })
+    }
+
+    fn last_checkpoint(&self) -> String {
+        self.progress.checkpoint.as_ref().map_or_else(
+            || "no checkpoint was written yet".to_owned(),
+            |path| format!("the last checkpoint is `{}`", path.display()),
+        )
     }
 
     pub(super) fn started(&self, resumed_from: Option<u64>) -> Started {

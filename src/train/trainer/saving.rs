@@ -1,24 +1,59 @@
 //! The trainer's checkpoints.
 
 use super::Trainer;
-use crate::store::checkpoint::{self, Contents, FORMAT_VERSION, Keep, Kind, State};
+use crate::store::checkpoint::{self, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, State};
 use crate::telemetry::{Event, Saved, Trouble};
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 impl Trainer {
     /// Saves; a failure is told and training goes on, for the older checkpoints are as they were.
     pub(super) fn tell_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
         match save(self) {
-            Err(error @ Error::Io { .. }) => {
+            Err(error @ (Error::Io { .. } | Error::Checkpoint { .. })) => {
                 let step = self.engine.state.counters.step;
-                let message = format!("no checkpoint at step {step}: {error}; training goes on");
-                self.emitter.emit(Event::Warning(Trouble { step, message }))
+                self.warn(format!("no checkpoint at step {step}: {error}; training goes on"))
             }
             other => other,
         }
+    }
+
+    /// Writes the checkpoint after which nothing else comes. A disk that refuses it is tried again for
+    /// `checkpoint.retry_s` seconds, and then asked for room for the weights alone; the error is that of the last attempt at
+    /// the whole.
+    pub(super) fn save_last(&mut self) -> Result<()> {
+        let (began, mut told) = (Instant::now(), false);
+        let limit = Duration::from_secs(self.config.checkpoint.retry_s);
+        let step = self.engine.state.counters.step;
+        loop {
+            let error = match self.save() {
+                Err(error @ (Error::Io { .. } | Error::Checkpoint { .. })) => error,
+                done => return done,
+            };
+            let left = limit.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                let weights = match self.write(Kind::Weights, self.config.checkpoint.keep_weights) {
+                    Ok(Some(path)) => format!("its weights alone are in `{}`", path.display()),
+                    Ok(None) => "there is no folder for it".into(),
+                    Err(error) => format!("nor could its weights alone: {error}"),
+                };
+                let seconds = limit.as_secs();
+                self.warn(format!("the checkpoint of step {step} could not be written within {seconds} s; {weights}"))?;
+                return Err(error);
+            }
+            if !std::mem::replace(&mut told, true) {
+                let seconds = limit.as_secs();
+                self.warn(format!("no checkpoint at step {step} yet: {error}; trying again for {seconds} s"))?;
+            }
+            std::thread::sleep(left.min(Duration::from_secs(1)));
+        }
+    }
+
+    pub(super) fn warn(&mut self, message: String) -> Result<()> {
+        let step = self.engine.state.counters.step;
+        self.emitter.emit(Event::Warning(Trouble { step, message }))
     }
 
     /// Writes a checkpoint of this step, unless there is one or no run to write it into.
@@ -56,16 +91,36 @@ impl Trainer {
             exp_avg: &train.adamw.exp_avg,
             exp_avg_sq: &train.adamw.exp_avg_sq,
         };
-        let checkpoint::Saved { path, manifest } = run.save(&contents, kind)?;
+        let checkpoint::Saved { path, manifest, trouble } = run.save(&contents, kind)?;
         let rotated = run.rotate(kind, Keep { last, best: self.config.checkpoint.keep_best });
         let (bytes, seconds) = (manifest.bytes(), began.elapsed().as_secs_f64());
         let (weights_only, name) = (kind == Kind::Weights, path.display().to_string());
         self.emitter.emit(Event::Saved(Saved { step, path: name, bytes, seconds, weights_only }))?;
+        if let Some(error) = trouble {
+            self.warn(format!("the checkpoint of step {step} is complete, but {error}"))?;
+        }
         if let Err(error) = rotated {
-            let message = format!("an older checkpoint could not be removed: {error}; training goes on");
-            self.emitter.emit(Event::Warning(Trouble { step, message }))?;
+            self.warn(format!("an older checkpoint could not be removed: {error}; training goes on"))?;
         }
         Ok(Some(path))
+    }
+
+    /// Refuses a checkpoint of a run with another seed or window, whose random numbers or place in the text would not be this
+    /// run's, and names the settings of the step that differ.
+    pub(super) fn check_settings(&self, checkpoint: &Checkpoint) -> Result<Vec<String>> {
+        let (state, config) = (checkpoint.state(), &self.config);
+        let differs = |key: &str, now: u64| {
+            // Older checkpoints have fewer of them.
+            let was = state.schedule.get(key)?.as_u64()?;
+            (was != now).then(|| format!("`{key}` was {was} and is now {now}"))
+        };
+        let seed = (state.seed != config.seed).then(|| format!("`seed` was {} and is now {}", state.seed, config.seed));
+        if let Some(difference) = seed.or_else(|| differs("seq_len", config.train.seq_len as u64)) {
+            let message = format!("{difference}: it is of another run; resume that one, or start a new run");
+            return Err(Error::checkpoint(checkpoint.path(), message));
+        }
+        let batch = [("batch_size", config.train.batch_size), ("grad_accum", config.train.grad_accum)];
+        Ok(batch.into_iter().filter_map(|(key, now)| differs(key, now as u64)).collect())
     }
 
     fn checkpoint_state(&self) -> State {
@@ -83,7 +138,13 @@ impl Trainer {
             fallback: self.engine.state.fallback.units().clone(),
             fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
             cursor,
-            schedule: json!({ "total_steps": self.total_steps, "lr": self.config.optimizer.lr }),
+            schedule: json!({
+                "total_steps": self.total_steps,
+                "lr": self.config.optimizer.lr,
+                "batch_size": self.config.train.batch_size,
+                "grad_accum": self.config.train.grad_accum,
+                "seq_len": self.config.train.seq_len,
+            }),
             validation_loss: validation.map(|look| look.loss),
             best: self.progress.best,
             looks_without_best: self.progress.looks_without_best,

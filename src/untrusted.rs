@@ -1,0 +1,220 @@
+//! What comes from outside: files that may be anything, and text that must not reach a terminal as it is.
+//!
+//! Text is cleaned in the writers, not where it is read: [`Clean`] around a stream, [`line`] and [`block`] for a message.
+
+use std::borrow::Cow;
+use std::fmt::Write as _;
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::path::Path;
+
+/// Opens a regular file to read it. A pipe, a device or a socket is refused: reading one may never end.
+///
+/// # Errors
+/// What the operating system says; [`ErrorKind::InvalidInput`] for anything but a regular file.
+pub fn open(path: &Path) -> io::Result<File> {
+    let file = open_any(path)?;
+    let metadata = file.metadata()?;
+    match () {
+        () if metadata.is_file() => Ok(file),
+        () if metadata.is_dir() => Err(ErrorKind::IsADirectory.into()),
+        () => Err(io::Error::new(ErrorKind::InvalidInput, "it is a pipe, a device or a socket, not a regular file")),
+    }
+}
+
+/// Opens a file of our own to write it, with `options`. In a folder that somebody else has made its name may be a link to a
+/// file elsewhere, or a pipe: both are refused.
+///
+/// # Errors
+/// What the operating system says; [`ErrorKind::InvalidData`] for anything but a regular file.
+pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    let refused = |what: &str| io::Error::new(ErrorKind::InvalidData, format!("it is {what}; remove it"));
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let file = options.open(path).map_err(|error| match std::fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_symlink() => refused("a symbolic link, and is not followed"),
+        _ => error,
+    })?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(refused("no regular file")) }
+}
+
+/// Whether two files are one.
+#[cfg(unix)]
+pub fn same_file(one: &Metadata, other: &Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+}
+
+/// Elsewhere an open file is neither removed nor replaced.
+#[cfg(not(unix))]
+pub fn same_file(_: &Metadata, _: &Metadata) -> bool {
+    true
+}
+
+/// Opens without waiting for the other end of a pipe.
+fn open_any(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK | libc::O_NOCTTY);
+    options.open(path)
+}
+
+/// Whether `path` is a pipe, as `<(command)` is in a shell.
+pub fn is_pipe(path: &Path) -> bool {
+    #[cfg(unix)]
+    return std::fs::metadata(path)
+        .is_ok_and(|metadata| std::os::unix::fs::FileTypeExt::is_fifo(&metadata.file_type()));
+    #[cfg(not(unix))]
+    false
+}
+
+/// A pipe's reading end. One that nobody writes into is at its end at once instead of waiting for ever.
+#[derive(Debug)]
+pub struct Pipe(File);
+
+impl Pipe {
+    /// Opens the pipe at `path`.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        open_any(path).map(Self)
+    }
+}
+
+impl Read for Pipe {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.0.read(buffer) {
+                // There is a writer, who has nothing to say yet.
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    std::thread::sleep(std::time::Duration::from_millis(2));
+                }
+                done => return done,
+            }
+        }
+    }
+}
+
+/// Whether a character may steer a terminal or change the order in which text is shown: control characters of C0 and C1,
+/// line and paragraph separators, bidirectional marks, embeddings, overrides and isolates.
+pub fn is_unsafe(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
+}
+
+/// `text` on one line, with every [unsafe](is_unsafe) character as `\u001b`, the form that JSON and TOML read back.
+pub fn line(text: &str) -> Cow<'_, str> {
+    escaped(text, |_| false)
+}
+
+/// `text` on one line or more. What follows a line feed is indented, so that no line can pass for another message.
+pub fn block(text: &str) -> Cow<'_, str> {
+    if !text.contains(is_unsafe) {
+        return text.into();
+    }
+    escaped(text, |c| matches!(c, '\n' | '\t')).replace('\n', "\n  ").into()
+}
+
+fn escaped(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
+    let unwanted = |c: char| is_unsafe(c) && !keep(c);
+    if !text.contains(unwanted) {
+        return text.into();
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        if unwanted(c) {
+            // All of them are below U+10000: four digits do.
+            let _ = write!(out, "\\u{:04x}", c as u32);
+        } else {
+            out.push(c);
+        }
+    }
+    out.into()
+}
+
+/// Writes text through to `inner` with [unsafe](is_unsafe) characters escaped, but for line feeds and tabs. Bytes that are
+/// not UTF-8 become U+FFFD.
+#[derive(Debug)]
+pub struct Clean<W: Write> {
+    inner: W,
+    /// The first bytes of a character whose others have not come yet.
+    rest: Vec<u8>,
+}
+
+impl<W: Write> Clean<W> {
+    /// A writer in front of `inner`.
+    pub fn new(inner: W) -> Self {
+        Self { inner, rest: Vec::new() }
+    }
+}
+
+impl<W: Write> Write for Clean<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut text = std::mem::take(&mut self.rest);
+        text.extend_from_slice(bytes);
+        let cut = match std::str::from_utf8(&text) {
+            Err(error) if error.error_len().is_none() => error.valid_up_to(),
+            _ => text.len(),
+        };
+        self.rest = text.split_off(cut);
+        let text = String::from_utf8_lossy(&text);
+        self.inner.write_all(escaped(&text, |c| matches!(c, '\n' | '\t')).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    const PAYLOAD: &str = "a\x1b]0;OWNED\x07\u{9b}2J\r\n\u{202e}b\u{7f}\u{2028}\té";
+
+    #[test]
+    fn unsafe_characters_are_escaped_and_others_kept() {
+        let clean = r"a\u001b]0;OWNED\u0007\u009b2J\u000d\u000a\u202eb\u007f\u2028\u0009é";
+        assert_eq!(line(PAYLOAD), clean);
+        assert_eq!(serde_json::from_str::<String>(&format!("\"{clean}\"")).unwrap(), PAYLOAD);
+        assert_eq!(block("one\n\terror: two\x1b"), "one\n  \terror: two\\u001b");
+        assert_eq!(line("naïve 日本語 👩‍👩‍👧"), "naïve 日本語 👩‍👩‍👧");
+    }
+
+    #[test]
+    fn a_stream_is_cleaned_wherever_it_is_cut() {
+        for cut in 0..=PAYLOAD.len() {
+            let mut out = Clean::new(Vec::new());
+            out.write_all(&PAYLOAD.as_bytes()[..cut]).unwrap();
+            out.write_all(&PAYLOAD.as_bytes()[cut..]).unwrap();
+            let text = String::from_utf8(out.inner).unwrap();
+            assert_eq!(text, "a\\u001b]0;OWNED\\u0007\\u009b2J\\u000d\n\\u202eb\\u007f\\u2028\té", "cut at {cut}");
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn pipes_and_devices_do_not_hang() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        for path in [Path::new("/dev/zero"), Path::new("/dev/full"), &pipe] {
+            assert_eq!(open(path).unwrap_err().kind(), ErrorKind::InvalidInput, "{}", path.display());
+        }
+        assert_eq!(open(folder.path()).unwrap_err().kind(), ErrorKind::IsADirectory);
+        let read = || {
+            let mut text = String::new();
+            Pipe::open(&pipe).unwrap().read_to_string(&mut text).unwrap();
+            text
+        };
+        assert_eq!(read(), "");
+        let writer = std::thread::spawn({
+            let pipe = pipe.clone();
+            move || std::fs::write(pipe, "text")
+        });
+        // Until the writer is there the pipe is at its end.
+        assert_eq!(std::iter::repeat_with(read).find(|text| !text.is_empty()).unwrap(), "text");
+        writer.join().unwrap().unwrap();
+    }
+}

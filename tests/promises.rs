@@ -1,0 +1,287 @@
+//! What a run promises whatever becomes of its log, its disk, its terminal and its neighbours: the list in `docs/faults.md`.
+//!
+//! Each test runs the program as a user does. Limits and signals come from the shell that starts it.
+
+#![cfg(unix)]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "support/checkpoint.rs"]
+mod support;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use finetune::store::checkpoint::{Kind, list, newest_good, verify};
+use finetune::telemetry::{Event, Record, read};
+use support::folder;
+
+/// A run of the built-in model in which little is computed.
+const SMALL: &str = "--batch-size 2 --seq-len 16 --threads 1 --plain --set train.sample_tokens=0 \
+                     --set train.eval_batches=1 --eval-every 1000 --log-every 1";
+
+/// The program after `before`, a line of shell such as `ulimit -f 100`.
+fn shell(folder: &Path, before: &str, arguments: &str) -> Command {
+    let mut command = Command::new("bash");
+    let program = env!("CARGO_BIN_EXE_finetune");
+    command.current_dir(folder).args(["-c", &format!("{before}\nexec '{program}' {arguments}")]);
+    command.env("HF_HUB_OFFLINE", "1").env_remove("FINETUNE_ISA");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn finetune(folder: &Path, arguments: &str) -> Output {
+    shell(folder, "", arguments).output().unwrap()
+}
+
+fn said(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn run_folder(folder: &Path, run: &str) -> PathBuf {
+    folder.join("checkpoints").join(run)
+}
+
+fn events(folder: &Path, run: &str) -> Vec<Record> {
+    read(run_folder(folder, run).join("events.jsonl")).unwrap()
+}
+
+/// The steps that a log tells of.
+fn steps(records: &[Record]) -> Vec<u64> {
+    let step = |record: &Record| matches!(record.event, Event::Step(_)).then(|| record.event.step()).flatten();
+    records.iter().filter_map(step).collect()
+}
+
+fn warnings(records: &[Record]) -> Vec<String> {
+    let warning = |record: &Record| match &record.event {
+        Event::Warning(trouble) => Some(trouble.message.clone()),
+        _ => None,
+    };
+    records.iter().filter_map(warning).collect()
+}
+
+/// A run in progress, whose lines are read as they come.
+struct Running {
+    child: Child,
+    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+}
+
+impl Running {
+    fn start(folder: &Path, before: &str, arguments: &str) -> Self {
+        let mut child = shell(folder, before, arguments).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        Self { child, lines }
+    }
+
+    /// Reads lines until one contains `text`.
+    fn until(&mut self, text: &str) -> String {
+        let found = self.lines.by_ref().map(Result::unwrap).find(|line| line.contains(text));
+        found.unwrap_or_else(|| {
+            let mut error = String::new();
+            self.child.stderr.take().unwrap().read_to_string(&mut error).unwrap();
+            panic!("the run has never said `{text}`: {error}")
+        })
+    }
+
+    fn signal(&self, signal: &str) {
+        assert!(Command::new("kill").args(["-s", signal, &self.child.id().to_string()]).status().unwrap().success());
+    }
+
+    /// The exit code once it has ended, which takes seconds at most.
+    fn code(mut self) -> Option<i32> {
+        // A full pipe would hold it up.
+        self.lines.by_ref().for_each(drop);
+        let began = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(began.elapsed() < Duration::from_mins(1), "it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+#[test]
+fn promise_1_a_log_that_may_not_grow_costs_its_lines_only() {
+    let folder = folder();
+    // The checkpoint's largest file has 6.5 MB, so the limit that the log meets has to be lifted for it: `ulimit` is for each
+    // file, and padding makes the log begin near it.
+    let arguments = format!("--run r --steps 40 {SMALL}");
+    let run = run_folder(folder.path(), "r");
+    let output = finetune(folder.path(), &format!("--run r --steps 1 {SMALL}"));
+    assert!(output.status.success(), "{}", said(&output));
+    let limit = 16 << 20;
+    let log = run.join("events.jsonl");
+    let mut text = fs::read(&log).unwrap();
+    let padding = limit - 60_000 - text.len();
+    text.splice(0..0, std::iter::repeat_n(b'\n', padding));
+    fs::write(&log, text).unwrap();
+    let output = shell(folder.path(), &format!("ulimit -f {}", limit >> 10), &format!("--resume {arguments}")).output();
+    let output = output.unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(said(&output).contains("File too large"), "{}", said(&output));
+    assert!(said(&output).contains("step=40/40"), "{}", said(&output));
+    assert_eq!(fs::metadata(&log).unwrap().len(), limit as u64);
+    assert_eq!(newest_good(&run).unwrap().checkpoint.state().step, 40);
+}
+
+#[test]
+fn promise_2_a_new_run_never_touches_a_folder_that_has_checkpoints() {
+    let folder = folder();
+    let line = format!("--run r --steps 4 --save-every 2 {SMALL}");
+    assert!(finetune(folder.path(), &line).status.success());
+    let run = run_folder(folder.path(), "r");
+    fs::remove_file(run.join("config.toml")).unwrap();
+    let before = fs::read(run.join("events.jsonl")).unwrap();
+    let output = finetune(folder.path(), &format!("{line} --seed 9"));
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(said(&output).contains("holds a run already"), "{}", said(&output));
+    assert_eq!(list(&run).unwrap().len(), 2);
+    assert_eq!(fs::read(run.join("events.jsonl")).unwrap(), before);
+}
+
+#[test]
+fn promise_2_eight_runs_started_at_once_take_eight_numbers() {
+    let folder = folder();
+    let start = || shell(folder.path(), "", &format!("--steps 1 {SMALL}")).spawn().unwrap();
+    let children: Vec<Child> = (0..8).map(|_| start()).collect();
+    for child in children {
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+    }
+    let runs = fs::read_dir(folder.path().join("checkpoints")).unwrap().map(|run| run.unwrap().path());
+    let runs: Vec<PathBuf> = runs.collect();
+    assert_eq!(runs.len(), 8);
+    for run in runs {
+        assert_eq!(newest_good(&run).unwrap().checkpoint.state().step, 1);
+    }
+}
+
+#[test]
+fn promise_4_a_resumed_run_checks_the_seed_and_names_every_setting_that_changed() {
+    let folder = folder();
+    for (run, seed) in [("one", 1), ("two", 2)] {
+        let output = finetune(folder.path(), &format!("--run {run} --steps 4 --seed {seed} {SMALL}"));
+        assert!(output.status.success(), "{}", said(&output));
+    }
+    // A step folder that came from another run.
+    let [one, two] = ["one", "two"].map(|run| run_folder(folder.path(), run).join("step-000004"));
+    fs::remove_dir_all(&one).unwrap();
+    fs::rename(two, &one).unwrap();
+    let output = finetune(folder.path(), "--resume one --steps 6 --plain");
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(said(&output).contains("`seed` was 2 and is now 1: it is of another run"), "{}", said(&output));
+
+    let output = finetune(folder.path(), &format!("--run three --steps 4 {SMALL}"));
+    assert!(output.status.success(), "{}", said(&output));
+    let output = finetune(folder.path(), "--resume three --steps 6 --lr 0.0001 --batch-size 4 --plain");
+    assert!(output.status.success(), "{}", said(&output));
+    let warnings = warnings(&events(folder.path(), "three")).join("\n");
+    for setting in ["`train.steps` was 4 and is now 6", "`optimizer.lr` was", "`train.batch_size` was 2 and is now 4"] {
+        assert!(warnings.contains(setting) && said(&output).contains(setting), "{warnings}");
+    }
+    assert!(warnings.contains("`batch_size` was 2 and is now 4"), "{warnings}");
+}
+
+#[test]
+fn promise_5_the_last_save_is_tried_again_until_the_disk_takes_it() {
+    let folder = folder();
+    let mut run = Running::start(folder.path(), "", &format!("--run r --steps 3 {SMALL}"));
+    run.until("step=1/3");
+    // As if another process had taken the folder over.
+    let lock = run_folder(folder.path(), "r").join(".lock");
+    fs::rename(&lock, lock.with_extension("away")).unwrap();
+    fs::write(&lock, "").unwrap();
+    run.until("trying again for");
+    fs::rename(lock.with_extension("away"), &lock).unwrap();
+    assert_eq!(run.code(), Some(0));
+    assert_eq!(newest_good(&run_folder(folder.path(), "r")).unwrap().checkpoint.state().step, 3);
+}
+
+#[test]
+fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_loss_is_told() {
+    let folder = folder();
+    // The weights in FP16 have 1.6 MB, Adam's moments 6.5.
+    let line = format!("--run r --steps 3 --set checkpoint.retry_s=1 {SMALL}");
+    let output = shell(folder.path(), "ulimit -f 4000", &line).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    let run = run_folder(folder.path(), "r");
+    let listed = list(&run).unwrap();
+    assert_eq!(listed.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(Kind::Weights, 3)]);
+    assert_eq!(verify(&listed[0].path), []);
+    for text in ["trying again for 1 s", "could not be written within 1 s; its weights alone are in", "File too large"]
+    {
+        assert!(said(&output).contains(text), "{text}: {}", said(&output));
+    }
+}
+
+/// Starts a long run, and sends it `signal` once it trains.
+fn interrupted_by(before: &str, signal: &str) -> (tempfile::TempDir, Option<i32>) {
+    let folder = folder();
+    let mut run = Running::start(folder.path(), before, &format!("--run r --steps 1000000 {SMALL}"));
+    run.until("step=3/");
+    run.signal(signal);
+    let code = run.code();
+    (folder, code)
+}
+
+#[test]
+fn promise_8_hangup_and_the_processor_limit_save_and_stop_like_termination() {
+    for signal in ["INT", "TERM", "HUP", "XCPU"] {
+        let (folder, code) = interrupted_by("", signal);
+        assert_eq!(code, Some(130), "SIG{signal}");
+        let found = newest_good(&run_folder(folder.path(), "r")).unwrap();
+        let records = events(folder.path(), "r");
+        assert_eq!(Some(&found.checkpoint.state().step), steps(&records).last(), "SIG{signal}");
+    }
+}
+
+#[test]
+fn promise_8_hangup_under_nohup_stops_nothing() {
+    let folder = folder();
+    let mut run = Running::start(folder.path(), "trap '' HUP", &format!("--run r --steps 40 {SMALL}"));
+    run.until("step=3/");
+    run.signal("HUP");
+    assert_eq!(run.code(), Some(0));
+}
+
+#[test]
+fn promise_8_sigusr1_saves_and_goes_on() {
+    let folder = folder();
+    let mut run = Running::start(folder.path(), "", &format!("--run r --steps 1000000 {SMALL}"));
+    run.until("step=3/");
+    run.signal("USR1");
+    run.until("saved ");
+    run.until("step=");
+    let first = newest_good(&run_folder(folder.path(), "r")).unwrap().checkpoint.state().step;
+    run.signal("TERM");
+    assert_eq!(run.code(), Some(130));
+    assert!(newest_good(&run_folder(folder.path(), "r")).unwrap().checkpoint.state().step > first);
+}
+
+#[test]
+fn promise_8_an_interrupt_while_a_run_is_prepared_ends_it_with_130() {
+    let folder = folder();
+    let pipe = folder.path().join("never.txt");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    // A writer that never says anything keeps the preparation waiting.
+    let _writer = fs::File::options().read(true).write(true).open(&pipe).unwrap();
+    let run = Running::start(folder.path(), "", &format!("--run r --data never.txt {SMALL}"));
+    std::thread::sleep(Duration::from_millis(500));
+    run.signal("TERM");
+    assert_eq!(run.code(), Some(130));
+    assert!(!run_folder(folder.path(), "r").exists());
+}
+
+#[test]
+fn a_loss_far_above_chance_is_a_divergence() {
+    let folder = folder();
+    let line = format!("--run r --steps 400 --lr 10 --warmup-steps 0 --max-grad-norm 0 --dtype fp32 {SMALL}");
+    let output = finetune(folder.path(), &line);
+    assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+    assert!(said(&output).contains("lower the learning rate, or clip gradients"), "{}", said(&output));
+    assert!(!said(&output).contains("use bf16"), "{}", said(&output));
+}

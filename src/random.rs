@@ -54,7 +54,7 @@ impl Stream {
     }
 
     /// What its generator is keyed with.
-    #[cfg(any(test, feature = "cuda"))]
+    #[cfg(all(test, feature = "emulator"))]
     pub(crate) fn key(self) -> [u32; 2] {
         self.key
     }

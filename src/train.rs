@@ -1,10 +1,7 @@
 //! Training: the recipe, the state it moves, and the loop around it.
 
-mod accelerator;
 mod attribution;
 mod config;
-#[cfg(any(test, feature = "cuda"))]
-mod device;
 mod fallback;
 mod fp8;
 mod headroom;
@@ -19,7 +16,6 @@ mod step;
 mod trainer;
 mod verify;
 
-pub(crate) use accelerator::{Accelerator, STEPS_ON_THEIR_WAY, accelerator};
 pub use config::{Config, Init, Layers, Place, known_keys};
 pub use fp8::Fp8Layer;
 pub use memory::{EngineBytes, largest_batch};

@@ -9,9 +9,7 @@ use crate::engine::model::Gpt2Config;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::ModelFolder;
-use crate::train::{
-    Accelerator, Config, Engine, Init, Outcome, STEPS_ON_THEIR_WAY, StepReport, TrainState, accelerator, engine,
-};
+use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
 use crate::{Error, Result};
 use candle_core::Device;
 use clap::Args;
@@ -51,9 +49,6 @@ pub(super) struct BenchArgs {
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
-    /// Launch every kernel of a step on a GPU one by one, instead of replaying them
-    #[arg(long)]
-    no_cuda_graph: bool,
     /// Threads [default: one a core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -81,7 +76,6 @@ impl BenchArgs {
             init: Init::Random,
             dtype: self.dtype,
             device: self.device.clone(),
-            cuda_graph: !self.no_cuda_graph,
             threads: self.threads,
             ..Config::default()
         };
@@ -122,44 +116,24 @@ struct Sample {
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
     let shape = args.shape()?;
-    let probe = gpu::Probe::open(config)?;
     let masters = TrainState::random_masters(&shape, config.seed, &Device::Cpu)?;
     let mut engine = engine(config, &shape, masters, (args.warmup + args.steps) as u64)?;
     engine.exponents = !args.no_histogram;
-    let mut device = accelerator(config, &mut engine, &mut |_| ())?;
     let startup = begin.elapsed();
     let mut batches: Vec<Batch> = (0..args.grad_accum).map(|_| Batch::new(args.batch_size, args.seq_len)).collect();
     let mut draws = 0..;
     let mut refill = |batches: &mut [Batch]| {
         batches.iter_mut().zip(&mut draws).for_each(|(batch, draw)| fill(batch, shape.vocab_size, draw));
     };
-    let steps = args.warmup + args.steps;
-    let mut samples = match &mut device {
-        None => std::iter::repeat_with(|| {
-            refill(&mut batches);
-            timed_step(&mut engine, &batches, args.dtype.compute)
-        })
-        .take(steps)
-        .collect::<Result<Vec<_>>>()?,
-        Some(device) => {
-            let mut launch = |device: &mut dyn Accelerator, engine: &Engine| {
-                refill(&mut batches);
-                device.launch(engine, &batches)
-            };
-            steps_in_a_row(device.as_mut(), &mut engine, steps, &mut launch)?
-        }
+    let mut step = || {
+        refill(&mut batches);
+        timed_step(&mut engine, &batches, args.dtype.compute)
     };
+    let mut samples = (0..args.warmup + args.steps).map(|_| step()).collect::<Result<Vec<_>>>()?;
     let first_step = samples.first().filter(|_| args.warmup > 0).map(|sample| sample.wall);
     let samples = samples.split_off(args.warmup);
     let mut report = summary(args, &shape, &samples);
-    if let Some(probe) = probe.filter(|_| device.is_some()) {
-        let gpu::Figures { peak, held_mib } = probe.figures(args.dtype.compute, operations(args, &shape))?;
-        report["peak_device_mib"] = json!(round(held_mib));
-        report["peak_gflops"] = json!(round(peak.held));
-        report["best_burst_gflops"] = json!(round(peak.best));
-        report["share_of_peak"] = json!(report["gflops"].as_f64().map(|gflops| round(gflops / peak.held)));
-    }
-    report["device"] = json!(device.as_ref().map_or("cpu", |device| device.name()));
+    report["device"] = json!("cpu");
     report["first_step_ms"] = json!(first_step.map(millis));
     report["startup_ms"] = json!(millis(startup));
     Ok(report)
@@ -171,35 +145,6 @@ fn timed_step(engine: &mut Engine, batches: &[Batch], compute: Dtype) -> Result<
     let (wall, allocations) = (clock.elapsed(), Allocations::now().since(before));
     let measure = if compute == Dtype::BF16 { measure_peak_bf16 } else { measure_peak_f32 };
     Ok(Sample { wall, report, allocations, peak: Some(measure()) })
-}
-
-/// Steps launched ahead of their figures, as in training; a step takes from the arrival of the figures before it to that of its
-/// own.
-fn steps_in_a_row(
-    device: &mut dyn Accelerator,
-    engine: &mut Engine,
-    steps: usize,
-    launch: &mut dyn FnMut(&mut dyn Accelerator, &Engine) -> Result<()>,
-) -> Result<Vec<Sample>> {
-    let (mut samples, mut on_their_way) = (Vec::with_capacity(steps), 0);
-    let (mut before, mut clock) = (Allocations::now(), Instant::now());
-    while samples.len() < steps {
-        while on_their_way < STEPS_ON_THEIR_WAY.min(steps - samples.len()) {
-            launch(device, engine)?;
-            on_their_way += 1;
-        }
-        let report = device.finish(engine)?;
-        // What was launched behind a skipped step is void.
-        on_their_way = if matches!(report.outcome, Outcome::Skipped) { 0 } else { on_their_way - 1 };
-        samples.push(Sample {
-            wall: clock.elapsed(),
-            report,
-            allocations: Allocations::now().since(before),
-            peak: None,
-        });
-        (before, clock) = (Allocations::now(), Instant::now());
-    }
-    Ok(samples)
 }
 
 /// Random ids; each is the target of the one before it, as in a text.
@@ -259,65 +204,6 @@ fn summary(args: &BenchArgs, shape: &Gpt2Config, samples: &[Sample]) -> serde_js
         "skipped": skipped,
         "loss_last": samples.last().map(|sample| sample.report.loss),
     })
-}
-
-/// What a GPU can do and holds, asked beside the engine that trains on it.
-mod gpu {
-    use crate::Result;
-    use crate::engine::kernels::peak::Peak;
-    use crate::precision::Dtype;
-    use crate::train::Config;
-
-    pub(super) struct Figures {
-        pub(super) peak: Peak,
-        /// What the run holds of the GPU's memory; it frees nothing before its end.
-        pub(super) held_mib: f64,
-    }
-
-    #[cfg(feature = "cuda")]
-    pub(super) struct Probe {
-        gpu: crate::engine::kernels::cuda::driver::Gpu,
-        free_before: u64,
-    }
-
-    #[cfg(feature = "cuda")]
-    impl Probe {
-        /// To be opened before the engine. Where that finds no GPU it says why, so that nothing needs to be said here.
-        pub(super) fn open(config: &Config) -> Result<Option<Self>> {
-            use crate::train::Place;
-            let ordinal = match config.place()? {
-                Place::Cpu => return Ok(None),
-                Place::Auto => 0,
-                Place::Cuda(ordinal) => ordinal,
-            };
-            let Ok(gpu) = crate::engine::kernels::cuda::driver::Gpu::open(ordinal, false) else { return Ok(None) };
-            let free_before = gpu.free_bytes()?;
-            Ok(Some(Self { gpu, free_before }))
-        }
-
-        /// The rate of a large product of the step's type, but no larger than a few steps of `operations`.
-        pub(super) fn figures(&self, compute: Dtype, operations: f64) -> Result<Figures> {
-            use crate::engine::kernels::cuda::peak::{dense_rate, product_size};
-            let held_mib = self.free_before.saturating_sub(self.gpu.free_bytes()?) as f64 / f64::from(1 << 20);
-            let size = product_size(4.0 * operations);
-            Ok(Figures { peak: dense_rate(&self.gpu, crate::engine::model::candle_dtype(compute), size)?, held_mib })
-        }
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    pub(super) enum Probe {}
-
-    #[cfg(not(feature = "cuda"))]
-    impl Probe {
-        #[expect(clippy::unnecessary_wraps, reason = "as it is where there may be a GPU")]
-        pub(super) fn open(_: &Config) -> Result<Option<Self>> {
-            Ok(None)
-        }
-
-        pub(super) fn figures(&self, _: Dtype, _: f64) -> Result<Figures> {
-            match *self {}
-        }
-    }
 }
 
 fn median(values: impl Iterator<Item = Duration>) -> Duration {

@@ -42,9 +42,6 @@ pub(crate) struct ConfigArgs {
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE")]
     pub(crate) device: Option<String>,
-    /// Launch every kernel of a step on a GPU one by one, instead of replaying them
-    #[arg(long)]
-    pub(crate) no_cuda_graph: bool,
     /// Threads that compute [default: all processors]
     #[arg(long)]
     pub(crate) threads: Option<i64>,
@@ -145,7 +142,6 @@ impl ConfigArgs {
             ("dtype", text(&self.dtype)),
             ("seed", int(&self.seed)),
             ("device", text(&self.device)),
-            ("cuda_graph", self.no_cuda_graph.then(|| false.into())),
             ("threads", int(&self.threads)),
             ("train.batch_size", int(&self.batch_size)),
             ("train.seq_len", int(&self.seq_len)),

@@ -10,7 +10,7 @@ pub mod allocator;
 pub mod attention;
 pub mod convert;
 pub mod cross_entropy;
-#[cfg(any(test, feature = "cuda"))]
+#[cfg(all(test, feature = "emulator"))]
 pub(crate) mod cuda;
 pub mod decode_attention;
 pub mod dropout;

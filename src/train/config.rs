@@ -2,7 +2,7 @@
 
 use crate::data::Source;
 use crate::engine::optim::{AdamWConfig, LrSchedule, ScheduleKind};
-use crate::precision::{FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy, ScalerPolicy};
+use crate::precision::{GradScalerConfig, PrecisionConfig, PrecisionPolicy};
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -60,8 +60,6 @@ pub struct Config {
     pub seed: u64,
     /// Where to compute: `cpu`, `cuda` or `cuda:N`; or `auto`, a GPU where this program can use one.
     pub device: String,
-    /// Whether a GPU records a step's launches once and replays the record.
-    pub cuda_graph: bool,
     /// Threads that compute; all processors by default. Sums do not depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -211,7 +209,6 @@ impl Default for Config {
             dtype: PrecisionPolicy::FP16,
             seed: 1,
             device: "auto".into(),
-            cuda_graph: true,
             threads: None,
             train: TrainSection::default(),
             optimizer: OptimizerSection::default(),
@@ -284,6 +281,9 @@ impl Default for TelemetrySection {
     }
 }
 
+/// Top-level keys of earlier versions, which a run's saved configuration may still hold. They change nothing.
+const RETIRED: [&str; 1] = ["cuda_graph"];
+
 /// Layers of settings, each over the ones before.
 #[derive(Clone, Debug, Default)]
 pub struct Layers {
@@ -298,9 +298,10 @@ impl Config {
     pub fn resolve(layers: &Layers) -> Result<Self> {
         let mut said = toml::Table::new();
         if let Some((origin, text)) = &layers.file {
-            let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
+            let mut table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
                 Error::config(format!("`{origin}`"), error.to_string().trim_end().to_owned())
             })?;
+            table.retain(|key, _| !RETIRED.contains(&key));
             check_keys(leaves(&table).into_iter().map(|(key, _)| key), origin)?;
             merge(&mut said, table);
         }
@@ -408,7 +409,7 @@ impl Config {
         })
     }
 
-    /// Refuses a device that this program cannot use, and what that device cannot do.
+    /// Refuses a device that this program cannot use.
     pub fn check_device(&self) -> Result<()> {
         let Place::Cuda(_) = self.place()? else { return Ok(()) };
         if !cfg!(feature = "cuda") {
@@ -416,25 +417,7 @@ impl Config {
                            NVIDIA's compiler, or use `cpu`";
             return Err(Error::config("device", message));
         }
-        self.check_fits_gpus()
-    }
-
-    /// Refuses what is there for the CPU alone.
-    pub(super) fn check_fits_gpus(&self) -> Result<()> {
-        if self.grad_scaler().enabled && self.scaler.policy == ScalerPolicy::Predictive {
-            let message = "the predictive loss scale is the CPU's alone; use `dynamic`, or `device = \"cpu\"`";
-            return Err(Error::config("scaler.policy", message));
-        }
-        if self.precision.fallback != FallbackRule::Off {
-            let message = "layers fall back on the CPU alone; use `off`, or `device = \"cpu\"`";
-            return Err(Error::config("precision.fallback", message));
-        }
-        if self.precision.fp8.layer.is_some() || self.telemetry.variance_every > 0 {
-            let key =
-                if self.telemetry.variance_every > 0 { "telemetry.variance_every" } else { "precision.fp8.layer" };
-            return Err(Error::config(key, "is the CPU's alone; leave it out, or use `device = \"cpu\"`"));
-        }
-        Ok(())
+        Err(Error::config("device", "training on a GPU is being rebuilt on candle's kernels; use `cpu`"))
     }
 
     /// Refuses what makes no sense; [`Config::resolve`] has called it already.
@@ -635,17 +618,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_the_cpus_alone_is_refused_by_gpus() {
-        let check = |file: &str| resolve(file, &[]).unwrap().check_fits_gpus();
-        check("").unwrap();
-        check("dtype = \"bf16\"\n[scaler]\npolicy = \"predictive\"").unwrap();
-        for (file, key) in [
-            ("[scaler]\npolicy = \"predictive\"", "scaler.policy"),
-            ("[precision]\nfallback = \"layer\"", "precision.fallback"),
-        ] {
-            let message = check(file).unwrap_err().to_string();
-            assert!(message.starts_with(key) && message.contains("`device = \"cpu\"`"), "{message}");
-        }
+    fn a_key_of_an_earlier_version_is_no_error() {
+        assert_eq!(resolve("cuda_graph = true", &[]).unwrap(), resolve("", &[]).unwrap());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::precision::{Fallback, GradScaler};
 use crate::store::ModelFolder;
 use crate::store::checkpoint::Checkpoint;
 use crate::store::hub::{self, Hub, Settings};
-use crate::train::config::{Config, Init, Place};
+use crate::train::config::{Config, Init};
 use crate::train::fp8::Fp8Layer;
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
@@ -238,8 +238,7 @@ fn with_loader<T>(report: &mut Report<'_>, load: impl FnOnce(&mut Loader<'_>) ->
     load(&mut Loader::new(DATA_FOLDER).fetch_with(&mut hub).report_to(&mut loading))
 }
 
-/// An engine for `config` at its first step, from FP32 initial weights. Where a GPU may take the steps, the buffers of the
-/// passes have room for one token, until it is known that there is none.
+/// An engine for `config` at its first step, from FP32 initial weights.
 pub fn engine(config: &Config, shape: &Gpt2Config, masters: Parameters, total_steps: u64) -> Result<Engine> {
     let device = Device::Cpu;
     let model = Gpt2::new(shape, &masters)?;
@@ -251,10 +250,8 @@ pub fn engine(config: &Config, shape: &Gpt2Config, masters: Parameters, total_st
         let message = format!("there is no block {block}: the model has {}, from 0 on", shape.n_layer);
         return Err(Error::config("precision.fp8.layer", message));
     }
-    let on_cpu = !cfg!(feature = "cuda") || config.place()? == Place::Cpu;
-    let (batch_size, seq_len) = if on_cpu { (train.batch_size, train.seq_len) } else { (1, 1) };
     Ok(Engine {
-        workspace: Workspace::new(shape, policy, batch_size, seq_len, true, &device)?,
+        workspace: Workspace::new(shape, policy, train.batch_size, train.seq_len, true, &device)?,
         grads: Gradients::new(&shape.parameter_shapes(), policy, train.grad_accum, &device)?,
         state,
         model,

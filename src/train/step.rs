@@ -5,9 +5,8 @@ use crate::Result;
 use crate::data::Batch;
 use crate::engine::model::{Gpt2, Mode, Tokens, Workspace};
 use crate::engine::optim::{Gradients, LrSchedule, Survey};
-use crate::precision::{PrecisionPolicy, ScaleChange};
+use crate::precision::ScaleChange;
 use crate::train::state::TrainState;
-use candle_core::Device;
 use std::time::{Duration, Instant};
 
 /// Everything one step needs beside its batches.
@@ -66,7 +65,7 @@ pub struct StepReport {
     pub time: PartTimes,
 }
 
-/// Wall time of a step's parts; on a GPU by its own clock.
+/// Wall time of a step's parts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PartTimes {
     /// Forward passes without the head.
@@ -136,14 +135,6 @@ impl Engine {
         state.counters.step += 1;
         state.counters.tokens += targets as u64;
         Ok(StepReport { loss: loss / targets.max(1) as f64, targets, scale, outcome, change, time })
-    }
-
-    /// Has buffers for batches of this shape, and no larger ones.
-    pub(super) fn resize(&mut self, policy: PrecisionPolicy, batch: usize, seq_len: usize) -> Result<()> {
-        if (self.workspace.batch(), self.workspace.seq_len()) != (batch, seq_len) {
-            self.workspace = Workspace::new(self.model.config(), policy, batch, seq_len, true, &Device::Cpu)?;
-        }
-        Ok(())
     }
 
     /// Mean loss over the targets of batches drawn from `next` until it returns `false`, without dropout; and their

@@ -1,7 +1,4 @@
-//! The loop around the step: batches in, events and checkpoints out, wishes and signals heard between two steps.
-//!
-//! A device is given the next steps before the last one's figures are read, but for those that something else comes before.
-//! Whatever looks at weights or at the place in the text does so where no step is on its way.
+//! The loop around the step: batches in, events and checkpoints out, commands and signals served between two steps.
 
 mod events;
 mod saving;
@@ -12,7 +9,6 @@ use crate::inference::trained::check_range;
 use crate::precision::{Fallback, GradScaler, OnOverflow, ScaleChange, ScalerPolicy};
 use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
 use crate::telemetry::{Command, Emitter, Event, FinishReason, GpuSampler, SampleText, Trouble, Validation};
-use crate::train::accelerator::{Accelerator, STEPS_ON_THEIR_WAY, accelerator};
 use crate::train::config::{Config, Place};
 use crate::train::fp8::Fp8Layer;
 use crate::train::sample::Sampler;
@@ -20,7 +16,6 @@ use crate::train::setup::{self, ModelSource, Report};
 use crate::train::step::{Engine, Outcome, StepReport};
 use crate::train::{attribution, fallback, fp8, headroom, probe, records};
 use crate::{Error, Result};
-use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,8 +26,6 @@ use std::time::Instant;
 pub struct Trainer {
     config: Config,
     engine: Engine,
-    /// What takes the engine's steps, if that is not the engine itself.
-    device: Option<Box<dyn Accelerator>>,
     tokenizer: Tokenizer,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
@@ -51,18 +44,6 @@ pub struct Trainer {
     /// The GPU of a build that can use one.
     gpu: Option<GpuSampler>,
     progress: Progress,
-    /// Steps that the device has not finished.
-    launched: VecDeque<Launched>,
-    /// A wish that waits until there are none.
-    wish: Option<Command>,
-}
-
-/// A step on its way.
-#[derive(Debug)]
-struct Launched {
-    /// Where its batches begin.
-    cursor: Cursor,
-    at: Instant,
 }
 
 /// What the loop remembers besides the state that a checkpoint holds.
@@ -72,7 +53,6 @@ struct Progress {
     retry: Option<Cursor>,
     last_loss: Option<f64>,
     step_seconds: Option<f64>,
-    step_finished: Option<Instant>,
     validation: Option<Best>,
     best: Option<Best>,
     looks_without_best: u64,
@@ -83,22 +63,6 @@ struct Progress {
     changes: Vec<String>,
     /// Steps in a row whose loss was far above that of guessing.
     far_above_chance: u32,
-}
-
-/// What comes between two steps.
-#[derive(Clone, Copy, Debug)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a thing to do or not")]
-struct Due {
-    eval: bool,
-    sample: bool,
-    save_weights: bool,
-    save: bool,
-}
-
-impl Due {
-    fn any(self) -> bool {
-        self.eval || self.sample || self.save_weights || self.save
-    }
 }
 
 /// Whether something that is done every `every` steps, or never if that is 0, falls on step number `step`.
@@ -145,8 +109,7 @@ impl Trainer {
         let eval = EvalBatches::new(dataset.validation.clone(), batch_size, seq_len, limit)?;
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs * per_epoch as f64).ceil() as u64);
-        let mut engine = setup::engine(&config, &source.config, masters, total_steps)?;
-        let device = accelerator(&config, &mut engine, report)?;
+        let engine = setup::engine(&config, &source.config, masters, total_steps)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
                 let (prompt, tokens) = (&train.prompt, train.sample_tokens);
@@ -169,7 +132,6 @@ impl Trainer {
             tokenizer: source.tokenizer,
             sampler,
             engine,
-            device,
             loader,
             eval,
             identity,
@@ -180,8 +142,6 @@ impl Trainer {
             interrupt: Arc::default(),
             gpu: None,
             progress: Progress::default(),
-            launched: VecDeque::new(),
-            wish: None,
             config,
         })
     }
@@ -217,25 +177,6 @@ impl Trainer {
         &self.engine
     }
 
-    /// From here on `device` takes the steps.
-    #[cfg(test)]
-    pub(super) fn run_on(&mut self, device: impl FnOnce(&Engine) -> Result<Box<dyn Accelerator>>) -> Result<()> {
-        self.device = Some(device(&self.engine)?);
-        self.engine.resize(self.config.dtype, 1, 1)
-    }
-
-    /// Brings the engine's tensors to where the run is.
-    fn fetch(&mut self) -> Result<()> {
-        self.device.as_mut().map_or(Ok(()), |device| device.fetch(&mut self.engine.state))
-    }
-
-    /// Readies the engine for passes of its own over the batches at hand.
-    fn look_closer(&mut self) -> Result<()> {
-        self.fetch()?;
-        let train = &self.config.train;
-        self.engine.resize(self.config.dtype, train.batch_size, train.seq_len)
-    }
-
     /// Steps the run will attempt.
     pub fn total_steps(&self) -> u64 {
         self.total_steps
@@ -264,9 +205,6 @@ impl Trainer {
         checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
         checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
         train.masters.write_compute_copy(&train.weights)?;
-        if let Some(device) = &mut self.device {
-            device.send(train)?;
-        }
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;
         self.progress.looks_without_best = state.looks_without_best;
@@ -283,9 +221,7 @@ impl Trainer {
 
     /// `count` steps and nothing around them.
     pub fn advance(&mut self, count: u64) -> Result<()> {
-        let limit = self.engine.state.counters.step + count;
-        (0..count).try_for_each(|_| self.step(false, limit))?;
-        self.fetch()
+        (0..count).try_for_each(|_| self.step(false))
     }
 
     /// Trains until the run's steps are done or something ends it; the last state is saved, also on an interrupt.
@@ -318,16 +254,15 @@ impl Trainer {
     fn steps(&mut self) -> Result<FinishReason> {
         let mut probe = false;
         while self.engine.state.counters.step < self.total_steps {
-            let mut limit = self.total_steps;
-            if self.launched.is_empty() {
-                if let Some(reason) = self.hear(&mut probe)? {
-                    return Ok(reason);
-                }
-            } else if self.is_wanted() {
-                limit = 0;
+            if let Some(reason) = self.hear(&mut probe)? {
+                return Ok(reason);
             }
-            self.step(std::mem::take(&mut probe), limit)?;
-            let Due { eval, sample, save_weights, save } = self.due_after(self.engine.state.counters.step);
+            self.step(std::mem::take(&mut probe))?;
+            let (step, total) = (self.engine.state.counters.step, self.total_steps);
+            let due = |every: u64| is_multiple(step, every) && step < total;
+            let (train, checkpoint) = (&self.config.train, &self.config.checkpoint);
+            let [eval, sample] = [due(train.eval_every), due(train.sample_every)];
+            let [save_weights, save] = [due(checkpoint.weights_every), due(checkpoint.save_every)];
             if eval && self.evaluate()? {
                 break;
             }
@@ -352,26 +287,6 @@ impl Trainer {
         Ok(FinishReason::Done)
     }
 
-    /// What has to be done between `step` and the one behind it.
-    fn due_after(&self, step: u64) -> Due {
-        let due = |every: u64| is_multiple(step, every) && step < self.total_steps;
-        let (train, checkpoint) = (&self.config.train, &self.config.checkpoint);
-        Due {
-            eval: due(train.eval_every),
-            sample: due(train.sample_every),
-            save_weights: due(checkpoint.weights_every),
-            save: due(checkpoint.save_every),
-        }
-    }
-
-    /// Whether there is a signal or a wish to [`Self::hear`] of.
-    fn is_wanted(&mut self) -> bool {
-        if self.wish.is_none() {
-            self.wish = self.commands.as_ref().and_then(|commands| commands.try_recv().ok());
-        }
-        self.wish.is_some() || self.interrupt.load(Ordering::Relaxed)
-    }
-
     /// What a signal or the screen wants before the next step.
     fn hear(&mut self, probe: &mut bool) -> Result<Option<FinishReason>> {
         let mut paused = false;
@@ -381,7 +296,6 @@ impl Trainer {
                 return Ok(Some(FinishReason::Interrupted));
             }
             let wish = match &self.commands {
-                _ if self.wish.is_some() => self.wish.take(),
                 None => None,
                 Some(commands) if paused => commands.recv_timeout(std::time::Duration::from_millis(50)).ok(),
                 Some(commands) => commands.try_recv().ok(),
@@ -414,11 +328,18 @@ impl Trainer {
         }
     }
 
-    /// One step and what it tells. A device is given those behind it, too, up to number `limit`.
-    fn step(&mut self, probe: bool, limit: u64) -> Result<()> {
-        let (Launched { cursor, at }, mut report) =
-            if self.device.is_some() { self.step_on_device(probe, limit)? } else { self.step_here(probe)? };
+    /// One step and the events about it.
+    fn step(&mut self, probe: bool) -> Result<()> {
+        let began = Instant::now();
+        let next = self.engine.state.counters.step + 1;
+        let cursor = self.progress.retry.take().unwrap_or_else(|| self.draw());
+        if probe || is_multiple(next, self.config.telemetry.probe_every) {
+            self.probe()?;
+        }
+        self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
         let used = self.used_batches();
+        self.measure_first(used)?;
+        let mut report = self.engine.step(&self.micro_batches[..used])?;
         let skipped = report.outcome == Outcome::Skipped;
         let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
@@ -428,7 +349,6 @@ impl Trainer {
         let seen = fp8::after_step(&mut self.engine, self.config.dtype.compute, &report, variance_every)?;
         let attribute = self.config.telemetry.attribute_overflows || self.engine.state.fallback.is_on();
         let origin = if skipped && attribute {
-            self.look_closer()?;
             attribution::origin(&mut self.engine, &self.micro_batches[..used], &report)?
         } else {
             None
@@ -446,61 +366,10 @@ impl Trainer {
         let diverged =
             overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
         let diverged = diverged.or_else(|| self.far_above_chance(report.loss));
-        // Where several are on their way, a step's time is what it adds to that of the one before.
-        let elapsed = self.progress.step_finished.map_or(at.elapsed(), |last| last.elapsed().min(at.elapsed()));
-        self.progress.step_finished = Some(Instant::now());
-        self.record(&report, overflow, elapsed)?;
+        self.record(&report, overflow, began.elapsed())?;
         let retyped = retyped.into_iter().map(Event::Retyped);
         seen.into_iter().chain(retyped).try_for_each(|event| self.emitter.emit(event))?;
         diverged.map_or(Ok(()), Err)
-    }
-
-    fn step_here(&mut self, probe: bool) -> Result<(Launched, StepReport)> {
-        let launched = self.begin_step(self.engine.state.counters.step + 1, probe)?;
-        let used = self.used_batches();
-        self.measure_first(used)?;
-        Ok((launched, self.engine.step(&self.micro_batches[..used])?))
-    }
-
-    fn step_on_device(&mut self, probe: bool, limit: u64) -> Result<(Launched, StepReport)> {
-        while let Some(next) = self.next_to_launch(limit) {
-            let launched = self.begin_step(next, probe && self.launched.is_empty())?;
-            let used = self.used_batches();
-            let Some(device) = &mut self.device else { break };
-            device.launch(&self.engine, &self.micro_batches[..used])?;
-            self.launched.push_back(launched);
-        }
-        let (Some(device), Some(launched)) = (&mut self.device, self.launched.pop_front()) else {
-            return Err(Error::Kernel(candle_core::Error::Msg("no step is on its way".into())));
-        };
-        let report = device.finish(&mut self.engine)?;
-        if report.outcome == Outcome::Skipped {
-            // The steps launched behind it are void. Its own batches are those at hand again.
-            self.launched.clear();
-            self.loader.seek(launched.cursor)?;
-            self.draw();
-        }
-        Ok((launched, report))
-    }
-
-    /// The step that the device can be given now, if there is one.
-    fn next_to_launch(&self, limit: u64) -> Option<u64> {
-        let last = self.engine.state.counters.step + self.launched.len() as u64;
-        let calm = self.launched.is_empty();
-        let probe = is_multiple(last + 1, self.config.telemetry.probe_every);
-        let free = self.launched.len() < STEPS_ON_THEIR_WAY && last < limit && !probe && !self.due_after(last).any();
-        (calm || free).then_some(last + 1)
-    }
-
-    /// Readies the batches at hand for step number `next`.
-    fn begin_step(&mut self, next: u64, probe: bool) -> Result<Launched> {
-        let at = Instant::now();
-        let cursor = self.progress.retry.take().unwrap_or_else(|| self.draw());
-        if probe || is_multiple(next, self.config.telemetry.probe_every) {
-            self.probe()?;
-        }
-        self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
-        Ok(Launched { cursor, at })
     }
 
     /// Lets the predictive loss scale begin where the first batch's gradients allow.
@@ -552,11 +421,7 @@ impl Trainer {
         let step = self.engine.state.counters.step;
         self.eval.rewind();
         let eval = &mut self.eval;
-        let (batch, mut next) = (&mut self.eval_batch, |batch: &mut Batch| eval.next_batch(batch));
-        let (loss, tokens) = match &mut self.device {
-            None => self.engine.evaluate(batch, next)?,
-            Some(device) => device.evaluate(&self.engine, batch, &mut next)?,
-        };
+        let (loss, tokens) = self.engine.evaluate(&mut self.eval_batch, |batch| eval.next_batch(batch))?;
         let look = Best { step, loss };
         self.progress.validation = Some(look);
         if self.progress.best.is_none_or(|best| loss < best.loss) {
@@ -573,7 +438,6 @@ impl Trainer {
     fn sample(&mut self) -> Result<()> {
         let step = self.engine.state.counters.step;
         self.progress.sampled_at = Some(step);
-        self.fetch()?;
         let Some(sampler) = &mut self.sampler else { return Ok(()) };
         let (model, weights) = (&self.engine.model, &self.engine.state.weights);
         let text = match sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step) {
@@ -587,7 +451,6 @@ impl Trainer {
     /// Repeats the first micro-batch's backward pass in FP32. It writes into buffers that the step overwrites anyway, so
     /// the run's numbers are the same with and without it.
     fn probe(&mut self) -> Result<()> {
-        self.look_closer()?;
         let probe = probe::probe(&mut self.engine, &self.micro_batches[0])?;
         self.emitter.emit(Event::Probe(Box::new(probe)))
     }

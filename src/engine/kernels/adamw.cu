@@ -1,6 +1,6 @@
 // AdamW on all tensors in one launch: the twin of adamw.rs. G is the gradients' type, W the working copy's.
 #include "cuda/chunks.cuh"
-#include "cuda/step.cuh"
+#include "cuda/common.cuh"
 
 struct AdamWTensor {
     const void* grad;  // G
@@ -14,9 +14,11 @@ struct AdamWTensor {
 struct AdamW {
     const AdamWTensor* tensors;
     const Chunk* chunks;
-    const StepState* state;
+    float lr;
     float betas[2];
     float eps;
+    float bias_corrections[2];
+    float grad_factor;
     unsigned unused;
 };
 
@@ -24,14 +26,12 @@ constexpr unsigned THREADS = 256;
 constexpr int N = 4;
 
 template <class G, class W> __device__ void adamw(const AdamW& a) {
-    const StepState step = load(a.state, 0);
-    if (!step.apply) return;
     const Chunk chunk = load(a.chunks, blockIdx.x);
     const AdamWTensor tensor = load(a.tensors, chunk.tensor);
     const Span span = span_of(chunk, tensor.len);
-    const float decay = 1.0f - step.lr * tensor.weight_decay;
-    const float step_size = step.lr / step.bias_corrections[0];
-    const float inverse_root = 1.0f / sqrtf(step.bias_corrections[1]);
+    const float decay = 1.0f - a.lr * tensor.weight_decay;
+    const float step_size = a.lr / a.bias_corrections[0];
+    const float inverse_root = 1.0f / sqrtf(a.bias_corrections[1]);
     for (unsigned i = threadIdx.x * N; i < span.count; i += THREADS * N) {
         const unsigned count = min(span.count - i, static_cast<unsigned>(N));
         const bool whole = count == N;
@@ -43,7 +43,7 @@ template <class G, class W> __device__ void adamw(const AdamW& a) {
         load_pack<float>(tensor.exp_avg_sq, at, whole, count, v);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-            g[k] *= step.grad_factor;
+            g[k] *= a.grad_factor;
             m[k] += (g[k] - m[k]) * (1.0f - a.betas[0]);
             v[k] = v[k] * a.betas[1] + g[k] * g[k] * (1.0f - a.betas[1]);
             p[k] = p[k] * decay - step_size * m[k] / (sqrtf(v[k]) * inverse_root + a.eps);

@@ -8,9 +8,9 @@ struct CrossEntropy {
     void* logits;             // [rows, stride], T; the gradient takes their place
     const unsigned* targets;  // [rows]
     float* losses;            // [rows]
-    const float* scale;       // the loss scale, in device memory; null for the loss alone
-    const unsigned* targets_in_step;
     unsigned rows, vocab, stride;
+    unsigned has_gradient;  // 0 for the loss alone
+    float seed;             // the gradient of a row's loss
     unsigned unused;
 };
 
@@ -33,7 +33,7 @@ template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
     const bool whole = a.stride % N == 0;
     float x[N];
     if (target == IGNORE) {
-        if (a.scale != nullptr) {
+        if (a.has_gradient) {
 #pragma unroll
             for (int i = 0; i < N; ++i) x[i] = 0.0f;
             for (unsigned c = threadIdx.x * N; c < a.stride; c += THREADS * N) store_pack<T>(a.logits, start + c, whole, a.stride - c, x);
@@ -63,10 +63,9 @@ template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
         const float picked = load_as_float<T>(a.logits, start + target);
         store(a.losses, row, logf(total) + (highest - picked));
     }
-    if (a.scale == nullptr) return;
+    if (!a.has_gradient) return;
     __syncthreads();  // the target's logit is read
-    const float seed = load(a.scale, 0) / static_cast<float>(max(load(a.targets_in_step, 0), 1u));
-    const float factor = seed / total;
+    const float seed = a.seed, factor = seed / total;
     for (unsigned c = threadIdx.x * N; c < a.stride; c += THREADS * N) {
         load_pack<T>(a.logits, start + c, whole, a.stride - c, x);
 #pragma unroll

@@ -26,7 +26,7 @@ impl Dropout {
     }
 
     /// Key, site, threshold and the factor of what is kept: the mask as the CUDA kernels take it.
-    #[cfg(any(test, feature = "cuda"))]
+    #[cfg(all(test, feature = "emulator"))]
     pub(crate) fn numbers(&self) -> ([u32; 2], u32, u32, f32) {
         (self.stream.key(), self.site, self.threshold, self.keep_scale)
     }

@@ -49,18 +49,6 @@ impl<'a> View<'a> {
         self.len() == 0
     }
 
-    /// The elements as they lie in memory.
-    #[cfg(any(test, feature = "cuda"))]
-    pub(crate) fn bytes(&self) -> &'a [u8] {
-        let (first, bytes) = match *self {
-            Self::F32(s) => (s.as_ptr().cast(), size_of_val(s)),
-            Self::F16(s) => (s.as_ptr().cast(), size_of_val(s)),
-            Self::BF16(s) => (s.as_ptr().cast(), size_of_val(s)),
-        };
-        // SAFETY: plain numbers are bytes without padding.
-        unsafe { std::slice::from_raw_parts(first, bytes) }
-    }
-
     /// The elements of `range`.
     #[must_use]
     pub fn slice(self, range: Range<usize>) -> View<'a> {
@@ -115,18 +103,6 @@ impl ViewMut<'_> {
             Self::F16(s) => View::F16(s),
             Self::BF16(s) => View::BF16(s),
         }
-    }
-
-    /// The elements as they lie in memory.
-    #[cfg(any(test, feature = "cuda"))]
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        let (first, bytes) = match self {
-            Self::F32(s) => (s.as_mut_ptr().cast(), size_of_val(*s)),
-            Self::F16(s) => (s.as_mut_ptr().cast(), size_of_val(*s)),
-            Self::BF16(s) => (s.as_mut_ptr().cast(), size_of_val(*s)),
-        };
-        // SAFETY: plain numbers are bytes without padding, and whatever the bytes are, they are numbers.
-        unsafe { std::slice::from_raw_parts_mut(first, bytes) }
     }
 
     /// A shorter loan of the same elements.

@@ -4,8 +4,6 @@
 //! after the first step neither allocates.
 
 mod decode;
-#[cfg(any(test, feature = "cuda"))]
-pub(super) mod device;
 
 pub use decode::KvCache;
 

@@ -77,9 +77,6 @@ impl Trainer {
     fn write(&mut self, kind: Kind, last: usize) -> Result<Option<PathBuf>> {
         let began = Instant::now();
         let (step, state) = (self.engine.state.counters.step, self.checkpoint_state());
-        if self.run.is_some() {
-            self.fetch()?;
-        }
         let Some(run) = &mut self.run else { return Ok(None) };
         let train = &self.engine.state;
         let contents = Contents {

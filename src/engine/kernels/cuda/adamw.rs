@@ -1,8 +1,8 @@
 //! The launch of `adamw.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Plain, Queue, entry, word};
-use super::step::StepState;
+use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
 use super::survey::Chunk;
+use crate::engine::kernels::adamw::AdamWStep;
 use candle_core::{DType, Result};
 
 const THREADS: u32 = 256;
@@ -20,8 +20,6 @@ pub(crate) struct AdamWTensor {
     weight_decay: f32,
     unused: u32,
 }
-// SAFETY: numbers, 56 bytes.
-unsafe impl Plain for AdamWTensor {}
 
 impl AdamWTensor {
     /// Of a parameter's gradient, master, moments and working copy; `None` where the master is the working copy.
@@ -50,31 +48,34 @@ impl AdamWTensor {
 struct AdamW {
     tensors: u64,
     chunks: u64,
-    state: u64,
+    lr: f32,
     betas: [f32; 2],
     eps: f32,
+    bias_corrections: [f32; 2],
+    grad_factor: f32,
     unused: u32,
 }
 // SAFETY: mirrors `AdamW`.
 unsafe impl Arguments for AdamW {}
 
-/// Updates all parameters of a table of [`AdamWTensor`]s, cut by a table of [`Chunk`]s, with the numbers of the
-/// [`StepState`]; does nothing if that says so. The gradients are of one type, and the working copies of another.
+/// Updates all parameters of a table of [`AdamWTensor`]s, cut by a table of [`Chunk`]s. The gradients are of one type, and
+/// the working copies of another. Weight decay is the tensors', not that of `numbers`.
 pub(crate) fn step(
     queue: &impl Queue,
     [grads, weights]: [DType; 2],
     tensors: Buffer,
     chunks: Buffer,
-    state: Buffer,
-    betas: [f32; 2],
-    eps: f32,
+    numbers: AdamWStep,
 ) -> Result<()> {
+    let AdamWStep { lr, betas, eps, bias_corrections, grad_factor, .. } = numbers;
     let arguments = AdamW {
         tensors: tensors.of("tensors", size_of::<AdamWTensor>())?,
         chunks: chunks.of("chunks", size_of::<Chunk>())?,
-        state: state.expect("state", DType::U8, size_of::<StepState>())?,
+        lr,
         betas,
         eps,
+        bias_corrections,
+        grad_factor,
         unused: 0,
     };
     let launch = Launch {

@@ -10,12 +10,6 @@
 #include <cuda_fp16.h>
 #define CHECK_READ(pointer, bytes)
 #define CHECK_WRITE(pointer, bytes)
-// The device's clock, which all of its multiprocessors share.
-__device__ inline unsigned long long nanoseconds() {
-    unsigned long long now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
 // The block's shared memory, whose size the host gives with the launch.
 #define SHARED(type, name)                                        \
     extern __shared__ __align__(16) unsigned char shared_bytes[]; \

@@ -12,11 +12,11 @@ struct CrossEntropy {
     logits: u64,
     targets: u64,
     losses: u64,
-    scale: u64,
-    targets_in_step: u64,
     rows: u32,
     vocab: u32,
     stride: u32,
+    has_gradient: u32,
+    seed: f32,
     unused: u32,
 }
 // SAFETY: mirrors `CrossEntropy`.
@@ -32,38 +32,25 @@ struct SumLosses {
 // SAFETY: mirrors `SumLosses`.
 unsafe impl Arguments for SumLosses {}
 
-/// What the gradient of a row's loss is: the loss scale (FP32) over the step's number of targets, both on the device.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Seed {
-    /// The loss scale.
-    pub(crate) scale: Buffer,
-    /// The number of targets.
-    pub(crate) targets: Buffer,
-}
-
-/// The loss of each of `rows` rows of logits that are `stride` elements apart, and with a seed their gradient in their
-/// place. Padding behind the first `vocab` gets a gradient of zero.
+/// The loss of each of `rows` rows of logits that are `stride` elements apart; and where `seed` says what the gradient of a
+/// row's loss is, that of the logits in their place. Padding behind the first `vocab` gets a gradient of zero.
 pub(crate) fn rows(
     queue: &impl Queue,
     [rows, vocab, stride]: [usize; 3],
     logits: Buffer,
     targets: Buffer,
     losses: Buffer,
-    seed: Option<Seed>,
+    seed: Option<f32>,
 ) -> Result<()> {
-    let (scale, targets_in_step) = match seed {
-        None => (0, 0),
-        Some(seed) => (seed.scale.expect("scale", DType::F32, 1)?, seed.targets.expect("targets", DType::U32, 1)?),
-    };
     let arguments = CrossEntropy {
         logits: logits.of("logits", rows * stride)?,
         targets: targets.expect("targets", DType::U32, rows)?,
         losses: losses.expect("losses", DType::F32, rows)?,
-        scale,
-        targets_in_step,
         rows: word(rows)?,
         vocab: word(vocab)?,
         stride: word(stride)?,
+        has_gradient: u32::from(seed.is_some()),
+        seed: seed.unwrap_or(0.0),
         unused: 0,
     };
     let launch = Launch {

@@ -1,4 +1,4 @@
-//! Launches of the elementwise kernels: `gelu.cu` and `view.cu`; and dropout masks as kernels take them.
+//! Launches of `gelu.cu`, and dropout masks as kernels take them.
 
 use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
 use crate::engine::kernels::dropout::Dropout;
@@ -46,7 +46,7 @@ struct TwoOperands {
     y: u64,
     len: u64,
 }
-// SAFETY: mirrors `Gelu` and `Streamed`.
+// SAFETY: mirrors `Gelu`.
 unsafe impl Arguments for TwoOperands {}
 
 fn elementwise(module: &'static str, kernel: &str, dtypes: &[DType], len: usize) -> Result<Launch> {
@@ -83,14 +83,4 @@ pub(crate) fn gelu_forward(queue: &impl Queue, x: Buffer, y: Buffer) -> Result<(
 pub(crate) fn gelu_backward(queue: &impl Queue, x: Buffer, dy: Buffer) -> Result<()> {
     x.expect("x", dy.dtype, dy.len)?;
     two_operands(queue, "gelu", "gelu_backward", &[dy.dtype], x, dy)
-}
-
-/// `out = x`, rounded to `out`'s type.
-pub(crate) fn copy(queue: &impl Queue, x: Buffer, out: Buffer) -> Result<()> {
-    two_operands(queue, "view", "copy", &[x.dtype, out.dtype], x, out)
-}
-
-/// `out += x`.
-pub(crate) fn accumulate(queue: &impl Queue, x: Buffer, out: Buffer) -> Result<()> {
-    two_operands(queue, "view", "accumulate", &[x.dtype, out.dtype], x, out)
 }

@@ -41,6 +41,8 @@ struct Fiber {
     ucontext_t context;
     jmp_buf resume;
     bool started = false;
+    // Whether its thread has not run yet in this block, so that another fiber may as well run it.
+    bool fresh = false;
     State state = State::Done;
     int line = 0;
     Exchange kind = Exchange::Sync;
@@ -64,6 +66,7 @@ std::vector<Range> ranges;
 const Entry* kernel = nullptr;
 const void* kernel_arguments = nullptr;
 Fiber* current = nullptr;
+unsigned idle = 0;
 jmp_buf scheduler;
 ucontext_t scheduler_context;
 std::string failure;
@@ -158,7 +161,8 @@ void serve_product(unsigned first, bool wide_exponents) {
 void resume(unsigned thread) {
     Fiber& fiber = *fibers[thread];
     current = &fiber;
-    threadIdx = {thread, 0, 0};
+    fiber.fresh = false;
+    threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
     if (_setjmp(scheduler) != 0) return;
     if (fiber.started) _longjmp(fiber.resume, 1);
     fiber.started = true;
@@ -170,11 +174,11 @@ void resume(unsigned thread) {
     swapcontext(&scheduler_context, &fiber.context);
 }
 
-// Lets a warp go on whose lanes have all arrived at the same exchange. False if they have not.
-bool serve_warp(unsigned first) {
+// Lets a warp of `lanes` threads go on that have all arrived at the same exchange. False if they have not.
+bool serve_warp(unsigned first, unsigned lanes) {
     uint64_t values[WARP];
     unsigned ballot = 0;
-    for (unsigned lane = 0; lane < WARP; ++lane) {
+    for (unsigned lane = 0; lane < lanes; ++lane) {
         const Fiber &fiber = *fibers[first + lane], &neighbour = *fibers[first];
         if (fiber.state != State::InExchange) return false;
         const bool same_argument = fiber.kind == Exchange::Index || fiber.argument == neighbour.argument;
@@ -192,12 +196,16 @@ bool serve_warp(unsigned first) {
         case Exchange::MultiplyBf16: serve_product(first, true); break;
         default: break;
     }
-    for (unsigned lane = 0; lane < WARP; ++lane) {
+    const auto from = [&](unsigned lane) {
+        if (lane >= lanes) fail("%s: line %d exchanges with a lane that the block does not have", kernel->name, fibers[first]->line);
+        return values[lane];
+    };
+    for (unsigned lane = 0; lane < lanes && failure.empty(); ++lane) {
         Fiber& fiber = *fibers[first + lane];
         switch (fiber.kind) {
-            case Exchange::Xor: fiber.value = values[(lane ^ fiber.argument) % WARP]; break;
-            case Exchange::Down: fiber.value = values[lane + fiber.argument < WARP ? lane + fiber.argument : lane]; break;
-            case Exchange::Index: fiber.value = values[fiber.argument % WARP]; break;
+            case Exchange::Xor: fiber.value = from((lane ^ fiber.argument) % WARP); break;
+            case Exchange::Down: fiber.value = from(lane + fiber.argument < WARP ? lane + fiber.argument : lane); break;
+            case Exchange::Index: fiber.value = from(fiber.argument % WARP); break;
             case Exchange::Ballot: fiber.value = ballot; break;
             default: break;
         }
@@ -225,22 +233,35 @@ bool advance(unsigned first, unsigned count, unsigned order) {
         // 0: upwards, 1: downwards, others: a stride that is coprime to the number of threads.
         const unsigned thread = first + (order == 0 ? i : order == 1 ? count - 1 - i : (i * 13 + 5) % count);
         if (fibers[thread]->state != State::Ready) continue;
+        // A fiber whose thread is done runs the next one: its stack is in the cache.
+        if (fibers[thread]->fresh && fibers[idle]->state == State::Done) {
+            std::swap(fibers[thread], fibers[idle]);
+            std::swap(fibers[thread]->state, fibers[idle]->state);
+        }
         resume(thread);
+        if (fibers[thread]->state == State::Done) idle = thread;
         progress = true;
     }
-    for (unsigned warp = first; warp < first + count && failure.empty(); warp += WARP) progress |= serve_warp(warp);
+    for (unsigned warp = first; warp < first + count && failure.empty(); warp += WARP) {
+        progress |= serve_warp(warp, std::min(WARP, first + count - warp));
+    }
     return progress;
 }
 
 void run_block(unsigned threads, unsigned order) {
     std::fill(shared_memory.begin(), shared_memory.end(), POISON);
-    for (unsigned thread = 0; thread < threads; ++thread) fibers[thread]->state = State::Ready;
+    for (unsigned thread = 0; thread < threads; ++thread) {
+        fibers[thread]->state = State::Ready;
+        fibers[thread]->fresh = true;
+    }
+    const unsigned warps = (threads + WARP - 1) / WARP;
     while (failure.empty()) {
         bool progress = false;
         if (order < 2) {
             // Each warp as far as it gets without the others, the last one first in the order downwards.
-            for (unsigned i = 0; i < threads; i += WARP) {
-                while (failure.empty() && advance(order == 0 ? i : threads - WARP - i, WARP, order)) progress = true;
+            for (unsigned i = 0; i < warps; ++i) {
+                const unsigned first = WARP * (order == 0 ? i : warps - 1 - i);
+                while (failure.empty() && advance(first, std::min(WARP, threads - first), order)) progress = true;
             }
         } else {
             progress = advance(0, threads, order);
@@ -268,6 +289,12 @@ Entry::Entry(const char* name, unsigned threads, size_t argument_bytes, void (*f
 }
 
 unsigned char* shared() { return shared_memory.data(); }
+
+void refuse(const char* what, int line) {
+    stop("%s: line %d: %s in thread (%u, %u, %u) of block (%u, %u, %u)", kernel->name, line, what, threadIdx.x, threadIdx.y,
+         threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z);
+    __builtin_unreachable();
+}
 
 void check(const void* pointer, size_t bytes, bool write) {
     if (ranges.empty()) return;
@@ -341,7 +368,7 @@ extern "C" size_t emulator_argument_bytes(const char* name) {
 
 // Runs a kernel to its end. `order` turns the order of blocks and fibers round, `buffers` are the ones it may touch (all of
 // memory if there is none). On failure the message is in `message`, and the result is not 0.
-extern "C" int emulator_launch(const char* name, const unsigned grid[3], unsigned threads, size_t shared_bytes,
+extern "C" int emulator_launch(const char* name, const unsigned grid[3], const unsigned block[3], size_t shared_bytes,
                                const void* arguments, size_t argument_bytes, const emulator::Range* buffers,
                                size_t buffer_count, unsigned order, char* message, size_t message_bytes) {
     using namespace emulator;
@@ -356,7 +383,11 @@ extern "C" int emulator_launch(const char* name, const unsigned grid[3], unsigne
     if (kernel->argument_bytes != argument_bytes) {
         fail("%s: takes %zu bytes of arguments, got %zu", name, kernel->argument_bytes, argument_bytes);
     }
-    if (kernel->threads != threads || threads % WARP != 0) fail("%s: takes %u threads, got %u", name, kernel->threads, threads);
+    const unsigned threads = block[0] * block[1] * block[2];
+    if (threads == 0 || threads > 1024) fail("%s: bad block", name);
+    if (kernel->threads != 0 && (kernel->threads != block[0] || block[0] != threads || threads % WARP != 0)) {
+        fail("%s: takes %u threads, got %u", name, kernel->threads, threads);
+    }
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[1] > 65535 || grid[2] > 65535) fail("%s: bad grid", name);
     while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
     emulator::shared_bytes = shared_bytes;
@@ -364,7 +395,8 @@ extern "C" int emulator_launch(const char* name, const unsigned grid[3], unsigne
     ranges.assign(buffers, buffers + buffer_count);
     kernel_arguments = arguments;
     gridDim = {grid[0], grid[1], grid[2]};
-    blockDim = {threads, 1, 1};
+    blockDim = {block[0], block[1], block[2]};
+    idle = 0;
     const size_t blocks = static_cast<size_t>(grid[0]) * grid[1] * grid[2];
     for (size_t i = 0; i < blocks && failure.empty(); ++i) {
         const size_t block = order == 0 ? i : blocks - 1 - i;

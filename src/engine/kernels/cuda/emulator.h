@@ -1,4 +1,4 @@
-// CUDA's device side on a CPU, as far as the engine's kernels use it: the tests run the same .cu files with it.
+// CUDA's device side on a CPU, as far as kernels use it: the tests run the same .cu files with it, ours and candle's.
 //
 // The threads of a block are fibers on one thread of the host. A fiber runs until it meets a barrier or an exchange within
 // its warp; who meets another one than its neighbours, or none, is an error with both lines. Blocks run one after the
@@ -6,7 +6,6 @@
 // depends on it shows. Every access to global memory is checked against the buffers that the launch names.
 #pragma once
 
-#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -28,7 +27,7 @@ struct Index {
     unsigned x, y, z;
 };
 
-// A kernel that can be launched by name.
+// A kernel that can be launched by name, with blocks of `threads` in a row; 0 for blocks of any shape.
 struct Entry {
     const char* name;
     unsigned threads;
@@ -42,6 +41,8 @@ enum class Exchange { Xor, Down, Index, Ballot, Sync, Matrices, MatricesTranspos
 
 void check(const void* pointer, size_t bytes, bool write);
 unsigned char* shared();
+// Ends the launch with this message.
+[[noreturn]] void refuse(const char* what, int line);
 void block_barrier(int line);
 // What `value` the lane gets that the exchange and its argument lead to.
 uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, unsigned argument, int line);
@@ -96,10 +97,6 @@ inline unsigned __ballot_sync(unsigned mask, bool predicate, int line = __builti
     return static_cast<unsigned>(emulator::exchange(emulator::Exchange::Ballot, mask, predicate, 0, line));
 }
 
-inline unsigned long long nanoseconds() {
-    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-}
-
 // Fibers do not run at the same time, so an atomic operation is a plain one.
 template <class T> T atomicAdd(T* address, T value) {
     const T old = *address;
@@ -119,26 +116,30 @@ inline float __uint_as_float(unsigned bits) {
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 using std::isfinite;
-// The cosine of half turns: unlike `cos`, it needs no memory for large angles.
-inline double cospi(double x) { return std::cos(3.141592653589793 * x); }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 
-struct __half {
+namespace emulator {
+struct Half {
     uint16_t bits;
 };
-struct __nv_bfloat16 {
+struct Bfloat16 {
     uint16_t bits;
 };
+}  // namespace emulator
+#ifndef EMULATOR_TYPES_WITH_OPERATORS
+typedef emulator::Half __half;
+typedef emulator::Bfloat16 __nv_bfloat16;
+#endif
 
-inline float __half2float(__half x) {
+inline float __half2float(emulator::Half x) {
     const unsigned sign = (x.bits & 0x8000u) << 16, exponent = x.bits >> 10 & 0x1f, mantissa = x.bits & 0x3ff;
     if (exponent == 0x1f) return __uint_as_float(sign | 0x7f800000u | mantissa << 13);
     if (exponent == 0) return std::copysign(std::ldexp(static_cast<float>(mantissa), -24), __uint_as_float(sign));
     return __uint_as_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 // To nearest even, as the hardware's conversion: subnormal results are exact to the last bit, NaN stays NaN.
-inline __half __float2half_rn(float value) {
+inline emulator::Half __float2half_rn(float value) {
     const unsigned bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
     const uint16_t sign = bits >> 16 & 0x8000u;
     if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7fff)};
@@ -152,8 +153,8 @@ inline __half __float2half_rn(float value) {
     const unsigned base = exponent < -14 ? 0 : static_cast<unsigned>(exponent + 14) << 10;
     return {static_cast<uint16_t>(sign | (base + count))};
 }
-inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
-inline __nv_bfloat16 __float2bfloat16_rn(float value) {
+inline float __bfloat162float(emulator::Bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+inline emulator::Bfloat16 __float2bfloat16_rn(float value) {
     const unsigned bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
     return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};

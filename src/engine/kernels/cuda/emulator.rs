@@ -1,11 +1,9 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
 
-use super::launch::{Buffer, Launch, Memory, Queue};
-use super::product::{Epilogue, Multiply, Operands, Product};
-use super::testbed::{decode, encode};
+use super::launch::{Buffer, Launch, Queue};
 use crate::digest::Digest;
-use crate::engine::kernels::math::{gelu_derivative, gelu_slice};
 use candle_core::{DType, Result, bail};
+use half::{bf16, f16};
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -29,7 +27,7 @@ const FLAGS: [&str; 8] = [
 type EntryPoint = unsafe extern "C" fn(
     *const c_char,
     *const u32,
-    u32,
+    *const u32,
     usize,
     *const c_void,
     usize,
@@ -162,10 +160,6 @@ pub(crate) struct Emulator {
     memory: RefCell<Vec<Allocation>>,
     /// Where the last scratch memory is, which the next takes the place of.
     scratch: Cell<Option<u64>>,
-    /// Whether products have the epilogues that a library may refuse.
-    pub(crate) epilogues: bool,
-    /// Kernels, products and fills so far.
-    pub(crate) launches: Cell<usize>,
 }
 
 impl Emulator {
@@ -173,7 +167,7 @@ impl Emulator {
     pub(crate) const ORDERS: [u32; 3] = [0, 1, 2];
 
     pub(crate) fn new(order: u32) -> Self {
-        Self { order, memory: RefCell::default(), scratch: Cell::default(), epilogues: true, launches: Cell::default() }
+        Self { order, memory: RefCell::default(), scratch: Cell::default() }
     }
 
     fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> Buffer {
@@ -187,27 +181,74 @@ impl Emulator {
         buffer
     }
 
-    /// Bytes that kernels may read.
-    pub(crate) fn constant(&self, bytes: &[u8], dtype: DType, len: usize) -> Buffer {
-        self.keep(bytes, dtype, len, false)
+    /// Numbers that kernels may read.
+    pub(crate) fn input(&self, values: &[f32], dtype: DType) -> Buffer {
+        self.keep(&encode(values, dtype), dtype, values.len(), false)
     }
 
-    /// Lends the bytes of `buffer` to `f`.
-    fn with<R>(&self, buffer: Buffer, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
-        match self.memory.borrow_mut().iter_mut().find_map(|allocation| allocation.bytes_of(buffer)) {
-            Some(bytes) => Ok(f(bytes)),
-            None => bail!("{buffer:?} is no part of the device's memory"),
-        }
+    /// Numbers that kernels may change.
+    pub(crate) fn state(&self, values: &[f32], dtype: DType) -> Buffer {
+        self.keep(&encode(values, dtype), dtype, values.len(), true)
     }
 
-    fn read(&self, buffer: Buffer) -> Result<Vec<f32>> {
-        self.with(buffer, |bytes| decode(bytes, buffer.dtype))
+    /// Room for results, full of NaN, so that a read before the first write shows.
+    pub(crate) fn output(&self, len: usize, dtype: DType) -> Buffer {
+        self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true)
+    }
+
+    pub(crate) fn words(&self, words: &[u32]) -> Buffer {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        self.keep(&bytes, DType::U32, words.len(), false)
+    }
+
+    /// Plain structs, as bytes.
+    pub(crate) fn structs<T: Copy>(&self, values: &[T], writable: bool) -> Buffer {
+        let bytes = size_of_val(values);
+        // SAFETY: the structs are made of plain numbers without padding.
+        let view = unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), bytes) };
+        self.keep(view, DType::U8, bytes, writable)
+    }
+
+    pub(crate) fn bytes(&self, buffer: Buffer) -> Vec<u8> {
+        let mut memory = self.memory.borrow_mut();
+        let bytes = memory.iter_mut().find_map(|allocation| allocation.bytes_of(buffer));
+        bytes.expect("a buffer of this emulator").to_vec()
+    }
+
+    /// The buffer's elements, widened.
+    pub(crate) fn read(&self, buffer: Buffer) -> Vec<f32> {
+        decode(&self.bytes(buffer), buffer.dtype)
+    }
+
+    /// Structs that kernels have written.
+    pub(crate) fn read_structs<T: Copy>(&self, buffer: Buffer) -> Vec<T> {
+        let bytes = self.bytes(buffer);
+        // SAFETY: the bytes are those of whole structs of plain numbers.
+        bytes.chunks_exact(size_of::<T>()).map(|b| unsafe { b.as_ptr().cast::<T>().read_unaligned() }).collect()
+    }
+}
+
+/// `values` as `dtype` stores them.
+pub(super) fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
+        _ => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+    }
+}
+
+/// The values of stored elements.
+pub(super) fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    let halves = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
+    match dtype {
+        DType::F16 => halves().map(|bits| f16::from_bits(bits).to_f32()).collect(),
+        DType::BF16 => halves().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+        _ => bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect(),
     }
 }
 
 impl Queue for Emulator {
     unsafe fn launch_raw(&self, launch: &Launch, arguments: *const c_void, size: usize) -> Result<()> {
-        self.launches.update(|count| count + 1);
         let entry_point = match &*ENTRY_POINT {
             Ok(entry_point) => entry_point,
             Err(error) => bail!("{error}"),
@@ -225,7 +266,7 @@ impl Queue for Emulator {
             entry_point(
                 name.as_ptr(),
                 launch.grid.as_ptr(),
-                launch.threads,
+                [launch.threads, 1, 1].as_ptr(),
                 launch.shared_bytes as usize,
                 arguments,
                 size,
@@ -244,104 +285,10 @@ impl Queue for Emulator {
     }
 
     fn scratch(&self, len: usize) -> Result<Buffer> {
-        let buffer = self.allocate(DType::F32, len)?;
+        let buffer = self.output(len, DType::F32);
         if let Some(last) = self.scratch.replace(Some(buffer.address)) {
             self.memory.borrow_mut().retain(|allocation| allocation.address() != last);
         }
         Ok(buffer)
-    }
-}
-
-impl Memory for Emulator {
-    /// Copies are made at once: every launch before them is over.
-    type Pinned = Vec<u8>;
-
-    fn name(&self) -> &'static str {
-        "the emulator"
-    }
-
-    fn allocate(&self, dtype: DType, len: usize) -> Result<Buffer> {
-        // Full of NaN, so that whoever reads before anything is written is found out.
-        Ok(self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true))
-    }
-
-    fn zero(&self, buffer: Buffer) -> Result<()> {
-        self.launches.update(|count| count + 1);
-        self.with(buffer, |bytes| bytes.fill(0))
-    }
-
-    fn upload(&self, bytes: &[u8], buffer: Buffer) -> Result<()> {
-        if bytes.len() > buffer.bytes() {
-            bail!("{} bytes do not fit {buffer:?}", bytes.len());
-        }
-        self.with(buffer, |room| room[..bytes.len()].copy_from_slice(bytes))
-    }
-
-    fn pin(&self, bytes: usize) -> Result<Vec<u8>> {
-        Ok(vec![0; bytes])
-    }
-
-    fn send(&self, from: &mut Vec<u8>, buffer: Buffer) -> Result<()> {
-        self.upload(from, buffer)
-    }
-
-    fn post(&self, buffer: Buffer, to: &mut Vec<u8>) -> Result<()> {
-        match to.get_mut(..buffer.bytes()) {
-            Some(room) => self.download(buffer, room),
-            None => bail!("{buffer:?} does not fit {} bytes", to.len()),
-        }
-    }
-
-    fn settled<'a>(&self, pinned: &'a mut Vec<u8>) -> Result<&'a mut [u8]> {
-        Ok(pinned)
-    }
-
-    fn download(&self, buffer: Buffer, bytes: &mut [u8]) -> Result<()> {
-        self.with(buffer, |all| bytes.copy_from_slice(&all[..bytes.len()]))
-    }
-}
-
-/// The plain product in f64, in the place of the GPU's library.
-impl Multiply for Emulator {
-    fn takes(&self, product: Product) -> Result<bool> {
-        Ok(self.epilogues || matches!(product.epilogue, Epilogue::None | Epilogue::Bias))
-    }
-
-    unsafe fn multiply(&self, product: Product, operands: Operands) -> Result<()> {
-        self.launches.update(|count| count + 1);
-        let Product { rows, columns, inner, a, b, out, epilogue, accumulate, .. } = product;
-        let (left, right, before) = (self.read(operands.a)?, self.read(operands.b)?, self.read(operands.d)?);
-        let [bias, aux] = [operands.bias, operands.aux].map(|buffer| {
-            let Some(buffer) = buffer else { bail!("{epilogue:?} without what it reads or writes") };
-            Ok(buffer)
-        });
-        let at = |row: usize, column: usize, stride: usize, transposed: bool| {
-            if transposed { column + row * stride } else { row + column * stride }
-        };
-        let left_at = |row: usize, k: usize| f64::from(left[at(row, k, a.stride, a.transposed)]);
-        let entry = |i: usize| -> f64 {
-            let (row, column) = (i % rows, i / rows);
-            let terms = (0..inner).map(|k| left_at(row, k) * f64::from(right[at(k, column, b.stride, b.transposed)]));
-            terms.sum::<f64>() + if accumulate { f64::from(before[i]) } else { 0.0 }
-        };
-        let mut values: Vec<f64> = (0..columns * rows).map(entry).collect();
-        let store = |values: Vec<f32>, buffer: Buffer| self.upload(&encode(&values, buffer.dtype), buffer);
-        let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<_>>();
-        if matches!(epilogue, Epilogue::Bias | Epilogue::BiasGelu) {
-            let bias = self.read(bias?)?;
-            values.iter_mut().enumerate().for_each(|(i, value)| *value += f64::from(bias[i % rows]));
-        } else if epilogue == Epilogue::BiasGradient {
-            let sums = (0..rows).map(|row| (0..inner).map(|k| left_at(row, k)).sum::<f64>() as f32);
-            store(sums.collect(), bias?)?;
-        }
-        let mut values = narrow(&values);
-        if epilogue == Epilogue::BiasGelu {
-            store(values.clone(), aux?)?;
-            gelu_slice(&mut values);
-        } else if epilogue == Epilogue::GeluGradient {
-            values.iter_mut().zip(self.read(aux?)?).for_each(|(value, x)| *value *= gelu_derivative(x));
-        }
-        debug_assert_eq!(out, operands.d.dtype);
-        store(values, operands.d)
     }
 }

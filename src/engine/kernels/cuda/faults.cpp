@@ -152,3 +152,16 @@ static void probe(const Probe& a) {
 }
 
 ENTRY(probe, WARP, Probe, probe)
+
+// Without a fault: numbers from one type to another, for the emulator's conversions.
+struct Converted {
+    const void* in;   // X
+    void* out;        // Y
+    u64 len;
+};
+
+template <class X, class Y> void convert(const Converted& a) {
+    for (size_t i = threadIdx.x; i < a.len; i += THREADS) store_rounded<Y>(a.out, i, load_as_float<X>(a.in, i));
+}
+
+ENTRIES_ANY_PAIR(convert, THREADS, Converted)

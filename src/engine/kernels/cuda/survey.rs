@@ -1,6 +1,6 @@
 //! Launches of `survey.cu`, and how its figures become [`TensorStats`].
 
-use super::launch::{Arguments, Buffer, Launch, Plain, Queue, entry, word};
+use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
 use candle_core::{DType, Result, bail};
@@ -19,8 +19,6 @@ pub(crate) struct Chunk {
     tensor: u32,
     index: u32,
 }
-// SAFETY: numbers, 8 bytes.
-unsafe impl Plain for Chunk {}
 
 /// How tensors of these lengths are cut: one block a chunk.
 pub(crate) fn chunks(lens: impl IntoIterator<Item = usize>) -> Vec<Chunk> {
@@ -39,8 +37,6 @@ pub(crate) struct SurveyedTensor {
     first_chunk: u32,
     chunks: u32,
 }
-// SAFETY: numbers, 24 bytes.
-unsafe impl Plain for SurveyedTensor {}
 
 /// The table of the tensors to be surveyed, which are all of one type.
 pub(crate) fn tensors(buffers: &[Buffer]) -> Result<Vec<SurveyedTensor>> {
@@ -72,8 +68,6 @@ pub(crate) struct RawStats {
     most: u32,
     squares: f64,
 }
-// SAFETY: numbers, 56 bytes.
-unsafe impl Plain for RawStats {}
 
 impl RawStats {
     /// In the words of the log.

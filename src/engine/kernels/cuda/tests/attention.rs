@@ -27,7 +27,7 @@ fn on_the_cpu(shape: Shape, dtype: DType, dropout: Option<Dropout>, qkv: &[f32],
 
 /// The same of the device's.
 fn on_the_device(
-    gpu: &Testbed,
+    gpu: &Emulator,
     shape: Shape,
     dtype: DType,
     dropout: Option<Dropout>,
@@ -151,7 +151,7 @@ fn later_tokens_change_nothing_earlier() {
     let shape = Shape { batch: 1, seq_len: 130, heads: 2, head_size: 64 };
     let width = shape.heads * shape.head_size;
     for (dtype, first) in [(DType::F32, 70), (DType::F16, 70), (DType::BF16, 5)] {
-        let run = |qkv: &[f32], dout: &[f32]| on_the_device(&Testbed::new(0), shape, dtype, dropout(0.1), qkv, dout);
+        let run = |qkv: &[f32], dout: &[f32]| on_the_device(&Emulator::new(0), shape, dtype, dropout(0.1), qkv, dout);
         let (mut qkv, mut dout) = operands(shape, dtype);
         let before = run(&qkv, &dout);
         qkv[first * 3 * width..].iter_mut().for_each(|x| *x = 1.5 - *x);
@@ -183,7 +183,7 @@ fn numbers_that_are_not_finite_show() {
             for part in 0..3 {
                 let mut qkv = qkv.clone();
                 qkv[token * 3 * width + part * width + column] = bad;
-                let [out, lse, dqkv] = on_the_device(&Testbed::new(2), shape, dtype, None, &qkv, &dout);
+                let [out, lse, dqkv] = on_the_device(&Emulator::new(2), shape, dtype, None, &qkv, &dout);
                 // An infinite key may be one that its query does not look at.
                 if part != 1 || bad.is_nan() {
                     assert!(!out[token * width + column].is_finite(), "{bad} in part {part} in {dtype:?}");
@@ -193,7 +193,7 @@ fn numbers_that_are_not_finite_show() {
             }
             let mut dout = dout.clone();
             dout[token * width + column] = bad;
-            let [out, _, dqkv] = on_the_device(&Testbed::new(2), shape, dtype, None, &qkv, &dout);
+            let [out, _, dqkv] = on_the_device(&Emulator::new(2), shape, dtype, None, &qkv, &dout);
             assert!(out.iter().all(|x| x.is_finite()));
             // Of the query, of the keys and of the values.
             for part in 0..3 {
@@ -210,7 +210,7 @@ fn an_overflow_in_between_shows() {
     let shape = Shape { batch: 1, seq_len: 20, heads: 1, head_size: 64 };
     let (qkv, dout) = operands(shape, DType::F16);
     let dout: Vec<f32> = rounded(dout.into_iter().map(|x| 60_000.0 * x).collect(), DType::F16);
-    let [out, _, dqkv] = on_the_device(&Testbed::new(1), shape, DType::F16, None, &qkv, &dout);
+    let [out, _, dqkv] = on_the_device(&Emulator::new(1), shape, DType::F16, None, &qkv, &dout);
     assert!(out.iter().all(|x| x.is_finite()) && dqkv.iter().any(|x| !x.is_finite()));
     let [_, _, twin] = on_the_cpu(shape, DType::F16, None, &qkv, &dout);
     assert!(twin.iter().zip(&dqkv).all(|(twin, found)| twin.is_finite() || !found.is_finite()));
@@ -218,7 +218,7 @@ fn an_overflow_in_between_shows() {
 
 #[test]
 fn a_head_that_is_too_large_is_refused() {
-    let gpu = Testbed::new(0);
+    let gpu = Emulator::new(0);
     let (buffer, draw) = (gpu.output(1, DType::F32), no_draw(&gpu));
     let shape = Shape { batch: 1, seq_len: 1, heads: 1, head_size: 129 };
     let error = device_attention::forward(&gpu, shape, buffer, None, draw, buffer, buffer).unwrap_err().to_string();

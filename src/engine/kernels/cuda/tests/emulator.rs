@@ -1,9 +1,7 @@
 //! The emulator finds the faults it is there for, and converts as the hardware does.
 
-use super::super::elementwise::copy;
 use super::super::emulator::Emulator;
-use super::super::launch::{Arguments, Launch, Queue};
-use super::super::testbed::Testbed;
+use super::super::launch::{Arguments, Buffer, Launch, Queue, entry};
 use super::pattern;
 use candle_core::DType;
 use half::{bf16, f16};
@@ -30,7 +28,7 @@ fn launch(
     fault: u32,
     order: u32,
 ) -> Result<Vec<f32>, String> {
-    let gpu = Testbed::Emulator(Emulator::new(order));
+    let gpu = Emulator::new(order);
     let input = gpu.input(&pattern(inputs, 1, DType::F32), DType::F32);
     let output = gpu.output(threads as usize, DType::F32);
     let arguments = Faulty { input: input.address, output: output.address, len, fault };
@@ -173,7 +171,7 @@ unsafe impl Arguments for Probe {}
 
 /// The four words that each lane gets from an operation of the whole warp.
 fn probe(operation: u32, words: &[u32]) -> Vec<u32> {
-    let gpu = Testbed::Emulator(Emulator::new(2));
+    let gpu = Emulator::new(2);
     let (input, output) = (gpu.words(words), gpu.output(128, DType::U32));
     let arguments = Probe { input: input.address, output: output.address, operation, unused: 0 };
     let launch = Launch { module: "faults", kernel: "probe".into(), grid: [1; 3], threads: 32, shared_bytes: 512 };
@@ -273,6 +271,25 @@ fn wrong_launches_are_refused() {
     assert!(attempt("layer_norm_forward_kept_f32_f32", 256).contains("takes 112 bytes of arguments, got 24"));
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Converted {
+    input: u64,
+    output: u64,
+    len: u64,
+}
+// SAFETY: mirrors `Converted`.
+unsafe impl Arguments for Converted {}
+
+/// `out = x`, rounded to `out`'s type.
+fn convert(gpu: &Emulator, x: Buffer, out: Buffer) {
+    let arguments = Converted { input: x.address, output: out.address, len: x.len as u64 };
+    let kernel = entry("convert", &[x.dtype, out.dtype]).unwrap();
+    let launch = Launch { module: "faults", kernel, grid: [1; 3], threads: THREADS, shared_bytes: 0 };
+    // SAFETY: the emulator checks every access.
+    unsafe { gpu.launch(&launch, &arguments) }.unwrap();
+}
+
 /// A type with its numbers' values, and the bits that values are rounded to.
 type Format = (DType, fn(u16) -> f32, fn(f32) -> u16);
 
@@ -296,11 +313,11 @@ fn conversions_round_as_the_hardware_does() {
     ];
     for (dtype, widen, round) in formats {
         let cases = hard_cases(widen);
-        let gpu = Testbed::new(0);
+        let gpu = Emulator::new(0);
         let (input, narrow) = (gpu.input(&cases, DType::F32), gpu.output(cases.len(), dtype));
-        copy(&gpu, input, narrow).unwrap();
+        convert(&gpu, input, narrow);
         let wide = gpu.output(cases.len(), DType::F32);
-        copy(&gpu, narrow, wide).unwrap();
+        convert(&gpu, narrow, wide);
         let stored = gpu.bytes(narrow);
         for ((case, stored), wide) in cases.iter().zip(stored.chunks_exact(2)).zip(gpu.read(wide)) {
             let bits = u16::from_ne_bytes([stored[0], stored[1]]);

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use candle_core::Device;
 use common::engine::{Settings, engine};
 use finetune::data::{BatchLoader, TokenSource, grammar};
-use finetune::engine::model::Gpt2Config;
+use finetune::engine::model::ModelSpec;
 use finetune::engine::optim::AdamWConfig;
 use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
@@ -64,7 +64,7 @@ const WARM_UP: usize = 20;
 
 #[test]
 fn a_steady_state_step_allocates_at_most_64_kb() {
-    let config = Gpt2Config::named("tiny").unwrap();
+    let config = ModelSpec::named("tiny").unwrap();
     let text = grammar::text(1, 60_000);
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
         for grad_accum in [1, 2] {

@@ -8,7 +8,7 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use finetune::engine::model::{Gpt2Config, Parameters};
+use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::store::ModelFolder;
 use finetune::store::checkpoint::{
     Checkpoint, Contents, Keep, Kind, Run, compare, list, newest_good, newest_run, verify,
@@ -46,7 +46,7 @@ fn what_is_saved_comes_back_bit_for_bit() {
     checkpoint.read_exp_avg_sq(&read).unwrap();
     assert_reads(&sample.exp_avg_sq);
 
-    let wider = Gpt2Config { n_embd: 16, ..sample.config.clone() };
+    let wider = sample.config.clone().resized(1, 16, 2);
     let message = checkpoint.read_masters(&zeros(&wider)).unwrap_err().to_string();
     assert!(message.contains("tensor `h.0.attn.c_attn.bias`: shape [24], but the model's is [48]"), "{message}");
 }
@@ -360,7 +360,7 @@ fn comparing_names_the_tensor_and_the_figure() {
     changed[2] += 0.5;
     set(tensor, changed);
     other.state.scaler.scale = 2.0;
-    let deeper = Sample::of(5, &Gpt2Config { n_layer: 2, ..sample.config.clone() });
+    let deeper = Sample::of(5, &ModelSpec { layers: 2, ..sample.config.clone() });
     let contents = Contents { masters: &deeper.masters, ..other.contents() };
     let b = two.save(&contents, Kind::Full).unwrap().path;
     let said: Vec<String> = compare(&a, &b).unwrap().iter().map(ToString::to_string).collect();

@@ -19,7 +19,7 @@ use assert_cmd::Command;
 use candle_core::Device;
 use common::python::{python, run_script};
 use finetune::data::{Dataset, Source, TokenSource};
-use finetune::engine::model::Gpt2Config;
+use finetune::engine::model::ModelSpec;
 use finetune::inference::evaluate::{Evaluation, Windows, evaluate};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
@@ -83,7 +83,7 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
         tokens.read(0, &mut ids);
         let file = folder.path().join("ids.json");
         std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
-        let context = trained.config.n_positions;
+        let context = trained.config.context;
         for stride in [context, context / 2, 3] {
             let windows = Windows::new(context, None, Some(stride), Some(5)).unwrap();
             let (seq_len, stride) = (context.to_string(), stride.to_string());
@@ -114,10 +114,10 @@ fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::copy(data.join("tiny_shakespeare.txt"), folder.path().join("text.txt")).unwrap();
     std::fs::copy(data.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
-    let gpt2 = Gpt2Config::named("gpt2").unwrap();
+    let gpt2 = ModelSpec::named("gpt2").unwrap();
     // Weights this wide make a model that is sure of itself, and wrong: its loss is far from a uniform guess.
-    let small = Gpt2Config { n_positions: 256, n_embd: 64, n_layer: 2, n_head: 4, n_inner: 256, ..gpt2 };
-    let config = Gpt2Config { initializer_range: 0.2, ..small };
+    let small = ModelSpec { context: 256, ..gpt2.resized(2, 64, 4) };
+    let config = ModelSpec { initializer_range: 0.2, ..small };
     let masters = TrainState::random_masters(&config, 1, &Device::Cpu).unwrap();
     let tensors: Vec<_> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
     let weights = folder.path().join("model.safetensors");
@@ -143,7 +143,7 @@ fn batches_of_windows_do_not_show_in_the_loss() {
     let folder = with_tokenizer("deep");
     let trained = TrainedModel::open(folder.path(), None).unwrap();
     let tokens = tokens(folder.path(), &trained);
-    let context = trained.config.n_positions;
+    let context = trained.config.context;
     let loss = |batch| {
         let windows = Windows::new(context, None, Some(context / 2), Some(batch)).unwrap();
         measure(&trained, PrecisionPolicy::FP32, &tokens, windows)
@@ -162,7 +162,7 @@ fn overlapping_windows_have_more_context_and_predict_no_token_twice() {
     let folder = with_tokenizer("narrow");
     let trained = TrainedModel::open(folder.path(), None).unwrap();
     let tokens = tokens(folder.path(), &trained);
-    let context = trained.config.n_positions;
+    let context = trained.config.context;
     let of = |stride| {
         measure(&trained, PrecisionPolicy::FP32, &tokens, Windows::new(context, None, Some(stride), None).unwrap())
     };
@@ -177,7 +177,7 @@ fn the_command_prints_the_librarys_figures() {
     let folder = with_tokenizer("narrow");
     let trained = TrainedModel::open(folder.path(), None).unwrap();
     let tokens = tokens(folder.path(), &trained);
-    let windows = Windows::new(trained.config.n_positions, Some(8), Some(4), None).unwrap();
+    let windows = Windows::new(trained.config.context, Some(8), Some(4), None).unwrap();
     let expected = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
     let mut command = Command::cargo_bin("finetune").unwrap();
     command.current_dir(folder.path()).args(["eval", ".", "--data", "text.txt"]);

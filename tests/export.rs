@@ -12,11 +12,13 @@ mod common {
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use common::python::{has_module, python, run_script};
 use finetune::data::Tokenizer;
+use finetune::engine::kernels::Fused;
 use finetune::engine::model::{Mode, Parameters, Tokens, Workspace};
 use finetune::inference::export::{Format, export};
 use finetune::inference::trained::TrainedModel;
@@ -61,10 +63,10 @@ fn logits(trained: &TrainedModel, dtype: Dtype, ids: &[u32], length: usize) -> T
 }
 
 fn logits_of(trained: &TrainedModel, weights: &Parameters, ids: &[u32], length: usize) -> Tensor {
-    let model = finetune::engine::model::Gpt2::new(&trained.config, weights).unwrap();
+    let model = finetune::engine::model::Decoder::new(&trained.config, weights, Arc::new(Fused)).unwrap();
     let (policy, rows) = (PrecisionPolicy::FP32, ids.len() / length);
-    let mut workspace = Workspace::new(&trained.config, policy, rows, length, false, &Device::Cpu).unwrap();
-    model.forward(weights, Tokens { ids, seq_len: length }, Mode::Eval, &mut workspace).unwrap();
+    let mut workspace = Workspace::for_evaluation(&trained.config, policy, (rows, length), &Device::Cpu).unwrap();
+    model.forward(weights, Tokens { ids, seq_len: length }, Mode::Eval, &mut workspace, &mut ()).unwrap();
     model.logits(weights, workspace.hidden()).unwrap()
 }
 
@@ -140,7 +142,7 @@ fn weights_beyond_fp16_are_refused_by_name() {
 fn from_gguf(path: &Path, trained: &TrainedModel) -> (Content, Parameters) {
     let mut file = File::open(path).unwrap();
     let content = Content::read(&mut file).unwrap();
-    let weights = Parameters::zeros(&trained.config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
+    let weights = Parameters::zeros(&trained.config.parameters(), DType::F32, &Device::Cpu).unwrap();
     assert_eq!(content.tensor_infos.len(), weights.len());
     let pairs = [
         ("attn_norm", "ln_1"),
@@ -184,9 +186,9 @@ fn a_gguf_file_read_back_computes_the_same() {
 
             let size = |key: &str| content.metadata[key].to_u32().unwrap() as usize;
             assert_eq!(content.metadata["general.architecture"].to_string().unwrap(), "gpt2");
-            assert_eq!(size("gpt2.block_count"), trained.config.n_layer);
-            assert_eq!(size("gpt2.attention.head_count"), trained.config.n_head);
-            assert_eq!(size("gpt2.context_length"), trained.config.n_positions);
+            assert_eq!(size("gpt2.block_count"), trained.config.layers);
+            assert_eq!(size("gpt2.attention.head_count"), trained.config.heads);
+            assert_eq!(size("gpt2.context_length"), trained.config.context);
             assert_eq!(Some(size("tokenizer.ggml.eos_token_id") as u32), trained.tokenizer.eos_id());
             let tokens = content.metadata["tokenizer.ggml.tokens"].to_vec().unwrap();
             assert_eq!(tokens.len(), trained.config.vocab_size);
@@ -224,9 +226,9 @@ fn the_gguf_package_reads_the_file() {
     let output = std::process::Command::new(python).args(["-c", script]).arg(&out).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let shapes: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(shapes.as_object().unwrap().len(), trained.config.parameter_shapes().len());
+    assert_eq!(shapes.as_object().unwrap().len(), trained.config.parameters().len());
     // GGUF counts dimensions from the innermost: [in, out] of a matrix stored as [out, in].
-    let width = trained.config.n_embd;
+    let width = trained.config.width;
     assert_eq!(shapes["blk.0.attn_qkv.weight"], serde_json::json!([width, 3 * width]));
 }
 

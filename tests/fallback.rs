@@ -18,7 +18,7 @@ use candle_core::{DType, Device, Tensor};
 use common::engine::{Settings, engine};
 use finetune::data::Batch;
 use finetune::engine::kernels::view;
-use finetune::engine::model::{Gpt2Config, KvCache, Mode, Tokens};
+use finetune::engine::model::{KvCache, Mode, ModelSpec, Tokens};
 use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionConfig, PrecisionPolicy, Unit};
 use finetune::store::checkpoint::{Run, compare, newest_good};
@@ -31,14 +31,14 @@ use finetune::train::{Config, Engine, Layers, TrainState, Trainer, verify_resume
 /// the gradient of what reads them is 2^10 times as large.
 fn with_outlier(folder: &Path) -> PathBuf {
     let mut trainer = Trainer::new(Config::resolve(&Layers::default()).unwrap(), &mut |_| ()).unwrap();
-    let config = trainer.engine().model.config().clone();
+    let config = trainer.engine().model.spec().clone();
     let masters = trainer.engine().state.masters.parameters().clone();
     let scale = |name: &str, of_unit: &dyn Fn(usize) -> bool, factor: f32| {
         let change = |(i, x): (usize, &mut f32)| *x *= if of_unit(i) { factor } else { 1.0 };
         view::write_f32(masters.get(name).unwrap(), |values| values.iter_mut().enumerate().for_each(change)).unwrap();
     };
-    scale("h.1.mlp.c_fc.weight", &|i| i % config.n_inner == 7, 1024.0);
-    scale("h.1.mlp.c_proj.weight", &|i| i / config.n_embd == 7, 1.0 / 1024.0);
+    scale("h.1.mlp.c_fc.weight", &|i| i % config.inner == 7, 1024.0);
+    scale("h.1.mlp.c_proj.weight", &|i| i / config.width == 7, 1.0 / 1024.0);
     trainer.attach(Run::open(folder.join("source")).unwrap(), Emitter::new(None));
     trainer.save().unwrap();
     let model = folder.join("model");
@@ -151,7 +151,7 @@ fn a_checkpoint_says_which_weights_are_wide() {
         assert_eq!(weight.dtype(), if in_fallback { DType::F32 } else { DType::F16 }, "{name}");
         assert_eq!(stored.dtype.to_string(), if in_fallback { "F32" } else { "F16" }, "{name}");
         assert_eq!(stored.to_f32().unwrap(), values(weight), "{name}");
-        let gradient = trainer.engine().grads.born().get(name).unwrap();
+        let gradient = trainer.engine().grads.micro_batch().get(name).unwrap();
         assert_eq!(gradient.dtype(), weight.dtype(), "{name}");
     }
     assert_eq!(wide, 12);
@@ -242,8 +242,8 @@ fn values(tensor: &Tensor) -> Vec<f32> {
 }
 
 fn small(policy: PrecisionPolicy, grad_accum: usize) -> Engine {
-    let tiny = Gpt2Config::named("tiny").unwrap();
-    let shape = Gpt2Config { n_layer: 2, n_embd: 16, n_head: 2, n_inner: 64, vocab_size: 64, ..tiny };
+    let tiny = ModelSpec::named("tiny").unwrap();
+    let shape = ModelSpec { vocab_size: 64, ..tiny.resized(2, 16, 2) };
     let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
     let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
     let settings = Settings {
@@ -317,10 +317,10 @@ fn one_unit_in_fp32_among_others_in_fp16() {
         mixed.retype(unit, Dtype::F32).unwrap();
         let losses = [&mut mixed, &mut narrow, &mut exact].map(|engine| engine.step(&[batch(3)]).unwrap().loss);
         assert!((losses[0] - losses[2]).abs() < 1e-3 && losses[0].to_bits() != losses[1].to_bits(), "{losses:?}");
-        for (name, gradient) in mixed.grads.born().iter() {
+        for (name, gradient) in mixed.grads.micro_batch().iter() {
             let wide = if Unit::of(name) == unit { DType::F32 } else { DType::F16 };
             assert_eq!(gradient.dtype(), wide, "{name}");
-            let of = |engine: &Engine| values(engine.grads.born().get(name).unwrap());
+            let of = |engine: &Engine| values(engine.grads.micro_batch().get(name).unwrap());
             let (found, expected) = (of(&mixed), of(&exact));
             let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>().sqrt();
             let error = norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
@@ -333,13 +333,13 @@ fn one_unit_in_fp32_among_others_in_fp16() {
 #[test]
 fn decoding_follows_the_types_of_the_weights() {
     let mut engine = small(PrecisionPolicy::FP16, 1);
-    let mut cache = KvCache::new(engine.model.config(), PrecisionPolicy::FP16, 8, &Device::Cpu).unwrap();
+    let mut cache = KvCache::new(engine.model.spec(), PrecisionPolicy::FP16, 8, &Device::Cpu).unwrap();
     for unit in UNITS {
         engine.retype(unit, Dtype::F32).unwrap();
         let Engine { model, state, workspace, .. } = &mut engine;
         let ids = batch(5).inputs;
         let tokens = Tokens { ids: &ids, seq_len: 8 };
-        model.forward(&state.weights, tokens, Mode::Eval, workspace).unwrap();
+        model.forward(&state.weights, tokens, Mode::Eval, workspace, &mut ()).unwrap();
         let expected = workspace.hidden().narrow(0, 0, 8).unwrap();
         cache.truncate(0);
         model.decode(&state.weights, &ids[..5], &mut cache).unwrap();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use candle_core::{DType, Tensor};
-use finetune::engine::model::{Mode, Part, Place, Tokens, Watch};
+use finetune::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Tokens, Workspace};
 use finetune::precision::{Fp8Config, PrecisionPolicy};
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Emitter, Event, Record};
@@ -48,20 +48,22 @@ fn mantissa_bits(tensor: &Tensor) -> u32 {
         .unwrap()
 }
 
-/// What a pass shows: layer, part, and the bits of its values.
-#[derive(Default)]
-struct Bits(Vec<(String, u32)>);
+/// What a pass computes: layer, part, and the bits of its values.
+struct Bits {
+    spec: ModelSpec,
+    recorded: Vec<(String, u32)>,
+}
 
-impl Watch for Bits {
-    fn saw(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
-        self.0.push((format!("{layer} {}", part.name()), mantissa_bits(tensor)));
+impl Hook for Bits {
+    fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        self.recorded.push((format!("{} {}", self.spec.layer_name(layer), part.name()), mantissa_bits(tensor)));
         Ok(())
     }
 }
 
 impl Bits {
     fn of(&self, place: &str) -> u32 {
-        self.0.iter().find(|(seen, _)| seen == place).unwrap_or_else(|| panic!("{place} was not seen")).1
+        self.recorded.iter().find(|(name, _)| name == place).unwrap_or_else(|| panic!("{place} was not recorded")).1
     }
 }
 
@@ -69,19 +71,18 @@ impl Bits {
 fn what_enters_the_blocks_products_is_fp8_and_nothing_else_is() {
     let (trainer, _) = train(config(fp8(1)), 3);
     let engine = trainer.engine();
-    let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.born());
+    let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch());
     let ids: Vec<u32> = (0..32).map(|i| (i * 7) % 64 + 30).collect();
     let tokens = Tokens { ids: &ids, seq_len: 32 };
-    let shape = model.config();
-    let mut workspace =
-        finetune::engine::model::Workspace::new(shape, PrecisionPolicy::FP16, 1, 32, true, &candle_core::Device::Cpu)
-            .unwrap();
-    let layer = Fp8Layer::new(fp8(1), engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()));
-    let mut watch = (layer, Bits::default());
-    model.forward_watched(weights, tokens, Mode::Eval, &mut workspace, &mut watch).unwrap();
-    model.loss_and_head_gradient(weights, &ids, 100.0, &mut workspace, grads).unwrap();
-    model.backward_watched(weights, tokens, Mode::Eval, &mut workspace, grads, &mut watch).unwrap();
-    let bits = watch.1;
+    let shape = model.spec();
+    let device = candle_core::Device::Cpu;
+    let mut workspace = Workspace::for_training(shape, PrecisionPolicy::FP16, (1, 32), Keep::All, &device).unwrap();
+    let mut layer = Fp8Layer::new(fp8(1), engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()));
+    let mut bits = Bits { spec: shape.clone(), recorded: Vec::new() };
+    let hook = &mut (&mut layer, &mut bits);
+    model.forward(weights, tokens, Mode::Eval, &mut workspace, hook).unwrap();
+    model.loss_and_head_gradient(weights, &ids, 100.0, &workspace, grads, &mut ()).unwrap();
+    model.backward(weights, tokens, Mode::Eval, &mut workspace, grads, hook).unwrap();
     for place in ["ln_1 output", "attn output", "ln_2 output", "mlp.gelu output"] {
         assert!(bits.of(&format!("h.1.{place}")) <= 3, "{place}");
         assert!(bits.of(&format!("h.0.{place}")) > 3, "{place}");
@@ -95,8 +96,8 @@ fn what_enters_the_blocks_products_is_fp8_and_nothing_else_is() {
     for place in ["h.1.mlp.c_fc output", "h.1.attn.c_attn output", "h.1.mlp.c_fc weight_gradient"] {
         assert!(bits.of(place) > 3, "{place}: products are stored as ever");
     }
-    let seen = bits.0.iter().filter(|(place, _)| place.starts_with("h.1.")).count();
-    assert!(seen > 20 && Part::Output.is_forward());
+    let recorded = bits.recorded.iter().filter(|(place, _)| place.starts_with("h.1.")).count();
+    assert!(recorded > 20 && Part::Output.is_forward());
 }
 
 /// The masters move, and after an update the working copy is theirs, in FP16 and not in FP8.
@@ -152,7 +153,7 @@ fn first_variance() -> f64 {
     let variances =
         events.iter().find_map(|event| if let Event::Variances(v) = event { Some(v) } else { None }).unwrap();
     let names: Vec<_> = variances.layers.keys().map(String::as_str).collect();
-    let blocks = trainer.engine().model.config().n_layer;
+    let blocks = trainer.engine().model.spec().layers;
     assert_eq!((names.len(), names[0], *names.last().unwrap()), (blocks + 1, "h.0", "head"));
     variances.layers["h.1"]
 }
@@ -165,7 +166,7 @@ fn the_variance_is_that_of_the_unscaled_gradients_elements() {
     let scale =
         events.iter().find_map(|e| if let Event::Step(step) = e { Some(f64::from(step.loss_scale)) } else { None });
     let scale = scale.unwrap();
-    let born = trainer.engine().grads.born();
+    let born = trainer.engine().grads.micro_batch();
     let elements: Vec<f64> = born
         .iter()
         .filter(|(name, _)| name.starts_with("h.1."))

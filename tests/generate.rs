@@ -2,50 +2,52 @@
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::path::Path;
+use std::sync::Arc;
 
 use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
-use finetune::engine::model::{Gpt2, Gpt2Config, KvCache, Mode, Parameters, Tokens, Workspace, candle_dtype};
+use finetune::engine::kernels::Fused;
+use finetune::engine::model::{Decoder, KvCache, Mode, ModelSpec, Parameters, Tokens, Workspace, candle_dtype};
 use finetune::inference::generate::{Request, Sampling, Stop, generate};
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
 use finetune::train::Sampler;
 
 /// A golden model with its weights in the policy's compute type.
-fn golden(name: &str, policy: PrecisionPolicy) -> (Gpt2, Parameters) {
+fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {
     let folder = ModelFolder::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)).unwrap();
     let config = folder.config();
-    let masters = Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
+    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
     folder.read_parameters(&masters).unwrap();
     rounded(config, &masters, policy)
 }
 
-fn rounded(config: &Gpt2Config, masters: &Parameters, policy: PrecisionPolicy) -> (Gpt2, Parameters) {
+fn rounded(config: &ModelSpec, masters: &Parameters, policy: PrecisionPolicy) -> (Decoder, Parameters) {
     let weights = masters.zeros_like(candle_dtype(policy.compute)).unwrap();
     for (weight, master) in weights.tensors().iter().zip(masters.tensors()) {
         finetune::engine::kernels::view::copy(master, weight).unwrap();
     }
-    (Gpt2::new(config, &weights).unwrap(), weights)
+    (Decoder::new(config, &weights, Arc::new(Fused)).unwrap(), weights)
 }
 
 /// `tiny` with random weights, wide enough that it prefers different tokens at different places.
-fn tiny(policy: PrecisionPolicy) -> (Gpt2, Parameters) {
-    let config = Gpt2Config::named("tiny").unwrap();
-    let masters = Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
-    masters.initialise(0.3, config.n_layer, 5).unwrap();
+fn tiny(policy: PrecisionPolicy) -> (Decoder, Parameters) {
+    let config = ModelSpec { initializer_range: 0.3, ..ModelSpec::named("tiny").unwrap() };
+    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    masters.initialise(5).unwrap();
     rounded(&config, &masters, policy)
 }
 
 /// Logits of every position by the training pass over the whole sequence.
-fn full_logits(model: &Gpt2, weights: &Parameters, policy: PrecisionPolicy, ids: &[u32]) -> Tensor {
-    let mut workspace = Workspace::new(model.config(), policy, 1, ids.len(), false, &Device::Cpu).unwrap();
-    model.forward(weights, Tokens { ids, seq_len: ids.len() }, Mode::Eval, &mut workspace).unwrap();
+fn full_logits(model: &Decoder, weights: &Parameters, policy: PrecisionPolicy, ids: &[u32]) -> Tensor {
+    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (1, ids.len()), &Device::Cpu).unwrap();
+    model.forward(weights, Tokens { ids, seq_len: ids.len() }, Mode::Eval, &mut workspace, &mut ()).unwrap();
     model.logits(weights, workspace.hidden()).unwrap()
 }
 
 /// Logits of every position by the cached pass, fed in pieces of these lengths.
-fn cached_logits(cache: &mut KvCache, model: &Gpt2, weights: &Parameters, ids: &[u32], pieces: &[usize]) -> Tensor {
+fn cached_logits(cache: &mut KvCache, model: &Decoder, weights: &Parameters, ids: &[u32], pieces: &[usize]) -> Tensor {
     cache.truncate(0);
     let mut rest = ids;
     let logits: Vec<Tensor> = pieces
@@ -78,10 +80,10 @@ fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
             [(PrecisionPolicy::FP32, 1e-5), (PrecisionPolicy::FP16, 4e-3), (PrecisionPolicy::BF16, 3e-2)]
         {
             let (model, weights) = golden(name, policy);
-            let length = model.config().n_positions;
-            let ids: Vec<u32> = (0..length).map(|i| (7 * i as u32 + 3) % model.config().vocab_size as u32).collect();
+            let length = model.spec().context;
+            let ids: Vec<u32> = (0..length).map(|i| (7 * i as u32 + 3) % model.spec().vocab_size as u32).collect();
             let truth = full_logits(&model, &weights, policy, &ids);
-            let mut cache = KvCache::new(model.config(), policy, length, &Device::Cpu).unwrap();
+            let mut cache = KvCache::new(model.spec(), policy, length, &Device::Cpu).unwrap();
             for pieces in [vec![length], vec![1; length], vec![3, length - 5, 1, 1], vec![length - 1, 1]] {
                 let logits = cached_logits(&mut cache, &model, &weights, &ids, &pieces);
                 let distance = distance(&logits, &truth);
@@ -94,7 +96,7 @@ fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
 #[test]
 fn a_truncated_cache_goes_on_from_there() {
     let (model, weights) = golden("deep", PrecisionPolicy::FP32);
-    let mut cache = KvCache::new(model.config(), PrecisionPolicy::FP32, 12, &Device::Cpu).unwrap();
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 12, &Device::Cpu).unwrap();
     model.decode(&weights, &[1, 2, 3, 4, 5, 6], &mut cache).unwrap();
     cache.truncate(3);
     let after = model.decode(&weights, &[9, 8], &mut cache).unwrap().copy().unwrap();
@@ -106,9 +108,9 @@ fn a_truncated_cache_goes_on_from_there() {
 #[test]
 fn a_cache_refuses_what_does_not_fit() {
     let (model, weights) = golden("narrow", PrecisionPolicy::FP32);
-    let context = model.config().n_positions;
-    assert!(KvCache::new(model.config(), PrecisionPolicy::FP32, context + 1, &Device::Cpu).is_err());
-    let mut cache = KvCache::new(model.config(), PrecisionPolicy::FP32, 4, &Device::Cpu).unwrap();
+    let context = model.spec().context;
+    assert!(KvCache::new(model.spec(), PrecisionPolicy::FP32, context + 1, &Device::Cpu).is_err());
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 4, &Device::Cpu).unwrap();
     assert!(model.decode(&weights, &[0; 5], &mut cache).is_err());
     assert!(model.decode(&weights, &[], &mut cache).is_err());
     assert!(model.decode(&weights, &[u32::MAX], &mut cache).is_err(), "an id outside the vocabulary");
@@ -117,14 +119,14 @@ fn a_cache_refuses_what_does_not_fit() {
 
 /// Tokens that `model` generates after `prompt`, and why it stopped.
 fn tokens(
-    (model, weights): &(Gpt2, Parameters),
+    (model, weights): &(Decoder, Parameters),
     capacity: usize,
     prompt: &[u32],
     max_tokens: usize,
     eos: Option<u32>,
     sampling: &Sampling,
 ) -> (Vec<u32>, Stop) {
-    let mut cache = KvCache::new(model.config(), PrecisionPolicy::FP32, capacity, &Device::Cpu).unwrap();
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, capacity, &Device::Cpu).unwrap();
     let mut ids = Vec::new();
     let request = Request { prompt, max_tokens, eos, sampling };
     let receive = |id| {
@@ -201,7 +203,7 @@ fn a_full_context_ends_it() {
 #[test]
 fn who_wants_no_more_gets_no_more() {
     let (model, weights) = tiny(PrecisionPolicy::FP32);
-    let mut cache = KvCache::new(model.config(), PrecisionPolicy::FP32, 20, &Device::Cpu).unwrap();
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 20, &Device::Cpu).unwrap();
     let request = Request { prompt: &[1], max_tokens: 9, eos: None, sampling: &GREEDY };
     let mut count = 0;
     let stop = generate(&model, &weights, &mut cache, request, |_| {

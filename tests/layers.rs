@@ -13,7 +13,7 @@ mod common {
 use candle_core::{DType, Device, Result, Tensor, Var};
 use common::compare::{relative, values};
 use common::oracle;
-use finetune::engine::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE, TileLimit, head};
+use finetune::engine::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE, head};
 use finetune::engine::kernels::view::zeros;
 use finetune::engine::kernels::{attention, embedding, gelu, layer_norm, linear, residual};
 
@@ -271,19 +271,14 @@ fn heads_with_cross_entropy() {
             engine: &|inputs, seed| {
                 let (x, weight) = (&inputs[0], &inputs[1]);
                 let seed = values(seed)[0] as f32;
-                let workspace = HeadWorkspace::lay_out(
-                    rows,
-                    vocab,
-                    width,
-                    x.dtype(),
-                    Some(x.dtype()),
-                    TileLimit::Cpu,
-                    &|shape, dtype| Tensor::zeros(shape, dtype, &Device::Cpu),
-                )?;
+                let workspace =
+                    HeadWorkspace::lay_out(rows, vocab, width, x.dtype(), Some(x.dtype()), &|shape, dtype| {
+                        Tensor::zeros(shape, dtype, &Device::Cpu)
+                    })?;
                 let (dx, dweight) = (like(x)?, like(weight)?);
                 let gradient = HeadGradient { seed, dx: &dx, dweight: &dweight };
-                let loss = head(x, weight, &targets, &workspace, Some(gradient), |_, _, _| Ok(()))?;
-                assert_eq!(loss, head(x, weight, &targets, &workspace, None, |_, _, _| Ok(()))?);
+                let loss = head(x, weight, &targets, &workspace, Some(gradient), &mut |_, _, _| Ok(()))?;
+                assert_eq!(loss, head(x, weight, &targets, &workspace, None, &mut |_, _, _| Ok(()))?);
                 Ok((Tensor::new(loss as f32, &Device::Cpu)?, vec![dx, dweight]))
             },
         }

@@ -13,7 +13,7 @@ use std::sync::LazyLock;
 
 use finetune::Error;
 use finetune::data::{Loader, Source, Tokenizer};
-use finetune::engine::model::Gpt2Config;
+use finetune::engine::model::ModelSpec;
 use finetune::store::tensor_file::Header;
 use finetune::telemetry::{Event, EventLog, Record, Trouble, VERSION, read};
 use finetune::train::{Config, Layers};
@@ -469,7 +469,7 @@ proptest! {
 
     #[test]
     fn model_config_changed(changes in changes()) {
-        let _ = bounded(|| Gpt2Config::from_json(&changed(GOOD_MODEL.as_bytes(), &changes), "config.json"));
+        let _ = bounded(|| ModelSpec::from_json(&changed(GOOD_MODEL.as_bytes(), &changes), "config.json"));
     }
 }
 
@@ -490,7 +490,7 @@ fn unchanged_ones_are_accepted() {
     fs::write(&path, GOOD_ROWS).unwrap();
     Loader::new(folder().join("good")).load_whole(&Source::Path(path), &Tokenizer::byte()).unwrap();
     assert_eq!(Header::parse(&tensors(GOOD_HEADER.as_bytes())).unwrap().entries().len(), 2);
-    Gpt2Config::from_json(GOOD_MODEL.as_bytes(), "config.json").unwrap();
+    ModelSpec::from_json(GOOD_MODEL.as_bytes(), "config.json").unwrap();
 }
 
 /// A key of 100,000 parts would nest as many tables.

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use candle_core::Device;
 use finetune::data::grammar;
-use finetune::engine::model::Gpt2Config;
+use finetune::engine::model::ModelSpec;
 use finetune::precision::ScalerPolicy;
 use finetune::random::{Domain, Stream};
 use finetune::store::checkpoint::Run;
@@ -150,7 +150,7 @@ fn tiny_on_grammar_with_spikes() {
 #[ignore = "minutes, and needs GPT-2's tokenizer and Tiny Shakespeare; see above"]
 fn narrow_distilgpt2_on_tiny_shakespeare() {
     let folder = tempfile::tempdir().unwrap();
-    let shape = Gpt2Config { n_embd: 64, n_head: 4, n_inner: 256, ..Gpt2Config::named("distilgpt2").unwrap() };
+    let shape = ModelSpec::named("distilgpt2").unwrap().resized(6, 64, 4);
     let masters = TrainState::random_masters(&shape, 11, &Device::Cpu).unwrap();
     let tensors: HashMap<_, _> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();

@@ -13,7 +13,7 @@ use candle_core::Device;
 use common::engine::{Settings, engine};
 use finetune::data::{BatchLoader, TokenSource, grammar};
 use finetune::engine::kernels::view;
-use finetune::engine::model::Gpt2Config;
+use finetune::engine::model::ModelSpec;
 use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{FloatFormat, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::train::{Engine, Outcome, TrainState};
@@ -31,7 +31,7 @@ enum Masters {
 
 /// `tiny` with random weights before its first step, and its batches; both the same in every run.
 fn start(policy: PrecisionPolicy, scaler: GradScaler, lr: f64) -> (Engine, BatchLoader) {
-    let config = Gpt2Config::named("tiny").unwrap();
+    let config = ModelSpec::named("tiny").unwrap();
     let settings = Settings {
         policy,
         scaler,

@@ -15,12 +15,14 @@ mod common {
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 
 use candle_core::Device;
 use common::golden::Case;
 use common::python::{python, run_script};
 use finetune::data::{Batch, BatchLoader, TokenSource, Tokenizer, grammar};
-use finetune::engine::model::{Gpt2, Mode, Tokens, Workspace};
+use finetune::engine::kernels::Fused;
+use finetune::engine::model::{Decoder, Mode, Tokens, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
 
@@ -90,11 +92,12 @@ fn batch() -> Batch {
 /// The engine's loss in FP32 from the weights in `folder`.
 fn loss_of(folder: &Path, batch: &Batch) -> f64 {
     let (config, weights) = common::engine::read_model(folder);
-    let model = Gpt2::new(&config, &weights).unwrap();
+    let model = Decoder::new(&config, &weights, Arc::new(Fused)).unwrap();
     let shape = (batch.batch_size, batch.seq_len);
-    let mut workspace = Workspace::new(&config, PrecisionPolicy::FP32, shape.0, shape.1, false, &Device::Cpu).unwrap();
+    let mut workspace =
+        Workspace::for_evaluation(&config, PrecisionPolicy::FP32, (shape.0, shape.1), &Device::Cpu).unwrap();
     let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
-    model.forward(&weights, tokens, Mode::Eval, &mut workspace).unwrap();
+    model.forward(&weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
     model.loss(&weights, &batch.targets, &workspace).unwrap() / batch.target_count as f64
 }
 

@@ -5,7 +5,7 @@ use crate::data::Batch;
 use crate::engine::kernels::allocator::Allocations;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
-use crate::engine::model::Gpt2Config;
+use crate::engine::model::ModelSpec;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::ModelFolder;
@@ -85,19 +85,19 @@ impl BenchArgs {
         config
     }
 
-    fn shape(&self) -> Result<Gpt2Config> {
-        let mut shape = match Gpt2Config::named(&self.model) {
+    fn shape(&self) -> Result<ModelSpec> {
+        let mut shape = match ModelSpec::named(&self.model) {
             Some(shape) => shape,
             None if Path::new(&self.model).is_dir() => ModelFolder::open(&self.model)?.config().clone(),
             None => {
-                let names = Gpt2Config::NAMES.join(", ");
+                let names = ModelSpec::names().join(", ");
                 let message = format!("`{}` is neither a folder nor one of {names}", self.model);
                 return Err(Error::config("--model", message));
             }
         };
-        shape.n_layer = self.layers.unwrap_or(shape.n_layer);
-        if self.seq_len > shape.n_positions {
-            let message = format!("{} exceeds the context of {} tokens", self.seq_len, shape.n_positions);
+        shape.layers = self.layers.unwrap_or(shape.layers);
+        if self.seq_len > shape.context {
+            let message = format!("{} exceeds the context of {} tokens", self.seq_len, shape.context);
             return Err(Error::config("--seq-len", message));
         }
         Ok(shape)
@@ -161,15 +161,15 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
 
 /// Floating-point operations of a step, counted as is usual: six for each weight of a product and each token, and those of
 /// causal attention once.
-fn operations(args: &BenchArgs, shape: &Gpt2Config) -> f64 {
+fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
-    let (layers, width, vocab) = (shape.n_layer, shape.n_embd, shape.vocab_size);
-    let weights = layers * (4 * width * width + 2 * width * shape.n_inner) + width * vocab;
+    let (layers, width, vocab) = (shape.layers, shape.width, shape.vocab_size);
+    let weights = layers * (4 * width * width + 2 * width * shape.inner) + width * vocab;
     (6.0 * weights as f64 + 6.0 * (layers * width * args.seq_len) as f64) * tokens as f64
 }
 
 /// The figures of a run.
-fn summary(args: &BenchArgs, shape: &Gpt2Config, samples: &[Sample]) -> serde_json::Value {
+fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let step = median(samples.iter().map(|sample| sample.wall));
     let gflops = operations(args, shape) / step.as_secs_f64() / 1e9;
@@ -180,7 +180,7 @@ fn summary(args: &BenchArgs, shape: &Gpt2Config, samples: &[Sample]) -> serde_js
         "who": "finetune",
         "version": env!("CARGO_PKG_VERSION"),
         "model": args.model,
-        "layers": shape.n_layer,
+        "layers": shape.layers,
         "dtype": args.dtype.to_string(),
         "batch": args.batch_size,
         "seq": args.seq_len,

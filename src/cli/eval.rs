@@ -38,7 +38,7 @@ pub(super) struct EvalArgs {
 /// Evaluates and writes the result to `out`.
 pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     let trained = args.model.model.open()?;
-    let windows = Windows::new(trained.config.n_positions, args.seq_len, args.stride, args.batch_size)?;
+    let windows = Windows::new(trained.config.context, args.seq_len, args.stride, args.batch_size)?;
     let (data, text) = match &args.data {
         Some(data) => whole(data, &trained)?,
         None => validation(&trained)?,

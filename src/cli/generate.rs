@@ -49,7 +49,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     sampling.validate()?;
     let trained = args.model.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
-    let context = trained.config.n_positions;
+    let context = trained.config.context;
     if prompt.len() > context {
         let message = format!("its {} tokens exceed the context of {context}; shorten it", prompt.len());
         return Err(Error::config("--prompt", message));

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
-use crate::engine::model::Gpt2Config;
+use crate::engine::model::ModelSpec;
 use crate::lab::screen::{self, Adjust, Field, Instrument, Theme};
 use crate::lab::{
     Bits, Comparison, Extent, Memory, Overflows, Page, Ranges, RunFigures, Scaling, UlpGrid, apply_setting, log_normal,
@@ -280,7 +280,7 @@ impl MemoryArgs {
         let seq = self.seq.or_else(|| setting("/train/seq_len")).unwrap_or(32);
         let accum = self.grad_accum.or_else(|| setting("/train/grad_accum")).unwrap_or(1);
         let (name, config) = match (&self.model, run) {
-            (None, Some(run)) => (run.started.model.clone(), shape_of(run)),
+            (None, Some(run)) => (run.started.model.clone(), shape_of(run)?),
             (name, _) => {
                 let name = name.as_deref().unwrap_or("distilgpt2");
                 (name.to_owned(), model_named(name)?)
@@ -299,19 +299,13 @@ impl MemoryArgs {
 }
 
 /// The shape of a run's model, a tied head assumed where the number of parameters does not say otherwise.
-fn shape_of(run: &RunFigures) -> Gpt2Config {
+fn shape_of(run: &RunFigures) -> Result<ModelSpec> {
     let shape = run.started.shape;
-    let tied = Gpt2Config {
-        vocab_size: shape.vocab_size,
-        n_positions: shape.n_positions,
-        n_embd: shape.n_embd,
-        n_layer: shape.n_layer,
-        n_head: shape.n_head,
-        n_inner: 4 * shape.n_embd,
-        ..Gpt2Config::default()
-    };
-    let tie_word_embeddings = run.started.parameters <= tied.parameter_count();
-    Gpt2Config { tie_word_embeddings, ..tied }
+    let (vocab_size, context) = (shape.vocab_size, shape.n_positions);
+    let base = model_named("gpt2")?.resized(shape.n_layer, shape.n_embd, shape.n_head);
+    let spec = ModelSpec { vocab_size, context, ..base };
+    let tied = run.started.parameters <= spec.parameter_count();
+    Ok(ModelSpec { tied, ..spec })
 }
 
 /// Reads `16G`, `512M`, `1.5GiB`; units are binary.

@@ -1,7 +1,7 @@
-//! The engine's fused operations, one file an operation, and what they share.
+//! What a decoder is computed with: the operations as the trait [`Kernels`], and who implements them.
 //!
-//! An operation reads and writes whole candle tensors; its storage may be FP32, FP16 or BF16. What is not linear, and
-//! every sum, is computed in FP32. Softmax, layer-norm statistics and losses never exist in half precision.
+//! An operation reads and writes whole candle tensors of one device; their storage may be FP32, FP16 or BF16. What is not
+//! linear, and every sum, is computed in FP32. Softmax, norms' statistics and losses never exist in half precision.
 
 #![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
 
@@ -16,6 +16,7 @@ pub mod decode_attention;
 pub mod dropout;
 pub mod embedding;
 pub mod fp8;
+mod fused;
 pub mod gelu;
 pub mod isa;
 pub mod layer_norm;
@@ -27,3 +28,243 @@ pub mod residual;
 pub mod rows;
 pub mod survey;
 pub mod view;
+
+pub use fused::Fused;
+
+use crate::precision::FloatFormat;
+use adamw::{AdamWStep, Moments};
+use attention::Shape;
+use candle_core::{DType, Result, Tensor};
+use cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace};
+use decode_attention::KeyValues;
+use dropout::Dropout;
+use std::fmt;
+use survey::TensorSurvey;
+use view::Allocate;
+
+/// The normalisation in front of attention, MLP and head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norm {
+    /// Layer normalisation with weight and bias (Ba, Kiros and Hinton, 2016).
+    Layer,
+    /// Root mean square normalisation with a weight (Zhang and Sennrich, 2019).
+    Rms {
+        /// The factor is 1 + weight, as Gemma has it.
+        unit_offset: bool,
+    },
+}
+
+/// What the MLP applies between its products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// GELU in its tanh form (Hendrycks and Gimpel, 2016).
+    Gelu,
+    /// `silu(gate) * up` (Shazeer, 2020).
+    GatedSilu,
+    /// `gelu(gate) * up`, tanh form.
+    GatedGelu,
+}
+
+impl Activation {
+    /// Whether the first product has a gate beside it.
+    pub const fn is_gated(self) -> bool {
+        !matches!(self, Self::Gelu)
+    }
+}
+
+/// How a weight matrix lies in memory and in files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightLayout {
+    /// `[in, out]`, GPT-2's `Conv1D`.
+    InOut,
+    /// `[out, in]`, `torch.nn.Linear`.
+    OutIn,
+}
+
+/// How rows are normalised.
+#[derive(Clone, Copy, Debug)]
+pub struct NormSettings {
+    /// The formula.
+    pub norm: Norm,
+    /// What is added under the root.
+    pub eps: f32,
+}
+
+/// A norm's output and the statistics its backward pass needs.
+#[derive(Debug)]
+pub struct Normed<T = Tensor> {
+    /// `[N, D]`, compute type.
+    pub out: T,
+    /// `[N]`, FP32; layer norms only.
+    pub mean: Option<T>,
+    /// `[N]`, FP32.
+    pub rstd: T,
+}
+
+impl<T> Normed<T> {
+    /// Buffers for `rows` rows of `width`.
+    pub fn lay_out(norm: Norm, rows: usize, width: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
+        let statistics = || allocate(&[rows], DType::F32);
+        Ok(Self {
+            out: allocate(&[rows, width], compute)?,
+            mean: (norm == Norm::Layer).then(statistics).transpose()?,
+            rstd: statistics()?,
+        })
+    }
+}
+
+/// What tokens become vectors with.
+#[derive(Clone, Copy, Debug)]
+pub struct Embedding<'a> {
+    /// `[V, D]`.
+    pub table: &'a Tensor,
+    /// `[C, D]`, the learned position embedding; row 0 belongs to the first token of a sequence.
+    pub positions: Option<&'a Tensor>,
+    /// Token ids, sequence after sequence.
+    pub ids: &'a [u32],
+    /// Tokens in a sequence.
+    pub seq_len: usize,
+    /// Acts on the sum.
+    pub dropout: Option<Dropout>,
+}
+
+/// Is called with what the head computes, and the row of the whole that its first row is.
+pub type HeadHook<'a> = &'a mut dyn FnMut(HeadTensor, usize, &Tensor) -> Result<()>;
+
+/// The operations of a decoder. Results go into tensors that exist already; N counts tokens. Every implementation rounds
+/// where the storage type of a result asks for it, and nowhere else.
+pub trait Kernels: fmt::Debug + Send + Sync {
+    /// `x = 0`.
+    fn zero(&self, x: &Tensor) -> Result<()>;
+
+    /// `out = x`, rounded to `out`'s type.
+    fn copy(&self, x: &Tensor, out: &Tensor) -> Result<()>;
+
+    /// `out += x`, the sum formed in FP32.
+    fn accumulate(&self, x: &Tensor, out: &Tensor) -> Result<()>;
+
+    /// `out[n] = dropout(table[ids[n]] + positions[n % seq_len])` for `out [N, D]` of the residual type. An id outside the
+    /// vocabulary is an error.
+    fn embed(&self, embedding: Embedding<'_>, out: &Tensor) -> Result<()>;
+
+    /// Adds the gradient of the table to `dtable [V, D]` and writes that of the positions, given that of the output,
+    /// `dx [N, D]`. `order` is scratch of N numbers.
+    fn embed_backward(
+        &self,
+        embedding: Embedding<'_>,
+        dx: &Tensor,
+        order: &mut [u32],
+        dtable: &Tensor,
+        dpositions: Option<&Tensor>,
+    ) -> Result<()>;
+
+    /// Normalises each row of `x [N, D]` (residual type); `bias` is there for layer norms only.
+    fn norm(
+        &self,
+        settings: NormSettings,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        to: &Normed,
+    ) -> Result<()>;
+
+    /// Adds the gradient with respect to `x` to `dx [N, D]` (residual type) and writes those of weight and bias.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
+    fn norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: &Tensor,
+        x: &Tensor,
+        weight: &Tensor,
+        normed: &Normed,
+        dx: &Tensor,
+        dweight: &Tensor,
+        dbias: Option<&Tensor>,
+    ) -> Result<()>;
+
+    /// `y [N, O] = x [N, I] · weight + bias [O]`, summed in FP32 and rounded once.
+    fn linear(
+        &self,
+        layout: WeightLayout,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+    ) -> Result<()>;
+
+    /// `dx = dy · weightᵀ`.
+    fn linear_input_gradient(&self, layout: WeightLayout, dy: &Tensor, weight: &Tensor, dx: &Tensor) -> Result<()>;
+
+    /// `dweight = xᵀ · dy`, laid out as the weight is, and `dbias = Σ_rows dy`, in the gradients' type.
+    fn linear_weight_gradient(
+        &self,
+        layout: WeightLayout,
+        x: &Tensor,
+        dy: &Tensor,
+        dweight: &Tensor,
+        dbias: Option<&Tensor>,
+    ) -> Result<()>;
+
+    /// Causal attention of packed `qkv [N, (H + 2·KV)·head_dim]` into `out [N, H·head_dim]`; `lse [B·H·T]` (FP32) receives
+    /// each row's log-sum-exp. Dropout acts on the softmax's output.
+    fn attention(&self, shape: Shape, qkv: &Tensor, dropout: Option<Dropout>, out: &Tensor, lse: &Tensor)
+    -> Result<()>;
+
+    /// `dqkv` from `dout` and the forward pass's operands and results.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
+    fn attention_backward(
+        &self,
+        shape: Shape,
+        dout: &Tensor,
+        qkv: &Tensor,
+        out: &Tensor,
+        lse: &Tensor,
+        dropout: Option<Dropout>,
+        dqkv: &Tensor,
+    ) -> Result<()>;
+
+    /// Attention of new tokens over cached keys and values; see [`KeyValues::attend`].
+    fn decode_attention(&self, cache: &KeyValues, past: usize, qkv: &Tensor, out: &Tensor) -> Result<()>;
+
+    /// `y [N, F] = activation(x)`; a gated one takes `x [N, 2·F]`, the gate in front.
+    fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<()>;
+
+    /// The gradient with respect to `x` into `dx`, given that of the output, `dy`. Without a gate `dx` is `dy`, and the
+    /// gradient is formed in place.
+    fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()>;
+
+    /// `out = stream + dropout(branch)`, all `[N, D]`; the sum is formed in FP32 and rounded to the residual type.
+    fn add_branch(&self, stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<()>;
+
+    /// `branch = dropout(stream)`: the residual stream's gradient as the branch receives it (compute type).
+    fn branch_gradient(&self, stream: &Tensor, dropout: Option<Dropout>, branch: &Tensor) -> Result<()>;
+
+    /// Sum of the losses `-log softmax(x · weightᵀ)[target]` over rows whose target is not
+    /// [`IGNORE`](cross_entropy::IGNORE), for `x [N, D]` and `weight [V, D]`, in nats; with `gradient` its derivatives too.
+    fn head(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        targets: &[u32],
+        workspace: &HeadWorkspace,
+        gradient: Option<HeadGradient<'_>>,
+        hook: HeadHook<'_>,
+    ) -> Result<f64>;
+
+    /// Statistics of a tensor; a value counts as subnormal below the smallest normal value of `format`.
+    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey>;
+
+    /// The sum of a tensor's values.
+    fn sum(&self, tensor: &Tensor) -> Result<f64>;
+
+    /// One update of AdamW. `weight`, the working copy, takes the new master rounded; `None` where the master itself is the
+    /// working copy.
+    fn adamw(
+        &self,
+        numbers: AdamWStep,
+        grad: &Tensor,
+        master: &Tensor,
+        moments: Moments<'_>,
+        weight: Option<&Tensor>,
+    ) -> Result<()>;
+}

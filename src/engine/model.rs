@@ -1,12 +1,16 @@
-//! GPT-2: its shape, its parameters and its layers.
+//! Decoders: what a family of models is, as data, and the one walk over its layers.
 
-mod config;
+mod architecture;
+mod decoder;
 mod gpt2;
+mod hook;
 mod layers;
 mod parameters;
-mod watch;
+mod spec;
+mod workspace;
 
-pub use config::Gpt2Config;
-pub use gpt2::{Gpt2, KvCache, Mode, Tokens, Workspace, WorkspaceBytes, candle_dtype};
-pub use parameters::{Entry, Parameters};
-pub use watch::{Layer, Part, Place, Watch};
+pub use decoder::{Decoder, KvCache, Mode, Tokens};
+pub use hook::{Hook, Part, Place};
+pub use parameters::Parameters;
+pub use spec::{Biases, DropoutRates, Family, Init, Layer, LinearRole, ModelSpec, NormRole, Op, ParamSpec};
+pub use workspace::{Keep, Workspace, WorkspaceBytes, candle_dtype};

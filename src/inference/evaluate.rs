@@ -4,7 +4,7 @@
 //! prediction is taken from the window in which it has more tokens before it: at least `seq_len - stride`.
 
 use crate::data::{IGNORE_INDEX, TokenSource};
-use crate::engine::model::{Gpt2, Mode, Parameters, Tokens, Workspace};
+use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::Device;
@@ -72,7 +72,7 @@ pub struct Evaluation {
 /// Evaluates a model on `tokens`, of which each stands for `bytes_per_token` bytes on average; `progress` hears the
 /// windows done after every batch.
 pub fn evaluate(
-    model: &Gpt2,
+    model: &Decoder,
     weights: &Parameters,
     policy: PrecisionPolicy,
     tokens: &TokenSource,
@@ -83,7 +83,7 @@ pub fn evaluate(
     let Windows { seq_len, batch_size, .. } = windows;
     let count = windows.count(tokens.len());
     let batch_size = batch_size.min(count.max(1));
-    let mut workspace = Workspace::new(model.config(), policy, batch_size, seq_len, false, &Device::Cpu)?;
+    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &Device::Cpu)?;
     let mut ids = vec![0; batch_size * seq_len];
     let mut targets = vec![IGNORE_INDEX; batch_size * seq_len];
     let (mut loss, mut predicted) = (0.0, 0);
@@ -99,7 +99,7 @@ pub fn evaluate(
             tokens.read_targets(start + 1, &mut targets[..length]);
             targets[..done.min(length)].fill(IGNORE_INDEX);
         }
-        model.forward(weights, Tokens { ids: &ids, seq_len }, Mode::Eval, &mut workspace)?;
+        model.forward(weights, Tokens { ids: &ids, seq_len }, Mode::Eval, &mut workspace, &mut ())?;
         loss += model.loss(weights, &targets, &workspace)?;
         predicted += targets.iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
         progress(count.min(first + batch_size));

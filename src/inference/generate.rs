@@ -5,7 +5,7 @@ mod stream;
 pub use stream::TextStream;
 
 use crate::data::Tokenizer;
-use crate::engine::model::{Gpt2, KvCache, Parameters};
+use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use candle_transformers::generation::LogitsProcessor;
@@ -98,7 +98,7 @@ pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
 /// # Errors
 /// [`Error::Model`] where the model's logits are not finite; what `receive` returns.
 pub fn generate(
-    model: &Gpt2,
+    model: &Decoder,
     weights: &Parameters,
     cache: &mut KvCache,
     request: Request<'_>,

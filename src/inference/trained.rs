@@ -1,15 +1,17 @@
 //! A model that is there to be used: a Hugging Face folder, one checkpoint, or the newest good checkpoint of a run.
 
 use crate::data::Tokenizer;
+use crate::engine::kernels::Fused;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view;
-use crate::engine::model::{Gpt2, Gpt2Config, Parameters, candle_dtype};
+use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, FloatFormat, PrecisionPolicy};
 use crate::store::ModelFolder;
 use crate::store::checkpoint::{Checkpoint, Damage, newest_good, verify};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A model with its tokenizer, before its weights are read.
 #[derive(Debug)]
@@ -17,7 +19,7 @@ pub struct TrainedModel {
     /// The folder that the weights are in.
     pub path: PathBuf,
     /// The model's shape.
-    pub config: Gpt2Config,
+    pub config: ModelSpec,
     /// Its tokenizer.
     pub tokenizer: Tokenizer,
     /// Newer checkpoints of the run that are damaged and were passed over.
@@ -68,7 +70,7 @@ impl TrainedModel {
 
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened.
     pub fn masters(&self) -> Result<Parameters> {
-        let masters = Parameters::zeros(&self.config.parameter_shapes(), DType::F32, &Device::Cpu)?;
+        let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
         match &self.weights {
             Weights::Folder(folder) => folder.read_parameters(&masters)?,
             Weights::Checkpoint(checkpoint) => checkpoint.read_masters(&masters)?,
@@ -94,9 +96,9 @@ impl TrainedModel {
     }
 
     /// The model, and its weights in the policy's compute type.
-    pub fn load(&self, policy: PrecisionPolicy) -> Result<(Gpt2, Parameters)> {
+    pub fn load(&self, policy: PrecisionPolicy) -> Result<(Decoder, Parameters)> {
         let weights = self.weights(policy.compute)?;
-        Ok((Gpt2::new(&self.config, &weights)?, weights))
+        Ok((Decoder::new(&self.config, &weights, Arc::new(Fused))?, weights))
     }
 }
 
@@ -128,7 +130,7 @@ fn open_step(path: &Path) -> Result<Weights> {
     }
 }
 
-fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &Gpt2Config) -> Result<()> {
+fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &ModelSpec) -> Result<()> {
     let (tokens, rows) = (tokenizer.vocab_size(), config.vocab_size);
     if tokens <= rows {
         return Ok(());

@@ -3,8 +3,7 @@
 use serde::Serialize;
 
 use super::page::{Line, Page, Role};
-use crate::engine::kernels::cross_entropy::TileLimit;
-use crate::engine::model::Gpt2Config;
+use crate::engine::model::{Keep, ModelSpec};
 use crate::precision::PrecisionPolicy;
 use crate::train::{EngineBytes, largest_batch};
 use crate::{Error, Result};
@@ -133,7 +132,7 @@ impl Memory {
     /// Reckons every recipe for `batch` sequences of `seq_len` tokens; `process` is what the program takes by itself.
     pub fn new(
         model: &str,
-        config: &Gpt2Config,
+        config: &ModelSpec,
         (batch, seq_len, grad_accum): (usize, usize, usize),
         budget: Option<u64>,
         process: u64,
@@ -170,13 +169,13 @@ impl Memory {
 
     /// The bytes of this engine's buffers, as the types that allocate them tell.
     pub fn engine(
-        config: &Gpt2Config,
+        config: &ModelSpec,
         policy: PrecisionPolicy,
         batch: usize,
         seq_len: usize,
         grad_accum: usize,
     ) -> Result<Vec<Item>> {
-        let bytes = EngineBytes::new(config, policy, [batch, seq_len, grad_accum], TileLimit::Cpu)?;
+        let bytes = EngineBytes::new(config, policy, [batch, seq_len, grad_accum], Keep::All)?;
         let item = |group, bytes| Item { group, bytes };
         Ok(vec![
             item(Group::Weights, bytes.weights),
@@ -184,7 +183,7 @@ impl Memory {
             item(Group::Gradients, bytes.gradients),
             item(Group::Adam, bytes.adam),
             item(Group::Activations, bytes.activations),
-            item(Group::Buffers, bytes.passing),
+            item(Group::Buffers, bytes.scratch),
         ])
     }
 
@@ -298,9 +297,9 @@ fn total(items: &[Item]) -> u64 {
 /// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes a layer in half
 /// precision; and FP32 logits. FP32 takes twice that; FP8 stores the inputs of the four products, 14 of the 34 bytes, in
 /// half.
-fn textbook(config: &Gpt2Config, recipe: Recipe, batch: usize, seq_len: usize) -> Vec<Item> {
+fn textbook(config: &ModelSpec, recipe: Recipe, batch: usize, seq_len: usize) -> Vec<Item> {
     let [b, s, h, a, layers, vocab] =
-        [batch, seq_len, config.n_embd, config.n_head, config.n_layer, config.vocab_size].map(|dim| dim as u64);
+        [batch, seq_len, config.width, config.heads, config.layers, config.vocab_size].map(|dim| dim as u64);
     let parameters = config.parameter_count();
     let (weights, masters, gradients, linear) = match recipe {
         Recipe::Fp32 => (4, 0, 4, 2 * 34),
@@ -324,24 +323,21 @@ fn largest(budget: Option<u64>, bytes: impl Fn(usize) -> u64) -> Option<usize> {
     largest_batch(budget?, bytes)
 }
 
-/// The model that goes by `name`: one of [`Gpt2Config::NAMES`]; `7b`, GPT-3's 6.7B; or a number of parameters such as
+/// The model that goes by `name`: one of [`ModelSpec::names`]; `7b`, GPT-3's 6.7B; or a number of parameters such as
 /// `350M` or `1.3B`, which gets the depth at which a GPT-2 of width 128 × depth comes nearest.
-pub fn model_named(name: &str) -> Result<Gpt2Config> {
-    if let Some(config) = Gpt2Config::named(name) {
+pub fn model_named(name: &str) -> Result<ModelSpec> {
+    if let Some(config) = ModelSpec::named(name) {
         return Ok(config);
     }
-    let base = Gpt2Config { n_positions: 2048, ..Gpt2Config::default() };
-    let shape = |layers: usize| {
-        let width = 128 * layers;
-        Gpt2Config { n_layer: layers, n_embd: width, n_inner: 4 * width, n_head: layers, ..base.clone() }
+    let unknown = || {
+        let known = ModelSpec::names().join("`, `");
+        Error::config("model", format!("`{name}` is not one of `{known}`, `7b`, nor a number such as `350M`"))
     };
+    let base = ModelSpec { context: 2048, ..ModelSpec::named("gpt2").ok_or_else(unknown)? };
+    let shape = |layers: usize| base.clone().resized(layers, 128 * layers, layers);
     if name.eq_ignore_ascii_case("7b") {
         return Ok(shape(32));
     }
-    let unknown = || {
-        let known = Gpt2Config::NAMES.join("`, `");
-        Error::config("model", format!("`{name}` is not one of `{known}`, `7b`, nor a number such as `350M`"))
-    };
     let (digits, unit) = match name.char_indices().last().ok_or_else(unknown)? {
         (at, 'k' | 'K') => (&name[..at], 1e3),
         (at, 'm' | 'M') => (&name[..at], 1e6),

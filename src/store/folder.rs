@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::digest::read_at_most;
 use crate::engine::kernels::view;
-use crate::engine::model::{Gpt2Config, Parameters};
+use crate::engine::model::{Layer, ModelSpec, Op, Parameters};
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
@@ -22,7 +22,7 @@ const MAX_JSON: u64 = 16 << 20;
 #[derive(Debug)]
 pub struct ModelFolder {
     path: PathBuf,
-    config: Gpt2Config,
+    config: ModelSpec,
     files: Vec<TensorFile>,
     /// Where a parameter is: which file, under which name there.
     places: BTreeMap<String, (usize, String)>,
@@ -46,10 +46,10 @@ impl ModelFolder {
             }
             other => other,
         })?;
-        let config = Gpt2Config::from_json(&text, &file.display().to_string())?;
+        let config = ModelSpec::from_json(&text, &file.display().to_string())?;
         let files = weight_files(&path)?;
         check_depth(&config, files.iter().map(|file| file.tensors().len()).sum(), &file)?;
-        let places = places(&files)?;
+        let places = places(&files, &config)?;
         let mut folder = Self { path, config, files, places };
         folder.settle_head()?;
         folder.check_parameters()?;
@@ -61,8 +61,8 @@ impl ModelFolder {
         &self.path
     }
 
-    /// The model's shape. `tie_word_embeddings` is what the tensors say.
-    pub fn config(&self) -> &Gpt2Config {
+    /// The model's shape. `tied` is what the tensors say.
+    pub fn config(&self) -> &ModelSpec {
         &self.config
     }
 
@@ -71,7 +71,7 @@ impl ModelFolder {
         Some(self.path.join("tokenizer.json")).filter(|path| path.is_file())
     }
 
-    /// The tensor of a parameter, named as in [`Gpt2Config::parameter_shapes`].
+    /// The tensor of a parameter, named as in [`ModelSpec::parameters`].
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
         let (file, name) = self.places.get(name)?;
         self.files[*file].get(name)
@@ -85,7 +85,7 @@ impl ModelFolder {
         }
     }
 
-    /// Reads every parameter into the FP32 tensors of [`Gpt2Config::parameter_shapes`].
+    /// Reads every parameter into the FP32 tensors of [`ModelSpec::parameters`].
     pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
         for (name, tensor) in into.iter() {
             view::write_f32(tensor, |out| self.read_f32(name, out))??;
@@ -95,13 +95,14 @@ impl ModelFolder {
 
     /// A head that is stored beside a tied embedding must be its copy; two that differ mean that it is not tied.
     fn settle_head(&mut self) -> Result<()> {
-        if !self.config.tie_word_embeddings {
+        if !self.config.tied {
             return Ok(());
         }
-        let (Some(head), Some(embedding)) = (self.get(HEAD), self.get("wte.weight")) else { return Ok(()) };
+        let table = format!("{}.weight", self.config.layer_name(Layer::outer(Op::Embedding)));
+        let (Some(head), Some(embedding)) = (self.get(HEAD), self.get(&table)) else { return Ok(()) };
         if head.shape != embedding.shape || head.dtype != embedding.dtype || head.bytes != embedding.bytes {
             return Err(self.error(format!(
-                "`tie_word_embeddings` is true but tensor `{HEAD}` differs from `wte.weight`; set the key to false in \
+                "`tie_word_embeddings` is true but tensor `{HEAD}` differs from `{table}`; set the key to false in \
                  `config.json` if the head is a matrix of its own"
             )));
         }
@@ -110,7 +111,8 @@ impl ModelFolder {
     }
 
     fn check_parameters(&self) -> Result<()> {
-        let shapes: BTreeMap<String, Vec<usize>> = self.config.parameter_shapes().into_iter().collect();
+        let parameters = self.config.parameters().into_iter();
+        let shapes: BTreeMap<String, Vec<usize>> = parameters.map(|entry| (entry.name, entry.shape)).collect();
         for (name, expected) in &shapes {
             let Some(view) = self.get(name) else {
                 return Err(self.error(format!("tensor `{name}` of shape {expected:?} is missing")));
@@ -170,14 +172,11 @@ fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
 }
 
 /// Finds every parameter, by its name without prefix, and refuses one that is there twice.
-fn places(files: &[TensorFile]) -> Result<BTreeMap<String, (usize, String)>> {
+fn places(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<String, (usize, String)>> {
     let mut places = BTreeMap::new();
     for (index, file) in files.iter().enumerate() {
         for view in file.tensors() {
-            let name = view.name.strip_prefix("transformer.").unwrap_or(view.name);
-            if is_mask(name) {
-                continue;
-            }
+            let Some(name) = config.family.parameter_name(view.name) else { continue };
             if let Some((other, _)) = places.insert(name.to_owned(), (index, view.name.to_owned())) {
                 let other: &TensorFile = &files[other];
                 return Err(view.error(format!("it is also in `{}`", other.path().display())));
@@ -187,19 +186,12 @@ fn places(files: &[TensorFile]) -> Result<BTreeMap<String, (usize, String)>> {
     Ok(places)
 }
 
-/// The causal mask, which older versions of transformers saved with every layer: `h.0.attn.bias`, `h.0.attn.masked_bias`.
-fn is_mask(name: &str) -> bool {
-    name.strip_prefix("h.")
-        .and_then(|rest| rest.split_once('.'))
-        .is_some_and(|(layer, rest)| layer.parse::<usize>().is_ok() && matches!(rest, "attn.bias" | "attn.masked_bias"))
-}
-
 /// Refuses a model of more blocks than there are tensors, before anything is made for each block.
-pub(super) fn check_depth(config: &Gpt2Config, tensors: usize, file: &Path) -> Result<()> {
-    if config.n_layer <= tensors {
+pub(super) fn check_depth(config: &ModelSpec, tensors: usize, file: &Path) -> Result<()> {
+    if config.layers <= tensors {
         return Ok(());
     }
-    let message = format!("`n_layer` is {}, but the weights beside it have {tensors} tensors", config.n_layer);
+    let message = format!("it asks for {} blocks, but the weights beside it have {tensors} tensors", config.layers);
     Err(Error::model(file.display(), message))
 }
 
@@ -211,30 +203,23 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
+    use crate::engine::model::ParamSpec;
     use crate::store::tensor_file::write_tensors;
 
     type Tensors = Vec<(String, Tensor)>;
 
-    fn config() -> Gpt2Config {
-        Gpt2Config {
-            vocab_size: 11,
-            n_positions: 5,
-            n_embd: 4,
-            n_layer: 2,
-            n_head: 2,
-            n_inner: 12,
-            ..Gpt2Config::named("tiny").unwrap()
-        }
+    fn config() -> ModelSpec {
+        ModelSpec { vocab_size: 11, context: 5, inner: 12, ..ModelSpec::named("tiny").unwrap().resized(2, 4, 2) }
     }
 
     /// Every parameter filled with values of its own.
-    fn tensors(config: &Gpt2Config) -> Tensors {
-        let make = |(index, (name, shape)): (usize, (String, Vec<usize>))| {
+    fn tensors(config: &ModelSpec) -> Tensors {
+        let make = |(index, ParamSpec { name, shape, .. }): (usize, ParamSpec)| {
             let count: usize = shape.iter().product();
             let values: Vec<f32> = (0..count).map(|i| (index * 100 + i) as f32).collect();
             (name, Tensor::from_vec(values, shape, &Device::Cpu).unwrap())
         };
-        config.parameter_shapes().into_iter().enumerate().map(make).collect()
+        config.parameters().into_iter().enumerate().map(make).collect()
     }
 
     fn save(folder: &TempDir, file: &str, tensors: &Tensors) {
@@ -242,7 +227,7 @@ mod tests {
         write_tensors(&mut std::fs::File::create(&path).unwrap(), &path, tensors).unwrap();
     }
 
-    fn folder(config: &Gpt2Config, tensors: &Tensors) -> TempDir {
+    fn folder(config: &ModelSpec, tensors: &Tensors) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("config.json"), config.to_json("float32")).unwrap();
         save(&folder, WHOLE, tensors);
@@ -255,7 +240,7 @@ mod tests {
 
     fn assert_reads(folder: &TempDir, expected: &Tensors) {
         let model = ModelFolder::open(folder.path()).unwrap();
-        let read = Parameters::zeros(&model.config().parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
+        let read = Parameters::zeros(&model.config().parameters(), DType::F32, &Device::Cpu).unwrap();
         model.read_parameters(&read).unwrap();
         for (name, tensor) in expected {
             let mut values = vec![0.0; tensor.elem_count()];
@@ -299,7 +284,7 @@ mod tests {
         stored.last_mut().unwrap().1 = (embedding + 1.0).unwrap();
         assert!(refused(&folder(&tied, &stored)).contains("`lm_head.weight` differs from `wte.weight`"));
 
-        let separate = Gpt2Config { tie_word_embeddings: false, ..tied };
+        let separate = ModelSpec { tied: false, ..tied };
         assert_reads(&folder(&separate, &stored), &stored);
         stored.pop();
         assert!(refused(&folder(&separate, &stored)).contains("`lm_head.weight` of shape [11, 4] is missing"));

@@ -1,4 +1,4 @@
-//! Where an overflow began: the step's passes once more, with a look at every tensor they compute.
+//! Where an overflow began: the step's passes once more, with a hook that inspects every tensor they compute.
 //!
 //! A skipped step has changed neither weights nor masks (dropout is a function of the step's number), so the same
 //! infinities appear again. A clean step never comes here and pays nothing.
@@ -6,36 +6,32 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
-use crate::engine::model::{Mode, Place, Watch};
-use crate::precision::{FloatFormat, TensorStats};
+use crate::engine::model::{Hook, Mode, ModelSpec, Place};
+use crate::precision::{FloatFormat, TensorStats, Unit};
 use crate::telemetry::{Origin, Pass};
 use crate::train::passes::passes;
 use crate::train::step::{Engine, StepReport};
 use candle_core::Tensor;
 
 /// The first tensor of the step that `report` tells of, in order of computation, that is not finite; `None` if all are,
-/// and only their sum over micro-batches or their unscaling overflowed. To be called right after the step. Overwrites
+/// and only their sum over micro-batches or their unscaling overflowed. With it the unit of its layer. To be called right after the step. Overwrites
 /// buffers and gradients, and nothing that outlives a step.
-pub(super) fn origin(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> Result<Option<Origin>> {
+pub(super) fn origin(
+    engine: &mut Engine,
+    micro_batches: &[Batch],
+    report: &StepReport,
+) -> Result<Option<(Origin, Unit)>> {
     let Engine { model, state, workspace, grads, seed, .. } = engine;
     let before = state.counters.before_skipped();
     let loss_seed = report.scale / report.targets.max(1) as f32;
     for (micro_batch, batch) in micro_batches.iter().enumerate() {
         let mode = Mode::Train { seed: *seed, draw: before.draw(micro_batch) };
         let mut search = Search { seq_len: batch.seq_len, found: None };
-        passes(
-            model,
-            &state.weights,
-            state.fp8.as_mut(),
-            batch,
-            mode,
-            loss_seed,
-            workspace,
-            grads.born(),
-            &mut search,
-        )?;
+        let grads = grads.micro_batch();
+        passes(model, &state.weights, &mut state.fp8, batch, mode, loss_seed, workspace, grads, &mut search)?;
         if let Some(found) = search.found {
-            return Ok(Some(found.origin(micro_batch)));
+            let unit = found.place.layer.unit();
+            return Ok(Some((found.origin(model.spec(), micro_batch), unit)));
         }
     }
     Ok(None)
@@ -53,8 +49,8 @@ struct Found {
     samples: Vec<usize>,
 }
 
-impl Watch for Search {
-    fn saw(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+impl Hook for Search {
+    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
         // Tiles of the head come one by one; they are one tensor.
         let goes_on = |found: &Found| (found.place.layer, found.place.part) == (place.layer, place.part);
         if self.found.as_ref().is_some_and(|found| !goes_on(found)) {
@@ -95,11 +91,11 @@ fn look(tensor: &Tensor) -> candle_core::Result<TensorStats> {
 }
 
 impl Found {
-    fn origin(self, micro_batch: usize) -> Origin {
+    fn origin(self, spec: &ModelSpec, micro_batch: usize) -> Origin {
         let Self { place: Place { layer, part, .. }, stats, samples } = self;
         Origin {
             pass: if part.is_forward() { Pass::Forward } else { Pass::Backward },
-            layer: layer.to_string(),
+            layer: spec.layer_name(layer),
             tensor: part.name().to_owned(),
             count: stats.count,
             inf: stats.inf,
@@ -116,7 +112,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use crate::engine::kernels::view;
-    use crate::engine::model::{Gpt2Config, Layer, Part};
+    use crate::engine::model::{Layer, Op, Part};
     use crate::precision::{GradScalerConfig, PrecisionPolicy};
     use crate::store::checkpoint::Run;
     use crate::telemetry::{Emitter, Event};
@@ -136,7 +132,7 @@ mod tests {
         (config.train.batch_size, config.train.seq_len) = SHAPE;
         config.train.grad_accum = 2;
         config.scaler = GradScalerConfig { init_scale: scale, ..GradScalerConfig::default() };
-        let shape = Gpt2Config { n_layer: 2, n_embd: 16, n_head: 2, n_inner: 64, vocab_size: 64, ..tiny() };
+        let shape = ModelSpec { vocab_size: 64, ..tiny().resized(2, 16, 2) };
         let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
         for (name, change) in change {
             view::write_f32(masters.get(name).unwrap(), |values| {
@@ -149,8 +145,8 @@ mod tests {
         engine(&config, &shape, masters, 10).unwrap()
     }
 
-    fn tiny() -> Gpt2Config {
-        Gpt2Config::named("tiny").unwrap()
+    fn tiny() -> ModelSpec {
+        ModelSpec::named("tiny").unwrap()
     }
 
     /// Sequence `i` of the micro-batch consists of the token `first + i`.
@@ -170,7 +166,7 @@ mod tests {
         let batches = [batch(1), batch(20)];
         let report = engine.step(&batches).unwrap();
         assert_eq!(report.outcome, Outcome::Skipped);
-        origin(&mut engine, &batches, &report).unwrap().unwrap()
+        origin(&mut engine, &batches, &report).unwrap().unwrap().0
     }
 
     fn brief(origin: &Origin) -> (String, usize, &[usize]) {
@@ -238,12 +234,12 @@ mod tests {
     fn tiles_of_the_head_are_one_tensor() {
         let mut search = Search { seq_len: 4, found: None };
         let tile = |broken: bool| Tensor::full(if broken { f32::NAN } else { 1.0 }, (6, 2), &Device::Cpu).unwrap();
-        let place = |part, first_token| Place { layer: Layer::outer("lm_head"), part, first_token };
-        search.saw(place(Part::Output, 0), &tile(true)).unwrap();
-        search.saw(place(Part::OutputGradient, 0), &tile(true)).unwrap();
-        search.saw(place(Part::Output, 6), &tile(true)).unwrap();
-        search.saw(place(Part::Output, 12), &tile(false)).unwrap();
-        let found = search.found.unwrap().origin(0);
+        let place = |part, first_token| Place { layer: Layer::outer(Op::Head), part, first_token };
+        search.record(place(Part::Output, 0), &tile(true)).unwrap();
+        search.record(place(Part::OutputGradient, 0), &tile(true)).unwrap();
+        search.record(place(Part::Output, 6), &tile(true)).unwrap();
+        search.record(place(Part::Output, 12), &tile(false)).unwrap();
+        let found = search.found.unwrap().origin(&tiny(), 0);
         assert_eq!((found.count, found.nan, found.tensor.as_str()), (36, 24, "output"));
         assert_eq!(found.samples, [0, 1, 2]);
     }

@@ -11,10 +11,10 @@ use std::collections::BTreeMap;
 impl Engine {
     /// Lets `unit` compute in `compute` from the next step on: its working weights, its buffers, its gradients.
     pub fn retype(&mut self, unit: Unit, compute: Dtype) -> Result<()> {
-        self.workspace.retype(self.model.config(), unit, compute)?;
+        self.workspace.retype(self.model.spec(), unit, compute)?;
         let state = &mut self.state;
-        for index in state.weights.of_unit(unit) {
-            state.masters.retype(index, candle_dtype(compute), &mut state.weights)?;
+        for index in state.weights.packs_of(unit) {
+            state.masters.retype(index, candle_dtype(compute), &mut state.weights, self.model.kernels())?;
             self.grads.retype(index, compute)?;
         }
         Ok(())
@@ -35,7 +35,7 @@ pub(super) fn after_step(
     engine: &mut Engine,
     policy: PrecisionPolicy,
     report: &StepReport,
-    origin: Option<&Origin>,
+    origin: Option<&(Origin, Unit)>,
 ) -> Result<Vec<Retyped>> {
     let Engine { state, survey, .. } = engine;
     if !state.fallback.is_on() {
@@ -45,8 +45,7 @@ pub(super) fn after_step(
     let mut moves = Vec::new();
     if report.outcome == Outcome::Skipped {
         let sound_scale = report.scale <= state.fallback.highest_scale();
-        if let Some(origin) = origin.filter(|origin| sound_scale || origin.pass == Pass::Forward) {
-            let unit = Unit::of(&origin.layer);
+        if let Some(&(_, unit)) = origin.filter(|(origin, _)| sound_scale || origin.pass == Pass::Forward) {
             let fallen = state.fallback.overflowed(unit, step);
             moves.extend(fallen.map(|overflows| (unit, policy.compute, wide, Some(overflows))));
         }
@@ -54,7 +53,7 @@ pub(super) fn after_step(
         let top = policy.compute.format().max() as f32;
         let layout = state.weights.layout();
         let fits = |unit| {
-            let mut tensors = layout.iter().zip(&survey.tensors).filter(|(entry, _)| Unit::of(&entry.name) == unit);
+            let mut tensors = layout.iter().zip(&survey.tensors).filter(|(entry, _)| entry.layer.unit() == unit);
             tensors.all(|(_, survey)| survey.stats.max_abs <= top)
         };
         moves.extend(state.fallback.clean(fits).into_iter().map(|unit| (unit, wide, policy.compute, None)));

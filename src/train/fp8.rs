@@ -1,14 +1,14 @@
 //! One block in simulated FP8: what enters its products is rounded, activations and weights through E4M3, gradients through
 //! E5M2, each tensor under a scale from its own past. What leaves a product is stored as ever.
 //!
-//! The simulation watches the passes, and rounds what it sees in place. So the passes that look closer at a step see the
-//! same numbers, and a run without FP8 has nothing of it.
+//! The simulation is a hook that rounds tensors in place. So the passes that inspect a step more closely compute the same
+//! numbers, and a run without FP8 pays nothing.
 
 use crate::Result;
 use crate::engine::kernels::fp8::round_through;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view;
-use crate::engine::model::{Layer, Parameters, Part, Place, Watch};
+use crate::engine::model::{Hook, Layer, LinearRole, NormRole, Op, Parameters, Part, Place};
 use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, Unit, scale_for};
 use crate::telemetry::{Event, Retyped, Variances};
 use crate::train::step::{Engine, Outcome, StepReport};
@@ -19,19 +19,20 @@ pub(super) const FP8: &str = "fp8";
 const E4M3: FloatFormat = FloatFormat::E4M3;
 const E5M2: FloatFormat = FloatFormat::E5M2;
 
-/// What enters a block's products, but for weights: where the passes show it. The order is that of the checkpoint.
-const SEEN: [(&str, Part, FloatFormat); 8] = [
-    ("ln_1", Part::Output, E4M3),
-    ("attn", Part::Output, E4M3),
-    ("ln_2", Part::Output, E4M3),
-    ("mlp.gelu", Part::Output, E4M3),
-    ("mlp.c_proj", Part::OutputGradient, E5M2),
-    ("mlp.gelu", Part::InputGradient, E5M2),
-    ("attn.c_proj", Part::OutputGradient, E5M2),
-    ("attn", Part::InputGradient, E5M2),
+/// What enters a block's products, but for weights: where the passes compute it. The order is that of the checkpoint.
+const INPUTS: [(Op, Part, FloatFormat); 8] = [
+    (Op::Norm(NormRole::Attention), Part::Output, E4M3),
+    (Op::Attention, Part::Output, E4M3),
+    (Op::Norm(NormRole::Mlp), Part::Output, E4M3),
+    (Op::Activation, Part::Output, E4M3),
+    (Op::Linear(LinearRole::Down), Part::OutputGradient, E5M2),
+    (Op::Activation, Part::InputGradient, E5M2),
+    (Op::Linear(LinearRole::Out), Part::OutputGradient, E5M2),
+    (Op::Attention, Part::InputGradient, E5M2),
 ];
-/// The weights that enter them, after those.
-const WEIGHTS: [&str; 4] = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"];
+/// The weights that enter them, after those; a model has one of `Up` and `GateUp`.
+const WEIGHTS: [&[LinearRole]; 4] =
+    [&[LinearRole::Qkv], &[LinearRole::Out], &[LinearRole::Up, LinearRole::GateUp], &[LinearRole::Down]];
 /// A step's share in the running mean of the variance.
 const SMOOTHING: f64 = 0.1;
 
@@ -51,7 +52,7 @@ impl Fp8Layer {
     /// The block that `config` names, as a checkpoint remembers it or anew; `None` if it names none. What was remembered of
     /// another block is void.
     pub fn new(config: Fp8Config, state: Option<Fp8State>) -> Option<Self> {
-        let (tensors, block) = (SEEN.len() + WEIGHTS.len(), config.layer?);
+        let (tensors, block) = (INPUTS.len() + WEIGHTS.len(), config.layer?);
         let fresh = || Fp8State {
             layer: block,
             active: config.switch_variance.is_none(),
@@ -79,13 +80,12 @@ impl Fp8Layer {
         }
         self.amax.fill(0.0);
         for (i, history) in self.state.amax.iter().enumerate() {
-            self.scales[i] = history.scale(SEEN.get(i).map_or(E4M3, |(_, _, format)| *format));
+            self.scales[i] = history.scale(INPUTS.get(i).map_or(E4M3, |(_, _, format)| *format));
         }
-        for (i, name) in WEIGHTS.iter().enumerate() {
-            let name = format!("{}.weight", Layer::inner(self.block, name));
-            if let (Some(weight), Some(master)) = (weights.get(&name), masters.get(&name)) {
-                view::copy(master, weight)?;
-                self.round(SEEN.len() + i, E4M3, weight)?;
+        self.restore(masters, weights)?;
+        for (i, roles) in WEIGHTS.iter().enumerate() {
+            for weight in of_block(self.block, roles, weights) {
+                self.round(INPUTS.len() + i, E4M3, weight)?;
             }
         }
         Ok(())
@@ -93,9 +93,8 @@ impl Fp8Layer {
 
     /// Lets the weights be the masters' copies again.
     pub(super) fn restore(&self, masters: &Parameters, weights: &Parameters) -> Result<()> {
-        for name in WEIGHTS {
-            let name = format!("{}.weight", Layer::inner(self.block, name));
-            if let (Some(weight), Some(master)) = (weights.get(&name), masters.get(&name)) {
+        for roles in WEIGHTS {
+            for (master, weight) in of_block(self.block, roles, masters).zip(of_block(self.block, roles, weights)) {
                 view::copy(master, weight)?;
             }
         }
@@ -133,13 +132,18 @@ impl Fp8Layer {
     }
 }
 
-impl Watch for Fp8Layer {
-    fn saw(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+/// The weights of a block in these roles.
+fn of_block<'a>(block: usize, roles: &'a [LinearRole], of: &'a Parameters) -> impl Iterator<Item = &'a Tensor> {
+    roles.iter().filter_map(move |role| of.of_layer(Layer::inner(block, Op::Linear(*role)), false))
+}
+
+impl Hook for Fp8Layer {
+    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
         if !self.state.active || place.layer.block != Some(self.block) {
             return Ok(());
         }
-        match SEEN.iter().position(|(name, part, _)| (*name, *part) == (place.layer.name, place.part)) {
-            Some(index) => self.round(index, SEEN[index].2, tensor),
+        match INPUTS.iter().position(|(op, part, _)| (*op, *part) == (place.layer.op, place.part)) {
+            Some(index) => self.round(index, INPUTS[index].2, tensor),
             None => Ok(()),
         }
     }
@@ -153,14 +157,14 @@ pub(super) fn after_step(
     report: &StepReport,
     variance_every: u64,
 ) -> Result<Vec<Event>> {
-    let Engine { state, grads, survey, .. } = engine;
+    let Engine { model, state, grads, survey, .. } = engine;
     let step = state.counters.step;
     let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
     let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.switch_variance.is_some());
     if report.outcome == Outcome::Skipped || !(wanted || switches) {
         return Ok(Vec::new());
     }
-    let mut variances = grads.variances(survey)?;
+    let mut variances = grads.variances(survey, model.kernels())?;
     for variance in variances.values_mut() {
         *variance /= f64::from(report.scale).powi(2);
     }
@@ -185,13 +189,13 @@ pub(super) fn after_step(
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use crate::engine::model::Gpt2Config;
+    use crate::engine::model::ModelSpec;
     use crate::train::TrainState;
     use candle_core::{DType, Device};
 
     #[test]
     fn weights_are_rounded_for_a_step_and_are_the_masters_again() {
-        let shape = Gpt2Config { n_layer: 2, n_embd: 16, n_head: 2, n_inner: 64, ..Gpt2Config::named("tiny").unwrap() };
+        let shape = ModelSpec::named("tiny").unwrap().resized(2, 16, 2);
         let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
         let weights = masters.zeros_like(DType::F16).unwrap();
         let mut layer = Fp8Layer::new(Fp8Config { layer: Some(1), ..Fp8Config::default() }, None).unwrap();
@@ -204,7 +208,7 @@ mod tests {
         }
         let in_fp16 = read("h.1.mlp.c_fc.weight");
         layer.begin_step(&masters, &weights).unwrap();
-        for name in WEIGHTS {
+        for name in ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"] {
             let coarse =
                 |block: usize| read(&format!("h.{block}.{name}.weight")).iter().all(|x| x.to_bits() << 12 == 0);
             assert!(coarse(1) && !coarse(0), "{name}: three bits behind the leading one");

@@ -4,7 +4,7 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
-use crate::engine::model::{Mode, Place, Watch};
+use crate::engine::model::{Hook, Mode, Place};
 use crate::precision::FloatFormat;
 use crate::train::passes::passes;
 use crate::train::state::Counters;
@@ -29,24 +29,15 @@ pub(super) fn largest_gradient(
     let mut tried = scale;
     while tried > lowest {
         tried = (tried / STEP_DOWN).max(lowest);
-        let mut watch = Largest { max_abs: 0.0, finite: true };
+        let mut largest = Largest { max_abs: 0.0, finite: true };
         for (i, batch) in micro_batches.iter().enumerate() {
             let mode = Mode::Train { seed: *seed, draw: counters.draw(i) };
             let loss_seed = tried / targets.max(1) as f32;
-            passes(
-                model,
-                &state.weights,
-                state.fp8.as_mut(),
-                batch,
-                mode,
-                loss_seed,
-                workspace,
-                grads.born(),
-                &mut watch,
-            )?;
+            let grads = grads.micro_batch();
+            passes(model, &state.weights, &mut state.fp8, batch, mode, loss_seed, workspace, grads, &mut largest)?;
         }
-        if watch.finite {
-            return Ok(Some(watch.max_abs / tried));
+        if largest.finite {
+            return Ok(Some(largest.max_abs / tried));
         }
     }
     Ok(None)
@@ -57,8 +48,8 @@ struct Largest {
     finite: bool,
 }
 
-impl Watch for Largest {
-    fn saw(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+impl Hook for Largest {
+    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
         // What is stored wider does not overflow at FP16's top.
         if place.part.is_forward() || tensor.dtype() != DType::F16 || !self.finite {
             return Ok(());

@@ -1,8 +1,7 @@
 //! What training's buffers take, as the types that allocate them tell.
 
 use crate::Result;
-use crate::engine::kernels::cross_entropy::TileLimit;
-use crate::engine::model::{Gpt2Config, Workspace, WorkspaceBytes};
+use crate::engine::model::{Keep, ModelSpec, Workspace, WorkspaceBytes};
 use crate::engine::optim::{AdamW, Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
 
@@ -19,29 +18,29 @@ pub struct EngineBytes {
     pub adam: u64,
     /// What the forward pass keeps for the backward pass.
     pub activations: u64,
-    /// What passes through: a tile of logits, gradients of activations.
-    pub passing: u64,
+    /// What is overwritten in turn: a tile of logits, gradients of activations.
+    pub scratch: u64,
 }
 
 impl EngineBytes {
     /// For batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
     pub fn new(
-        config: &Gpt2Config,
+        spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
-        limit: TileLimit,
+        keep: Keep,
     ) -> Result<Self> {
-        let parameters = config.parameter_count();
-        let WorkspaceBytes { activations, passing } = Workspace::bytes(config, policy, [batch, seq_len], limit)?;
+        let parameters = spec.parameter_count();
+        let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
         let (masters, weights) = MasterWeights::bytes(parameters, policy.compute);
         let gradients = Gradients::bytes(parameters, policy, grad_accum);
-        Ok(Self { weights, masters, gradients, adam: AdamW::bytes(parameters), activations, passing })
+        Ok(Self { weights, masters, gradients, adam: AdamW::bytes(parameters), activations, scratch })
     }
 
     /// All of them.
     pub fn total(&self) -> u64 {
-        let Self { weights, masters, gradients, adam, activations, passing } = self;
-        weights + masters + gradients + adam + activations + passing
+        let Self { weights, masters, gradients, adam, activations, scratch } = self;
+        weights + masters + gradients + adam + activations + scratch
     }
 }
 

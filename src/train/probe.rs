@@ -8,14 +8,14 @@ use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view::read;
-use crate::engine::model::{Mode, Part, Place, Watch, Workspace};
+use crate::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Probe};
 use crate::train::passes::passes;
 use crate::train::records::grad_stats;
 use crate::train::step::Engine;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 /// Elements compared at a time.
 const WIDTH: usize = 1024;
@@ -23,44 +23,49 @@ const WIDTH: usize = 1024;
 /// Runs `batch` backward twice, in the run's precision with its loss scale and in FP32 without, and compares. Overwrites
 /// the engine's buffers and gradients, and nothing that outlives a step.
 pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
-    let config = engine.model.config();
-    let mut workspace =
-        Workspace::new(config, PrecisionPolicy::FP32, batch.batch_size, batch.seq_len, true, &Device::Cpu)?;
-    let exact = Gradients::new(&config.parameter_shapes(), PrecisionPolicy::FP32, 1, &Device::Cpu)?;
+    let spec = engine.model.spec();
+    let device = engine.state.weights.device();
+    let shape = (batch.batch_size, batch.seq_len);
+    let mut workspace = Workspace::for_training(spec, PrecisionPolicy::FP32, shape, Keep::All, &device)?;
+    let exact = Gradients::new(&engine.state.weights, PrecisionPolicy::FP32, 1)?;
     let scale = engine.state.scaler.scale();
     let step = engine.state.counters.step;
     let mode = Mode::Train { seed: engine.seed, draw: engine.state.counters.draw(0) };
     let seed = |scale: f32| scale / batch.target_count.max(1) as f32;
     let Engine { model, state, grads, workspace: stored, .. } = engine;
-    passes(model, &state.weights, state.fp8.as_mut(), batch, mode, seed(scale), stored, grads.born(), &mut ())?;
+    let grads = grads.micro_batch();
+    passes(model, &state.weights, &mut state.fp8, batch, mode, seed(scale), stored, grads, &mut ())?;
     let masters = state.masters.parameters();
-    let mut maxima = Maxima::default();
-    passes(model, masters, None, batch, mode, seed(1.0), &mut workspace, exact.born(), &mut maxima)?;
+    let mut maxima = Maxima { spec: model.spec(), maxima: Vec::new() };
+    passes(model, masters, &mut None, batch, mode, seed(1.0), &mut workspace, exact.micro_batch(), &mut maxima)?;
 
     let mut looked = Survey::default();
-    exact.survey(true, &mut looked)?;
+    exact.survey(true, &mut looked, model.kernels())?;
     let layout = masters.layout();
     let tensors = layout
         .iter()
-        .zip(exact.born().tensors().iter().zip(grads.born().tensors()))
+        .zip(exact.micro_batch().tensors().iter().zip(grads.tensors()))
         .map(|(entry, (exact, stored))| flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
     let grads = grad_stats(&looked.total);
-    Ok(Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.0 })
+    Ok(Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 
 /// The largest magnitude of what each layer puts out.
-#[derive(Default)]
-struct Maxima(Vec<ActivationMax>);
+struct Maxima<'a> {
+    spec: &'a ModelSpec,
+    maxima: Vec<ActivationMax>,
+}
 
-impl Watch for Maxima {
-    fn saw(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+impl Hook for Maxima<'_> {
+    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
         if place.part == Part::Output {
-            let (name, max_abs) = (place.layer.to_string(), survey(tensor, FloatFormat::FP32, false)?.stats.max_abs);
-            match self.0.last_mut() {
+            let (name, max_abs) =
+                (self.spec.layer_name(place.layer), survey(tensor, FloatFormat::FP32, false)?.stats.max_abs);
+            match self.maxima.last_mut() {
                 // The head shows its logits a tile at a time.
                 Some(last) if last.name == name => last.max_abs = last.max_abs.max(max_abs),
-                _ => self.0.push(ActivationMax { name, max_abs }),
+                _ => self.maxima.push(ActivationMax { name, max_abs }),
             }
         }
         Ok(())

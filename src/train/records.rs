@@ -1,7 +1,7 @@
 //! What a step tells the log: the engine's figures in the words of [`crate::telemetry`].
 
 use crate::engine::kernels::survey::TensorSurvey;
-use crate::engine::model::Entry;
+use crate::engine::model::ParamSpec;
 use crate::engine::optim::Survey;
 use crate::telemetry::{
     GradStats, Origin, Outcome as RecordedOutcome, Overflow, ScaleMove, StepRecord, StepTime, TensorRecord,
@@ -30,12 +30,12 @@ pub(super) fn grad_stats(survey: &TensorSurvey) -> GradStats {
     }
 }
 
-fn tensor_record(entry: &Entry, survey: &TensorSurvey) -> TensorRecord {
+fn tensor_record(entry: &ParamSpec, survey: &TensorSurvey) -> TensorRecord {
     TensorRecord { name: entry.name.clone(), stats: grad_stats(survey) }
 }
 
 /// One entry a tensor.
-pub(super) fn tensor_records(layout: &[Entry], survey: &Survey) -> Vec<TensorRecord> {
+pub(super) fn tensor_records(layout: &[ParamSpec], survey: &Survey) -> Vec<TensorRecord> {
     layout.iter().zip(&survey.tensors).map(|(entry, survey)| tensor_record(entry, survey)).collect()
 }
 
@@ -81,7 +81,7 @@ pub(super) fn step_record(
 pub(super) fn overflow(
     report: &StepReport,
     step: u64,
-    layout: &[Entry],
+    layout: &[ParamSpec],
     survey: &Survey,
     origin: Option<Origin>,
 ) -> Overflow {

@@ -1,7 +1,7 @@
 //! Text samples during training.
 
 use crate::data::Tokenizer;
-use crate::engine::model::{Gpt2, KvCache, Parameters};
+use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::generate::{Request, Sampling, generate, prompt_ids};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -19,7 +19,7 @@ pub struct Sampler {
 impl Sampler {
     /// For `tokens` tokens after `prompt`, as many as fit the model's context. An empty prompt is the end-of-text token.
     pub fn new(
-        model: &Gpt2,
+        model: &Decoder,
         policy: PrecisionPolicy,
         tokenizer: &Tokenizer,
         prompt: &str,
@@ -27,19 +27,25 @@ impl Sampler {
         temperature: f64,
     ) -> Result<Self> {
         let prompt = prompt_ids(tokenizer, prompt)?;
-        let context = model.config().n_positions;
+        let context = model.spec().context;
         if prompt.len() >= context {
             let message = format!("its {} tokens fill the context of {context}", prompt.len());
             return Err(Error::config("train.prompt", message));
         }
         let tokens = tokens.min(context - prompt.len());
-        let cache = KvCache::new(model.config(), policy, prompt.len() + tokens, &Device::Cpu)?;
+        let cache = KvCache::new(model.spec(), policy, prompt.len() + tokens, &Device::Cpu)?;
         Ok(Self { prompt, tokens, temperature, cache })
     }
 
     /// Generates a text; equal weights and seeds give equal texts. Stops early at the end-of-text token, and where the
     /// logits are not finite, which is training's to complain of.
-    pub fn generate(&mut self, model: &Gpt2, weights: &Parameters, tokenizer: &Tokenizer, seed: u64) -> Result<String> {
+    pub fn generate(
+        &mut self,
+        model: &Decoder,
+        weights: &Parameters,
+        tokenizer: &Tokenizer,
+        seed: u64,
+    ) -> Result<String> {
         let sampling = Sampling { temperature: self.temperature, seed, ..Sampling::default() };
         let Self { prompt, tokens, cache, .. } = self;
         let request = Request { prompt, max_tokens: *tokens, eos: tokenizer.eos_id(), sampling: &sampling };

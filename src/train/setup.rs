@@ -2,8 +2,9 @@
 
 use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer};
 use crate::digest::read_at_most;
+use crate::engine::kernels::Fused;
 use crate::engine::kernels::view;
-use crate::engine::model::{Gpt2, Gpt2Config, Parameters, Workspace};
+use crate::engine::model::{Decoder, DropoutRates, Keep, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{Fallback, GradScaler};
 use crate::store::ModelFolder;
@@ -18,6 +19,7 @@ use candle_core::{DType, Device};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Where downloads and token caches land.
 const DATA_FOLDER: &str = "data";
@@ -49,7 +51,7 @@ pub struct ModelSource {
     /// What the user calls it.
     pub name: String,
     /// Its shape, with the run's dropout rates.
-    pub config: Gpt2Config,
+    pub config: ModelSpec,
     /// Its tokenizer, or the one given in its place.
     pub tokenizer: Tokenizer,
     /// The commit of the Hub's files.
@@ -70,7 +72,7 @@ impl ModelSource {
     /// Finds the model of a configuration; downloads it if it is neither built in nor a folder.
     pub fn open(config: &Config, report: &mut Report<'_>) -> Result<Self> {
         let given = config.tokenizer.as_ref().map(Tokenizer::from_file).transpose()?;
-        let named = Gpt2Config::named(&config.model);
+        let named = ModelSpec::named(&config.model);
         if config.model == "tiny" {
             let shape = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
             return Self::checked(config, shape, given.or_else(|| Some(Tokenizer::byte())), None, Weights::Random);
@@ -111,14 +113,14 @@ impl ModelSource {
 
     fn checked(
         config: &Config,
-        mut shape: Gpt2Config,
+        mut shape: ModelSpec,
         tokenizer: Option<Tokenizer>,
         commit: Option<String>,
         weights: Weights,
     ) -> Result<Self> {
-        shape.embd_pdrop = config.dropout.embedding;
-        shape.resid_pdrop = config.dropout.residual;
-        shape.attn_pdrop = config.dropout.attention;
+        let rates = &config.dropout;
+        shape.dropout =
+            DropoutRates { embedding: rates.embedding, residual: rates.residual, attention: rates.attention };
         let Some(tokenizer) = tokenizer else {
             return Err(Error::config(
                 "tokenizer",
@@ -130,8 +132,8 @@ impl ModelSource {
             let message = format!("its {tokens} tokens do not fit `{}`, whose vocabulary has {rows}", config.model);
             return Err(Error::config("tokenizer", message));
         }
-        if config.train.seq_len > shape.n_positions {
-            let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.n_positions);
+        if config.train.seq_len > shape.context {
+            let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.context);
             return Err(Error::config("train.seq_len", message));
         }
         Ok(Self { name: config.model.clone(), config: shape, tokenizer, commit, weights })
@@ -142,7 +144,7 @@ impl ModelSource {
         if let Weights::Random = self.weights {
             return TrainState::random_masters(&self.config, seed, device);
         }
-        let masters = Parameters::zeros(&self.config.parameter_shapes(), DType::F32, device)?;
+        let masters = Parameters::zeros(&self.config.parameters(), DType::F32, device)?;
         if let Weights::Folder(folder) = &self.weights {
             for (name, tensor) in masters.iter() {
                 view::write_f32(tensor, |out| folder.read_f32(name, out))??;
@@ -197,7 +199,7 @@ fn has_chat_template(folder: &Path) -> bool {
 }
 
 fn unknown_architecture(model: &str) -> Error {
-    Error::config("model", format!("`{model}` is neither a folder nor one of {}", Gpt2Config::NAMES.join(", ")))
+    Error::config("model", format!("`{model}` is neither a folder nor one of {}", ModelSpec::names().join(", ")))
 }
 
 fn progress_of(progress: hub::Progress) -> Preparing {
@@ -239,20 +241,21 @@ fn with_loader<T>(report: &mut Report<'_>, load: impl FnOnce(&mut Loader<'_>) ->
 }
 
 /// An engine for `config` at its first step, from FP32 initial weights.
-pub fn engine(config: &Config, shape: &Gpt2Config, masters: Parameters, total_steps: u64) -> Result<Engine> {
+pub fn engine(config: &Config, shape: &ModelSpec, masters: Parameters, total_steps: u64) -> Result<Engine> {
     let device = Device::Cpu;
-    let model = Gpt2::new(shape, &masters)?;
+    let model = Decoder::new(shape, &masters, Arc::new(Fused))?;
     let (policy, train) = (config.dtype, &config.train);
-    let mut state = TrainState::new(masters, policy, config.adamw(), GradScaler::new(config.grad_scaler())?)?;
+    let mut state =
+        TrainState::new(masters, policy, config.adamw(), GradScaler::new(config.grad_scaler())?, model.kernels())?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
     state.fp8 = Fp8Layer::new(config.precision.fp8, None);
-    if let Some(block) = config.precision.fp8.layer.filter(|block| *block >= shape.n_layer) {
-        let message = format!("there is no block {block}: the model has {}, from 0 on", shape.n_layer);
+    if let Some(block) = config.precision.fp8.layer.filter(|block| *block >= shape.layers) {
+        let message = format!("there is no block {block}: the model has {}, from 0 on", shape.layers);
         return Err(Error::config("precision.fp8.layer", message));
     }
     Ok(Engine {
-        workspace: Workspace::new(shape, policy, train.batch_size, train.seq_len, true, &device)?,
-        grads: Gradients::new(&shape.parameter_shapes(), policy, train.grad_accum, &device)?,
+        workspace: Workspace::for_training(shape, policy, (train.batch_size, train.seq_len), Keep::All, &device)?,
+        grads: Gradients::new(&state.weights, policy, train.grad_accum)?,
         state,
         model,
         schedule: config.lr_schedule(total_steps),

@@ -1,7 +1,8 @@
 //! What a checkpoint holds, and nothing else.
 
 use crate::Result;
-use crate::engine::model::{Gpt2Config, Parameters, candle_dtype};
+use crate::engine::kernels::Kernels;
+use crate::engine::model::{ModelSpec, Parameters, candle_dtype};
 use crate::engine::optim::{AdamW, AdamWConfig, MasterWeights};
 use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
 use crate::train::fp8::Fp8Layer;
@@ -56,17 +57,23 @@ impl Counters {
 
 impl TrainState {
     /// The state before the first step, from FP32 initial weights.
-    pub fn new(masters: Parameters, policy: PrecisionPolicy, adamw: AdamWConfig, scaler: GradScaler) -> Result<Self> {
-        let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute))?;
+    pub fn new(
+        masters: Parameters,
+        policy: PrecisionPolicy,
+        adamw: AdamWConfig,
+        scaler: GradScaler,
+        kernels: &dyn Kernels,
+    ) -> Result<Self> {
+        let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute), kernels)?;
         let adamw = AdamW::new(adamw, masters.parameters())?;
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
         Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, counters: Counters::default() })
     }
 
-    /// Random initial weights for `config`, in FP32.
-    pub fn random_masters(config: &Gpt2Config, seed: u64, device: &candle_core::Device) -> Result<Parameters> {
-        let masters = Parameters::zeros(&config.parameter_shapes(), candle_core::DType::F32, device)?;
-        masters.initialise(config.initializer_range, config.n_layer, seed)?;
+    /// Random initial weights for `spec`, in FP32.
+    pub fn random_masters(spec: &ModelSpec, seed: u64, device: &candle_core::Device) -> Result<Parameters> {
+        let masters = Parameters::zeros(&spec.parameters(), candle_core::DType::F32, device)?;
+        masters.initialise(seed)?;
         Ok(masters)
     }
 }

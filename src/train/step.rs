@@ -3,7 +3,7 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::engine::model::{Gpt2, Mode, Tokens, Workspace};
+use crate::engine::model::{Decoder, Mode, Tokens, Workspace};
 use crate::engine::optim::{Gradients, LrSchedule, Survey};
 use crate::precision::ScaleChange;
 use crate::train::state::TrainState;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub struct Engine {
     /// The architecture.
-    pub model: Gpt2,
+    pub model: Decoder,
     /// What the step moves.
     pub state: TrainState,
     /// The learning rate.
@@ -82,6 +82,7 @@ impl Engine {
     /// One step over `micro_batches`, whose losses weigh by their numbers of targets.
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
         let Self { model, state, workspace, grads, survey, .. } = self;
+        let kernels = model.kernels();
         let scale = state.scaler.scale();
         let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
         let mut time = PartTimes::default();
@@ -95,19 +96,20 @@ impl Engine {
             let mode = Mode::Train { seed: self.seed, draw: state.counters.draw(i) };
             let clock = Instant::now();
             // 1. Forward in the compute type; the loss in FP32.
-            model.forward_watched(&state.weights, tokens, mode, workspace, &mut state.fp8)?;
+            model.forward(&state.weights, tokens, mode, workspace, &mut state.fp8)?;
             time.forward += clock.elapsed();
-            // 2. Backward from scale · dL: gradients are born in the compute type, every sum in them is FP32.
-            let seed = scale / targets.max(1) as f32;
-            loss += model.loss_and_head_gradient(&state.weights, &batch.targets, seed, workspace, grads.born())?;
-            model.backward_watched(&state.weights, tokens, mode, workspace, grads.born(), &mut state.fp8)?;
-            grads.accumulate()?;
+            // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
+            let (seed, out) = (scale / targets.max(1) as f32, grads.micro_batch());
+            loss +=
+                model.loss_and_head_gradient(&state.weights, &batch.targets, seed, workspace, out, &mut state.fp8)?;
+            model.backward(&state.weights, tokens, mode, workspace, out, &mut state.fp8)?;
+            grads.accumulate(kernels)?;
             time.backward += clock.elapsed();
         }
         time.backward -= time.forward;
         // 3. Look at the gradients before anything rescales them.
         let clock = Instant::now();
-        grads.survey(self.exponents, survey)?;
+        grads.survey(self.exponents, survey, kernels)?;
         time.survey = clock.elapsed();
         let stats = &survey.total.stats;
         let unscale = state.scaler.inverse();
@@ -120,7 +122,7 @@ impl Engine {
             let lr = self.schedule.lr(state.counters.updates);
             let factor = (f64::from(unscale) * clip) as f32;
             let TrainState { adamw, masters, weights, counters, .. } = state;
-            adamw.step(grads.total(), factor, lr, counters.updates, masters, weights)?;
+            adamw.step(kernels, grads.total(), factor, lr, counters.updates, masters, weights)?;
             counters.updates += 1;
             Outcome::Applied { grad_norm, clip, lr }
         } else {
@@ -143,7 +145,7 @@ impl Engine {
         let (mut loss, mut targets) = (0.0, 0u64);
         while next(batch) {
             let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
-            self.model.forward(&self.state.weights, tokens, Mode::Eval, &mut self.workspace)?;
+            self.model.forward(&self.state.weights, tokens, Mode::Eval, &mut self.workspace, &mut ())?;
             loss += self.model.loss(&self.state.weights, &batch.targets, &self.workspace)?;
             targets += batch.target_count as u64;
         }

@@ -187,7 +187,7 @@ impl Trainer {
         let state = checkpoint.state();
         state.check_identity(&self.identity, checkpoint.path())?;
         self.progress.changes = self.check_settings(checkpoint)?;
-        if checkpoint.config().parameter_shapes() != self.engine.model.config().parameter_shapes() {
+        if checkpoint.config().parameters() != self.engine.model.spec().parameters() {
             return Err(Error::checkpoint(checkpoint.path(), "holds a model of another shape; start a new run"));
         }
         self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
@@ -204,7 +204,7 @@ impl Trainer {
         checkpoint.read_masters(train.masters.parameters())?;
         checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
         checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
-        train.masters.write_compute_copy(&train.weights)?;
+        train.masters.write_compute_copy(&train.weights, self.engine.model.kernels())?;
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;
         self.progress.looks_without_best = state.looks_without_best;
@@ -361,7 +361,8 @@ impl Trainer {
         }
         let layout = self.engine.state.weights.layout();
         let step = self.engine.state.counters.step;
-        let overflow = skipped.then(|| records::overflow(&report, step, layout, &self.engine.survey, origin));
+        let overflow = skipped
+            .then(|| records::overflow(&report, step, layout, &self.engine.survey, origin.map(|(origin, _)| origin)));
         self.progress.last_loss = Some(report.loss);
         let diverged =
             overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));

@@ -3,11 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
-use finetune::engine::kernels::view;
-use finetune::engine::model::{Gpt2, Gpt2Config, Parameters, Workspace};
+use finetune::engine::kernels::{Fused, view};
+use finetune::engine::model::{Decoder, Keep, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, ScheduleKind, Survey};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
@@ -28,12 +29,12 @@ pub(crate) struct Settings {
 }
 
 /// An engine that starts from `masters` at a constant learning rate.
-pub(crate) fn engine(config: &Gpt2Config, masters: Parameters, settings: Settings) -> Engine {
+pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings) -> Engine {
     let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
-    let shapes = config.parameter_shapes();
+    let model = Decoder::new(config, &masters, Arc::new(Fused)).unwrap();
+    let state = TrainState::new(masters, policy, adamw, scaler, model.kernels()).unwrap();
     Engine {
-        model: Gpt2::new(config, &masters).unwrap(),
-        state: TrainState::new(masters, policy, adamw, scaler).unwrap(),
+        model,
         schedule: LrSchedule {
             kind: ScheduleKind::Constant,
             peak_lr: lr,
@@ -44,17 +45,18 @@ pub(crate) fn engine(config: &Gpt2Config, masters: Parameters, settings: Setting
         max_grad_norm,
         seed: 0,
         exponents: false,
-        workspace: Workspace::new(config, policy, rows, seq_len, true, &Device::Cpu).unwrap(),
-        grads: Gradients::new(&shapes, policy, grad_accum, &Device::Cpu).unwrap(),
+        workspace: Workspace::for_training(config, policy, (rows, seq_len), Keep::All, &Device::Cpu).unwrap(),
+        grads: Gradients::new(&state.weights, policy, grad_accum).unwrap(),
         survey: Survey::default(),
+        state,
     }
 }
 
 /// The model in a Hugging Face folder, its weights in FP32.
-pub(crate) fn read_model(folder: &Path) -> (Gpt2Config, Parameters) {
+pub(crate) fn read_model(folder: &Path) -> (ModelSpec, Parameters) {
     let folder = ModelFolder::open(folder).unwrap();
     let config = folder.config().clone();
-    let masters = Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap();
+    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
     for (name, tensor) in masters.iter() {
         view::write_f32(tensor, |out| folder.read_f32(name, out)).unwrap().unwrap();
     }

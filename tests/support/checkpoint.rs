@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use finetune::Result;
 use finetune::data::Cursor;
-use finetune::engine::model::{Gpt2Config, Parameters};
+use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::precision::ScalerState;
 use finetune::store::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State};
 use tempfile::TempDir;
@@ -17,7 +17,7 @@ pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
 
 /// Everything a checkpoint of `step` is made of; another step has other values in every tensor.
 pub(crate) struct Sample {
-    pub(crate) config: Gpt2Config,
+    pub(crate) config: ModelSpec,
     pub(crate) state: State,
     pub(crate) weights: Parameters,
     pub(crate) masters: Parameters,
@@ -27,14 +27,13 @@ pub(crate) struct Sample {
 
 impl Sample {
     pub(crate) fn new(step: u64) -> Self {
-        let tiny = Gpt2Config::named("tiny").unwrap();
-        let config =
-            Gpt2Config { vocab_size: 17, n_positions: 8, n_embd: 8, n_layer: 1, n_head: 2, n_inner: 32, ..tiny };
+        let tiny = ModelSpec::named("tiny").unwrap();
+        let config = ModelSpec { vocab_size: 17, context: 8, ..tiny.resized(1, 8, 2) };
         Self::of(step, &config)
     }
 
     /// Of another shape.
-    pub(crate) fn of(step: u64, config: &Gpt2Config) -> Self {
+    pub(crate) fn of(step: u64, config: &ModelSpec) -> Self {
         let identity = Identity { model: "sample".into(), policy: "p=f32,c=f16,g=f16,r=f32".into(), data: "d".into() };
         let state = State {
             format_version: FORMAT_VERSION,
@@ -91,7 +90,7 @@ impl Sample {
     }
 }
 
-fn fill(config: &Gpt2Config, offset: f32) -> Parameters {
+fn fill(config: &ModelSpec, offset: f32) -> Parameters {
     let parameters = zeros(config);
     for tensor in parameters.tensors() {
         let values: Vec<f32> = (0..tensor.elem_count()).map(|i| offset + (i as f32).sin()).collect();
@@ -101,8 +100,8 @@ fn fill(config: &Gpt2Config, offset: f32) -> Parameters {
 }
 
 /// FP32 tensors to read into.
-pub(crate) fn zeros(config: &Gpt2Config) -> Parameters {
-    Parameters::zeros(&config.parameter_shapes(), DType::F32, &Device::Cpu).unwrap()
+pub(crate) fn zeros(config: &ModelSpec) -> Parameters {
+    Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap()
 }
 
 /// Writes values into a tensor where it is.

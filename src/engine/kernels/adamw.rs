@@ -21,6 +21,15 @@ pub struct AdamWStep {
     pub grad_factor: f32,
 }
 
+/// Adam's moments of one tensor, FP32.
+#[derive(Clone, Copy, Debug)]
+pub struct Moments<'a> {
+    /// The first.
+    pub exp_avg: &'a Tensor,
+    /// The second.
+    pub exp_avg_sq: &'a Tensor,
+}
+
 const WIDTH: usize = 1024;
 
 /// Updates `master`, `exp_avg` and `exp_avg_sq` (all FP32) from `grad` (any type), and rounds the new master into

@@ -3,6 +3,7 @@
 //! Logits exist for one tile of rows at a time, in the compute type; the softmax and the loss are FP32. The logits'
 //! gradient overwrites the logits, and goes straight into the gradients of the head's input and weight.
 
+use crate::engine::kernels::HeadHook;
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::linear::product;
 use crate::engine::kernels::math;
@@ -25,27 +26,10 @@ pub struct HeadWorkspace<T = Tensor> {
     pub(crate) losses: T,
 }
 
-/// How large a tile is, at most, which bounds the head's memory whatever the batch.
-#[derive(Clone, Copy, Debug)]
-pub enum TileLimit {
-    /// For caches and memory of a CPU.
-    Cpu,
-    /// For a GPU, on which each tile costs more of a step's time: reading the weight, and adding to its gradient once more,
-    /// are slower beside the products.
-    Gpu,
-}
-
-impl TileLimit {
-    /// Bytes of logits.
-    fn bytes(self, grads: Option<DType>) -> usize {
-        match self {
-            Self::Gpu => 1 << 30,
-            // Tiles are summed in the weight's gradient itself, so that more of them take no more memory. Each costs
-            // about 2 % of a step's time.
-            Self::Cpu if grads == Some(DType::F32) => 1 << 26,
-            Self::Cpu => 1 << 27,
-        }
-    }
+/// Bytes of a tile of logits at most, which bounds the head's memory whatever the batch. Tiles of an FP32 gradient are
+/// summed in the gradient itself, so that more of them take no more memory; each costs about 2 % of a step's time.
+fn tile_bytes(grads: Option<DType>) -> usize {
+    if grads == Some(DType::F32) { 1 << 26 } else { 1 << 27 }
 }
 
 impl<T> HeadWorkspace<T> {
@@ -57,10 +41,9 @@ impl<T> HeadWorkspace<T> {
         width: usize,
         compute: DType,
         grads: Option<DType>,
-        limit: TileLimit,
         allocate: Allocate<'_, T>,
     ) -> Result<Self> {
-        let tile = (limit.bytes(grads) / compute.size_in_bytes() / vocab).clamp(1, tokens);
+        let tile = (tile_bytes(grads) / compute.size_in_bytes() / vocab).clamp(1, tokens);
         let tiles = tokens.div_ceil(tile);
         let tile = tokens.div_ceil(tiles);
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
@@ -83,7 +66,7 @@ pub struct HeadGradient<'a> {
     pub dweight: &'a Tensor,
 }
 
-/// What the head computes on its way, for who looks for overflows.
+/// What the head computes, for hooks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadTensor {
     /// A tile of logits.
@@ -97,15 +80,15 @@ pub enum HeadTensor {
 }
 
 /// Sum of the losses `-log softmax(x · weightᵀ)[target]` over rows whose target is not [`IGNORE`], for `x [N, D]` and
-/// `weight [V, D]`. With `gradient`, its products too. `saw` is shown each tensor as it is made, with the row its first
-/// row is of the whole; [`HeadTensor`] names them in this order.
+/// `weight [V, D]`. With `gradient`, its products too. `hook` is called with each tensor as it is made, in the
+/// order of [`HeadTensor`].
 pub fn head(
     x: &Tensor,
     weight: &Tensor,
     targets: &[u32],
     workspace: &HeadWorkspace,
     gradient: Option<HeadGradient<'_>>,
-    mut saw: impl FnMut(HeadTensor, usize, &Tensor) -> Result<()>,
+    hook: HeadHook<'_>,
 ) -> Result<f64> {
     let ((rows, width), (vocab, _)) = (x.dims2()?, weight.dims2()?);
     if let Some(target) = targets.iter().find(|&&t| t != IGNORE && t as usize >= vocab) {
@@ -121,15 +104,15 @@ pub fn head(
             let weight = Operand::new(weight, vocab, width);
             let logits = workspace.logits.narrow(0, 0, count)?;
             product(x, weight.transposed(), &logits, Epilogue::default())?;
-            saw(HeadTensor::Logits, first, &logits)?;
+            hook(HeadTensor::Logits, first, &logits)?;
             let losses = workspace.losses.narrow(0, first, count)?;
             loss_rows(&logits, &targets[first..first + count], &losses, gradient.map(|g| g.seed))?;
             if let Some(gradient) = gradient {
-                saw(HeadTensor::LogitsGradient, first, &logits)?;
+                hook(HeadTensor::LogitsGradient, first, &logits)?;
                 let dx = gradient.dx.narrow(0, first, count)?;
                 let dweight = workspace.weight_sum.as_ref().unwrap_or(gradient.dweight);
                 backward_tile::<T>(&logits, x, weight, &dx, dweight, first > 0)?;
-                saw(HeadTensor::InputGradient, first, &dx)?;
+                hook(HeadTensor::InputGradient, first, &dx)?;
             }
         }
     });
@@ -137,7 +120,7 @@ pub fn head(
         if let Some(sum) = &workspace.weight_sum {
             copy(sum, gradient.dweight)?;
         }
-        saw(HeadTensor::WeightGradient, 0, gradient.dweight)?;
+        hook(HeadTensor::WeightGradient, 0, gradient.dweight)?;
     }
     let losses = read(&workspace.losses)?;
     Ok(losses.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())

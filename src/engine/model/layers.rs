@@ -1,135 +1,133 @@
-//! The layers GPT-2 is made of. A layer knows which parameters are its own; its `forward` writes what its `backward`
-//! needs into buffers that the caller keeps, and its `backward` writes its parameters' gradients.
+//! The layers with parameters. A layer knows which tensors are its own; its `forward` writes what its `backward` needs into
+//! buffers that the caller keeps, and its `backward` writes its parameters' gradients.
 
-use crate::engine::kernels::view::Allocate;
-use crate::engine::kernels::{layer_norm, linear};
-use crate::engine::model::parameters::Parameters;
-use crate::engine::model::watch::{Layer, Part, Watch};
+use super::hook::{Hook, Part};
+use super::parameters::Parameters;
+use super::spec::{Layer, ModelSpec};
+use crate::engine::kernels::{Kernels, NormSettings, Normed, WeightLayout};
 use candle_core::{DType, Result, Tensor, bail};
 
-/// The index of `name` among the parameters.
-pub(crate) fn position(parameters: &Parameters, name: &str) -> Result<usize> {
-    match parameters.position(name) {
+/// The index of a layer's weight or bias among the packs of tensors.
+pub(super) fn pack_of(parameters: &Parameters, layer: Layer, bias: bool) -> Result<usize> {
+    match parameters.find_pack(layer, bias) {
         Some(index) => Ok(index),
-        None => bail!("the model has no parameter `{name}`"),
+        None => bail!("the model has no parameters for {layer:?}"),
     }
 }
 
-/// Layer normalisation with weight and bias.
+/// A normalisation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LayerNorm {
+pub(super) struct NormLayer {
     layer: Layer,
-    pub(crate) weight: usize,
-    pub(crate) bias: usize,
-    pub(crate) eps: f32,
+    settings: NormSettings,
+    weight: usize,
+    bias: Option<usize>,
 }
 
-/// A layer norm's output and the statistics its backward pass needs.
-#[derive(Debug)]
-pub(crate) struct Normed<T = Tensor> {
-    /// `[N, D]`, compute type.
-    pub(crate) out: T,
-    pub(crate) mean: T,
-    pub(crate) rstd: T,
-}
-
-impl<T> Normed<T> {
-    /// Buffers for `tokens` rows of `width`.
-    pub(crate) fn lay_out(tokens: usize, width: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
-        Ok(Self {
-            out: allocate(&[tokens, width], compute)?,
-            mean: allocate(&[tokens], DType::F32)?,
-            rstd: allocate(&[tokens], DType::F32)?,
-        })
-    }
-}
-
-impl LayerNorm {
-    /// The layer norm whose parameters are `<layer>.weight` and `<layer>.bias`.
-    pub(crate) fn new(parameters: &Parameters, layer: Layer, eps: f64) -> Result<Self> {
-        let weight = position(parameters, &format!("{layer}.weight"))?;
-        Ok(Self { layer, weight, bias: position(parameters, &format!("{layer}.bias"))?, eps: eps as f32 })
+impl NormLayer {
+    /// The norm at `layer`.
+    pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: Layer) -> Result<Self> {
+        let settings = NormSettings { norm: spec.norm, eps: spec.norm_eps as f32 };
+        let weight = pack_of(parameters, layer, false)?;
+        Ok(Self { layer, settings, weight, bias: parameters.find_pack(layer, true) })
     }
 
     /// Normalises the rows of `x [N, D]` into `normed`.
-    pub(crate) fn forward(
+    pub(super) fn forward(
         &self,
+        kernels: &dyn Kernels,
         weights: &Parameters,
         x: &Tensor,
         normed: &Normed,
-        watch: &mut impl Watch,
+        hook: &mut dyn Hook,
     ) -> Result<()> {
-        let (weight, bias) = (&weights[self.weight], &weights[self.bias]);
-        layer_norm::forward(x, weight, bias, self.eps, &normed.out, &normed.mean, &normed.rstd)?;
-        watch.saw_part(self.layer, Part::Output, &normed.out)
+        let bias = self.bias.map(|bias| weights.pack(bias));
+        kernels.norm(self.settings, x, weights.pack(self.weight), bias, normed)?;
+        hook.part(self.layer, Part::Output, &normed.out)
     }
 
     /// Adds to `dx` the gradient with respect to `x`, given that of the output, `dy`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, and who watches")]
-    pub(crate) fn backward(
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
+    pub(super) fn backward(
         &self,
+        kernels: &dyn Kernels,
         weights: &Parameters,
         x: &Tensor,
         normed: &Normed,
         dy: &Tensor,
         dx: &Tensor,
         grads: &Parameters,
-        watch: &mut impl Watch,
+        hook: &mut dyn Hook,
     ) -> Result<()> {
-        let (dweight, dbias) = (&grads[self.weight], &grads[self.bias]);
-        layer_norm::backward(dy, x, &weights[self.weight], &normed.mean, &normed.rstd, dx, dweight, dbias)?;
-        watch.saw_part(self.layer, Part::WeightGradient, dweight)?;
-        watch.saw_part(self.layer, Part::BiasGradient, dbias)?;
-        watch.saw_part(self.layer, Part::InputGradient, dx)
+        let (dweight, dbias) = (grads.pack(self.weight), self.bias.map(|bias| grads.pack(bias)));
+        kernels.norm_backward(self.settings, dy, x, weights.pack(self.weight), normed, dx, dweight, dbias)?;
+        hook.part(self.layer, Part::WeightGradient, dweight)?;
+        if let Some(dbias) = dbias {
+            hook.part(self.layer, Part::BiasGradient, dbias)?;
+        }
+        hook.part(self.layer, Part::InputGradient, dx)
     }
 }
 
-/// A fully connected layer with `Conv1D` weights `[in, out]` and a bias.
+/// A fully connected layer.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Linear {
+pub(super) struct Linear {
     layer: Layer,
-    pub(crate) weight: usize,
-    pub(crate) bias: usize,
+    layout: WeightLayout,
+    weight: usize,
+    bias: Option<usize>,
 }
 
 impl Linear {
-    /// The layer whose parameters are `<layer>.weight` and `<layer>.bias`.
-    pub(crate) fn new(parameters: &Parameters, layer: Layer) -> Result<Self> {
-        let weight = position(parameters, &format!("{layer}.weight"))?;
-        Ok(Self { layer, weight, bias: position(parameters, &format!("{layer}.bias"))? })
+    /// The product at `layer`.
+    pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: Layer) -> Result<Self> {
+        let weight = pack_of(parameters, layer, false)?;
+        Ok(Self { layer, layout: spec.weight_layout, weight, bias: parameters.find_pack(layer, true) })
     }
 
-    /// The index of its weight among the parameters.
-    pub(crate) const fn weight(&self) -> usize {
-        self.weight
+    /// The type of its weight.
+    pub(super) fn dtype(&self, weights: &Parameters) -> DType {
+        weights.pack(self.weight).dtype()
     }
 
-    /// Its name.
-    pub(crate) const fn layer(&self) -> Layer {
+    /// Where it stands.
+    pub(super) const fn layer(&self) -> Layer {
         self.layer
     }
 
     /// `y = x · weight + bias`.
-    pub(crate) fn forward(&self, weights: &Parameters, x: &Tensor, y: &Tensor, watch: &mut impl Watch) -> Result<()> {
-        linear::forward(x, &weights[self.weight], &weights[self.bias], y)?;
-        watch.saw_part(self.layer, Part::Output, y)
+    pub(super) fn forward(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        x: &Tensor,
+        y: &Tensor,
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        let bias = self.bias.map(|bias| weights.pack(bias));
+        kernels.linear(self.layout, x, weights.pack(self.weight), bias, y)?;
+        hook.part(self.layer, Part::Output, y)
     }
 
     /// Writes the gradients of weight, bias and `x`, given that of the output, `dy`.
-    pub(crate) fn backward(
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
+    pub(super) fn backward(
         &self,
+        kernels: &dyn Kernels,
         weights: &Parameters,
         x: &Tensor,
         dy: &Tensor,
         dx: &Tensor,
         grads: &Parameters,
-        watch: &mut impl Watch,
+        hook: &mut dyn Hook,
     ) -> Result<()> {
-        let (dweight, dbias) = (&grads[self.weight], &grads[self.bias]);
-        linear::backward_weight(x, dy, dweight, dbias)?;
-        watch.saw_part(self.layer, Part::WeightGradient, dweight)?;
-        watch.saw_part(self.layer, Part::BiasGradient, dbias)?;
-        linear::backward_input(dy, &weights[self.weight], dx)?;
-        watch.saw_part(self.layer, Part::InputGradient, dx)
+        let (dweight, dbias) = (grads.pack(self.weight), self.bias.map(|bias| grads.pack(bias)));
+        kernels.linear_weight_gradient(self.layout, x, dy, dweight, dbias)?;
+        hook.part(self.layer, Part::WeightGradient, dweight)?;
+        if let Some(dbias) = dbias {
+            hook.part(self.layer, Part::BiasGradient, dbias)?;
+        }
+        kernels.linear_input_gradient(self.layout, dy, weights.pack(self.weight), dx)?;
+        hook.part(self.layer, Part::InputGradient, dx)
     }
 }

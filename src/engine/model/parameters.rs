@@ -1,63 +1,109 @@
 //! A model's tensors in one fixed order, by name.
 //!
 //! Weights, masters, gradients and Adam's moments are each a [`Parameters`] of one layout, so that index `i` means the
-//! same parameter in all of them, in every run.
+//! same parameter in all of them, in every run. Parameters that one product reads together (queries, keys and values; gate
+//! and up) are views of one tensor, their *pack*.
 
+use super::spec::{Init, Layer, ParamSpec};
 use crate::engine::kernels::view;
 use crate::precision::Unit;
 use crate::random::{Domain, Stream, site_of};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::sync::Arc;
 
-/// A parameter's name, in Hugging Face's words without the `transformer.` prefix, and its shape.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// For example `h.0.attn.c_attn.weight`.
-    pub name: String,
-    /// Dimensions, outermost first.
-    pub shape: Vec<usize>,
+/// Which parameters there are and which of them lie in one tensor.
+#[derive(Debug, PartialEq)]
+struct Layout {
+    entries: Vec<ParamSpec>,
+    packs: Vec<Pack>,
+}
+
+/// A tensor in memory: a parameter, or several stacked along the first dimension.
+#[derive(Debug, PartialEq)]
+struct Pack {
+    layer: Layer,
+    bias: bool,
+    shape: Vec<usize>,
+    /// Its parameters, in order.
+    members: Vec<usize>,
+}
+
+impl Layout {
+    fn new(mut entries: Vec<ParamSpec>) -> Self {
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        let mut packs: Vec<Pack> = Vec::new();
+        for (index, entry) in entries.iter().enumerate() {
+            match packs.iter_mut().rev().find(|pack| (pack.layer, pack.bias) == (entry.pack, entry.bias)) {
+                Some(pack) => {
+                    pack.shape[0] += entry.shape[0];
+                    pack.members.push(index);
+                }
+                None => packs.push(Pack {
+                    layer: entry.pack,
+                    bias: entry.bias,
+                    shape: entry.shape.clone(),
+                    members: vec![index],
+                }),
+            }
+        }
+        for pack in &mut packs {
+            pack.members.sort_by_key(|&member| entries[member].layer);
+        }
+        Self { entries, packs }
+    }
 }
 
 /// Tensors of one layout, ordered by name.
 #[derive(Clone, Debug)]
 pub struct Parameters {
-    layout: Arc<[Entry]>,
+    layout: Arc<Layout>,
     tensors: Vec<Tensor>,
+    packs: Vec<Tensor>,
 }
 
 impl Parameters {
-    /// Zeros of `dtype` for each name and shape.
-    pub fn zeros(shapes: &[(String, Vec<usize>)], dtype: DType, device: &Device) -> Result<Self> {
-        let mut layout: Vec<Entry> =
-            shapes.iter().map(|(name, shape)| Entry { name: name.clone(), shape: shape.clone() }).collect();
-        layout.sort_by(|a, b| a.name.cmp(&b.name));
-        Self::of_layout(layout.into(), dtype, device)
+    /// Zeros of `dtype` for each parameter.
+    pub fn zeros(entries: &[ParamSpec], dtype: DType, device: &Device) -> Result<Self> {
+        Self::of_layout(Arc::new(Layout::new(entries.to_vec())), dtype, device)
     }
 
     /// Zeros of `dtype` in the same layout.
     pub fn zeros_like(&self, dtype: DType) -> Result<Self> {
-        let device = self.tensors.first().map_or(Device::Cpu, |tensor| tensor.device().clone());
-        Self::of_layout(self.layout.clone(), dtype, &device)
+        Self::of_layout(self.layout.clone(), dtype, &self.device())
     }
 
-    fn of_layout(layout: Arc<[Entry]>, dtype: DType, device: &Device) -> Result<Self> {
-        let tensors = layout.iter().map(|entry| view::zeros(&entry.shape, dtype, device)).collect::<Result<_>>()?;
-        Ok(Self { layout, tensors })
+    fn of_layout(layout: Arc<Layout>, dtype: DType, device: &Device) -> Result<Self> {
+        let packs: Vec<Tensor> =
+            layout.packs.iter().map(|pack| view::zeros(&pack.shape, dtype, device)).collect::<Result<_>>()?;
+        let mut parameters = Self { tensors: packs.clone(), packs, layout };
+        parameters.tensors.resize(parameters.layout.entries.len(), Tensor::zeros(0, dtype, &Device::Cpu)?);
+        for pack in 0..parameters.packs.len() {
+            parameters.view_members(pack)?;
+        }
+        Ok(parameters)
     }
 
-    /// GPT-2's initialisation: normal weights of the given standard deviation, those that close a residual branch
-    /// narrower by √(2 · layers), layer norms one, biases zero. `self` must be FP32.
-    pub fn initialise(&self, std: f64, layers: usize, seed: u64) -> Result<()> {
+    /// Makes a pack's parameters views of its tensor.
+    fn view_members(&mut self, pack: usize) -> Result<()> {
+        let Pack { members, .. } = &self.layout.packs[pack];
+        let tensor = &self.packs[pack];
+        let mut first = 0;
+        for &member in members {
+            let rows = self.layout.entries[member].shape[0];
+            self.tensors[member] = if members.len() == 1 { tensor.clone() } else { tensor.narrow(0, first, rows)? };
+            first += rows;
+        }
+        Ok(())
+    }
+
+    /// Draws initial values, each parameter from a random stream of its own. `self` must be FP32.
+    pub fn initialise(&self, seed: u64) -> Result<()> {
         let stream = Stream::new(seed, Domain::Init);
-        for (entry, tensor) in self.layout.iter().zip(&self.tensors) {
-            view::write_f32(tensor, |out| {
-                if entry.name.split('.').next_back() == Some("bias") {
-                    out.fill(0.0);
-                } else if entry.shape.len() < 2 {
-                    out.fill(1.0);
-                } else {
-                    let closes_branch = entry.name.ends_with("c_proj.weight");
-                    let std = if closes_branch { std / (2.0 * layers as f64).sqrt() } else { std };
+        for (entry, tensor) in self.layout.entries.iter().zip(&self.tensors) {
+            view::write_f32(tensor, |out| match entry.init {
+                Init::Zeros => out.fill(0.0),
+                Init::Ones => out.fill(1.0),
+                Init::Normal(std) => {
                     stream.fill_normal(site_of(&entry.name), 0, out);
                     for x in out {
                         *x *= std as f32;
@@ -66,6 +112,11 @@ impl Parameters {
             })?;
         }
         Ok(())
+    }
+
+    /// Where the tensors are.
+    pub fn device(&self) -> Device {
+        self.tensors.first().map_or(Device::Cpu, |tensor| tensor.device().clone())
     }
 
     /// Number of tensors.
@@ -88,9 +139,9 @@ impl Parameters {
         self.tensors.iter().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
     }
 
-    /// Names and shapes, in order.
-    pub fn layout(&self) -> &[Entry] {
-        &self.layout
+    /// What each parameter is, in order.
+    pub fn layout(&self) -> &[ParamSpec] {
+        &self.layout.entries
     }
 
     /// The tensors, in order.
@@ -100,32 +151,47 @@ impl Parameters {
 
     /// Each name with its tensor, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.layout.iter().map(|entry| entry.name.as_str()).zip(&self.tensors)
+        self.layout.entries.iter().map(|entry| entry.name.as_str()).zip(&self.tensors)
     }
 
     /// The index of a name.
     pub fn position(&self, name: &str) -> Option<usize> {
-        self.layout.binary_search_by(|entry| entry.name.as_str().cmp(name)).ok()
-    }
-
-    /// Puts another tensor of the same shape, such as one of another type, in the place of `index`.
-    pub fn replace(&mut self, index: usize, tensor: Tensor) -> Result<()> {
-        let entry = &self.layout[index];
-        if tensor.dims() != entry.shape {
-            bail!("`{}` has the shape {:?}, not {:?}", entry.name, entry.shape, tensor.dims());
-        }
-        self.tensors[index] = tensor;
-        Ok(())
-    }
-
-    /// The parameters of a unit, by index.
-    pub fn of_unit(&self, unit: Unit) -> Vec<usize> {
-        (0..self.len()).filter(|&index| Unit::of(&self.layout[index].name) == unit).collect()
+        self.layout.entries.binary_search_by(|entry| entry.name.as_str().cmp(name)).ok()
     }
 
     /// The tensor of a name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.position(name).map(|index| &self.tensors[index])
+    }
+
+    /// The index of a layer's weight or bias among the packs.
+    pub(super) fn find_pack(&self, layer: Layer, bias: bool) -> Option<usize> {
+        self.layout.packs.iter().position(|pack| (pack.layer, pack.bias) == (layer, bias))
+    }
+
+    /// The tensor of a layer: the weight of its product, in one piece.
+    pub(crate) fn pack(&self, index: usize) -> &Tensor {
+        &self.packs[index]
+    }
+
+    /// The packs of a unit, by index.
+    pub fn packs_of(&self, unit: Unit) -> Vec<usize> {
+        (0..self.packs.len()).filter(|&index| self.layout.packs[index].layer.unit() == unit).collect()
+    }
+
+    /// The tensor of a layer's weight or bias.
+    pub(crate) fn of_layer(&self, layer: Layer, bias: bool) -> Option<&Tensor> {
+        self.find_pack(layer, bias).map(|index| &self.packs[index])
+    }
+
+    /// Puts another tensor of the same shape, such as one of another type, in the place of pack `index`.
+    pub fn replace_pack(&mut self, index: usize, tensor: Tensor) -> Result<()> {
+        let Pack { shape, layer, .. } = &self.layout.packs[index];
+        if tensor.dims() != shape {
+            bail!("the weights of {layer:?} have the shape {shape:?}, not {:?}", tensor.dims());
+        }
+        self.packs[index] = tensor;
+        self.view_members(index)
     }
 }
 

@@ -1,8 +1,8 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe.
 
-use crate::engine::kernels::adamw::{AdamWStep, step};
-use crate::engine::kernels::view;
-use crate::engine::model::{Entry, Parameters};
+use crate::engine::kernels::adamw::{AdamWStep, Moments};
+use crate::engine::kernels::{Kernels, view};
+use crate::engine::model::{ParamSpec, Parameters};
 use crate::precision::Dtype;
 use candle_core::{DType, Result};
 use serde::{Deserialize, Serialize};
@@ -20,8 +20,8 @@ pub struct AdamWConfig {
 
 impl AdamWConfig {
     /// The decay of this parameter.
-    pub(crate) fn decay_of(&self, entry: &Entry) -> f32 {
-        if entry.shape.len() >= 2 { self.weight_decay as f32 } else { 0.0 }
+    pub(crate) fn decay_of(&self, entry: &ParamSpec) -> f32 {
+        if entry.decay { self.weight_decay as f32 } else { 0.0 }
     }
 }
 
@@ -52,8 +52,10 @@ impl AdamW {
     }
 
     /// Update number `updates` + 1 of `masters` from `grads · grad_factor`, rounded into the working copy `weights`.
+    #[expect(clippy::too_many_arguments, reason = "the update's operands and what computes it")]
     pub fn step(
         &mut self,
+        kernels: &dyn Kernels,
         grads: &Parameters,
         grad_factor: f32,
         lr: f64,
@@ -72,7 +74,8 @@ impl AdamW {
                 grad_factor,
             };
             let weight = Some(&weights[i]).filter(|weight| weight.dtype() != DType::F32);
-            step(numbers, &grads[i], &masters.parameters()[i], &self.exp_avg[i], &self.exp_avg_sq[i], weight)?;
+            let moments = Moments { exp_avg: &self.exp_avg[i], exp_avg_sq: &self.exp_avg_sq[i] };
+            kernels.adamw(numbers, &grads[i], &masters.parameters()[i], moments, weight)?;
         }
         Ok(())
     }
@@ -87,10 +90,10 @@ pub struct MasterWeights {
 impl MasterWeights {
     /// Takes FP32 `parameters` and rounds a working copy of `compute` type from them. In FP32 there is no second copy:
     /// the working copy is the masters' own storage.
-    pub fn new(parameters: Parameters, compute: DType) -> Result<(Self, Parameters)> {
+    pub fn new(parameters: Parameters, compute: DType, kernels: &dyn Kernels) -> Result<(Self, Parameters)> {
         let weights = if compute == DType::F32 { parameters.clone() } else { parameters.zeros_like(compute)? };
         let masters = Self { parameters };
-        masters.write_compute_copy(&weights)?;
+        masters.write_compute_copy(&weights, kernels)?;
         Ok((masters, weights))
     }
 
@@ -105,23 +108,23 @@ impl MasterWeights {
         &self.parameters
     }
 
-    /// Gives parameter `index` a working copy of another type in `weights`; in FP32 that is the master itself.
-    pub fn retype(&self, index: usize, compute: DType, weights: &mut Parameters) -> Result<()> {
-        let master = &self.parameters[index];
+    /// Gives pack `index` a working copy of another type in `weights`; in FP32 that is the master itself.
+    pub fn retype(&self, index: usize, compute: DType, weights: &mut Parameters, kernels: &dyn Kernels) -> Result<()> {
+        let master = self.parameters.pack(index);
         if compute == DType::F32 {
-            return weights.replace(index, master.clone());
+            return weights.replace_pack(index, master.clone());
         }
         let weight = view::zeros(master.dims(), compute, master.device())?;
-        view::copy(master, &weight)?;
-        weights.replace(index, weight)
+        kernels.copy(master, &weight)?;
+        weights.replace_pack(index, weight)
     }
 
     /// Rounds every master into `weights`.
-    pub fn write_compute_copy(&self, weights: &Parameters) -> Result<()> {
+    pub fn write_compute_copy(&self, weights: &Parameters, kernels: &dyn Kernels) -> Result<()> {
         for (master, weight) in self.parameters.tensors().iter().zip(weights.tensors()) {
             // In FP32 they are one tensor.
             if weight.dtype() != DType::F32 {
-                view::copy(master, weight)?;
+                kernels.copy(master, weight)?;
             }
         }
         Ok(())

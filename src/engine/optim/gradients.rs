@@ -1,10 +1,10 @@
-//! Gradients from their birth in the policy's type to the survey that decides whether they are used.
+//! Gradients: as the backward pass writes them, summed over micro-batches, and the survey that decides whether they are used.
 
-use crate::engine::kernels::survey::{TensorSurvey, sum, survey};
-use crate::engine::kernels::view;
+use crate::engine::kernels::survey::TensorSurvey;
+use crate::engine::kernels::{Kernels, view};
 use crate::engine::model::{Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy, Unit};
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Result};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 /// they are summed in FP32.
 #[derive(Debug)]
 pub struct Gradients {
-    born: Parameters,
+    grads: Parameters,
     sum: Option<Parameters>,
     micro_batches: usize,
     policy: PrecisionPolicy,
@@ -27,22 +27,16 @@ pub struct Survey {
     pub tensors: Vec<TensorSurvey>,
     /// All of them together.
     pub total: TensorSurvey,
-    /// The largest finite magnitude among those that were born in the policy's type: what the loss scale has to leave room
-    /// for.
+    /// The largest finite magnitude among those of the policy's type: what the loss scale has to leave room for.
     pub largest: f32,
 }
 
 impl Gradients {
-    /// Buffers for parameters of these shapes, with an FP32 sum if a step has more than one micro-batch.
-    pub fn new(
-        shapes: &[(String, Vec<usize>)],
-        policy: PrecisionPolicy,
-        grad_accum: usize,
-        device: &Device,
-    ) -> Result<Self> {
-        let born = Parameters::zeros(shapes, candle_dtype(policy.grads), device)?;
-        let sum = (grad_accum > 1).then(|| born.zeros_like(DType::F32)).transpose()?;
-        Ok(Self { born, sum, micro_batches: 0, policy })
+    /// Buffers for parameters laid out as `like`'s and on its device, with an FP32 sum if a step has more than one micro-batch.
+    pub fn new(like: &Parameters, policy: PrecisionPolicy, grad_accum: usize) -> Result<Self> {
+        let grads = like.zeros_like(candle_dtype(policy.grads))?;
+        let sum = (grad_accum > 1).then(|| grads.zeros_like(DType::F32)).transpose()?;
+        Ok(Self { grads, sum, micro_batches: 0, policy })
     }
 
     /// What [`Gradients::new`] allocates for so many parameters, in bytes.
@@ -51,12 +45,12 @@ impl Gradients {
         parameters * (policy.grads.size_in_bytes() + sum) as u64
     }
 
-    /// Lets the gradient of parameter `index` be born as where its layer computes in `compute`.
+    /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.
     pub fn retype(&mut self, index: usize, compute: Dtype) -> Result<()> {
         let dtype = candle_dtype(self.policy.with_compute(compute).grads);
-        let born = &self.born[index];
-        let retyped = view::zeros(born.dims(), dtype, born.device())?;
-        self.born.replace(index, retyped)
+        let grad = self.grads.pack(index);
+        let retyped = view::zeros(grad.dims(), dtype, grad.device())?;
+        self.grads.replace_pack(index, retyped)
     }
 
     /// Forgets the last step's gradients.
@@ -64,17 +58,20 @@ impl Gradients {
         self.micro_batches = 0;
     }
 
-    /// Where a backward pass writes.
-    pub fn born(&self) -> &Parameters {
-        &self.born
+    /// Where a backward pass writes: the gradients of one micro-batch.
+    pub fn micro_batch(&self) -> &Parameters {
+        &self.grads
     }
 
     /// Adds what a backward pass has written to the step's sum.
-    pub fn accumulate(&mut self) -> Result<()> {
+    pub fn accumulate(&mut self, kernels: &dyn Kernels) -> Result<()> {
         if let Some(sum) = &self.sum {
-            let add = if self.micro_batches == 0 { view::copy } else { view::accumulate };
-            for (born, sum) in self.born.tensors().iter().zip(sum.tensors()) {
-                add(born, sum)?;
+            for (grad, sum) in self.grads.tensors().iter().zip(sum.tensors()) {
+                if self.micro_batches == 0 {
+                    kernels.copy(grad, sum)?;
+                } else {
+                    kernels.accumulate(grad, sum)?;
+                }
             }
         }
         self.micro_batches += 1;
@@ -83,15 +80,15 @@ impl Gradients {
 
     /// The step's gradients, times the loss scale.
     pub fn total(&self) -> &Parameters {
-        self.sum.as_ref().unwrap_or(&self.born)
+        self.sum.as_ref().unwrap_or(&self.grads)
     }
 
     /// The variance of the elements of each unit's gradient, scaled as they are, given the look at them.
-    pub fn variances(&self, survey: &Survey) -> Result<BTreeMap<Unit, f64>> {
-        let sums = self.total().tensors().par_iter().map(sum).collect::<Result<Vec<f64>>>()?;
+    pub fn variances(&self, survey: &Survey, kernels: &dyn Kernels) -> Result<BTreeMap<Unit, f64>> {
+        let sums = self.total().tensors().par_iter().map(|grad| kernels.sum(grad)).collect::<Result<Vec<f64>>>()?;
         let mut units: BTreeMap<Unit, [f64; 3]> = BTreeMap::new();
-        for ((entry, looked), sum) in self.born.layout().iter().zip(&survey.tensors).zip(sums) {
-            let of_unit = units.entry(Unit::of(&entry.name)).or_default();
+        for ((entry, looked), sum) in self.grads.layout().iter().zip(&survey.tensors).zip(sums) {
+            let of_unit = units.entry(entry.layer.unit()).or_default();
             for (total, term) in of_unit.iter_mut().zip([looked.stats.count as f64, sum, looked.stats.sum_squares]) {
                 *total += term;
             }
@@ -101,23 +98,23 @@ impl Gradients {
     }
 
     /// Looks at every gradient in one pass; with `exponents` it also counts them by binade.
-    pub fn survey(&self, exponents: bool, survey_out: &mut Survey) -> Result<()> {
+    pub fn survey(&self, exponents: bool, survey: &mut Survey, kernels: &dyn Kernels) -> Result<()> {
         let tensors = self.total().tensors();
-        survey_out.tensors.resize(tensors.len(), TensorSurvey::default());
-        let born = self.born.tensors();
-        survey_out.tensors.par_iter_mut().zip(tensors.par_iter().zip(born)).try_for_each(
-            |(out, (tensor, born))| -> Result<()> {
-                *out = survey(tensor, view::float_format(born.dtype()), exponents)?;
+        survey.tensors.resize(tensors.len(), TensorSurvey::default());
+        let grads = self.grads.tensors();
+        survey.tensors.par_iter_mut().zip(tensors.par_iter().zip(grads)).try_for_each(
+            |(out, (tensor, grad))| -> Result<()> {
+                *out = kernels.survey(tensor, view::float_format(grad.dtype()), exponents)?;
                 Ok(())
             },
         )?;
-        survey_out.total = TensorSurvey::default();
-        survey_out.largest = 0.0;
+        survey.total = TensorSurvey::default();
+        survey.largest = 0.0;
         let policy = candle_dtype(self.policy.grads);
-        for (tensor, born) in survey_out.tensors.iter().zip(born) {
-            survey_out.total.merge(tensor);
-            if born.dtype() == policy {
-                survey_out.largest = survey_out.largest.max(tensor.stats.max_abs);
+        for (tensor, grad) in survey.tensors.iter().zip(grads) {
+            survey.total.merge(tensor);
+            if grad.dtype() == policy {
+                survey.largest = survey.largest.max(tensor.stats.max_abs);
             }
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! GGUF of the architecture `gpt2`, as llama.cpp reads it; names and orientation of tensors are those of its converter.
 
-use crate::engine::model::{Gpt2Config, Parameters};
+use crate::engine::model::{ModelSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
 use crate::{Error, Result};
@@ -30,7 +30,7 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
     file.flush().map_err(Error::io("write", path))
 }
 
-fn shape(config: &Gpt2Config, dtype: Dtype, name: &str) -> Vec<(String, Value)> {
+fn shape(config: &ModelSpec, dtype: Dtype, name: &str) -> Vec<(String, Value)> {
     let file_type = match dtype {
         Dtype::F32 => 0,
         Dtype::F16 => 1,
@@ -42,12 +42,12 @@ fn shape(config: &Gpt2Config, dtype: Dtype, name: &str) -> Vec<(String, Value)> 
         ("general.architecture", text("gpt2")),
         ("general.name", text(name.strip_suffix(".gguf").unwrap_or(name))),
         ("general.file_type", Value::U32(file_type)),
-        ("gpt2.context_length", size(config.n_positions)),
-        ("gpt2.embedding_length", size(config.n_embd)),
-        ("gpt2.feed_forward_length", size(config.n_inner)),
-        ("gpt2.block_count", size(config.n_layer)),
-        ("gpt2.attention.head_count", size(config.n_head)),
-        ("gpt2.attention.layer_norm_epsilon", Value::F32(config.layer_norm_epsilon as f32)),
+        ("gpt2.context_length", size(config.context)),
+        ("gpt2.embedding_length", size(config.width)),
+        ("gpt2.feed_forward_length", size(config.inner)),
+        ("gpt2.block_count", size(config.layers)),
+        ("gpt2.attention.head_count", size(config.heads)),
+        ("gpt2.attention.layer_norm_epsilon", Value::F32(config.norm_eps as f32)),
     ]
     .map(|(key, value)| (key.to_owned(), value))
     .into()

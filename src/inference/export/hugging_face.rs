@@ -43,7 +43,7 @@ fn tokenizer_config(trained: &TrainedModel) -> serde_json::Value {
     let end = trained.tokenizer.eos_id().and_then(|id| trained.tokenizer.token(id));
     json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": trained.config.n_positions,
+        "model_max_length": trained.config.context,
         "clean_up_tokenization_spaces": false,
         "bos_token": end,
         "eos_token": end,

@@ -5,7 +5,7 @@
 //! wherever ONNX does. Field numbers are those of `onnx.proto`.
 
 use super::protobuf::Message;
-use crate::engine::model::{Gpt2Config, Parameters};
+use crate::engine::model::{ModelSpec, Parameters};
 use crate::store::tensor_file::write_values;
 use crate::{Error, Result};
 use candle_core::DType;
@@ -23,7 +23,7 @@ const INT64: i64 = 7;
 const ALIGNMENT: u64 = 64;
 
 /// Writes the graph to `path` and the weights to `path` with `.data` at its end.
-pub(super) fn write(config: &Gpt2Config, weights: &Parameters, path: &Path) -> Result<()> {
+pub(super) fn write(config: &ModelSpec, weights: &Parameters, path: &Path) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let location = format!("{name}.data");
     let mut graph = Graph::default();
@@ -81,7 +81,7 @@ fn wide(name: &str) -> String {
 }
 
 /// The whole model; returns the name of the logits.
-fn gpt2(graph: &mut Graph, config: &Gpt2Config) -> String {
+fn gpt2(graph: &mut Graph, config: &ModelSpec) -> String {
     let shape = graph.op("Shape", &["input_ids"], &[]);
     let (zero, one) = (graph.int("zero", &[], &[0]), graph.int("one", &[], &[1]));
     let length = graph.op("Gather", &[&shape, &one], &[]);
@@ -94,14 +94,14 @@ fn gpt2(graph: &mut Graph, config: &Gpt2Config) -> String {
     let (row, column) =
         (graph.op("Unsqueeze", &[&positions, &second], &[]), graph.op("Unsqueeze", &[&positions, &first], &[]));
     let mask = graph.op("GreaterOrEqual", &[&row, &column], &[]);
-    let head_size = config.n_embd / config.n_head;
+    let head_size = config.head_dim;
     // A 0 in a shape copies the input's dimension.
-    graph.int("by_head", &[4], &[0, 0, config.n_head as i64, head_size as i64]);
-    graph.int("joined", &[3], &[0, 0, config.n_embd as i64]);
+    graph.int("by_head", &[4], &[0, 0, config.heads as i64, head_size as i64]);
+    graph.int("joined", &[3], &[0, 0, config.width as i64]);
     graph.float("softmax_scale", 1.0 / (head_size as f32).sqrt());
     graph.float("masked", f32::MIN);
 
-    for layer in 0..config.n_layer {
+    for layer in 0..config.layers {
         let name = |part: &str| format!("h.{layer}.{part}");
         let normed = graph.layer_norm(&stream, &name("ln_1"), config);
         let attended = attention(graph, &normed, &name("attn"), &mask);
@@ -113,7 +113,7 @@ fn gpt2(graph: &mut Graph, config: &Gpt2Config) -> String {
         stream = graph.op("Add", &[&stream, &branch], &[]);
     }
     let normed = graph.layer_norm(&stream, "ln_f", config);
-    let head = wide(if config.tie_word_embeddings { "wte.weight" } else { "lm_head.weight" });
+    let head = wide(if config.tied { "wte.weight" } else { "lm_head.weight" });
     let head = graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
     graph.op_as("logits", "MatMul", &[&normed, &head], &[]);
     "logits".into()
@@ -200,9 +200,9 @@ impl Graph {
         self.op("Add", &[&product, &wide(&format!("{name}.bias"))], &[])
     }
 
-    fn layer_norm(&mut self, x: &str, name: &str, config: &Gpt2Config) -> String {
+    fn layer_norm(&mut self, x: &str, name: &str, config: &ModelSpec) -> String {
         let (weight, bias) = (wide(&format!("{name}.weight")), wide(&format!("{name}.bias")));
-        let epsilon = config.layer_norm_epsilon as f32;
+        let epsilon = config.norm_eps as f32;
         let attributes = [Attribute::Int("axis", -1), Attribute::Float("epsilon", epsilon)];
         self.op("LayerNormalization", &[x, &weight, &bias], &attributes)
     }

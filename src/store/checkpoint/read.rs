@@ -7,7 +7,7 @@ use super::manifest::{CONFIG, Kind, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZ
 use super::state::State;
 use crate::digest::{Digest, read_at_most};
 use crate::engine::kernels::view;
-use crate::engine::model::{Gpt2Config, Parameters};
+use crate::engine::model::{ModelSpec, Parameters};
 use crate::store::folder::check_depth;
 use crate::store::tensor_file::TensorFile;
 use crate::{Error, Result};
@@ -82,7 +82,7 @@ pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
     state: State,
-    config: Gpt2Config,
+    config: ModelSpec,
     weights: TensorFile,
     masters: TensorFile,
     optimizer: TensorFile,
@@ -109,7 +109,7 @@ impl Checkpoint {
         let state = read_state(&path.join(STATE), &manifest)?;
         let file = path.join(CONFIG);
         let text = read_at_most(&file, MAX_JSON)?;
-        let config = Gpt2Config::from_json(&text, &file.display().to_string())?;
+        let config = ModelSpec::from_json(&text, &file.display().to_string())?;
         let weights = TensorFile::open(path.join(WEIGHTS))?;
         check_depth(&config, weights.tensors().len(), &file)?;
         Ok(Self {
@@ -139,7 +139,7 @@ impl Checkpoint {
     }
 
     /// The model's shape.
-    pub fn config(&self) -> &Gpt2Config {
+    pub fn config(&self) -> &ModelSpec {
         &self.config
     }
 

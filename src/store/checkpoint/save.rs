@@ -11,7 +11,7 @@ use super::disk::Disk;
 use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
 use super::state::State;
 use crate::digest::Digest;
-use crate::engine::model::{Gpt2Config, Parameters};
+use crate::engine::model::{ModelSpec, Parameters};
 use crate::store::tensor_file::write_tensors;
 use crate::{Error, Result};
 
@@ -21,7 +21,7 @@ pub struct Contents<'a> {
     /// The figures of the run.
     pub state: &'a State,
     /// The model's shape.
-    pub config: &'a Gpt2Config,
+    pub config: &'a ModelSpec,
     /// The text of `tokenizer.json`.
     pub tokenizer: &'a [u8],
     /// The weights in the compute dtype.

@@ -72,7 +72,7 @@ impl Trainer {
 
     /// The error of a loss that has long been far above that of a model which knows nothing.
     pub(super) fn far_above_chance(&mut self, loss: f64) -> Option<Error> {
-        let chance = (self.engine.model.config().vocab_size as f64).ln();
+        let chance = (self.engine.model.spec().vocab_size as f64).ln();
         let far = loss > FAR_ABOVE * chance;
         self.progress.far_above_chance = if far { self.progress.far_above_chance + 1 } else { 0 };
         if self.progress.far_above_chance < FAR_STEPS {
@@ -95,7 +95,7 @@ impl Trainer {
     }
 
     pub(super) fn started(&self, resumed_from: Option<u64>) -> Started {
-        let (config, shape) = (&self.config, self.engine.model.config());
+        let (config, shape) = (&self.config, self.engine.model.spec());
         let train = &config.train;
         let tokens_per_step = (train.batch_size * train.seq_len * train.grad_accum) as u64;
         let tokens_per_epoch = self.loader.tokens_per_epoch();
@@ -111,10 +111,10 @@ impl Trainer {
             os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             model: config.model.clone(),
             shape: ModelShape {
-                n_layer: shape.n_layer,
-                n_head: shape.n_head,
-                n_embd: shape.n_embd,
-                n_positions: shape.n_positions,
+                n_layer: shape.layers,
+                n_head: shape.heads,
+                n_embd: shape.width,
+                n_positions: shape.context,
                 vocab_size: shape.vocab_size,
             },
             parameters: shape.parameter_count(),

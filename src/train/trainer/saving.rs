@@ -81,7 +81,7 @@ impl Trainer {
         let train = &self.engine.state;
         let contents = Contents {
             state: &state,
-            config: self.engine.model.config(),
+            config: self.engine.model.spec(),
             tokenizer: self.tokenizer.json(),
             weights: &train.weights,
             masters: train.masters.parameters(),

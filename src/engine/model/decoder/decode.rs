@@ -1,12 +1,11 @@
 //! The forward pass for generating text: new tokens only, over the cached keys and values of those before them.
 
-use super::Gpt2;
+use super::{Decoder, Mode, Tokens};
 use crate::engine::kernels::decode_attention::KeyValues;
-use crate::engine::kernels::{embedding, gelu, residual, view};
-use crate::engine::model::candle_dtype;
-use crate::engine::model::config::Gpt2Config;
-use crate::engine::model::layers::Normed;
+use crate::engine::kernels::{Embedding, Normed, view};
 use crate::engine::model::parameters::Parameters;
+use crate::engine::model::spec::ModelSpec;
+use crate::engine::model::workspace::candle_dtype;
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -40,19 +39,19 @@ struct BlockBuffers {
     qkv: Tensor,
     attended: Tensor,
     branch: Tensor,
-    fc: Tensor,
-    gelu: Tensor,
+    up: Tensor,
+    activated: Tensor,
 }
 
 impl KvCache {
     /// Room for a sequence of `capacity` tokens, which must lie within the model's context.
-    pub fn new(config: &Gpt2Config, policy: PrecisionPolicy, capacity: usize, device: &Device) -> Result<Self> {
-        if capacity > config.n_positions {
-            bail!("a cache of {capacity} tokens exceeds the model's context of {}", config.n_positions);
+    pub fn new(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize, device: &Device) -> Result<Self> {
+        if capacity > spec.context {
+            bail!("a cache of {capacity} tokens exceeds the model's context of {}", spec.context);
         }
-        let (heads, head_size) = (config.n_head, config.n_embd / config.n_head);
+        let (heads, head_size) = (spec.kv_heads, spec.head_dim);
         let layer = |_| KeyValues::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
-        let layers = (0..config.n_layer).map(layer).collect::<Result<_>>()?;
+        let layers = (0..spec.layers).map(layer).collect::<Result<_>>()?;
         let residual = candle_dtype(policy.residual);
         Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None })
     }
@@ -79,16 +78,17 @@ impl KvCache {
 }
 
 impl BlockBuffers {
-    fn new(config: &Gpt2Config, compute: DType, rows: usize, device: &Device) -> Result<Self> {
-        let width = config.n_embd;
+    fn new(spec: &ModelSpec, compute: DType, rows: usize, device: &Device) -> Result<Self> {
         let buffer = |columns: usize| view::zeros(&[rows, columns], compute, device);
         Ok(Self {
-            normed: Normed::lay_out(rows, width, compute, &|shape, dtype| view::zeros(shape, dtype, device))?,
-            qkv: buffer(3 * width)?,
-            attended: buffer(width)?,
-            branch: buffer(width)?,
-            fc: buffer(config.n_inner)?,
-            gelu: buffer(config.n_inner)?,
+            normed: Normed::lay_out(spec.norm, rows, spec.width, compute, &|shape, dtype| {
+                view::zeros(shape, dtype, device)
+            })?,
+            qkv: buffer(spec.qkv_width())?,
+            attended: buffer(spec.attended_width())?,
+            branch: buffer(spec.width)?,
+            up: buffer(spec.up_width())?,
+            activated: buffer(spec.inner)?,
         })
     }
 
@@ -105,12 +105,12 @@ impl BlockBuffers {
 }
 
 impl Buffers {
-    fn new(config: &Gpt2Config, residual: DType, compute: &[DType], rows: usize, device: &Device) -> Result<Self> {
-        let stream = || view::zeros(&[rows, config.n_embd], residual, device);
+    fn new(spec: &ModelSpec, residual: DType, compute: &[DType], rows: usize, device: &Device) -> Result<Self> {
+        let stream = || view::zeros(&[rows, spec.width], residual, device);
         let mut blocks: Vec<BlockBuffers> = Vec::new();
         for &dtype in compute {
             if BlockBuffers::of(&blocks, dtype).is_err() {
-                blocks.push(BlockBuffers::new(config, dtype, rows, device)?);
+                blocks.push(BlockBuffers::new(spec, dtype, rows, device)?);
             }
         }
         Ok(Self { rows, stream: stream()?, middle: stream()?, blocks })
@@ -121,15 +121,15 @@ impl Buffers {
     }
 }
 
-impl Gpt2 {
+impl Decoder {
     /// Appends `ids` to the cached sequence and returns the head's input for each of them, `[ids.len(), D]`: what
-    /// [`Gpt2::forward`] computes for those rows of the whole sequence, without dropout.
+    /// [`Decoder::forward`] computes for those rows of the whole sequence, without dropout.
     pub fn decode<'c>(&self, weights: &Parameters, ids: &[u32], cache: &'c mut KvCache) -> Result<&'c Tensor> {
         let (past, rows) = (cache.len, ids.len());
         if rows == 0 || past + rows > cache.capacity {
             bail!("{rows} tokens after {past} for a cache of {}", cache.capacity);
         }
-        let head = weights[self.lm_head].dtype();
+        let head = weights.pack(self.head).dtype();
         let compute: Vec<DType> = self.compute_of_blocks(weights).chain([head]).collect();
         if past == 0 {
             for (layer, dtype) in cache.layers.iter_mut().zip(&compute) {
@@ -137,34 +137,31 @@ impl Gpt2 {
             }
         }
         if cache.buffers.as_ref().is_none_or(|buffers| !buffers.serve(rows, &compute)) {
-            cache.buffers = Some(Buffers::new(&self.config, cache.residual, &compute, rows, &cache.device)?);
+            cache.buffers = Some(Buffers::new(&self.spec, cache.residual, &compute, rows, &cache.device)?);
         }
         let KvCache { layers, buffers: Some(buffers), len, .. } = cache else { bail!("the cache has no buffers") };
         let Buffers { stream, middle, blocks, .. } = &*buffers;
-        let positions = weights[self.wpe].narrow(0, past, rows)?;
-        embedding::forward(&weights[self.wte], &positions, ids, rows, None, stream)?;
+        let kernels = self.kernels();
+        // Positions count from the sequence's start.
+        let positions = self.positions.map(|table| weights.pack(table).narrow(0, past, rows)).transpose()?;
+        let embedding = self.embed(weights, Tokens { ids, seq_len: rows }, Mode::Eval);
+        kernels.embed(Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
         for ((block, layer), dtype) in self.blocks.iter().zip(layers).zip(&compute) {
-            let BlockBuffers { normed, qkv, attended, branch, fc, gelu } = BlockBuffers::of(blocks, *dtype)?;
-            block.ln_1.forward(weights, stream, normed, &mut ())?;
-            block.c_attn.forward(weights, &normed.out, qkv, &mut ())?;
-            layer.attend(past, qkv, attended)?;
-            block.attn_c_proj.forward(weights, attended, branch, &mut ())?;
-            residual::add(stream, branch, None, middle)?;
-
-            block.ln_2.forward(weights, middle, normed, &mut ())?;
-            block.c_fc.forward(weights, &normed.out, fc, &mut ())?;
-            gelu::forward(fc, gelu)?;
-            block.mlp_c_proj.forward(weights, gelu, branch, &mut ())?;
-            residual::add(middle, branch, None, stream)?;
+            let BlockBuffers { normed, qkv, attended, branch, up, activated } = BlockBuffers::of(blocks, *dtype)?;
+            block.attention_norm.forward(kernels, weights, stream, normed, &mut ())?;
+            block.qkv.forward(kernels, weights, &normed.out, qkv, &mut ())?;
+            kernels.decode_attention(layer, past, qkv, attended)?;
+            block.out.forward(kernels, weights, attended, branch, &mut ())?;
+            kernels.add_branch(stream, branch, None, middle)?;
+            block.mlp_norm.forward(kernels, weights, middle, normed, &mut ())?;
+            block.up.forward(kernels, weights, &normed.out, up, &mut ())?;
+            kernels.activate(self.spec.activation, up, activated)?;
+            block.down.forward(kernels, weights, activated, branch, &mut ())?;
+            kernels.add_branch(middle, branch, None, stream)?;
         }
         let normed = &BlockBuffers::of(blocks, head)?.normed;
-        self.ln_f.forward(weights, stream, normed, &mut ())?;
+        self.final_norm.forward(kernels, weights, stream, normed, &mut ())?;
         *len += rows;
         Ok(&normed.out)
-    }
-
-    /// What each block computes in: its weights' type.
-    fn compute_of_blocks(&self, weights: &Parameters) -> impl Iterator<Item = DType> {
-        self.blocks.iter().map(|block| weights[block.c_attn.weight()].dtype())
     }
 }

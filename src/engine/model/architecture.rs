@@ -1,0 +1,109 @@
+//! What a family of models has to say of itself, and the list of those there are.
+
+use super::gpt2::Gpt2;
+use super::spec::{Family, Layer, ModelSpec};
+use serde_json::{Map, Value};
+
+/// A family: its `config.json` and its names. One file each, listed in [`FAMILIES`].
+pub(super) trait Architecture: Sync {
+    /// `model_type` in `config.json`.
+    fn model_type(&self) -> &'static str;
+
+    /// The spec that a `config.json` means, or what is wrong with a key.
+    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String>;
+
+    /// The `config.json` of a spec, without the type of the weights.
+    fn write(&self, spec: &ModelSpec) -> Value;
+
+    /// A layer's name, its parameters' without `.weight` and `.bias`.
+    fn layer_name(&self, layer: Layer) -> String;
+
+    /// A stored tensor's name as a parameter's; `None` for a buffer that is no parameter.
+    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str>;
+
+    /// Architectures that go by a name of their own.
+    fn names(&self) -> &'static [&'static str];
+
+    /// The architecture of one of those names, with dropout off.
+    fn named(&self, name: &str) -> Option<ModelSpec>;
+}
+
+const FAMILIES: [Family; 1] = [Family(&Gpt2)];
+
+/// No dimension of a model that fits this world's memories is larger; products of three stay within 64 bits.
+const LARGEST: u64 = 1 << 20;
+
+/// The family that a `config.json` names.
+pub(super) fn family_of(keys: &Keys<'_>) -> Result<Family, String> {
+    let model_type = keys.text("model_type", "")?;
+    FAMILIES.into_iter().find(|family| family.model_type() == model_type).ok_or_else(|| {
+        let known = FAMILIES.map(Family::model_type).join("`, `");
+        format!("`model_type` is `{model_type}`; supported: `{known}`")
+    })
+}
+
+pub(super) fn named(name: &str) -> Option<ModelSpec> {
+    FAMILIES.iter().find_map(|family| family.0.named(name))
+}
+
+pub(super) fn names() -> Vec<&'static str> {
+    FAMILIES.iter().flat_map(|family| family.0.names()).copied().collect()
+}
+
+/// Reads keys of one type each; a key that is missing or `null` takes its default.
+pub(super) struct Keys<'a>(pub(super) &'a Map<String, Value>);
+
+impl<'a> Keys<'a> {
+    fn get<T>(&self, key: &str, default: T, wanted: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<T, String> {
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(default),
+            Some(value) => read(value).ok_or_else(|| format!("`{key}` is {value}; it must be {wanted}")),
+        }
+    }
+
+    pub(super) fn size(&self, key: &str, default: usize) -> Result<usize, String> {
+        let read = |value: &Value| value.as_u64().filter(|n| (1..=LARGEST).contains(n)).map(|n| n as usize);
+        self.get(key, default, &format!("a whole number from 1 to {LARGEST}"), read)
+    }
+
+    pub(super) fn number(&self, key: &str, default: f64) -> Result<f64, String> {
+        self.get(key, default, "a number", Value::as_f64)
+    }
+
+    pub(super) fn positive(&self, key: &str, default: f64) -> Result<f64, String> {
+        let value = self.number(key, default)?;
+        if value > 0.0 { Ok(value) } else { Err(format!("`{key}` is {value}; it must be positive")) }
+    }
+
+    /// A dropout probability.
+    pub(super) fn dropout(&self, key: &str, default: f64) -> Result<f64, String> {
+        let value = self.number(key, default)?;
+        let fits = (0.0..1.0).contains(&value);
+        if fits { Ok(value) } else { Err(format!("`{key}` is {value}; a dropout probability lies in [0, 1)")) }
+    }
+
+    pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool, String> {
+        self.get(key, default, "true or false", Value::as_bool)
+    }
+
+    pub(super) fn text(&self, key: &str, default: &'a str) -> Result<&'a str, String> {
+        self.get(key, default, "a string", Value::as_str)
+    }
+
+    /// Refuses a flag that the engine has one value of only.
+    pub(super) fn only(&self, key: &str, supported: bool) -> Result<(), String> {
+        if self.flag(key, supported)? == supported {
+            Ok(())
+        } else {
+            Err(format!("`{key}` is {}; the engine supports {supported} only", !supported))
+        }
+    }
+
+    /// `null` means that the model has no such token, so only a missing key takes the default.
+    pub(super) fn token(&self, key: &str, default: Option<u32>) -> Result<Option<u32>, String> {
+        match self.0.get(key) {
+            Some(Value::Null) => Ok(None),
+            _ => self.get(key, default, "a token id", |value| Some(Some(u32::try_from(value.as_u64()?).ok()?))),
+        }
+    }
+}

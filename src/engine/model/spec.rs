@@ -1,0 +1,384 @@
+//! A decoder as data: its dimensions, which operations a block is made of, and every parameter with its role.
+//!
+//! A family (`gpt2.rs` and its siblings) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
+
+use super::architecture::{Architecture, Keys, family_of, named};
+use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::precision::Unit;
+use crate::{Error, Result};
+use serde_json::{Map, Value};
+use std::fmt;
+
+/// What a family of models shares: the words of its `config.json` and the names of its tensors.
+#[derive(Clone, Copy)]
+pub struct Family(pub(super) &'static dyn Architecture);
+
+impl Family {
+    /// Its `model_type` in `config.json`.
+    pub fn model_type(self) -> &'static str {
+        self.0.model_type()
+    }
+
+    /// A tensor's name as parameters have it: without the prefix some files give it. `None` for a buffer that is no parameter.
+    pub fn parameter_name(self, tensor: &str) -> Option<&str> {
+        self.0.parameter_name(tensor)
+    }
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.model_type() == other.model_type()
+    }
+}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.model_type())
+    }
+}
+
+/// Which linear layers have a bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Biases {
+    /// Queries, keys and values.
+    pub qkv: bool,
+    /// The projection behind attention.
+    pub out: bool,
+    /// The MLP's products.
+    pub mlp: bool,
+}
+
+/// Dropout probabilities.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DropoutRates {
+    /// After the embeddings.
+    pub embedding: f64,
+    /// On what attention and MLP add to the residual stream.
+    pub residual: f64,
+    /// On the weights of attention.
+    pub attention: f64,
+}
+
+/// Dimensions and constants of a decoder with a language-model head.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelSpec {
+    /// Its family.
+    pub family: Family,
+    /// V: rows of the token embedding.
+    pub vocab_size: usize,
+    /// The longest context in tokens.
+    pub context: usize,
+    /// D: the width of the residual stream.
+    pub width: usize,
+    /// The number of blocks.
+    pub layers: usize,
+    /// Query heads of a block.
+    pub heads: usize,
+    /// Key and value heads of a block; divides `heads`.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// The width inside the MLP.
+    pub inner: usize,
+    /// The normalisation.
+    pub norm: Norm,
+    /// What it adds under the root.
+    pub norm_eps: f64,
+    /// The MLP's activation.
+    pub activation: Activation,
+    /// How weights lie.
+    pub weight_layout: WeightLayout,
+    /// Whether queries, keys and values are one tensor in files.
+    pub packed_qkv: bool,
+    /// Which layers have a bias.
+    pub biases: Biases,
+    /// Whether positions are a learned embedding, added to that of the tokens.
+    pub learned_positions: bool,
+    /// Whether the head's matrix is the token embedding.
+    pub tied: bool,
+    /// Dropout probabilities.
+    pub dropout: DropoutRates,
+    /// Standard deviation of freshly drawn weights.
+    pub initializer_range: f64,
+    /// Starts a text.
+    pub bos_token_id: Option<u32>,
+    /// Ends a text.
+    pub eos_token_id: Option<u32>,
+}
+
+/// The norms of a block, and the last one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum NormRole {
+    /// Before attention.
+    Attention,
+    /// Before the MLP.
+    Mlp,
+    /// Before the head.
+    Final,
+}
+
+/// The products of a block. Parts of one product ([`LinearRole::packed`]) have names of their own in files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LinearRole {
+    /// Queries, keys and values in one.
+    Qkv,
+    /// Queries.
+    Query,
+    /// Keys.
+    Key,
+    /// Values.
+    Value,
+    /// Behind attention.
+    Out,
+    /// Gate and up in one.
+    GateUp,
+    /// The gate of a gated MLP.
+    Gate,
+    /// Into the MLP.
+    Up,
+    /// Out of the MLP.
+    Down,
+}
+
+impl LinearRole {
+    /// The product that this is a part of.
+    const fn packed(self, activation: Activation) -> Self {
+        match self {
+            Self::Query | Self::Key | Self::Value => Self::Qkv,
+            Self::Gate => Self::GateUp,
+            Self::Up if activation.is_gated() => Self::GateUp,
+            other => other,
+        }
+    }
+}
+
+/// An operation of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Op {
+    /// The token embedding.
+    Embedding,
+    /// The position embedding.
+    Positions,
+    /// A normalisation.
+    Norm(NormRole),
+    /// A product with a weight.
+    Linear(LinearRole),
+    /// Attention itself.
+    Attention,
+    /// The residual stream behind attention.
+    AttentionSum,
+    /// The MLP's activation.
+    Activation,
+    /// The residual stream behind the MLP.
+    MlpSum,
+    /// The language-model head.
+    Head,
+}
+
+/// An operation at its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Layer {
+    /// The block it stands in, if it stands in one.
+    pub block: Option<usize>,
+    /// What it does.
+    pub op: Op,
+}
+
+impl Layer {
+    /// A layer outside the blocks.
+    pub const fn outer(op: Op) -> Self {
+        Self { block: None, op }
+    }
+
+    /// A layer of block `block`.
+    pub const fn inner(block: usize, op: Op) -> Self {
+        Self { block: Some(block), op }
+    }
+
+    /// The unit that shares its compute type.
+    pub fn unit(self) -> Unit {
+        self.block.map_or(Unit::Head, Unit::Block)
+    }
+}
+
+/// What a parameter starts from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// Zeros.
+    Zeros,
+    /// Ones.
+    Ones,
+    /// Normal values of this standard deviation.
+    Normal(f64),
+}
+
+/// A parameter: what it is called, how large it is, whose it is and how it is trained.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamSpec {
+    /// Hugging Face's name without a prefix such as `transformer.`.
+    pub name: String,
+    /// Dimensions, outermost first.
+    pub shape: Vec<usize>,
+    /// The layer whose it is.
+    pub layer: Layer,
+    /// Whether it is that layer's bias.
+    pub bias: bool,
+    /// What it starts from.
+    pub init: Init,
+    /// Whether weight decay acts on it.
+    pub decay: bool,
+    /// The layer whose product it is a part of, stacked along the first dimension in order of [`LinearRole`].
+    pub pack: Layer,
+}
+
+impl ModelSpec {
+    /// The names [`ModelSpec::named`] knows.
+    pub fn names() -> Vec<&'static str> {
+        super::architecture::names()
+    }
+
+    /// The architecture that goes by `name`, with dropout off.
+    pub fn named(name: &str) -> Option<Self> {
+        named(name)
+    }
+
+    /// Reads the text of a `config.json`; `origin` is its path, for messages. Keys that change nothing here are passed
+    /// over, as transformers does.
+    ///
+    /// # Errors
+    /// [`Error::Model`] naming the key: an unknown model type or activation, a variant of attention that the engine lacks,
+    /// a number that is not positive, heads that do not divide the width.
+    pub fn from_json(text: &[u8], origin: &str) -> Result<Self> {
+        let fail = |message: String| Error::model(origin, message);
+        let json: Map<String, Value> =
+            serde_json::from_slice(text).map_err(|error| fail(format!("not JSON: {error}")))?;
+        let keys = Keys(&json);
+        family_of(&keys).and_then(|family| family.0.read(&keys)).map_err(fail)
+    }
+
+    /// A `config.json` that transformers' `from_pretrained` takes; `dtype` is that of the weights beside it, as torch
+    /// names it (`float32`, `float16`, `bfloat16`).
+    pub fn to_json(&self, dtype: &str) -> String {
+        let mut json = self.family.0.write(self);
+        // transformers 5 writes and reads `dtype`; older versions know `torch_dtype` only.
+        for key in ["dtype", "torch_dtype"] {
+            json[key] = dtype.into();
+        }
+        format!("{json:#}\n")
+    }
+
+    /// The same family with other dimensions: as many key heads as query heads, and an MLP of four times the width.
+    #[must_use]
+    pub fn resized(self, layers: usize, width: usize, heads: usize) -> Self {
+        Self { layers, width, heads, kv_heads: heads, head_dim: width / heads, inner: 4 * width, ..self }
+    }
+
+    /// The name of a layer in messages and logs: its parameters' without `.weight`.
+    pub fn layer_name(&self, layer: Layer) -> String {
+        self.family.0.layer_name(layer)
+    }
+
+    /// Columns of the packed queries, keys and values.
+    pub fn qkv_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Columns of the heads' outputs, side by side.
+    pub fn attended_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Columns of what enters the activation.
+    pub fn up_width(&self) -> usize {
+        if self.activation.is_gated() { 2 * self.inner } else { self.inner }
+    }
+
+    /// The linear layers of a block as files have them, each with its input and output columns and its bias.
+    fn linears(&self) -> Vec<(LinearRole, [usize; 2], bool)> {
+        let (d, queries, keys) = (self.width, self.attended_width(), self.kv_heads * self.head_dim);
+        let Biases { qkv, out, mlp } = self.biases;
+        let mut linears = if self.packed_qkv {
+            vec![(LinearRole::Qkv, [d, self.qkv_width()], qkv)]
+        } else {
+            vec![
+                (LinearRole::Query, [d, queries], qkv),
+                (LinearRole::Key, [d, keys], qkv),
+                (LinearRole::Value, [d, keys], qkv),
+            ]
+        };
+        linears.push((LinearRole::Out, [queries, d], out));
+        if self.activation.is_gated() {
+            linears.push((LinearRole::Gate, [d, self.inner], mlp));
+        }
+        linears.extend([(LinearRole::Up, [d, self.inner], mlp), (LinearRole::Down, [self.inner, d], mlp)]);
+        linears
+    }
+
+    /// Every parameter, ordered by name as strings are (`h.10.…` before `h.2.…`). A head's matrix of its own is there only
+    /// where it is not tied.
+    pub fn parameters(&self) -> Vec<ParamSpec> {
+        let d = self.width;
+        let std = self.initializer_range;
+        let mut parameters = Vec::new();
+        let mut push = |layer: Layer, bias: bool, shape: Vec<usize>, init: Init, pack: Layer| {
+            let name = format!("{}.{}", self.layer_name(layer), if bias { "bias" } else { "weight" });
+            parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, bias, init, pack });
+        };
+        let norm = |layer: Layer, push: &mut dyn FnMut(Layer, bool, Vec<usize>, Init, Layer)| match self.norm {
+            Norm::Layer => {
+                push(layer, false, vec![d], Init::Ones, layer);
+                push(layer, true, vec![d], Init::Zeros, layer);
+            }
+            Norm::Rms { unit_offset } => {
+                push(layer, false, vec![d], if unit_offset { Init::Zeros } else { Init::Ones }, layer);
+            }
+        };
+        let outer = |op, rows| (Layer::outer(op), rows);
+        let mut tables = vec![outer(Op::Embedding, self.vocab_size)];
+        if self.learned_positions {
+            tables.push(outer(Op::Positions, self.context));
+        }
+        if !self.tied {
+            tables.push(outer(Op::Head, self.vocab_size));
+        }
+        for (layer, rows) in tables {
+            push(layer, false, vec![rows, d], Init::Normal(std), layer);
+        }
+        norm(Layer::outer(Op::Norm(NormRole::Final)), &mut push);
+        // Layers that close a residual branch start narrower (Radford et al., 2019).
+        let closing = std / (2.0 * self.layers as f64).sqrt();
+        for block in 0..self.layers {
+            for role in [NormRole::Attention, NormRole::Mlp] {
+                norm(Layer::inner(block, Op::Norm(role)), &mut push);
+            }
+            for (role, [rows, columns], bias) in self.linears() {
+                let layer = Layer::inner(block, Op::Linear(role));
+                let pack = Layer::inner(block, Op::Linear(role.packed(self.activation)));
+                let std = if matches!(role, LinearRole::Out | LinearRole::Down) { closing } else { std };
+                let shape = match self.weight_layout {
+                    WeightLayout::InOut => vec![rows, columns],
+                    WeightLayout::OutIn => vec![columns, rows],
+                };
+                push(layer, false, shape, Init::Normal(std), pack);
+                if bias {
+                    push(layer, true, vec![columns], Init::Zeros, pack);
+                }
+            }
+        }
+        parameters.sort_by(|a, b| a.name.cmp(&b.name));
+        parameters
+    }
+
+    /// The number of parameters, a tied head counted once.
+    pub fn parameter_count(&self) -> u64 {
+        let [v, c, d, layers] = [self.vocab_size, self.context, self.width, self.layers].map(|dim| dim as u64);
+        let norm = if self.norm == Norm::Layer { 2 * d } else { d };
+        let linear = |(_, [rows, columns], bias): (LinearRole, [usize; 2], bool)| {
+            rows as u64 * columns as u64 + if bias { columns as u64 } else { 0 }
+        };
+        let linears: u64 = self.linears().into_iter().map(linear).sum();
+        let positions = if self.learned_positions { c * d } else { 0 };
+        let head = if self.tied { 0 } else { v * d };
+        v * d + positions + head + norm + layers * (2 * norm + linears)
+    }
+}

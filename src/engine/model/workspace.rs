@@ -1,0 +1,331 @@
+//! The buffers of a forward and backward pass.
+
+use super::spec::ModelSpec;
+use crate::engine::kernels::Normed;
+use crate::engine::kernels::cross_entropy::HeadWorkspace;
+use crate::engine::kernels::view::{self, Allocate};
+use crate::precision::{Dtype, PrecisionPolicy, Unit};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+use std::cell::Cell;
+
+/// What the forward pass keeps for the backward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Keep {
+    /// Every activation.
+    #[default]
+    #[serde(rename = "none")]
+    All,
+    /// The input of each block; the backward pass computes the rest again (gradient checkpointing; Chen et al., 2016).
+    #[serde(rename = "block")]
+    BlockInput,
+}
+
+/// What one block's forward pass computes that its backward pass reads.
+#[derive(Debug)]
+pub(super) struct Activations<T = Tensor> {
+    pub(super) attention_norm: Normed<T>,
+    pub(super) qkv: T,
+    pub(super) attended: T,
+    pub(super) lse: T,
+    /// The residual stream between attention and MLP.
+    pub(super) middle: T,
+    pub(super) mlp_norm: Normed<T>,
+    /// What enters the activation.
+    pub(super) up: T,
+    /// What leaves it.
+    pub(super) activated: T,
+}
+
+/// All buffers of a forward and backward pass for one (batch, sequence) shape.
+///
+/// Each block, and the head with what is around the blocks, has a compute type of its own, usually the policy's. `T` is a
+/// tensor, or nothing where only sizes are counted.
+#[derive(Debug)]
+pub struct Workspace<T = Tensor> {
+    policy: PrecisionPolicy,
+    keep: Keep,
+    train: bool,
+    pub(super) batch: usize,
+    pub(super) seq_len: usize,
+    /// The compute type of each block.
+    compute: Vec<DType>,
+    /// The residual stream as each block receives it, and last as it leaves the last one.
+    pub(super) stream: Vec<T>,
+    /// One for each block where all is kept, else none.
+    blocks: Vec<Activations<T>>,
+    pub(super) final_norm: Normed<T>,
+    pub(super) head: HeadWorkspace<T>,
+    pub(super) backward: Option<StreamGradient<T>>,
+    /// Of the policy's compute type, and of each other one in use.
+    scratch: Vec<Scratch<T>>,
+}
+
+#[derive(Debug)]
+pub(super) struct StreamGradient<T = Tensor> {
+    /// Gradient of the residual stream.
+    pub(super) stream: T,
+    /// Scratch of the embedding's gradient; the first backward pass gives it its length.
+    pub(super) order: Vec<u32>,
+}
+
+/// What the layers of one compute type overwrite in turn.
+#[derive(Debug)]
+pub(super) struct Scratch<T = Tensor> {
+    compute: DType,
+    /// A branch's output before it joins the stream; in the backward pass, its gradient.
+    pub(super) branch: T,
+    gradients: Option<BranchGradients<T>>,
+    /// A block's activations where they are not kept.
+    block: Option<Activations<T>>,
+}
+
+#[derive(Debug)]
+pub(super) struct BranchGradients<T = Tensor> {
+    /// Gradient of a norm's output, `[N, D]`.
+    pub(super) normed: T,
+    /// Gradient of attention's output, where it is not as wide as the stream.
+    attended: Option<T>,
+    pub(super) qkv: T,
+    /// Gradient of the activation's output.
+    pub(super) activated: T,
+    /// Gradient of its input, if it is gated.
+    up: Option<T>,
+}
+
+impl<T> BranchGradients<T> {
+    pub(super) fn attended(&self) -> &T {
+        self.attended.as_ref().unwrap_or(&self.normed)
+    }
+
+    /// Where the gradient of the activation's input goes: over that of its output if they are of one shape.
+    pub(super) fn up(&self) -> &T {
+        self.up.as_ref().unwrap_or(&self.activated)
+    }
+}
+
+/// What the buffers of a [`Workspace`] take, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkspaceBytes {
+    /// What the forward pass keeps for the backward pass.
+    pub activations: u64,
+    /// What is overwritten in turn: a tile of logits, gradients of activations.
+    pub scratch: u64,
+}
+
+/// candle's name of a type.
+pub fn candle_dtype(dtype: Dtype) -> DType {
+    match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+    }
+}
+
+impl<T> Activations<T> {
+    fn lay_out(
+        spec: &ModelSpec,
+        tokens: usize,
+        compute: DType,
+        stream: DType,
+        allocate: Allocate<'_, T>,
+    ) -> Result<Self> {
+        let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
+        let norm = || Normed::lay_out(spec.norm, tokens, spec.width, compute, allocate);
+        Ok(Self {
+            attention_norm: norm()?,
+            qkv: rows(spec.qkv_width(), compute)?,
+            attended: rows(spec.attended_width(), compute)?,
+            lse: allocate(&[tokens * spec.heads], DType::F32)?,
+            middle: rows(spec.width, stream)?,
+            mlp_norm: norm()?,
+            up: rows(spec.up_width(), compute)?,
+            activated: rows(spec.inner, compute)?,
+        })
+    }
+}
+
+impl<T> Scratch<T> {
+    pub(super) fn gradients(&self) -> Result<&BranchGradients<T>> {
+        match &self.gradients {
+            Some(gradients) => Ok(gradients),
+            None => bail!("this workspace has no buffers for a backward pass"),
+        }
+    }
+
+    fn lay_out(
+        spec: &ModelSpec,
+        tokens: usize,
+        (compute, stream): (DType, DType),
+        (train, keep): (bool, Keep),
+        allocate: Allocate<'_, T>,
+    ) -> Result<Self> {
+        let rows = |columns: usize| allocate(&[tokens, columns], compute);
+        let gradients = || -> Result<BranchGradients<T>> {
+            let wide = spec.attended_width() != spec.width;
+            Ok(BranchGradients {
+                normed: rows(spec.width)?,
+                attended: wide.then(|| rows(spec.attended_width())).transpose()?,
+                qkv: rows(spec.qkv_width())?,
+                activated: rows(spec.inner)?,
+                up: spec.activation.is_gated().then(|| rows(spec.up_width())).transpose()?,
+            })
+        };
+        let block = || Activations::lay_out(spec, tokens, compute, stream, allocate);
+        Ok(Self {
+            compute,
+            branch: rows(spec.width)?,
+            gradients: train.then(gradients).transpose()?,
+            block: (keep == Keep::BlockInput).then(block).transpose()?,
+        })
+    }
+}
+
+impl<T> Workspace<T> {
+    /// The one list of buffers, for training (with `train`) or evaluation: `kept` makes those of the forward pass that the
+    /// backward pass reads, `scratch` the others.
+    fn lay_out(
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        (batch, seq_len): (usize, usize),
+        (train, keep): (bool, Keep),
+        kept: Allocate<'_, T>,
+        scratch: Allocate<'_, T>,
+    ) -> Result<Self> {
+        let (tokens, width) = (batch * seq_len, spec.width);
+        let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
+        let all = if keep == Keep::All { spec.layers } else { 0 };
+        let backward = || -> Result<StreamGradient<T>> {
+            Ok(StreamGradient { stream: scratch(&[tokens, width], stream)?, order: Vec::new() })
+        };
+        let grads = train.then(|| candle_dtype(policy.grads));
+        Ok(Self {
+            policy,
+            keep,
+            train,
+            batch,
+            seq_len,
+            compute: vec![compute; spec.layers],
+            stream: (0..=spec.layers).map(|_| kept(&[tokens, width], stream)).collect::<Result<_>>()?,
+            blocks: (0..all)
+                .map(|_| Activations::lay_out(spec, tokens, compute, stream, kept))
+                .collect::<Result<_>>()?,
+            final_norm: Normed::lay_out(spec.norm, tokens, width, compute, kept)?,
+            head: HeadWorkspace::lay_out(tokens, spec.vocab_size, width, compute, grads, scratch)?,
+            backward: train.then(backward).transpose()?,
+            scratch: vec![Scratch::lay_out(spec, tokens, (compute, stream), (train, keep), scratch)?],
+        })
+    }
+
+    /// The buffers that layers of type `compute` overwrite in turn.
+    pub(super) fn scratch(&self, compute: DType) -> Result<&Scratch<T>> {
+        match self.scratch.iter().find(|scratch| scratch.compute == compute) {
+            Some(scratch) => Ok(scratch),
+            None => bail!("this workspace has no buffers for layers that compute in {compute:?}"),
+        }
+    }
+
+    /// A block's activations and the scratch of its type.
+    pub(super) fn block(&self, block: usize) -> Result<(&Activations<T>, &Scratch<T>)> {
+        let scratch = self.scratch(self.compute[block])?;
+        match self.blocks.get(block).or(scratch.block.as_ref()) {
+            Some(activations) => Ok((activations, scratch)),
+            None => bail!("this workspace has no buffers for block {block}"),
+        }
+    }
+
+    /// What is kept for the backward pass.
+    pub fn keep(&self) -> Keep {
+        self.keep
+    }
+
+    /// Sequences in a batch.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// Tokens in a sequence.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+}
+
+impl Workspace<()> {
+    /// What a workspace for training would take, without making one.
+    pub fn bytes(
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        [batch, seq_len]: [usize; 2],
+        keep: Keep,
+    ) -> Result<WorkspaceBytes> {
+        let (activations, scratch) = (Cell::new(0), Cell::new(0));
+        let count = |sum: &Cell<u64>, shape: &[usize], dtype| {
+            sum.set(sum.get() + view::bytes(shape, dtype));
+            Ok(())
+        };
+        let kept = |shape: &[usize], dtype| count(&activations, shape, dtype);
+        let overwritten = |shape: &[usize], dtype| count(&scratch, shape, dtype);
+        Self::lay_out(spec, policy, (batch, seq_len), (true, keep), &kept, &overwritten)?;
+        Ok(WorkspaceBytes { activations: activations.get(), scratch: scratch.get() })
+    }
+}
+
+impl Workspace {
+    /// Buffers for training of `batch` sequences of `seq_len` tokens.
+    pub fn for_training(
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        shape: (usize, usize),
+        keep: Keep,
+        device: &Device,
+    ) -> Result<Self> {
+        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
+        Self::lay_out(spec, policy, shape, (true, keep), &zeros, &zeros)
+    }
+
+    /// Buffers for evaluation of `batch` sequences of `seq_len` tokens: the blocks share theirs.
+    pub fn for_evaluation(
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        shape: (usize, usize),
+        device: &Device,
+    ) -> Result<Self> {
+        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
+        Self::lay_out(spec, policy, shape, (false, Keep::BlockInput), &zeros, &zeros)
+    }
+
+    /// Gives `unit` buffers of another compute type; those of others stay as they are.
+    pub fn retype(&mut self, spec: &ModelSpec, unit: Unit, compute: Dtype) -> Result<()> {
+        let device = self.stream[0].device().clone();
+        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, &device);
+        let tokens = self.batch * self.seq_len;
+        let (dtype, stream) = (candle_dtype(compute), self.stream[0].dtype());
+        match unit {
+            Unit::Block(block) if block < self.compute.len() => {
+                self.compute[block] = dtype;
+                if let Some(activations) = self.blocks.get_mut(block) {
+                    *activations = Activations::lay_out(spec, tokens, dtype, stream, &zeros)?;
+                }
+            }
+            Unit::Block(block) => bail!("there is no block {block} among {}", self.compute.len()),
+            Unit::Head => {
+                let grads = self.train.then(|| candle_dtype(self.policy.with_compute(compute).grads));
+                self.final_norm = Normed::lay_out(spec.norm, tokens, spec.width, dtype, &zeros)?;
+                self.head = HeadWorkspace::lay_out(tokens, spec.vocab_size, spec.width, dtype, grads, &zeros)?;
+            }
+        }
+        let (policy, last) = (candle_dtype(self.policy.compute), self.final_norm.out.dtype());
+        let used: Vec<DType> = self.compute.iter().copied().chain([policy, last]).collect();
+        self.scratch.retain(|scratch| used.contains(&scratch.compute));
+        if self.scratch(dtype).is_err() {
+            let settings = (self.train, self.keep);
+            self.scratch.push(Scratch::lay_out(spec, tokens, (dtype, stream), settings, &zeros)?);
+        }
+        Ok(())
+    }
+
+    /// The final norm's output `[B·T, D]`, the head's input.
+    pub fn hidden(&self) -> &Tensor {
+        &self.final_norm.out
+    }
+}

@@ -6,6 +6,7 @@ mod fallback;
 mod fp8;
 mod headroom;
 mod memory;
+mod observer;
 mod passes;
 mod probe;
 mod records;

@@ -131,6 +131,11 @@ impl BatchLoader {
         self.batches_per_epoch().div_ceil(grad_accum as u64)
     }
 
+    /// Epochs handed out so far, the running one as a fraction.
+    pub fn epochs(&self) -> f64 {
+        self.cursor.epoch as f64 + self.cursor.window as f64 / self.windows_per_epoch() as f64
+    }
+
     /// Targets of an epoch, masked ones included.
     pub fn tokens_per_epoch(&self) -> u64 {
         self.tokens.len() as u64 - 1

@@ -152,6 +152,11 @@ impl GradScaler {
         self.move_scale(grads_finite, None)
     }
 
+    /// Whether it moves by the size of gradients.
+    pub fn is_predictive(&self) -> bool {
+        self.config.enabled && self.config.policy == ScalerPolicy::Predictive
+    }
+
     /// Moves the scale after a step whose largest finite scaled gradient was `max_abs`.
     pub fn update_measured(&mut self, grads_finite: bool, max_abs: f32) -> ScaleChange {
         let measured = self.config.policy == ScalerPolicy::Predictive && grads_finite && max_abs > 0.0;

@@ -9,7 +9,7 @@ use crate::engine::kernels::survey::survey;
 use crate::engine::model::{Hook, Mode, ModelSpec, Place};
 use crate::precision::{FloatFormat, TensorStats, Unit};
 use crate::telemetry::{Origin, Pass};
-use crate::train::passes::passes;
+use crate::train::passes::{passes, with_step_weights};
 use crate::train::step::{Engine, StepReport};
 use candle_core::Tensor;
 
@@ -21,6 +21,10 @@ pub(super) fn origin(
     micro_batches: &[Batch],
     report: &StepReport,
 ) -> Result<Option<(Origin, Unit)>> {
+    with_step_weights(engine, |engine| search(engine, micro_batches, report))
+}
+
+fn search(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> Result<Option<(Origin, Unit)>> {
     let Engine { model, state, workspace, grads, seed, .. } = engine;
     let before = state.counters.before_skipped();
     let loss_seed = report.scale / report.targets.max(1) as f32;

@@ -73,14 +73,18 @@ impl Fp8Layer {
         self.state.active.then_some(Unit::Block(self.block))
     }
 
-    /// Readies the block for a step: scales from the past, its weights rounded under them.
-    pub(super) fn begin_step(&mut self, masters: &Parameters, weights: &Parameters) -> Result<()> {
-        if !self.state.active {
-            return Ok(());
-        }
+    /// Prepares a step's scales from the past.
+    pub(super) fn begin_step(&mut self) {
         self.amax.fill(0.0);
         for (i, history) in self.state.amax.iter().enumerate() {
             self.scales[i] = history.scale(INPUTS.get(i).map_or(E4M3, |(_, _, format)| *format));
+        }
+    }
+
+    /// Rounds the block's weights under the step's scales, from the masters.
+    pub(super) fn round_weights(&mut self, masters: &Parameters, weights: &Parameters) -> Result<()> {
+        if !self.state.active {
+            return Ok(());
         }
         self.restore(masters, weights)?;
         for (i, roles) in WEIGHTS.iter().enumerate() {
@@ -207,7 +211,8 @@ mod tests {
             view::copy(master, weight).unwrap();
         }
         let in_fp16 = read("h.1.mlp.c_fc.weight");
-        layer.begin_step(&masters, &weights).unwrap();
+        layer.begin_step();
+        layer.round_weights(&masters, &weights).unwrap();
         for name in ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"] {
             let coarse =
                 |block: usize| read(&format!("h.{block}.{name}.weight")).iter().all(|x| x.to_bits() << 12 == 0);

@@ -6,7 +6,7 @@ use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
 use crate::engine::model::{Hook, Mode, Place};
 use crate::precision::FloatFormat;
-use crate::train::passes::passes;
+use crate::train::passes::{passes, with_step_weights};
 use crate::train::state::Counters;
 use crate::train::step::Engine;
 use candle_core::{DType, Tensor};
@@ -23,6 +23,10 @@ pub(super) fn largest_gradient(
     counters: Counters,
     scale: f32,
 ) -> Result<Option<f32>> {
+    with_step_weights(engine, |engine| search(engine, micro_batches, counters, scale))
+}
+
+fn search(engine: &mut Engine, micro_batches: &[Batch], counters: Counters, scale: f32) -> Result<Option<f32>> {
     let Engine { model, state, workspace, grads, seed, .. } = engine;
     let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
     let lowest = state.scaler.config().min_scale;

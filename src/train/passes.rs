@@ -4,6 +4,7 @@ use crate::Result;
 use crate::data::Batch;
 use crate::engine::model::{Decoder, Hook, Mode, Parameters, Tokens, Workspace};
 use crate::train::fp8::Fp8Layer;
+use crate::train::step::Engine;
 
 /// Both passes over `batch`, as [`Engine::step`](super::Engine::step) does them: dL/d(loss of a target) = `seed`.
 #[expect(clippy::too_many_arguments, reason = "the state is the engine's, of which each caller lends other parts")]
@@ -23,4 +24,18 @@ pub(super) fn passes(
     model.forward(weights, tokens, mode, workspace, hook)?;
     model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads, hook)?;
     Ok(model.backward(weights, tokens, mode, workspace, grads, hook)?)
+}
+
+/// Runs `f` with the working weights as the last step had them: rounded, where a block is in FP8.
+pub(super) fn with_step_weights<R>(engine: &mut Engine, f: impl FnOnce(&mut Engine) -> Result<R>) -> Result<R> {
+    let state = &mut engine.state;
+    if let Some(fp8) = &mut state.fp8 {
+        fp8.round_weights(state.masters.parameters(), &state.weights)?;
+    }
+    let result = f(engine);
+    let state = &engine.state;
+    if let Some(fp8) = &state.fp8 {
+        fp8.restore(state.masters.parameters(), &state.weights)?;
+    }
+    result
 }

@@ -4,7 +4,7 @@ use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer};
 use crate::digest::read_at_most;
 use crate::engine::kernels::Fused;
 use crate::engine::kernels::view;
-use crate::engine::model::{Decoder, DropoutRates, Keep, ModelSpec, Parameters, Workspace};
+use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{Fallback, GradScaler};
 use crate::store::ModelFolder;
@@ -254,7 +254,7 @@ pub fn engine(config: &Config, shape: &ModelSpec, masters: Parameters, total_ste
         return Err(Error::config("precision.fp8.layer", message));
     }
     Ok(Engine {
-        workspace: Workspace::for_training(shape, policy, (train.batch_size, train.seq_len), Keep::All, &device)?,
+        workspace: Workspace::for_training(shape, policy, (train.batch_size, train.seq_len), train.recompute, &device)?,
         grads: Gradients::new(&state.weights, policy, train.grad_accum)?,
         state,
         model,

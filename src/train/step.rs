@@ -1,12 +1,12 @@
 //! The recipe of mixed-precision training (Micikevicius et al., 2018), one step of it. FP32, FP16 and BF16 differ by the
 //! policy and by `GradScaler::disabled()` alone.
 
-use crate::Result;
 use crate::data::Batch;
 use crate::engine::model::{Decoder, Mode, Tokens, Workspace};
 use crate::engine::optim::{Gradients, LrSchedule, Survey};
 use crate::precision::ScaleChange;
 use crate::train::state::TrainState;
+use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
 /// Everything one step needs beside its batches.
@@ -85,11 +85,18 @@ impl Engine {
         let kernels = model.kernels();
         let scale = state.scaler.scale();
         let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
+        if targets == 0 {
+            return Err(Error::data(
+                "a step's batches",
+                "have no target to learn from: every token of theirs is masked",
+            ));
+        }
         let mut time = PartTimes::default();
         let mut loss = 0.0;
         grads.clear();
         if let Some(fp8) = &mut state.fp8 {
-            fp8.begin_step(state.masters.parameters(), &state.weights)?;
+            fp8.begin_step();
+            fp8.round_weights(state.masters.parameters(), &state.weights)?;
         }
         for (i, batch) in micro_batches.iter().enumerate() {
             let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
@@ -99,11 +106,11 @@ impl Engine {
             model.forward(&state.weights, tokens, mode, workspace, &mut state.fp8)?;
             time.forward += clock.elapsed();
             // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
-            let (seed, out) = (scale / targets.max(1) as f32, grads.micro_batch());
+            let (seed, out) = (scale / targets as f32, grads.micro_batch());
             loss +=
                 model.loss_and_head_gradient(&state.weights, &batch.targets, seed, workspace, out, &mut state.fp8)?;
             model.backward(&state.weights, tokens, mode, workspace, out, &mut state.fp8)?;
-            grads.accumulate(kernels)?;
+            grads.accumulate(kernels, state.scaler.is_predictive())?;
             time.backward += clock.elapsed();
         }
         time.backward -= time.forward;
@@ -133,10 +140,14 @@ impl Engine {
         let change = state.scaler.update_measured(finite, survey.largest);
         if let Some(fp8) = &mut state.fp8 {
             fp8.end_step();
+            // An applied step has rounded the working copy anew.
+            if outcome == Outcome::Skipped {
+                fp8.restore(state.masters.parameters(), &state.weights)?;
+            }
         }
         state.counters.step += 1;
         state.counters.tokens += targets as u64;
-        Ok(StepReport { loss: loss / targets.max(1) as f64, targets, scale, outcome, change, time })
+        Ok(StepReport { loss: loss / targets as f64, targets, scale, outcome, change, time })
     }
 
     /// Mean loss over the targets of batches drawn from `next` until it returns `false`, without dropout; and their

@@ -6,15 +6,16 @@ mod saving;
 use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
 use crate::engine::model::Parameters;
 use crate::inference::trained::check_range;
-use crate::precision::{Fallback, GradScaler, OnOverflow, ScaleChange, ScalerPolicy};
+use crate::precision::{Fallback, GradScaler};
 use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
 use crate::telemetry::{Command, Emitter, Event, FinishReason, GpuSampler, SampleText, Trouble, Validation};
 use crate::train::config::{Config, Place};
 use crate::train::fp8::Fp8Layer;
+use crate::train::observer::{StepObserver, Taken, observers};
+use crate::train::probe;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, ModelSource, Report};
-use crate::train::step::{Engine, Outcome, StepReport};
-use crate::train::{attribution, fallback, fp8, headroom, probe, records};
+use crate::train::step::Engine;
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,6 +45,7 @@ pub struct Trainer {
     /// The GPU of a build that can use one.
     gpu: Option<GpuSampler>,
     progress: Progress,
+    observers: Vec<Box<dyn StepObserver>>,
 }
 
 /// What the loop remembers besides the state that a checkpoint holds.
@@ -63,6 +65,13 @@ struct Progress {
     changes: Vec<String>,
     /// Steps in a row whose loss was far above that of guessing.
     far_above_chance: u32,
+    /// Whether the log has been told that batches without targets are passed over.
+    said_empty: bool,
+}
+
+/// How many of these micro-batches make the step: up to the one that ends the epoch.
+fn used(micro_batches: &[Batch]) -> usize {
+    micro_batches.iter().position(|batch| batch.ends_epoch).map_or(micro_batches.len(), |last| last + 1)
 }
 
 /// Whether something that is done every `every` steps, or never if that is 0, falls on step number `step`.
@@ -142,6 +151,7 @@ impl Trainer {
             interrupt: Arc::default(),
             gpu: None,
             progress: Progress::default(),
+            observers: observers(&config),
             config,
         })
     }
@@ -314,7 +324,7 @@ impl Trainer {
                 }
                 Some(Command::Pause | Command::Resume | Command::Detach) => {}
                 Some(Command::SaveNow) => self.tell_failure(Self::save)?,
-                Some(Command::EvalNow) => drop(self.evaluate()?),
+                Some(Command::EvalNow) => drop(self.validate()?),
                 Some(Command::SampleNow) => self.sample()?,
                 Some(Command::ProbeNow) => *probe = true,
                 Some(Command::Stop { save }) => {
@@ -332,106 +342,72 @@ impl Trainer {
     fn step(&mut self, probe: bool) -> Result<()> {
         let began = Instant::now();
         let next = self.engine.state.counters.step + 1;
-        let cursor = self.progress.retry.take().unwrap_or_else(|| self.draw());
+        let cursor = match self.progress.retry.take() {
+            Some(cursor) => cursor,
+            None => self.draw()?,
+        };
         if probe || is_multiple(next, self.config.telemetry.probe_every) {
             self.probe()?;
         }
         self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
-        let used = self.used_batches();
-        self.measure_first(used)?;
-        let mut report = self.engine.step(&self.micro_batches[..used])?;
-        let skipped = report.outcome == Outcome::Skipped;
-        let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
-        if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
-            self.progress.retry = Some(cursor);
-        }
-        let variance_every = self.config.telemetry.variance_every;
-        let seen = fp8::after_step(&mut self.engine, self.config.dtype.compute, &report, variance_every)?;
-        let attribute = self.config.telemetry.attribute_overflows || self.engine.state.fallback.is_on();
-        let origin = if skipped && attribute {
-            attribution::origin(&mut self.engine, &self.micro_batches[..used], &report)?
-        } else {
-            None
-        };
-        let retyped = fallback::after_step(&mut self.engine, self.config.dtype, &report, origin.as_ref())?;
-        self.measure_overflow(used, &mut report)?;
-        let state = &self.engine.state;
-        if let (true, Some(fp8)) = (skipped, &state.fp8) {
-            fp8.restore(state.masters.parameters(), &state.weights)?;
-        }
-        let layout = self.engine.state.weights.layout();
-        let step = self.engine.state.counters.step;
-        let overflow = skipped
-            .then(|| records::overflow(&report, step, layout, &self.engine.survey, origin.map(|(origin, _)| origin)));
-        self.progress.last_loss = Some(report.loss);
-        let diverged =
-            overflow.as_ref().filter(|_| self.engine.state.scaler.is_stuck()).map(|last| self.diverged(last));
-        let diverged = diverged.or_else(|| self.far_above_chance(report.loss));
-        self.record(&report, overflow, began.elapsed())?;
-        let retyped = retyped.into_iter().map(Event::Retyped);
-        seen.into_iter().chain(retyped).try_for_each(|event| self.emitter.emit(event))?;
+        let batches = &self.micro_batches[..used(&self.micro_batches)];
+        self.observers.iter_mut().try_for_each(|observer| observer.before(&mut self.engine, batches))?;
+        let report = self.engine.step(batches)?;
+        let mut taken = Taken { batches, report, origin: None, events: Vec::new() };
+        self.observers.iter_mut().try_for_each(|observer| observer.after(&mut self.engine, &mut taken))?;
+        let Taken { report, origin, events, .. } = taken;
+        let diverged = self.tell(cursor, &report, origin.map(|(origin, _)| origin), began)?;
+        events.into_iter().try_for_each(|event| self.emitter.emit(event))?;
         diverged.map_or(Ok(()), Err)
     }
 
-    /// Lets the predictive loss scale begin where the first batch's gradients allow.
-    fn measure_first(&mut self, used: usize) -> Result<()> {
-        let scaler = &self.engine.state.scaler;
-        if scaler.wants_measure() {
-            let (scale, counters) = (scaler.scale(), self.engine.state.counters);
-            let batches = &self.micro_batches[..used];
-            if let Some(largest) = headroom::largest_gradient(&mut self.engine, batches, counters, scale)? {
-                self.engine.state.scaler.measure(largest);
+    /// Fills the micro-batches of the next step, and says where they begin; an epoch's last step may have fewer. Batches in
+    /// which every target is masked would teach nothing and are passed over.
+    fn draw(&mut self) -> Result<Cursor> {
+        for _ in 0..=self.loader.batches_per_epoch() {
+            let cursor = self.loader.cursor();
+            for batch in &mut self.micro_batches {
+                self.loader.next_batch(batch);
+                if batch.ends_epoch {
+                    break;
+                }
+            }
+            if self.micro_batches[..used(&self.micro_batches)].iter().any(|batch| batch.target_count > 0) {
+                return Ok(cursor);
+            }
+            if !std::mem::replace(&mut self.progress.said_empty, true) {
+                self.warn(
+                    "a batch without a single target was passed over, as all others will be: prompts fill it".into(),
+                )?;
             }
         }
-        Ok(())
+        Err(Error::data(
+            "training data",
+            "holds no target: prompts, which are not trained on, fill every window; raise `--seq-len`",
+        ))
     }
 
-    /// Tells the predictive loss scale how far an overflow lay above the top, which the step itself cannot know.
-    fn measure_overflow(&mut self, used: usize, report: &mut StepReport) -> Result<()> {
-        let predictive = self.config.scaler.policy == ScalerPolicy::Predictive;
-        if let ScaleChange::BackedOff { to, .. } = &mut report.change
-            && predictive
-        {
-            let counters = self.engine.state.counters.before_skipped();
-            let batches = &self.micro_batches[..used];
-            if let Some(largest) = headroom::largest_gradient(&mut self.engine, batches, counters, report.scale)? {
-                *to = self.engine.state.scaler.measure(largest);
-            }
-        }
-        Ok(())
-    }
-
-    /// Fills the micro-batches of the next step, and says where they begin; an epoch's last step may have fewer.
-    fn draw(&mut self) -> Cursor {
-        let cursor = self.loader.cursor();
-        for batch in &mut self.micro_batches {
-            self.loader.next_batch(batch);
-            if batch.ends_epoch {
-                break;
-            }
-        }
-        cursor
-    }
-
-    fn used_batches(&self) -> usize {
-        self.micro_batches.iter().position(|batch| batch.ends_epoch).map_or(self.micro_batches.len(), |last| last + 1)
-    }
-
-    /// Computes the validation loss; `true` if training should stop because it has not improved for long.
-    fn evaluate(&mut self) -> Result<bool> {
+    /// Computes the validation loss and tells it.
+    fn validate(&mut self) -> Result<Best> {
         let step = self.engine.state.counters.step;
         self.eval.rewind();
         let eval = &mut self.eval;
         let (loss, tokens) = self.engine.evaluate(&mut self.eval_batch, |batch| eval.next_batch(batch))?;
         let look = Best { step, loss };
         self.progress.validation = Some(look);
-        if self.progress.best.is_none_or(|best| loss < best.loss) {
+        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }))?;
+        Ok(look)
+    }
+
+    /// Validates when it is due; `true` if training should stop because the loss has not improved for long.
+    fn evaluate(&mut self) -> Result<bool> {
+        let look = self.validate()?;
+        if self.progress.best.is_none_or(|best| look.loss < best.loss) {
             self.progress.best = Some(look);
             self.progress.looks_without_best = 0;
         } else {
             self.progress.looks_without_best += 1;
         }
-        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }))?;
         let patience = self.config.train.early_stopping;
         Ok(patience > 0 && self.progress.looks_without_best >= patience)
     }

@@ -17,6 +17,8 @@ pub struct Gradients {
     grads: Parameters,
     sum: Option<Parameters>,
     micro_batches: usize,
+    /// The largest magnitude in the micro-batches' gradients, if it was measured.
+    largest: Option<f32>,
     policy: PrecisionPolicy,
 }
 
@@ -36,7 +38,7 @@ impl Gradients {
     pub fn new(like: &Parameters, policy: PrecisionPolicy, grad_accum: usize) -> Result<Self> {
         let grads = like.zeros_like(candle_dtype(policy.grads))?;
         let sum = (grad_accum > 1).then(|| grads.zeros_like(DType::F32)).transpose()?;
-        Ok(Self { grads, sum, micro_batches: 0, policy })
+        Ok(Self { grads, sum, micro_batches: 0, largest: None, policy })
     }
 
     /// What [`Gradients::new`] allocates for so many parameters, in bytes.
@@ -56,6 +58,7 @@ impl Gradients {
     /// Forgets the last step's gradients.
     pub fn clear(&mut self) {
         self.micro_batches = 0;
+        self.largest = None;
     }
 
     /// Where a backward pass writes: the gradients of one micro-batch.
@@ -63,9 +66,17 @@ impl Gradients {
         &self.grads
     }
 
-    /// Adds what a backward pass has written to the step's sum.
-    pub fn accumulate(&mut self, kernels: &dyn Kernels) -> Result<()> {
+    /// Adds what a backward pass has written to the step's sum. With `measure`, [`Survey::largest`] will be that of the
+    /// micro-batches' gradients: their FP32 sum says nothing of the room that each had in its own type.
+    pub fn accumulate(&mut self, kernels: &dyn Kernels, measure: bool) -> Result<()> {
         if let Some(sum) = &self.sum {
+            if measure {
+                let policy = candle_dtype(self.policy.grads);
+                for grad in self.grads.tensors().iter().filter(|grad| grad.dtype() == policy) {
+                    let stats = kernels.survey(grad, view::float_format(policy), false)?.stats;
+                    self.largest = Some(self.largest.unwrap_or(0.0).max(stats.max_abs));
+                }
+            }
             for (grad, sum) in self.grads.tensors().iter().zip(sum.tensors()) {
                 if self.micro_batches == 0 {
                     kernels.copy(grad, sum)?;
@@ -117,6 +128,7 @@ impl Gradients {
                 survey.largest = survey.largest.max(tensor.stats.max_abs);
             }
         }
+        survey.largest = self.largest.unwrap_or(survey.largest);
         Ok(())
     }
 }

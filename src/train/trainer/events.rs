@@ -1,15 +1,19 @@
 //! What the trainer tells of itself and of its steps.
 
 use super::Trainer;
+use crate::data::Cursor;
 use crate::engine::kernels::isa::Isa;
+use crate::engine::model::{Layer, Op, ParamSpec};
 use crate::engine::optim::AdamWConfig;
+use crate::precision::{OnOverflow, ScaleChange};
 use crate::telemetry::{
-    Cpu, Event, FinishReason, Finished, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats, ScalerSettings,
-    Started,
+    Cpu, Event, FinishReason, Finished, GpuSampler, ModelShape, Origin, Overflow, ProcessId, ProcessStats,
+    ScalerSettings, Started,
 };
 use crate::train::records;
-use crate::train::step::StepReport;
+use crate::train::step::{Outcome, StepReport};
 use crate::{Error, Result};
+use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
 /// A loss is far above chance when it is more than so many times that of a model that gives every token the same
@@ -20,7 +24,31 @@ const FAR_STEPS: u32 = 32;
 const RATE_STEPS: f64 = 10.0;
 
 impl Trainer {
-    pub(super) fn record(&mut self, report: &StepReport, overflow: Option<Overflow>, elapsed: Duration) -> Result<()> {
+    /// Tells the log of a step on the batches from `cursor` on, and decides whether the next one repeats them. Returns why
+    /// training cannot go on, if it cannot.
+    pub(super) fn tell(
+        &mut self,
+        cursor: Cursor,
+        report: &StepReport,
+        origin: Option<Origin>,
+        began: Instant,
+    ) -> Result<Option<Error>> {
+        let skipped = report.outcome == Outcome::Skipped;
+        let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
+        if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
+            self.progress.retry = Some(cursor);
+        }
+        self.progress.last_loss = Some(report.loss);
+        let (state, survey) = (&self.engine.state, &self.engine.survey);
+        let (step, layout) = (state.counters.step, state.weights.layout());
+        let overflow = skipped.then(|| records::overflow(report, step, layout, survey, origin));
+        let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
+        let diverged = diverged.or_else(|| self.far_above_chance(report.loss));
+        self.record(report, overflow, began.elapsed())?;
+        Ok(diverged)
+    }
+
+    fn record(&mut self, report: &StepReport, overflow: Option<Overflow>, elapsed: Duration) -> Result<()> {
         let engine = &self.engine;
         let state = &engine.state;
         let seconds = self
@@ -32,7 +60,7 @@ impl Trainer {
         let next_lr = engine.schedule.lr(state.counters.updates);
         let mut record = records::step_record(report, &engine.survey, state.counters, tracker, next_lr, elapsed);
         record.tokens_per_s = report.targets as f64 / seconds;
-        record.epoch = state.counters.tokens as f64 / self.loader.tokens_per_epoch().max(1) as f64;
+        record.epoch = self.loader.epochs();
         let process = ProcessStats::now();
         record.rss_bytes = process.rss_bytes;
         record.cpu_seconds = process.cpu_seconds;
@@ -47,7 +75,7 @@ impl Trainer {
         }
     }
 
-    pub(super) fn diverged(&self, last: &Overflow) -> Error {
+    fn diverged(&self, last: &Overflow) -> Error {
         let step = last.step;
         let streak = self.engine.state.scaler.state().floor_streak;
         let scale = self.engine.state.scaler.scale();
@@ -55,7 +83,7 @@ impl Trainer {
             format!(" (first the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
         });
         let cause = if last.loss.is_finite() {
-            let first = last.tensors.last().map_or("a gradient", |tensor| tensor.name.as_str());
+            let first = self.first_computed(last);
             format!("the loss is finite, but `{first}` and {} tensors in all overflow{origin}", last.tensors.len())
         } else {
             let wider = if self.config.dtype.needs_loss_scale() { ", or use bf16" } else { "" };
@@ -70,8 +98,21 @@ impl Trainer {
         }
     }
 
+    /// Of the gradients that overflowed, the name of the one that the backward pass computes first: outside of the blocks
+    /// the head's, then those of the last block.
+    fn first_computed(&self, overflow: &Overflow) -> String {
+        let layout = self.engine.state.weights.layout();
+        let broken = layout.iter().filter(|entry| overflow.tensors.iter().any(|tensor| tensor.name == entry.name));
+        let order = |entry: &&ParamSpec| match entry.layer {
+            Layer { block: Some(block), op } => (1, usize::MAX - block, Reverse(op)),
+            Layer { block: None, op: op @ (Op::Embedding | Op::Positions) } => (2, 0, Reverse(op)),
+            Layer { block: None, op } => (0, 0, Reverse(op)),
+        };
+        broken.min_by_key(order).map_or_else(|| "a gradient".into(), |entry| entry.name.clone())
+    }
+
     /// The error of a loss that has long been far above that of a model which knows nothing.
-    pub(super) fn far_above_chance(&mut self, loss: f64) -> Option<Error> {
+    fn far_above_chance(&mut self, loss: f64) -> Option<Error> {
         let chance = (self.engine.model.spec().vocab_size as f64).ln();
         let far = loss > FAR_ABOVE * chance;
         self.progress.far_above_chance = if far { self.progress.far_above_chance + 1 } else { 0 };

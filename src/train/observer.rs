@@ -1,0 +1,125 @@
+//! What acts around a step besides the recipe: each is an observer with a part before and a part after it. What they have
+//! to remember is in the [`TrainState`](super::TrainState), and so in the checkpoint.
+
+use crate::Result;
+use crate::data::Batch;
+use crate::precision::{Dtype, FallbackRule, PrecisionPolicy, ScaleChange, ScalerPolicy, Unit};
+use crate::telemetry::{Event, Origin};
+use crate::train::config::Config;
+use crate::train::step::{Engine, Outcome, StepReport};
+use crate::train::{attribution, fallback, fp8, headroom};
+
+/// A step that was taken, as observers see and complete it.
+pub(super) struct Taken<'a> {
+    /// Its micro-batches.
+    pub(super) batches: &'a [Batch],
+    /// Its figures.
+    pub(super) report: StepReport,
+    /// Where its overflow began, and in which unit.
+    pub(super) origin: Option<(Origin, Unit)>,
+    /// What the log is told behind the step itself.
+    pub(super) events: Vec<Event>,
+}
+
+impl Taken<'_> {
+    fn is_skipped(&self) -> bool {
+        self.report.outcome == Outcome::Skipped
+    }
+}
+
+/// Acts around each step.
+pub(super) trait StepObserver: Send {
+    /// Before the step over `batches`.
+    fn before(&mut self, engine: &mut Engine, batches: &[Batch]) -> Result<()> {
+        let _ = (engine, batches);
+        Ok(())
+    }
+
+    /// After it. Buffers and gradients are the step's until an observer overwrites them with passes of its own.
+    fn after(&mut self, engine: &mut Engine, step: &mut Taken<'_>) -> Result<()>;
+}
+
+/// The observers of a configuration, in the order in which they act. Those that read the step's gradients come first.
+pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
+    let mut observers: Vec<Box<dyn StepObserver>> = Vec::new();
+    let variance_every = config.telemetry.variance_every;
+    if variance_every > 0 || config.precision.fp8.layer.is_some() {
+        observers.push(Box::new(Variances { compute: config.dtype.compute, every: variance_every }));
+    }
+    let falls_back = config.precision.fallback != FallbackRule::Off;
+    if config.telemetry.attribute_overflows || falls_back {
+        observers.push(Box::new(Attribution));
+    }
+    if falls_back {
+        observers.push(Box::new(LayerFallback { policy: config.dtype }));
+    }
+    if config.scaler.policy == ScalerPolicy::Predictive {
+        observers.push(Box::new(PredictiveScale));
+    }
+    observers
+}
+
+/// The variance of each layer's gradient, which also moves a block into and out of FP8.
+struct Variances {
+    compute: Dtype,
+    every: u64,
+}
+
+impl StepObserver for Variances {
+    fn after(&mut self, engine: &mut Engine, step: &mut Taken<'_>) -> Result<()> {
+        step.events.extend(fp8::after_step(engine, self.compute, &step.report, self.every)?);
+        Ok(())
+    }
+}
+
+/// Which tensor overflowed first.
+struct Attribution;
+
+impl StepObserver for Attribution {
+    fn after(&mut self, engine: &mut Engine, step: &mut Taken<'_>) -> Result<()> {
+        if step.is_skipped() {
+            step.origin = attribution::origin(engine, step.batches, &step.report)?;
+        }
+        Ok(())
+    }
+}
+
+/// Layers that overflow too often compute in a wider type.
+struct LayerFallback {
+    policy: PrecisionPolicy,
+}
+
+impl StepObserver for LayerFallback {
+    fn after(&mut self, engine: &mut Engine, step: &mut Taken<'_>) -> Result<()> {
+        let retyped = fallback::after_step(engine, self.policy, &step.report, step.origin.as_ref())?;
+        step.events.extend(retyped.into_iter().map(Event::Retyped));
+        Ok(())
+    }
+}
+
+/// Measures gradients for the predictive loss scale where the step itself cannot: before the first one, and how far an
+/// overflow lay above the top.
+struct PredictiveScale;
+
+impl StepObserver for PredictiveScale {
+    fn before(&mut self, engine: &mut Engine, batches: &[Batch]) -> Result<()> {
+        let scaler = &engine.state.scaler;
+        if scaler.wants_measure() {
+            let (scale, counters) = (scaler.scale(), engine.state.counters);
+            if let Some(largest) = headroom::largest_gradient(engine, batches, counters, scale)? {
+                engine.state.scaler.measure(largest);
+            }
+        }
+        Ok(())
+    }
+
+    fn after(&mut self, engine: &mut Engine, step: &mut Taken<'_>) -> Result<()> {
+        if let ScaleChange::BackedOff { to, .. } = &mut step.report.change {
+            let (scale, counters) = (step.report.scale, engine.state.counters.before_skipped());
+            if let Some(largest) = headroom::largest_gradient(engine, step.batches, counters, scale)? {
+                *to = engine.state.scaler.measure(largest);
+            }
+        }
+        Ok(())
+    }
+}

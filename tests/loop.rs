@@ -1,0 +1,119 @@
+//! What the loop around the step must not do, and gradient checkpointing, which must change no bit.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+
+use candle_core::Device;
+use finetune::data::Batch;
+use finetune::engine::model::{Keep, ModelSpec, Workspace};
+use finetune::precision::PrecisionPolicy;
+use finetune::store::checkpoint::Run;
+use finetune::telemetry::{Command, Emitter, Event, FinishReason, Record, StepRecord};
+use finetune::train::{Config, Layers, TrainState, Trainer, engine};
+use std::path::Path;
+use std::sync::mpsc;
+
+fn config(policy: PrecisionPolicy, steps: u64) -> Config {
+    let mut config = Config::resolve(&Layers::default()).unwrap();
+    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (2, 32, 0);
+    (config.train.steps, config.train.eval_batches, config.train.grad_accum) = (Some(steps), 1, 2);
+    config.dtype = policy;
+    config
+}
+
+/// A run's trainer and events.
+fn run(config: Config, command: Option<Command>) -> (Trainer, Vec<Event>, FinishReason) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+    let mut emitter = Emitter::new(None);
+    let events = emitter.connect();
+    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+    let (commands, receiver) = mpsc::channel();
+    for _ in 0..20 {
+        command.into_iter().for_each(|command| commands.send(command).unwrap());
+    }
+    trainer.listen(receiver);
+    let reason = trainer.run().unwrap();
+    (trainer, events.try_iter().map(|record: Record| record.event).collect(), reason)
+}
+
+fn steps(events: &[Event]) -> impl Iterator<Item = &StepRecord> {
+    events.iter().filter_map(|event| if let Event::Step(step) = event { Some(&**step) } else { None })
+}
+
+/// Prompts of a few letters with answers of one, in a file.
+fn prompts(folder: &Path, prompt: &str) -> String {
+    let line = format!("{{\"prompt\": \"{prompt}\", \"completion\": \"y\"}}\n");
+    let path = folder.join("prompts.jsonl");
+    std::fs::write(&path, line.repeat(400)).unwrap();
+    path.display().to_string()
+}
+
+#[test]
+fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
+    for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
+        let [kept, recomputed] = [Keep::All, Keep::BlockInput].map(|recompute| {
+            let mut config = config(policy, 8);
+            config.train.recompute = recompute;
+            (config.dropout.residual, config.dropout.attention, config.scaler.init_scale) = (0.1, 0.1, 2f32.powi(20));
+            run(config, None).0
+        });
+        for (a, b) in [
+            (kept.engine().state.masters.parameters(), recomputed.engine().state.masters.parameters()),
+            (&kept.engine().state.adamw.exp_avg_sq, &recomputed.engine().state.adamw.exp_avg_sq),
+        ] {
+            for ((name, a), (_, b)) in a.iter().zip(b.iter()) {
+                let bits = |x: &candle_core::Tensor| -> Vec<u32> {
+                    x.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().map(|x| x.to_bits()).collect()
+                };
+                assert_eq!(bits(a), bits(b), "{policy} {name}");
+            }
+        }
+        let spec = ModelSpec::named("gpt2-medium").unwrap();
+        let bytes = |keep| {
+            let bytes = Workspace::bytes(&spec, policy, [8, 512], keep).unwrap();
+            bytes.activations + bytes.scratch
+        };
+        assert!(bytes(Keep::BlockInput) < bytes(Keep::All) / 2, "{policy}");
+    }
+}
+
+#[test]
+fn asking_for_an_evaluation_moves_neither_the_best_nor_early_stopping() {
+    let mut settings = config(PrecisionPolicy::FP32, 6);
+    settings.train.early_stopping = 2;
+    // The loss rises, so each of 20 looks would count as one without a new best.
+    settings.optimizer.lr = 1.0;
+    let (_, events, reason) = run(settings, Some(Command::EvalNow));
+    assert!(events.iter().filter(|event| matches!(event, Event::Eval(_))).count() > 20);
+    assert_eq!((reason, steps(&events).count()), (FinishReason::Done, 6));
+}
+
+#[test]
+fn an_epoch_is_counted_in_windows_also_where_prompts_are_masked() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut settings = config(PrecisionPolicy::FP32, 40);
+    settings.data = prompts(folder.path(), "abc");
+    let (_, events, _) = run(settings, None);
+    let last = steps(&events).last().unwrap();
+    // 400 lines of 5 tokens each, nine tenths of them for training, 4 windows of 32 a step.
+    let windows = (0.9_f64 * 400.0 * 5.0 / 32.0).ceil();
+    let expected = 40.0 * 4.0 / windows;
+    assert!((last.epoch / expected - 1.0).abs() < 0.1, "{} instead of about {expected}", last.epoch);
+}
+
+#[test]
+fn batches_without_a_target_are_passed_over_and_never_taken_for_a_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut settings = config(PrecisionPolicy::FP16, 12);
+    (settings.train.batch_size, settings.train.grad_accum, settings.train.seq_len) = (1, 1, 8);
+    settings.data = prompts(folder.path(), &"long ".repeat(8));
+    let (_, events, _) = run(settings.clone(), None);
+    assert!(steps(&events).count() == 12 && steps(&events).all(|step| step.loss > 0.0));
+    let said = |event: &&Event| matches!(event, Event::Warning(trouble) if trouble.message.contains("without a single target"));
+    assert_eq!(events.iter().filter(said).count(), 1);
+    let spec = ModelSpec::named("tiny").unwrap();
+    let masters = TrainState::random_masters(&spec, 1, &Device::Cpu).unwrap();
+    let mut engine = engine(&settings, &spec, masters, 1).unwrap();
+    let message = engine.step(&[Batch::new(1, 8)]).unwrap_err().to_string();
+    assert!(message.contains("no target"), "{message}");
+    assert_eq!(engine.state.counters.step, 0);
+}

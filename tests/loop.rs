@@ -27,8 +27,8 @@ fn run(config: Config, command: Option<Command>) -> (Trainer, Vec<Event>, Finish
     let events = emitter.connect();
     trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
     let (commands, receiver) = mpsc::channel();
-    for _ in 0..20 {
-        command.into_iter().for_each(|command| commands.send(command).unwrap());
+    for command in command.into_iter().flat_map(|command| [command; 20]) {
+        commands.send(command).unwrap();
     }
     trainer.listen(receiver);
     let reason = trainer.run().unwrap();

@@ -232,6 +232,7 @@ fn started(settings: Invented) -> Started {
         os: "linux x86_64".into(),
         model: "distilgpt2".into(),
         shape: ModelShape { n_layer: 6, n_head: 12, n_embd: 768, n_positions: 1024, vocab_size: 50_257 },
+        model_config: serde_json::Value::Null,
         parameters: 81_912_576,
         policy: "p=f32,c=f16,g=f16,r=f32".into(),
         scaler: ScalerSettings {

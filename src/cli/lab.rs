@@ -298,8 +298,11 @@ impl MemoryArgs {
     }
 }
 
-/// The shape of a run's model, a tied head assumed where the number of parameters does not say otherwise.
+/// The shape of a run's model: its `config.json`, or in a log of an earlier version what the dimensions say of a GPT-2.
 fn shape_of(run: &RunFigures) -> Result<ModelSpec> {
+    if run.started.model_config.is_object() {
+        return ModelSpec::from_json(run.started.model_config.to_string().as_bytes(), "the run's log");
+    }
     let shape = run.started.shape;
     let (vocab_size, context) = (shape.vocab_size, shape.n_positions);
     let base = model_named("gpt2")?.resized(shape.n_layer, shape.n_embd, shape.n_head);

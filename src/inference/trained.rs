@@ -29,7 +29,7 @@ pub struct TrainedModel {
 
 #[derive(Debug)]
 enum Weights {
-    Folder(ModelFolder),
+    Folder(Box<ModelFolder>),
     /// A full checkpoint, which has the FP32 masters.
     Checkpoint(Box<Checkpoint>),
 }
@@ -52,7 +52,7 @@ impl TrainedModel {
             damaged = found.damaged;
             Weights::Checkpoint(Box::new(found.checkpoint))
         } else {
-            Weights::Folder(ModelFolder::open(path)?)
+            Weights::Folder(Box::new(ModelFolder::open(path)?))
         };
         let (path, config, own) = match &weights {
             Weights::Folder(folder) => (folder.path(), folder.config(), folder.tokenizer()),
@@ -126,7 +126,7 @@ fn open_step(path: &Path) -> Result<Weights> {
     }
     match verify(path).into_iter().next() {
         Some(damage) => Err(damage.into()),
-        None => Ok(Weights::Folder(ModelFolder::open(path)?)),
+        None => Ok(Weights::Folder(Box::new(ModelFolder::open(path)?))),
     }
 }
 

@@ -63,7 +63,7 @@ pub struct ModelSource {
 #[derive(Debug)]
 enum Weights {
     Random,
-    Folder(ModelFolder),
+    Folder(Box<ModelFolder>),
     /// A checkpoint brings them.
     Later,
 }
@@ -107,7 +107,7 @@ impl ModelSource {
             (given, _) => given,
         };
         let shape = folder.config().clone();
-        let weights = if config.init == Init::Random { Weights::Random } else { Weights::Folder(folder) };
+        let weights = if config.init == Init::Random { Weights::Random } else { Weights::Folder(Box::new(folder)) };
         Self::checked(config, shape, tokenizer, commit, weights)
     }
 

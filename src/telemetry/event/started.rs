@@ -25,6 +25,9 @@ pub struct Started {
     pub model: String,
     /// Its dimensions.
     pub shape: ModelShape,
+    /// Its `config.json`; null in logs of earlier versions.
+    #[serde(default)]
+    pub model_config: serde_json::Value,
     /// Trained parameters.
     pub parameters: u64,
     /// The precision policy's text form: `p=f32,c=f16,g=f16,r=f32`.

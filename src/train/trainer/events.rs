@@ -158,6 +158,7 @@ impl Trainer {
                 n_positions: shape.context,
                 vocab_size: shape.vocab_size,
             },
+            model_config: serde_json::from_str(&shape.to_json("float32")).unwrap_or_default(),
             parameters: shape.parameter_count(),
             policy: config.dtype.to_string(),
             scaler: ScalerSettings::from(&config.grad_scaler()),

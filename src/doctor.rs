@@ -28,6 +28,9 @@ pub struct Diagnosis {
     pub hub: HubCheck,
 }
 
+/// The first driver that runs PTX of CUDA 13.0.
+const LEAST_DRIVER: u32 = 580;
+
 /// The processor as the kernels use it.
 #[derive(Clone, Debug, Serialize)]
 pub struct CpuFacts {
@@ -127,13 +130,28 @@ fn gpu() -> GpuFacts {
     let mut devices: Vec<String> =
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).filter(is_card).collect();
     devices.sort();
+    let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    let series = driver_series(&version);
     let note = match (compiled, devices.is_empty()) {
         (true, false) => "GPU support is compiled in; it has never run on a GPU, so compare with `--device cpu`",
         (true, true) => "GPU support is compiled in, but there is no driver's `/dev/nvidia0`: training runs on the CPU",
         (false, false) => "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`",
         (false, true) => "this build computes on the CPU",
     };
-    GpuFacts { compiled, devices, note: note.into() }
+    let note = match series.filter(|series| *series < LEAST_DRIVER) {
+        Some(old) => {
+            format!("{note}; driver {old} does not run what CUDA 13.0 compiles, update it to {LEAST_DRIVER} or later")
+        }
+        None => note.to_owned(),
+    };
+    GpuFacts { compiled, devices, note }
+}
+
+/// The series of the driver that `/proc/driver/nvidia/version` tells of, for example 580 of `580.65.06`.
+fn driver_series(version: &str) -> Option<u32> {
+    let line = version.lines().find(|line| line.starts_with("NVRM version"))?;
+    let number = |word: &str| word.split_once('.').and_then(|(series, _)| series.parse().ok());
+    line.split_whitespace().find_map(number)
 }
 
 fn folders(cache: PathBuf) -> Vec<FolderFacts> {
@@ -180,6 +198,14 @@ mod tests {
         assert_eq!(kilobytes(meminfo, "MemAvailable:"), Some(1024));
         assert_eq!(kilobytes(meminfo, "HugePages_Total:"), None);
         assert_eq!(kilobytes("", "MemTotal:"), None);
+    }
+
+    #[test]
+    fn a_driver_is_known_by_its_series() {
+        let version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version:  gcc 12.2.0\n";
+        assert_eq!(driver_series(version), Some(570));
+        assert_eq!(driver_series("GCC version: 12.2"), None);
+        assert_eq!(driver_series(""), None);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! A run's configuration: what a TOML file, flags and `--set` may say, with defaults for everything.
 
 use crate::data::Source;
+pub use crate::engine::device::Place;
 use crate::engine::model::Keep;
 use crate::engine::optim::{AdamWConfig, LrSchedule, ScheduleKind};
 use crate::precision::{GradScalerConfig, PrecisionConfig, PrecisionPolicy};
@@ -23,17 +24,6 @@ pub enum Init {
     Pretrained,
     /// GPT-2's initialisation from the seed.
     Random,
-}
-
-/// Where a run computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// On the first GPU if there is one that this program can use, else on the CPU.
-    Auto,
-    /// On the CPU.
-    Cpu,
-    /// On the GPU that CUDA counts so.
-    Cuda(usize),
 }
 
 /// Everything that defines a run.

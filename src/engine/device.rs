@@ -1,0 +1,162 @@
+//! Where tensors live: from the place that a configuration names to candle's device.
+
+use crate::precision::{Dtype, PrecisionPolicy};
+use crate::{Error, Result};
+use candle_core::Device;
+
+/// Where a run computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On the first GPU if there is one that this program can use, else on the CPU.
+    Auto,
+    /// On the CPU.
+    Cpu,
+    /// On the GPU that CUDA counts so.
+    Cuda(usize),
+}
+
+/// A device, ready for tensors.
+#[derive(Clone, Debug)]
+pub struct OpenDevice {
+    /// Where tensors are made.
+    pub device: Device,
+    /// For example `cpu`, or `cuda:0 NVIDIA H200`.
+    pub name: String,
+}
+
+impl OpenDevice {
+    /// The CPU.
+    pub fn cpu() -> Self {
+        Self { device: Device::Cpu, name: "cpu".into() }
+    }
+}
+
+impl Place {
+    /// Opens the device for a run under `policy`. Where any device will do and the GPU cannot be used, `notice` hears why.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for `device` where a GPU was asked for that cannot be used.
+    pub fn open(self, policy: PrecisionPolicy, notice: &mut dyn FnMut(String)) -> Result<OpenDevice> {
+        match self {
+            Self::Cpu => Ok(OpenDevice::cpu()),
+            Self::Cuda(ordinal) => gpu(ordinal, policy)
+                .map_err(|message| Error::config("device", format!("`cuda:{ordinal}`: {message}; or use `cpu`"))),
+            Self::Auto if !cfg!(feature = "cuda") => Ok(OpenDevice::cpu()),
+            Self::Auto => Ok(gpu(0, policy).unwrap_or_else(|message| {
+                notice(format!("training on the CPU: {message}"));
+                OpenDevice::cpu()
+            })),
+        }
+    }
+}
+
+/// Whether products of this policy have BF16 operands.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "asked of GPUs alone"))]
+fn needs_bf16(policy: PrecisionPolicy) -> bool {
+    [policy.compute, policy.grads, policy.residual].contains(&Dtype::BF16)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu(_: usize, _: PrecisionPolicy) -> std::result::Result<OpenDevice, String> {
+    Err("this program was built without GPU support; build it with `--features cuda`, see README.md".into())
+}
+
+/// GPU `ordinal`, or why it cannot be used.
+#[cfg(feature = "cuda")]
+fn gpu(ordinal: usize, policy: PrecisionPolicy) -> std::result::Result<OpenDevice, String> {
+    use candle_core::cuda_backend::cudarc::driver::{CudaContext, sys};
+    let said = |error: &dyn std::fmt::Display| error.to_string().lines().next().unwrap_or_default().to_owned();
+    let count = CudaContext::device_count().map_err(|error| said(&error))?;
+    if usize::try_from(count).unwrap_or(0) <= ordinal {
+        return Err(format!("there is no such GPU, the driver shows {count}"));
+    }
+    check_driver(driver_version()?, sys::CUDA_VERSION)?;
+    let device = Device::new_cuda_with_stream(ordinal).map_err(|error| said(&error))?;
+    let cuda = device.as_cuda_device().map_err(|error| said(&error))?;
+    // SAFETY: every tensor of this device is made, used and freed in its one stream.
+    unsafe { cuda.disable_event_tracking() };
+    let stream = cuda.cuda_stream();
+    let context = stream.context();
+    let capability = context.compute_capability().map_err(|error| said(&error))?;
+    if capability < (8, 0) && needs_bf16(policy) {
+        let (major, minor) = capability;
+        return Err(format!("its compute capability is {major}.{minor} and BF16 needs 8.0; use `--dtype fp16`"));
+    }
+    keep_freed_memory(context.cu_device()).map_err(|error| said(&error))?;
+    keep_sums_wide(&cuda.cublas_handle()).map_err(|error| said(&error))?;
+    let name = context.name().map_err(|error| said(&error))?;
+    Ok(OpenDevice { device, name: format!("cuda:{ordinal} {name}") })
+}
+
+#[cfg(feature = "cuda")]
+fn driver_version() -> std::result::Result<u32, String> {
+    use candle_core::cuda_backend::cudarc::driver::sys;
+    let mut version = 0;
+    // SAFETY: the driver writes one number.
+    unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map_err(|error| error.to_string())?;
+    u32::try_from(version).map_err(|error| error.to_string())
+}
+
+/// A driver runs the PTX of its own CUDA version and of earlier ones.
+#[cfg(any(test, feature = "cuda"))]
+fn check_driver(driver: u32, toolkit: u32) -> std::result::Result<(), String> {
+    if driver >= toolkit {
+        return Ok(());
+    }
+    let number = |version: u32| format!("{}.{}", version / 1000, version % 1000 / 10);
+    let (runs, built) = (number(driver), number(toolkit));
+    Err(format!(
+        "the driver runs CUDA {runs} and this program was built with CUDA {built}; update the driver, or build with an older toolkit"
+    ))
+}
+
+/// Lets the driver keep freed memory for the next allocation instead of giving it back at each synchronisation.
+#[cfg(feature = "cuda")]
+fn keep_freed_memory(
+    device: candle_core::cuda_backend::cudarc::driver::sys::CUdevice,
+) -> std::result::Result<(), candle_core::cuda_backend::cudarc::driver::DriverError> {
+    use candle_core::cuda_backend::cudarc::driver::{result::mem_pool, sys};
+    let (mut pool, mut threshold) = (std::ptr::null_mut(), u64::MAX);
+    // SAFETY: the device is open, and the attribute is a 64-bit number.
+    unsafe {
+        sys::cuDeviceGetDefaultMemPool(&raw mut pool, device).result()?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+    }
+}
+
+/// Forbids cuBLAS to round the partial sums of FP16 and BF16 products to 16 bits.
+#[cfg(feature = "cuda")]
+fn keep_sums_wide(
+    blas: &candle_core::cuda_backend::cudarc::cublas::CudaBlas,
+) -> std::result::Result<(), candle_core::cuda_backend::cudarc::cublas::result::CublasError> {
+    use candle_core::cuda_backend::cudarc::cublas::sys;
+    let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+    // SAFETY: the handle is open.
+    unsafe { sys::cublasSetMathMode(*blas.handle(), mode) }.result()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    #[test]
+    fn a_driver_that_is_too_old_is_named_with_both_versions() {
+        check_driver(13_000, 13_000).unwrap();
+        check_driver(13_010, 12_080).unwrap();
+        let message = check_driver(12_080, 13_000).unwrap_err();
+        assert!(message.contains("CUDA 12.8") && message.contains("CUDA 13.0"), "{message}");
+    }
+
+    #[test]
+    #[cfg(not(feature = "cuda"))]
+    fn a_cpu_build_says_how_to_rebuild() {
+        let policy = "fp16".parse().unwrap();
+        let open = |place: Place| place.open(policy, &mut |notice| panic!("{notice}"));
+        assert_eq!(open(Place::Auto).unwrap().name, "cpu");
+        assert_eq!(open(Place::Cpu).unwrap().name, "cpu");
+        let message = open(Place::Cuda(1)).unwrap_err().to_string();
+        assert!(message.starts_with("device: `cuda:1`: ") && message.contains("--features cuda"), "{message}");
+    }
+}

@@ -1,0 +1,28 @@
+// What the stand-ins for the driver and for cuBLAS share: device memory and the stream.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+typedef int Status;
+typedef unsigned long long Address;
+
+namespace stand_in {
+
+constexpr Status OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, FAILED = 700;
+
+// Prints what is wrong with a call, keeps it for cuGetErrorString, and fails.
+[[gnu::visibility("default")]] Status complain(const char* format, ...);
+// Whether the context is current in this thread and nothing has failed.
+[[gnu::visibility("default")]] bool ready();
+// Whether a range lies in one allocation.
+[[gnu::visibility("default")]] bool is_memory(Address first, size_t bytes);
+// Gives the stream something to do when somebody waits for it.
+[[gnu::visibility("default")]] Status enqueue(std::function<Status()> work);
+
+}  // namespace stand_in
+
+#define EXPORT extern "C" [[gnu::visibility("default")]]
+// A function that nobody has needed yet, where no other source defines it.
+#define STUB(name) \
+    EXPORT [[gnu::weak]] Status name() { return stand_in::complain("the stand-in lacks " #name); }

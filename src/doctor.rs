@@ -5,7 +5,7 @@ mod hub;
 pub use hub::{HubCheck, check_hub};
 
 use crate::engine::kernels::isa::Isa;
-use crate::store::hub::Settings;
+use crate::store::hub::{Settings, free_bytes};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -176,14 +176,6 @@ fn size_of_folder(folder: &Path) -> u64 {
         _ => 0,
     };
     entries.map(size).sum()
-}
-
-/// Bytes that can still be written below `path`, or where it would be made.
-fn free_bytes(path: &Path) -> Option<u64> {
-    let absolute = std::path::absolute(path).ok()?;
-    let there = absolute.ancestors().find(|folder| folder.is_dir())?;
-    let disk = rustix::fs::statvfs(there).ok()?;
-    Some(disk.f_bavail * disk.f_frsize)
 }
 
 #[cfg(test)]

@@ -17,6 +17,8 @@ use finetune::{Error, Result};
 use sha1::Digest as _;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+/// Requests for what a model may do without.
+const OPTIONAL: [&str; 3] = ["ASK tokenizer_config.json", "ASK generation_config.json", "ASK chat_template.jinja"];
 const LATER_COMMIT: &str = "89abcdef0123456789abcdef0123456789abcdef";
 
 /// What the server does with a file's content instead of sending it.
@@ -36,20 +38,28 @@ enum Fault {
     Endless,
     /// Sends nothing for a long time.
     Silent,
+    /// Sends the first half and then nothing for a long time.
+    Stalls,
     /// Sends a byte now and then.
     Trickle,
     /// Sends the client to another address.
     Redirect(String),
     /// Announces hashes, sizes or commits that make no sense.
     Header(&'static str, &'static str),
+    /// Answers with this text: where it asks what the file is, and where it fetches it. `None` is the right answer.
+    Raw { ask: Option<String>, get: Option<String> },
 }
+
+/// At the end of a raw answer: bytes without end, or silence.
+const FOREVER: char = '∞';
+const SILENCE: char = '…';
 
 #[derive(Default)]
 struct State {
     files: HashMap<String, Vec<u8>>,
     faults: HashMap<String, Fault>,
     commit: String,
-    /// "METHOD file" of each request, with `+token` and `+range` where they were sent.
+    /// "ASK file" or "GET file" of each request, with `+token` and `+range` where they were sent.
     log: Vec<String>,
 }
 
@@ -146,21 +156,21 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
         .collect();
     let header = |name: &str| headers.iter().find_map(|line| line.strip_prefix(name));
     let mut words = request.split(' ');
-    let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    let path = words.nth(1).unwrap_or_default();
     // /owner/name/resolve/revision/file
     let file = path.split("/resolve/").nth(1).and_then(|rest| rest.split_once('/')).map_or(path, |(_, file)| file);
+    // What a file is, is asked for with its first byte.
+    let ask = header("range: bytes=") == Some("0-0");
     let from = header("range: bytes=").and_then(|range| range.trim_end_matches('-').parse::<usize>().ok());
 
     let (content, fault, commit) = {
         let mut state = state.lock().unwrap();
         let token = header("authorization:").map_or("", |_| "+token");
         let range = from.map_or("", |_| "+range");
-        state.log.push(format!("{method} {file}{token}{range}"));
+        state.log.push(format!("{} {file}{token}{range}", if ask { "ASK" } else { "GET" }));
         let fault = state.faults.get(file).cloned();
         match &fault {
-            Some(Fault::StatusFor(1, _) | Fault::DropsOnce)
-                if method == "GET" || !matches!(fault, Some(Fault::DropsOnce)) =>
-            {
+            Some(Fault::StatusFor(1, _) | Fault::DropsOnce) if !ask || !matches!(fault, Some(Fault::DropsOnce)) => {
                 state.faults.remove(file);
             }
             Some(Fault::StatusFor(n, status)) => {
@@ -178,6 +188,21 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
         let code = "X-Error-Code: EntryNotFound\r\n";
         return write!(out, "HTTP/1.1 404 Not Found\r\n{code}Content-Length: 0\r\nConnection: close\r\n\r\n");
     };
+    if let Some(Fault::Raw { ask: at_ask, get }) = &fault
+        && let Some(text) = if ask { at_ask } else { get }
+    {
+        let about = format!("ETag: \"{}\"\r\nX-Repo-Commit: {commit}\r\n", etag(&content));
+        let range = format!("Content-Range: bytes 0-0/{}\r\nContent-Length: 1\r\n", content.len());
+        let text = text.replace("{about}", &about).replace("{range}", &range);
+        out.write_all(text.trim_end_matches([FOREVER, SILENCE]).as_bytes())?;
+        while text.ends_with(FOREVER) {
+            out.write_all(&[b' '; 8192])?;
+        }
+        if text.ends_with(SILENCE) {
+            std::thread::sleep(Duration::from_secs(20));
+        }
+        return Ok(());
+    }
     let mut headers = vec![("ETag", format!("\"{}\"", etag(&content))), ("X-Repo-Commit", commit)];
     if let Some(Fault::Header(name, value)) = fault {
         headers.retain(|(known, _)| *known != name);
@@ -185,8 +210,10 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     }
     let headers: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
     let headers = format!("{headers}Connection: close\r\n");
-    if method == "HEAD" {
-        return write!(out, "HTTP/1.1 200 OK\r\n{headers}Content-Length: {}\r\n\r\n", content.len());
+    if ask {
+        let range = format!("Content-Range: bytes 0-0/{}\r\nContent-Length: 1", content.len());
+        write!(out, "HTTP/1.1 206 Partial Content\r\n{headers}{range}\r\n\r\n")?;
+        return out.write_all(&content[..1]);
     }
     let part = &content[from.unwrap_or(0)..];
     let status = if from.is_some() { "206 Partial Content" } else { "200 OK" };
@@ -211,6 +238,12 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
                 out.write_all(&[b' '; 8192])?;
             }
         }
+        Some(Fault::Stalls) => {
+            begin(out)?;
+            out.write_all(&part[..part.len() / 2])?;
+            std::thread::sleep(Duration::from_secs(20));
+            Ok(())
+        }
         Some(Fault::Silent) => {
             std::thread::sleep(Duration::from_secs(20));
             Ok(())
@@ -232,7 +265,7 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     }
 }
 
-/// Every file below the cache whose content is not what its name says, or which is not finished.
+/// Every file below the cache whose content is not what its name says. A download that is not finished says that it is not.
 fn bad_files(cache: &Path) -> Vec<PathBuf> {
     let mut bad = Vec::new();
     let mut folders = vec![cache.to_owned()];
@@ -243,13 +276,19 @@ fn bad_files(cache: &Path) -> Vec<PathBuf> {
                 bad.extend((!path.exists()).then_some(path));
             } else if path.is_dir() {
                 folders.push(path);
-            } else if path.parent().unwrap().ends_with("blobs") {
+            } else if path.parent().unwrap().ends_with("blobs") && path.extension().is_none() {
                 let right = etag(&fs::read(&path).unwrap()) == path.file_name().unwrap().to_string_lossy();
                 bad.extend((!right).then_some(path));
             }
         }
     }
     bad
+}
+
+/// Downloads of `distilgpt2` that are not finished.
+fn unfinished(cache: &Path) -> Vec<PathBuf> {
+    let blobs = fs::read_dir(cache.join("models--distilbert--distilgpt2/blobs")).into_iter().flatten();
+    blobs.map(|entry| entry.unwrap().path()).filter(|path| path.extension().is_some()).collect()
 }
 
 fn text(result: Result<ModelFiles>) -> String {
@@ -282,10 +321,10 @@ fn a_model_arrives_in_pythons_layout_and_is_not_asked_for_twice() {
     // Again: only whether the branch has moved, and whether the optional files exist now, is asked.
     server.requests();
     assert_eq!(server.model(cache.path()).unwrap(), files);
-    assert_eq!(server.requests(), ["HEAD config.json", "HEAD tokenizer_config.json", "HEAD generation_config.json"]);
+    assert_eq!(server.requests(), ["ASK config.json"].into_iter().chain(OPTIONAL).collect::<Vec<_>>());
     // A commit cannot move.
     Hub::new(server.settings(cache.path())).model("distilgpt2", Some(COMMIT)).unwrap();
-    assert_eq!(server.requests(), ["HEAD tokenizer_config.json", "HEAD generation_config.json"]);
+    assert_eq!(server.requests(), OPTIONAL);
 }
 
 #[test]
@@ -404,6 +443,7 @@ fn bad_content_never_stays() {
                 assert_eq!(bad_files(cache.path()), [] as [PathBuf; 0], "{message}");
                 server.heal();
                 server.model(cache.path()).unwrap();
+                assert_eq!(unfinished(cache.path()), [] as [PathBuf; 0], "{message}");
             });
         }
     });
@@ -572,6 +612,263 @@ fn generate_eval_and_export_take_names_of_the_hub() {
     assert!(code == 2 && complaint.contains("check `--revision`"), "{complaint}");
     assert!(!desk.path().join("there").exists());
     assert_eq!(bad_files(&desk.path().join("hf/hub")), [] as [PathBuf; 0]);
+}
+
+/// What a Hub may do to a file: where it was asked about, where it was fetched, and what is said of it. `{about}` stands for
+/// the right hash and commit, `{range}` for the right size, `{elsewhere}` for another host.
+#[rustfmt::skip]
+const ATTACKS: [(&str, &str, &str, &str); 56] = [
+    // Sizes.
+    ("config.json", "206 X\r\n{about}Content-Range: bytes 0-0/1099511627776\r\n\r\n", "", "announces 1099511627776 bytes; a file of this kind has 16777216 at most"),
+    ("config.json", "206 X\r\n{about}X-Linked-Size: 1099511627776\r\n{range}\r\n", "", "announces 1099511627776 bytes"),
+    ("config.json", "200 X\r\n{about}Content-Length: 16777217\r\n\r\n", "", "announces 16777217 bytes"),
+    ("tokenizer.json", "206 X\r\n{about}Content-Range: bytes 0-0/536870913\r\n\r\n", "", "has 536870912 at most"),
+    ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/9223372036854775807\r\n\r\n", "", "it needs 9223372036854775807 bytes, and the disk of"),
+    ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/18446744073709551616\r\n\r\n", "", "no size"),
+    ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/-5\r\n\r\n", "", "no size"),
+    ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/*\r\n\r\n", "", "no size"),
+    ("model.safetensors", "200 X\r\n{about}Transfer-Encoding: chunked\r\n\r\n", "", "no size"),
+    ("model.safetensors", "200 X\r\n{about}\r\n∞", "", "no size"),
+    // Hashes and commits.
+    ("model.safetensors", "206 X\r\nX-Repo-Commit: 0123456789abcdef0123456789abcdef01234567\r\n{range}\r\n", "", "no hash"),
+    ("model.safetensors", "206 X\r\nETag: \"../../../../evil\"\r\nX-Repo-Commit: 0123456789abcdef0123456789abcdef01234567\r\n{range}\r\n", "", "no hash"),
+    ("model.safetensors", "206 X\r\nETag: \"\"\r\nX-Repo-Commit: 0123456789abcdef0123456789abcdef01234567\r\n{range}\r\n", "", "no hash"),
+    ("model.safetensors", "206 X\r\nETag: \"ABCDEF0123456789ABCDEF0123456789ABCDEF01\"\r\nX-Repo-Commit: 0123456789abcdef0123456789abcdef01234567\r\n{range}\r\n", "", "no hash"),
+    ("model.safetensors", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b85\"\r\nX-Repo-Commit: 0123456789abcdef0123456789abcdef01234567\r\n{range}\r\n", "", "no hash"),
+    ("model.safetensors", "206 X\r\nX-Linked-ETag: \"a/b\"\r\n{about}{range}\r\n", "", "no hash"),
+    ("config.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\n{range}\r\n", "", "no commit"),
+    ("config.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\nX-Repo-Commit: ../../../../../../../../../../../../../evil\r\n{range}\r\n", "", "no commit"),
+    ("config.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\nX-Repo-Commit: 0123456789ABCDEF0123456789ABCDEF01234567\r\n{range}\r\n", "", "no commit"),
+    ("tokenizer.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\nX-Repo-Commit: 89abcdef0123456789abcdef0123456789abcdef\r\n{range}\r\n", "", "the server gives another"),
+    ("config.json", "200 OK\r\nContent-Type: text/html\r\nContent-Length: 20\r\n\r\n<html>log in</html> ", "", "no commit"),
+    // Answers that are none.
+    ("config.json", "200 X\r\nX: ∞", "", "no usable connection"),
+    ("config.json", "\u{1b}[2J\r\n\r\n", "", "no usable connection"),
+    ("config.json", "99999 X\r\n\r\n", "", "no usable connection"),
+    ("config.json", "206 X\r\nETag: \"\0\"\r\n\r\n", "", "no usable connection"),
+    ("config.json", "206 X\r\n{about}Content-Length: -1\r\n\r\n", "", "no usable connection"),
+    ("config.json", "100 Continue\r\n\r\n…", "", "no usable connection"),
+    ("config.json", "206 X\r\n…", "", "no usable connection"),
+    ("config.json", "304 Not Modified\r\n{about}\r\n", "", "redirects to nowhere"),
+    ("config.json", "416 X\r\n{about}\r\n", "", "the server answers 416"),
+    ("config.json", "401 X\r\n\r\n∞", "", "set `HF_TOKEN`"),
+    ("config.json", "404 X\r\nX-Error-Code: \u{7f}\r\n\r\n∞", "", "cannot get `config.json`"),
+    ("config.json", "503 X\r\nRetry-After: 99999999999999999999\r\nContent-Length: 0\r\n\r\n", "", "keeps answering 503"),
+    ("config.json", "429 X\r\nRetry-After: 61\r\nContent-Length: 0\r\n\r\n", "", "keeps answering 429"),
+    // Redirects.
+    ("model.safetensors", "302 X\r\nLocation: {elsewhere}/a/b/resolve/main/x\r\n\r\n", "", "redirects to another host, `127.0.0.1:"),
+    ("model.safetensors", "", "302 X\r\nLocation: {elsewhere}/a/b/resolve/main/x\r\n\r\n", "redirects to another host, `127.0.0.1:"),
+    ("model.safetensors", "302 X\r\n{about}X-Linked-ETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\nX-Linked-Size: 5\r\nLocation: {elsewhere}\r\n\r\n", "302 X\r\nLocation: {elsewhere}/x\r\n\r\n", "redirects to another host"),
+    ("model.safetensors", "302 X\r\nLocation: //{host}/x\r\n\r\n", "", "redirects to another host"),
+    ("model.safetensors", "302 X\r\nLocation: http://localhost@{host}/x\r\n\r\n", "", "redirects to another host"),
+    ("model.safetensors", "302 X\r\nLocation: https://127.0.0.1/x\r\n\r\n", "", "redirects to another host"),
+    ("model.safetensors", "302 X\r\nLocation: file:///etc/passwd\r\n\r\n", "", "redirects to another host"),
+    ("model.safetensors", "302 X\r\nLocation: https://evilhf.co/x\r\n\r\n", "", "redirects to another host, `evilhf.co:443`"),
+    ("model.safetensors", "302 X\r\nLocation: http://cdn.hf.co/x\r\n\r\n", "", "redirects to another host, `cdn.hf.co:80`"),
+    ("model.safetensors", "302 X\r\nLocation: https://user:secret@evil.test/\r\n\r\n", "", "`evil.test:443`"),
+    ("model.safetensors", "302 X\r\nLocation: x/y\r\n\r\n", "", "redirects to another host"),
+    ("model.safetensors", "302 X\r\nLocation:\r\n\r\n", "", "redirects to another host"),
+    ("model.safetensors", "302 X\r\nLocation: /o/n/resolve/main/model.safetensors\r\n\r\n", "", "redirects without end"),
+    // Contents.
+    ("model.safetensors", "", "200 X\r\n\r\n∞", "more than the 600000 bytes"),
+    ("config.json", "", "200 X\r\n\r\n∞", "more than the 22 bytes"),
+    ("model.safetensors", "", "206 X\r\nContent-Range: bytes 599999-599999/600000\r\nContent-Length: 1\r\n\r\n ", "the connection ended after"),
+    ("config.json", "", "200 X\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n…", "no usable connection"),
+    ("config.json", "", "200 X\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", "no usable connection"),
+    ("config.json", "", "200 X\r\nContent-Encoding: gzip\r\n\r\nno gzip at all, of 22 b", "no usable connection"),
+    ("config.json", "", "200 X\r\nContent-Length: 22\r\n\r\n{\"model_type\": \"gpt3\"} ", "does not match the hash"),
+    ("config.json", "", "204 X\r\n\r\n", "the connection ended after 0 of 22 bytes"),
+    ("config.json", "", "200 X\r\nContent-Length: 22\r\n\r\n{…", "no usable connection"),
+];
+
+/// Whatever a Hub does: one error, soon; nothing wrong in the cache and nothing outside of it, no request and no token to
+/// another host; and once it has come to its senses, the model.
+#[test]
+fn attacks_by_a_hub_are_refused() {
+    let attack = |(file, ask, get, expected): (&str, &str, &str, &str)| {
+        let (server, elsewhere, desk) = (Server::start(), Server::start(), tempfile::tempdir().unwrap());
+        let cache = desk.path().join("cache");
+        let raw = |text: &str| {
+            let host = elsewhere.address.trim_start_matches("http://");
+            let text = text.replace("{elsewhere}", &elsewhere.address).replace("{host}", host);
+            (!text.is_empty()).then(|| format!("HTTP/1.1 {text}"))
+        };
+        server.fault(file, Fault::Raw { ask: raw(ask), get: raw(get) });
+        let settings = Settings { token: Some("hf_secret".to_owned()), ..server.settings(&cache) };
+        let start = Instant::now();
+        let message = text(Hub::new(settings.clone()).model("distilgpt2", None));
+        let about = format!("{file}: {ask:?} {get:?}: {message}");
+        assert!(message.contains(expected), "{about}");
+        assert!(!message.contains("secret") && !message.contains(char::is_control), "{about}");
+        assert!(start.elapsed() < Duration::from_secs(20), "{about}: {:?}", start.elapsed());
+        assert_eq!(bad_files(&cache), [] as [PathBuf; 0], "{about}");
+        assert_eq!(fs::read_dir(desk.path()).unwrap().count(), usize::from(cache.exists()), "{about}");
+        assert!(!unfinished(&cache).iter().any(|path| path.metadata().unwrap().len() > 600_000), "{about}");
+        assert_eq!(elsewhere.requests(), [] as [String; 0], "{about}");
+        server.heal();
+        Hub::new(settings).model("distilgpt2", None).unwrap();
+        assert_eq!((bad_files(&cache), unfinished(&cache)), (vec![], vec![]), "{about}");
+    };
+    // Side by side: some of them have to wait.
+    std::thread::scope(|scope| {
+        let attacks = ATTACKS.map(|row| scope.spawn(move || attack(row)));
+        let failed = attacks.into_iter().filter_map(|thread| thread.join().err()).count();
+        assert_eq!(failed, 0, "of {} attacks", ATTACKS.len());
+    });
+}
+
+/// An index is outside data too.
+#[test]
+fn an_index_that_harms_is_refused() {
+    let many = (0..5000).map(|i| format!("\"{i}\": \"{i}.safetensors\"")).collect::<Vec<_>>().join(",");
+    let cases = [
+        ("{\"weight_map\": {\"a\": \"../evil.safetensors\"}}".to_owned(), "no safetensors file"),
+        ("{\"weight_map\": {\"a\": \"/etc/evil.safetensors\"}}".to_owned(), "no safetensors file"),
+        ("{\"weight_map\": {\"a\": \"a\\u0000b.safetensors\"}}".to_owned(), "no safetensors file"),
+        ("{\"weight_map\": {\"a\": \"\\u001b[2J.safetensors\"}}".to_owned(), "`\\u{1b}[2J.safetensors`"),
+        ("{\"weight_map\": {\"a\": \"code.py\"}}".to_owned(), "no safetensors file"),
+        (format!("{{\"weight_map\": {{{many}}}}}"), "names 5000 files; a model has 4096 at most"),
+        ("[".repeat(100_000), "not an index"),
+        ("{\"weight_map\": 1}".to_owned(), "not an index"),
+    ];
+    for (index, expected) in cases {
+        let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+        server.remove("model.safetensors");
+        server.put("model.safetensors.index.json", index.as_bytes());
+        let message = text(server.model(cache.path()));
+        assert!(message.contains(expected) && !message.contains(char::is_control), "{message}");
+        assert!(!server.requests().iter().any(|request| request.ends_with(".safetensors+range")), "{expected}");
+    }
+}
+
+/// The sizes of all shards are known before the first is fetched.
+#[test]
+fn shards_that_do_not_fit_on_the_disk_are_refused_before_the_first() {
+    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    server.remove("model.safetensors");
+    let index = br#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
+    server.put("model.safetensors.index.json", index);
+    server.put("model-1.safetensors", b"one");
+    server.put("model-2.safetensors", b"two");
+    let huge = "HTTP/1.1 206 X\r\n{about}Content-Range: bytes 0-0/1125899906842624\r\n\r\n";
+    server.fault("model-2.safetensors", Fault::Raw { ask: Some(huge.to_owned()), get: None });
+    let message = text(server.model(cache.path()));
+    assert!(message.contains("cannot get `its weights`: it needs 1125899906842627 bytes"), "{message}");
+    assert!(message.contains("`HF_HUB_CACHE`"), "{message}");
+    assert!(!server.requests().contains(&"GET model-1.safetensors".to_owned()));
+}
+
+/// Runs the program with this Hub; the command can still be changed.
+fn program(server: &Server, desk: &Path, line: &str) -> std::process::Command {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_finetune"));
+    command.current_dir(desk).args(line.split(' ')).env_clear();
+    command.env("HF_ENDPOINT", &server.address).env("HF_HOME", desk.join("hf"));
+    command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+    command
+}
+
+#[test]
+fn a_killed_download_is_resumed_and_leaves_nothing() {
+    let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
+    let half = server.state.lock().unwrap().files["model.safetensors"][..300_000].to_vec();
+    server.fault("model.safetensors", Fault::Stalls);
+    let mut child = program(&server, desk.path(), "generate distilgpt2 --prompt so").spawn().unwrap();
+    let cache = desk.path().join("hf/hub");
+    let start = Instant::now();
+    while unfinished(&cache).first().is_none_or(|path| path.metadata().unwrap().len() < 300_000) {
+        assert!(start.elapsed() < Duration::from_mins(1));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(fs::read(&unfinished(&cache)[0]).unwrap(), half);
+    server.heal();
+    server.requests();
+    server.model(&cache).unwrap();
+    assert!(server.requests().contains(&"GET model.safetensors+range".to_owned()));
+    assert_eq!((bad_files(&cache), unfinished(&cache)), (vec![], vec![]));
+}
+
+#[test]
+fn a_download_that_nobody_goes_on_with_is_deleted_after_a_day() {
+    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let blobs = cache.path().join("models--distilbert--distilgpt2/blobs");
+    fs::create_dir_all(&blobs).unwrap();
+    let day = Duration::from_hours(24);
+    for (name, age) in [("a.incomplete", day * 2), ("b.incomplete", day / 2), ("c", day * 2)] {
+        let file = fs::File::create(blobs.join(name)).unwrap();
+        file.set_modified(std::time::SystemTime::now() - age).unwrap();
+    }
+    server.model(cache.path()).unwrap();
+    assert_eq!(["a.incomplete", "b.incomplete", "c"].map(|name| blobs.join(name).exists()), [false, true, true]);
+}
+
+#[test]
+fn blobs_have_the_mode_that_the_umask_leaves() {
+    use std::os::unix::fs::PermissionsExt;
+    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let files = server.model(cache.path()).unwrap();
+    fs::File::create(cache.path().join("plain")).unwrap();
+    let mode = |path: PathBuf| path.metadata().unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(files.folder.join("model.safetensors")), mode(cache.path().join("plain")));
+}
+
+/// A shared cache may hold links that somebody else made.
+#[test]
+fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
+    let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
+    let cache = desk.path().join("cache");
+    let files = server.model(&cache).unwrap();
+    let blobs = cache.join("models--distilbert--distilgpt2/blobs");
+    let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
+    let outside = desk.path().join(sha256(&weights));
+    let damaged = b"not what the name says".to_vec();
+    fs::write(&outside, &damaged).unwrap();
+    // The snapshot's link leads out; the blob is a link; the unfinished download is one.
+    for link in [files.folder.join("model.safetensors"), blobs.join(sha256(&weights))] {
+        fs::remove_file(&link).unwrap();
+        std::os::unix::fs::symlink(&outside, &link).unwrap();
+        assert_eq!(server.model(&cache).unwrap(), files);
+        assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
+        assert_eq!(fs::read(&outside).unwrap(), damaged, "{}", link.display());
+    }
+    fs::remove_file(blobs.join(sha256(&weights))).unwrap();
+    let partial = blobs.join(format!("{}.incomplete", sha256(&weights)));
+    std::os::unix::fs::symlink(&outside, &partial).unwrap();
+    let error = server.model(&cache).unwrap_err().to_string();
+    assert!(error.contains("cannot open") && error.contains(".incomplete"), "{error}");
+    assert_eq!(fs::read(&outside).unwrap(), damaged);
+}
+
+#[test]
+fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
+    let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let cases = [
+        ("HF_ENDPOINT", "ftp://me:geheim@hub.test".to_owned(), "is no address of a Hub"),
+        ("HF_ENDPOINT", "me:geheim@hub.test".to_owned(), "is no address of a Hub"),
+        ("HF_ENDPOINT", "http://me:geheim@hub.test:port".to_owned(), "is no address of a Hub"),
+        ("HF_ENDPOINT", "http://me:ge heim/geheim@hub.test".to_owned(), "is no address of a Hub"),
+        ("HF_TOKEN", "hf_geheim\u{1b}".to_owned(), "HF_TOKEN: the token holds characters"),
+    ];
+    for (name, value, expected) in cases {
+        for line in ["generate distilgpt2 --prompt so", "doctor"] {
+            let start = Instant::now();
+            let output = program(&server, desk.path(), line).env(name, &value).output().unwrap();
+            let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap()).concat();
+            assert!(said.contains(expected) && !said.contains("geheim"), "{line} {value}: {said}");
+            assert_eq!(output.status.code(), Some(if line == "doctor" { 0 } else { 2 }), "{said}");
+            assert!(start.elapsed() < Duration::from_secs(10), "{line} {value}: {:?}", start.elapsed());
+        }
+    }
+    // A good address with a password: it is used, and not shown when nobody answers.
+    let endpoint = format!("http://me:geheim@{closed}");
+    let settings = Settings { endpoint, ..server.settings(desk.path()) };
+    let message = text(Hub::new(settings).model("distilgpt2", None));
+    assert!(message.contains("http://…@127.0.0.1") && !message.contains("geheim"), "{message}");
+    let endpoint = server.address.replace("http://", "http://me:geheim@");
+    Hub::new(Settings { endpoint, ..server.settings(desk.path()) }).model("distilgpt2", None).unwrap();
+    assert!(server.requests().iter().all(|request| request.contains("+token")), "as basic authentication");
 }
 
 /// The server itself: what the client never does, it must notice.

@@ -1,6 +1,6 @@
 //! Whether the Hub can be reached: one TCP connection to the endpoint, and nothing said over it.
 
-use crate::store::hub::Settings;
+use crate::store::hub::{Settings, without_password};
 use serde::Serialize;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
@@ -12,7 +12,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// What became of the attempt to reach the Hub.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HubCheck {
-    /// `HF_ENDPOINT`, or the public one.
+    /// `HF_ENDPOINT` without its password, or the public one.
     pub endpoint: String,
     /// `None` where it was not tried.
     pub reachable: Option<bool>,
@@ -22,12 +22,12 @@ pub struct HubCheck {
 
 /// Connects to the endpoint and hangs up.
 pub fn check_hub(settings: &Settings) -> HubCheck {
-    let endpoint = settings.endpoint.clone();
+    let endpoint = without_password(&settings.endpoint);
     if settings.offline {
         let note = "not tried: `HF_HUB_OFFLINE` is set, so only cached models are used".into();
         return HubCheck { endpoint, reachable: None, note };
     }
-    match connect(&endpoint) {
+    match connect(settings) {
         Ok(took) => {
             HubCheck { endpoint, reachable: Some(true), note: format!("answers within {} ms", took.as_millis()) }
         }
@@ -39,12 +39,13 @@ pub fn check_hub(settings: &Settings) -> HubCheck {
 }
 
 /// How long the connection took, or why there is none.
-fn connect(endpoint: &str) -> Result<Duration, String> {
-    let (host, port) = host_and_port(endpoint).ok_or_else(|| format!("`{endpoint}` is no http address"))?;
+fn connect(settings: &Settings) -> Result<Duration, String> {
+    settings.check().map_err(|error| error.to_string())?;
+    let (host, port) = settings.host_and_port().ok_or("it is no http address")?;
     let began = Instant::now();
     let (sender, receiver) = mpsc::channel();
     let wanted = (host.clone(), port);
-    // A lookup cannot be given a limit, so it has a thread that nobody waits for longer than that.
+    // A lookup takes no time limit: a thread makes it, and is abandoned after that long.
     std::thread::spawn(move || sender.send(wanted.to_socket_addrs().map(Iterator::collect::<Vec<_>>)));
     let addresses = receiver
         .recv_timeout(PATIENCE)
@@ -60,53 +61,24 @@ fn connect(endpoint: &str) -> Result<Duration, String> {
     }
 }
 
-fn host_and_port(endpoint: &str) -> Option<(String, u16)> {
-    let (rest, port) = match endpoint.split_once("://")? {
-        ("https", rest) => (rest, 443),
-        ("http", rest) => (rest, 80),
-        _ => return None,
-    };
-    let authority = rest.split('/').next()?.rsplit('@').next()?;
-    let (host, port) = match authority.rsplit_once(':') {
-        Some((host, given)) if !given.ends_with(']') => (host, given.parse().ok()?),
-        _ => (authority, port),
-    };
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    (!host.is_empty()).then(|| (host.to_owned(), port))
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     #[test]
-    fn addresses_are_taken_apart() {
-        for (endpoint, expected) in [
-            ("https://hub.test", Some(("hub.test", 443))),
-            ("http://hub.test/a/b", Some(("hub.test", 80))),
-            ("http://user:word@127.0.0.1:8080/", Some(("127.0.0.1", 8080))),
-            ("http://[::1]:9", Some(("::1", 9))),
-            ("https://[::1]", Some(("::1", 443))),
-            ("ftp://hub.test", None),
-            ("hub.test", None),
-            ("http://:80", None),
-            ("http://hub.test:port", None),
-        ] {
-            let expected = expected.map(|(host, port)| (host.to_owned(), port));
-            assert_eq!(host_and_port(endpoint), expected, "{endpoint}");
-        }
-    }
-
-    #[test]
     fn a_listening_endpoint_is_reachable_and_a_closed_one_is_not() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = |endpoint: &str| {
+            let endpoint = endpoint.to_owned();
+            connect(&Settings { endpoint, ..Settings::from_vars(|_| None) })
+        };
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
-        connect(&endpoint).unwrap();
+        at(&endpoint).unwrap();
         drop(listener);
         let began = Instant::now();
-        assert!(connect(&endpoint).unwrap_err().starts_with("unreachable"));
-        assert!(connect("http://no.such.host.invalid").unwrap_err().contains("no address for `no.such.host.invalid`"));
+        assert!(at(&endpoint).unwrap_err().starts_with("unreachable"));
+        assert!(at("http://no.such.host.invalid").unwrap_err().contains("no address for `no.such.host.invalid`"));
         assert!(began.elapsed() < 3 * PATIENCE);
     }
 }

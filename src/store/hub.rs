@@ -6,6 +6,7 @@
 
 mod cache;
 mod client;
+mod failure;
 mod settings;
 
 use std::path::{Path, PathBuf};
@@ -15,8 +16,9 @@ use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
 use cache::RepoCache;
-use client::{ATTEMPTS, Client, Failure, Metadata};
-pub use settings::Settings;
+use client::{ATTEMPTS, Client, Metadata};
+use failure::Failure;
+pub use settings::{Settings, without_password};
 
 /// Short names of models, and where they live now. The full name is what Python's cache calls them.
 const ALIASES: [(&str, &str); 5] = [
@@ -28,10 +30,16 @@ const ALIASES: [(&str, &str); 5] = [
 ];
 
 /// Files of a model that may be missing.
-const OPTIONAL_FILES: [&str; 2] = ["tokenizer_config.json", "generation_config.json"];
+const OPTIONAL_FILES: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 
-/// An index of shards is small.
-const MAX_INDEX: u64 = 16 << 20;
+/// What is read whole is no larger: configurations and indices of shards.
+const MAX_JSON: u64 = 16 << 20;
+
+/// Nor is a tokenizer.
+const MAX_TOKENIZER: u64 = 512 << 20;
+
+/// The largest models are in some two hundred shards.
+const MAX_SHARDS: usize = 4096;
 
 /// Weights that would run code when loaded.
 const PICKLED: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
@@ -83,16 +91,27 @@ struct Repo {
     revision: String,
 }
 
-/// A file in the cache, and the commit it belongs to.
+/// A file in the cache.
 struct Cached {
     path: PathBuf,
+    /// The commit it belongs to.
     commit: String,
+    /// The hash of its content.
+    etag: String,
+}
+
+/// Where a file is.
+enum Place {
+    Here(Cached),
+    /// On the server, whose description may be that of a blob in the cache.
+    There(Metadata),
 }
 
 /// The Hub, as the environment sets it up.
 pub struct Hub<'a> {
     settings: Settings,
-    client: Client,
+    /// Made when the network is first needed.
+    client: Option<Client>,
     /// Whether the last question went unanswered.
     unreachable: bool,
     progress: Option<&'a mut ProgressFn<'a>>,
@@ -101,8 +120,7 @@ pub struct Hub<'a> {
 impl<'a> Hub<'a> {
     /// A hub with the given settings.
     pub fn new(settings: Settings) -> Self {
-        let client = Client::new(&settings);
-        Self { settings, client, unreachable: false, progress: None }
+        Self { settings, client: None, unreachable: false, progress: None }
     }
 
     /// Calls `progress` as files arrive.
@@ -121,14 +139,14 @@ impl<'a> Hub<'a> {
         let commit = config.commit;
         repo.revision.clone_from(&commit);
         self.file(&repo, "tokenizer.json")?;
-        self.weights(&repo)?;
         for file in OPTIONAL_FILES {
-            match self.lookup(&repo, file) {
+            match self.fetch_file(&repo, file) {
                 // What is missing, or cannot be asked for while the rest is cached, is done without.
                 Err(failure) if failure.is_absence() || failure.is_network() => {}
                 result => drop(result.map_err(|failure| failure.explain(&self.settings, &repo, file))?),
             }
         }
+        self.weights(&repo)?;
         let folder = config.path.parent().map(Path::to_path_buf).unwrap_or_default();
         Ok(ModelFiles { folder, repo: repo.id, commit })
     }
@@ -139,10 +157,9 @@ impl<'a> Hub<'a> {
             return Ok(());
         }
         if let Some(index) = self.optional_file(repo, "model.safetensors.index.json")? {
-            for shard in shards(&index.path)? {
-                self.file(repo, &shard)?;
-            }
-            return Ok(());
+            let shards = shards(&index.path)?;
+            self.check_room(repo, &shards)?;
+            return shards.iter().try_for_each(|shard| self.file(repo, shard).map(drop));
         }
         let pickled = PICKLED.into_iter().find(|file| self.exists(repo, file));
         let message = match pickled {
@@ -157,12 +174,12 @@ impl<'a> Hub<'a> {
 
     /// One file: from the cache if it is the current one, else downloaded.
     fn file(&mut self, repo: &Repo, file: &str) -> Result<Cached> {
-        self.lookup(repo, file).map_err(|failure| failure.explain(&self.settings, repo, file))
+        self.fetch_file(repo, file).map_err(|failure| failure.explain(&self.settings, repo, file))
     }
 
     /// Like [`Self::file`], where the repository may not have it.
     fn optional_file(&mut self, repo: &Repo, file: &str) -> Result<Option<Cached>> {
-        match self.lookup(repo, file) {
+        match self.fetch_file(repo, file) {
             Ok(cached) => Ok(Some(cached)),
             Err(failure) if failure.is_absence() => Ok(None),
             Err(failure) => Err(failure.explain(&self.settings, repo, file)),
@@ -170,37 +187,78 @@ impl<'a> Hub<'a> {
     }
 
     /// Whether the server has a file; no when it cannot be asked.
-    fn exists(&self, repo: &Repo, file: &str) -> bool {
-        !self.settings.offline && self.client.metadata(repo, file, ATTEMPTS).is_ok()
+    fn exists(&mut self, repo: &Repo, file: &str) -> bool {
+        !self.settings.offline && self.client().is_ok_and(|client| client.metadata(repo, file, ATTEMPTS).is_ok())
     }
 
-    fn lookup(&mut self, repo: &Repo, file: &str) -> Result<Cached, Failure> {
+    /// Refuses shards that do not fit on the disk together, before the first of them is fetched.
+    fn check_room(&mut self, repo: &Repo, shards: &[String]) -> Result<()> {
+        let mut needed = 0_u64;
+        for shard in shards {
+            let place = self.locate(repo, shard).map_err(|failure| failure.explain(&self.settings, repo, shard))?;
+            if let Place::There(metadata) = place {
+                needed = needed.saturating_add(RepoCache::new(&self.settings.cache, repo).missing(&metadata));
+            }
+        }
+        self.room_for(needed).map_err(|failure| failure.explain(&self.settings, repo, "its weights"))
+    }
+
+    fn room_for(&self, needed: u64) -> Result<(), Failure> {
+        match free_bytes(&self.settings.cache) {
+            Some(free) if needed > free => Err(Failure::NoRoom { needed, free, cache: self.settings.cache.clone() }),
+            _ => Ok(()),
+        }
+    }
+
+    fn client(&mut self) -> Result<Client, Failure> {
+        let client = match &self.client {
+            Some(client) => client.clone(),
+            None => Client::new(&self.settings)?,
+        };
+        Ok(self.client.insert(client).clone())
+    }
+
+    fn fetch_file(&mut self, repo: &Repo, file: &str) -> Result<Cached, Failure> {
+        match self.locate(repo, file)? {
+            Place::Here(cached) => Ok(cached),
+            Place::There(metadata) => self.download(repo, file, &metadata),
+        }
+    }
+
+    fn locate(&mut self, repo: &Repo, file: &str) -> Result<Place, Failure> {
         if !is_plain_path(file) {
             return Err(Failure::Refused(format!("`{file}` is not a path inside the repository")));
         }
-        let cache = RepoCache::new(&self.settings.cache, repo);
-        let cached = self.verified(&cache, &repo.revision, file)?;
+        let cached = self.verified(&RepoCache::new(&self.settings.cache, repo), &repo.revision, file)?;
         if self.settings.offline {
-            return cached.ok_or(Failure::NotCached);
+            return cached.map(Place::Here).ok_or(Failure::NotCached);
         }
-        match cached {
+        // A host that did not answer a moment ago is asked once more, without waiting for it.
+        let attempts = if cached.is_some() || self.unreachable { 1 } else { ATTEMPTS };
+        let metadata = match cached {
             // A commit never changes, so there is nothing to ask.
-            Some(cached) if cached.commit == repo.revision => Ok(cached),
-            Some(cached) => match self.client.metadata(repo, file, 1) {
-                Ok(metadata) => self.download(&cache, repo, file, &metadata),
+            Some(cached) if cached.commit == repo.revision => return Ok(Place::Here(cached)),
+            Some(cached) => match self.client()?.metadata(repo, file, attempts) {
+                Ok(metadata) if (&metadata.commit, &metadata.etag) == (&cached.commit, &cached.etag) => {
+                    return Ok(Place::Here(cached));
+                }
                 Err(failure) if failure.is_network() => {
                     self.unreachable = true;
                     self.notice(format!("{}: {failure}; using the cached `{file}`", repo.id));
-                    Ok(cached)
+                    return Ok(Place::Here(cached));
                 }
-                Err(failure) => Err(failure),
+                answer => answer?,
             },
-            None => {
-                // Who was silent a moment ago is asked again, but not waited for.
-                let metadata = self.client.metadata(repo, file, if self.unreachable { 1 } else { ATTEMPTS })?;
-                self.download(&cache, repo, file, &metadata)
-            }
+            None => self.client()?.metadata(repo, file, attempts)?,
+        };
+        if cache::is_hex(&repo.revision, 40) && metadata.commit != repo.revision {
+            return Err(Failure::Refused(format!("asked for commit {}, the server gives another", repo.revision)));
         }
+        let limit = limit(repo, file);
+        if metadata.size > limit {
+            return Err(Failure::TooLarge { size: metadata.size, limit });
+        }
+        Ok(Place::There(metadata))
     }
 
     /// The cached file if it is there and its content is what its name in the cache says.
@@ -208,31 +266,57 @@ impl<'a> Hub<'a> {
         let Some(commit) = cache.commit(revision) else { return Ok(None) };
         let Some((path, etag)) = cache.find(&commit, file) else { return Ok(None) };
         if cache::content_matches(&path, &etag)? {
-            return Ok(Some(Cached { path, commit }));
+            return Ok(Some(Cached { path, commit, etag }));
         }
+        cache.forget(&commit, file, &etag)?;
         self.notice(format!("`{}` is damaged and was deleted", path.display()));
-        cache.forget(&commit, file)?;
         Ok(None)
     }
 
-    fn download(&mut self, cache: &RepoCache, repo: &Repo, file: &str, metadata: &Metadata) -> Result<Cached, Failure> {
+    fn download(&mut self, repo: &Repo, file: &str, metadata: &Metadata) -> Result<Cached, Failure> {
+        let cache = RepoCache::new(&self.settings.cache, repo);
         if !cache.has_blob(metadata)? {
-            let mut partial = cache.create_blob()?;
-            let mut tell = |done| {
-                if let Some(progress) = &mut self.progress {
-                    progress(Progress::Bytes { file: file.to_owned(), done, total: metadata.size });
-                }
-            };
-            let pinned = Repo { revision: metadata.commit.clone(), ..repo.clone() };
-            let url = self.client.url(&pinned, file);
-            self.client.download(&url, metadata.size, partial.as_file_mut(), &mut tell)?;
-            if !cache::content_matches(partial.path(), &metadata.etag)? {
-                return Err(Failure::WrongContent);
-            }
-            cache.keep_blob(partial, metadata)?;
+            cache.sweep();
+            self.download_blob(&cache, repo, file, metadata)?;
         }
         let path = cache.link(metadata, &repo.revision, file)?;
-        Ok(Cached { path, commit: metadata.commit.clone() })
+        Ok(Cached { path, commit: metadata.commit.clone(), etag: metadata.etag.clone() })
+    }
+
+    /// Brings a file's content into the cache, and lets it be seen there once its hash is right.
+    fn download_blob(
+        &mut self,
+        cache: &RepoCache,
+        repo: &Repo,
+        file: &str,
+        metadata: &Metadata,
+    ) -> Result<(), Failure> {
+        let Some(mut partial) = cache.partial(metadata, |text| self.notice(text))? else { return Ok(()) };
+        self.room_for(metadata.size - partial.len)?;
+        let client = self.client()?;
+        let pinned = Repo { revision: metadata.commit.clone(), ..repo.clone() };
+        let url = client.url(&pinned, file);
+        loop {
+            if partial.len < metadata.size || partial.len == 0 {
+                let mut tell = tell_bytes(&mut self.progress, file, metadata.size);
+                let received = client.download(&url, metadata.size, &mut partial.file, partial.len, &mut tell);
+                // What is left is a beginning to go on from, unless it is empty or of something else.
+                let is_empty = partial.file.metadata().is_ok_and(|m| m.len() == 0);
+                if matches!(received, Err(Failure::TooLong(_))) || received.is_err() && is_empty {
+                    let _ = std::fs::remove_file(&partial.path);
+                }
+                received?;
+            }
+            if cache::content_matches(&partial.path, &metadata.etag)? {
+                return cache.keep(&partial, metadata);
+            }
+            // What an earlier attempt left may be at fault: once more from the start.
+            if partial.len == 0 {
+                let _ = std::fs::remove_file(&partial.path);
+                return Err(Failure::WrongContent);
+            }
+            partial.len = 0;
+        }
     }
 
     /// Downloads a file of known content to `folder`.
@@ -247,13 +331,10 @@ impl<'a> Hub<'a> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let mut partial = tempfile::NamedTempFile::with_prefix_in(".download-", folder)
             .map_err(Error::io("create a file in", folder))?;
-        let mut tell = |done| {
-            if let Some(progress) = &mut self.progress {
-                progress(Progress::Bytes { file: file.to_owned(), done, total: bytes });
-            }
-        };
-        self.client
-            .download(url, bytes, partial.as_file_mut(), &mut tell)
+        let client = self.client().map_err(|failure| by_hand(failure.to_string()))?;
+        let mut tell = tell_bytes(&mut self.progress, file, bytes);
+        client
+            .download(url, bytes, partial.as_file_mut(), 0, &mut tell)
             .map_err(|failure| by_hand(failure.to_string()))?;
         let digest = Digest::of_file(partial.path())?;
         if digest.sha256 != sha256 {
@@ -268,6 +349,36 @@ impl<'a> Hub<'a> {
             progress(Progress::Notice(text));
         }
     }
+}
+
+/// Reports how much of a file has arrived.
+fn tell_bytes<'a, 'b>(
+    progress: &'a mut Option<&'b mut ProgressFn<'b>>,
+    file: &'a str,
+    total: u64,
+) -> impl FnMut(u64) + use<'a, 'b> {
+    move |done| {
+        if let Some(progress) = progress {
+            progress(Progress::Bytes { file: file.to_owned(), done, total });
+        }
+    }
+}
+
+/// The most bytes that a file of a repository may have; of weights and texts the disk decides.
+fn limit(repo: &Repo, file: &str) -> u64 {
+    match (repo.kind, file.rsplit_once('.')) {
+        (Kind::Model, _) if file == "tokenizer.json" => MAX_TOKENIZER,
+        (Kind::Model, Some((_, "json" | "jinja"))) => MAX_JSON,
+        _ => u64::MAX,
+    }
+}
+
+/// Bytes that can still be written below `path`, or where it would be made.
+pub fn free_bytes(path: &Path) -> Option<u64> {
+    let absolute = std::path::absolute(path).ok()?;
+    let there = absolute.ancestors().find(|folder| folder.is_dir())?;
+    let disk = rustix::fs::statvfs(there).ok()?;
+    Some(disk.f_bavail * disk.f_frsize)
 }
 
 impl Fetch for Hub<'_> {
@@ -291,10 +402,20 @@ impl Repo {
             let message = "is no local folder, and no name on the Hub either, which is `owner/name`";
             return Err(Error::model(format!("`{id}`"), message));
         }
-        if !is_plain_path(revision) {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.+@=/".contains(c);
+        if !is_plain_path(revision) || !revision.chars().all(allowed) {
             return Err(Error::model(id, format!("`{revision}` is not a revision")));
         }
         Ok(Self { kind, id: id.to_owned(), revision: revision.to_owned() })
+    }
+
+    /// As `hf-hub` knows it.
+    fn on_hub(&self) -> hf_hub::Repo {
+        let kind = match self.kind {
+            Kind::Model => hf_hub::RepoType::Model,
+            Kind::Dataset => hf_hub::RepoType::Dataset,
+        };
+        hf_hub::Repo::with_revision(self.id.clone(), kind, self.revision.clone())
     }
 }
 
@@ -304,20 +425,27 @@ fn shards(index: &Path) -> Result<Vec<String>> {
     struct Index {
         weight_map: std::collections::BTreeMap<String, String>,
     }
-    let bytes = read_at_most(index, MAX_INDEX)?;
+    let bytes = read_at_most(index, MAX_JSON)?;
     let Index { weight_map } = serde_json::from_slice(&bytes)
         .map_err(|error| Error::hub(index.display(), format!("not an index of weights: {error}")))?;
     let files: std::collections::BTreeSet<String> = weight_map.into_values().collect();
     let safe = |file: &String| is_plain_path(file) && file.ends_with(".safetensors");
+    if files.len() > MAX_SHARDS {
+        let message = format!("names {} files; a model has {MAX_SHARDS} at most", files.len());
+        return Err(Error::hub(index.display(), message));
+    }
     match files.iter().find(|file| !safe(file)) {
-        Some(file) => Err(Error::hub(index.display(), format!("names `{file}`, which is no safetensors file"))),
+        Some(file) => {
+            Err(Error::hub(index.display(), format!("names `{}`, which is no safetensors file", file.escape_debug())))
+        }
         None => Ok(files.into_iter().collect()),
     }
 }
 
 /// Whether a path stays inside the folder it is joined to.
 fn is_plain_path(path: &str) -> bool {
-    !path.contains(['\\', '\0']) && path.split('/').all(|part| !matches!(part, "" | "." | ".."))
+    !path.contains(|c: char| c == '\\' || c.is_control())
+        && path.split('/').all(|part| !matches!(part, "" | "." | ".."))
 }
 
 #[cfg(test)]
@@ -330,7 +458,7 @@ mod tests {
         for id in ["", "a/b/c", "../x", "a/..", "a b/c", "/etc", "a/", "a\\b", "https://host/a"] {
             assert!(Repo::new(Kind::Model, id, "main").is_err(), "{id}");
         }
-        for revision in ["", "../main", "a//b", "/main"] {
+        for revision in ["", "../main", "a//b", "/main", "main?x", "a b", "a%2Fb", "a#b"] {
             assert!(Repo::new(Kind::Model, "a/b", revision).is_err(), "{revision}");
         }
         assert!(Repo::new(Kind::Dataset, "a-b_c/d.e", "refs/convert/parquet").is_ok());

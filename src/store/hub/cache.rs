@@ -3,6 +3,8 @@
 //! ```text
 //! models--owner--name/refs/main                      the commit a branch stood at
 //! models--owner--name/blobs/<etag>                   a file's content under its hash
+//! models--owner--name/blobs/<etag>.incomplete        the beginning of it, while it is downloaded
+//! .locks/models--owner--name/<etag>.lock             held by whoever downloads it
 //! models--owner--name/snapshots/<commit>/config.json a link to the blob
 //! ```
 //!
@@ -10,29 +12,47 @@
 //! content must be.
 
 use std::fmt::Write as _;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use sha1::{Digest as _, Sha1};
-use tempfile::NamedTempFile;
 
-use super::client::{Failure, Metadata};
-use super::{Kind, Repo};
-use crate::digest::Digest;
+use super::Repo;
+use super::client::Metadata;
+use super::failure::Failure;
+use crate::digest::{Digest, read_at_most};
+
+/// The ending of a download that is not finished.
+const INCOMPLETE: &str = ".incomplete";
+
+/// An unfinished download that nobody has gone on with for so long is deleted.
+const MAX_IDLE: Duration = Duration::from_hours(24);
 
 /// One repository's part of the cache.
 pub(super) struct RepoCache {
+    repo: hf_hub::CacheRepo,
     root: PathBuf,
+    locks: PathBuf,
+}
+
+/// A file that is being downloaded. Nobody else writes to it while this lives.
+pub(super) struct Partial {
+    pub(super) file: File,
+    pub(super) path: PathBuf,
+    /// Bytes it already has, from an attempt that was cut short.
+    pub(super) len: u64,
+    /// Released when it is closed, by whoever closes it.
+    _lock: Option<File>,
 }
 
 impl RepoCache {
     pub(super) fn new(cache: &Path, repo: &Repo) -> Self {
-        let kind = match repo.kind {
-            Kind::Model => "models",
-            Kind::Dataset => "datasets",
-        };
-        Self { root: cache.join(format!("{kind}--{}", repo.id.replace('/', "--"))) }
+        let repo = repo.on_hub();
+        let root = cache.join(repo.folder_name());
+        let locks = cache.join(".locks").join(repo.folder_name());
+        Self { repo: hf_hub::Cache::new(cache.to_owned()).repo(repo), root, locks }
     }
 
     /// The commit a revision stood at when it was last asked for; a commit is its own.
@@ -40,55 +60,103 @@ impl RepoCache {
         if is_hex(revision, 40) {
             return Some(revision.to_owned());
         }
-        let commit = std::fs::read_to_string(self.root.join("refs").join(revision)).ok()?;
-        Some(commit.trim().to_owned()).filter(|commit| is_hex(commit, 40))
+        let commit = read_at_most(&self.root.join("refs").join(revision), 1024).ok()?;
+        Some(String::from_utf8_lossy(&commit).trim().to_owned()).filter(|commit| is_hex(commit, 40))
     }
 
-    /// A file of a snapshot, and the etag it was stored under.
+    /// A file of a snapshot, and the etag it was stored under. A link that leads anywhere but to this repository's blobs is
+    /// none of ours.
     pub(super) fn find(&self, commit: &str, file: &str) -> Option<(PathBuf, String)> {
-        let path = self.snapshot(commit).join(file);
+        let path = self.repo.pointer_path(commit).join(file);
         let blob = path.canonicalize().ok()?;
         let etag = blob.file_name()?.to_str()?.to_owned();
-        (is_hex(&etag, 40) || is_hex(&etag, 64)).then_some((path, etag))
+        let is_ours = blob.parent() == self.blobs().canonicalize().ok().as_deref();
+        (is_ours && blob.is_file() && (is_hex(&etag, 40) || is_hex(&etag, 64))).then_some((path, etag))
     }
 
     /// Removes a damaged file and its link.
-    pub(super) fn forget(&self, commit: &str, file: &str) -> Result<(), Failure> {
-        let path = self.snapshot(commit).join(file);
-        let blob = path.canonicalize().map_err(Failure::disk("find", &path))?;
-        std::fs::remove_file(&blob).map_err(Failure::disk("delete", &blob))?;
-        std::fs::remove_file(&path).map_err(Failure::disk("delete", &path))
+    pub(super) fn forget(&self, commit: &str, file: &str, etag: &str) -> Result<(), Failure> {
+        for path in [self.repo.blob_path(etag), self.repo.pointer_path(commit).join(file)] {
+            std::fs::remove_file(&path).map_err(Failure::disk("delete", &path))?;
+        }
+        Ok(())
     }
 
     /// Whether the content is already here and whole, as of a file that did not change between two commits.
     pub(super) fn has_blob(&self, metadata: &Metadata) -> Result<bool, Failure> {
-        let path = self.blob(metadata);
-        Ok(path.metadata().is_ok_and(|m| m.len() == metadata.size) && content_matches(&path, &metadata.etag)?)
+        let path = self.repo.blob_path(&metadata.etag);
+        Ok(path.metadata().is_ok_and(|m| m.is_file() && m.len() == metadata.size)
+            && content_matches(&path, &metadata.etag)?)
     }
 
-    /// A file beside the blobs to download into; it goes when it is dropped.
-    pub(super) fn create_blob(&self) -> Result<NamedTempFile, Failure> {
-        let folder = self.root.join("blobs");
+    /// The bytes of a file that are neither in its blob nor in its unfinished download, by their sizes.
+    pub(super) fn missing(&self, metadata: &Metadata) -> u64 {
+        let blob = self.repo.blob_path(&metadata.etag);
+        let partial = blob.with_extension(&INCOMPLETE[1..]);
+        let len = |path: PathBuf| path.metadata().map_or(0, |m| m.len());
+        metadata.size.saturating_sub(len(blob).max(len(partial)))
+    }
+
+    /// The file to download into, as an earlier attempt left it. Waits, after `notice`, while another process downloads it:
+    /// `None` if there is nothing left to do then.
+    pub(super) fn partial(&self, metadata: &Metadata, notice: impl FnOnce(String)) -> Result<Option<Partial>, Failure> {
+        let folder = self.blobs();
         std::fs::create_dir_all(&folder).map_err(Failure::disk("create", &folder))?;
-        tempfile::Builder::new().suffix(".incomplete").tempfile_in(&folder).map_err(Failure::disk("write to", &folder))
+        std::fs::create_dir_all(&self.locks).map_err(Failure::disk("create", &self.locks))?;
+        let lock = self.locks.join(format!("{}.lock", metadata.etag));
+        let lock = open_file(&lock).map_err(Failure::disk("open", &lock))?;
+        let path = self.repo.blob_path(&metadata.etag).with_extension(&INCOMPLETE[1..]);
+        let mut notice = Some(notice);
+        // A file system without locks is used without.
+        while let Err(std::fs::TryLockError::WouldBlock) = lock.try_lock() {
+            if let Some(notice) = notice.take() {
+                notice(format!("waiting for another process that is downloading `{}`", path.display()));
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        if self.has_blob(metadata)? {
+            return Ok(None);
+        }
+        let file = open_file(&path).map_err(Failure::disk("open", &path))?;
+        let mut len = file.metadata().map_err(Failure::disk("read", &path))?.len();
+        if len > metadata.size {
+            len = 0;
+            file.set_len(0).map_err(Failure::disk("write", &path))?;
+        }
+        Ok(Some(Partial { file, path, len, _lock: Some(lock) }))
     }
 
     /// Gives a downloaded and verified file its name.
-    pub(super) fn keep_blob(&self, partial: NamedTempFile, metadata: &Metadata) -> Result<(), Failure> {
-        let path = self.blob(metadata);
-        partial.as_file().sync_all().map_err(Failure::disk("write", &path))?;
-        partial.persist(&path).map(drop).map_err(|error| Failure::disk("create", &path)(error.error))
+    pub(super) fn keep(&self, partial: &Partial, metadata: &Metadata) -> Result<(), Failure> {
+        let path = self.repo.blob_path(&metadata.etag);
+        partial.file.sync_all().map_err(Failure::disk("write", &partial.path))?;
+        std::fs::rename(&partial.path, &path).map_err(Failure::disk("create", &path))
+    }
+
+    /// Deletes downloads that were never finished and that nobody has gone on with for a day.
+    pub(super) fn sweep(&self) {
+        for entry in std::fs::read_dir(self.blobs()).into_iter().flatten().flatten() {
+            let is_leftover = entry.file_name().to_string_lossy().ends_with(INCOMPLETE);
+            let idle = entry.metadata().and_then(|m| m.modified()).ok().and_then(|time| time.elapsed().ok());
+            if is_leftover && idle.is_some_and(|idle| idle > MAX_IDLE) {
+                // It is in nobody's way if it cannot be deleted.
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
     }
 
     /// Enters a blob into its snapshot and moves the revision there; the path in the snapshot.
     pub(super) fn link(&self, metadata: &Metadata, revision: &str, file: &str) -> Result<PathBuf, Failure> {
-        let path = self.snapshot(&metadata.commit).join(file);
+        let path = self.repo.pointer_path(&metadata.commit).join(file);
         let folder = path.parent().unwrap_or(&self.root);
         std::fs::create_dir_all(folder).map_err(Failure::disk("create", folder))?;
         // Relative, so that the cache can be moved: up to the repository, then down to the blob.
         let up = "../".repeat(2 + file.matches('/').count());
         let target = PathBuf::from(format!("{up}blobs/{}", metadata.etag));
-        replace(&path, |temporary| link_or_copy(&target, &self.blob(metadata), temporary))?;
+        let blob = self.repo.blob_path(&metadata.etag);
+        if link_or_copy(&target, &blob, &path).is_err() {
+            replace(&path, |temporary| link_or_copy(&target, &blob, temporary))?;
+        }
         if !is_hex(revision, 40) {
             let reference = self.root.join("refs").join(revision);
             replace(&reference, |temporary| std::fs::write(temporary, &metadata.commit))?;
@@ -96,13 +164,23 @@ impl RepoCache {
         Ok(path)
     }
 
-    fn blob(&self, metadata: &Metadata) -> PathBuf {
-        self.root.join("blobs").join(&metadata.etag)
+    fn blobs(&self) -> PathBuf {
+        self.root.join("blobs")
     }
+}
 
-    fn snapshot(&self, commit: &str) -> PathBuf {
-        self.root.join("snapshots").join(commit)
+/// Opens a file to read and write, made with the mode that the umask leaves where there is none. A link is not followed and
+/// a device not opened: in a cache that several people write to, either may be a trap.
+fn open_file(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let file = options.open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("it is no regular file"));
     }
+    Ok(file)
 }
 
 /// Makes `path` by making a temporary sibling and renaming it.
@@ -161,7 +239,7 @@ mod tests {
 
     #[test]
     fn the_hash_of_a_small_file_is_gits() {
-        let file = NamedTempFile::new().unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "hello\n").unwrap();
         // `git hash-object` of the same file.
         assert!(content_matches(file.path(), "ce013625030ba8dba906f756967f9e9ca394464a").unwrap());
@@ -170,7 +248,7 @@ mod tests {
 
     #[test]
     fn the_hash_of_a_large_file_is_its_sha256() {
-        let file = NamedTempFile::new().unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
         let etag = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
         assert!(content_matches(file.path(), etag).unwrap());
         std::fs::write(file.path(), "x").unwrap();

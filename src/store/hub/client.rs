@@ -1,22 +1,24 @@
-//! The two requests of the Hub's protocol: what a file is (`HEAD`), and its content (`GET`), each tried again when
-//! that can help.
+//! Requests to the Hub by `hf-hub`: what a file is, and its content, each tried again when that can help.
 //!
-//! Redirects are followed by hand. They may lead to the server first asked, to names below it, or from the Hub and its
-//! mirrors to the Hub's own content network; anywhere else is refused. The token goes to the endpoint only.
+//! `hf-hub` builds every request: address, token, agent. Its own downloads are not used, because they have no time limit,
+//! copy whatever comes, follow redirects to any host and send the token there (docs/faults.md has the list). So each
+//! request gets time limits here and no automatic redirects. Redirects may lead to the server first asked, to names below
+//! it, or from the Hub and its mirrors to the Hub's content network. The token goes to the endpoint only.
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read, Seek, Write};
-use std::path::{Path, PathBuf};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use hf_hub::api::sync::{Api, ApiBuilder};
+use ureq::Body;
 use ureq::http::{Response, StatusCode, Uri, header};
-use ureq::{Agent, Body};
 
+use super::Repo;
 use super::cache::is_hex;
-use super::settings::Settings;
-use super::{Kind, Repo};
-use crate::Error;
+use super::failure::Failure;
+use super::settings::{Settings, without_password};
 
 /// How often a request is sent before its failure counts.
 pub(super) const ATTEMPTS: u32 = 5;
@@ -30,7 +32,7 @@ const MAX_PAUSE: Duration = Duration::from_mins(1);
 /// Bytes that have to arrive while [`Settings::patience`] lasts; a slower server counts as silent.
 const MIN_BYTES: u64 = 16 << 10;
 
-/// Bytes after which a connection that breaks has been worth another full number of attempts.
+/// A connection that delivered this much before it broke gets the full number of attempts again.
 const GOOD_RUN_BYTES: u64 = 1 << 20;
 
 /// The domain whose hosts serve the content of large files, for the Hub and for mirrors of it.
@@ -46,93 +48,53 @@ pub(super) struct Metadata {
     pub(super) size: u64,
 }
 
-/// Why a file could not be had.
-#[derive(Debug)]
-pub(super) enum Failure {
-    /// No answer, or one that broke off.
-    Network(String),
-    /// The server is ill or busy, after several attempts.
-    Server(StatusCode),
-    /// 401 or 403.
-    Denied(StatusCode),
-    NoSuchFile,
-    NoSuchRepo,
-    NoSuchRevision,
-    /// More bytes than announced.
-    TooLong(u64),
-    /// The announced number of bytes with another hash.
-    WrongContent,
-    /// Something this program does not do, whoever asks for it.
-    Refused(String),
-    /// `HF_HUB_OFFLINE` is set and the cache has no such file.
-    NotCached,
-    Disk {
-        action: &'static str,
-        path: PathBuf,
-        source: io::Error,
-    },
-}
-
 type Result<T, E = Failure> = std::result::Result<T, E>;
 
 /// Sends requests to one endpoint.
+#[derive(Clone)]
 pub(super) struct Client {
-    agent: Agent,
-    endpoint: String,
-    token: Option<String>,
-    patience: Duration,
-    backoff: Duration,
+    api: Api,
+    settings: Settings,
 }
 
 impl Client {
-    pub(super) fn new(settings: &Settings) -> Self {
-        let patience = Some(settings.patience);
-        let mut config = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .max_redirects_will_error(false)
-            .user_agent(concat!("finetune/", env!("CARGO_PKG_VERSION")))
-            .timeout_resolve(patience)
-            .timeout_connect(patience)
-            .timeout_recv_response(patience)
-            .timeout_per_read(patience);
-        // A proxy serves the network, not this machine.
-        if ["http://127.0.0.1:", "http://localhost:"].iter().any(|local| settings.endpoint.starts_with(local)) {
-            config = config.proxy(None);
-        }
-        let Settings { endpoint, token, patience, backoff, .. } = settings.clone();
-        Self { agent: config.build().into(), endpoint, token, patience, backoff }
+    /// A client for the endpoint and token of `settings`, which are checked first.
+    pub(super) fn new(settings: &Settings) -> Result<Self> {
+        settings.check().map_err(Failure::Settings)?;
+        let api = ApiBuilder::from_cache(hf_hub::Cache::new(settings.cache.clone()))
+            .with_endpoint(settings.endpoint.clone())
+            .with_token(settings.token.clone())
+            .with_user_agent("finetune", env!("CARGO_PKG_VERSION"))
+            .build()
+            .map_err(|error| Failure::Refused(error.to_string()))?;
+        Ok(Self { api, settings: settings.clone() })
     }
 
     /// The address of a file.
     pub(super) fn url(&self, repo: &Repo, file: &str) -> String {
-        let kind = match repo.kind {
-            Kind::Model => "",
-            Kind::Dataset => "datasets/",
-        };
-        let file = file.split('/').map(percent_encode).collect::<Vec<_>>().join("/");
-        format!("{}/{kind}{}/resolve/{}/{file}", self.endpoint, repo.id, percent_encode(&repo.revision))
+        self.api.repo(repo.on_hub()).url(&file.split('/').map(percent_encode).collect::<Vec<_>>().join("/"))
     }
 
     /// Asks what a file is, up to `attempts` times.
     pub(super) fn metadata(&self, repo: &Repo, file: &str, attempts: u32) -> Result<Metadata> {
-        let start = self.url(repo, file);
-        let mut url = start.clone();
-        for _ in 0..MAX_REDIRECTS {
-            let response = self.send(&url, Method::Head, attempts)?;
-            // The redirect of a large file to its content already carries what is asked for.
-            let answered = header_text(&response, "x-linked-etag").is_some();
-            if !response.status().is_redirection() || answered {
-                return Metadata::read(&response);
-            }
-            url = self.redirect(&start, &url, &response)?;
-        }
-        Err(Failure::Refused(format!("`{start}` redirects without end")))
+        // One byte, as `hf-hub` asks: the answer's headers are those of the whole file.
+        let range = Some("bytes=0-0".to_owned());
+        // The redirect of a large file to its content already carries what is asked for.
+        let answered = |response: &Response<Body>| header_text(response, "x-linked-etag").is_some();
+        Metadata::read(&self.get(&self.url(repo, file), range.as_deref(), attempts, answered)?)
     }
 
-    /// Writes the content of `url` to the empty `file`: exactly `size` bytes, or a failure.
-    pub(super) fn download(&self, url: &str, size: u64, file: &mut File, tell: &mut dyn FnMut(u64)) -> Result<()> {
-        let (mut done, mut attempt) = (0, 1);
+    /// Appends the content of `url` to `file`, which already has the first `done` bytes of it: exactly `size` bytes in the
+    /// end, or a failure.
+    pub(super) fn download(
+        &self,
+        url: &str,
+        size: u64,
+        file: &mut File,
+        mut done: u64,
+        tell: &mut dyn FnMut(u64),
+    ) -> Result<()> {
+        let mut attempt = 1;
         loop {
             let before = done;
             match self.receive(url, size, file, &mut done, tell) {
@@ -151,17 +113,19 @@ impl Client {
     /// One connection's part of a download: goes on after the `done` bytes that `file` already has.
     fn receive(&self, url: &str, size: u64, file: &mut File, done: &mut u64, tell: &mut dyn FnMut(u64)) -> Result<()> {
         let disk = |error| Failure::disk("write", Path::new("the download"))(error);
-        let mut response = self.get(url, *done)?;
+        let range = (*done > 0).then(|| format!("bytes={done}-"));
+        let mut response = self.get(url, range.as_deref(), ATTEMPTS, |_| false)?;
         if response.status() != StatusCode::PARTIAL_CONTENT {
             // The whole file, whatever was asked for.
             *done = 0;
-            file.set_len(0).and_then(|()| file.rewind()).map_err(disk)?;
         }
+        file.set_len(*done).and_then(|()| file.seek(SeekFrom::Start(*done))).map_err(disk)?;
         let mut body = response.body_mut().as_reader();
         let mut buffer = vec![0; 128 << 10];
         let (mut lap, mut lap_start) = (Instant::now(), *done);
-        while *done <= size {
-            let read = body.read(&mut buffer).map_err(|error| Failure::Network(error.to_string()))?;
+        let patience = self.settings.patience;
+        loop {
+            let read = body.read(&mut buffer).map_err(|error| self.network(&error))?;
             if read == 0 {
                 break;
             }
@@ -171,9 +135,9 @@ impl Client {
             }
             file.write_all(&buffer[..read]).map_err(disk)?;
             tell(*done);
-            if lap.elapsed() > self.patience {
+            if lap.elapsed() > patience {
                 if *done - lap_start < MIN_BYTES {
-                    return Err(Failure::Network(format!("only {} bytes in {:?}", *done - lap_start, self.patience)));
+                    return Err(Failure::Network(format!("only {} bytes in {patience:?}", *done - lap_start)));
                 }
                 (lap, lap_start) = (Instant::now(), *done);
             }
@@ -184,25 +148,31 @@ impl Client {
         Ok(())
     }
 
-    /// `GET` from byte `from` on, redirects followed.
-    fn get(&self, start: &str, from: u64) -> Result<Response<Body>> {
+    /// `GET` with redirects followed, but for one that has `answered` already.
+    fn get(
+        &self,
+        start: &str,
+        range: Option<&str>,
+        attempts: u32,
+        answered: impl Fn(&Response<Body>) -> bool,
+    ) -> Result<Response<Body>> {
         let mut url = start.to_owned();
         for _ in 0..MAX_REDIRECTS {
-            let response = self.send(&url, Method::Get { from }, ATTEMPTS)?;
-            if !response.status().is_redirection() {
+            let response = self.send(&url, range, attempts)?;
+            if !response.status().is_redirection() || answered(&response) {
                 return Ok(response);
             }
             url = self.redirect(start, &url, &response)?;
         }
-        Err(Failure::Refused(format!("`{start}` redirects without end")))
+        Err(Failure::Refused(format!("`{}` redirects without end", without_password(start))))
     }
 
     /// Sends a request until it is answered; what is an answer of success or a redirect comes back.
-    fn send(&self, url: &str, method: Method, attempts: u32) -> Result<Response<Body>> {
+    fn send(&self, url: &str, range: Option<&str>, attempts: u32) -> Result<Response<Body>> {
         let mut attempt = 1;
         loop {
-            let failure = match self.send_once(url, method) {
-                Err(error) => Failure::Network(error.to_string()),
+            let failure = match self.send_once(url, range) {
+                Err(error) => self.network(&error),
                 Ok(response) => match Failure::of_status(&response) {
                     None => return Ok(response),
                     Some(failure @ Failure::Server(_)) => {
@@ -225,55 +195,68 @@ impl Client {
         }
     }
 
-    fn send_once(&self, url: &str, method: Method) -> Result<Response<Body>, ureq::Error> {
-        let mut request = match method {
-            Method::Head => self.agent.head(url),
-            Method::Get { .. } => self.agent.get(url),
-        };
-        // Sizes and hashes are those of the file, not of a compressed transport.
-        request = request.header(header::ACCEPT_ENCODING, "identity");
-        if let Method::Get { from: from @ 1.. } = method {
-            request = request.header(header::RANGE, format!("bytes={from}-"));
+    fn send_once(&self, url: &str, range: Option<&str>) -> Result<Response<Body>, ureq::Error> {
+        let Settings { endpoint, patience, .. } = &self.settings;
+        let patience = Some(*patience);
+        let any = hf_hub::Repo::model(String::new());
+        let mut config = (self.api.repo(any).info_request().uri(url).config())
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .timeout_resolve(patience)
+            .timeout_connect(patience)
+            .timeout_recv_response(patience)
+            .timeout_per_read(patience);
+        // A proxy serves the network, not this machine.
+        if ["http://127.0.0.1:", "http://localhost:"].iter().any(|local| url.starts_with(local)) {
+            config = config.proxy(None);
         }
-        if let Some(token) = self.token.as_ref().filter(|_| same_origin(url, &self.endpoint)) {
-            request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+        // Sizes and hashes are those of the file, not of a compressed transport.
+        let mut request = config.build().header(header::ACCEPT_ENCODING, "identity");
+        if let Some(range) = range {
+            request = request.header(header::RANGE, range);
+        }
+        if !same_origin(url, endpoint) {
+            // A request that cannot be built has no headers, and `call` says why.
+            request.headers_mut().map(|headers| headers.remove(header::AUTHORIZATION));
         }
         request.call()
+    }
+
+    /// A failure of the network, without the endpoint's password should the message name the address.
+    fn network(&self, error: &dyn fmt::Display) -> Failure {
+        let Settings { endpoint, .. } = &self.settings;
+        Failure::Network(error.to_string().replace(endpoint, &without_password(endpoint)))
     }
 
     /// Where a redirect leads, if it may lead there.
     fn redirect(&self, start: &str, from: &str, response: &Response<Body>) -> Result<String> {
         let Some(location) = header_text(response, "location") else {
-            return Err(Failure::Refused(format!("`{from}` redirects to nowhere")));
+            return Err(Failure::Refused(format!("`{}` redirects to nowhere", without_password(from))));
         };
-        let target = match origin(from) {
-            Some((scheme, authority)) if location.starts_with('/') && !location.starts_with("//") => {
-                format!("{scheme}://{authority}{location}")
-            }
+        let authority = |uri: Uri| Some(format!("{}://{}", uri.scheme_str()?, uri.authority()?));
+        let target = match from.parse().ok().and_then(authority) {
+            Some(server) if location.starts_with('/') && !location.starts_with("//") => server + location,
             _ => location.to_owned(),
         };
         if same_origin(&target, start) || is_below(&target, start) || self.is_content_network(&target, start) {
             return Ok(target);
         }
-        let host = origin(&target).map_or(target, |(_, authority)| authority);
+        let host =
+            origin(&target).map_or_else(|| without_password(&target), |(_, host, port)| format!("{host}:{port}"));
         Err(Failure::Refused(format!("the server redirects to another host, `{host}`, which is not followed")))
     }
 
     fn is_content_network(&self, target: &str, start: &str) -> bool {
-        same_origin(start, &self.endpoint)
-            && origin(target).is_some_and(|(scheme, host)| scheme == "https" && host.ends_with(CONTENT_NETWORK))
+        same_origin(start, &self.settings.endpoint)
+            && origin(target)
+                .is_some_and(|(scheme, host, port)| scheme == "https" && port == 443 && host.ends_with(CONTENT_NETWORK))
     }
 
     /// Waits before attempt 2, 3, ….
     fn pause(&self, attempt: u32) {
-        std::thread::sleep(self.backoff * (1 << (attempt - 2)));
+        std::thread::sleep(self.settings.backoff * (1 << (attempt - 2)));
     }
-}
-
-#[derive(Clone, Copy)]
-enum Method {
-    Head,
-    Get { from: u64 },
 }
 
 impl Metadata {
@@ -283,7 +266,10 @@ impl Metadata {
         let commit = header_text(response, "x-repo-commit").filter(|commit| is_hex(commit, 40));
         let etag = first(["x-linked-etag", "etag"]).map(|etag| etag.trim_start_matches("W/").trim_matches('"'));
         let etag = etag.filter(|etag| is_hex(etag, 40) || is_hex(etag, 64));
-        let size = first(["x-linked-size", "content-length"]).and_then(|size| size.parse().ok());
+        // Of an answer with one byte, the whole file's size is what stands behind the slash.
+        let of_range = header_text(response, "content-range").and_then(|range| Some(range.rsplit_once('/')?.1));
+        let size = header_text(response, "x-linked-size").or(of_range);
+        let size = size.or_else(|| header_text(response, "content-length")).and_then(|size| size.parse().ok());
         Ok(Self {
             commit: commit.ok_or_else(|| lacks("commit (`X-Repo-Commit`)"))?.to_owned(),
             etag: etag.ok_or_else(|| lacks("hash (`ETag`)"))?.to_owned(),
@@ -292,98 +278,7 @@ impl Metadata {
     }
 }
 
-impl Failure {
-    pub(super) fn disk(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Self {
-        let path = path.as_ref().to_path_buf();
-        move |source| Self::Disk { action, path, source }
-    }
-
-    /// The failure that a status means; `None` for success and redirects.
-    fn of_status(response: &Response<Body>) -> Option<Self> {
-        let status = response.status();
-        match (status.as_u16(), header_text(response, "x-error-code")) {
-            (200..=399, _) => None,
-            // The Hub answers 401 for a repository that does not exist, so as not to tell private ones apart.
-            (_, Some("RepoNotFound")) => Some(Self::NoSuchRepo),
-            (_, Some("RevisionNotFound")) => Some(Self::NoSuchRevision),
-            (401 | 403, _) => Some(Self::Denied(status)),
-            (404 | 410, _) => Some(Self::NoSuchFile),
-            (408 | 429 | 500.., _) => Some(Self::Server(status)),
-            _ => Some(Self::Refused(format!("the server answers {status}"))),
-        }
-    }
-
-    /// Whether the file is not there to be had.
-    pub(super) fn is_absence(&self) -> bool {
-        matches!(self, Self::NoSuchFile | Self::NotCached)
-    }
-
-    /// Whether the server is out of reach or ill, so that a cached copy has to do.
-    pub(super) fn is_network(&self) -> bool {
-        matches!(self, Self::Network(_) | Self::Server(_))
-    }
-
-    /// The error the user sees.
-    pub(super) fn explain(self, settings: &Settings, repo: &Repo, file: &str) -> Error {
-        let Settings { endpoint, .. } = settings;
-        let id = &repo.id;
-        if let Self::Disk { action, path, source } = self {
-            return Error::Io { action, path, source };
-        }
-        let ways_on = match repo.kind {
-            Kind::Model => {
-                "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random \
-                 weights (`--init random`)"
-            }
-            Kind::Dataset => "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)",
-        };
-        let advice = match self {
-            Self::Denied(_) => {
-                format!("accept its terms at {endpoint}/{id} and set `HF_TOKEN` to a token that may read it")
-            }
-            Self::NoSuchRepo => {
-                "check the name, which is no local folder either; a private one needs `HF_TOKEN`".to_owned()
-            }
-            Self::NoSuchRevision => "check `--revision`".to_owned(),
-            Self::NoSuchFile => "the repository is not what is needed here".to_owned(),
-            Self::NotCached => format!("unset `HF_HUB_OFFLINE` to download it, or {ways_on}"),
-            _ => ways_on.to_owned(),
-        };
-        // What the user asked for or allowed is at fault, or else the network.
-        let asked = matches!(
-            self,
-            Self::Denied(_) | Self::NoSuchRepo | Self::NoSuchRevision | Self::NoSuchFile | Self::NotCached
-        );
-        let (origin, message) = (format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}; {advice}"));
-        if asked { Error::model(origin, message) } else { Error::hub(origin, message) }
-    }
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Refused(error.to_string())
-    }
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Network(what) => write!(f, "no usable connection ({what})"),
-            Self::Server(status) => write!(f, "the server keeps answering {status}"),
-            Self::Denied(status) => write!(f, "the server denies access ({status})"),
-            Self::NoSuchFile => f.write_str("the server has no such file"),
-            Self::NoSuchRepo => f.write_str("the server has no such repository"),
-            Self::NoSuchRevision => f.write_str("the repository has no such revision"),
-            Self::TooLong(size) => write!(f, "the server sends more than the {size} bytes it announced"),
-            Self::WrongContent => f.write_str("what arrived does not match the hash that the server announced"),
-            Self::Refused(why) => f.write_str(why),
-            Self::NotCached => f.write_str("it is not in the cache, and `HF_HUB_OFFLINE` forbids the download"),
-            Self::Disk { action, path, source } => write!(f, "cannot {action} `{}`: {source}", path.display()),
-        }
-    }
-}
-
-fn header_text<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
+pub(super) fn header_text<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
     response.headers().get(name)?.to_str().ok()
 }
 
@@ -392,10 +287,12 @@ fn retry_after(response: &Response<Body>) -> Option<Duration> {
     header_text(response, "retry-after")?.parse().ok().map(Duration::from_secs)
 }
 
-/// Scheme and authority (host and port) of a URL.
-fn origin(url: &str) -> Option<(String, String)> {
+/// Scheme, host and port of a URL.
+fn origin(url: &str) -> Option<(String, String, u16)> {
     let uri: Uri = url.parse().ok()?;
-    Some((uri.scheme_str()?.to_owned(), uri.authority()?.as_str().to_ascii_lowercase()))
+    let scheme = uri.scheme_str()?.to_owned();
+    let port = uri.port_u16().unwrap_or(if scheme == "https" { 443 } else { 80 });
+    Some((scheme, uri.host()?.to_ascii_lowercase(), port))
 }
 
 fn same_origin(a: &str, b: &str) -> bool {
@@ -405,8 +302,8 @@ fn same_origin(a: &str, b: &str) -> bool {
 /// Whether `target`'s host is a name below that of `start`, reached as safely.
 fn is_below(target: &str, start: &str) -> bool {
     match (origin(target), origin(start)) {
-        (Some((scheme, host)), Some((start_scheme, start_host))) => {
-            scheme == start_scheme && host.ends_with(&format!(".{start_host}"))
+        (Some((scheme, host, port)), Some((start_scheme, start_host, start_port))) => {
+            scheme == start_scheme && port == start_port && host.ends_with(&format!(".{start_host}"))
         }
         _ => false,
     }
@@ -426,12 +323,14 @@ fn percent_encode(segment: &str) -> String {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
+    use super::super::Kind;
     use super::*;
 
     #[test]
     fn addresses_are_the_hubs() {
-        let client = Client::new(&Settings::from_vars(|_| None));
+        let client = Client::new(&Settings::from_vars(|_| None)).unwrap();
         let repo = Repo { kind: Kind::Dataset, id: "o/n".into(), revision: "refs/convert/parquet".into() };
         let url = client.url(&repo, "a dir/0.parquet");
         assert_eq!(url, "https://huggingface.co/datasets/o/n/resolve/refs%2Fconvert%2Fparquet/a%20dir/0.parquet");
@@ -447,7 +346,7 @@ mod tests {
         }
         assert!(!same_origin("http://127.0.0.1:1/", "http://127.0.0.1:2/"));
         assert!(!same_origin("https://mirror.org@evil.net/", "https://mirror.org/"));
-        let client = Client::new(&Settings::from_vars(|_| None));
+        let client = Client::new(&Settings::from_vars(|_| None)).unwrap();
         let hub = "https://huggingface.co/o/n";
         assert!(client.is_content_network("https://cas-bridge.xethub.hf.co/x", hub));
         assert!(!client.is_content_network("https://evilhf.co/x", hub));

@@ -3,6 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ureq::http::Uri;
+
+use crate::{Error, Result};
+
 /// The Hub's own address.
 const HUB: &str = "https://huggingface.co";
 
@@ -51,18 +55,69 @@ impl Settings {
             backoff: Duration::from_secs(1),
         }
     }
+
+    /// Refuses an endpoint or a token that no request can be made with.
+    ///
+    /// # Errors
+    /// [`Error::Config`] that names the variable.
+    pub fn check(&self) -> Result<()> {
+        if self.host_and_port().is_none() {
+            let shown = without_password(&self.endpoint);
+            let message = format!("`{shown}` is no address of a Hub; write it as `https://host` or unset the variable");
+            return Err(Error::config("HF_ENDPOINT", message));
+        }
+        let is_printable = |token: &String| token.bytes().all(|byte| byte.is_ascii_graphic());
+        if self.token.as_ref().is_some_and(|token| !is_printable(token)) {
+            let message = "the token holds characters that no token has; set it again, or run `hf auth login`";
+            return Err(Error::config("HF_TOKEN", message));
+        }
+        Ok(())
+    }
+
+    /// Where the endpoint listens; `None` if it is no plain http or https address.
+    pub fn host_and_port(&self) -> Option<(String, u16)> {
+        let uri: Uri = self.endpoint.parse().ok()?;
+        let default = match uri.scheme_str()? {
+            "https" => 443,
+            "http" => 80,
+            _ => return None,
+        };
+        let host = uri.host()?.trim_start_matches('[').trim_end_matches(']');
+        (!host.is_empty() && has_plain_authority(&uri) && uri.query().is_none())
+            .then(|| (host.to_owned(), uri.port_u16().unwrap_or(default)))
+    }
 }
 
-/// Without the token, which must not end up in a log.
+/// Whether there is a host and, behind it, nothing or the number of a port.
+fn has_plain_authority(uri: &Uri) -> bool {
+    uri.authority().is_some_and(|it| it.port().is_some() || it.as_str().ends_with(it.host()))
+}
+
+/// A URL as it may be shown: without user name and password, and without characters that steer a terminal.
+pub fn without_password(url: &str) -> String {
+    // Where the authority ends is only known of a well-formed URL; of any other everything up to the last `@` goes.
+    let well_formed = url.parse::<Uri>().is_ok_and(|uri| has_plain_authority(&uri));
+    let start = url.find("://").map_or(0, |at| at + 3);
+    let path = url[start..].find('/').filter(|_| well_formed).map_or(url.len(), |at| start + at);
+    let shown = match url[start..path].rfind('@') {
+        Some(at) => format!("{}…{}", &url[..start], &url[start + at..]),
+        None => url.to_owned(),
+    };
+    shown.replace(|c: char| c.is_control(), "�")
+}
+
+/// Without the token and the endpoint's password, which must not end up in a log.
 impl std::fmt::Debug for Settings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { endpoint, cache, token, offline, .. } = self;
+        let endpoint = without_password(endpoint);
         let token = token.as_ref().map(|_| "…");
         write!(f, "Settings {{ endpoint: {endpoint:?}, cache: {cache:?}, token: {token:?}, offline: {offline} }}")
     }
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 
@@ -95,6 +150,38 @@ mod tests {
         }
         let settings = with(&[("HF_TOKEN", " hf_secret\n")]);
         assert_eq!(settings.token.as_deref(), Some("hf_secret"));
-        assert!(!format!("{settings:?}").contains("secret"));
+        let settings = with(&[("HF_TOKEN", "hf_secret"), ("HF_ENDPOINT", "https://me:secret@mirror")]);
+        assert!(!format!("{settings:?}").contains("secret"), "{settings:?}");
+    }
+
+    #[test]
+    fn addresses_are_taken_apart_and_shown_without_the_password() {
+        for (endpoint, expected) in [
+            ("https://hub.test", Some(("hub.test", 443))),
+            ("http://hub.test/a/b", Some(("hub.test", 80))),
+            ("http://user:word@127.0.0.1:8080", Some(("127.0.0.1", 8080))),
+            ("http://[::1]:9", Some(("::1", 9))),
+            ("https://[::1]", Some(("::1", 443))),
+            ("ftp://hub.test", None),
+            ("hub.test", None),
+            ("http://:80", None),
+            ("http://", None),
+            ("http://hub.test:port", None),
+            ("http://hub.test:99999", None),
+            ("http://hub .test", None),
+            ("http://hub.test?x=1", None),
+            ("http://user:pass word@hub.test", None),
+        ] {
+            let settings = with(&[("HF_ENDPOINT", endpoint)]);
+            let expected = expected.map(|(host, port)| (host.to_owned(), port));
+            assert_eq!(settings.host_and_port(), expected, "{endpoint}");
+            assert_eq!(settings.check().is_ok(), expected.is_some(), "{endpoint}");
+        }
+        assert_eq!(without_password("http://user:w/o@rd@hub.test"), "http://…@hub.test");
+        assert_eq!(without_password("https://user:word@hub.test/a@b"), "https://…@hub.test/a@b");
+        assert_eq!(without_password("user:word@hub.test"), "…@hub.test");
+        let error = with(&[("HF_ENDPOINT", "ftp://user:word@hub.test/\u{1b}[2J")]).check().unwrap_err().to_string();
+        assert!(error.contains("`ftp://…@hub.test/�[2J`"), "{error}");
+        assert!(with(&[("HF_TOKEN", "hf_a\nX: b")]).check().is_err());
     }
 }

@@ -1,0 +1,154 @@
+//! Why a file could not be had from the Hub, and what the user can do about it.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use ureq::Body;
+use ureq::http::{Response, StatusCode};
+
+use super::client::header_text;
+use super::settings::{Settings, without_password};
+use super::{Kind, Repo};
+use crate::Error;
+
+/// Why a file could not be had.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// No answer, or one that broke off.
+    Network(String),
+    /// A server error or a busy server, after several attempts.
+    Server(StatusCode),
+    /// 401 or 403.
+    Denied(StatusCode),
+    NoSuchFile,
+    NoSuchRepo,
+    NoSuchRevision,
+    /// More bytes than announced.
+    TooLong(u64),
+    /// The announced number of bytes with another hash.
+    WrongContent,
+    /// More bytes announced than a file of this kind may have.
+    TooLarge {
+        size: u64,
+        limit: u64,
+    },
+    /// The cache's disk is too small for what was announced.
+    NoRoom {
+        needed: u64,
+        free: u64,
+        cache: PathBuf,
+    },
+    /// Something this program does not do, whoever asks for it.
+    Refused(String),
+    /// `HF_HUB_OFFLINE` is set and the cache has no such file.
+    NotCached,
+    /// `HF_ENDPOINT` or `HF_TOKEN` is malformed.
+    Settings(Error),
+    Disk {
+        action: &'static str,
+        path: PathBuf,
+        source: io::Error,
+    },
+}
+
+impl Failure {
+    pub(super) fn disk(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Self {
+        let path = path.as_ref().to_path_buf();
+        move |source| Self::Disk { action, path, source }
+    }
+
+    /// The failure that a status means; `None` for success and redirects.
+    pub(super) fn of_status(response: &Response<Body>) -> Option<Self> {
+        let status = response.status();
+        match (status.as_u16(), header_text(response, "x-error-code")) {
+            (200..=399, _) => None,
+            // The Hub answers 401 for a repository that does not exist, so as not to tell private ones apart.
+            (_, Some("RepoNotFound")) => Some(Self::NoSuchRepo),
+            (_, Some("RevisionNotFound")) => Some(Self::NoSuchRevision),
+            (401 | 403, _) => Some(Self::Denied(status)),
+            (404 | 410, _) => Some(Self::NoSuchFile),
+            (408 | 429 | 500.., _) => Some(Self::Server(status)),
+            _ => Some(Self::Refused(format!("the server answers {status}"))),
+        }
+    }
+
+    /// Whether the file is not there to be had.
+    pub(super) fn is_absence(&self) -> bool {
+        matches!(self, Self::NoSuchFile | Self::NotCached)
+    }
+
+    /// Whether the server is out of reach or ill, so that a cached copy has to do.
+    pub(super) fn is_network(&self) -> bool {
+        matches!(self, Self::Network(_) | Self::Server(_))
+    }
+
+    /// The error the user sees.
+    pub(super) fn explain(self, settings: &Settings, repo: &Repo, file: &str) -> Error {
+        let endpoint = without_password(&settings.endpoint);
+        let id = &repo.id;
+        match self {
+            Self::Disk { action, path, source } => return Error::Io { action, path, source },
+            Self::Settings(error) => return error,
+            _ => {}
+        }
+        let ways_on = match repo.kind {
+            Kind::Model => {
+                "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random \
+                 weights (`--init random`)"
+            }
+            Kind::Dataset => "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)",
+        };
+        let advice = match self {
+            Self::Denied(_) => {
+                format!("accept its terms at {endpoint}/{id} and set `HF_TOKEN` to a token that may read it")
+            }
+            Self::NoSuchRepo => {
+                "check the name, which is no local folder either; a private one needs `HF_TOKEN`".to_owned()
+            }
+            Self::NoSuchRevision => "check `--revision`".to_owned(),
+            Self::NoSuchFile => "the repository is not what is needed here".to_owned(),
+            Self::NoRoom { .. } => "make room, or set `HF_HUB_CACHE` to a folder on a larger disk".to_owned(),
+            Self::NotCached => format!("unset `HF_HUB_OFFLINE` to download it, or {ways_on}"),
+            _ => ways_on.to_owned(),
+        };
+        // What the user asked for or allowed is at fault, or else the network.
+        let asked = matches!(
+            self,
+            Self::Denied(_) | Self::NoSuchRepo | Self::NoSuchRevision | Self::NoSuchFile | Self::NotCached
+        );
+        let (origin, message) = (format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}; {advice}"));
+        if asked { Error::model(origin, message) } else { Error::hub(origin, message) }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Refused(error.to_string())
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Network(what) => write!(f, "no usable connection ({what})"),
+            Self::Server(status) => write!(f, "the server keeps answering {status}"),
+            Self::Denied(status) => write!(f, "the server denies access ({status})"),
+            Self::NoSuchFile => f.write_str("the server has no such file"),
+            Self::NoSuchRepo => f.write_str("the server has no such repository"),
+            Self::NoSuchRevision => f.write_str("the repository has no such revision"),
+            Self::TooLong(size) => write!(f, "the server sends more than the {size} bytes it announced"),
+            Self::WrongContent => f.write_str("what arrived does not match the hash that the server announced"),
+            Self::TooLarge { size, limit } => {
+                write!(f, "the server announces {size} bytes; a file of this kind has {limit} at most")
+            }
+            Self::NoRoom { needed, free, cache } => {
+                write!(f, "it needs {needed} bytes, and the disk of `{}` has {free} left", cache.display())
+            }
+            Self::Refused(why) => f.write_str(why),
+            Self::Settings(error) => error.fmt(f),
+            Self::NotCached => f.write_str("it is not in the cache, and `HF_HUB_OFFLINE` forbids the download"),
+            Self::Disk { action, path, source } => write!(f, "cannot {action} `{}`: {source}", path.display()),
+        }
+    }
+}

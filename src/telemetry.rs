@@ -10,7 +10,9 @@ mod event;
 pub(crate) mod float;
 mod gpu;
 mod log;
+pub(crate) mod pace;
 mod process;
+mod run_state;
 mod series;
 
 pub use command::Command;
@@ -23,4 +25,8 @@ pub use event::{
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, read, read_whole};
 pub use process::{ProcessId, ProcessStats};
-pub use series::{Bucket, ChangePoint, Series, StairCase};
+pub use run_state::{
+    Curves, Figures, Happening, Layer, OverflowRow, Phase, ProbeTotals, RunState, SMOOTHING, SampleRow, TensorRow,
+    Tensors, histogram,
+};
+pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StairCase};

@@ -115,8 +115,10 @@ impl Terminal {
         self.wait_for("answer\n");
         let settings = |name: &str| std::fs::read_to_string(self.folder.path().join(name)).unwrap();
         assert_eq!(settings("after"), settings("before"));
-        let state = self.tmux(&["display", "-p", "alternate=#{alternate_on} cursor=#{cursor_flag}"]).stdout;
-        assert_eq!(String::from_utf8(state).unwrap().trim(), "alternate=0 cursor=1");
+        let state = self
+            .tmux(&["display", "-p", "alternate=#{alternate_on} cursor=#{cursor_flag} mouse=#{mouse_any_flag}"])
+            .stdout;
+        assert_eq!(String::from_utf8(state).unwrap().trim(), "alternate=0 cursor=1 mouse=0");
     }
 }
 
@@ -182,7 +184,9 @@ fn a_live_resize_keeps_everything() {
     for (columns, rows, expected) in [
         ("80", "24", "Overflows"),
         ("50", "8", "scale 2^"),
-        ("30", "4", "30x4 is too small"),
+        ("60", "40", "Loss scale (log2)"),
+        ("100", "20", "Loss scale (log2)"),
+        ("30", "4", "scale 2^"),
         ("120", "36", "Gradients as FP16 stores them"),
     ] {
         terminal.tmux(&["resize-window", "-x", columns, "-y", rows]);
@@ -341,6 +345,61 @@ fn real_training_shows_itself_and_stops_when_told() {
         assert!(overflow.tensors.iter().any(|tensor| names.contains(&tensor.name)), "{names}");
         assert!(overflow.origin.is_none_or(|origin| names.contains(&origin.layer)), "{names}");
     }
+    terminal.keys(&["q"]);
+    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    terminal.assert_restored();
+}
+
+/// Item 7 of daily use: what a resumed dashboard shows, from training itself.
+#[test]
+fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    let program = env!("CARGO_BIN_EXE_finetune");
+    let run = "--run t --batch-size 2 --seq-len 16 --steps 40 --save-every 20 --eval-every 20";
+    terminal.run(&format!("clear; {program} {run} --plain > lines; echo do\"ne\""));
+    terminal.wait_for("done\n");
+    terminal.run(&format!("clear; {program} --resume t"));
+    let screen = terminal.wait_for("┌ Done");
+    assert!(screen.contains("■ done") && screen.contains("step 40/40") && !screen.contains("NaN"), "{screen}");
+    assert!(screen.contains("steps       40, ") && !screen.contains("step 0/"), "{screen}");
+    terminal.keys(&["Escape"]);
+    let screen = terminal.wait_until("the charts", |screen| !screen.contains("┌ Done"));
+    assert!(screen.contains("val ") && screen.contains("(best ") && !screen.contains("no loss yet"), "{screen}");
+    terminal.keys(&["q"]);
+    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    terminal.run(&format!("clear; {program} --resume t/step-000020 --plain | tail -1"));
+    terminal.wait_for("finished reason=done step=40");
+    terminal.run(&format!("clear; {program} watch t"));
+    let screen = terminal.wait_for("■ done");
+    assert!(screen.contains("step 40/40") && screen.contains("│   0 "), "{screen}");
+    terminal.keys(&["q"]);
+    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    terminal.assert_restored();
+}
+
+/// Item 15 of daily use: the mouse, and the flag that leaves it to the terminal.
+#[test]
+fn item_15_the_mouse_is_taken_and_given_back() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    let mouse = |terminal: &Terminal| {
+        String::from_utf8(terminal.tmux(&["display", "-p", "#{mouse_any_flag}"]).stdout).unwrap().trim().to_owned()
+    };
+    terminal.start_demo("");
+    assert_eq!(mouse(&terminal), "1");
+    // A click on the fourth tab, as a terminal reports it.
+    let header = terminal.text().lines().next().unwrap().to_owned();
+    let column = header.split(" 4 ").next().unwrap().chars().count() + 2;
+    terminal.tmux(&["send-keys", "-l", &format!("\u{1b}[<0;{column};1M")]);
+    terminal.wait_for("[4 Events]");
+    terminal.keys(&["q"]);
+    terminal.wait_for("save and stop");
+    terminal.keys(&["s"]);
+    terminal.wait_for("exit: Ended");
+    terminal.assert_restored();
+    std::fs::write(terminal.folder.path().join("events.jsonl"), "").unwrap();
+    terminal.run(&format!("clear; {} watch events.jsonl --no-mouse", env!("CARGO_BIN_EXE_finetune")));
+    terminal.wait_for("∙ waiting");
+    assert_eq!(mouse(&terminal), "0");
     terminal.keys(&["q"]);
     terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
     terminal.assert_restored();

@@ -9,7 +9,7 @@
 
 use finetune::screen::dashboard::{self, Exit, Theme};
 use finetune::screen::terminal::Interruption;
-use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, ProcessId, Saved};
+use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState, Saved};
 use std::io::{Write, stdout};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,7 +43,8 @@ fn main() {
 
     let frames = if panics == "screen" { 3 } else { usize::MAX };
     let writer = PanickingWriter { frames };
-    let exit = dashboard::follow(writer, &events, &commands, Theme::from_env(has("--ascii")), 10);
+    let theme = Theme::from_env(has("--ascii"), None);
+    let exit = dashboard::follow(writer, &events, &commands, (theme, true), 10, RunState::default());
     say(&format!("exit: {exit:?}"));
     if exit == Exit::Aborted {
         std::process::exit(130);

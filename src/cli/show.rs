@@ -1,14 +1,34 @@
 //! What the person at the terminal sees while another thread trains.
 
-use crate::screen::dashboard::{self, Exit, Output, Plain, Progress, Terminal, Theme};
-use crate::telemetry::{Command, Record};
+use crate::screen::dashboard::{self, Exit, Look, Output, Plain, Progress, Terminal, Theme};
+use crate::telemetry::{Command, Record, RunState};
 use clap::Args;
 use std::io::{stderr, stdout};
 use std::sync::mpsc::{Receiver, Sender};
 
-/// How a run is shown. Without a flag: the dashboard where standard output is a terminal of 78×22 or more.
+/// How the dashboard looks, and whether it takes the mouse.
 #[derive(Args, Clone, Debug, Default)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
+pub(crate) struct LookArgs {
+    /// Draw with ASCII characters only
+    #[arg(long)]
+    pub(crate) ascii: bool,
+    /// Colours for a background that is dark or light, or high-contrast [default: what the terminal says, else dark]
+    #[arg(long, value_name = "THEME")]
+    pub(crate) theme: Option<Look>,
+    /// Leave the mouse to the terminal, which then marks text as usual
+    #[arg(long)]
+    pub(crate) no_mouse: bool,
+}
+
+impl LookArgs {
+    /// The dashboard's theme.
+    pub(crate) fn theme(&self) -> Theme {
+        Theme::from_env(self.ascii, self.theme)
+    }
+}
+
+/// How a run is shown. Without a flag: the dashboard where standard output is a terminal of 40×12 or more.
+#[derive(Args, Clone, Debug, Default)]
 pub(crate) struct ShowArgs {
     /// The whole screen, however small
     #[arg(long, conflicts_with_all = ["plain", "progress"])]
@@ -19,9 +39,9 @@ pub(crate) struct ShowArgs {
     /// A status line with a bar
     #[arg(long)]
     pub(crate) progress: bool,
-    /// Draw with ASCII characters only
-    #[arg(long)]
-    pub(crate) ascii: bool,
+    /// How the dashboard looks.
+    #[command(flatten)]
+    pub(crate) look: LookArgs,
 }
 
 impl ShowArgs {
@@ -35,12 +55,18 @@ impl ShowArgs {
     }
 }
 
-/// Shows records until training has dropped its end of the channel.
-pub(crate) fn show(records: &Receiver<Record>, commands: &Sender<Command>, args: &ShowArgs, log_every: u64) {
+/// Shows records until training has dropped its end of the channel. `history` is what is known of a run that is resumed.
+pub(crate) fn show(
+    records: &Receiver<Record>,
+    commands: &Sender<Command>,
+    args: &ShowArgs,
+    log_every: u64,
+    history: RunState,
+) {
     match Terminal::current().output(args.asked()) {
         Output::Dashboard => {
-            let theme = Theme::from_env(args.ascii);
-            if dashboard::follow(stdout(), records, commands, theme, log_every) == Exit::Aborted {
+            let look = (args.look.theme(), !args.look.no_mouse);
+            if dashboard::follow(stdout(), records, commands, look, log_every, history) == Exit::Aborted {
                 std::process::exit(130);
             }
         }

@@ -5,7 +5,7 @@ use crate::cli::run_or_path;
 use crate::cli::show::{ShowArgs, show};
 use crate::screen::terminal::Interruption;
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
-use crate::telemetry::{Command, Emitter, Event, EventLog, FinishReason, Trouble};
+use crate::telemetry::{Command, Emitter, Event, EventLog, FinishReason, RunState, Trouble};
 use crate::train::{Config, Preparing, Trainer};
 use crate::{Error, Result};
 use clap::Args;
@@ -64,7 +64,10 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         None => (new_run(&config)?, Vec::new()),
     };
     run.write_config(&trainer.config().to_toml()?)?;
-    let mut emitter = Emitter::new(Some(EventLog::open(run.path().join("events.jsonl"))?));
+    let log = EventLog::open(run.path().join("events.jsonl"))?;
+    let history = RunState::history(log.path())?;
+    trainer.recall(&history);
+    let mut emitter = Emitter::new(Some(log));
     let records = emitter.connect();
     for message in warnings {
         emitter.emit(Event::Warning(Trouble { step: 0, message }))?;
@@ -81,7 +84,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         .name("training".into())
         .spawn(move || pool.install(|| trainer.run()))
         .map_err(Error::io("start a thread in", "."))?;
-    show(&records, &commands, &args.show, config.telemetry.log_every);
+    show(&records, &commands, &args.show, config.telemetry.log_every, history);
     training.join().unwrap_or_else(|_| {
         Err(Error::Kernel(candle_core::Error::Msg("training stopped with a panic; this is a bug in finetune".into())))
     })

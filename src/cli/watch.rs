@@ -1,6 +1,7 @@
 //! `finetune watch`: the dashboard of a run in another process, or of one that is over.
 
-use crate::screen::dashboard::{self, Output, Terminal, Theme};
+use crate::cli::show::LookArgs;
+use crate::screen::dashboard::{self, Format, Output, Terminal};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::stdout;
@@ -9,17 +10,30 @@ use std::path::{Path, PathBuf};
 /// Flags of `watch`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WatchArgs {
-    /// A run's name or folder, or its events file; without it the newest run
-    run: Option<PathBuf>,
+    /// A run's name or folder, or its events file; without it the newest run. Further runs are laid over its charts
+    #[arg(value_name = "RUN")]
+    runs: Vec<PathBuf>,
     /// Replay the run from its beginning, this many times as fast as it was
     #[arg(long, value_name = "FACTOR")]
     speed: Option<f64>,
     /// Print lines of key=value pairs instead of drawing
     #[arg(long)]
     plain: bool,
-    /// Draw with ASCII characters only
-    #[arg(long)]
-    ascii: bool,
+    /// How the dashboard looks.
+    #[command(flatten)]
+    look: LookArgs,
+    /// Draw one picture into a file, as SVG, and leave
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["speed", "plain", "png"])]
+    svg: Option<PathBuf>,
+    /// The same, as PNG
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["speed", "plain"])]
+    png: Option<PathBuf>,
+    /// Columns and rows of a picture
+    #[arg(long, value_name = "COLUMNSxROWS", default_value = "120x36", value_parser = size)]
+    size: (u16, u16),
+    /// Keys that are pressed before a picture is drawn, such as `2u`
+    #[arg(long, value_name = "KEYS", default_value = "", hide_default_value = true)]
+    keys: String,
     /// Where runs are looked for
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
@@ -30,17 +44,32 @@ const LOG_EVERY: u64 = 128;
 
 /// Watches until the person leaves; as lines, until the run is over.
 pub(crate) fn run(args: &WatchArgs) -> Result<()> {
-    let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
+    let logs = match &args.runs[..] {
+        [] => vec![find_log(None, &args.checkpoint_dir)?],
+        runs => runs.iter().map(|run| find_log(Some(run), &args.checkpoint_dir)).collect::<Result<_>>()?,
+    };
+    for (file, format) in [(&args.svg, Format::Svg), (&args.png, Format::Png)] {
+        let Some(file) = file else { continue };
+        let picture = dashboard::picture(&logs, &args.keys, args.size, args.look.theme().look(), format)?;
+        return std::fs::write(file, picture).map_err(Error::io("write", file));
+    }
     if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {
         return Err(Error::config("--speed", "is a factor above 0, such as 10"));
     }
     let asked = if args.plain { Output::Plain } else { Output::Dashboard };
     if Terminal::current().output(Some(asked)) == Output::Dashboard {
-        dashboard::watch(&log, args.speed, Theme::from_env(args.ascii))?;
+        dashboard::watch(&logs, args.speed, args.look.theme(), !args.look.no_mouse)?;
         Ok(())
     } else {
-        dashboard::watch_plain(&log, stdout(), LOG_EVERY)
+        dashboard::watch_plain(&logs[0], stdout(), LOG_EVERY)
     }
+}
+
+/// Columns and rows, written `120x36`.
+fn size(text: &str) -> Result<(u16, u16), String> {
+    let pair = text.split_once('x').and_then(|(columns, rows)| Some((columns.parse().ok()?, rows.parse().ok()?)));
+    let fits = |(columns, rows): &(u16, u16)| (1..=500).contains(columns) && (1..=300).contains(rows);
+    pair.filter(fits).ok_or_else(|| "is columns x rows up to 500x300, such as 120x36".to_owned())
 }
 
 /// The events file of a run given as such a file, as a folder, or by its name among the runs of `runs`.

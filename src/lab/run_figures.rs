@@ -1,13 +1,12 @@
 //! What the laboratory can use of a run: its events, and the weights of its newest checkpoint.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::ranges::Extent;
 use super::scaler::{Overflows, Visit};
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, PrecisionPolicy, TensorStats};
 use crate::store::tensor_file::TensorFile;
-use crate::telemetry::{self, Event, Outcome, Started, StepRecord};
+use crate::telemetry::{Outcome, ProbeTotals, RunState, Started, StepRecord};
 use crate::{Error, Result};
 
 /// A run's figures, read from its folder or its `events.jsonl`.
@@ -19,10 +18,8 @@ pub struct RunFigures {
     pub started: Started,
     /// Every step that counts.
     pub steps: Vec<StepRecord>,
-    /// Gradients of FP32 probes, unscaled, all together; empty where there was no probe.
-    pub probed: ExponentHistogram,
-    /// The largest activations that FP32 probes saw, by layer.
-    pub activations: BTreeMap<String, f32>,
+    /// What FP32 probes found, all together.
+    pub probed: ProbeTotals,
     /// The largest resident memory that was reported.
     pub peak_rss_bytes: Option<u64>,
 }
@@ -35,41 +32,19 @@ impl RunFigures {
         } else {
             (path.parent().unwrap_or(Path::new("")).to_path_buf(), path.to_path_buf())
         };
-        let mut run = Self {
+        let (state, _) = RunState::default().keeping_steps().read(&log)?;
+        Ok(Self {
             folder,
-            started: Started::default(),
-            steps: Vec::new(),
-            probed: ExponentHistogram::new(),
-            activations: BTreeMap::new(),
-            peak_rss_bytes: None,
-        };
-        for record in telemetry::read(&log)? {
-            match record.event {
-                Event::Started(started) => run.started = *started,
-                Event::Step(step) => {
-                    run.peak_rss_bytes = run.peak_rss_bytes.max(step.rss_bytes);
-                    run.steps.push(*step);
-                }
-                Event::Probe(probe) => {
-                    run.probed.merge(&histogram(&probe.grads.exponents, 0));
-                    for activation in probe.activations {
-                        let largest = run.activations.entry(activation.name).or_default();
-                        *largest = largest.max(activation.max_abs);
-                    }
-                }
-                Event::Finished(finished) => run.peak_rss_bytes = run.peak_rss_bytes.max(finished.peak_rss_bytes),
-                _ => {}
-            }
-        }
-        if run.steps.is_empty() {
-            return Err(Error::data(log.display(), "no step is recorded here; point at a run that has trained"));
-        }
-        Ok(run)
+            probed: state.probed().clone(),
+            peak_rss_bytes: state.figures().peak_rss,
+            started: state.started.unwrap_or_default(),
+            steps: state.steps.unwrap_or_default(),
+        })
     }
 
     /// The run's precision policy; FP16's if it is not known.
     pub fn policy(&self) -> PrecisionPolicy {
-        self.started.policy.parse().unwrap_or(PrecisionPolicy::FP16)
+        self.started.precision()
     }
 
     /// The type that gradients were stored in.
@@ -102,8 +77,8 @@ impl RunFigures {
     /// The run's gradients before scaling, with where they come from: an FP32 probe's if there was one, else what the
     /// gradients' type has kept of them at every applied step.
     pub fn gradients(&self) -> Result<(String, ExponentHistogram)> {
-        if self.probed.total() > 0 {
-            return Ok((format!("FP32 probes of {}", self.name()), self.probed.clone()));
+        if self.probed.exponents.total() > 0 {
+            return Ok((format!("FP32 probes of {}", self.name()), self.probed.exponents.clone()));
         }
         let mut all = ExponentHistogram::new();
         for step in self.steps.iter().filter(|step| step.outcome == Outcome::Applied) {
@@ -147,7 +122,8 @@ impl RunFigures {
             // `h.3.mlp.c_fc` is `mlp.c_fc` of a block.
             let within = |name: &str| name.strip_prefix("h.")?.split_once('.').map(|(_, layer)| layer.to_owned());
             let of_kind = |name: &str| within(name).as_deref().unwrap_or(name) == layer;
-            let maxima = self.activations.iter().filter(|(name, _)| of_kind(name)).map(|(_, max)| f64::from(*max));
+            let maxima =
+                self.probed.activations.iter().filter(|(name, _)| of_kind(name)).map(|(_, max)| f64::from(*max));
             let (low, high) = fold(&mut maxima.map(|max| (max, max)));
             push(label, low, high);
         }
@@ -190,7 +166,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::telemetry::{ActivationMax, EventLog, GradStats, Probe, Record, VERSION};
+    use crate::telemetry::{ActivationMax, Event, EventLog, GradStats, Probe, Record, VERSION};
 
     /// A run of three steps, the second of which overflowed at 2^16.
     fn run() -> (tempfile::TempDir, RunFigures) {

@@ -54,7 +54,7 @@ fn show(
     mut evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
 ) -> io::Result<()> {
     let ending = Ending::listen()?;
-    let mut screen = Screen::take(stdout())?;
+    let mut screen = Screen::take(stdout(), false)?;
     let mut changed = true;
     while !ending.told() {
         if changed {

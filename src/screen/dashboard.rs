@@ -4,11 +4,12 @@
 
 mod ascii;
 mod event_loop;
+mod event_text;
 pub(crate) mod format;
 mod keys;
 mod layout;
+mod mouse;
 mod output;
-mod pace;
 mod pad;
 mod panels;
 mod picture;
@@ -16,7 +17,7 @@ mod plain;
 mod plot;
 mod progress;
 mod ruler;
-mod run_data;
+
 mod state;
 mod theme;
 mod view;
@@ -27,11 +28,11 @@ mod tests;
 
 pub use event_loop::follow;
 pub use output::{Output, Terminal};
-pub use picture::picture;
+pub use picture::{Format, picture};
 pub use plain::Plain;
 pub(crate) use plot::{Axes, Plot};
 pub use progress::Progress;
 pub use state::Exit;
 pub(crate) use theme::Role;
-pub use theme::Theme;
+pub use theme::{Look, Theme};
 pub use watch::{watch, watch_plain};

@@ -1,5 +1,8 @@
 //! Series of bounded size: a run of a million steps costs no more memory than its picture needs, and no spike is lost.
 
+use std::borrow::Cow;
+use std::collections::VecDeque;
+
 /// A series of numbers over steps in at most `capacity` buckets of equal width. When they run out the width doubles, and
 /// neighbours are joined: smallest and largest value survive, so does the mean.
 #[derive(Debug, Clone)]
@@ -119,6 +122,62 @@ impl Series {
     }
 }
 
+/// Steps whose single values a [`Curve`] keeps.
+pub const RECENT: usize = 1000;
+
+/// A series over the whole run that also keeps each of the last [`RECENT`] values by itself.
+#[derive(Debug, Clone)]
+pub struct Curve {
+    whole: Series,
+    recent: VecDeque<Bucket>,
+}
+
+impl Curve {
+    /// An empty curve whose whole has at most `capacity` buckets.
+    pub fn new(capacity: usize) -> Self {
+        Self { whole: Series::new(capacity), recent: VecDeque::new() }
+    }
+
+    /// The whole run.
+    pub fn whole(&self) -> &Series {
+        &self.whole
+    }
+
+    /// The buckets from a step on, as finely as they are known.
+    pub fn since(&self, step: u64) -> Cow<'_, [Bucket]> {
+        match self.recent.front() {
+            Some(first) if step >= first.step => {
+                self.recent.iter().filter(|bucket| bucket.step >= step).copied().collect()
+            }
+            _ => Cow::Borrowed(&self.whole.buckets[self.whole.buckets.partition_point(|b| b.last_step < step)..]),
+        }
+    }
+
+    /// The finest bucket that holds a step, or the last one before it.
+    pub fn at(&self, step: u64) -> Option<Bucket> {
+        let recent = self.recent.iter().rev().find(|bucket| bucket.step <= step);
+        recent.or_else(|| self.whole.buckets.iter().rev().find(|bucket| bucket.step <= step)).copied()
+    }
+
+    /// Adds the value of a step, as [`Series::push`] does.
+    pub fn push(&mut self, step: u64, seconds: f64, value: f64) {
+        self.whole.push(step, seconds, value);
+        while self.recent.back().is_some_and(|last| step <= last.step) {
+            self.recent.pop_back();
+        }
+        if self.recent.len() == RECENT {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(Bucket::new(step, seconds, value));
+    }
+
+    /// Forgets the steps after `step`.
+    pub fn cut(&mut self, step: u64) {
+        self.whole.cut(step);
+        self.recent.retain(|bucket| bucket.step <= step);
+    }
+}
+
 /// A value that holds for long and then jumps, kept as its change points.
 #[derive(Debug, Clone)]
 pub struct StairCase {
@@ -146,6 +205,11 @@ impl StairCase {
     /// The change points in the order of their steps.
     pub fn points(&self) -> &[ChangePoint] {
         &self.points
+    }
+
+    /// The value in force at a step; `None` before the first.
+    pub fn at(&self, step: u64) -> Option<f64> {
+        self.points[..self.points.partition_point(|point| point.step <= step)].last().map(|point| point.value)
     }
 
     /// The value in force at the end.
@@ -224,6 +288,23 @@ mod tests {
         stairs.push(4, 0.0, 40.0);
         assert_eq!(series.buckets().iter().map(|bucket| bucket.max).collect::<Vec<_>>(), [1.0, 2.0, 3.0, 40.0]);
         assert_eq!(stairs.points().iter().map(|point| point.value).collect::<Vec<_>>(), [1.0, 2.0, 3.0, 40.0]);
+    }
+
+    #[test]
+    fn the_last_values_are_kept_one_by_one() {
+        let mut curve = Curve::new(64);
+        for step in 1..=10_000 {
+            curve.push(step, 0.0, step as f64);
+        }
+        assert!(curve.whole().buckets().len() <= 64 && curve.since(0).len() <= 64);
+        let last: Vec<_> = curve.since(9_998).iter().map(|bucket| bucket.max).collect();
+        assert_eq!(last, [9_998.0, 9_999.0, 10_000.0]);
+        assert_eq!(curve.at(9_500).map(|bucket| (bucket.step, bucket.count)), Some((9_500, 1)));
+        assert!(curve.at(500).is_some_and(|bucket| bucket.step <= 500 && 500 <= bucket.last_step));
+        curve.cut(9_600);
+        assert_eq!(curve.since(9_600).len(), 1);
+        curve.push(9_601, 0.0, 1.0);
+        assert_eq!(curve.since(9_600).len(), 2);
     }
 
     #[test]

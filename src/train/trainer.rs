@@ -8,7 +8,7 @@ use crate::engine::model::Parameters;
 use crate::inference::trained::check_range;
 use crate::precision::{Fallback, GradScaler};
 use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
-use crate::telemetry::{Command, Emitter, Event, FinishReason, GpuSampler, SampleText, Trouble, Validation};
+use crate::telemetry::{Command, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Trouble, Validation};
 use crate::train::config::{Config, Place};
 use crate::train::fp8::Fp8Layer;
 use crate::train::observer::{StepObserver, Taken, observers};
@@ -227,6 +227,13 @@ impl Trainer {
     /// first checkpoint.
     pub fn start_over(&mut self) {
         self.progress.saved_at = Some(0);
+    }
+
+    /// Takes the loss of the step that the run goes on from out of its log: a run that has no step left still has one.
+    pub fn recall(&mut self, history: &RunState) {
+        let step = self.engine.state.counters.step;
+        let known = history.curves.loss.at(step).filter(|bucket| bucket.step == step && bucket.last_step == step);
+        self.progress.last_loss = known.and_then(|bucket| bucket.mean());
     }
 
     /// `count` steps and nothing around them.

@@ -1,13 +1,13 @@
 //! The loop behind the screen: drain what has happened, draw at most ten times a second, wait for a key.
 
 use super::plain::{Plain, announcement};
-use super::state::{Exit, Mode, Msg, ViewModel, update};
+use super::state::{Exit, Mode, Msg, Playback, ViewModel, update};
 use super::theme::Theme;
 use super::view;
 use crate::screen::terminal::{Ending, Screen};
-use crate::telemetry::{Command, Event, Record};
+use crate::telemetry::{Command, Event, Record, RunState};
 use crate::{Error, Result};
-use ratatui::crossterm::event::{Event as TerminalEvent, KeyEventKind};
+use ratatui::crossterm::event::{Event as TerminalEvent, KeyEventKind, MouseEventKind};
 use std::io::{Write, stderr, stdout};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
@@ -24,6 +24,9 @@ const BATCH: usize = 4096;
 pub(super) trait Source {
     /// Passes on what has happened since the last call, or part of it: `true` if there is more already.
     fn poll(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool>;
+
+    /// Tells a replay what the person wants of it, and the person where it is.
+    fn play(&mut self, _playback: &mut Option<Playback>) {}
 
     /// The time the picture shows, in wall-clock milliseconds.
     fn clock(&self) -> u64 {
@@ -68,6 +71,7 @@ impl Source for Attached<'_> {
 /// Shows the dashboard on `writer`, another way to standard output, which must be a terminal, until the run or the person
 /// ends it; what follows after that, until training has ended, comes as plain lines for every `log_every`-th step. Call it
 /// on the main thread, with training on another one that sends `records` and looks for `commands` between two steps.
+/// `history` is what is known of a run that is resumed; the flag says whether the screen takes the mouse.
 ///
 /// The terminal is given back before any line, and before any thread's panic message is printed. If drawing itself panics
 /// the answer is [`Exit::Crashed`], and the run goes on. After [`Exit::Aborted`] nothing is waited for.
@@ -75,11 +79,13 @@ pub fn follow<W: Write>(
     writer: W,
     records: &Receiver<Record>,
     commands: &Sender<Command>,
-    theme: Theme,
+    (theme, mouse): (Theme, bool),
     log_every: u64,
+    history: RunState,
 ) -> Exit {
     let mut source = Attached { events: records, closed: false, end: None };
-    let exit = show(writer, Mode::Attached, &mut source, Some(commands), theme).unwrap_or_else(|error| {
+    let view = ViewModel::after(Mode::Attached, history);
+    let exit = show(writer, view, &mut source, Some(commands), theme, mouse).unwrap_or_else(|error| {
         // Nothing depends on somebody reading this.
         let _ = writeln!(stderr(), "warning: no dashboard: {error}");
         Exit::Crashed
@@ -100,14 +106,15 @@ pub fn follow<W: Write>(
 /// Takes the terminal and drives the dashboard on it.
 pub(super) fn show<W: Write>(
     writer: W,
-    mode: Mode,
+    mut view: ViewModel,
     source: &mut dyn Source,
     commands: Option<&Sender<Command>>,
     theme: Theme,
+    mouse: bool,
 ) -> Result<Exit> {
     let ending = Ending::listen().map_err(Error::io("watch for signals on", "terminal"))?;
-    let mut screen = Screen::take(writer).map_err(Error::io("take over", "terminal"))?;
-    let mut view = ViewModel::new(mode);
+    let mut screen = Screen::take(writer, mouse).map_err(Error::io("take over", "terminal"))?;
+    view.first_look = theme.look();
     let driven = catch_unwind(AssertUnwindSafe(|| drive(&mut screen, &mut view, source, commands, &ending, theme)));
     drop(screen);
     driven.unwrap_or(Ok(Exit::Crashed))
@@ -134,6 +141,7 @@ fn drive<W: Write>(
             changed = true;
             say(update(view, msg));
         })?;
+        source.play(&mut view.playback);
         if ending.told() {
             say(update(view, Msg::Terminate));
         }
@@ -144,7 +152,14 @@ fn drive<W: Write>(
             return Ok(exit);
         }
         if changed && drawn.is_none_or(|drawn| drawn.elapsed() >= FRAME) {
-            match screen.draw(|frame| view::draw(view, theme, frame.buffer_mut())) {
+            let mut size = (0, 0);
+            let draw = |frame: &mut ratatui::Frame| {
+                size = (frame.area().width, frame.area().height);
+                view::draw(view, theme, frame.buffer_mut());
+            };
+            let drawn_now = screen.draw(draw);
+            update(view, Msg::Size(size.0, size.1));
+            match drawn_now {
                 Ok(true) => (drawn, changed) = (Some(Instant::now()), false),
                 // A thread has panicked, and its message is on the terminal.
                 Ok(false) => return Ok(Exit::Lost),
@@ -158,6 +173,10 @@ fn drive<W: Write>(
             Ok(Some(TerminalEvent::Key(key))) if key.kind != KeyEventKind::Release => {
                 changed = true;
                 say(update(view, Msg::Key(key)));
+            }
+            Ok(Some(TerminalEvent::Mouse(mouse))) if mouse.kind != MouseEventKind::Moved => {
+                changed = true;
+                say(update(view, Msg::Mouse(mouse)));
             }
             Ok(Some(TerminalEvent::Resize(..))) => changed = true,
             Ok(_) => {}

@@ -27,6 +27,16 @@ pub(super) enum Action {
     PageDown,
     PageUp,
     Details,
+    /// Moves the charts' cursor by so many two-hundredths of what they span.
+    Cursor(i32),
+    Range,
+    Smoothing,
+    Curve,
+    Look,
+    /// Moves a replay by so many twentieths of the run.
+    Seek(i32),
+    Slower,
+    Faster,
     Help,
     Close,
     Quit,
@@ -36,6 +46,11 @@ impl Action {
     /// Whether training has to do it.
     pub(super) fn commands(self) -> bool {
         matches!(self, Self::Pause | Self::Save | Self::Evaluate | Self::Sample | Self::Probe)
+    }
+
+    /// Whether it is for a replay.
+    pub(super) fn plays(self) -> bool {
+        matches!(self, Self::Seek(_) | Self::Slower | Self::Faster)
     }
 }
 
@@ -57,13 +72,46 @@ pub(super) const KEYS: &[Binding<Action>] = &[
         "show a tab; Tab and the arrows go round",
     )
     .footer("tab", "tab"),
-    Binding::new("space", &[(Char(' '), Action::Pause)], "pause training at the next step, and go on")
-        .footer("pause", "pause training"),
+    Binding::new("space", &[(Char(' '), Action::Pause)], "pause training at the next step, or a replay, and go on")
+        .footer("pause", "pause"),
     Binding::new("f", &[(Char('f'), Action::Freeze)], "freeze the picture; training goes on")
         .footer("freeze", "freeze view"),
+    Binding::new(
+        "[ ]",
+        &[(Char('['), Action::Seek(-1)), (Char(']'), Action::Seek(1))],
+        "replay: a twentieth back, ahead",
+    )
+    .footer("seek", "seek"),
+    Binding::new(
+        "- +",
+        &[(Char('-'), Action::Slower), (Char('+'), Action::Faster)],
+        "replay: half as fast, twice as fast",
+    )
+    .footer("speed", "speed"),
     Binding::new("s", &[(Char('s'), Action::Save)], "write a checkpoint now").footer("save", "save"),
     Binding::new("z", &[(Char('z'), Action::Zoom)], "one panel on the whole screen, the next, …, back")
         .footer("zoom", "zoom")
+        .tabs(&[0]),
+    Binding::new(
+        ", .",
+        &[
+            (Char(','), Action::Cursor(-1)),
+            (Char('.'), Action::Cursor(1)),
+            (Char('<'), Action::Cursor(-10)),
+            (Char('>'), Action::Cursor(10)),
+        ],
+        "read the charts at a step; < > move faster, Esc ends it",
+    )
+    .footer("cursor", "cursor")
+    .tabs(&[0]),
+    Binding::new("n", &[(Char('n'), Action::Range)], "charts of the last 1000, 300, 100 steps, or of all")
+        .footer("range", "range")
+        .tabs(&[0, 2]),
+    Binding::new("c", &[(Char('c'), Action::Curve)], "second chart: loss scale, lr, |g|, tokens/s, memory")
+        .footer("curve", "curve")
+        .tabs(&[0]),
+    Binding::new("w", &[(Char('w'), Action::Smoothing)], "window of the smoothed loss: 20, 50, 200 steps, none, 5")
+        .footer("smooth", "smoothing")
         .tabs(&[0]),
     Binding::new("x", &[(Char('x'), Action::TimeAxis)], "charts over steps or over time")
         .footer("step/time", "step/time")
@@ -86,9 +134,9 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     )
     .footer("filter", "filter")
     .tabs(&[2, 3]),
-    Binding::new("Enter", &[(KeyCode::Enter, Action::Details)], "the history of the tensor under the cursor")
+    Binding::new("Enter", &[(KeyCode::Enter, Action::Details)], "all about the tensor or the event under the cursor")
         .footer("details", "details")
-        .tabs(&[2]),
+        .tabs(&[2, 3]),
     Binding::new(
         "j k",
         &[
@@ -105,6 +153,8 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     .tabs(&[2, 3, 4]),
     Binding::new("e", &[(Char('e'), Action::Evaluate)], "compute the validation loss now").footer("eval", "evaluate"),
     Binding::new("g", &[(Char('g'), Action::Sample)], "generate text now").footer("sample", "sample"),
+    Binding::new("t", &[(Char('t'), Action::Look)], "colours for a dark or a light background, high contrast")
+        .footer("theme", "theme"),
     Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close what is open"),
     Binding::new("?", &[(Char('?'), Action::Help), (Char('h'), Action::Help)], "this list").footer("help", "help"),
     Binding::new("q", &[(Char('q'), Action::Quit)], "leave: save and stop, detach, or stop").footer("quit", "quit"),
@@ -118,8 +168,8 @@ mod tests {
     #[test]
     fn the_table_is_sound() {
         check(KEYS, super::super::state::TABS.len());
-        assert!(footer(KEYS, 250, |_| true).contains(&("space", "pause training")));
-        assert!(footer(KEYS, 78, |_| true).contains(&("space", "pause")));
+        assert!(footer(KEYS, 400, |_| true).contains(&("f", "freeze view")));
+        assert!(footer(KEYS, 78, |_| true).contains(&("f", "freeze")));
         assert!(!footer(KEYS, 250, |binding| !binding.does(Action::commands)).contains(&("s", "save")));
     }
 }

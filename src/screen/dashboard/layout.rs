@@ -9,10 +9,12 @@ pub(super) enum Size {
     Full,
     /// All panels but the table of tensors: at least 78×22.
     Compact,
+    /// Loss and loss scale, and below them what else has room: at least 40×12.
+    Small,
     /// Three status lines: at least 40×6.
     Minimal,
-    /// One sentence.
-    TooSmall,
+    /// Loss, scale and step in words, as far as they fit.
+    Tiny,
 }
 
 impl Size {
@@ -20,8 +22,9 @@ impl Size {
         match (area.width, area.height) {
             (110.., 34..) => Self::Full,
             (78.., 22..) => Self::Compact,
+            (40.., 12..) => Self::Small,
             (40.., 6..) => Self::Minimal,
-            _ => Self::TooSmall,
+            _ => Self::Tiny,
         }
     }
 }
@@ -44,41 +47,70 @@ impl Areas {
     }
 }
 
-/// The panels of the first tab.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The panels of the first tab. A panel without room is empty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Overview {
     pub(super) loss: Rect,
     pub(super) scale: Rect,
     pub(super) ruler: Rect,
     pub(super) overflows: Rect,
-    /// Empty where there is no room for it.
     pub(super) tensors: Rect,
 }
 
 /// Columns of the ruler's panel: 44 cells, their labels and the frame. It never gets less.
 const RULER_FULL: u16 = 63;
 const RULER_COMPACT: u16 = 54;
+/// The least width of two columns of panels.
+const TWO_COLUMNS: u16 = 78;
+/// The least height of two charts one above the other.
+const TWO_CHARTS: u16 = 11;
 
 impl Overview {
     pub(super) fn of(body: Rect, size: Size) -> Self {
-        if size == Size::Full {
-            let (top, bottom) = split_top(body, (body.height * 11).div_ceil(31));
-            let left = RULER_FULL.max(body.width / 2);
-            let (loss, scale) = split_left(top, left);
-            let (ruler, right) = split_left(bottom, left);
-            let (overflows, tensors) = split_top(right, bottom.height * 2 / 5);
-            Self { loss, scale, ruler, overflows, tensors }
-        } else {
-            let (top, bottom) = split_top(body, body.height / 2);
-            let (loss, scale) = split_left(top, body.width / 2);
-            let (ruler, overflows) = split_left(bottom, RULER_COMPACT);
-            Self { loss, scale, ruler, overflows, tensors: Rect::default() }
+        match size {
+            Size::Full => {
+                let (top, bottom) = split_top(body, (body.height * 11).div_ceil(31));
+                let left = RULER_FULL.max(body.width / 2);
+                let (loss, scale) = split_left(top, left);
+                let (ruler, right) = split_left(bottom, left);
+                let (overflows, tensors) = split_top(right, bottom.height * 2 / 5);
+                Self { loss, scale, ruler, overflows, tensors }
+            }
+            Size::Compact => {
+                let (top, bottom) = split_top(body, body.height / 2);
+                let (loss, scale) = split_left(top, body.width / 2);
+                let (ruler, overflows) = split_left(bottom, RULER_COMPACT);
+                Self { loss, scale, ruler, overflows, ..Self::default() }
+            }
+            _ if body.width >= TWO_COLUMNS || body.height < TWO_CHARTS => {
+                let list = if body.height >= TWO_CHARTS { body.height / 3 } else { 0 };
+                let (top, overflows) = split_bottom(body, list);
+                let (loss, scale) = split_left(top, body.width / 2);
+                Self { loss, scale, overflows, ..Self::default() }
+            }
+            _ => Self::column(body),
         }
+    }
+
+    /// One panel above the other. The charts take what the others leave.
+    fn column(body: Rect) -> Self {
+        let height = body.height;
+        let ruler = if body.width >= RULER_COMPACT && height >= 26 { 9 + (height - 26) / 4 } else { 0 };
+        let list = if height >= 16 { 4 + (height - 16) / 8 } else { 0 };
+        let tensors = if body.width >= RULER_COMPACT && height >= 44 { 6 + (height - 44) / 4 } else { 0 };
+        let (rest, tensors) = split_bottom(body, tensors);
+        let (rest, overflows) = split_bottom(rest, list);
+        let (rest, ruler) = split_bottom(rest, ruler);
+        let (loss, scale) = split_top(rest, rest.height * 3 / 5);
+        Self { loss, scale, ruler, overflows, tensors }
     }
 }
 
-/// The ruler and the table of the second tab.
+/// The ruler and the table of the second tab. Where the ruler does not fit there is the table alone.
 pub(super) fn precision(body: Rect) -> (Rect, Rect) {
+    if body.width < RULER_COMPACT {
+        return (Rect { height: 0, ..body }, body);
+    }
     split_top(body, (body.height * 3 / 5).max(body.height.saturating_sub(15)))
 }
 
@@ -122,7 +154,7 @@ mod tests {
                 let area = Rect::new(0, 0, width, height);
                 let Areas { header, body, status, footer } = Areas::of(area);
                 check(area, &[header, body, status, footer], true);
-                for size in [Size::Full, Size::Compact] {
+                for size in [Size::Full, Size::Compact, Size::Small] {
                     let Overview { loss, scale, ruler, overflows, tensors } = Overview::of(body, size);
                     check(body, &[loss, scale, ruler, overflows, tensors], true);
                 }
@@ -134,12 +166,28 @@ mod tests {
 
     #[test]
     fn the_ruler_always_gets_its_columns() {
-        for width in 78..=250 {
-            for height in 22..=80 {
+        for width in 40..=250 {
+            for height in 12..=80 {
                 let area = Rect::new(0, 0, width, height);
                 let overview = Overview::of(Areas::of(area).body, Size::of(area));
+                let ruler = overview.ruler;
                 let least = if Size::of(area) == Size::Full { RULER_FULL } else { RULER_COMPACT };
-                assert!(overview.ruler.width >= least && overview.ruler.height >= 8, "{area}: {overview:?}");
+                let shown = matches!(Size::of(area), Size::Full | Size::Compact);
+                assert!(!ruler.is_empty() || !shown, "{area}: {overview:?}");
+                assert!(ruler.is_empty() || ruler.width >= least && ruler.height >= 8, "{area}: {overview:?}");
+            }
+        }
+    }
+
+    /// A chart in a frame wants five rows: one for the curve, two for its axis.
+    #[test]
+    fn loss_and_scale_are_drawn_from_40x12_on() {
+        for width in 40..=250 {
+            for height in 12..=80 {
+                let area = Rect::new(0, 0, width, height);
+                let Overview { loss, scale, .. } = Overview::of(Areas::of(area).body, Size::of(area));
+                assert!(loss.height >= 5 && scale.height >= 5, "{area}: {loss} {scale}");
+                assert!(loss.width >= 20 && scale.width >= 20, "{area}: {loss} {scale}");
             }
         }
     }
@@ -148,7 +196,11 @@ mod tests {
     fn sizes_begin_where_the_design_says() {
         let of = |width, height| Size::of(Rect::new(0, 0, width, height));
         assert_eq!([of(110, 34), of(109, 34), of(110, 33)], [Size::Full, Size::Compact, Size::Compact]);
-        assert_eq!([of(78, 22), of(77, 22), of(78, 21)], [Size::Compact, Size::Minimal, Size::Minimal]);
-        assert_eq!([of(40, 6), of(39, 6), of(40, 5)], [Size::Minimal, Size::TooSmall, Size::TooSmall]);
+        assert_eq!([of(78, 22), of(77, 22), of(78, 21)], [Size::Compact, Size::Small, Size::Small]);
+        assert_eq!([of(60, 40), of(100, 20), of(40, 12)], [Size::Small; 3]);
+        assert_eq!(
+            [of(40, 11), of(40, 6), of(39, 6), of(40, 5)],
+            [Size::Minimal, Size::Minimal, Size::Tiny, Size::Tiny]
+        );
     }
 }

@@ -43,7 +43,7 @@ impl Terminal {
     /// take the place of a dashboard or a status line that the terminal cannot show.
     pub fn output(self, asked: Option<Output>) -> Output {
         let (width, height) = self.size;
-        let fits = matches!(Size::of(Rect::new(0, 0, width, height)), Size::Full | Size::Compact);
+        let fits = matches!(Size::of(Rect::new(0, 0, width, height)), Size::Full | Size::Compact | Size::Small);
         match asked {
             Some(Output::Dashboard) if self.stdout && !self.dumb => Output::Dashboard,
             None if self.stdout && !self.dumb && fits => Output::Dashboard,
@@ -62,8 +62,10 @@ mod tests {
 
     #[test]
     fn the_dashboard_needs_a_terminal_with_room() {
+        assert_eq!(Terminal { size: (60, 40), ..FULL }.output(None), Output::Dashboard);
+        assert_eq!(Terminal { size: (100, 11), ..FULL }.output(None), Output::Progress);
         assert_eq!(FULL.output(None), Output::Dashboard);
-        assert_eq!(Terminal { size: (60, 20), ..FULL }.output(None), Output::Progress);
+        assert_eq!(Terminal { size: (39, 20), ..FULL }.output(None), Output::Progress);
         assert_eq!(Terminal { stdout: false, ..FULL }.output(None), Output::Plain);
         assert_eq!(Terminal { dumb: true, ..FULL }.output(None), Output::Plain);
     }

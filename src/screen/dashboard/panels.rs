@@ -1,11 +1,15 @@
 //! The panels: each draws one aspect of a run on the pad it is given, whatever its size.
 
+pub(super) mod chart;
+pub(super) mod curve;
 pub(super) mod dialogs;
+pub(super) mod event_detail;
 pub(super) mod events;
 pub(super) mod gradients;
+pub(super) mod header;
 pub(super) mod loss;
-pub(super) mod loss_scale;
 pub(super) mod overflows;
+pub(super) mod readout;
 pub(super) mod samples;
 pub(super) mod status;
 pub(super) mod tensors;

@@ -1,136 +1,56 @@
-//! A frame as SVG, for the README. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the
-//! fonts of whoever looks at it.
+//! A frame as a picture: for the README, for reports, for whoever has no terminal at hand.
 
-use super::state::{Mode, Msg, ViewModel, update};
-use super::theme::Theme;
+mod png;
+mod svg;
+
+use super::event_loop::Source;
+use super::state::{Mode, Msg, Other, ViewModel, update};
+use super::theme::{Look, Theme};
 use super::view;
-use crate::telemetry::Record;
-use ratatui::buffer::{Buffer, Cell};
+use super::watch::Watched;
+use crate::Result;
+use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::layout::Rect;
-use ratatui::style::{Color, Modifier};
-use std::fmt::Write;
+use std::path::PathBuf;
 
-/// Size of a cell.
-const WIDTH: f64 = 8.0;
-const HEIGHT: f64 = 16.0;
-const BACKGROUND: &str = "#16181d";
-const FOREGROUND: &str = "#d8dee9";
+/// How a picture is encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// As shapes and text.
+    Svg,
+    /// As pixels, eight by sixteen a cell.
+    Png,
+}
 
-/// The dashboard of `width` × `height` cells after these records and these keys, as an SVG document.
-pub fn picture(records: impl IntoIterator<Item = Record>, keys: &str, width: u16, height: u16) -> String {
+/// The dashboard of `columns` × `rows` cells over the runs of these logs, the first one with the others laid over it, after
+/// these keys; a line break is Enter.
+///
+/// # Errors
+/// If a log cannot be read.
+pub fn picture(
+    logs: &[PathBuf],
+    keys: &str,
+    (columns, rows): (u16, u16),
+    look: Look,
+    format: Format,
+) -> Result<Vec<u8>> {
     let mut state = ViewModel::new(Mode::Watching);
-    for record in records {
-        let now = record.t;
-        update(&mut state, Msg::Record(Box::new(record)));
-        update(&mut state, Msg::Clock(now));
-    }
+    state.others = logs.iter().skip(1).map(|_| Other::default()).collect();
+    let mut source = Watched::new(logs, None);
+    while source.poll(&mut |msg| _ = update(&mut state, msg))? {}
+    let now = state.run().last_t;
+    update(&mut state, Msg::Clock(now));
+    update(&mut state, Msg::Size(columns, rows));
     for key in keys.chars() {
-        update(&mut state, Msg::Key(KeyEvent::new(KeyCode::Char(key), KeyModifiers::NONE)));
+        let code = if key == '\n' { KeyCode::Enter } else { KeyCode::Char(key) };
+        update(&mut state, Msg::Key(KeyEvent::new(code, KeyModifiers::NONE)));
     }
-    let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
-    view::draw(&state, Theme::truecolor(), &mut buffer);
-    svg(&buffer)
-}
-
-fn svg(buffer: &Buffer) -> String {
-    let (width, height) = (f64::from(buffer.area.width) * WIDTH, f64::from(buffer.area.height) * HEIGHT);
-    let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" \
-         font-family=\"ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace\" font-size=\"13\">\n\
-         <rect width=\"100%\" height=\"100%\" fill=\"{BACKGROUND}\"/>\n"
-    );
-    for y in 0..buffer.area.height {
-        let mut x = 0;
-        while x < buffer.area.width {
-            x += run_of_cells(buffer, x, y, &mut out);
-        }
+    let mut buffer = Buffer::empty(Rect::new(0, 0, columns, rows));
+    view::draw(&state, Theme::truecolor(look), &mut buffer);
+    let look = state.look.unwrap_or(look);
+    match format {
+        Format::Svg => Ok(svg::svg(&buffer, look).into_bytes()),
+        Format::Png => png::png(&buffer, look),
     }
-    out + "</svg>\n"
-}
-
-/// Draws the cells from (x, y) on that look alike; gives their number.
-fn run_of_cells(buffer: &Buffer, x: u16, y: u16, out: &mut String) -> u16 {
-    let first = &buffer[(x, y)];
-    let (left, top) = (f64::from(x) * WIDTH, f64::from(y) * HEIGHT);
-    let ink = colour(first);
-    if let Some(shape) = first.symbol().chars().next().and_then(|c| shape(c, left, top, &ink)) {
-        out.push_str(&shape);
-        return 1;
-    }
-    let mut text = String::new();
-    let mut length = 0;
-    while x + length < buffer.area.width {
-        let cell = &buffer[(x + length, y)];
-        let other = cell.style() != first.style();
-        if other || cell.symbol().chars().next().is_some_and(|c| shape(c, 0.0, 0.0, "").is_some()) {
-            break;
-        }
-        text.push_str(cell.symbol());
-        length += 1;
-    }
-    let columns = f64::from(length) * WIDTH;
-    if first.modifier.contains(Modifier::REVERSED) {
-        let _ = writeln!(
-            out,
-            "<rect x=\"{left}\" y=\"{top}\" width=\"{columns}\" height=\"{HEIGHT}\" fill=\"{FOREGROUND}\"/>"
-        );
-    }
-    if !text.trim().is_empty() {
-        let weight = if first.modifier.contains(Modifier::BOLD) { " font-weight=\"bold\"" } else { "" };
-        let escaped = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
-        let baseline = top + HEIGHT * 0.75;
-        let _ = writeln!(
-            out,
-            "<text x=\"{left}\" y=\"{baseline}\" fill=\"{ink}\"{weight} textLength=\"{columns}\" xml:space=\"preserve\">{escaped}</text>"
-        );
-    }
-    length.max(1)
-}
-
-fn colour(cell: &Cell) -> String {
-    let reversed = cell.modifier.contains(Modifier::REVERSED);
-    match cell.fg {
-        _ if reversed => BACKGROUND.into(),
-        Color::Rgb(r, g, b) => format!("#{r:02x}{g:02x}{b:02x}"),
-        _ => FOREGROUND.into(),
-    }
-}
-
-/// A character that is a picture, as one.
-fn shape(c: char, x: f64, y: f64, ink: &str) -> Option<String> {
-    let (right, bottom, middle, centre) = (x + WIDTH, y + HEIGHT, y + HEIGHT / 2.0, x + WIDTH / 2.0);
-    let lines = |path: String| Some(format!("<path d=\"{path}\" stroke=\"{ink}\" fill=\"none\"/>\n"));
-    match c {
-        '\u{2800}'..='\u{28ff}' => Some(braille(c as u32 & 0xff, x, y, ink)),
-        '▁'..='█' => {
-            let height = HEIGHT * f64::from(c as u32 - '▁' as u32 + 1) / 8.0;
-            let top = bottom - height;
-            Some(format!("<rect x=\"{x}\" y=\"{top}\" width=\"{WIDTH}\" height=\"{height}\" fill=\"{ink}\"/>\n"))
-        }
-        '━' => Some(format!("<path d=\"M{x} {middle}H{right}\" stroke=\"{ink}\" stroke-width=\"4\"/>\n")),
-        '─' => lines(format!("M{x} {middle}H{right}")),
-        '│' => lines(format!("M{centre} {y}V{bottom}")),
-        '┊' => Some(format!("<path d=\"M{centre} {y}V{bottom}\" stroke=\"{ink}\" stroke-dasharray=\"2 3\"/>\n")),
-        '┌' => lines(format!("M{right} {middle}H{centre}V{bottom}")),
-        '┐' => lines(format!("M{x} {middle}H{centre}V{bottom}")),
-        '└' => lines(format!("M{right} {middle}H{centre}V{y}")),
-        '┘' => lines(format!("M{x} {middle}H{centre}V{y}")),
-        '├' => lines(format!("M{centre} {y}V{bottom}M{centre} {middle}H{right}")),
-        '┤' => lines(format!("M{centre} {y}V{bottom}M{centre} {middle}H{x}")),
-        '┴' => lines(format!("M{x} {middle}H{right}M{centre} {middle}V{y}")),
-        _ => None,
-    }
-}
-
-fn braille(dots: u32, x: f64, y: f64, ink: &str) -> String {
-    // Bit to (column, row), as Unicode numbers the dots.
-    const PLACES: [(f64, f64); 8] =
-        [(0.0, 0.0), (0.0, 1.0), (0.0, 2.0), (1.0, 0.0), (1.0, 1.0), (1.0, 2.0), (0.0, 3.0), (1.0, 3.0)];
-    let lit = PLACES.iter().enumerate().filter(|(bit, _)| dots >> bit & 1 == 1);
-    lit.fold(String::new(), |mut out, (_, (column, row))| {
-        let (cx, cy) = (x + 2.0 + column * 4.0, y + 2.0 + row * 4.0);
-        let _ = writeln!(out, "<circle cx=\"{cx}\" cy=\"{cy}\" r=\"1.3\" fill=\"{ink}\"/>");
-        out
-    })
 }

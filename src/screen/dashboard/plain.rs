@@ -3,8 +3,8 @@
 //! A step is one line of `key=value` pairs every `log_every` steps; whatever else happens is told at once.
 
 use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
-use super::pace::Pace;
 use crate::precision::ScalerPolicy;
+use crate::telemetry::pace::Pace;
 use crate::telemetry::{
     Event, FinishReason, Finished, Origin, Overflow, Record, Retyped, ScaleCause, ScaleMove, Started, StepRecord,
 };

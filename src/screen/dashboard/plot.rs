@@ -30,6 +30,8 @@ pub(crate) struct Plot {
 #[derive(Clone, Copy, Default)]
 struct PlotCell {
     dots: u8,
+    /// Whether a vertical line goes through it.
+    rule: bool,
     mark: Option<char>,
     role: Option<Role>,
 }
@@ -50,11 +52,19 @@ impl Axes<'_> {
         symbols.chunks(usize::from(width).max(1)).map(|row| row.concat().trim_end().to_owned()).collect()
     }
 
+    /// The figures at the top, in the middle and at the bottom.
+    fn y_labels(&self) -> [String; 3] {
+        [1.0, 0.5, 0.0].map(|share| (self.y_label)(self.y.0 + (self.y.1 - self.y.0) * share))
+    }
+
+    /// Columns left of the y axis.
+    pub(super) fn margin(&self) -> u16 {
+        self.y_labels().iter().map(|label| label.chars().count()).max().unwrap_or(0) as u16
+    }
+
     /// Draws the axes and has `curves` fill the space between them.
     pub(super) fn draw(&self, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
-        let label_at = |share: f64| (self.y_label)(self.y.0 + (self.y.1 - self.y.0) * share);
-        let labels = [label_at(1.0), label_at(0.5), label_at(0.0)];
-        let margin = labels.iter().map(|label| label.chars().count()).max().unwrap_or(0) as u16;
+        let (labels, margin) = (self.y_labels(), self.margin());
         let (columns, rows) = (pad.width().saturating_sub(margin + 1), pad.height().saturating_sub(2));
         if columns < 2 || rows < 1 {
             return;
@@ -160,6 +170,15 @@ impl Plot {
         *cell = PlotCell { mark: Some(mark), role: Some(role), ..*cell };
     }
 
+    /// A line from top to bottom, behind everything.
+    pub(super) fn rule(&mut self, x: f64, role: Role) {
+        let Some(column) = self.dot_column(x) else { return };
+        for row in 0..usize::from(self.rows) {
+            let cell = &mut self.cells[row * usize::from(self.columns) + column / 2];
+            *cell = PlotCell { rule: true, role: cell.role.or(Some(role)), ..*cell };
+        }
+    }
+
     /// Columns of dots.
     pub(super) fn resolution(&self) -> usize {
         usize::from(self.columns) * 2
@@ -185,7 +204,10 @@ impl Plot {
     fn draw(&self, pad: &mut Pad) {
         for (index, cell) in self.cells.iter().enumerate() {
             let Some(role) = cell.role else { continue };
-            let braille = char::from_u32(0x2800 + u32::from(cell.dots)).unwrap_or(' ');
+            let braille = match cell.dots {
+                0 if cell.rule => '┊',
+                dots => char::from_u32(0x2800 + u32::from(dots)).unwrap_or(' '),
+            };
             let (x, y) = (index % usize::from(self.columns), index / usize::from(self.columns));
             pad.glyph(x as u16, y as u16, cell.mark.unwrap_or(braille), role);
         }

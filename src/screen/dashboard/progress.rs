@@ -1,8 +1,8 @@
 //! One status line that is rewritten in place, for a terminal without the dashboard.
 
 use super::format::{clock, count, loss, scale};
-use super::pace::Pace;
 use super::plain::announcement;
+use crate::telemetry::pace::Pace;
 use crate::telemetry::{Event, Record, StepRecord};
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};

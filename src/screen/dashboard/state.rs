@@ -1,11 +1,14 @@
 //! The dashboard as a state machine: [`update`] takes a message in and gives, now and then, a command out. It neither draws
 //! nor waits nor looks at a clock.
 
+use super::event_text;
 use super::keys::{Action, KEYS};
-use super::run_data::{EventRow, Phase, RunData, SampleRow, TensorRow};
+use super::mouse;
+use super::panels::chart::first_step;
+use super::theme::Look;
 use crate::screen::terminal::keys::{action, is_ctrl_c};
-use crate::telemetry::{Command, FinishReason, Record};
-use ratatui::crossterm::event::{KeyCode, KeyEvent};
+use crate::telemetry::{Command, FinishReason, Happening, Phase, Record, RunState, SMOOTHING, SampleRow, TensorRow};
+use ratatui::crossterm::event::{KeyCode, KeyEvent, MouseEvent};
 
 /// The tabs' names, in order.
 pub(super) const TABS: [&str; 5] = ["Overview", "Precision", "Tensors", "Events", "Samples"];
@@ -28,6 +31,14 @@ pub(super) enum Msg {
     Closed,
     /// The watched process is gone.
     Gone,
+    /// Another run that is laid over this one reports something.
+    Other(usize, Box<Record>),
+    /// The mouse was used.
+    Mouse(MouseEvent),
+    /// The terminal's columns and rows.
+    Size(u16, u16),
+    /// A replay begins again: what is known is void.
+    Rewind,
     /// The wall clock, in milliseconds.
     Clock(u64),
 }
@@ -39,9 +50,64 @@ pub(super) enum Mode {
     Attached,
     /// Another process does or did: look only.
     Watching,
-    /// The same, from its beginning and so many times as fast as it was.
-    Replaying(f64),
 }
+
+/// A replay: how fast, and what was asked of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Playback {
+    /// So many times as fast as the run was.
+    pub(super) speed: f64,
+    pub(super) paused: bool,
+    /// Where to go, as a share of the run; the replay takes it.
+    pub(super) seek: Option<f64>,
+    /// Where it is, as a share of the run.
+    pub(super) at: f64,
+}
+
+/// Another run, laid over the one that is shown.
+#[derive(Debug, Default)]
+pub(super) struct Other {
+    pub(super) run: RunState,
+}
+
+/// What the second chart shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Chosen {
+    Scale,
+    /// The learning rate.
+    Rate,
+    /// The gradient norm.
+    Norm,
+    /// Tokens a second.
+    Speed,
+    Memory,
+}
+
+impl Chosen {
+    fn next(self) -> Self {
+        match self {
+            Self::Scale => Self::Rate,
+            Self::Rate => Self::Norm,
+            Self::Norm => Self::Speed,
+            Self::Speed => Self::Memory,
+            Self::Memory => Self::Scale,
+        }
+    }
+
+    /// The title of the chart.
+    pub(super) fn title(self) -> &'static str {
+        match self {
+            Self::Scale => "Loss scale (log2)",
+            Self::Rate => "Learning rate",
+            Self::Norm => "Gradient norm, unscaled",
+            Self::Speed => "Tokens a second",
+            Self::Memory => "Resident memory",
+        }
+    }
+}
+
+/// The ranges of the charts, in last steps; beside them the whole run.
+const RANGES: [u64; 3] = [1000, 300, 100];
 
 /// How the dashboard came to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,13 +185,15 @@ impl Sort {
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch that has its own key")]
 pub(super) struct ViewModel {
     pub(super) mode: Mode,
-    live: RunData,
-    frozen: Option<Box<RunData>>,
+    live: RunState,
+    frozen: Option<Box<RunState>>,
     pub(super) tab: usize,
     pub(super) dialog: Option<Dialog>,
     pub(super) zoom: Option<Panel>,
     pub(super) time_axis: bool,
     pub(super) log_loss: bool,
+    /// Which of the windows of `SMOOTHING` the loss is smoothed over.
+    pub(super) smoothing: usize,
     pub(super) true_magnitudes: bool,
     pub(super) sort: Sort,
     /// What rows must contain, by tab.
@@ -136,6 +204,26 @@ pub(super) struct ViewModel {
     pub(super) cursors: [usize; TABS.len()],
     /// The tensor whose history is open.
     pub(super) detail: Option<String>,
+    /// The event that is open, and the line of it that is at the top.
+    pub(super) event: Option<Box<Happening>>,
+    pub(super) event_top: u16,
+    /// The row of the help that is at the top.
+    pub(super) help_top: u16,
+    /// The steps that charts show, counted from the last; `None` for all.
+    pub(super) range: Option<u64>,
+    /// The step that the charts are read at.
+    pub(super) cursor: Option<u64>,
+    /// What the second chart shows.
+    pub(super) chosen: Chosen,
+    /// The background that the screen began with.
+    pub(super) first_look: Look,
+    /// The background that was asked for with a key.
+    pub(super) look: Option<Look>,
+    /// Runs laid over this one.
+    pub(super) others: Vec<Other>,
+    pub(super) playback: Option<Playback>,
+    /// The terminal's columns and rows.
+    pub(super) size: (u16, u16),
     /// What was asked of training and has not been answered.
     pub(super) notice: Option<&'static str>,
     /// Whether the run has been told to stop.
@@ -148,21 +236,38 @@ pub(super) struct ViewModel {
 
 impl ViewModel {
     pub(super) fn new(mode: Mode) -> Self {
+        Self::after(mode, RunState::default())
+    }
+
+    /// A dashboard of a run of which this is known already.
+    pub(super) fn after(mode: Mode, history: RunState) -> Self {
         Self {
             mode,
-            live: RunData::default(),
+            live: history,
             frozen: None,
             tab: 0,
             dialog: None,
             zoom: None,
             time_axis: false,
             log_loss: false,
+            smoothing: 1,
             true_magnitudes: false,
             sort: Sort::Underflow,
             filters: Default::default(),
             typing: false,
             cursors: [0; TABS.len()],
             detail: None,
+            event: None,
+            event_top: 0,
+            help_top: 0,
+            range: None,
+            cursor: None,
+            chosen: Chosen::Scale,
+            first_look: Look::Dark,
+            look: None,
+            others: Vec::new(),
+            playback: None,
+            size: (0, 0),
             notice: None,
             stopping: false,
             now: 0,
@@ -171,12 +276,12 @@ impl ViewModel {
     }
 
     /// The run as it is shown: as it was when the picture was frozen, or as it is.
-    pub(super) fn run(&self) -> &RunData {
+    pub(super) fn run(&self) -> &RunState {
         self.frozen.as_deref().unwrap_or(&self.live)
     }
 
     /// The run as it is.
-    pub(super) fn live(&self) -> &RunData {
+    pub(super) fn live(&self) -> &RunState {
         &self.live
     }
 
@@ -221,9 +326,10 @@ impl ViewModel {
     }
 
     /// The events the filter lets through, newest first.
-    pub(super) fn events(&self) -> Vec<&EventRow> {
+    pub(super) fn events(&self) -> Vec<&Happening> {
         let filter = &self.filters[EVENTS];
-        self.run().events.iter().rev().filter(|row| row.text.contains(filter.as_str())).collect()
+        let rows = self.run().events.iter().rev();
+        rows.filter(|row| filter.is_empty() || event_text::text(row).contains(filter.as_str())).collect()
     }
 
     /// The samples, newest first.
@@ -254,6 +360,21 @@ pub(super) fn update(view: &mut ViewModel, msg: Msg) -> Option<Command> {
     match msg {
         Msg::Record(record) => {
             record_arrived(view, *record);
+            None
+        }
+        Msg::Other(at, record) => {
+            if let Some(other) = view.others.get_mut(at) {
+                other.run.apply(*record);
+            }
+            None
+        }
+        Msg::Size(columns, rows) => {
+            view.size = (columns, rows);
+            None
+        }
+        Msg::Mouse(mouse) => mouse::used(view, mouse),
+        Msg::Rewind => {
+            (view.live, view.frozen) = (RunState::default(), None);
             None
         }
         Msg::Key(key) => key_pressed(view, key),
@@ -317,7 +438,11 @@ fn key_pressed(view: &mut ViewModel, key: KeyEvent) -> Option<Command> {
     match view.dialog {
         Some(Dialog::Quit) => return answer_quit(view, key.code),
         Some(Dialog::Help) => {
-            view.dialog = None;
+            match action(KEYS, key) {
+                Some(Action::Down) => view.help_top = (view.help_top + 1).min(KEYS.len() as u16),
+                Some(Action::Up) => view.help_top = view.help_top.saturating_sub(1),
+                _ => view.dialog = None,
+            }
             return None;
         }
         Some(Dialog::Summary) | None => {}
@@ -325,11 +450,14 @@ fn key_pressed(view: &mut ViewModel, key: KeyEvent) -> Option<Command> {
     action(KEYS, key).and_then(|action| act(view, action))
 }
 
-fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
+pub(super) fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
     match action {
         Action::Tab(tab) => show_tab(view, tab),
         Action::NextTab => show_tab(view, (view.tab + 1) % TABS.len()),
         Action::PreviousTab => show_tab(view, (view.tab + TABS.len() - 1) % TABS.len()),
+        Action::Pause if view.playback.is_some() => {
+            view.playback = view.playback.map(|playback| Playback { paused: !playback.paused, ..playback });
+        }
         Action::Pause if view.live.phase == Phase::Paused => return ask(view, Command::Resume, "resuming"),
         Action::Pause => return ask(view, Command::Pause, "pausing"),
         Action::Save => return ask(view, Command::SaveNow, "saving"),
@@ -342,9 +470,28 @@ fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
         Action::Zoom => view.zoom = if view.tab == 0 { next_zoom(view.zoom) } else { None },
         Action::TimeAxis => view.time_axis = !view.time_axis,
         Action::LogAxis => view.log_loss = !view.log_loss,
+        Action::Cursor(by) => move_cursor(view, by),
+        Action::Range => {
+            let next =
+                view.range.map_or(Some(0), |range| RANGES.iter().position(|steps| *steps == range).map(|at| at + 1));
+            view.range = next.and_then(|at| RANGES.get(at)).copied();
+        }
+        Action::Smoothing => view.smoothing = (view.smoothing + 1) % (SMOOTHING.len() + 1),
+        Action::Curve => view.chosen = view.chosen.next(),
+        Action::Look => view.look = Some(view.look.unwrap_or(view.first_look).next()),
+        Action::Seek(by) => {
+            let target = |playback: &Playback| (playback.at + f64::from(by) / 20.0).clamp(0.0, 1.0);
+            play(view, |playback| playback.seek = Some(target(playback)));
+        }
+        Action::Slower => play(view, |playback| playback.speed /= 2.0),
+        Action::Faster => play(view, |playback| playback.speed *= 2.0),
         Action::TrueMagnitudes => view.true_magnitudes = !view.true_magnitudes,
         Action::Sort => view.sort = view.sort.next(),
         Action::Filter => view.typing = matches!(view.tab, TENSORS | EVENTS),
+        Action::Down | Action::PageDown if view.event.is_some() && view.tab == EVENTS => view.event_top += 1,
+        Action::Up | Action::PageUp if view.event.is_some() && view.tab == EVENTS => {
+            view.event_top = view.event_top.saturating_sub(1);
+        }
         Action::Down => scroll(view, 1),
         Action::Up => scroll(view, -1),
         Action::PageDown => scroll(view, PAGE as isize),
@@ -352,8 +499,9 @@ fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
         Action::Details if view.tab == TENSORS => {
             view.detail = view.chosen_tensor().map(|row| row.name.clone());
         }
+        Action::Details if view.tab == EVENTS => open_event(view),
         Action::Details => {}
-        Action::Help => view.dialog = Some(Dialog::Help),
+        Action::Help => (view.dialog, view.help_top) = (Some(Dialog::Help), 0),
         Action::Close => close(view),
         Action::Quit if view.mode != Mode::Attached || view.live.is_over() => view.exit = Some(Exit::Ended),
         Action::Quit => view.dialog = Some(Dialog::Quit),
@@ -361,10 +509,33 @@ fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
     None
 }
 
-fn show_tab(view: &mut ViewModel, tab: usize) {
+/// Opens the event under the cursor.
+pub(super) fn open_event(view: &mut ViewModel) {
+    let event = view.events().get(view.cursors[EVENTS]).map(|event| Box::new((*event).clone()));
+    (view.event, view.event_top) = (event, 0);
+}
+
+/// Moves the charts' cursor; the first time it stands at the last step.
+fn move_cursor(view: &mut ViewModel, by: i32) {
+    let last = view.run().step.step;
+    let first = first_step(view).max(1);
+    let stride = ((last.saturating_sub(first)) as f64 / 200.0).max(1.0) * f64::from(by);
+    let moved = view.cursor.map_or(last as f64, |step| step as f64 + stride);
+    view.cursor = (last > 0).then(|| (moved.round() as u64).clamp(first.min(last), last));
+}
+
+fn play(view: &mut ViewModel, change: impl Fn(&mut Playback)) {
+    if let Some(playback) = &mut view.playback {
+        change(playback);
+        playback.speed = playback.speed.clamp(1.0 / 1024.0, 1_048_576.0);
+    }
+}
+
+pub(super) fn show_tab(view: &mut ViewModel, tab: usize) {
     view.tab = tab;
     view.zoom = None;
     view.detail = None;
+    view.event = None;
     if view.dialog == Some(Dialog::Summary) {
         view.dialog = None;
     }
@@ -398,7 +569,7 @@ fn next_zoom(zoom: Option<Panel>) -> Option<Panel> {
     }
 }
 
-fn scroll(view: &mut ViewModel, by: isize) {
+pub(super) fn scroll(view: &mut ViewModel, by: isize) {
     let last = view.rows().saturating_sub(1);
     let cursor = &mut view.cursors[view.tab];
     *cursor = cursor.saturating_add_signed(by).min(last);
@@ -406,7 +577,12 @@ fn scroll(view: &mut ViewModel, by: isize) {
 
 /// Closes the topmost thing that is open.
 fn close(view: &mut ViewModel) {
-    if view.dialog.take().is_some() || view.detail.take().is_some() || view.zoom.take().is_some() {
+    if view.dialog.take().is_some()
+        || view.event.take().is_some()
+        || view.detail.take().is_some()
+        || view.cursor.take().is_some()
+        || view.zoom.take().is_some()
+    {
         return;
     }
     view.filters[view.tab].clear();

@@ -2,12 +2,14 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a failed unwrap is a failed test; figures are printed")]
 
+mod daily_use;
 #[path = "../../../examples/dashboard_demo/invented.rs"]
 mod invented;
 
 use super::event_loop::Source;
-use super::state::{Dialog, Exit, Mode, Msg, ViewModel, update};
-use super::theme::Theme;
+use super::event_text;
+use super::state::{Dialog, Exit, Mode, Msg, Playback, ViewModel, update};
+use super::theme::{Look, Theme};
 use super::view;
 use super::watch::Watched;
 use crate::telemetry::{
@@ -68,7 +70,7 @@ fn text(buffer: &Buffer) -> String {
 }
 
 fn picture(view: &ViewModel, size: (u16, u16)) -> String {
-    text(&buffer(view, Theme::truecolor(), size))
+    text(&buffer(view, Theme::truecolor(Look::Dark), size))
 }
 
 /// Compares the picture at both sizes with the stored ones.
@@ -121,7 +123,7 @@ fn a_real_overflow_can_be_read_off() {
     let rows = list.lines().filter(|line| line.starts_with("│✕")).count();
     assert_eq!(rows, view.run().overflows.len());
     assert!(list.contains("1 2^24→2^23  ") && list.contains("8 2^17→2^16  h.0.attn.c_proj.bias, "), "{list}");
-    let stairs: Vec<_> = view.run().scale.points().iter().map(|point| point.value.log2()).collect();
+    let stairs: Vec<_> = view.run().curves.scale.points().iter().map(|point| point.value).collect();
     assert!(stairs.len() > 6 && stairs.windows(2).all(|pair| pair[1] == pair[0] - 1.0), "{stairs:?}");
 }
 
@@ -251,7 +253,7 @@ fn every_size_draws() {
             view.dialog = dialogs[turn / 5 % 5];
             view.detail = (turn % 2 == 0).then(|| "wte.weight".into());
             view.zoom = None;
-            let drawn = buffer(&view, Theme::truecolor(), (width, height));
+            let drawn = buffer(&view, Theme::truecolor(Look::Dark), (width, height));
             assert!(drawn.content.iter().any(|cell| cell.symbol() != " "), "{width}x{height} is empty");
         }
     }
@@ -274,7 +276,7 @@ fn nothing_is_said_by_colour_alone() {
 #[test]
 fn ascii_is_ascii() {
     let mut view = running();
-    let theme = Theme::from_env(true);
+    let theme = Theme::from_env(true, None);
     for tab in 0..5 {
         view.tab = tab;
         let drawn = text(&buffer(&view, theme, FULL));
@@ -292,7 +294,7 @@ fn ascii_is_ascii() {
 #[test]
 fn the_colours_of_one_picture() {
     let view = after(Invented { init_scale: 24, total_steps: 60, ..Invented::default() }, 60);
-    insta::assert_debug_snapshot!("styled_80x24", buffer(&view, Theme::truecolor(), COMPACT));
+    insta::assert_debug_snapshot!("styled_80x24", buffer(&view, Theme::truecolor(Look::Dark), COMPACT));
 }
 
 #[test]
@@ -327,7 +329,7 @@ fn a_watcher_is_offered_only_what_works() {
     watching.mode = Mode::Watching;
     let offered = footer(&watching);
     assert!(offered.contains("f  freeze") && !offered.contains("pause") && !offered.contains("save"), "{offered}");
-    watching.mode = Mode::Replaying(12.5);
+    watching.playback = Some(Playback { speed: 12.5, paused: false, seek: None, at: 0.0 });
     assert!(picture(&watching, FULL).starts_with("finetune ▶ replay ×12.5"));
     let finished = after(Invented::default(), usize::MAX);
     assert!(footer(&running()).contains("s  save") && !footer(&finished).contains("s  save"));
@@ -443,12 +445,12 @@ fn a_resumed_run_forgets_what_it_repeats_and_a_new_one_everything() {
     assert!(events > 0);
     let started = |resumed_from| record(Event::Started(Box::new(Started { resumed_from, ..Started::default() })));
     update(&mut view, started(Some(100)));
-    assert!(view.run().loss.buckets().iter().all(|bucket| bucket.step <= 100));
+    assert!(view.run().curves.loss.whole().buckets().iter().all(|bucket| bucket.step <= 100));
     assert!(view.run().overflows.iter().all(|row| row.step <= 100));
     update(&mut view, record(Event::Step(Box::new(StepRecord { step: 101, loss: 9.0, ..StepRecord::default() }))));
-    assert_eq!(view.run().loss.buckets().last().unwrap().max, 9.0);
+    assert_eq!(view.run().curves.loss.whole().buckets().last().unwrap().max, 9.0);
     update(&mut view, started(None));
-    assert!(view.run().loss.is_empty());
+    assert!(view.run().curves.loss.whole().is_empty());
 }
 
 #[test]
@@ -504,7 +506,7 @@ fn a_frame_is_drawn_in_milliseconds() {
     let view = after(Invented { total_steps: 6000, ..Invented::default() }, 5000);
     let began = thread_time();
     for _ in 0..20 {
-        buffer(&view, Theme::truecolor(), (200, 60));
+        buffer(&view, Theme::truecolor(Look::Dark), (200, 60));
     }
     let each = thread_time().saturating_sub(began) / 20;
     println!("a frame of 200x60: {each:?}");
@@ -537,7 +539,7 @@ fn open_long_log(steps: u64) -> (Duration, u64, ViewModel) {
     drop(log);
     let before = ProcessStats::now().rss_bytes.unwrap_or(0);
     let began = thread_time();
-    let mut source = Watched::new(&path, None);
+    let mut source = Watched::new(std::slice::from_ref(&path), None);
     let mut view = ViewModel::new(Mode::Watching);
     while source.poll(&mut |msg| _ = update(&mut view, msg)).unwrap() {}
     let took = thread_time().saturating_sub(began);
@@ -570,7 +572,7 @@ fn a_log_with_a_damaged_line_says_so() {
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text + "{\"v\":1, broken\n").unwrap();
     let mut view = ViewModel::new(Mode::Watching);
-    Watched::new(&path, None).poll(&mut |msg| _ = update(&mut view, msg)).unwrap();
-    assert!(view.run().events.iter().any(|row| row.text.contains("1 lines of the log could not be read")));
+    Watched::new(std::slice::from_ref(&path), None).poll(&mut |msg| _ = update(&mut view, msg)).unwrap();
+    assert!(view.run().events.iter().any(|row| event_text::text(row).contains("1 lines of the log could not be read")));
     assert_eq!(telemetry::read(&path).unwrap().len(), 20);
 }

@@ -2,6 +2,7 @@
 
 use crate::screen::terminal::Palette;
 use ratatui::style::{Color, Modifier, Style};
+use std::str::FromStr;
 
 /// What a piece of the picture is, as far as its colour goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,30 +27,85 @@ pub(crate) enum Role {
     Good,
     /// The row under the cursor.
     Selected,
+    /// Another run that is laid over this one, by its number.
+    Other(usize),
+}
+
+/// What the colours stand on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Look {
+    /// A dark background, the terminal's own.
+    #[default]
+    Dark,
+    /// A light background, the terminal's own.
+    Light,
+    /// Bright colours on black.
+    HighContrast,
+}
+
+impl Look {
+    /// What the terminal says of its background in `COLORFGBG`; dark where it says nothing.
+    fn from_env(env: impl Fn(&str) -> Option<String>) -> Self {
+        let background = env("COLORFGBG").and_then(|value| value.rsplit(';').next()?.parse::<u8>().ok());
+        if matches!(background, Some(7 | 15)) { Self::Light } else { Self::Dark }
+    }
+
+    /// The look after this one.
+    pub(super) fn next(self) -> Self {
+        match self {
+            Self::Dark => Self::Light,
+            Self::Light => Self::HighContrast,
+            Self::HighContrast => Self::Dark,
+        }
+    }
+
+    /// Foreground and background of a picture.
+    pub(super) fn page(self) -> ((u8, u8, u8), (u8, u8, u8)) {
+        match self {
+            Self::Dark => ((216, 222, 233), (22, 24, 29)),
+            Self::Light => ((28, 31, 38), (255, 255, 255)),
+            Self::HighContrast => ((255, 255, 255), (0, 0, 0)),
+        }
+    }
+}
+
+impl FromStr for Look {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "dark" => Ok(Self::Dark),
+            "light" => Ok(Self::Light),
+            "high-contrast" => Ok(Self::HighContrast),
+            _ => Err("is one of dark, light and high-contrast".into()),
+        }
+    }
 }
 
 /// How the dashboard looks on this terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Theme {
     palette: Palette,
+    look: Look,
     ascii: bool,
 }
 
 impl Theme {
-    /// What the environment asks for: `NO_COLOR` for none, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
-    /// `ascii` keeps every character within ASCII.
-    pub fn from_env(ascii: bool) -> Self {
-        Self { palette: Palette::from_env(), ascii }
+    /// What the environment asks for: `NO_COLOR` for no colours, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
+    /// `ascii` keeps every character within ASCII. Without a `look` the terminal's `COLORFGBG` decides.
+    pub fn from_env(ascii: bool, look: Option<Look>) -> Self {
+        let look = look.unwrap_or_else(|| Look::from_env(|name| std::env::var(name).ok()));
+        Self { palette: Palette::from_env(), look, ascii }
     }
 
     /// All colours, as in pictures.
-    pub fn truecolor() -> Self {
-        Self { palette: Palette::Truecolor, ascii: false }
+    pub fn truecolor(look: Look) -> Self {
+        Self { palette: Palette::Truecolor, look, ascii: false }
     }
 
     /// No colours, as under `NO_COLOR`.
     pub fn monochrome() -> Self {
-        Self { palette: Palette::Monochrome, ascii: false }
+        Self { palette: Palette::Monochrome, look: Look::Dark, ascii: false }
     }
 
     /// Whether characters beyond ASCII are to be replaced.
@@ -57,24 +113,97 @@ impl Theme {
         self.ascii
     }
 
-    /// A role's style. In truecolor the palette of Okabe and Ito, which colour-blind people can tell apart.
+    /// What its colours stand on.
+    pub fn look(self) -> Look {
+        self.look
+    }
+
+    /// The same on another background.
+    pub(super) fn on(self, look: Look) -> Self {
+        Self { look, ..self }
+    }
+
+    /// The style of the whole screen: the terminal's own, unless the theme brings its background.
+    pub(super) fn base(self) -> Style {
+        match (self.look, self.palette) {
+            (Look::HighContrast, Palette::Truecolor) => {
+                Style::new().fg(Color::Rgb(255, 255, 255)).bg(Color::Rgb(0, 0, 0))
+            }
+            (Look::HighContrast, Palette::Ansi) => Style::new().fg(Color::White).bg(Color::Black),
+            _ => Style::new(),
+        }
+    }
+
+    /// A role's style. In truecolor the palette of Okabe and Ito, which colour-blind people can tell apart; on a light
+    /// background its darker relatives, of at least 4.5:1 to white.
     pub(super) fn style(self, role: Role) -> Style {
         let plain = match role {
             Role::Title => Style::new().add_modifier(Modifier::BOLD),
             Role::Selected => Style::new().add_modifier(Modifier::REVERSED),
             _ => Style::new(),
         };
-        let (rgb, ansi) = match role {
-            Role::Text | Role::Title | Role::Selected => return plain,
-            Role::Dim => ((136, 136, 136), Color::DarkGray),
-            Role::Train => ((86, 180, 233), Color::Cyan),
-            Role::Smooth => ((0, 114, 178), Color::Blue),
-            Role::Validation => ((230, 159, 0), Color::Magenta),
-            Role::Overflow => ((213, 94, 0), Color::Red),
-            Role::Subnormal => ((240, 228, 66), Color::Yellow),
-            Role::Good => ((0, 158, 115), Color::Green),
+        if matches!(role, Role::Text | Role::Title | Role::Selected) {
+            return plain;
+        }
+        let (rgb, ansi) = match self.look {
+            Look::Dark => dark(role),
+            Look::Light => light(role),
+            Look::HighContrast => high_contrast(role),
         };
         self.palette.style(rgb, ansi).patch(plain)
+    }
+}
+
+type Ink = ((u8, u8, u8), Color);
+
+fn dark(role: Role) -> Ink {
+    match role {
+        Role::Text | Role::Title | Role::Selected | Role::Dim => ((136, 136, 136), Color::DarkGray),
+        Role::Train => ((86, 180, 233), Color::Cyan),
+        Role::Smooth => ((204, 121, 167), Color::Reset),
+        Role::Validation => ((230, 159, 0), Color::Magenta),
+        Role::Overflow => ((213, 94, 0), Color::Red),
+        Role::Subnormal => ((240, 228, 66), Color::Yellow),
+        Role::Good => ((0, 158, 115), Color::Green),
+        Role::Other(run) => match run % 3 {
+            0 => ((230, 159, 0), Color::Magenta),
+            1 => ((0, 158, 115), Color::Green),
+            _ => ((240, 228, 66), Color::Yellow),
+        },
+    }
+}
+
+fn light(role: Role) -> Ink {
+    match role {
+        Role::Text | Role::Title | Role::Selected | Role::Dim => ((92, 99, 112), Color::DarkGray),
+        Role::Train => ((0, 114, 178), Color::Blue),
+        Role::Smooth => ((163, 68, 122), Color::Reset),
+        Role::Validation => ((150, 90, 0), Color::Magenta),
+        Role::Overflow => ((196, 46, 0), Color::Red),
+        Role::Subnormal => ((116, 102, 0), Color::DarkGray),
+        Role::Good => ((0, 119, 90), Color::Green),
+        Role::Other(run) => match run % 3 {
+            0 => ((150, 90, 0), Color::Magenta),
+            1 => ((0, 119, 90), Color::Green),
+            _ => ((163, 68, 122), Color::Red),
+        },
+    }
+}
+
+fn high_contrast(role: Role) -> Ink {
+    match role {
+        Role::Text | Role::Title | Role::Selected | Role::Dim => ((200, 200, 200), Color::Gray),
+        Role::Train => ((0, 215, 255), Color::LightCyan),
+        Role::Smooth => ((255, 255, 255), Color::White),
+        Role::Validation => ((255, 175, 0), Color::LightMagenta),
+        Role::Overflow => ((255, 110, 90), Color::LightRed),
+        Role::Subnormal => ((255, 255, 0), Color::LightYellow),
+        Role::Good => ((0, 255, 135), Color::LightGreen),
+        Role::Other(run) => match run % 3 {
+            0 => ((255, 175, 0), Color::LightMagenta),
+            1 => ((0, 255, 135), Color::LightGreen),
+            _ => ((255, 255, 0), Color::LightYellow),
+        },
     }
 }
 
@@ -82,7 +211,7 @@ impl Theme {
 mod tests {
     use super::*;
 
-    const ROLES: [Role; 10] = [
+    const ROLES: [Role; 13] = [
         Role::Text,
         Role::Dim,
         Role::Title,
@@ -93,14 +222,50 @@ mod tests {
         Role::Subnormal,
         Role::Good,
         Role::Selected,
+        Role::Other(0),
+        Role::Other(1),
+        Role::Other(2),
     ];
 
     #[test]
     fn monochrome_has_no_colour_at_all() {
-        let theme = Theme::monochrome();
-        for role in ROLES {
-            let style = theme.style(role);
-            assert_eq!((style.fg, style.bg), (None, None), "{role:?}");
+        for look in [Look::Dark, Look::Light, Look::HighContrast] {
+            let theme = Theme::monochrome().on(look);
+            for role in ROLES {
+                let style = theme.style(role);
+                assert_eq!((style.fg, style.bg), (None, None), "{role:?}");
+            }
+            assert_eq!(theme.base(), Style::new());
         }
+    }
+
+    /// The ratio of WCAG 2: 4.5 for text on its background, 7 for high contrast.
+    #[test]
+    fn every_colour_stands_out_from_its_background() {
+        let luminance = |(r, g, b): (u8, u8, u8)| {
+            let linear = |c: u8| {
+                let c = f64::from(c) / 255.0;
+                if c <= 0.04045 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) }
+            };
+            0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b)
+        };
+        for (look, least) in [(Look::Dark, 4.5), (Look::Light, 4.5), (Look::HighContrast, 7.0)] {
+            for role in ROLES {
+                let Some(Color::Rgb(r, g, b)) = Theme::truecolor(look).style(role).fg else { continue };
+                let (ink, paper) = (luminance((r, g, b)), luminance(look.page().1));
+                let ratio = (ink.max(paper) + 0.05) / (ink.min(paper) + 0.05);
+                assert!(ratio >= least, "{look:?} {role:?}: {ratio:.2}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_light_terminal_is_believed() {
+        let told = |value: Option<&'static str>| Look::from_env(move |_| value.map(str::to_owned));
+        assert_eq!(told(Some("0;15")), Look::Light);
+        assert_eq!(told(Some("0;default;7")), Look::Light);
+        assert_eq!([told(Some("15;0")), told(Some("nonsense")), told(None)], [Look::Dark; 3]);
+        assert_eq!("high-contrast".parse(), Ok(Look::HighContrast));
+        assert!("bright".parse::<Look>().is_err());
     }
 }

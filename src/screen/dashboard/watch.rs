@@ -2,27 +2,31 @@
 
 use super::event_loop::{Source, show};
 use super::plain::Plain;
-use super::state::{Exit, Mode, Msg};
+use super::state::{Exit, Mode, Msg, Other, Playback, ViewModel};
 use super::theme::Theme;
 use crate::telemetry::{Event, ProcessId, Record, Tail, Trouble, VERSION};
 use crate::{Error, Result};
 use std::collections::VecDeque;
-use std::io::{Write, stdout};
-use std::path::Path;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write, stdout};
+use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// How often a silent run's process is looked for, and a log without a screen is read.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Shows the run whose events are in `log` on standard output, a terminal. With a `speed` it is replayed, that many times
-/// as fast as it was; without, the picture starts where the log ends and follows it.
+/// Shows the run whose events are in the first of `logs` on standard output, a terminal, with the others laid over it. With
+/// a `speed` it is replayed, that many times as fast as it was; without, the picture starts where the log ends and follows
+/// it.
 ///
 /// # Errors
-/// If the log cannot be read or the terminal cannot be taken.
-pub fn watch(log: &Path, speed: Option<f64>, theme: Theme) -> Result<Exit> {
-    let mode = speed.map_or(Mode::Watching, Mode::Replaying);
-    show(stdout(), mode, &mut Watched::new(log, speed), None, theme)
+/// If a log cannot be read or the terminal cannot be taken.
+pub fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) -> Result<Exit> {
+    let mut view = ViewModel::new(Mode::Watching);
+    view.others = logs.iter().skip(1).map(|_| Other::default()).collect();
+    view.playback = speed.map(|speed| Playback { speed, paused: false, seek: None, at: 0.0 });
+    show(stdout(), view, &mut Watched::new(logs, speed), None, theme, mouse)
 }
 
 /// Writes the run whose events are in `log` as plain lines, and follows it until it ends.
@@ -31,7 +35,7 @@ pub fn watch(log: &Path, speed: Option<f64>, theme: Theme) -> Result<Exit> {
 /// If the log cannot be read or `out` is closed.
 pub fn watch_plain<W: Write>(log: &Path, out: W, log_every: u64) -> Result<()> {
     let mut plain = Plain::new(out, log_every);
-    let mut source = Watched::new(log, None);
+    let mut source = Watched::new(&[log.to_path_buf()], None);
     loop {
         let mut over = false;
         let mut failure = None;
@@ -58,6 +62,8 @@ pub fn watch_plain<W: Write>(log: &Path, out: W, log_every: u64) -> Result<()> {
 /// A log as a source of messages.
 pub(super) struct Watched {
     tail: Tail,
+    /// The logs of runs that are laid over it.
+    others: Vec<Tail>,
     replay: Option<Replay>,
     /// The process that trains, as the log names it, until it has finished.
     process: Option<ProcessId>,
@@ -67,26 +73,92 @@ pub(super) struct Watched {
 /// Records waiting for their time.
 struct Replay {
     speed: f64,
-    began: Instant,
-    /// Run-relative seconds of the first record.
+    paused: bool,
+    /// Run-relative seconds at the moment `since`.
+    position: f64,
+    since: Instant,
+    /// Run-relative seconds of the first record, once it was read.
     first: Option<f64>,
+    /// Those of the last one.
+    last: f64,
+    /// Whether the log has to be read again from its start.
+    rewind: bool,
     waiting: VecDeque<Record>,
     /// Wall clock of the last record shown.
     clock: u64,
 }
 
-impl Watched {
-    pub(super) fn new(log: &Path, speed: Option<f64>) -> Self {
-        let replay = speed.map(|speed| Replay {
-            speed: speed.max(f64::MIN_POSITIVE),
-            began: Instant::now(),
+impl Replay {
+    fn new(log: &Path, speed: f64) -> Self {
+        Self {
+            speed,
+            paused: false,
+            position: 0.0,
+            since: Instant::now(),
             first: None,
+            last: last_seconds(log).unwrap_or(0.0),
+            rewind: false,
             waiting: VecDeque::new(),
             clock: 0,
-        });
+        }
+    }
+
+    /// Run-relative seconds of now.
+    fn now(&self) -> f64 {
+        let since = if self.paused { 0.0 } else { self.since.elapsed().as_secs_f64() * self.speed };
+        self.position + since
+    }
+
+    /// Goes on from some run-relative seconds.
+    fn go_on(&mut self, from: f64) {
+        (self.position, self.since) = (from, Instant::now());
+    }
+
+    fn play(&mut self, playback: &mut Playback) {
+        let (first, now) = (self.first.unwrap_or(0.0), self.now());
+        let span = (self.last - first).max(f64::MIN_POSITIVE);
+        if let Some(share) = playback.seek.take() {
+            let target = first + share * span;
+            self.rewind |= target < now;
+            self.go_on(target);
+        } else if (playback.speed, playback.paused) != (self.speed, self.paused) {
+            self.go_on(now.min(self.last));
+        }
+        (self.speed, self.paused) = (playback.speed, playback.paused);
+        playback.at = ((self.now() - first) / span).clamp(0.0, 1.0);
+    }
+}
+
+/// Run-relative seconds of the last whole record of a log; `None` if there is none among its last bytes.
+fn last_seconds(log: &Path) -> Option<f64> {
+    let mut file = File::open(log).ok()?;
+    let length = file.metadata().ok()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(1 << 20))).ok()?;
+    let mut end = Vec::new();
+    file.read_to_end(&mut end).ok()?;
+    end.rsplit(|byte| *byte == b'\n').find_map(|line| Some(serde_json::from_slice::<Record>(line).ok()?.s))
+}
+
+impl Watched {
+    /// The run of the first log, with the others beside it.
+    pub(super) fn new(logs: &[PathBuf], speed: Option<f64>) -> Self {
+        let log = logs.first().map_or(Path::new(""), PathBuf::as_path);
+        let replay = speed.map(|speed| Replay::new(log, speed));
         let tail = Tail::new(log);
         let tail = if replay.is_some() { tail } else { tail.hurried() };
-        Self { tail, replay, process: None, looked: Instant::now() }
+        let others = logs.iter().skip(1).map(|log| Tail::new(log).hurried()).collect();
+        Self { tail, others, replay, process: None, looked: Instant::now() }
+    }
+
+    /// Passes on what the other runs have to say: `true` if there is more already.
+    fn poll_others(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
+        let mut more = false;
+        for (at, tail) in self.others.iter_mut().enumerate() {
+            let poll = tail.poll()?;
+            poll.records.into_iter().for_each(|record| pass(Msg::Other(at, Box::new(record))));
+            more |= poll.more;
+        }
+        Ok(more)
     }
 
     fn follow(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
@@ -125,13 +197,22 @@ impl Watched {
 
 impl Source for Watched {
     fn poll(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
-        let Some(replay) = &mut self.replay else { return self.follow(pass) };
+        let more = self.poll_others(pass)?;
+        let Some(replay) = &mut self.replay else { return Ok(self.follow(pass)? || more) };
+        if std::mem::take(&mut replay.rewind) {
+            self.tail = Tail::new(self.tail.path());
+            replay.waiting.clear();
+            pass(Msg::Rewind);
+        }
         if replay.waiting.len() < 1024 {
             replay.waiting.extend(self.tail.poll()?.records);
         }
         let Some(next) = replay.waiting.front() else { return Ok(false) };
-        let first = *replay.first.get_or_insert(next.s);
-        let due = first + replay.began.elapsed().as_secs_f64() * replay.speed;
+        if replay.first.is_none() {
+            replay.first = Some(next.s);
+            replay.go_on(next.s);
+        }
+        let due = replay.now();
         while replay.waiting.front().is_some_and(|record| record.s <= due) {
             if let Some(record) = replay.waiting.pop_front() {
                 replay.clock = record.t;
@@ -139,6 +220,12 @@ impl Source for Watched {
             }
         }
         Ok(replay.waiting.is_empty())
+    }
+
+    fn play(&mut self, playback: &mut Option<Playback>) {
+        if let (Some(replay), Some(playback)) = (&mut self.replay, playback) {
+            replay.play(playback);
+        }
     }
 
     fn clock(&self) -> u64 {

@@ -6,7 +6,7 @@
 
 use ratatui::backend::CrosstermBackend;
 use ratatui::crossterm::cursor::Show;
-use ratatui::crossterm::event::{self, Event};
+use ratatui::crossterm::event::{self, DisableMouseCapture, EnableMouseCapture, Event};
 use ratatui::crossterm::execute;
 use ratatui::crossterm::terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode};
 use ratatui::{Frame, Terminal};
@@ -20,6 +20,8 @@ use std::time::Duration;
 
 /// Whether the terminal is ours.
 static TAKEN: AtomicBool = AtomicBool::new(false);
+/// Whether the terminal reports the mouse.
+static MOUSE: AtomicBool = AtomicBool::new(false);
 /// Held while a frame is drawn.
 static DRAWING: Mutex<()> = Mutex::new(());
 /// How long restoring waits for a frame in progress; longer only if it was the frame that panicked.
@@ -36,8 +38,8 @@ pub(crate) struct Screen<W: Write> {
 }
 
 impl<W: Write> Screen<W> {
-    /// Takes the terminal behind `writer`, which must be standard output's.
-    pub(crate) fn take(mut writer: W) -> io::Result<Self> {
+    /// Takes the terminal behind `writer`, which must be standard output's; with its mouse, if `mouse`.
+    pub(crate) fn take(mut writer: W, mouse: bool) -> io::Result<Self> {
         static HOOK: Once = Once::new();
         HOOK.call_once(|| {
             let report = std::panic::take_hook();
@@ -50,6 +52,10 @@ impl<W: Write> Screen<W> {
         TAKEN.store(true, Ordering::SeqCst);
         // From here on the guard restores, even if the rest fails.
         execute!(writer, EnterAlternateScreen).inspect_err(|_| give_back())?;
+        if mouse {
+            MOUSE.store(true, Ordering::SeqCst);
+            execute!(writer, EnableMouseCapture).inspect_err(|_| give_back())?;
+        }
         let terminal = Terminal::new(CrosstermBackend::new(writer)).inspect_err(|_| give_back())?;
         let keyboard = Keyboard::open().inspect_err(|_| give_back())?;
         Ok(Self { terminal: ManuallyDrop::new(terminal), keyboard })
@@ -65,7 +71,7 @@ impl<W: Write> Screen<W> {
         Ok(true)
     }
 
-    /// The next key or new size, if there is one within `wait`. An error means that the terminal is gone.
+    /// The next key, click or new size, if there is one within `wait`. An error means that the terminal is gone.
     pub(crate) fn next_event(&self, wait: Duration) -> io::Result<Option<Event>> {
         self.keyboard.next(wait)
     }
@@ -78,7 +84,7 @@ impl<W: Write> Drop for Screen<W> {
     }
 }
 
-/// Keys and new sizes, read on a thread of its own: crossterm's reader never returns from a terminal that hangs up while it
+/// Keys, the mouse and new sizes, read on a thread of its own: crossterm's reader never returns from a terminal that hangs up while it
 /// reads, and the screen must notice.
 struct Keyboard {
     events: Receiver<Event>,
@@ -146,6 +152,9 @@ pub(super) fn give_back() {
         }
     };
     // A terminal that has hung up cannot be restored and need not be.
+    if MOUSE.swap(false, Ordering::SeqCst) {
+        let _ = execute!(stdout(), DisableMouseCapture);
+    }
     let _ = execute!(stdout(), LeaveAlternateScreen, Show);
     let _ = disable_raw_mode();
 }

@@ -1,6 +1,6 @@
 //! How a run introduces itself: the first line of each process that trains it.
 
-use crate::precision::{GradScalerConfig, ScalerPolicy};
+use crate::precision::{GradScalerConfig, PrecisionPolicy, ScalerPolicy};
 use crate::telemetry::process::ProcessId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -59,6 +59,13 @@ pub struct Started {
     pub fallback: BTreeMap<String, String>,
     /// The resolved configuration.
     pub config: serde_json::Value,
+}
+
+impl Started {
+    /// The precision policy; FP16's if it is not known.
+    pub fn precision(&self) -> PrecisionPolicy {
+        self.policy.parse().unwrap_or(PrecisionPolicy::FP16)
+    }
 }
 
 /// The host's processor.

@@ -3,15 +3,15 @@
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::keys::KEYS;
 use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::run_data::Phase;
 use crate::screen::dashboard::state::{Dialog, ViewModel};
 use crate::screen::dashboard::theme::Role;
+use crate::telemetry::Phase;
 use crate::telemetry::{FinishReason, Finished};
 
 /// Draws the dialog that is open, if any.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     match view.dialog {
-        Some(Dialog::Help) => help(pad),
+        Some(Dialog::Help) => help(view.help_top, pad),
         Some(Dialog::Quit) => quit(pad),
         Some(Dialog::Summary) => {
             if let Phase::Finished(finished) = &view.live().phase {
@@ -22,10 +22,14 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-fn help(pad: &mut Pad) {
+fn help(top: u16, pad: &mut Pad) {
     let mut popup = pad.popup(78, KEYS.len() as u16 + 3);
-    let mut inner = popup.frame(&[("Keys", Role::Title), ("   any key closes", Role::Dim)]);
-    for (y, binding) in (0..).zip(KEYS) {
+    let rows = popup.height().saturating_sub(3);
+    let top = top.min((KEYS.len() as u16).saturating_sub(rows));
+    let scrolls = rows < KEYS.len() as u16;
+    let hint = if scrolls { "   j k scroll, any other key closes" } else { "   any key closes" };
+    let mut inner = popup.frame(&[("Keys", Role::Title), (hint, Role::Dim)]);
+    for (y, binding) in (0..rows).zip(&KEYS[usize::from(top)..]) {
         inner.text(1, y, binding.written, Role::Title);
         inner.text(8, y, binding.help, Role::Text);
     }
@@ -39,7 +43,7 @@ fn help(pad: &mut Pad) {
         ("✕", Role::Overflow),
         (" overflow", Role::Text),
     ];
-    inner.spans(1, KEYS.len() as u16, &range);
+    inner.spans(1, rows, &range);
 }
 
 fn quit(pad: &mut Pad) {
@@ -71,8 +75,8 @@ fn summary(view: &ViewModel, finished: &Finished, pad: &mut Pad) {
         ("time", format::clock(finished.seconds)),
         ("loss", format::loss(f64::from(finished.loss))),
     ];
-    if let Some(loss) = finished.val_loss {
-        let best = run.best_validation.map(|(best, at)| format!(", best {} at step {at}", format::loss(best)));
+    if let Some(loss) = finished.val_loss.or(run.last_validation()) {
+        let best = run.best_validation().map(|(best, at)| format!(", best {} at step {at}", format::loss(best)));
         lines.push(("val loss", format::loss(loss) + &best.unwrap_or_default()));
     }
     lines.push(("loss scale", format::scale(finished.loss_scale)));

@@ -4,10 +4,10 @@ use crate::precision::{ExponentHistogram, FloatFormat};
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::ruler::Ruler;
-use crate::screen::dashboard::run_data::{Layer, RunData, histogram};
 use crate::screen::dashboard::state::ViewModel;
 use crate::screen::dashboard::theme::Role;
 use crate::telemetry::GradStats;
+use crate::telemetry::{Layer, RunState, histogram};
 
 /// Columns for the labels of layers, left of the ruler.
 const LABELS: u16 = 16;
@@ -69,7 +69,7 @@ pub(in crate::screen::dashboard) fn draw_large(view: &ViewModel, pad: &mut Pad) 
     probe_line(run, view.is_heard(), &mut inner, bars + 3);
 }
 
-fn probe_line(run: &RunData, heard: bool, pad: &mut Pad, y: u16) {
+fn probe_line(run: &RunState, heard: bool, pad: &mut Pad, y: u16) {
     let Some(probe) = &run.probe else {
         pad.text(1, y, if heard { "no FP32 probe yet: p asks for one" } else { "no FP32 probe" }, Role::Dim);
         return;

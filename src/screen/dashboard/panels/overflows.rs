@@ -4,9 +4,9 @@
 
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::run_data::OverflowRow;
 use crate::screen::dashboard::state::ViewModel;
 use crate::screen::dashboard::theme::Role;
+use crate::telemetry::OverflowRow;
 use crate::telemetry::{Pass, ScaleCause};
 
 /// Draws the panel.

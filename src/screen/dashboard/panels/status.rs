@@ -2,10 +2,10 @@
 
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::run_data::RunData;
 use crate::screen::dashboard::state::ViewModel;
 use crate::screen::dashboard::theme::Role;
 use crate::telemetry::GpuStats;
+use crate::telemetry::RunState;
 
 /// Draws the lines.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
@@ -17,15 +17,27 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let wide = pad.width() >= 110;
     progress(run, pad);
     let narrow = pad.width() < 60;
-    items(pad, 1, &learning(run, wide, narrow));
+    items(pad, 1, &learning(view, run, wide, narrow));
     items(pad, 2, &cost(view, run, wide));
 }
 
-fn progress(run: &RunData, pad: &mut Pad) {
+/// Loss, loss scale and step, for a terminal that has room for nothing else.
+pub(in crate::screen::dashboard) fn essentials(view: &ViewModel) -> Vec<(String, Role)> {
+    let run = view.run();
+    if run.step.step == 0 {
+        return vec![("waiting".into(), Role::Dim)];
+    }
+    let mut items = learning(view, run, false, true);
+    items.retain(|(text, _)| text.starts_with("loss") || text.starts_with("scale"));
+    items.push((format!("step {}/{}", run.step.step, run.total_steps()), Role::Text));
+    items
+}
+
+fn progress(run: &RunState, pad: &mut Pad) {
     let (step, total) = (run.step.step, run.total_steps());
     let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
     let epochs = run.started.as_ref().map_or(0.0, |started| started.epochs);
-    let eta = match run.pace.remaining(step, total) {
+    let eta = match run.remaining() {
         // A run that has stopped before its end does not get there.
         _ if run.is_over() => (step >= total).then_some(0.0),
         eta => eta,
@@ -57,15 +69,15 @@ fn items(pad: &mut Pad, y: u16, items: &[(String, Role)]) {
     }
 }
 
-fn learning(run: &RunData, wide: bool, narrow: bool) -> Vec<(String, Role)> {
+fn learning(view: &ViewModel, run: &RunState, wide: bool, narrow: bool) -> Vec<(String, Role)> {
     let step = &run.step;
     let loss_role = if step.loss.is_finite() { Role::Text } else { Role::Overflow };
     let mut items = vec![(format!("loss {}", format::loss(f64::from(step.loss))), loss_role)];
-    if wide && let Some(smoothed) = run.smoothed_loss() {
+    if wide && let Some(smoothed) = run.smoothed_loss(view.smoothing) {
         items.push((format!("smoothed {}", format::loss(smoothed)), Role::Text));
     }
-    if let Some(last) = run.last_validation {
-        let best = run.best_validation.filter(|_| wide);
+    if let Some(last) = run.last_validation() {
+        let best = run.best_validation().filter(|_| wide);
         let best = best.map(|(loss, at)| format!(" (best {} @ {at})", format::loss(loss))).unwrap_or_default();
         items.push((format!("val {}{best}", format::loss(last)), Role::Text));
     }
@@ -85,7 +97,7 @@ fn learning(run: &RunData, wide: bool, narrow: bool) -> Vec<(String, Role)> {
     items
 }
 
-fn cost(view: &ViewModel, run: &RunData, wide: bool) -> Vec<(String, Role)> {
+fn cost(view: &ViewModel, run: &RunState, wide: bool) -> Vec<(String, Role)> {
     let step = &run.step;
     let roomy = wide && step.gpu.is_none();
     let mut items = vec![
@@ -99,7 +111,7 @@ fn cost(view: &ViewModel, run: &RunData, wide: bool) -> Vec<(String, Role)> {
         items.push((gpu_figures(&gpu, wide), Role::Text));
     }
     if let Some(rss) = step.rss_bytes {
-        let peak = if roomy { format!(" (peak {})", format::bytes(run.peak_rss)) } else { String::new() };
+        let peak = if roomy { format!(" (peak {})", format::bytes(run.peak_rss())) } else { String::new() };
         items.push((format!("mem {}{peak}", format::bytes(rss)), Role::Text));
     }
     match &run.saved {

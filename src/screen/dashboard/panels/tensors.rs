@@ -1,13 +1,14 @@
 //! The table of tensors, and the history of one of them.
 
-use super::loss::{x_label, x_range};
+use super::chart::{first_step, x_label, x_range};
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::plot::{Axes, Plot};
-use crate::screen::dashboard::run_data::TensorRow;
 use crate::screen::dashboard::state::{TENSORS, ViewModel};
 use crate::screen::dashboard::theme::Role;
+use crate::telemetry::TensorRow;
 use crate::telemetry::{Bucket, Series};
+use ratatui::layout::Rect;
 
 /// Columns of the figures right of the name, in the first tab's narrow table and in the third tab's.
 const NARROW: usize = 33;
@@ -65,9 +66,8 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     if rows.is_empty() {
         inner.text(2, 1, nothing(view), Role::Dim);
     }
-    let page = usize::from(inner.height().saturating_sub(1)).max(1);
     let cursor = view.cursors[TENSORS].min(rows.len().saturating_sub(1));
-    let first = (cursor + 1).saturating_sub(page);
+    let first = first_row(view, inner.height());
     for (y, (at, row)) in (1..inner.height()).zip(rows.iter().enumerate().skip(first)) {
         table.row(&mut inner, y, row);
         if at == cursor {
@@ -75,6 +75,18 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
             inner.highlight(y, Role::Selected);
         }
     }
+}
+
+/// The first row that a table of this height shows, its heading included.
+fn first_row(view: &ViewModel, height: u16) -> usize {
+    (view.cursors[TENSORS] + 1).saturating_sub(usize::from(height.saturating_sub(1)).max(1))
+}
+
+/// The row of the third tab's table that a line of the panel `area` shows.
+pub(in crate::screen::dashboard) fn row_at(view: &ViewModel, area: Rect, line: u16) -> Option<usize> {
+    let line = line.checked_sub(area.y + 2).filter(|line| *line + 3 < area.height)?;
+    let row = first_row(view, area.height.saturating_sub(2)) + usize::from(line);
+    (row < view.tensors().len()).then_some(row)
 }
 
 /// Why the table is empty.
@@ -148,21 +160,21 @@ fn history(view: &ViewModel, pad: &mut Pad) {
     let limits: Vec<_> = [least, normal].map(f64::from).into_iter().filter(|limit| bottom - limit < 24.0).collect();
     let bottom = limits.iter().fold(bottom, |bottom, limit| bottom.min(*limit));
     let y = (bottom.floor() - 1.0, top.ceil() + 1.0);
-    let x = x_range(run, view.time_axis);
+    let (x, first) = (x_range(view), first_step(view));
     let y_label = |y: f64| format!("2^{y:.0}");
     Axes { x, y, x_label: &x_label(view.time_axis), y_label: &y_label }.draw(&mut inner, |plot| {
         for limit in &limits {
             dotted(plot, x, *limit);
         }
         let at = |bucket: &Bucket| if view.time_axis { bucket.seconds } else { bucket.step as f64 };
-        edge(plot, low, |bucket| (at(bucket), bucket.min));
-        edge(plot, high, |bucket| (at(bucket), bucket.max));
+        edge(plot, low, first, |bucket| (at(bucket), bucket.min));
+        edge(plot, high, first, |bucket| (at(bucket), bucket.max));
     });
 }
 
-/// A line through one point of each bucket.
-fn edge(plot: &mut Plot, series: &Series, point: impl Fn(&Bucket) -> (f64, f64)) {
-    let points: Vec<_> = series.buckets().iter().map(point).collect();
+/// A line through one point of each bucket from a step on.
+fn edge(plot: &mut Plot, series: &Series, first: u64, point: impl Fn(&Bucket) -> (f64, f64)) {
+    let points: Vec<_> = series.buckets().iter().filter(|bucket| bucket.last_step >= first).map(point).collect();
     if let [only] = points[..] {
         plot.line(only, only, Role::Train);
     }

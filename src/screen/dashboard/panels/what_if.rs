@@ -1,11 +1,11 @@
 //! The table "if the loss scale were 2^k": what would be flushed to zero, stored as subnormal, or overflow.
 
-use super::super::run_data::{RunData, histogram};
 use crate::precision::{ExponentHistogram, RangeShares};
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::ViewModel;
 use crate::screen::dashboard::theme::Role;
+use crate::telemetry::{RunState, histogram};
 
 /// Draws the panel.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
@@ -49,7 +49,7 @@ fn cell(share: f64) -> String {
 }
 
 /// The gradients as they are before scaling, as exactly as they are known, and how they are.
-fn gradients(run: &RunData, heard: bool) -> Option<(ExponentHistogram, String)> {
+fn gradients(run: &RunState, heard: bool) -> Option<(ExponentHistogram, String)> {
     if let Some(probe) = &run.probe {
         let source = format!("of the FP32 gradients of the probe at step {}", probe.step);
         return Some((histogram(&probe.grads), source));

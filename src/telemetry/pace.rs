@@ -2,7 +2,7 @@
 
 /// Smoothed seconds a step takes, everything included: evaluations, checkpoints, waiting for data.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Pace {
+pub(crate) struct Pace {
     last: Option<(u64, f64)>,
     smoothed: f64,
     weight: f64,
@@ -13,7 +13,7 @@ const ALPHA: f64 = 0.02;
 
 impl Pace {
     /// A step ended at these run-relative seconds.
-    pub(super) fn step(&mut self, step: u64, seconds: f64) {
+    pub(crate) fn step(&mut self, step: u64, seconds: f64) {
         if let Some((before, then)) = self.last
             && step > before
             && seconds >= then
@@ -26,12 +26,12 @@ impl Pace {
     }
 
     /// Forgets the last step's time, so that a pause or a restart does not count as a slow step.
-    pub(super) fn interrupt(&mut self) {
+    pub(crate) fn interrupt(&mut self) {
         self.last = None;
     }
 
     /// Seconds until `total` steps are done; `None` until there is something to go by.
-    pub(super) fn remaining(&self, step: u64, total: u64) -> Option<f64> {
+    pub(crate) fn remaining(&self, step: u64, total: u64) -> Option<f64> {
         (self.weight > 0.0).then(|| total.saturating_sub(step) as f64 * self.smoothed / self.weight)
     }
 }

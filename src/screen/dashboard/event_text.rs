@@ -1,0 +1,64 @@
+//! What happened, in words: a glyph, a role and a line for each event of the list.
+
+use super::format::{loss, magnitude, scale};
+use super::plain::announcement;
+use super::theme::Role;
+use crate::telemetry::{Event, Happening, Overflow, ScaleCause};
+
+/// The glyph of an event, and its role.
+pub(super) fn glyph(event: &Event) -> (char, Role) {
+    match event {
+        Event::Step(step) if step.scale.cause == ScaleCause::Lowered => ('▾', Role::Good),
+        Event::Step(_) => ('▴', Role::Good),
+        Event::Started(_) | Event::Resumed { .. } => ('▶', Role::Good),
+        Event::Overflow(_) | Event::Diverged(_) => ('✕', Role::Overflow),
+        Event::Eval(_) => ('◆', Role::Validation),
+        Event::Sample(_) | Event::Variances(_) => ('∙', Role::Text),
+        Event::Probe(_) => ('▾', Role::Subnormal),
+        Event::Saved(_) => ('●', Role::Good),
+        Event::Paused { .. } => ('‖', Role::Subnormal),
+        Event::Warning(_) | Event::Retyped(_) => ('▴', Role::Subnormal),
+        Event::Finished(_) => ('■', Role::Good),
+    }
+}
+
+/// What happened, on one line.
+pub(super) fn text(happening: &Happening) -> String {
+    let text = match &happening.event {
+        Event::Step(step) => format!("scale {}→{}", scale(step.scale.from), scale(step.scale.to)),
+        Event::Started(started) => match started.resumed_from {
+            Some(step) => format!("resumed from step {step}: {}", started.program),
+            None => format!("started {}: {} on {}", started.model, started.program, started.device),
+        },
+        Event::Overflow(overflow) => overflow_text(overflow, happening.more),
+        other => announcement(other).unwrap_or_default(),
+    };
+    // The row says it already.
+    text.replacen(&format!(" step={}", happening.step), "", 1)
+}
+
+/// A skipped step in words. The tensors come late, for there may be many; a filter finds them by their names.
+fn overflow_text(overflow: &Overflow, more: usize) -> String {
+    let mut names: Vec<_> = overflow
+        .tensors
+        .iter()
+        .map(|tensor| {
+            let counts = [(tensor.stats.inf, "inf"), (tensor.stats.nan, "NaN")].into_iter().filter(|(n, _)| *n > 0);
+            let counts: Vec<_> = counts.map(|(n, what)| format!("{n} {what}")).collect();
+            format!("{} ({})", tensor.name, counts.join(", "))
+        })
+        .collect();
+    if more > 0 {
+        names.push(format!("+{more}"));
+    }
+    let change = match overflow.scale.cause {
+        ScaleCause::AtFloor => format!("{} is the least", scale(overflow.scale.to)),
+        _ => format!("{}→{}", scale(overflow.scale.from), scale(overflow.scale.to)),
+    };
+    let began = overflow
+        .origin
+        .as_ref()
+        .map_or_else(String::new, |origin| format!(", {} at {} ({})", origin.pass, origin.layer, origin.tensor));
+    let (names, loss) = (names.join(", "), loss(f64::from(overflow.loss)));
+    format!("overflow {change}, loss {loss}{began}: {names}; largest finite {}", magnitude(Some(overflow.max_abs)))
+}

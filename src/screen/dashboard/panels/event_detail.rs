@@ -1,0 +1,59 @@
+//! One event with everything that is known of it.
+
+use crate::screen::dashboard::event_text;
+use crate::screen::dashboard::format;
+use crate::screen::dashboard::pad::Pad;
+use crate::screen::dashboard::theme::Role;
+use crate::telemetry::Happening;
+use serde_json::Value;
+
+/// Draws the event from its line `top` on, over the whole panel.
+pub(in crate::screen::dashboard) fn draw(happening: &Happening, top: u16, pad: &mut Pad) {
+    let (glyph, role) = event_text::glyph(&happening.event);
+    let at = format!(" step {} at {}", happening.step, format::clock(happening.s));
+    let mut inner =
+        pad.frame(&[(&glyph.to_string(), role), (&at, Role::Title), ("   j k scroll   Esc closes", Role::Dim)]);
+    let lines = lines(happening, inner.width().into());
+    let top = usize::from(top).min(lines.len().saturating_sub(usize::from(inner.height())));
+    for (y, (key, value)) in (0..inner.height()).zip(&lines[top..]) {
+        let x = inner.text(1, y, key, Role::Dim);
+        inner.text(x, y, value, Role::Text);
+    }
+}
+
+/// What the event says, line by line: its sentence, broken where it must be, then its fields.
+fn lines(happening: &Happening, width: usize) -> Vec<(String, String)> {
+    let sentence: Vec<char> = format::printable(&event_text::text(happening)).chars().collect();
+    let sentence = sentence.chunks(width.saturating_sub(2).max(1));
+    let mut lines: Vec<_> = sentence.map(|part| (String::new(), part.iter().collect())).collect();
+    lines.push(Default::default());
+    fields(serde_json::to_value(&happening.event).unwrap_or_default(), "", &mut lines);
+    if happening.more > 0 {
+        lines.push((String::new(), format!("and {} tensors more, in the run's log", happening.more)));
+    }
+    lines
+}
+
+/// The leaves of a value, each with its path; an array of plain values, and a tensor's row, on one line.
+fn fields(value: Value, path: &str, lines: &mut Vec<(String, String)>) {
+    let within = |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+    let plain = |value: &Value| !value.is_object() && !value.is_array();
+    match value {
+        Value::Object(map) if map.contains_key("name") => {
+            let text = map.iter().filter(|(key, value)| *key != "name" && plain(value));
+            let text: Vec<_> = text.map(|(key, value)| format!("{key} {}", leaf(value))).collect();
+            lines.push((format!("{path} {}: ", leaf(&map["name"])), text.join("  ")));
+        }
+        Value::Object(map) => map.into_iter().for_each(|(key, value)| fields(value, &within(&key), lines)),
+        Value::Array(values) if values.iter().all(plain) => {
+            lines.push((format!("{path}: "), values.iter().map(leaf).collect::<Vec<_>>().join(" ")));
+        }
+        Value::Array(values) => values.into_iter().for_each(|value| fields(value, path, lines)),
+        Value::Null => {}
+        value => lines.push((format!("{path}: "), leaf(&value))),
+    }
+}
+
+fn leaf(value: &Value) -> String {
+    format::printable(&value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+}

@@ -1,0 +1,122 @@
+//! The first line: what the run is doing, which run it is, and the tabs. Where it is short of room it sheds one piece after
+//! the other: first the long form of the precision, then the model where the run's name has it, the tabs' names, the run.
+
+use crate::screen::dashboard::format;
+use crate::screen::dashboard::pad::Pad;
+use crate::screen::dashboard::state::{Mode, TABS, ViewModel};
+use crate::screen::dashboard::theme::Role;
+use crate::telemetry::{FinishReason, Phase};
+
+/// Draws the line.
+pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
+    let x = draw_state(view, pad);
+    let (about, named) = pieces(view, x, pad.width());
+    if !about.is_empty() {
+        pad.text(x + 2, 0, &about, Role::Dim);
+    }
+    for (at, label, tab) in tabs(view.tab, named, x, pad.width()) {
+        pad.text(at, 0, &label, if tab == view.tab { Role::Title } else { Role::Dim });
+    }
+}
+
+/// Draws what the run is doing; gives the column behind it.
+pub(in crate::screen::dashboard) fn draw_state(view: &ViewModel, pad: &mut Pad) -> u16 {
+    let (state, role) = phase(view);
+    let x = pad.spans(0, 0, &[("finetune ", Role::Title), (&state, role)]);
+    match view.frozen_at() {
+        Some(step) => pad.text(x + 1, 0, &format!("view frozen at {step}"), Role::Subnormal),
+        None => x,
+    }
+}
+
+/// The tab that a column of the first line belongs to.
+pub(in crate::screen::dashboard) fn tab_at(view: &ViewModel, width: u16, column: u16) -> Option<usize> {
+    let x = state_width(view);
+    let (_, named) = pieces(view, x, width);
+    let mut tabs = tabs(view.tab, named, x, width).into_iter();
+    tabs.find(|(at, label, _)| (*at..*at + label.len() as u16).contains(&column)).map(|(_, _, tab)| tab)
+}
+
+fn state_width(view: &ViewModel) -> u16 {
+    let frozen = view.frozen_at().map_or(0, |step| format!(" view frozen at {step}").len());
+    ("finetune ".len() + phase(view).0.chars().count() + frozen) as u16
+}
+
+/// A tab's label. The chosen one stands in brackets; without names the others keep their numbers.
+fn label(tab: usize, chosen: usize, named: bool) -> String {
+    match (named || tab == chosen, tab == chosen) {
+        (_, true) => format!("[{} {}]", tab + 1, TABS[tab]),
+        (true, false) => format!(" {} {} ", tab + 1, TABS[tab]),
+        (false, false) => format!(" {} ", tab + 1),
+    }
+}
+
+/// Each tab's column, label and number, flush right.
+fn tabs(chosen: usize, named: bool, x: u16, width: u16) -> Vec<(u16, String, usize)> {
+    let labels = (0..TABS.len()).map(|tab| label(tab, chosen, named));
+    let all = labels.clone().map(|label| label.len() as u16).sum::<u16>();
+    let mut at = width.saturating_sub(all).max(x + 1);
+    let place = |(tab, label): (usize, String)| {
+        let here = at;
+        at += label.len() as u16;
+        (here, label, tab)
+    };
+    labels.enumerate().map(place).collect()
+}
+
+/// What is said of the run between the columns `x` and `width`, and whether the tabs have their names.
+fn pieces(view: &ViewModel, x: u16, width: u16) -> (String, bool) {
+    let columns = |named: bool| (0..TABS.len()).map(|tab| label(tab, view.tab, named).len()).sum::<usize>();
+    let room = |named: bool| usize::from(width).saturating_sub(usize::from(x) + columns(named));
+    let fits = |about: &str, named: bool| {
+        let length = about.chars().count();
+        length + if length > 0 { 3 } else { 1 } <= room(named)
+    };
+    let nothing = || (String::new(), fits("", true));
+    let Some(started) = &view.run().started else { return nothing() };
+    let (model, run) = (format::printable(&started.model), format::printable(&started.run));
+    let policy: Vec<_> = started.policy.split(',').take(2).collect();
+    let long = policy.join(" ");
+    let dtype = started.precision().compute.to_string();
+    let run_of = if run.is_empty() { String::new() } else { format!("run {run}") };
+    let join =
+        |pieces: &[&str]| pieces.iter().filter(|piece| !piece.is_empty()).copied().collect::<Vec<_>>().join(" · ");
+    let telling = if run.contains(&model) { join(&[&dtype, &run]) } else { join(&[&model, &dtype, &run]) };
+    let candidates = [
+        (join(&[&model, &long, &run_of]), true),
+        (join(&[&model, &dtype, &run]), true),
+        (telling.clone(), true),
+        (telling, false),
+        (join(&[&dtype, &run]), false),
+        (join(&[&model, &dtype]), false),
+        (dtype, false),
+    ];
+    candidates.into_iter().find(|(about, named)| fits(about, *named)).unwrap_or_else(nothing)
+}
+
+/// What the run is doing, in a glyph and a word.
+fn phase(view: &ViewModel) -> (String, Role) {
+    let run = view.live();
+    let (word, role) = match &run.phase {
+        Phase::Waiting => ("∙ waiting", Role::Dim),
+        Phase::Running => ("▶ running", Role::Good),
+        Phase::Paused => ("‖ paused", Role::Subnormal),
+        Phase::Finished(finished) => match finished.reason {
+            FinishReason::Done => ("■ done", Role::Good),
+            FinishReason::Interrupted => ("■ interrupted", Role::Subnormal),
+            FinishReason::Stopped => ("■ stopped", Role::Subnormal),
+            FinishReason::Diverged => ("✕ diverged", Role::Overflow),
+        },
+        Phase::Lost => ("✕ process gone", Role::Overflow),
+    };
+    if let Some(playback) = view.playback.filter(|_| !run.is_over()) {
+        let glyph = if playback.paused { '‖' } else { '▶' };
+        return (format!("{glyph} replay ×{}", playback.speed), role);
+    }
+    // A watched run that says nothing for long may hang; nobody can know, so the time is shown.
+    let silent = view.now.saturating_sub(run.last_t) as f64 / 1000.0;
+    if view.mode == Mode::Watching && run.phase == Phase::Running && run.last_t > 0 && silent > 30.0 {
+        return (format!("{word}, silent for {}", format::ago(silent)), Role::Subnormal);
+    }
+    (word.to_owned(), role)
+}

@@ -1,0 +1,70 @@
+//! A frame as PNG, in the glyphs of GNU Unifont, which has one for every character of the basic plane.
+
+use crate::screen::dashboard::theme::Look;
+use crate::{Error, Result};
+use ratatui::buffer::Buffer;
+use ratatui::style::{Color, Modifier};
+use ratatui::text::Span;
+
+/// Pixels of a cell: those of a half-width glyph.
+const WIDTH: usize = 8;
+const HEIGHT: usize = 16;
+
+type Rgb = (u8, u8, u8);
+
+/// The encoded picture.
+pub(super) fn png(buffer: &Buffer, look: Look) -> Result<Vec<u8>> {
+    let (columns, rows) = (usize::from(buffer.area.width), usize::from(buffer.area.height));
+    let mut canvas = Canvas { width: columns * WIDTH, pixels: vec![0; columns * WIDTH * rows * HEIGHT * 3] };
+    let (ink, paper) = look.page();
+    for y in 0..rows {
+        let mut x = 0;
+        while x < columns {
+            let cell = &buffer[(x as u16, y as u16)];
+            let colours = (colour(cell.fg).unwrap_or(ink), colour(cell.bg).unwrap_or(paper));
+            let reversed = cell.modifier.contains(Modifier::REVERSED);
+            let colours = if reversed { (paper, colours.0) } else { colours };
+            let cells = Span::raw(cell.symbol()).width().clamp(1, 2);
+            let bold = cell.modifier.contains(Modifier::BOLD);
+            canvas.glyph((x, y), cells.min(columns - x), cell.symbol().chars().next().unwrap_or(' '), colours, bold);
+            x += cells;
+        }
+    }
+    let mut bytes = Vec::new();
+    let mut encoder = png::Encoder::new(&mut bytes, canvas.width as u32, (rows * HEIGHT) as u32);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    let written = encoder.write_header().and_then(|mut writer| writer.write_image_data(&canvas.pixels));
+    written.map_err(|error| Error::config("picture", error.to_string()))?;
+    Ok(bytes)
+}
+
+struct Canvas {
+    width: usize,
+    pixels: Vec<u8>,
+}
+
+impl Canvas {
+    /// Draws a character over so many cells.
+    fn glyph(&mut self, (x, y): (usize, usize), cells: usize, c: char, (ink, paper): (Rgb, Rgb), bold: bool) {
+        let glyph = unifont::get_glyph(c);
+        let width = cells * WIDTH;
+        // A glyph that is wider than its place is squeezed.
+        let squeeze = glyph.map_or(1, |glyph| glyph.get_width().div_ceil(width));
+        for row in 0..HEIGHT {
+            let lit = |column: usize| {
+                glyph.is_some_and(|glyph| (0..squeeze).any(|part| glyph.get_pixel(column * squeeze + part, row)))
+            };
+            for column in 0..width {
+                let on = lit(column) || bold && column > 0 && lit(column - 1);
+                let (r, g, b) = if on { ink } else { paper };
+                let at = ((y * HEIGHT + row) * self.width + x * WIDTH + column) * 3;
+                self.pixels[at..at + 3].copy_from_slice(&[r, g, b]);
+            }
+        }
+    }
+}
+
+fn colour(colour: Color) -> Option<Rgb> {
+    if let Color::Rgb(r, g, b) = colour { Some((r, g, b)) } else { None }
+}

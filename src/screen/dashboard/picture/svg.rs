@@ -1,0 +1,129 @@
+//! A frame as SVG. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the fonts of whoever
+//! looks at it.
+
+use crate::screen::dashboard::theme::Look;
+use ratatui::buffer::{Buffer, Cell};
+use ratatui::style::{Color, Modifier};
+use std::fmt::Write;
+
+/// Size of a cell.
+const WIDTH: f64 = 8.0;
+const HEIGHT: f64 = 16.0;
+
+/// The document.
+pub(super) fn svg(buffer: &Buffer, look: Look) -> String {
+    let (ink, paper) = look.page();
+    let page = Page { ink: hex(ink), paper: hex(paper) };
+    let (width, height) = (f64::from(buffer.area.width) * WIDTH, f64::from(buffer.area.height) * HEIGHT);
+    let mut out = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" \
+         font-family=\"ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace\" font-size=\"13\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"{}\"/>\n",
+        page.paper
+    );
+    for y in 0..buffer.area.height {
+        let mut x = 0;
+        while x < buffer.area.width {
+            x += run_of_cells(buffer, x, y, &page, &mut out);
+        }
+    }
+    out + "</svg>\n"
+}
+
+/// Draws the cells from (x, y) on that look alike; gives their number.
+fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &Page, out: &mut String) -> u16 {
+    let first = &buffer[(x, y)];
+    let (left, top) = (f64::from(x) * WIDTH, f64::from(y) * HEIGHT);
+    let ink = page.colour(first);
+    if let Some(shape) = first.symbol().chars().next().and_then(|c| shape(c, left, top, &ink)) {
+        out.push_str(&shape);
+        return 1;
+    }
+    let mut text = String::new();
+    let mut length = 0;
+    while x + length < buffer.area.width {
+        let cell = &buffer[(x + length, y)];
+        let other = cell.style() != first.style();
+        if other || cell.symbol().chars().next().is_some_and(|c| shape(c, 0.0, 0.0, "").is_some()) {
+            break;
+        }
+        text.push_str(cell.symbol());
+        length += 1;
+    }
+    let columns = f64::from(length) * WIDTH;
+    if first.modifier.contains(Modifier::REVERSED) {
+        let _ = writeln!(
+            out,
+            "<rect x=\"{left}\" y=\"{top}\" width=\"{columns}\" height=\"{HEIGHT}\" fill=\"{}\"/>",
+            page.ink
+        );
+    }
+    if !text.trim().is_empty() {
+        let weight = if first.modifier.contains(Modifier::BOLD) { " font-weight=\"bold\"" } else { "" };
+        let escaped = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+        let baseline = top + HEIGHT * 0.75;
+        let _ = writeln!(
+            out,
+            "<text x=\"{left}\" y=\"{baseline}\" fill=\"{ink}\"{weight} textLength=\"{columns}\" xml:space=\"preserve\">{escaped}</text>"
+        );
+    }
+    length.max(1)
+}
+
+/// The colours of what has none of its own.
+struct Page {
+    ink: String,
+    paper: String,
+}
+
+impl Page {
+    fn colour(&self, cell: &Cell) -> String {
+        match cell.fg {
+            _ if cell.modifier.contains(Modifier::REVERSED) => self.paper.clone(),
+            Color::Rgb(r, g, b) => hex((r, g, b)),
+            _ => self.ink.clone(),
+        }
+    }
+}
+
+fn hex((r, g, b): (u8, u8, u8)) -> String {
+    format!("#{r:02x}{g:02x}{b:02x}")
+}
+
+/// A character that is a picture, as one.
+fn shape(c: char, x: f64, y: f64, ink: &str) -> Option<String> {
+    let (right, bottom, middle, centre) = (x + WIDTH, y + HEIGHT, y + HEIGHT / 2.0, x + WIDTH / 2.0);
+    let lines = |path: String| Some(format!("<path d=\"{path}\" stroke=\"{ink}\" fill=\"none\"/>\n"));
+    match c {
+        '\u{2800}'..='\u{28ff}' => Some(braille(c as u32 & 0xff, x, y, ink)),
+        '▁'..='█' => {
+            let height = HEIGHT * f64::from(c as u32 - '▁' as u32 + 1) / 8.0;
+            let top = bottom - height;
+            Some(format!("<rect x=\"{x}\" y=\"{top}\" width=\"{WIDTH}\" height=\"{height}\" fill=\"{ink}\"/>\n"))
+        }
+        '━' => Some(format!("<path d=\"M{x} {middle}H{right}\" stroke=\"{ink}\" stroke-width=\"4\"/>\n")),
+        '─' => lines(format!("M{x} {middle}H{right}")),
+        '│' => lines(format!("M{centre} {y}V{bottom}")),
+        '┊' => Some(format!("<path d=\"M{centre} {y}V{bottom}\" stroke=\"{ink}\" stroke-dasharray=\"2 3\"/>\n")),
+        '┌' => lines(format!("M{right} {middle}H{centre}V{bottom}")),
+        '┐' => lines(format!("M{x} {middle}H{centre}V{bottom}")),
+        '└' => lines(format!("M{right} {middle}H{centre}V{y}")),
+        '┘' => lines(format!("M{x} {middle}H{centre}V{y}")),
+        '├' => lines(format!("M{centre} {y}V{bottom}M{centre} {middle}H{right}")),
+        '┤' => lines(format!("M{centre} {y}V{bottom}M{centre} {middle}H{x}")),
+        '┴' => lines(format!("M{x} {middle}H{right}M{centre} {middle}V{y}")),
+        _ => None,
+    }
+}
+
+fn braille(dots: u32, x: f64, y: f64, ink: &str) -> String {
+    // Bit to (column, row), as Unicode numbers the dots.
+    const PLACES: [(f64, f64); 8] =
+        [(0.0, 0.0), (0.0, 1.0), (0.0, 2.0), (1.0, 0.0), (1.0, 1.0), (1.0, 2.0), (0.0, 3.0), (1.0, 3.0)];
+    let lit = PLACES.iter().enumerate().filter(|(bit, _)| dots >> bit & 1 == 1);
+    lit.fold(String::new(), |mut out, (_, (column, row))| {
+        let (cx, cy) = (x + 2.0 + column * 4.0, y + 2.0 + row * 4.0);
+        let _ = writeln!(out, "<circle cx=\"{cx}\" cy=\"{cy}\" r=\"1.3\" fill=\"{ink}\"/>");
+        out
+    })
+}

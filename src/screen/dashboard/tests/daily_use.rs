@@ -1,0 +1,299 @@
+//! What annoyed or misled in daily use, one test for each numbered line: 7 (a resumed run), 14 (layouts), 15 (charts).
+
+use super::*;
+use crate::screen::dashboard::picture::{Format, picture as picture_file};
+use crate::screen::dashboard::state::{Chosen, Other};
+use crate::telemetry::RunState;
+use ratatui::crossterm::event::{MouseButton, MouseEvent, MouseEventKind};
+use std::path::PathBuf;
+
+/// A folder with a log of the first records of an invented run.
+fn log(settings: Invented, records: usize) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.jsonl");
+    let mut log = EventLog::open(&path).unwrap();
+    InventedRun::new(settings).take(records).for_each(|record| log.append(&record).unwrap());
+    (folder, path)
+}
+
+fn click(view: &mut ViewModel, size: (u16, u16), column: u16, row: u16) {
+    update(view, Msg::Size(size.0, size.1));
+    let kind = MouseEventKind::Down(MouseButton::Left);
+    update(view, Msg::Mouse(MouseEvent { kind, column, row, modifiers: KeyModifiers::NONE }));
+}
+
+/// Where a text stands in a picture.
+fn find(picture: &str, text: &str) -> (u16, u16) {
+    let (row, line) = picture.lines().enumerate().find(|(_, line)| line.contains(text)).unwrap();
+    (line.split(text).next().unwrap().chars().count() as u16, row as u16)
+}
+
+#[test]
+fn item_7_a_resumed_dashboard_shows_the_whole_run() {
+    let (_folder, path) = log(Invented::default(), 1400);
+    let before = RunState::history(&path).unwrap();
+    let reached = before.step.step;
+    let mut view = ViewModel::after(Mode::Attached, before);
+    assert!(picture(&view, FULL).starts_with("finetune ∙ waiting"));
+    let started = Started { resumed_from: Some(1000), total_steps: 2000, ..Started::default() };
+    update(&mut view, record(Event::Started(Box::new(started))));
+    update(&mut view, record(Event::Step(Box::new(StepRecord { step: 1001, loss: 3.5, ..StepRecord::default() }))));
+    let run = view.run();
+    assert!(reached > 1100);
+    assert_eq!(run.curves.loss.whole().buckets().first().unwrap().step, 1);
+    assert_eq!(run.curves.loss.at(1001).unwrap().last_step, 1001);
+    assert!(run.overflows.iter().any(|row| row.step < 1000) && run.overflows.iter().all(|row| row.step <= 1000));
+    let (best, at) = run.best_validation().unwrap();
+    assert!(at <= 1000 && best.is_finite());
+    assert!(picture(&view, FULL).contains(&format!("(best {best:.3} @ {at})")), "{}", picture(&view, FULL));
+}
+
+#[test]
+fn item_7_a_finished_run_that_is_resumed_shows_its_end() {
+    let (_folder, path) = log(Invented { total_steps: 300, ..Invented::default() }, usize::MAX);
+    let mut view = ViewModel::after(Mode::Attached, RunState::history(&path).unwrap());
+    let started = Started { resumed_from: Some(300), total_steps: 300, ..Started::default() };
+    update(&mut view, record(Event::Started(Box::new(started))));
+    let finished = crate::telemetry::Finished { step: 300, loss: 3.214, ..Default::default() };
+    update(&mut view, record(Event::Finished(finished)));
+    let shown = picture(&view, FULL);
+    assert!(shown.contains("step 300/300") && shown.contains("val loss    3.") && !shown.contains("NaN"), "{shown}");
+    assert!(!shown.contains("step 0/"), "{shown}");
+}
+
+#[test]
+fn item_14_one_column_below_78_and_charts_at_any_height() {
+    let view = running();
+    for (width, height) in [(60, 40), (100, 20), (60, 24), (40, 12), (200, 60)] {
+        insta::assert_snapshot!(format!("overview_{width}x{height}"), picture(&view, (width, height)));
+    }
+    for width in 40..=130 {
+        for height in 12..=50 {
+            let shown = picture(&view, (width, height));
+            assert!(shown.contains("Loss ") && shown.contains("Loss scale"), "{width}x{height}\n{shown}");
+            assert!(shown.contains("scale 2^15") && shown.contains("step 17"), "{width}x{height}\n{shown}");
+        }
+    }
+    for (width, height) in [(39, 5), (30, 4), (20, 3), (200, 2), (11, 3)] {
+        let shown = picture(&view, (width, height));
+        assert!(shown.contains("loss ") && shown.contains("scale 2^15"), "{width}x{height}\n{shown}");
+    }
+}
+
+#[test]
+fn item_14_the_header_sheds_piece_by_piece() {
+    let mut view = running();
+    let header = |view: &ViewModel, width| picture(view, (width, 24)).lines().next().unwrap().to_owned();
+    assert!(header(&view, 160).contains("distilgpt2 · p=f32 c=f16 · run 0007"));
+    assert!(header(&view, 120).contains("c=f16 · run 0007") && header(&view, 120).contains("2 Precision"));
+    assert!(header(&view, 105).contains("distilgpt2 · f16 · 0007") && header(&view, 105).contains("2 Precision"));
+    assert!(header(&view, 80).contains("distilgpt2 · f16 · 0007") && !header(&view, 80).contains("2 Precision"));
+    assert!(header(&view, 50).contains(" f16  "), "{}", header(&view, 50));
+    for width in 40..200 {
+        let header = header(&view, width);
+        assert!(header.contains("▶ running") && header.contains("[1 Overview]"), "{header}");
+    }
+    // A run that was named after its model does not need the model beside it.
+    let run = "distilgpt2-fp16-0001".to_owned();
+    let (model, policy) = ("distilgpt2".into(), "p=f32,c=f16,g=f16,r=f32".into());
+    let started = Started { run, model, policy, resumed_from: Some(1700), ..Started::default() };
+    update(&mut view, record(Event::Started(Box::new(started))));
+    assert!(header(&view, 120).contains("f16 · distilgpt2-fp16-0001"), "{}", header(&view, 120));
+}
+
+#[test]
+fn item_15_a_cursor_reads_the_charts_at_a_step() {
+    let mut view = running();
+    press(&mut view, ",");
+    assert_eq!(view.cursor, Some(view.run().step.step));
+    press(&mut view, "<<<,");
+    let step = view.cursor.unwrap();
+    assert!(step < 1600 && step > 1400, "{step}");
+    let shown = picture(&view, FULL);
+    let readout = shown.lines().last().unwrap();
+    for part in [&format!("┊ step {step}"), "loss 3.", "smoothed 3.", "val 3.", " @ 1", "scale 2^", "lr ", "|g| "] {
+        assert!(readout.contains(part), "`{part}` is not in `{readout}`");
+    }
+    assert!(shown.lines().skip(2).take(3).all(|line| line.matches('┊').count() == 2), "{shown}");
+    insta::assert_snapshot!("cursor_120x36", shown);
+    key(&mut view, KeyCode::Esc);
+    assert_eq!(view.cursor, None);
+    // With single steps in sight the cursor goes from one to the next.
+    press(&mut view, "nnn,");
+    let at = view.cursor.unwrap();
+    press(&mut view, ",");
+    assert_eq!(view.cursor, Some(at - 1));
+}
+
+#[test]
+fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
+    let mut view = running();
+    let last = view.run().step.step;
+    let axis = |view: &ViewModel| {
+        let shown = picture(view, FULL);
+        shown.lines().filter(|line| line.contains(&last.to_string())).map(str::to_owned).next().unwrap()
+    };
+    assert!(axis(&view).contains("│   0 "), "{}", axis(&view));
+    for steps in [1000, 300, 100] {
+        press(&mut view, "n");
+        assert!(axis(&view).contains(&format!(" {} ", last - steps)), "{steps}: {}", axis(&view));
+        assert!(picture(&view, FULL).contains(&format!("Loss last {steps}")));
+    }
+    insta::assert_snapshot!("last_100_120x36", picture(&view, FULL));
+    press(&mut view, "n");
+    assert_eq!(view.range, None);
+    for window in ["smoothed 20", "smoothed 50", "smoothed 200", "batch   ◆ val", "smoothed 5 "] {
+        assert!(picture(&view, FULL).contains(window), "{window}\n{}", picture(&view, FULL));
+        press(&mut view, "w");
+    }
+    assert!(picture(&view, FULL).contains("smoothed 20"));
+    for (chosen, title, figure) in [
+        (Chosen::Scale, "Loss scale (log2)", "2^15│"),
+        (Chosen::Rate, "Learning rate", "e-5│"),
+        (Chosen::Norm, "Gradient norm", "│"),
+        (Chosen::Speed, "Tokens a second", "10.2k│"),
+        (Chosen::Memory, "Resident memory", "1.2 GiB│"),
+    ] {
+        assert_eq!(view.chosen, chosen);
+        let shown = picture(&view, FULL);
+        assert!(shown.contains(title) && shown.contains(figure), "{title}\n{shown}");
+        press(&mut view, "c");
+    }
+    press(&mut view, "c");
+    insta::assert_snapshot!("learning_rate_80x24", picture(&view, COMPACT));
+}
+
+#[test]
+fn item_15_an_event_opens_with_all_that_is_known_of_it() {
+    let mut view = running();
+    press(&mut view, "4/overflow");
+    key(&mut view, KeyCode::Enter);
+    key(&mut view, KeyCode::Enter);
+    let shown = picture(&view, FULL);
+    assert!(shown.contains("scale.cause: backed_off") && shown.contains("tensors ln_f.weight: "), "{shown}");
+    insta::assert_snapshot!("event_detail_120x36", shown);
+    key(&mut view, KeyCode::Esc);
+    assert!(view.event.is_none() && picture(&view, FULL).contains("[4 Events]"));
+}
+
+#[test]
+fn item_15_themes_change_colours_and_nothing_else() {
+    let mut view = running();
+    let (dark, before) = (buffer(&view, Theme::truecolor(Look::Dark), FULL), picture(&view, FULL));
+    press(&mut view, "t");
+    let light = buffer(&view, Theme::truecolor(Look::Dark), FULL);
+    assert_eq!(text(&light), before);
+    assert_ne!(light, dark);
+    press(&mut view, "t");
+    let contrast = buffer(&view, Theme::truecolor(Look::Dark), FULL);
+    let black = ratatui::style::Color::Rgb(0, 0, 0);
+    assert!(text(&contrast) == before && contrast.content.iter().all(|cell| cell.bg == black));
+    press(&mut view, "t");
+    assert_eq!(buffer(&view, Theme::truecolor(Look::Dark), FULL), dark);
+}
+
+#[test]
+fn item_15_the_mouse_chooses_a_tab_a_point_a_tensor_and_an_event() {
+    for size in [FULL, COMPACT, (60, 40), (200, 60)] {
+        let mut view = running();
+        let (_, first) = find(&picture(&view, size), "Loss ");
+        // The middle of the loss panel is about the middle of the run, its left edge the beginning.
+        let panel = if size.0 < 78 { size.0 } else { size.0 / 2 };
+        click(&mut view, size, panel / 2, first + 3);
+        let middle = view.cursor.unwrap();
+        assert!((700..1100).contains(&middle), "{size:?}: {middle}");
+        click(&mut view, size, panel / 4, first + 3);
+        assert!(view.cursor.unwrap() < middle);
+
+        let (column, row) = find(&picture(&view, size), " 3 ");
+        click(&mut view, size, column + 1, row);
+        assert_eq!(view.tab, 2, "{size:?}");
+        let name = view.tensors()[4].name.clone();
+        click(&mut view, size, 5, 7);
+        assert_eq!((view.cursors[2], &view.detail), (4, &None));
+        click(&mut view, size, 5, 7);
+        assert_eq!(view.detail, Some(name));
+
+        let (column, row) = find(&picture(&view, size), " 4 ");
+        click(&mut view, size, column + 1, row);
+        let shown = picture(&view, size);
+        let line = shown.lines().position(|line| line.contains("│") && line.contains("scale 2^14→2^15")).unwrap();
+        click(&mut view, size, 5, line as u16);
+        click(&mut view, size, 5, line as u16);
+        assert!(view.event.is_some() && picture(&view, size).contains("scale 2^14→2^15"), "{}", picture(&view, size));
+    }
+    // Nothing can be commanded by a click.
+    let mut view = running();
+    press(&mut view, "q");
+    click(&mut view, FULL, 60, 18);
+    assert_eq!(view.dialog, Some(Dialog::Quit));
+}
+
+#[test]
+fn item_15_a_replay_pauses_and_seeks() {
+    let (_folder, path) = log(Invented { total_steps: 400, ..Invented::default() }, usize::MAX);
+    let mut view = ViewModel::new(Mode::Watching);
+    view.playback = Some(Playback { speed: 1.0, paused: true, seek: None, at: 0.0 });
+    let mut source = Watched::new(std::slice::from_ref(&path), Some(1.0));
+    let mut look = |view: &mut ViewModel| {
+        source.play(&mut view.playback);
+        while source.poll(&mut |msg| _ = update(view, msg)).unwrap() {}
+        source.play(&mut view.playback);
+    };
+    look(&mut view);
+    let at = |view: &ViewModel| view.run().step.step;
+    assert!(at(&view) <= 1, "{}", at(&view));
+    for (key, expected) in [("]", 20), ("]", 40), ("]]]]]]", 60), ("[", 40), ("[", 20)] {
+        press(&mut view, &key[..1]);
+        look(&mut view);
+        assert!(at(&view).abs_diff(expected) <= 2, "{key}: {} is not {expected}", at(&view));
+        assert!(view.run().curves.loss.whole().buckets().last().unwrap().last_step <= expected + 2);
+    }
+    assert!(picture(&view, FULL).contains("‖ replay ×1"));
+    press(&mut view, " ++-");
+    let playback = view.playback.unwrap();
+    assert_eq!((playback.paused, playback.speed), (false, 2.0));
+    let footer = picture(&view, (250, 36)).lines().last().unwrap().to_owned();
+    assert!(footer.contains("[ ]  seek") && footer.contains("space  pause"), "{footer}");
+    assert!(!picture(&running(), (250, 36)).contains("[ ]  seek"));
+}
+
+#[test]
+fn item_15_runs_are_laid_over_one_another() {
+    let mut view = running();
+    view.others = vec![Other::default(), Other::default()];
+    for (at, seed) in [(0, 1200), (1, 600)] {
+        for mut record in InventedRun::new(Invented { init_scale: 14 + at, ..Invented::default() }).take(seed) {
+            if let Event::Started(started) = &mut record.event {
+                started.run = format!("other-{at}\u{1b}[2J");
+            }
+            if let Event::Step(step) = &mut record.event {
+                step.loss += 0.3;
+            }
+            update(&mut view, Msg::Other(at as usize, Box::new(record)));
+        }
+    }
+    let shown = picture(&view, FULL);
+    assert!(shown.contains("A 0007") && shown.contains("B other-0") && !shown.contains('\u{1b}'), "{shown}");
+    insta::assert_snapshot!("laid_over_120x36", shown);
+    press(&mut view, ",");
+    assert!(picture(&view, FULL).lines().last().unwrap().contains("B 3."));
+}
+
+#[test]
+fn item_15_pictures_are_files() {
+    let (_folder, path) = log(Invented::default(), 1200);
+    let logs = [path];
+    for look in [Look::Dark, Look::Light, Look::HighContrast] {
+        let svg = String::from_utf8(picture_file(&logs, "2u", (80, 24), look, Format::Svg).unwrap()).unwrap();
+        assert!(svg.starts_with("<svg ") && svg.contains("viewBox=\"0 0 640 384\"") && svg.contains("[2 Precision]"));
+        let png = picture_file(&logs, "", (80, 24), look, Format::Png).unwrap();
+        let mut reader = png::Decoder::new(std::io::Cursor::new(png)).read_info().unwrap();
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+        let info = reader.next_frame(&mut pixels).unwrap();
+        assert_eq!((info.width, info.height), (640, 384));
+        let paper = <[u8; 3]>::from(look.page().1);
+        let of_paper = pixels.chunks(3).filter(|pixel| *pixel == paper).count();
+        assert!(of_paper > pixels.len() / 3 / 2 && of_paper < pixels.len() / 3, "{look:?}: {of_paper}");
+    }
+}

@@ -1,0 +1,222 @@
+//! The newest figures of a run over HTTP, in the text format of Prometheus.
+
+use super::emitter::Sink;
+use super::{Event, FinishReason, Record};
+use crate::{Error, Result};
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// How long a client may take to ask, and to take its answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// No request that is answered is longer.
+const REQUEST: usize = 8192;
+
+/// Answers requests on a thread of its own, for as long as the process lives.
+#[derive(Debug)]
+pub struct Prometheus {
+    figures: Arc<Mutex<Figures>>,
+    address: SocketAddr,
+}
+
+/// What is told; a figure that is not known yet is left out.
+#[derive(Debug, Default, Clone)]
+struct Figures {
+    run: String,
+    total_steps: Option<f64>,
+    step: Option<f64>,
+    updates: Option<f64>,
+    loss: Option<f64>,
+    validation: Option<f64>,
+    loss_scale: Option<f64>,
+    overflows: Option<f64>,
+    grad_norm: Option<f64>,
+    lr: Option<f64>,
+    tokens: Option<f64>,
+    tokens_per_s: Option<f64>,
+    resident: Option<f64>,
+    last_step: Option<f64>,
+    running: Option<f64>,
+}
+
+impl Prometheus {
+    /// Listens at an address; with port 0 at a free one.
+    ///
+    /// # Errors
+    /// If something else listens there already, or the system refuses.
+    pub fn listen(address: SocketAddr) -> Result<Self> {
+        let refused = |error: std::io::Error| {
+            Error::config("--metrics-port", format!("cannot listen at {address}: {error}; choose another port"))
+        };
+        let listener = TcpListener::bind(address).map_err(refused)?;
+        let address = listener.local_addr().map_err(refused)?;
+        let figures = Arc::new(Mutex::new(Figures::default()));
+        let told = Arc::clone(&figures);
+        let answer_all = move || {
+            // A client that misbehaves costs its connection and nothing else.
+            for client in listener.incoming().flatten() {
+                let figures = told.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                answer(client, &figures).ok();
+            }
+        };
+        thread::Builder::new().name("metrics".into()).spawn(answer_all).map_err(refused)?;
+        Ok(Self { figures, address })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Sink for Prometheus {
+    fn take(&mut self, record: &Record) -> Result<()> {
+        let mut figures = self.figures.lock().unwrap_or_else(PoisonError::into_inner);
+        match &record.event {
+            Event::Started(started) => {
+                figures.run.clone_from(&started.run);
+                figures.total_steps = Some(started.total_steps as f64);
+                figures.running = Some(1.0);
+            }
+            Event::Step(step) => {
+                figures.step = Some(step.step as f64);
+                figures.updates = Some(step.updates as f64);
+                figures.loss = Some(f64::from(step.loss));
+                figures.loss_scale = Some(f64::from(step.loss_scale));
+                figures.overflows = Some(step.skipped as f64);
+                figures.grad_norm = Some(step.grad_norm);
+                figures.lr = Some(step.lr);
+                figures.tokens = Some(step.tokens as f64);
+                figures.tokens_per_s = Some(step.tokens_per_s);
+                figures.resident = step.rss_bytes.map(|bytes| bytes as f64);
+                figures.last_step = Some(record.t as f64 / 1000.0);
+            }
+            Event::Eval(eval) => figures.validation = Some(eval.loss),
+            Event::Paused { .. } => figures.running = Some(0.0),
+            Event::Resumed { .. } => figures.running = Some(1.0),
+            Event::Finished(finished) => {
+                figures.running = Some(0.0);
+                if finished.reason == FinishReason::Done {
+                    figures.step = Some(finished.step as f64);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn name(&self) -> &'static str {
+        "Prometheus"
+    }
+}
+
+fn answer(mut client: TcpStream, figures: &Figures) -> std::io::Result<()> {
+    client.set_read_timeout(Some(PATIENCE))?;
+    client.set_write_timeout(Some(PATIENCE))?;
+    let mut request = Vec::new();
+    let mut part = [0; 1024];
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST {
+        match client.read(&mut part)? {
+            0 => break,
+            read => request.extend(&part[..read]),
+        }
+    }
+    let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
+    let (status, body) = match line.split(|byte| *byte == b' ').take(2).collect::<Vec<_>>()[..] {
+        [b"GET", b"/metrics" | b"/"] => ("200 OK", figures.text()),
+        [b"GET", _] => ("404 Not Found", "the figures are at /metrics\n".to_owned()),
+        _ => ("405 Method Not Allowed", "GET /metrics\n".to_owned()),
+    };
+    write!(
+        client,
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\n\
+         Connection: close\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+impl Figures {
+    fn text(&self) -> String {
+        let mut out = String::new();
+        let run: String = self.run.chars().filter(|c| !c.is_control()).collect();
+        let run = run.replace('\\', "\\\\").replace('"', "\\\"");
+        for (name, kind, help, value) in [
+            ("running", "gauge", "1 while the run trains, 0 while it is paused and after its end", self.running),
+            ("step", "gauge", "Steps attempted", self.step),
+            ("total_steps", "gauge", "Steps the run will attempt", self.total_steps),
+            ("updates_total", "counter", "Steps applied", self.updates),
+            ("loss", "gauge", "Loss of the last step, nats", self.loss),
+            ("validation_loss", "gauge", "Last validation loss, nats", self.validation),
+            ("loss_scale", "gauge", "Loss scale of the last step", self.loss_scale),
+            ("overflows_total", "counter", "Steps skipped because gradients were not finite", self.overflows),
+            ("gradient_norm", "gauge", "Global gradient norm, unscaled, before clipping", self.grad_norm),
+            ("learning_rate", "gauge", "Learning rate of the last step", self.lr),
+            ("tokens_total", "counter", "Tokens trained on", self.tokens),
+            ("tokens_per_second", "gauge", "Tokens a second over the last steps", self.tokens_per_s),
+            ("resident_memory_bytes", "gauge", "Resident memory of the process", self.resident),
+            ("last_step_timestamp_seconds", "gauge", "When the last step ended, Unix time", self.last_step),
+        ] {
+            let Some(value) = value else { continue };
+            let value = match value {
+                f64::INFINITY => "+Inf".to_owned(),
+                f64::NEG_INFINITY => "-Inf".to_owned(),
+                value => value.to_string(),
+            };
+            let _ = write!(
+                out,
+                "# HELP finetune_{name} {help}.\n# TYPE finetune_{name} {kind}\nfinetune_{name}{{run=\"{run}\"}} {value}\n"
+            );
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+    use crate::telemetry::{Started, StepRecord, VERSION, Validation};
+
+    fn ask(address: SocketAddr, request: &str) -> String {
+        let mut client = TcpStream::connect(address).unwrap();
+        client.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn the_newest_figures_are_told_and_other_requests_refused() {
+        let mut server = Prometheus::listen("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = server.address();
+        let empty = ask(address, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+        assert!(empty.starts_with("HTTP/1.1 200 OK\r\n") && empty.ends_with("\r\n\r\n"), "{empty}");
+        let started = Started { run: "a\"b\n\u{1b}".into(), total_steps: 600, ..Started::default() };
+        let step = StepRecord { step: 7, loss: f32::NAN, loss_scale: 65536.0, skipped: 2, ..StepRecord::default() };
+        for (t, event) in [
+            (1000, Event::Started(Box::new(started))),
+            (2500, Event::Step(Box::new(step))),
+            (2600, Event::Eval(Validation { step: 7, loss: 1.5, ..Validation::default() })),
+        ] {
+            server.take(&Record { v: VERSION, t, s: 0.0, event }).unwrap();
+        }
+        let text = ask(address, "GET /metrics HTTP/1.1\r\n\r\n");
+        for line in [
+            "finetune_step{run=\"a\\\"b\"} 7\n",
+            "finetune_total_steps{run=\"a\\\"b\"} 600\n",
+            "finetune_loss{run=\"a\\\"b\"} NaN\n",
+            "finetune_loss_scale{run=\"a\\\"b\"} 65536\n",
+            "# TYPE finetune_overflows_total counter\nfinetune_overflows_total{run=\"a\\\"b\"} 2\n",
+            "finetune_validation_loss{run=\"a\\\"b\"} 1.5\n",
+            "finetune_last_step_timestamp_seconds{run=\"a\\\"b\"} 2.5\n",
+        ] {
+            assert!(text.contains(line), "{line} is not in {text}");
+        }
+        assert!(ask(address, "GET /other HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
+        assert!(ask(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
+        assert_eq!(Prometheus::listen(address).unwrap_err().exit_code(), 2);
+    }
+}

@@ -1,0 +1,521 @@
+//! What is known of a run: its log, folded record by record into bounded memory.
+//!
+//! The one reducer of events. The dashboard feeds it as records arrive, `compare`, `report` and the laboratory from a whole
+//! log. A record that says "resumed from step k" takes the state back to what it was at k.
+
+mod curves;
+mod figures;
+mod happenings;
+mod tensors;
+
+pub use curves::Curves;
+pub use figures::{Figures, ProbeTotals, SMOOTHING};
+pub use happenings::{Happening, OverflowRow, SampleRow};
+pub use tensors::{Layer, TensorRow, Tensors};
+
+use super::log::{Poll, Tail, read_whole};
+use super::pace::Pace;
+use super::{Event, FinishReason, Finished, GradStats, Probe, Record, Saved, Started, StepRecord};
+use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, Unit};
+use crate::{Error, Result};
+use figures::Tally;
+use happenings::{EVENTS, OVERFLOWS, SAMPLES, keep};
+use serde_json::Value;
+use std::collections::{BTreeMap, VecDeque};
+use std::path::Path;
+use tensors::layer_order;
+
+/// Buckets of a curve over the whole run; a screen has fewer columns of dots.
+const CURVE: usize = 2048;
+/// Checkpoints whose figures are kept, so that a resume can go back to them.
+const MARKS: usize = 64;
+/// Which of the windows of [`SMOOTHING`] a sample's loss is smoothed over.
+const SAMPLE_WINDOW: usize = 1;
+
+/// A run as it is known so far.
+#[derive(Debug, Clone)]
+pub struct RunState {
+    capacity: usize,
+    /// What the run said of itself when it last started.
+    pub started: Option<Started>,
+    /// What it is doing.
+    pub phase: Phase,
+    /// The newest step, without its tables.
+    pub step: StepRecord,
+    /// The newest look at the gradients that counted exponents, with its step and loss scale.
+    pub grads: Option<(u64, f32, GradStats)>,
+    /// The series of its charts.
+    pub curves: Curves,
+    /// Newest last.
+    pub overflows: VecDeque<OverflowRow>,
+    /// The layers that compute in another type than the policy's, each with its type.
+    pub fallback: BTreeMap<String, String>,
+    /// The model's tensors.
+    pub tensors: Tensors,
+    /// The newest probe.
+    pub probe: Option<Probe>,
+    /// Newest last.
+    pub events: VecDeque<Happening>,
+    /// Newest last.
+    pub samples: VecDeque<SampleRow>,
+    /// The newest checkpoint and when it was written, in wall-clock milliseconds.
+    pub saved: Option<(Saved, u64)>,
+    pace: Pace,
+    /// Processor time over wall time, percent of one thread.
+    pub cpu_percent: Option<f64>,
+    cpu_before: Option<(f64, f64)>,
+    /// Wall clock of the newest record, milliseconds.
+    pub last_t: u64,
+    /// Run-relative seconds of the newest record.
+    pub last_s: f64,
+    tally: Tally,
+    /// What was known at the newest checkpoints, oldest first.
+    marks: VecDeque<Mark>,
+    /// Every step that counts, where they are wanted.
+    pub steps: Option<Vec<StepRecord>>,
+}
+
+/// What is known at a checkpoint that no curve can tell afterwards.
+#[derive(Debug, Clone)]
+struct Mark {
+    step: StepRecord,
+    tally: Tally,
+}
+
+/// What the run is doing.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub enum Phase {
+    /// Nothing has been heard yet.
+    #[default]
+    Waiting,
+    /// It trains.
+    Running,
+    /// It waits, on request.
+    Paused,
+    /// It has ended.
+    Finished(Box<Finished>),
+    /// It ended without a word: killed, or crashed.
+    Lost,
+}
+
+impl Default for RunState {
+    fn default() -> Self {
+        Self::new(CURVE)
+    }
+}
+
+impl RunState {
+    /// A run of which nothing is known, with curves of at most `capacity` buckets.
+    pub fn new(capacity: usize) -> Self {
+        Self {
+            capacity,
+            started: None,
+            phase: Phase::Waiting,
+            step: StepRecord::default(),
+            grads: None,
+            curves: Curves::new(capacity),
+            overflows: VecDeque::new(),
+            fallback: BTreeMap::new(),
+            tensors: Tensors::default(),
+            probe: None,
+            events: VecDeque::new(),
+            samples: VecDeque::new(),
+            saved: None,
+            pace: Pace::default(),
+            cpu_percent: None,
+            cpu_before: None,
+            last_t: 0,
+            last_s: 0.0,
+            tally: Tally::default(),
+            marks: VecDeque::new(),
+            steps: None,
+        }
+    }
+
+    /// The same, but it keeps every step, with its tables, in [`RunState::steps`].
+    #[must_use]
+    pub fn keeping_steps(mut self) -> Self {
+        self.steps = Some(Vec::new());
+        self
+    }
+
+    /// Folds a whole log; with the number of lines that could not be read. An error names the file, and says so where no
+    /// run has written it or no step is in it yet.
+    pub fn read(mut self, log: &Path) -> Result<(Self, usize)> {
+        let Poll { records, unreadable, .. } = read_whole(log)?;
+        for record in records {
+            self.apply(record);
+        }
+        if self.started.is_none() && unreadable > 0 {
+            let message = "no run has written this: it does not say how a run began";
+            return Err(Error::data(log.display(), message));
+        }
+        if self.step.step == 0 {
+            let message = "no step is recorded here yet; wait for the first, or name a run that has trained";
+            return Err(Error::data(log.display(), message));
+        }
+        Ok((self, unreadable))
+    }
+
+    /// What a log knows of the run so far, for a screen that goes on with it: of a long log only the last megabytes are
+    /// read in full.
+    ///
+    /// # Errors
+    /// If the file exists but cannot be read.
+    pub fn history(log: &Path) -> Result<Self> {
+        let mut tail = Tail::new(log).hurried();
+        let mut state = Self::default();
+        loop {
+            let poll = tail.poll()?;
+            for record in poll.records {
+                state.apply(record);
+            }
+            if !poll.more {
+                state.phase = Phase::Waiting;
+                state.pace.interrupt();
+                return Ok(state);
+            }
+        }
+    }
+
+    /// Takes in a record.
+    pub fn apply(&mut self, record: Record) {
+        let Record { t, s, event, .. } = record;
+        if let Event::Started(started) = &event {
+            self.begin(started.resumed_from);
+        }
+        (self.last_t, self.last_s) = (t, s);
+        self.tally.figures.seconds = s;
+        let step = event.step().unwrap_or(self.step.step);
+        if let Some(happening) = Happening::of(t, s, step, &event) {
+            keep(&mut self.events, happening, EVENTS);
+        }
+        match event {
+            Event::Started(started) => {
+                self.phase = Phase::Running;
+                self.fallback.clone_from(&started.fallback);
+                self.started = Some(*started);
+            }
+            Event::Step(step) => self.step(*step, s),
+            Event::Overflow(overflow) => {
+                self.tally.figures.overflows += 1;
+                self.tensors.overflowed(&overflow);
+                keep(&mut self.overflows, OverflowRow::of(&overflow), OVERFLOWS);
+            }
+            Event::Retyped(retyped) if retyped.back => drop(self.fallback.remove(&retyped.layer)),
+            Event::Retyped(retyped) => drop(self.fallback.insert(retyped.layer, retyped.to)),
+            Event::Eval(eval) => {
+                self.curves.validation.push(eval.step, s, eval.loss);
+                self.tally.eval(&eval);
+            }
+            Event::Sample(sample) => {
+                let loss = self.smoothed_loss(SAMPLE_WINDOW);
+                let row = SampleRow { step: sample.step, loss, prompt: sample.prompt, text: sample.text };
+                keep(&mut self.samples, row, SAMPLES);
+            }
+            Event::Probe(probe) => {
+                self.tensors.flushed(&probe);
+                self.tally.probe(&probe);
+                self.probe = Some(*probe);
+            }
+            Event::Saved(saved) if saved.weights_only => {}
+            Event::Saved(saved) => {
+                keep(&mut self.marks, Mark { step: self.step.clone(), tally: self.tally.clone() }, MARKS);
+                self.saved = Some((saved, t));
+            }
+            Event::Paused { .. } => {
+                self.phase = Phase::Paused;
+                self.pace.interrupt();
+            }
+            Event::Resumed { .. } => self.phase = Phase::Running,
+            Event::Warning(_) | Event::Diverged(_) | Event::Variances(_) => {}
+            Event::Finished(finished) => {
+                let peak = &mut self.tally.figures.peak_rss;
+                *peak = (*peak).max(finished.peak_rss_bytes);
+                self.phase = Phase::Finished(Box::new(finished));
+            }
+        }
+    }
+
+    /// A new run forgets the one before it in the log; a resumed one forgets what it will repeat.
+    fn begin(&mut self, resumed_from: Option<u64>) {
+        let Some(step) = resumed_from else {
+            let steps = self.steps.is_some();
+            *self = Self::new(self.capacity);
+            self.steps = steps.then(Vec::new);
+            return;
+        };
+        self.curves.cut(step);
+        self.tensors.cut(step);
+        self.overflows.retain(|row| row.step <= step);
+        self.samples.retain(|row| row.step <= step);
+        if let Some(steps) = &mut self.steps {
+            steps.retain(|one| one.step <= step);
+        }
+        self.marks.retain(|mark| mark.step.step <= step);
+        if self.step.step > step {
+            match self.marks.back().filter(|mark| mark.step.step == step) {
+                Some(mark) => (self.step, self.tally) = (mark.step.clone(), mark.tally.clone()),
+                // Nothing of the run counts, or its log is damaged: what the curves still show is all there is.
+                None => self.recount(step),
+            }
+        }
+        self.pace.interrupt();
+        self.cpu_before = None;
+    }
+
+    /// The figures of the steps up to `step`, as far as the curves tell them.
+    fn recount(&mut self, step: u64) {
+        self.tally = Tally::default();
+        for bucket in self.curves.validation.buckets() {
+            let loss = bucket.min;
+            let eval = super::Validation { step: bucket.step, loss, perplexity: loss.exp(), tokens: 0 };
+            self.tally.eval(&eval);
+        }
+        self.step = StepRecord { step, ..StepRecord::default() };
+    }
+
+    fn step(&mut self, mut step: StepRecord, s: f64) {
+        if matches!(self.phase, Phase::Waiting | Phase::Lost) {
+            self.phase = Phase::Running;
+        }
+        if let Some(steps) = &mut self.steps {
+            steps.push(step.clone());
+        }
+        self.tally.step(&step, self.started.as_ref());
+        self.curves.step(&step, s, std::array::from_fn(|window| self.tally.smoothed(window)));
+        self.pace.step(step.step, s);
+        self.measure_cpu(step.cpu_seconds, s);
+        self.tensors.look(step.step, s, step.loss_scale, std::mem::take(&mut step.tensors));
+        let exponents = std::mem::take(&mut step.grads.exponents);
+        if !exponents.is_empty() {
+            self.grads = Some((step.step, step.loss_scale, GradStats { exponents, ..step.grads.clone() }));
+        }
+        self.step = step;
+    }
+
+    /// Over stretches of at least a second, because the kernel counts in hundredths.
+    fn measure_cpu(&mut self, cpu_seconds: Option<f64>, s: f64) {
+        let Some(cpu) = cpu_seconds else { return };
+        match self.cpu_before {
+            Some((then, before)) if s - then < 1.0 && s >= then && cpu >= before => {}
+            Some((then, before)) if s > then && cpu >= before => {
+                self.cpu_percent = Some((cpu - before) / (s - then) * 100.0);
+                self.cpu_before = Some((s, cpu));
+            }
+            _ => self.cpu_before = Some((s, cpu)),
+        }
+    }
+
+    /// What the run has come to so far.
+    pub fn figures(&self) -> Figures {
+        let falls_back = self.setting("/precision/fallback").and_then(Value::as_str) == Some("layer");
+        Figures { in_fallback: falls_back.then_some(self.fallback.len() as u64), ..self.tally.figures() }
+    }
+
+    /// What its FP32 probes have found.
+    pub fn probed(&self) -> &ProbeTotals {
+        &self.tally.probed
+    }
+
+    /// The last validation loss.
+    pub fn last_validation(&self) -> Option<f64> {
+        self.tally.figures.validation.map(|(last, _)| last)
+    }
+
+    /// The lowest validation loss and its step.
+    pub fn best_validation(&self) -> Option<(f64, u64)> {
+        self.tally.best_validation
+    }
+
+    /// The loss smoothed over one of the windows of [`SMOOTHING`]; `None` before the first step.
+    pub fn smoothed_loss(&self, window: usize) -> Option<f64> {
+        self.tally.smoothed(window)
+    }
+
+    /// The largest resident memory that was reported.
+    pub fn peak_rss(&self) -> u64 {
+        self.tally.figures.peak_rss.unwrap_or(0)
+    }
+
+    /// Why it stopped; `None` if it runs, or its log ends without a word.
+    pub fn finished(&self) -> Option<FinishReason> {
+        if let Phase::Finished(finished) = &self.phase { Some(finished.reason) } else { None }
+    }
+
+    /// Whether training has come to an end.
+    pub fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Finished(_) | Phase::Lost)
+    }
+
+    /// Steps the run will attempt; 0 if unknown.
+    pub fn total_steps(&self) -> u64 {
+        self.started.as_ref().map_or(0, |started| started.total_steps)
+    }
+
+    /// Seconds until the run is done; `None` until there is something to go by.
+    pub fn remaining(&self) -> Option<f64> {
+        self.pace.remaining(self.step.step, self.total_steps())
+    }
+
+    /// A value of the run's configuration, by its JSON pointer.
+    pub fn setting(&self, pointer: &str) -> Option<&Value> {
+        self.started.as_ref()?.config.pointer(pointer)
+    }
+
+    /// The run's precision policy; FP16's unless it says otherwise.
+    pub fn policy(&self) -> PrecisionPolicy {
+        self.started.as_ref().map_or(PrecisionPolicy::FP16, Started::precision)
+    }
+
+    /// The format gradients are stored in.
+    pub fn grad_format(&self) -> FloatFormat {
+        self.policy().grads.format()
+    }
+
+    /// Whether losses are scaled.
+    pub fn scales_losses(&self) -> bool {
+        self.started.as_ref().is_none_or(|started| started.scaler.enabled)
+    }
+
+    /// The newest probe's FP32 gradients by exponent, unscaled.
+    pub fn probe_histogram(&self) -> Option<ExponentHistogram> {
+        self.probe.as_ref().map(|probe| histogram(&probe.grads))
+    }
+
+    /// The layers that compute in another type than the policy's, in words: `f32 h.1, h.3`. Empty if there are none.
+    pub fn in_fallback(&self) -> String {
+        let mut layers: Vec<_> = self.fallback.keys().map(String::as_str).collect();
+        layers.sort_by_key(|layer| layer_order(layer));
+        let mut by_type: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for layer in layers {
+            by_type.entry(&self.fallback[layer]).or_default().push(layer);
+        }
+        let of_type: Vec<_> = by_type.iter().map(|(dtype, layers)| format!("{dtype} {}", layers.join(", "))).collect();
+        of_type.join(", ")
+    }
+
+    /// The model's layers, in order.
+    pub fn layers(&self) -> Vec<Layer> {
+        let mut layers = self.tensors.layers();
+        for layer in &mut layers {
+            layer.in_fallback = self.fallback.contains_key(&Unit::of(&layer.name).to_string());
+        }
+        layers
+    }
+}
+
+/// Whether a run repeats the batch of a step that overflowed.
+fn retries(started: &Started) -> bool {
+    started.config.pointer("/scaler/on_overflow").and_then(Value::as_str) == Some("retry")
+}
+
+/// Counts by exponent as [`ExponentHistogram`].
+pub fn histogram(stats: &GradStats) -> ExponentHistogram {
+    let mut histogram = ExponentHistogram::from_counts(stats.exponents.iter().map(|&(e, count)| (i32::from(e), count)));
+    (histogram.zero, histogram.inf, histogram.nan) = (stats.zero, stats.inf, stats.nan);
+    histogram
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telemetry::{Outcome, ScaleCause, ScaleMove, VERSION, Validation};
+
+    fn record(s: f64, event: Event) -> Record {
+        Record { v: VERSION, t: 0, s, event }
+    }
+
+    fn started(resumed_from: Option<u64>) -> Event {
+        Event::Started(Box::new(Started { run: "one".into(), resumed_from, ..Started::default() }))
+    }
+
+    fn step(step: u64, loss: f32, outcome: Outcome) -> Event {
+        let skipped = outcome == Outcome::Skipped;
+        let cause = if skipped { ScaleCause::BackedOff } else { ScaleCause::Held };
+        let scale = ScaleMove { cause, from: 1024.0, to: if skipped { 512.0 } else { 1024.0 } };
+        let time = crate::telemetry::StepTime { step_ms: 10.0, ..Default::default() };
+        let record =
+            StepRecord { step, loss, outcome, loss_scale: 1024.0, scale, tokens: step * 8, time, ..Default::default() };
+        Event::Step(Box::new(record))
+    }
+
+    fn eval(step: u64, loss: f64) -> Event {
+        Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens: 9 })
+    }
+
+    /// A run that is resumed from its checkpoint at step 20 after it got to step 40.
+    fn resumed() -> Vec<Event> {
+        let mut events = vec![started(None)];
+        for at in 1..=40 {
+            events.push(step(
+                at,
+                4.0 - at as f32 / 20.0,
+                if at % 7 == 0 { Outcome::Skipped } else { Outcome::Applied },
+            ));
+            match at {
+                10 => events.push(eval(10, 3.0)),
+                20 => events.extend([eval(20, 3.1), Event::Saved(Saved { step: 20, ..Saved::default() })]),
+                30 => events.push(eval(30, 2.0)),
+                _ => {}
+            }
+        }
+        events.push(started(Some(20)));
+        events.extend((21..=25).map(|at| step(at, 5.0, Outcome::Applied)));
+        events
+    }
+
+    fn fold(events: impl IntoIterator<Item = Event>) -> RunState {
+        let mut state = RunState::default().keeping_steps();
+        for (at, event) in events.into_iter().enumerate() {
+            state.apply(record(at as f64, event));
+        }
+        state
+    }
+
+    #[test]
+    fn a_resumed_run_keeps_the_best_validation_of_what_still_counts() {
+        let state = fold(resumed());
+        assert_eq!(state.best_validation(), Some((3.0, 10)));
+        assert_eq!(state.last_validation(), Some(3.1));
+        // Also where the log does not tell of the checkpoint.
+        let without = resumed().into_iter().filter(|event| !matches!(event, Event::Saved(_)));
+        assert_eq!(fold(without).best_validation(), Some((3.0, 10)));
+    }
+
+    #[test]
+    fn a_run_followed_live_comes_to_the_figures_of_its_log_read_afterwards() {
+        let folder = tempfile::tempdir().unwrap_or_else(|error| panic!("{error}"));
+        let path = folder.path().join("events.jsonl");
+        let write = || -> Result<(RunState, usize)> {
+            let mut log = crate::telemetry::EventLog::open(&path)?;
+            for (at, event) in resumed().into_iter().enumerate() {
+                log.append(&record(at as f64, event))?;
+            }
+            RunState::default().keeping_steps().read(&path)
+        };
+        let (read, unreadable) = write().unwrap_or_else(|error| panic!("{error}"));
+        let live = fold(resumed());
+        assert_eq!((live.figures(), unreadable), (read.figures(), 0));
+        assert_eq!((live.figures().steps, live.figures().skipped), (25, 2));
+        assert_eq!((live.step.step, live.smoothed_loss(1)), (25, read.smoothed_loss(1)));
+        let steps = |state: &RunState| state.steps.iter().flatten().map(|step| step.step).collect::<Vec<_>>();
+        assert_eq!(steps(&live), (1..=25).collect::<Vec<_>>());
+        assert_eq!(steps(&live), steps(&read));
+    }
+
+    #[test]
+    fn before_the_first_repeated_step_the_state_is_that_of_the_checkpoint() {
+        let events = resumed();
+        let until_resumed = events.iter().rposition(|event| matches!(event, Event::Started(_))).map_or(0, |at| at + 1);
+        let state = fold(events.into_iter().take(until_resumed));
+        assert_eq!((state.step.step, state.figures().skipped), (20, 2));
+        assert_eq!(state.phase, Phase::Running);
+    }
+
+    #[test]
+    fn a_new_run_in_the_same_log_forgets_the_one_before() {
+        let state = fold(resumed().into_iter().chain([started(None), step(1, 1.0, Outcome::Applied)]));
+        assert_eq!((state.figures().steps, state.best_validation(), state.curves.loss.since(0).len()), (1, None, 1));
+    }
+}

@@ -1,0 +1,206 @@
+//! What a run came to, in figures, and what they are added up from.
+
+use super::retries;
+use crate::precision::ExponentHistogram;
+use crate::telemetry::{Outcome, Probe, ScaleCause, Started, StepRecord, Validation};
+use std::collections::{BTreeMap, VecDeque};
+
+/// Steps whose losses make one figure: a single batch's loss is mostly luck.
+const WINDOW: usize = 10;
+/// The windows, in steps, over which the loss is smoothed.
+pub const SMOOTHING: [u32; 4] = [5, 20, 50, 200];
+
+/// What a run came to.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Figures {
+    /// Steps attempted.
+    pub steps: u64,
+    /// Steps applied.
+    pub updates: u64,
+    /// Events of overflow.
+    pub overflows: u64,
+    /// Steps that changed nothing.
+    pub skipped: u64,
+    /// The most steps in a row that changed nothing.
+    pub longest_streak: u64,
+    /// Layers that computed in a wider type in the end, where layers fall back.
+    pub in_fallback: Option<u64>,
+    /// Attempts at a batch that had overflowed.
+    pub repeated: u64,
+    /// Tokens of batches that were given up.
+    pub tokens_lost: u64,
+    /// Mean loss of the applied ones among the last `WINDOW` steps.
+    pub loss: Option<f64>,
+    /// The lowest mean loss of as many applied steps in a row.
+    pub best_loss: Option<f64>,
+    /// The last validation loss, and the lowest.
+    pub validation: Option<(f64, f64)>,
+    /// The last perplexity, and the lowest.
+    pub perplexity: Option<(f64, f64)>,
+    /// The first loss scale, and that after the last step.
+    pub scale: Option<(f32, f32)>,
+    /// The lowest and the highest loss scale.
+    pub scale_range: Option<(f32, f32)>,
+    /// Times the scale grew.
+    pub growths: u64,
+    /// Share of the gradients that FP32 probes found flushed to zero.
+    pub flushed: Option<f64>,
+    /// Share of the applied steps' scaled gradients that were subnormal.
+    pub subnormal: Option<f64>,
+    /// Tokens a second within steps.
+    pub tokens_per_s: Option<f64>,
+    /// Seconds the run was running, validation and saving included.
+    pub seconds: f64,
+    /// Largest resident memory.
+    pub peak_rss: Option<u64>,
+}
+
+/// What FP32 probes have found, all together.
+#[derive(Debug, Clone, Default)]
+pub struct ProbeTotals {
+    /// Elements that are not zero in FP32.
+    pub nonzero: u64,
+    /// Those of them that the run's dtype flushed to zero.
+    pub flushed: u64,
+    /// The FP32 gradients by exponent, unscaled.
+    pub exponents: ExponentHistogram,
+    /// The largest activations, by layer.
+    pub activations: BTreeMap<String, f32>,
+}
+
+/// The sums behind the figures. It is copied at every checkpoint, so that a resume can go back to it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Tally {
+    pub(super) figures: Figures,
+    pub(super) probed: ProbeTotals,
+    /// The lowest validation loss and its step.
+    pub(super) best_validation: Option<(f64, u64)>,
+    smoothed: [Average; SMOOTHING.len()],
+    /// Whether the next step repeats this one's batch.
+    repeats: bool,
+    /// Steps skipped since the last applied one.
+    streak: u64,
+    /// Losses of the last steps; `None` for a skipped one.
+    last: VecDeque<Option<f64>>,
+    /// Losses of the last applied steps.
+    applied: VecDeque<f64>,
+    /// Gradients of applied steps, and the subnormal ones.
+    gradients: (u64, u64),
+    /// Tokens at the first step and at the last, and milliseconds of the steps between.
+    pace: Option<(u64, u64, f64)>,
+}
+
+/// An exponential moving average without the bias of its start.
+#[derive(Debug, Clone, Copy, Default)]
+struct Average {
+    sum: f64,
+    weight: f64,
+}
+
+impl Average {
+    fn push(&mut self, value: f64, share: f64) {
+        self.sum += share * (value - self.sum);
+        self.weight += share * (1.0 - self.weight);
+    }
+
+    fn value(self) -> Option<f64> {
+        (self.weight > 0.0).then(|| self.sum / self.weight)
+    }
+}
+
+impl Tally {
+    pub(super) fn step(&mut self, step: &StepRecord, started: Option<&Started>) {
+        let (figures, loss) = (&mut self.figures, f64::from(step.loss));
+        let applied = step.outcome == Outcome::Applied;
+        figures.steps = step.step;
+        figures.updates = step.updates;
+        figures.repeated += u64::from(self.repeats);
+        self.streak = if applied { 0 } else { self.streak + 1 };
+        figures.longest_streak = figures.longest_streak.max(self.streak);
+        self.repeats = !applied && started.is_some_and(retries) && step.scale.cause != ScaleCause::AtFloor;
+        if applied {
+            self.gradients.0 += step.grads.count;
+            self.gradients.1 += step.grads.subnormal;
+            keep(&mut self.applied, loss);
+            if self.applied.len() == WINDOW {
+                let mean = mean(self.applied.iter().copied());
+                figures.best_loss = Some(figures.best_loss.map_or(mean, |best| best.min(mean)));
+            }
+        } else {
+            figures.skipped += 1;
+            let tokens = started.map_or(0, |started| started.tokens_per_step);
+            figures.tokens_lost += if self.repeats { 0 } else { tokens };
+        }
+        keep(&mut self.last, applied.then_some(loss));
+        if step.loss_scale > 0.0 {
+            let (low, high) = figures.scale_range.unwrap_or((step.loss_scale, step.loss_scale));
+            figures.scale_range = Some((low.min(step.loss_scale), high.max(step.loss_scale)));
+            let after = if step.scale.to > 0.0 { step.scale.to } else { step.loss_scale };
+            figures.scale = Some((figures.scale.map_or(step.loss_scale, |(first, _)| first), after));
+        }
+        figures.growths += u64::from(step.scale.cause == ScaleCause::Grew);
+        figures.peak_rss = figures.peak_rss.max(step.rss_bytes);
+        let (first, _, ms) = self.pace.unwrap_or((step.tokens, step.tokens, -step.time.step_ms));
+        self.pace = Some((first, step.tokens, ms + step.time.step_ms));
+        if loss.is_finite() {
+            for (average, window) in self.smoothed.iter_mut().zip(SMOOTHING) {
+                average.push(loss, 1.0 / f64::from(window));
+            }
+        }
+    }
+
+    pub(super) fn eval(&mut self, eval: &Validation) {
+        let latest =
+            |known: Option<(f64, f64)>, value: f64| Some((value, known.map_or(value, |(_, best)| best.min(value))));
+        self.figures.validation = latest(self.figures.validation, eval.loss);
+        self.figures.perplexity = latest(self.figures.perplexity, eval.perplexity);
+        if self.best_validation.is_none_or(|(best, _)| eval.loss < best || best.is_nan()) {
+            self.best_validation = Some((eval.loss, eval.step));
+        }
+    }
+
+    pub(super) fn probe(&mut self, probe: &Probe) {
+        let totals = &mut self.probed;
+        for tensor in &probe.tensors {
+            totals.nonzero += tensor.nonzero;
+            totals.flushed += tensor.flushed;
+        }
+        let counts = probe.grads.exponents.iter().map(|&(exponent, count)| (i32::from(exponent), count));
+        totals.exponents.merge(&ExponentHistogram::from_counts(counts));
+        for activation in &probe.activations {
+            let largest = totals.activations.entry(activation.name.clone()).or_default();
+            *largest = largest.max(activation.max_abs);
+        }
+    }
+
+    /// The loss smoothed over one of the windows of [`SMOOTHING`]; `None` before the first step.
+    pub(super) fn smoothed(&self, window: usize) -> Option<f64> {
+        self.smoothed.get(window).copied().and_then(Average::value)
+    }
+
+    /// The figures as they are now.
+    pub(super) fn figures(&self) -> Figures {
+        let share = |(whole, part): (u64, u64)| (whole > 0).then(|| part as f64 / whole as f64);
+        let rate = |(first, last, ms)| (ms > 0.0 && last > first).then(|| (last - first) as f64 / ms * 1e3);
+        Figures {
+            flushed: share((self.probed.nonzero, self.probed.flushed)),
+            subnormal: share(self.gradients),
+            loss: (!self.last.is_empty()).then(|| mean(self.last.iter().flatten().copied())),
+            tokens_per_s: self.pace.and_then(rate),
+            ..self.figures.clone()
+        }
+    }
+}
+
+fn keep<T>(window: &mut VecDeque<T>, value: T) {
+    if window.len() == WINDOW {
+        window.pop_front();
+    }
+    window.push_back(value);
+}
+
+/// NaN for no value, as when every one of the last steps was skipped.
+fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0u32), |(sum, count), value| (sum + value, count + 1));
+    sum / f64::from(count)
+}

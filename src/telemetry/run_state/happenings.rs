@@ -1,0 +1,110 @@
+//! What happened in a run beside plain steps: events, overflows and samples, each kept in bounded memory.
+
+use crate::telemetry::{Event, Origin, Overflow, ScaleCause, ScaleMove, TensorRecord};
+use std::collections::VecDeque;
+
+/// Overflows, events and samples that are kept.
+pub(super) const OVERFLOWS: usize = 1000;
+pub(super) const EVENTS: usize = 4000;
+pub(super) const SAMPLES: usize = 200;
+/// Tensors that are kept of an overflow.
+const NAMED: usize = 16;
+
+/// Something that happened, with its time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Happening {
+    /// Wall clock, milliseconds since 1970-01-01 UTC.
+    pub t: u64,
+    /// Run-relative seconds.
+    pub s: f64,
+    /// The step it belongs to.
+    pub step: u64,
+    /// What happened, without long tables. Of an overflow the worst tensors are left, the worst first.
+    pub event: Event,
+    /// Tensors of an overflow that were left out.
+    pub more: usize,
+}
+
+impl Happening {
+    /// An event worth listing; `None` for steps that did not move the scale, and for measurements of every layer.
+    pub(super) fn of(t: u64, s: f64, step: u64, event: &Event) -> Option<Self> {
+        let mut more = 0;
+        let event = match event {
+            Event::Variances(_) => return None,
+            Event::Step(step) => {
+                if !matches!(step.scale.cause, ScaleCause::Grew | ScaleCause::Lowered) {
+                    return None;
+                }
+                let mut step = step.clone();
+                step.tensors.clear();
+                step.grads.exponents.clear();
+                Event::Step(step)
+            }
+            Event::Overflow(overflow) => {
+                let mut overflow = overflow.clone();
+                worst_first(&mut overflow.tensors);
+                more = overflow.tensors.len().saturating_sub(NAMED);
+                overflow.tensors.truncate(NAMED);
+                overflow.tensors.iter_mut().for_each(|tensor| tensor.stats.exponents.clear());
+                Event::Overflow(overflow)
+            }
+            other => other.clone(),
+        };
+        Some(Self { t, s, step, event, more })
+    }
+}
+
+/// A skipped step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OverflowRow {
+    /// The step.
+    pub step: u64,
+    /// The scale before and after.
+    pub scale: ScaleMove,
+    /// The tensors that overflowed, by name: those first of which the largest share did.
+    pub tensors: Vec<String>,
+    /// How many more there are.
+    pub more: usize,
+    /// Where it began, if it was traced.
+    pub origin: Option<Origin>,
+}
+
+impl OverflowRow {
+    pub(super) fn of(overflow: &Overflow) -> Self {
+        let mut tensors: Vec<_> = overflow.tensors.iter().collect();
+        tensors.sort_by(|a, b| broken_share(b).total_cmp(&broken_share(a)));
+        let more = tensors.len().saturating_sub(NAMED);
+        let tensors = tensors.into_iter().take(NAMED).map(|tensor| tensor.name.clone()).collect();
+        Self { step: overflow.step, scale: overflow.scale, tensors, more, origin: overflow.origin.clone() }
+    }
+}
+
+/// A generated text with the smoothed loss at that moment.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SampleRow {
+    /// Steps attempted before it.
+    pub step: u64,
+    /// The smoothed loss.
+    pub loss: Option<f64>,
+    /// The text given.
+    pub prompt: String,
+    /// The text generated.
+    pub text: String,
+}
+
+/// The share of a tensor's gradient that is not finite.
+fn broken_share(tensor: &TensorRecord) -> f64 {
+    tensor.stats.not_finite() as f64 / tensor.stats.count.max(1) as f64
+}
+
+fn worst_first(tensors: &mut [TensorRecord]) {
+    tensors.sort_by(|a, b| broken_share(b).total_cmp(&broken_share(a)));
+}
+
+/// Adds a row, and drops the oldest where there are `capacity` already.
+pub(super) fn keep<T>(rows: &mut VecDeque<T>, row: T, capacity: usize) {
+    if rows.len() == capacity {
+        rows.pop_front();
+    }
+    rows.push_back(row);
+}

@@ -1,0 +1,171 @@
+//! The model's tensors: each one's gradient now and before, and the layers they make up.
+
+use crate::telemetry::{GradStats, Overflow, Probe, Series, TensorRecord};
+use std::collections::{BTreeSet, HashMap};
+
+/// Buckets of all tensors' histories together.
+const HISTORIES: usize = 1 << 16;
+
+/// The model's tensors in parameter order, as far as records have named them.
+#[derive(Debug, Clone, Default)]
+pub struct Tensors {
+    /// One for each tensor.
+    pub rows: Vec<TensorRow>,
+    /// The step of the newest table.
+    pub step: u64,
+    /// Its loss scale.
+    pub loss_scale: f32,
+    by_name: HashMap<String, usize>,
+    /// The tensors of the newest overflow.
+    pub last_overflow: BTreeSet<String>,
+}
+
+/// A tensor's gradient, now and before.
+#[derive(Debug, Clone)]
+pub struct TensorRow {
+    /// The parameter's name.
+    pub name: String,
+    /// Its gradient as it was last seen.
+    pub stats: GradStats,
+    /// Steps in which it overflowed.
+    pub overflows: u64,
+    /// The probe's verdict: elements flushed to zero, of those that are not zero in FP32.
+    pub flushed: Option<(u64, u64)>,
+    /// log2 of the smallest and of the largest magnitude.
+    pub history: (Series, Series),
+}
+
+impl Tensors {
+    pub(super) fn look(&mut self, step: u64, s: f64, loss_scale: f32, records: Vec<TensorRecord>) {
+        if records.is_empty() {
+            return;
+        }
+        (self.step, self.loss_scale) = (step, loss_scale);
+        let capacity = (HISTORIES / records.len()).clamp(32, 512);
+        for record in records {
+            let row = self.row(record.name, capacity);
+            if let Some(min) = record.stats.min_abs {
+                row.history.0.push(step, s, f64::from(min).log2());
+                row.history.1.push(step, s, f64::from(record.stats.max_abs).log2());
+            }
+            row.stats = record.stats;
+        }
+    }
+
+    pub(super) fn overflowed(&mut self, overflow: &Overflow) {
+        self.last_overflow = overflow.tensors.iter().map(|tensor| tensor.name.clone()).collect();
+        for tensor in &overflow.tensors {
+            self.row(tensor.name.clone(), 128).overflows += 1;
+        }
+    }
+
+    pub(super) fn flushed(&mut self, probe: &Probe) {
+        for tensor in &probe.tensors {
+            self.row(tensor.name.clone(), 128).flushed = Some((tensor.flushed, tensor.nonzero));
+        }
+    }
+
+    fn row(&mut self, name: String, capacity: usize) -> &mut TensorRow {
+        let next = self.rows.len();
+        let at = *self.by_name.entry(name.clone()).or_insert(next);
+        if at == next {
+            let history = (Series::new(capacity), Series::new(capacity));
+            self.rows.push(TensorRow { name, stats: GradStats::default(), overflows: 0, flushed: None, history });
+        }
+        &mut self.rows[at]
+    }
+
+    pub(super) fn cut(&mut self, step: u64) {
+        for row in &mut self.rows {
+            row.history.0.cut(step);
+            row.history.1.cut(step);
+        }
+    }
+
+    /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`.
+    pub(super) fn layers(&self) -> Vec<Layer> {
+        let mut layers: Vec<Layer> = Vec::new();
+        for row in &self.rows {
+            let name = layer_name(&row.name);
+            let overflowed = self.last_overflow.contains(&row.name);
+            if let Some(layer) = layers.iter_mut().find(|layer| layer.name == name) {
+                layer.add(row, overflowed);
+            } else {
+                let mut layer = Layer { name: name.to_owned(), ..Layer::default() };
+                layer.add(row, overflowed);
+                layers.push(layer);
+            }
+        }
+        layers.sort_by_key(|layer| layer_order(&layer.name));
+        layers
+    }
+}
+
+/// `h.3` of `h.3.mlp.c_fc.weight`, `wte` of `wte.weight`.
+fn layer_name(tensor: &str) -> &str {
+    let parts = if tensor.starts_with("h.") { 2 } else { 1 };
+    tensor.match_indices('.').nth(parts - 1).map_or(tensor, |(at, _)| &tensor[..at])
+}
+
+/// Embeddings, blocks by number, and what follows them.
+pub(super) fn layer_order(layer: &str) -> (u8, u32) {
+    match layer.strip_prefix("h.").and_then(|number| number.parse().ok()) {
+        Some(number) => (1, number),
+        None if layer == "wte" => (0, 0),
+        None if layer == "wpe" => (0, 1),
+        None => (2, 0),
+    }
+}
+
+/// The gradients of one layer, or of several neighbouring ones.
+#[derive(Debug, Clone, Default)]
+pub struct Layer {
+    /// `h.3`, `wte`, or `h.2-3` for neighbours that were joined.
+    pub name: String,
+    /// Smallest magnitude above zero.
+    pub min_abs: Option<f32>,
+    /// Largest finite magnitude.
+    pub max_abs: f32,
+    /// Sum of squares of its elements.
+    pub sum_squares: f64,
+    /// Elements.
+    pub count: u64,
+    /// Whether the newest overflow was here.
+    pub overflowed: bool,
+    /// Whether it computes in another type than the policy's.
+    pub in_fallback: bool,
+}
+
+impl Layer {
+    fn add(&mut self, row: &TensorRow, overflowed: bool) {
+        self.min_abs = smaller(self.min_abs, row.stats.min_abs);
+        self.max_abs = self.max_abs.max(row.stats.max_abs);
+        self.sum_squares += row.stats.norm.powi(2);
+        self.count += row.stats.count;
+        self.overflowed |= overflowed;
+    }
+
+    /// Takes in the layer after it.
+    pub fn join(&mut self, next: &Self) {
+        let first = self.name.split('-').next().unwrap_or_default().to_owned();
+        self.name = format!("{first}-{}", next.name.trim_start_matches("h."));
+        self.min_abs = smaller(self.min_abs, next.min_abs);
+        self.max_abs = self.max_abs.max(next.max_abs);
+        self.sum_squares += next.sum_squares;
+        self.count += next.count;
+        self.overflowed |= next.overflowed;
+        self.in_fallback |= next.in_fallback;
+    }
+
+    /// Root mean square of its elements.
+    pub fn rms(&self) -> f64 {
+        if self.count == 0 { 0.0 } else { (self.sum_squares / self.count as f64).sqrt() }
+    }
+}
+
+fn smaller(one: Option<f32>, other: Option<f32>) -> Option<f32> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        (one, other) => one.or(other),
+    }
+}

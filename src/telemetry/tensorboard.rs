@@ -1,0 +1,257 @@
+//! A run for TensorBoard: scalars and histograms of the gradients, as an event file.
+//!
+//! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf message
+//! `Event` of TensorFlow's `event.proto` and `summary.proto`. Five messages with a few fields each are written here by hand;
+//! `tests/tensorboard.rs` has TensorBoard itself read them back.
+
+use super::emitter::Sink;
+use super::{Event, GradStats, Record, StepRecord};
+use crate::{Error, Result};
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Writes a run's records as an event file.
+#[derive(Debug)]
+pub struct TensorBoard {
+    path: PathBuf,
+    file: File,
+}
+
+impl TensorBoard {
+    /// A new event file in `folder`, which is made if it does not exist. Each process of a run writes a file of its own;
+    /// TensorBoard reads those of a folder as one run.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn create(folder: &Path, t: u64) -> Result<Self> {
+        std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
+        // TensorBoard knows event files by this name and reads them in the order of their times.
+        let name = |number: u32| folder.join(format!("events.out.tfevents.{:010}.finetune.{number}", t / 1000));
+        let path = (0..u32::MAX).map(name).find(|path| !path.exists()).unwrap_or_else(|| name(u32::MAX));
+        let file = File::create_new(&path).map_err(Error::io("create", &path))?;
+        let mut board = Self { path, file };
+        let mut event = Message::event(t, 0);
+        event.text(3, "brain.Event:2");
+        board.append(&event)?;
+        Ok(board)
+    }
+
+    /// Where it writes.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn append(&mut self, event: &Message) -> Result<()> {
+        let length = (event.0.len() as u64).to_le_bytes();
+        let mut record = Vec::with_capacity(event.0.len() + 16);
+        record.extend(length);
+        record.extend(masked_crc(&length).to_le_bytes());
+        record.extend(&event.0);
+        record.extend(masked_crc(&event.0).to_le_bytes());
+        self.file.write_all(&record).map_err(Error::io("write", &self.path))
+    }
+
+    fn step(&mut self, t: u64, step: &StepRecord) -> Result<()> {
+        let mut summary = Message::default();
+        let mut scalar = |tag: &str, value: f64| summary.message(1, &Message::scalar(tag, value));
+        scalar("loss/train", f64::from(step.loss));
+        scalar("loss_scale/log2", f64::from(step.loss_scale).log2());
+        scalar("loss_scale/skipped_steps", step.skipped as f64);
+        scalar("optimizer/lr", step.lr);
+        scalar("optimizer/grad_norm", step.grad_norm);
+        scalar("performance/tokens_per_s", step.tokens_per_s);
+        scalar("performance/step_ms", step.time.step_ms);
+        if let Some(rss) = step.rss_bytes {
+            scalar("performance/resident_bytes", rss as f64);
+        }
+        let grads = &step.grads;
+        if grads.count > 0 {
+            let share = |part: u64| part as f64 / grads.count as f64;
+            scalar("gradients/zero_share", share(grads.zero));
+            scalar("gradients/subnormal_share", share(grads.subnormal));
+            scalar("gradients/not_finite", grads.not_finite() as f64);
+        }
+        if !grads.exponents.is_empty() {
+            summary.message(1, &Message::histogram("gradients/log2_abs_scaled", grads));
+        }
+        for tensor in step.tensors.iter().filter(|tensor| !tensor.stats.exponents.is_empty()) {
+            let tag = format!("gradients_log2_abs_scaled/{}", tensor.name);
+            summary.message(1, &Message::histogram(&tag, &tensor.stats));
+        }
+        let mut event = Message::event(t, step.step);
+        event.message(5, &summary);
+        self.append(&event)
+    }
+}
+
+impl Sink for TensorBoard {
+    fn take(&mut self, record: &Record) -> Result<()> {
+        match &record.event {
+            Event::Started(started) => {
+                let Some(step) = started.resumed_from else { return Ok(()) };
+                // A session that starts at a step makes TensorBoard drop what it has of that step and later ones.
+                let mut session = Message::default();
+                session.number(1, 1);
+                let mut event = Message::event(record.t, step + 1);
+                event.message(7, &session);
+                self.append(&event)
+            }
+            Event::Step(step) => self.step(record.t, step),
+            Event::Eval(eval) => {
+                let mut summary = Message::default();
+                summary.message(1, &Message::scalar("loss/validation", eval.loss));
+                summary.message(1, &Message::scalar("perplexity/validation", eval.perplexity));
+                let mut event = Message::event(record.t, eval.step);
+                event.message(5, &summary);
+                self.append(&event)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        "TensorBoard"
+    }
+}
+
+/// A protobuf message in the making.
+#[derive(Debug, Default)]
+struct Message(Vec<u8>);
+
+impl Message {
+    /// An `Event` of a time, in wall-clock milliseconds, and a step.
+    fn event(t: u64, step: u64) -> Self {
+        let mut event = Self::default();
+        event.double(1, t as f64 / 1000.0);
+        event.number(2, step);
+        event
+    }
+
+    /// A `Summary.Value` of one number.
+    fn scalar(tag: &str, value: f64) -> Self {
+        let mut scalar = Self::default();
+        scalar.text(1, tag);
+        scalar.key(2, 5);
+        scalar.0.extend((value as f32).to_le_bytes());
+        scalar
+    }
+
+    /// A `Summary.Value` of a histogram over log2 of the magnitudes: one bucket a binade. Zeros and what is not finite
+    /// have no logarithm and are left out.
+    fn histogram(tag: &str, grads: &GradStats) -> Self {
+        let mut histogram = Self::default();
+        let binades = || grads.exponents.iter().map(|(exponent, count)| (f64::from(*exponent), *count as f64));
+        let sum = |value: fn(f64) -> f64| binades().map(|(low, count)| value(low + 0.5) * count).sum::<f64>();
+        let low = binades().next().map_or(0.0, |(low, _)| low);
+        let high = binades().last().map_or(0.0, |(low, _)| low + 1.0);
+        histogram.double(1, low);
+        histogram.double(2, high);
+        histogram.double(3, sum(|_| 1.0));
+        histogram.double(4, sum(|middle| middle));
+        histogram.double(5, sum(|middle| middle * middle));
+        // Every binade between, so that each bucket is one wide.
+        let (mut limits, mut counts) = (Vec::new(), Vec::new());
+        let mut next = low;
+        for (binade, count) in binades() {
+            while next < binade {
+                next += 1.0;
+                (limits.push(next), counts.push(0.0));
+            }
+            next = binade + 1.0;
+            (limits.push(next), counts.push(count));
+        }
+        histogram.doubles(6, &limits);
+        histogram.doubles(7, &counts);
+        let mut value = Self::default();
+        value.text(1, tag);
+        value.message(5, &histogram);
+        value
+    }
+
+    fn varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.0.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.0.push(value as u8);
+    }
+
+    fn key(&mut self, field: u64, wire: u64) {
+        self.varint(field << 3 | wire);
+    }
+
+    fn number(&mut self, field: u64, value: u64) {
+        self.key(field, 0);
+        self.varint(value);
+    }
+
+    fn double(&mut self, field: u64, value: f64) {
+        self.key(field, 1);
+        self.0.extend(value.to_le_bytes());
+    }
+
+    fn bytes(&mut self, field: u64, bytes: &[u8]) {
+        self.key(field, 2);
+        self.varint(bytes.len() as u64);
+        self.0.extend(bytes);
+    }
+
+    fn text(&mut self, field: u64, text: &str) {
+        self.bytes(field, text.as_bytes());
+    }
+
+    fn message(&mut self, field: u64, message: &Self) {
+        self.bytes(field, &message.0);
+    }
+
+    fn doubles(&mut self, field: u64, values: &[f64]) {
+        let packed: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        self.bytes(field, &packed);
+    }
+}
+
+/// The checksum of TFRecords: CRC-32C, rotated and moved so that checksums of data with checksums in it stay good.
+fn masked_crc(bytes: &[u8]) -> u32 {
+    crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// CRC-32 with Castagnoli's polynomial.
+fn crc32c(bytes: &[u8]) -> u32 {
+    const TABLE: [u32; 256] = {
+        let mut table = [0u32; 256];
+        let mut byte = 0;
+        while byte < 256 {
+            let mut value = byte as u32;
+            let mut bit = 0;
+            while bit < 8 {
+                value = if value & 1 == 1 { value >> 1 ^ 0x82f6_3b78 } else { value >> 1 };
+                bit += 1;
+            }
+            table[byte] = value;
+            byte += 1;
+        }
+        table
+    };
+    !bytes.iter().fold(!0, |crc, byte| crc >> 8 ^ TABLE[usize::from(crc as u8 ^ byte)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_is_that_of_rfc_3720() {
+        // RFC 3720, B.4, and the check value of the catalogue of CRCs.
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+    }
+
+    #[test]
+    fn numbers_are_varints() {
+        let mut message = Message::default();
+        message.number(2, 300);
+        assert_eq!(message.0, [0x10, 0xac, 0x02]);
+    }
+}

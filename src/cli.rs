@@ -1,6 +1,7 @@
 //! The command line: what may be typed, and which part of the library answers.
 
 mod bench;
+mod chat;
 mod checkpoint;
 mod compare;
 mod completions;
@@ -47,6 +48,8 @@ struct Cli {
 enum Command {
     /// Write text with a model
     Generate(Box<generate::GenerateArgs>),
+    /// Talk to a model in the terminal
+    Chat(Box<chat::ChatArgs>),
     /// Measure a model on a text: loss, perplexity, bits per byte
     Eval(Box<eval::EvalArgs>),
     /// Write a model for other programs: a Hugging Face folder, GGUF or ONNX
@@ -106,6 +109,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             FinishReason::Diverged => ExitCode::from(3),
         }),
         Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut stdout()))),
+        Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut stdout()))),
         Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut stdout()))),
         Some(Command::Export(args)) => done(export::run(&args, &mut stdout())),
         Some(Command::Config(args)) => {

@@ -1,5 +1,6 @@
 //! A finished model and what is done with it: opening, text, loss on a text, export.
 
+pub mod chat;
 pub mod evaluate;
 pub mod export;
 pub mod generate;

@@ -1,0 +1,169 @@
+//! `finetune chat`: a conversation in the terminal, answers as they come.
+
+use crate::cli::model::ModelArgs;
+use crate::engine::model::{Decoder, KvCache, Parameters};
+use crate::inference::chat::Chat;
+use crate::inference::generate::{Request, Sampling, Stop, TextStream, generate};
+use crate::inference::trained::TrainedModel;
+use crate::{Error, Result};
+use candle_core::Device;
+use clap::Args;
+use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
+use std::path::PathBuf;
+
+const HELP: &str = "/reset forgets the conversation, /system TEXT begins it anew with instructions, /save FILE writes it as JSON Lines, \
+                    /quit or Ctrl-D ends it";
+/// Ends an answer where the model brings no template: a turn is a line.
+const LINE_END: char = '\n';
+
+/// Flags of `finetune chat`.
+#[derive(Args, Debug)]
+pub(super) struct ChatArgs {
+    #[command(flatten)]
+    pub(super) model: ModelArgs,
+    /// Instructions that the conversation begins with
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// A chat template in place of the model's own
+    #[arg(long, value_name = "FILE")]
+    template: Option<PathBuf>,
+    /// Tokens of an answer, at most
+    #[arg(long, short = 'n', value_name = "N", default_value_t = 512)]
+    max_tokens: usize,
+    /// Divides the logits; 0 always takes the likeliest token
+    #[arg(long, value_name = "X", default_value_t = 0.7)]
+    temperature: f64,
+    /// Choose among the likeliest tokens that together have this probability
+    #[arg(long, value_name = "P")]
+    top_p: Option<f64>,
+    /// Equal seeds and equal words give equal answers
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+/// Converses until the input ends; answers go to `out`, everything else to standard error.
+pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
+    let sampling =
+        Sampling { temperature: args.temperature, top_p: args.top_p, seed: args.seed, ..Sampling::default() };
+    sampling.validate()?;
+    let trained = args.model.model.open()?;
+    let mut chat = Chat::new(&trained, args.template.as_deref())?;
+    let terminal = stdin().is_terminal();
+    if chat.plain {
+        note(
+            "this model brings no chat template; turns are written as lines of `role: content`, as `messages` in training data are",
+        );
+    }
+    if terminal {
+        note(HELP);
+    }
+    let (model, weights) = trained.load(args.model.dtype)?;
+    let mut speaker = Speaker { args, trained: &trained, model, weights, sampling, out };
+    begin(&mut chat, args.system.as_deref());
+    loop {
+        if terminal {
+            write!(stderr(), "\n> ").and_then(|()| stderr().flush()).ok();
+        }
+        let mut line = String::new();
+        if stdin().lock().read_line(&mut line).map_err(Error::io("read from", "standard input"))? == 0 {
+            return Ok(());
+        }
+        let line = line.trim();
+        let (command, rest) = line.split_once(' ').unwrap_or((line, ""));
+        match command {
+            "" => {}
+            "/quit" => return Ok(()),
+            "/reset" => begin(&mut chat, args.system.as_deref()),
+            "/system" => begin(&mut chat, Some(rest).filter(|text| !text.is_empty())),
+            "/save" if rest.is_empty() => note("`/save` needs the name of a file"),
+            "/save" => match save(&chat, rest) {
+                Ok(()) => note(&format!("{} messages are in `{rest}`", chat.history.len())),
+                Err(error) => note(&error.to_string()),
+            },
+            unknown if unknown.starts_with('/') => note(&format!("`{unknown}` is no command: {HELP}")),
+            _ => {
+                chat.history.push("user", line);
+                match speaker.answer(&chat) {
+                    Ok(answer) => chat.history.push("assistant", &answer),
+                    // What cannot be answered, because the template or the context refuses it, was not said.
+                    Err(error @ (Error::Model { .. } | Error::Config { .. })) => {
+                        chat.history.pop();
+                        note(&error.to_string());
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+    }
+}
+
+/// Forgets what was said.
+fn begin(chat: &mut Chat, system: Option<&str>) {
+    chat.history.clear();
+    if let Some(text) = system {
+        chat.history.push("system", text);
+    }
+}
+
+fn note(text: &str) {
+    writeln!(stderr(), "{text}").ok();
+}
+
+/// Appends the conversation to a file that `--data` takes.
+fn save(chat: &Chat, file: &str) -> Result<()> {
+    let line = format!("{{\"messages\": {}}}\n", chat.history.to_json()?);
+    let mut file_handle =
+        std::fs::OpenOptions::new().create(true).append(true).open(file).map_err(Error::io("open", file))?;
+    file_handle.write_all(line.as_bytes()).map_err(Error::io("write", file))
+}
+
+/// The model's side.
+struct Speaker<'a> {
+    args: &'a ChatArgs,
+    trained: &'a TrainedModel,
+    model: Decoder,
+    weights: Parameters,
+    sampling: Sampling,
+    out: &'a mut dyn Write,
+}
+
+impl Speaker<'_> {
+    /// The answer to what was said, printed as it comes.
+    fn answer(&mut self, chat: &Chat) -> Result<String> {
+        let Self { args, trained, model, weights, sampling, out } = self;
+        // The template has written every special token.
+        let prompt = trained.tokenizer.encode(&chat.prompt()?)?;
+        let context = trained.config.context;
+        if prompt.len() >= context {
+            let message = format!(
+                "the conversation has {} tokens and the model's context {context}; /reset begins anew",
+                prompt.len()
+            );
+            return Err(Error::config("chat", message));
+        }
+        let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
+        let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &Device::Cpu)?;
+        let request = Request { prompt: &prompt, max_tokens: args.max_tokens, eos: None, sampling };
+        let (mut stream, mut answer) = (TextStream::new(&trained.tokenizer), String::new());
+        let mut say = |answer: &mut String, piece: &str| {
+            answer.push_str(piece);
+            out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
+        };
+        let stop = generate(model, weights, &mut cache, request, |id| {
+            if chat.ends.contains(&id) || (chat.plain && answer.contains(LINE_END)) {
+                return Ok(false);
+            }
+            say(&mut answer, &stream.push(id)?)?;
+            Ok(true)
+        })?;
+        let rest = stream.finish()?;
+        say(&mut answer, &rest)?;
+        out.write_all(b"\n").map_err(Error::io("write to", "standard output"))?;
+        match stop {
+            Stop::MaxTokens => note("(cut at `--max-tokens`)"),
+            Stop::ContextFull => note("(the context is full; /reset begins anew)"),
+            Stop::EndOfText | Stop::Receiver => {}
+        }
+        Ok(answer.trim().to_owned())
+    }
+}

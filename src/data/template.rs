@@ -1,0 +1,345 @@
+//! Chat templates: the Jinja texts that models bring to turn a conversation into the text they were trained on.
+//!
+//! The environment is that of transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` and a `tojson` in
+//! Python's style are there, strings and lists have Python's methods. There is no clock: `strftime_now` is undefined, and templates
+//! that ask for it fall back on their fixed date, so that a text does not depend on the day.
+//!
+//! A template may mark what the model has to learn with `{% generation %}` … `{% endgeneration %}`. The engine knows no such
+//! block; it is replaced by expressions that print a mark, and the marks become ranges of the text.
+
+use crate::{Error, Result};
+use minijinja::value::{Rest, Value};
+use minijinja::{Environment, ErrorKind, context};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::ops::Range;
+
+/// Longer templates are refused; the longest in use has some 20 kB.
+const MAX_SOURCE: usize = 1 << 20;
+/// Instructions a rendering may take, which ends templates that loop for ever.
+const FUEL: u64 = 50_000_000;
+/// What `{% generation %}` and its end print. Unicode keeps these code points free for programs' own use.
+const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
+const NAME: &str = "chat template";
+
+/// A conversation's messages, each an object with `role` and `content` and whatever else its template reads.
+#[derive(Clone, Debug, Default)]
+pub struct Conversation {
+    messages: Vec<Value>,
+}
+
+impl Conversation {
+    /// Reads a JSON array of messages; the order of keys is kept.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let messages = serde_json::from_str(text).map_err(|error| Error::data("a conversation", error.to_string()))?;
+        Ok(Self { messages })
+    }
+
+    /// Adds what `role` says.
+    pub fn push(&mut self, role: &str, content: &str) {
+        self.messages.push(context! { role, content });
+    }
+
+    /// Takes the last message back.
+    pub fn pop(&mut self) {
+        self.messages.pop();
+    }
+
+    /// Removes all messages.
+    pub fn clear(&mut self) {
+        self.messages.clear();
+    }
+
+    /// Messages so far.
+    pub fn len(&self) -> usize {
+        self.messages.len()
+    }
+
+    /// Whether nothing was said.
+    pub fn is_empty(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    /// A JSON array of the messages.
+    pub fn to_json(&self) -> Result<String> {
+        serde_json::to_string(&self.messages).map_err(|error| Error::data("a conversation", error.to_string()))
+    }
+}
+
+/// A conversation as text.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rendered {
+    /// The text, special tokens included: it is tokenised without adding any.
+    pub text: String,
+    /// The bytes that the template marks as the model's own words, in order; empty where it marks none.
+    pub learned: Vec<Range<usize>>,
+}
+
+/// The special tokens that templates name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TemplateTokens {
+    /// `bos_token`.
+    pub bos: Option<String>,
+    /// `eos_token`.
+    pub eos: Option<String>,
+}
+
+/// A parsed chat template.
+#[derive(Debug)]
+pub struct Template {
+    environment: Environment<'static>,
+    origin: String,
+    tokens: TemplateTokens,
+}
+
+impl Template {
+    /// Parses `source`; `origin` is where it comes from, for messages.
+    ///
+    /// # Errors
+    /// [`Error::Model`] with the line of a syntax error.
+    pub fn new(source: &str, origin: &str, tokens: TemplateTokens) -> Result<Self> {
+        if source.len() > MAX_SOURCE {
+            let message = format!("its chat template has {} bytes; {MAX_SOURCE} are the most", source.len());
+            return Err(Error::model(origin, message));
+        }
+        let mut environment = Environment::new();
+        let syntax = environment.syntax().to_builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|error| explain(origin, &error))?);
+        environment.set_fuel(Some(FUEL));
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_filter("tojson", tojson);
+        environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+        });
+        let template = Self { environment, origin: origin.to_owned(), tokens };
+        template.with_source(source)
+    }
+
+    fn with_source(mut self, source: &str) -> Result<Self> {
+        let source = with_marks(source);
+        self.environment.add_template_owned(NAME, source).map_err(|error| explain(&self.origin, &error))?;
+        Ok(self)
+    }
+
+    /// Writes `conversation` as text; `tools` is a JSON array, and `reply` asks for the start of the model's next answer.
+    ///
+    /// # Errors
+    /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot compute.
+    pub fn render(&self, conversation: &Conversation, tools: Option<&str>, reply: bool) -> Result<Rendered> {
+        let fail = |error: minijinja::Error| explain(&self.origin, &error);
+        let tools: Option<Value> = tools
+            .map(serde_json::from_str)
+            .transpose()
+            .map_err(|error| Error::data("the tools", format!("not JSON: {error}")))?;
+        let TemplateTokens { bos, eos } = &self.tokens;
+        let template = self.environment.get_template(NAME).map_err(fail)?;
+        let mut variables = BTreeMap::from([
+            ("messages", Value::from(conversation.messages.clone())),
+            ("add_generation_prompt", reply.into()),
+            ("tools", tools.unwrap_or_else(|| ().into())),
+        ]);
+        // A token that there is none of stays undefined, which templates test for.
+        for (name, token) in [("bos_token", bos), ("eos_token", eos)] {
+            variables.extend(token.iter().map(|token| (name, Value::from(token.as_str()))));
+        }
+        let marked = template.render(variables).map_err(fail)?;
+        ranges(&marked)
+            .ok_or_else(|| Error::model(&self.origin, "its chat template's generation blocks do not pair up"))
+    }
+}
+
+fn explain(origin: &str, error: &minijinja::Error) -> Error {
+    let line = error.line().map_or_else(String::new, |line| format!(", line {line}"));
+    let detail = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    Error::model(origin, format!("its chat template{line}: {detail}"))
+}
+
+/// Replaces the tags of generation blocks by expressions that print marks, with the same control of white space.
+fn with_marks(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let Some(length) = rest[start..].find("%}").map(|end| end + 2) else { break };
+        let tag = &rest[start..start + length];
+        let inner = &tag[2..length - 2];
+        let word = inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
+        out.push_str(&rest[..start]);
+        match ["generation", "endgeneration"].iter().position(|name| *name == word) {
+            None => out.push_str(tag),
+            Some(mark) => {
+                // A block at the start of a line takes the blanks in front of it along, and the line's end; an expression does not.
+                let control = |side: Option<char>| matches!(side, Some('-'));
+                let (before, after) = (control(inner.chars().next()), control(inner.chars().next_back()));
+                if !before {
+                    let line = out.rfind('\n').map_or(0, |at| at + 1);
+                    if out[line..].chars().all(|c| c == ' ' || c == '\t') {
+                        out.truncate(line);
+                    }
+                }
+                let dash = |yes: bool| if yes { "-" } else { "" };
+                let _ = write!(out, "{{{{{} '{}' {}}}}}", dash(before), MARKS[mark], dash(after));
+                rest = &rest[start + length..];
+                if !after {
+                    rest = rest.strip_prefix("\r\n").or_else(|| rest.strip_prefix('\n')).unwrap_or(rest);
+                }
+                continue;
+            }
+        }
+        rest = &rest[start + length..];
+    }
+    out.push_str(rest);
+    out
+}
+
+/// Takes the marks out of a text; `None` if they do not pair up.
+fn ranges(marked: &str) -> Option<Rendered> {
+    let mut rendered = Rendered::default();
+    let mut open = None;
+    for c in marked.chars() {
+        if c == MARKS[0] {
+            if open.replace(rendered.text.len()).is_some() {
+                return None;
+            }
+        } else if c == MARKS[1] {
+            rendered.learned.push(open.take()?..rendered.text.len());
+        } else {
+            rendered.text.push(c);
+        }
+    }
+    open.is_none().then_some(rendered)
+}
+
+/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`.
+#[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
+fn tojson(value: &Value, options: minijinja::value::Kwargs, _: Rest<Value>) -> Result<String, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    options.assert_all_used()?;
+    let mut out = String::new();
+    write_json(value, indent, 0, &mut out)?;
+    Ok(out)
+}
+
+fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), minijinja::Error> {
+    use minijinja::value::ValueKind::{Iterable, Map, Seq};
+    let line = |out: &mut String, depth: usize| {
+        if let Some(indent) = indent {
+            out.push('\n');
+            out.extend(std::iter::repeat_n(' ', indent * depth));
+        }
+    };
+    let separator = if indent.is_some() { "," } else { ", " };
+    let kind = value.kind();
+    if matches!(kind, Map | Seq | Iterable) {
+        let [open, close] = if kind == Map { ['{', '}'] } else { ['[', ']'] };
+        out.push(open);
+        let mut empty = true;
+        for item in value.try_iter()? {
+            if !std::mem::replace(&mut empty, false) {
+                out.push_str(separator);
+            }
+            line(out, depth + 1);
+            if kind == Map {
+                write_json(&Value::from(item.to_string()), indent, depth + 1, out)?;
+                out.push_str(": ");
+                write_json(&value.get_item(&item)?, indent, depth + 1, out)?;
+            } else {
+                write_json(&item, indent, depth + 1, out)?;
+            }
+        }
+        if !empty {
+            line(out, depth);
+        }
+        out.push(close);
+    } else {
+        let text = serde_json::to_string(value)
+            .map_err(|error| minijinja::Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+        out.push_str(&text);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    const CHATML: &str = "{% for message in messages %}\n  {% if message.role == 'assistant' %}\n<|im_start|>assistant\n\
+                          {% generation %}\n{{ message.content }}<|im_end|>\n{% endgeneration %}\n{% else %}\n\
+                          <|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}\n{% endfor %}\n\
+                          {% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}\n";
+
+    fn template(source: &str) -> Template {
+        let tokens = TemplateTokens { bos: Some("<s>".into()), eos: None };
+        Template::new(source, "model", tokens).unwrap()
+    }
+
+    fn conversation(turns: &[(&str, &str)]) -> Conversation {
+        let mut conversation = Conversation::default();
+        for (role, content) in turns {
+            conversation.push(role, content);
+        }
+        conversation
+    }
+
+    #[test]
+    fn learned_ranges_are_the_generation_blocks() {
+        let chat = conversation(&[("user", "Hi"), ("assistant", "Ho ✓"), ("user", "?"), ("assistant", "!")]);
+        let Rendered { text, learned } = template(CHATML).render(&chat, None, false).unwrap();
+        assert_eq!(
+            text,
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo ✓<|im_end|>\n<|im_start|>user\n?<|im_end|>\n\
+             <|im_start|>assistant\n!<|im_end|>\n"
+        );
+        let words: Vec<&str> = learned.into_iter().map(|range| &text[range]).collect();
+        assert_eq!(words, ["Ho ✓<|im_end|>\n", "!<|im_end|>\n"]);
+    }
+
+    #[test]
+    fn a_reply_is_asked_for() {
+        let text = template(CHATML).render(&conversation(&[("user", "Hi")]), None, true).unwrap().text;
+        assert_eq!(text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
+    }
+
+    #[test]
+    fn a_syntax_error_and_a_refusal_name_the_line() {
+        let message = Template::new("a\n{% if x %}", "model", TemplateTokens::default()).unwrap_err().to_string();
+        assert!(message.contains("chat template, line 2"), "{message}");
+        let refusing =
+            template("{{ bos_token }}\n{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}");
+        assert_eq!(refusing.render(&conversation(&[("user", "a")]), None, false).unwrap().text, "<s>\n");
+        let chat = conversation(&[("user", "a"), ("user", "b")]);
+        let message = refusing.render(&chat, None, false).unwrap_err().to_string();
+        assert!(message.contains("line 2: one at a time"), "{message}");
+    }
+
+    #[test]
+    fn tools_are_written_as_python_writes_json() {
+        let tools = r#"[{"type": "function", "b": [1, 2.5, true, null], "a": {"é": "<x>"}}]"#;
+        let rendered = template("{{ tools[0] | tojson }}|{{ tools | tojson(indent=2) }}")
+            .render(&Conversation::default(), Some(tools), false)
+            .unwrap();
+        assert_eq!(
+            rendered.text,
+            "{\"type\": \"function\", \"b\": [1, 2.5, true, null], \"a\": {\"é\": \"<x>\"}}|[\n  {\n    \"type\": \"function\",\n    \
+             \"b\": [\n      1,\n      2.5,\n      true,\n      null\n    ],\n    \"a\": {\n      \"é\": \"<x>\"\n    }\n  }\n]"
+        );
+    }
+
+    #[test]
+    fn python_methods_and_namespaces_work() {
+        let source = "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if m['content'].startswith('x') %}\
+                      {% continue %}{% endif %}{{ m.content.strip().split('-')[-1] }}{% endfor %}{{ ns.n }}";
+        let chat = conversation(&[("user", " a-b "), ("user", "x"), ("user", "c-d")]);
+        assert_eq!(template(source).render(&chat, None, false).unwrap().text, "bd3");
+    }
+
+    #[test]
+    fn endless_templates_end_and_huge_ones_are_refused() {
+        let message = template("{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}")
+            .render(&Conversation::default(), None, false)
+            .unwrap_err()
+            .to_string();
+        assert!(message.contains("fuel"), "{message}");
+        assert!(Template::new(&" ".repeat(MAX_SOURCE + 1), "model", TemplateTokens::default()).is_err());
+    }
+}

@@ -8,6 +8,7 @@
 pub mod adamw;
 pub mod allocator;
 pub mod attention;
+pub mod columns;
 pub mod convert;
 pub mod cross_entropy;
 #[cfg(all(test, feature = "emulator"))]
@@ -17,6 +18,7 @@ pub mod dropout;
 pub mod embedding;
 pub mod fp8;
 mod fused;
+pub mod gated;
 pub mod gelu;
 pub mod isa;
 pub mod layer_norm;
@@ -25,6 +27,8 @@ pub mod math;
 pub mod matmul;
 pub mod peak;
 pub mod residual;
+pub mod rms_norm;
+pub mod rope;
 pub mod rows;
 pub mod survey;
 pub mod view;
@@ -33,11 +37,15 @@ pub use fused::Fused;
 
 use crate::precision::FloatFormat;
 use adamw::{AdamWStep, Moments};
-use attention::Shape;
+use attention::{Operands, Shape};
 use candle_core::{DType, Result, Tensor};
+use columns::{Columns, Store};
 use cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace};
 use decode_attention::KeyValues;
 use dropout::Dropout;
+use gated::Gate;
+use rms_norm::Gain;
+use rope::{Direction, Positions, Table};
 use std::fmt;
 use survey::TensorSurvey;
 use view::Allocate;
@@ -68,7 +76,16 @@ pub enum Activation {
 impl Activation {
     /// Whether the first product has a gate beside it.
     pub const fn is_gated(self) -> bool {
-        !matches!(self, Self::Gelu)
+        self.gate().is_some()
+    }
+
+    /// What is applied to the gate.
+    pub(crate) const fn gate(self) -> Option<Gate> {
+        match self {
+            Self::Gelu => None,
+            Self::GatedSilu => Some(Gate::Silu),
+            Self::GatedGelu => Some(Gate::Gelu),
+        }
     }
 }
 
@@ -88,6 +105,14 @@ pub struct NormSettings {
     pub norm: Norm,
     /// What is added under the root.
     pub eps: f32,
+}
+
+impl NormSettings {
+    /// An RMS norm's gain.
+    pub(crate) fn gain(self, weight: &Tensor) -> Gain<'_> {
+        let plus_one = self.norm == Norm::Rms { unit_offset: true };
+        Gain { weight, offset: if plus_one { 1.0 } else { 0.0 } }
+    }
 }
 
 /// A norm's output and the statistics its backward pass needs.
@@ -124,6 +149,8 @@ pub struct Embedding<'a> {
     pub ids: &'a [u32],
     /// Tokens in a sequence.
     pub seq_len: usize,
+    /// Factor of the tokens' rows.
+    pub scale: f32,
     /// Acts on the sum.
     pub dropout: Option<Dropout>,
 }
@@ -143,7 +170,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     /// `out += x`, the sum formed in FP32.
     fn accumulate(&self, x: &Tensor, out: &Tensor) -> Result<()>;
 
-    /// `out[n] = dropout(table[ids[n]] + positions[n % seq_len])` for `out [N, D]` of the residual type. An id outside the
+    /// `out[n] = dropout(scale · table[ids[n]] + positions[n % seq_len])` for `out [N, D]` of the residual type. An id outside the
     /// vocabulary is an error.
     fn embed(&self, embedding: Embedding<'_>, out: &Tensor) -> Result<()>;
 
@@ -168,7 +195,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         to: &Normed,
     ) -> Result<()>;
 
-    /// Adds the gradient with respect to `x` to `dx [N, D]` (residual type) and writes those of weight and bias.
+    /// Adds the gradient with respect to `x` to `dx [N, D]`, or writes it, and writes those of weight and bias.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
     fn norm_backward(
         &self,
@@ -177,10 +204,36 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         x: &Tensor,
         weight: &Tensor,
         normed: &Normed,
-        dx: &Tensor,
+        dx: (&Tensor, Store),
         dweight: &Tensor,
         dbias: Option<&Tensor>,
     ) -> Result<()>;
+
+    /// RMS norm of each head in the columns `x` into the columns `y` of another tensor; `rstd` holds one value a head.
+    fn head_norm(
+        &self,
+        settings: NormSettings,
+        x: Columns<'_>,
+        weight: &Tensor,
+        y: Columns<'_>,
+        rstd: &Tensor,
+    ) -> Result<()>;
+
+    /// Writes the gradients with respect to `x` and the weight, given that of the output, `dy`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
+    fn head_norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: Columns<'_>,
+        x: Columns<'_>,
+        weight: &Tensor,
+        rstd: &Tensor,
+        dx: Columns<'_>,
+        dweight: &Tensor,
+    ) -> Result<()>;
+
+    /// Rotates the heads in the columns `x` in place by the angles of their positions.
+    fn rotate(&self, x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<()>;
 
     /// `y [N, O] = x [N, I] · weight + bias [O]`, summed in FP32 and rounded once.
     fn linear(
@@ -205,26 +258,30 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         dbias: Option<&Tensor>,
     ) -> Result<()>;
 
-    /// Causal attention of packed `qkv [N, (H + 2·KV)·head_dim]` into `out [N, H·head_dim]`; `lse [B·H·T]` (FP32) receives
-    /// each row's log-sum-exp. Dropout acts on the softmax's output.
-    fn attention(&self, shape: Shape, qkv: &Tensor, dropout: Option<Dropout>, out: &Tensor, lse: &Tensor)
-    -> Result<()>;
+    /// Causal attention of queries, keys and values into `out [N, H·head_dim]`; `lse [B·H·T]` (FP32) receives each row's
+    /// log-sum-exp.
+    fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()>;
 
-    /// `dqkv` from `dout` and the forward pass's operands and results.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
+    /// The gradients of queries, keys and values from `dout` and the forward pass's operands and results.
     fn attention_backward(
         &self,
-        shape: Shape,
+        shape: &Shape,
+        operands: &Operands<'_>,
         dout: &Tensor,
-        qkv: &Tensor,
         out: &Tensor,
         lse: &Tensor,
-        dropout: Option<Dropout>,
-        dqkv: &Tensor,
+        gradients: [Columns<'_>; 3],
     ) -> Result<()>;
 
     /// Attention of new tokens over cached keys and values; see [`KeyValues::attend`].
-    fn decode_attention(&self, cache: &KeyValues, past: usize, qkv: &Tensor, out: &Tensor) -> Result<()>;
+    fn decode_attention(
+        &self,
+        shape: &Shape,
+        cache: &KeyValues,
+        past: usize,
+        qkv: [Columns<'_>; 3],
+        out: &Tensor,
+    ) -> Result<()>;
 
     /// `y [N, F] = activation(x)`; a gated one takes `x [N, 2·F]`, the gate in front.
     fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<()>;

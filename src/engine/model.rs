@@ -6,11 +6,13 @@ mod gpt2;
 mod hook;
 mod layers;
 mod parameters;
+mod rope;
 mod spec;
 mod workspace;
 
 pub use decoder::{Decoder, KvCache, Mode, Tokens};
 pub use hook::{Hook, Part, Place};
 pub use parameters::Parameters;
-pub use spec::{Biases, DropoutRates, Family, Init, Layer, LinearRole, ModelSpec, NormRole, Op, ParamSpec};
+pub use rope::{Rope, RopeType};
+pub use spec::{Biases, DropoutRates, Family, Init, Layer, LinearRole, ModelSpec, NormRole, Op, ParamSpec, Sliding};
 pub use workspace::{Keep, Workspace, WorkspaceBytes, candle_dtype};

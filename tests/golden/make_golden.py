@@ -164,9 +164,8 @@ def spreads(single, double):
     return {name: relative(single[name], double[name]) for name in double}
 
 
-def make(name, folder):
-    case = CASES[name]
-    folder.mkdir(exist_ok=True)
+def make(name, case, folder):
+    folder.mkdir(parents=True, exist_ok=True)
     model = case.model()
     model.config.to_json_file(folder / "config.json")
     # save_pretrained knows which tensors are tied; its generation_config.json is of no use here.
@@ -206,4 +205,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     for name in sys.argv[1:] or CASES:
-        make(name, Path(__file__).parent / name)
+        make(name, CASES[name], Path(__file__).parent / name)

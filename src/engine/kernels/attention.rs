@@ -1,41 +1,100 @@
-//! Causal self-attention on packed queries, keys and values.
+//! Causal self-attention, with grouped queries, sliding windows and documents that do not see each other.
 //!
 //! A head's scores never exist as a whole: the forward pass keeps each row's log-sum-exp, and the backward pass
 //! recomputes the probabilities from it (Dao et al., "`FlashAttention`", 2022). Scores, softmax and sums are FP32.
+//! Keys and values are not repeated for the heads that share them; the gradients of these heads are summed in FP32, in
+//! the order of the heads. Keys that no query of a block can attend to are skipped.
 
+use crate::engine::kernels::columns::{Columns, Source, Target, write_columns};
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::isa;
 use crate::engine::kernels::math;
 use crate::engine::kernels::rows::{dot, max, sum, with_scratch};
-use crate::engine::kernels::view::{Interleaved, View, read, write, write_f32};
+use crate::engine::kernels::view::{read, write_f32};
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 
-/// The shape of one attention call.
+/// The shape of one attention call, and which keys a query attends to.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Sequences in the batch, B.
     pub batch: usize,
     /// Tokens in a sequence, T.
     pub seq_len: usize,
-    /// Heads, H.
+    /// Heads of queries, H.
     pub heads: usize,
+    /// Heads of keys and values, each shared by `heads / kv_heads` neighbouring heads of queries.
+    pub kv_heads: usize,
     /// Width of a head.
     pub head_size: usize,
+    /// Factor of the scores.
+    pub scale: f32,
+    /// How many keys a query attends to at most, its own and those just before it.
+    pub window: Option<usize>,
+    /// Scores `s` become `cap * tanh(s / cap)`.
+    pub softcap: Option<f32>,
 }
 
 impl Shape {
-    fn width(self) -> usize {
-        self.heads * self.head_size
+    /// As many heads of keys as of queries, scores divided by √head_size, and no limits.
+    pub fn new(batch: usize, seq_len: usize, heads: usize, head_size: usize) -> Self {
+        let scale = 1.0 / (head_size as f32).sqrt();
+        Self { batch, seq_len, heads, kv_heads: heads, head_size, scale, window: None, softcap: None }
     }
 
-    /// Where token `t` of sequence `b` has the values of `head` in rows of `stride` elements.
-    fn at(self, b: usize, t: usize, head: usize, stride: usize) -> usize {
-        (b * self.seq_len + t) * stride + head * self.head_size
+    /// Columns of queries, of keys and of values.
+    pub fn widths(&self) -> [usize; 3] {
+        [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_size)
     }
 
-    pub(crate) fn softmax_scale(self) -> f32 {
-        1.0 / (self.head_size as f32).sqrt()
+    /// The first key that row `i` of a sequence may attend to by the window alone.
+    pub(crate) fn first_in_window(&self, i: usize) -> usize {
+        self.window.map_or(0, |window| (i + 1).saturating_sub(window))
+    }
+
+    /// Fails unless operands of these shapes fit.
+    pub(crate) fn check(&self, qkv: [Columns<'_>; 3]) -> Result<()> {
+        let fits = self.kv_heads > 0 && self.heads % self.kv_heads == 0 && self.window != Some(0);
+        let tokens = self.batch * self.seq_len;
+        let operands = qkv.map(|columns| [columns.rows(), columns.count()]);
+        if !fits || operands != self.widths().map(|width| [tokens, width]) {
+            bail!("attention of {self:?} got queries, keys and values of {operands:?}");
+        }
+        Ok(())
+    }
+}
+
+/// What attention reads.
+#[derive(Clone, Copy, Debug)]
+pub struct Operands<'a> {
+    /// Queries `[B·T, H·head_size]`, keys and values `[B·T, kv_heads·head_size]`.
+    pub qkv: [Columns<'a>; 3],
+    /// For each row, the row of its sequence that its document starts in: attention does not cross it.
+    pub documents: Option<&'a [u32]>,
+    /// Acts on the softmax's output.
+    pub dropout: Option<Dropout>,
+}
+
+impl<'a> Operands<'a> {
+    /// Queries, keys and values side by side in `qkv [B·T, C]`.
+    pub fn packed(shape: &Shape, qkv: &'a Tensor, dropout: Option<Dropout>) -> Result<Self> {
+        Ok(Self { qkv: Columns::split(qkv, shape.widths())?, documents: None, dropout })
+    }
+
+    fn check(&self, shape: &Shape, out: &Tensor, lse: &Tensor) -> Result<()> {
+        shape.check(self.qkv)?;
+        let tokens = shape.batch * shape.seq_len;
+        if out.dims() != [tokens, shape.widths()[0]] || lse.elem_count() != tokens * shape.heads {
+            bail!("attention of {shape:?} got an output of {:?} and {} statistics", out.dims(), lse.elem_count());
+        }
+        let Some(starts) = self.documents else { return Ok(()) };
+        let rising = |starts: &[u32]| {
+            starts.is_sorted() && starts.iter().enumerate().all(|(row, start)| *start as usize <= row)
+        };
+        if starts.len() != tokens || !starts.chunks(shape.seq_len.max(1)).all(rising) {
+            bail!("each of {tokens} rows must name the row its document starts in, itself or one before it");
+        }
+        Ok(())
     }
 }
 
@@ -44,22 +103,24 @@ const QUERIES: usize = 16;
 /// Scratch matrices have a multiple of this many rows and columns, filled up with zeros, so that loops have no tails.
 const PAD: usize = 16;
 
-/// One head of one sequence, with its padded sizes.
+/// One sequence, with padded sizes.
 #[derive(Clone, Copy)]
-struct Head {
+struct Sequence<'a> {
     shape: Shape,
     b: usize,
-    index: usize,
+    /// Where its rows' documents start.
+    documents: Option<&'a [u32]>,
     /// Padded sequence length.
     tokens: usize,
     /// Padded head size.
     size: usize,
 }
 
-impl Head {
-    fn of(shape: Shape, task: usize) -> Self {
+impl<'a> Sequence<'a> {
+    fn new(shape: Shape, b: usize, documents: Option<&'a [u32]>) -> Self {
         let (tokens, size) = (shape.seq_len.next_multiple_of(PAD), shape.head_size.next_multiple_of(PAD));
-        Self { shape, b: task / shape.heads, index: task % shape.heads, tokens, size }
+        let documents = documents.map(|starts| &starts[b * shape.seq_len..][..shape.seq_len]);
+        Self { shape, b, documents, tokens, size }
     }
 
     /// Elements of a matrix `[T, head_size]` with padding.
@@ -67,17 +128,42 @@ impl Head {
         self.tokens * self.size
     }
 
-    /// Widens this head's part of rows of `stride` elements into `out [T, head_size]`, times `factor`.
+    /// The first key that row `i` attends to.
     #[inline(always)]
-    fn load(self, rows: View<'_>, stride: usize, part: usize, factor: f32, out: &mut [f32]) {
+    fn first_key(self, i: usize) -> usize {
+        self.documents.map_or(0, |starts| starts[i] as usize).max(self.shape.first_in_window(i))
+    }
+
+    /// Where the keys begin that queries from `first` on are multiplied with.
+    #[inline(always)]
+    fn first_block_key(self, first: usize) -> usize {
+        self.first_key(first) / PAD * PAD
+    }
+
+    /// Widens `head`'s part of the rows into `out [T, head_size]`, times `factor`.
+    #[inline(always)]
+    fn load(self, rows: Source<'_>, head: usize, factor: f32, out: &mut [f32]) {
         let Shape { seq_len, head_size, .. } = self.shape;
         out.fill(0.0);
         for (t, row) in out.chunks_exact_mut(self.size).take(seq_len).enumerate() {
             let row = &mut row[..head_size];
-            rows.load(self.shape.at(self.b, t, self.index, stride) + part * self.shape.width(), row);
+            rows.load(self.b * seq_len + t, head * head_size, row);
             for x in row.iter_mut() {
                 *x *= factor;
             }
+        }
+    }
+
+    /// Rounds `rows [T, head_size]` into `head`'s part of `out`.
+    ///
+    /// # Safety
+    /// No other thread writes this part at the same time.
+    #[inline(always)]
+    unsafe fn store(self, rows: &[f32], head: usize, out: Target<'_>) {
+        let Shape { seq_len, head_size, .. } = self.shape;
+        for (t, row) in rows.chunks_exact(self.size).take(seq_len).enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { out.store(self.b * seq_len + t, head * head_size, &row[..head_size]) };
         }
     }
 
@@ -91,9 +177,9 @@ impl Head {
         }
     }
 
-    /// Index of the first element of row `i` of the attention matrix, for the dropout mask.
-    fn mask_row(self, i: usize) -> usize {
-        ((self.b * self.shape.heads + self.index) * self.shape.seq_len + i) * self.shape.seq_len
+    /// Index of the first element of row `i` of `head`'s attention matrix, for the dropout mask.
+    fn mask_row(self, head: usize, i: usize) -> usize {
+        ((self.b * self.shape.heads + head) * self.shape.seq_len + i) * self.shape.seq_len
     }
 }
 
@@ -165,57 +251,65 @@ fn by_columns(data: &[f32], width: usize) -> Matrix<'_> {
     Matrix { data, row_stride: 1, column_stride: width }
 }
 
-fn check(shape: Shape, qkv: &Tensor, out: &Tensor) -> Result<()> {
-    let tokens = shape.batch * shape.seq_len;
-    if qkv.dims() != [tokens, 3 * shape.width()] || out.dims() != [tokens, shape.width()] {
-        bail!("attention of {shape:?} got qkv {:?} and out {:?}", qkv.dims(), out.dims());
-    }
-    Ok(())
-}
-
-/// `out [B·T, D] = softmax(Q Kᵀ / √head_size, causal) V` for `qkv [B·T, 3·D]`; `lse [B·H·T]` (FP32) receives each row's
-/// log-sum-exp. Dropout acts on the softmax's output.
-pub fn forward(shape: Shape, qkv: &Tensor, dropout: Option<Dropout>, out: &Tensor, lse: &Tensor) -> Result<()> {
-    check(shape, qkv, out)?;
-    let qkv = read(qkv)?;
-    let qkv = qkv.view();
-    write(out, |out| {
+/// `out [B·T, H·head_size] = softmax(scale · Q Kᵀ, causal) V`; `lse [B·H·T]` (FP32) receives each row's log-sum-exp.
+pub fn forward(shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {
+    operands.check(shape, out, lse)?;
+    let [q, k, v] = operands.qkv;
+    let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?);
+    let sources = [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)];
+    let Operands { documents, dropout, .. } = *operands;
+    write_columns([Columns::all(out)?], |[out]| {
         write_f32(lse, |lse| {
-            let out = out.interleaved();
-            lse.par_chunks_exact_mut(shape.seq_len).take(shape.batch * shape.heads).enumerate().for_each(
-                |(task, lse)| {
-                    isa::vectorize(
-                        #[inline(always)]
-                        || forward_head(Head::of(shape, task), qkv, dropout, &out, lse),
-                    );
-                },
-            );
+            lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
+                let (b, head) = (task / shape.heads, task % shape.heads);
+                isa::vectorize(
+                    #[inline(always)]
+                    || forward_head(Sequence::new(*shape, b, documents), head, sources, dropout, out, lse),
+                );
+            });
         })
     })?
 }
 
 #[inline(always)]
-fn forward_head(head: Head, qkv: View<'_>, dropout: Option<Dropout>, out: &Interleaved<'_>, lse: &mut [f32]) {
-    let Head { shape, tokens, size, .. } = head;
+fn forward_head(
+    sequence: Sequence<'_>,
+    head: usize,
+    [queries, keys, values]: [Source<'_>; 3],
+    dropout: Option<Dropout>,
+    out: Target<'_>,
+    lse: &mut [f32],
+) {
+    let Sequence { shape, b, tokens, size, .. } = sequence;
     let Shape { seq_len, head_size, .. } = shape;
-    let stride = 3 * shape.width();
-    let lengths = [head.elements(), head.elements(), head.elements(), QUERIES * tokens, QUERIES * size];
+    let kv_head = head / (shape.heads / shape.kv_heads);
+    let n = sequence.elements();
     with_matrices(
-        lengths,
+        [n, n, n, QUERIES * tokens, QUERIES * size],
         #[inline(always)]
         |[q, kt, v, p, rows]| {
-            head.load(qkv, stride, 1, 1.0, q);
-            head.transpose(q, kt);
-            head.load(qkv, stride, 0, shape.softmax_scale(), q);
-            head.load(qkv, stride, 2, 1.0, v);
+            sequence.load(keys, kv_head, 1.0, q);
+            sequence.transpose(q, kt);
+            sequence.load(queries, head, shape.scale, q);
+            sequence.load(values, kv_head, 1.0, v);
             let mut totals = [0.0; QUERIES];
             for first in (0..seq_len).step_by(QUERIES) {
-                let keys = first + QUERIES;
+                // Keys of the block are counted from the first that one of its queries attends to.
+                let lowest = sequence.first_block_key(first);
+                let keys = first + QUERIES - lowest;
                 let queries = by_rows(&q[first * size..], size);
-                multiply([QUERIES, size, keys], queries, (kt, tokens), (p, tokens), false);
+                multiply([QUERIES, size, keys], queries, (&kt[lowest..], tokens), (p, tokens), false);
                 for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(tokens)) {
-                    let (seen, masked) = p[..keys].split_at_mut(i + 1);
+                    let start = sequence.first_key(i) - lowest;
+                    let (seen, masked) = p[..keys].split_at_mut(i + 1 - lowest);
                     masked.fill(0.0);
+                    let (before, seen) = seen.split_at_mut(start);
+                    before.fill(0.0);
+                    if let Some(cap) = shape.softcap {
+                        for p in seen.iter_mut() {
+                            *p = cap * math::tanh(*p / cap);
+                        }
+                    }
                     let top = max(seen);
                     for p in seen.iter_mut() {
                         *p = math::exp(*p - top);
@@ -224,122 +318,152 @@ fn forward_head(head: Head, qkv: View<'_>, dropout: Option<Dropout>, out: &Inter
                     totals[i - first] = total;
                     lse[i] = top + total.ln();
                     if let Some(dropout) = dropout {
-                        dropout.apply(head.mask_row(i), seen);
+                        dropout.apply(sequence.mask_row(head, i) + lowest + start, seen);
                     }
                 }
-                multiply([QUERIES, keys, size], by_rows(p, tokens), (v, size), (rows, size), false);
+                let values = &v[lowest * size..];
+                multiply([QUERIES, keys, size], by_rows(p, tokens), (values, size), (rows, size), false);
                 for (i, row) in (first..seq_len).zip(rows.chunks_exact_mut(size)) {
                     let row = &mut row[..head_size];
                     for x in row.iter_mut() {
                         *x /= totals[i - first];
                     }
                     // SAFETY: this task alone writes this head's part of the row.
-                    unsafe { out.store(shape.at(head.b, i, head.index, shape.width()), row) };
+                    unsafe { out.store(b * seq_len + i, head * head_size, row) };
                 }
             }
         },
     );
 }
 
-/// `dqkv [B·T, 3·D]` from `dout [B·T, D]` and the forward pass's operands and results.
+/// The gradients of queries, keys and values, in the shapes of `operands.qkv` and packed or separate, from `dout [B·T,
+/// H·head_size]` and the forward pass's operands and results.
 pub fn backward(
-    shape: Shape,
+    shape: &Shape,
+    operands: &Operands<'_>,
     dout: &Tensor,
-    qkv: &Tensor,
     out: &Tensor,
     lse: &Tensor,
-    dropout: Option<Dropout>,
-    dqkv: &Tensor,
+    gradients: [Columns<'_>; 3],
 ) -> Result<()> {
-    check(shape, qkv, out)?;
-    let (dout, qkv, out, lse) = (read(dout)?, read(qkv)?, read(out)?, read(lse)?);
-    let saved = Saved { dout: dout.view(), qkv: qkv.view(), out: out.view(), dropout };
-    let lse = lse.typed::<f32>()?;
-    write(dqkv, |dqkv| {
-        let dqkv = dqkv.interleaved();
-        (0..shape.batch * shape.heads).into_par_iter().for_each(|task| {
-            let lse = &lse[task * shape.seq_len..][..shape.seq_len];
+    operands.check(shape, out, lse)?;
+    operands.check(shape, dout, lse)?;
+    shape.check(gradients)?;
+    let [q, k, v] = operands.qkv;
+    let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?, read(dout)?, read(out)?, read(lse)?);
+    let saved = Saved {
+        qkv: [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)],
+        dout: Columns::all(dout)?.source(&opened.3),
+        out: Columns::all(out)?.source(&opened.4),
+        lse: opened.5.typed::<f32>()?,
+        dropout: operands.dropout,
+    };
+    write_columns(gradients, |gradients| {
+        (0..shape.batch * shape.kv_heads).into_par_iter().for_each(|task| {
+            let (b, kv_head) = (task / shape.kv_heads, task % shape.kv_heads);
+            let sequence = Sequence::new(*shape, b, operands.documents);
             isa::vectorize(
                 #[inline(always)]
-                || backward_head(Head::of(shape, task), saved, lse, &dqkv),
+                || backward_group(sequence, kv_head, &saved, gradients),
             );
         });
     })
 }
 
 /// What the backward pass reads.
-#[derive(Clone, Copy)]
 struct Saved<'a> {
-    dout: View<'a>,
-    qkv: View<'a>,
-    out: View<'a>,
+    qkv: [Source<'a>; 3],
+    dout: Source<'a>,
+    out: Source<'a>,
+    lse: &'a [f32],
     dropout: Option<Dropout>,
 }
 
+/// The gradients of the heads that share `kv_head`.
 #[inline(always)]
-fn backward_head(head: Head, saved: Saved<'_>, lse: &[f32], dqkv: &Interleaved<'_>) {
-    let Head { shape, tokens, size, .. } = head;
-    let Shape { seq_len, head_size, .. } = shape;
-    let (width, n, scale) = (shape.width(), head.elements(), shape.softmax_scale());
-    let lengths = [n, n, n, n, n, n, n, n, QUERIES * tokens, QUERIES * tokens];
+fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_q, d_k, d_v]: [Target<'_>; 3]) {
+    let Sequence { shape, b, tokens, size, .. } = sequence;
+    let Shape { seq_len, scale, .. } = shape;
+    let n = sequence.elements();
+    let group = shape.heads / shape.kv_heads;
+    let [queries, keys, values] = saved.qkv;
     with_matrices(
-        lengths,
+        [n, n, n, n, n, n, n, n, QUERIES * tokens, QUERIES * tokens],
         #[inline(always)]
         |[q, k, kt, vt, dout, dq, dk, dv, p, dp]| {
-            head.load(saved.qkv, 3 * width, 2, 1.0, k);
-            head.transpose(k, vt);
-            head.load(saved.qkv, 3 * width, 1, 1.0, k);
-            head.transpose(k, kt);
-            head.load(saved.qkv, 3 * width, 0, scale, q);
-            head.load(saved.dout, width, 0, 1.0, dout);
-            // Until its block is reached, dq holds the forward pass's output.
-            head.load(saved.out, width, 0, 1.0, dq);
+            sequence.load(values, kv_head, 1.0, k);
+            sequence.transpose(k, vt);
+            sequence.load(keys, kv_head, 1.0, k);
+            sequence.transpose(k, kt);
             dk.fill(0.0);
             dv.fill(0.0);
-            for first in (0..seq_len).step_by(QUERIES) {
-                let keys = first + QUERIES;
-                let block = first * size..(first + QUERIES) * size;
-                let mut deltas = [0.0; QUERIES];
-                let rows = dout[block.clone()].chunks_exact(size).zip(dq[block.clone()].chunks_exact(size));
-                for (delta, (dout, out)) in deltas.iter_mut().zip(rows) {
-                    *delta = dot(dout, out);
+            for head in kv_head * group..(kv_head + 1) * group {
+                let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
+                sequence.load(queries, head, scale, q);
+                sequence.load(saved.dout, head, 1.0, dout);
+                // Until its block is reached, dq holds the forward pass's output.
+                sequence.load(saved.out, head, 1.0, dq);
+                for first in (0..seq_len).step_by(QUERIES) {
+                    let lowest = sequence.first_block_key(first);
+                    let keys = first + QUERIES - lowest;
+                    let block = first * size..(first + QUERIES) * size;
+                    let (query, dout) = (&q[block.clone()], &dout[block.clone()]);
+                    let mut deltas = [0.0; QUERIES];
+                    let rows = dout.chunks_exact(size).zip(dq[block.clone()].chunks_exact(size));
+                    for (delta, (dout, out)) in deltas.iter_mut().zip(rows) {
+                        *delta = dot(dout, out);
+                    }
+                    multiply([QUERIES, size, keys], by_rows(query, size), (&kt[lowest..], tokens), (p, tokens), false);
+                    multiply([QUERIES, size, keys], by_rows(dout, size), (&vt[lowest..], tokens), (dp, tokens), false);
+                    for (r, (p, dp)) in p.chunks_exact_mut(tokens).zip(dp.chunks_exact_mut(tokens)).enumerate() {
+                        let i = first + r;
+                        let inside = i < seq_len;
+                        let end = if inside { i + 1 - lowest } else { 0 };
+                        let start = if inside { sequence.first_key(i) - lowest } else { 0 };
+                        for row in [&mut *p, &mut *dp] {
+                            row[..start].fill(0.0);
+                            row[end..keys].fill(0.0);
+                        }
+                        let (p, dp) = (&mut p[start..end], &mut dp[start..end]);
+                        let log = lse.get(i).copied().unwrap_or(0.0);
+                        let mask = sequence.mask_row(head, i) + lowest + start;
+                        if let Some(dropout) = saved.dropout {
+                            dropout.apply(mask, dp);
+                        }
+                        if let Some(cap) = shape.softcap {
+                            for (dp, p) in dp.iter_mut().zip(p.iter_mut()) {
+                                let tanh = math::tanh(*p / cap);
+                                *p = math::exp(cap * tanh - log);
+                                *dp = *p * (*dp - deltas[r]) * (1.0 - tanh * tanh);
+                            }
+                        } else {
+                            for p in p.iter_mut() {
+                                *p = math::exp(*p - log);
+                            }
+                            for (dp, p) in dp.iter_mut().zip(p.iter()) {
+                                *dp = p * (*dp - deltas[r]);
+                            }
+                        }
+                        if let Some(dropout) = saved.dropout {
+                            dropout.apply(mask, p);
+                        }
+                    }
+                    let below = lowest * size;
+                    multiply([keys, QUERIES, size], by_columns(p, tokens), (dout, size), (&mut dv[below..], size), true);
+                    multiply([keys, QUERIES, size], by_columns(dp, tokens), (query, size), (&mut dk[below..], size), true);
+                    let dq = &mut dq[block];
+                    multiply([QUERIES, keys, size], by_rows(dp, tokens), (&k[below..], size), (dq, size), false);
+                    for x in dq {
+                        *x *= scale;
+                    }
                 }
-                multiply([QUERIES, size, keys], by_rows(&q[block.clone()], size), (kt, tokens), (p, tokens), false);
-                multiply([QUERIES, size, keys], by_rows(&dout[block.clone()], size), (vt, tokens), (dp, tokens), false);
-                for (r, (p, dp)) in p.chunks_exact_mut(tokens).zip(dp.chunks_exact_mut(tokens)).enumerate() {
-                    let i = first + r;
-                    let seen = if i < seq_len { i + 1 } else { 0 };
-                    p[seen..keys].fill(0.0);
-                    dp[seen..keys].fill(0.0);
-                    let (p, dp) = (&mut p[..seen], &mut dp[..seen]);
-                    let log = lse.get(i).copied().unwrap_or(0.0);
-                    for p in p.iter_mut() {
-                        *p = math::exp(*p - log);
-                    }
-                    if let Some(dropout) = saved.dropout {
-                        dropout.apply(head.mask_row(i), dp);
-                    }
-                    for (dp, p) in dp.iter_mut().zip(p.iter()) {
-                        *dp = p * (*dp - deltas[r]);
-                    }
-                    if let Some(dropout) = saved.dropout {
-                        dropout.apply(head.mask_row(i), p);
-                    }
-                }
-                let (dout, query) = (&dout[block.clone()], &q[block.clone()]);
-                multiply([keys, QUERIES, size], by_columns(p, tokens), (dout, size), (dv, size), true);
-                multiply([keys, QUERIES, size], by_columns(dp, tokens), (query, size), (dk, size), true);
-                multiply([QUERIES, keys, size], by_rows(dp, tokens), (k, size), (&mut dq[block.clone()], size), false);
-                for x in &mut dq[block] {
-                    *x *= scale;
-                }
+                // SAFETY: this task alone writes the parts of this group's heads.
+                unsafe { sequence.store(dq, head, d_q) };
             }
-            for (part, grad) in [&*dq, &*dk, &*dv].into_iter().enumerate() {
-                for (t, row) in grad.chunks_exact(size).take(seq_len).enumerate() {
-                    let start = shape.at(head.b, t, head.index, 3 * width) + part * width;
-                    // SAFETY: this task alone writes this head's parts of the rows.
-                    unsafe { dqkv.store(start, &row[..head_size]) };
-                }
+            // SAFETY: as above.
+            unsafe {
+                sequence.store(dk, kv_head, d_k);
+                sequence.store(dv, kv_head, d_v);
             }
         },
     );

@@ -1,28 +1,50 @@
-//! Token and position embeddings, and their gradient by rows.
+//! Embeddings of tokens and, where they are learned, positions, and their gradient by rows.
 
 use crate::engine::kernels::dropout::Dropout;
-use crate::engine::kernels::rows::{Rows, SplitRows, for_each_part, with_scratch};
-use crate::engine::kernels::view::{View, ViewMut, read, write};
-use candle_core::{Result, Tensor, bail};
+use crate::engine::kernels::rows::{Rows, SplitRows, axpy, for_each_part, with_scratch};
+use crate::engine::kernels::view::{Read, View, ViewMut, read, write};
+use candle_core::{DType, Result, Tensor, bail};
+use half::{bf16, f16};
 
 const GRAIN: usize = 16;
 
-/// `out[n] = dropout(wte[ids[n]] + wpe[n % seq_len])` for `out [N, D]` of the residual type. An id outside the
-/// vocabulary is an error.
+/// The embeddings of a model.
+#[derive(Clone, Copy, Debug)]
+pub struct Tables<'a> {
+    /// One row a token, `[V, D]`.
+    pub tokens: &'a Tensor,
+    /// One row a position, `[C, D]`, where positions are learned.
+    pub positions: Option<&'a Tensor>,
+    /// Factor of the tokens' rows: 1, or [`scale_of_width`] for Gemma.
+    pub scale: f32,
+}
+
+/// √width, rounded to the type that the embedding is stored in, as Gemma was trained with it.
+pub fn scale_of_width(width: usize, dtype: DType) -> f32 {
+    let scale = (width as f64).sqrt() as f32;
+    match dtype {
+        DType::F16 => f16::from_f32(scale).to_f32(),
+        DType::BF16 => bf16::from_f32(scale).to_f32(),
+        _ => scale,
+    }
+}
+
+/// `out[n] = dropout(scale · tokens[ids[n]] + positions[n % seq_len])` for `out [N, D]` of the residual type. An id outside
+/// the vocabulary is an error.
 pub fn forward(
-    wte: &Tensor,
-    wpe: &Tensor,
+    tables: Tables<'_>,
     ids: &[u32],
     seq_len: usize,
     dropout: Option<Dropout>,
     out: &Tensor,
 ) -> Result<()> {
-    let (vocab, width) = wte.dims2()?;
+    let Tables { tokens, positions, scale } = tables;
+    let (vocab, width) = tokens.dims2()?;
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
         bail!("token id {id} is outside the model's vocabulary of {vocab}");
     }
-    let (wte, wpe) = (read(wte)?, read(wpe)?);
-    let (wte, wpe) = (wte.view(), wpe.view());
+    let (tokens, positions) = (read(tokens)?, positions.map(read).transpose()?);
+    let (tokens, positions) = (tokens.view(), positions.as_ref().map(Read::view));
     write(out, |out| {
         for_each_part(
             Rows { view: out, width },
@@ -37,10 +59,15 @@ pub fn forward(
                         let (total, position) = scratch.split_at_mut(width);
                         for i in 0..rows {
                             let n = first + i;
-                            wte.load(ids[n] as usize * width, total);
-                            wpe.load(n % seq_len * width, position);
-                            for (total, position) in total.iter_mut().zip(position.iter()) {
-                                *total += position;
+                            tokens.load(ids[n] as usize * width, total);
+                            if scale != 1.0 {
+                                for total in total.iter_mut() {
+                                    *total *= scale;
+                                }
+                            }
+                            if let Some(positions) = positions {
+                                positions.load(n % seq_len * width, position);
+                                axpy(1.0, position, total);
                             }
                             if let Some(dropout) = dropout {
                                 dropout.apply(n * width, total);
@@ -54,7 +81,7 @@ pub fn forward(
     })
 }
 
-/// Adds the gradient of the token embedding to `dwte [V, D]` and writes that of the position embedding, `dwpe [C, D]`.
+/// Adds the gradient of the tokens' rows to `grads.tokens` and writes that of the positions.
 ///
 /// `dx [N, D]` is the residual stream's gradient. `order` is scratch of `N` numbers: rows are grouped by token, and a
 /// token's rows are summed in FP32 in batch order by one thread, so that the sum does not depend on the threads.
@@ -64,8 +91,7 @@ pub fn backward(
     seq_len: usize,
     dropout: Option<Dropout>,
     order: &mut [u32],
-    dwte: &Tensor,
-    dwpe: &Tensor,
+    grads: Tables<'_>,
 ) -> Result<()> {
     let (_, width) = dx.dims2()?;
     let dx = read(dx)?;
@@ -83,7 +109,8 @@ pub fn backward(
         *slot = n as u32;
     }
     order.sort_unstable_by_key(|&n| (ids[n as usize], n));
-    write(dwte, |dwte| by_token(dwte, width, ids, order, &add_row))?;
+    write(grads.tokens, |dwte| by_token(dwte, width, ids, order, grads.scale, &add_row))?;
+    let Some(dwpe) = grads.positions else { return Ok(()) };
     let positions = dwpe.dim(0)?;
     write(dwpe, |dwpe| {
         for_each_part(
@@ -119,6 +146,7 @@ fn by_token(
     width: usize,
     ids: &[u32],
     order: &[u32],
+    scale: f32,
     add_row: &(impl Fn(usize, &mut [f32], &mut [f32]) + Sync),
 ) {
     fn descend(
@@ -126,6 +154,7 @@ fn by_token(
         first_token: usize,
         ids: &[u32],
         order: &[u32],
+        scale: f32,
         add_row: &(impl Fn(usize, &mut [f32], &mut [f32]) + Sync),
     ) {
         let token = |n: u32| ids[n as usize];
@@ -135,8 +164,8 @@ fn by_token(
             let boundary = token(order[cut]) as usize;
             let (low, high) = dwte.split_rows(boundary - first_token);
             rayon::join(
-                || descend(low, first_token, ids, &order[..cut], add_row),
-                || descend(high, boundary, ids, &order[cut..], add_row),
+                || descend(low, first_token, ids, &order[..cut], scale, add_row),
+                || descend(high, boundary, ids, &order[cut..], scale, add_row),
             );
             return;
         }
@@ -154,13 +183,11 @@ fn by_token(
                     }
                     let at = (token(group[0]) as usize - first_token) * width;
                     View::load(&view.as_view(), at, before);
-                    for (total, before) in total.iter_mut().zip(before.iter()) {
-                        *total += before;
-                    }
-                    view.store(at, total);
+                    axpy(scale, total, before);
+                    view.store(at, before);
                 }
             },
         );
     }
-    descend(Rows { view: dwte, width }, 0, ids, order, add_row);
+    descend(Rows { view: dwte, width }, 0, ids, order, scale, add_row);
 }

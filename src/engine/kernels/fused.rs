@@ -1,14 +1,18 @@
 //! The CPU's own kernels: one pass over memory for each operation, on all threads, with the same bits for any number.
 
 use super::adamw::{self, AdamWStep, Moments};
-use super::attention::{self, Shape};
+use super::attention::{self, Operands, Shape};
+use super::columns::{Columns, Store};
 use super::cross_entropy::{self, HeadGradient, HeadWorkspace};
 use super::decode_attention::KeyValues;
 use super::dropout::Dropout;
+use super::embedding::{self, Tables};
+use super::linear::{self, Weight};
+use super::rope::{self, Direction, Positions, Table};
 use super::survey::{self, TensorSurvey};
 use super::{
-    Activation, Embedding, HeadHook, Kernels, Norm, NormSettings, Normed, WeightLayout, embedding, gelu, layer_norm,
-    linear, residual, view,
+    Activation, Embedding, HeadHook, Kernels, Norm, NormSettings, Normed, WeightLayout, gated, gelu, layer_norm,
+    residual, rms_norm, view,
 };
 use crate::precision::FloatFormat;
 use candle_core::{Result, Tensor, bail};
@@ -31,11 +35,8 @@ impl Kernels for Fused {
     }
 
     fn embed(&self, embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
-        let Embedding { table, positions, ids, seq_len, dropout } = embedding;
-        match positions {
-            Some(positions) => embedding::forward(table, positions, ids, seq_len, dropout, out),
-            None => bail!("embeddings without positions are not built yet"),
-        }
+        let Embedding { table, positions, ids, seq_len, scale, dropout } = embedding;
+        embedding::forward(Tables { tokens: table, positions, scale }, ids, seq_len, dropout, out)
     }
 
     fn embed_backward(
@@ -46,11 +47,9 @@ impl Kernels for Fused {
         dtable: &Tensor,
         dpositions: Option<&Tensor>,
     ) -> Result<()> {
-        let Embedding { ids, seq_len, dropout, .. } = embedding;
-        match dpositions {
-            Some(dpositions) => embedding::backward(dx, ids, seq_len, dropout, order, dtable, dpositions),
-            None => bail!("embeddings without positions are not built yet"),
-        }
+        let Embedding { ids, seq_len, scale, dropout, .. } = embedding;
+        let gradients = Tables { tokens: dtable, positions: dpositions, scale };
+        embedding::backward(dx, ids, seq_len, dropout, order, gradients)
     }
 
     fn norm(
@@ -65,6 +64,9 @@ impl Kernels for Fused {
             (Norm::Layer, Some(bias), Some(mean)) => {
                 layer_norm::forward(x, weight, bias, settings.eps, &to.out, mean, &to.rstd)
             }
+            (Norm::Rms { .. }, None, None) => {
+                self.head_norm(settings, Columns::all(x)?, weight, Columns::all(&to.out)?, &to.rstd)
+            }
             (norm, ..) => bail!("{norm:?} without its operands"),
         }
     }
@@ -76,16 +78,48 @@ impl Kernels for Fused {
         x: &Tensor,
         weight: &Tensor,
         normed: &Normed,
-        dx: &Tensor,
+        (dx, store): (&Tensor, Store),
         dweight: &Tensor,
         dbias: Option<&Tensor>,
     ) -> Result<()> {
         match (settings.norm, dbias, &normed.mean) {
-            (Norm::Layer, Some(dbias), Some(mean)) => {
+            (Norm::Layer, Some(dbias), Some(mean)) if store == Store::Add => {
                 layer_norm::backward(dy, x, weight, mean, &normed.rstd, dx, dweight, dbias)
+            }
+            (Norm::Rms { .. }, None, None) => {
+                let (dy, x, dx) = (Columns::all(dy)?, Columns::all(x)?, Columns::all(dx)?);
+                rms_norm::backward(dy, x, settings.gain(weight), &normed.rstd, (dx, store), dweight)
             }
             (norm, ..) => bail!("{norm:?} without its operands"),
         }
+    }
+
+    fn head_norm(
+        &self,
+        settings: NormSettings,
+        x: Columns<'_>,
+        weight: &Tensor,
+        y: Columns<'_>,
+        rstd: &Tensor,
+    ) -> Result<()> {
+        rms_norm::forward(x, settings.gain(weight), settings.eps, y, rstd)
+    }
+
+    fn head_norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: Columns<'_>,
+        x: Columns<'_>,
+        weight: &Tensor,
+        rstd: &Tensor,
+        dx: Columns<'_>,
+        dweight: &Tensor,
+    ) -> Result<()> {
+        rms_norm::backward(dy, x, settings.gain(weight), rstd, (dx, Store::Overwrite), dweight)
+    }
+
+    fn rotate(&self, x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<()> {
+        rope::rotate(x, table, positions, direction)
     }
 
     fn linear(
@@ -96,19 +130,11 @@ impl Kernels for Fused {
         bias: Option<&Tensor>,
         y: &Tensor,
     ) -> Result<()> {
-        match (layout, bias) {
-            (WeightLayout::InOut, Some(bias)) => linear::forward(x, weight, bias, y),
-            // The product of a gradient is one with the transposed weight as well.
-            (WeightLayout::OutIn, None) => linear::backward_input(x, weight, y),
-            (layout, _) => bail!("{layout:?} is not built yet"),
-        }
+        linear::forward(x, Weight { tensor: weight, layout }, bias, y)
     }
 
     fn linear_input_gradient(&self, layout: WeightLayout, dy: &Tensor, weight: &Tensor, dx: &Tensor) -> Result<()> {
-        match layout {
-            WeightLayout::InOut => linear::backward_input(dy, weight, dx),
-            WeightLayout::OutIn => bail!("{layout:?} is not built yet"),
-        }
+        linear::backward_input(dy, Weight { tensor: weight, layout }, dx, Store::Overwrite)
     }
 
     fn linear_weight_gradient(
@@ -119,52 +145,46 @@ impl Kernels for Fused {
         dweight: &Tensor,
         dbias: Option<&Tensor>,
     ) -> Result<()> {
-        match (layout, dbias) {
-            (WeightLayout::InOut, Some(dbias)) => linear::backward_weight(x, dy, dweight, dbias),
-            (layout, _) => bail!("{layout:?} is not built yet"),
-        }
+        linear::backward_weight(x, dy, Weight { tensor: dweight, layout }, dbias)
     }
 
-    fn attention(
-        &self,
-        shape: Shape,
-        qkv: &Tensor,
-        dropout: Option<Dropout>,
-        out: &Tensor,
-        lse: &Tensor,
-    ) -> Result<()> {
-        attention::forward(shape, qkv, dropout, out, lse)
+    fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {
+        attention::forward(shape, operands, out, lse)
     }
 
     fn attention_backward(
         &self,
-        shape: Shape,
+        shape: &Shape,
+        operands: &Operands<'_>,
         dout: &Tensor,
-        qkv: &Tensor,
         out: &Tensor,
         lse: &Tensor,
-        dropout: Option<Dropout>,
-        dqkv: &Tensor,
+        gradients: [Columns<'_>; 3],
     ) -> Result<()> {
-        attention::backward(shape, dout, qkv, out, lse, dropout, dqkv)
+        attention::backward(shape, operands, dout, out, lse, gradients)
     }
 
-    fn decode_attention(&self, cache: &KeyValues, past: usize, qkv: &Tensor, out: &Tensor) -> Result<()> {
-        cache.attend(past, qkv, out)
+    fn decode_attention(
+        &self,
+        shape: &Shape,
+        cache: &KeyValues,
+        past: usize,
+        qkv: [Columns<'_>; 3],
+        out: &Tensor,
+    ) -> Result<()> {
+        cache.attend(shape, past, qkv, out)
     }
 
     fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<()> {
-        match activation {
-            Activation::Gelu => gelu::forward(x, y),
-            gated => bail!("{gated:?} is not built yet"),
-        }
+        let Some(kind) = activation.gate() else { return gelu::forward(x, y) };
+        let [gate, up] = halves(x)?;
+        gated::forward(kind, gate, up, y)
     }
 
-    fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, _dx: &Tensor) -> Result<()> {
-        match activation {
-            Activation::Gelu => gelu::backward(x, dy),
-            gated => bail!("{gated:?} is not built yet"),
-        }
+    fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        let Some(kind) = activation.gate() else { return gelu::backward(x, dy) };
+        let ([gate, up], [dgate, dup]) = (halves(x)?, halves(dx)?);
+        gated::backward(kind, gate, up, dy, dgate, dup)
     }
 
     fn add_branch(&self, stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<()> {
@@ -205,4 +225,9 @@ impl Kernels for Fused {
     ) -> Result<()> {
         adamw::step(numbers, grad, master, moments.exp_avg, moments.exp_avg_sq, weight)
     }
+}
+
+/// The halves of the columns of `x [N, 2·F]`.
+fn halves(x: &Tensor) -> Result<[Columns<'_>; 2]> {
+    Columns::split(x, [x.dims2()?.1 / 2; 2])
 }

@@ -1,50 +1,97 @@
-//! The fully connected layer on `Conv1D` weights `[in, out]`, as GPT-2 stores them.
+//! The fully connected layer, on weights `[in, out]` or `[out, in]` as they are stored: the product transposes operands
+//! while it packs them.
 
+use crate::engine::kernels::WeightLayout;
+use crate::engine::kernels::columns::Store;
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::matmul::{Epilogue, Operand, matmul};
 use crate::engine::kernels::rows::{Rows, STRIPE, column_sums, for_each_part, with_scratch};
 use crate::engine::kernels::view::{ViewMut, read, with_element, write};
 use candle_core::{Result, Tensor};
 
-/// `y = x · weight + bias` for `x [N, I]`, `weight [I, O]`, `bias [O]`, `y [N, O]`, all of the compute type; the product
-/// and the bias are summed in FP32 and rounded once.
-pub fn forward(x: &Tensor, weight: &Tensor, bias: &Tensor, y: &Tensor) -> Result<()> {
-    let ((rows, inner), (_, columns)) = (x.dims2()?, weight.dims2()?);
-    let (x, weight, bias) = (read(x)?, read(weight)?, read(bias)?);
+/// A layer's weight.
+#[derive(Clone, Copy, Debug)]
+pub struct Weight<'a> {
+    /// A matrix of the compute type.
+    pub tensor: &'a Tensor,
+    /// Which of its dimensions is which.
+    pub layout: WeightLayout,
+}
+
+impl<'a> Weight<'a> {
+    /// A weight `[in, out]`.
+    pub fn in_out(tensor: &'a Tensor) -> Self {
+        Self { tensor, layout: WeightLayout::InOut }
+    }
+
+    /// A weight `[out, in]`.
+    pub fn out_in(tensor: &'a Tensor) -> Self {
+        Self { tensor, layout: WeightLayout::OutIn }
+    }
+
+    /// Inputs and outputs.
+    fn dims(&self) -> Result<[usize; 2]> {
+        let (rows, columns) = self.tensor.dims2()?;
+        Ok(match self.layout {
+            WeightLayout::InOut => [rows, columns],
+            WeightLayout::OutIn => [columns, rows],
+        })
+    }
+}
+
+/// The `inputs` × `outputs` matrix of a weight, of either layout.
+fn operand<T>(data: &[T], layout: WeightLayout, [inputs, outputs]: [usize; 2]) -> Operand<'_, T> {
+    match layout {
+        WeightLayout::InOut => Operand::new(data, inputs, outputs),
+        WeightLayout::OutIn => Operand::new(data, outputs, inputs).transposed(),
+    }
+}
+
+/// `y = x · weight + bias` for `x [N, I]`, `bias [O]` and `y [N, O]`, all of the compute type; the product and the bias
+/// are summed in FP32 and rounded once.
+pub fn forward(x: &Tensor, weight: Weight<'_>, bias: Option<&Tensor>, y: &Tensor) -> Result<()> {
+    let ((rows, inner), dims) = (x.dims2()?, weight.dims()?);
+    let (x, opened) = (read(x)?, read(weight.tensor)?);
+    let bias = bias.map(read).transpose()?;
     with_scratch(
-        columns,
+        dims[1],
         #[inline(always)]
         |scratch| {
-            let epilogue = Epilogue { bias: Some(bias.view().widened(0, scratch)), ..Epilogue::default() };
+            let bias = bias.as_ref().map(|bias| bias.view().widened(0, scratch));
+            let epilogue = Epilogue { bias, ..Epilogue::default() };
             with_element!(y.dtype(), T => {
                 let a = Operand::new(x.typed::<T>()?, rows, inner);
-                let b = Operand::new(weight.typed::<T>()?, inner, columns);
-                product(a, b, y, epilogue)
+                product(a, operand(opened.typed::<T>()?, weight.layout, dims), y, epilogue)
             })
         },
     )
 }
 
-/// `dx = dy · weightᵀ`.
-pub fn backward_input(dy: &Tensor, weight: &Tensor, dx: &Tensor) -> Result<()> {
-    let ((rows, columns), (inner, _)) = (dy.dims2()?, weight.dims2()?);
-    let (dy, weight) = (read(dy)?, read(weight)?);
+/// `dx = dy · weightᵀ`, or added to `dx`, as for an input that several layers share.
+pub fn backward_input(dy: &Tensor, weight: Weight<'_>, dx: &Tensor, store: Store) -> Result<()> {
+    let ((rows, columns), dims) = (dy.dims2()?, weight.dims()?);
+    let (dy, opened) = (read(dy)?, read(weight.tensor)?);
+    let epilogue = Epilogue { accumulate: store == Store::Add, ..Epilogue::default() };
     with_element!(dx.dtype(), T => {
         let a = Operand::new(dy.typed::<T>()?, rows, columns);
-        let b = Operand::new(weight.typed::<T>()?, inner, columns).transposed();
-        product(a, b, dx, Epilogue::default())
+        product(a, operand(opened.typed::<T>()?, weight.layout, dims).transposed(), dx, epilogue)
     })
 }
 
-/// `dweight = xᵀ · dy` and `dbias = Σ_rows dy`, in the gradients' type.
-pub fn backward_weight(x: &Tensor, dy: &Tensor, dweight: &Tensor, dbias: &Tensor) -> Result<()> {
+/// `dweight = xᵀ · dy` in the weight's layout and, for a layer with a bias, `dbias = Σ_rows dy`, in the gradients' type.
+pub fn backward_weight(x: &Tensor, dy: &Tensor, dweight: Weight<'_>, dbias: Option<&Tensor>) -> Result<()> {
     let ((rows, inner), (_, columns)) = (x.dims2()?, dy.dims2()?);
     let (x, dy_storage) = (read(x)?, read(dy)?);
     with_element!(dy.dtype(), T => {
-        let a = Operand::new(x.typed::<T>()?, rows, inner).transposed();
-        let b = Operand::new(dy_storage.typed::<T>()?, rows, columns);
-        product(a, b, dweight, Epilogue::default())?;
+        let x = Operand::new(x.typed::<T>()?, rows, inner);
+        let dy = Operand::new(dy_storage.typed::<T>()?, rows, columns);
+        let (a, b) = match dweight.layout {
+            WeightLayout::InOut => (x, dy),
+            WeightLayout::OutIn => (dy, x),
+        };
+        product(a.transposed(), b, dweight.tensor, Epilogue::default())?;
     });
+    let Some(dbias) = dbias else { return Ok(()) };
     let dy = dy_storage.view();
     write(dbias, |dbias| {
         for_each_part(

@@ -1,4 +1,4 @@
-//! Vectorisable FP32 `exp`, `tanh` and GELU.
+//! Vectorisable FP32 `exp`, `tanh`, GELU and SiLU.
 //!
 //! Branch-free on purpose, so that loops over them compile to vector code (the standard library's versions are calls),
 //! and free of fused multiply-adds, so that every instruction set gives the same bits. NaN in gives NaN out.
@@ -107,6 +107,30 @@ pub fn gelu_derivative(x: f32) -> f32 {
     gate + gate * (1.0 - gate) * (x * slope)
 }
 
+/// The logistic function of `x` and its complement, each with its full relative accuracy.
+#[inline(always)]
+fn logistic(x: f32) -> (f32, f32) {
+    let small = exp(-x.abs());
+    let (large, total) = (1.0, 1.0 + small);
+    if x < 0.0 { (small / total, large / total) } else { (large / total, small / total) }
+}
+
+/// SiLU, x / (1 + exp(-x)). Of -∞ it is NaN, as in PyTorch.
+#[inline(always)]
+pub fn silu(x: f32) -> f32 {
+    x * logistic(x).0
+}
+
+/// The derivative of [`silu`]; finite for every number.
+#[inline(always)]
+pub fn silu_derivative(x: f32) -> f32 {
+    // Beyond this magnitude the complement is 0.
+    let limited = if x > 128.0 { 128.0 } else { x };
+    let limited = if limited < -128.0 { -128.0 } else { limited };
+    let (gate, complement) = logistic(limited);
+    gate + gate * complement * limited
+}
+
 /// Replaces each element by `function` of it, in vector code.
 #[inline(always)]
 fn map(values: &mut [f32], function: impl Fn(f32) -> f32) {
@@ -169,6 +193,16 @@ mod tests {
         gate + 2.0 * x * gate * (1.0 - gate) * slope
     }
 
+    fn exact_silu(x: f64) -> f64 {
+        x / (1.0 + (-x).exp())
+    }
+
+    fn exact_silu_derivative(x: f64) -> f64 {
+        let x = x.clamp(-700.0, 700.0);
+        let (gate, complement) = (1.0 / (1.0 + (-x).exp()), 1.0 / (1.0 + x.exp()));
+        gate + x * gate * complement
+    }
+
     fn exact_argument(x: f64) -> f64 {
         (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x)
     }
@@ -223,11 +257,13 @@ mod tests {
 
     #[test]
     fn all_functions_are_within_2_ulp_of_every_16_bit_format() {
-        let functions: [Named; 4] = [
+        let functions: [Named; 6] = [
             ("exp", exp, f64::exp),
             ("tanh", tanh, exact_tanh),
             ("gelu", gelu, exact_gelu),
             ("gelu_derivative", gelu_derivative, exact_gelu_derivative),
+            ("silu", silu, exact_silu),
+            ("silu_derivative", silu_derivative, exact_silu_derivative),
         ];
         for function in functions {
             let widen = |bits| f16::from_bits(bits).to_f32();
@@ -248,7 +284,10 @@ mod tests {
         assert_eq!([gelu(-f32::MAX), gelu(-100.0)], [0.0, 0.0]);
         assert!([f32::MAX, f32::INFINITY, 1e20, 50.0].iter().all(|&x| gelu_derivative(x) == 1.0));
         assert!([f32::MAX, f32::INFINITY, 1e20, 50.0].iter().all(|&x| gelu_derivative(-x) == 0.0));
-        for function in [exp, tanh, gelu, gelu_derivative] {
+        assert_eq!([silu(f32::MAX), silu(f32::INFINITY)], [f32::MAX, f32::INFINITY]);
+        assert!([f32::MAX, f32::INFINITY, 1e20].iter().all(|&x| silu_derivative(x) == 1.0));
+        assert!([f32::MAX, f32::INFINITY, 1e20].iter().all(|&x| silu_derivative(-x) == 0.0));
+        for function in [exp, tanh, gelu, gelu_derivative, silu, silu_derivative] {
             assert!(function(f32::NAN).is_nan());
         }
     }

@@ -36,6 +36,13 @@ impl<T: Send> SplitRows for Rows<&mut [T]> {
     }
 }
 
+/// Rows that `f` writes by other means.
+impl SplitRows for () {
+    fn split_rows(self, _: usize) -> (Self, Self) {
+        ((), ())
+    }
+}
+
 impl<A: SplitRows> SplitRows for Option<A> {
     fn split_rows(self, rows: usize) -> (Self, Self) {
         match self {

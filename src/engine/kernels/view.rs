@@ -156,6 +156,7 @@ impl<'a> ViewMut<'a> {
 }
 
 /// A view whose parts several threads write at once, where the parts are interleaved and cannot be split off as slices.
+#[derive(Clone, Copy)]
 pub struct Interleaved<'a> {
     pointer: Pointer,
     len: usize,

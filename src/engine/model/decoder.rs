@@ -11,10 +11,13 @@ use super::hook::{Hook, Part, Place};
 use super::layers::{Linear, NormLayer, pack_of};
 use super::parameters::Parameters;
 use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op};
-use super::workspace::{Keep, StreamGradient, Workspace};
-use crate::engine::kernels::attention::Shape;
+use super::workspace::{BranchNorm, HeadNorms, Keep, Rotations, StreamGradient, Workspace};
+use crate::engine::kernels::attention::{Operands, Shape};
+use crate::engine::kernels::columns::{Columns, Store};
 use crate::engine::kernels::cross_entropy::{HeadGradient, HeadTensor};
 use crate::engine::kernels::dropout::Dropout;
+use crate::engine::kernels::embedding::scale_of_width;
+use crate::engine::kernels::rope::{Direction, Positions};
 use crate::engine::kernels::{Embedding, Kernels, WeightLayout, view};
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
@@ -56,19 +59,28 @@ pub struct Tokens<'a> {
 struct Block {
     attention_norm: NormLayer,
     qkv: Linear,
+    /// Of queries and of keys.
+    head_norms: Option<[NormLayer; 2]>,
     out: Linear,
     mlp_norm: NormLayer,
     up: Linear,
     down: Linear,
+    /// Behind attention and behind the MLP.
+    branch_norms: Option<[NormLayer; 2]>,
 }
 
 impl Block {
     fn new(spec: &ModelSpec, layout: &Parameters, block: usize) -> Result<Self> {
         let norm = |role| NormLayer::new(spec, layout, Layer::inner(block, Op::Norm(role)));
         let linear = |role| Linear::new(spec, layout, Layer::inner(block, Op::Linear(role)));
+        let pair = |there: bool, roles: [NormRole; 2]| {
+            there.then(|| Ok([norm(roles[0])?, norm(roles[1])?])).transpose()
+        };
         Ok(Self {
             attention_norm: norm(NormRole::Attention)?,
             qkv: linear(LinearRole::Qkv)?,
+            head_norms: pair(spec.qk_norm, [NormRole::Query, NormRole::Key])?,
+            branch_norms: pair(spec.branch_norms, [NormRole::AttentionBranch, NormRole::MlpBranch])?,
             out: linear(LinearRole::Out)?,
             mlp_norm: norm(NormRole::Mlp)?,
             up: linear(if spec.activation.is_gated() { LinearRole::GateUp } else { LinearRole::Up })?,
@@ -114,13 +126,47 @@ impl Decoder {
         &*self.kernels
     }
 
-    fn shape(&self, workspace: &Workspace) -> Shape {
-        Shape {
-            batch: workspace.batch,
-            seq_len: workspace.seq_len,
-            heads: self.spec.heads,
-            head_size: self.spec.head_dim,
+    /// The attention of block `block` over `batch` sequences.
+    fn shape(&self, block: usize, batch: usize, seq_len: usize) -> Shape {
+        let ModelSpec { heads, kv_heads, head_dim, attention_scale, sliding, .. } = &self.spec;
+        let shape = Shape::new(batch, seq_len, *heads, *head_dim);
+        let window = sliding.as_ref().filter(|_| self.spec.is_sliding(block)).map(|sliding| sliding.window);
+        let scale = attention_scale.map_or(shape.scale, |scale| scale as f32);
+        Shape { kv_heads: *kv_heads, scale, window, ..shape }
+    }
+
+    /// Queries and keys from the product `qkv` on to attention: normalised and rotated. Returns where they are, and the
+    /// values.
+    fn prepare_heads<'a>(
+        &self,
+        i: usize,
+        weights: &Parameters,
+        (qkv, heads): (&'a Tensor, Option<&'a HeadNorms>),
+        (rotations, positions): (&Rotations, Positions<'_>),
+        hook: &mut dyn Hook,
+    ) -> Result<[Columns<'a>; 3]> {
+        let [query, key, value] = self.columns(qkv, heads)?;
+        if let (Some(norms), Some(heads)) = (&self.blocks[i].head_norms, heads) {
+            let inputs = Columns::split(qkv, self.spec.qkv_widths())?;
+            for (((norm, x), y), rstd) in norms.iter().zip(inputs).zip([query, key]).zip(&heads.rstd) {
+                norm.forward_heads(self.kernels(), weights, x, (y, rstd), hook)?;
+            }
         }
+        if let Some(table) = rotations.of(&self.spec, i) {
+            for x in [query, key] {
+                self.kernels.rotate(x, table, positions, Direction::Forward)?;
+            }
+        }
+        Ok([query, key, value])
+    }
+
+    /// What attention reads: queries and keys as they were normalised, if they were, and values.
+    fn columns<'a>(&self, qkv: &'a Tensor, heads: Option<&'a HeadNorms>) -> Result<[Columns<'a>; 3]> {
+        let widths = self.spec.qkv_widths();
+        let [query, key, value] = Columns::split(qkv, widths)?;
+        let Some(heads) = heads else { return Ok([query, key, value]) };
+        let [query, key] = Columns::split(&heads.out, [widths[0], widths[1]])?;
+        Ok([query, key, value])
     }
 
     fn check(&self, tokens: Tokens<'_>, workspace: &Workspace) -> Result<()> {
@@ -140,6 +186,7 @@ impl Decoder {
             positions: self.positions.map(|positions| weights.pack(positions)),
             ids: tokens.ids,
             seq_len: tokens.seq_len,
+            scale: self.embedding_scale(weights),
             dropout: mode.dropout(self.spec.dropout.embedding, EMBEDDING_SITE),
         }
     }
@@ -159,7 +206,9 @@ impl Decoder {
         for (i, block) in self.blocks.iter().enumerate() {
             self.forward_block(i, weights, mode, ws, hook)?;
             let (acts, scratch) = ws.block(i)?;
-            block.down.forward(self.kernels(), weights, &acts.activated, &scratch.branch, hook)?;
+            if acts.mlp_branch.is_none() {
+                block.down.forward(self.kernels(), weights, &acts.activated, &scratch.branch, hook)?;
+            }
             let dropout = mode.dropout(self.spec.dropout.residual, Sites::of(i).mlp_out);
             self.kernels.add_branch(&acts.middle, &scratch.branch, dropout, &ws.stream[i + 1])?;
             hook.part(Layer::inner(i, Op::MlpSum), Part::Output, &ws.stream[i + 1])?;
@@ -168,7 +217,7 @@ impl Decoder {
         self.final_norm.forward(self.kernels(), weights, last, &ws.final_norm, hook)
     }
 
-    /// A block from its input to what its last product takes: all that its backward pass reads.
+    /// A block from its input to what its last product takes, or to the norm behind that: all that its backward pass reads.
     fn forward_block(
         &self,
         i: usize,
@@ -181,10 +230,15 @@ impl Decoder {
         let (input, (acts, scratch)) = (&ws.stream[i], ws.block(i)?);
         block.attention_norm.forward(kernels, weights, input, &acts.attention_norm, hook)?;
         block.qkv.forward(kernels, weights, &acts.attention_norm.out, &acts.qkv, hook)?;
-        let dropout = mode.dropout(rates.attention, site.attention);
-        kernels.attention(self.shape(ws), &acts.qkv, dropout, &acts.attended, &acts.lse)?;
+        let places = (&ws.rotations, ws.positions());
+        let qkv = self.prepare_heads(i, weights, (&acts.qkv, acts.heads.as_ref()), places, hook)?;
+        let operands = Operands { qkv, documents: None, dropout: mode.dropout(rates.attention, site.attention) };
+        kernels.attention(&self.shape(i, ws.batch, ws.seq_len), &operands, &acts.attended, &acts.lse)?;
         hook.part(Layer::inner(i, Op::Attention), Part::Output, &acts.attended)?;
-        block.out.forward(kernels, weights, &acts.attended, &scratch.branch, hook)?;
+        let close = |linear: &Linear, x: &Tensor, norm: usize, kept: Option<&BranchNorm>, hook: &mut dyn Hook| {
+            self.close_branch(i, weights, (linear, x), (norm, kept), &scratch.branch, hook)
+        };
+        close(&block.out, &acts.attended, 0, acts.attention_branch.as_ref(), hook)?;
         let dropout = mode.dropout(rates.residual, site.attention_out);
         kernels.add_branch(input, &scratch.branch, dropout, &acts.middle)?;
         hook.part(Layer::inner(i, Op::AttentionSum), Part::Output, &acts.middle)?;
@@ -192,7 +246,52 @@ impl Decoder {
         block.mlp_norm.forward(kernels, weights, &acts.middle, &acts.mlp_norm, hook)?;
         block.up.forward(kernels, weights, &acts.mlp_norm.out, &acts.up, hook)?;
         kernels.activate(self.spec.activation, &acts.up, &acts.activated)?;
-        hook.part(Layer::inner(i, Op::Activation), Part::Output, &acts.activated)
+        hook.part(Layer::inner(i, Op::Activation), Part::Output, &acts.activated)?;
+        if acts.mlp_branch.is_some() {
+            close(&block.down, &acts.activated, 1, acts.mlp_branch.as_ref(), hook)?;
+        }
+        Ok(())
+    }
+
+    /// What a block's branch adds to the stream: its last product, normalised where there is a norm behind it.
+    fn close_branch(
+        &self,
+        i: usize,
+        weights: &Parameters,
+        (linear, x): (&Linear, &Tensor),
+        (norm, kept): (usize, Option<&BranchNorm>),
+        branch: &Tensor,
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        let (Some(norms), Some(kept)) = (&self.blocks[i].branch_norms, kept) else {
+            return linear.forward(self.kernels(), weights, x, branch, hook);
+        };
+        linear.forward(self.kernels(), weights, x, &kept.input, hook)?;
+        norms[norm].forward(self.kernels(), weights, &kept.input, &kept.into(branch), hook)
+    }
+
+    /// The gradient of a branch's last product from that of what the branch adds, `branch`.
+    fn open_branch<'a>(
+        &self,
+        i: usize,
+        weights: &Parameters,
+        (norm, kept): (usize, Option<&BranchNorm>),
+        (branch, other): (&'a Tensor, Option<&'a Tensor>),
+        grads: &Parameters,
+        hook: &mut dyn Hook,
+    ) -> Result<&'a Tensor> {
+        let (Some(norms), Some(kept), Some(other)) = (&self.blocks[i].branch_norms, kept, other) else {
+            return Ok(branch);
+        };
+        let (normed, dx) = (kept.into(branch), (other, Store::Overwrite));
+        norms[norm].backward(self.kernels(), weights, &kept.input, &normed, branch, dx, grads, hook)?;
+        Ok(other)
+    }
+
+    /// The factor of the tokens' embeddings.
+    fn embedding_scale(&self, weights: &Parameters) -> f32 {
+        let dtype = weights.pack(self.embedding).dtype();
+        if self.spec.scaled_embedding { scale_of_width(self.spec.width, dtype) } else { 1.0 }
     }
 
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
@@ -243,7 +342,8 @@ impl Decoder {
         kernels.zero(&stream)?;
         let dy = &ws.scratch(ws.hidden().dtype())?.gradients()?.normed;
         let last = &ws.stream[self.spec.layers];
-        self.final_norm.backward(kernels, weights, last, &ws.final_norm, dy, &stream, grads, hook)?;
+        let dx = (&stream, Store::Add);
+        self.final_norm.backward(kernels, weights, last, &ws.final_norm, dy, dx, grads, hook)?;
         for i in (0..self.spec.layers).rev() {
             if ws.keep() == Keep::BlockInput {
                 self.forward_block(i, weights, mode, ws, hook)?;
@@ -278,23 +378,68 @@ impl Decoder {
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
         kernels.branch_gradient(stream, mode.dropout(rates.residual, site.mlp_out), branch)?;
         hook.part(block.down.layer(), Part::OutputGradient, branch)?;
-        block.down.backward(kernels, weights, &acts.activated, branch, activated, grads, hook)?;
+        let other = gradients.branch.as_ref();
+        let dy = self.open_branch(i, weights, (1, acts.mlp_branch.as_ref()), (branch, other), grads, hook)?;
+        block.down.backward(kernels, weights, &acts.activated, dy, activated, grads, hook)?;
         let up = gradients.up();
         kernels.activate_backward(self.spec.activation, &acts.up, activated, up)?;
         hook.part(Layer::inner(i, Op::Activation), Part::InputGradient, up)?;
         block.up.backward(kernels, weights, &acts.mlp_norm.out, up, normed, grads, hook)?;
-        block.mlp_norm.backward(kernels, weights, &acts.middle, &acts.mlp_norm, normed, stream, grads, hook)?;
+        let dx = (stream, Store::Add);
+        block.mlp_norm.backward(kernels, weights, &acts.middle, &acts.mlp_norm, normed, dx, grads, hook)?;
 
         kernels.branch_gradient(stream, mode.dropout(rates.residual, site.attention_out), branch)?;
         hook.part(block.out.layer(), Part::OutputGradient, branch)?;
         let attended = gradients.attended();
-        block.out.backward(kernels, weights, &acts.attended, branch, attended, grads, hook)?;
-        let dropout = mode.dropout(rates.attention, site.attention);
-        kernels.attention_backward(self.shape(ws), attended, &acts.qkv, &acts.attended, &acts.lse, dropout, qkv)?;
+        let dy = self.open_branch(i, weights, (0, acts.attention_branch.as_ref()), (branch, other), grads, hook)?;
+        block.out.backward(kernels, weights, &acts.attended, dy, attended, grads, hook)?;
+        self.attention_backward(i, weights, mode, ws, attended, qkv, grads, hook)?;
         hook.part(Layer::inner(i, Op::Attention), Part::InputGradient, qkv)?;
         block.qkv.backward(kernels, weights, &acts.attention_norm.out, qkv, normed, grads, hook)?;
         let input = &ws.stream[i];
-        block.attention_norm.backward(kernels, weights, input, &acts.attention_norm, normed, stream, grads, hook)
+        block.attention_norm.backward(kernels, weights, input, &acts.attention_norm, normed, dx, grads, hook)
+    }
+
+    /// From the gradient of attention's output to that of the product `qkv`.
+    #[expect(clippy::too_many_arguments, reason = "the pass's operands, taken apart")]
+    fn attention_backward(
+        &self,
+        i: usize,
+        weights: &Parameters,
+        mode: Mode,
+        ws: &Workspace,
+        attended: &Tensor,
+        dqkv: &Tensor,
+        grads: &Parameters,
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        let (kernels, (acts, scratch)) = (self.kernels(), ws.block(i)?);
+        let widths = self.spec.qkv_widths();
+        let dropout = mode.dropout(self.spec.dropout.attention, Sites::of(i).attention);
+        let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
+        let operands = Operands { qkv, documents: None, dropout };
+        let linear = Columns::split(dqkv, widths)?;
+        // Gradients of normalised queries and keys have a buffer of their own: the norm's backward pass reads it and writes
+        // beside the values' gradient.
+        let [dq, dk] = match &scratch.gradients()?.query_key {
+            Some(query_key) => Columns::split(query_key, [widths[0], widths[1]])?,
+            None => [linear[0], linear[1]],
+        };
+        let shape = self.shape(i, ws.batch, ws.seq_len);
+        kernels.attention_backward(&shape, &operands, attended, &acts.attended, &acts.lse, [dq, dk, linear[2]])?;
+        if let Some(table) = ws.rotations.of(&self.spec, i) {
+            for x in [dq, dk] {
+                kernels.rotate(x, table, ws.positions(), Direction::Backward)?;
+            }
+        }
+        if let (Some(norms), Some(heads)) = (&self.blocks[i].head_norms, &acts.heads) {
+            let inputs = Columns::split(&acts.qkv, widths)?;
+            for part in 0..2 {
+                let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
+                norms[part].backward_heads(kernels, weights, x, rstd, dy, linear[part], grads, hook)?;
+            }
+        }
+        Ok(())
     }
 
     /// The logits `[rows, V]` (compute type) of `hidden [rows, D]`, a part of [`Workspace::hidden`].

@@ -4,6 +4,7 @@
 use super::hook::{Hook, Part};
 use super::parameters::Parameters;
 use super::spec::{Layer, ModelSpec};
+use crate::engine::kernels::columns::{Columns, Store};
 use crate::engine::kernels::{Kernels, NormSettings, Normed, WeightLayout};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -46,7 +47,7 @@ impl NormLayer {
         hook.part(self.layer, Part::Output, &normed.out)
     }
 
-    /// Adds to `dx` the gradient with respect to `x`, given that of the output, `dy`.
+    /// Adds to `dx` the gradient with respect to `x`, or writes it there, given that of the output, `dy`.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward(
         &self,
@@ -55,17 +56,50 @@ impl NormLayer {
         x: &Tensor,
         normed: &Normed,
         dy: &Tensor,
-        dx: &Tensor,
+        (dx, store): (&Tensor, Store),
         grads: &Parameters,
         hook: &mut dyn Hook,
     ) -> Result<()> {
         let (dweight, dbias) = (grads.pack(self.weight), self.bias.map(|bias| grads.pack(bias)));
-        kernels.norm_backward(self.settings, dy, x, weights.pack(self.weight), normed, dx, dweight, dbias)?;
+        kernels.norm_backward(self.settings, dy, x, weights.pack(self.weight), normed, (dx, store), dweight, dbias)?;
         hook.part(self.layer, Part::WeightGradient, dweight)?;
         if let Some(dbias) = dbias {
             hook.part(self.layer, Part::BiasGradient, dbias)?;
         }
         hook.part(self.layer, Part::InputGradient, dx)
+    }
+}
+
+impl NormLayer {
+    /// Normalises each head in the columns `x` into the columns `y`.
+    pub(super) fn forward_heads(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        x: Columns<'_>,
+        (y, rstd): (Columns<'_>, &Tensor),
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        kernels.head_norm(self.settings, x, weights.pack(self.weight), y, rstd)?;
+        hook.part(self.layer, Part::Output, y.tensor())
+    }
+
+    /// Writes the gradients of the weight and of `x`, given that of the output, `dy`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
+    pub(super) fn backward_heads(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        x: Columns<'_>,
+        rstd: &Tensor,
+        dy: Columns<'_>,
+        dx: Columns<'_>,
+        grads: &Parameters,
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        let dweight = grads.pack(self.weight);
+        kernels.head_norm_backward(self.settings, dy, x, weights.pack(self.weight), rstd, dx, dweight)?;
+        hook.part(self.layer, Part::WeightGradient, dweight)
     }
 }
 

@@ -3,6 +3,7 @@
 //! A family (`gpt2.rs` and its siblings) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
 
 use super::architecture::{Architecture, Keys, family_of, named};
+use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::precision::Unit;
 use crate::{Error, Result};
@@ -59,6 +60,17 @@ pub struct DropoutRates {
     pub attention: f64,
 }
 
+/// Attention with a window, in some layers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sliding {
+    /// How many tokens a query attends to at most, itself included.
+    pub window: usize,
+    /// Which layers have it.
+    pub layers: Vec<bool>,
+    /// Their rotary position embeddings.
+    pub rope: Rope,
+}
+
 /// Dimensions and constants of a decoder with a language-model head.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelSpec {
@@ -94,6 +106,18 @@ pub struct ModelSpec {
     pub biases: Biases,
     /// Whether positions are a learned embedding, added to that of the tokens.
     pub learned_positions: bool,
+    /// Rotary position embeddings of layers with full attention.
+    pub rope: Option<Rope>,
+    /// Layers whose attention has a window.
+    pub sliding: Option<Sliding>,
+    /// Factor of attention's scores where it is not 1 / `√head_dim`.
+    pub attention_scale: Option<f64>,
+    /// Whether each head of queries and keys is normalised.
+    pub qk_norm: bool,
+    /// Whether what attention and MLP add to the residual stream is normalised.
+    pub branch_norms: bool,
+    /// Whether the tokens' embeddings are multiplied by `√width`.
+    pub scaled_embedding: bool,
     /// Whether the head's matrix is the token embedding.
     pub tied: bool,
     /// Dropout probabilities.
@@ -111,8 +135,16 @@ pub struct ModelSpec {
 pub enum NormRole {
     /// Before attention.
     Attention,
+    /// Of each head of queries.
+    Query,
+    /// Of each head of keys.
+    Key,
+    /// Behind attention, before its output joins the residual stream.
+    AttentionBranch,
     /// Before the MLP.
     Mlp,
+    /// Behind the MLP, before its output joins the residual stream.
+    MlpBranch,
     /// Before the head.
     Final,
 }
@@ -283,6 +315,28 @@ impl ModelSpec {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
+    /// Columns of queries, of keys and of values.
+    pub fn qkv_widths(&self) -> [usize; 3] {
+        [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_dim)
+    }
+
+    /// Whether the attention of layer `block` has a window.
+    pub fn is_sliding(&self, block: usize) -> bool {
+        self.sliding.as_ref().is_some_and(|sliding| sliding.layers.get(block) == Some(&true))
+    }
+
+    /// The norms of a block, and the columns of each.
+    fn norms(&self) -> Vec<(NormRole, usize)> {
+        let mut norms = vec![(NormRole::Attention, self.width), (NormRole::Mlp, self.width)];
+        if self.qk_norm {
+            norms.extend([(NormRole::Query, self.head_dim), (NormRole::Key, self.head_dim)]);
+        }
+        if self.branch_norms {
+            norms.extend([(NormRole::AttentionBranch, self.width), (NormRole::MlpBranch, self.width)]);
+        }
+        norms
+    }
+
     /// Columns of the heads' outputs, side by side.
     pub fn attended_width(&self) -> usize {
         self.heads * self.head_dim
@@ -324,13 +378,13 @@ impl ModelSpec {
             let name = format!("{}.{}", self.layer_name(layer), if bias { "bias" } else { "weight" });
             parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, bias, init, pack });
         };
-        let norm = |layer: Layer, push: &mut dyn FnMut(Layer, bool, Vec<usize>, Init, Layer)| match self.norm {
+        let norm = |layer: Layer, columns, push: &mut dyn FnMut(Layer, bool, Vec<usize>, Init, Layer)| match self.norm {
             Norm::Layer => {
-                push(layer, false, vec![d], Init::Ones, layer);
-                push(layer, true, vec![d], Init::Zeros, layer);
+                push(layer, false, vec![columns], Init::Ones, layer);
+                push(layer, true, vec![columns], Init::Zeros, layer);
             }
             Norm::Rms { unit_offset } => {
-                push(layer, false, vec![d], if unit_offset { Init::Zeros } else { Init::Ones }, layer);
+                push(layer, false, vec![columns], if unit_offset { Init::Zeros } else { Init::Ones }, layer);
             }
         };
         let outer = |op, rows| (Layer::outer(op), rows);
@@ -344,12 +398,12 @@ impl ModelSpec {
         for (layer, rows) in tables {
             push(layer, false, vec![rows, d], Init::Normal(std), layer);
         }
-        norm(Layer::outer(Op::Norm(NormRole::Final)), &mut push);
+        norm(Layer::outer(Op::Norm(NormRole::Final)), d, &mut push);
         // Layers that close a residual branch start narrower (Radford et al., 2019).
         let closing = std / (2.0 * self.layers as f64).sqrt();
         for block in 0..self.layers {
-            for role in [NormRole::Attention, NormRole::Mlp] {
-                norm(Layer::inner(block, Op::Norm(role)), &mut push);
+            for (role, columns) in self.norms() {
+                norm(Layer::inner(block, Op::Norm(role)), columns, &mut push);
             }
             for (role, [rows, columns], bias) in self.linears() {
                 let layer = Layer::inner(block, Op::Linear(role));
@@ -372,13 +426,14 @@ impl ModelSpec {
     /// The number of parameters, a tied head counted once.
     pub fn parameter_count(&self) -> u64 {
         let [v, c, d, layers] = [self.vocab_size, self.context, self.width, self.layers].map(|dim| dim as u64);
-        let norm = if self.norm == Norm::Layer { 2 * d } else { d };
+        let norm = |columns: u64| if self.norm == Norm::Layer { 2 * columns } else { columns };
         let linear = |(_, [rows, columns], bias): (LinearRole, [usize; 2], bool)| {
             rows as u64 * columns as u64 + if bias { columns as u64 } else { 0 }
         };
         let linears: u64 = self.linears().into_iter().map(linear).sum();
         let positions = if self.learned_positions { c * d } else { 0 };
         let head = if self.tied { 0 } else { v * d };
-        v * d + positions + head + norm + layers * (2 * norm + linears)
+        let norms: u64 = self.norms().into_iter().map(|(_, columns)| norm(columns as u64)).sum();
+        v * d + positions + head + norm(d) + layers * (norms + linears)
     }
 }

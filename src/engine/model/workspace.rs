@@ -1,8 +1,10 @@
 //! The buffers of a forward and backward pass.
 
+use super::rope::Rope;
 use super::spec::ModelSpec;
 use crate::engine::kernels::Normed;
 use crate::engine::kernels::cross_entropy::HeadWorkspace;
+use crate::engine::kernels::rope::{Positions, Table};
 use crate::engine::kernels::view::{self, Allocate};
 use crate::precision::{Dtype, PrecisionPolicy, Unit};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -21,13 +23,77 @@ pub enum Keep {
     BlockInput,
 }
 
+/// What normalising the heads of queries and keys leaves.
+#[derive(Debug)]
+pub(super) struct HeadNorms<T = Tensor> {
+    /// Queries and keys, normalised.
+    pub(super) out: T,
+    /// `[N · heads]` and `[N · kv_heads]`, FP32.
+    pub(super) rstd: [T; 2],
+}
+
+impl<T> HeadNorms<T> {
+    pub(super) fn lay_out(spec: &ModelSpec, rows: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
+        let [queries, keys, _] = spec.qkv_widths();
+        let statistics = |heads: usize| allocate(&[rows * heads], DType::F32);
+        let rstd = [statistics(spec.heads)?, statistics(spec.kv_heads)?];
+        Ok(Self { out: allocate(&[rows, queries + keys], compute)?, rstd })
+    }
+}
+
+/// Cosines and sines of rotary position embeddings, for sequences up to a length.
+#[derive(Debug, Default)]
+pub(super) struct Rotations {
+    full: Option<Table>,
+    sliding: Option<Table>,
+}
+
+impl Rotations {
+    pub(super) fn new(spec: &ModelSpec, seq_len: usize, device: &Device) -> Result<Self> {
+        let table = |rope: &Rope| {
+            Table::new(&rope.frequencies(spec.head_dim, seq_len), rope.attention_factor(), seq_len, device)
+        };
+        let sliding = spec.sliding.as_ref().map(|sliding| &sliding.rope);
+        Ok(Self { full: spec.rope.as_ref().map(table).transpose()?, sliding: sliding.map(table).transpose()? })
+    }
+
+    /// The table of a block.
+    pub(super) fn of(&self, spec: &ModelSpec, block: usize) -> Option<&Table> {
+        if spec.is_sliding(block) { self.sliding.as_ref() } else { self.full.as_ref() }
+    }
+}
+
+/// What the norm of a branch's output reads, and its statistics.
+#[derive(Debug)]
+pub(super) struct BranchNorm<T = Tensor> {
+    /// `[N, D]`, compute type.
+    pub(super) input: T,
+    /// `[N]`, FP32.
+    pub(super) rstd: T,
+}
+
+impl<T> BranchNorm<T> {
+    pub(super) fn lay_out(spec: &ModelSpec, rows: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
+        Ok(Self { input: allocate(&[rows, spec.width], compute)?, rstd: allocate(&[rows], DType::F32)? })
+    }
+}
+
+impl BranchNorm {
+    /// The norm's result, with its output in a buffer that is overwritten in turn.
+    pub(super) fn into(&self, out: &Tensor) -> Normed {
+        Normed { out: out.clone(), mean: None, rstd: self.rstd.clone() }
+    }
+}
+
 /// What one block's forward pass computes that its backward pass reads.
 #[derive(Debug)]
 pub(super) struct Activations<T = Tensor> {
     pub(super) attention_norm: Normed<T>,
     pub(super) qkv: T,
+    pub(super) heads: Option<HeadNorms<T>>,
     pub(super) attended: T,
     pub(super) lse: T,
+    pub(super) attention_branch: Option<BranchNorm<T>>,
     /// The residual stream between attention and MLP.
     pub(super) middle: T,
     pub(super) mlp_norm: Normed<T>,
@@ -35,6 +101,7 @@ pub(super) struct Activations<T = Tensor> {
     pub(super) up: T,
     /// What leaves it.
     pub(super) activated: T,
+    pub(super) mlp_branch: Option<BranchNorm<T>>,
 }
 
 /// All buffers of a forward and backward pass for one (batch, sequence) shape.
@@ -59,6 +126,7 @@ pub struct Workspace<T = Tensor> {
     pub(super) backward: Option<StreamGradient<T>>,
     /// Of the policy's compute type, and of each other one in use.
     scratch: Vec<Scratch<T>>,
+    pub(super) rotations: Rotations,
 }
 
 #[derive(Debug)]
@@ -84,6 +152,10 @@ pub(super) struct Scratch<T = Tensor> {
 pub(super) struct BranchGradients<T = Tensor> {
     /// Gradient of a norm's output, `[N, D]`.
     pub(super) normed: T,
+    /// Gradient of the input of a branch's norm.
+    pub(super) branch: Option<T>,
+    /// Gradient of normalised queries and keys.
+    pub(super) query_key: Option<T>,
     /// Gradient of attention's output, where it is not as wide as the stream.
     attended: Option<T>,
     pub(super) qkv: T,
@@ -132,15 +204,19 @@ impl<T> Activations<T> {
     ) -> Result<Self> {
         let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
         let norm = || Normed::lay_out(spec.norm, tokens, spec.width, compute, allocate);
+        let branch = || spec.branch_norms.then(|| BranchNorm::lay_out(spec, tokens, compute, allocate)).transpose();
         Ok(Self {
             attention_norm: norm()?,
             qkv: rows(spec.qkv_width(), compute)?,
+            heads: spec.qk_norm.then(|| HeadNorms::lay_out(spec, tokens, compute, allocate)).transpose()?,
             attended: rows(spec.attended_width(), compute)?,
             lse: allocate(&[tokens * spec.heads], DType::F32)?,
+            attention_branch: branch()?,
             middle: rows(spec.width, stream)?,
             mlp_norm: norm()?,
             up: rows(spec.up_width(), compute)?,
             activated: rows(spec.inner, compute)?,
+            mlp_branch: branch()?,
         })
     }
 }
@@ -165,6 +241,8 @@ impl<T> Scratch<T> {
             let wide = spec.attended_width() != spec.width;
             Ok(BranchGradients {
                 normed: rows(spec.width)?,
+                branch: spec.branch_norms.then(|| rows(spec.width)).transpose()?,
+                query_key: spec.qk_norm.then(|| rows(spec.qkv_widths()[..2].iter().sum())).transpose()?,
                 attended: wide.then(|| rows(spec.attended_width())).transpose()?,
                 qkv: rows(spec.qkv_width())?,
                 activated: rows(spec.inner)?,
@@ -214,6 +292,7 @@ impl<T> Workspace<T> {
             head: HeadWorkspace::lay_out(tokens, spec.vocab_size, width, compute, grads, scratch)?,
             backward: train.then(backward).transpose()?,
             scratch: vec![Scratch::lay_out(spec, tokens, (compute, stream), (train, keep), scratch)?],
+            rotations: Rotations::default(),
         })
     }
 
@@ -232,6 +311,11 @@ impl<T> Workspace<T> {
             Some(activations) => Ok((activations, scratch)),
             None => bail!("this workspace has no buffers for block {block}"),
         }
+    }
+
+    /// The positions of its rows.
+    pub(super) fn positions(&self) -> Positions<'static> {
+        Positions { seq_len: self.seq_len, past: 0, documents: None }
     }
 
     /// What is kept for the backward pass.
@@ -280,7 +364,8 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        Self::lay_out(spec, policy, shape, (true, keep), &zeros, &zeros)
+        let rotations = Rotations::new(spec, shape.1, device)?;
+        Ok(Self { rotations, ..Self::lay_out(spec, policy, shape, (true, keep), &zeros, &zeros)? })
     }
 
     /// Buffers for evaluation of `batch` sequences of `seq_len` tokens: the blocks share theirs.
@@ -291,7 +376,8 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        Self::lay_out(spec, policy, shape, (false, Keep::BlockInput), &zeros, &zeros)
+        let rotations = Rotations::new(spec, shape.1, device)?;
+        Ok(Self { rotations, ..Self::lay_out(spec, policy, shape, (false, Keep::BlockInput), &zeros, &zeros)? })
     }
 
     /// Gives `unit` buffers of another compute type; those of others stay as they are.

@@ -91,13 +91,16 @@ impl Plan {
     }
 
     fn arguments(self) -> Result<AttentionShape> {
-        let Shape { batch, seq_len, heads, head_size } = self.shape;
+        let Shape { batch, seq_len, heads, kv_heads, head_size, scale, window, softcap } = self.shape;
+        if kv_heads != heads || window.is_some() || softcap.is_some() {
+            bail!("the CUDA attention kernels have no grouped queries, windows or soft caps");
+        }
         Ok(AttentionShape {
             batch: word(batch)?,
             seq_len: word(seq_len)?,
             heads: word(heads)?,
             head_size: word(head_size)?,
-            softmax_scale: self.shape.softmax_scale(),
+            softmax_scale: scale,
             unused: 0,
         })
     }

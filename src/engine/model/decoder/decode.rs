@@ -2,10 +2,11 @@
 
 use super::{Decoder, Mode, Tokens};
 use crate::engine::kernels::decode_attention::KeyValues;
+use crate::engine::kernels::rope::Positions;
 use crate::engine::kernels::{Embedding, Normed, view};
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::spec::ModelSpec;
-use crate::engine::model::workspace::candle_dtype;
+use crate::engine::model::workspace::{BranchNorm, HeadNorms, Rotations, candle_dtype};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -21,6 +22,8 @@ pub struct KvCache {
     len: usize,
     /// Made for the number of tokens that were decoded last.
     buffers: Option<Buffers>,
+    /// For `capacity` positions.
+    rotations: Rotations,
 }
 
 /// The residual stream, and for each compute type in use the activations of one block.
@@ -37,8 +40,10 @@ struct Buffers {
 struct BlockBuffers {
     normed: Normed,
     qkv: Tensor,
+    heads: Option<HeadNorms>,
     attended: Tensor,
     branch: Tensor,
+    branch_norm: Option<BranchNorm>,
     up: Tensor,
     activated: Tensor,
 }
@@ -53,7 +58,8 @@ impl KvCache {
         let layer = |_| KeyValues::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
         let layers = (0..spec.layers).map(layer).collect::<Result<_>>()?;
         let residual = candle_dtype(policy.residual);
-        Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None })
+        let rotations = Rotations::new(spec, capacity, device)?;
+        Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None, rotations })
     }
 
     /// Tokens seen.
@@ -80,10 +86,11 @@ impl KvCache {
 impl BlockBuffers {
     fn new(spec: &ModelSpec, compute: DType, rows: usize, device: &Device) -> Result<Self> {
         let buffer = |columns: usize| view::zeros(&[rows, columns], compute, device);
+        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         Ok(Self {
-            normed: Normed::lay_out(spec.norm, rows, spec.width, compute, &|shape, dtype| {
-                view::zeros(shape, dtype, device)
-            })?,
+            normed: Normed::lay_out(spec.norm, rows, spec.width, compute, &zeros)?,
+            heads: spec.qk_norm.then(|| HeadNorms::lay_out(spec, rows, compute, &zeros)).transpose()?,
+            branch_norm: spec.branch_norms.then(|| BranchNorm::lay_out(spec, rows, compute, &zeros)).transpose()?,
             qkv: buffer(spec.qkv_width())?,
             attended: buffer(spec.attended_width())?,
             branch: buffer(spec.width)?,
@@ -139,24 +146,30 @@ impl Decoder {
         if cache.buffers.as_ref().is_none_or(|buffers| !buffers.serve(rows, &compute)) {
             cache.buffers = Some(Buffers::new(&self.spec, cache.residual, &compute, rows, &cache.device)?);
         }
-        let KvCache { layers, buffers: Some(buffers), len, .. } = cache else { bail!("the cache has no buffers") };
+        let KvCache { layers, buffers: Some(buffers), len, rotations, .. } = cache else {
+            bail!("the cache has no buffers")
+        };
         let Buffers { stream, middle, blocks, .. } = &*buffers;
         let kernels = self.kernels();
         // Positions count from the sequence's start.
         let positions = self.positions.map(|table| weights.pack(table).narrow(0, past, rows)).transpose()?;
         let embedding = self.embed(weights, Tokens { ids, seq_len: rows }, Mode::Eval);
         kernels.embed(Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
-        for ((block, layer), dtype) in self.blocks.iter().zip(layers).zip(&compute) {
-            let BlockBuffers { normed, qkv, attended, branch, up, activated } = BlockBuffers::of(blocks, *dtype)?;
+        let places = Positions { seq_len: rows, past, documents: None };
+        for (i, ((block, layer), dtype)) in self.blocks.iter().zip(layers).zip(&compute).enumerate() {
+            let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated } =
+                BlockBuffers::of(blocks, *dtype)?;
+            let (heads, branch_norm) = (heads.as_ref(), branch_norm.as_ref());
             block.attention_norm.forward(kernels, weights, stream, normed, &mut ())?;
             block.qkv.forward(kernels, weights, &normed.out, qkv, &mut ())?;
-            kernels.decode_attention(layer, past, qkv, attended)?;
-            block.out.forward(kernels, weights, attended, branch, &mut ())?;
+            let qkv = self.prepare_heads(i, weights, (qkv, heads), (rotations, places), &mut ())?;
+            kernels.decode_attention(&self.shape(i, 1, rows), layer, past, qkv, attended)?;
+            self.close_branch(i, weights, (&block.out, attended), (0, branch_norm), branch, &mut ())?;
             kernels.add_branch(stream, branch, None, middle)?;
             block.mlp_norm.forward(kernels, weights, middle, normed, &mut ())?;
             block.up.forward(kernels, weights, &normed.out, up, &mut ())?;
             kernels.activate(self.spec.activation, up, activated)?;
-            block.down.forward(kernels, weights, activated, branch, &mut ())?;
+            self.close_branch(i, weights, (&block.down, activated), (1, branch_norm), branch, &mut ())?;
             kernels.add_branch(middle, branch, None, stream)?;
         }
         let normed = &BlockBuffers::of(blocks, head)?.normed;

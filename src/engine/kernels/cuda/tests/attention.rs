@@ -2,7 +2,8 @@
 
 use super::super::attention as device_attention;
 use super::*;
-use crate::engine::kernels::attention::{self, Shape};
+use crate::engine::kernels::attention::{self, Operands, Shape};
+use crate::engine::kernels::columns::Columns;
 use crate::engine::kernels::dropout::Dropout;
 
 /// A draw with something in both words.
@@ -15,13 +16,15 @@ fn dropout(rate: f32) -> Option<Dropout> {
 
 /// Output, log-sum-exps and gradients of the CPU's kernels.
 fn on_the_cpu(shape: Shape, dtype: DType, dropout: Option<Dropout>, qkv: &[f32], dout: &[f32]) -> [Vec<f32>; 3] {
-    let Shape { batch, seq_len, heads, head_size } = shape;
+    let Shape { batch, seq_len, heads, head_size, .. } = shape;
     let (tokens, width) = (batch * seq_len, heads * head_size);
     let (qkv, dout) = (tensor(qkv, &[tokens, 3 * width], dtype), tensor(dout, &[tokens, width], dtype));
     let (out, dqkv) = (poisoned(&[tokens, width], dtype), poisoned(&[tokens, 3 * width], dtype));
     let lse = poisoned(&[tokens * heads], DType::F32);
-    attention::forward(shape, &qkv, dropout, &out, &lse).unwrap();
-    attention::backward(shape, &dout, &qkv, &out, &lse, dropout, &dqkv).unwrap();
+    let operands = Operands::packed(&shape, &qkv, dropout).unwrap();
+    attention::forward(&shape, &operands, &out, &lse).unwrap();
+    let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
+    attention::backward(&shape, &operands, &dout, &out, &lse, gradients).unwrap();
     [out, lse, dqkv].map(|tensor| numbers(&tensor))
 }
 
@@ -34,7 +37,7 @@ fn on_the_device(
     qkv: &[f32],
     dout: &[f32],
 ) -> [Vec<f32>; 3] {
-    let Shape { batch, seq_len, heads, head_size } = shape;
+    let Shape { batch, seq_len, heads, head_size, .. } = shape;
     let (tokens, width) = (batch * seq_len, heads * head_size);
     let (qkv, dout) = (gpu.input(qkv, dtype), gpu.input(dout, dtype));
     let (out, dqkv) = (gpu.output(tokens * width, dtype), gpu.output(tokens * 3 * width, dtype));
@@ -54,7 +57,7 @@ fn check(shape: Shape, dtype: DType, dropout: Option<Dropout>) {
     let (qkv, dout) = operands(shape, dtype);
     let [out, lse, dqkv] = on_the_cpu(shape, dtype, dropout, &qkv, &dout);
     let found = in_every_order(|gpu| on_the_device(gpu, shape, dtype, dropout, &qkv, &dout).to_vec());
-    let Shape { batch, seq_len, heads, head_size } = shape;
+    let Shape { batch, seq_len, heads, head_size, .. } = shape;
     let sizes = format!("{:?}: dropout {}", [batch, seq_len, heads, head_size], dropout.is_some());
     assert_close(&format!("attention's value {sizes}"), &found[0], &out, dtype);
     assert_close(&format!("attention's log-sum-exp {sizes}"), &found[1], &lse, DType::F32);
@@ -79,17 +82,17 @@ fn assert_gradient(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
 #[test]
 fn in_fp32() {
     for dropout in [None, dropout(0.2)] {
-        check(Shape { batch: 2, seq_len: 13, heads: 3, head_size: 8 }, DType::F32, dropout);
-        check(Shape { batch: 1, seq_len: 72, heads: 2, head_size: 64 }, DType::F32, dropout);
+        check(Shape::new(2, 13, 3, 8), DType::F32, dropout);
+        check(Shape::new(1, 72, 2, 64), DType::F32, dropout);
     }
 }
 
 #[test]
 fn in_fp32_of_all_head_sizes() {
     for (seq_len, head_size) in [(1, 1), (65, 20), (131, 32), (64, 48), (33, 80), (70, 96), (41, 128)] {
-        check(Shape { batch: 1, seq_len, heads: 2, head_size }, DType::F32, None);
+        check(Shape::new(1, seq_len, 2, head_size), DType::F32, None);
     }
-    check(Shape { batch: 1, seq_len: 40, heads: 1, head_size: 100 }, DType::F32, dropout(0.5));
+    check(Shape::new(1, 40, 1, 100), DType::F32, dropout(0.5));
 }
 
 /// Within a warp's rows and a tile, at their ends, and over them; lengths in which lanes can share draws of masks, and others.
@@ -104,7 +107,7 @@ fn case(shape: Shape, i: usize) {
 
 fn of_length(seq_len: usize, head_size: usize) -> Shape {
     let (batch, heads) = if seq_len < 64 { (2, 3) } else { (1, 2) };
-    Shape { batch, seq_len, heads, head_size }
+    Shape::new(batch, seq_len, heads, head_size)
 }
 
 /// Every length with these head sizes, and each pair with one of the types and masks.
@@ -148,7 +151,7 @@ fn every_shape_on_tensor_cores() {
 
 #[test]
 fn later_tokens_change_nothing_earlier() {
-    let shape = Shape { batch: 1, seq_len: 130, heads: 2, head_size: 64 };
+    let shape = Shape::new(1, 130, 2, 64);
     let width = shape.heads * shape.head_size;
     for (dtype, first) in [(DType::F32, 70), (DType::F16, 70), (DType::BF16, 5)] {
         let run = |qkv: &[f32], dout: &[f32]| on_the_device(&Emulator::new(0), shape, dtype, dropout(0.1), qkv, dout);
@@ -173,7 +176,7 @@ fn later_tokens_change_nothing_earlier() {
 
 #[test]
 fn numbers_that_are_not_finite_show() {
-    let shape = Shape { batch: 1, seq_len: 70, heads: 1, head_size: 32 };
+    let shape = Shape::new(1, 70, 1, 32);
     let width = shape.head_size;
     let (token, column) = (66, 3);
     for dtype in TYPES {
@@ -207,7 +210,7 @@ fn numbers_that_are_not_finite_show() {
 #[test]
 fn an_overflow_in_between_shows() {
     // The output's gradient is finite, and so are the operands, but not their products as FP16 holds them.
-    let shape = Shape { batch: 1, seq_len: 20, heads: 1, head_size: 64 };
+    let shape = Shape::new(1, 20, 1, 64);
     let (qkv, dout) = operands(shape, DType::F16);
     let dout: Vec<f32> = rounded(dout.into_iter().map(|x| 60_000.0 * x).collect(), DType::F16);
     let [out, _, dqkv] = on_the_device(&Emulator::new(1), shape, DType::F16, None, &qkv, &dout);
@@ -220,7 +223,7 @@ fn an_overflow_in_between_shows() {
 fn a_head_that_is_too_large_is_refused() {
     let gpu = Emulator::new(0);
     let (buffer, draw) = (gpu.output(1, DType::F32), no_draw(&gpu));
-    let shape = Shape { batch: 1, seq_len: 1, heads: 1, head_size: 129 };
+    let shape = Shape::new(1, 1, 1, 129);
     let error = device_attention::forward(&gpu, shape, buffer, None, draw, buffer, buffer).unwrap_err().to_string();
     assert!(error.contains("at most 128 elements, not 129"), "{error}");
 }

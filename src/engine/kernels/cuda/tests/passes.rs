@@ -4,7 +4,7 @@ use super::super::cross_entropy;
 use super::super::embedding as device_embedding;
 use super::*;
 use crate::engine::kernels::dropout::Dropout;
-use crate::engine::kernels::embedding;
+use crate::engine::kernels::embedding::{self, Tables};
 use device_embedding::Tokens;
 
 #[test]
@@ -34,12 +34,14 @@ fn embeddings() {
                 let out = poisoned(&[rows, width], stream);
                 let cpu_wte = tensor(&wte, &[vocab, width], compute);
                 let cpu_wpe = tensor(&wpe, &[context, width], compute);
-                embedding::forward(&cpu_wte, &cpu_wpe, &ids, seq_len, dropout, &out).unwrap();
+                let tables = Tables { tokens: &cpu_wte, positions: Some(&cpu_wpe), scale: 1.0 };
+                embedding::forward(tables, &ids, seq_len, dropout, &out).unwrap();
                 let dwte = tensor(&before, &[vocab, width], grads);
                 let dwpe = poisoned(&[context, width], grads);
                 let mut order = vec![0; rows];
                 let cpu_dx = tensor(&dx, &[rows, width], stream);
-                embedding::backward(&cpu_dx, &ids, seq_len, dropout, &mut order, &dwte, &dwpe).unwrap();
+                let grads_of = Tables { tokens: &dwte, positions: Some(&dwpe), scale: 1.0 };
+                embedding::backward(&cpu_dx, &ids, seq_len, dropout, &mut order, grads_of).unwrap();
 
                 let found = in_every_order(|gpu| {
                     let (mut order, mut starts) = (vec![0; rows], vec![0; rows + 1]);

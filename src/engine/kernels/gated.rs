@@ -1,0 +1,121 @@
+//! The gated activation of an MLP, `act(gate) * up` (Shazeer, 2020), inside in FP32 whatever the storage type.
+
+use crate::engine::kernels::columns::{Columns, write_columns};
+use crate::engine::kernels::math;
+use crate::engine::kernels::rows::{Rows, for_each_part};
+use crate::engine::kernels::view::{read, write};
+use candle_core::{Result, Tensor, bail};
+
+/// Elements converted at a time: rows of this length stay in the first-level cache.
+const WIDTH: usize = 1024;
+/// Elements a task takes, about.
+const GRAIN: usize = 8 * WIDTH;
+
+/// What is applied to the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// x / (1 + exp(-x)).
+    Silu,
+    /// GELU in its tanh form.
+    Gelu,
+}
+
+/// Calls `$body` with `$function` and `$derivative` standing for the gate's, so that each gets a loop of its own.
+macro_rules! with_gate {
+    ($gate:expr, ($function:ident, $derivative:ident) => $body:expr) => {
+        match $gate {
+            Gate::Silu => {
+                let ($function, $derivative) = (math::silu, math::silu_derivative);
+                $body
+            }
+            Gate::Gelu => {
+                let ($function, $derivative) = (math::gelu, math::gelu_derivative);
+                $body
+            }
+        }
+    };
+}
+
+fn check(gate: Columns<'_>, up: Columns<'_>, y: &Tensor) -> Result<[usize; 2]> {
+    let (rows, width) = y.dims2()?;
+    if [gate, up].iter().any(|part| [part.rows(), part.count()] != [rows, width]) {
+        bail!("a gate of {} × {} for an output of {rows} × {width}", gate.rows(), gate.count());
+    }
+    Ok([rows, width])
+}
+
+/// `y [N, F] = act(gate) * up`, elementwise; gate and up may be the halves of one buffer.
+pub fn forward(kind: Gate, gate: Columns<'_>, up: Columns<'_>, y: &Tensor) -> Result<()> {
+    let [rows, width] = check(gate, up, y)?;
+    let (gate_opened, up_opened) = (read(gate.tensor())?, read(up.tensor())?);
+    let (gate, up) = (gate.source(&gate_opened), up.source(&up_opened));
+    write(y, |view| {
+        for_each_part(
+            Rows { view, width },
+            rows,
+            GRAIN / width + 1,
+            #[inline(always)]
+            |first, rows, mut y| {
+                let (mut gates, mut ups) = ([0.0; WIDTH], [0.0; WIDTH]);
+                for (i, start) in (0..rows).flat_map(|i| (0..width).step_by(WIDTH).map(move |start| (i, start))) {
+                    let count = WIDTH.min(width - start);
+                    let gates = &mut gates[..count];
+                    gate.load(first + i, start, gates);
+                    let ups = up.widened(first + i, start, &mut ups[..count]);
+                    with_gate!(kind, (function, _derivative) => {
+                        for (gate, up) in gates.iter_mut().zip(ups) {
+                            *gate = function(*gate) * up;
+                        }
+                    });
+                    y.view.store(i * width + start, gates);
+                }
+            },
+        );
+    })
+}
+
+/// The gradients with respect to gate and up, given that of the output, `dy [N, F]`; `dgate` and `dup` may be the halves of
+/// one buffer, but none of the others.
+pub fn backward(
+    kind: Gate,
+    gate: Columns<'_>,
+    up: Columns<'_>,
+    dy: &Tensor,
+    dgate: Columns<'_>,
+    dup: Columns<'_>,
+) -> Result<()> {
+    let [rows, width] = check(gate, up, dy)?;
+    check(dgate, dup, dy)?;
+    let (gate_opened, up_opened, dy) = (read(gate.tensor())?, read(up.tensor())?, read(dy)?);
+    let (gate, up, dy) = (gate.source(&gate_opened), up.source(&up_opened), dy.view());
+    write_columns([dgate, dup], |[dgate, dup]| {
+        for_each_part(
+            (),
+            rows,
+            GRAIN / width + 1,
+            #[inline(always)]
+            |first, rows, ()| {
+                let (mut gates, mut ups, mut grads) = ([0.0; WIDTH], [0.0; WIDTH], [0.0; WIDTH]);
+                let rows = first..first + rows;
+                for (row, start) in rows.flat_map(|row| (0..width).step_by(WIDTH).map(move |start| (row, start))) {
+                    let count = WIDTH.min(width - start);
+                    let (gates, ups) = (&mut gates[..count], &mut ups[..count]);
+                    gate.load(row, start, gates);
+                    up.load(row, start, ups);
+                    let grads = dy.widened(row * width + start, &mut grads[..count]);
+                    with_gate!(kind, (function, derivative) => {
+                        for ((gate, up), dy) in gates.iter_mut().zip(ups.iter_mut()).zip(grads) {
+                            let (dgate, dup) = (dy * *up * derivative(*gate), dy * function(*gate));
+                            (*gate, *up) = (dgate, dup);
+                        }
+                    });
+                    // SAFETY: a row's gradients are written by this task alone, and gate and up are different columns.
+                    unsafe {
+                        dgate.store(row, start, gates);
+                        dup.store(row, start, ups);
+                    }
+                }
+            },
+        );
+    })
+}

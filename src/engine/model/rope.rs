@@ -1,0 +1,329 @@
+//! A model's rotary position embeddings: read from its configuration, and their frequencies.
+//!
+//! Configurations spell them in two ways: `rope_parameters`, flat or nested by type of layer, and the older `rope_theta`
+//! with `rope_scaling`, whose `type` is now `rope_type`. The formulas are those of transformers, in FP32 where it has FP32,
+//! because models were trained with the frequencies as rounded there.
+
+use super::architecture::Keys;
+use serde_json::{Map, Value, json};
+use std::f64::consts::TAU;
+
+/// Rotary position embeddings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// The base of the frequencies, `rope_theta`.
+    pub theta: f64,
+    /// How the frequencies are changed for longer texts.
+    pub kind: RopeType,
+}
+
+/// The `rope_type` with its parameters, in transformers' names.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeType {
+    /// Frequencies as they are.
+    Default,
+    /// All frequencies divided by `factor`.
+    Linear {
+        /// From 1.
+        factor: f64,
+    },
+    /// A larger base for sequences that are longer than `max_position_embeddings`.
+    Dynamic {
+        /// From 1.
+        factor: f64,
+        /// Sequences up to this length are not changed.
+        max_position_embeddings: usize,
+    },
+    /// Llama 3: low frequencies divided by `factor`, high ones kept, those between interpolated.
+    Llama3 {
+        /// From 1.
+        factor: f64,
+        /// Wavelengths above `original_max_position_embeddings` over this are divided.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_max_position_embeddings` over this are kept.
+        high_freq_factor: f64,
+        /// The context before it was extended.
+        original_max_position_embeddings: usize,
+    },
+    /// YaRN (Peng et al., 2023).
+    Yarn {
+        /// From 1.
+        factor: f64,
+        /// Multiplies cosines and sines.
+        attention_factor: f64,
+        /// Frequencies with more rotations in the original context are kept.
+        beta_fast: f64,
+        /// Frequencies with fewer rotations in the original context are divided by `factor`.
+        beta_slow: f64,
+        /// The context before it was extended.
+        original_max_position_embeddings: usize,
+        /// Whether the bounds between kept and divided frequencies are whole numbers.
+        truncate: bool,
+    },
+}
+
+/// Keys of all types. What a type does not use, transformers passes over as well.
+const KNOWN: [&str; 14] = [
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+];
+
+impl Rope {
+    /// The types that can be computed.
+    pub const TYPES: [&'static str; 5] = ["default", "linear", "dynamic", "llama3", "yarn"];
+
+    /// The rotary embeddings of a configuration in which they are the same for all layers.
+    pub fn flat(config: &Map<String, Value>, theta: f64, max_position: usize) -> Result<Self, String> {
+        let theta = Keys(config).number("rope_theta", theta)?;
+        Self::refuse_partial(config)?;
+        match parameters(config)? {
+            Some((key, found)) if found.values().any(Value::is_object) => {
+                Err(format!("`{key}` differs by type of layer; this model's must be the same for all"))
+            }
+            Some((key, found)) => Self::parse(found, theta, max_position).map_err(|e| format!("`{key}`: {e}")),
+            None => Ok(Self { theta, kind: RopeType::Default }),
+        }
+    }
+
+    /// Those of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the bases that missing keys
+    /// stand for.
+    pub fn by_layer_type(
+        config: &Map<String, Value>,
+        theta: [f64; 2],
+        max_position: usize,
+    ) -> Result<[Self; 2], String> {
+        let keys = Keys(config);
+        let theta = [keys.number("rope_theta", theta[0])?, keys.number("rope_local_base_freq", theta[1])?];
+        let plain = theta.map(|theta| Self { theta, kind: RopeType::Default });
+        Self::refuse_partial(config)?;
+        let Some((key, found)) = parameters(config)? else { return Ok(plain) };
+        if key == "rope_scaling" {
+            // The older spelling extends full attention alone.
+            let full = Self::parse(found, theta[0], max_position).map_err(|e| format!("`{key}`: {e}"))?;
+            let [_, sliding] = plain;
+            return Ok([full, sliding]);
+        }
+        let mut ropes = plain;
+        for (name, value) in found {
+            let Some(index) = ["full_attention", "sliding_attention"].iter().position(|known| known == name) else {
+                return Err(format!("`{key}` has `{name}`; it must have `full_attention` and `sliding_attention`"));
+            };
+            match value {
+                Value::Null => {}
+                Value::Object(found) => {
+                    ropes[index] = Self::parse(found, theta[index], max_position)
+                        .map_err(|error| format!("`{key}.{name}`: {error}"))?;
+                }
+                other => return Err(format!("`{key}.{name}` is {other}; it must be an object")),
+            }
+        }
+        Ok(ropes)
+    }
+
+    fn refuse_partial(config: &Map<String, Value>) -> Result<(), String> {
+        match Keys(config).number("partial_rotary_factor", 1.0)? {
+            1.0 => Ok(()),
+            other => Err(format!("`partial_rotary_factor` is {other}; only 1 is supported")),
+        }
+    }
+
+    /// From the object that holds `rope_type` and its parameters.
+    fn parse(parameters: &Map<String, Value>, theta: f64, max_position: usize) -> Result<Self, String> {
+        let keys = Keys(parameters);
+        let name = keys.text("rope_type", keys.text("type", "default")?)?;
+        if !Self::TYPES.contains(&name) {
+            return Err(format!("`rope_type` is `{name}`; supported: {}", quoted(&Self::TYPES)));
+        }
+        if let Some(key) = parameters.keys().find(|key| !KNOWN.contains(&key.as_str())) {
+            return Err(format!("`{key}` is not supported with `rope_type` `{name}`"));
+        }
+        Self::refuse_partial(parameters)?;
+        let positive = |key: &str, value: f64| {
+            if value.is_finite() && value > 0.0 { Ok(value) } else { Err(format!("`{key}` is {value}; it must be positive")) }
+        };
+        let theta = positive("rope_theta", keys.number("rope_theta", theta)?)?;
+        if theta <= 1.0 {
+            return Err(format!("`rope_theta` is {theta}; it must be above 1"));
+        }
+        let original = keys.size("original_max_position_embeddings", max_position)?;
+        let factor = || match parameters.get("factor") {
+            Some(Value::Null) | None if name == "yarn" => positive("factor", max_position as f64 / original as f64),
+            Some(Value::Null) | None => Err(format!("`factor` is missing; `rope_type` `{name}` needs it")),
+            Some(_) => positive("factor", keys.number("factor", 1.0)?),
+        };
+        let required = |key: &str| match parameters.get(key) {
+            Some(Value::Null) | None => Err(format!("`{key}` is missing; `rope_type` `{name}` needs it")),
+            Some(_) => positive(key, keys.number(key, 1.0)?),
+        };
+        let kind = match name {
+            "linear" => RopeType::Linear { factor: factor()? },
+            "dynamic" => RopeType::Dynamic { factor: factor()?, max_position_embeddings: max_position },
+            "llama3" => {
+                let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
+                if high <= low {
+                    return Err(format!("`high_freq_factor` is {high}; it must be above `low_freq_factor`, {low}"));
+                }
+                RopeType::Llama3 {
+                    factor: factor()?,
+                    low_freq_factor: low,
+                    high_freq_factor: high,
+                    original_max_position_embeddings: original,
+                }
+            }
+            "yarn" => {
+                let factor = factor()?;
+                // As in transformers, 0 stands for a missing value.
+                let or_default = |key: &str, default: f64| match keys.number(key, default)? {
+                    0.0 => Ok(default),
+                    value => positive(key, value),
+                };
+                let (mscale, all_dim) = (keys.number("mscale", 0.0)?, keys.number("mscale_all_dim", 0.0)?);
+                let magnitude = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
+                let suggested =
+                    if mscale != 0.0 && all_dim != 0.0 { magnitude(mscale) / magnitude(all_dim) } else { magnitude(1.0) };
+                RopeType::Yarn {
+                    factor,
+                    attention_factor: positive("attention_factor", keys.number("attention_factor", suggested)?)?,
+                    beta_fast: or_default("beta_fast", 32.0)?,
+                    beta_slow: or_default("beta_slow", 1.0)?,
+                    original_max_position_embeddings: original,
+                    truncate: keys.flag("truncate", true)?,
+                }
+            }
+            _ => RopeType::Default,
+        };
+        Ok(Self { theta, kind })
+    }
+
+    /// The value of `rope_parameters` in a `config.json`.
+    pub fn to_json(&self) -> Value {
+        let mut json = match &self.kind {
+            RopeType::Default => json!({"rope_type": "default"}),
+            RopeType::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+            RopeType::Dynamic { factor, .. } => json!({"rope_type": "dynamic", "factor": factor}),
+            RopeType::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => json!({
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low_freq_factor,
+                "high_freq_factor": high_freq_factor,
+                "original_max_position_embeddings": original_max_position_embeddings,
+            }),
+            RopeType::Yarn {
+                factor,
+                attention_factor,
+                beta_fast,
+                beta_slow,
+                original_max_position_embeddings,
+                truncate,
+            } => json!({
+                "rope_type": "yarn",
+                "factor": factor,
+                "attention_factor": attention_factor,
+                "beta_fast": beta_fast,
+                "beta_slow": beta_slow,
+                "original_max_position_embeddings": original_max_position_embeddings,
+                "truncate": truncate,
+            }),
+        };
+        json["rope_theta"] = json!(self.theta);
+        json
+    }
+
+    /// The frequency of each pair of a head's elements, for sequences of up to `seq_len` tokens.
+    pub fn frequencies(&self, head_size: usize, seq_len: usize) -> Vec<f32> {
+        let half = head_size / 2;
+        let theta = match self.kind {
+            RopeType::Dynamic { factor, max_position_embeddings: max } if seq_len > max && head_size > 2 => {
+                let stretched = factor * seq_len as f64 / max as f64 - (factor - 1.0);
+                self.theta * stretched.powf(head_size as f64 / (head_size as f64 - 2.0))
+            }
+            _ => self.theta,
+        };
+        // PyTorch raises a whole number's FP32 to an FP32 exponent, and rounds each step.
+        let wavelength = |i: usize| f64::from(theta as f32).powf(f64::from((2 * i) as f32 / head_size as f32)) as f32;
+        let plain = (0..half).map(|i| 1.0 / wavelength(i));
+        match self.kind {
+            RopeType::Default | RopeType::Dynamic { .. } => plain.collect(),
+            RopeType::Linear { factor } => plain.map(|frequency| frequency / factor as f32).collect(),
+            RopeType::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+                let (factor, context) = (factor as f32, original_max_position_embeddings as f64);
+                let (longest, shortest) = ((context / low_freq_factor) as f32, (context / high_freq_factor) as f32);
+                let change = |frequency: f32| {
+                    let wavelength = TAU as f32 / frequency;
+                    if wavelength > longest {
+                        return frequency / factor;
+                    }
+                    if wavelength < shortest {
+                        return frequency;
+                    }
+                    let rotations = context as f32 / wavelength;
+                    let smooth = (rotations - low_freq_factor as f32) / (high_freq_factor - low_freq_factor) as f32;
+                    (1.0 - smooth) * frequency / factor + smooth * frequency
+                };
+                plain.map(change).collect()
+            }
+            RopeType::Yarn { factor, beta_fast, beta_slow, original_max_position_embeddings, truncate, .. } => {
+                let size = head_size as f64;
+                let bound = |rotations: f64| {
+                    let turns = original_max_position_embeddings as f64 / (rotations * TAU);
+                    size * turns.ln() / (2.0 * theta.ln())
+                };
+                let (mut low, mut high) = (bound(beta_fast), bound(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                (low, high) = (low.max(0.0), high.min(size - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                let blend = |i: usize| {
+                    let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+                    let kept = 1.0 - ramp;
+                    let wavelength = wavelength(i);
+                    1.0 / (factor as f32 * wavelength) * (1.0 - kept) + 1.0 / wavelength * kept
+                };
+                (0..half).map(blend).collect()
+            }
+        }
+    }
+
+    /// The factor of cosines and sines.
+    pub fn attention_factor(&self) -> f64 {
+        match self.kind {
+            RopeType::Yarn { attention_factor, .. } => attention_factor,
+            _ => 1.0,
+        }
+    }
+}
+
+/// The object with the parameters and its key, whichever spelling there is; the older one wins, as in transformers.
+fn parameters(config: &Map<String, Value>) -> Result<Option<(&'static str, &Map<String, Value>)>, String> {
+    for key in ["rope_scaling", "rope_parameters"] {
+        match config.get(key) {
+            None | Some(Value::Null) => {}
+            Some(Value::Object(found)) if found.is_empty() => {}
+            Some(Value::Object(found)) => return Ok(Some((key, found))),
+            Some(other) => return Err(format!("`{key}` is {other}; it must be an object")),
+        }
+    }
+    Ok(None)
+}
+
+fn quoted(names: &[&str]) -> String {
+    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests;

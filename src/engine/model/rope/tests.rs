@@ -1,0 +1,120 @@
+//! Rotary embeddings against transformers' values, and what is refused.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use super::*;
+use crate::engine::kernels::rope::Table;
+use candle_core::Device;
+
+/// `tests/golden/make_families.py` makes this file.
+const REFERENCE: &str = include_str!("../../../../tests/golden/families/rope.json");
+
+fn object(value: &Value) -> &Map<String, Value> {
+    value.as_object().unwrap()
+}
+
+fn flat(config: &Value) -> Result<Rope, String> {
+    Rope::flat(object(config), 1e4, 64)
+}
+
+fn numbers(value: &Value) -> Vec<f32> {
+    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap() as f32).collect()
+}
+
+/// The same rotary embedding in the spelling before transformers 5.
+fn older(config: &Value) -> Value {
+    let mut scaling = config["rope_parameters"].clone();
+    let name = object(&scaling)["rope_type"].clone();
+    scaling.as_object_mut().unwrap().remove("rope_type");
+    scaling["type"] = name;
+    json!({"rope_theta": config["rope_theta"], "rope_scaling": scaling})
+}
+
+#[test]
+fn frequencies_and_tables_are_those_of_transformers() {
+    let cases: Vec<Value> = serde_json::from_str(REFERENCE).unwrap();
+    assert_eq!(cases.len(), 6);
+    for case in &cases {
+        let context = case["config"]["max_position_embeddings"].as_u64().unwrap() as usize;
+        let [size, positions] = ["head_dim", "positions"].map(|key| case[key].as_u64().unwrap() as usize);
+        let rope = Rope::flat(object(&case["config"]), 1.5, context).unwrap();
+        assert_eq!(Rope::flat(object(&older(&case["config"])), 1.5, context).unwrap(), rope);
+        let what = &case["config"];
+        assert_eq!(rope.attention_factor(), case["attention_factor"].as_f64().unwrap(), "{what}");
+        let frequencies = rope.frequencies(size, positions);
+        for (found, expected) in frequencies.iter().zip(numbers(&case["frequencies"])) {
+            assert!((found / expected - 1.0).abs() < 2e-7, "{what}: {found:e}, not {expected:e}");
+        }
+        let table = Table::new(&frequencies, rope.attention_factor(), positions, &Device::Cpu).unwrap();
+        for (key, table) in [("cos", &table.cos), ("sin", &table.sin)] {
+            let found = table.get(positions - 1).unwrap().to_vec1::<f32>().unwrap();
+            let expected = numbers(&case[key]);
+            assert_eq!(found.len(), expected.len());
+            // A frequency may differ by its last bit, which position 299 makes 299 times as large.
+            for (found, expected) in found.iter().zip(expected) {
+                assert!((found - expected).abs() < 4e-5, "{what}: {key} {found}, not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_written_reads_back() {
+    let cases: Vec<Value> = serde_json::from_str(REFERENCE).unwrap();
+    for case in &cases {
+        let rope = Rope::flat(object(&case["config"]), 1.5, 64).unwrap();
+        assert_eq!(flat(&json!({"rope_parameters": rope.to_json()})).unwrap(), rope);
+    }
+}
+
+#[test]
+fn a_dynamic_base_grows_beyond_the_context_only() {
+    let rope = flat(&json!({"rope_scaling": {"type": "dynamic", "factor": 4.0}})).unwrap();
+    let plain = flat(&json!({})).unwrap();
+    assert_eq!(rope.frequencies(16, 64), plain.frequencies(16, 64));
+    assert!(rope.frequencies(16, 65)[7] < plain.frequencies(16, 65)[7]);
+}
+
+#[test]
+fn layers_of_two_types_have_their_own() {
+    let read = |config: Value| Rope::by_layer_type(object(&config), [1e6, 1e4], 64);
+    let plain = |theta| Rope { theta, kind: RopeType::Default };
+    assert_eq!(read(json!({})).unwrap(), [plain(1e6), plain(1e4)]);
+    let linear = Rope { theta: 2e6, kind: RopeType::Linear { factor: 8.0 } };
+    let nested = json!({"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}});
+    let older = json!({"rope_theta": 2e6, "rope_local_base_freq": 3e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}});
+    for config in [nested, older] {
+        assert_eq!(read(config).unwrap(), [linear.clone(), plain(3e4)]);
+    }
+    let other = json!({"rope_parameters": {"rope_type": "default"}});
+    assert!(read(other).unwrap_err().contains("`full_attention` and `sliding_attention`"));
+    let flat = flat(&json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}}));
+    assert!(flat.unwrap_err().contains("must be the same for all"));
+}
+
+#[test]
+fn what_cannot_be_computed_is_refused_by_name() {
+    for (parameters, expected) in [
+        (json!({"rope_type": "longrope"}), "`rope_type` is `longrope`; supported: `default`, `linear`, `dynamic`"),
+        (json!({"type": "proportional"}), "`rope_type` is `proportional`"),
+        (json!({"rope_type": 7}), "`rope_type` is 7; it must be a string"),
+        (json!({"rope_type": "linear"}), "`factor` is missing; `rope_type` `linear` needs it"),
+        (json!({"rope_type": "linear", "factor": 0}), "`factor` is 0; it must be positive"),
+        (json!({"rope_type": "linear", "factor": "2"}), "`factor` is \"2\"; it must be a number"),
+        (json!({"rope_type": "llama3", "factor": 8}), "`low_freq_factor` is missing"),
+        (
+            json!({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}),
+            "`high_freq_factor` is 4; it must be above `low_freq_factor`, 4",
+        ),
+        (json!({"rope_type": "default", "mrope_section": [1]}), "`mrope_section` is not supported"),
+        (json!({"rope_type": "default", "partial_rotary_factor": 0.5}), "`partial_rotary_factor` is 0.5; only 1"),
+        (json!({"rope_type": "default", "rope_theta": 1}), "`rope_theta` is 1; it must be above 1"),
+        (json!([1]), "`rope_parameters` is [1]; it must be an object"),
+    ] {
+        let message = flat(&json!({"rope_parameters": parameters})).unwrap_err();
+        assert!(message.contains(expected), "{message}");
+    }
+    assert!(flat(&json!({"partial_rotary_factor": 0.25})).unwrap_err().contains("only 1 is supported"));
+}

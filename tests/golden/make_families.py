@@ -1,0 +1,164 @@
+"""Makes the reference values under `families/`: small random models of other families than GPT-2, by PyTorch and transformers.
+
+    python make_families.py [case ...]
+
+The files of a case are those of `make_golden.py`, which does the work; names are transformers' own. `rope.json` holds the
+frequencies, and the last position's cosines and sines, of every type of rotary position embedding.
+
+transformers computes RMS norms in FP32 even where the model is FP64, and cosines and sines of rotary embeddings too. For the
+FP64 run the norms are put into FP64 here; the cosines and sines stay FP32, because that is what models are trained with.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from make_golden import IGNORED, STEPS, make
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+FOLDER = Path(__file__).parent / "families"
+
+
+def in_double(norm):
+    """Lets an RMS norm compute in FP64 where its input is FP64."""
+    narrow, gemma = norm.forward, "Gemma" in type(norm).__name__
+    eps = norm.eps if gemma else norm.variance_epsilon
+
+    def forward(x):
+        if x.dtype != torch.float64:
+            return narrow(x)
+        gain = 1.0 + norm.weight if gemma else norm.weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * gain
+
+    norm.forward = forward
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration, chosen for what it can catch."""
+
+    config_type: type
+    keys: dict
+    seed: int
+    batch: int = 2
+    seq: int = 11
+    padded: bool = False
+    base: dict = field(default_factory=lambda: {
+        "vocab_size": 40, "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.12, "bos_token_id": 38,
+        "eos_token_id": 39, "pad_token_id": None})
+
+    def config(self):
+        return self.config_type(**(self.base | self.keys))
+
+    def model(self):
+        """The initial model; every call gives the same one."""
+        torch.manual_seed(self.seed)
+        model = AutoModelForCausalLM.from_config(self.config(), attn_implementation="sdpa")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # a bias of 0 or a gain of 1 would hide that it was left out
+                    parameter += 0.1 * torch.randn_like(parameter)
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                in_double(module)
+        return model
+
+    def batches(self):
+        """Inputs and targets: a noisy walk over the vocabulary, so that there is something to learn."""
+        vocab = self.config().vocab_size
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        shape = (STEPS, self.batch, self.seq + 1)
+        steps = torch.randint(1, 4, shape, generator=generator)
+        steps[..., 0] = torch.randint(0, vocab, shape[:2], generator=generator)
+        tokens = steps.cumsum(-1) % vocab
+        inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+        if self.padded:
+            targets[:, -1, self.seq // 2:] = IGNORED
+        return inputs, targets
+
+
+# One layer, for the types of rotary embeddings.
+SMALL = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "head_dim": 8}
+
+
+def rope(seed, seq=19, keys=None, **parameters):
+    parameters = {"rope_theta": 10000.0} | parameters
+    return Case(LlamaConfig, SMALL | {"rope_parameters": parameters} | (keys or {}), seed, seq=seq)
+
+
+CASES = {
+    # Grouped queries, a head of its own, targets to ignore.
+    "llama": Case(LlamaConfig, {"tie_word_embeddings": False}, 44, padded=True),
+    # Biases everywhere, a tied head, heads that are wider than the model over their number. The base of the rotation is
+    # small wherever keys have biases: softmax does not see a key's bias that is hardly turned, and its gradient is noise.
+    "llama-biases": Case(LlamaConfig, {
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_attention_heads": 3,
+        "num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}, 41, batch=3, seq=9),
+    "llama-linear": rope(23, rope_type="linear", factor=2.5),
+    # A sequence longer than the context, which stretches the base.
+    "llama-dynamic": rope(24, rope_type="dynamic", factor=3.0, keys={"max_position_embeddings": 12}),
+    # Frequencies of all three kinds: kept, divided and between.
+    "llama-llama3": rope(25, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                         original_max_position_embeddings=64),
+    "llama-yarn": rope(26, rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
+    # A window that is shorter than the sequence, across two blocks of queries.
+    "mistral": Case(MistralConfig, {"sliding_window": 5, "head_dim": 8, "tie_word_embeddings": False}, 27, seq=35,
+                    batch=1),
+    # Biases of q, k and v that no key tells of.
+    "qwen2": Case(Qwen2Config, {
+        "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}, 44),
+    # Full attention in the first layer, a window in the second.
+    "qwen2-window": Case(Qwen2Config, {
+        "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}, 41, seq=18),
+    # Norms of q and k, heads that are wider than the model over their number.
+    "qwen3": Case(Qwen3Config, {"head_dim": 12, "tie_word_embeddings": True}, 30, seq=13),
+    # Two kinds of layers, each with its rotary embedding; four norms a block; a scale that is not the head's width.
+    "gemma3": Case(Gemma3TextConfig, {
+        "head_dim": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "query_pre_attn_scalar": 7,
+        "sliding_window": 5, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, 47, seq=21),
+}
+
+ROPES = [
+    (64, 1e5, 2048, {"rope_type": "default"}),
+    (10, 1e4, 64, {"rope_type": "linear", "factor": 2.5}),
+    (16, 1e4, 64, {"rope_type": "dynamic", "factor": 3.0}),
+    (64, 5e5, 131072, {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                       "original_max_position_embeddings": 8192}),
+    (32, 1e6, 131072, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
+    (16, 1e4, 256, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
+                    "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}),
+]
+
+
+def ropes(positions=300):
+    for head_dim, theta, context, parameters in ROPES:
+        config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim,
+                             max_position_embeddings=context, rope_parameters=parameters | {"rope_theta": theta})
+        table = LlamaRotaryEmbedding(config)
+        cos, sin = table(torch.zeros(1), torch.arange(positions)[None])
+        yield {
+            "config": {"max_position_embeddings": context, "rope_theta": theta, "rope_parameters": parameters},
+            "head_dim": head_dim, "positions": positions, "attention_factor": table.attention_scaling,
+            "frequencies": table.inv_freq.tolist(),
+            "cos": cos[0, -1, :head_dim // 2].tolist(), "sin": sin[0, -1, :head_dim // 2].tolist()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    for name in sys.argv[1:] or CASES:
+        make(name, CASES[name], FOLDER / name)
+    lines = ",\n".join(json.dumps(rope) for rope in ropes())
+    (FOLDER / "rope.json").write_text(f"[\n{lines}\n]\n")

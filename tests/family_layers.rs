@@ -63,7 +63,8 @@ fn rms_norms_of_rows_and_of_heads() {
                     let rstd = zeros(&[rows * groups], DType::F32, &Device::Cpu)?;
                     rms_norm::forward(x, gain, EPSILON as f32, Columns::new(&y, 2..2 + columns)?, &rstd)?;
                     // What `Add` adds to, or `Overwrite` must not read.
-                    let before = if store == Store::Add { zeros(dy.dims(), DType::F32, &Device::Cpu)? } else { dy.clone() };
+                    let before =
+                        if store == Store::Add { zeros(dy.dims(), DType::F32, &Device::Cpu)? } else { dy.clone() };
                     let dx = between(&before.to_dtype(dy.dtype())?, 0, 5)?;
                     let dweight = like(&inputs[1])?;
                     let into = (Columns::new(&dx, 0..columns)?, store);
@@ -107,9 +108,7 @@ fn rotations_by_position() {
         let (seq_len, rows, columns) = (7, 21, 2 * half * heads);
         let table = table(half, 13);
         let positions = Positions { seq_len, past, documents };
-        let expected = |row: usize| {
-            (past + row % seq_len - documents.map_or(0, |starts| starts[row] as usize)) as u32
-        };
+        let expected = |row: usize| (past + row % seq_len - documents.map_or(0, |starts| starts[row] as usize)) as u32;
         let index = Tensor::new((0..rows).map(expected).collect::<Vec<u32>>(), &Device::Cpu).unwrap();
         let [cos, sin] = [&table.cos, &table.sin].map(|table| table.index_select(&index, 0).unwrap());
         Layer {
@@ -133,9 +132,10 @@ fn rotations_by_position() {
 #[test]
 fn gated_activations() {
     for (rows, width) in [(1, 3), (9, 31), (5, 1100)] {
-        for (activation, plain) in
-            [(Activation::Silu, family_oracle::silu as fn(&Tensor) -> Result<Tensor>), (Activation::GeluTanh, oracle::gelu)]
-        {
+        for (activation, plain) in [
+            (Activation::Silu, family_oracle::silu as fn(&Tensor) -> Result<Tensor>),
+            (Activation::GeluTanh, oracle::gelu),
+        ] {
             let inputs = vec![(pattern(&[rows, width], 1) * 4.0).unwrap(), pattern(&[rows, width], 2)];
             let plain = |inputs: &[Tensor]| plain(&inputs[0])? * &inputs[1];
             let name = format!("{activation:?} {rows}×{width}");
@@ -403,7 +403,8 @@ fn packed_documents_are_computed_as_if_alone() {
 /// Keys that no query of a block can see are not even read: they are NaN here, which any arithmetic would spread.
 #[test]
 fn keys_outside_of_the_window_are_not_computed() {
-    let attention = Attention { heads: 2, kv_heads: 1, head_size: 8, scale: 0.3, window: Some(16), ..Attention::default() };
+    let attention =
+        Attention { heads: 2, kv_heads: 1, head_size: 8, scale: 0.3, window: Some(16), ..Attention::default() };
     let seq_len = 96;
     let poison = |x: &Tensor| {
         let nan = Tensor::full(f32::NAN, (32, 8), &Device::Cpu).unwrap();
@@ -433,7 +434,8 @@ fn the_number_of_threads_changes_no_bit() {
         let (out, mut found) = attend(&shape, &attention, &inputs, &dy).unwrap();
         let (x, weight) = (stored(pattern(&[rows, 40], 4)), stored(pattern(&[10], 5)));
         let (y, dx, dweight) = (like(&x).unwrap(), like(&x).unwrap(), like(&weight).unwrap());
-        let (gain, rstd) = (Gain { weight: &weight, offset: 1.0 }, zeros(&[rows * 4], DType::F32, &Device::Cpu).unwrap());
+        let (gain, rstd) =
+            (Gain { weight: &weight, offset: 1.0 }, zeros(&[rows * 4], DType::F32, &Device::Cpu).unwrap());
         let all = |tensor| Columns::all(tensor).unwrap();
         rms_norm::forward(all(&x), gain, 1e-5, all(&y), &rstd).unwrap();
         rms_norm::backward(all(&dy), all(&x), gain, &rstd, (all(&dx), Store::Overwrite), &dweight).unwrap();

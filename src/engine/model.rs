@@ -2,10 +2,15 @@
 
 mod architecture;
 mod decoder;
+mod gemma3;
 mod gpt2;
 mod hook;
 mod layers;
+mod llama;
+mod mistral;
 mod parameters;
+mod qwen2;
+mod qwen3;
 mod rope;
 mod spec;
 mod workspace;

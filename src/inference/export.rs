@@ -51,6 +51,11 @@ pub fn export(trained: &TrainedModel, dtype: Dtype, format: Format, out: &Path) 
         let message = format!("`{}` exists; remove it first, or give another name", there.display());
         return Err(Error::config("OUT", message));
     }
+    let family = trained.config.family.model_type();
+    if format != Format::HuggingFace && family != "gpt2" {
+        let message = format!("only `gpt2` is written as GGUF or ONNX, not `{family}`; export it as a folder");
+        return Err(Error::config("OUT", message));
+    }
     let weights = trained.weights(dtype)?;
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;

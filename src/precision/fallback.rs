@@ -23,9 +23,12 @@ pub enum Unit {
 }
 
 impl Unit {
-    /// The unit of a layer or parameter, `h.3.mlp.c_fc` or `wte.weight`.
+    /// The unit of a layer or parameter, `h.3.mlp.c_fc`, `layers.3.mlp.up_proj` or `wte.weight`.
     pub fn of(name: &str) -> Self {
-        let block = name.strip_prefix("h.").and_then(|rest| rest.split('.').next());
+        let block = ["h.", "layers."]
+            .iter()
+            .find_map(|prefix| name.strip_prefix(prefix))
+            .and_then(|rest| rest.split('.').next());
         block.and_then(|number| number.parse().ok()).map_or(Self::Head, Self::Block)
     }
 }
@@ -294,6 +297,7 @@ mod tests {
         for (name, unit) in [
             ("h.3.mlp.c_fc.weight", Unit::Block(3)),
             ("h.11.attn", Unit::Block(11)),
+            ("layers.7.mlp.down_proj.weight", Unit::Block(7)),
             ("wte.weight", Unit::Head),
             ("lm_head", Unit::Head),
         ] {

@@ -21,12 +21,10 @@ impl Attention {
     /// Of queries `[B,T,H·head_size]`, keys and values `[B,T,kv_heads·head_size]`.
     pub(crate) fn attend(&self, query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Tensor> {
         let (batch, seq, _) = query.dims3()?;
-        let by_head = |x: &Tensor, heads: usize| {
-            x.reshape((batch, seq, heads, self.head_size))?.transpose(1, 2)?.contiguous()
-        };
+        let by_head =
+            |x: &Tensor, heads: usize| x.reshape((batch, seq, heads, self.head_size))?.transpose(1, 2)?.contiguous();
         // Each head of keys is repeated for the heads of queries that share it.
-        let index: Vec<u32> =
-            (0..self.heads).map(|head| (head / (self.heads / self.kv_heads)) as u32).collect();
+        let index: Vec<u32> = (0..self.heads).map(|head| (head / (self.heads / self.kv_heads)) as u32).collect();
         let index = Tensor::new(index, &Device::Cpu)?;
         let query = by_head(query, self.heads)?;
         let key = by_head(key, self.kv_heads)?.index_select(&index, 1)?;
@@ -87,4 +85,3 @@ pub(crate) fn embed(tokens: &[u32], table: &Tensor, scale: f64) -> Result<Tensor
     let tokens = Tensor::new(tokens, &Device::Cpu)?;
     table.index_select(&tokens, 0)?.affine(scale, 0.0)
 }
-

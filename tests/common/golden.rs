@@ -11,7 +11,22 @@ use serde::Deserialize;
 
 use super::oracle::{IGNORED, Shape};
 
-/// The cases under `tests/golden`.
+/// The cases under `tests/golden/families`.
+pub(crate) const FAMILIES: [&str; 11] = [
+    "llama",
+    "llama-biases",
+    "llama-linear",
+    "llama-dynamic",
+    "llama-llama3",
+    "llama-yarn",
+    "mistral",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "gemma3",
+];
+
+/// The cases of GPT-2 under `tests/golden`.
 pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];
 
 /// A model, batches for it, and what PyTorch makes of them.
@@ -75,7 +90,9 @@ pub(crate) struct Step {
     pub(crate) skipped: bool,
 }
 
-#[derive(Clone, Deserialize)]
+/// What the oracle needs to know of GPT-2; other families have no oracle.
+#[derive(Clone, Default, Deserialize)]
+#[serde(default)]
 struct Config {
     n_layer: usize,
     n_head: usize,
@@ -107,7 +124,12 @@ impl Case {
         Some(Self::assemble("shared/tiny-gpt2", &folder, batches, &reference, final_parameters))
     }
 
-    /// Every case there is; those of the project always.
+    /// Every case of another family than GPT-2.
+    pub(crate) fn families() -> Vec<Self> {
+        FAMILIES.iter().map(|name| Self::own(&format!("families/{name}"))).collect()
+    }
+
+    /// Every case of GPT-2 there is; those of the project always.
     pub(crate) fn all() -> Vec<Self> {
         CASES.iter().map(|name| Self::own(name)).chain(Self::shared()).collect()
     }
@@ -157,7 +179,8 @@ fn json<T: serde::de::DeserializeOwned>(path: &Path) -> T {
 fn with_prefix(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
     let renamed = |(name, tensor): (&String, &Tensor)| {
         let name = name.strip_prefix(prefix)?;
-        Some((name.strip_prefix("transformer.").unwrap_or(name).to_owned(), tensor.clone()))
+        let prefix = ["transformer.", "model."].into_iter().find(|prefix| name.starts_with(prefix));
+        Some((name.strip_prefix(prefix.unwrap_or_default())?.to_owned(), tensor.clone()))
     };
     tensors.iter().filter_map(renamed).collect()
 }

@@ -36,7 +36,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// As many heads of keys as of queries, scores divided by √head_size, and no limits.
+    /// As many heads of keys as of queries, scores divided by `√head_size`, and no limits.
     pub fn new(batch: usize, seq_len: usize, heads: usize, head_size: usize) -> Self {
         let scale = 1.0 / (head_size as f32).sqrt();
         Self { batch, seq_len, heads, kv_heads: heads, head_size, scale, window: None, softcap: None }
@@ -54,7 +54,7 @@ impl Shape {
 
     /// Fails unless operands of these shapes fit.
     pub(crate) fn check(&self, qkv: [Columns<'_>; 3]) -> Result<()> {
-        let fits = self.kv_heads > 0 && self.heads % self.kv_heads == 0 && self.window != Some(0);
+        let fits = self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads) && self.window != Some(0);
         let tokens = self.batch * self.seq_len;
         let operands = qkv.map(|columns| [columns.rows(), columns.count()]);
         if !fits || operands != self.widths().map(|width| [tokens, width]) {
@@ -88,9 +88,8 @@ impl<'a> Operands<'a> {
             bail!("attention of {shape:?} got an output of {:?} and {} statistics", out.dims(), lse.elem_count());
         }
         let Some(starts) = self.documents else { return Ok(()) };
-        let rising = |starts: &[u32]| {
-            starts.is_sorted() && starts.iter().enumerate().all(|(row, start)| *start as usize <= row)
-        };
+        let rising =
+            |starts: &[u32]| starts.is_sorted() && starts.iter().enumerate().all(|(row, start)| *start as usize <= row);
         if starts.len() != tokens || !starts.chunks(shape.seq_len.max(1)).all(rising) {
             bail!("each of {tokens} rows must name the row its document starts in, itself or one before it");
         }
@@ -449,8 +448,20 @@ fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_
                         }
                     }
                     let below = lowest * size;
-                    multiply([keys, QUERIES, size], by_columns(p, tokens), (dout, size), (&mut dv[below..], size), true);
-                    multiply([keys, QUERIES, size], by_columns(dp, tokens), (query, size), (&mut dk[below..], size), true);
+                    multiply(
+                        [keys, QUERIES, size],
+                        by_columns(p, tokens),
+                        (dout, size),
+                        (&mut dv[below..], size),
+                        true,
+                    );
+                    multiply(
+                        [keys, QUERIES, size],
+                        by_columns(dp, tokens),
+                        (query, size),
+                        (&mut dk[below..], size),
+                        true,
+                    );
                     let dq = &mut dq[block];
                     multiply([QUERIES, keys, size], by_rows(dp, tokens), (&k[below..], size), (dq, size), false);
                     for x in dq {

@@ -31,13 +31,7 @@ pub fn scale_of_width(width: usize, dtype: DType) -> f32 {
 
 /// `out[n] = dropout(scale · tokens[ids[n]] + positions[n % seq_len])` for `out [N, D]` of the residual type. An id outside
 /// the vocabulary is an error.
-pub fn forward(
-    tables: Tables<'_>,
-    ids: &[u32],
-    seq_len: usize,
-    dropout: Option<Dropout>,
-    out: &Tensor,
-) -> Result<()> {
+pub fn forward(tables: Tables<'_>, ids: &[u32], seq_len: usize, dropout: Option<Dropout>, out: &Tensor) -> Result<()> {
     let Tables { tokens, positions, scale } = tables;
     let (vocab, width) = tokens.dims2()?;
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {

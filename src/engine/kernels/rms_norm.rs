@@ -37,7 +37,7 @@ fn load_gain(weight: View<'_>, offset: f32, out: &mut [f32]) {
 /// Rows, and groups in a row, of operands that must fit together.
 fn groups(width: usize, x: Columns<'_>, y: Columns<'_>, rstd: &Tensor) -> Result<[usize; 2]> {
     let (rows, columns) = (x.rows(), x.count());
-    if width == 0 || columns % width != 0 || [y.rows(), y.count()] != [rows, columns] {
+    if width == 0 || !columns.is_multiple_of(width) || [y.rows(), y.count()] != [rows, columns] {
         bail!("RMS norm of {rows} × {columns} into {} × {} by groups of {width}", y.rows(), y.count());
     }
     if rstd.elem_count() != rows * (columns / width) {

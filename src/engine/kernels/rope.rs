@@ -79,7 +79,7 @@ pub enum Direction {
 pub fn rotate(x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<()> {
     let (available, half) = table.cos.dims2()?;
     let (rows, head_size) = (x.rows(), 2 * half);
-    if half == 0 || x.count() % head_size != 0 || positions.seq_len == 0 {
+    if half == 0 || !x.count().is_multiple_of(head_size) || positions.seq_len == 0 {
         bail!("rotation of {rows} × {} by heads of {head_size}", x.count());
     }
     if positions.documents.is_some_and(|starts| starts.len() != rows) {

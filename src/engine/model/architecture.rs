@@ -1,6 +1,11 @@
 //! What a family of models has to say of itself, and the list of those there are.
 
+use super::gemma3::Gemma3;
 use super::gpt2::Gpt2;
+use super::llama::Llama;
+use super::mistral::Mistral;
+use super::qwen2::Qwen2;
+use super::qwen3::Qwen3;
 use super::spec::{Family, Layer, ModelSpec};
 use serde_json::{Map, Value};
 
@@ -21,6 +26,9 @@ pub(super) trait Architecture: Sync {
     /// A stored tensor's name as a parameter's; `None` for a buffer that is no parameter.
     fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str>;
 
+    /// What transformers puts in front of the name of every parameter but the head's.
+    fn prefix(&self) -> &'static str;
+
     /// Architectures that go by a name of their own.
     fn names(&self) -> &'static [&'static str];
 
@@ -28,7 +36,8 @@ pub(super) trait Architecture: Sync {
     fn named(&self, name: &str) -> Option<ModelSpec>;
 }
 
-const FAMILIES: [Family; 1] = [Family(&Gpt2)];
+const FAMILIES: [Family; 6] =
+    [Family(&Gpt2), Family(&Llama), Family(&Mistral), Family(&Qwen2), Family(&Qwen3), Family(&Gemma3)];
 
 /// No dimension of a model that fits this world's memories is larger; products of three stay within 64 bits.
 const LARGEST: u64 = 1 << 20;
@@ -64,6 +73,12 @@ impl<'a> Keys<'a> {
     pub(super) fn size(&self, key: &str, default: usize) -> Result<usize, String> {
         let read = |value: &Value| value.as_u64().filter(|n| (1..=LARGEST).contains(n)).map(|n| n as usize);
         self.get(key, default, &format!("a whole number from 1 to {LARGEST}"), read)
+    }
+
+    /// A whole number that may be 0.
+    pub(super) fn whole(&self, key: &str, default: usize) -> Result<usize, String> {
+        let read = |value: &Value| value.as_u64().filter(|n| *n <= LARGEST).map(|n| n as usize);
+        self.get(key, default, &format!("a whole number up to {LARGEST}"), read)
     }
 
     pub(super) fn number(&self, key: &str, default: f64) -> Result<f64, String> {
@@ -105,5 +120,14 @@ impl<'a> Keys<'a> {
             Some(Value::Null) => Ok(None),
             _ => self.get(key, default, "a token id", |value| Some(Some(u32::try_from(value.as_u64()?).ok()?))),
         }
+    }
+
+    /// The first of a list of tokens, or the only one.
+    pub(super) fn first_token(&self, key: &str, default: Option<u32>) -> Result<Option<u32>, String> {
+        let Some(Value::Array(tokens)) = self.0.get(key) else { return self.token(key, default) };
+        let ids: Option<Vec<u32>> = tokens.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect();
+        let ids = ids.filter(|ids| !ids.is_empty());
+        let wrong = || format!("`{key}` is {}; it must be a token id or a list of some", Value::from(tokens.clone()));
+        ids.map(|ids| ids.first().copied()).ok_or_else(wrong)
     }
 }

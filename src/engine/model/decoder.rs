@@ -73,8 +73,8 @@ impl Block {
     fn new(spec: &ModelSpec, layout: &Parameters, block: usize) -> Result<Self> {
         let norm = |role| NormLayer::new(spec, layout, Layer::inner(block, Op::Norm(role)));
         let linear = |role| Linear::new(spec, layout, Layer::inner(block, Op::Linear(role)));
-        let pair = |there: bool, roles: [NormRole; 2]| {
-            there.then(|| Ok([norm(roles[0])?, norm(roles[1])?])).transpose()
+        let pair = |there: bool, roles: [NormRole; 2]| -> Result<Option<[NormLayer; 2]>> {
+            if there { Ok(Some([norm(roles[0])?, norm(roles[1])?])) } else { Ok(None) }
         };
         Ok(Self {
             attention_norm: norm(NormRole::Attention)?,

@@ -158,6 +158,10 @@ impl Architecture for Gpt2 {
         block.map_or_else(|| name.to_owned(), |block| format!("h.{block}.{name}"))
     }
 
+    fn prefix(&self) -> &'static str {
+        "transformer."
+    }
+
     /// Older versions of transformers saved the causal mask with every layer: `h.0.attn.bias`, `h.0.attn.masked_bias`.
     fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
         let name = tensor.strip_prefix("transformer.").unwrap_or(tensor);
@@ -229,7 +233,7 @@ mod tests {
     #[test]
     fn what_the_engine_has_not_is_refused_by_name() {
         for (key, value, expected) in [
-            ("model_type", json!("llama"), "`model_type` is `llama`; supported: `gpt2`"),
+            ("model_type", json!("bert"), "`model_type` is `bert`; supported: `gpt2`, `llama`"),
             ("model_type", json!(7), "`model_type` is 7; it must be a string"),
             ("activation_function", json!("relu"), "`activation_function` is `relu`"),
             ("scale_attn_by_inverse_layer_idx", json!(true), "`scale_attn_by_inverse_layer_idx` is true"),

@@ -81,11 +81,16 @@ const KNOWN: [&str; 14] = [
 ];
 
 impl Rope {
+    /// Frequencies as they are, of this base.
+    pub(super) const fn plain(theta: f64) -> Self {
+        Self { theta, kind: RopeType::Default }
+    }
+
     /// The types that can be computed.
     pub const TYPES: [&'static str; 5] = ["default", "linear", "dynamic", "llama3", "yarn"];
 
     /// The rotary embeddings of a configuration in which they are the same for all layers.
-    pub fn flat(config: &Map<String, Value>, theta: f64, max_position: usize) -> Result<Self, String> {
+    pub(super) fn flat(config: &Map<String, Value>, theta: f64, max_position: usize) -> Result<Self, String> {
         let theta = Keys(config).number("rope_theta", theta)?;
         Self::refuse_partial(config)?;
         match parameters(config)? {
@@ -93,20 +98,20 @@ impl Rope {
                 Err(format!("`{key}` differs by type of layer; this model's must be the same for all"))
             }
             Some((key, found)) => Self::parse(found, theta, max_position).map_err(|e| format!("`{key}`: {e}")),
-            None => Ok(Self { theta, kind: RopeType::Default }),
+            None => Ok(Self::plain(theta)),
         }
     }
 
     /// Those of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the bases that missing keys
     /// stand for.
-    pub fn by_layer_type(
+    pub(super) fn by_layer_type(
         config: &Map<String, Value>,
         theta: [f64; 2],
         max_position: usize,
     ) -> Result<[Self; 2], String> {
         let keys = Keys(config);
         let theta = [keys.number("rope_theta", theta[0])?, keys.number("rope_local_base_freq", theta[1])?];
-        let plain = theta.map(|theta| Self { theta, kind: RopeType::Default });
+        let plain = theta.map(Self::plain);
         Self::refuse_partial(config)?;
         let Some((key, found)) = parameters(config)? else { return Ok(plain) };
         if key == "rope_scaling" {
@@ -151,7 +156,11 @@ impl Rope {
         }
         Self::refuse_partial(parameters)?;
         let positive = |key: &str, value: f64| {
-            if value.is_finite() && value > 0.0 { Ok(value) } else { Err(format!("`{key}` is {value}; it must be positive")) }
+            if value.is_finite() && value > 0.0 {
+                Ok(value)
+            } else {
+                Err(format!("`{key}` is {value}; it must be positive"))
+            }
         };
         let theta = positive("rope_theta", keys.number("rope_theta", theta)?)?;
         if theta <= 1.0 {
@@ -191,8 +200,11 @@ impl Rope {
                 };
                 let (mscale, all_dim) = (keys.number("mscale", 0.0)?, keys.number("mscale_all_dim", 0.0)?);
                 let magnitude = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
-                let suggested =
-                    if mscale != 0.0 && all_dim != 0.0 { magnitude(mscale) / magnitude(all_dim) } else { magnitude(1.0) };
+                let suggested = if mscale != 0.0 && all_dim != 0.0 {
+                    magnitude(mscale) / magnitude(all_dim)
+                } else {
+                    magnitude(1.0)
+                };
                 RopeType::Yarn {
                     factor,
                     attention_factor: positive("attention_factor", keys.number("attention_factor", suggested)?)?,
@@ -208,7 +220,7 @@ impl Rope {
     }
 
     /// The value of `rope_parameters` in a `config.json`.
-    pub fn to_json(&self) -> Value {
+    pub(super) fn to_json(&self) -> Value {
         let mut json = match &self.kind {
             RopeType::Default => json!({"rope_type": "default"}),
             RopeType::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
@@ -308,8 +320,11 @@ impl Rope {
     }
 }
 
+/// A key and the object it has.
+type Named<'a> = (&'static str, &'a Map<String, Value>);
+
 /// The object with the parameters and its key, whichever spelling there is; the older one wins, as in transformers.
-fn parameters(config: &Map<String, Value>) -> Result<Option<(&'static str, &Map<String, Value>)>, String> {
+fn parameters(config: &Map<String, Value>) -> Result<Option<Named<'_>>, String> {
     for key in ["rope_scaling", "rope_parameters"] {
         match config.get(key) {
             None | Some(Value::Null) => {}

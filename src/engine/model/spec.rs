@@ -20,6 +20,11 @@ impl Family {
         self.0.model_type()
     }
 
+    /// The name under which transformers stores a parameter.
+    pub fn stored_name(self, parameter: &str) -> String {
+        if parameter.starts_with("lm_head.") { parameter.to_owned() } else { format!("{}{parameter}", self.0.prefix()) }
+    }
+
     /// A tensor's name as parameters have it: without the prefix some files give it. `None` for a buffer that is no parameter.
     pub fn parameter_name(self, tensor: &str) -> Option<&str> {
         self.0.parameter_name(tensor)
@@ -73,6 +78,7 @@ pub struct Sliding {
 
 /// Dimensions and constants of a decoder with a language-model head.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "families differ in these ways independently")]
 pub struct ModelSpec {
     /// Its family.
     pub family: Family,

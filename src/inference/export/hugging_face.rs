@@ -25,17 +25,12 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
     save("config.json", trained.config.to_json(torch_dtype).as_bytes())?;
     save("tokenizer.json", trained.tokenizer.json())?;
     save("tokenizer_config.json", format!("{:#}\n", tokenizer_config(trained)).as_bytes())?;
-    let named = |(name, tensor): (&str, &Tensor)| (with_prefix(name), tensor.clone());
+    let named = |(name, tensor): (&str, &Tensor)| (trained.config.family.stored_name(name), tensor.clone());
     let tensors: Vec<(String, Tensor)> = weights.iter().map(named).collect();
     let path = folder.join("model.safetensors");
     let mut file = BufWriter::new(File::create(&path).map_err(Error::io("create", &path))?);
     write_tensors(&mut file, &path, &tensors)?;
     file.flush().map_err(Error::io("write", &path))
-}
-
-/// The name under which transformers stores a parameter of `GPT2LMHeadModel`.
-fn with_prefix(name: &str) -> String {
-    if name.starts_with("lm_head.") { name.to_owned() } else { format!("transformer.{name}") }
 }
 
 /// What `AutoTokenizer` wants to know beside `tokenizer.json`.

@@ -1,0 +1,144 @@
+//! Gemma 3, text only (Gemma Team, 2025): norms before and behind attention and MLP that multiply by 1 + weight, norms of
+//! heads, embeddings times `√width`, an MLP gated by GELU, and layers with a window that have rotary embeddings of their own.
+
+use super::architecture::{Architecture, Keys};
+use super::llama::{self, head_dim, layer_types, sliding_layers};
+use super::rope::Rope;
+use super::spec::{Biases, Family, Layer, ModelSpec, NormRole, Op, Sliding};
+use crate::engine::kernels::{Activation, Norm};
+use serde_json::{Value, json};
+
+/// The family.
+pub(super) struct Gemma3;
+
+/// Bases of the rotary embeddings of layers without and with a window.
+const THETA: [f64; 2] = [1e6, 1e4];
+/// One layer of so many has no window.
+const PATTERN: usize = 6;
+
+/// What transformers puts in for a missing key.
+fn default() -> ModelSpec {
+    ModelSpec {
+        family: Family(&Gemma3),
+        vocab_size: 262_208,
+        context: 131_072,
+        width: 2304,
+        layers: 26,
+        heads: 8,
+        kv_heads: 4,
+        head_dim: 256,
+        inner: 9216,
+        norm: Norm::Rms { unit_offset: true },
+        norm_eps: 1e-6,
+        activation: Activation::GatedGelu,
+        rope: Some(Rope::plain(THETA[0])),
+        attention_scale: Some(1.0 / 16.0),
+        qk_norm: true,
+        branch_norms: true,
+        scaled_embedding: true,
+        tied: true,
+        bos_token_id: Some(2),
+        eos_token_id: Some(1),
+        ..llama::default()
+    }
+}
+
+impl Architecture for Gemma3 {
+    fn model_type(&self) -> &'static str {
+        "gemma3_text"
+    }
+
+    fn names(&self) -> &'static [&'static str] {
+        &["gemma3-270m"]
+    }
+
+    fn named(&self, name: &str) -> Option<ModelSpec> {
+        (name == "gemma3-270m").then(|| {
+            let layers = 18;
+            ModelSpec {
+                vocab_size: 262_144,
+                context: 32_768,
+                layers,
+                width: 640,
+                heads: 4,
+                kv_heads: 1,
+                inner: 2048,
+                sliding: Some(Sliding {
+                    window: 512,
+                    layers: (1..=layers).map(|layer| layer % PATTERN != 0).collect(),
+                    rope: Rope::plain(THETA[1]),
+                }),
+                ..default()
+            }
+        })
+    }
+
+    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
+        // transformers reads the first of these, and older files have the second as well.
+        let activation = keys.text("hidden_activation", keys.text("hidden_act", "gelu_pytorch_tanh")?)?;
+        if activation != "gelu_pytorch_tanh" {
+            return Err(format!("`hidden_activation` is `{activation}`; the engine has `gelu_pytorch_tanh` only"));
+        }
+        for key in ["final_logit_softcapping", "attn_logit_softcapping"] {
+            if let Some(value) = keys.0.get(key).filter(|value| !value.is_null()) {
+                return Err(format!("`{key}` is {value}; the engine has models without it only"));
+            }
+        }
+        keys.only("use_bidirectional_attention", false)?;
+        let spec = llama::read(keys, default(), Some(4))?;
+        let attention = keys.flag("attention_bias", false)?;
+        let [full, sliding] = Rope::by_layer_type(keys.0, THETA, spec.context)?;
+        let pattern = keys.size("sliding_window_pattern", keys.size("_sliding_window_pattern", PATTERN)?)?;
+        let layers = sliding_layers(keys, spec.layers, |layer| (layer + 1) % pattern != 0)?;
+        Ok(ModelSpec {
+            head_dim: head_dim(keys, &spec, Some(256))?,
+            biases: Biases { qkv: attention, out: attention, mlp: false },
+            rope: Some(full),
+            sliding: Some(Sliding { window: keys.size("sliding_window", 4096)?, layers, rope: sliding }),
+            attention_scale: Some(keys.positive("query_pre_attn_scalar", 256.0)?.powf(-0.5)),
+            ..spec
+        })
+    }
+
+    fn write(&self, spec: &ModelSpec) -> Value {
+        let mut json = llama::write(spec, "Gemma3ForCausalLM");
+        if let Some(keys) = json.as_object_mut() {
+            keys.remove("hidden_act");
+        }
+        json["hidden_activation"] = "gelu_pytorch_tanh".into();
+        json["attention_bias"] = spec.biases.qkv.into();
+        json["layer_types"] = layer_types(spec);
+        json["query_pre_attn_scalar"] = scalar(spec);
+        if let (Some(full), Some(sliding)) = (&spec.rope, &spec.sliding) {
+            json["sliding_window"] = sliding.window.into();
+            json["rope_parameters"] =
+                json!({"full_attention": full.to_json(), "sliding_attention": sliding.rope.to_json()});
+        }
+        json
+    }
+
+    fn layer_name(&self, layer: Layer) -> String {
+        let name = match layer.op {
+            Op::Norm(NormRole::AttentionBranch) => "post_attention_layernorm",
+            Op::Norm(NormRole::Mlp) => "pre_feedforward_layernorm",
+            Op::Norm(NormRole::MlpBranch) => "post_feedforward_layernorm",
+            _ => return llama::layer_name(layer),
+        };
+        layer.block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))
+    }
+
+    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
+        llama::parameter_name(tensor)
+    }
+
+    fn prefix(&self) -> &'static str {
+        "model."
+    }
+}
+
+/// `query_pre_attn_scalar`, which is 1 over the square of the scale; a whole number in all models there are.
+fn scalar(spec: &ModelSpec) -> Value {
+    let value = spec.attention_scale.map_or(spec.head_dim as f64, |scale| scale.powi(-2));
+    let whole = value.round();
+    if (value / whole - 1.0).abs() < 1e-12 { json!(whole as u64) } else { json!(value) }
+}

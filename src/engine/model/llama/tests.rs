@@ -1,0 +1,91 @@
+//! Llama and its relatives: sizes, and what is refused.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use super::*;
+
+fn read(json: &Value) -> Result<ModelSpec, String> {
+    ModelSpec::from_json(json.to_string().as_bytes(), "config.json").map_err(|error| error.to_string())
+}
+
+/// The Hub's counts of parameters, a tied head counted once.
+#[test]
+fn named_architectures_have_their_known_sizes() {
+    for (name, count) in [
+        ("smollm2-135m", 134_515_008),
+        ("smollm2-360m", 361_821_120),
+        ("llama3.2-1b", 1_235_814_400),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen3-0.6b", 596_049_920),
+        ("gemma3-270m", 268_098_176),
+    ] {
+        let spec = ModelSpec::named(name).unwrap();
+        assert_eq!(spec.parameter_count(), count, "{name}");
+        let sum: usize = spec.parameters().iter().map(|entry| entry.shape.iter().product::<usize>()).sum();
+        assert_eq!(sum as u64, count, "{name}");
+        assert_eq!(ModelSpec::from_json(spec.to_json("bfloat16").as_bytes(), "x").unwrap(), spec, "{name}");
+        assert!(ModelSpec::names().contains(&name));
+    }
+}
+
+#[test]
+fn gemmas_sixth_layer_has_no_window() {
+    let spec = ModelSpec::named("gemma3-270m").unwrap();
+    let full: Vec<usize> = (0..spec.layers).filter(|block| !spec.is_sliding(*block)).collect();
+    assert_eq!(full, [5, 11, 17]);
+}
+
+#[test]
+fn qwens_windows_begin_where_its_configuration_says() {
+    let mut config =
+        json!({"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 2});
+    assert_eq!(read(&config).unwrap().sliding, None);
+    config["use_sliding_window"] = true.into();
+    assert_eq!(read(&config).unwrap().sliding.unwrap().layers, [false, false, true]);
+    config["sliding_window"] = Value::Null;
+    assert_eq!(read(&config).unwrap().sliding, None);
+}
+
+#[test]
+fn a_list_of_ends_gives_its_first() {
+    let config = json!({"model_type": "llama", "eos_token_id": [7, 9]});
+    assert_eq!(read(&config).unwrap().eos_token_id, Some(7));
+}
+
+#[test]
+fn what_the_engine_has_not_is_refused_by_name() {
+    for (model_type, key, value, expected) in [
+        ("llama", "hidden_act", json!("gelu"), "`hidden_act` is `gelu`; the engine has `silu` only"),
+        ("llama", "num_key_value_heads", json!(5), "`num_key_value_heads` = 5 does not divide"),
+        ("llama", "head_dim", json!(7), "`head_dim` is 7; rotary position embeddings need an even number"),
+        ("llama", "hidden_size", json!(100), "`num_attention_heads` = 32 does not divide `hidden_size` = 100"),
+        ("llama", "rope_scaling", json!({"type": "longrope"}), "`rope_scaling`: `rope_type` is `longrope`; supported:"),
+        ("llama", "rope_parameters", json!({"rope_type": "default", "x": 1}), "`x` is not supported"),
+        ("llama", "eos_token_id", json!([1, "a"]), "it must be a token id or a list of some"),
+        ("llama", "eos_token_id", json!([]), "it must be a token id or a list of some"),
+        ("mistral", "sliding_window", json!(0), "`sliding_window` is 0; it must be a whole number from 1"),
+        ("qwen2", "layer_types", json!(["full_attention"]), "`layer_types` has 1 entries for `num_hidden_layers` = 32"),
+        (
+            "qwen3",
+            "layer_types",
+            json!(vec!["linear_attention"; 32]),
+            "`layer_types` has \"linear_attention\"; supported:",
+        ),
+        ("qwen3", "layer_types", json!(vec!["sliding_attention"; 32]), "`use_sliding_window` is false"),
+        ("gemma3_text", "final_logit_softcapping", json!(30.0), "`final_logit_softcapping` is 30"),
+        ("gemma3_text", "attn_logit_softcapping", json!(50.0), "`attn_logit_softcapping` is 50"),
+        ("gemma3_text", "use_bidirectional_attention", json!(true), "supports false only"),
+        ("gemma3_text", "hidden_activation", json!("gelu"), "the engine has `gelu_pytorch_tanh` only"),
+        ("gemma3_text", "query_pre_attn_scalar", json!(0), "`query_pre_attn_scalar` is 0; it must be positive"),
+        (
+            "phi3",
+            "x",
+            json!(0),
+            "`model_type` is `phi3`; supported: `gpt2`, `llama`, `mistral`, `qwen2`, `qwen3`, `gemma3_text`",
+        ),
+    ] {
+        let mut config = json!({"model_type": model_type});
+        config[key] = value;
+        let message = read(&config).unwrap_err();
+        assert!(message.starts_with("config.json: ") && message.contains(expected), "{message}");
+    }
+}

@@ -1,0 +1,57 @@
+//! Mistral (Jiang et al., 2023): Llama with a window in every layer, or in none.
+
+use super::architecture::{Architecture, Keys};
+use super::llama::{self, head_dim, only_silu, with_rope};
+use super::spec::{Family, Layer, ModelSpec, Sliding};
+use serde_json::Value;
+
+/// The family.
+pub(super) struct Mistral;
+
+impl Architecture for Mistral {
+    fn model_type(&self) -> &'static str {
+        "mistral"
+    }
+
+    fn names(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    fn named(&self, _: &str) -> Option<ModelSpec> {
+        None
+    }
+
+    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
+        only_silu(keys)?;
+        let default = ModelSpec { family: Family(&Mistral), context: 131_072, inner: 14_336, ..llama::default() };
+        let spec = llama::read(keys, default, Some(8))?;
+        let spec = ModelSpec { head_dim: head_dim(keys, &spec, None)?, ..spec };
+        let spec = with_rope(keys, spec, 1e4)?;
+        // A missing key stands for a window of 4096, `null` for none.
+        let window = match keys.0.get("sliding_window") {
+            Some(Value::Null) => return Ok(spec),
+            _ => keys.size("sliding_window", 4096)?,
+        };
+        let rope = spec.rope.clone().ok_or("no rotary position embeddings")?;
+        let sliding = Some(Sliding { window, layers: vec![true; spec.layers], rope });
+        Ok(ModelSpec { sliding, ..spec })
+    }
+
+    fn write(&self, spec: &ModelSpec) -> Value {
+        let mut json = llama::write(spec, "MistralForCausalLM");
+        json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+        json
+    }
+
+    fn layer_name(&self, layer: Layer) -> String {
+        llama::layer_name(layer)
+    }
+
+    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
+        llama::parameter_name(tensor)
+    }
+
+    fn prefix(&self) -> &'static str {
+        "model."
+    }
+}

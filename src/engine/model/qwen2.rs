@@ -1,0 +1,101 @@
+//! Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on queries, keys and values, and windows in its upper layers if it
+//! has any.
+
+use super::architecture::{Architecture, Keys};
+use super::llama::{self, head_dim, layer_types, only_silu, sliding_layers, with_rope};
+use super::rope::Rope;
+use super::spec::{Biases, Family, Layer, ModelSpec, Sliding};
+use serde_json::Value;
+
+/// The family.
+pub(super) struct Qwen2;
+
+/// What transformers puts in for a missing key of Qwen 2 and 3.
+pub(super) fn default(family: Family) -> ModelSpec {
+    ModelSpec {
+        family,
+        vocab_size: 151_936,
+        context: 32_768,
+        inner: 22_016,
+        bos_token_id: None,
+        eos_token_id: None,
+        ..llama::default()
+    }
+}
+
+/// `spec` with the windows of Qwen 2 and 3.
+pub(super) fn with_windows(keys: &Keys<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
+    let windows = keys.flag("use_sliding_window", false)? && keys.0.get("sliding_window") != Some(&Value::Null);
+    let from = keys.whole("max_window_layers", 28)?;
+    let layers = sliding_layers(keys, spec.layers, |layer| windows && layer >= from)?;
+    if !layers.contains(&true) {
+        return Ok(spec);
+    }
+    if !windows {
+        return Err("`layer_types` has `sliding_attention`, but `use_sliding_window` is false".into());
+    }
+    let rope = spec.rope.clone().ok_or("no rotary position embeddings")?;
+    let sliding = Some(Sliding { window: keys.size("sliding_window", 4096)?, layers, rope });
+    Ok(ModelSpec { sliding, ..spec })
+}
+
+/// What Qwen 2 and 3 write of their windows.
+pub(super) fn write_windows(json: &mut Value, spec: &ModelSpec) {
+    json["use_sliding_window"] = spec.sliding.is_some().into();
+    json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+    json["layer_types"] = layer_types(spec);
+}
+
+impl Architecture for Qwen2 {
+    fn model_type(&self) -> &'static str {
+        "qwen2"
+    }
+
+    fn names(&self) -> &'static [&'static str] {
+        &["qwen2.5-0.5b"]
+    }
+
+    fn named(&self, name: &str) -> Option<ModelSpec> {
+        (name == "qwen2.5-0.5b").then(|| ModelSpec {
+            layers: 24,
+            width: 896,
+            heads: 14,
+            kv_heads: 2,
+            head_dim: 64,
+            inner: 4864,
+            norm_eps: 1e-6,
+            biases: Biases { qkv: true, out: false, mlp: false },
+            rope: Some(Rope::plain(1e6)),
+            tied: true,
+            bos_token_id: Some(151_643),
+            eos_token_id: Some(151_643),
+            ..default(Family(&Qwen2))
+        })
+    }
+
+    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
+        only_silu(keys)?;
+        let spec = llama::read(keys, default(Family(&Qwen2)), Some(32))?;
+        let biases = Biases { qkv: true, out: false, mlp: false };
+        let spec = ModelSpec { head_dim: head_dim(keys, &spec, None)?, biases, ..spec };
+        with_windows(keys, with_rope(keys, spec, 1e4)?)
+    }
+
+    fn write(&self, spec: &ModelSpec) -> Value {
+        let mut json = llama::write(spec, "Qwen2ForCausalLM");
+        write_windows(&mut json, spec);
+        json
+    }
+
+    fn layer_name(&self, layer: Layer) -> String {
+        llama::layer_name(layer)
+    }
+
+    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
+        llama::parameter_name(tensor)
+    }
+
+    fn prefix(&self) -> &'static str {
+        "model."
+    }
+}

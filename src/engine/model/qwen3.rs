@@ -1,0 +1,68 @@
+//! Qwen 3 (Yang et al., 2025): Llama with a norm on each head of queries and keys, and heads of 128 whatever the width.
+
+use super::architecture::{Architecture, Keys};
+use super::llama::{self, head_dim, only_silu, with_rope};
+use super::qwen2::{self, with_windows};
+use super::rope::Rope;
+use super::spec::{Biases, Family, Layer, ModelSpec};
+use serde_json::Value;
+
+/// The family.
+pub(super) struct Qwen3;
+
+impl Architecture for Qwen3 {
+    fn model_type(&self) -> &'static str {
+        "qwen3"
+    }
+
+    fn names(&self) -> &'static [&'static str] {
+        &["qwen3-0.6b"]
+    }
+
+    fn named(&self, name: &str) -> Option<ModelSpec> {
+        (name == "qwen3-0.6b").then(|| ModelSpec {
+            context: 40_960,
+            layers: 28,
+            width: 1024,
+            heads: 16,
+            kv_heads: 8,
+            head_dim: 128,
+            inner: 3072,
+            norm_eps: 1e-6,
+            qk_norm: true,
+            rope: Some(Rope::plain(1e6)),
+            tied: true,
+            bos_token_id: Some(151_643),
+            eos_token_id: Some(151_645),
+            ..qwen2::default(Family(&Qwen3))
+        })
+    }
+
+    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
+        only_silu(keys)?;
+        let spec = llama::read(keys, qwen2::default(Family(&Qwen3)), Some(32))?;
+        let attention = keys.flag("attention_bias", false)?;
+        let biases = Biases { qkv: attention, out: attention, mlp: false };
+        let spec = ModelSpec { head_dim: head_dim(keys, &spec, Some(128))?, biases, qk_norm: true, ..spec };
+        with_windows(keys, with_rope(keys, spec, 1e4)?)
+    }
+
+    fn write(&self, spec: &ModelSpec) -> Value {
+        let mut json = llama::write(spec, "Qwen3ForCausalLM");
+        json["attention_bias"] = spec.biases.qkv.into();
+        qwen2::write_windows(&mut json, spec);
+        json
+    }
+
+    fn layer_name(&self, layer: Layer) -> String {
+        llama::layer_name(layer)
+    }
+
+    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
+        llama::parameter_name(tensor)
+    }
+
+    fn prefix(&self) -> &'static str {
+        "model."
+    }
+}

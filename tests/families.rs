@@ -1,0 +1,178 @@
+//! Llama, Mistral, Qwen 2 and 3, and Gemma 3 against PyTorch and transformers: logits, loss, every gradient, twenty steps of
+//! AdamW, FP16 with its loss scale; and against themselves: decoding with a cache, exported configurations.
+//!
+//! The values are those of `tests/golden/families`; its README says what each case is there for.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+
+mod common {
+    pub(crate) mod compare;
+    pub(crate) mod engine;
+    pub(crate) mod golden;
+    pub(crate) mod oracle;
+}
+
+use candle_core::{Device, Tensor};
+use common::compare::{assert_close, max_difference, relative, values};
+use common::engine::{by_name, unscaled};
+use common::golden::Case;
+use finetune::engine::model::{KvCache, Mode, ModelSpec, Tokens};
+use finetune::precision::PrecisionPolicy;
+use finetune::train::{Engine, Outcome, StepReport};
+
+const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
+
+fn norm_of(report: &StepReport) -> Option<f64> {
+    match report.outcome {
+        Outcome::Applied { grad_norm, .. } => Some(grad_norm),
+        Outcome::Skipped => None,
+    }
+}
+
+/// The logits `[B,T,V]` of a case's first batch.
+fn logits(case: &Case, engine: &mut Engine) -> Tensor {
+    let batch = &case.whole_batch(0)[0];
+    let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+    engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
+    let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
+    logits.reshape(case.logits.shape()).unwrap()
+}
+
+#[test]
+fn logits_agree_with_transformers() {
+    for case in Case::families() {
+        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
+        let difference = max_difference(&logits(&case, &mut engine), &case.logits);
+        assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
+    }
+}
+
+#[test]
+fn loss_and_every_gradient_agree_with_transformers() {
+    for case in Case::families() {
+        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
+        let report = engine.step(&case.whole_batch(0)).unwrap();
+        let expected = &case.trajectory.fp32[0];
+        assert!((report.loss - expected.loss).abs() < 2e-6 * expected.loss, "{}: loss {}", case.name, report.loss);
+        let norm = norm_of(&report).unwrap();
+        assert!((norm / expected.norm.unwrap() - 1.0).abs() < 1e-5, "{}: norm {norm}", case.name);
+        assert_close(&case.name, &unscaled(&engine, 1.0), &case.gradients, 1e-5, 1e-5);
+    }
+}
+
+#[test]
+fn twenty_adamw_steps_agree_with_transformers() {
+    for case in Case::families() {
+        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
+        for (step, expected) in case.trajectory.fp32.iter().enumerate() {
+            let report = engine.step(&case.whole_batch(step)).unwrap();
+            let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
+            assert!(error < 1e-5 * expected.loss, "{}: loss {} at step {step}", case.name, report.loss);
+            let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
+            assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", case.name);
+        }
+        let masters = by_name(engine.state.masters.parameters());
+        assert_close(&case.name, &masters, &case.final_parameters, 2e-5, 1e-3);
+    }
+}
+
+/// Rounding is all that may separate half-precision gradients from PyTorch's: 2^-11 and 2^-8 a value, times the depth.
+#[test]
+fn half_precision_gradients_are_pytorchs_but_for_rounding() {
+    for case in Case::families() {
+        for (policy, tolerance) in [(PrecisionPolicy::FP16, 4e-3), (PrecisionPolicy::BF16, 3e-2)] {
+            let mut engine = case.engine(policy, case.rows());
+            if policy.needs_loss_scale() {
+                // Below the overflows that the case's own initial scale is there to provoke.
+                engine.state.scaler.set_scale(1024.0).unwrap();
+            }
+            let report = engine.step(&case.whole_batch(0)).unwrap();
+            let gradients = unscaled(&engine, report.scale);
+            assert_close(&format!("{} {policy}", case.name), &gradients, &case.gradients, tolerance, tolerance);
+        }
+    }
+}
+
+#[test]
+fn every_parameter_receives_a_gradient() {
+    for case in Case::families() {
+        for policy in POLICIES {
+            let mut engine = case.engine(policy, case.rows());
+            engine.step(&case.whole_batch(0)).unwrap();
+            for (name, gradient) in engine.grads.total().iter() {
+                assert!(values(gradient).iter().any(|&g| g != 0.0), "{} {policy}: `{name}` has none", case.name);
+            }
+        }
+    }
+}
+
+/// PyTorch's run is FP16 autocast with `GradScaler`. Which steps overflow hangs on single roundings near 65504, so that
+/// the scales may part for a while, by one factor.
+#[test]
+fn fp16_losses_and_scales_follow_pytorch() {
+    for case in Case::families() {
+        let mut engine = case.engine(PrecisionPolicy::FP16, case.rows());
+        let mut skipped = 0;
+        for (step, expected) in case.trajectory.fp16.iter().enumerate() {
+            let report = engine.step(&case.whole_batch(step)).unwrap();
+            let (error, ratio) = ((report.loss - expected.loss).abs(), f64::from(report.scale) / expected.scale);
+            assert!(error < 2e-2, "{}: loss {} at step {step}, not {}", case.name, report.loss, expected.loss);
+            assert!((0.5..=2.0).contains(&ratio), "{}: scale {} at step {step}", case.name, report.scale);
+            skipped += usize::from(report.outcome == Outcome::Skipped);
+        }
+        let expected = case.trajectory.fp16.iter().filter(|row| row.skipped).count();
+        assert!(skipped > 0 && skipped.abs_diff(expected) <= 1, "{}: {skipped} skipped, not {expected}", case.name);
+    }
+}
+
+/// A sequence decoded in pieces, over a cache, has the logits of the whole.
+#[test]
+fn decoding_with_a_cache_is_the_forward_pass() {
+    for case in Case::families() {
+        for (policy, tolerance) in POLICIES.into_iter().zip([2e-6, 2e-3, 2e-2]) {
+            let mut engine = case.engine(policy, case.rows());
+            let whole = logits(&case, &mut engine);
+            let batch = &case.whole_batch(0)[0];
+            let ids = &batch.inputs[..batch.seq_len];
+            let mut cache = KvCache::new(engine.model.spec(), policy, ids.len(), &Device::Cpu).unwrap();
+            let mut past = 0;
+            for new in [3, 1, 1, ids.len() - 5] {
+                let hidden = engine.model.decode(&engine.state.weights, &ids[past..past + new], &mut cache).unwrap();
+                let found = engine.model.logits(&engine.state.weights, hidden).unwrap();
+                let error = relative(&found, &whole.get(0).unwrap().narrow(0, past, new).unwrap());
+                // The base of the dynamic type depends on how long a sequence may get, which is the same here.
+                assert!(error < tolerance, "{} {policy}: {error:.1e} after {past} tokens", case.name);
+                past += new;
+            }
+        }
+    }
+}
+
+#[test]
+fn configurations_are_written_as_they_were_read() {
+    for case in Case::families() {
+        let text = std::fs::read(case.folder.join("config.json")).unwrap();
+        let spec = ModelSpec::from_json(&text, "config.json").unwrap();
+        assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec, "{}", case.name);
+        let elements: usize = case.parameters.values().map(Tensor::elem_count).sum();
+        assert_eq!(spec.parameter_count(), elements as u64, "{}", case.name);
+    }
+}
+
+/// With the same state and batches, two runs are the same to the last bit, for any number of threads.
+#[test]
+fn a_step_is_deterministic() {
+    for case in Case::families() {
+        for policy in POLICIES {
+            let run = |threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                pool.install(|| {
+                    let mut engine = case.engine(policy, case.rows());
+                    let losses: Vec<f64> =
+                        (0..2).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
+                    (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
+                })
+            };
+            assert!(run(1) == run(3), "{} {policy}: two runs differ", case.name);
+        }
+    }
+}

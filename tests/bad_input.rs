@@ -209,7 +209,7 @@ fn a_model_that_is_none() {
     let mut desk = Desk::new();
     desk.write("no-config/model.safetensors", "");
     desk.write("bad-config/config.json", "{\"model_type\": ");
-    desk.model("llama", |config| config["model_type"] = json!("llama"));
+    desk.model("phi3", |config| config["model_type"] = json!("phi3"));
     desk.model("odd-heads", |config| config["n_head"] = json!(5));
     desk.model("wider", |config| config["n_embd"] = json!(64));
     desk.model("deeper", |config| config["n_layer"] = json!(4));
@@ -237,7 +237,7 @@ fn a_model_that_is_none() {
     desk.refuse_all(&[
         "--model no-config",
         "--model bad-config",
-        "--model llama",
+        "--model phi3",
         "--model odd-heads",
         "--model wider",
         "--model deeper",

@@ -18,7 +18,7 @@ use finetune::engine::kernels::attention::{self, Operands, Shape};
 use finetune::engine::kernels::columns::{Columns, Store};
 use finetune::engine::kernels::decode_attention::KeyValues;
 use finetune::engine::kernels::embedding::{self, Tables};
-use finetune::engine::kernels::gated::{self, Activation};
+use finetune::engine::kernels::gated::{self, Gate};
 use finetune::engine::kernels::linear::{self, Weight};
 use finetune::engine::kernels::rms_norm::{self, Gain};
 use finetune::engine::kernels::rope::{self, Direction, Positions, Table};
@@ -132,10 +132,9 @@ fn rotations_by_position() {
 #[test]
 fn gated_activations() {
     for (rows, width) in [(1, 3), (9, 31), (5, 1100)] {
-        for (activation, plain) in [
-            (Activation::Silu, family_oracle::silu as fn(&Tensor) -> Result<Tensor>),
-            (Activation::GeluTanh, oracle::gelu),
-        ] {
+        for (activation, plain) in
+            [(Gate::Silu, family_oracle::silu as fn(&Tensor) -> Result<Tensor>), (Gate::Gelu, oracle::gelu)]
+        {
             let inputs = vec![(pattern(&[rows, width], 1) * 4.0).unwrap(), pattern(&[rows, width], 2)];
             let plain = |inputs: &[Tensor]| plain(&inputs[0])? * &inputs[1];
             let name = format!("{activation:?} {rows}×{width}");
@@ -442,8 +441,8 @@ fn the_number_of_threads_changes_no_bit() {
         let positions = Positions { seq_len: 37, past: 0, documents: None };
         rope::rotate(all(&x), &table(5, 37), positions, Direction::Forward).unwrap();
         let (gated, dgate, dup) = (like(&x).unwrap(), like(&x).unwrap(), like(&x).unwrap());
-        gated::forward(Activation::Silu, all(&x), all(&dy), &gated).unwrap();
-        gated::backward(Activation::Silu, all(&x), all(&dy), &dy, all(&dgate), all(&dup)).unwrap();
+        gated::forward(Gate::Silu, all(&x), all(&dy), &gated).unwrap();
+        gated::backward(Gate::Silu, all(&x), all(&dy), &dy, all(&dgate), all(&dup)).unwrap();
         found.extend([out, y, dx, dweight, x, gated, dgate, dup]);
         found.iter().map(values).collect()
     };

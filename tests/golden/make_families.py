@@ -109,8 +109,9 @@ CASES = {
                          original_max_position_embeddings=64),
     "llama-yarn": rope(26, rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
     # A window that is shorter than the sequence, across two blocks of queries.
-    "mistral": Case(MistralConfig, {"sliding_window": 5, "head_dim": 8, "tie_word_embeddings": False}, 27, seq=35,
-                    batch=1),
+    "mistral": Case(MistralConfig, {
+        "sliding_window": 5, "head_dim": 8, "tie_word_embeddings": False, "max_position_embeddings": 40}, 27, seq=35,
+        batch=1),
     # Biases of q, k and v that no key tells of.
     "qwen2": Case(Qwen2Config, {
         "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}, 44),

@@ -377,9 +377,9 @@ impl Decoder {
         let (branch, gradients) = (&scratch.branch, scratch.gradients()?);
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
         kernels.branch_gradient(stream, mode.dropout(rates.residual, site.mlp_out), branch)?;
-        hook.part(block.down.layer(), Part::OutputGradient, branch)?;
         let other = gradients.branch.as_ref();
         let dy = self.open_branch(i, weights, (1, acts.mlp_branch.as_ref()), (branch, other), grads, hook)?;
+        hook.part(block.down.layer(), Part::OutputGradient, dy)?;
         block.down.backward(kernels, weights, &acts.activated, dy, activated, grads, hook)?;
         let up = gradients.up();
         kernels.activate_backward(self.spec.activation, &acts.up, activated, up)?;
@@ -389,9 +389,9 @@ impl Decoder {
         block.mlp_norm.backward(kernels, weights, &acts.middle, &acts.mlp_norm, normed, dx, grads, hook)?;
 
         kernels.branch_gradient(stream, mode.dropout(rates.residual, site.attention_out), branch)?;
-        hook.part(block.out.layer(), Part::OutputGradient, branch)?;
         let attended = gradients.attended();
         let dy = self.open_branch(i, weights, (0, acts.attention_branch.as_ref()), (branch, other), grads, hook)?;
+        hook.part(block.out.layer(), Part::OutputGradient, dy)?;
         block.out.backward(kernels, weights, &acts.attended, dy, attended, grads, hook)?;
         self.attention_backward(i, weights, mode, ws, attended, qkv, grads, hook)?;
         hook.part(Layer::inner(i, Op::Attention), Part::InputGradient, qkv)?;

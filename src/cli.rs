@@ -8,10 +8,12 @@ mod completions;
 mod doctor;
 mod eval;
 mod export;
+mod export_metrics;
 mod flags;
 mod generate;
 mod lab;
 mod model;
+mod report;
 mod show;
 mod train;
 mod verify_resume;
@@ -54,6 +56,10 @@ enum Command {
     Eval(Box<eval::EvalArgs>),
     /// Write a model for other programs: a Hugging Face folder, GGUF or ONNX
     Export(Box<export::ExportArgs>),
+    /// Write a run's figures for other programs: CSV, JSON Lines, or TensorBoard's event files
+    ExportMetrics(export_metrics::ExportMetricsArgs),
+    /// Write a run as one HTML page: charts, overflows and where they began, precision, samples, configuration
+    Report(report::ReportArgs),
     /// Print the resolved configuration
     Config(Box<ConfigArgs>),
     /// See and predict what a number format does
@@ -112,6 +118,8 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut stdout()))),
         Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut stdout()))),
         Some(Command::Export(args)) => done(export::run(&args, &mut stdout())),
+        Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut stdout())),
+        Some(Command::Report(args)) => done(report::run(&args, &mut stdout())),
         Some(Command::Config(args)) => {
             let text = args.resolve()?.to_toml()?;
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;

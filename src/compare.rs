@@ -3,6 +3,7 @@
 //! Runs that differ in nothing but what cannot change their numbers and the seed are samples of one [`Arm`], so that the
 //! effect of a setting can be told from luck: means with confidence intervals, and for two arms their difference.
 
+pub(crate) mod chart;
 mod html;
 mod metrics;
 mod page;

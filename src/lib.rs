@@ -15,6 +15,7 @@ pub mod inference;
 pub mod lab;
 pub mod precision;
 pub mod random;
+pub mod report;
 pub mod screen;
 pub mod store;
 pub mod telemetry;

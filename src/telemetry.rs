@@ -12,11 +12,13 @@ mod gpu;
 mod log;
 pub(crate) mod pace;
 mod process;
+mod prometheus;
 mod run_state;
 mod series;
+mod tensorboard;
 
 pub use command::Command;
-pub use emitter::Emitter;
+pub use emitter::{Emitter, Sink};
 pub use event::{
     ActivationMax, Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Origin, Outcome,
     Overflow, Pass, Probe, Record, Retyped, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started,
@@ -25,8 +27,10 @@ pub use event::{
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, read, read_whole};
 pub use process::{ProcessId, ProcessStats};
+pub use prometheus::Prometheus;
 pub use run_state::{
     Curves, Figures, Happening, Layer, OverflowRow, Phase, ProbeTotals, RunState, SMOOTHING, SampleRow, TensorRow,
     Tensors, histogram,
 };
 pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StairCase};
+pub use tensorboard::TensorBoard;

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 18] = [
+const ORDER: [&str; 19] = [
     "error",
     "untrusted",
     "precision",
@@ -25,6 +25,7 @@ const ORDER: [&str; 18] = [
     "screen",
     "lab",
     "compare",
+    "report",
     "doctor",
     "cli",
     "main",

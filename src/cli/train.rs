@@ -5,11 +5,12 @@ use crate::cli::run_or_path;
 use crate::cli::show::{ShowArgs, show};
 use crate::screen::terminal::Interruption;
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
-use crate::telemetry::{Command, Emitter, Event, EventLog, FinishReason, RunState, Trouble};
+use crate::telemetry::{Command, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, Trouble};
 use crate::train::{Config, Preparing, Trainer};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{IsTerminal, Write, stderr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 
@@ -23,9 +24,18 @@ pub(crate) struct TrainArgs {
     /// Go on from the newest good checkpoint of the newest run, or of the run given by its name or folder, or from a step folder
     #[arg(long, value_name = "RUN", num_args = 0..=1)]
     pub(crate) resume: Option<Option<PathBuf>>,
+    /// Serve the newest figures to Prometheus at /metrics, on this machine alone unless an address stands before the port
+    #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = metrics_port)]
+    pub(crate) metrics_port: Option<SocketAddr>,
     /// What is seen of it.
     #[command(flatten)]
     pub(crate) show: ShowArgs,
+}
+
+fn metrics_port(text: &str) -> Result<SocketAddr, String> {
+    let port = text.parse().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+    let address = port.or_else(|_| text.parse());
+    address.map_err(|_| "is a port such as 9464, or an address with a port such as 0.0.0.0:9464".into())
 }
 
 /// What a resumed run goes on from.
@@ -48,6 +58,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         }
         None => args.config.resolve()?,
     };
+    let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     let pool = thread_pool(&config)?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let mut trainer = pool.install(|| match checkpoint {
@@ -69,6 +80,12 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     trainer.recall(&history);
     let mut emitter = Emitter::new(Some(log));
     let records = emitter.connect();
+    if let Some(metrics) = metrics {
+        emitter.also(Box::new(metrics));
+    }
+    if config.telemetry.tensorboard {
+        emitter.also(Box::new(TensorBoard::create(&run.path().join("tensorboard"))?));
+    }
     for message in warnings {
         emitter.emit(Event::Warning(Trouble { step: 0, message }))?;
     }

@@ -41,6 +41,11 @@ impl RunSummary {
     /// Reads a run's log. An error names the file, and says so if no run has written it or no step is in it yet.
     pub fn read(log: &Path) -> Result<Self> {
         let (state, unreadable) = RunState::new(CURVE).read(log)?;
+        Self::of(log, state, unreadable)
+    }
+
+    /// The run that a log was folded into.
+    pub(crate) fn of(log: &Path, state: RunState, unreadable: usize) -> Result<Self> {
         let (figures, finished) = (state.figures(), state.finished());
         let Some(started) = state.started else {
             return Err(Error::data(log.display(), "no run has written this: it does not say how a run began"));
@@ -79,7 +84,7 @@ impl RunSummary {
     }
 
     /// Every setting by its dotted key, and below `run.` what else may change numbers or speed.
-    pub(super) fn settings(&self) -> BTreeMap<String, String> {
+    pub(crate) fn settings(&self) -> BTreeMap<String, String> {
         let mut settings = BTreeMap::new();
         flatten(&self.started.config, String::new(), &mut settings);
         let Started { program, cpu, device, data, parameters, .. } = &self.started;

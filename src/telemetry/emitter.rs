@@ -9,11 +9,24 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 /// Events a screen may lag behind before some are kept from it.
 const QUEUE: usize = 8192;
 
+/// What else takes in a run's records: a file for another program, figures that are served.
+pub trait Sink: std::fmt::Debug + Send {
+    /// Takes in a record.
+    ///
+    /// # Errors
+    /// If it cannot be written; the sink gets no further record then, and training goes on.
+    fn take(&mut self, record: &Record) -> Result<()>;
+
+    /// What it is called in a warning.
+    fn name(&self) -> &'static str;
+}
+
 /// Stamps events, appends them to the log, and passes them to a screen without ever waiting for it.
 #[derive(Debug)]
 pub struct Emitter {
     log: Option<EventLog>,
     screen: Option<SyncSender<Record>>,
+    sinks: Vec<Box<dyn Sink>>,
     /// Events the screen has missed because its queue was full.
     missed: u64,
     /// Whether the log's disk has refused the last event.
@@ -27,7 +40,7 @@ impl Emitter {
     /// An emitter that writes to `log`; none in tests and measurements.
     pub fn new(log: Option<EventLog>) -> Self {
         let before = log.as_ref().map_or(0.0, EventLog::last_seconds);
-        Self { log, screen: None, missed: 0, refused: false, began: Instant::now(), before }
+        Self { log, screen: None, sinks: Vec::new(), missed: 0, refused: false, began: Instant::now(), before }
     }
 
     /// The events from now on, for a screen on another thread. A screen that stops reading (a suspended terminal) loses
@@ -36,6 +49,11 @@ impl Emitter {
         let (sender, receiver) = sync_channel(QUEUE);
         self.screen = Some(sender);
         receiver
+    }
+
+    /// From here on `sink` gets every event.
+    pub fn also(&mut self, sink: Box<dyn Sink>) {
+        self.sinks.push(sink);
     }
 
     /// Seconds the run has been running, earlier processes included.
@@ -51,6 +69,20 @@ impl Emitter {
     pub fn emit(&mut self, event: Event) -> Result<()> {
         let step = event.step().unwrap_or(0);
         let record = self.stamp(event);
+        let mut failed = Vec::new();
+        self.sinks.retain_mut(|sink| match sink.take(&record) {
+            Ok(()) => true,
+            Err(error) => {
+                failed.push(format!("{error}; nothing more is written for {}", sink.name()));
+                false
+            }
+        });
+        self.write(record, step);
+        failed.into_iter().try_for_each(|message| self.emit(Event::Warning(Trouble { step, message })))
+    }
+
+    /// Appends a record to the log and shows it.
+    fn write(&mut self, record: Record, step: u64) {
         let appended = self.log.as_mut().map_or(Ok(()), |log| log.append(&record));
         self.show(record);
         let message = match (appended, self.refused) {
@@ -59,7 +91,7 @@ impl Emitter {
                 0 => "the log can be written again; nothing is missing in it".to_owned(),
                 dropped => format!("the log can be written again; {dropped} events before this one are missing in it"),
             },
-            _ => return Ok(()),
+            _ => return,
         };
         self.refused = !self.refused;
         let warning = self.stamp(Event::Warning(Trouble { step, message }));
@@ -68,7 +100,6 @@ impl Emitter {
             let _ = log.append(&warning);
         }
         self.show(warning);
-        Ok(())
     }
 
     fn stamp(&self, event: Event) -> Record {
@@ -137,6 +168,35 @@ mod tests {
         assert_eq!((logged.len(), warnings.len()), (6, 2), "{warnings:?}");
         assert!(warnings[0].contains("events.jsonl") && warnings[0].contains("training goes on"), "{warnings:?}");
         assert!(warnings[1].contains("can be written again; nothing is missing"), "{warnings:?}");
+    }
+
+    #[derive(Debug)]
+    struct Broken;
+
+    impl Sink for Broken {
+        fn take(&mut self, _: &Record) -> Result<()> {
+            Err(crate::Error::config("disk", "is full"))
+        }
+
+        fn name(&self) -> &'static str {
+            "tests"
+        }
+    }
+
+    #[test]
+    fn a_sink_that_fails_is_told_once_and_dropped() {
+        let mut emitter = Emitter::new(None);
+        let screen = emitter.connect();
+        emitter.also(Box::new(Broken));
+        emitter.emit(Event::Paused { step: 1 }).unwrap();
+        emitter.emit(Event::Paused { step: 2 }).unwrap();
+        let events: Vec<_> = screen.try_iter().map(|record| record.event).collect();
+        let [Event::Paused { step: 1 }, Event::Warning(Trouble { message, .. }), Event::Paused { step: 2 }] =
+            &events[..]
+        else {
+            panic!("{events:?}")
+        };
+        assert!(message.contains("disk") && message.contains("nothing more is written for tests"), "{message}");
     }
 
     #[test]

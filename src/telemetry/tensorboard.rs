@@ -2,7 +2,7 @@
 //!
 //! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf message
 //! `Event` of TensorFlow's `event.proto` and `summary.proto`. Five messages with a few fields each are written here by hand;
-//! `tests/tensorboard.rs` has TensorBoard itself read them back.
+//! `tests/out_of_the_terminal.rs` has TensorBoard itself read them back.
 
 use super::emitter::Sink;
 use super::{Event, GradStats, Record, StepRecord};
@@ -10,6 +10,7 @@ use crate::{Error, Result};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Writes a run's records as an event file.
 #[derive(Debug)]
@@ -24,7 +25,8 @@ impl TensorBoard {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn create(folder: &Path, t: u64) -> Result<Self> {
+    pub fn create(folder: &Path) -> Result<Self> {
+        let t = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         // TensorBoard knows event files by this name and reads them in the order of their times.
         let name = |number: u32| folder.join(format!("events.out.tfevents.{:010}.finetune.{number}", t / 1000));
@@ -144,7 +146,7 @@ impl Message {
         let binades = || grads.exponents.iter().map(|(exponent, count)| (f64::from(*exponent), *count as f64));
         let sum = |value: fn(f64) -> f64| binades().map(|(low, count)| value(low + 0.5) * count).sum::<f64>();
         let low = binades().next().map_or(0.0, |(low, _)| low);
-        let high = binades().last().map_or(0.0, |(low, _)| low + 1.0);
+        let high = binades().next_back().map_or(0.0, |(low, _)| low + 1.0);
         histogram.double(1, low);
         histogram.double(2, high);
         histogram.double(3, sum(|_| 1.0));
@@ -156,10 +158,12 @@ impl Message {
         for (binade, count) in binades() {
             while next < binade {
                 next += 1.0;
-                (limits.push(next), counts.push(0.0));
+                limits.push(next);
+                counts.push(0.0);
             }
             next = binade + 1.0;
-            (limits.push(next), counts.push(count));
+            limits.push(next);
+            counts.push(count);
         }
         histogram.doubles(6, &limits);
         histogram.doubles(7, &counts);

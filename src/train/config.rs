@@ -189,6 +189,8 @@ pub struct TelemetrySection {
     pub variance_every: u64,
     /// Whether the passes of an overflowing step run once more, to find the tensor where it began.
     pub attribute_overflows: bool,
+    /// Whether scalars and histograms are written for TensorBoard too, into `tensorboard` in the run's folder.
+    pub tensorboard: bool,
 }
 
 impl Default for Config {
@@ -272,6 +274,7 @@ impl Default for TelemetrySection {
             probe_every: 0,
             variance_every: 0,
             attribute_overflows: true,
+            tensorboard: false,
         }
     }
 }

@@ -24,12 +24,12 @@ pub(crate) fn short(value: f64) -> String {
 }
 
 /// A magnitude in the table of tensors: `6.0e-8`, always with an exponent; `-` if there is none.
-pub(super) fn magnitude(value: Option<f32>) -> String {
+pub(crate) fn magnitude(value: Option<f32>) -> String {
     value.map_or_else(|| "-".into(), |value| format!("{value:.1e}"))
 }
 
 /// A loss: three decimals, or what broke.
-pub(super) fn loss(value: f64) -> String {
+pub(crate) fn loss(value: f64) -> String {
     if value.is_finite() { format!("{value:.3}") } else { short(value) }
 }
 
@@ -87,7 +87,7 @@ pub(super) fn ago(seconds: f64) -> String {
 }
 
 /// A share of a whole in percent: `0.1%`; `0.00%` only for nothing at all.
-pub(super) fn percent(part: u64, whole: u64) -> String {
+pub(crate) fn percent(part: u64, whole: u64) -> String {
     if part == 0 || whole == 0 {
         return "0%".into();
     }

@@ -1,0 +1,176 @@
+//! `finetune export-metrics`: a run's figures for other programs, as a table or as TensorBoard's event files.
+
+use crate::cli::watch::find_log;
+use crate::telemetry::{Event, Outcome, Record, Sink, StepRecord, TensorBoard, Validation, float, read};
+use crate::{Error, Result};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// Flags of `export-metrics`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ExportMetricsArgs {
+    /// A run's name or folder, or its events file; without it the newest run
+    run: Option<PathBuf>,
+    /// What to write: a table with a row for each step, or an event file with scalars and histograms
+    #[arg(long, value_enum, default_value = "csv")]
+    format: Format,
+    /// The file to write, or the folder for TensorBoard [default: standard output, or `tensorboard` in the run's folder]
+    #[arg(long, short, value_name = "FILE|FOLDER")]
+    output: Option<PathBuf>,
+    /// Where runs are looked for by name
+    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
+    checkpoint_dir: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Format {
+    Csv,
+    Jsonl,
+    Tensorboard,
+}
+
+/// One step, with the validation that followed it.
+#[derive(Debug, Default, Serialize)]
+struct Row {
+    step: u64,
+    /// Wall clock, seconds since 1970.
+    time: f64,
+    /// Seconds the run had been running.
+    seconds: f64,
+    #[serde(with = "float")]
+    loss: f32,
+    outcome: Outcome,
+    loss_scale: f32,
+    #[serde(with = "float")]
+    grad_norm: f64,
+    #[serde(with = "float")]
+    clip: f64,
+    lr: f64,
+    epoch: f64,
+    tokens: u64,
+    tokens_per_s: f64,
+    step_ms: f64,
+    updates: u64,
+    skipped: u64,
+    grad_zero: u64,
+    grad_subnormal: u64,
+    grad_not_finite: u64,
+    resident_bytes: Option<u64>,
+    #[serde(serialize_with = "optional")]
+    val_loss: Option<f64>,
+    #[serde(serialize_with = "optional")]
+    val_perplexity: Option<f64>,
+}
+
+/// NaN and infinities by their names, as in the log.
+#[expect(clippy::ref_option, reason = "serde hands a reference to the field over")]
+fn optional<S: serde::Serializer>(value: &Option<f64>, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    match value {
+        Some(value) => float::serialize(value, serializer),
+        None => serializer.serialize_none(),
+    }
+}
+
+impl Row {
+    fn new(t: u64, s: f64, step: &StepRecord) -> Self {
+        Self {
+            step: step.step,
+            time: t as f64 / 1000.0,
+            seconds: s,
+            loss: step.loss,
+            outcome: step.outcome,
+            loss_scale: step.loss_scale,
+            grad_norm: step.grad_norm,
+            clip: step.clip,
+            lr: step.lr,
+            epoch: step.epoch,
+            tokens: step.tokens,
+            tokens_per_s: step.tokens_per_s,
+            step_ms: step.time.step_ms,
+            updates: step.updates,
+            skipped: step.skipped,
+            grad_zero: step.grads.zero,
+            grad_subnormal: step.grads.subnormal,
+            grad_not_finite: step.grads.not_finite(),
+            resident_bytes: step.rss_bytes,
+            val_loss: None,
+            val_perplexity: None,
+        }
+    }
+}
+
+/// Writes the figures; those of steps that a resume made void are left out.
+pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
+    let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
+    let records = read(&log)?;
+    if !records.iter().any(|record| matches!(record.event, Event::Step(_))) {
+        return Err(Error::data(log.display(), "no step is recorded here yet; wait for the first"));
+    }
+    match (args.format, &args.output) {
+        (Format::Tensorboard, folder) => {
+            let beside = || log.parent().unwrap_or(Path::new("")).join("tensorboard");
+            tensorboard(&records, &folder.clone().unwrap_or_else(beside), out)
+        }
+        (format, Some(file)) => {
+            let mut writer = BufWriter::new(File::create(file).map_err(Error::io("create", file))?);
+            table(&records, format, &mut writer).and_then(|()| writer.flush()).map_err(Error::io("write", file))
+        }
+        (format, None) => {
+            let mut writer = BufWriter::new(out);
+            let written = table(&records, format, &mut writer).and_then(|()| writer.flush());
+            written.map_err(Error::io("write to", "standard output"))
+        }
+    }
+}
+
+fn tensorboard(records: &[Record], folder: &Path, out: &mut dyn Write) -> Result<()> {
+    let mut board = TensorBoard::create(folder)?;
+    records.iter().try_for_each(|record| board.take(record))?;
+    let told =
+        writeln!(out, "wrote {}; look at it with `tensorboard --logdir {}`", board.path().display(), folder.display());
+    told.map_err(Error::io("write to", "standard output"))
+}
+
+fn table(records: &[Record], format: Format, out: &mut dyn Write) -> std::io::Result<()> {
+    let mut row: Option<Row> = None;
+    let mut first = true;
+    let mut finish = |row: Option<Row>, out: &mut dyn Write| match row {
+        Some(row) => write_row(&row, format, std::mem::take(&mut first), out),
+        None => Ok(()),
+    };
+    for record in records {
+        match &record.event {
+            Event::Step(step) => finish(row.replace(Row::new(record.t, record.s, step)), out)?,
+            Event::Eval(Validation { step, loss, perplexity, .. }) => {
+                if let Some(row) = row.as_mut().filter(|row| row.step == *step) {
+                    (row.val_loss, row.val_perplexity) = (Some(*loss), Some(*perplexity));
+                }
+            }
+            _ => {}
+        }
+    }
+    finish(row, out)
+}
+
+fn write_row(row: &Row, format: Format, first: bool, out: &mut dyn Write) -> std::io::Result<()> {
+    if format == Format::Jsonl {
+        serde_json::to_writer(&mut *out, row)?;
+        return writeln!(out);
+    }
+    // The fields' order is that of the struct: a map would sort them.
+    let text = serde_json::to_string(row)?;
+    let cells: Vec<(&str, &str)> = text
+        .trim_matches(['{', '}'])
+        .split(',')
+        .filter_map(|field| field.split_once(':'))
+        .map(|(key, value)| (key.trim_matches('"'), if value == "null" { "" } else { value.trim_matches('"') }))
+        .collect();
+    let line = |pick: fn(&(&str, &str)) -> String| cells.iter().map(pick).collect::<Vec<_>>().join(",");
+    if first {
+        writeln!(out, "{}", line(|(key, _)| (*key).to_owned()))?;
+    }
+    writeln!(out, "{}", line(|(_, value)| (*value).to_owned()))
+}

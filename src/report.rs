@@ -1,0 +1,62 @@
+//! One run as one HTML page that needs nothing else: no scripts, no fonts, no other files. It looks right on a light and on
+//! a dark background, and is well-formed XML too.
+
+mod charts;
+mod tables;
+
+use crate::Result;
+use crate::compare::RunSummary;
+use crate::compare::chart::{STYLE, escape};
+use crate::telemetry::{RunState, Started};
+use std::path::Path;
+
+/// Buckets of a curve; a picture has some twice as many columns.
+const CURVE: usize = 450;
+
+/// What the page adds to the style of charts and tables.
+const MORE_STYLE: &str = "
+.band { fill: var(--c0); opacity: .3; stroke: none; } .smooth { stroke: var(--c3); fill: none; stroke-width: 1.8; }
+.point { fill: var(--c1); } .bar { fill: var(--c0); } .sub { fill: var(--c1); } .plain { stroke: var(--c0); fill: none;
+  stroke-width: 1.6; }
+.legend { color: var(--dim); margin: 0 0 1rem; } .legend span { margin-right: 1.2rem; white-space: nowrap; }
+.legend svg { width: 1.6rem; height: .7rem; margin-right: .3rem; }
+td.text, th.text { text-align: left; white-space: normal; } blockquote { border-left: 3px solid var(--line);
+  margin: .5rem 0 1rem; padding: .1rem 1rem; white-space: normal; overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; } dt { color: var(--dim); } dd { margin: 0; }
+h2 { margin-top: 2.2rem; } details summary { cursor: pointer; }
+";
+
+/// The page of the run whose events are in `log`.
+///
+/// # Errors
+/// If the log cannot be read, or no step is in it yet.
+pub fn page(log: &Path) -> Result<String> {
+    let (state, unreadable) = RunState::new(CURVE).read(log)?;
+    let run = RunSummary::of(log, state.clone(), unreadable)?;
+    let name = escape(&run.name);
+    let mut out = format!(
+        "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n<meta charset=\"utf-8\"/>\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n<title>Run {name}</title>\n\
+         <style>{STYLE}{MORE_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>Run {name}</h1>\n<p>{}</p>\n",
+        escape(&summary(&run))
+    );
+    out.push_str(&tables::figures(&run.figures));
+    out.push_str(&charts::all(&state));
+    out.push_str(&tables::overflows(&state));
+    out.push_str(&tables::precision(&state));
+    out.push_str(&tables::samples(&state));
+    out.push_str(&tables::settings(&run.settings()));
+    out.push_str("</main>\n</body>\n</html>\n");
+    Ok(out)
+}
+
+/// The run in a sentence.
+fn summary(run: &RunSummary) -> String {
+    let Started { program, model, parameters, policy, device, data, total_steps, .. } = &run.started;
+    format!(
+        "{model}, {parameters} parameters, trained on {data} by {program} on {device} with {policy}: {} of {total_steps} \
+         steps, {}.",
+        run.figures.steps,
+        run.end()
+    )
+}

@@ -13,18 +13,23 @@ mod flags;
 mod generate;
 mod lab;
 mod model;
+mod notify;
 mod report;
+mod runs;
 mod show;
+mod tell;
 mod train;
 mod verify_resume;
 mod watch;
 
+use crate::data::{names_in, nearest};
 use crate::engine::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
 use crate::{Error, Result};
-use clap::{Parser, Subcommand};
+use clap::error::{ContextKind, ContextValue};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use flags::ConfigArgs;
-use std::io::{Write, stderr, stdout};
+use std::io::{ErrorKind, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -34,11 +39,26 @@ fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
     if !name.exists() && run.is_dir() { run } else { name.to_path_buf() }
 }
 
+/// "did you mean …?" about a run that is not there, where one in `runs` has a similar name.
+fn meant(name: &Path, runs: &Path) -> String {
+    let near = nearest(&name.to_string_lossy(), names_in(runs));
+    near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"))
+}
+
+/// Stands at the end of `finetune --help`.
+const EXAMPLES: &str = "\
+Examples:
+  finetune                                                     train the built-in model on the built-in grammar
+  finetune --model distilgpt2 --data notes.jsonl --epochs 3    fine-tune distilgpt2 on your own text
+  finetune --resume                                            go on with the newest run
+
+`finetune config --explain` prints every setting with what it means.";
+
 /// Fine-tunes language models in mixed precision, and shows the numbers doing it.
 ///
 /// Without a command it trains: without any flag, a built-in model on a built-in text in FP16, in under a minute.
 #[derive(Debug, Parser)]
-#[command(version, args_conflicts_with_subcommands = true, max_term_width = 120)]
+#[command(version, args_conflicts_with_subcommands = true, max_term_width = 120, after_help = EXAMPLES)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,
@@ -48,6 +68,10 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// List the runs, or delete some
+    Runs(runs::RunsArgs),
+    /// Show the dashboard of a run in another process, or of one that is over
+    Watch(watch::WatchArgs),
     /// Write text with a model
     Generate(Box<generate::GenerateArgs>),
     /// Talk to a model in the terminal
@@ -56,31 +80,63 @@ enum Command {
     Eval(Box<eval::EvalArgs>),
     /// Write a model for other programs: a Hugging Face folder, GGUF or ONNX
     Export(Box<export::ExportArgs>),
+    /// List, show, verify, prune and compare checkpoints
+    Checkpoint(checkpoint::CheckpointArgs),
     /// Write a run's figures for other programs: CSV, JSON Lines, or TensorBoard's event files
     ExportMetrics(export_metrics::ExportMetricsArgs),
     /// Write a run as one HTML page: charts, overflows and where they began, precision, samples, configuration
     Report(report::ReportArgs),
-    /// Print the resolved configuration
-    Config(Box<ConfigArgs>),
-    /// See and predict what a number format does
-    Lab(Box<lab::LabArgs>),
     /// Put runs side by side: settings, losses, loss scale, overflows; with several seeds, whether a difference is luck
     Compare(compare::CompareArgs),
+    /// Prove on this machine that a checkpoint resumes bit for bit
+    VerifyResume(Box<verify_resume::VerifyResumeArgs>),
+    /// Print the resolved configuration
+    Config(Box<ConfigCommand>),
+    /// See and predict what a number format does
+    Lab(Box<lab::LabArgs>),
+    /// Measure how fast this machine trains, and print the figures as JSON
+    Bench(Box<bench::BenchArgs>),
     /// Say what this machine brings: processor, memory, GPU support, folders, the Hub
     Doctor(doctor::DoctorArgs),
     /// Write a shell's completion script
     Completions(completions::CompletionsArgs),
     /// Write the manual page, in roff
     Man,
-    /// Measure how fast this machine trains, and print the figures as JSON
-    Bench(Box<bench::BenchArgs>),
-    /// List, show, verify, prune and compare checkpoints
-    #[command(subcommand)]
-    Checkpoint(checkpoint::CheckpointCommand),
-    /// Prove on this machine that a checkpoint resumes bit for bit
-    VerifyResume(Box<verify_resume::VerifyResumeArgs>),
-    /// Show the dashboard of a run in another process, or of one that is over
-    Watch(watch::WatchArgs),
+}
+
+/// Flags of `finetune config`.
+#[derive(Debug, clap::Args)]
+struct ConfigCommand {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Say above each setting what it means
+    #[arg(long)]
+    explain: bool,
+}
+
+/// The command line's definition. A number may be negative, so that it is refused by what it is for.
+fn definition() -> clap::Command {
+    fn with_numbers(command: clap::Command) -> clap::Command {
+        let command = command.mut_args(|arg| {
+            let takes_value = arg.get_action().takes_values();
+            if takes_value { arg.allow_negative_numbers(true) } else { arg }
+        });
+        command.mut_subcommands(with_numbers)
+    }
+    with_numbers(Cli::command())
+}
+
+/// What somebody who typed a command that other programs have will want.
+fn tip(error: &clap::Error) -> Option<&'static str> {
+    let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand) else { return None };
+    match typed.as_str() {
+        "train" | "run" | "fit" => Some("`finetune` alone trains; give the same flags without a command"),
+        "resume" | "continue" => Some("`finetune --resume` goes on with the newest run, `--resume NAME` with another"),
+        "list" | "ls" => Some("`finetune runs` lists the runs"),
+        "test" | "evaluate" => Some("`finetune eval MODEL` measures a model on a text"),
+        "sample" | "predict" | "infer" | "chat" => Some("`finetune generate MODEL` writes text"),
+        _ => None,
+    }
 }
 
 /// Parses the command line, does what it says, and returns the process's exit code: 0 done, 1 failure, 2 usage or
@@ -88,17 +144,22 @@ enum Command {
 pub fn main() -> ExitCode {
     // Without it a log that outgrows the limit would end the run without a word.
     crate::screen::terminal::outlive_file_size_limit().ok();
-    let result = Cli::try_parse();
-    let cli = match result {
+    let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
             // clap knows which stream each of its messages belongs to; a closed stream is not worth a word.
             error.print().ok();
+            if let Some(tip) = tip(&error) {
+                writeln!(stderr(), "\n  tip: {tip}").ok();
+            }
             return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
         }
     };
     match dispatch(cli) {
         Ok(code) => code,
+        // Whoever reads our output has seen enough, as in `finetune man | head`.
+        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             writeln!(stderr(), "error: {error}").ok();
             ExitCode::from(error.exit_code())
@@ -110,7 +171,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
     Isa::detect()?;
     match cli.command {
         None => Ok(match train::run(&cli.train)? {
-            FinishReason::Done | FinishReason::Stopped => ExitCode::SUCCESS,
+            FinishReason::Done | FinishReason::EarlyStopped | FinishReason::Stopped => ExitCode::SUCCESS,
             FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
         }),
@@ -121,17 +182,19 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut stdout())),
         Some(Command::Report(args)) => done(report::run(&args, &mut stdout())),
         Some(Command::Config(args)) => {
-            let text = args.resolve()?.to_toml()?;
+            let config = args.config.resolve()?;
+            let text = if args.explain { config.explained()? } else { config.to_toml()? };
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
         }
         Some(Command::Lab(args)) => lab::run(&args, &mut stdout()).map(|()| ExitCode::SUCCESS),
         Some(Command::Compare(args)) => done(compare::run(&args, &mut stdout())),
         Some(Command::Doctor(args)) => done(doctor::run(&args, &mut stdout())),
-        Some(Command::Completions(args)) => done(completions::completions::<Cli>(&args, &mut stdout())),
-        Some(Command::Man) => done(completions::man::<Cli>(&mut stdout())),
+        Some(Command::Completions(args)) => done(completions::completions(definition(), &args, &mut stdout())),
+        Some(Command::Man) => done(completions::man(definition(), &mut stdout())),
         Some(Command::Bench(args)) => bench::run(&args, &mut stdout()),
-        Some(Command::Checkpoint(command)) => checkpoint::run(&command, &mut stdout()),
+        Some(Command::Runs(args)) => done(runs::run(&args, &mut stdout())),
+        Some(Command::Checkpoint(args)) => checkpoint::run(&args, &mut stdout()),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
         Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }

@@ -21,6 +21,7 @@ pub mod tokens;
 pub use batch_loader::{Batch, BatchLoader, Cursor, EvalBatches, IGNORE_INDEX};
 pub use corpus::{Dataset, Loader};
 pub use source::{Fetch, LoadEvent, Remote, Source};
+pub(crate) use source::{names_in, nearest};
 pub use template::{Conversation, Rendered, Template, TemplateTokens};
 pub use tokenizer::Tokenizer;
 pub use tokens::TokenSource;

@@ -4,6 +4,7 @@
 //! it on to a screen. A screen (`dashboard`, or `finetune watch` in another terminal) knows only these types; what it wants
 //! of training it says with a [`Command`]. Nothing here knows tensors, models or terminals.
 
+mod activity;
 mod command;
 mod emitter;
 mod event;
@@ -17,6 +18,7 @@ mod run_state;
 mod series;
 mod tensorboard;
 
+pub use activity::{Activity, Amount, PhaseLines, PhaseNow};
 pub use command::Command;
 pub use emitter::{Emitter, Sink};
 pub use event::{

@@ -173,7 +173,7 @@ fn keys_reach_training_and_the_screen() {
     terminal.keys(&["?"]);
     terminal.wait_for("any key closes");
     terminal.keys(&["x", "C-c", "C-c"]);
-    terminal.wait_for("told: Pause Resume SaveNow Stop { save: true }");
+    terminal.wait_for("told: Pause Resume SaveNow Interrupt");
     terminal.assert_restored();
 }
 
@@ -228,7 +228,7 @@ fn a_signal_makes_training_stop_and_restores() {
         terminal.signal(&[signal]);
         terminal.wait_for("exit: Terminated");
         // SIGHUP says that the terminal is gone, which is no concern of training's: the screen tells it.
-        terminal.wait_for(if signal == "HUP" { "told: Stop { save: true }" } else { "told: interrupt" });
+        terminal.wait_for(if signal == "HUP" { "told: Interrupt" } else { "told: interrupt" });
         terminal.assert_restored();
     }
 }
@@ -251,7 +251,7 @@ fn a_terminal_that_hangs_up_makes_training_save() {
     terminal.tmux(&["kill-server"]);
     let began = Instant::now();
     let log = terminal.folder.path().join("events.jsonl");
-    while !std::fs::read_to_string(&log).unwrap().contains(r#""event":"finished","reason":"stopped""#) {
+    while !std::fs::read_to_string(&log).unwrap().contains(r#""event":"finished","reason":"interrupted""#) {
         assert!(began.elapsed() < PATIENCE, "training did not stop");
         sleep(Duration::from_millis(50));
     }

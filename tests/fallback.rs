@@ -54,7 +54,7 @@ fn with_outlier(folder: &Path) -> PathBuf {
 /// A run of that model on small batches; `scale` is the first loss scale, and if `constant` the only one.
 fn config(model: &Path, rule: FallbackRule, scale: f32, constant: bool) -> Config {
     let overrides = vec![("model".to_owned(), toml::Value::String(model.display().to_string()))];
-    let mut config = Config::resolve(&Layers { file: None, overrides }).unwrap();
+    let mut config = Config::resolve(&Layers { file: None, overrides, ..Layers::default() }).unwrap();
     (config.train.batch_size, config.train.seq_len, config.optimizer.lr) = (2, 32, 1e-4);
     (config.train.sample_tokens, config.train.eval_batches) = (4, 1);
     config.scaler.init_scale = scale;
@@ -359,7 +359,9 @@ fn the_rule_is_refused_where_it_means_nothing() {
             ((*key).to_owned(), table["v"].clone())
         });
         let overrides = overrides.chain([("precision.fallback".to_owned(), toml::Value::String("layer".into()))]);
-        Config::resolve(&Layers { file: None, overrides: overrides.collect() }).unwrap_err().to_string()
+        Config::resolve(&Layers { file: None, overrides: overrides.collect(), ..Layers::default() })
+            .unwrap_err()
+            .to_string()
     };
     assert_eq!(
         refused(&[("dtype", "\"bf16\"")]),

@@ -206,7 +206,7 @@ fn what_cannot_be_is_refused_by_key() {
             let table: toml::Table = format!("v = {value}").parse().unwrap();
             ((*key).to_owned(), table["v"].clone())
         });
-        let config = Config::resolve(&Layers { file: None, overrides: overrides.collect() });
+        let config = Config::resolve(&Layers { file: None, overrides: overrides.collect(), ..Layers::default() });
         config.and_then(|config| Trainer::new(config, &mut |_| ()).map(drop)).unwrap_err().to_string()
     };
     assert!(refused(&[("precision.fp8.layer", "9")]).starts_with("precision.fp8.layer: there is no block 9"));

@@ -532,24 +532,13 @@ fn several_at_once_share_a_cache() {
 }
 
 #[test]
-fn data_sets_and_plain_addresses_are_fetched_for_data() {
+fn data_sets_are_fetched_for_data() {
     let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
     server.put("dir/rows.jsonl", b"{\"text\": \"x\"}");
     let mut hub = Hub::new(server.settings(cache.path()));
-    let remote = Remote::Dataset { repo: "o/n", revision: "main", file: "dir/rows.jsonl" };
-    let path = hub.fetch(remote, cache.path()).unwrap();
+    let path = hub.fetch(Remote { repo: "o/n", revision: "main", file: "dir/rows.jsonl" }).unwrap();
     assert_eq!(path, cache.path().join("datasets--o--n/snapshots").join(COMMIT).join("dir/rows.jsonl"));
     assert_eq!(fs::read(path).unwrap(), b"{\"text\": \"x\"}");
-
-    let folder = cache.path().join("data");
-    let (url, content) = (format!("{}/text.txt", server.address), b"some text");
-    server.put("/text.txt", content);
-    let remote = |sha256| Remote::Url { url: &url, file: "text.txt", bytes: 9, sha256 };
-    let error = hub.fetch(remote("00"), &folder).unwrap_err().to_string();
-    assert!(error.contains("sent another file") && error.contains("download it to"), "{error}");
-    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
-    let path = hub.fetch(remote(&sha256(content)), &folder).unwrap();
-    assert_eq!((fs::read(&path).unwrap().as_slice(), path), (&content[..], folder.join("text.txt")));
 }
 
 /// The commands that use a model take it from the Hub as training does.

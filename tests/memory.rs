@@ -24,7 +24,10 @@ fn finetune(folder: &Path, arguments: &[&str]) -> String {
 /// Trains, asks the laboratory, and compares with the peak that the kernel has counted.
 fn check(arguments: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    finetune(folder.path(), &[arguments, &["--run", "run", "--plain", "--steps", "3"]].concat());
+    finetune(
+        folder.path(),
+        &[arguments, &["--run", "run", "--plain", "--steps", "3", "--init-scale", "65536"]].concat(),
+    );
     let report = finetune(folder.path(), &["lab", "memory", "--run", "checkpoints/run", "--json"]);
     let report: Value = serde_json::from_str(&report).unwrap();
     let (policy, measured) = (&report["measured"][0], report["measured"][1].as_f64().unwrap());

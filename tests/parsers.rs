@@ -241,7 +241,9 @@ fn folder() -> PathBuf {
 
 fn config(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes).into_owned();
-    let resolve = |text| Config::resolve(&Layers { file: Some(("a.toml".into(), text)), overrides: Vec::new() });
+    let resolve = |text| {
+        Config::resolve(&Layers { file: Some(("a.toml".into(), text)), overrides: Vec::new(), ..Layers::default() })
+    };
     match bounded(|| resolve(text)) {
         Ok(config) => assert_eq!(resolve(config.to_toml().unwrap()).unwrap(), config),
         Err(error) => assert_eq!(error.exit_code(), 2, "{error}"),
@@ -480,8 +482,9 @@ fn unchanged_ones_are_accepted() {
         let tokenizer = Tokenizer::from_json(good.to_string().into_bytes(), "tokenizer.json").unwrap();
         assert!(!tokenizer.encode("the cats").unwrap().is_empty());
     }
-    let resolve =
-        |file: &str| Config::resolve(&Layers { file: Some(("a".into(), file.into())), overrides: Vec::new() });
+    let resolve = |file: &str| {
+        Config::resolve(&Layers { file: Some(("a".into(), file.into())), overrides: Vec::new(), ..Layers::default() })
+    };
     resolve(GOOD_CONFIG).unwrap();
     let path = folder().join("events.jsonl");
     fs::write(&path, GOOD_EVENTS.as_bytes()).unwrap();
@@ -497,9 +500,11 @@ fn unchanged_ones_are_accepted() {
 #[test]
 fn a_key_without_end_is_refused() {
     let key = "a.".repeat(100_000) + "a";
-    let deep = |overrides| Config::resolve(&Layers { file: Some(("a".into(), format!("{key} = 1"))), overrides });
+    let deep = |overrides| {
+        Config::resolve(&Layers { file: Some(("a".into(), format!("{key} = 1"))), overrides, ..Layers::default() })
+    };
     assert_eq!(deep(Vec::new()).unwrap_err().exit_code(), 2);
-    let layers = Layers { file: None, overrides: vec![(key, toml::Table::new().into())] };
+    let layers = Layers { overrides: vec![(key, toml::Table::new().into())], ..Layers::default() };
     assert_eq!(Config::resolve(&layers).unwrap_err().exit_code(), 2);
 }
 

@@ -162,7 +162,7 @@ fn narrow_distilgpt2_on_tiny_shakespeare() {
         ("data", path("TINY_SHAKESPEARE")),
     ];
     let overrides = overrides.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).to_vec();
-    let mut config = Config::resolve(&Layers { file: None, overrides }).unwrap();
+    let mut config = Config::resolve(&Layers { file: None, overrides, ..Layers::default() }).unwrap();
     (config.train.batch_size, config.train.seq_len) = (4, 64);
     // An interval short enough that the dynamic rule tries a few times within so few steps.
     (config.scaler.growth_interval, config.optimizer.lr) = (25, 5e-4);

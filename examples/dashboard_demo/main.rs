@@ -9,7 +9,9 @@
 
 use finetune::screen::dashboard::{self, Exit, Theme};
 use finetune::screen::terminal::Interruption;
-use finetune::telemetry::{self, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState, Saved};
+use finetune::telemetry::{
+    self, Activity, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState, Saved,
+};
 use std::io::{Write, stdout};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +46,8 @@ fn main() {
     let frames = if panics == "screen" { 3 } else { usize::MAX };
     let writer = PanickingWriter { frames };
     let theme = Theme::from_env(has("--ascii"), None);
-    let exit = dashboard::follow(writer, &events, &commands, (theme, true), 10, RunState::default());
+    let look = (theme, true);
+    let exit = dashboard::follow(writer, (&events, &Activity::default()), &commands, look, 10, RunState::default());
     say(&format!("exit: {exit:?}"));
     if exit == Exit::Aborted {
         std::process::exit(130);
@@ -89,6 +92,10 @@ fn train(mut emitter: Emitter, trained: &Trained) -> Vec<String> {
                 Command::SaveNow => {
                     let saved = Saved { step, path: "nowhere".into(), ..Saved::default() };
                     emitter.emit(Event::Saved(saved)).expect("the log can be written");
+                }
+                Command::Interrupt => {
+                    emitter.emit(run.finished(FinishReason::Interrupted)).expect("the log can be written");
+                    return told;
                 }
                 Command::Stop { .. } => {
                     emitter.emit(run.finished(FinishReason::Stopped)).expect("the log can be written");

@@ -1,5 +1,6 @@
 //! `finetune checkpoint`: look at what runs have saved, check it, thin it out.
 
+use crate::cli::run_or_path;
 use crate::screen::dashboard::format::scale;
 use crate::store::checkpoint::{
     Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify,
@@ -10,14 +11,32 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// What to do with checkpoints. A PATH is a step folder, a run's folder, or a folder of runs.
+/// Flags of `finetune checkpoint`.
+#[derive(Debug, Args)]
+pub(super) struct CheckpointArgs {
+    #[command(subcommand)]
+    command: CheckpointCommand,
+    /// Where runs are looked for by name
+    // An id of its own: a global value would otherwise be taken for that of training's flag.
+    #[arg(
+        id = "runs_folder",
+        long = "checkpoint-dir",
+        value_name = "FOLDER",
+        default_value = "checkpoints",
+        global = true
+    )]
+    checkpoint_dir: PathBuf,
+}
+
+/// What to do with checkpoints. A PATH is a run's name or folder, a step folder in it (`NAME/step-000200`), or a folder of
+/// runs.
 #[derive(Debug, Subcommand)]
-pub(super) enum CheckpointCommand {
+enum CheckpointCommand {
     /// List checkpoints with size and validation loss
     List {
-        /// A folder of runs, or a run
-        #[arg(default_value = "checkpoints", value_name = "PATH")]
-        path: PathBuf,
+        /// A run, or a folder of runs [default: checkpoints]
+        #[arg(value_name = "PATH")]
+        path: Option<PathBuf>,
     },
     /// Show what a checkpoint holds, once its files have been verified
     Show {
@@ -27,9 +46,9 @@ pub(super) enum CheckpointCommand {
     },
     /// Check every file against its size and SHA-256; exit code 1 if any differs
     Verify {
-        /// A folder of runs, a run, or a step folder
-        #[arg(default_value = "checkpoints", value_name = "PATH")]
-        path: PathBuf,
+        /// A run, a step folder, or a folder of runs [default: checkpoints]
+        #[arg(value_name = "PATH")]
+        path: Option<PathBuf>,
     },
     /// Delete a run's older checkpoints
     Prune(PruneArgs),
@@ -47,7 +66,7 @@ pub(super) enum CheckpointCommand {
 /// What to keep.
 #[derive(Debug, Args)]
 pub(super) struct PruneArgs {
-    /// The run's folder
+    /// The run's name or folder
     #[arg(value_name = "RUN")]
     run: PathBuf,
     /// Keep the newest N, of full ones and of weights-only ones each
@@ -65,18 +84,29 @@ pub(super) struct PruneArgs {
 }
 
 /// Does what was asked and writes what there is to say to `out`.
-pub(super) fn run(command: &CheckpointCommand, out: &mut dyn Write) -> Result<ExitCode> {
-    let (lines, fine) = match command {
-        CheckpointCommand::List { path } => (listing(path)?, true),
-        CheckpointCommand::Show { path } => (description(path)?, true),
-        CheckpointCommand::Verify { path } => verification(path)?,
-        CheckpointCommand::Prune(args) => (prune(args)?, true),
-        CheckpointCommand::Diff { a, b } => difference(a, b)?,
+pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode> {
+    let runs = &args.checkpoint_dir;
+    let named = |path: &Path| run_or_path(path, runs);
+    let some_or_all = |path: &Option<PathBuf>| path.as_deref().map_or_else(|| runs.clone(), named);
+    let (lines, fine) = match &args.command {
+        CheckpointCommand::List { path } => (listing(&some_or_all(path))?, true),
+        CheckpointCommand::Show { path } => (description(&named(path))?, true),
+        CheckpointCommand::Verify { path } => verification(&some_or_all(path))?,
+        CheckpointCommand::Prune(args) => (prune(args, &named(&args.run))?, true),
+        CheckpointCommand::Diff { a, b } => difference(&named(a), &named(b))?,
     };
     for line in lines {
         writeln!(out, "{line}").map_err(Error::io("write to", "standard output"))?;
     }
     Ok(if fine { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn check_is_there(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    let message = "there is no such run or folder; `finetune runs` lists the runs, and `finetune` starts one";
+    Err(Error::checkpoint(path, message))
 }
 
 /// The runs at `path`: itself, or those in it.
@@ -85,6 +115,7 @@ fn runs(path: &Path) -> Result<Vec<PathBuf>> {
     if has_checkpoints(&path.to_path_buf()) {
         return Ok(vec![path.to_path_buf()]);
     }
+    check_is_there(path)?;
     let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
     let mut runs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(has_checkpoints).collect();
     runs.sort();
@@ -99,6 +130,7 @@ fn is_step(path: &Path) -> bool {
 
 /// The step folder meant by a step folder or a run.
 fn step(path: &Path) -> Result<PathBuf> {
+    check_is_there(path)?;
     if is_step(path) { Ok(path.to_path_buf()) } else { Ok(newest_good(path)?.checkpoint.path().to_path_buf()) }
 }
 
@@ -159,7 +191,11 @@ fn description(path: &Path) -> Result<Vec<String>> {
         say("cursor", format!("epoch {}, window {}", state.cursor.epoch, state.cursor.window));
         say("seed", state.seed.to_string());
         if let Some(best) = state.best {
-            say("best", format!("validation loss {:.4} at step {}", best.loss, best.step));
+            let kept = path.parent().is_some_and(|run| {
+                list(run).is_ok_and(|all| all.iter().any(|one| one.step == best.step && validation_loss(one).is_some()))
+            });
+            let kept = if kept { "" } else { ", not kept" };
+            say("best", format!("validation loss {:.4} at step {}{kept}", best.loss, best.step));
         }
     } else {
         if let Some(damage) = verify(&path).into_iter().next() {
@@ -200,12 +236,13 @@ fn verification(path: &Path) -> Result<(Vec<String>, bool)> {
     Ok((lines, bad == 0))
 }
 
-fn prune(args: &PruneArgs) -> Result<Vec<String>> {
-    let listed = list(&args.run)?;
+fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
+    check_is_there(path)?;
+    let listed = list(path)?;
     if listed.is_empty() {
-        return Err(Error::checkpoint(&args.run, "there is no checkpoint in this folder; give the folder of one run"));
+        return Err(Error::checkpoint(path, "there is no checkpoint in this folder; give the folder of one run"));
     }
-    let run = Run::open(&args.run)?;
+    let run = Run::open(path)?;
     let keep = Keep { last: args.keep_last, best: !args.no_best };
     let mut gone = Vec::new();
     for kind in Kind::ALL {
@@ -246,7 +283,7 @@ fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-fn size(bytes: u64) -> String {
+pub(super) fn size(bytes: u64) -> String {
     match bytes {
         0..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
         1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),

@@ -1,7 +1,7 @@
-//! `finetune completions` and `finetune man`: what packagers and shells want to know of the command line.
+//! `finetune completions` and `finetune man`: the command line for shells and packagers.
 
 use crate::{Error, Result};
-use clap::{Args, CommandFactory};
+use clap::{Args, Command};
 use clap_complete::Shell;
 use std::io::Write;
 
@@ -14,16 +14,16 @@ pub(super) struct CompletionsArgs {
 }
 
 /// Writes a shell's completion script to `out`.
-pub(super) fn completions<C: CommandFactory>(args: &CompletionsArgs, out: &mut dyn Write) -> Result<()> {
+pub(super) fn completions(mut command: Command, args: &CompletionsArgs, out: &mut dyn Write) -> Result<()> {
     // Into memory first: the generator panics where its writer fails.
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut C::command(), "finetune", &mut script);
+    clap_complete::generate(args.shell, &mut command, "finetune", &mut script);
     out.write_all(&script).map_err(Error::io("write to", "standard output"))
 }
 
 /// Writes one manual page of all commands to `out`.
-pub(super) fn man<C: CommandFactory>(out: &mut dyn Write) -> Result<()> {
-    let mut command = C::command().name("finetune");
+pub(super) fn man(command: Command, out: &mut dyn Write) -> Result<()> {
+    let mut command = command.name("finetune");
     command.build();
     let failed = || Error::io("write to", "standard output");
     clap_mangen::Man::new(command.clone()).render(out).map_err(failed())?;

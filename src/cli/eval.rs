@@ -2,7 +2,7 @@
 
 use crate::cli::flags::read;
 use crate::cli::model::ModelArgs;
-use crate::cli::train::tell;
+use crate::cli::tell::Teller;
 use crate::data::TokenSource;
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
 use crate::inference::trained::TrainedModel;
@@ -64,7 +64,8 @@ struct Text {
 
 /// The whole of a text that the user names.
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
-    let (tokens, bytes_per_token) = whole_text(&data.parse()?, &trained.tokenizer, &mut tell)?;
+    let teller = Teller::start();
+    let (tokens, bytes_per_token) = whole_text(&data.parse()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
@@ -75,8 +76,9 @@ fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
         .map(|run| run.join("config.toml"))
         .filter(|file| file.is_file())
         .ok_or_else(|| Error::config("--data", "a model that is no run's needs a text: `grammar` or a file"))?;
-    let config = Config::resolve(&Layers { file: Some(read(&file)?), overrides: Vec::new() })?;
-    let set = dataset(&config, &trained.tokenizer, &mut tell)?;
+    let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
+    let teller = Teller::start();
+    let set = dataset(&config, &trained.tokenizer, &mut |event| teller.tell(event))?;
     let data = match &config.val {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),

@@ -13,97 +13,103 @@ const MAX_BYTES: u64 = 1 << 20;
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct ConfigArgs {
     /// A configuration file (TOML); see configs/
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     pub(crate) config: Option<PathBuf>,
     /// `tiny`, a model of the Hugging Face Hub, a folder, or an architecture with `--init random` [default: tiny]
-    #[arg(long, short, value_name = "NAME|FOLDER")]
+    #[arg(long, short, value_name = "NAME|FOLDER", help_heading = "Model and text")]
     pub(crate) model: Option<String>,
     /// The Hub's branch, tag or commit
-    #[arg(long, value_name = "REVISION")]
+    #[arg(long, value_name = "REVISION", help_heading = "Model and text")]
     pub(crate) revision: Option<String>,
-    /// Where initial weights come from: pretrained or random
-    #[arg(long, value_name = "INIT")]
+    /// Where initial weights come from: pretrained or random [default: pretrained]
+    #[arg(long, value_name = "INIT", help_heading = "Model and text")]
     pub(crate) init: Option<String>,
     /// A tokenizer.json in place of the model's own
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Model and text")]
     pub(crate) tokenizer: Option<String>,
-    /// Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-` [default: grammar]
-    #[arg(long, short, value_name = "TEXT")]
+    /// Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-` [default: tiny_shakespeare; grammar for tiny]
+    #[arg(long, short, value_name = "TEXT", help_heading = "Model and text")]
     pub(crate) data: Option<String>,
     /// Validation text; without it the last tenth of the training text
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", help_heading = "Model and text")]
     pub(crate) val: Option<String>,
     /// fp16, bf16, fp32, or a policy such as p=f32,c=f16,g=f16,r=f32 [default: fp16]
-    #[arg(long, value_name = "DTYPE")]
+    #[arg(long, value_name = "DTYPE", help_heading = "Model and text")]
     pub(crate) dtype: Option<String>,
-    /// Seed of every random stream
-    #[arg(long)]
+    /// Seed of every random stream [default: 1]
+    #[arg(long, help_heading = "Training")]
     pub(crate) seed: Option<i64>,
-    /// Where to compute: auto, cpu, cuda or cuda:N
-    #[arg(long, value_name = "DEVICE")]
+    /// Where to compute: auto, cpu, cuda or cuda:N [default: auto]
+    #[arg(long, value_name = "DEVICE", help_heading = "Machine")]
     pub(crate) device: Option<String>,
     /// Threads that compute [default: all processors]
-    #[arg(long)]
+    #[arg(long, help_heading = "Machine")]
     pub(crate) threads: Option<i64>,
-    /// Sequences in a micro-batch
-    #[arg(long, short, value_name = "N")]
+    /// Sequences in a micro-batch [default: 8]
+    #[arg(long, short, value_name = "N", help_heading = "Training")]
     pub(crate) batch_size: Option<i64>,
-    /// Tokens in a sequence
-    #[arg(long, short = 'l', value_name = "N")]
+    /// Tokens in a sequence [default: 128]
+    #[arg(long, short = 'l', value_name = "N", help_heading = "Training")]
     pub(crate) seq_len: Option<i64>,
-    /// Micro-batches in a step
-    #[arg(long, value_name = "N")]
+    /// Micro-batches in a step [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub(crate) grad_accum: Option<i64>,
-    /// Passes over the training text
-    #[arg(long, value_name = "X")]
+    /// Passes over the training text [default: 1]
+    #[arg(long, value_name = "X", help_heading = "Training")]
     pub(crate) epochs: Option<f64>,
-    /// Steps to attempt, in place of epochs
-    #[arg(long, value_name = "N")]
+    /// Steps to attempt, in place of `--epochs`
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub(crate) steps: Option<i64>,
-    /// The highest learning rate
-    #[arg(long, value_name = "X")]
+    /// The highest learning rate [default: 5e-5]
+    #[arg(long, value_name = "X", help_heading = "Training")]
     pub(crate) lr: Option<f64>,
-    /// Decoupled weight decay
-    #[arg(long, value_name = "X")]
+    /// Decoupled weight decay [default: 0.01]
+    #[arg(long, value_name = "X", help_heading = "Training")]
     pub(crate) weight_decay: Option<f64>,
-    /// Global gradient norm to clip to; 0 for none
-    #[arg(long, value_name = "X")]
+    /// Global gradient norm to clip to; 0 for none [default: 1]
+    #[arg(long, value_name = "X", help_heading = "Training")]
     pub(crate) max_grad_norm: Option<f64>,
-    /// constant, linear or cosine
-    #[arg(long, value_name = "KIND")]
+    /// constant, linear or cosine [default: cosine]
+    #[arg(long, value_name = "KIND", help_heading = "Training")]
     pub(crate) schedule: Option<String>,
-    /// Updates that warm up
-    #[arg(long, value_name = "N")]
+    /// Updates that warm up [default: 5 % of the run]
+    #[arg(long, value_name = "N", help_heading = "Training")]
     pub(crate) warmup_steps: Option<i64>,
-    /// The first loss scale
-    #[arg(long, value_name = "X")]
+    /// The first loss scale [default: 65536]
+    #[arg(long, value_name = "X", help_heading = "Loss scale")]
     pub(crate) init_scale: Option<f64>,
-    /// Clean steps between two growths of the scale
-    #[arg(long, value_name = "N")]
+    /// Clean steps between two growths of the scale [default: 2000]
+    #[arg(long, value_name = "N", help_heading = "Loss scale")]
     pub(crate) growth_interval: Option<i64>,
-    /// Steps between two looks at the validation text
-    #[arg(long, value_name = "N")]
+    /// Steps between two evaluations on the validation text [default: 100]
+    #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) eval_every: Option<i64>,
-    /// Steps between two text samples
-    #[arg(long, value_name = "N")]
+    /// Steps between two text samples [default: 0, at the end only]
+    #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) sample_every: Option<i64>,
     /// What a text sample begins with
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", help_heading = "Along the way")]
     pub(crate) prompt: Option<String>,
-    /// Steps between two checkpoints
-    #[arg(long, value_name = "N")]
+    /// Steps between two checkpoints [default: 500]
+    #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) save_every: Option<i64>,
-    /// Steps between two printed lines
-    #[arg(long, value_name = "N")]
+    /// Evaluations without a new best validation loss after which training stops; 0 for never [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    pub(crate) early_stopping: Option<i64>,
+    /// Full checkpoints kept, beside the best one [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Along the way")]
+    pub(crate) keep_last: Option<i64>,
+    /// Steps between two printed lines [default: 128]
+    #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) log_every: Option<i64>,
     /// The folder of all runs [default: checkpoints]
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "FOLDER", help_heading = "Along the way")]
     pub(crate) checkpoint_dir: Option<String>,
     /// The run's name [default: model, dtype and a number]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", help_heading = "Along the way")]
     pub(crate) run: Option<String>,
     /// Any other key of the configuration, e.g. `--set scaler.hysteresis=2`
-    #[arg(long = "set", value_name = "KEY=VALUE")]
+    #[arg(long = "set", value_name = "KEY=VALUE", help_heading = "Configuration")]
     pub(crate) set: Vec<String>,
 }
 
@@ -111,7 +117,7 @@ impl ConfigArgs {
     /// The configuration that the flags and their file make.
     pub(crate) fn resolve(&self) -> Result<Config> {
         let file = self.config.as_deref().map(read).transpose()?;
-        Config::resolve(&Layers { file, overrides: self.overrides()? })
+        Config::resolve(&Layers { file, overrides: self.overrides()?, saved: false })
     }
 
     /// The configuration that the flags make over that of the run in `folder`, and what they change; an error if it is
@@ -122,8 +128,8 @@ impl ConfigArgs {
             return Err(Error::config("--config", message));
         }
         let file = Some(read(&folder.join("config.toml"))?);
-        let saved = Config::resolve(&Layers { file: file.clone(), overrides: Vec::new() })?;
-        let config = Config::resolve(&Layers { file, overrides: self.overrides()? })?;
+        let saved = Config::resolve(&Layers { file: file.clone(), overrides: Vec::new(), saved: true })?;
+        let config = Config::resolve(&Layers { file, overrides: self.overrides()?, saved: true })?;
         let changes = config.check_continues(&saved)?;
         Ok((config, changes))
     }
@@ -161,6 +167,8 @@ impl ConfigArgs {
             ("checkpoint.dir", text(&self.checkpoint_dir)),
             ("checkpoint.run", text(&self.run)),
             ("checkpoint.save_every", int(&self.save_every)),
+            ("checkpoint.keep_last", int(&self.keep_last)),
+            ("train.early_stopping", int(&self.early_stopping)),
             ("telemetry.log_every", int(&self.log_every)),
         ];
         let mut out: Vec<_> = flags.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();

@@ -1,10 +1,12 @@
 //! What the commands that use a model have in common: which one, in which precision, on how many threads.
 
 use crate::cli::run_or_path;
-use crate::cli::train::tell;
+use crate::cli::tell::Teller;
+use crate::data::names_in;
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
-use crate::train::locate;
+use crate::store::checkpoint::best;
+use crate::train::{locate, refuse_misspelling};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{Write, stderr};
@@ -19,6 +21,9 @@ pub(super) struct NameArgs {
     /// Where runs are looked for by name
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
+    /// Take the run's checkpoint with the lowest validation loss instead of the newest
+    #[arg(long)]
+    best: bool,
     /// The Hub's branch, tag or commit
     #[arg(long, value_name = "REVISION")]
     revision: Option<String>,
@@ -34,11 +39,23 @@ impl NameArgs {
             let message = "the built-in model has no weights of its own; train it, and give the run's folder";
             return Err(Error::model("`tiny`", message));
         }
+        let teller = Teller::start();
         let named = run_or_path(Path::new(&self.name), &self.checkpoint_dir);
+        if named == Path::new(&self.name) && !named.exists() && self.revision.is_none() {
+            refuse_misspelling(&self.name, names_in(&self.checkpoint_dir))?;
+        }
         let folder = if self.revision.is_none() && named != Path::new(&self.name) {
             named
         } else {
-            locate(&self.name, self.revision.as_deref(), &mut tell)?.folder
+            locate(&self.name, self.revision.as_deref(), &mut |event| teller.tell(event))?.folder
+        };
+        let folder = if self.best {
+            if !folder.join("config.toml").is_file() {
+                return Err(Error::config("--best", format!("`{}` is no run; leave it out", self.name)));
+            }
+            best(&folder)?
+        } else {
+            folder
         };
         let trained = TrainedModel::open(&folder, self.tokenizer.as_deref())?;
         for damage in &trained.damaged {

@@ -1,10 +1,11 @@
 //! What the person at the terminal sees while another thread trains.
 
 use crate::screen::dashboard::{self, Exit, Look, Output, Plain, Progress, Terminal, Theme};
-use crate::telemetry::{Command, Record, RunState};
+use crate::telemetry::{Activity, Command, PhaseLines, Record, RunState};
 use clap::Args;
-use std::io::{stderr, stdout};
-use std::sync::mpsc::{Receiver, Sender};
+use std::io::{Write, stderr, stdout};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
 
 /// How the dashboard looks, and whether it takes the mouse.
 #[derive(Args, Clone, Debug, Default)]
@@ -29,6 +30,7 @@ impl LookArgs {
 
 /// How a run is shown. Without a flag: the dashboard where standard output is a terminal of 40×12 or more.
 #[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Screen")]
 pub(crate) struct ShowArgs {
     /// The whole screen, however small
     #[arg(long, conflicts_with_all = ["plain", "progress"])]
@@ -55,9 +57,10 @@ impl ShowArgs {
     }
 }
 
-/// Shows records until training has dropped its end of the channel. `history` is what is known of a run that is resumed.
+/// Shows records, and phases that last, until training has dropped its end of the channel. `history` is what is known of a
+/// run that is resumed.
 pub(crate) fn show(
-    records: &Receiver<Record>,
+    (records, activity): (&Receiver<Record>, &Activity),
     commands: &Sender<Command>,
     args: &ShowArgs,
     log_every: u64,
@@ -66,19 +69,30 @@ pub(crate) fn show(
     match Terminal::current().output(args.asked()) {
         Output::Dashboard => {
             let look = (args.look.theme(), !args.look.no_mouse);
-            if dashboard::follow(stdout(), records, commands, look, log_every, history) == Exit::Aborted {
+            if dashboard::follow(stdout(), (records, activity), commands, look, log_every, history) == Exit::Aborted {
+                writeln!(stderr(), "stopped without saving what came after the last checkpoint").ok();
                 std::process::exit(130);
             }
         }
         Output::Progress => {
-            let mut progress = Progress::new(stderr());
-            records.iter().try_for_each(|record| progress.show(&record)).ok();
+            progress(records, activity).ok();
         }
-        Output::Plain => {
-            let mut plain = Plain::new(stdout(), log_every);
-            records.iter().try_for_each(|record| plain.show(&record)).ok();
-        }
+        Output::Plain => dashboard::follow_plain(records, activity, &mut Plain::new(stdout(), log_every)),
     }
     // A closed output is no reason to stop training: the log has everything.
     records.iter().for_each(drop);
+}
+
+/// Keeps the status line until training has ended.
+fn progress(records: &Receiver<Record>, activity: &Activity) -> std::io::Result<()> {
+    let mut progress = Progress::new(stderr());
+    loop {
+        match records.recv_timeout(Duration::from_millis(100)) {
+            Ok(record) => progress.show(&record)?,
+            Err(RecvTimeoutError::Timeout) => {
+                activity.lasting(PhaseLines::FIRST).iter().try_for_each(|phase| progress.phase(phase))?;
+            }
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+    }
 }

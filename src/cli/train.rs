@@ -1,15 +1,16 @@
 //! `finetune` itself: train, in a thread of its own, and show what it tells.
 
 use crate::cli::flags::ConfigArgs;
-use crate::cli::run_or_path;
+use crate::cli::notify::Notify;
 use crate::cli::show::{ShowArgs, show};
+use crate::cli::tell::Teller;
+use crate::cli::{meant, run_or_path};
 use crate::screen::terminal::Interruption;
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::telemetry::{Command, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, Trouble};
 use crate::train::{Config, Preparing, Trainer};
 use crate::{Error, Result};
 use clap::Args;
-use std::io::{IsTerminal, Write, stderr};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
@@ -27,6 +28,10 @@ pub(crate) struct TrainArgs {
     /// Serve the newest figures to Prometheus at /metrics, on this machine alone unless an address stands before the port
     #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = metrics_port)]
     pub(crate) metrics_port: Option<SocketAddr>,
+    /// Run a program at a new best validation loss, at divergence and at the end; it gets the event, the run's name and a
+    /// sentence as its last arguments, and no shell is involved
+    #[arg(long, value_name = "COMMAND", help_heading = "Along the way")]
+    pub(crate) notify: Option<String>,
     /// What is seen of it.
     #[command(flatten)]
     pub(crate) show: ShowArgs,
@@ -48,8 +53,10 @@ struct Resumed {
 
 /// Trains. Returns how the run ended.
 pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
+    let notify = args.notify.as_deref().map(Notify::new).transpose()?;
     let signals = Interruption::listen().map_err(Error::io("listen to signals in", "."))?;
-    let mut resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args)).transpose()?;
+    let teller = Teller::start();
+    let mut resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args, &teller)).transpose()?;
     let config = match &mut resumed {
         Some(resumed) => {
             let (config, changes) = args.config.resolve_over(resumed.run.path())?;
@@ -61,10 +68,13 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     let pool = thread_pool(&config)?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
+    let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
+    let mut tell = |event| teller.tell(event);
     let mut trainer = pool.install(|| match checkpoint {
         Some(checkpoint) => Trainer::resume(config.clone(), checkpoint, &mut tell),
         None => Trainer::new(config.clone(), &mut tell),
     })?;
+    drop(teller);
     let (run, warnings) = match resumed {
         Some(resumed) => {
             if resumed.checkpoint.is_none() {
@@ -79,12 +89,15 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     let history = RunState::history(log.path())?;
     trainer.recall(&history);
     let mut emitter = Emitter::new(Some(log));
-    let records = emitter.connect();
+    let mut records = emitter.connect();
     if let Some(metrics) = metrics {
         emitter.also(Box::new(metrics));
     }
     if config.telemetry.tensorboard {
         emitter.also(Box::new(TensorBoard::create(&run.path().join("tensorboard"))?));
+    }
+    if let Some(notify) = notify {
+        records = notify.watch(records, best);
     }
     for message in warnings {
         emitter.emit(Event::Warning(Trouble { step: 0, message }))?;
@@ -97,36 +110,15 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     signals.attach(trainer.interrupt(), move || {
         wishes.send(Command::SaveNow).ok();
     });
+    let activity = trainer.activity();
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || pool.install(|| trainer.run()))
         .map_err(Error::io("start a thread in", "."))?;
-    show(&records, &commands, &args.show, config.telemetry.log_every, history);
+    show((&records, &activity), &commands, &args.show, config.telemetry.log_every, history);
     training.join().unwrap_or_else(|_| {
         Err(Error::Kernel(candle_core::Error::Msg("training stopped with a panic; this is a bug in finetune".into())))
     })
-}
-
-/// Bytes below which work is over before anybody has read of it.
-const WORTH_TELLING: u64 = 4 << 20;
-
-/// Tells on standard error how the preparation goes; on a terminal progress stays on one line.
-pub(crate) fn tell(event: Preparing) {
-    let mut err = stderr();
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    // Nothing depends on somebody reading this.
-    match event {
-        Preparing::Progress { total, .. } if total < WORTH_TELLING => None,
-        Preparing::Notice(notice) => writeln!(err, "{notice}").ok(),
-        Preparing::Progress { what, done, total } if err.is_terminal() => {
-            let end = if done >= total { "\n" } else { "" };
-            write!(err, "\r{what}: {:.1} of {:.1} MiB{end}", mib(done), mib(total)).ok()
-        }
-        Preparing::Progress { what, done, total } if done >= total => {
-            writeln!(err, "{what}: {:.1} MiB", mib(total)).ok()
-        }
-        Preparing::Progress { .. } => None,
-    };
 }
 
 /// A pool of the configured number of threads.
@@ -138,7 +130,12 @@ pub(crate) fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
         .map_err(|error| Error::config("threads", error.to_string()))
 }
 
-fn find(run: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
+fn find(run: Option<&Path>, args: &TrainArgs, teller: &Teller) -> Result<Resumed> {
+    teller.tell(Preparing::Phase("verifying the checkpoint".into()));
+    if let (Some(run), Some(name)) = (run, &args.config.run) {
+        let message = format!("`--resume {}` says which run already; leave `--run {name}` out", run.display());
+        return Err(Error::config("--run", message));
+    }
     let dir = Path::new(args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints"));
     let path = run.map(|run| run_or_path(run, dir));
     let path = path.as_deref();
@@ -146,7 +143,10 @@ fn find(run: Option<&Path>, args: &TrainArgs) -> Result<Resumed> {
     let folder = match (path, step) {
         (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
         (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),
-        (Some(path), None) => return Err(Error::checkpoint(path, "there is no such folder, nor a run of this name")),
+        (Some(path), None) => {
+            let message = format!("there is no such folder, nor a run of this name{}", meant(run.unwrap_or(path), dir));
+            return Err(Error::checkpoint(path, message));
+        }
         (None, _) => Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?),
     };
     let folder = folder.unwrap_or_default();

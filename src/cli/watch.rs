@@ -1,5 +1,6 @@
 //! `finetune watch`: the dashboard of a run in another process, or of one that is over.
 
+use crate::cli::meant;
 use crate::cli::show::LookArgs;
 use crate::screen::dashboard::{self, Format, Output, Terminal};
 use crate::{Error, Result};
@@ -54,14 +55,14 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         return std::fs::write(file, picture).map_err(Error::io("write", file));
     }
     if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {
-        return Err(Error::config("--speed", "is a factor above 0, such as 10"));
+        return Err(Error::config("--speed", "use a factor above 0, such as 10"));
     }
     let asked = if args.plain { Output::Plain } else { Output::Dashboard };
     if Terminal::current().output(Some(asked)) == Output::Dashboard {
         dashboard::watch(&logs, args.speed, args.look.theme(), !args.look.no_mouse)?;
         Ok(())
     } else {
-        dashboard::watch_plain(&logs[0], stdout(), LOG_EVERY)
+        dashboard::watch_plain(&logs[0], args.speed, stdout(), LOG_EVERY)
     }
 }
 
@@ -75,13 +76,16 @@ fn size(text: &str) -> Result<(u16, u16), String> {
 /// The events file of a run given as such a file, as a folder, or by its name among the runs of `runs`.
 pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
     let Some(run) = run else {
-        let message = format!("no run in `{}` yet; name an events file or a run's folder", runs.display());
+        let message = format!("no run in `{}` yet; `finetune` starts one", runs.display());
         return newest_log(runs).ok_or_else(|| Error::config("watch", message));
     };
     let candidates = [run.to_path_buf(), run.join("events.jsonl"), runs.join(run).join("events.jsonl")];
     candidates.into_iter().find(|path| path.is_file()).ok_or_else(|| {
-        let message =
-            format!("is neither an events file nor a run's folder, nor the name of a run in `{}`", runs.display());
+        let message = format!(
+            "is neither an events file nor a run's folder, nor the name of a run in `{}`{}",
+            runs.display(),
+            meant(run, runs)
+        );
         Error::config(format!("`{}`", run.display()), message)
     })
 }

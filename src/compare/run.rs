@@ -23,6 +23,8 @@ pub struct RunSummary {
     pub started: Started,
     /// What it came to.
     pub figures: Figures,
+    /// The configuration of each process that trained it, with the step that the process began at.
+    configs: Vec<(u64, Value)>,
     /// Why it stopped; `None` if the log ends without a word.
     pub finished: Option<FinishReason>,
     /// Lines of the log that could not be read.
@@ -56,6 +58,7 @@ impl RunSummary {
             name,
             log: log.to_path_buf(),
             started,
+            configs: state.configs,
             figures,
             finished,
             unreadable,
@@ -71,6 +74,7 @@ impl RunSummary {
         let Figures { steps, .. } = self.figures;
         let end = match self.finished {
             Some(FinishReason::Done) => "done".to_owned(),
+            Some(FinishReason::EarlyStopped) => format!("stopped early at step {steps}"),
             Some(FinishReason::Interrupted) => format!("interrupted at step {steps}"),
             Some(FinishReason::Stopped) => format!("stopped at step {steps}"),
             Some(FinishReason::Diverged) => format!("diverged at step {steps}"),
@@ -85,8 +89,20 @@ impl RunSummary {
 
     /// Every setting by its dotted key, and below `run.` what else may change numbers or speed.
     pub(crate) fn settings(&self) -> BTreeMap<String, String> {
-        let mut settings = BTreeMap::new();
-        flatten(&self.started.config, String::new(), &mut settings);
+        let mut settings = BTreeMap::<String, String>::new();
+        let mut last = BTreeMap::new();
+        for (step, config) in &self.configs {
+            let mut now = BTreeMap::new();
+            flatten(config, String::new(), &mut now);
+            for (key, value) in &now {
+                match settings.get_mut(key) {
+                    Some(text) if last.get(key) != Some(value) => *text += &format!("; from step {step} {value}"),
+                    Some(_) => {}
+                    None => drop(settings.insert(key.clone(), value.clone())),
+                }
+            }
+            last = now;
+        }
         let Started { program, cpu, device, data, parameters, .. } = &self.started;
         for (key, value) in [
             ("run.program", program.clone()),

@@ -114,7 +114,7 @@ impl<'a> Loader<'a> {
             return Ok(Corpus { tokens, text_bytes: text.len() as u64, key });
         }
         let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
-        let files = source.files(&self.folder, fetch)?;
+        let files = source.files(fetch)?;
         let key = content_key(&files.documents, tokenizer)?;
         let path = self.folder.join(format!("{}.tokens", &key[..32]));
         let file = match self.cached(&path) {

@@ -8,7 +8,6 @@ use std::str::FromStr;
 use tempfile::{NamedTempFile, TempPath};
 
 use super::document::{Document, Format};
-use crate::digest::Digest;
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result};
 
@@ -19,20 +18,15 @@ const KINDS: &str = "give `grammar`, `tiny_shakespeare`, a `.txt`, `.jsonl` or `
 /// No text that comes through a pipe is longer: it is copied to the disk first.
 const MAX_SPOOL: u64 = 64 << 30;
 
-/// Karpathy's sample of Shakespeare's plays: 1,115,394 bytes.
-const TINY_SHAKESPEARE: Remote<'static> = Remote::Url {
-    url: "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    file: "tiny_shakespeare.txt",
-    bytes: 1_115_394,
-    sha256: "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-};
+/// Karpathy's sample of Shakespeare's plays (public domain), 1,115,394 bytes, compressed with `zstd --ultra -22`.
+const TINY_SHAKESPEARE: &[u8] = include_bytes!("tiny_shakespeare.txt.zst");
 
 /// Where text comes from: the value of `--data` or `--val`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// `grammar`: the built-in corpus of known entropy.
     Grammar,
-    /// `tiny_shakespeare`: downloaded once.
+    /// `tiny_shakespeare`: a megabyte of Shakespeare's plays, part of the program.
     TinyShakespeare,
     /// `-`: text from standard input.
     Stdin,
@@ -51,35 +45,21 @@ pub enum Source {
     Path(PathBuf),
 }
 
-/// A file that has to come over the network.
+/// A file of a data set on the Hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Remote<'a> {
-    /// A file of known content, to be stored as `file` in the data folder.
-    Url {
-        /// Where it is.
-        url: &'a str,
-        /// Its name here.
-        file: &'a str,
-        /// Its size.
-        bytes: u64,
-        /// Its SHA-256 in hexadecimal.
-        sha256: &'a str,
-    },
-    /// A file of a data set on the Hub.
-    Dataset {
-        /// `owner/name`.
-        repo: &'a str,
-        /// Branch, tag or commit.
-        revision: &'a str,
-        /// Path inside the repository.
-        file: &'a str,
-    },
+pub struct Remote<'a> {
+    /// `owner/name`.
+    pub repo: &'a str,
+    /// Branch, tag or commit.
+    pub revision: &'a str,
+    /// Path inside the repository.
+    pub file: &'a str,
 }
 
-/// Whoever can download; `data` itself knows no network.
+/// Downloads files; `data` itself does not use the network.
 pub trait Fetch {
-    /// The local path of `remote`, verified; `folder` is where files without a cache of their own belong.
-    fn fetch(&mut self, remote: Remote, folder: &Path) -> Result<PathBuf>;
+    /// The local path of `remote`, verified.
+    fn fetch(&mut self, remote: Remote) -> Result<PathBuf>;
 }
 
 /// What happens while data is loaded.
@@ -141,23 +121,51 @@ impl fmt::Display for Source {
     }
 }
 
+/// The one of `names` that `name` is probably a misspelling of.
+pub(crate) fn nearest(name: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
+    let distance = |other: &String| strsim::damerau_levenshtein(name, other);
+    let allowed = (name.chars().count() / 3).min(2);
+    names.into_iter().filter(|other| (1..=allowed).contains(&distance(other))).min_by_key(distance)
+}
+
+/// The names of what is in `folder`.
+pub(crate) fn names_in(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| !name.starts_with('.')).collect()
+}
+
+/// "did you mean …?" about a path that leads nowhere, where something beside it has a similar name.
+fn meant(path: &Path) -> String {
+    let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
+    let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
+    if folder.as_os_str().is_empty() {
+        names.extend(["grammar", "tiny_shakespeare"].map(str::to_owned));
+    }
+    let near = nearest(&name.to_string_lossy(), names);
+    near.map_or_else(String::new, |near| format!("did you mean `{}`? Otherwise ", folder.join(near).display()))
+}
+
 /// The files of a source.
 pub(super) struct Files {
     pub(super) documents: Vec<Document>,
-    /// The copy of a pipe, kept for as long as it is read.
+    /// Keeps the temporary file of a text that is no file of the user's, until it has been read.
     _spool: Option<TempPath>,
 }
 
 impl Source {
-    /// Finds the files, downloading what is not here; `folder` holds downloads. Not for [`Self::Grammar`].
-    pub(super) fn files(&self, folder: &Path, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<Files> {
+    /// Finds the files, and downloads those that are not here. Not for [`Self::Grammar`].
+    pub(super) fn files(&self, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<Files> {
         let documents = match self {
             Self::Grammar => Vec::new(),
-            Self::TinyShakespeare => vec![Document::new(tiny_shakespeare(folder, fetch)?)],
+            Self::TinyShakespeare => {
+                let broken = |error: std::io::Error| Error::data(self, format!("cannot be decompressed: {error}"));
+                let text = zstd::Decoder::new(TINY_SHAKESPEARE).map_err(broken)?;
+                return spool(text, "tiny_shakespeare", Format::Text);
+            }
             Self::Stdin => return spool(std::io::stdin().lock(), "standard input", Format::Text),
             Self::Hub { repo, revision, file } => {
                 let fetch = fetch.ok_or_else(|| Error::data(self, "needs the network, which is not in use here"))?;
-                let path = fetch.fetch(Remote::Dataset { repo, revision, file }, folder)?;
+                let path = fetch.fetch(Remote { repo, revision, file })?;
                 // The cache may call the file by its hash; its format is that of the name asked for.
                 let format = Format::of(Path::new(file)).unwrap_or(Format::Text);
                 vec![Document { path, origin: self.to_string(), format }]
@@ -169,7 +177,7 @@ impl Source {
             }
             Self::Path(path) if path.is_dir() => folder_files(path)?,
             Self::Path(path) if !path.exists() => {
-                return Err(Error::data(path.display(), format!("there is no such file; {KINDS}")));
+                return Err(Error::data(path.display(), format!("there is no such file; {}{KINDS}", meant(path))));
             }
             Self::Path(path) => vec![Document::new(path.clone())],
         };
@@ -184,25 +192,12 @@ impl Document {
     }
 }
 
-/// The file in `folder` if it is the right one, else the network's.
-fn tiny_shakespeare(folder: &Path, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<PathBuf> {
-    let Remote::Url { url, file, sha256, .. } = TINY_SHAKESPEARE else { return Err(Error::data("data", "no URL")) };
-    let path = folder.join(file);
-    if path.is_file() && Digest::of_file(&path)?.sha256 == sha256 {
-        return Ok(path);
-    }
-    let fetch = fetch.ok_or_else(|| {
-        Error::data("tiny_shakespeare", format!("not at `{}`; download it there from {url}", path.display()))
-    })?;
-    fetch.fetch(TINY_SHAKESPEARE, folder)
-}
-
-/// Copies a pipe to a file, because text is read twice: once for its hash, once for its tokens.
+/// Copies what is no file to one, because text is read twice: once for its hash, once for its tokens.
 fn spool(from: impl Read, origin: &str, format: Format) -> Result<Files> {
     let mut spool = NamedTempFile::new().map_err(Error::io("create a file in", std::env::temp_dir()))?;
     let copied = std::io::copy(&mut from.take(MAX_SPOOL), &mut spool)
         .and_then(|copied| spool.flush().map(|()| copied))
-        .map_err(Error::io("copy a pipe to", spool.path()))?;
+        .map_err(Error::io("copy the text to", spool.path()))?;
     if copied == MAX_SPOOL {
         return Err(Error::data(origin, "more than 64 GiB came through the pipe; give a file"));
     }
@@ -270,10 +265,18 @@ mod tests {
     }
 
     #[test]
+    fn tiny_shakespeare_is_the_text_that_everybody_uses() {
+        let files = Source::TinyShakespeare.files(None).unwrap();
+        let digest = crate::digest::Digest::of_file(&files.documents[0].path).unwrap();
+        assert_eq!(digest.bytes, 1_115_394);
+        assert_eq!(digest.sha256, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed");
+    }
+
+    #[test]
     fn nonsense_is_refused_with_what_is_known() {
         for text in ["", "hf://datasets/o/n", "hf://o/n/f", "hf://datasets//n/f", "https://example.org/a.txt"] {
             let error = text.parse::<Source>().unwrap_err();
-            assert!(error.to_string().contains("`--data` takes `grammar`"), "{error}");
+            assert!(error.to_string().contains("give `grammar`"), "{error}");
             assert_eq!(error.exit_code(), 2);
         }
     }
@@ -287,7 +290,7 @@ mod tests {
             std::fs::write(path, "x").unwrap();
         }
         let names = |source: Source| -> Vec<String> {
-            let files = source.files(folder.path(), None).unwrap();
+            let files = source.files(None).unwrap();
             let name = |document: &Document| document.path.file_name().unwrap().to_string_lossy().into_owned();
             files.documents.iter().map(name).collect()
         };
@@ -295,6 +298,6 @@ mod tests {
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(Source::Glob(pattern)), ["a.jsonl"]);
         let nothing = Source::Glob(folder.path().join("*.csv").display().to_string());
-        assert!(nothing.files(folder.path(), None).err().unwrap().to_string().contains("matches no file"));
+        assert!(nothing.files(None).err().unwrap().to_string().contains("matches no file"));
     }
 }

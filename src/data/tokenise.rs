@@ -37,6 +37,7 @@ impl<'a> Tokenise<'a> {
     pub(super) fn run(mut self, documents: &[Document]) -> Result<(TokenWriter, u64)> {
         let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
         let total = sizes.iter().sum();
+        (self.report)(LoadEvent::Tokenising { done: 0, total });
         let mut before = 0;
         for (document, size) in documents.iter().zip(sizes) {
             let text_before = self.text_bytes;

@@ -80,13 +80,13 @@ pub enum FallbackRule {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrecisionConfig {
-    /// What falls back.
+    /// Whether layers that overflow too often compute in a wider type from then on: `off` or `layer`.
     pub fallback: FallbackRule,
-    /// What it computes in from then on: `f32` or `bf16`.
+    /// The type that such a layer computes in: `f32` or `bf16`.
     pub fallback_dtype: Dtype,
-    /// A layer falls back when it has overflowed so often
+    /// Overflows within `fallback_window` steps after which a layer falls back.
     pub fallback_after: usize,
-    /// within so many steps.
+    /// Steps within which overflows are counted for `fallback_after`.
     pub fallback_window: u64,
     /// An overflow of the backward pass counts where the loss scale was at most this: above, the scale is too high.
     pub fallback_scale: f32,

@@ -13,7 +13,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Fp8Config {
-    /// The block; without one nothing is simulated.
+    /// The block whose products take simulated FP8 operands, counted from 0; none by default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layer: Option<usize>,
     /// Steps whose maxima a scale is taken from.

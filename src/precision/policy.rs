@@ -141,10 +141,11 @@ impl FromStr for PrecisionPolicy {
     /// Reads one of the names, or all four fields in any order.
     fn from_str(text: &str) -> Result<Self> {
         const FIELDS: [(&str, &str); 4] = [("p", "params"), ("c", "compute"), ("g", "grads"), ("r", "residual")];
+        // The names that PyTorch and Hugging Face use for the same types.
         match text {
-            "fp32" => return Ok(Self::FP32),
-            "fp16" => return Ok(Self::FP16),
-            "bf16" => return Ok(Self::BF16),
+            "fp32" | "f32" | "float32" | "float" => return Ok(Self::FP32),
+            "fp16" | "f16" | "float16" | "half" => return Ok(Self::FP16),
+            "bf16" | "bfloat16" => return Ok(Self::BF16),
             _ => {}
         }
         let malformed = |what: String| {
@@ -183,6 +184,20 @@ mod tests {
 
     fn message(text: &str) -> String {
         text.parse::<PrecisionPolicy>().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn types_go_by_the_names_of_other_programs_too() {
+        for (name, policy) in [
+            ("f16", PrecisionPolicy::FP16),
+            ("half", PrecisionPolicy::FP16),
+            ("float16", PrecisionPolicy::FP16),
+            ("bfloat16", PrecisionPolicy::BF16),
+            ("float32", PrecisionPolicy::FP32),
+            ("f32", PrecisionPolicy::FP32),
+        ] {
+            assert_eq!(name.parse::<PrecisionPolicy>().unwrap(), policy, "{name}");
+        }
     }
 
     #[test]
@@ -236,7 +251,7 @@ mod tests {
         );
         assert!(message("p=f32,c=f16,g=f16").contains("`r` (residual) is missing"));
         assert!(message("p=f32,c=f16,c=f16,r=f32").contains("`c` stands twice"));
-        assert!(message("half").contains("cannot read `half`"));
+        assert!(message("quarter").contains("cannot read `quarter`"));
         assert!("f64".parse::<Dtype>().is_err());
     }
 }

@@ -15,11 +15,11 @@ pub struct GradScalerConfig {
     pub enabled: bool,
     /// The scale of the first step.
     pub init_scale: f32,
-    /// What the scale is multiplied with after a quiet stretch, unless that leaves f32's range; above 1.
+    /// What the scale is multiplied with after `growth_interval` clean steps, unless that leaves f32's range; above 1.
     pub growth_factor: f64,
     /// What the scale is multiplied with after an overflow; between 0 and 1, exclusive.
     pub backoff_factor: f64,
-    /// Clean steps in a row that make a quiet stretch.
+    /// Clean steps in a row after which the scale grows.
     pub growth_interval: u32,
     /// The scale never backs off below this. PyTorch's has no floor and then multiplies gradients with a number above
     /// 1, which can overflow unseen; at a floor of 1 or more it cannot.
@@ -28,11 +28,11 @@ pub struct GradScalerConfig {
     pub patience: u32,
     /// Overflows it takes to back off. The others only skip their step; 1, PyTorch's rule, has no others.
     pub hysteresis: u32,
-    /// What makes the count of `hysteresis` start anew.
+    /// What resets the count of `hysteresis`: `growth` of the scale, or any `clean` step.
     pub hysteresis_refill: HysteresisRefill,
-    /// What happens to the batch of an overflowing step.
+    /// What happens to the batch of an overflowing step: `skip` or `retry`.
     pub on_overflow: OnOverflow,
-    /// What a clean step's scale is chosen by.
+    /// How the scale is chosen: `dynamic`, by trial, or `predictive`, from the headroom of the steps before.
     pub policy: ScalerPolicy,
 }
 

@@ -26,7 +26,7 @@ mod watch;
 #[cfg(test)]
 mod tests;
 
-pub use event_loop::follow;
+pub use event_loop::{follow, follow_plain};
 pub use output::{Output, Terminal};
 pub use picture::{Format, picture};
 pub use plain::Plain;

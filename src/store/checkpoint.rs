@@ -26,7 +26,7 @@ mod state;
 
 pub use compare::{Difference, compare};
 pub use disk::{Disk, Operation};
-pub use find::{Found, Keep, Listed, list, newest_good, newest_run, outdated};
+pub use find::{Found, Keep, Listed, best, list, newest_good, newest_run, outdated};
 pub use manifest::{Kind, Manifest};
 pub use read::{Checkpoint, Damage, verify};
 pub use run::{Run, Saved};

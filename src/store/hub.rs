@@ -7,17 +7,19 @@
 mod cache;
 mod client;
 mod failure;
+mod reach;
 mod settings;
 
 use std::path::{Path, PathBuf};
 
 use crate::data::{Fetch, Remote};
-use crate::digest::{Digest, read_at_most};
+use crate::digest::read_at_most;
 use crate::{Error, Result};
 
 use cache::RepoCache;
 use client::{ATTEMPTS, Client, Metadata};
 use failure::Failure;
+pub use reach::connect;
 pub use settings::{Settings, without_password};
 
 /// Short names of models, and where they live now. The full name is what Python's cache calls them.
@@ -319,31 +321,6 @@ impl<'a> Hub<'a> {
         }
     }
 
-    /// Downloads a file of known content to `folder`.
-    fn url(&mut self, url: &str, file: &str, bytes: u64, sha256: &str, folder: &Path) -> Result<PathBuf> {
-        let path = folder.join(file);
-        let by_hand = |why: String| {
-            Error::hub(url, format!("{why}; on a machine with a network, download it to `{}`", path.display()))
-        };
-        if self.settings.offline {
-            return Err(by_hand("`HF_HUB_OFFLINE` forbids the download".to_owned()));
-        }
-        std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
-        let mut partial = tempfile::NamedTempFile::with_prefix_in(".download-", folder)
-            .map_err(Error::io("create a file in", folder))?;
-        let client = self.client().map_err(|failure| by_hand(failure.to_string()))?;
-        let mut tell = tell_bytes(&mut self.progress, file, bytes);
-        client
-            .download(url, bytes, partial.as_file_mut(), 0, &mut tell)
-            .map_err(|failure| by_hand(failure.to_string()))?;
-        let digest = Digest::of_file(partial.path())?;
-        if digest.sha256 != sha256 {
-            return Err(by_hand(format!("the server sent another file (SHA-256 {})", digest.sha256)));
-        }
-        partial.persist(&path).map_err(|error| Error::io("create", &path)(error.error))?;
-        Ok(path)
-    }
-
     fn notice(&mut self, text: String) {
         if let Some(progress) = &mut self.progress {
             progress(Progress::Notice(text));
@@ -382,13 +359,8 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
 }
 
 impl Fetch for Hub<'_> {
-    fn fetch(&mut self, remote: Remote, folder: &Path) -> Result<PathBuf> {
-        match remote {
-            Remote::Url { url, file, bytes, sha256 } => self.url(url, file, bytes, sha256, folder),
-            Remote::Dataset { repo, revision, file } => {
-                Ok(self.file(&Repo::new(Kind::Dataset, repo, revision)?, file)?.path)
-            }
-        }
+    fn fetch(&mut self, Remote { repo, revision, file }: Remote) -> Result<PathBuf> {
+        Ok(self.file(&Repo::new(Kind::Dataset, repo, revision)?, file)?.path)
     }
 }
 

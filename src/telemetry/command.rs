@@ -20,6 +20,8 @@ pub enum Command {
         /// Whether to write a checkpoint first.
         save: bool,
     },
+    /// End the run at the next step boundary as a signal does: saved, and interrupted.
+    Interrupt,
     /// The screen is gone; train on.
     Detach,
     /// End the process now, without a checkpoint.

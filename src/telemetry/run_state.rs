@@ -38,6 +38,8 @@ pub struct RunState {
     capacity: usize,
     /// What the run said of itself when it last started.
     pub started: Option<Started>,
+    /// The configuration of each process that trained it, with the step that the process went on from.
+    pub configs: Vec<(u64, serde_json::Value)>,
     /// What it is doing.
     pub phase: Phase,
     /// The newest step, without its tables.
@@ -110,6 +112,7 @@ impl RunState {
         Self {
             capacity,
             started: None,
+            configs: Vec::new(),
             phase: Phase::Waiting,
             step: StepRecord::default(),
             grads: None,
@@ -193,6 +196,7 @@ impl RunState {
         match event {
             Event::Started(started) => {
                 self.phase = Phase::Running;
+                self.configs.push((started.resumed_from.unwrap_or(0), started.config.clone()));
                 self.fallback.clone_from(&started.fallback);
                 self.started = Some(*started);
             }
@@ -245,6 +249,7 @@ impl RunState {
             self.steps = steps.then(Vec::new);
             return;
         };
+        self.configs.retain(|(from, _)| *from == 0 || *from < step);
         self.curves.cut(step);
         self.tensors.cut(step);
         self.overflows.retain(|row| row.step <= step);

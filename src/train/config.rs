@@ -1,11 +1,17 @@
 //! A run's configuration: what a TOML file, flags and `--set` may say, with defaults for everything.
 
+mod explain;
+mod keys;
+mod sections;
+
 use crate::data::Source;
 pub use crate::engine::device::Place;
-use crate::engine::model::Keep;
-use crate::engine::optim::{AdamWConfig, LrSchedule, ScheduleKind};
+use crate::engine::optim::{AdamWConfig, LrSchedule};
 use crate::precision::{GradScalerConfig, PrecisionConfig, PrecisionPolicy};
 use crate::{Error, Result};
+pub use keys::known_keys;
+use keys::{check_keys, leaves, merge, nested};
+use sections::{CheckpointSection, DropoutSection, OptimizerSection, ScheduleSection, TelemetrySection, TrainSection};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -40,7 +46,7 @@ pub struct Config {
     /// A `tokenizer.json`, in place of the model's own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
-    /// Training text.
+    /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`.
     pub data: String,
     /// Validation text; without it the last tenth of the training text.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -72,127 +78,6 @@ pub struct Config {
     pub telemetry: TelemetrySection,
 }
 
-/// Batches, length, and what happens along the way.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TrainSection {
-    /// Sequences in a micro-batch.
-    pub batch_size: usize,
-    /// Tokens in a sequence; at most the model's context.
-    pub seq_len: usize,
-    /// Micro-batches in a step.
-    pub grad_accum: usize,
-    /// What the backward pass computes again instead of keeping it: `none`, or `block` for all inside a block (gradient
-    /// checkpointing). The numbers are the same; memory falls and a step takes about a third longer.
-    pub recompute: Keep,
-    /// Passes over the training text; ignored where `steps` is given.
-    pub epochs: f64,
-    /// Steps to attempt.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub steps: Option<u64>,
-    /// Steps between two looks at the validation text; 0 for one at the end only.
-    pub eval_every: u64,
-    /// Validation batches looked at, at most; 0 for all.
-    pub eval_batches: u64,
-    /// Steps between two text samples; 0 for one at the end only.
-    pub sample_every: u64,
-    /// Tokens of a sample.
-    pub sample_tokens: usize,
-    /// Sampling temperature; 0 takes the likeliest token.
-    pub temperature: f64,
-    /// What a sample begins with.
-    pub prompt: String,
-    /// Looks at the validation text without a new best after which training stops; 0 for never.
-    pub early_stopping: u64,
-}
-
-/// AdamW and clipping.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct OptimizerSection {
-    /// The highest learning rate.
-    pub lr: f64,
-    /// Decay rates of Adam's moments.
-    pub betas: [f64; 2],
-    /// Added to the root of the second moment.
-    pub eps: f64,
-    /// Decoupled decay of parameters of two or more dimensions.
-    pub weight_decay: f64,
-    /// Global gradient norm to clip to; 0 for no clipping.
-    pub max_grad_norm: f64,
-}
-
-/// The learning rate over time.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ScheduleSection {
-    /// `constant`, `linear` or `cosine`.
-    pub kind: ScheduleKind,
-    /// Share of the run's steps that warm up.
-    pub warmup_ratio: f64,
-    /// Steps that warm up, in place of the share.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub warmup_steps: Option<u64>,
-    /// The final learning rate over the highest.
-    pub min_lr_ratio: f64,
-}
-
-/// Dropout rates in training.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DropoutSection {
-    /// Of the embeddings' sum.
-    pub embedding: f64,
-    /// Of what joins the residual stream.
-    pub residual: f64,
-    /// Of the attention weights.
-    pub attention: f64,
-}
-
-/// What is written where.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct CheckpointSection {
-    /// The folder of all runs.
-    pub dir: PathBuf,
-    /// The run's folder within; by default named after model and dtype, with a number.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub run: Option<String>,
-    /// Steps between two checkpoints; 0 for one at the end only.
-    pub save_every: u64,
-    /// Checkpoints kept; older ones go when a newer one is complete.
-    pub keep_last: usize,
-    /// Whether the one with the best validation loss is kept too.
-    pub keep_best: bool,
-    /// Steps between two checkpoints of the weights alone, which are small and of no use to `--resume`; 0 for none.
-    pub weights_every: u64,
-    /// Of those, how many are kept, and the best one where `keep_best` says so.
-    pub keep_weights: usize,
-    /// Seconds for which the last checkpoint of a run is tried again where the disk refuses it, before the weights alone are
-    /// tried.
-    pub retry_s: u64,
-}
-
-/// What is looked at, and how often.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TelemetrySection {
-    /// Steps between two printed lines where there is no dashboard.
-    pub log_every: u64,
-    /// Steps between two looks at every tensor (each overflow is looked at anyway).
-    pub tensors_every: u64,
-    /// Steps between two counts of gradient exponents.
-    pub exponents_every: u64,
-    /// Steps between two FP32 probes; 0 for none.
-    pub probe_every: u64,
-    /// Steps between two measurements of each layer's gradient variance; 0 for none.
-    pub variance_every: u64,
-    /// Whether the passes of an overflowing step run once more, to find the tensor where it began.
-    pub attribute_overflows: bool,
-    /// Whether scalars and histograms are written for TensorBoard too, into `tensorboard` in the run's folder.
-    pub tensorboard: bool,
-}
-
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -200,7 +85,7 @@ impl Default for Config {
             revision: None,
             init: Init::Pretrained,
             tokenizer: None,
-            data: "grammar".into(),
+            data: "tiny_shakespeare".into(),
             val: None,
             dtype: PrecisionPolicy::FP16,
             seed: 1,
@@ -218,67 +103,6 @@ impl Default for Config {
     }
 }
 
-impl Default for TrainSection {
-    fn default() -> Self {
-        Self {
-            batch_size: 8,
-            seq_len: 128,
-            grad_accum: 1,
-            epochs: 1.0,
-            steps: None,
-            eval_every: 100,
-            eval_batches: 16,
-            sample_every: 0,
-            sample_tokens: 64,
-            temperature: 0.8,
-            prompt: String::new(),
-            early_stopping: 0,
-            recompute: Keep::All,
-        }
-    }
-}
-
-impl Default for OptimizerSection {
-    fn default() -> Self {
-        Self { lr: 5e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.01, max_grad_norm: 1.0 }
-    }
-}
-
-impl Default for ScheduleSection {
-    fn default() -> Self {
-        Self { kind: ScheduleKind::Cosine, warmup_ratio: 0.05, warmup_steps: None, min_lr_ratio: 0.1 }
-    }
-}
-
-impl Default for CheckpointSection {
-    fn default() -> Self {
-        Self {
-            dir: "checkpoints".into(),
-            run: None,
-            save_every: 500,
-            keep_last: 2,
-            keep_best: true,
-            weights_every: 0,
-            keep_weights: 2,
-            retry_s: 60,
-        }
-    }
-}
-
-impl Default for TelemetrySection {
-    fn default() -> Self {
-        Self {
-            log_every: 128,
-            tensors_every: 16,
-            exponents_every: 1,
-            probe_every: 0,
-            variance_every: 0,
-            attribute_overflows: true,
-            tensorboard: false,
-        }
-    }
-}
-
 /// Top-level keys of earlier versions, which a run's saved configuration may still hold. They change nothing.
 const RETIRED: [&str; 1] = ["cuda_graph"];
 
@@ -287,6 +111,8 @@ const RETIRED: [&str; 1] = ["cuda_graph"];
 pub struct Layers {
     /// A configuration file's name and text.
     pub file: Option<(String, String)>,
+    /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, of which `steps` counted.
+    pub saved: bool,
     /// Dotted keys with their values, from flags and `--set`, in the order in which they were typed.
     pub overrides: Vec<(String, toml::Value)>,
 }
@@ -301,8 +127,12 @@ impl Config {
             })?;
             table.retain(|key, _| !RETIRED.contains(&key));
             check_keys(leaves(&table).into_iter().map(|(key, _)| key), origin)?;
-            merge(&mut said, table);
+            if layers.saved && says(&table, "steps") {
+                forget(&mut table, "epochs");
+            }
+            add_layer(&mut said, table, origin)?;
         }
+        let mut typed = toml::Table::new();
         for (key, value) in &layers.overrides {
             // Checked before it becomes a table, which a key of a thousand parts would make too deep to handle.
             let mut keys: Vec<String> =
@@ -311,29 +141,33 @@ impl Config {
                 keys.push(key.clone());
             }
             check_keys(keys, "the command line")?;
-            merge(&mut said, nested(key, value.clone()));
+            merge(&mut typed, nested(key, value.clone()));
         }
+        add_layer(&mut said, typed, "the command line")?;
         let mut table = toml::Table::new();
         let model = said.get("model").and_then(|model| model.as_str()).unwrap_or("tiny");
         if model == "tiny" {
-            let tiny: toml::Table = TINY.parse().map_err(|error| Error::config("tiny", format!("{error}")))?;
-            merge(&mut table, tiny);
+            table = TINY.parse().map_err(|error| Error::config("tiny", format!("{error}")))?;
         }
-        merge(&mut table, said);
+        add_layer(&mut table, said, "the configuration")?;
         let config = Self::from_table(table)?;
         config.validate()?;
         Ok(config)
     }
 
     fn from_table(table: toml::Table) -> Result<Self> {
-        // One key at a time, so that a value of the wrong type is reported with its key.
-        for (key, value) in leaves(&table) {
-            let alone = nested(&key, value.clone());
-            if let Err(error) = alone.try_into::<Self>() {
-                return Err(Error::config(key, format!("`{value}` does not fit: {}", error.message())));
+        let all = leaves(&table);
+        let read = serde_path_to_error::deserialize(toml::Value::Table(table.clone()));
+        read.map_err(|error: serde_path_to_error::Error<toml::de::Error>| {
+            let path = error.path().to_string();
+            // An element of a list is reported as the list.
+            let key = path.split('[').next().unwrap_or_default();
+            let value = all.iter().find(|(leaf, _)| leaf == key).map(|(_, value)| format!("`{value}` does not fit: "));
+            if all.iter().any(|(leaf, value)| leaf == key && value.as_integer().is_some_and(|value| value < 0)) {
+                return Error::config(key, "must not be negative");
             }
-        }
-        table.try_into::<Self>().map_err(|error| Error::config("configuration", error.message().to_owned()))
+            Error::config(key, value.unwrap_or_default() + error.inner().message())
+        })
     }
 
     /// The text that resolves to this configuration again.
@@ -438,7 +272,12 @@ impl Config {
             }
             Err(Error::config(key, format!("`{value}` is not between {low} and {high}")))
         };
-        within("train.epochs", self.train.epochs, 0.0, 1e9)?;
+        let epochs = self.train.epochs.unwrap_or(1.0);
+        if epochs == 0.0 || self.train.steps == Some(0) {
+            let key = if epochs == 0.0 { "train.epochs" } else { "train.steps" };
+            return Err(Error::config(key, "0 would train nothing; use a number above 0"));
+        }
+        within("train.epochs", epochs, 0.0, 1e9)?;
         within("train.temperature", self.train.temperature, 0.0, 100.0)?;
         within("optimizer.lr", self.optimizer.lr, 0.0, 10.0)?;
         within("optimizer.eps", self.optimizer.eps, 0.0, 1.0)?;
@@ -478,78 +317,30 @@ impl Config {
     }
 }
 
-/// Every key there is, with a value of its type.
-fn template() -> Config {
-    let mut config = Config {
-        revision: Some(String::new()),
-        tokenizer: Some(PathBuf::new()),
-        val: Some(String::new()),
-        threads: Some(1),
-        ..Config::default()
-    };
-    config.train.steps = Some(1);
-    config.schedule.warmup_steps = Some(1);
-    config.checkpoint.run = Some(String::new());
-    config.precision.fp8.layer = Some(0);
-    config.precision.fp8.switch_variance = Some(0.0);
-    config
+/// Whether `[train]` says `key`.
+fn says(table: &toml::Table, key: &str) -> bool {
+    table.get("train").and_then(toml::Value::as_table).is_some_and(|train| train.contains_key(key))
 }
 
-/// All dotted keys of a configuration.
-pub fn known_keys() -> Vec<String> {
-    let table = toml::Table::try_from(template()).unwrap_or_default();
-    leaves(&table).into_iter().map(|(key, _)| key).collect()
-}
-
-fn leaves(table: &toml::Table) -> Vec<(String, &toml::Value)> {
-    let mut out = Vec::new();
-    for (key, value) in table {
-        match value {
-            toml::Value::Table(inner) => {
-                out.extend(leaves(inner).into_iter().map(|(rest, value)| (format!("{key}.{rest}"), value)));
-            }
-            value => out.push((key.clone(), value)),
-        }
+fn forget(table: &mut toml::Table, key: &str) {
+    if let Some(toml::Value::Table(train)) = table.get_mut("train") {
+        train.remove(key);
     }
-    out
 }
 
-fn check_keys(keys: impl IntoIterator<Item = String>, origin: &str) -> Result<()> {
-    let known = known_keys();
-    for key in keys {
-        if known.contains(&key) {
-            continue;
+/// Lays `over` over `base`. `epochs` and `steps` both say how long a run is, so either takes the place of the other.
+fn add_layer(base: &mut toml::Table, over: toml::Table, origin: &str) -> Result<()> {
+    match (says(&over, "epochs"), says(&over, "steps")) {
+        (true, true) => {
+            let message = format!("{origin} gives both `epochs` and `steps`; give the one that you mean");
+            return Err(Error::config("train.epochs", message));
         }
-        let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
-        let closeness = |candidate: &String| {
-            strsim::jaro_winkler(candidate, &key).max(strsim::jaro_winkler(&last(candidate), &last(&key)))
-        };
-        let nearest = known.iter().max_by(|a, b| closeness(a).total_cmp(&closeness(b)));
-        let hint = nearest.map_or_else(String::new, |nearest| format!("; did you mean `{nearest}`?"));
-        return Err(Error::config(key, format!("unknown key in {origin}{hint}")));
+        (true, false) => forget(base, "steps"),
+        (false, true) => forget(base, "epochs"),
+        (false, false) => {}
     }
+    merge(base, over);
     Ok(())
-}
-
-/// The table in which the dotted `key` has `value`.
-fn nested(key: &str, value: toml::Value) -> toml::Table {
-    let mut table = toml::Table::new();
-    match key.split_once('.') {
-        None => table.insert(key.to_owned(), value),
-        Some((head, rest)) => table.insert(head.to_owned(), toml::Value::Table(nested(rest, value))),
-    };
-    table
-}
-
-fn merge(base: &mut toml::Table, over: toml::Table) {
-    for (key, value) in over {
-        match (base.get_mut(&key), value) {
-            (Some(toml::Value::Table(base)), toml::Value::Table(over)) => merge(base, over),
-            (_, value) => {
-                base.insert(key, value);
-            }
-        }
-    }
 }
 
 #[cfg(test)]
@@ -565,7 +356,48 @@ mod tests {
                 ((*key).to_owned(), table["v"].clone())
             })
             .collect();
-        Config::resolve(&Layers { file: Some(("a.toml".into(), file.into())), overrides })
+        Config::resolve(&Layers { file: Some(("a.toml".into(), file.into())), overrides, saved: false })
+    }
+
+    /// N5: `--epochs 1` of the built-in run was 600 steps.
+    #[test]
+    fn epochs_or_steps_that_are_asked_for_replace_the_presets() {
+        let length = |file: &str, overrides: &[(&str, &str)]| {
+            resolve(file, overrides).map(|config| (config.train.epochs, config.train.steps)).unwrap()
+        };
+        assert_eq!(length("", &[]), (None, Some(600)));
+        assert_eq!(length("", &[("train.epochs", "1.0")]), (Some(1.0), None));
+        assert_eq!(length("[train]\nepochs = 2.0", &[]), (Some(2.0), None));
+        assert_eq!(length("[train]\nepochs = 2.0", &[("train.steps", "7")]), (None, Some(7)));
+        assert_eq!(length("[train]\nsteps = 7", &[("train.epochs", "0.5")]), (Some(0.5), None));
+        assert_eq!(length("model = \"gpt2\"", &[]), (None, None));
+        for (file, overrides) in
+            [("[train]\nepochs = 2.0\nsteps = 7", &[][..]), ("", &[("train.epochs", "1.0"), ("train.steps", "7")])]
+        {
+            let message = resolve(file, overrides).unwrap_err().to_string();
+            assert!(message.contains("both `epochs` and `steps`"), "{message}");
+        }
+        for nothing in ["epochs = 0.0", "steps = 0"] {
+            let message = resolve(&format!("[train]\n{nothing}"), &[]).unwrap_err().to_string();
+            assert!(message.contains("0 would train nothing"), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_run_of_an_older_version_says_both_and_means_its_steps() {
+        let file = Some(("config.toml".into(), "[train]\nepochs = 1.0\nsteps = 7".into()));
+        let layers = Layers { file, saved: true, overrides: Vec::new() };
+        assert_eq!(Config::resolve(&layers).unwrap().train.steps, Some(7));
+        let epochs = vec![("train.epochs".to_owned(), toml::Value::from(3.0))];
+        let train = Config::resolve(&Layers { overrides: epochs, ..layers }).unwrap().train;
+        assert_eq!((train.epochs, train.steps), (Some(3.0), None));
+    }
+
+    /// N1: every model but `tiny` trained on the toy grammar.
+    #[test]
+    fn the_default_text_is_shakespeare_but_for_the_built_in_model() {
+        assert_eq!(resolve("", &[]).unwrap().data, "grammar");
+        assert_eq!(resolve("model = \"distilgpt2\"", &[]).unwrap().data, "tiny_shakespeare");
     }
 
     #[test]

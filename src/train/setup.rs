@@ -1,6 +1,6 @@
 //! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
 
-use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer};
+use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer, names_in, nearest};
 use crate::digest::read_at_most;
 use crate::engine::kernels::Fused;
 use crate::engine::kernels::view;
@@ -29,6 +29,8 @@ const MAX_TOKENIZER_CONFIG: u64 = 16 << 20;
 /// What happens while a run is prepared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Preparing {
+    /// Something begins whose progress is not known; it lasts until the next event.
+    Phase(String),
     /// Bytes of a file have arrived, or of a text been tokenised.
     Progress {
         /// What is being done, and to which file.
@@ -140,10 +142,12 @@ impl ModelSource {
     }
 
     /// The initial weights, in FP32.
-    pub fn masters(&self, seed: u64, device: &Device) -> Result<Parameters> {
+    pub fn masters(&self, seed: u64, device: &Device, report: &mut Report<'_>) -> Result<Parameters> {
         if let Weights::Random = self.weights {
+            report(Preparing::Phase("drawing weights".into()));
             return TrainState::random_masters(&self.config, seed, device);
         }
+        report(Preparing::Phase("reading weights".into()));
         let masters = Parameters::zeros(&self.config.parameters(), DType::F32, device)?;
         if let Weights::Folder(folder) = &self.weights {
             for (name, tensor) in masters.iter() {
@@ -182,9 +186,54 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Re
     if path.ancestors().skip(1).any(|above| !above.as_os_str().is_empty() && above.is_dir()) {
         return wrong("there is no such folder");
     }
+    refuse_misspelling(name, names_in(Path::new(".")).into_iter().filter(|name| Path::new(name).is_dir()))?;
+    report(Preparing::Phase(format!("resolving {name}")));
+    let (settings, no_network) = hub_settings();
     let mut progress = |progress| report(progress_of(progress));
-    let files = Hub::new(Settings::from_env()).report_to(&mut progress).model(name, revision)?;
+    let files = Hub::new(settings).report_to(&mut progress).model(name, revision);
+    let ways = "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random weights \
+                (`--init random`)";
+    let files = without_network(files, no_network, name, ways, report)?;
     Ok(Located { folder: files.folder, commit: Some(files.commit) })
+}
+
+/// What was found in the cache where there is no network, with a notice; or the error that says so.
+fn without_network<T>(
+    found: Result<T>,
+    no_network: Option<String>,
+    name: &str,
+    ways: &str,
+    report: &mut Report<'_>,
+) -> Result<T> {
+    let Some(why) = no_network else { return found };
+    match found {
+        Ok(found) => {
+            report(Preparing::Notice(format!("the Hub cannot be asked ({why}): `{name}` comes from the cache")));
+            Ok(found)
+        }
+        Err(_) => Err(Error::hub(name, format!("it is not in the cache, and the Hub cannot be asked ({why}); {ways}"))),
+    }
+}
+
+/// Refuses a name that is probably a misspelling of a known one, before the Hub is asked for it.
+pub(crate) fn refuse_misspelling(name: &str, local: impl IntoIterator<Item = String>) -> Result<()> {
+    let known = || ModelSpec::names().into_iter().map(ToString::to_string);
+    if name.contains('/') || known().any(|known| known == name) {
+        return Ok(());
+    }
+    nearest(name, local.into_iter().chain(known())).map_or(Ok(()), |near| {
+        let message =
+            format!("there is no such run or folder; did you mean `{near}`? A model of the Hub is `owner/name`");
+        Err(Error::model(format!("`{name}`"), message))
+    })
+}
+
+/// The Hub's settings, and why there is no network where that is so: then only the cache is used.
+fn hub_settings() -> (Settings, Option<String>) {
+    let mut settings = Settings::from_env();
+    let no_network = settings.no_network();
+    settings.offline |= no_network.is_some();
+    (settings, no_network)
 }
 
 /// Whether a model says how it wants chats to be written.
@@ -219,25 +268,44 @@ pub fn dataset(config: &Config, tokenizer: &Tokenizer, report: &mut Report<'_>) 
     };
     let validation = config.val.as_deref().map(str::parse::<Source>).transpose().map_err(of_val)?;
     let train = config.source()?;
-    with_loader(report, |loader| loader.load(&train, validation.as_ref(), tokenizer))
+    with_loader(&[Some(&train), validation.as_ref()], report, |loader| {
+        loader.load(&train, validation.as_ref(), tokenizer)
+    })
 }
 
 /// All tokens of one text, and the bytes of it behind each on average; downloads what has to be.
 pub fn whole_text(text: &Source, tokenizer: &Tokenizer, report: &mut Report<'_>) -> Result<(TokenSource, f64)> {
-    with_loader(report, |loader| loader.load_whole(text, tokenizer))
+    with_loader(&[Some(text)], report, |loader| loader.load_whole(text, tokenizer))
 }
 
-fn with_loader<T>(report: &mut Report<'_>, load: impl FnOnce(&mut Loader<'_>) -> Result<T>) -> Result<T> {
+/// Runs `load` with a loader that can download what `sources` name.
+fn with_loader<T>(
+    sources: &[Option<&Source>],
+    report: &mut Report<'_>,
+    load: impl FnOnce(&mut Loader<'_>) -> Result<T>,
+) -> Result<T> {
+    let remote = sources.iter().flatten().find(|source| matches!(source, Source::Hub { .. }));
+    let (mut settings, mut no_network) = (Settings::from_env(), None);
+    if remote.is_some() {
+        report(Preparing::Phase("resolving the data set".into()));
+        (settings, no_network) = hub_settings();
+    }
+    report(Preparing::Phase("reading the text".into()));
     let report = RefCell::new(report);
     let mut downloading = |progress| (report.borrow_mut())(progress_of(progress));
-    let mut hub = Hub::new(Settings::from_env()).report_to(&mut downloading);
+    let mut hub = Hub::new(settings).report_to(&mut downloading);
     let mut loading = |event| {
         (report.borrow_mut())(match event {
             LoadEvent::Tokenising { done, total } => Preparing::Progress { what: "tokenising".into(), done, total },
             LoadEvent::Notice(notice) => Preparing::Notice(notice),
         });
     };
-    load(&mut Loader::new(DATA_FOLDER).fetch_with(&mut hub).report_to(&mut loading))
+    let loaded = load(&mut Loader::new(DATA_FOLDER).fetch_with(&mut hub).report_to(&mut loading));
+    let ways = "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
+    match remote {
+        Some(remote) => without_network(loaded, no_network, &remote.to_string(), ways, *report.borrow_mut()),
+        None => loaded,
+    }
 }
 
 /// An engine for `config` at its first step, from FP32 initial weights.

@@ -8,13 +8,16 @@ use crate::engine::model::Parameters;
 use crate::inference::trained::check_range;
 use crate::precision::{Fallback, GradScaler};
 use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
-use crate::telemetry::{Command, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Trouble, Validation};
+use crate::telemetry::{
+    Activity, Amount, Command, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Trouble, Validation,
+};
 use crate::train::config::{Config, Place};
 use crate::train::fp8::Fp8Layer;
 use crate::train::observer::{StepObserver, Taken, observers};
 use crate::train::probe;
 use crate::train::sample::Sampler;
-use crate::train::setup::{self, ModelSource, Report};
+use crate::train::setup::{self, ModelSource, Preparing, Report};
+use crate::train::state::Counters;
 use crate::train::step::Engine;
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
@@ -42,6 +45,8 @@ pub struct Trainer {
     emitter: Emitter,
     commands: Option<Receiver<Command>>,
     interrupt: Arc<AtomicBool>,
+    /// What takes long between two steps.
+    activity: Activity,
     /// The GPU of a build that can use one.
     gpu: Option<GpuSampler>,
     progress: Progress,
@@ -84,7 +89,7 @@ impl Trainer {
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
         config.check_device()?;
         let source = ModelSource::open(&config, report)?;
-        let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
+        let masters = source.masters(config.seed, &candle_core::Device::Cpu, report)?;
         check_range(&masters, &config.model, config.dtype.compute)?;
         Self::with_parts(config, source, masters, report)
     }
@@ -94,7 +99,7 @@ impl Trainer {
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
         config.check_device()?;
         let source = ModelSource::of_checkpoint(&config, checkpoint)?;
-        let masters = source.masters(config.seed, &candle_core::Device::Cpu)?;
+        let masters = source.masters(config.seed, &candle_core::Device::Cpu, report)?;
         let mut trainer = Self::with_parts(config, source, masters, report)?;
         trainer.load(checkpoint)?;
         Ok(trainer)
@@ -117,7 +122,8 @@ impl Trainer {
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
         let eval = EvalBatches::new(dataset.validation.clone(), batch_size, seq_len, limit)?;
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
-        let total_steps = train.steps.unwrap_or((train.epochs * per_epoch as f64).ceil() as u64);
+        let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
+        report(Preparing::Phase("preparing the first step".into()));
         let engine = setup::engine(&config, &source.config, masters, total_steps)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
@@ -149,6 +155,7 @@ impl Trainer {
             emitter: Emitter::new(None),
             commands: None,
             interrupt: Arc::default(),
+            activity: Activity::default(),
             gpu: None,
             progress: Progress::default(),
             observers: observers(&config),
@@ -170,6 +177,11 @@ impl Trainer {
     /// A flag that makes training save and stop at the next step boundary.
     pub fn interrupt(&self) -> Arc<AtomicBool> {
         self.interrupt.clone()
+    }
+
+    /// What the trainer does between two steps, for a screen.
+    pub fn activity(&self) -> Activity {
+        self.activity.clone()
     }
 
     /// The newest checkpoint written or read.
@@ -270,6 +282,7 @@ impl Trainer {
 
     fn steps(&mut self) -> Result<FinishReason> {
         let mut probe = false;
+        let mut reason = FinishReason::Done;
         while self.engine.state.counters.step < self.total_steps {
             if let Some(reason) = self.hear(&mut probe)? {
                 return Ok(reason);
@@ -281,6 +294,7 @@ impl Trainer {
             let [eval, sample] = [due(train.eval_every), due(train.sample_every)];
             let [save_weights, save] = [due(checkpoint.weights_every), due(checkpoint.save_every)];
             if eval && self.evaluate()? {
+                reason = FinishReason::EarlyStopped;
                 break;
             }
             if sample {
@@ -301,7 +315,22 @@ impl Trainer {
         }
         self.save_last()?;
         looked?;
-        Ok(FinishReason::Done)
+        self.check_applied()?;
+        Ok(reason)
+    }
+
+    /// An error if not one step was applied: then nothing has been learned, and the exit code should say so.
+    fn check_applied(&self) -> Result<()> {
+        let Counters { step, updates, .. } = self.engine.state.counters;
+        if updates > 0 || step == 0 {
+            return Ok(());
+        }
+        let scale = self.engine.state.scaler.scale();
+        let message = format!(
+            "all {step} steps overflowed and were skipped, so nothing was learned; begin with a lower loss scale, such as \
+             `--init-scale {scale}`, or take more steps"
+        );
+        Err(Error::Diverged { step, message })
     }
 
     /// What a signal or the screen wants before the next step.
@@ -339,6 +368,10 @@ impl Trainer {
                         self.save_last()?;
                     }
                     return Ok(Some(FinishReason::Stopped));
+                }
+                Some(Command::Interrupt) => {
+                    self.save_last()?;
+                    return Ok(Some(FinishReason::Interrupted));
                 }
                 Some(Command::Abort) => return Ok(Some(FinishReason::Stopped)),
             }
@@ -398,8 +431,13 @@ impl Trainer {
     fn validate(&mut self) -> Result<Best> {
         let step = self.engine.state.counters.step;
         self.eval.rewind();
-        let eval = &mut self.eval;
-        let (loss, tokens) = self.engine.evaluate(&mut self.eval_batch, |batch| eval.next_batch(batch))?;
+        let total = self.eval.remaining();
+        let (eval, activity) = (&mut self.eval, &self.activity);
+        let (loss, tokens) = self.engine.evaluate(&mut self.eval_batch, |batch| {
+            activity.advance("evaluating", Amount::Items(total - eval.remaining(), total));
+            eval.next_batch(batch)
+        })?;
+        self.activity.end();
         let look = Best { step, loss };
         self.progress.validation = Some(look);
         self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }))?;
@@ -409,11 +447,17 @@ impl Trainer {
     /// Validates when it is due; `true` if training should stop because the loss has not improved for long.
     fn evaluate(&mut self) -> Result<bool> {
         let look = self.validate()?;
-        if self.progress.best.is_none_or(|best| look.loss < best.loss) {
+        let improved = look.loss.is_finite() && self.progress.best.is_none_or(|best| look.loss < best.loss);
+        if improved {
             self.progress.best = Some(look);
             self.progress.looks_without_best = 0;
         } else {
             self.progress.looks_without_best += 1;
+        }
+        if improved && self.config.checkpoint.keep_best {
+            // One of this step that is there already does not know the loss.
+            self.progress.saved_at = None;
+            self.tell_failure(Self::save)?;
         }
         let patience = self.config.train.early_stopping;
         Ok(patience > 0 && self.progress.looks_without_best >= patience)
@@ -424,7 +468,10 @@ impl Trainer {
         self.progress.sampled_at = Some(step);
         let Some(sampler) = &mut self.sampler else { return Ok(()) };
         let (model, weights) = (&self.engine.model, &self.engine.state.weights);
-        let text = match sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step) {
+        self.activity.begin("sampling");
+        let text = sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step);
+        self.activity.end();
+        let text = match text {
             Ok(text) => text,
             Err(error) => return self.warn(format!("no text sample: {error}")),
         };

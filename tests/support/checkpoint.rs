@@ -10,6 +10,7 @@ use finetune::data::Cursor;
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::precision::ScalerState;
 use finetune::store::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State};
+use finetune::telemetry::Activity;
 use tempfile::TempDir;
 
 /// What stands for `tokenizer.json`.
@@ -23,6 +24,7 @@ pub(crate) struct Sample {
     pub(crate) masters: Parameters,
     pub(crate) exp_avg: Parameters,
     pub(crate) exp_avg_sq: Parameters,
+    pub(crate) activity: Activity,
 }
 
 impl Sample {
@@ -63,7 +65,8 @@ impl Sample {
             weight.slice_set(&master.to_dtype(DType::F16).unwrap(), 0, 0).unwrap();
         }
         let (exp_avg, exp_avg_sq) = (fill(config, 0.01 * step as f32), fill(config, 0.001 * step as f32));
-        Self { config: config.clone(), state, weights, masters, exp_avg, exp_avg_sq }
+        let activity = Activity::default();
+        Self { config: config.clone(), state, weights, masters, exp_avg, exp_avg_sq, activity }
     }
 
     /// With a validation loss.
@@ -82,6 +85,7 @@ impl Sample {
             masters: &self.masters,
             exp_avg: &self.exp_avg,
             exp_avg_sq: &self.exp_avg_sq,
+            activity: &self.activity,
         }
     }
 

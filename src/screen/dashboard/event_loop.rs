@@ -4,13 +4,14 @@ use super::plain::{Plain, announcement};
 use super::state::{Exit, Mode, Msg, Playback, ViewModel, update};
 use super::theme::Theme;
 use super::view;
+use crate::screen::terminal::keys::is_ctrl_z;
 use crate::screen::terminal::{Ending, Screen};
-use crate::telemetry::{Command, Event, Record, RunState};
+use crate::telemetry::{Activity, Command, Event, PhaseLines, Record, RunState};
 use crate::{Error, Result};
 use ratatui::crossterm::event::{Event as TerminalEvent, KeyEventKind, MouseEventKind};
 use std::io::{Write, stderr, stdout};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Time between two frames, at least.
@@ -32,6 +33,11 @@ pub(super) trait Source {
     fn clock(&self) -> u64 {
         wall_clock()
     }
+
+    /// What training does between two steps, if that takes long.
+    fn activity(&self) -> Option<String> {
+        None
+    }
 }
 
 pub(super) fn wall_clock() -> u64 {
@@ -41,7 +47,10 @@ pub(super) fn wall_clock() -> u64 {
 /// The training thread of this process.
 struct Attached<'a> {
     events: &'a Receiver<Record>,
+    activity: &'a Activity,
     closed: bool,
+    /// The run's name.
+    run: String,
     /// How the run ended, as a line.
     end: Option<String>,
 }
@@ -51,8 +60,10 @@ impl Source for Attached<'_> {
         for _ in 0..BATCH {
             match self.events.try_recv() {
                 Ok(record) => {
-                    if matches!(record.event, Event::Finished(_)) {
-                        self.end = announcement(&record.event);
+                    match &record.event {
+                        Event::Started(started) => self.run.clone_from(&started.run),
+                        Event::Finished(_) => self.end = announcement(&record.event),
+                        _ => {}
                     }
                     pass(Msg::Record(Box::new(record)));
                 }
@@ -66,6 +77,10 @@ impl Source for Attached<'_> {
         }
         Ok(true)
     }
+
+    fn activity(&self) -> Option<String> {
+        self.activity.lasting(PhaseLines::FIRST).map(|phase| phase.to_string())
+    }
 }
 
 /// Shows the dashboard on `writer`, another way to standard output, which must be a terminal, until the run or the person
@@ -77,13 +92,13 @@ impl Source for Attached<'_> {
 /// the answer is [`Exit::Crashed`], and the run goes on. After [`Exit::Aborted`] nothing is waited for.
 pub fn follow<W: Write>(
     writer: W,
-    records: &Receiver<Record>,
+    (records, activity): (&Receiver<Record>, &Activity),
     commands: &Sender<Command>,
     (theme, mouse): (Theme, bool),
     log_every: u64,
     history: RunState,
 ) -> Exit {
-    let mut source = Attached { events: records, closed: false, end: None };
+    let mut source = Attached { events: records, activity, closed: false, run: String::new(), end: None };
     let view = ViewModel::after(Mode::Attached, history);
     let exit = show(writer, view, &mut source, Some(commands), theme, mouse).unwrap_or_else(|error| {
         // Nothing depends on somebody reading this.
@@ -95,12 +110,27 @@ pub fn follow<W: Write>(
         let _ = writeln!(stdout(), "{end}");
     }
     if exit != Exit::Aborted {
-        let mut plain = Plain::new(stdout(), log_every);
-        // A closed output is no reason to stop training: the log has everything.
-        let _ = records.iter().try_for_each(|record| plain.show(&record));
-        records.iter().for_each(drop);
+        if exit == Exit::Detached {
+            let _ =
+                writeln!(stdout(), "detached; `finetune watch {}` in another terminal shows the dashboard", source.run);
+        }
+        follow_plain(records, activity, &mut Plain::new(stdout(), log_every));
     }
     exit
+}
+
+/// Writes lines until training has ended. A closed output is no reason to stop training: the log has everything.
+pub fn follow_plain<W: Write>(records: &Receiver<Record>, activity: &Activity, plain: &mut Plain<W>) {
+    let mut lines = PhaseLines::default();
+    let mut show = || loop {
+        match records.recv_timeout(FRAME) {
+            Ok(record) => plain.show(&record)?,
+            Err(RecvTimeoutError::Timeout) => lines.due(activity).iter().try_for_each(|line| plain.line(line))?,
+            Err(RecvTimeoutError::Disconnected) => return Ok::<_, std::io::Error>(()),
+        }
+    };
+    let _ = show();
+    records.iter().for_each(drop);
 }
 
 /// Takes the terminal and drives the dashboard on it.
@@ -148,6 +178,9 @@ fn drive<W: Write>(
         let now = source.clock();
         changed |= now / 1000 != view.now / 1000;
         update(view, Msg::Clock(now));
+        let activity = source.activity();
+        changed |= activity != view.activity;
+        view.activity = activity;
         if let Some(exit) = view.exit {
             return Ok(exit);
         }
@@ -170,6 +203,12 @@ fn drive<W: Write>(
             }
         }
         match screen.next_event(if more { Duration::ZERO } else { IDLE }) {
+            Ok(Some(TerminalEvent::Key(key))) if is_ctrl_z(key) && key.kind == KeyEventKind::Press => {
+                if screen.suspend().is_err() {
+                    say(update(view, Msg::Terminate));
+                }
+                changed = true;
+            }
             Ok(Some(TerminalEvent::Key(key))) if key.kind != KeyEventKind::Release => {
                 changed = true;
                 say(update(view, Msg::Key(key)));

@@ -27,6 +27,15 @@ impl<W: Write> Plain<W> {
         Self { out, log_every: log_every.max(1), total_steps: 0, pace: Pace::default(), losses: (0.0, 0) }
     }
 
+    /// Writes a line of another kind.
+    ///
+    /// # Errors
+    /// If the output is closed.
+    pub fn line(&mut self, text: &str) -> io::Result<()> {
+        writeln!(self.out, "{text}")?;
+        self.out.flush()
+    }
+
     /// Writes what there is to say about a record: often nothing.
     ///
     /// # Errors
@@ -212,6 +221,15 @@ fn overflow_line(overflow: &Overflow) -> String {
     )
 }
 
+/// An overflow in one line of a terminal.
+pub(super) fn overflow_brief(overflow: &Overflow) -> String {
+    let place = overflow.origin.as_ref().map_or_else(
+        || format!("in {} tensors", overflow.tensors.len()),
+        |origin| format!("in {}'s {} pass", origin.layer, origin.pass),
+    );
+    format!("overflow step={} scale={} {place}", overflow.step, scale_change(overflow.scale))
+}
+
 fn retyped_line(retyped: &Retyped) -> String {
     let Retyped { step, layer, from, to, overflows, variance, back } = retyped;
     let mut line = format!("retyped step={step} layer={layer} computes={from}->{to}");
@@ -252,6 +270,7 @@ fn scale_change(change: ScaleMove) -> String {
 fn finished_line(finished: &Finished) -> String {
     let reason = match finished.reason {
         FinishReason::Done => "done",
+        FinishReason::EarlyStopped => "early_stopped",
         FinishReason::Interrupted => "interrupted",
         FinishReason::Stopped => "stopped",
         FinishReason::Diverged => "diverged",

@@ -1,9 +1,9 @@
 //! One status line that is rewritten in place, for a terminal without the dashboard.
 
 use super::format::{clock, count, loss, scale};
-use super::plain::announcement;
+use super::plain::{announcement, overflow_brief};
 use crate::telemetry::pace::Pace;
-use crate::telemetry::{Event, Record, StepRecord};
+use crate::telemetry::{Event, PhaseNow, Record, StepRecord};
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -46,11 +46,26 @@ impl<W: Write> Progress<W> {
                 let due = self.drawn.is_none_or(|drawn| drawn.elapsed() >= EVERY) || step.step == self.total_steps;
                 if due { self.draw(step) } else { Ok(()) }
             }
+            Event::Overflow(overflow) => self.above(&overflow_brief(overflow)),
             other => match announcement(other) {
                 Some(line) => self.above(&line),
                 None => Ok(()),
             },
         }
+    }
+
+    /// Shows a phase that lasts in the place of the figures.
+    ///
+    /// # Errors
+    /// If the terminal is gone.
+    pub fn phase(&mut self, phase: &PhaseNow) -> io::Result<()> {
+        self.open = true;
+        // The next step is drawn at once.
+        self.drawn = None;
+        let width = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
+        let text: String = format!("{phase}…").chars().take(width.saturating_sub(1)).collect();
+        write!(self.err, "\r{text}\x1b[K")?;
+        self.err.flush()
     }
 
     fn draw(&mut self, step: &StepRecord) -> io::Result<()> {

@@ -15,6 +15,8 @@ pub(super) const TABS: [&str; 5] = ["Overview", "Precision", "Tensors", "Events"
 pub(super) const TENSORS: usize = 2;
 pub(super) const EVENTS: usize = 3;
 pub(super) const SAMPLES: usize = 4;
+/// Milliseconds after which another Ctrl-C drops the save in progress.
+const INSISTENCE: u64 = 1000;
 /// Rows a page key moves.
 const PAGE: usize = 10;
 
@@ -131,6 +133,8 @@ pub enum Exit {
 pub(super) enum Dialog {
     Help,
     Quit,
+    /// Whether to stop without saving.
+    Discard,
     /// The totals of a run that has ended.
     Summary,
 }
@@ -226,8 +230,12 @@ pub(super) struct ViewModel {
     pub(super) size: (u16, u16),
     /// What was asked of training and has not been answered.
     pub(super) notice: Option<&'static str>,
+    /// What training does between two steps, if that takes long.
+    pub(super) activity: Option<String>,
     /// Whether the run has been told to stop.
     stopping: bool,
+    /// Since when, in wall-clock milliseconds.
+    stopping_since: u64,
     /// Wall clock, milliseconds.
     pub(super) now: u64,
     /// Set when the dashboard should close.
@@ -269,7 +277,9 @@ impl ViewModel {
             playback: None,
             size: (0, 0),
             notice: None,
+            activity: None,
             stopping: false,
+            stopping_since: 0,
             now: 0,
             exit: None,
         }
@@ -380,7 +390,7 @@ pub(super) fn update(view: &mut ViewModel, msg: Msg) -> Option<Command> {
         Msg::Key(key) => key_pressed(view, key),
         Msg::Terminate => {
             view.exit = Some(Exit::Terminated);
-            attached(view, Command::Stop { save: true })
+            attached(view, Command::Interrupt)
         }
         Msg::Closed => {
             if !view.live.is_over() {
@@ -437,6 +447,7 @@ fn key_pressed(view: &mut ViewModel, key: KeyEvent) -> Option<Command> {
     }
     match view.dialog {
         Some(Dialog::Quit) => return answer_quit(view, key.code),
+        Some(Dialog::Discard) => return answer_discard(view, key.code),
         Some(Dialog::Help) => {
             match action(KEYS, key) {
                 Some(Action::Down) => view.help_top = (view.help_top + 1).min(KEYS.len() as u16),
@@ -609,7 +620,10 @@ fn type_filter(view: &mut ViewModel, key: KeyCode) {
 fn answer_quit(view: &mut ViewModel, key: KeyCode) -> Option<Command> {
     match key {
         KeyCode::Char('s') => Some(stop(view, true)),
-        KeyCode::Char('k') => Some(stop(view, false)),
+        KeyCode::Char('D') => {
+            view.dialog = Some(Dialog::Discard);
+            None
+        }
         KeyCode::Char('d') => {
             view.exit = Some(Exit::Detached);
             Some(Command::Detach)
@@ -624,9 +638,21 @@ fn answer_quit(view: &mut ViewModel, key: KeyCode) -> Option<Command> {
 
 fn stop(view: &mut ViewModel, save: bool) -> Command {
     view.stopping = true;
+    view.stopping_since = view.now;
     view.dialog = None;
-    view.notice = Some(if save { "saving, then stopping" } else { "stopping" });
+    view.notice = Some(if save { "saving, then stopping; Ctrl-C again drops it" } else { "stopping" });
     Command::Stop { save }
+}
+
+fn answer_discard(view: &mut ViewModel, key: KeyCode) -> Option<Command> {
+    match key {
+        KeyCode::Char('y') => Some(stop(view, false)),
+        KeyCode::Esc | KeyCode::Char('n' | 'q') => {
+            view.dialog = None;
+            None
+        }
+        _ => None,
+    }
 }
 
 /// Ctrl-C asks first, then saves and stops, then ends everything.
@@ -635,12 +661,17 @@ fn interrupted(view: &mut ViewModel) -> Option<Command> {
         view.exit = Some(Exit::Ended);
         return None;
     }
+    // Whoever presses the key three times at once means no more than once or twice.
+    if view.stopping && view.now < view.stopping_since + INSISTENCE {
+        return None;
+    }
     if view.stopping {
         view.exit = Some(Exit::Aborted);
         return Some(Command::Abort);
     }
     if view.dialog == Some(Dialog::Quit) {
-        return Some(stop(view, true));
+        stop(view, true);
+        return Some(Command::Interrupt);
     }
     view.typing = false;
     view.dialog = Some(Dialog::Quit);

@@ -375,7 +375,10 @@ fn leaving_asks_and_does_what_is_answered() {
     assert_eq!(view.exit, Some(Exit::Detached));
 
     let mut view = running();
-    assert_eq!(press(&mut view, "qk"), [Command::Stop { save: false }]);
+    assert_eq!(press(&mut view, "qk"), [], "`k` scrolls elsewhere");
+    assert_eq!(press(&mut view, "D"), [], "discarding is asked about");
+    assert_eq!(view.dialog, Some(Dialog::Discard));
+    assert_eq!(press(&mut view, "y"), [Command::Stop { save: false }]);
 
     let mut view = running();
     press(&mut view, "q");
@@ -393,8 +396,11 @@ fn control_c_asks_then_saves_then_ends_everything() {
     let mut view = running();
     assert_eq!(ctrl_c(&mut view), None);
     assert_eq!(view.dialog, Some(Dialog::Quit));
-    assert_eq!(ctrl_c(&mut view), Some(Command::Stop { save: true }));
+    assert_eq!(ctrl_c(&mut view), Some(Command::Interrupt));
     assert_eq!(view.exit, None);
+    assert_eq!(ctrl_c(&mut view), None, "a third one at once is no decision");
+    let later = view.now + 2000;
+    update(&mut view, Msg::Clock(later));
     assert_eq!(ctrl_c(&mut view), Some(Command::Abort));
     assert_eq!(view.exit, Some(Exit::Aborted));
 }
@@ -411,7 +417,7 @@ fn control_c_after_going_back_asks_again() {
 #[test]
 fn a_signal_to_terminate_saves_and_closes_the_screen() {
     let mut view = running();
-    assert_eq!(update(&mut view, Msg::Terminate), Some(Command::Stop { save: true }));
+    assert_eq!(update(&mut view, Msg::Terminate), Some(Command::Interrupt));
     assert_eq!(view.exit, Some(Exit::Terminated));
 }
 

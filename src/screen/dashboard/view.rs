@@ -80,6 +80,9 @@ fn footer(view: &ViewModel, pad: &mut Pad) {
         return;
     }
     let mut x = 1;
+    if let Some(activity) = &view.activity {
+        x = pad.text(x, 0, &format!("{activity}…"), Role::Subnormal) + 3;
+    }
     if let Some(notice) = view.notice {
         x = pad.text(x, 0, &format!("{notice}…"), Role::Subnormal) + 3;
     }
@@ -107,7 +110,7 @@ fn minimal(view: &ViewModel, theme: Theme, areas: Areas, buffer: &mut Buffer) {
     footer(view, &mut Pad::new(buffer, areas.footer, theme));
     if view.dialog == Some(Dialog::Quit) {
         let mut pad = Pad::new(buffer, areas.footer, theme);
-        let x = pad.text(0, 0, "Leave?  s save+stop  d detach  k stop  Esc", Role::Title);
+        let x = pad.text(0, 0, "Leave?  s save+stop  d detach  D discard  Esc", Role::Title);
         pad.text(x, 0, &" ".repeat(areas.footer.width.into()), Role::Text);
     } else {
         dialogs::draw(view, &mut Pad::new(buffer, areas.body.union(areas.status), theme));

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// How often a silent run's process is looked for, and a log without a screen is read.
 const LOOK: Duration = Duration::from_millis(500);
+/// How often the records that have come due in a replay without a screen are written.
+const REPLAY: Duration = Duration::from_millis(50);
 
 /// Shows the run whose events are in the first of `logs` on standard output, a terminal, with the others laid over it. With
 /// a `speed` it is replayed, that many times as fast as it was; without, the picture starts where the log ends and follows
@@ -29,13 +31,14 @@ pub fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) ->
     show(stdout(), view, &mut Watched::new(logs, speed), None, theme, mouse)
 }
 
-/// Writes the run whose events are in `log` as plain lines, and follows it until it ends.
+/// Writes the run whose events are in `log` as plain lines, and follows it until it ends. With a `speed` what is there is
+/// replayed, that many times as fast as it was.
 ///
 /// # Errors
 /// If the log cannot be read or `out` is closed.
-pub fn watch_plain<W: Write>(log: &Path, out: W, log_every: u64) -> Result<()> {
+pub fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: u64) -> Result<()> {
     let mut plain = Plain::new(out, log_every);
-    let mut source = Watched::new(&[log.to_path_buf()], None);
+    let mut source = Watched::new(&[log.to_path_buf()], speed);
     loop {
         let mut over = false;
         let mut failure = None;
@@ -50,11 +53,11 @@ pub fn watch_plain<W: Write>(log: &Path, out: W, log_every: u64) -> Result<()> {
         if let Some(error) = failure {
             return Err(Error::io("write", "standard output")(error));
         }
-        if over && !more {
+        if (over || source.is_replayed()) && !more {
             return Ok(());
         }
         if !more {
-            sleep(LOOK);
+            sleep(if speed.is_some() { REPLAY } else { LOOK });
         }
     }
 }
@@ -159,6 +162,11 @@ impl Watched {
             more |= poll.more;
         }
         Ok(more)
+    }
+
+    /// Whether a replay has come to the end of the log.
+    fn is_replayed(&self) -> bool {
+        self.replay.as_ref().is_some_and(|replay| replay.first.is_some() && replay.waiting.is_empty())
     }
 
     fn follow(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {

@@ -59,6 +59,11 @@ pub(crate) fn is_ctrl_c(key: KeyEvent) -> bool {
     key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL)
 }
 
+/// Whether it is the key that suspends a program in a shell. In raw mode it is a key and no signal.
+pub(crate) fn is_ctrl_z(key: KeyEvent) -> bool {
+    key.code == KeyCode::Char('z') && key.modifiers.contains(KeyModifiers::CONTROL)
+}
+
 /// Columns between a key and its word, and after the word.
 pub(crate) const GAPS: (u16, u16) = (2, 3);
 

@@ -10,6 +10,8 @@ use ratatui::crossterm::event::{self, DisableMouseCapture, EnableMouseCapture, E
 use ratatui::crossterm::execute;
 use ratatui::crossterm::terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode};
 use ratatui::{Frame, Terminal};
+use signal_hook::consts::SIGTSTP;
+use signal_hook::low_level::raise;
 use std::io::{self, IsTerminal, Write, stdout};
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -69,6 +71,21 @@ impl<W: Write> Screen<W> {
         }
         self.terminal.draw(render)?;
         Ok(true)
+    }
+
+    /// Gives the terminal to the shell, and takes it again when the process is continued.
+    pub(crate) fn suspend(&mut self) -> io::Result<()> {
+        let mouse = MOUSE.load(Ordering::SeqCst);
+        give_back();
+        raise(SIGTSTP)?;
+        enable_raw_mode()?;
+        TAKEN.store(true, Ordering::SeqCst);
+        execute!(stdout(), EnterAlternateScreen)?;
+        if mouse {
+            MOUSE.store(true, Ordering::SeqCst);
+            execute!(stdout(), EnableMouseCapture)?;
+        }
+        self.terminal.clear()
     }
 
     /// The next key, click or new size, if there is one within `wait`. An error means that the terminal is gone.
@@ -132,6 +149,11 @@ impl Keyboard {
             waited += Duration::from_millis(1);
         }
     }
+}
+
+/// Whether a screen has the terminal.
+pub(super) fn is_taken() -> bool {
+    TAKEN.load(Ordering::SeqCst)
 }
 
 /// Leaves the terminal as it was found, once.

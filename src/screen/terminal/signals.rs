@@ -1,19 +1,22 @@
 //! The signals that end a process or a screen.
 
-use super::screen::give_back;
+use super::screen::{give_back, is_taken};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{SigId, flag, low_level};
-use std::io;
+use std::io::{self, IsTerminal, Write, stderr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Exit code of a process that a signal has ended.
 const INTERRUPTED: i32 = 130;
 /// How long a process that is to end at once waits for its terminal to take the way back.
 const PATIENCE: Duration = Duration::from_millis(500);
+
+/// A Ctrl-C within so long of the one before is the same one.
+const INSISTENCE: Duration = Duration::from_secs(1);
 
 /// What signals ask of a training run.
 ///
@@ -47,13 +50,21 @@ impl Interruption {
         let run = Arc::clone(&interruption.run);
         let obey = move || {
             let mut told = false;
+            let mut pressed: Option<Instant> = None;
             for signal in signals.forever() {
                 match (signal, run.get()) {
                     (SIGUSR1, run) => run.into_iter().for_each(|run| (run.save)()),
-                    (SIGINT | SIGTERM, _) if told => leave(),
+                    // Whoever presses Ctrl-C three times at once has not read what the first one said.
+                    (SIGINT, _) if pressed.is_some_and(|at| at.elapsed() < INSISTENCE) => {}
+                    (SIGINT | SIGTERM, _) if told => {
+                        say("stopped without saving what came after the last checkpoint");
+                        leave();
+                    }
                     (_, Some(run)) => {
                         told = true;
+                        pressed = (signal == SIGINT).then(Instant::now);
                         run.interrupt.store(true, Ordering::SeqCst);
+                        say("interrupted: saving; Ctrl-C again drops it");
                     }
                     (_, None) => leave(),
                 }
@@ -68,6 +79,15 @@ impl Interruption {
     pub fn attach(&self, interrupt: Arc<AtomicBool>, save: impl Fn() + Send + Sync + 'static) {
         // A process has one run; a second one would not be heard of.
         let _ = self.run.set(Wishes { interrupt, save: Box::new(save) });
+    }
+}
+
+/// Tells on standard error what a signal does, where no screen has the terminal.
+fn say(text: &str) {
+    if !is_taken() {
+        // A terminal shows `^C` or a status line where the cursor is.
+        let new_line = if stderr().is_terminal() { "\n" } else { "" };
+        let _ = writeln!(stderr(), "{new_line}{text}");
     }
 }
 

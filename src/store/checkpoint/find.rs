@@ -61,10 +61,7 @@ pub fn newest_good(run: &Path) -> Result<Found> {
     let mut candidates = list(run)?;
     candidates.retain(|one| one.kind == Kind::Full);
     if candidates.is_empty() {
-        return Err(Error::checkpoint(
-            run,
-            "there is no checkpoint in this run yet; start it anew, without `--resume`",
-        ));
+        return Err(Error::checkpoint(run, "there is no checkpoint in this run yet"));
     }
     let mut damaged = Vec::new();
     for candidate in newest_first(candidates) {
@@ -75,6 +72,19 @@ pub fn newest_good(run: &Path) -> Result<Found> {
     }
     let wrong: Vec<String> = damaged.iter().map(ToString::to_string).collect();
     Err(Error::checkpoint(run, format!("no checkpoint of this run is good: {}", wrong.join("; "))))
+}
+
+/// The good checkpoint of a run with the lowest validation loss, a full one if there are two of that step.
+///
+/// # Errors
+/// [`Error::Checkpoint`] if no good one has a validation loss.
+pub fn best(run: &Path) -> Result<PathBuf> {
+    let mut candidates: Vec<(f64, Listed)> =
+        list(run)?.into_iter().filter_map(|one| Some((one.manifest.as_ref().ok()?.validation_loss?, one))).collect();
+    // The sort is stable, and of one step the full checkpoint is listed first.
+    candidates.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    let good = candidates.into_iter().map(|(_, one)| one.path).find(|path| verified(path).is_ok());
+    good.ok_or_else(|| Error::checkpoint(run, "no good checkpoint of this run has a validation loss"))
 }
 
 /// Orders what [`list`] gave by sequence, the last save first. One whose manifest cannot be read has lost its sequence and

@@ -13,6 +13,7 @@ use super::state::State;
 use crate::digest::Digest;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::store::tensor_file::write_tensors;
+use crate::telemetry::{Activity, Amount};
 use crate::{Error, Result};
 
 /// All that a checkpoint is made of.
@@ -32,6 +33,8 @@ pub struct Contents<'a> {
     pub exp_avg: &'a Parameters,
     /// Adam's second moments, FP32.
     pub exp_avg_sq: &'a Parameters,
+    /// Where the bytes written so far are shown.
+    pub activity: &'a Activity,
 }
 
 impl Contents<'_> {
@@ -40,8 +43,9 @@ impl Contents<'_> {
     pub(super) fn write(&self, disk: &Disk, directory: &Path, kind: Kind, sequence: u64) -> Result<Manifest> {
         disk.create_folder(directory)?;
         let mut files = BTreeMap::new();
+        let mut done = 0;
         for name in kind.files() {
-            files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name)?);
+            files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name, kind, &mut done)?);
         }
         let manifest = Manifest {
             kind,
@@ -57,20 +61,36 @@ impl Contents<'_> {
         Ok(manifest)
     }
 
-    fn write_file(&self, disk: &Disk, path: &Path, name: &str) -> Result<Digest> {
-        disk.write_file(path, |out| match name {
-            CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
-            TOKENIZER => write_bytes(out, path, self.tokenizer),
-            WEIGHTS => write_tensors(out, path, &named(self.weights, hugging_face_name)),
-            MASTERS => write_tensors(out, path, &named(self.masters, str::to_owned)),
-            OPTIMIZER => {
-                let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
-                moments.extend(named(self.exp_avg_sq, |name| format!("exp_avg_sq.{name}")));
-                write_tensors(out, path, &moments)
+    fn write_file(&self, disk: &Disk, path: &Path, name: &str, kind: Kind, done: &mut u64) -> Result<Digest> {
+        let (activity, total) = (self.activity, self.tensor_bytes(kind));
+        disk.write_file(path, |out| {
+            let out = &mut Shown { out, activity, done, total };
+            match name {
+                CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
+                TOKENIZER => write_bytes(out, path, self.tokenizer),
+                WEIGHTS => write_tensors(out, path, &named(self.weights, hugging_face_name)),
+                MASTERS => write_tensors(out, path, &named(self.masters, str::to_owned)),
+                OPTIMIZER => {
+                    let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
+                    moments.extend(named(self.exp_avg_sq, |name| format!("exp_avg_sq.{name}")));
+                    write_tensors(out, path, &moments)
+                }
+                STATE => write_json(out, path, self.state),
+                other => unreachable!("`{other}` is no file of a checkpoint"),
             }
-            STATE => write_json(out, path, self.state),
-            other => unreachable!("`{other}` is no file of a checkpoint"),
         })
+    }
+
+    /// About how large a checkpoint of `kind` will be: the rest is small.
+    fn tensor_bytes(&self, kind: Kind) -> u64 {
+        let bytes = |parameters: &Parameters| -> u64 {
+            let sizes = parameters.tensors().iter();
+            sizes.map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
+        };
+        match kind {
+            Kind::Full => [self.weights, self.masters, self.exp_avg, self.exp_avg_sq].map(bytes).iter().sum(),
+            Kind::Weights => bytes(self.weights),
+        }
     }
 
     /// What torch calls the weights' dtype; of several that which holds them all, for that is what they are loaded in.
@@ -92,6 +112,27 @@ fn hugging_face_name(name: &str) -> String {
 /// The tensors under other names; no values are copied.
 fn named(parameters: &Parameters, name: impl Fn(&str) -> String) -> Vec<(String, Tensor)> {
     parameters.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
+}
+
+/// Shows how much has been written.
+struct Shown<'a> {
+    out: &'a mut dyn Write,
+    activity: &'a Activity,
+    done: &'a mut u64,
+    total: u64,
+}
+
+impl Write for Shown<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let written = self.out.write(bytes)?;
+        *self.done += written as u64;
+        self.activity.advance("saving", Amount::Bytes((*self.done).min(self.total), self.total));
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.out.flush()
+    }
 }
 
 fn write_bytes(out: &mut dyn Write, path: &Path, bytes: &[u8]) -> Result<()> {

@@ -36,6 +36,8 @@ pub enum FinishReason {
     /// All steps are done.
     #[default]
     Done,
+    /// The validation loss has not improved for long.
+    EarlyStopped,
     /// By a signal.
     Interrupted,
     /// By a person at the screen.

@@ -62,7 +62,9 @@ impl Trainer {
         if self.progress.saved_at == Some(step) {
             return Ok(());
         }
-        if let Some(path) = self.write(Kind::Full, self.config.checkpoint.keep_last)? {
+        let written = self.write(Kind::Full, self.config.checkpoint.keep_last);
+        self.activity.end();
+        if let Some(path) = written? {
             self.progress.saved_at = Some(step);
             self.progress.checkpoint = Some(path);
         }
@@ -87,6 +89,7 @@ impl Trainer {
             masters: train.masters.parameters(),
             exp_avg: &train.adamw.exp_avg,
             exp_avg_sq: &train.adamw.exp_avg_sq,
+            activity: &self.activity,
         };
         let checkpoint::Saved { path, manifest, trouble } = run.save(&contents, kind)?;
         let rotated = run.rotate(kind, Keep { last, best: self.config.checkpoint.keep_best });

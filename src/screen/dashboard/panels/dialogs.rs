@@ -1,9 +1,9 @@
 //! What lies over the tabs: help, the question before leaving, the totals at the end.
 
 use crate::screen::dashboard::format;
-use crate::screen::dashboard::keys::KEYS;
+use crate::screen::dashboard::keys::{Action, KEYS};
 use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::state::{Dialog, ViewModel};
+use crate::screen::dashboard::state::{Dialog, Mode, ViewModel};
 use crate::screen::dashboard::theme::Role;
 use crate::telemetry::Phase;
 use crate::telemetry::{FinishReason, Finished};
@@ -11,8 +11,9 @@ use crate::telemetry::{FinishReason, Finished};
 /// Draws the dialog that is open, if any.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     match view.dialog {
-        Some(Dialog::Help) => help(view.help_top, pad),
+        Some(Dialog::Help) => help(view, pad),
         Some(Dialog::Quit) => quit(pad),
+        Some(Dialog::Discard) => discard(view, pad),
         Some(Dialog::Summary) => {
             if let Phase::Finished(finished) = &view.live().phase {
                 summary(view, finished, pad);
@@ -22,14 +23,16 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-fn help(top: u16, pad: &mut Pad) {
-    let mut popup = pad.popup(78, KEYS.len() as u16 + 3);
+fn help(view: &ViewModel, pad: &mut Pad) {
+    // A watcher's keys do not reach training.
+    let keys: Vec<_> = KEYS.iter().filter(|key| view.mode == Mode::Attached || !key.does(Action::commands)).collect();
+    let mut popup = pad.popup(78, keys.len() as u16 + 3);
     let rows = popup.height().saturating_sub(3);
-    let top = top.min((KEYS.len() as u16).saturating_sub(rows));
-    let scrolls = rows < KEYS.len() as u16;
+    let top = view.help_top.min((keys.len() as u16).saturating_sub(rows));
+    let scrolls = rows < keys.len() as u16;
     let hint = if scrolls { "   j k scroll, any other key closes" } else { "   any key closes" };
     let mut inner = popup.frame(&[("Keys", Role::Title), (hint, Role::Dim)]);
-    for (y, binding) in (0..rows).zip(&KEYS[usize::from(top)..]) {
+    for (y, binding) in (0..rows).zip(&keys[usize::from(top)..]) {
         inner.text(1, y, binding.written, Role::Title);
         inner.text(8, y, binding.help, Role::Text);
     }
@@ -52,10 +55,23 @@ fn quit(pad: &mut Pad) {
     let answers = [
         ("s", "save and stop"),
         ("d", "detach: train on, as plain lines"),
-        ("k", "stop without saving"),
+        ("D", "discard: stop without saving"),
         ("Esc", "back"),
     ];
     for (y, (key, meaning)) in (0..).zip(answers) {
+        inner.text(1, y, key, Role::Title);
+        inner.text(6, y, meaning, Role::Text);
+    }
+}
+
+fn discard(view: &ViewModel, pad: &mut Pad) {
+    let run = view.live();
+    let saved = run.saved.as_ref().map_or(0, |(saved, _)| saved.step);
+    let lost = run.step.step.saturating_sub(saved);
+    let mut popup = pad.popup(44, 5);
+    let mut inner = popup.frame(&[("Discard?", Role::Overflow)]);
+    inner.text(1, 0, &format!("{lost} steps since the last save are lost"), Role::Text);
+    for (y, (key, meaning)) in (1..).zip([("y", "stop without saving"), ("Esc", "back")]) {
         inner.text(1, y, key, Role::Title);
         inner.text(6, y, meaning, Role::Text);
     }
@@ -65,6 +81,7 @@ fn summary(view: &ViewModel, finished: &Finished, pad: &mut Pad) {
     let run = view.live();
     let reason = match finished.reason {
         FinishReason::Done => "Done",
+        FinishReason::EarlyStopped => "Stopped early",
         FinishReason::Interrupted => "Interrupted",
         FinishReason::Stopped => "Stopped",
         FinishReason::Diverged => "Diverged",

@@ -103,6 +103,7 @@ fn phase(view: &ViewModel) -> (String, Role) {
         Phase::Paused => ("‖ paused", Role::Subnormal),
         Phase::Finished(finished) => match finished.reason {
             FinishReason::Done => ("■ done", Role::Good),
+            FinishReason::EarlyStopped => ("■ stopped early", Role::Good),
             FinishReason::Interrupted => ("■ interrupted", Role::Subnormal),
             FinishReason::Stopped => ("■ stopped", Role::Subnormal),
             FinishReason::Diverged => ("✕ diverged", Role::Overflow),

@@ -1,0 +1,239 @@
+//! `finetune runs`: which runs there are, and deleting some of them.
+
+use crate::cli::checkpoint::size;
+use crate::cli::flags::read;
+use crate::store::checkpoint::{Listed, Run, list};
+use crate::telemetry::{Event, FinishReason, Record, Started};
+use crate::train::{Config, Layers};
+use crate::{Error, Result};
+use clap::{Args, Subcommand};
+use std::fs::File;
+use std::io::{BufRead, BufReader, IsTerminal, Read, Seek, SeekFrom, Write, stdin};
+use std::path::{Path, PathBuf};
+
+/// Flags of `finetune runs`.
+#[derive(Args, Debug)]
+pub(super) struct RunsArgs {
+    #[command(subcommand)]
+    command: Option<RunsCommand>,
+    /// The folder of all runs
+    // An id of its own: a global value would otherwise be taken for that of training's flag.
+    #[arg(
+        id = "runs_folder",
+        long = "checkpoint-dir",
+        value_name = "FOLDER",
+        default_value = "checkpoints",
+        global = true
+    )]
+    checkpoint_dir: PathBuf,
+}
+
+#[derive(Debug, Subcommand)]
+enum RunsCommand {
+    /// List the runs with date, model, steps, best validation loss and size; the same as no command
+    List,
+    /// Delete runs with their checkpoints and logs, after a question
+    Delete {
+        /// Names of runs
+        #[arg(value_name = "RUN", required = true)]
+        runs: Vec<String>,
+        /// Do not ask
+        #[arg(long, short)]
+        yes: bool,
+    },
+}
+
+/// The newest bytes of a log that are looked at for its last record: a step's record with its tensors is shorter.
+const LOG_END: u64 = 256 << 10;
+
+/// Does what was asked and writes what there is to say to `out`.
+pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
+    match &args.command {
+        None | Some(RunsCommand::List) => listing(&args.checkpoint_dir, out),
+        Some(RunsCommand::Delete { runs, yes }) => {
+            let paths = runs.iter().map(|name| find(&args.checkpoint_dir, name)).collect::<Result<Vec<_>>>()?;
+            paths.iter().try_for_each(|path| delete(path, *yes, out))
+        }
+    }
+}
+
+fn listing(folder: &Path, out: &mut dyn Write) -> Result<()> {
+    let mut runs: Vec<Summary> = runs_in(folder).iter().map(|path| Summary::of(path)).collect();
+    if runs.is_empty() {
+        let message = "there is no run here yet; `finetune` starts one";
+        return Err(Error::checkpoint(folder, message));
+    }
+    runs.sort_by_key(|run| (run.time, run.cells[0].clone()));
+    let mut rows =
+        vec![["run", "last written (UTC)", "model", "steps", "best loss", "size", "state"].map(str::to_owned)];
+    rows.extend(runs.into_iter().map(|run| run.cells));
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    for row in &rows {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        let line = cells.collect::<Vec<_>>().join("  ");
+        writeln!(out, "{}", line.trim_end()).map_err(Error::io("write to", "standard output"))?;
+    }
+    Ok(())
+}
+
+/// The folders of runs in `folder`: each has the configuration of its run.
+fn runs_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(|path| path.join("config.toml").is_file()).collect()
+}
+
+/// A run as a row of the table.
+struct Summary {
+    /// When its log was written to last, in milliseconds since 1970.
+    time: u64,
+    cells: [String; 7],
+}
+
+impl Summary {
+    /// What can be read of a run; what cannot is shown as a dash.
+    fn of(path: &Path) -> Self {
+        let dash = || "-".to_owned();
+        let config = read(&path.join("config.toml"))
+            .and_then(|file| Config::resolve(&Layers { file: Some(file), saved: true, overrides: Vec::new() }));
+        let model = config.map_or_else(|_| dash(), |config| format!("{} {}", config.model, config.dtype.compute));
+        let log = path.join("events.jsonl");
+        let (started, last) = (started(&log), last_record(&log));
+        let step = last.as_ref().and_then(|last| last.event.step()).unwrap_or(0);
+        let total = started.as_ref().map_or(0, |started| started.total_steps);
+        let checkpoints = list(path).unwrap_or_default();
+        let loss = |one: &Listed| one.manifest.as_ref().ok()?.validation_loss;
+        let best = checkpoints.iter().filter_map(loss).min_by(f64::total_cmp);
+        let state = match last.as_ref().map(|last| &last.event) {
+            Some(Event::Finished(finished)) => match finished.reason {
+                FinishReason::Done => "done",
+                FinishReason::EarlyStopped => "stopped early",
+                FinishReason::Interrupted => "interrupted",
+                FinishReason::Stopped => "stopped",
+                FinishReason::Diverged => "diverged",
+            },
+            _ => match started.and_then(|started| started.process?.is_alive()) {
+                Some(true) => "training",
+                _ => "ended without a word",
+            },
+        };
+        let time = last.map_or(0, |last| last.t);
+        let cells = [
+            path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            if time == 0 { dash() } else { date(time / 1000) },
+            model,
+            if total == 0 { step.to_string() } else { format!("{step}/{total}") },
+            best.map_or_else(dash, |best| format!("{best:.4}")),
+            size(bytes_in(path)),
+            state.to_owned(),
+        ];
+        Self { time, cells }
+    }
+}
+
+/// How the run's last process began; its own line is among the log's last, or else the first process's is the first.
+fn started(log: &Path) -> Option<Started> {
+    let mut line = String::new();
+    BufReader::new(File::open(log).ok()?).read_line(&mut line).ok()?;
+    let of = |line: &str| match serde_json::from_str::<Record>(line).ok()?.event {
+        Event::Started(started) => Some(*started),
+        _ => None,
+    };
+    last_lines(log).lines().rev().find_map(of).or_else(|| of(&line))
+}
+
+fn last_record(log: &Path) -> Option<Record> {
+    last_lines(log).lines().rev().find_map(|line| serde_json::from_str(line).ok())
+}
+
+/// The end of a log; its first line may be a part of one.
+fn last_lines(log: &Path) -> String {
+    let end = || -> std::io::Result<Vec<u8>> {
+        let mut file = File::open(log)?;
+        let start = file.metadata()?.len().saturating_sub(LOG_END);
+        file.seek(SeekFrom::Start(start))?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    String::from_utf8_lossy(&end().unwrap_or_default()).into_owned()
+}
+
+/// Bytes of all files in a folder.
+fn bytes_in(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let bytes = |entry: std::fs::DirEntry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => bytes_in(&entry.path()),
+        Ok(metadata) => metadata.len(),
+        Err(_) => 0,
+    };
+    entries.map(bytes).sum()
+}
+
+/// `2026-11-21 23:59` of seconds since 1970, UTC.
+fn date(seconds: u64) -> String {
+    // Howard Hinnant's `civil_from_days`: years begin in March, so that the leap day is the last.
+    let days = seconds / 86_400 + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02} {:02}:{:02}", seconds / 3600 % 24, seconds / 60 % 60)
+}
+
+/// The folder of the run called `name`, and nothing outside `folder`.
+fn find(folder: &Path, name: &str) -> Result<PathBuf> {
+    let path = folder.join(name);
+    let is_name = Path::new(name).file_name() == Some(name.as_ref());
+    if is_name && path.join("config.toml").is_file() {
+        return Ok(path);
+    }
+    let message = format!("there is no run of this name in `{}`; `finetune runs` lists them", folder.display());
+    Err(Error::config(format!("`{name}`"), message))
+}
+
+fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
+    // The lock keeps the run of another process.
+    let run = Run::open(path)?;
+    let failed = || Error::io("write to", "standard output");
+    let what = format!("run `{}`, {} checkpoints, {}", name_of(path), list(path)?.len(), size(bytes_in(path)));
+    if !yes {
+        if !stdin().is_terminal() {
+            let message = "standard input is no terminal, so nobody can be asked; add `--yes` to delete";
+            return Err(Error::config("runs delete", message));
+        }
+        write!(out, "Delete {what}? [y/N] ").and_then(|()| out.flush()).map_err(failed())?;
+        let mut answer = String::new();
+        stdin().lock().read_line(&mut answer).map_err(Error::io("read", "standard input"))?;
+        if !matches!(answer.trim(), "y" | "Y" | "yes") {
+            return writeln!(out, "kept").map_err(failed());
+        }
+    }
+    std::fs::remove_dir_all(path).map_err(Error::io("delete", path))?;
+    drop(run);
+    writeln!(out, "deleted {what}").map_err(failed())
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_the_calendars() {
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00"),
+            (951_782_400, "2000-02-29 00:00"),
+            (1_709_251_199, "2024-02-29 23:59"),
+            (1_795_132_799, "2026-11-19 23:59"),
+        ] {
+            assert_eq!(date(seconds), expected);
+        }
+    }
+}

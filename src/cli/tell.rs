@@ -1,0 +1,104 @@
+//! What is told on standard error while something is prepared: notices at once, and phases that take longer than a moment.
+
+use crate::telemetry::{Activity, Amount, PhaseLines};
+use crate::train::Preparing;
+use std::io::{IsTerminal, Write, stderr};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Bytes below which work is over before anybody has read of it.
+const WORTH_TELLING: u64 = 4 << 20;
+/// Time between two looks at the phase.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Tells how the preparation goes, on a thread of its own, until it is dropped.
+pub(crate) struct Teller {
+    activity: Activity,
+    /// `None` only while it is being dropped.
+    notices: Option<Sender<String>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Teller {
+    /// Begins to tell.
+    pub(crate) fn start() -> Self {
+        let activity = Activity::default();
+        let (notices, said) = channel::<String>();
+        let watched = activity.clone();
+        let tell = move || {
+            let (mut line, terminal) = (StatusLine::default(), stderr().is_terminal());
+            let mut lines = PhaseLines::default();
+            loop {
+                match said.recv_timeout(LOOK) {
+                    Ok(notice) => line.above(&notice),
+                    Err(RecvTimeoutError::Disconnected) => break line.clear(),
+                    Err(RecvTimeoutError::Timeout) if terminal => line.show(watched.lasting(PhaseLines::FIRST)),
+                    Err(RecvTimeoutError::Timeout) => lines.due(&watched).iter().for_each(|text| line.above(text)),
+                }
+            }
+        };
+        // Nothing depends on somebody reading this, so a thread that cannot be had is no error.
+        let thread = std::thread::Builder::new().name("teller".into()).spawn(tell).ok();
+        Self { activity, notices: Some(notices), thread }
+    }
+
+    /// Something happens.
+    pub(crate) fn tell(&self, event: Preparing) {
+        match event {
+            Preparing::Phase(what) => self.activity.begin(&what),
+            Preparing::Notice(notice) => self.notice(notice),
+            Preparing::Progress { what, done, total } if done < total => {
+                self.activity.advance(&what, Amount::Bytes(done, total));
+            }
+            Preparing::Progress { what, total, .. } => {
+                self.activity.end();
+                if total >= WORTH_TELLING {
+                    self.notice(format!("{what}: {:.1} MB", total as f64 / 1e6));
+                }
+            }
+        }
+    }
+
+    fn notice(&self, text: String) {
+        if let Some(notices) = &self.notices {
+            notices.send(text).ok();
+        }
+    }
+}
+
+impl Drop for Teller {
+    fn drop(&mut self) {
+        drop(self.notices.take());
+        self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// A line at the bottom of the terminal that is rewritten in place.
+#[derive(Default)]
+struct StatusLine {
+    open: bool,
+}
+
+impl StatusLine {
+    fn show(&mut self, phase: Option<impl ToString>) {
+        match phase {
+            Some(phase) => {
+                self.open = true;
+                write!(stderr(), "\r{}…\x1b[K", phase.to_string()).ok();
+            }
+            None => self.clear(),
+        }
+    }
+
+    fn above(&mut self, text: &str) {
+        self.clear();
+        writeln!(stderr(), "{text}").ok();
+    }
+
+    fn clear(&mut self) {
+        if std::mem::take(&mut self.open) {
+            write!(stderr(), "\r\x1b[K").ok();
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Whether there is a network at all: one connection to the endpoint, and nothing said over it.
+
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use super::Settings;
+
+/// Variables that name a proxy, through which a host may be reached that cannot be connected to.
+const PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
+
+/// Connects to the endpoint and hangs up; how long that took, or why there is no connection. Name lookup and connection
+/// together take no longer than `patience`.
+pub fn connect(settings: &Settings, patience: Duration) -> Result<Duration, String> {
+    settings.check().map_err(|error| error.to_string())?;
+    let (host, port) = settings.host_and_port().ok_or("it is no http address")?;
+    let began = Instant::now();
+    let (sender, receiver) = mpsc::channel();
+    let wanted = (host.clone(), port);
+    // A lookup takes no time limit: a thread makes it, and is abandoned after that long.
+    std::thread::spawn(move || sender.send(wanted.to_socket_addrs().map(Iterator::collect::<Vec<_>>)));
+    let addresses = receiver
+        .recv_timeout(patience)
+        .map_err(|_| format!("unreachable: no address for `{host}` within {} s", patience.as_secs()))?
+        .map_err(|error| format!("unreachable: no address for `{host}` ({error})"))?;
+    let try_one = |address: &SocketAddr| {
+        let left = patience.checked_sub(began.elapsed()).filter(|left| !left.is_zero())?;
+        TcpStream::connect_timeout(address, left).ok()
+    };
+    match addresses.iter().find_map(try_one) {
+        Some(_) => Ok(began.elapsed()),
+        None => Err(format!("unreachable: `{host}` takes no connection on port {port}")),
+    }
+}
+
+impl Settings {
+    /// Why there is no network, if there is none: found out within two seconds, which takes a request with its attempts
+    /// much longer. Behind a proxy nobody is asked.
+    pub fn no_network(&self) -> Option<String> {
+        let proxied = PROXIES.iter().any(|name| std::env::var_os(name).is_some_and(|proxy| !proxy.is_empty()));
+        // A malformed address is the request's to refuse.
+        let tried = !self.offline && !proxied && self.check().is_ok();
+        tried.then(|| connect(self, Duration::from_secs(2)).err()).flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    #[test]
+    fn a_listening_endpoint_is_reachable_and_a_closed_one_is_not() {
+        const PATIENCE: Duration = Duration::from_secs(2);
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = |endpoint: &str| {
+            let endpoint = endpoint.to_owned();
+            connect(&Settings { endpoint, ..Settings::from_vars(|_| None) }, PATIENCE)
+        };
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        at(&endpoint).unwrap();
+        drop(listener);
+        let began = Instant::now();
+        assert!(at(&endpoint).unwrap_err().starts_with("unreachable"));
+        assert!(at("http://no.such.host.invalid").unwrap_err().contains("no address for `no.such.host.invalid`"));
+        assert!(began.elapsed() < 3 * PATIENCE);
+    }
+}

@@ -1,0 +1,189 @@
+//! The sections of a configuration file with their defaults. `finetune config --explain` prints the comments of the fields.
+
+use crate::engine::model::Keep;
+use crate::engine::optim::ScheduleKind;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Batches, length, and what happens along the way.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainSection {
+    /// Sequences in a micro-batch.
+    pub batch_size: usize,
+    /// Tokens in a sequence; at most the model's context.
+    pub seq_len: usize,
+    /// Micro-batches in a step.
+    pub grad_accum: usize,
+    /// What the backward pass computes again instead of keeping it: `none`, or `block` for all inside a block (gradient
+    /// checkpointing). The numbers are the same; memory falls and a step takes about a third longer.
+    pub recompute: Keep,
+    /// Passes over the training text, in place of `steps`; 1 where neither is given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<f64>,
+    /// Steps to attempt, in place of `epochs`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
+    /// Steps between two looks at the validation text; 0 for one at the end only.
+    pub eval_every: u64,
+    /// Validation batches looked at, at most; 0 for all.
+    pub eval_batches: u64,
+    /// Steps between two text samples; 0 for one at the end only.
+    pub sample_every: u64,
+    /// Tokens of a sample.
+    pub sample_tokens: usize,
+    /// Sampling temperature; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// What a sample begins with.
+    pub prompt: String,
+    /// Evaluations without a new best validation loss after which training stops; 0 for never.
+    pub early_stopping: u64,
+}
+
+/// AdamW and clipping.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct OptimizerSection {
+    /// The highest learning rate.
+    pub lr: f64,
+    /// Decay rates of Adam's moments.
+    pub betas: [f64; 2],
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled decay of parameters of two or more dimensions.
+    pub weight_decay: f64,
+    /// Global gradient norm to clip to; 0 for no clipping.
+    pub max_grad_norm: f64,
+}
+
+/// The learning rate over time.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ScheduleSection {
+    /// `constant`, `linear` or `cosine`.
+    pub kind: ScheduleKind,
+    /// Share of the run's steps that warm up.
+    pub warmup_ratio: f64,
+    /// Steps that warm up, in place of the share.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warmup_steps: Option<u64>,
+    /// The final learning rate over the highest.
+    pub min_lr_ratio: f64,
+}
+
+/// Dropout rates in training.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DropoutSection {
+    /// Of the embeddings' sum.
+    pub embedding: f64,
+    /// Of what joins the residual stream.
+    pub residual: f64,
+    /// Of the attention weights.
+    pub attention: f64,
+}
+
+/// What is written where.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointSection {
+    /// The folder of all runs.
+    pub dir: PathBuf,
+    /// The run's folder within; by default named after model and dtype, with a number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub run: Option<String>,
+    /// Steps between two checkpoints; 0 for one at the end only.
+    pub save_every: u64,
+    /// Checkpoints kept; older ones go when a newer one is complete.
+    pub keep_last: usize,
+    /// Whether the one with the best validation loss is kept too.
+    pub keep_best: bool,
+    /// Steps between two checkpoints of the weights alone, which are small and of no use to `--resume`; 0 for none.
+    pub weights_every: u64,
+    /// Of those, how many are kept, and the best one where `keep_best` says so.
+    pub keep_weights: usize,
+    /// Seconds for which the last checkpoint of a run is tried again where the disk refuses it, before the weights alone are
+    /// tried.
+    pub retry_s: u64,
+}
+
+/// What is looked at, and how often.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TelemetrySection {
+    /// Steps between two printed lines where there is no dashboard.
+    pub log_every: u64,
+    /// Steps between two looks at every tensor (each overflow is looked at anyway).
+    pub tensors_every: u64,
+    /// Steps between two counts of gradient exponents.
+    pub exponents_every: u64,
+    /// Steps between two FP32 probes; 0 for none.
+    pub probe_every: u64,
+    /// Steps between two measurements of each layer's gradient variance; 0 for none.
+    pub variance_every: u64,
+    /// Whether the passes of an overflowing step run once more, to find the tensor where it began.
+    pub attribute_overflows: bool,
+    /// Whether scalars and histograms are written for TensorBoard too, into `tensorboard` in the run's folder.
+    pub tensorboard: bool,
+}
+
+impl Default for TrainSection {
+    fn default() -> Self {
+        Self {
+            batch_size: 8,
+            seq_len: 128,
+            grad_accum: 1,
+            epochs: None,
+            steps: None,
+            eval_every: 100,
+            eval_batches: 16,
+            sample_every: 0,
+            sample_tokens: 64,
+            temperature: 0.8,
+            prompt: String::new(),
+            early_stopping: 0,
+            recompute: Keep::All,
+        }
+    }
+}
+
+impl Default for OptimizerSection {
+    fn default() -> Self {
+        Self { lr: 5e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.01, max_grad_norm: 1.0 }
+    }
+}
+
+impl Default for ScheduleSection {
+    fn default() -> Self {
+        Self { kind: ScheduleKind::Cosine, warmup_ratio: 0.05, warmup_steps: None, min_lr_ratio: 0.1 }
+    }
+}
+
+impl Default for CheckpointSection {
+    fn default() -> Self {
+        Self {
+            dir: "checkpoints".into(),
+            run: None,
+            save_every: 500,
+            keep_last: 2,
+            keep_best: true,
+            weights_every: 0,
+            keep_weights: 2,
+            retry_s: 60,
+        }
+    }
+}
+
+impl Default for TelemetrySection {
+    fn default() -> Self {
+        Self {
+            log_every: 128,
+            tensors_every: 16,
+            exponents_every: 1,
+            probe_every: 0,
+            variance_every: 0,
+            attribute_overflows: true,
+            tensorboard: false,
+        }
+    }
+}

@@ -10,6 +10,7 @@ mod eval;
 mod export;
 mod export_metrics;
 mod flags;
+mod fp16_check;
 mod generate;
 mod lab;
 mod model;
@@ -78,6 +79,8 @@ enum Command {
     Chat(Box<chat::ChatArgs>),
     /// Measure a model on a text: loss, perplexity, bits per byte
     Eval(Box<eval::EvalArgs>),
+    /// Say whether a model trains in FP16: every tensor of its passes on a text, measured
+    Fp16Check(Box<fp16_check::Fp16CheckArgs>),
     /// Write a model for other programs: a Hugging Face folder, GGUF or ONNX
     Export(Box<export::ExportArgs>),
     /// List, show, verify, prune and compare checkpoints
@@ -178,6 +181,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut stdout()))),
         Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut stdout()))),
         Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut stdout()))),
+        Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut stdout()),
         Some(Command::Export(args)) => done(export::run(&args, &mut stdout())),
         Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut stdout())),
         Some(Command::Report(args)) => done(report::run(&args, &mut stdout())),

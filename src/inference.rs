@@ -3,5 +3,6 @@
 pub mod chat;
 pub mod evaluate;
 pub mod export;
+pub mod fp16_check;
 pub mod generate;
 pub mod trained;

@@ -1,0 +1,111 @@
+//! `finetune fp16-check`: what to train a model in, measured.
+
+use crate::cli::model::NameArgs;
+use crate::cli::train::tell;
+use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
+use crate::precision::Dtype;
+use crate::train::whole_text;
+use crate::{Error, Result};
+use clap::Args;
+use std::fmt::Write as _;
+use std::io::{IsTerminal, Write, stderr};
+use std::process::ExitCode;
+
+/// Exit codes beside 0, FP16 as it is.
+const WITH_FALLBACK: u8 = 4;
+const BF16: u8 = 5;
+
+/// Flags of `finetune fp16-check`.
+#[derive(Args, Debug)]
+pub(super) struct Fp16CheckArgs {
+    #[command(flatten)]
+    model: NameArgs,
+    /// The text to look at
+    #[arg(long, short, value_name = "TEXT", default_value = "tiny_shakespeare")]
+    data: String,
+    /// Batches to look at
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    batches: usize,
+    /// Sequences in a batch
+    #[arg(long, short, value_name = "N", default_value_t = 2)]
+    batch_size: usize,
+    /// Tokens in a sequence [default: 128, or the model's context]
+    #[arg(long, short = 'l', value_name = "N")]
+    seq_len: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Checks and writes the report to `out`; the exit code is 0 for FP16 as it is, 4 with some units in FP32, 5 for BF16.
+pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode> {
+    for (flag, value) in [("--batches", args.batches), ("--batch-size", args.batch_size)] {
+        if value == 0 {
+            return Err(Error::config(flag, "must be at least 1"));
+        }
+    }
+    let trained = args.model.open()?;
+    let seq_len = args.seq_len.unwrap_or(128.min(trained.config.context));
+    if seq_len == 0 || seq_len > trained.config.context {
+        let message = format!("{seq_len} is not between 1 and the model's context of {}", trained.config.context);
+        return Err(Error::config("--seq-len", message));
+    }
+    let (tokens, _) = whole_text(&args.data.parse()?, &trained.tokenizer, &mut tell)?;
+    let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
+    let watched = stderr().is_terminal();
+    let report = fp16_check(&trained.config, trained.weights(Dtype::F32)?, tokens, extent, |done, total| {
+        if watched {
+            write!(stderr(), "\r{done} of {total} passes{}", if done == total { "\r\x1b[K" } else { "" }).ok();
+        }
+    })?;
+    let text = if args.json {
+        serde_json::to_string(&report).map_err(|error| Error::config("--json", error.to_string()))?
+    } else {
+        as_text(&report)
+    };
+    writeln!(out, "{text}").map_err(Error::io("write to", "standard output"))?;
+    Ok(match report.verdict {
+        Verdict::Fp16 => ExitCode::SUCCESS,
+        Verdict::Fp16WithFallback { .. } => ExitCode::from(WITH_FALLBACK),
+        Verdict::Bf16 { .. } => ExitCode::from(BF16),
+    })
+}
+
+fn as_text(report: &Fp16Report) -> String {
+    let mut text =
+        String::from("unit    largest activation              largest gradient                to zero  subnormal\n");
+    for unit in &report.units {
+        let cell = |largest: &crate::inference::fp16_check::Largest| {
+            let name = largest.tensor.strip_prefix(&format!("{}.", unit.unit)).unwrap_or(&largest.tensor);
+            format!("{:<9.3e} {name:<21.21}", largest.max_abs)
+        };
+        let _ = writeln!(
+            text,
+            "{:<7} {} {} {:>6.2} % {:>8.2} %",
+            unit.unit,
+            cell(&unit.activation),
+            cell(&unit.gradient),
+            100.0 * unit.flushed,
+            100.0 * unit.subnormal
+        );
+    }
+    let scale = report.best_scale.log2();
+    let _ = writeln!(
+        text,
+        "\n{} tokens; activations overflow above 65504; best loss scale 2^{scale}, at which {:.2} % of the weight gradients in \
+         FP16 become zero",
+        report.tokens,
+        100.0 * report.flushed
+    );
+    text + &match &report.verdict {
+        Verdict::Fp16 => "verdict: fp16 as it is (`--dtype fp16`)".to_owned(),
+        Verdict::Fp16WithFallback { units } => {
+            let units: Vec<String> = units.iter().map(ToString::to_string).collect();
+            format!(
+                "verdict: fp16 with {} in FP32 (`--dtype fp16 --set precision.fallback=layer --set precision.fallback_after=1`), or bf16",
+                units.join(", ")
+            )
+        }
+        Verdict::Bf16 { reason } => format!("verdict: bf16 (`--dtype bf16`): {reason}"),
+    }
+}

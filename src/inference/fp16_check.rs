@@ -1,0 +1,321 @@
+//! Does a model train in FP16? Forward and backward passes on real text, with a look at every tensor.
+//!
+//! Passes in FP32 show how large activations and gradients are where no type cuts them off. From that follow the units (blocks,
+//! or what is around them) that cannot stay in FP16, and the best loss scale for the others. Passes in FP16 at that scale, with
+//! those units in FP32, then confirm it or not.
+
+use crate::Result;
+use crate::data::{Batch, BatchLoader, TokenSource};
+use crate::engine::kernels::Fused;
+use crate::engine::kernels::survey::{TensorSurvey, survey};
+use crate::engine::model::{
+    Decoder, Hook, Keep, Layer, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace, candle_dtype,
+};
+use crate::engine::optim::{Gradients, MasterWeights};
+use crate::precision::{Dtype, FloatFormat, PrecisionPolicy, Unit};
+use candle_core::{Device, Tensor};
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// FP16's largest value.
+const TOP: f32 = 65504.0;
+/// The scale leaves the largest gradient this far below the top, as the next batch's may be larger.
+const ROOM: f32 = 2.0;
+/// The highest scale that is considered: that of `GradScaler`'s usual range.
+const HIGHEST_SCALE: f32 = 16_777_216.0;
+/// Share of weight gradients that may become zero at the best scale.
+const MOST_FLUSHED: f64 = 0.01;
+const SEED: u64 = 1;
+
+/// How much text is looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// Batches.
+    pub batches: usize,
+    /// Sequences in a batch.
+    pub batch_size: usize,
+    /// Tokens in a sequence.
+    pub seq_len: usize,
+}
+
+/// The largest magnitude of some tensors, and which of them has it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Largest {
+    /// Its magnitude; NaN if one is not finite even in FP32.
+    pub max_abs: f32,
+    /// The layer and what of it, such as `h.3.mlp.c_fc output`.
+    pub tensor: String,
+}
+
+/// A unit: a block, or what is around the blocks.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct UnitReport {
+    /// `h.3`, or `head`.
+    pub unit: Unit,
+    /// The largest activation.
+    pub activation: Largest,
+    /// The largest gradient, without loss scale.
+    pub gradient: Largest,
+    /// Share of its non-zero weight gradients that FP16 makes zero at the best scale.
+    pub flushed: f64,
+    /// Share of them that it stores with fewer bits.
+    pub subnormal: f64,
+}
+
+/// What to train a model in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "verdict")]
+pub enum Verdict {
+    /// FP16 as it is.
+    Fp16,
+    /// FP16, but for these units in FP32.
+    Fp16WithFallback {
+        /// Those that overflow, or whose gradients hold the loss scale down for all others.
+        units: Vec<Unit>,
+    },
+    /// BF16.
+    Bf16 {
+        /// Why FP16 will not do.
+        reason: String,
+    },
+}
+
+/// What was found.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Fp16Report {
+    /// What to do.
+    #[serde(flatten)]
+    pub verdict: Verdict,
+    /// The loss scale that suits what stays in FP16.
+    pub best_scale: f32,
+    /// Share of all non-zero weight gradients that stay in FP16 and become zero at that scale.
+    pub flushed: f64,
+    /// By unit, blocks first.
+    pub units: Vec<UnitReport>,
+    /// Tokens looked at.
+    pub tokens: usize,
+}
+
+/// What the passes show of each unit.
+#[derive(Default)]
+struct Seen {
+    activation: Largest,
+    gradient: Largest,
+    weights: TensorSurvey,
+}
+
+struct Record<'a> {
+    spec: &'a ModelSpec,
+    units: BTreeMap<Unit, Seen>,
+}
+
+impl Hook for Record<'_> {
+    fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        let weights = matches!(part, Part::WeightGradient | Part::BiasGradient);
+        let found = survey(tensor, FloatFormat::FP32, weights)?;
+        let max_abs = if found.stats.is_finite() { found.stats.max_abs } else { f32::NAN };
+        let seen = self.units.entry(layer.unit()).or_default();
+        if weights {
+            seen.weights.merge(&found);
+        }
+        let largest = if part.is_forward() { &mut seen.activation } else { &mut seen.gradient };
+        if max_abs.is_nan() || max_abs > largest.max_abs {
+            *largest = Largest { max_abs, tensor: name_of(self.spec, layer, part) };
+        }
+        Ok(())
+    }
+}
+
+/// The first tensor that is not finite.
+struct FirstBroken<'a> {
+    spec: &'a ModelSpec,
+    found: Option<String>,
+}
+
+impl Hook for FirstBroken<'_> {
+    fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        if self.found.is_none() && !survey(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
+            self.found = Some(name_of(self.spec, layer, part));
+        }
+        Ok(())
+    }
+}
+
+fn name_of(spec: &ModelSpec, layer: Layer, part: Part) -> String {
+    format!("{} {}", spec.layer_name(layer), part.name().replace('_', " "))
+}
+
+/// Checks the model of FP32 `masters` on `tokens`; `progress` is told the passes done and their number.
+pub fn fp16_check(
+    spec: &ModelSpec,
+    masters: Parameters,
+    tokens: TokenSource,
+    extent: Extent,
+    mut progress: impl FnMut(usize, usize),
+) -> Result<Fp16Report> {
+    let Extent { batches, batch_size, seq_len } = extent;
+    let mut loader = BatchLoader::new(tokens, batch_size, seq_len, SEED)?;
+    let batches: Vec<Batch> = (0..batches)
+        .map(|_| {
+            let mut batch = loader.batch();
+            loader.next_batch(&mut batch);
+            batch
+        })
+        .filter(|batch| batch.target_count > 0)
+        .collect();
+    let total = 2 * batches.len();
+    let model = Decoder::new(spec, &masters, Arc::new(Fused))?;
+    let mut record = Record { spec, units: BTreeMap::new() };
+    {
+        let mut passes = Passes::new(&model, PrecisionPolicy::FP32, &masters, (batch_size, seq_len))?;
+        for (done, batch) in batches.iter().enumerate() {
+            passes.run(&masters, batch, 1.0, &mut record)?;
+            progress(done + 1, total);
+        }
+    }
+    let wide = wide_units(&record.units);
+    let (best_scale, flushed) = best_scale(&record.units, &wide);
+    let mut verdict = judge(&record.units, &wide, flushed);
+    if !matches!(verdict, Verdict::Bf16 { .. }) {
+        // Confirmed in FP16 itself.
+        let policy = PrecisionPolicy::FP16;
+        let (masters, mut weights) = MasterWeights::new(masters, candle_dtype(policy.compute), model.kernels())?;
+        let mut passes = Passes::new(&model, policy, &weights, (batch_size, seq_len))?;
+        for &unit in &wide {
+            passes.workspace.retype(spec, unit, Dtype::F32)?;
+            for pack in weights.packs_of(unit) {
+                masters.retype(pack, candle_dtype(Dtype::F32), &mut weights, model.kernels())?;
+                passes.grads.retype(pack, Dtype::F32)?;
+            }
+        }
+        let mut broken = FirstBroken { spec, found: None };
+        for (done, batch) in batches.iter().enumerate() {
+            passes.run(&weights, batch, best_scale, &mut broken)?;
+            progress(batches.len() + done + 1, total);
+        }
+        if let Some(tensor) = broken.found {
+            let reason = format!("in FP16 at loss scale {best_scale} the {tensor} is not finite");
+            verdict = Verdict::Bf16 { reason };
+        }
+    }
+    let shift = best_scale.log2() as i32;
+    let units = record.units.into_iter().map(|(unit, seen)| {
+        let shares = seen.weights.exponents.shares_at(shift, FloatFormat::FP16);
+        let Seen { activation, gradient, .. } = seen;
+        UnitReport { unit, activation, gradient, flushed: shares.flushed, subnormal: shares.subnormal }
+    });
+    let tokens = batches.iter().map(|batch| batch.target_count).sum();
+    Ok(Fp16Report { verdict, best_scale, flushed, units: units.collect(), tokens })
+}
+
+/// A forward and backward pass and its buffers.
+struct Passes<'a> {
+    model: &'a Decoder,
+    workspace: Workspace,
+    grads: Gradients,
+}
+
+impl<'a> Passes<'a> {
+    fn new(model: &'a Decoder, policy: PrecisionPolicy, like: &Parameters, shape: (usize, usize)) -> Result<Self> {
+        let workspace = Workspace::for_training(model.spec(), policy, shape, Keep::BlockInput, &Device::Cpu)?;
+        Ok(Self { model, workspace, grads: Gradients::new(like, policy, 1)? })
+    }
+
+    fn run(&mut self, weights: &Parameters, batch: &Batch, scale: f32, hook: &mut dyn Hook) -> Result<()> {
+        let Self { model, workspace, grads } = self;
+        let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+        let (seed, grads) = (scale / batch.target_count as f32, grads.micro_batch());
+        model.forward(weights, tokens, Mode::Eval, workspace, hook)?;
+        model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads, hook)?;
+        Ok(model.backward(weights, tokens, Mode::Eval, workspace, grads, hook)?)
+    }
+}
+
+/// The units that cannot stay in FP16: those whose activations do not fit; and as long as the loss scale makes too much of the
+/// others zero, the one whose gradient holds it down.
+fn wide_units(units: &BTreeMap<Unit, Seen>) -> BTreeSet<Unit> {
+    let overflows = |seen: &Seen| seen.activation.max_abs.is_nan() || seen.activation.max_abs > TOP;
+    let mut wide: BTreeSet<Unit> = units.iter().filter(|(_, seen)| overflows(seen)).map(|(unit, _)| *unit).collect();
+    while 2 * wide.len() < units.len() && best_scale(units, &wide).1 > MOST_FLUSHED {
+        let rest = units.iter().filter(|(unit, _)| !wide.contains(unit));
+        let Some((unit, _)) = rest.max_by(|a, b| a.1.gradient.max_abs.total_cmp(&b.1.gradient.max_abs)) else { break };
+        wide.insert(*unit);
+    }
+    wide
+}
+
+/// The largest power of two that leaves room above the gradients of the units that stay in FP16, and the share of their
+/// weight gradients that become zero at it.
+fn best_scale(units: &BTreeMap<Unit, Seen>, wide: &BTreeSet<Unit>) -> (f32, f64) {
+    let kept = || units.iter().filter(|(unit, _)| !wide.contains(unit)).map(|(_, seen)| seen);
+    let largest = kept().map(|seen| seen.gradient.max_abs).fold(0.0, f32::max);
+    let scale = (TOP / ROOM / largest.max(f32::MIN_POSITIVE)).min(HIGHEST_SCALE).log2().floor().exp2();
+    let mut weights = TensorSurvey::default();
+    for seen in kept() {
+        weights.merge(&seen.weights);
+    }
+    (scale.max(1.0), weights.exponents.shares_at(scale.log2() as i32, FloatFormat::FP16).flushed)
+}
+
+fn judge(units: &BTreeMap<Unit, Seen>, wide: &BTreeSet<Unit>, flushed: f64) -> Verdict {
+    if let Some((unit, _)) =
+        units.iter().find(|(_, seen)| seen.activation.max_abs.is_nan() || seen.gradient.max_abs.is_nan())
+    {
+        return Verdict::Bf16 { reason: format!("{unit} is not finite even in FP32; no type will help") };
+    }
+    if 2 * wide.len() > units.len() {
+        let reason = format!("{} of {} units overflow FP16 or hold its loss scale down", wide.len(), units.len());
+        return Verdict::Bf16 { reason };
+    }
+    if flushed > MOST_FLUSHED {
+        let reason = format!("{:.1} % of the weight gradients become zero at the best loss scale", 100.0 * flushed);
+        return Verdict::Bf16 { reason };
+    }
+    if wide.is_empty() { Verdict::Fp16 } else { Verdict::Fp16WithFallback { units: wide.iter().copied().collect() } }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::precision::{ExponentHistogram, TensorStats};
+
+    /// A unit whose largest activation and gradient are these, and whose weight gradients all lie around `2^binade`.
+    fn seen(activation: f32, gradient: f32, binade: i32) -> Seen {
+        let exponents = ExponentHistogram::from_counts([(binade, 1000)]);
+        let of = |max_abs| Largest { max_abs, tensor: String::new() };
+        let weights = TensorSurvey { stats: TensorStats::default(), exponents };
+        Seen { activation: of(activation), gradient: of(gradient), weights }
+    }
+
+    fn verdict(units: [Seen; 4]) -> (Verdict, f32) {
+        let units: BTreeMap<Unit, Seen> =
+            units.into_iter().enumerate().map(|(block, seen)| (Unit::Block(block), seen)).collect();
+        let wide = wide_units(&units);
+        let (scale, flushed) = best_scale(&units, &wide);
+        (judge(&units, &wide, flushed), scale)
+    }
+
+    #[test]
+    fn gradients_that_fit_together_need_no_help() {
+        let units = [0, 1, 2, 3].map(|_| seen(10.0, 1.0, -12));
+        assert_eq!(verdict(units), (Verdict::Fp16, 16384.0));
+    }
+
+    #[test]
+    fn one_unit_that_holds_the_scale_down_gets_a_wider_type() {
+        // At 2^4, which suits the second, 2^-32 of the others becomes zero; at 2^14 it does not.
+        let units = [seen(10.0, 1.0, -32), seen(10.0, 1024.0, -8), seen(10.0, 1.0, -32), seen(10.0, 1.0, -32)];
+        assert_eq!(verdict(units), (Verdict::Fp16WithFallback { units: vec![Unit::Block(1)] }, 16384.0));
+    }
+
+    #[test]
+    fn too_wide_a_range_everywhere_is_bf16s() {
+        let units = [0, 1, 2, 3].map(|_| seen(10.0, 1024.0, -40));
+        assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.contains("become zero")));
+        let units = [0, 1, 2, 3].map(|block| seen(if block > 0 { 1e6 } else { 1.0 }, 1.0, -12));
+        assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.starts_with("3 of 4 units")));
+        let units = [0, 1, 2, 3].map(|block| seen(if block > 2 { f32::NAN } else { 1.0 }, 1.0, -12));
+        assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.starts_with("h.3 is not finite")));
+    }
+}

@@ -1,7 +1,7 @@
 //! `finetune fp16-check`: what to train a model in, measured.
 
 use crate::cli::model::NameArgs;
-use crate::cli::train::tell;
+use crate::cli::tell::Teller;
 use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
 use crate::precision::Dtype;
 use crate::train::whole_text;
@@ -50,7 +50,9 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         let message = format!("{seq_len} is not between 1 and the model's context of {}", trained.config.context);
         return Err(Error::config("--seq-len", message));
     }
-    let (tokens, _) = whole_text(&args.data.parse()?, &trained.tokenizer, &mut tell)?;
+    let teller = Teller::start();
+    let (tokens, _) = whole_text(&args.data.parse()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
+    drop(teller);
     let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
     let watched = stderr().is_terminal();
     let report = fp16_check(&trained.config, trained.weights(Dtype::F32)?, tokens, extent, |done, total| {

@@ -19,8 +19,10 @@ static GPU: LazyLock<Device> = LazyLock::new(|| {
 /// Numbers between -1 and 1 in no order.
 fn pattern(shape: &[usize], salt: u32, dtype: DType, device: &Device) -> Result<Tensor> {
     let len: usize = shape.iter().product();
-    let number =
-        |i: u32| ((i + 1) * 2_654_435_769 ^ salt * 40_503).wrapping_mul(2_246_822_519) as f32 / u32::MAX as f32;
+    let number = |i: u32| {
+        let bits = (i + 1).wrapping_mul(2_654_435_769) ^ salt.wrapping_mul(40_503);
+        (bits ^ bits >> 15).wrapping_mul(2_246_822_519) as f32 / u32::MAX as f32
+    };
     let values: Vec<f32> = (0..len as u32).map(|i| 2.0 * number(i) - 1.0).collect();
     Tensor::from_vec(values, shape, device)?.to_dtype(dtype)
 }

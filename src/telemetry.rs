@@ -32,7 +32,7 @@ pub use process::{ProcessId, ProcessStats};
 pub use prometheus::Prometheus;
 pub use run_state::{
     Curves, Figures, Happening, Layer, OverflowRow, Phase, ProbeTotals, RunState, SMOOTHING, SampleRow, TensorRow,
-    Tensors, histogram,
+    Tensors, histogram, smoothing_for,
 };
 pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StairCase};
 pub use tensorboard::TensorBoard;

@@ -7,8 +7,11 @@ use crate::lab::{Line, Page, Role};
 use crate::screen::dashboard::{Axes, Plot, Role as Ink};
 use crate::telemetry::Series;
 
+/// Draws a run's curve; gives where its letter stands.
+type Curve<'a> = dyn Fn(&mut Plot, &RunSummary, Ink) -> Option<(f64, f64)> + 'a;
+
 /// Rows of a plot, its axis included.
-const PLOT: u16 = 9;
+const PLOT: u16 = 15;
 
 impl Report {
     /// The report as text, `width` columns wide.
@@ -78,7 +81,7 @@ impl Report {
         blocks(page, width, heading, &labels, &rows.collect::<Vec<_>>());
     }
 
-    /// Loss and loss scale of every arm on the same axes, so that the arms can be compared.
+    /// Loss and loss scale of all arms, laid over one another: each curve has its arm's colour and letter.
     fn plots(&self, page: &mut Page, width: usize, ascii: bool) {
         let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
         let Some(losses) = range(runs().flat_map(|run| logarithms(&run.loss)).map(|(_, loss)| loss)) else { return };
@@ -93,22 +96,52 @@ impl Report {
                 .with(Role::Bad, "   ✕")
                 .dim(" overflow"),
         );
-        for (i, arm) in self.arms.iter().enumerate() {
-            let y_label = |y: f64| format!("{:.2}", y.exp());
-            let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
-            let loss = axes.text(half, PLOT, ascii, |plot| arm.runs.iter().for_each(|run| loss(plot, run)));
-            let scale = scales.map_or_else(Vec::new, |(low, high)| {
-                let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
-                let y = (low, high + (high - low) % 2.0);
-                let y_label = |y: f64| format!("2^{y:.0}");
-                let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
-                axes.text(half, PLOT, ascii, |plot| arm.runs.iter().for_each(|run| scale(plot, run)))
-            });
-            page.push(Line::new().with(Role::Series(i), arm.label.clone()));
-            for (row, loss) in loss.iter().enumerate() {
-                let scale = scale.get(row).map_or("", String::as_str);
-                page.push(Line::new().with(Role::Series(i), format!("{loss:<0$}{scale}", usize::from(half) + 2)));
+        let inks: Vec<_> = (0..4).map(ink).chain([Ink::Overflow, Ink::Dim]).collect();
+        let draw = |axes: &Axes, curve: &Curve| {
+            axes.cells((half, PLOT), ascii, &inks, |plot| {
+                for (i, arm) in self.arms.iter().enumerate() {
+                    let middles: Vec<_> = arm.runs.iter().filter_map(|run| curve(plot, run, ink(i))).collect();
+                    if let Some((x, y)) = middles.first() {
+                        plot.mark(*x, *y, arm.label.chars().next().unwrap_or('?'), ink(i));
+                    }
+                }
+            })
+        };
+        // Letters stand at different places, so that curves that run together can be told apart.
+        let part = |run: &RunSummary| {
+            let at = self.arms.iter().position(|arm| arm.runs.iter().any(|other| std::ptr::eq(other, run)));
+            (at.unwrap_or(0) + 1) as f64 / (self.arms.len() + 1) as f64
+        };
+        let y_label = |y: f64| format!("{:.2}", y.exp());
+        let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
+        let losses = draw(&axes, &|plot, run, ink| loss(plot, run, ink, part(run)));
+        let scales = scales.map_or_else(Vec::new, |(low, high)| {
+            let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
+            let y_label = |y: f64| format!("2^{y:.0}");
+            let y = (low, high + (high - low) % 2.0);
+            let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
+            draw(&axes, &|plot, run, ink| scale(plot, run, ink, part(run)))
+        });
+        let blank = || (" ".to_owned(), None);
+        for (row, mut cells) in losses.into_iter().enumerate() {
+            cells.extend([blank(), blank()]);
+            cells.extend(scales.get(row).cloned().unwrap_or_default());
+            while cells.last().is_some_and(|(symbol, _)| symbol == " ") {
+                cells.pop();
             }
+            let runs = cells.chunk_by(|(_, one), (_, other)| one == other);
+            let line = runs.fold(Line::new(), |line, run| {
+                let text: String = run.iter().map(|(symbol, _)| symbol.as_str()).collect();
+                match run[0].1 {
+                    Some(Ink::Overflow) => line.with(Role::Bad, text),
+                    Some(Ink::Dim) => line.dim(text),
+                    Some(drawn) => {
+                        line.with(Role::Series(inks.iter().position(|ink| *ink == drawn).unwrap_or(0)), text)
+                    }
+                    None => line.plain(text),
+                }
+            });
+            page.push(line);
         }
         page.gap();
     }
@@ -172,22 +205,35 @@ pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     (low <= high).then_some((low, if high > low { high } else { low + 1.0 }))
 }
 
-fn loss(plot: &mut Plot, run: &RunSummary) {
+/// The ink of an arm, which becomes its colour on the page.
+fn ink(arm: usize) -> Ink {
+    match arm % 4 {
+        0 => Ink::Train,
+        other => Ink::Other(other - 1),
+    }
+}
+
+/// Draws a run's loss; gives the point at a part of its steps.
+fn loss(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64, f64)> {
     let points: Vec<_> = logarithms(&run.loss).collect();
     for pair in points.windows(2) {
-        plot.line(pair[0], pair[1], Ink::Train);
+        plot.line(pair[0], pair[1], ink);
     }
     for bucket in run.loss.buckets().iter().filter(|bucket| bucket.broken > 0) {
         plot.mark(bucket.step as f64, f64::MAX, '✕', Ink::Overflow);
     }
+    points.get((points.len() as f64 * part) as usize).copied()
 }
 
-fn scale(plot: &mut Plot, run: &RunSummary) {
+/// Draws a run's loss scale; gives the point at a part of its steps.
+fn scale(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64, f64)> {
     let points = run.scale.points().iter().map(|point| (point.step as f64, point.value));
-    plot.stairs(points, run.figures.steps as f64, Ink::Train);
+    plot.stairs(points, run.figures.steps as f64, ink);
     for bucket in run.overflows.buckets().iter().filter(|bucket| bucket.count > 0) {
         plot.mark(bucket.step as f64, bucket.max, '✕', Ink::Overflow);
     }
+    let step = (run.figures.steps as f64 * part) as u64;
+    run.scale.at(step).map(|level| (step as f64, level))
 }
 
 /// A table whose columns are put below each other in blocks where they do not fit side by side.

@@ -2,11 +2,8 @@
 
 use crate::compare::chart::{Axes, HEIGHT, escape};
 use crate::screen::dashboard::format;
-use crate::telemetry::{Bucket, Curve, RunState, SMOOTHING, histogram};
+use crate::telemetry::{Bucket, Curve, RunState, SMOOTHING, histogram, smoothing_for};
 use std::fmt::Write;
-
-/// Which of the windows of [`SMOOTHING`] the loss is smoothed over.
-const WINDOW: usize = 1;
 
 /// All charts that there is something to draw in.
 pub(super) fn all(run: &RunState) -> String {
@@ -64,7 +61,8 @@ fn legend(entries: &[(&str, &str)]) -> String {
 }
 
 fn loss(run: &RunState) -> Option<String> {
-    let (batches, smoothed) = (run.curves.loss.since(0), run.curves.smoothed[WINDOW].since(0));
+    let window = smoothing_for(run.total_steps());
+    let (batches, smoothed) = (run.curves.loss.since(0), run.curves.smoothed[window].since(0));
     let validation = run.curves.validation.buckets();
     let axes = Axes { x: x_of(run), y: y_of(ends(&batches).chain(ends(validation)))? };
     let mut body = String::new();
@@ -84,7 +82,7 @@ fn loss(run: &RunState) -> Option<String> {
         figures.loss.map_or_else(|| "unknown".into(), format::short),
         figures.validation.map_or_else(|| "unknown".into(), |(last, best)| format!("{last:.4} and {best:.4}")),
     );
-    let window = format!("smoothed over {} steps", SMOOTHING[WINDOW]);
+    let window = format!("smoothed over {} steps", SMOOTHING[window]);
     let legend = legend(&[
         ("<path class=\"plain\" d=\"M0 7H32\"/>", "batches"),
         ("<path class=\"smooth\" d=\"M0 7H32\"/>", &window),

@@ -9,7 +9,7 @@ mod happenings;
 mod tensors;
 
 pub use curves::Curves;
-pub use figures::{Figures, ProbeTotals, SMOOTHING};
+pub use figures::{Figures, ProbeTotals, SMOOTHING, smoothing_for};
 pub use happenings::{Happening, OverflowRow, SampleRow};
 pub use tensors::{Layer, TensorRow, Tensors};
 

@@ -110,7 +110,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new("c", &[(Char('c'), Action::Curve)], "second chart: loss scale, lr, |g|, tokens/s, memory")
         .footer("curve", "curve")
         .tabs(&[0]),
-    Binding::new("w", &[(Char('w'), Action::Smoothing)], "window of the smoothed loss: 20, 50, 200 steps, none, 5")
+    Binding::new("w", &[(Char('w'), Action::Smoothing)], "window of the smoothed loss: 5, 20, 50, 200 steps, or none")
         .footer("smooth", "smoothing")
         .tabs(&[0]),
     Binding::new("x", &[(Char('x'), Action::TimeAxis)], "charts over steps or over time")

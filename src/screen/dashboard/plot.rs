@@ -2,7 +2,7 @@
 
 use super::ascii::to_ascii;
 use super::pad::Pad;
-use super::theme::{Role, Theme};
+use super::theme::{Look, Role, Theme};
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::layout::Rect;
 
@@ -40,16 +40,24 @@ struct PlotCell {
 const DOTS: [[u8; 2]; 4] = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]];
 
 impl Axes<'_> {
-    /// The chart as lines of text without colour, for a page.
-    pub(crate) fn text(&self, width: u16, height: u16, ascii: bool, curves: impl FnOnce(&mut Plot)) -> Vec<String> {
+    /// The chart for a page: rows of cells, each with its character and the role among `roles` that it was drawn in.
+    pub(crate) fn cells(
+        &self,
+        (width, height): (u16, u16),
+        ascii: bool,
+        roles: &[Role],
+        curves: impl FnOnce(&mut Plot),
+    ) -> Vec<Vec<(String, Option<Role>)>> {
         let area = Rect::new(0, 0, width, height);
-        let mut buffer = Buffer::empty(area);
-        self.draw(&mut Pad::new(&mut buffer, area, Theme::monochrome()), curves);
+        let (mut buffer, theme) = (Buffer::empty(area), Theme::truecolor(Look::Dark));
+        self.draw(&mut Pad::new(&mut buffer, area, theme), curves);
         if ascii {
             to_ascii(&mut buffer);
         }
-        let symbols: Vec<&str> = buffer.content.iter().map(Cell::symbol).collect();
-        symbols.chunks(usize::from(width).max(1)).map(|row| row.concat().trim_end().to_owned()).collect()
+        // A cell keeps its colour only, and each role has one of its own.
+        let role = |cell: &Cell| roles.iter().copied().find(|role| theme.style(*role).fg == Some(cell.fg));
+        let cells: Vec<_> = buffer.content.iter().map(|cell| (cell.symbol().to_owned(), role(cell))).collect();
+        cells.chunks(usize::from(width).max(1)).map(<[_]>::to_vec).collect()
     }
 
     /// The figures at the top, in the middle and at the bottom.
@@ -227,7 +235,9 @@ mod tests {
     fn drawn(width: u16, height: u16, curves: impl FnOnce(&mut Plot)) -> Vec<String> {
         let label = |value: f64| format!("{value:.0}");
         let axes = Axes { x: (0.0, 9.0), y: (0.0, 4.0), x_label: &label, y_label: &label };
-        axes.text(width, height, false, curves)
+        let rows = axes.cells((width, height), false, &[], curves).into_iter();
+        let text = |row: Vec<(String, Option<Role>)>| row.into_iter().map(|(symbol, _)| symbol).collect::<String>();
+        rows.map(|row| text(row).trim_end().to_owned()).collect()
     }
 
     #[test]

@@ -7,7 +7,9 @@ use super::mouse;
 use super::panels::chart::first_step;
 use super::theme::Look;
 use crate::screen::terminal::keys::{action, is_ctrl_c};
-use crate::telemetry::{Command, FinishReason, Happening, Phase, Record, RunState, SMOOTHING, SampleRow, TensorRow};
+use crate::telemetry::{
+    Command, FinishReason, Happening, Phase, Record, RunState, SMOOTHING, SampleRow, TensorRow, smoothing_for,
+};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, MouseEvent};
 
 /// The tabs' names, in order.
@@ -196,8 +198,8 @@ pub(super) struct ViewModel {
     pub(super) zoom: Option<Panel>,
     pub(super) time_axis: bool,
     pub(super) log_loss: bool,
-    /// Which of the windows of `SMOOTHING` the loss is smoothed over.
-    pub(super) smoothing: usize,
+    /// Which of the windows of `SMOOTHING` was asked for; the one after the last stands for none.
+    smoothing: Option<usize>,
     pub(super) true_magnitudes: bool,
     pub(super) sort: Sort,
     /// What rows must contain, by tab.
@@ -258,7 +260,7 @@ impl ViewModel {
             zoom: None,
             time_axis: false,
             log_loss: false,
-            smoothing: 1,
+            smoothing: None,
             true_magnitudes: false,
             sort: Sort::Underflow,
             filters: Default::default(),
@@ -293,6 +295,12 @@ impl ViewModel {
     /// The run as it is.
     pub(super) fn live(&self) -> &RunState {
         &self.live
+    }
+
+    /// Which of the windows of `SMOOTHING` the loss is smoothed over: the one that was asked for, or that suits the run. The
+    /// one after the last stands for none.
+    pub(super) fn window(&self) -> usize {
+        self.smoothing.unwrap_or_else(|| smoothing_for(self.run().total_steps()))
     }
 
     /// The step at which the picture was frozen.
@@ -487,7 +495,7 @@ pub(super) fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
                 view.range.map_or(Some(0), |range| RANGES.iter().position(|steps| *steps == range).map(|at| at + 1));
             view.range = next.and_then(|at| RANGES.get(at)).copied();
         }
-        Action::Smoothing => view.smoothing = (view.smoothing + 1) % (SMOOTHING.len() + 1),
+        Action::Smoothing => view.smoothing = Some((view.window() + 1) % (SMOOTHING.len() + 1)),
         Action::Curve => view.chosen = view.chosen.next(),
         Action::Look => view.look = Some(view.look.unwrap_or(view.first_look).next()),
         Action::Seek(by) => {

@@ -10,6 +10,16 @@ const WINDOW: usize = 10;
 /// The windows, in steps, over which the loss is smoothed.
 pub const SMOOTHING: [u32; 4] = [5, 20, 50, 200];
 
+/// Which of the windows suits a run of so many steps: a wide one lags far behind in a short run.
+pub fn smoothing_for(total_steps: u64) -> usize {
+    match total_steps {
+        1..400 => 0,
+        0 | 400..4000 => 1,
+        4000..40_000 => 2,
+        _ => 3,
+    }
+}
+
 /// What a run came to.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Figures {

@@ -26,7 +26,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     };
     if view.others.is_empty() {
         entry("∙".into(), Role::Train, " batch".into());
-        if let Some(window) = SMOOTHING.get(view.smoothing) {
+        if let Some(window) = SMOOTHING.get(view.window()) {
             entry("─".into(), Role::Smooth, format!(" {}{window}", if wide { "smoothed " } else { "mean " }));
         }
         entry("◆".into(), Role::Validation, " val".into());
@@ -91,7 +91,7 @@ fn scaling(view: &ViewModel) -> fn(f64) -> f64 {
 
 /// The line of a run: its smoothed loss, or the loss itself where nothing is smoothed.
 fn line<'a>(view: &ViewModel, run: &'a RunState) -> Cow<'a, [Bucket]> {
-    run.curves.smoothed.get(view.smoothing).unwrap_or(&run.curves.loss).since(first_step(view))
+    run.curves.smoothed.get(view.window()).unwrap_or(&run.curves.loss).since(first_step(view))
 }
 
 fn curves(view: &ViewModel, plot: &mut Plot) {
@@ -102,7 +102,7 @@ fn curves(view: &ViewModel, plot: &mut Plot) {
         let batches = losses.iter().filter(|bucket| bucket.count > 0);
         plot.envelope(batches.map(|bucket| (x(bucket), to_y(bucket.min), to_y(bucket.max))), Role::Train);
     }
-    if view.smoothing < SMOOTHING.len() || !view.others.is_empty() {
+    if view.window() < SMOOTHING.len() || !view.others.is_empty() {
         polyline(plot, view, &line(view, run), Role::Smooth);
     }
     for (at, other) in view.others.iter().enumerate() {

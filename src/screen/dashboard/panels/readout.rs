@@ -39,11 +39,11 @@ fn figures(view: &ViewModel, step: u64) -> Vec<(String, Role)> {
         figures.push((text, if loss.broken > 0 { Role::Overflow } else { Role::Train }));
     }
     let mean = |curve: &Curve| curve.at(step).as_ref().and_then(Bucket::mean);
-    if let Some(smoothed) = curves.smoothed.get(view.smoothing).and_then(mean) {
+    if let Some(smoothed) = curves.smoothed.get(view.window()).and_then(mean) {
         figures.push((format!("smoothed {}", format::loss(smoothed)), Role::Smooth));
     }
     for (at, other) in view.others.iter().enumerate() {
-        let curve = other.run.curves.smoothed.get(view.smoothing).unwrap_or(&other.run.curves.loss);
+        let curve = other.run.curves.smoothed.get(view.window()).unwrap_or(&other.run.curves.loss);
         let loss = mean(curve).map_or_else(|| "-".into(), format::loss);
         figures.push((format!("{} {loss}", super::loss::letter(at)), Role::Other(at)));
     }

@@ -73,7 +73,7 @@ fn learning(view: &ViewModel, run: &RunState, wide: bool, narrow: bool) -> Vec<(
     let step = &run.step;
     let loss_role = if step.loss.is_finite() { Role::Text } else { Role::Overflow };
     let mut items = vec![(format!("loss {}", format::loss(f64::from(step.loss))), loss_role)];
-    if wide && let Some(smoothed) = run.smoothed_loss(view.smoothing) {
+    if wide && let Some(smoothed) = run.smoothed_loss(view.window()) {
         items.push((format!("smoothed {}", format::loss(smoothed)), Role::Text));
     }
     if let Some(last) = run.last_validation() {

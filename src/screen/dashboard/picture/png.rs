@@ -51,8 +51,16 @@ impl Canvas {
         let width = cells * WIDTH;
         // A glyph that is wider than its place is squeezed.
         let squeeze = glyph.map_or(1, |glyph| glyph.get_width().div_ceil(width));
+        // Unifont marks the dots of a braille character that are not set, too: here they are drawn.
+        let dots = matches!(c, '\u{2800}'..='\u{28ff}').then_some(c as u32 & 0xff);
         for row in 0..HEIGHT {
             let lit = |column: usize| {
+                if let Some(dots) = dots {
+                    // Bits by row and column, as Unicode numbers the dots; each is two pixels of four.
+                    const BITS: [[u32; 2]; 4] = [[0, 3], [1, 4], [2, 5], [6, 7]];
+                    let set = dots >> BITS[row / 4][column / 4] & 1 == 1;
+                    return set && (1..3).contains(&(row % 4)) && (1..3).contains(&(column % 4));
+                }
                 glyph.is_some_and(|glyph| (0..squeeze).any(|part| glyph.get_pixel(column * squeeze + part, row)))
             };
             for column in 0..width {

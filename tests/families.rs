@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 use common::compare::{assert_close, max_difference, relative, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::{KvCache, Mode, ModelSpec, Tokens};
+use finetune::engine::model::{Keep, KvCache, Mode, ModelSpec, Tokens, Workspace};
 use finetune::precision::PrecisionPolicy;
 use finetune::train::{Engine, Outcome, StepReport};
 
@@ -156,6 +156,24 @@ fn configurations_are_written_as_they_were_read() {
         assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec, "{}", case.name);
         let elements: usize = case.parameters.values().map(Tensor::elem_count).sum();
         assert_eq!(spec.parameter_count(), elements as u64, "{}", case.name);
+    }
+}
+
+/// Gradient checkpointing computes what it did not keep again, to the bit.
+#[test]
+fn recomputed_blocks_change_no_bit() {
+    for case in Case::families() {
+        for policy in POLICIES {
+            let step = |keep| {
+                let mut engine = case.engine(policy, case.rows());
+                let shape = (case.rows(), engine.workspace.seq_len());
+                engine.workspace =
+                    Workspace::for_training(engine.model.spec(), policy, shape, keep, &Device::Cpu).unwrap();
+                let report = engine.step(&case.whole_batch(0)).unwrap();
+                (report.loss, engine.grads.total().tensors().iter().map(values).collect::<Vec<_>>())
+            };
+            assert!(step(Keep::All) == step(Keep::BlockInput), "{} {policy}", case.name);
+        }
     }
 }
 

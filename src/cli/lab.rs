@@ -7,10 +7,12 @@ use clap::{Args, Parser, Subcommand};
 use serde::Serialize;
 
 use crate::engine::model::ModelSpec;
-use crate::lab::screen::{self, Adjust, Field, Instrument, Theme};
+use crate::lab::guide::{self, about};
+use crate::lab::screen::{self, Theme};
 use crate::lab::{
-    Bits, Comparison, Extent, Memory, Overflows, Page, Ranges, RunFigures, Scaling, UlpGrid, apply_setting, log_normal,
-    model_named, parse_format, parse_value,
+    Bits, Blocks, Comparison, Crises, Extent, GradientModel, Memory, Overflows, Page, Ranges, Role, RunFigures,
+    Scaling, Scheme, Setup, Softmax, Sums, Terms, UlpGrid, apply_setting, log_normal, model_named, normal_tensor,
+    parse_format, parse_value,
 };
 use crate::precision::FloatFormat;
 use crate::telemetry::ProcessStats;
@@ -40,21 +42,129 @@ pub(crate) struct LabArgs {
 #[derive(Debug, Subcommand)]
 enum View {
     /// A number in every format: its bits, what is stored, what is lost
-    Bits {
-        /// `1e-8`, `pi`, `2^-24`, `1 + 2^-11`, or a pattern: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`
-        #[arg(allow_hyphen_values = true)]
-        value: String,
-    },
+    Bits(BitsArgs),
     /// Every format's range on a log2 axis, with a value's or a run's numbers
     Ranges(RangesArgs),
     /// The grid of each format around a weight: does an update survive?
     Ulp(UlpArgs),
-    /// The dynamic loss scale step by step, for up to four settings
+    /// The dynamic loss scale in its loop with the gradients, for up to four settings
     Scaler(ScalerArgs),
     /// A gradient's histogram under a movable loss scale
     Scaling(ScalingArgs),
     /// Bytes of training a model, by recipe
     Memory(MemoryArgs),
+    /// The error of long sums and dot products, by accumulator
+    Sums(SumsArgs),
+    /// A tensor's scales, codes and errors in FP8, MXFP8, NVFP4 and INT8
+    Blocks(BlocksArgs),
+    /// Softmax and positions in half precision
+    Softmax(SoftmaxArgs),
+    /// Underflow, overflow, vanishing updates: cause and cure
+    Crises(CrisesArgs),
+}
+
+impl View {
+    /// Its name as typed.
+    const fn name(&self) -> &'static str {
+        match self {
+            Self::Bits(_) => "bits",
+            Self::Ranges(_) => "ranges",
+            Self::Ulp(_) => "ulp",
+            Self::Scaler(_) => "scaler",
+            Self::Scaling(_) => "scaling",
+            Self::Memory(_) => "memory",
+            Self::Sums(_) => "sums",
+            Self::Blocks(_) => "blocks",
+            Self::Softmax(_) => "softmax",
+            Self::Crises(_) => "crises",
+        }
+    }
+}
+
+#[derive(Args, Debug)]
+struct BitsArgs {
+    /// `1e-8`, `pi`, `2^-24`, `1 + 2^-11`, or a pattern: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`
+    #[arg(allow_hyphen_values = true)]
+    value: String,
+    /// The format whose bit is marked
+    #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format)]
+    format: FloatFormat,
+    /// A bit to explain, counted from the left
+    #[arg(long, value_name = "BIT")]
+    cursor: Option<u32>,
+}
+
+#[derive(Args, Debug)]
+struct SumsArgs {
+    /// `uniform`, `signed` or `tenths`
+    #[arg(long, default_value = "uniform")]
+    terms: Terms,
+    /// Terms of the longest sum [default: 16384, or the longest product of the run's model]
+    #[arg(long)]
+    length: Option<usize>,
+    /// Sum products of two sequences
+    #[arg(long)]
+    dot: bool,
+    /// The seed of stochastic rounding
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+#[derive(Args, Debug)]
+struct BlocksArgs {
+    /// The scheme whose first block is shown: `fp8`, `delayed`, `rows`, `block128`, `mxfp8`, `nvfp4` or `int8`
+    #[arg(long, default_value = "mxfp8")]
+    scheme: Scheme,
+    /// What the first value of each row is multiplied with
+    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true)]
+    outlier: f64,
+    /// What delayed scaling remembers: a factor on the tensor's own largest magnitude
+    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value)]
+    remembered: f64,
+    /// Rows of the tensor, where no run is read
+    #[arg(long, default_value_t = 8)]
+    rows: usize,
+    /// Its columns, a multiple of 128
+    #[arg(long, default_value_t = 512)]
+    columns: usize,
+    /// The seed of its values
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+#[derive(Args, Debug)]
+struct SoftmaxArgs {
+    /// The largest logit; the others are 0 [default: 12, or the largest that a run's FP32 probe saw]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    logit: Option<f64>,
+    /// Tokens [default: 4096, or the run's sequence]
+    #[arg(long)]
+    length: Option<u64>,
+    /// A position
+    #[arg(long, value_parser = parse_value, default_value = "4095")]
+    position: f64,
+}
+
+#[derive(Args, Debug)]
+struct CrisesArgs {
+    /// A small gradient [default: 1e-8, or the run's smallest]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    small: Option<f64>,
+    /// A large gradient [default: 3, or the run's largest]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    large: Option<f64>,
+    /// The loss scale [default: 65536, or the run's first]
+    #[arg(long, value_parser = parse_value)]
+    scale: Option<f64>,
+    /// A weight
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1")]
+    weight: f64,
+    /// What a step takes from it [default: 5e-5, or the run's learning rate, Adam's usual step]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    update: Option<f64>,
+    /// Steps
+    #[arg(long, default_value_t = 3)]
+    steps: u64,
 }
 
 #[derive(Args, Debug)]
@@ -62,22 +172,22 @@ struct RangesArgs {
     /// Values to mark
     #[arg(allow_negative_numbers = true)]
     values: Vec<String>,
-    /// Exponent at the chart's left end
-    #[arg(long, value_name = "EXPONENT", default_value_t = Ranges::WHOLE.0, allow_negative_numbers = true)]
-    from: i32,
-    /// Exponent at the chart's right end
-    #[arg(long, value_name = "EXPONENT", default_value_t = Ranges::WHOLE.1, allow_negative_numbers = true)]
-    to: i32,
+    /// Exponent at the chart's left end [default: fitting]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
+    from: Option<i32>,
+    /// Exponent at the chart's right end [default: fitting]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
+    to: Option<i32>,
 }
 
 #[derive(Args, Debug)]
 struct UlpArgs {
-    /// The weight
-    #[arg(long, value_name = "VALUE", default_value = "1.0", value_parser = parse_value, allow_hyphen_values = true)]
-    center: f64,
-    /// What a step adds to it
-    #[arg(long, value_name = "VALUE", default_value = "5e-5", value_parser = parse_value, allow_hyphen_values = true)]
-    update: f64,
+    /// The weight [default: 1, or the root mean square of the run's]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
+    center: Option<f64>,
+    /// What a step adds to it [default: 5e-5, or the run's learning rate, Adam's usual step]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
+    update: Option<f64>,
 }
 
 #[derive(Args, Debug)]
@@ -89,17 +199,44 @@ struct ScalerArgs {
     #[arg(long, value_name = "KEY=VALUE,…")]
     setting: Vec<String>,
     /// Steps, where no run is replayed
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 2000)]
     steps: usize,
-    /// Steps that overflow, counted from 0
+    /// Mean of log2 max|g|, or `none` for gradients that never overflow by themselves
+    #[arg(long, value_name = "EXPONENT", default_value = "-1", allow_hyphen_values = true)]
+    level: String,
+    /// Standard deviation of log2 max|g|
+    #[arg(long, default_value_t = 1.0)]
+    sigma: f64,
+    /// Change of the level in 1,000 steps, in binades
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    drift: f64,
+    /// Share of steps with a spike
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    spikes: f64,
+    /// Height of a spike, in binades
+    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
+    spike: f64,
+    /// A step from which the level is higher by `--jump` binades
+    #[arg(long, value_name = "STEP")]
+    jump_at: Option<u64>,
+    /// See `--jump-at`
+    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
+    jump: f64,
+    /// Steps that overflow in any case, counted from 0
     #[arg(long, value_name = "STEP,…", value_delimiter = ',')]
     overflow_at: Vec<u64>,
-    /// Probability that a step overflows
-    #[arg(long, value_name = "SHARE", conflicts_with = "overflow_at")]
-    rate: Option<f64>,
-    /// The seed of drawn overflows
+    /// Probability that a step overflows in any case
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    rate: f64,
+    /// The seed of the gradients
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Repeat with this many seeds, and print means with 95 % intervals
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000))]
+    seeds: Option<u64>,
+    /// A step to explain; the chart ends there
+    #[arg(long, value_name = "STEP")]
+    cursor: Option<u64>,
 }
 
 #[derive(Args, Debug)]
@@ -119,6 +256,9 @@ struct ScalingArgs {
     /// Number of gradients
     #[arg(long, default_value_t = 82_000_000)]
     count: u64,
+    /// Draw heights as counts, not as their logarithms
+    #[arg(long)]
+    linear: bool,
 }
 
 #[derive(Args, Debug)]
@@ -135,6 +275,9 @@ struct MemoryArgs {
     /// Micro-batches in a step
     #[arg(long)]
     grad_accum: Option<usize>,
+    /// Rank of the adapters of `LoRA`
+    #[arg(long, default_value_t = 16)]
+    rank: usize,
     /// Memory to fit in: `16G`, `512M`
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     memory: Option<u64>,
@@ -146,8 +289,7 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let terminal = std::io::stdout().is_terminal();
     let Some(view) = &args.view else {
         if !terminal || !std::io::stdin().is_terminal() || args.json {
-            let message =
-                "the screen needs a terminal; name a view to print: bits, ranges, ulp, scaler, scaling, memory";
+            let message = "the screen needs a terminal; name a view to print, such as `bits 0.1`; --help lists them";
             return Err(Error::config("lab", message));
         }
         return show_screen(args, &mut bench);
@@ -156,7 +298,7 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let text = if args.json {
         report.json()? + "\n"
     } else {
-        let page = (report.page)(args.width.unwrap_or_else(terminal_width));
+        let page = explained(view.name(), &report, args.width.unwrap_or_else(terminal_width));
         let page = if args.ascii { page.ascii() } else { page };
         page.printed(terminal)
     };
@@ -166,6 +308,14 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
 pub(super) fn terminal_width() -> usize {
     let size = std::io::stdout().is_terminal().then(ratatui::crossterm::terminal::size);
     size.and_then(std::result::Result::ok).map_or(80, |(columns, _)| usize::from(columns).max(40))
+}
+
+/// A view's page with its explanation below.
+fn explained(view: &str, report: &Report, width: usize) -> Page {
+    let mut page = (report.page)(width);
+    page.gap();
+    page.wrapped(Role::Dim, about(view), width);
+    page
 }
 
 /// A report that is not yet rendered.
@@ -203,12 +353,16 @@ impl Bench {
         let program = self.program;
         let run = run.map(|path| self.read(path)).transpose()?;
         Ok(match view {
-            View::Bits { value } => Report::new(Bits::of(value)?, Bits::page),
+            View::Bits(args) => Report::new(args.report()?, Bits::page),
             View::Ranges(args) => Report::new(args.report(run)?, Ranges::page),
-            View::Ulp(args) => Report::new(UlpGrid::new(args.center, args.update), UlpGrid::page),
+            View::Ulp(args) => Report::new(args.report(run)?, UlpGrid::page),
             View::Scaler(args) => Report::new(args.report(run)?, Comparison::page),
             View::Scaling(args) => Report::new(args.report(run)?, Scaling::page),
             View::Memory(args) => Report::new(args.report(run, program)?, Memory::page),
+            View::Sums(args) => Report::new(args.report(run)?, Sums::page),
+            View::Blocks(args) => Report::new(args.report(run)?, Blocks::page),
+            View::Softmax(args) => Report::new(args.report(run), Softmax::page),
+            View::Crises(args) => Report::new(args.report(run)?, Crises::page),
         })
     }
 
@@ -235,25 +389,114 @@ impl RangesArgs {
     }
 }
 
+impl BitsArgs {
+    fn report(&self) -> Result<Bits> {
+        let mut bits = Bits::of(&self.value)?;
+        bits.cursor = self.cursor.map(|bit| (self.format, bit.min(self.format.bits() - 1)));
+        Ok(bits)
+    }
+}
+
+impl UlpArgs {
+    fn report(&self, run: Option<&RunFigures>) -> Result<UlpGrid> {
+        let of_run = run.map(RunFigures::weight_and_update).transpose()?.unwrap_or((1.0, 5e-5));
+        Ok(UlpGrid::new(self.center.unwrap_or(of_run.0), self.update.unwrap_or(of_run.1)))
+    }
+}
+
+impl SumsArgs {
+    fn report(&self, run: Option<&RunFigures>) -> Result<Sums> {
+        // The deepest product of a block is that with the MLP's inner width.
+        let deepest = run.map(|run| 4 * run.started.shape.n_embd);
+        Sums::new(self.terms, self.dot, self.length.or(deepest).unwrap_or(16384), self.seed)
+    }
+}
+
+impl BlocksArgs {
+    fn report(&self, run: Option<&RunFigures>) -> Result<Blocks> {
+        /// Values of the largest tensor that is quantised.
+        const MOST: usize = 1 << 20;
+        if let Some(run) = run {
+            let (source, tensor, shape) = run.matrix(MOST)?;
+            return Blocks::new(source, tensor, shape, self.remembered as f32, self.scheme);
+        }
+        let shape = [self.rows, self.columns];
+        if self.rows.saturating_mul(self.columns) > MOST {
+            return Err(Error::config(
+                "--rows",
+                format!("{} × {} are more than {MOST} values", self.rows, self.columns),
+            ));
+        }
+        let tensor = if shape.contains(&0) { Vec::new() } else { normal_tensor(shape, self.outlier as f32, self.seed) };
+        let source = format!("normal, seed {}, outlier × {}", self.seed, self.outlier);
+        Blocks::new(source, tensor, shape, self.remembered as f32, self.scheme)
+    }
+}
+
+impl SoftmaxArgs {
+    fn report(&self, run: Option<&RunFigures>) -> Softmax {
+        let logit = run.and_then(|run| run.activations.get("lm_head")).map(|largest| f64::from(*largest));
+        let length = run.and_then(|run| run.setting("/train/seq_len"));
+        let (logit, length) = (self.logit.or(logit).unwrap_or(12.0), self.length.or(length).unwrap_or(4096));
+        Softmax::new(logit, length, self.position)
+    }
+}
+
+impl CrisesArgs {
+    fn report(&self, run: Option<&RunFigures>) -> Result<Crises> {
+        let gradients = run.and_then(RunFigures::true_gradients);
+        let rate = run.and_then(RunFigures::largest_rate);
+        let scale = run.and_then(|run| run.steps.first()).map(|step| f64::from(step.loss_scale));
+        let small = self.small.or(gradients.map(|(low, _)| low)).unwrap_or(1e-8);
+        let large = self.large.or(gradients.map(|(_, high)| high)).unwrap_or(3.0);
+        let scale = self.scale.or(scale).unwrap_or(65536.0);
+        Crises::new([small, large], scale, [self.weight, self.update.or(rate).unwrap_or(5e-5)], self.steps)
+    }
+}
+
 impl ScalerArgs {
+    /// The most steps that are simulated.
+    const LONGEST: usize = 1_000_000;
+
     fn report(&self, run: Option<&RunFigures>) -> Result<Comparison> {
         if self.setting.len() > 3 {
             return Err(Error::config("--setting", "four settings can be compared: the base and three others"));
         }
-        if let Some(rate) = self.rate.filter(|rate| !(0.0..=1.0).contains(rate)) {
-            return Err(Error::config("--rate", format!("{rate} is not a share between 0 and 1")));
+        for (flag, share) in [("--rate", self.rate), ("--spikes", self.spikes)] {
+            if !(0.0..=1.0).contains(&share) {
+                return Err(Error::config(flag, format!("{share} is not a share between 0 and 1")));
+            }
+        }
+        if self.steps > Self::LONGEST {
+            return Err(Error::config("--steps", format!("{} are too many; {} at most", self.steps, Self::LONGEST)));
         }
         let started = run.and_then(|run| serde_json::from_value(run.started.config.get("scaler")?.clone()).ok());
         let base = apply_setting(started.unwrap_or_default(), &self.base)?;
-        let overflows = match (run, self.rate) {
+        let model = if self.level.trim() == "none" { None } else { Some(self.gradients()?) };
+        let steps = |seed| match (run, model) {
             (Some(run), _) => run.overflows(),
-            (None, Some(rate)) => Overflows::drawn(rate, self.steps, self.seed),
-            (None, None) => Overflows::at(&self.overflow_at, self.steps),
+            (None, Some(model)) => model.steps(seed, self.steps),
+            (None, None) => Overflows::none(self.steps),
         };
-        let label = if self.base.is_empty() { "base" } else { self.base.trim() };
+        let injected = |seed| steps(seed).injected(&self.overflow_at, self.rate, seed);
+        let label = if (1..20).contains(&self.base.trim().len()) { self.base.trim() } else { "base" };
         let others = self.setting.iter().map(|text| Ok((text.clone(), apply_setting(base, text)?)));
         let settings = std::iter::once(Ok((label.to_owned(), base))).chain(others).collect::<Result<_>>()?;
-        Comparison::run(settings, &overflows)
+        let mut comparison = Comparison::run(settings, &injected(self.seed))?;
+        if let Some(seeds) = self.seeds {
+            comparison.repeat(seeds, injected)?;
+        }
+        comparison.cursor = self.cursor;
+        Ok(comparison)
+    }
+
+    fn gradients(&self) -> Result<GradientModel> {
+        let Self { sigma, drift, spikes, spike, jump_at, jump, .. } = *self;
+        let level = parse_value(&self.level)?;
+        if sigma < 0.0 || [level, sigma, drift, spike, jump].iter().any(|value| !value.is_finite()) {
+            return Err(Error::config("--sigma", "level, sigma, drift and heights must be finite, sigma 0 or more"));
+        }
+        Ok(GradientModel { level, sigma, drift, spikes, spike, jump_at, jump })
     }
 }
 
@@ -268,7 +511,9 @@ impl ScalingArgs {
             let source = format!("log-normal around 2^{}, deviation {} binades", self.mu, self.sigma);
             (source, log_normal(self.mu, self.sigma, self.count))
         };
-        Ok(Scaling::new(source, gradients, self.format, self.scale))
+        let mut scaling = Scaling::new(source, gradients, self.format, self.scale);
+        scaling.linear = self.linear;
+        Ok(scaling)
     }
 }
 
@@ -289,7 +534,14 @@ impl MemoryArgs {
         if [batch, seq, accum].contains(&0) {
             return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1 or more"));
         }
-        let mut memory = Memory::new(&name, &config, (batch, seq, accum), self.memory, program)?;
+        let setup = Setup {
+            shape: [batch, seq, accum],
+            budget: self.memory,
+            rank: self.rank,
+            probes: run.is_some_and(|run| run.probed.total() > 0),
+            process: program,
+        };
+        let mut memory = Memory::new(&name, &config, setup)?;
         let as_it_ran = self.model.is_none() && self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();
         if as_it_ran && let Some(run) = run {
             memory.measured = run.peak_rss_bytes.map(|peak| (run.policy(), peak));
@@ -339,7 +591,8 @@ struct Typed {
 }
 
 fn show_screen(args: &LabArgs, bench: &mut Bench) -> Result<()> {
-    screen::run(instruments(args.run.as_deref()), Theme::from_env(args.ascii), |view, fields, width| {
+    let run = args.run.as_deref().map(|run| run.display().to_string()).unwrap_or_default();
+    screen::run(guide::instruments(&run), Theme::from_env(args.ascii), |view, fields, width| {
         evaluate(bench, view, fields, width)
     })
 }
@@ -348,9 +601,21 @@ fn show_screen(args: &LabArgs, bench: &mut Bench) -> Result<()> {
 fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize) -> Result<Page> {
     let run = fields.iter().find(|(flag, _)| *flag == "run").map(|(_, path)| PathBuf::from(path));
     let mut typed = vec![view.to_owned()];
+    // The scaler's options, whose names are those of the `[scaler]` table.
+    let base: Vec<_> = fields
+        .iter()
+        .filter(|(flag, _)| OPTIONS.contains(flag))
+        .map(|(flag, value)| format!("{flag}={value}"))
+        .collect();
+    if !base.is_empty() {
+        typed.push(format!("--base={}", base.join(",")));
+    }
     for (flag, value) in fields.iter().filter(|(flag, _)| *flag != "run") {
         match *flag {
+            flag if OPTIONS.contains(&flag) && view == "scaler" => {}
             "value" => typed.push((*value).to_owned()),
+            // Switches.
+            "dot" | "linear" => typed.push(format!("--{flag}")),
             "values" => typed.extend(value.split(',').map(str::to_owned)),
             // Numbered, so that each of them has a field.
             "setting-2" | "setting-3" | "setting-4" => typed.push(format!("--setting={value}")),
@@ -362,67 +627,12 @@ fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize
         Error::config(view, text.lines().next().unwrap_or_default().trim_start_matches("error: "))
     })?;
     let report = bench.report(&typed.view, run.as_deref())?;
-    Ok((report.page)(width))
+    Ok(explained(view, &report, width))
 }
 
-/// The views with their parameters, as the screen first shows them.
-fn instruments(run: Option<&Path>) -> Vec<Instrument> {
-    use Adjust::{Among, Count, Double, Scale, Typed};
-    const FORMATS: &[&str] = &["fp16", "bf16", "fp32", "e4m3", "e5m2"];
-    const MODELS: &[&str] = &["tiny", "distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "7b"];
-    const MEMORY: &[&str] = &["4G", "8G", "16G", "24G", "40G", "80G", "141G"];
-    let field = Field::new;
-    let run = run.map(|run| run.display().to_string()).unwrap_or_default();
-    let run = || field("run", &run, Typed);
-    let instrument = |name, fields: Vec<Field>| Instrument { name, fields };
-    vec![
-        instrument("bits", vec![field("value", "pi", Among(&Bits::PRESETS))]),
-        instrument(
-            "ranges",
-            vec![
-                field("values", "1e-8,65504", Typed),
-                field("from", "-150", Count(-150)),
-                field("to", "130", Count(130)),
-                run(),
-            ],
-        ),
-        instrument("ulp", vec![field("center", "1", Scale), field("update", "5e-5", Scale)]),
-        instrument(
-            "scaler",
-            vec![
-                field("base", "init_scale=32768,growth_interval=5", Typed),
-                field("setting-2", "", Typed),
-                field("setting-3", "", Typed),
-                field("setting-4", "", Typed),
-                field("steps", "20", Double(20)),
-                field("overflow-at", "10", Typed),
-                field("rate", "", Typed),
-                field("seed", "0", Count(0)),
-                run(),
-            ],
-        ),
-        instrument(
-            "scaling",
-            vec![
-                field("scale", "0", Count(0)),
-                field("format", "fp16", Among(FORMATS)),
-                field("mu", "-22", Count(-22)),
-                field("sigma", "4", Double(4)),
-                run(),
-            ],
-        ),
-        instrument(
-            "memory",
-            vec![
-                field("model", "distilgpt2", Among(MODELS)),
-                field("batch", "32", Double(32)),
-                field("seq", "32", Double(32)),
-                field("grad-accum", "1", Double(1)),
-                field("memory", "16G", Among(MEMORY)),
-            ],
-        ),
-    ]
-}
+/// Fields of the scaler's view that are options of the scaler.
+const OPTIONS: [&str; 7] =
+    ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "on_overflow", "policy"];
 
 #[cfg(test)]
 mod tests {
@@ -446,14 +656,14 @@ mod tests {
     /// Every tab of the screen shows what the command line prints, at both sizes, without an error.
     #[test]
     fn every_instrument_has_a_page() {
-        for instrument in instruments(None) {
+        for instrument in guide::instruments("") {
             let given = instrument.fields.iter().filter(|field| !field.value.is_empty());
             let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
             for width in [78, 118] {
                 let page = evaluate(&mut Bench::new(), instrument.name, &fields, width).unwrap();
                 let widest = page.text().lines().map(|line| line.chars().count()).max().unwrap();
                 assert!(widest <= width, "{}: {widest} > {width}\n{}", instrument.name, page.text());
-                assert!(page.lines.len() <= 28, "{}: {} lines", instrument.name, page.lines.len());
+                assert!(page.lines.len() <= 44, "{}: {} lines", instrument.name, page.lines.len());
             }
         }
     }
@@ -461,10 +671,10 @@ mod tests {
     #[test]
     fn pictures() {
         for (width, height) in [(80, 24), (120, 36)] {
-            for (tab, instrument) in instruments(None).into_iter().enumerate() {
+            for (tab, instrument) in guide::instruments("").into_iter().enumerate() {
                 let mut bench = Bench { program: 24 << 20, ..Bench::new() };
                 let evaluate = |view: &str, fields: &[(&str, &str)], width| evaluate(&mut bench, view, fields, width);
-                let picture = screen::picture(instruments(None), tab, (width, height), evaluate);
+                let picture = screen::picture(guide::instruments(""), tab, (width, height), evaluate);
                 insta::assert_snapshot!(format!("{}_{width}x{height}", instrument.name), picture);
             }
         }
@@ -481,8 +691,9 @@ mod tests {
         assert_eq!(json["formats"][1]["steps_with_master"], 10);
         assert!(lab("ranges 2^-24 65504 --from -30 --to 20").unwrap().contains("65504"));
         assert!(lab("scaling --format e5m2 --scale -3").unwrap().starts_with("FP8 E5M2 at loss scale 2^-3"));
-        assert!(lab("memory --model gpt2-xl --batch 1 --seq 1024 --memory 24G").unwrap().contains("batch 24.0 GiB"));
-        let simulated = lab("scaler --base init_scale=32768,growth_interval=5 --overflow-at 10").unwrap();
+        assert!(lab("memory --model gpt2-xl --batch 1 --seq 1024 --memory 24G").unwrap().contains("KV cache FP32"));
+        let simulated =
+            lab("scaler --base init_scale=32768,growth_interval=5 --level none --steps 20 --overflow-at 10").unwrap();
         assert!(simulated.contains("10–14                65536  ✕ overflow, skipped; backed off from 2^17"));
     }
 

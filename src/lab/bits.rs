@@ -19,6 +19,9 @@ pub struct Bits {
     pub exact: String,
     /// Widest format first.
     pub formats: Vec<Stored>,
+    /// A format and a bit of it, counted from the left, to be marked.
+    #[serde(skip)]
+    pub cursor: Option<(FloatFormat, u32)>,
 }
 
 /// A number in a format.
@@ -43,6 +46,10 @@ pub struct Stored {
     pub class: FloatClass,
     /// Whether the number has left the format's range.
     pub fate: Fate,
+    /// What is stored where a value out of range becomes the largest number instead, as PyTorch's cast to E4M3 and this
+    /// program's simulation of FP8 do; missing where that is no other value.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub saturated: Option<f64>,
     /// `|stored - value|`.
     #[serde(serialize_with = "serialize")]
     pub absolute_error: f64,
@@ -82,18 +89,59 @@ impl Bits {
     pub fn of(input: &str) -> Result<Self> {
         let value = parse_value(input)?;
         let formats = FloatFormat::ALL.map(|format| Stored::new(value, format)).to_vec();
-        Ok(Self { input: input.trim().to_owned(), value, exact: exact(value), formats })
+        Ok(Self { input: input.trim().to_owned(), value, exact: exact(value), formats, cursor: None })
     }
 
     /// The report as text, `width` columns wide.
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
-        digits(&mut page, Role::Title, &format!("{} = ", self.input), &self.exact, width);
+        let label = format!("{} = ", self.input);
+        let room = width.saturating_sub(label.chars().count()).max(24);
+        page.push(Line::new().with(Role::Title, label).plain(cut(&self.exact, room)));
         for stored in &self.formats {
             stored.render(&mut page, width);
+            if let Some((_, bit)) = self.cursor.filter(|(format, _)| format.name == stored.format) {
+                // The fields stand apart by a blank each.
+                let fields = [1, stored.exponent.len() as u32];
+                let blanks = u32::from(bit >= fields[0]) + u32::from(bit >= fields[0] + fields[1]);
+                let at = page.lines.len() - stored.lines(width);
+                let mark = " ".repeat((LABEL as u32 + bit + blanks) as usize) + "▲";
+                page.lines.insert(
+                    at + 1,
+                    Line::new().with(Role::Title, mark).dim(format!("  bit {bit}: {}", stored.weight(bit))),
+                );
+            }
         }
+        let legend = Line::new().with(Role::Sign, "s sign  ").with(Role::Exponent, "e exponent  ");
+        page.push(legend.with(Role::Mantissa, "m mantissa   ").dim("±1.m × 2^(e − bias), subnormal ±0.m"));
         page
     }
+
+    /// The pattern of `input` in `format` with one bit flipped, as this view reads it back: `fp16:0x3c01`.
+    pub fn flipped(input: &str, format: FloatFormat, bit: u32) -> Result<String> {
+        let bits = format.encode(parse_value(input)?);
+        Ok(pattern(format, bits ^ (1 << (format.bits() - 1 - bit.min(format.bits() - 1)))))
+    }
+
+    /// The number of `format` next to `input`, towards +inf or -inf.
+    pub fn neighbour(input: &str, format: FloatFormat, up: bool) -> Result<String> {
+        let bits = format.encode(parse_value(input)?);
+        let next = if up { format.next_up(bits) } else { format.next_down(bits) };
+        Ok(pattern(format, next.unwrap_or(bits)))
+    }
+}
+
+/// Columns before a format's bits.
+const LABEL: usize = 9;
+
+/// A pattern as [`parse_value`] reads it.
+fn pattern(format: FloatFormat, bits: u32) -> String {
+    let name = match format.name {
+        "FP8 E4M3" => "e4m3".to_owned(),
+        "FP8 E5M2" => "e5m2".to_owned(),
+        name => name.to_lowercase(),
+    };
+    format!("{name}:0x{bits:0width$x}", width = format.bits() as usize / 4)
 }
 
 impl Stored {
@@ -105,6 +153,7 @@ impl Stored {
             format!("{field:0width$b}", width = width as usize)
         };
         let error = if stored == value { 0.0 } else { (stored - value).abs() };
+        let saturated = format.decode(format.encode_saturating(value));
         let neighbour = |bits: Option<u32>| bits.map_or(f64::NAN, |bits| format.decode(bits));
         Self {
             format: format.name,
@@ -116,6 +165,7 @@ impl Stored {
             exact: exact(stored),
             class: format.classify(bits),
             fate: Fate::of(value, stored),
+            saturated: (saturated.is_finite() && !stored.is_finite()).then_some(saturated),
             absolute_error: error,
             relative_error: if error == 0.0 { 0.0 } else { error / value.abs() },
             ulp: format.ulp(stored),
@@ -137,17 +187,42 @@ impl Stored {
                 .plain(format!("{:<11}", self.pattern))
                 .with(role, class),
         );
-        digits(page, Role::Dim, "  stored  ", &self.exact, width);
+        let mut line = Line::new().dim("  stored  ").plain(cut(&self.exact, width.saturating_sub(54).max(12)));
         if !self.value.is_finite() {
+            if let Some(saturated) = self.saturated {
+                line = line.dim("   saturating ").plain(short(saturated)).dim(match self.format {
+                    "FP8 E4M3" => " (PyTorch's cast, our simulation)",
+                    "FP8 E5M2" => " (our simulation; PyTorch: inf)",
+                    _ => " (where a conversion clamps)",
+                });
+            }
+            page.push(line);
             return;
         }
         let error = match self.fate {
-            Fate::Exact => "no error".to_owned(),
-            _ => format!("error {:.3e}, relative {:.3e}", self.absolute_error, self.relative_error),
+            Fate::Exact => "  no error".to_owned(),
+            _ => format!("  error {:.3e} (rel {:.3e})", self.absolute_error, self.relative_error),
         };
-        page.push(Line::new().dim("  ").plain(error).dim("  ulp ").plain(short(self.ulp)));
+        page.push(line.plain(error).dim("  ulp ").plain(short(self.ulp)));
         let (below, above) = (neighbour(self.below), neighbour(self.above));
         page.push(Line::new().dim("  between ").plain(below).dim(" and ").plain(above));
+    }
+
+    /// Lines that [`render`](Self::render) adds.
+    fn lines(&self, width: usize) -> usize {
+        let mut page = Page::new();
+        self.render(&mut page, width);
+        page.lines.len()
+    }
+
+    /// What a bit, counted from the left, stands for.
+    fn weight(&self, bit: u32) -> String {
+        let exponent = self.exponent.len() as u32;
+        match bit {
+            0 => "sign".to_owned(),
+            _ if bit <= exponent => format!("exponent, × 2^{}", 1u64 << (exponent - bit)),
+            _ => format!("mantissa, 2^-{} of the leading one", bit - exponent),
+        }
     }
 
     fn class_text(&self) -> (Role, &'static str) {
@@ -191,13 +266,14 @@ fn neighbour(x: f64) -> String {
     }
 }
 
-/// A long row of digits, broken to fit.
-fn digits(page: &mut Page, role: Role, label: &str, digits: &str, width: usize) {
-    let indent = label.chars().count();
-    let mut label = label.to_owned();
-    for part in digits.as_bytes().chunks(width.saturating_sub(indent).max(10)) {
-        page.push(Line::new().with(role, label).plain(String::from_utf8_lossy(part)));
-        label = " ".repeat(indent);
+/// Digits, cut to `room` columns where they do not fit; `--json` has all of them.
+fn cut(digits: &str, room: usize) -> String {
+    match digits.split_once('e') {
+        _ if digits.len() <= room => digits.to_owned(),
+        Some((mantissa, exponent)) => {
+            format!("{mantissa:.0$}…e{exponent}", room.saturating_sub(exponent.len() + 2))
+        }
+        None => format!("{digits:.0$}…", room - 1),
     }
 }
 
@@ -245,6 +321,41 @@ mod tests {
         );
         assert_eq!(stored("inf", "FP16").fate, Fate::Exact);
         assert_eq!(stored("nan", "FP32").fate, Fate::Exact);
+    }
+
+    #[test]
+    fn bits_flip_and_numbers_have_neighbours() {
+        assert_eq!(Bits::flipped("1", FloatFormat::FP16, 0).unwrap(), "fp16:0xbc00");
+        assert_eq!(Bits::flipped("fp16:0x3c00", FloatFormat::FP16, 15).unwrap(), "fp16:0x3c01");
+        assert_eq!(Bits::neighbour("448", FloatFormat::E4M3, true).unwrap(), "e4m3:0x7f");
+        assert_eq!(Bits::neighbour("0", FloatFormat::E5M2, false).unwrap(), "e5m2:0x81");
+        assert_eq!(Bits::neighbour("inf", FloatFormat::BF16, true).unwrap(), "bf16:0x7f80");
+        let mut bits = Bits::of("1").unwrap();
+        bits.cursor = Some((FloatFormat::FP16, 3));
+        let text = bits.page(80).text();
+        let at = text.lines().position(|line| line.starts_with("FP16")).unwrap();
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[at].chars().nth(9 + 3 + 1), Some('1'), "{text}");
+        assert!(lines[at + 1].starts_with(&format!("{}▲  bit 3: exponent, × 2^4", " ".repeat(13))), "{text}");
+    }
+
+    /// 1e-300 took thirteen lines.
+    #[test]
+    fn a_page_shows_a_handful_of_digits_and_json_all() {
+        let bits = Bits::of("1e-300").unwrap();
+        assert!(bits.page(80).text().lines().next().unwrap().chars().count() <= 80);
+        assert!(bits.exact.len() > 600);
+    }
+
+    #[test]
+    fn overflow_in_both_conventions() {
+        let of = |input, format| stored(input, format).saturated;
+        assert_eq!(
+            [of("1000", "FP8 E4M3"), of("1e6", "FP8 E5M2"), of("100", "FP8 E4M3")],
+            [Some(448.0), Some(57344.0), None]
+        );
+        assert_eq!(of("inf", "FP8 E4M3"), Some(448.0));
+        assert_eq!(of("nan", "FP8 E4M3"), None);
     }
 
     #[test]

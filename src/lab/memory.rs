@@ -18,8 +18,18 @@ pub enum Recipe {
     Fp16Amp,
     /// BF16 with FP32 masters.
     Bf16Amp,
-    /// FP8 products over BF16 gradients and FP32 masters; the engine has none, so the textbook alone speaks.
+    /// FP8 products over BF16 gradients and FP32 masters.
     Fp8,
+    /// BF16 weights, gradients and moments, without masters.
+    Bf16Pure,
+    /// BF16 with FP32 masters and moments in 8 bits, an FP32 scale for each 256 of them.
+    Adam8bit,
+    /// BF16 with FP32 masters; a layer keeps its input alone and runs forward again in the backward pass.
+    Checkpointing,
+    /// Frozen BF16 weights; low-rank adapters in FP32 at every linear layer of the blocks.
+    Lora,
+    /// The same over weights in NF4 with double quantisation; embeddings stay BF16.
+    Qlora,
 }
 
 /// What bytes are for.
@@ -38,6 +48,8 @@ pub enum Group {
     Activations,
     /// What passes through: a tile of logits, gradients of activations.
     Buffers,
+    /// The FP32 probe's activations and gradients.
+    Probe,
     /// The program itself, its threads and libraries.
     Process,
 }
@@ -62,6 +74,8 @@ pub struct Plan {
     pub textbook: Vec<Item>,
     /// The largest batches within the budget, engine's and textbook's.
     pub largest_batch: (Option<usize>, Option<usize>),
+    /// What the budget leaves for activations, engine's and textbook's; below 0 where the rest alone is too large.
+    pub for_activations: (Option<i64>, Option<i64>),
 }
 
 /// The memory of training a model, by recipe.
@@ -81,13 +95,29 @@ pub struct Memory {
     pub budget: Option<u64>,
     /// One for each recipe.
     pub plans: Vec<Plan>,
+    /// Rank of the adapters.
+    pub rank: usize,
+    /// Weights of the adapters.
+    pub adapters: u64,
+    /// Bytes of a KV cache of these sequences, by format.
+    pub kv_cache: Vec<(&'static str, u64)>,
     /// Peak memory of a real run of this shape, with its policy.
     pub measured: Option<(PrecisionPolicy, u64)>,
 }
 
 impl Recipe {
     /// Every recipe.
-    pub const ALL: [Self; 4] = [Self::Fp32, Self::Fp16Amp, Self::Bf16Amp, Self::Fp8];
+    pub const ALL: [Self; 9] = [
+        Self::Fp32,
+        Self::Fp16Amp,
+        Self::Bf16Amp,
+        Self::Fp8,
+        Self::Bf16Pure,
+        Self::Adam8bit,
+        Self::Checkpointing,
+        Self::Lora,
+        Self::Qlora,
+    ];
 
     const fn name(self) -> &'static str {
         match self {
@@ -95,6 +125,11 @@ impl Recipe {
             Self::Fp16Amp => "FP16 AMP",
             Self::Bf16Amp => "BF16 AMP",
             Self::Fp8 => "FP8",
+            Self::Bf16Pure => "no masters",
+            Self::Adam8bit => "8-bit Adam",
+            Self::Checkpointing => "checkpointing",
+            Self::Lora => "LoRA",
+            Self::Qlora => "QLoRA",
         }
     }
 
@@ -104,57 +139,94 @@ impl Recipe {
             Self::Fp32 => Some(PrecisionPolicy::FP32),
             Self::Fp16Amp => Some(PrecisionPolicy::FP16),
             Self::Bf16Amp => Some(PrecisionPolicy::BF16),
-            Self::Fp8 => None,
+            _ => None,
         }
     }
 }
 
 impl Group {
     /// Every group, in the order of bars and tables.
-    pub const ALL: [Self; 7] =
-        [Self::Weights, Self::Masters, Self::Gradients, Self::Adam, Self::Activations, Self::Buffers, Self::Process];
+    pub const ALL: [Self; 8] = [
+        Self::Weights,
+        Self::Masters,
+        Self::Gradients,
+        Self::Adam,
+        Self::Activations,
+        Self::Buffers,
+        Self::Probe,
+        Self::Process,
+    ];
 
     /// Its letter in a bar, its name, its colour.
     const fn show(self) -> (char, &'static str, Role) {
         match self {
             Self::Weights => ('w', "weights", Role::Series(0)),
             Self::Masters => ('M', "masters", Role::Series(1)),
-            Self::Gradients => ('g', "gradients", Role::Series(2)),
-            Self::Adam => ('A', "Adam m, v", Role::Series(3)),
+            Self::Gradients => ('g', "grads", Role::Series(2)),
+            Self::Adam => ('A', "Adam", Role::Series(3)),
             Self::Activations => ('a', "activations", Role::Mantissa),
             Self::Buffers => ('b', "buffers", Role::Dim),
+            Self::Probe => ('P', "probe", Role::Warn),
             Self::Process => ('p', "program", Role::Plain),
         }
     }
 }
 
+/// What is trained, and on what.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Setup {
+    /// Sequences in a micro-batch, tokens in a sequence, micro-batches in a step.
+    pub shape: [usize; 3],
+    /// Bytes that it has to fit in.
+    pub budget: Option<u64>,
+    /// Rank of the adapters.
+    pub rank: usize,
+    /// Whether FP32 probes run between the steps.
+    pub probes: bool,
+    /// What the program takes by itself.
+    pub process: u64,
+}
+
 impl Memory {
-    /// Reckons every recipe for `batch` sequences of `seq_len` tokens; `process` is what the program takes by itself.
-    pub fn new(
-        model: &str,
-        config: &ModelSpec,
-        (batch, seq_len, grad_accum): (usize, usize, usize),
-        budget: Option<u64>,
-        process: u64,
-    ) -> Result<Self> {
+    /// Reckons every recipe.
+    pub fn new(model: &str, config: &ModelSpec, setup: Setup) -> Result<Self> {
+        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, probes, process } = setup;
         let with_process = |mut items: Vec<Item>| {
             items.push(Item { group: Group::Process, bytes: process });
             items
         };
-        let engine = |policy, batch| Self::engine(config, policy, batch, seq_len, grad_accum).map(with_process);
-        let textbook = |recipe, batch| with_process(textbook(config, recipe, batch, seq_len));
+        let engine = |policy, batch| -> Result<Vec<Item>> {
+            let mut items = Self::engine(config, policy, batch, seq_len, grad_accum)?;
+            if probes {
+                // A probe has an FP32 workspace and FP32 gradients of its own.
+                let exact = EngineBytes::new(config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All)?;
+                let bytes = exact.activations + exact.scratch + exact.gradients;
+                items.push(Item { group: Group::Probe, bytes });
+            }
+            Ok(with_process(items))
+        };
+        let textbook = |recipe, batch| with_process(textbook(config, recipe, [batch, seq_len, rank]));
+        let left = |items: &[Item]| {
+            let fixed: u64 = items.iter().filter(|item| item.group != Group::Activations).map(|item| item.bytes).sum();
+            budget.map(|budget| budget as i64 - fixed as i64)
+        };
         let plan = |recipe: Recipe| -> Result<Plan> {
             let bytes = |policy, batch| engine(policy, batch).map_or(u64::MAX, |items| total(&items));
+            let ours = recipe.policy().map(|policy| engine(policy, batch)).transpose()?;
+            let theirs = textbook(recipe, batch);
             Ok(Plan {
                 recipe,
-                engine: recipe.policy().map(|policy| engine(policy, batch)).transpose()?,
-                textbook: textbook(recipe, batch),
+                for_activations: (ours.as_deref().and_then(left), left(&theirs)),
+                engine: ours,
+                textbook: theirs,
                 largest_batch: (
                     recipe.policy().and_then(|policy| largest(budget, |batch| bytes(policy, batch))),
                     largest(budget, |batch| total(&textbook(recipe, batch))),
                 ),
             })
         };
+        // Keys and values of every layer and token.
+        let cached = (2 * config.layers * config.kv_heads * config.head_dim * batch * seq_len) as u64;
         Ok(Self {
             model: model.to_owned(),
             parameters: config.parameter_count(),
@@ -163,6 +235,9 @@ impl Memory {
             grad_accum,
             budget,
             plans: Recipe::ALL.into_iter().map(plan).collect::<Result<_>>()?,
+            rank,
+            adapters: adapters(config, rank),
+            kv_cache: vec![("FP32", 4 * cached), ("FP16 or BF16", 2 * cached), ("FP8 or INT8", cached)],
             measured: None,
         })
     }
@@ -204,41 +279,55 @@ impl Memory {
                 .with(Role::Title, format!("{}: {:.1} M parameters", self.model, self.parameters as f64 / 1e6))
                 .dim(format!("   {batch} × {seq_len} tokens{accumulated}")),
         );
-        let columns = self.columns();
-        let scale = columns.iter().map(|(_, _, items)| total(items)).max().unwrap_or(1).max(1);
-        for (recipe, who, items) in &columns {
-            page.push(self.bar(&format!("{recipe:<9}{who:<9}"), items, scale, width.saturating_sub(29)));
+        self.table(&mut page);
+        self.bars(&mut page, width);
+        self.conclusion(&mut page);
+        page
+    }
+
+    /// Recipe, whether the figures are this engine's, items, largest batch, bytes left for activations.
+    #[expect(clippy::type_complexity, reason = "a row of a table")]
+    fn rows(&self) -> Vec<(Recipe, bool, &[Item], Option<usize>, Option<i64>)> {
+        let of_plan = |plan: &'_ Plan| {
+            let ours = plan.engine.is_some().then_some(true);
+            ours.into_iter().chain([false])
+        };
+        let row = |plan: &'_ Plan, ours: bool| {
+            if ours {
+                (plan.largest_batch.0, plan.for_activations.0)
+            } else {
+                (plan.largest_batch.1, plan.for_activations.1)
+            }
+        };
+        (self.plans.iter())
+            .flat_map(|plan| of_plan(plan).map(move |ours| (plan, ours)))
+            .map(|(plan, ours)| {
+                let items = if ours { plan.engine.as_deref().unwrap_or_default() } else { &plan.textbook };
+                let (batch, left) = row(plan, ours);
+                (plan.recipe, ours, items, batch, left)
+            })
+            .collect()
+    }
+
+    fn bars(&self, page: &mut Page, width: usize) {
+        let rows = self.rows();
+        let scale = rows.iter().map(|(_, _, items, ..)| total(items)).max().unwrap_or(1).max(1);
+        page.gap();
+        for (recipe, ours, items, ..) in &rows {
+            page.push(self.bar(&format!("{:<15}", label(*recipe, *ours)), items, scale, width.saturating_sub(16)));
         }
         let mut legend = Line::new();
         for (letter, name, role) in Group::ALL.map(Group::show) {
             legend = legend.with(role, format!("{letter} ")).dim(format!("{name} "));
         }
         page.push(legend);
-        page.gap();
-        self.table(&mut page, &columns);
-        self.conclusion(&mut page);
-        page
-    }
-
-    fn columns(&self) -> Vec<(&'static str, &'static str, &[Item])> {
-        let of_plan = |plan: &'_ Plan| {
-            let name = plan.recipe.name();
-            plan.engine.is_some().then_some((name, "ours")).into_iter().chain([(name, "textbook")])
-        };
-        (self.plans.iter())
-            .flat_map(|plan| of_plan(plan).map(move |(name, who)| (name, who, plan)))
-            .map(|(name, who, plan)| {
-                let items = if who == "ours" { plan.engine.as_deref().unwrap_or_default() } else { &plan.textbook };
-                (name, who, items)
-            })
-            .collect()
     }
 
     fn bar(&self, label: &str, items: &[Item], scale: u64, width: usize) -> Line {
         let all = total(items);
         let (role, mark) =
             if self.budget.is_some_and(|budget| all > budget) { (Role::Bad, '✕') } else { (Role::Plain, ' ') };
-        let mut line = Line::new().with(Role::Title, label).with(role, format!("{:>9}{mark}", bytes(all)));
+        let mut line = Line::new().with(Role::Title, label).with(role, mark.to_string());
         let column = |sum: u64| (sum as f64 / scale as f64 * width as f64).round() as usize;
         let mut sum = 0;
         for item in items {
@@ -250,28 +339,38 @@ impl Memory {
         line
     }
 
-    fn table(&self, page: &mut Page, columns: &[(&str, &str, &[Item])]) {
-        let row = |label: &str, cells: Vec<String>| {
-            cells.iter().fold(format!("{label:<15}"), |row, cell| row + &format!("{cell:>9}"))
+    fn table(&self, page: &mut Page) {
+        const OWN: [Group; 5] = [Group::Weights, Group::Masters, Group::Gradients, Group::Adam, Group::Activations];
+        let sum = |items: &[Item], belongs: &dyn Fn(Group) -> bool| {
+            items.iter().filter(|item| belongs(item.group)).map(|item| item.bytes).sum::<u64>()
         };
-        page.title(row("", columns.iter().map(|(recipe, ..)| (*recipe).to_owned()).collect()));
-        page.title(row("", columns.iter().map(|(_, who, _)| (*who).to_owned()).collect()));
-        for group in Group::ALL {
-            let of_group =
-                |items: &[Item]| items.iter().filter(|item| item.group == group).map(|item| item.bytes).sum();
-            let sums: Vec<u64> = columns.iter().map(|(.., items)| of_group(items)).collect();
-            if sums.iter().any(|sum| *sum > 0) {
-                let cell = |sum: &u64| if *sum == 0 { "-".to_owned() } else { bytes(*sum) };
-                page.push(Line::new().plain(row(group.show().1, sums.iter().map(cell).collect())));
+        let budget = self.budget.map(|_| ["room", "batch"]).into_iter().flatten();
+        let head = ["weight", "master", "grad", "Adam", "activ.", "other", "total"].into_iter().chain(budget);
+        page.title(head.fold(format!("{:<15}", "recipe"), |line, name| line + &format!("{name:>7}")));
+        for (recipe, ours, items, batch, left) in self.rows() {
+            let cell = |bytes: u64| if bytes == 0 { "–".to_owned() } else { compact(bytes as f64) };
+            let own = OWN.iter().map(|group| sum(items, &|of| of == *group));
+            let cells = own.chain([sum(items, &|of| !OWN.contains(&of))]).map(|bytes| format!("{:>7}", cell(bytes)));
+            let all = total(items);
+            let fits = self.budget.is_none_or(|budget| all <= budget);
+            let line =
+                Line::new().with(Role::Title, format!("{:<15}", label(recipe, ours))).plain(cells.collect::<String>());
+            let mut line = line.with(if fits { Role::Good } else { Role::Bad }, format!("{:>7}", compact(all as f64)));
+            if let Some(left) = left {
+                let role = if left > 0 { Role::Plain } else { Role::Bad };
+                let batch = batch.map_or_else(|| "none".to_owned(), |batch| batch.to_string());
+                line = line.with(role, format!("{:>7}{batch:>7}", compact(left as f64)));
             }
+            page.push(line);
         }
-        page.title(row("total", columns.iter().map(|(.., items)| bytes(total(items))).collect()));
-        if let Some(budget) = self.budget {
-            let batch = |largest: Option<usize>| largest.map_or_else(|| "none".to_owned(), |batch| batch.to_string());
-            let batches = self.plans.iter().flat_map(|plan| {
-                plan.engine.is_some().then_some(plan.largest_batch.0).into_iter().chain([plan.largest_batch.1])
-            });
-            page.push(Line::new().plain(row(&format!("batch {}", bytes(budget)), batches.map(batch).collect())));
+        let caches = self.kv_cache.iter().map(|(format, size)| format!("{format} {}", bytes(*size)));
+        page.push(Line::new().with(Role::Title, "KV cache ").plain(caches.collect::<Vec<_>>().join(", ")));
+        let adapters = self.adapters as f64 / 1e6;
+        page.push(
+            Line::new().with(Role::Title, "LoRA ").plain(format!("{adapters:.1} M weights of rank {}", self.rank)),
+        );
+        if self.budget.is_some() {
+            page.push(Line::new().dim("room: what the budget leaves for activations; batch: the largest that fits"));
         }
     }
 
@@ -288,33 +387,61 @@ impl Memory {
     }
 }
 
+/// A recipe's name, and whether the figures are this engine's.
+fn label(recipe: Recipe, ours: bool) -> String {
+    format!("{}{}", recipe.name(), if ours { " (ours)" } else { "" })
+}
+
 /// The sum of all items.
 fn total(items: &[Item]) -> u64 {
     items.iter().map(|item| item.bytes).sum()
 }
 
+/// Weights of low-rank adapters: for each linear layer of a block from `i` to `o` features, rank × (i + o).
+fn adapters(config: &ModelSpec, rank: usize) -> u64 {
+    let (width, inner, queries) = (config.width, config.inner, config.heads * config.head_dim);
+    let qkv = queries + 2 * config.kv_heads * config.head_dim;
+    (config.layers * rank * ((width + qkv) + (queries + width) + 2 * (width + inner))) as u64
+}
+
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
 /// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes a layer in half
 /// precision; and FP32 logits. FP32 takes twice that; FP8 stores the inputs of the four products, 14 of the 34 bytes, in
-/// half.
-fn textbook(config: &ModelSpec, recipe: Recipe, batch: usize, seq_len: usize) -> Vec<Item> {
+/// half. Adam in 8 bits has an FP32 scale for each 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits a weight (Dettmers
+/// et al., 2023).
+fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<Item> {
     let [b, s, h, a, layers, vocab] =
         [batch, seq_len, config.width, config.heads, config.layers, config.vocab_size].map(|dim| dim as u64);
     let parameters = config.parameter_count();
-    let (weights, masters, gradients, linear) = match recipe {
-        Recipe::Fp32 => (4, 0, 4, 2 * 34),
-        Recipe::Fp16Amp | Recipe::Bf16Amp => (2, 4, 2, 34),
-        Recipe::Fp8 => (1, 4, 2, 34 - 7),
+    let adapters = adapters(config, rank);
+    let positions = if config.learned_positions { config.context } else { 0 };
+    let embeddings = ((config.vocab_size + positions) * config.width) as u64;
+    let nf4 = ((parameters - embeddings) as f64 * 4.127 / 8.0) as u64 + 2 * embeddings;
+    let (weights, masters, gradients, adam) = match recipe {
+        Recipe::Fp32 => (4 * parameters, 0, 4 * parameters, 8 * parameters),
+        Recipe::Fp16Amp | Recipe::Bf16Amp | Recipe::Checkpointing => {
+            (2 * parameters, 4 * parameters, 2 * parameters, 8 * parameters)
+        }
+        Recipe::Fp8 => (parameters, 4 * parameters, 2 * parameters, 8 * parameters),
+        Recipe::Bf16Pure => (2 * parameters, 0, 2 * parameters, 4 * parameters),
+        Recipe::Adam8bit => (2 * parameters, 4 * parameters, 2 * parameters, 2 * parameters + parameters / 32),
+        Recipe::Lora => (2 * parameters + 4 * adapters, 0, 4 * adapters, 8 * adapters),
+        Recipe::Qlora => (nf4 + 4 * adapters, 0, 4 * adapters, 8 * adapters),
     };
-    let attention = if recipe == Recipe::Fp32 { 10 } else { 5 };
-    let activations = layers * (linear * s * b * h + attention * a * s * s * b) + 4 * b * s * vocab;
+    let (linear, attention) = match recipe {
+        Recipe::Fp32 => (2 * 34, 10),
+        Recipe::Fp8 => (34 - 7, 5),
+        _ => (34, 5),
+    };
+    let layer = linear * s * b * h + attention * a * s * s * b;
+    let kept = if recipe == Recipe::Checkpointing { layers * 2 * s * b * h + layer } else { layers * layer };
     let item = |group, bytes| Item { group, bytes };
     vec![
-        item(Group::Weights, weights * parameters),
-        item(Group::Masters, masters * parameters),
-        item(Group::Gradients, gradients * parameters),
-        item(Group::Adam, 8 * parameters),
-        item(Group::Activations, activations),
+        item(Group::Weights, weights),
+        item(Group::Masters, masters),
+        item(Group::Gradients, gradients),
+        item(Group::Adam, adam),
+        item(Group::Activations, kept + 4 * b * s * vocab),
     ]
 }
 
@@ -353,6 +480,18 @@ pub fn model_named(name: &str) -> Result<ModelSpec> {
     Ok(shape(nearest.unwrap_or(1)))
 }
 
+/// `512`, `1.4M`, `-12.0G`: binary units in six columns.
+fn compact(value: f64) -> String {
+    const UNITS: [&str; 5] = ["", "K", "M", "G", "T"];
+    let (mut magnitude, mut unit) = (value.abs(), 0);
+    while magnitude >= 1023.95 && unit + 1 < UNITS.len() {
+        magnitude /= 1024.0;
+        unit += 1;
+    }
+    let decimals = usize::from(unit > 0 && magnitude < 99.95);
+    format!("{}{magnitude:.decimals$}{}", if value < 0.0 { "-" } else { "" }, UNITS[unit])
+}
+
 /// `512 B`, `1.4 MiB`, `12.0 GiB`.
 fn bytes(value: u64) -> String {
     const UNITS: [&str; 5] = ["B", "K", "M", "G", "T"];
@@ -373,14 +512,18 @@ mod tests {
 
     use super::*;
 
+    fn setup(shape: [usize; 3], budget: Option<u64>) -> Setup {
+        Setup { shape, budget, rank: 16, probes: false, process: 0 }
+    }
+
     fn distilgpt2(budget: Option<u64>) -> Memory {
-        Memory::new("distilgpt2", &model_named("distilgpt2").unwrap(), (32, 32, 1), budget, 0).unwrap()
+        Memory::new("distilgpt2", &model_named("distilgpt2").unwrap(), setup([32, 32, 1], budget)).unwrap()
     }
 
     #[test]
     fn pages() {
         insta::assert_snapshot!("memory_distilgpt2", distilgpt2(Some(4 << 30)).page(80).text());
-        let large = Memory::new("7b", &model_named("7b").unwrap(), (1, 2048, 8), Some(80 << 30), 0).unwrap();
+        let large = Memory::new("7b", &model_named("7b").unwrap(), setup([1, 2048, 8], Some(80 << 30))).unwrap();
         insta::assert_snapshot!("memory_7b", large.page(80).text());
     }
 
@@ -393,6 +536,35 @@ mod tests {
                 plan.textbook.iter().filter(|item| item.group != Group::Activations).map(|item| item.bytes).sum();
             assert_eq!(fixed, 16 * memory.parameters, "{:?}", plan.recipe);
         }
+    }
+
+    /// Figures of the papers and of arithmetic by hand for a 7B model: a KV cache of 10 × 2048 tokens takes 10.7 GB, not 80;
+    /// training in BF16 with Adam does not fit 80 GB, and QLoRA's weights are a quarter of BF16's.
+    #[test]
+    fn recipes_of_a_7b_model() {
+        let config = model_named("7b").unwrap();
+        let memory = Memory::new("7b", &config, setup([10, 2048, 1], Some(80 << 30))).unwrap();
+        assert_eq!(memory.kv_cache[1].1, 2 * 32 * 4096 * 2 * 10 * 2048);
+        assert_eq!((memory.kv_cache[1].1 as f64 / 1e8).round(), 107.0);
+        assert_eq!(memory.adapters, 32 * 16 * 16 * 4096);
+        let group = |recipe, group| {
+            let plan = memory.plans.iter().find(|plan| plan.recipe == recipe).unwrap();
+            plan.textbook.iter().filter(|item| item.group == group).map(|item| item.bytes).sum::<u64>() as f64
+        };
+        let p = memory.parameters as f64;
+        let states = |recipe| {
+            [Group::Weights, Group::Masters, Group::Gradients, Group::Adam]
+                .map(|g| group(recipe, g))
+                .iter()
+                .sum::<f64>()
+                / p
+        };
+        assert_eq!([Recipe::Bf16Amp, Recipe::Bf16Pure].map(states), [16.0, 8.0]);
+        assert!((states(Recipe::Adam8bit) - 10.03).abs() < 0.01 && states(Recipe::Bf16Amp) * p > 80e9);
+        assert!((states(Recipe::Lora) - 2.08).abs() < 0.03 && (states(Recipe::Qlora) - 0.64).abs() < 0.03);
+        let kept = |recipe| group(recipe, Group::Activations);
+        assert!(kept(Recipe::Checkpointing) < 0.15 * kept(Recipe::Bf16Amp));
+        assert!(memory.plans[2].for_activations.1.unwrap() < 0);
     }
 
     #[test]

@@ -114,6 +114,13 @@ impl Page {
         self.push(Line::new());
     }
 
+    /// This page, then `other`.
+    #[must_use]
+    pub fn followed_by(mut self, other: Self) -> Self {
+        self.lines.extend(other.lines);
+        self
+    }
+
     /// Adds a heading or explanation, broken at spaces to fit `width`.
     pub fn wrapped(&mut self, role: Role, text: &str, width: usize) {
         let mut line = String::new();
@@ -167,8 +174,8 @@ impl Page {
 
 /// Stands in for a glyph where only ASCII can be shown.
 fn ascii(glyph: char) -> char {
-    const GLYPHS: &str = "─┄–━│┃┴█▇▆▅▄▃▂▁·●◐○✕✓▲▾→←…×π∞≥≤";
-    const ASCII: &str = "---=||+#%%%::...o*.xy^v><~xpi><";
+    const GLYPHS: &str = "─┄–━│┃┴█▇▆▅▄▃▂▁·●◐○✕✓▲▾→←…×π∞≥≤−±ΣΦ";
+    const ASCII: &str = "---=||+#%%%::...o*.xy^v><~xpi><-~SF";
     if glyph.is_ascii() {
         return glyph;
     }
@@ -213,6 +220,12 @@ mod tests {
     fn every_glyph_of_the_views_has_a_stand_in() {
         for source in [
             include_str!("bits.rs"),
+            include_str!("blocks.rs"),
+            include_str!("crises.rs"),
+            include_str!("guide.rs"),
+            include_str!("scaler/page.rs"),
+            include_str!("softmax.rs"),
+            include_str!("sums.rs"),
             include_str!("memory.rs"),
             include_str!("ranges.rs"),
             include_str!("scaler.rs"),

@@ -33,6 +33,13 @@ pub struct RangeRow {
     pub max: f64,
     /// Significant bits of a normal number, the implied one included.
     pub significant_bits: u32,
+    /// Widths of the sign, exponent and mantissa fields.
+    pub fields: [u32; 3],
+    /// Bytes of a number.
+    pub bytes: u32,
+    /// Distance from 1 to the next larger number.
+    #[serde(serialize_with = "serialize")]
+    pub ulp_at_1: f64,
 }
 
 /// Magnitudes from `low` to `high`; a single value where they are equal.
@@ -54,14 +61,30 @@ impl Ranges {
     /// A chart from just below FP32's smallest to just above its largest number.
     pub const WHOLE: (i32, i32) = (-150, 130);
 
-    /// Compares `extents` with every format; `window` are the exponents of the chart's ends.
-    pub fn new(extents: Vec<Extent>, window: (i32, i32)) -> Self {
+    /// Compares `extents` with every format. `window` are the exponents of the chart's ends; one that is not given fits the
+    /// extents and FP16, or everything where there is no extent.
+    pub fn new(extents: Vec<Extent>, window: (Option<i32>, Option<i32>)) -> Self {
+        const MARGIN: i32 = 4;
+        let exponents = |ends: fn(&Extent) -> f64| {
+            extents.iter().map(move |extent| ends(extent).log2()).filter(|log2| log2.is_finite())
+        };
+        let fitting = if extents.is_empty() {
+            Self::WHOLE
+        } else {
+            let low = exponents(|extent| extent.low).fold(-24.0, f64::min);
+            let high = exponents(|extent| extent.high).fold(16.0, f64::max);
+            ((low.floor() as i32 - MARGIN).max(Self::WHOLE.0), (high.ceil() as i32 + MARGIN).min(Self::WHOLE.1))
+        };
+        let window = (window.0.unwrap_or(fitting.0), window.1.unwrap_or(fitting.1));
         let row = |format: FloatFormat| RangeRow {
             format: format.name,
             min_subnormal: format.min_subnormal(),
             min_normal: format.min_normal(),
             max: format.max(),
             significant_bits: format.mantissa_bits + 1,
+            fields: [1, format.exponent_bits, format.mantissa_bits],
+            bytes: format.bits() / 8,
+            ulp_at_1: format.epsilon(),
         };
         let window = (window.0, window.1.max(window.0 + 1));
         Self { formats: FloatFormat::ALL.map(row).to_vec(), extents, window }
@@ -93,13 +116,15 @@ impl Ranges {
     }
 
     fn limits(&self, page: &mut Page) {
-        page.title(format!("{:<12}{:>14}{:>14}{:>14}{:>7}", "format", "min subnormal", "min normal", "max", "bits"));
+        page.title(format!(
+            "{:<9}{:>6}{:>8}{:>13}{:>14}{:>14}{:>12}",
+            "format", "bytes", "s+e+m", "± range", "min normal", "min subnormal", "ULP at 1"
+        ));
         for row in &self.formats {
-            let [low, normal, max] = [row.min_subnormal, row.min_normal, row.max].map(short);
-            page.push(
-                Line::new()
-                    .plain(format!("{:<12}{low:>14}{normal:>14}{max:>14}{:>7}", row.format, row.significant_bits)),
-            );
+            let [max, normal, low, ulp] = [row.max, row.min_normal, row.min_subnormal, row.ulp_at_1].map(short);
+            let fields = row.fields.map(|width| width.to_string()).join("+");
+            let cells = format!("{:>6}{fields:>8}{max:>13}{normal:>14}{low:>14}{ulp:>12}", row.bytes);
+            page.push(Line::new().with(Role::Title, format!("{:<9}", row.format)).plain(cells));
         }
     }
 
@@ -160,6 +185,13 @@ impl Axis {
         for &(from, to, glyph) in stretches {
             if from.log2() < window.1 && to.log2() >= window.0 {
                 cells[self.column(from)..=self.column(to)].fill(glyph);
+                // What goes on beyond the window.
+                if from.log2() < window.0 - 1.0 {
+                    cells[0] = '←';
+                }
+                if to.log2() > window.1 + 1.0 {
+                    cells[self.columns - 1] = '→';
+                }
             }
         }
         cells.into_iter().collect::<String>().trim_end().to_owned()
@@ -193,13 +225,20 @@ mod tests {
             Extent { label: "gradients, scaled".into(), low: 2f64.powi(-24), high: 71.0 },
             Extent { label: "logits".into(), low: 1e-3, high: 1e5 },
         ];
-        Ranges::new(extents, Ranges::WHOLE)
+        Ranges::new(extents, (Some(Ranges::WHOLE.0), Some(Ranges::WHOLE.1)))
     }
 
     #[test]
     fn pages() {
         insta::assert_snapshot!("ranges", example().page(80).text());
         insta::assert_snapshot!("ranges_near_fp16", Ranges { window: (-30, 20), ..example() }.page(80).text());
+    }
+
+    #[test]
+    fn the_axis_fits_what_is_shown() {
+        let window = |x| Ranges::new(vec![Extent::value("x", x)], (None, None)).window;
+        assert_eq!([window(1.0), window(2f64.powi(-40)), window(1e30)], [(-28, 20), (-44, 20), (-28, 104)]);
+        assert_eq!(Ranges::new(Vec::new(), (None, Some(20))).window, (-150, 20));
     }
 
     #[test]

@@ -133,6 +133,46 @@ impl RunFigures {
         Ok(extents)
     }
 
+    /// The smallest and the largest true gradient of all applied steps; `None` where none is recorded.
+    pub fn true_gradients(&self) -> Option<(f64, f64)> {
+        let applied = self.steps.iter().filter(|step| step.outcome == Outcome::Applied);
+        let of_step = |step: &StepRecord| {
+            let scale = f64::from(step.loss_scale);
+            Some((f64::from(step.grads.min_abs?) / scale, f64::from(step.grads.max_abs) / scale))
+        };
+        applied.filter_map(of_step).reduce(|(low, high), (l, h)| (low.min(l), high.max(h)))
+    }
+
+    /// The largest learning rate that was in force.
+    pub fn largest_rate(&self) -> Option<f64> {
+        self.steps.iter().map(|step| step.lr).filter(|rate| *rate > 0.0).reduce(f64::max)
+    }
+
+    /// The root mean square of the newest checkpoint's weights, and the largest learning rate, which is about what Adam adds.
+    pub fn weight_and_update(&self) -> Result<(f64, f64)> {
+        let weights = self.weights()?.filter(|weights| weights.count > 0);
+        let center = weights.map_or(1.0, |weights| (weights.sum_squares / weights.count as f64).sqrt());
+        Ok((center, self.largest_rate().unwrap_or(5e-5)))
+    }
+
+    /// A weight matrix of the newest checkpoint, with its name: the first whose rows are multiples of 128, of at most `most`
+    /// values.
+    pub fn matrix(&self, most: usize) -> Result<(String, Vec<f32>, [usize; 2])> {
+        let missing =
+            |why: &str| Error::data(self.folder.display(), format!("{why}; point at a run with a checkpoint"));
+        let latest = std::fs::read_to_string(self.folder.join("latest")).map_err(|_| missing("no checkpoint here"))?;
+        let file = TensorFile::open(self.folder.join(latest.trim()).join("master.safetensors"))?;
+        for tensor in file.tensors() {
+            if let [rows, columns] = *tensor.shape
+                && columns % 128 == 0
+                && rows * columns <= most
+            {
+                return Ok((format!("{} of {}", tensor.name, self.name()), tensor.to_f32()?, [rows, columns]));
+            }
+        }
+        Err(missing("no matrix with rows of a multiple of 128 values"))
+    }
+
     /// A look at the master weights of the newest checkpoint; `None` where there is none.
     fn weights(&self) -> Result<Option<TensorStats>> {
         let Ok(latest) = std::fs::read_to_string(self.folder.join("latest")) else { return Ok(None) };

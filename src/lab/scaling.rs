@@ -29,6 +29,9 @@ pub struct Scaling {
     pub margin: i32,
     /// The scales around the best one and the one in view.
     pub table: Vec<ScalingRow>,
+    /// Whether the chart's heights are counts rather than their logarithms.
+    #[serde(skip)]
+    pub linear: bool,
 }
 
 /// What a scale does.
@@ -71,6 +74,7 @@ impl Scaling {
             margin: format.max_exponent() - highest - best.shift,
             table: all.iter().filter(|row| near(row)).copied().collect(),
             gradients,
+            linear: false,
         }
     }
 
@@ -99,60 +103,85 @@ impl Scaling {
         page
     }
 
-    /// One column a binade of the format, and one for what lies below and above it; heights are logarithmic.
+    /// The format's window stands still, one column a binade, with room to both sides; the gradients slide under it as the
+    /// scale moves. What lies left of it is flushed, what lies right of it overflows.
     fn ruler(&self, page: &mut Page, width: usize) {
-        const HEIGHT: usize = 6;
+        const HEIGHT: usize = 7;
+        // Binades shown below and above the format's own.
+        const ROOM: (i32, i32) = (18, 10);
         let (least, normal, top) =
             (self.layout.min_subnormal_exponent(), self.layout.min_exponent(), self.layout.max_exponent());
         // A format wider than the screen is drawn in columns of several binades.
-        let binades = (top - least + 1).unsigned_abs() as usize;
+        let binades = (top - least + 1 + ROOM.0 + ROOM.1).unsigned_abs() as usize;
         let per_column = binades.div_ceil(width.saturating_sub(12).max(8)) as i32;
-        let mut columns: Vec<(Role, u64)> = vec![(Role::Bad, 0), (Role::Plain, 0)];
         let count = |from: i32, to: i32| (from..to).map(|e| self.gradients.count(e - self.shift)).sum::<u64>();
-        let lowest = ExponentHistogram::LOWEST + self.shift.min(0) - 1;
-        let highest = ExponentHistogram::HIGHEST + self.shift.max(0) + 1;
-        columns[0].1 = count(lowest, least - 1);
-        for from in (least..=top).step_by(per_column as usize) {
-            let role = if from < normal { Role::Warn } else { Role::Good };
-            // What rounds up to the least subnormal is stored there.
-            let low = if from == least { from - 1 } else { from };
-            columns.push((role, count(low, (from + per_column).min(top + 1))));
+        let mut columns: Vec<(Role, u64)> = Vec::new();
+        let first = least - ROOM.0 / per_column * per_column;
+        for from in (first..=top + ROOM.1).step_by(per_column as usize) {
+            let role = match from {
+                // What rounds up to the least subnormal is stored there.
+                _ if from < least - 1 => Role::Bad,
+                _ if from < normal => Role::Warn,
+                _ if from <= top => Role::Good,
+                _ => Role::Bad,
+            };
+            columns.push((role, count(from, from + per_column)));
         }
-        columns.extend([(Role::Plain, 0), (Role::Bad, count(top + 1, highest + 1))]);
+        // The tails beyond the chart.
+        let last = columns.len() - 1;
+        columns[0].1 += count(-400, first);
+        columns[last].1 += count(first + (last as i32 + 1) * per_column, 400);
         let most = columns.iter().map(|(_, count)| *count).max().unwrap_or(0).max(2);
-        let level =
-            |count: u64| ((1.0 + count as f64).ln() / (1.0 + most as f64).ln() * (HEIGHT * 8) as f64).ceil() as usize;
+        let level = |count: u64| {
+            let share = if self.linear {
+                count as f64 / most as f64
+            } else {
+                (1.0 + count as f64).ln() / (1.0 + most as f64).ln()
+            };
+            (share * (HEIGHT * 8) as f64).ceil() as usize
+        };
         for row in (0..HEIGHT).rev() {
-            let label = if row + 1 == HEIGHT { format!("10^{:<4.1}", (most as f64).log10()) } else { " ".repeat(7) };
+            let label = match row + 1 {
+                HEIGHT if self.linear => format!("{:.1e}", most as f64),
+                HEIGHT => format!("10^{:<4.1}", (most as f64).log10()),
+                _ => " ".repeat(7),
+            };
             let mut line = Line::new().dim(format!("{label:>7} "));
             for &(role, count) in &columns {
                 line = line.with(role, column_cell(level(count), row).to_string());
             }
             page.push(line);
         }
+        let column = |exponent: i32| ((exponent - first) / per_column) as usize;
         let mut marks = vec!['─'; columns.len()];
         let mut labels = vec![' '; columns.len() + 8];
-        let last = columns.len() - 1;
         for (column, label) in [
-            (0, "0".to_owned()),
-            (2, least.to_string()),
-            (2 + ((normal - least) / per_column) as usize, normal.to_string()),
-            (2 + (-least / per_column) as usize, "0".to_owned()),
-            (last - 2, top.to_string()),
-            (last, "∞".to_owned()),
+            (column(least), least.to_string()),
+            (column(normal), normal.to_string()),
+            (column(0), "0".to_owned()),
+            (column(top), top.to_string()),
         ] {
             marks[column] = '┴';
-            if labels[column.saturating_sub(1)] != ' ' || labels[column] != ' ' {
+            if labels[(column + 1).saturating_sub(label.len() + 1)..=column].iter().any(|label| *label != ' ') {
                 continue;
             }
-            let start = if column == last - 2 { column + 1 - label.len() } else { column };
+            let start = (column + 1).saturating_sub(label.len());
             for (cell, c) in labels[start..].iter_mut().zip(label.chars()) {
                 *cell = c;
             }
         }
-        (marks[1], marks[last - 1]) = (' ', ' ');
+        let zone =
+            |label: &str, from: usize, to: usize| format!("{label:^width$.width$}", width = to.saturating_sub(from));
+        let zones = [
+            (Role::Bad, zone("flushed", 0, column(least))),
+            (Role::Warn, zone("subnormal", column(least), column(normal))),
+            (Role::Good, zone(&format!("{} normal", self.format), column(normal), column(top) + 1)),
+            (Role::Bad, zone("overflow", column(top) + 1, columns.len())),
+        ];
         page.push(Line::new().plain(" ".repeat(8)).dim(marks.into_iter().collect::<String>()));
         page.push(Line::new().plain(" ".repeat(8)).dim(labels.into_iter().collect::<String>().trim_end().to_owned()));
+        let names = zones.into_iter().fold(Line::new().dim("after S "), |line, (role, name)| line.with(role, name));
+        page.push(names);
     }
 
     fn scales(&self, page: &mut Page) {

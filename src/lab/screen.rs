@@ -17,11 +17,13 @@ use crate::screen::terminal::{Ending, Screen};
 use crate::{Error, Result};
 
 use model::Model;
-pub use model::{Adjust, Field, Instrument};
+pub use model::{Adjust, Field, Instrument, Scenario, ViewKey};
 pub use view::Theme;
 
 /// How long to wait for a key before looking whether the process is to end.
 const TICK: Duration = Duration::from_millis(200);
+/// How long a frame of a view that plays lasts.
+const FRAME: Duration = Duration::from_millis(80);
 
 /// Shows `instruments` until the user leaves or the process is told to end; `evaluate` makes the page of a view, by name,
 /// from the flags and values of its fields, that wide. The terminal is given back in any case.
@@ -63,8 +65,8 @@ fn show(
                 view::draw(&mut model, theme, frame);
             })?;
         }
-        let event = screen.next_event(TICK)?;
-        changed = event.is_some();
+        let event = screen.next_event(if model.playing { FRAME } else { TICK })?;
+        changed = event.is_some() || model.tick();
         match event {
             Some(Event::Key(key)) if key.kind != KeyEventKind::Release && model.press(key).is_break() => break,
             Some(Event::Resize(..)) => model.stale = true,

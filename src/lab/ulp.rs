@@ -36,9 +36,17 @@ pub struct UlpRow {
     /// The stored weight plus the update, as stored.
     #[serde(serialize_with = "serialize")]
     pub sum: f64,
-    /// Whether that differs from the stored weight.
+    /// What has become of the update.
+    pub verdict: Verdict,
+    /// Whether the sum is a finite number other than the stored weight.
     pub survives: bool,
-    /// Half the way to `next`: an update survives if it is larger, or equal where ties go away from the weight.
+    /// Distance to `next`; at the format's top, where there is none, the spacing below it.
+    #[serde(serialize_with = "serialize")]
+    pub spacing: f64,
+    /// The magnitude from which a number is out of range: halfway past the largest.
+    #[serde(serialize_with = "serialize")]
+    pub overflows_from: f64,
+    /// Half the spacing: an update survives if it is larger, or equal where ties go away from the weight.
     #[serde(serialize_with = "serialize")]
     pub smallest: f64,
     /// Whether an update of exactly `smallest` survives.
@@ -46,6 +54,31 @@ pub struct UlpRow {
     /// Steps until a working copy in this format moves, rounded from an FP32 master that takes every update; `None`
     /// if it had not after [`UlpGrid::PATIENCE`] steps, or the master itself stands still.
     pub steps_with_master: Option<u64>,
+}
+
+/// What becomes of an update.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The weight moves.
+    Survives,
+    /// The sum rounds to the weight itself.
+    Lost,
+    /// The sum leaves the format's range.
+    Overflows,
+    /// The weight itself is not a finite number of the format.
+    OutOfRange,
+}
+
+impl Verdict {
+    const fn show(self) -> (Role, &'static str) {
+        match self {
+            Self::Survives => (Role::Good, "✓ moves"),
+            Self::Lost => (Role::Bad, "✕ lost"),
+            Self::Overflows => (Role::Bad, "✕ overflow"),
+            Self::OutOfRange => (Role::Bad, "✕ no such weight"),
+        }
+    }
 }
 
 impl UlpGrid {
@@ -73,16 +106,19 @@ impl UlpGrid {
         self.grid(&mut page, width);
         page.gap();
         page.title(format!(
-            "{:<10}{:>11} {:>12}{:>16}{:>20}",
-            "format", "spacing", "sum stored", "smallest update", "steps with master"
+            "{:<9}{:>10} {:<16}{:>12}{:>15}{:>15}",
+            "format", "spacing", "update", "sum stored", "smallest one", "with master"
         ));
         for row in &self.formats {
             page.push(row.line());
         }
-        page.gap();
-        let explanation = "A master weight in FP32 takes every update; the working copy moves once enough of them have \
-                           added up. Without one, an update smaller than half the spacing is lost at every step.";
-        page.wrapped(Role::Dim, explanation, width);
+        let narrow = self.formats.iter().filter(|row| row.verdict == Verdict::Overflows);
+        for row in narrow {
+            let from = short(row.overflows_from);
+            page.push(
+                Line::new().with(Role::Bad, format!("{} overflows from {from} on, in either direction", row.format)),
+            );
+        }
         page
     }
 
@@ -97,10 +133,15 @@ impl UlpGrid {
         let column = |x: f64| ((x - self.center + reach) / step).round();
         for row in &self.formats {
             let format = FloatFormat::ALL.into_iter().find(|format| format.name == row.format);
+            // What rounds back to the weight: the update is lost there.
+            let down = format.map_or(0.0, |format| half_below(format, row.stored));
+            let up = format.map_or(0.0, |format| half_below(format, -row.stored));
+            let edges = (column(row.stored - down), column(row.stored + up));
+            let lost = |at: usize| at as f64 > edges.0 && (at as f64) < edges.1;
             let mut cells = vec!['·'; columns];
             let mut bits = format.map_or(0, |format| format.encode(self.center - reach));
             // A format finer than the columns fills every one; no need to visit each of its numbers.
-            if row.ulp() < step {
+            if row.spacing < step {
                 cells.fill('━');
             } else if let Some(format) = format {
                 while let Some(next) = format.next_up(bits) {
@@ -113,9 +154,18 @@ impl UlpGrid {
                     }
                     bits = next;
                 }
+                for edge in [edges.0, edges.1] {
+                    if edge >= 0.0 && edge < columns as f64 && cells[edge as usize] == '·' {
+                        cells[edge as usize] = '┴';
+                    }
+                }
             }
-            let bar: String = cells.into_iter().collect();
-            page.push(Line::new().with(Role::Title, format!("{:<LABEL$}", row.format)).with(Role::Mantissa, bar));
+            let mut line = Line::new().with(Role::Title, format!("{:<LABEL$}", row.format));
+            for (at, cell) in cells.iter().enumerate() {
+                let role = if row.verdict == Verdict::OutOfRange || lost(at) { Role::Bad } else { Role::Good };
+                line = line.with(if *cell == '┃' { Role::Mantissa } else { role }, cell.to_string());
+            }
+            page.push(line);
         }
         let mut marks = vec![' '; columns];
         for (x, glyph) in [(self.center + self.update, '▲'), (self.center, '│')] {
@@ -125,9 +175,16 @@ impl UlpGrid {
         }
         let marks: String = marks.into_iter().collect();
         page.push(Line::new().plain(" ".repeat(LABEL)).with(Role::Series(1), marks.trim_end()));
-        let legend = format!("{:LABEL$}│ weight   ▲ with update   ┃ representable   ━ densely so", "");
+        let legend = format!("{:LABEL$}│ weight ▲ with update ┃ number ┴ half way, nearer is lost ━ dense", "");
         page.push(Line::new().dim(legend));
     }
+}
+
+/// Half the way from `x` to the next number below it, NaN where there is none.
+fn half_below(format: FloatFormat, x: f64) -> f64 {
+    let below = format.next_down(format.encode(x)).map_or(f64::NAN, |bits| format.decode(bits));
+    let half = (x - below) / 2.0;
+    if half.is_finite() { half } else { format.ulp(x) / 2.0 }
 }
 
 impl UlpRow {
@@ -137,33 +194,42 @@ impl UlpRow {
         let step = if update < 0.0 { format.next_down(bits) } else { format.next_up(bits) };
         let next = step.map_or(f64::NAN, |bits| format.decode(bits));
         let sum = format.round(stored + update);
-        let half = (next - stored) / 2.0;
+        let spacing = if next.is_finite() { (next - stored).abs() } else { format.ulp(stored) };
+        let half = spacing / 2.0;
+        let towards = half.copysign(update);
+        let verdict = match (stored.is_finite(), sum.is_finite()) {
+            (false, _) => Verdict::OutOfRange,
+            (true, false) => Verdict::Overflows,
+            _ if sum == stored => Verdict::Lost,
+            _ => Verdict::Survives,
+        };
         Self {
             format: format.name,
             stored,
             next,
             sum,
-            survives: sum != stored,
-            smallest: half.abs(),
-            tie_survives: format.round(stored + half) != stored,
+            verdict,
+            survives: verdict == Verdict::Survives,
+            spacing,
+            overflows_from: format.max() + format.ulp(format.max()) / 2.0,
+            smallest: half,
+            tie_survives: format.round(stored + towards) != stored,
             steps_with_master: steps_with_master(format, center, update),
         }
     }
 
-    fn ulp(&self) -> f64 {
-        (self.next - self.stored).abs()
-    }
-
     fn line(&self) -> Line {
-        let (role, sum) = if self.survives { (Role::Good, "✓ ") } else { (Role::Bad, "✕ ") };
+        let (role, verdict) = self.verdict.show();
         let bound = if self.tie_survives { "≥ " } else { "> " };
+        let known = self.verdict != Verdict::OutOfRange;
         let steps = self.steps_with_master.map_or_else(|| "never".to_owned(), |steps| steps.to_string());
+        let smallest = bound.to_owned() + &short(self.smallest);
+        let [smallest, steps] = [smallest, steps].map(|text| if known { text } else { "–".to_owned() });
         Line::new()
-            .with(Role::Title, format!("{:<10}", self.format))
-            .plain(format!("{:>11} ", short(self.ulp())))
-            .with(role, format!("{:>12}", sum.to_owned() + &short(self.sum)))
-            .plain(format!("{:>16}", bound.to_owned() + &short(self.smallest)))
-            .plain(format!("{steps:>20}"))
+            .with(Role::Title, format!("{:<9}", self.format))
+            .plain(format!("{:>10}", short(self.spacing)))
+            .with(role, format!(" {verdict:<16}"))
+            .plain(format!("{:>12}{smallest:>15}{steps:>15}", short(self.sum)))
     }
 }
 
@@ -196,7 +262,7 @@ mod tests {
     #[test]
     fn an_update_of_5e_5_is_lost_beside_1_in_half_precision() {
         let fp16 = row(1.0, 5e-5, "FP16");
-        assert_eq!((fp16.ulp(), fp16.smallest, fp16.survives), (2f64.powi(-10), 2f64.powi(-11), false));
+        assert_eq!((fp16.spacing, fp16.smallest, fp16.survives), (2f64.powi(-10), 2f64.powi(-11), false));
         // 2^-11 / 5e-5 = 9.77, and a tie stays.
         assert_eq!(fp16.steps_with_master, Some(10));
         let bf16 = row(1.0, 5e-5, "BF16");
@@ -222,6 +288,18 @@ mod tests {
     fn an_update_that_fp32_loses_never_arrives() {
         assert_eq!(row(1.0, 1e-9, "FP16").steps_with_master, None);
         assert_eq!(row(1.0, 0.0, "FP32").steps_with_master, None);
+    }
+
+    /// 65504 + 20 once "survived" as infinity, and E4M3's NaN with a tick.
+    #[test]
+    fn the_edge_of_a_format_is_no_survival() {
+        let edge = row(65504.0, 20.0, "FP16");
+        assert_eq!((edge.verdict, edge.survives, edge.spacing), (Verdict::Overflows, false, 32.0));
+        assert_eq!((edge.overflows_from, edge.smallest), (65520.0, 16.0));
+        assert_eq!(row(65504.0, 15.0, "FP16").verdict, Verdict::Lost);
+        assert_eq!(row(65504.0, -20.0, "FP16").verdict, Verdict::Survives);
+        assert_eq!(row(65504.0, 20.0, "FP8 E4M3").verdict, Verdict::OutOfRange);
+        assert_eq!(row(448.0, 20.0, "FP8 E4M3").verdict, Verdict::Overflows);
     }
 
     #[test]

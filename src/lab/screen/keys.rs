@@ -12,8 +12,14 @@ pub(super) enum Action {
     PreviousTab,
     NextField,
     PreviousField,
-    Increase,
-    Decrease,
+    /// One step up, or one of the field's other size.
+    Increase {
+        other: bool,
+    },
+    /// One step down, or one of the field's other size.
+    Decrease {
+        other: bool,
+    },
     Edit,
     PageDown,
     PageUp,
@@ -25,7 +31,7 @@ pub(super) enum Action {
 /// Every key.
 pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
-        "1-6",
+        "1-9 0 -",
         &[
             (Char('1'), Action::Tab(0)),
             (Char('2'), Action::Tab(1)),
@@ -33,6 +39,11 @@ pub(super) const KEYS: &[Binding<Action>] = &[
             (Char('4'), Action::Tab(3)),
             (Char('5'), Action::Tab(4)),
             (Char('6'), Action::Tab(5)),
+            (Char('7'), Action::Tab(6)),
+            (Char('8'), Action::Tab(7)),
+            (Char('9'), Action::Tab(8)),
+            (Char('0'), Action::Tab(9)),
+            (Char('-'), Action::Tab(10)),
             (KeyCode::Tab, Action::NextTab),
             (KeyCode::BackTab, Action::PreviousTab),
         ],
@@ -53,14 +64,20 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
         "h l",
         &[
-            (Char('h'), Action::Decrease),
-            (Char('l'), Action::Increase),
-            (KeyCode::Left, Action::Decrease),
-            (KeyCode::Right, Action::Increase),
+            (Char('h'), Action::Decrease { other: false }),
+            (Char('l'), Action::Increase { other: false }),
+            (KeyCode::Left, Action::Decrease { other: false }),
+            (KeyCode::Right, Action::Increase { other: false }),
         ],
-        "move the parameter; left and right too",
+        "move the parameter; left and right too, where the view has no cursor",
     )
     .footer("less, more", "less, more"),
+    Binding::new(
+        "H L",
+        &[(Char('H'), Action::Decrease { other: true }), (Char('L'), Action::Increase { other: true })],
+        "move it by the other step: fine for a value, ten times as far for a count",
+    )
+    .footer("other step", "other step"),
     Binding::new(
         "Enter",
         &[(KeyCode::Enter, Action::Edit), (Char('e'), Action::Edit)],
@@ -70,7 +87,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
         "PgUp PgDn",
         &[(KeyCode::PageUp, Action::PageUp), (KeyCode::PageDown, Action::PageDown), (Char(' '), Action::PageDown)],
-        "scroll a long page; space too",
+        "scroll a long page; space too, where the view does not play",
     ),
     Binding::new("?", &[(Char('?'), Action::Help)], "these keys").footer("help", "help"),
     Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close what is open"),

@@ -16,6 +16,73 @@ pub struct Instrument {
     pub name: &'static str,
     /// Its parameters.
     pub fields: Vec<Field>,
+    /// Experiments that a key loads: `a`, `b`, ….
+    pub scenarios: &'static [Scenario],
+    /// Keys of this view alone; they precede those of every view.
+    pub keys: &'static [ViewKey],
+    /// Advances a played view by one frame; false at its end.
+    pub play: Option<fn(&mut Self) -> bool>,
+}
+
+/// Values to load, and what to do with them.
+#[derive(Debug, Clone, Copy)]
+pub struct Scenario {
+    /// What the menu calls it.
+    pub name: &'static str,
+    /// Values by flag; the other parameters return to their first values.
+    pub set: &'static [(&'static str, &'static str)],
+    /// What to try, and what will be seen.
+    pub text: &'static str,
+}
+
+/// A key of one view.
+#[derive(Debug, Clone, Copy)]
+pub struct ViewKey {
+    /// The key.
+    pub code: KeyCode,
+    /// How footer and help write it.
+    pub written: &'static str,
+    /// What the footer says; empty where it does not mention the key.
+    pub footer: &'static str,
+    /// What the help says.
+    pub help: &'static str,
+    /// What it changes.
+    pub act: fn(&mut Instrument),
+}
+
+impl Instrument {
+    /// A tab without scenarios or keys of its own.
+    pub const fn new(name: &'static str, fields: Vec<Field>) -> Self {
+        Self { name, fields, scenarios: &[], keys: &[], play: None }
+    }
+
+    /// The value of a parameter; empty where there is none of that name.
+    pub fn value(&self, flag: &str) -> &str {
+        self.fields.iter().find(|field| field.flag == flag).map_or("", |field| &field.value)
+    }
+
+    /// The value of a parameter, or its first value where it was cleared.
+    pub fn number(&self, flag: &str, otherwise: f64) -> f64 {
+        parse_value(self.value(flag)).unwrap_or(otherwise)
+    }
+
+    /// Sets a parameter; does nothing where there is none of that name.
+    pub fn set(&mut self, flag: &str, value: impl Into<String>) {
+        if let Some(field) = self.fields.iter_mut().find(|field| field.flag == flag) {
+            field.value = value.into();
+        }
+    }
+
+    fn load(&mut self, scenario: &Scenario) {
+        for field in &mut self.fields {
+            if field.flag != "run" {
+                field.value.clone_from(&field.first);
+            }
+        }
+        for (flag, value) in scenario.set {
+            self.set(flag, *value);
+        }
+    }
 }
 
 /// A parameter; an empty value leaves its flag away.
@@ -25,6 +92,8 @@ pub struct Field {
     pub flag: &'static str,
     /// Its value, as it would be typed.
     pub value: String,
+    /// The value that it starts with.
+    first: String,
     /// What the arrow keys do to it.
     pub adjust: Adjust,
 }
@@ -38,19 +107,23 @@ pub enum Adjust {
     Among(&'static [&'static str]),
     /// Twice and half, but at least one; an empty value begins with this.
     Double(u32),
-    /// One more and one less; an empty value begins with this.
+    /// One more and one less, coarsely ten; an empty value begins with this.
     Count(i32),
-    /// Twice and half, of any magnitude, sign kept.
+    /// Twice and half, of any magnitude, sign kept; finely, one more and one less in the second digit.
     Scale,
+    /// More and less by this step, coarsely by ten of them.
+    By(f64),
 }
 
 impl Field {
     /// A parameter at its first value.
     pub fn new(flag: &'static str, value: &str, adjust: Adjust) -> Self {
-        Self { flag, value: value.to_owned(), adjust }
+        Self { flag, value: value.to_owned(), first: value.to_owned(), adjust }
     }
 
-    fn step(&mut self, up: bool) {
+    /// Moves the value; `other` by the other step: finely for values, coarsely for counts.
+    fn step(&mut self, up: bool, other: bool) {
+        let sign = if up { 1.0 } else { -1.0 };
         self.value = match self.adjust {
             Adjust::Typed => return,
             Adjust::Among(values) => {
@@ -68,15 +141,29 @@ impl Field {
                 Err(_) => first.to_string(),
             },
             Adjust::Count(first) => match self.value.parse::<i32>() {
-                Ok(value) => value.saturating_add(if up { 1 } else { -1 }).to_string(),
+                Ok(value) => value.saturating_add(sign as i32 * if other { 10 } else { 1 }).to_string(),
                 Err(_) => first.to_string(),
             },
             Adjust::Scale => match parse_value(&self.value) {
-                Ok(value) => format!("{}", value * if up { 2.0 } else { 0.5 }),
+                Ok(value) if other && value != 0.0 => {
+                    let unit = 10f64.powf(value.abs().log10().floor() - 1.0);
+                    written(((value / unit).round() + sign) * unit)
+                }
+                Ok(value) => written(value * if up { 2.0 } else { 0.5 }),
                 Err(_) => return,
+            },
+            Adjust::By(step) => match parse_value(&self.value) {
+                Ok(value) => written(value + sign * step * if other { 10.0 } else { 1.0 }),
+                Err(_) => written(step),
             },
         };
     }
+}
+
+/// A value with at most twelve significant digits, so that steps in decimals stay decimals.
+fn written(value: f64) -> String {
+    let rounded = format!("{value:.11e}").parse().unwrap_or(value);
+    if (1e-4..1e12).contains(&value.abs()) || value == 0.0 { format!("{rounded}") } else { format!("{rounded:e}") }
 }
 
 /// The screen's state.
@@ -96,12 +183,27 @@ pub(super) struct Model {
     pub(super) page: Page,
     /// Whether the page is out of date.
     pub(super) stale: bool,
+    /// The scenario that was loaded last, of the tab in view.
+    pub(super) scenario: Option<usize>,
+    /// Whether the view plays by itself.
+    pub(super) playing: bool,
 }
 
 impl Model {
     pub(super) fn new(instruments: Vec<Instrument>) -> Self {
         let page = Page::new();
-        Self { instruments, tab: 0, field: 0, typed: None, help: false, scroll: 0, page, stale: true }
+        Self {
+            instruments,
+            tab: 0,
+            field: 0,
+            typed: None,
+            help: false,
+            scroll: 0,
+            page,
+            stale: true,
+            scenario: None,
+            playing: false,
+        }
     }
 
     /// The tab in view.
@@ -120,16 +222,33 @@ impl Model {
         }
         self.stale = false;
         let instrument = self.instrument();
-        let given = instrument.fields.iter().filter(|field| !field.value.trim().is_empty());
-        let values: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
-        self.page = evaluate(instrument.name, &values, width.saturating_sub(2)).unwrap_or_else(|error| {
-            let mut page = Page::new();
-            page.push(Line::new().with(Role::Bad, "✕ cannot show this"));
-            for line in error.to_string().lines() {
-                page.wrapped(Role::Plain, line, width.saturating_sub(2));
+        // What is being typed shows as it is typed, as soon as it can be read.
+        let current = |(i, field): (usize, &'_ Field)| match &self.typed {
+            Some(typed) if i == self.field => (field.flag, typed.clone()),
+            _ => (field.flag, field.value.clone()),
+        };
+        let given: Vec<_> = instrument.fields.iter().enumerate().map(current).collect();
+        let given = given.iter().filter(|(_, value)| !value.trim().is_empty());
+        let values: Vec<_> = given.map(|(flag, value)| (*flag, value.as_str())).collect();
+        let result = evaluate(instrument.name, &values, width.saturating_sub(2));
+        if self.typed.is_some() && result.is_err() {
+            return;
+        }
+        let mut text = Page::new();
+        if let Some(scenario) = self.scenario.and_then(|scenario| instrument.scenarios.get(scenario)) {
+            text.wrapped(Role::Series(1), &format!("→ {}", scenario.text), width.saturating_sub(2));
+        }
+        self.page = match result {
+            Ok(page) => text.followed_by(page),
+            Err(error) => {
+                let mut page = Page::new();
+                page.push(Line::new().with(Role::Bad, "✕ cannot show this"));
+                for line in error.to_string().lines() {
+                    page.wrapped(Role::Plain, line, width.saturating_sub(2));
+                }
+                page
             }
-            page
-        });
+        };
     }
 
     /// Takes a key; breaks when it is time to leave.
@@ -141,12 +260,46 @@ impl Model {
             self.type_key(key);
             return ControlFlow::Continue(());
         }
+        if !self.help && !key.modifiers.intersects(KeyModifiers::CONTROL | KeyModifiers::ALT) && self.of_view(key.code)
+        {
+            return ControlFlow::Continue(());
+        }
         let Some(action) = action(KEYS, key) else { return ControlFlow::Continue(()) };
         if self.help && !matches!(action, Action::Quit) {
             self.help = false;
             return ControlFlow::Continue(());
         }
         self.act(action)
+    }
+
+    /// Takes a key of the view in view, or of one of its scenarios; false where it is neither.
+    fn of_view(&mut self, code: KeyCode) -> bool {
+        let instrument = &mut self.instruments[self.tab];
+        if let KeyCode::Char(letter @ 'a'..='d') = code {
+            let index = letter as usize - 'a' as usize;
+            let Some(scenario) = instrument.scenarios.get(index) else { return false };
+            instrument.load(scenario);
+            (self.scenario, self.scroll, self.playing) = (Some(index), 0, false);
+        } else if code == KeyCode::Char(' ') && instrument.play.is_some() {
+            self.playing = !self.playing;
+        } else if let Some(key) = instrument.keys.iter().find(|key| key.code == code) {
+            (key.act)(instrument);
+        } else {
+            return false;
+        }
+        self.stale = true;
+        true
+    }
+
+    /// Advances a view that plays; true where there is something new to draw.
+    pub(super) fn tick(&mut self) -> bool {
+        if !self.playing {
+            return false;
+        }
+        let instrument = &mut self.instruments[self.tab];
+        self.playing = instrument.play.is_some_and(|play| play(instrument));
+        self.stale = true;
+        true
     }
 
     fn act(&mut self, action: Action) -> ControlFlow<()> {
@@ -157,12 +310,13 @@ impl Model {
             Action::PreviousTab => self.show((self.tab + tabs - 1) % tabs),
             Action::NextField => self.field = (self.field + 1) % fields,
             Action::PreviousField => self.field = (self.field + fields - 1) % fields,
-            Action::Increase | Action::Decrease if !self.is_typed() => {
-                self.instruments[self.tab].fields[self.field].step(action == Action::Increase);
+            Action::Increase { other } | Action::Decrease { other } if !self.is_typed() => {
+                let up = matches!(action, Action::Increase { .. });
+                self.instruments[self.tab].fields[self.field].step(up, other);
                 self.stale = true;
             }
             // What cannot be moved wants to be typed.
-            Action::Increase | Action::Decrease | Action::Edit => {
+            Action::Increase { .. } | Action::Decrease { .. } | Action::Edit => {
                 self.typed = Some(self.instrument().fields[self.field].value.clone());
             }
             Action::PageDown => self.scroll += 10,
@@ -181,6 +335,7 @@ impl Model {
     fn show(&mut self, tab: usize) {
         if tab != self.tab {
             (self.tab, self.field, self.scroll, self.stale) = (tab, 0, 0, true);
+            (self.scenario, self.playing) = (None, false);
         }
     }
 
@@ -192,12 +347,13 @@ impl Model {
                 self.instruments[self.tab].fields[self.field].value = value;
                 (self.typed, self.stale, self.scroll) = (None, true, 0);
             }
-            KeyCode::Esc => self.typed = None,
+            KeyCode::Esc => (self.typed, self.stale) = (None, true),
             KeyCode::Backspace => drop(typed.pop()),
             KeyCode::Char('u') if key.modifiers.contains(KeyModifiers::CONTROL) => typed.clear(),
             KeyCode::Char(c) if (key.modifiers - KeyModifiers::SHIFT).is_empty() => typed.push(c),
-            _ => {}
+            _ => return,
         }
+        self.stale = true;
     }
 }
 
@@ -213,7 +369,7 @@ mod tests {
             Field::new("scale", "", Adjust::Count(16)),
             Field::new("update", "-0.5", Adjust::Scale),
         ];
-        Model::new(vec![Instrument { name: "one", fields: fields.clone() }, Instrument { name: "two", fields }])
+        Model::new(vec![Instrument::new("one", fields.clone()), Instrument::new("two", fields)])
     }
 
     fn press(model: &mut Model, keys: &[KeyCode]) -> ControlFlow<()> {

@@ -6,7 +6,7 @@ use ratatui::layout::{Position, Rect};
 use ratatui::style::{Color, Modifier, Style};
 
 use super::keys::KEYS;
-use super::model::Model;
+use super::model::{Instrument, Model};
 use crate::lab::{Line, Page, Role};
 use crate::screen::terminal::Palette;
 use crate::screen::terminal::keys::{self, GAPS};
@@ -49,8 +49,9 @@ impl Theme {
 pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
     let area = frame.area();
     let buffer = frame.buffer_mut();
-    let fields = field_lines(model, usize::from(area.width));
-    let help = help_page();
+    let mut fields = field_lines(model, usize::from(area.width));
+    fields.extend(scenario_line(model));
+    let help = help_page(model);
     let top = 1 + fields.len();
     let room = usize::from(area.height).saturating_sub(top + 1);
     let page = if model.help { &help } else { &model.page };
@@ -59,7 +60,7 @@ pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
     let below = if model.help { 0 } else { most - model.scroll };
 
     let mut row = Row { buffer, area, theme, y: 0 };
-    row.print(&tabs(model));
+    row.print(&tabs(model, usize::from(area.width)));
     let scroll = if model.help { 0 } else { model.scroll };
     for line in fields.iter().chain(page.lines.iter().skip(scroll).take(room)) {
         row.print(line);
@@ -110,12 +111,37 @@ fn chosen(text: &str, is: bool) -> String {
     if is { format!("{CHOSEN} {text} ") } else { format!(" {text} ") }
 }
 
-fn tabs(model: &Model) -> Line {
-    let line = Line::new().with(Role::Title, "finetune lab ");
-    model.instruments.iter().enumerate().fold(line, |line, (i, instrument)| {
-        let role = if i == model.tab { Role::Title } else { Role::Dim };
-        line.with(role, chosen(&format!("{} {}", i + 1, instrument.name), i == model.tab))
+/// The tabs; where the line is too narrow for all of them with their numbers, only the one in view keeps its own.
+fn tabs(model: &Model, width: usize) -> Line {
+    let number = |i: usize| if i < 10 { ((i + 1) % 10).to_string() } else { "-".to_owned() };
+    let name = |(i, instrument): (usize, &Instrument)| (i, format!("{} {}", number(i), instrument.name));
+    let full: Vec<_> = model.instruments.iter().enumerate().map(name).collect();
+    let columns = 14 + full.iter().map(|(_, name)| name.len() + 2).sum::<usize>();
+    if columns <= width {
+        let line = Line::new().with(Role::Title, "finetune lab ");
+        return full.iter().fold(line, |line, (i, name)| {
+            line.with(if *i == model.tab { Role::Title } else { Role::Dim }, chosen(name, *i == model.tab))
+        });
+    }
+    full.iter().fold(Line::new(), |line, (i, name)| {
+        if *i == model.tab {
+            line.with(Role::Title, chosen(name, true))
+        } else {
+            line.dim(format!(" {}", model.instruments[*i].name))
+        }
     })
+}
+
+/// The scenarios of the view, each with its key; the one that was loaded is marked.
+fn scenario_line(model: &Model) -> Option<Line> {
+    let scenarios = model.instrument().scenarios;
+    let line = scenarios.iter().zip('a'..).enumerate().fold(Line::new().dim("try"), |line, (i, (scenario, key))| {
+        let is = model.scenario == Some(i);
+        line.plain("  ")
+            .with(Role::Title, key.to_string())
+            .with(if is { Role::Title } else { Role::Dim }, chosen(scenario.name, is))
+    });
+    (!scenarios.is_empty()).then_some(line)
 }
 
 /// The parameters, as many to a line as fit; the chosen one is marked, by brackets too.
@@ -152,15 +178,41 @@ fn footer(model: &Model, below: usize, mut width: usize) -> Line {
         width = width.saturating_sub(more.chars().count());
         line = line.with(Role::Warn, more);
     }
+    let keys = model.instrument().keys.iter().filter(|key| !key.footer.is_empty());
+    let play = model.instrument().play.map(|_| ("space", if model.playing { "pause" } else { "run" }));
+    for (key, what) in play.into_iter().chain(keys.map(|key| (key.written, key.footer))) {
+        let columns = key.chars().count() + what.len() + usize::from(GAPS.0 + GAPS.1);
+        if columns + 30 > width {
+            break;
+        }
+        width -= columns;
+        line = line.with(Role::Title, key).dim(format!("  {what}   "));
+    }
     let gap = |columns: u16| " ".repeat(columns.into());
     keys::footer(KEYS, width, |_| true).into_iter().fold(line, |line, (key, what)| {
         line.with(Role::Title, key).dim(format!("{}{what}{}", gap(GAPS.0), gap(GAPS.1)))
     })
 }
 
-fn help_page() -> Page {
+fn help_page(model: &Model) -> Page {
     let mut page = Page::new();
+    let instrument = model.instrument();
+    if instrument.play.is_some() || !instrument.keys.is_empty() {
+        page.title(format!("Keys of {}", instrument.name));
+        if instrument.play.is_some() {
+            page.push(Line::new().with(Role::Title, "  space       ").plain("run and pause"));
+        }
+        for key in instrument.keys {
+            page.push(Line::new().with(Role::Title, format!("  {:<12}", key.written)).plain(key.help));
+        }
+        page.gap();
+    }
     page.title("Keys");
+    if !instrument.scenarios.is_empty() {
+        page.push(
+            Line::new().with(Role::Title, "  a b c d     ").plain("load a scenario; its first line says what to try"),
+        );
+    }
     for binding in KEYS {
         page.push(Line::new().with(Role::Title, format!("  {:<12}", binding.written)).plain(binding.help));
     }
@@ -182,7 +234,7 @@ mod tests {
 
     use super::*;
     use crate::lab::Bits;
-    use crate::lab::screen::{Adjust, Field, Instrument};
+    use crate::lab::screen::{Adjust, Field};
 
     const MONOCHROME: Theme = Theme::MONOCHROME;
 
@@ -210,7 +262,7 @@ mod tests {
             Field::new("another-one", "that needs a second line", Adjust::Typed),
         ];
         let instruments = ["bits", "ranges", "ulp", "scaler", "scaling", "memory"];
-        let mut model = Model::new(instruments.map(|name| Instrument { name, fields: fields.clone() }).to_vec());
+        let mut model = Model::new(instruments.map(|name| Instrument::new(name, fields.clone())).to_vec());
         model.evaluate(80, &mut |_, values, width| Ok(Bits::of(values[0].1)?.page(width)));
         model
     }

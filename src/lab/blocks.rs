@@ -1,0 +1,407 @@
+//! Block formats: a tensor's amax → scale → codes → error, under FP8, MXFP8, NVFP4 and INT8.
+//!
+//! Scales and products are FP32, as in the libraries that the codes are compared with bit for bit (`tests/lab_blocks.py`):
+//! PyTorch's casts for FP8 and INT8, torchao for MXFP8 and NVFP4, `ml_dtypes` for FP4.
+
+use serde::Serialize;
+
+use super::number::{percent, short};
+use super::page::{Line, Page, Role};
+use crate::precision::FloatFormat;
+use crate::random::{Domain, Stream};
+use crate::{Error, Result};
+
+/// A way to quantise a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Scheme {
+    /// E4M3, one FP32 scale from the tensor's own largest magnitude.
+    Fp8Current,
+    /// E4M3, one FP32 scale from the largest magnitude of the steps before.
+    Fp8Delayed,
+    /// E4M3, an FP32 scale a row.
+    Fp8Row,
+    /// E4M3, an FP32 scale for each 128 values of a row.
+    Fp8Block128,
+    /// E4M3, a power of two for each 32 values (OCP Microscaling).
+    Mxfp8,
+    /// E2M1, an E4M3 scale for each 16 values and an FP32 scale for the tensor.
+    Nvfp4,
+    /// Whole numbers from -127 to 127, one FP32 scale.
+    Int8,
+}
+
+impl Scheme {
+    /// Every scheme.
+    pub const ALL: [Self; 7] =
+        [Self::Fp8Current, Self::Fp8Delayed, Self::Fp8Row, Self::Fp8Block128, Self::Mxfp8, Self::Nvfp4, Self::Int8];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Fp8Current => "FP8 tensor",
+            Self::Fp8Delayed => "FP8 delayed",
+            Self::Fp8Row => "FP8 rows",
+            Self::Fp8Block128 => "FP8 128-blocks",
+            Self::Mxfp8 => "MXFP8",
+            Self::Nvfp4 => "NVFP4",
+            Self::Int8 => "INT8 tensor",
+        }
+    }
+
+    /// The name on the command line.
+    const fn flag(self) -> &'static str {
+        match self {
+            Self::Fp8Current => "fp8",
+            Self::Fp8Delayed => "delayed",
+            Self::Fp8Row => "rows",
+            Self::Fp8Block128 => "block128",
+            Self::Mxfp8 => "mxfp8",
+            Self::Nvfp4 => "nvfp4",
+            Self::Int8 => "int8",
+        }
+    }
+}
+
+impl std::str::FromStr for Scheme {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let known = Self::ALL.into_iter().find(|scheme| scheme.flag() == text);
+        known.ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|scheme| format!("`{}`", scheme.flag())).collect();
+            Error::config("scheme", format!("`{text}` is not one of {}", names.join(", ")))
+        })
+    }
+}
+
+/// A quantised tensor.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Quantised {
+    /// How.
+    pub scheme: Scheme,
+    /// Values that share a scale.
+    pub block: usize,
+    /// Bits a value, scales included.
+    pub bits: f64,
+    /// What a code is multiplied with to give a value, one a block, in the order of rows. For NVFP4 the E4M3 scales.
+    pub scales: Vec<f32>,
+    /// NVFP4's scale of the tensor.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tensor_scale: Option<f32>,
+    /// One code a value: a pattern of FP8 or FP4, or a two's complement byte.
+    pub codes: Vec<u8>,
+    /// The values that the codes stand for.
+    #[serde(skip)]
+    pub values: Vec<f64>,
+    /// Root mean square of the error over that of the values.
+    pub error: f64,
+    /// Share of values other than zero that became zero.
+    pub flushed: f64,
+    /// Values that were cut off at the format's largest.
+    pub saturated: usize,
+}
+
+/// A tensor under every scheme.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Blocks {
+    /// Where the tensor comes from.
+    pub source: String,
+    /// Rows and columns.
+    pub shape: [usize; 2],
+    /// The tensor.
+    pub tensor: Vec<f32>,
+    /// Its largest magnitude.
+    pub amax: f32,
+    /// The largest magnitude that delayed scaling remembers.
+    pub remembered: f32,
+    /// One for each scheme.
+    pub schemes: Vec<Quantised>,
+    /// The scheme whose first block is shown.
+    #[serde(skip)]
+    pub shown: Scheme,
+}
+
+/// A tensor of `[rows, columns]` standard normal values, the first of each row `outlier` times as large.
+pub fn normal_tensor([rows, columns]: [usize; 2], outlier: f32, seed: u64) -> Vec<f32> {
+    let mut values = vec![0f32; rows * columns];
+    Stream::new(seed, Domain::Bench).fill_normal(4, 0, &mut values);
+    for row in values.chunks_mut(columns) {
+        row[0] *= outlier;
+    }
+    values
+}
+
+impl Blocks {
+    /// Quantises `tensor`; delayed scaling remembers a largest magnitude of `remembered` × its own.
+    pub fn new(source: String, tensor: Vec<f32>, shape: [usize; 2], remembered: f32, shown: Scheme) -> Result<Self> {
+        let [rows, columns] = shape;
+        if rows * columns != tensor.len() || tensor.is_empty() || columns % 128 != 0 {
+            let message = "a tensor needs rows of a multiple of 128 values, so that every scheme's blocks are whole";
+            return Err(Error::config("--columns", message));
+        }
+        if let Some(value) = tensor.iter().find(|value| !value.is_finite()) {
+            return Err(Error::config("tensor", format!("holds {value}; a scale needs finite values")));
+        }
+        let amax = largest(&tensor);
+        let remembered = amax * remembered;
+        let schemes = Scheme::ALL.map(|scheme| Quantised::new(scheme, &tensor, columns, remembered)).to_vec();
+        Ok(Self { source, shape, tensor, amax, remembered, schemes, shown })
+    }
+
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, width: usize) -> Page {
+        let mut page = Page::new();
+        let [rows, columns] = self.shape;
+        page.push(
+            Line::new()
+                .with(Role::Title, format!("{rows} × {columns} values, amax {}", short(f64::from(self.amax))))
+                .dim(format!("   {}", self.source)),
+        );
+        page.title(format!(
+            "{:<15}{:>7}{:>7}{:>8}{:>13}{:>10}{:>10}{:>8}",
+            "scheme", "block", "bits", "scales", "first scale", "error %", "flushed %", "cut off"
+        ));
+        for scheme in &self.schemes {
+            let role = match scheme.error {
+                error if error < 0.03 => Role::Good,
+                error if error < 0.1 => Role::Warn,
+                _ => Role::Bad,
+            };
+            let first = scheme.scales.first().copied().unwrap_or(0.0);
+            page.push(
+                Line::new()
+                    .with(Role::Title, format!("{:<15}", scheme.scheme.name()))
+                    .plain(format!("{:>7}{:>7.2}{:>8}", scheme.block, scheme.bits, scheme.scales.len()))
+                    .plain(format!("{:>13}", short(f64::from(first))))
+                    .with(role, format!("{:>10}{:>10}", percent(scheme.error), percent(scheme.flushed)))
+                    .with(
+                        if scheme.saturated > 0 { Role::Bad } else { Role::Plain },
+                        format!("{:>8}", scheme.saturated),
+                    ),
+            );
+        }
+        page.gap();
+        if let Some(scheme) = self.schemes.iter().find(|scheme| scheme.scheme == self.shown) {
+            scheme.detail(&mut page, &self.tensor, width);
+        }
+        page
+    }
+}
+
+impl Quantised {
+    fn new(scheme: Scheme, tensor: &[f32], columns: usize, remembered: f32) -> Self {
+        let block = match scheme {
+            Scheme::Fp8Current | Scheme::Fp8Delayed | Scheme::Int8 => tensor.len(),
+            Scheme::Fp8Row => columns,
+            Scheme::Fp8Block128 => 128,
+            Scheme::Mxfp8 => 32,
+            Scheme::Nvfp4 => 16,
+        };
+        let amax = largest(tensor);
+        // NVFP4's blocks use the whole range of their E4M3 scales.
+        let tensor_scale = (scheme == Scheme::Nvfp4).then_some(if amax > 0.0 { amax / (448.0 * 6.0) } else { 1.0 });
+        let mut this = Self {
+            scheme,
+            block,
+            bits: 0.0,
+            scales: Vec::new(),
+            tensor_scale,
+            codes: Vec::with_capacity(tensor.len()),
+            values: Vec::with_capacity(tensor.len()),
+            error: 0.0,
+            flushed: 0.0,
+            saturated: 0,
+        };
+        for values in tensor.chunks(block) {
+            let amax = if scheme == Scheme::Fp8Delayed { remembered } else { largest(values) };
+            this.quantise(values, amax);
+        }
+        let (code, scale, more) = match scheme {
+            Scheme::Mxfp8 => (8.0, 8.0, 0.0),
+            Scheme::Nvfp4 => (4.0, 8.0, 32.0),
+            _ => (8.0, 32.0, 0.0),
+        };
+        let count = tensor.len() as f64;
+        this.bits = code + (scale * this.scales.len() as f64 + more) / count;
+        let errors = tensor.iter().zip(&this.values).map(|(x, y)| (f64::from(*x) - y).powi(2)).sum::<f64>();
+        let energy = tensor.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        this.error = if energy > 0.0 { (errors / energy).sqrt() } else { 0.0 };
+        let flushed = tensor.iter().zip(&this.values).filter(|(x, y)| **x != 0.0 && **y == 0.0).count();
+        this.flushed = flushed as f64 / count;
+        this
+    }
+
+    /// Adds a block's scale and codes.
+    fn quantise(&mut self, values: &[f32], amax: f32) {
+        let e4m3 = FloatFormat::E4M3;
+        match self.scheme {
+            Scheme::Mxfp8 => {
+                // The exponent of the largest magnitude less that of E4M3's largest number, 448 = 1.75 × 2^8.
+                let exponent = if amax > 0.0 { (floor_log2(amax) - 8).max(-127) } else { -127 };
+                let scale = 2f64.powi(exponent) as f32;
+                self.scales.push(scale);
+                for x in values {
+                    let scaled = f64::from(*x) / f64::from(scale);
+                    self.push(e4m3.encode_saturating(scaled) as u8, |code| e4m3.decode(code.into()) * f64::from(scale));
+                    self.saturated += usize::from(scaled.abs() > 464.0);
+                }
+            }
+            Scheme::Nvfp4 => {
+                let tensor_scale = self.tensor_scale.unwrap_or(1.0);
+                let wanted = (amax / 6.0 / tensor_scale).clamp(e4m3.min_normal() as f32, 448.0);
+                let scale = e4m3.round(f64::from(wanted)) as f32;
+                self.scales.push(scale);
+                let inverse = (1.0 / tensor_scale) / scale;
+                for x in values {
+                    let scaled = x * inverse;
+                    self.push(e2m1(scaled), |code| e2m1_value(code) * f64::from(scale) * f64::from(tensor_scale));
+                    self.saturated += usize::from(scaled.abs() > 7.0);
+                }
+            }
+            Scheme::Int8 => {
+                let scale = if amax > 0.0 { amax / 127.0 } else { 1.0 };
+                self.scales.push(scale);
+                for x in values {
+                    let code = (x / scale).round_ties_even().clamp(-127.0, 127.0) as i8;
+                    self.push(code.cast_unsigned(), |code| f64::from(code.cast_signed()) * f64::from(scale));
+                }
+            }
+            _ => {
+                let factor = if amax > 0.0 { 448.0 / amax } else { 1.0 };
+                self.scales.push(1.0 / factor);
+                for x in values {
+                    let scaled = x * factor;
+                    self.push(e4m3.encode_saturating(scaled.into()) as u8, |code| {
+                        e4m3.decode(code.into()) / f64::from(factor)
+                    });
+                    self.saturated += usize::from(scaled.abs() > 464.0);
+                }
+            }
+        }
+    }
+
+    fn push(&mut self, code: u8, value: impl Fn(u8) -> f64) {
+        self.codes.push(code);
+        self.values.push(value(code));
+    }
+
+    /// The first values of the first block on their way: value, scaled, code, what comes back.
+    fn detail(&self, page: &mut Page, tensor: &[f32], width: usize) {
+        let count = (width.saturating_sub(10) / 9).clamp(1, 12).min(tensor.len());
+        let scale = f64::from(self.scales[0]) * self.tensor_scale.map_or(1.0, f64::from);
+        let label = match self.tensor_scale {
+            Some(tensor_scale) => format!(
+                "{}: first scale {} × the tensor's {}",
+                self.scheme.name(),
+                short(f64::from(self.scales[0])),
+                short(f64::from(tensor_scale))
+            ),
+            None => format!("{}: first scale {}", self.scheme.name(), short(scale)),
+        };
+        page.title(label);
+        let row = |page: &mut Page, name: &str, role: Role, cell: &dyn Fn(usize) -> String| {
+            let cells: Vec<_> = (0..count).map(|i| format!("{:>9}", cell(i))).collect();
+            page.push(Line::new().dim(format!("{name:<10}")).with(role, cells.concat()));
+        };
+        let brief = |x: f64| {
+            if x.abs() >= 1e4 || (x != 0.0 && x.abs() < 1e-3) { format!("{x:.1e}") } else { format!("{x:.3}") }
+        };
+        row(page, "value", Role::Plain, &|i| brief(f64::from(tensor[i])));
+        row(page, "/ scale", Role::Plain, &|i| brief(f64::from(tensor[i]) / scale));
+        row(page, "code", Role::Mantissa, &|i| format!("0x{:02X}", self.codes[i]));
+        row(page, "back", Role::Good, &|i| brief(self.values[i]));
+        row(page, "error %", Role::Warn, &|i| percent((self.values[i] / f64::from(tensor[i]) - 1.0).abs()));
+    }
+}
+
+/// The largest magnitude.
+fn largest(values: &[f32]) -> f32 {
+    values.iter().fold(0.0, |largest, value| largest.max(value.abs()))
+}
+
+/// The exponent field of a positive FP32 number, unbiased.
+fn floor_log2(x: f32) -> i32 {
+    ((x.to_bits() >> 23) & 0xff) as i32 - 127
+}
+
+/// FP4 E2M1's magnitudes by code. It has neither infinity nor NaN.
+const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+
+/// The code nearest to `x`, ties to the even one, beyond the largest to the largest; bit 3 is the sign.
+fn e2m1(x: f32) -> u8 {
+    let magnitude = x.abs();
+    let above = (1..8).find(|code| {
+        let middle = f32::midpoint(E2M1[*code - 1], E2M1[*code]);
+        // A tie goes to the even code.
+        magnitude < middle || (magnitude == middle && code % 2 == 1)
+    });
+    let code = above.map_or(7, |code| code - 1) as u8;
+    code | if x.is_sign_negative() { 8 } else { 0 }
+}
+
+fn e2m1_value(code: u8) -> f64 {
+    let magnitude = f64::from(E2M1[usize::from(code & 7)]);
+    if code & 8 == 0 { magnitude } else { -magnitude }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    fn blocks(outlier: f32, remembered: f32) -> Blocks {
+        let tensor = normal_tensor([4, 256], outlier, 0);
+        Blocks::new("normal".into(), tensor, [4, 256], remembered, Scheme::Mxfp8).unwrap()
+    }
+
+    fn of(blocks: &Blocks, scheme: Scheme) -> &Quantised {
+        blocks.schemes.iter().find(|quantised| quantised.scheme == scheme).unwrap()
+    }
+
+    #[test]
+    fn fp4_rounds_to_even_and_saturates() {
+        let values = [0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 100.0, -0.25, -1.6];
+        assert_eq!(values.map(e2m1), [0, 0, 1, 2, 2, 4, 4, 6, 6, 7, 7, 8, 11]);
+        assert!((0..16u8).all(|code| e2m1(e2m1_value(code) as f32) == code));
+    }
+
+    /// One large value takes the range from all that share its scale: the finer the blocks, the fewer.
+    #[test]
+    fn an_outlier_harms_its_own_block() {
+        let (calm, wild) = (blocks(1.0, 1.0), blocks(1e6, 1.0));
+        let flushed = |blocks: &Blocks, scheme| of(blocks, scheme).flushed;
+        assert!(flushed(&calm, Scheme::Fp8Current) < 0.01);
+        let schemes = [Scheme::Fp8Current, Scheme::Fp8Block128, Scheme::Mxfp8];
+        let [tensor, block, mx] = schemes.map(|scheme| flushed(&wild, scheme));
+        assert!(tensor > block && block > mx && tensor > 0.5, "{tensor} {block} {mx}");
+        assert!(flushed(&wild, Scheme::Int8) > 0.9);
+        insta::assert_snapshot!("blocks", calm.page(80).text());
+    }
+
+    /// Delayed scaling cuts off what exceeds the past, and wastes range where the past was larger.
+    #[test]
+    fn delayed_scaling_lives_in_the_past() {
+        let cut = |remembered| of(&blocks(1.0, remembered), Scheme::Fp8Delayed).saturated;
+        assert_eq!(cut(1.0), 0);
+        assert!(cut(0.25) > 10);
+        let (same, current) = (blocks(1.0, 1.0), blocks(1.0, 1.0));
+        assert_eq!(of(&same, Scheme::Fp8Delayed).codes, of(&current, Scheme::Fp8Current).codes);
+    }
+
+    #[test]
+    fn bits_a_value_count_the_scales() {
+        let blocks = blocks(1.0, 1.0);
+        let bits = [Scheme::Mxfp8, Scheme::Nvfp4, Scheme::Fp8Block128].map(|scheme| of(&blocks, scheme).bits);
+        assert_eq!(bits, [8.25, 4.53125, 8.25]);
+    }
+
+    #[test]
+    fn what_cannot_be_quantised_is_refused() {
+        let refused = |tensor: Vec<f32>, shape| Blocks::new(String::new(), tensor, shape, 1.0, Scheme::Int8).is_err();
+        assert!(
+            refused(vec![1.0; 100], [1, 100]) && refused(vec![f32::NAN; 128], [1, 128]) && refused(vec![], [0, 128])
+        );
+        assert!(!refused(vec![0.0; 128], [1, 128]), "zeros are fine");
+    }
+}

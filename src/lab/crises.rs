@@ -1,0 +1,170 @@
+//! The three ways FP16 loses a training run, each with its cause and its cure: gradients that underflow, gradients that
+//! overflow, updates that vanish in the weight.
+
+use serde::Serialize;
+
+use super::number::{exact, serialize, short};
+use super::page::{Line, Page, Role};
+use crate::Result;
+use crate::precision::{FloatFormat, GradScaler, GradScalerConfig};
+
+/// What the crises are shown with.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Crises {
+    /// A small gradient.
+    pub small: f64,
+    /// A large gradient.
+    pub large: f64,
+    /// The loss scale that both meet first.
+    pub scale: f64,
+    /// A weight.
+    pub weight: f64,
+    /// What a step takes from it.
+    pub update: f64,
+    /// Steps.
+    pub steps: u64,
+    /// What they come to.
+    #[serde(flatten)]
+    pub outcome: Outcome,
+}
+
+/// What becomes of the gradients and the weight in FP16, without and with the cures.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Outcome {
+    /// The small gradient as FP16 stores it.
+    #[serde(serialize_with = "serialize")]
+    pub unscaled: f64,
+    /// The same after scaling, storage in FP16 and unscaling in FP32.
+    #[serde(serialize_with = "serialize")]
+    pub rescued: f64,
+    /// The large gradient, scaled, as FP16 stores it.
+    #[serde(serialize_with = "serialize")]
+    pub scaled: f64,
+    /// Steps skipped until the scale fits it.
+    pub skipped: u32,
+    /// That scale.
+    #[serde(serialize_with = "serialize")]
+    pub fitting: f64,
+    /// The FP16 weight after all steps.
+    #[serde(serialize_with = "serialize")]
+    pub stuck: f64,
+    /// Its FP32 master.
+    #[serde(serialize_with = "serialize")]
+    pub master: f64,
+    /// The FP16 copy of the master.
+    #[serde(serialize_with = "serialize")]
+    pub working: f64,
+}
+
+impl Crises {
+    /// The most steps that are simulated.
+    pub const MOST: u64 = 1_000_000;
+
+    /// Lets the gradients `[small, large]` meet a loss scale, and a weight its updates.
+    pub fn new([small, large]: [f64; 2], scale: f64, [weight, update]: [f64; 2], steps: u64) -> Result<Self> {
+        let fp16 = FloatFormat::FP16;
+        let config = GradScalerConfig { init_scale: scale as f32, ..GradScalerConfig::default() };
+        let mut scaler = GradScaler::new(config)?;
+        let stored = fp16.round(small * f64::from(scaler.scale()));
+        let rescued = f64::from(stored as f32 * scaler.inverse());
+        let scaled = fp16.round(large * f64::from(scaler.scale()));
+        let mut skipped = 0;
+        while !fp16.round(large * f64::from(scaler.scale())).is_finite() && f64::from(scaler.scale()) > 1.0 {
+            scaler.update(false);
+            skipped += 1;
+        }
+        let (mut stuck, mut master) = (fp16.round(weight), weight as f32);
+        for _ in 0..steps.min(Self::MOST) {
+            stuck = fp16.round(stuck - fp16.round(update));
+            master -= update as f32;
+        }
+        let outcome = Outcome {
+            unscaled: fp16.round(small),
+            rescued,
+            scaled,
+            skipped,
+            fitting: f64::from(scaler.scale()),
+            stuck,
+            master: f64::from(master),
+            working: fp16.round(f64::from(master)),
+        };
+        Ok(Self { small, large, scale, weight, update, steps, outcome })
+    }
+
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, width: usize) -> Page {
+        let mut page = Page::new();
+        let Outcome { unscaled, rescued, scaled, skipped, fitting, stuck, master, working } = self.outcome;
+        let judged = |good: bool, text: String| {
+            if good { (Role::Good, format!("✓ {text}")) } else { (Role::Bad, format!("✕ {text}")) }
+        };
+        let mut crisis = |title: &str, cause: &str, without: (Role, String), cure: &str, with: (Role, String)| {
+            page.title(title);
+            for (label, text, (role, result)) in [("cause", cause, without), ("cure", cure, with)] {
+                page.wrapped(Role::Plain, &format!("  {label}: {text}"), width);
+                page.push(Line::new().plain("     ").with(role, result));
+            }
+            page.gap();
+        };
+        let error = (rescued / self.small - 1.0).abs();
+        crisis(
+            "1 Underflow",
+            &format!("a gradient of {} is below half of FP16's smallest number, 2^-25", short(self.small)),
+            judged(unscaled != 0.0, format!("stored as {}", short(unscaled))),
+            &format!("scale the loss by {}, unscale the gradient in FP32", short(self.scale)),
+            judged(rescued != 0.0 && rescued.is_finite(), format!("{}, off by {:.2} %", short(rescued), error * 100.0)),
+        );
+        crisis(
+            "2 Overflow",
+            &format!("a gradient of {} times the scale {} is beyond 65504", short(self.large), short(self.scale)),
+            judged(scaled.is_finite(), format!("stored as {}", short(scaled))),
+            "skip such a step, which leaves the weight as it was, and halve the scale",
+            judged(
+                (self.large * fitting).abs() < 65520.0,
+                format!("{skipped} steps skipped, then {} at scale {}", short(self.large * fitting), short(fitting)),
+            ),
+        );
+        let moved = FloatFormat::FP16.round(self.weight) != stuck;
+        let half = FloatFormat::FP16.ulp(self.weight) / 4.0;
+        crisis(
+            "3 Vanishing update",
+            &format!(
+                "{} updates of {} beside a weight of {}; below a power of two FP16 loses what is under {}",
+                self.steps,
+                short(self.update),
+                short(self.weight),
+                short(half)
+            ),
+            judged(moved || self.update == 0.0, format!("the FP16 weight is {}", exact(stuck))),
+            "keep a master weight in FP32, and round the working copy from it",
+            judged(master != self.weight, format!("master {master:.8}, its FP16 copy {}", exact(working))),
+        );
+        page
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    /// The figures of `examples/three_crises.rs`, which trains with candle.
+    #[test]
+    fn the_examples_figures() {
+        let crises = Crises::new([1e-8, 3.0], 65536.0, [1.0, 5e-5], 3).unwrap();
+        let outcome = crises.outcome;
+        assert_eq!((outcome.unscaled, format!("{:.3e}", outcome.rescued)), (0.0, "9.997e-9".to_owned()));
+        assert_eq!((outcome.scaled, outcome.skipped, outcome.fitting), (f64::INFINITY, 2, 16384.0));
+        assert_eq!((outcome.stuck, format!("{:.8}", outcome.master)), (1.0, "0.99984998".to_owned()));
+        insta::assert_snapshot!("crises", crises.page(80).text());
+    }
+
+    #[test]
+    fn a_scale_that_cannot_be_is_refused() {
+        assert!(Crises::new([1e-8, 3.0], -1.0, [1.0, 5e-5], 3).is_err());
+        let broken = Crises::new([f64::NAN, f64::INFINITY], 65536.0, [0.0, 0.0], 0).unwrap();
+        assert_eq!(broken.outcome.fitting, 1.0);
+        assert!(!broken.page(40).text().is_empty());
+    }
+}

@@ -1,0 +1,223 @@
+//! The loss scale as a chart under its ceiling, a table of what each setting made of it, and one step in words.
+
+use std::iter::repeat_n;
+
+use super::{Attempt, Comparison, Trajectory};
+use crate::lab::number::short;
+use crate::lab::page::{Line, Page, Role, column_cell};
+use crate::precision::{FloatFormat, ScaleChange};
+
+impl Comparison {
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, width: usize) -> Page {
+        let mut page = Page::new();
+        page.push(Line::new().with(Role::Title, format!("{} steps", self.steps)).dim(format!("   {}", self.source)));
+        let height = [8, 8, 4, 3, 2][self.trajectories.len().min(4)];
+        let range = self.range();
+        for (i, trajectory) in self.trajectories.iter().enumerate() {
+            trajectory.chart(&mut page, i, (width, height), range, self.cursor);
+        }
+        let known = self.trajectories.iter().flat_map(|t| &t.attempts).any(|attempt| attempt.largest.is_some());
+        if known {
+            page.push(Line::new().dim("       █ scale  · ceiling 65504 / max|g|; a scale above it overflows: ✕"));
+        }
+        if let Some(cursor) = self.cursor {
+            for (i, trajectory) in self.trajectories.iter().enumerate() {
+                page.push(trajectory.verdict(i, cursor));
+            }
+        }
+        page.gap();
+        self.table(&mut page);
+        if let ([only], None, ..=100) = (&self.trajectories[..], self.cursor, self.steps) {
+            page.gap();
+            only.list(&mut page);
+        }
+        page
+    }
+
+    /// The lowest and highest log2 of any scale.
+    fn range(&self) -> (f64, f64) {
+        let scales = self.trajectories.iter().flat_map(|trajectory| &trajectory.attempts);
+        let (low, high) = scales.clone().fold((f64::MAX, f64::MIN), |(low, high), attempt| {
+            let log2 = f64::from(attempt.scale).log2();
+            (low.min(log2), high.max(log2))
+        });
+        // Room for the ceiling.
+        let room = if scales.clone().any(|attempt| attempt.largest.is_some()) { 1.0 } else { 0.0 };
+        if low > high { (0.0, 1.0) } else { (low.floor(), high.ceil().max(low.floor() + 1.0) + room) }
+    }
+
+    fn table(&self, page: &mut Page) {
+        page.title(format!(
+            "{:<22}{:>9}{:>6}{:>9}{:>9}{:>9}{:>12}",
+            "setting", "overflows", "lost", "repeated", "growths", "at floor", "mean scale"
+        ));
+        for (i, t) in self.trajectories.iter().enumerate() {
+            let label: String = t.label.chars().take(19).collect();
+            page.push(Line::new().with(Role::Series(i), format!("{} {label:<20}", letter(i))).plain(format!(
+                "{:>9}{:>6}{:>9}{:>9}{:>9}{:>12}",
+                t.overflows,
+                t.lost,
+                t.repeated,
+                t.growths,
+                t.at_floor,
+                format!("2^{:.2}", t.mean_log2)
+            )));
+        }
+        if !self.over_seeds.is_empty() {
+            page.gap();
+            page.title(format!(
+                "{:<22}{:>24}{:>28}",
+                format!("{} seeds, 95 %", self.seeds),
+                "overflows",
+                "mean log2 scale"
+            ));
+            for (i, (overflows, scale)) in self.over_seeds.iter().enumerate() {
+                let label: String = self.trajectories[i].label.chars().take(19).collect();
+                let line = Line::new().with(Role::Series(i), format!("{} {label:<20}", letter(i)));
+                page.push(line.plain(format!("{:>24}{:>28}", overflows.to_string(), scale.to_string())));
+            }
+        }
+        if self.tokens_per_step > 0 {
+            let lost = |t: &Trajectory| (t.lost as u64 * self.tokens_per_step).to_string();
+            let lost: Vec<_> = self.trajectories.iter().map(lost).collect();
+            page.push(Line::new().dim(format!("tokens never trained on: {}", lost.join(", "))));
+        }
+    }
+}
+
+impl Trajectory {
+    /// Bars of log2 of the scale (a column shows the last attempt within it) under the lowest ceiling of the column's steps;
+    /// overflows are marked below, and so is the cursor, behind which nothing is drawn yet.
+    fn chart(
+        &self,
+        page: &mut Page,
+        index: usize,
+        (width, height): (usize, usize),
+        (low, high): (f64, f64),
+        cursor: Option<u64>,
+    ) {
+        let room = width.saturating_sub(7).max(8);
+        let columns = room.min(self.attempts.len().max(1));
+        // A few attempts are drawn wide.
+        let each = (room / columns).clamp(1, 3);
+        let bounds =
+            |column: usize| column * self.attempts.len() / columns..(column + 1) * self.attempts.len() / columns;
+        let buckets: Vec<&[Attempt]> = (0..columns).map(|column| &self.attempts[bounds(column)]).collect();
+        let seen =
+            |bucket: &[Attempt]| cursor.is_none_or(|cursor| bucket.first().is_none_or(|first| first.step <= cursor));
+        let eighths = |log2: f64| 1 + ((log2 - low) / (high - low) * (height * 8 - 1) as f64).round() as usize;
+        // The lowest scale still has an eighth, so that it is not mistaken for nothing.
+        let level = |bucket: &&[Attempt]| {
+            let shown = bucket.iter().rev().find(|attempt| cursor.is_none_or(|cursor| attempt.step <= cursor));
+            shown.map_or(0, |attempt| eighths(f64::from(attempt.scale).log2()))
+        };
+        let ceiling = |bucket: &&[Attempt]| {
+            let largest = bucket.iter().filter_map(|attempt| attempt.largest).reduce(f32::max)?;
+            let log2 = (FloatFormat::FP16.max() / f64::from(largest)).log2();
+            (log2 > low && log2 < high).then(|| (eighths(log2) - 1) / 8)
+        };
+        let overflown = |bucket: &&[Attempt]| seen(bucket) && bucket.iter().any(|attempt| !attempt.finite);
+        let cells: Vec<_> = buckets.iter().map(|bucket| (level(bucket), ceiling(bucket), overflown(bucket))).collect();
+        for row in (0..height).rev() {
+            let label = match row {
+                _ if row + 1 == height => format!("{}{:>5}", letter(index), format!("2^{high}")),
+                0 => format!("2^{low}"),
+                _ => String::new(),
+            };
+            let mut line = Line::new().dim(format!("{label:>6} "));
+            for (level, ceiling, overflown) in &cells {
+                let (role, glyph) = match column_cell(*level, row) {
+                    ' ' if *ceiling == Some(row) => (Role::Dim, '·'),
+                    bar => (if *overflown { Role::Bad } else { Role::Series(index) }, bar),
+                };
+                line = line.with(role, repeat_n(glyph, each).collect::<String>());
+            }
+            page.push(line);
+        }
+        let at = |bucket: &[Attempt]| {
+            let (Some(cursor), Some(first), Some(last)) = (cursor, bucket.first(), bucket.last()) else { return false };
+            (first.step..=last.step).contains(&cursor)
+        };
+        let mut line = Line::new().plain("       ");
+        for bucket in &buckets {
+            let (role, mark) = match (at(bucket), overflown(bucket)) {
+                (true, _) => (Role::Title, '▲'),
+                (_, true) => (Role::Bad, '✕'),
+                _ => (Role::Plain, ' '),
+            };
+            line = line.with(role, [mark].into_iter().chain(repeat_n(' ', each - 1)).collect::<String>());
+        }
+        page.push(line);
+    }
+
+    /// The step under the cursor in words.
+    fn verdict(&self, index: usize, cursor: u64) -> Line {
+        let Some(attempt) = self.attempts.iter().rev().find(|attempt| attempt.step <= cursor) else {
+            return Line::new().dim("no step yet");
+        };
+        let interval = self.config.growth_interval;
+        let scaled = attempt.largest.map_or_else(String::new, |largest| {
+            let product = f64::from(largest) * f64::from(attempt.scale);
+            format!(" × max|g| {} = {}", brief(f64::from(largest)), brief(product))
+        });
+        let counted = format!("   clean {} of {interval}   ", attempt.clean);
+        let (role, what) = happened(attempt);
+        Line::new()
+            .with(Role::Series(index), format!("{} step {}: ", letter(index), attempt.step))
+            .plain(format!("S {}{scaled}", short(f64::from(attempt.scale))))
+            .dim(counted)
+            .with(role, if what.is_empty() { "✓ clean".to_owned() } else { what })
+    }
+
+    /// The scale after each step, steps of equal scale in one line.
+    fn list(&self, page: &mut Page) {
+        const LINES: usize = 200;
+        page.title(format!("{:<14}{:>12}  {}", "steps", "scale after", "what happened"));
+        let runs = self.attempts.chunk_by(|a, b| a.after == b.after && b.finite);
+        let total = runs.clone().count();
+        for run in runs.take(LINES) {
+            let (first, last) = (run[0], run[run.len() - 1]);
+            let steps = if first.step == last.step {
+                first.step.to_string()
+            } else {
+                format!("{}–{}", first.step, last.step)
+            };
+            let (role, event) = happened(&first);
+            page.push(Line::new().plain(format!("{steps:<14}{:>12}  ", f64::from(first.after))).with(role, event));
+        }
+        if total > LINES {
+            page.push(Line::new().dim(format!("… {} more lines; --json has every step", total - LINES)));
+        }
+    }
+}
+
+/// Names a setting in the chart and the table.
+fn letter(index: usize) -> char {
+    char::from(b'A' + index as u8 % 26)
+}
+
+/// Three significant digits.
+fn brief(x: f64) -> String {
+    if (1e-2..1e6).contains(&x) {
+        format!("{x:.*}", (2 - x.log10().floor() as i32).clamp(0, 4) as usize)
+    } else {
+        format!("{x:.2e}")
+    }
+}
+
+/// What an attempt did to the scale; empty where it was clean and nothing moved.
+fn happened(attempt: &Attempt) -> (Role, String) {
+    match attempt.change {
+        ScaleChange::Held if attempt.finite => (Role::Good, String::new()),
+        ScaleChange::Held => (Role::Warn, "✕ overflow, skipped; held by hysteresis".into()),
+        ScaleChange::Grew { from, .. } => (Role::Good, format!("grew from {}", short(f64::from(from)))),
+        ScaleChange::Lowered { from, .. } => {
+            (Role::Good, format!("lowered from {}, before anything overflows", short(f64::from(from))))
+        }
+        ScaleChange::BackedOff { from, .. } => {
+            (Role::Bad, format!("✕ overflow, skipped; backed off from {}", short(f64::from(from))))
+        }
+        ScaleChange::AtFloor { .. } => (Role::Bad, "✕ overflow, skipped; at the floor".into()),
+    }
+}

@@ -1,0 +1,209 @@
+//! Softmax and positions in half precision: where exp leaves the range, what a long softmax has left, what a position's sine
+//! loses.
+
+use serde::Serialize;
+
+use super::number::{serialize, short};
+use super::page::{Line, Page, Role};
+use crate::precision::FloatFormat;
+
+/// Softmax and positions in every format.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Softmax {
+    /// The largest logit.
+    pub logit: f64,
+    /// Tokens that are attended to: one of logit `logit`, the others of 0.
+    pub length: u64,
+    /// The position that is stored.
+    pub position: f64,
+    /// FP32, FP16 and BF16.
+    pub formats: Vec<SoftmaxRow>,
+}
+
+/// A format's softmax.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct SoftmaxRow {
+    /// The format's name.
+    pub format: &'static str,
+    /// The largest number of the format whose exp is finite.
+    pub exp_until: f64,
+    /// The smallest one whose exp is not zero.
+    pub exp_from: f64,
+    /// The largest weight as the formula says it, `exp(x) / Σ exp`, every step rounded.
+    #[serde(serialize_with = "serialize")]
+    pub plain: f64,
+    /// The same after subtracting the largest logit.
+    #[serde(serialize_with = "serialize")]
+    pub shifted: f64,
+    /// The weight of each of the other tokens, shifted.
+    #[serde(serialize_with = "serialize")]
+    pub other: f64,
+    /// Their sum as the format's own accumulator has it, one by one.
+    #[serde(serialize_with = "serialize")]
+    pub total: f64,
+    /// The position as stored.
+    #[serde(serialize_with = "serialize")]
+    pub position: f64,
+    /// sin of the stored position, as stored.
+    #[serde(serialize_with = "serialize")]
+    pub sine: f64,
+    /// Its distance from the true sine.
+    #[serde(serialize_with = "serialize")]
+    pub sine_error: f64,
+    /// The first position that is not stored exactly.
+    pub first_inexact: u64,
+}
+
+const FORMATS: [FloatFormat; 3] = [FloatFormat::FP32, FloatFormat::FP16, FloatFormat::BF16];
+
+impl Softmax {
+    /// The longest softmax that is summed.
+    pub const LONGEST: u64 = 1 << 20;
+
+    /// Looks at a softmax over `length` tokens, and at a position.
+    pub fn new(logit: f64, length: u64, position: f64) -> Self {
+        let length = length.clamp(1, Self::LONGEST);
+        let formats = FORMATS.map(|format| SoftmaxRow::new(format, logit, length, position)).to_vec();
+        Self { logit, length, position, formats }
+    }
+
+    /// The true weights: of the largest logit, and of each other.
+    fn exact(&self) -> (f64, f64) {
+        let others = (self.length - 1) as f64;
+        let sum = 1.0 + others * (-self.logit).exp();
+        (1.0 / sum, (-self.logit).exp() / sum)
+    }
+
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, width: usize) -> Page {
+        let mut page = Page::new();
+        let (first, other) = self.exact();
+        page.title(format!("softmax of one logit {} among {} of 0", short(self.logit), self.length - 1));
+        page.push(Line::new().dim(format!("true weights: {} and {}", short(first), short(other))));
+        page.title(format!(
+            "{:<8}{:>12}{:>12}{:>12}{:>12}{:>12}{:>10}",
+            "format", "exp ok from", "to", "plain", "shifted", "others", "Σ exp"
+        ));
+        for row in &self.formats {
+            let held = |x: f64| if x.is_finite() { Role::Good } else { Role::Bad };
+            let lost = row.other == 0.0 && other != 0.0;
+            page.push(
+                Line::new()
+                    .with(Role::Title, format!("{:<8}", row.format))
+                    .plain(format!("{:>12.4}{:>12.4}", row.exp_from, row.exp_until))
+                    .with(held(row.plain), format!("{:>12}", short(row.plain)))
+                    .with(held(row.shifted), format!("{:>12}", short(row.shifted)))
+                    .with(if lost { Role::Bad } else { Role::Good }, format!("{:>12}", short(row.other)))
+                    .with(held(row.total), format!("{:>10}", short(row.total))),
+            );
+        }
+        page.gap();
+        page.title(format!("position {}: sin is {:.6}", short(self.position), self.position.sin()));
+        page.title(format!("{:<8}{:>14}{:>14}{:>14}{:>20}", "format", "stored", "sin", "error", "exact below"));
+        for row in &self.formats {
+            let role = match row.sine_error {
+                error if error < 1e-3 => Role::Good,
+                error if error < 1e-1 => Role::Warn,
+                _ => Role::Bad,
+            };
+            page.push(
+                Line::new()
+                    .with(Role::Title, format!("{:<8}", row.format))
+                    .plain(format!("{:>14}", short(row.position)))
+                    .with(role, format!("{:>14}{:>14}", short(row.sine), short(row.sine_error)))
+                    .plain(format!("{:>20}", row.first_inexact)),
+            );
+        }
+        page.gap();
+        let text = "Shifted: exp(x − max x), which no logit overflows; each column rounds after every operation. \
+                    Positions count in steps of the format's spacing, so from the last column on neighbours share an angle.";
+        page.wrapped(Role::Dim, text, width);
+        page
+    }
+}
+
+impl SoftmaxRow {
+    fn new(format: FloatFormat, logit: f64, length: u64, position: f64) -> Self {
+        let round = |x: f64| format.round(x);
+        let exp = |x: f64| round(round(x).exp());
+        // The others, one by one in the format's own accumulator.
+        let sum = |first: f64, other: f64| {
+            let mut sum = first;
+            for _ in 1..length {
+                let next = round(sum + other);
+                if next == sum {
+                    break;
+                }
+                sum = next;
+            }
+            sum
+        };
+        let logit = round(logit);
+        let plain = round(exp(logit) / sum(exp(logit), exp(0.0)));
+        let (first, other) = (exp(0.0), exp(round(-logit)));
+        let total = sum(first, other);
+        let stored = round(position);
+        let sine = round(stored.sin());
+        Self {
+            format: format.name,
+            exp_until: last(format, |x| exp(x).is_finite()),
+            exp_from: -last(format, |x| exp(-x) > 0.0),
+            plain,
+            shifted: round(first / total),
+            other: round(other / total),
+            total: sum(exp(logit), exp(0.0)),
+            position: stored,
+            sine,
+            sine_error: (sine - position.sin()).abs(),
+            first_inexact: (1 << (format.mantissa_bits + 1)) + 1,
+        }
+    }
+}
+
+/// The largest positive number of the format for which `holds`; it must hold up to a point and not beyond.
+fn last(format: FloatFormat, holds: impl Fn(f64) -> bool) -> f64 {
+    let (mut low, mut high) = (0, format.encode(format.max()));
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if holds(format.decode(middle)) { low = middle } else { high = middle - 1 }
+    }
+    format.decode(low)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    fn row(softmax: &Softmax, format: &str) -> SoftmaxRow {
+        softmax.formats.iter().find(|row| row.format == format).unwrap().clone()
+    }
+
+    /// exp overflows FP16 from ln 65520 = 11.0901 on, and is zero from ln 2^-25 = -17.33 on.
+    #[test]
+    fn exp_in_fp16() {
+        let fp16 = row(&Softmax::new(12.0, 16, 4095.0), "FP16");
+        assert_eq!((fp16.exp_until, fp16.exp_from), (11.0859375, -17.328125));
+        assert!(fp16.plain.is_nan() && fp16.total.is_infinite() && fp16.shifted > 0.9);
+        let bf16 = row(&Softmax::new(12.0, 16, 4095.0), "BF16");
+        assert!(bf16.plain.is_finite() && (88.0..89.0).contains(&bf16.exp_until));
+    }
+
+    #[test]
+    fn positions_lose_their_angle() {
+        let softmax = Softmax::new(1.0, 4, 2049.0);
+        let (fp16, bf16) = (row(&softmax, "FP16"), row(&softmax, "BF16"));
+        assert_eq!((fp16.position, fp16.first_inexact), (2048.0, 2049));
+        assert_eq!((bf16.position, bf16.first_inexact), (2048.0, 257));
+        assert!(fp16.sine_error > 0.5 && row(&softmax, "FP32").sine_error < 1e-6);
+        insta::assert_snapshot!("softmax", Softmax::new(12.0, 4096, 4095.0).page(80).text());
+    }
+
+    #[test]
+    fn nothing_is_no_panic() {
+        for (logit, length, position) in [(f64::NAN, 0, f64::INFINITY), (1e300, 1 << 40, -1.0), (-1e9, 3, 0.0)] {
+            assert!(!Softmax::new(logit, length, position).page(40).text().is_empty());
+        }
+    }
+}

@@ -1,0 +1,312 @@
+//! How the error of a long sum or dot product grows with its length, by the accumulator's format and the algorithm.
+//!
+//! Inputs are rounded to the format first, and the reference sums these in FP64, so that the error is accumulation's alone.
+
+use serde::Serialize;
+
+use super::number::{serialize, short};
+use super::page::{Line, Page, Role};
+use crate::Result;
+use crate::error::Error;
+use crate::precision::FloatFormat;
+use crate::random::{Domain, Stream};
+
+/// What is summed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Terms {
+    /// Numbers from 0 to 1: `frac((i + 1) × 0.618…)`.
+    Uniform,
+    /// The same less 0.5, so that most of the sum cancels.
+    Signed,
+    /// 0.1, again and again.
+    Tenths,
+}
+
+impl std::str::FromStr for Terms {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "uniform" => Ok(Self::Uniform),
+            "signed" => Ok(Self::Signed),
+            "tenths" => Ok(Self::Tenths),
+            _ => Err(Error::config("terms", format!("`{text}` is not one of `uniform`, `signed`, `tenths`"))),
+        }
+    }
+}
+
+/// How an accumulator takes its terms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Algorithm {
+    /// One by one, each sum rounded.
+    OneByOne,
+    /// With Kahan's compensation in the same format.
+    Kahan,
+    /// Halves of halves.
+    Pairwise,
+    /// One by one; each sum is rounded up or down at random, in proportion to what is left.
+    Stochastic,
+    /// Products of the format, summed in FP32, rounded once at the end, as a tensor core's FP32 accumulator does.
+    TensorCore,
+}
+
+/// The errors of one accumulator.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct SumRow {
+    /// The inputs' and, but for the tensor core, the accumulator's format.
+    pub format: &'static str,
+    /// How it sums.
+    pub algorithm: Algorithm,
+    /// The result at each length.
+    pub results: Vec<f64>,
+    /// Its relative error.
+    pub errors: Vec<f64>,
+    /// The length from which on no term changed the sum any more; `None` where the last ones still did.
+    pub stuck_from: Option<usize>,
+}
+
+/// Accumulators compared over lengths.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Sums {
+    /// What is summed.
+    pub terms: Terms,
+    /// Whether products of two such sequences are.
+    pub dot: bool,
+    /// The lengths.
+    pub lengths: Vec<usize>,
+    /// One for each accumulator.
+    pub rows: Vec<SumRow>,
+    /// The FP64 sum at the largest length, of inputs that were not rounded.
+    #[serde(serialize_with = "serialize")]
+    pub exact: f64,
+}
+
+/// The accumulators, best known mistakes first.
+const ROWS: [(FloatFormat, Algorithm); 11] = [
+    (FloatFormat::FP16, Algorithm::OneByOne),
+    (FloatFormat::FP16, Algorithm::Stochastic),
+    (FloatFormat::FP16, Algorithm::Kahan),
+    (FloatFormat::FP16, Algorithm::Pairwise),
+    (FloatFormat::FP16, Algorithm::TensorCore),
+    (FloatFormat::BF16, Algorithm::OneByOne),
+    (FloatFormat::BF16, Algorithm::Stochastic),
+    (FloatFormat::BF16, Algorithm::Kahan),
+    (FloatFormat::BF16, Algorithm::Pairwise),
+    (FloatFormat::BF16, Algorithm::TensorCore),
+    (FloatFormat::FP32, Algorithm::OneByOne),
+];
+
+impl Sums {
+    /// The longest sum that is worth the wait.
+    pub const LONGEST: usize = 1 << 20;
+
+    /// Sums at powers of four up to `length`, and at `length`. `seed` is that of stochastic rounding.
+    pub fn new(terms: Terms, dot: bool, length: usize, seed: u64) -> Result<Self> {
+        if !(1..=Self::LONGEST).contains(&length) {
+            return Err(Error::config("--length", format!("must lie between 1 and {}", Self::LONGEST)));
+        }
+        let mut lengths: Vec<usize> = (2..32).map(|power| 1 << (2 * power)).filter(|n| *n < length).collect();
+        lengths.push(length);
+        // As many as fit a line, the longest ones.
+        lengths.drain(..lengths.len().saturating_sub(6));
+        let value = |i: usize, factor: f64| match terms {
+            Terms::Uniform => ((i + 1) as f64 * factor).fract(),
+            Terms::Signed => ((i + 1) as f64 * factor).fract() - 0.5,
+            Terms::Tenths => 0.1,
+        };
+        let left: Vec<f64> = (0..length).map(|i| value(i, 0.618_033_988_749_894_9)).collect();
+        let right: Vec<f64> =
+            if dot { (0..length).map(|i| value(i, std::f64::consts::SQRT_2)).collect() } else { vec![1.0; length] };
+        let exact = left.iter().zip(&right).map(|(a, b)| a * b).sum();
+        let row = |(format, algorithm): (FloatFormat, Algorithm)| {
+            let rounded = |values: &[f64]| values.iter().map(|x| format.round(*x)).collect::<Vec<_>>();
+            let products: Vec<f64> = rounded(&left).iter().zip(rounded(&right)).map(|(a, b)| a * b).collect();
+            let sums = lengths.iter().map(|n| {
+                let reference: f64 = products[..*n].iter().sum();
+                let (sum, stuck) = accumulate(&products[..*n], format, algorithm, seed);
+                (sum, (sum / reference - 1.0).abs(), stuck)
+            });
+            let sums: Vec<_> = sums.collect();
+            SumRow {
+                format: format.name,
+                algorithm,
+                results: sums.iter().map(|(sum, ..)| *sum).collect(),
+                errors: sums.iter().map(|(_, error, _)| *error).collect(),
+                stuck_from: sums.last().and_then(|(.., stuck)| *stuck),
+            }
+        };
+        let rows = ROWS.map(row).to_vec();
+        Ok(Self { terms, dot, lengths, rows, exact })
+    }
+
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, width: usize) -> Page {
+        let mut page = Page::new();
+        let what = if self.dot { "dot products" } else { "sums" };
+        page.push(
+            Line::new()
+                .with(Role::Title, format!("relative error of {what} by length"))
+                .dim(format!("   exact at the end: {}", short(self.exact))),
+        );
+        let lengths: Vec<_> = self.lengths.iter().map(|n| format!("{n:>10}")).collect();
+        page.title(format!("{:<20}{}", "accumulator", lengths.concat()));
+        for row in &self.rows {
+            let name = match row.algorithm {
+                Algorithm::OneByOne => "one by one",
+                Algorithm::Kahan => "Kahan",
+                Algorithm::Pairwise => "pairwise",
+                Algorithm::Stochastic => "stochastic",
+                Algorithm::TensorCore => "FP32 inside",
+            };
+            let mut line = Line::new().with(Role::Title, format!("{:<6}", row.format)).plain(format!("{name:<14}"));
+            for error in &row.errors {
+                let role = match *error {
+                    error if error < 1e-3 => Role::Good,
+                    error if error < 1e-2 => Role::Warn,
+                    _ => Role::Bad,
+                };
+                line = line.with(role, format!("{:>10}", percentage(*error)));
+            }
+            page.push(line);
+        }
+        page.gap();
+        for row in self.rows.iter().filter(|row| row.algorithm == Algorithm::OneByOne) {
+            let result = row.results.last().copied().unwrap_or(0.0);
+            let text = match row.stuck_from {
+                _ if !result.is_finite() => format!("{} one by one overflows: {}", row.format, short(result)),
+                Some(from) => format!(
+                    "{} one by one stands still at {} from term {from} on: a term is under half its ULP",
+                    row.format,
+                    short(result)
+                ),
+                None => format!("{} one by one ends at {}", row.format, short(result)),
+            };
+            page.wrapped(if row.stuck_from.is_some() { Role::Bad } else { Role::Plain }, &text, width);
+        }
+        page
+    }
+}
+
+/// An error in percent, in at most nine columns.
+fn percentage(error: f64) -> String {
+    match error * 100.0 {
+        percent if !percent.is_finite() => "✕".to_owned(),
+        0.0 => "0 %".to_owned(),
+        percent if percent < 0.01 => format!("{percent:.0e} %"),
+        percent => format!("{percent:.2} %"),
+    }
+}
+
+/// The sum, and the number of terms after which it never moved again, if at least a tenth of them did not count.
+fn accumulate(terms: &[f64], format: FloatFormat, algorithm: Algorithm, seed: u64) -> (f64, Option<usize>) {
+    let round = |x: f64| format.round(x);
+    match algorithm {
+        Algorithm::OneByOne => {
+            let (mut sum, mut moved) = (0.0, 0);
+            for (i, term) in terms.iter().enumerate() {
+                let next = round(sum + round(*term));
+                if next != sum {
+                    moved = i + 1;
+                }
+                sum = next;
+            }
+            (sum, (moved * 10 <= terms.len() * 9).then_some(moved))
+        }
+        Algorithm::Kahan => {
+            let (mut sum, mut lost) = (0.0, 0.0);
+            for term in terms {
+                let corrected = round(round(*term) - lost);
+                let next = round(sum + corrected);
+                lost = round(round(next - sum) - corrected);
+                sum = next;
+            }
+            (sum, None)
+        }
+        Algorithm::Pairwise => (pairwise(terms, format), None),
+        Algorithm::Stochastic => {
+            let stream = Stream::new(seed, Domain::Bench);
+            let draw = |i: usize| f64::from(stream.block(3, 0, i as u32)[0]) / 2f64.powi(32);
+            let sum = terms.iter().enumerate().fold(0.0, |sum, (i, x)| stochastic(format, sum + round(*x), draw(i)));
+            (sum, None)
+        }
+        // FP32 sums of exact products: one by one, which is what a tensor core's partial sums amount to.
+        Algorithm::TensorCore => (round(f64::from(terms.iter().fold(0f32, |sum, x| sum + *x as f32))), None),
+    }
+}
+
+fn pairwise(terms: &[f64], format: FloatFormat) -> f64 {
+    match terms {
+        [] => 0.0,
+        [term] => format.round(*term),
+        _ => {
+            let (left, right) = terms.split_at(terms.len() / 2);
+            format.round(pairwise(left, format) + pairwise(right, format))
+        }
+    }
+}
+
+/// `x` rounded to one of its neighbours: away from zero with the probability of what lies beyond the one towards it.
+fn stochastic(format: FloatFormat, x: f64, uniform: f64) -> f64 {
+    let ulp = format.ulp(x);
+    if !ulp.is_finite() {
+        return format.round(x);
+    }
+    let units = x.abs() / ulp;
+    let rounded = units.floor() + if uniform < units.fract() { 1.0 } else { 0.0 };
+    format.round((rounded * ulp).copysign(x))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    fn row(sums: &Sums, format: &str, algorithm: Algorithm) -> SumRow {
+        sums.rows.iter().find(|row| row.format == format && row.algorithm == algorithm).unwrap().clone()
+    }
+
+    /// BF16 has eight significant bits: from 32 on its numbers lie 0.25 apart, and adding 0.1 changes nothing.
+    #[test]
+    fn a_tenth_again_and_again_stands_still() {
+        let sums = Sums::new(Terms::Tenths, false, 65536, 0).unwrap();
+        let bf16 = row(&sums, "BF16", Algorithm::OneByOne);
+        assert_eq!(*bf16.results.last().unwrap(), 32.0);
+        let fp16 = row(&sums, "FP16", Algorithm::OneByOne);
+        assert_eq!(*fp16.results.last().unwrap(), 256.0);
+        assert!(bf16.stuck_from.unwrap() < fp16.stuck_from.unwrap());
+        for (format, bound) in [("FP16", 1e-3), ("BF16", 4e-3)] {
+            for algorithm in [Algorithm::Pairwise, Algorithm::TensorCore] {
+                let errors = row(&sums, format, algorithm).errors;
+                assert!(errors.iter().all(|error| *error <= bound), "{format} {algorithm:?} {errors:?}");
+            }
+            // Kahan's compensation has the format's digits too: in BF16 it stands still in its turn.
+            let errors = row(&sums, format, Algorithm::Kahan).errors;
+            let long = if format == "FP16" { 6 } else { 4 };
+            assert!(errors[..long].iter().all(|error| *error <= bound), "{format} Kahan {errors:?}");
+        }
+        assert!(row(&sums, "FP32", Algorithm::OneByOne).errors.iter().all(|error| *error < 1e-3));
+    }
+
+    /// The mean over seeds approaches the sum, where rounding to nearest stands still.
+    #[test]
+    fn stochastic_rounding_is_unbiased() {
+        let terms = vec![0.1; 4096];
+        let exact: f64 = terms.iter().map(|x| FloatFormat::BF16.round(*x)).sum();
+        let sums = (0..200).map(|seed| accumulate(&terms, FloatFormat::BF16, Algorithm::Stochastic, seed).0);
+        let sums: Vec<f64> = sums.collect();
+        let mean = crate::lab::Mean::of(&sums);
+        assert!((mean.mean - exact).abs() < 2.0 * mean.half_width, "{mean}, exact {exact}");
+        assert!(mean.half_width < 0.01 * exact);
+    }
+
+    #[test]
+    fn lengths_end_at_the_one_asked_for() {
+        let sums = Sums::new(Terms::Uniform, true, 5000, 0).unwrap();
+        assert_eq!(sums.lengths, [16, 64, 256, 1024, 4096, 5000]);
+        assert!(Sums::new(Terms::Uniform, true, 0, 0).is_err());
+        insta::assert_snapshot!("sums", Sums::new(Terms::Uniform, false, 16384, 0).unwrap().page(80).text());
+    }
+}

@@ -150,7 +150,7 @@ impl Sums {
                 .with(Role::Title, format!("relative error of {what} by length"))
                 .dim(format!("   exact at the end: {}", short(self.exact))),
         );
-        let lengths: Vec<_> = self.lengths.iter().map(|n| format!("{n:>10}")).collect();
+        let lengths: Vec<_> = self.lengths.iter().map(|n| format!("{n:>9}")).collect();
         page.title(format!("{:<20}{}", "accumulator", lengths.concat()));
         for row in &self.rows {
             let name = match row.algorithm {
@@ -167,7 +167,7 @@ impl Sums {
                     error if error < 1e-2 => Role::Warn,
                     _ => Role::Bad,
                 };
-                line = line.with(role, format!("{:>10}", percentage(*error)));
+                line = line.with(role, format!("{:>9}", percentage(*error)));
             }
             page.push(line);
         }

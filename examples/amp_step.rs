@@ -1,4 +1,5 @@
-//! Training steps of a `Linear(512, 512)` under a mean squared error, all in FP16, with and without a loss scale.
+//! Training steps of a `Linear(512, 512)` under a mean squared error, all in FP16, with and without a loss scale,
+//! then in FP32, FP16 and BF16.
 //!
 //! The model starts close to its target, as fine-tuning does: its gradients are those FP16 cannot hold.
 //!
@@ -27,8 +28,8 @@ struct Outcome {
 }
 
 fn main() -> Result {
-    let without = run(GradScalerConfig::disabled())?;
-    let with = run(GradScalerConfig::default())?;
+    let without = run(DType::F16, GradScalerConfig::disabled())?;
+    let with = run(DType::F16, GradScalerConfig::default())?;
     for (name, outcome) in [("no scale", &without), ("scale 65536", &with)] {
         let Outcome { first_loss, last_loss, zeros, applied } = outcome;
         let percent = 100.0 * zeros;
@@ -40,17 +41,25 @@ fn main() -> Result {
     assert_eq!((without.applied, with.applied), (STEPS, STEPS));
     assert!(with.last_loss < 0.5 * with.first_loss, "the scaled run learns");
     assert!(with.last_loss < 0.5 * without.last_loss, "the other one lags behind");
+    // The same step in each type: only FP16 needs the scale, and the loop does not change.
+    for (dtype, enabled) in [(DType::F32, false), (DType::F16, true), (DType::BF16, false)] {
+        let outcome = run(dtype, GradScalerConfig { enabled, ..GradScalerConfig::default() })?;
+        let (first, last, zeros) = (outcome.first_loss, outcome.last_loss, 100.0 * outcome.zeros);
+        println!("{dtype:>4?}: scale {enabled:>5}, loss {first:.3e} → {last:.3e}, {zeros:.1} % of dW zero");
+        assert_eq!(outcome.applied, STEPS);
+        assert!(outcome.zeros < 0.01);
+    }
     Ok(())
 }
 
-fn run(config: GradScalerConfig) -> Result<Outcome> {
-    let x = wave(0.37, &[BATCH, WIDTH])?.to_dtype(DType::F16)?;
+fn run(dtype: DType, config: GradScalerConfig) -> Result<Outcome> {
+    let x = wave(0.37, &[BATCH, WIDTH])?.to_dtype(dtype)?;
     let weight = (wave(0.61, &[WIDTH, WIDTH])? * 0.05)?;
     let difference = (wave(0.23, &[WIDTH, WIDTH])? * 5e-5)?;
     let target = x.to_dtype(DType::F32)?.matmul(&(&weight + difference)?.t()?)?;
 
-    let weight = Var::from_tensor(&weight.to_dtype(DType::F16)?)?;
-    let bias = Var::zeros(WIDTH, DType::F16, &Device::Cpu)?;
+    let weight = Var::from_tensor(&weight.to_dtype(dtype)?)?;
+    let bias = Var::zeros(WIDTH, dtype, &Device::Cpu)?;
     let model = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
     let params = ParamsAdamW { lr: 5e-6, ..ParamsAdamW::default() };
     let mut optimizer = AdamW::decaying_matrices(vec![weight.clone(), bias], params)?;

@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, SGD, loss::mse};
 use finetune::amp::{GradScaler, Tracked};
 use finetune::precision::{GradScalerConfig, ScaleChange};
+use finetune::random::{Domain, Stream};
 
 type Result<T = ()> = std::result::Result<T, finetune::Error>;
 
@@ -40,9 +41,43 @@ fn main() -> Result {
     for _ in 0..STEPS {
         without_masters.backward_step(&loss(&x, &y, &weight)?)?;
     }
+    of_the_texts_size()?;
     let (with, without) = (largest_error(&master)?, largest_error(&weight)?);
     println!("largest error of a weight: {with:.4} with FP32 masters, {without:.4} with BF16 weights only");
     assert!(with < 0.01 && without > 3.0 * with);
+    Ok(())
+}
+
+/// The size that texts have: 16 features, 1,024 points, 200 epochs, a line every 20.
+fn of_the_texts_size() -> Result {
+    const FEATURES: usize = 16;
+    const POINTS: usize = 1024;
+    let stream = Stream::new(0, Domain::Bench);
+    let draw = |site, shape: (usize, usize)| {
+        let mut values = vec![0f32; shape.0 * shape.1];
+        stream.fill_normal(site, 0, &mut values);
+        Tensor::from_vec(values, shape, &Device::Cpu)
+    };
+    let (x, truth) = (draw(0, (POINTS, FEATURES))?, draw(1, (FEATURES, 1))?);
+    let y = x.matmul(&truth)?;
+    let x = x.to_dtype(DType::BF16)?;
+    let master = Var::zeros((FEATURES, 1), DType::F32, &Device::Cpu)?;
+    let mut optimizer = Tracked::<SGD>::new(vec![master.clone()], 0.05)?;
+    let config = GradScalerConfig { init_scale: 128.0, growth_interval: 50, ..GradScalerConfig::default() };
+    let mut scaler = GradScaler::new(config)?;
+    let mut errors = vec![];
+    for epoch in 1..=200 {
+        let loss = loss(&x, &y, &master.to_dtype(DType::BF16)?)?;
+        let mut grads = scaler.scale(&loss)?.backward()?;
+        scaler.step(&mut optimizer, &mut grads)?;
+        scaler.update()?;
+        if epoch % 20 == 0 {
+            errors.push(loss.to_scalar::<f32>()?);
+            println!("epoch {epoch:3}  MSE {:.6}  scale {}", errors[errors.len() - 1], scaler.get_scale());
+        }
+    }
+    assert!(errors[9] < 1e-3 && errors[9] < errors[0] / 100.0);
+    assert_eq!(scaler.get_scale(), 128.0 * 16.0);
     Ok(())
 }
 

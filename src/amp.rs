@@ -45,11 +45,13 @@ mod adamw;
 mod clip;
 mod grad_scaler;
 mod optimizer;
+mod policy;
 
 pub use adamw::AdamW;
 pub use clip::clip_grad_norm;
 pub use grad_scaler::GradScaler;
 pub use optimizer::{OptimizerId, ScaledOptimizer, Tracked};
+pub use policy::{Class, Op, Policy};
 
 use candle_core::{DType, Result, Tensor};
 

@@ -6,6 +6,7 @@
 
 mod bits;
 mod blocks;
+mod casts;
 mod crises;
 pub mod guide;
 mod memory;
@@ -22,6 +23,7 @@ mod ulp;
 
 pub use bits::{Bits, Fate, Stored};
 pub use blocks::{Blocks, Quantised, Scheme, normal_tensor};
+pub use casts::{Cast, Casts};
 pub use crises::{Crises, Outcome};
 pub use memory::{Group, Item, Memory, Plan, Recipe, Setup, model_named};
 pub use number::{parse_format, parse_value};

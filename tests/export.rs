@@ -264,3 +264,23 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
         }
     }
 }
+
+/// An `Identity` before every weight once hid all products from the quantiser.
+#[test]
+fn onnxruntimes_dynamic_quantiser_takes_every_linear_layer() {
+    let Some(python) = python_with_onnx() else { return };
+    if !has_module(&python, "onnx") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let trained = model("deep", folder.path());
+    let out = folder.path().join("model.onnx");
+    export(&trained, Dtype::F32, Format::of(&out), &out).unwrap();
+    let file = folder.path().join("ids.json");
+    std::fs::write(&file, serde_json::to_string(&[ids(&trained, 24)]).unwrap()).unwrap();
+    let report = run_script(&python, "onnx_quantised.py", &[out.as_os_str(), file.as_os_str()]);
+    let (products, quantised) = (report["products"].as_u64().unwrap(), report["quantised"].as_u64().unwrap());
+    // Queries, keys and values together, the attention's output, and the two layers of the MLP.
+    assert!(products >= 4 * trained.config.layers as u64 && quantised >= products, "{report}");
+    assert!(report["distance"].as_f64().unwrap() < 0.1, "{report}");
+}

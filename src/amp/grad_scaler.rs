@@ -52,6 +52,41 @@ impl GradScaler {
         self.scaler.scale()
     }
 
+    /// What the scale is multiplied with after `growth_interval` clean steps.
+    pub const fn get_growth_factor(&self) -> f64 {
+        self.scaler.config().growth_factor
+    }
+
+    /// What the scale is multiplied with after an overflow.
+    pub const fn get_backoff_factor(&self) -> f64 {
+        self.scaler.config().backoff_factor
+    }
+
+    /// Clean steps in a row after which the scale grows.
+    pub const fn get_growth_interval(&self) -> u32 {
+        self.scaler.config().growth_interval
+    }
+
+    /// Sets the growth factor. An error, which changes nothing, unless it is finite and above 1.
+    pub fn set_growth_factor(&mut self, factor: f64) -> Result<()> {
+        self.scaler.set_factors(factor, self.get_backoff_factor(), self.get_growth_interval())
+    }
+
+    /// Sets the backoff factor. An error, which changes nothing, unless it lies between 0 and 1.
+    pub fn set_backoff_factor(&mut self, factor: f64) -> Result<()> {
+        self.scaler.set_factors(self.get_growth_factor(), factor, self.get_growth_interval())
+    }
+
+    /// Sets the growth interval; the clean steps so far count. An error, which changes nothing, if it is 0.
+    pub fn set_growth_interval(&mut self, steps: u32) -> Result<()> {
+        self.scaler.set_factors(self.get_growth_factor(), self.get_backoff_factor(), steps)
+    }
+
+    /// [`scale`](Self::scale) for several tensors, the outputs of several heads for example, in their order.
+    pub fn scale_all(&self, losses: &[Tensor]) -> Result<Vec<Tensor>> {
+        losses.iter().map(|loss| self.scale(loss)).collect()
+    }
+
     /// `loss` times the scale, of the same shape; a loss in half precision is widened to FP32 first, where the product
     /// has room.
     ///

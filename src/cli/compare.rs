@@ -16,6 +16,9 @@ pub(crate) struct CompareArgs {
     /// Say whether two configurations differ by more than this in perplexity, with 95 % confidence
     #[arg(long, value_name = "PERPLEXITY", value_parser = positive)]
     bound: Option<f64>,
+    /// Say whether the second configuration adds more than this many skipped steps in a row, with 95 % confidence
+    #[arg(long, value_name = "STEPS", value_parser = positive)]
+    skip_bound: Option<f64>,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -44,6 +47,7 @@ fn positive(text: &str) -> Result<f64, String> {
 pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let read = |run: &PathBuf| RunSummary::read(&find_log(Some(run), &args.checkpoint_dir)?);
     let report = Report::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound)?;
+    let report = report.with_skip_bound(args.skip_bound)?;
     if let Some(file) = &args.html {
         std::fs::write(file, report.html()).map_err(Error::io("write", file))?;
     }

@@ -10,11 +10,11 @@ use crate::engine::model::ModelSpec;
 use crate::lab::guide::{self, about};
 use crate::lab::screen::{self, Theme};
 use crate::lab::{
-    Bits, Blocks, Comparison, Crises, Extent, GradientModel, Memory, Overflows, Page, Ranges, Role, RunFigures,
+    Bits, Blocks, Casts, Comparison, Crises, Extent, GradientModel, Memory, Overflows, Page, Ranges, Role, RunFigures,
     Scaling, Scheme, Setup, Softmax, Sums, Terms, UlpGrid, apply_setting, log_normal, model_named, normal_tensor,
     parse_format, parse_value,
 };
-use crate::precision::FloatFormat;
+use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::ProcessStats;
 use crate::{Error, Result};
 
@@ -61,6 +61,8 @@ enum View {
     Softmax(SoftmaxArgs),
     /// Underflow, overflow, vanishing updates: cause and cure
     Crises(CrisesArgs),
+    /// The type in which a step stores each tensor, read off the engine
+    Casts(CastsArgs),
 }
 
 impl View {
@@ -77,6 +79,7 @@ impl View {
             Self::Blocks(_) => "blocks",
             Self::Softmax(_) => "softmax",
             Self::Crises(_) => "crises",
+            Self::Casts(_) => "casts",
         }
     }
 }
@@ -143,6 +146,13 @@ struct SoftmaxArgs {
     /// A position
     #[arg(long, value_parser = parse_value, default_value = "4095")]
     position: f64,
+}
+
+#[derive(Args, Debug)]
+struct CastsArgs {
+    /// `fp32`, `fp16`, `bf16`, or `p=f32,c=f16,g=f32,r=f32` [default: the run's, or fp16]
+    #[arg(long)]
+    policy: Option<String>,
 }
 
 #[derive(Args, Debug)]
@@ -363,6 +373,7 @@ impl Bench {
             View::Blocks(args) => Report::new(args.report(run)?, Blocks::page),
             View::Softmax(args) => Report::new(args.report(run), Softmax::page),
             View::Crises(args) => Report::new(args.report(run)?, Crises::page),
+            View::Casts(args) => Report::new(args.report(run)?, Casts::page),
         })
     }
 
@@ -433,9 +444,16 @@ impl BlocksArgs {
     }
 }
 
+impl CastsArgs {
+    fn report(&self, run: Option<&RunFigures>) -> Result<Casts> {
+        let policy = self.policy.as_deref().map(str::parse).transpose()?;
+        Casts::of(policy.or(run.map(RunFigures::policy)).unwrap_or(PrecisionPolicy::FP16))
+    }
+}
+
 impl SoftmaxArgs {
     fn report(&self, run: Option<&RunFigures>) -> Softmax {
-        let logit = run.and_then(|run| run.activations.get("lm_head")).map(|largest| f64::from(*largest));
+        let logit = run.and_then(|run| run.probed.activations.get("lm_head")).map(|largest| f64::from(*largest));
         let length = run.and_then(|run| run.setting("/train/seq_len"));
         let (logit, length) = (self.logit.or(logit).unwrap_or(12.0), self.length.or(length).unwrap_or(4096));
         Softmax::new(logit, length, self.position)
@@ -538,7 +556,7 @@ impl MemoryArgs {
             shape: [batch, seq, accum],
             budget: self.memory,
             rank: self.rank,
-            probes: run.is_some_and(|run| run.probed.total() > 0),
+            probes: run.is_some_and(|run| run.probed.nonzero > 0),
             process: program,
         };
         let mut memory = Memory::new(&name, &config, setup)?;

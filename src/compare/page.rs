@@ -151,7 +151,7 @@ impl Report {
         if let Some(text) = self.perplexity_in_words() {
             page.wrapped(Role::Plain, &text, width);
         }
-        if let Some((text, verdict)) = self.verdict_in_words() {
+        for (text, verdict) in self.verdict_in_words().into_iter().chain(self.skips_in_words()) {
             let role = match verdict {
                 Verdict::Exceeded => Role::Bad,
                 Verdict::NotExceeded => Role::Good,
@@ -172,6 +172,21 @@ impl Report {
             None => "no interval".to_owned(),
         };
         Some(format!("perplexity {} - {}: {:+.4}, {interval}", second.label, first.label, estimate.mean))
+    }
+
+    /// The verdict on skipped steps in a row, in words.
+    pub(super) fn skips_in_words(&self) -> Option<(String, Verdict)> {
+        let (bound, estimate, verdict) = self.skip_verdict()?;
+        let verdict_text = match verdict {
+            Verdict::Exceeded => "falsified",
+            Verdict::NotExceeded => "not falsified",
+            Verdict::Undecided => "undecided; run more seeds",
+        };
+        let text = format!(
+            "skipped in a row: {:+.1} on average; `{} adds at most {bound} consecutive skips`: {verdict_text}",
+            estimate.mean, self.arms[1].label
+        );
+        Some((text, verdict))
     }
 
     /// The bound's verdict, in words.

@@ -56,6 +56,8 @@ pub struct Report {
     pub differences: Vec<Difference>,
     /// The bound on the difference of two arms' perplexities.
     pub bound: Option<f64>,
+    /// The bound on how many more steps in a row the second arm may skip than the first.
+    pub skip_bound: Option<f64>,
 }
 
 impl Arm {
@@ -124,7 +126,7 @@ impl Report {
                 _ => told.join(", "),
             };
         }
-        Ok(Self { arms, differences, bound })
+        Ok(Self { arms, differences, bound, skip_bound: None })
     }
 
     /// Whether an arm has several runs.
@@ -159,6 +161,28 @@ impl Report {
         Some((bound, verdict))
     }
 
+    /// Adds a bound on the longest run of skipped steps. It makes sense between two configurations only.
+    pub fn with_skip_bound(self, skip_bound: Option<f64>) -> Result<Self> {
+        if skip_bound.is_some() && self.arms.len() != 2 {
+            let message = format!("is for two configurations, and these runs have {}", self.arms.len());
+            return Err(Error::config("--skip-bound", message));
+        }
+        Ok(Self { skip_bound, ..self })
+    }
+
+    /// Whether the second arm's longest run of skipped steps exceeds the first's by more than the bound, where there is one.
+    pub fn skip_verdict(&self) -> Option<(f64, Estimate, Verdict)> {
+        let bound = self.skip_bound?;
+        let metric = METRICS.iter().find(|metric| metric.key == "longest_streak")?;
+        let estimate = self.difference(metric)?;
+        let verdict = match estimate.interval() {
+            Some((low, _)) if low > bound => Verdict::Exceeded,
+            Some((_, high)) if high <= bound => Verdict::NotExceeded,
+            _ => Verdict::Undecided,
+        };
+        Some((bound, estimate, verdict))
+    }
+
     /// Everything, for scripts.
     pub fn json(&self) -> Value {
         let arms = self.arms.iter().map(|arm| {
@@ -187,6 +211,9 @@ impl Report {
             "differences": differences.collect::<Vec<_>>(),
             "second_minus_first": (self.arms.len() == 2)
                 .then(|| by_key(|metric| self.difference(metric).map(|estimate| json!(estimate)))),
+            "skip_bound": self.skip_verdict().map(|(bound, estimate, verdict)| {
+                json!({ "skips": bound, "difference": estimate, "verdict": verdict.name() })
+            }),
             "bound": self.verdict().map(|(bound, verdict)| json!({ "perplexity": bound, "verdict": verdict.name() })),
         })
     }

@@ -72,6 +72,11 @@ pub fn about(view: &str) -> &'static str {
              skipping and backing off against overflow, FP32 master weights against vanishing updates. BF16 has FP32's range \
              and needs only the last."
         }
+        "casts" => {
+            "A policy does not say `everything in FP16`: products take narrow operands, and what is a sum or not linear stays \
+             wide inside. The list is read off a forward and backward pass of this engine under the policy: the type in which \
+             each tensor was stored."
+        }
         _ => "",
     }
 }
@@ -308,6 +313,29 @@ const CRISES: &[Scenario] = &[
     ),
 ];
 
+const CASTS: &[Scenario] = &[
+    scenario(
+        "FP16",
+        &[("policy", "fp16")],
+        "Products, activations and gradients in FP16; the loss, statistics and masters in FP32.",
+    ),
+    scenario(
+        "BF16",
+        &[("policy", "bf16")],
+        "The same operations in BF16: only the type differs, and no loss scale is needed.",
+    ),
+    scenario(
+        "FP32 residual",
+        &[("policy", "p=f32,c=f16,g=f16,r=f32")],
+        "As under PyTorch's autocast: sums along the residual stream stay FP32. Compare the residual rows.",
+    ),
+    scenario(
+        "FP32 gradients",
+        &[("policy", "p=f32,c=f16,g=f32,r=f16")],
+        "Weight gradients keep the product's FP32 accumulator: they cannot overflow, activations' gradients still can.",
+    ),
+];
+
 fn cursor(instrument: &mut Instrument, change: i64) {
     let at = instrument.value("cursor").parse::<i64>().unwrap_or(0);
     let width = parse_format(instrument.value("in")).map_or(16, |format| i64::from(format.bits()));
@@ -511,5 +539,6 @@ pub fn instruments(run: &str) -> Vec<Instrument> {
                 run(),
             ],
         ),
+        instrument("casts", CASTS, vec![field("policy", "fp16", Among(&["fp16", "bf16", "fp32"])), run()]),
     ]
 }

@@ -221,6 +221,7 @@ mod tests {
         for source in [
             include_str!("bits.rs"),
             include_str!("blocks.rs"),
+            include_str!("casts.rs"),
             include_str!("crises.rs"),
             include_str!("guide.rs"),
             include_str!("scaler/page.rs"),

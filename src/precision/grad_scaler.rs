@@ -270,6 +270,13 @@ impl GradScaler {
         Ok(())
     }
 
+    /// Changes what moves the scale, from the next update on; scale and tracker stay. An error changes nothing.
+    pub fn set_factors(&mut self, growth_factor: f64, backoff_factor: f64, growth_interval: u32) -> Result<()> {
+        check_factors(growth_factor, backoff_factor, growth_interval)?;
+        self.config = GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config };
+        Ok(())
+    }
+
     /// The part of the state that PyTorch has too; `None`, its empty dictionary, when disabled.
     pub fn state_dict(&self) -> Option<StateDict> {
         let GradScalerConfig { enabled, growth_factor, backoff_factor, growth_interval, .. } = self.config;

@@ -33,6 +33,28 @@ fn c6_a_scaled_loss_keeps_its_shape_and_has_room() {
 }
 
 #[test]
+fn several_losses_are_scaled_at_once_and_factors_can_be_set() {
+    let mut scaler = scaler(1024.0, 2000);
+    let losses = [1f32, -2.0].map(|loss| Tensor::new(loss, &CPU).unwrap());
+    let scaled = scaler.scale_all(&losses).unwrap();
+    assert_eq!([values(&scaled[0])[0], values(&scaled[1])[0]], [1024.0, -2048.0]);
+    scaler.set_growth_factor(4.0).unwrap();
+    scaler.set_backoff_factor(0.25).unwrap();
+    scaler.set_growth_interval(1).unwrap();
+    assert_eq!((scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()), (4.0, 0.25, 1));
+    assert!(scaler.set_growth_factor(1.0).is_err() && scaler.set_backoff_factor(1.0).is_err());
+    assert!(scaler.set_growth_interval(0).is_err());
+    assert_eq!((scaler.get_growth_factor(), scaler.get_scale(), scaler.is_enabled()), (4.0, 1024.0, true));
+    let (var, mut optimizer) = single(DType::F32);
+    for (gradient, scale) in [(1.0, 4096.0), (f32::INFINITY, 1024.0)] {
+        let mut grads = store([(&var, full(gradient, &var))]);
+        scaler.step(&mut optimizer, &mut grads).unwrap();
+        scaler.update().unwrap();
+        assert_eq!(scaler.get_scale(), scale);
+    }
+}
+
+#[test]
 fn c7_the_inverse_is_divided_in_f64_and_rounded_once() {
     let grad = [0.1f32, -7.0, f32::MIN_POSITIVE, 1e-40];
     for scale in [3.0f32, 65536.0, 0.3, 1.0] {

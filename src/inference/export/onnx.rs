@@ -46,7 +46,7 @@ fn write_weights(graph: &mut Graph, weights: &Parameters, location: &str, path: 
         let stored = Message::default()
             .each(tensor.dims(), |message, &dim| message.int(1, dim as i64))
             .int(2, element_type(tensor.dtype())?)
-            .put(8, name)
+            .put(8, if tensor.dtype() == DType::F32 { wide(name) } else { name.to_owned() })
             .message(13, &entry("location", location.to_owned()))
             .message(13, &entry("offset", at.to_string()))
             .message(13, &entry("length", bytes.to_string()))
@@ -57,9 +57,9 @@ fn write_weights(graph: &mut Graph, weights: &Parameters, location: &str, path: 
     }
     file.flush().map_err(Error::io("write", path))?;
     for (name, tensor) in weights.iter() {
-        if tensor.dtype() == DType::F32 {
-            graph.op_as(&wide(name), "Identity", &[name], &[]);
-        } else {
+        // FP32 weights are what the operations read: onnxruntime's dynamic quantiser takes a product whose operand is an
+        // initializer, and none behind another node.
+        if tensor.dtype() != DType::F32 {
             graph.op_as(&wide(name), "Cast", &[name], &[Attribute::Int("to", FLOAT)]);
         }
     }

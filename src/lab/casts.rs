@@ -1,0 +1,148 @@
+//! The cast list of a policy: the type in which each operation's result is stored, read off one step of the engine.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use serde::Serialize;
+
+use super::page::{Line, Page, Role};
+use crate::engine::kernels::Fused;
+use crate::engine::model::{
+    Decoder, Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace, candle_dtype,
+};
+use crate::engine::optim::{Gradients, MasterWeights};
+use crate::precision::PrecisionPolicy;
+use crate::{Error, Result};
+
+/// The stored types of a step under a policy.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Casts {
+    /// The policy's text form.
+    pub policy: String,
+    /// Whether its loss has to be scaled.
+    pub loss_scale: bool,
+    /// Types of the masters, the working copy and the gradients as the optimizer takes them.
+    pub state: [(&'static str, &'static str); 3],
+    /// Layers of the first block and around the blocks, in order of computation.
+    pub layers: Vec<Cast>,
+}
+
+/// A layer's stored types; `None` for what it does not have.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Cast {
+    /// Its name, as its parameters have it.
+    pub layer: String,
+    /// What it puts out.
+    pub output: Option<&'static str>,
+    /// The gradient of its output or its input.
+    pub activation_gradient: Option<&'static str>,
+    /// The gradient of its weight.
+    pub weight_gradient: Option<&'static str>,
+}
+
+/// Notes the type of every tensor that the passes show.
+struct Types<'a> {
+    spec: &'a ModelSpec,
+    layers: Vec<Cast>,
+}
+
+impl Hook for Types<'_> {
+    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        let layer = self.spec.layer_name(place.layer);
+        let dtype = Some(tensor.dtype().as_str());
+        let at = self.layers.iter().position(|cast| cast.layer == layer).unwrap_or_else(|| {
+            self.layers.push(Cast { layer, output: None, activation_gradient: None, weight_gradient: None });
+            self.layers.len() - 1
+        });
+        let cast = &mut self.layers[at];
+        match place.part {
+            Part::Output => cast.output = dtype,
+            Part::OutputGradient | Part::InputGradient => cast.activation_gradient = dtype,
+            Part::WeightGradient | Part::BiasGradient => cast.weight_gradient = dtype,
+        }
+        Ok(())
+    }
+}
+
+impl Casts {
+    /// Runs one step of the built-in model under `policy`, on the CPU, and notes what is stored in which type.
+    pub fn of(policy: PrecisionPolicy) -> Result<Self> {
+        const TOKENS: usize = 4;
+        let spec = ModelSpec::named("tiny").ok_or_else(|| Error::config("model", "there is no `tiny`"))?;
+        let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu)?;
+        masters.initialise(0)?;
+        let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute), &Fused)?;
+        let model = Decoder::new(&spec, &weights, Arc::new(Fused))?;
+        let mut workspace = Workspace::for_training(&spec, policy, (1, TOKENS), Keep::All, &Device::Cpu)?;
+        let grads = Gradients::new(&weights, policy, 1)?;
+        let ids: Vec<u32> = (0..TOKENS as u32).collect();
+        let tokens = Tokens { ids: &ids, seq_len: TOKENS };
+        let mode = Mode::Train { seed: 0, draw: 0 };
+        let mut types = Types { spec: &spec, layers: Vec::new() };
+        model.forward(&weights, tokens, mode, &mut workspace, &mut types)?;
+        model.loss_and_head_gradient(&weights, &ids, 1.0, &workspace, grads.micro_batch(), &mut types)?;
+        model.backward(&weights, tokens, mode, &mut workspace, grads.micro_batch(), &mut types)?;
+        let name = |parameters: &Parameters| parameters.tensors().first().map_or("", |tensor| tensor.dtype().as_str());
+        // The blocks are alike; the first stands for all.
+        let layers =
+            types.layers.into_iter().filter(|cast| !cast.layer.starts_with("h.") || cast.layer.starts_with("h.0."));
+        Ok(Self {
+            policy: policy.to_string(),
+            loss_scale: policy.needs_loss_scale(),
+            state: [
+                ("masters and Adam's moments", name(masters.parameters())),
+                ("working copy of the weights", name(&weights)),
+                ("gradients for the optimizer", name(grads.total())),
+            ],
+            layers: layers.collect(),
+        })
+    }
+
+    /// The report as text, `width` columns wide.
+    pub fn page(&self, _: usize) -> Page {
+        let mut page = Page::new();
+        let scale = if self.loss_scale { "with a loss scale" } else { "without a loss scale" };
+        page.push(Line::new().with(Role::Title, self.policy.clone()).dim(format!("   {scale}")));
+        for (what, dtype) in self.state {
+            page.push(Line::new().plain(format!("{what:<30}")).with(role(Some(dtype)), dtype));
+        }
+        page.gap();
+        page.title(format!("{:<24}{:>10}{:>24}{:>18}", "stored", "output", "activation gradient", "weight gradient"));
+        for cast in &self.layers {
+            let cell =
+                |dtype: Option<&'static str>, width: usize| (role(dtype), format!("{:>width$}", dtype.unwrap_or("–")));
+            let cells = [cell(cast.output, 10), cell(cast.activation_gradient, 24), cell(cast.weight_gradient, 18)];
+            let line = Line::new().plain(format!("{:<24}", cast.layer));
+            page.push(cells.into_iter().fold(line, |line, (role, text)| line.with(role, text)));
+        }
+        page
+    }
+}
+
+fn role(dtype: Option<&str>) -> Role {
+    match dtype {
+        Some("f16" | "bf16") => Role::Warn,
+        Some(_) => Role::Good,
+        None => Role::Dim,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn the_list_is_the_engines() {
+        let fp32 = Casts::of(PrecisionPolicy::FP32).unwrap();
+        assert!(fp32.layers.len() > 5 && fp32.layers.iter().all(|cast| cast.output.is_none_or(|dtype| dtype == "f32")));
+        let fp16 = Casts::of(PrecisionPolicy::FP16).unwrap();
+        assert_eq!(fp16.state.map(|(_, dtype)| dtype), ["f32", "f16", "f16"]);
+        assert!(fp16.layers.iter().any(|cast| cast.output == Some("f16")) && fp16.loss_scale);
+        let wide = Casts::of("p=f32,c=f16,g=f32,r=f32".parse().unwrap()).unwrap();
+        assert_eq!(wide.state[2].1, "f32");
+        assert!(wide.layers.iter().any(|cast| cast.output == Some("f32")), "the residual stream");
+        insta::assert_snapshot!("casts", fp16.page(80).text());
+    }
+}

@@ -625,7 +625,7 @@ fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize
         .filter(|(flag, _)| OPTIONS.contains(flag))
         .map(|(flag, value)| format!("{flag}={value}"))
         .collect();
-    if !base.is_empty() {
+    if view == "scaler" && !base.is_empty() {
         typed.push(format!("--base={}", base.join(",")));
     }
     for (flag, value) in fields.iter().filter(|(flag, _)| *flag != "run") {

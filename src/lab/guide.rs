@@ -252,7 +252,7 @@ const BLOCKS: &[Scenario] = &[
     scenario(
         "calm",
         &[("outlier", "1")],
-        "No outlier: one scale serves the whole tensor, and blocks gain little. NVFP4 pays for its 4 bits with ten times the error.",
+        "No outlier: one scale serves the whole tensor, and blocks gain little. NVFP4 pays for its 4 bits with three times the error.",
     ),
     scenario(
         "outlier",
@@ -325,13 +325,13 @@ const CASTS: &[Scenario] = &[
         "The same operations in BF16: only the type differs, and no loss scale is needed.",
     ),
     scenario(
-        "FP32 residual",
-        &[("policy", "p=f32,c=f16,g=f16,r=f32")],
-        "As under PyTorch's autocast: sums along the residual stream stay FP32. Compare the residual rows.",
+        "FP16 residual",
+        &[("policy", "p=f32,c=f16,g=f16,r=f16")],
+        "The residual stream in FP16, as a plain FP16 model has it; the default keeps it FP32, as under PyTorch's autocast. Compare the residual rows.",
     ),
     scenario(
         "FP32 gradients",
-        &[("policy", "p=f32,c=f16,g=f32,r=f16")],
+        &[("policy", "p=f32,c=f16,g=f32,r=f32")],
         "Weight gradients keep the product's FP32 accumulator: they cannot overflow, activations' gradients still can.",
     ),
 ];

@@ -1,20 +1,25 @@
 //! `finetune lab`: the number-format laboratory, as text, JSON or a screen.
 
+mod args;
+
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser};
 use serde::Serialize;
 
+use self::args::{
+    BitsArgs, BlocksArgs, CastsArgs, CrisesArgs, MemoryArgs, RangesArgs, ScalerArgs, ScalingArgs, SoftmaxArgs,
+    SumsArgs, UlpArgs, View,
+};
 use crate::engine::model::ModelSpec;
 use crate::lab::guide::{self, about};
 use crate::lab::screen::{self, Theme};
 use crate::lab::{
     Bits, Blocks, Casts, Comparison, Crises, Extent, GradientModel, Memory, Overflows, Page, Ranges, Role, RunFigures,
-    Scaling, Scheme, Setup, Softmax, Sums, Terms, UlpGrid, apply_setting, log_normal, model_named, normal_tensor,
-    parse_format, parse_value,
+    Scaling, Setup, Softmax, Sums, UlpGrid, apply_setting, log_normal, model_named, normal_tensor, parse_value,
 };
-use crate::precision::{FloatFormat, PrecisionPolicy};
+use crate::precision::PrecisionPolicy;
 use crate::telemetry::ProcessStats;
 use crate::{Error, Result};
 
@@ -37,260 +42,6 @@ pub(crate) struct LabArgs {
     // An id of its own: a global flag's value is handed to the program's own `--run`, too, which names a run.
     #[arg(id = "lab_run", long = "run", value_name = "RUN", global = true)]
     run: Option<PathBuf>,
-}
-
-#[derive(Debug, Subcommand)]
-enum View {
-    /// A number in every format: its bits, what is stored, what is lost
-    Bits(BitsArgs),
-    /// Every format's range on a log2 axis, with a value's or a run's numbers
-    Ranges(RangesArgs),
-    /// The grid of each format around a weight: does an update survive?
-    Ulp(UlpArgs),
-    /// The dynamic loss scale in its loop with the gradients, for up to four settings
-    Scaler(ScalerArgs),
-    /// A gradient's histogram under a movable loss scale
-    Scaling(ScalingArgs),
-    /// Bytes of training a model, by recipe
-    Memory(MemoryArgs),
-    /// The error of long sums and dot products, by accumulator
-    Sums(SumsArgs),
-    /// A tensor's scales, codes and errors in FP8, MXFP8, NVFP4 and INT8
-    Blocks(BlocksArgs),
-    /// Softmax and positions in half precision
-    Softmax(SoftmaxArgs),
-    /// Underflow, overflow, vanishing updates: cause and cure
-    Crises(CrisesArgs),
-    /// The type in which a step stores each tensor, read off the engine
-    Casts(CastsArgs),
-}
-
-impl View {
-    /// Its name as typed.
-    const fn name(&self) -> &'static str {
-        match self {
-            Self::Bits(_) => "bits",
-            Self::Ranges(_) => "ranges",
-            Self::Ulp(_) => "ulp",
-            Self::Scaler(_) => "scaler",
-            Self::Scaling(_) => "scaling",
-            Self::Memory(_) => "memory",
-            Self::Sums(_) => "sums",
-            Self::Blocks(_) => "blocks",
-            Self::Softmax(_) => "softmax",
-            Self::Crises(_) => "crises",
-            Self::Casts(_) => "casts",
-        }
-    }
-}
-
-#[derive(Args, Debug)]
-struct BitsArgs {
-    /// `1e-8`, `pi`, `2^-24`, `1 + 2^-11`, or a pattern: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`
-    #[arg(allow_hyphen_values = true)]
-    value: String,
-    /// The format whose bit is marked
-    #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format)]
-    format: FloatFormat,
-    /// A bit to explain, counted from the left
-    #[arg(long, value_name = "BIT")]
-    cursor: Option<u32>,
-}
-
-#[derive(Args, Debug)]
-struct SumsArgs {
-    /// `uniform`, `signed` or `tenths`
-    #[arg(long, default_value = "uniform")]
-    terms: Terms,
-    /// Terms of the longest sum [default: 16384, or the longest product of the run's model]
-    #[arg(long)]
-    length: Option<usize>,
-    /// Sum products of two sequences
-    #[arg(long)]
-    dot: bool,
-    /// The seed of stochastic rounding
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-}
-
-#[derive(Args, Debug)]
-struct BlocksArgs {
-    /// The scheme whose first block is shown: `fp8`, `delayed`, `rows`, `block128`, `mxfp8`, `nvfp4` or `int8`
-    #[arg(long, default_value = "mxfp8")]
-    scheme: Scheme,
-    /// What the first value of each row is multiplied with
-    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true)]
-    outlier: f64,
-    /// What delayed scaling remembers: a factor on the tensor's own largest magnitude
-    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value)]
-    remembered: f64,
-    /// Rows of the tensor, where no run is read
-    #[arg(long, default_value_t = 8)]
-    rows: usize,
-    /// Its columns, a multiple of 128
-    #[arg(long, default_value_t = 512)]
-    columns: usize,
-    /// The seed of its values
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-}
-
-#[derive(Args, Debug)]
-struct SoftmaxArgs {
-    /// The largest logit; the others are 0 [default: 12, or the largest that a run's FP32 probe saw]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
-    logit: Option<f64>,
-    /// Tokens [default: 4096, or the run's sequence]
-    #[arg(long)]
-    length: Option<u64>,
-    /// A position
-    #[arg(long, value_parser = parse_value, default_value = "4095")]
-    position: f64,
-}
-
-#[derive(Args, Debug)]
-struct CastsArgs {
-    /// `fp32`, `fp16`, `bf16`, or `p=f32,c=f16,g=f32,r=f32` [default: the run's, or fp16]
-    #[arg(long)]
-    policy: Option<String>,
-}
-
-#[derive(Args, Debug)]
-struct CrisesArgs {
-    /// A small gradient [default: 1e-8, or the run's smallest]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
-    small: Option<f64>,
-    /// A large gradient [default: 3, or the run's largest]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
-    large: Option<f64>,
-    /// The loss scale [default: 65536, or the run's first]
-    #[arg(long, value_parser = parse_value)]
-    scale: Option<f64>,
-    /// A weight
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1")]
-    weight: f64,
-    /// What a step takes from it [default: 5e-5, or the run's learning rate, Adam's usual step]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
-    update: Option<f64>,
-    /// Steps
-    #[arg(long, default_value_t = 3)]
-    steps: u64,
-}
-
-#[derive(Args, Debug)]
-struct RangesArgs {
-    /// Values to mark
-    #[arg(allow_negative_numbers = true)]
-    values: Vec<String>,
-    /// Exponent at the chart's left end [default: fitting]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
-    from: Option<i32>,
-    /// Exponent at the chart's right end [default: fitting]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
-    to: Option<i32>,
-}
-
-#[derive(Args, Debug)]
-struct UlpArgs {
-    /// The weight [default: 1, or the root mean square of the run's]
-    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
-    center: Option<f64>,
-    /// What a step adds to it [default: 5e-5, or the run's learning rate, Adam's usual step]
-    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
-    update: Option<f64>,
-}
-
-#[derive(Args, Debug)]
-struct ScalerArgs {
-    /// Options of the scaler that all settings share, such as `init_scale=32768,growth_interval=5`
-    #[arg(long, value_name = "KEY=VALUE,…", default_value = "")]
-    base: String,
-    /// A setting to compare with the base, such as `growth_interval=200,hysteresis=2`; up to three
-    #[arg(long, value_name = "KEY=VALUE,…")]
-    setting: Vec<String>,
-    /// Steps, where no run is replayed
-    #[arg(long, default_value_t = 2000)]
-    steps: usize,
-    /// Mean of log2 max|g|, or `none` for gradients that never overflow by themselves
-    #[arg(long, value_name = "EXPONENT", default_value = "-1", allow_hyphen_values = true)]
-    level: String,
-    /// Standard deviation of log2 max|g|
-    #[arg(long, default_value_t = 1.0)]
-    sigma: f64,
-    /// Change of the level in 1,000 steps, in binades
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
-    drift: f64,
-    /// Share of steps with a spike
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
-    spikes: f64,
-    /// Height of a spike, in binades
-    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
-    spike: f64,
-    /// A step from which the level is higher by `--jump` binades
-    #[arg(long, value_name = "STEP")]
-    jump_at: Option<u64>,
-    /// See `--jump-at`
-    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
-    jump: f64,
-    /// Steps that overflow in any case, counted from 0
-    #[arg(long, value_name = "STEP,…", value_delimiter = ',')]
-    overflow_at: Vec<u64>,
-    /// Probability that a step overflows in any case
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
-    rate: f64,
-    /// The seed of the gradients
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-    /// Repeat with this many seeds, and print means with 95 % intervals
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000))]
-    seeds: Option<u64>,
-    /// A step to explain; the chart ends there
-    #[arg(long, value_name = "STEP")]
-    cursor: Option<u64>,
-}
-
-#[derive(Args, Debug)]
-struct ScalingArgs {
-    /// `fp16`, `bf16`, `fp32`, `e4m3` or `e5m2`
-    #[arg(long, default_value = "fp16", value_parser = parse_format)]
-    format: FloatFormat,
-    /// log2 of the loss scale in view [default: the best]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
-    scale: Option<i32>,
-    /// Mean of log2 of the magnitudes, where no run is read
-    #[arg(long, default_value_t = -22.0, allow_negative_numbers = true)]
-    mu: f64,
-    /// Standard deviation of log2 of the magnitudes
-    #[arg(long, default_value_t = 4.0)]
-    sigma: f64,
-    /// Number of gradients
-    #[arg(long, default_value_t = 82_000_000)]
-    count: u64,
-    /// Draw heights as counts, not as their logarithms
-    #[arg(long)]
-    linear: bool,
-}
-
-#[derive(Args, Debug)]
-struct MemoryArgs {
-    /// `tiny`, `distilgpt2`, `gpt2`, …, `gpt2-xl`, `7b`, or a number of parameters such as `350M`
-    #[arg(long)]
-    model: Option<String>,
-    /// Sequences in a micro-batch
-    #[arg(long)]
-    batch: Option<usize>,
-    /// Tokens in a sequence
-    #[arg(long)]
-    seq: Option<usize>,
-    /// Micro-batches in a step
-    #[arg(long)]
-    grad_accum: Option<usize>,
-    /// Rank of the adapters of `LoRA`
-    #[arg(long, default_value_t = 16)]
-    rank: usize,
-    /// Memory to fit in: `16G`, `512M`
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
-    memory: Option<u64>,
 }
 
 /// Prints a view, or shows the screen where none is named.

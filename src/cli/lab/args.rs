@@ -1,0 +1,261 @@
+//! What may be typed behind `finetune lab`: the views and their flags.
+
+use clap::{Args, Subcommand};
+
+use super::parse_bytes;
+use crate::lab::{Scheme, Terms, parse_format, parse_value};
+use crate::precision::FloatFormat;
+
+#[derive(Debug, Subcommand)]
+pub(super) enum View {
+    /// A number in every format: its bits, what is stored, what is lost
+    Bits(BitsArgs),
+    /// Every format's range on a log2 axis, with a value's or a run's numbers
+    Ranges(RangesArgs),
+    /// The grid of each format around a weight: does an update survive?
+    Ulp(UlpArgs),
+    /// The dynamic loss scale in its loop with the gradients, for up to four settings
+    Scaler(ScalerArgs),
+    /// A gradient's histogram under a movable loss scale
+    Scaling(ScalingArgs),
+    /// Bytes of training a model, by recipe
+    Memory(MemoryArgs),
+    /// The error of long sums and dot products, by accumulator
+    Sums(SumsArgs),
+    /// A tensor's scales, codes and errors in FP8, MXFP8, NVFP4 and INT8
+    Blocks(BlocksArgs),
+    /// Softmax and positions in half precision
+    Softmax(SoftmaxArgs),
+    /// Underflow, overflow, vanishing updates: cause and cure
+    Crises(CrisesArgs),
+    /// The type in which a step stores each tensor, read off the engine
+    Casts(CastsArgs),
+}
+
+impl View {
+    /// Its name as typed.
+    pub(super) const fn name(&self) -> &'static str {
+        match self {
+            Self::Bits(_) => "bits",
+            Self::Ranges(_) => "ranges",
+            Self::Ulp(_) => "ulp",
+            Self::Scaler(_) => "scaler",
+            Self::Scaling(_) => "scaling",
+            Self::Memory(_) => "memory",
+            Self::Sums(_) => "sums",
+            Self::Blocks(_) => "blocks",
+            Self::Softmax(_) => "softmax",
+            Self::Crises(_) => "crises",
+            Self::Casts(_) => "casts",
+        }
+    }
+}
+
+#[derive(Args, Debug)]
+pub(super) struct BitsArgs {
+    /// `1e-8`, `pi`, `2^-24`, `1 + 2^-11`, or a pattern: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`
+    #[arg(allow_hyphen_values = true)]
+    pub(super) value: String,
+    /// The format whose bit is marked
+    #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format)]
+    pub(super) format: FloatFormat,
+    /// A bit to explain, counted from the left
+    #[arg(long, value_name = "BIT")]
+    pub(super) cursor: Option<u32>,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct SumsArgs {
+    /// `uniform`, `signed` or `tenths`
+    #[arg(long, default_value = "uniform")]
+    pub(super) terms: Terms,
+    /// Terms of the longest sum [default: 16384, or the longest product of the run's model]
+    #[arg(long)]
+    pub(super) length: Option<usize>,
+    /// Sum products of two sequences
+    #[arg(long)]
+    pub(super) dot: bool,
+    /// The seed of stochastic rounding
+    #[arg(long, default_value_t = 0)]
+    pub(super) seed: u64,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct BlocksArgs {
+    /// The scheme whose first block is shown: `fp8`, `delayed`, `rows`, `block128`, `mxfp8`, `nvfp4` or `int8`
+    #[arg(long, default_value = "mxfp8")]
+    pub(super) scheme: Scheme,
+    /// What the first value of each row is multiplied with
+    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true)]
+    pub(super) outlier: f64,
+    /// What delayed scaling remembers: a factor on the tensor's own largest magnitude
+    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value)]
+    pub(super) remembered: f64,
+    /// Rows of the tensor, where no run is read
+    #[arg(long, default_value_t = 8)]
+    pub(super) rows: usize,
+    /// Its columns, a multiple of 128
+    #[arg(long, default_value_t = 512)]
+    pub(super) columns: usize,
+    /// The seed of its values
+    #[arg(long, default_value_t = 0)]
+    pub(super) seed: u64,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct SoftmaxArgs {
+    /// The largest logit; the others are 0 [default: 12, or the largest that a run's FP32 probe saw]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    pub(super) logit: Option<f64>,
+    /// Tokens [default: 4096, or the run's sequence]
+    #[arg(long)]
+    pub(super) length: Option<u64>,
+    /// A position
+    #[arg(long, value_parser = parse_value, default_value = "4095")]
+    pub(super) position: f64,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct CastsArgs {
+    /// `fp32`, `fp16`, `bf16`, or `p=f32,c=f16,g=f32,r=f32` [default: the run's, or fp16]
+    #[arg(long)]
+    pub(super) policy: Option<String>,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct CrisesArgs {
+    /// A small gradient [default: 1e-8, or the run's smallest]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    pub(super) small: Option<f64>,
+    /// A large gradient [default: 3, or the run's largest]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    pub(super) large: Option<f64>,
+    /// The loss scale [default: 65536, or the run's first]
+    #[arg(long, value_parser = parse_value)]
+    pub(super) scale: Option<f64>,
+    /// A weight
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1")]
+    pub(super) weight: f64,
+    /// What a step takes from it [default: 5e-5, or the run's learning rate, Adam's usual step]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    pub(super) update: Option<f64>,
+    /// Steps
+    #[arg(long, default_value_t = 3)]
+    pub(super) steps: u64,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct RangesArgs {
+    /// Values to mark
+    #[arg(allow_negative_numbers = true)]
+    pub(super) values: Vec<String>,
+    /// Exponent at the chart's left end [default: fitting]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
+    pub(super) from: Option<i32>,
+    /// Exponent at the chart's right end [default: fitting]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
+    pub(super) to: Option<i32>,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct UlpArgs {
+    /// The weight [default: 1, or the root mean square of the run's]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
+    pub(super) center: Option<f64>,
+    /// What a step adds to it [default: 5e-5, or the run's learning rate, Adam's usual step]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
+    pub(super) update: Option<f64>,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct ScalerArgs {
+    /// Options of the scaler that all settings share, such as `init_scale=32768,growth_interval=5`
+    #[arg(long, value_name = "KEY=VALUE,…", default_value = "")]
+    pub(super) base: String,
+    /// A setting to compare with the base, such as `growth_interval=200,hysteresis=2`; up to three
+    #[arg(long, value_name = "KEY=VALUE,…")]
+    pub(super) setting: Vec<String>,
+    /// Steps, where no run is replayed
+    #[arg(long, default_value_t = 2000)]
+    pub(super) steps: usize,
+    /// Mean of log2 max|g|, or `none` for gradients that never overflow by themselves
+    #[arg(long, value_name = "EXPONENT", default_value = "-1", allow_hyphen_values = true)]
+    pub(super) level: String,
+    /// Standard deviation of log2 max|g|
+    #[arg(long, default_value_t = 1.0)]
+    pub(super) sigma: f64,
+    /// Change of the level in 1,000 steps, in binades
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    pub(super) drift: f64,
+    /// Share of steps with a spike
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    pub(super) spikes: f64,
+    /// Height of a spike, in binades
+    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
+    pub(super) spike: f64,
+    /// A step from which the level is higher by `--jump` binades
+    #[arg(long, value_name = "STEP")]
+    pub(super) jump_at: Option<u64>,
+    /// See `--jump-at`
+    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
+    pub(super) jump: f64,
+    /// Steps that overflow in any case, counted from 0
+    #[arg(long, value_name = "STEP,…", value_delimiter = ',')]
+    pub(super) overflow_at: Vec<u64>,
+    /// Probability that a step overflows in any case
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    pub(super) rate: f64,
+    /// The seed of the gradients
+    #[arg(long, default_value_t = 0)]
+    pub(super) seed: u64,
+    /// Repeat with this many seeds, and print means with 95 % intervals
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000))]
+    pub(super) seeds: Option<u64>,
+    /// A step to explain; the chart ends there
+    #[arg(long, value_name = "STEP")]
+    pub(super) cursor: Option<u64>,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct ScalingArgs {
+    /// `fp16`, `bf16`, `fp32`, `e4m3` or `e5m2`
+    #[arg(long, default_value = "fp16", value_parser = parse_format)]
+    pub(super) format: FloatFormat,
+    /// log2 of the loss scale in view [default: the best]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
+    pub(super) scale: Option<i32>,
+    /// Mean of log2 of the magnitudes, where no run is read
+    #[arg(long, default_value_t = -22.0, allow_negative_numbers = true)]
+    pub(super) mu: f64,
+    /// Standard deviation of log2 of the magnitudes
+    #[arg(long, default_value_t = 4.0)]
+    pub(super) sigma: f64,
+    /// Number of gradients
+    #[arg(long, default_value_t = 82_000_000)]
+    pub(super) count: u64,
+    /// Draw heights as counts, not as their logarithms
+    #[arg(long)]
+    pub(super) linear: bool,
+}
+
+#[derive(Args, Debug)]
+pub(super) struct MemoryArgs {
+    /// `tiny`, `distilgpt2`, `gpt2`, …, `gpt2-xl`, `7b`, or a number of parameters such as `350M`
+    #[arg(long)]
+    pub(super) model: Option<String>,
+    /// Sequences in a micro-batch
+    #[arg(long)]
+    pub(super) batch: Option<usize>,
+    /// Tokens in a sequence
+    #[arg(long)]
+    pub(super) seq: Option<usize>,
+    /// Micro-batches in a step
+    #[arg(long)]
+    pub(super) grad_accum: Option<usize>,
+    /// Rank of the adapters of `LoRA`
+    #[arg(long, default_value_t = 16)]
+    pub(super) rank: usize,
+    /// Memory to fit in: `16G`, `512M`
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub(super) memory: Option<u64>,
+}

@@ -148,7 +148,8 @@ fn etag(content: &[u8]) -> String {
 fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     let mut out = stream;
     let mut lines = BufReader::new(stream).lines();
-    let request = lines.next().unwrap_or(Ok(String::new()))?;
+    // A connection without a request only looks whether there is a network.
+    let Some(request) = lines.next().transpose()? else { return Ok(()) };
     let headers: Vec<String> = lines
         .map_while(std::result::Result::ok)
         .take_while(|line| !line.is_empty())

@@ -27,7 +27,7 @@ pub(crate) struct ConfigArgs {
     /// A tokenizer.json in place of the model's own
     #[arg(long, value_name = "FILE", help_heading = "Model and text")]
     pub(crate) tokenizer: Option<String>,
-    /// Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-` [default: tiny_shakespeare; grammar for tiny]
+    /// Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-` [default: `tiny_shakespeare`; `grammar` for `tiny`]
     #[arg(long, short, value_name = "TEXT", help_heading = "Model and text")]
     pub(crate) data: Option<String>,
     /// Validation text; without it the last tenth of the training text

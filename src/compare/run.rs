@@ -96,7 +96,7 @@ impl RunSummary {
             flatten(config, String::new(), &mut now);
             for (key, value) in &now {
                 match settings.get_mut(key) {
-                    Some(text) if last.get(key) != Some(value) => *text += &format!("; from step {step} {value}"),
+                    Some(text) if last.get(key) != Some(value) => *text = format!("{text}; from step {step} {value}"),
                     Some(_) => {}
                     None => drop(settings.insert(key.clone(), value.clone())),
                 }

@@ -150,13 +150,13 @@ impl Config {
             table = TINY.parse().map_err(|error| Error::config("tiny", format!("{error}")))?;
         }
         add_layer(&mut table, said, "the configuration")?;
-        let config = Self::from_table(table)?;
+        let config = Self::from_table(&table)?;
         config.validate()?;
         Ok(config)
     }
 
-    fn from_table(table: toml::Table) -> Result<Self> {
-        let all = leaves(&table);
+    fn from_table(table: &toml::Table) -> Result<Self> {
+        let all = leaves(table);
         let read = serde_path_to_error::deserialize(toml::Value::Table(table.clone()));
         read.map_err(|error: serde_path_to_error::Error<toml::de::Error>| {
             let path = error.path().to_string();

@@ -12,17 +12,18 @@ mod common {
 use candle_core::{DType, Device, Result, Tensor};
 use common::compare::{relative, values};
 use common::family_oracle::{self, Attention};
-use common::layer::{Layer, flat, like, pattern, tolerance};
+use common::layer::{KERNELS, Layer, allocate, flat, like, pattern, tolerance};
 use common::oracle;
-use finetune::engine::kernels::attention::{self, Operands, Shape};
+use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::{Columns, Store};
 use finetune::engine::kernels::decode_attention::KeyValues;
-use finetune::engine::kernels::embedding::{self, Tables};
+use finetune::engine::kernels::embedding;
 use finetune::engine::kernels::gated::{self, Gate};
 use finetune::engine::kernels::linear::{self, Weight};
 use finetune::engine::kernels::rms_norm::{self, Gain};
-use finetune::engine::kernels::rope::{self, Direction, Positions, Table};
+use finetune::engine::kernels::rope::{Direction, Positions, Table};
 use finetune::engine::kernels::view::{copy, zeros};
+use finetune::engine::kernels::{Activation, Embedding, Fused, Kernels, Norm, NormSettings, Normed, WeightLayout};
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -50,25 +51,24 @@ fn rms_norms_of_rows_and_of_heads() {
     // (rows, groups in a row, width of a group, what is added to weights)
     for (rows, groups, width, offset) in [(1, 1, 8, 0.0), (7, 1, 65, 1.0), (40, 3, 10, 0.0), (9, 4, 130, 1.0)] {
         let columns = groups * width;
-        for store in [Store::Add, Store::Overwrite] {
+        let settings = NormSettings { norm: Norm::Rms { unit_offset: offset == 1.0 }, eps: EPSILON as f32 };
+        {
             Layer {
-                name: &format!("RMS norm {rows}×{groups}×{width}, {store:?}"),
+                name: &format!("RMS norm {rows}×{groups}×{width}"),
                 inputs: vec![pattern(&[rows, columns], 1), pattern(&[width], 2)],
                 plain: &|inputs| family_oracle::rms_norm(&inputs[0], &inputs[1], offset, EPSILON),
-                engine: &|inputs, dy| {
-                    let gain = Gain { weight: &inputs[1], offset: offset as f32 };
+                engine: &|kernels, inputs, dy| {
                     let x = between(&inputs[0], 3, 2)?;
                     let x = Columns::new(&x, 3..3 + columns)?;
                     let y = between(&like(dy)?, 2, 4)?;
                     let rstd = zeros(&[rows * groups], DType::F32, &Device::Cpu)?;
-                    rms_norm::forward(x, gain, EPSILON as f32, Columns::new(&y, 2..2 + columns)?, &rstd)?;
-                    // What `Add` adds to, or `Overwrite` must not read.
-                    let before =
-                        if store == Store::Add { zeros(dy.dims(), DType::F32, &Device::Cpu)? } else { dy.clone() };
-                    let dx = between(&before.to_dtype(dy.dtype())?, 0, 5)?;
+                    let weight = &inputs[1];
+                    kernels.head_norm(settings, x, weight, Columns::new(&y, 2..2 + columns)?, &rstd)?;
+                    // What must not be read.
+                    let dx = between(dy, 0, 5)?;
                     let dweight = like(&inputs[1])?;
-                    let into = (Columns::new(&dx, 0..columns)?, store);
-                    rms_norm::backward(Columns::all(dy)?, x, gain, &rstd, into, &dweight)?;
+                    let into = Columns::new(&dx, 0..columns)?;
+                    kernels.head_norm_backward(settings, Columns::all(dy)?, x, weight, &rstd, into, &dweight)?;
                     Ok((inner(&y, 2, columns)?, vec![inner(&dx, 0, columns)?, dweight]))
                 },
             }
@@ -81,17 +81,16 @@ fn rms_norms_of_rows_and_of_heads() {
 fn an_rms_norms_gradient_joins_the_streams() {
     let [x, dy, stream, weight] = [1, 2, 3, 4].map(|salt| pattern(&[5, 24], salt));
     let weight = weight.get(0).unwrap().contiguous().unwrap();
-    let gain = Gain { weight: &weight, offset: 0.0 };
-    let rstd = zeros(&[5], DType::F32, &Device::Cpu).unwrap();
-    let y = like(&x).unwrap();
-    let all = |tensor| Columns::all(tensor).unwrap();
-    rms_norm::forward(all(&x), gain, 1e-5, all(&y), &rstd).unwrap();
-    let (alone, joined) = (like(&x).unwrap(), stream.copy().unwrap());
-    let dweight = like(&weight).unwrap();
-    for (dx, store) in [(&alone, Store::Overwrite), (&joined, Store::Add)] {
-        rms_norm::backward(all(&dy), all(&x), gain, &rstd, (all(dx), store), &dweight).unwrap();
+    let settings = NormSettings { norm: Norm::Rms { unit_offset: false }, eps: 1e-5 };
+    for kernels in KERNELS {
+        let normed = Normed::lay_out(settings.norm, 5, 24, DType::F32, &allocate).unwrap();
+        kernels.norm(settings, &x, &weight, None, &normed).unwrap();
+        let (alone, joined, dweight) = (dy.copy().unwrap(), stream.copy().unwrap(), like(&weight).unwrap());
+        for into in [(&alone, Store::Overwrite), (&joined, Store::Add)] {
+            kernels.norm_backward(settings, &dy, &x, &weight, &normed, into, &dweight, None).unwrap();
+        }
+        assert!(relative(&joined, &(alone + &stream).unwrap()) < 1e-7, "{}", kernels.name());
     }
-    assert!(relative(&joined, &(alone + stream).unwrap()) < 1e-7);
 }
 
 fn table(half: usize, positions: usize) -> Table {
@@ -115,10 +114,10 @@ fn rotations_by_position() {
             name: &format!("rotation of {heads} heads of {}, {past} before", 2 * half),
             inputs: vec![pattern(&[rows, columns], 1)],
             plain: &|inputs| family_oracle::rotate(&inputs[0], &cos, &sin),
-            engine: &|inputs, dy| {
+            engine: &|kernels, inputs, dy| {
                 let (y, dx) = (between(&inputs[0], 2, 1)?, between(dy, 0, 3)?);
-                rope::rotate(Columns::new(&y, 2..2 + columns)?, &table, positions, Direction::Forward)?;
-                rope::rotate(Columns::new(&dx, 0..columns)?, &table, positions, Direction::Backward)?;
+                kernels.rotate(Columns::new(&y, 2..2 + columns)?, &table, positions, Direction::Forward)?;
+                kernels.rotate(Columns::new(&dx, 0..columns)?, &table, positions, Direction::Backward)?;
                 Ok((inner(&y, 2, columns)?, vec![inner(&dx, 0, columns)?]))
             },
         }
@@ -126,7 +125,9 @@ fn rotations_by_position() {
     }
     let x = zeros(&[14, 4], DType::F32, &Device::Cpu).unwrap();
     let positions = Positions { seq_len: 14, past: 0, documents: None };
-    assert!(rope::rotate(Columns::all(&x).unwrap(), &table(2, 13), positions, Direction::Forward).is_err());
+    for kernels in KERNELS {
+        assert!(kernels.rotate(Columns::all(&x).unwrap(), &table(2, 13), positions, Direction::Forward).is_err());
+    }
 }
 
 #[test]
@@ -142,7 +143,7 @@ fn gated_activations() {
                 name: &name,
                 inputs: inputs.clone(),
                 plain: &plain,
-                engine: &|inputs, dy| {
+                engine: &|_, inputs, dy| {
                     let (y, dgate, dup) = (like(dy)?, like(dy)?, like(dy)?);
                     let [gate, up] = [Columns::all(&inputs[0])?, Columns::all(&inputs[1])?];
                     gated::forward(activation, gate, up, &y)?;
@@ -155,13 +156,13 @@ fn gated_activations() {
                 name: &format!("{name}, packed"),
                 inputs,
                 plain: &plain,
-                engine: &|inputs, dy| {
+                engine: &|kernels, inputs, dy| {
                     let packed = Tensor::cat(&[&inputs[0], &inputs[1]], 1)?.contiguous()?;
                     let (y, gradient) = (like(dy)?, like(&packed)?);
-                    let [gate, up] = Columns::split(&packed, [width; 2])?;
-                    gated::forward(activation, gate, up, &y)?;
-                    let [dgate, dup] = Columns::split(&gradient, [width; 2])?;
-                    gated::backward(activation, gate, up, dy, dgate, dup)?;
+                    let activation =
+                        if activation == Gate::Silu { Activation::GatedSilu } else { Activation::GatedGelu };
+                    kernels.activate(activation, &packed, &y)?;
+                    kernels.activate_backward(activation, &packed, dy, &gradient)?;
                     Ok((y, vec![inner_half(&gradient, 0)?, inner_half(&gradient, 1)?]))
                 },
             }
@@ -183,12 +184,12 @@ fn linear_layers_on_weights_stored_by_output() {
             name: &format!("linear {rows}×{inner}×{columns}"),
             inputs: vec![x.clone(), weight.clone(), bias],
             plain: &|inputs| family_oracle::linear(&inputs[0], &inputs[1], Some(&inputs[2])),
-            engine: &|inputs, dy| {
+            engine: &|kernels, inputs, dy| {
                 let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
-                let weight = Weight::out_in(&inputs[1]);
-                linear::forward(&inputs[0], weight, Some(&inputs[2]), &y)?;
-                linear::backward_weight(&inputs[0], dy, Weight::out_in(&gradients[1]), Some(&gradients[2]))?;
-                linear::backward_input(dy, weight, &gradients[0], Store::Overwrite)?;
+                const LAYOUT: WeightLayout = WeightLayout::OutIn;
+                kernels.linear(LAYOUT, &inputs[0], &inputs[1], Some(&inputs[2]), &y)?;
+                kernels.linear_weight_gradient(LAYOUT, &inputs[0], dy, &gradients[1], Some(&gradients[2]))?;
+                kernels.linear_input_gradient(LAYOUT, dy, &inputs[1], &gradients[0])?;
                 Ok((y, gradients))
             },
         }
@@ -197,7 +198,7 @@ fn linear_layers_on_weights_stored_by_output() {
             name: &format!("linear {rows}×{inner}×{columns} without a bias, its input's gradient in two parts"),
             inputs: vec![x, weight],
             plain: &|inputs| family_oracle::linear(&inputs[0], &inputs[1], None),
-            engine: &|inputs, dy| {
+            engine: &|_, inputs, dy| {
                 let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
                 let weight = Weight::out_in(&inputs[1]);
                 linear::forward(&inputs[0], weight, None, &y)?;
@@ -221,11 +222,12 @@ fn embeddings_with_a_scale() {
         name: "embedding",
         inputs: vec![pattern(&[vocab, width], 1)],
         plain: &|inputs| family_oracle::embed(&ids, &inputs[0], 4.75),
-        engine: &|inputs, dy| {
+        engine: &|kernels, inputs, dy| {
             let (out, gradient, mut order) = (like(dy)?, like(&inputs[0])?, vec![0; ids.len()]);
-            let tables = |tokens| Tables { tokens, positions: None, scale: 4.75 };
-            embedding::forward(tables(&inputs[0]), &ids, 7, None, &out)?;
-            embedding::backward(dy, &ids, 7, None, &mut order, tables(&gradient))?;
+            let table = &inputs[0];
+            let embedding = Embedding { table, positions: None, ids: &ids, seq_len: 7, scale: 4.75, dropout: None };
+            kernels.embed(embedding, &out)?;
+            kernels.embed_backward(embedding, dy, &mut order, &gradient, None)?;
             Ok((out, vec![gradient]))
         },
     }
@@ -267,22 +269,35 @@ fn separate(tensors: &[Tensor]) -> Result<[Columns<'_>; 3]> {
 }
 
 /// Output and gradients of attention on separate buffers.
-fn attend(shape: &Shape, attention: &Attention, inputs: &[Tensor], dy: &Tensor) -> Result<Outcome> {
+fn attend(
+    kernels: &dyn Kernels,
+    shape: &Shape,
+    attention: &Attention,
+    inputs: &[Tensor],
+    dy: &Tensor,
+) -> Result<Outcome> {
     let (out, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
     let lse = zeros(&[shape.batch * shape.heads * shape.seq_len], DType::F32, &Device::Cpu)?;
     let operands = Operands { qkv: separate(inputs)?, documents: attention.documents.as_deref(), dropout: None };
-    attention::forward(shape, &operands, &out, &lse)?;
-    attention::backward(shape, &operands, dy, &out, &lse, separate(&gradients)?)?;
+    kernels.attention(shape, &operands, &out, &lse)?;
+    kernels.attention_backward(shape, &operands, dy, &out, &lse, separate(&gradients)?)?;
     Ok((out, gradients))
 }
 
 /// The same on one buffer that packs queries, keys and values.
-fn attend_packed(shape: &Shape, attention: &Attention, qkv: &Tensor, dy: &Tensor) -> Result<Outcome> {
+fn attend_packed(
+    kernels: &dyn Kernels,
+    shape: &Shape,
+    attention: &Attention,
+    qkv: &Tensor,
+    dy: &Tensor,
+) -> Result<Outcome> {
     let (out, gradient) = (like(dy)?, like(qkv)?);
     let lse = zeros(&[shape.batch * shape.heads * shape.seq_len], DType::F32, &Device::Cpu)?;
     let operands = Operands { documents: attention.documents.as_deref(), ..Operands::packed(shape, qkv, None)? };
-    attention::forward(shape, &operands, &out, &lse)?;
-    attention::backward(shape, &operands, dy, &out, &lse, Columns::split(&gradient, shape.widths())?)?;
+    kernels.attention(shape, &operands, &out, &lse)?;
+    let gradients = Columns::split(&gradient, shape.widths())?;
+    kernels.attention_backward(shape, &operands, dy, &out, &lse, gradients)?;
     Ok((out, vec![gradient]))
 }
 
@@ -311,16 +326,16 @@ fn attentions_with_grouped_queries_windows_soft_caps_and_documents() {
             name: &format!("{shape:?}, packed"),
             inputs: inputs.clone(),
             plain: &plain,
-            engine: &|inputs, dy| attend_packed(&shape, &attention, &inputs[0], dy),
+            engine: &|kernels, inputs, dy| attend_packed(kernels, &shape, &attention, &inputs[0], dy),
         }
         .check();
         Layer {
             name: &format!("{shape:?}"),
             inputs,
             plain: &plain,
-            engine: &|inputs, dy| {
+            engine: &|kernels, inputs, dy| {
                 let parts = [part(&inputs[0], 0)?, part(&inputs[0], 1)?, part(&inputs[0], 2)?];
-                let (out, gradients) = attend(&shape, &attention, &parts, dy)?;
+                let (out, gradients) = attend(kernels, &shape, &attention, &parts, dy)?;
                 Ok((out, vec![Tensor::cat(&gradients, 1)?]))
             },
         }
@@ -340,18 +355,20 @@ fn a_kv_cache_attends_as_the_whole_sequence_does() {
             let wide: Vec<Tensor> =
                 inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap().unsqueeze(0).unwrap()).collect();
             let expected = flat(&attention.attend(&wide[0], &wide[1], &wide[2]).unwrap()).unwrap();
-            let cache =
-                KeyValues::new(attention.kv_heads, seq_len + 3, attention.head_size, dtype, &Device::Cpu).unwrap();
-            let mut past = 0;
-            while past < seq_len {
-                let new = (past % 4 + 1).min(seq_len - past);
-                let rows: Vec<Tensor> =
-                    inputs.iter().map(|x| x.narrow(0, past, new).unwrap().contiguous().unwrap()).collect();
-                let out = like(&rows[0]).unwrap();
-                cache.attend(&shape_of(1, new, &attention), past, separate(&rows).unwrap(), &out).unwrap();
-                let error = relative(&out, &expected.narrow(0, past, new).unwrap());
-                assert!(error < tolerance(dtype), "{attention:?} in {dtype:?} after {past}: {error:.1e}");
-                past += new;
+            for kernels in KERNELS {
+                let (kv_heads, head_size) = (attention.kv_heads, attention.head_size);
+                let cache = KeyValues::new(kv_heads, seq_len + 3, head_size, dtype, &Device::Cpu).unwrap();
+                let mut past = 0;
+                while past < seq_len {
+                    let new = (past % 4 + 1).min(seq_len - past);
+                    let rows: Vec<Tensor> =
+                        inputs.iter().map(|x| x.narrow(0, past, new).unwrap().contiguous().unwrap()).collect();
+                    let (out, shape) = (like(&rows[0]).unwrap(), shape_of(1, new, &attention));
+                    kernels.decode_attention(&shape, &cache, past, separate(&rows).unwrap(), &out).unwrap();
+                    let (error, by) = (relative(&out, &expected.narrow(0, past, new).unwrap()), kernels.name());
+                    assert!(error < tolerance(dtype), "{attention:?} in {dtype:?} by {by} after {past}: {error:.1e}");
+                    past += new;
+                }
             }
         }
     }
@@ -361,6 +378,12 @@ fn a_kv_cache_attends_as_the_whole_sequence_does() {
 /// blocks that queries are cut into.
 #[test]
 fn packed_documents_are_computed_as_if_alone() {
+    for kernels in KERNELS {
+        packed_documents(kernels);
+    }
+}
+
+fn packed_documents(kernels: &dyn Kernels) {
     let attention = Attention { heads: 4, kv_heads: 2, head_size: 10, scale: 0.3, ..Attention::default() };
     let table = table(5, 64);
     let lengths = [13, 1, 23];
@@ -370,7 +393,7 @@ fn packed_documents_are_computed_as_if_alone() {
     let starts: Vec<u32> = [(0, 13), (13, 1), (14, 23)].iter().flat_map(|&(start, len)| vec![start; len]).collect();
     let turn = |x: &Tensor, positions: Positions<'_>, direction| {
         let x = x.copy().unwrap();
-        rope::rotate(Columns::all(&x).unwrap(), &table, positions, direction).unwrap();
+        kernels.rotate(Columns::all(&x).unwrap(), &table, positions, direction).unwrap();
         x
     };
     let run = |inputs: &[Tensor], dy: &Tensor, seq_len: usize, documents: Option<Vec<u32>>| {
@@ -378,7 +401,7 @@ fn packed_documents_are_computed_as_if_alone() {
         let positions = Positions { seq_len, past: 0, documents: documents.as_deref() };
         let turned: Vec<Tensor> =
             inputs[..2].iter().map(|x| turn(x, positions, Direction::Forward)).chain([inputs[2].clone()]).collect();
-        let (out, gradients) = attend(&shape_of(1, seq_len, &attention), &attention, &turned, dy).unwrap();
+        let (out, gradients) = attend(kernels, &shape_of(1, seq_len, &attention), &attention, &turned, dy).unwrap();
         let dq = turn(&gradients[0], positions, Direction::Backward);
         [out, dq, turn(&gradients[1], positions, Direction::Backward), gradients[2].clone()]
     };
@@ -395,11 +418,11 @@ fn packed_documents_are_computed_as_if_alone() {
     // A start that lies ahead, or goes back, is an error.
     for starts in [vec![1; seq_len], (0..seq_len as u32).map(|t| u32::from(t == 3)).collect()] {
         let attention = Attention { documents: Some(starts), ..attention.clone() };
-        assert!(attend(&shape_of(1, seq_len, &attention), &attention, &inputs, &dy).is_err());
+        assert!(attend(kernels, &shape_of(1, seq_len, &attention), &attention, &inputs, &dy).is_err());
     }
 }
 
-/// Keys that no query of a block can see are not even read: they are NaN here, which any arithmetic would spread.
+/// Keys that no query of a block can see are not even read by the fused kernels: they are NaN here, which any arithmetic would spread.
 #[test]
 fn keys_outside_of_the_window_are_not_computed() {
     let attention =
@@ -414,8 +437,8 @@ fn keys_outside_of_the_window_are_not_computed() {
     let dy = pattern(&[seq_len, 16], 9);
     let shape = shape_of(1, seq_len, &attention);
     let rows = |outcome: &Tensor| outcome.narrow(0, 48, seq_len - 48).unwrap();
-    let (out, gradients) = attend(&shape, &attention, &poisoned, &dy).unwrap();
-    let (clean_out, clean_gradients) = attend(&shape, &attention, &clean, &dy).unwrap();
+    let (out, gradients) = attend(&Fused, &shape, &attention, &poisoned, &dy).unwrap();
+    let (clean_out, clean_gradients) = attend(&Fused, &shape, &attention, &clean, &dy).unwrap();
     assert_eq!(values(&rows(&out)), values(&rows(&clean_out)));
     assert_eq!(values(&rows(&gradients[0])), values(&rows(&clean_gradients[0])));
 }
@@ -426,11 +449,11 @@ fn the_number_of_threads_changes_no_bit() {
     let (_, _, attention) = attention_cases().pop().unwrap();
     let shape = shape_of(2, 37, &attention);
     let rows = 2 * 37;
-    let run = |dtype: DType| -> Vec<Vec<f64>> {
+    let run = |kernels: &dyn Kernels, dtype: DType| -> Vec<Vec<f64>> {
         let stored = |tensor: Tensor| tensor.to_dtype(dtype).unwrap();
         let inputs: Vec<Tensor> = queries_keys_values(2, 37, &attention).into_iter().map(stored).collect();
         let dy = stored(pattern(&[rows, 40], 9));
-        let (out, mut found) = attend(&shape, &attention, &inputs, &dy).unwrap();
+        let (out, mut found) = attend(kernels, &shape, &attention, &inputs, &dy).unwrap();
         let (x, weight) = (stored(pattern(&[rows, 40], 4)), stored(pattern(&[10], 5)));
         let (y, dx, dweight) = (like(&x).unwrap(), like(&x).unwrap(), like(&weight).unwrap());
         let (gain, rstd) =
@@ -439,17 +462,18 @@ fn the_number_of_threads_changes_no_bit() {
         rms_norm::forward(all(&x), gain, 1e-5, all(&y), &rstd).unwrap();
         rms_norm::backward(all(&dy), all(&x), gain, &rstd, (all(&dx), Store::Overwrite), &dweight).unwrap();
         let positions = Positions { seq_len: 37, past: 0, documents: None };
-        rope::rotate(all(&x), &table(5, 37), positions, Direction::Forward).unwrap();
+        kernels.rotate(all(&x), &table(5, 37), positions, Direction::Forward).unwrap();
         let (gated, dgate, dup) = (like(&x).unwrap(), like(&x).unwrap(), like(&x).unwrap());
         gated::forward(Gate::Silu, all(&x), all(&dy), &gated).unwrap();
         gated::backward(Gate::Silu, all(&x), all(&dy), &dy, all(&dgate), all(&dup)).unwrap();
         found.extend([out, y, dx, dweight, x, gated, dgate, dup]);
         found.iter().map(values).collect()
     };
-    for dtype in TYPES {
-        let on = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| run(dtype));
+    for (kernels, dtype) in KERNELS.into_iter().flat_map(|kernels| TYPES.map(|dtype| (kernels, dtype))) {
+        let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let on = |threads| pool(threads).install(|| run(kernels, dtype));
         let one = on(1);
         assert!(one.iter().flatten().all(|value| value.is_finite()));
-        assert!([2, 3, 7].iter().all(|&threads| on(threads) == one), "{dtype:?}");
+        assert!([2, 3, 7].iter().all(|&threads| on(threads) == one), "{dtype:?} by {}", kernels.name());
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
-use finetune::engine::kernels::Fused;
+use finetune::engine::kernels::{Fused, Kernels, Plain};
 use finetune::engine::model::{Decoder, KvCache, Mode, ModelSpec, Parameters, Tokens, Workspace, candle_dtype};
 use finetune::inference::generate::{Request, Sampling, Stop, generate};
 use finetune::precision::PrecisionPolicy;
@@ -83,11 +83,15 @@ fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
             let length = model.spec().context;
             let ids: Vec<u32> = (0..length).map(|i| (7 * i as u32 + 3) % model.spec().vocab_size as u32).collect();
             let truth = full_logits(&model, &weights, policy, &ids);
-            let mut cache = KvCache::new(model.spec(), policy, length, &Device::Cpu).unwrap();
-            for pieces in [vec![length], vec![1; length], vec![3, length - 5, 1, 1], vec![length - 1, 1]] {
-                let logits = cached_logits(&mut cache, &model, &weights, &ids, &pieces);
-                let distance = distance(&logits, &truth);
-                assert!(distance < tolerance, "{name}, {policy}, pieces of {pieces:?}: {distance}");
+            for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain)] {
+                let by = kernels.name();
+                let model = Decoder::new(model.spec(), &weights, kernels).unwrap();
+                let mut cache = KvCache::new(model.spec(), policy, length, &Device::Cpu).unwrap();
+                for pieces in [vec![length], vec![1; length], vec![3, length - 5, 1, 1], vec![length - 1, 1]] {
+                    let logits = cached_logits(&mut cache, &model, &weights, &ids, &pieces);
+                    let distance = distance(&logits, &truth);
+                    assert!(distance < tolerance, "{name}, {policy}, {by}, pieces of {pieces:?}: {distance}");
+                }
             }
         }
     }
@@ -153,7 +157,7 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
 
     // What training shows is the same text.
     let tokenizer = Tokenizer::byte();
-    let mut sampler = Sampler::new(&model.0, PrecisionPolicy::FP32, &tokenizer, "the", 40, 0.0).unwrap();
+    let mut sampler = Sampler::new(&model.0, PrecisionPolicy::FP32, &tokenizer, "the", 40, 0.0, &Device::Cpu).unwrap();
     let text = sampler.generate(&model.0, &model.1, &tokenizer, 9).unwrap();
     let until_eos = ids[3..].split(|&id| id == 256).next().unwrap();
     assert_eq!(text, tokenizer.decode(until_eos).unwrap());

@@ -1,4 +1,5 @@
-//! Every layer of GPT-2 as `common/layer.rs` compares it: with plain operations, autograd and finite differences.
+//! Every layer of GPT-2 as `common/layer.rs` compares it: with plain operations, autograd and finite differences, by every set
+//! of kernels. Then what both sets must do alike: dropout masks, tiles of the head, surveys.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 mod common {
@@ -8,16 +9,14 @@ mod common {
 }
 
 use candle_core::{DType, Device, Result, Tensor};
-use common::compare::values;
-use common::layer::{Layer, flat, like, pattern};
+use common::compare::{relative, values};
+use common::layer::{KERNELS, Layer, allocate, flat, like, pattern, tolerance};
 use common::oracle;
-use finetune::engine::kernels::attention::{self, Operands, Shape};
+use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::{Columns, Store};
-use finetune::engine::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE, head};
-use finetune::engine::kernels::embedding::{self, Tables};
-use finetune::engine::kernels::linear::{self, Weight};
-use finetune::engine::kernels::view::zeros;
-use finetune::engine::kernels::{gelu, layer_norm, residual};
+use finetune::engine::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE};
+use finetune::engine::kernels::dropout::Dropout;
+use finetune::engine::kernels::{Activation, Embedding, Kernels, Norm, NormSettings, Normed, WeightLayout};
 
 #[test]
 fn linear_layers() {
@@ -26,11 +25,12 @@ fn linear_layers() {
             name: &format!("linear {rows}×{inner}×{columns}"),
             inputs: vec![pattern(&[rows, inner], 1), pattern(&[inner, columns], 2), pattern(&[columns], 3)],
             plain: &|inputs| oracle::linear(&inputs[0], &inputs[1], &inputs[2]),
-            engine: &|inputs, dy| {
+            engine: &|kernels, inputs, dy| {
                 let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
-                linear::forward(&inputs[0], Weight::in_out(&inputs[1]), Some(&inputs[2]), &y)?;
-                linear::backward_weight(&inputs[0], dy, Weight::in_out(&gradients[1]), Some(&gradients[2]))?;
-                linear::backward_input(dy, Weight::in_out(&inputs[1]), &gradients[0], Store::Overwrite)?;
+                const LAYOUT: WeightLayout = WeightLayout::InOut;
+                kernels.linear(LAYOUT, &inputs[0], &inputs[1], Some(&inputs[2]), &y)?;
+                kernels.linear_weight_gradient(LAYOUT, &inputs[0], dy, &gradients[1], Some(&gradients[2]))?;
+                kernels.linear_input_gradient(LAYOUT, dy, &inputs[1], &gradients[0])?;
                 Ok((y, gradients))
             },
         }
@@ -46,15 +46,15 @@ fn layer_norms() {
             name: &format!("layer norm {rows}×{width}"),
             inputs: vec![pattern(&[rows, width], 1), pattern(&[width], 2), pattern(&[width], 3)],
             plain: &|inputs| oracle::layer_norm(&inputs[0], &inputs[1], &inputs[2], EPSILON),
-            engine: &|inputs, dy| {
-                let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
-                let statistic = || zeros(&[rows], DType::F32, &Device::Cpu);
-                let (mean, rstd) = (statistic()?, statistic()?);
+            engine: &|kernels, inputs, dy| {
+                let gradients = inputs.iter().map(like).collect::<Result<Vec<_>>>()?;
+                let settings = NormSettings { norm: Norm::Layer, eps: EPSILON as f32 };
+                let normed = Normed::lay_out(Norm::Layer, rows, width, dy.dtype(), &allocate)?;
                 let [x, weight, bias] = inputs else { unreachable!() };
-                layer_norm::forward(x, weight, bias, EPSILON as f32, &y, &mean, &rstd)?;
+                kernels.norm(settings, x, weight, Some(bias), &normed)?;
                 let [dx, dweight, dbias] = &gradients[..] else { unreachable!() };
-                layer_norm::backward(dy, x, weight, &mean, &rstd, dx, dweight, dbias)?;
-                Ok((y, gradients))
+                kernels.norm_backward(settings, dy, x, weight, &normed, (dx, Store::Add), dweight, Some(dbias))?;
+                Ok((normed.out, gradients))
             },
         }
         .check();
@@ -68,10 +68,10 @@ fn gelus() {
             name: &format!("gelu {rows}×{width}"),
             inputs: vec![(pattern(&[rows, width], 1) * 4.0).unwrap()],
             plain: &|inputs| oracle::gelu(&inputs[0]),
-            engine: &|inputs, dy| {
+            engine: &|kernels, inputs, dy| {
                 let (y, dx) = (like(dy)?, dy.copy()?);
-                gelu::forward(&inputs[0], &y)?;
-                gelu::backward(&inputs[0], &dx)?;
+                kernels.activate(Activation::Gelu, &inputs[0], &y)?;
+                kernels.activate_backward(Activation::Gelu, &inputs[0], &dx, &dx)?;
                 Ok((y, vec![dx]))
             },
         }
@@ -87,15 +87,15 @@ fn attentions() {
             name: &format!("attention {batch}×{seq_len}, {heads} heads of {head_size}"),
             inputs: vec![pattern(&[batch, seq_len, 3 * width], 1)],
             plain: &|inputs| oracle::attention(&inputs[0], heads),
-            engine: &|inputs, dy| {
+            engine: &|kernels, inputs, dy| {
                 let shape = Shape::new(batch, seq_len, heads, head_size);
                 let (qkv, dy) = (flat(&inputs[0])?, flat(dy)?);
                 let (out, dqkv) = (like(&dy)?, like(&qkv)?);
-                let lse = zeros(&[batch * heads * seq_len], DType::F32, &Device::Cpu)?;
+                let lse = allocate(&[batch * heads * seq_len], DType::F32)?;
                 let operands = Operands::packed(&shape, &qkv, None)?;
-                attention::forward(&shape, &operands, &out, &lse)?;
+                kernels.attention(&shape, &operands, &out, &lse)?;
                 let gradients = Columns::split(&dqkv, shape.widths())?;
-                attention::backward(&shape, &operands, &dy, &out, &lse, gradients)?;
+                kernels.attention_backward(&shape, &operands, &dy, &out, &lse, gradients)?;
                 Ok((out, vec![dqkv]))
             },
         }
@@ -113,14 +113,14 @@ fn embeddings() {
         name: "embedding",
         inputs: vec![pattern(&[vocab, width], 1), pattern(&[context, width], 2)],
         plain: &|inputs| oracle::embed(&tokens, &inputs[0], &inputs[1]),
-        engine: &|inputs, dy| {
+        engine: &|kernels, inputs, dy| {
             let out = like(&flat(dy)?)?;
             let gradients = inputs.iter().map(like).collect::<Result<Vec<_>>>()?;
-            let tables = Tables { tokens: &inputs[0], positions: Some(&inputs[1]), scale: 1.0 };
-            embedding::forward(tables, &ids, seq_len, None, &out)?;
+            let (table, positions) = (&inputs[0], Some(&inputs[1]));
+            let embedding = Embedding { table, positions, ids: &ids, seq_len, scale: 1.0, dropout: None };
+            kernels.embed(embedding, &out)?;
             let mut order = vec![0; ids.len()];
-            let tables = Tables { tokens: &gradients[0], positions: Some(&gradients[1]), scale: 1.0 };
-            embedding::backward(&flat(dy)?, &ids, seq_len, None, &mut order, tables)?;
+            kernels.embed_backward(embedding, &flat(dy)?, &mut order, &gradients[0], Some(&gradients[1]))?;
             Ok((out, gradients))
         },
     }
@@ -133,10 +133,10 @@ fn residual_sums() {
         name: "residual",
         inputs: vec![pattern(&[19, 24], 1), pattern(&[19, 24], 2)],
         plain: &|inputs| &inputs[0] + &inputs[1],
-        engine: &|inputs, dy| {
+        engine: &|kernels, inputs, dy| {
             let (out, branch) = (like(dy)?, like(dy)?);
-            residual::add(&inputs[0], &inputs[1], None, &out)?;
-            residual::branch_gradient(dy, None, &branch)?;
+            kernels.add_branch(&inputs[0], &inputs[1], None, &out)?;
+            kernels.branch_gradient(dy, None, &branch)?;
             // The stream's own gradient passes through untouched.
             Ok((out, vec![dy.clone(), branch]))
         },
@@ -160,20 +160,111 @@ fn heads_with_cross_entropy() {
                 let logits = oracle::project(&inputs[0], &inputs[1].t()?)?.unsqueeze(0)?;
                 oracle::cross_entropy(&logits, &ids)? * count
             },
-            engine: &|inputs, seed| {
+            engine: &|kernels, inputs, seed| {
                 let (x, weight) = (&inputs[0], &inputs[1]);
                 let seed = values(seed)[0] as f32;
-                let workspace =
-                    HeadWorkspace::lay_out(rows, vocab, width, x.dtype(), Some(x.dtype()), &|shape, dtype| {
-                        Tensor::zeros(shape, dtype, &Device::Cpu)
-                    })?;
+                let dtype = x.dtype();
+                let workspace = HeadWorkspace::lay_out(rows, vocab, width, dtype, Some(dtype), &allocate)?;
                 let (dx, dweight) = (like(x)?, like(weight)?);
                 let gradient = HeadGradient { seed, dx: &dx, dweight: &dweight };
-                let loss = head(x, weight, &targets, &workspace, Some(gradient), &mut |_, _, _| Ok(()))?;
-                assert_eq!(loss, head(x, weight, &targets, &workspace, None, &mut |_, _, _| Ok(()))?);
+                let loss = kernels.head(x, weight, &targets, &workspace, Some(gradient), &mut |_, _, _| Ok(()))?;
+                assert_eq!(loss, kernels.head(x, weight, &targets, &workspace, None, &mut |_, _, _| Ok(()))?);
                 Ok((Tensor::new(loss as f32, &Device::Cpu)?, vec![dx, dweight]))
             },
         }
         .check();
+    }
+}
+
+/// Runs the same operations with each set of kernels and asserts that what they return agrees within the type's tolerance.
+fn agree(dtype: DType, run: &dyn Fn(&dyn Kernels) -> Result<Vec<Tensor>>) {
+    let [fused, plain] = KERNELS.map(|kernels| run(kernels).unwrap());
+    for (index, (fused, plain)) in fused.iter().zip(&plain).enumerate() {
+        let error = relative(plain, fused);
+        assert!(error <= tolerance(dtype), "result {index} in {dtype:?} is {error:.1e} away");
+    }
+}
+
+/// Masks come from the project's counter-based stream: both sets of kernels drop the same elements, forward and back.
+#[test]
+fn dropout_masks_are_the_same_for_all_kernels() {
+    let (batch, seq_len, heads, head_size) = (2, 9, 2, 8);
+    let (width, dropout) = (heads * head_size, Dropout::new(0.3, 5, 6, 7));
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let values = |shape: &[usize], salt| pattern(shape, salt).to_dtype(dtype);
+        agree(dtype, &|kernels| {
+            let shape = Shape::new(batch, seq_len, heads, head_size);
+            let tokens = batch * seq_len;
+            let (qkv, dy) = (values(&[tokens, 3 * width], 1)?, values(&[tokens, width], 2)?);
+            let (out, dqkv, lse) = (like(&dy)?, like(&qkv)?, allocate(&[tokens * heads], DType::F32)?);
+            let operands = Operands::packed(&shape, &qkv, dropout)?;
+            kernels.attention(&shape, &operands, &out, &lse)?;
+            let gradients = Columns::split(&dqkv, shape.widths())?;
+            kernels.attention_backward(&shape, &operands, &dy, &out, &lse, gradients)?;
+            let (sum, branch) = (like(&dy)?, like(&dy)?);
+            kernels.add_branch(&out, &dy, dropout, &sum)?;
+            kernels.branch_gradient(&dy, dropout, &branch)?;
+            let (table, positions) = (values(&[13, width], 3)?, values(&[seq_len + 2, width], 4)?);
+            let ids: Vec<u32> = (0..tokens).map(|i| (i * i % 11) as u32).collect();
+            let (table, positions) = (&table, Some(&positions));
+            let embedding = Embedding { table, positions, ids: &ids, seq_len, scale: 1.5, dropout };
+            let (x, dtable, dpositions) =
+                (like(&dy)?, values(&[13, width], 5)?, allocate(&[seq_len + 2, width], dtype)?);
+            kernels.embed(embedding, &x)?;
+            kernels.embed_backward(embedding, &dy, &mut vec![0; tokens], &dtable, Some(&dpositions))?;
+            Ok(vec![out, lse, dqkv, sum, branch, x, dtable, dpositions])
+        });
+    }
+}
+
+/// A head that needs several tiles, with rows that are no targets, against one that needs one.
+#[test]
+fn tiles_of_the_head_sum_up() {
+    let (rows, width, vocab) = (10, 24, 50);
+    let targets: Vec<u32> = (0..rows).map(|i| if i % 4 == 1 { IGNORE } else { (i * 7 % vocab) as u32 }).collect();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let (x, weight) = (pattern(&[rows, width], 1).to_dtype(dtype).unwrap(), pattern(&[vocab, width], 2));
+        let weight = weight.to_dtype(dtype).unwrap();
+        for tiles in [3, 1] {
+            agree(dtype, &|kernels| {
+                let (dx, dweight) = (like(&x)?, like(&weight)?);
+                let workspace = HeadWorkspace::with_tiles(tiles, [rows, vocab, width], dtype, Some(dtype), &allocate)?;
+                let gradient = HeadGradient { seed: 0.5, dx: &dx, dweight: &dweight };
+                let loss = kernels.head(&x, &weight, &targets, &workspace, Some(gradient), &mut |_, _, _| Ok(()))?;
+                Ok(vec![Tensor::new(&[loss], &Device::Cpu)?, dx, dweight])
+            });
+        }
+    }
+}
+
+/// What is not finite must be seen: a maximum that drops NaN, as CUDA's does, would hide it.
+#[test]
+fn surveys_count_alike() {
+    let special = [0.0, -0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-40, -1e-7, 6e-5, 65504.0, 1e20, -3e38];
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (count, factor) in [(1, 1.0), (10, 1.0), (1024, 1e-30), (5000, 1.0), (70_000, 1e25)] {
+            let mut values =
+                (pattern(&[count], 9).to_dtype(DType::F32).unwrap() * factor).unwrap().to_vec1::<f32>().unwrap();
+            for with_special in [false, true] {
+                if with_special {
+                    for (i, value) in special.iter().enumerate() {
+                        let at = i * 997 % count;
+                        values[at] = *value;
+                    }
+                }
+                let tensor = Tensor::from_slice(&values, count, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+                let format = finetune::engine::kernels::view::float_format(dtype);
+                let [fused, plain] = KERNELS.map(|kernels| kernels.survey(&tensor, format, false).unwrap().stats);
+                let counts = |s: finetune::precision::TensorStats| (s.count, s.zero, s.subnormal, s.inf, s.nan);
+                assert_eq!(counts(fused), counts(plain), "{dtype:?} × {count} × {factor}");
+                assert_eq!((fused.min_nonzero, fused.max_abs), (plain.min_nonzero, plain.max_abs));
+                let error = (plain.norm() - fused.norm()).abs();
+                assert!(error <= 1e-6 * fused.norm(), "{dtype:?} × {count}: {} and {}", plain.norm(), fused.norm());
+                if fused.is_finite() {
+                    let [fused_sum, plain_sum] = KERNELS.map(|kernels| kernels.sum(&tensor).unwrap());
+                    assert!((fused_sum - plain_sum).abs() <= 1e-12 * fused.norm() * count as f64);
+                }
+            }
+        }
     }
 }

@@ -1,13 +1,14 @@
-//! What the loop around the step must not do, and gradient checkpointing, which must change no bit.
+//! What the loop around the step must not do, gradient checkpointing, which must change no bit, and the choice of kernels.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use candle_core::Device;
 use finetune::data::Batch;
+use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Keep, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
-use finetune::store::checkpoint::Run;
+use finetune::store::checkpoint::{Run, newest_good};
 use finetune::telemetry::{Command, Emitter, Event, FinishReason, Record, StepRecord};
-use finetune::train::{Config, Layers, TrainState, Trainer, engine};
+use finetune::train::{Config, Layers, TrainState, Trainer, engine, verify_resume};
 use std::path::Path;
 use std::sync::mpsc;
 
@@ -116,4 +117,57 @@ fn batches_without_a_target_are_passed_over_and_never_taken_for_a_step() {
     let message = engine.step(&[Batch::new(1, 8)]).unwrap_err().to_string();
     assert!(message.contains("no target"), "{message}");
     assert_eq!(engine.state.counters.step, 0);
+}
+
+/// Overflows at first, dropout, accumulation, probes, variances, attribution and a block in FP8: all that looks at tensors.
+fn everything_on(kernels: Choice) -> Config {
+    let mut config = Config { kernels, ..config(PrecisionPolicy::FP16, 8) };
+    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (1, 16, 4);
+    (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
+    config.scaler.init_scale = 2f32.powi(24);
+    (config.telemetry.probe_every, config.telemetry.variance_every) = (2, 1);
+    config.precision.fp8.layer = Some(1);
+    config
+}
+
+#[test]
+fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
+    let [fused, plain] = [Choice::Fused, Choice::Candle].map(|kernels| run(everything_on(kernels), None).1);
+    let losses = |events: &[Event]| steps(events).map(|step| step.loss).collect::<Vec<_>>();
+    assert_eq!(losses(&fused).len(), 8);
+    for (fused, plain) in losses(&fused).iter().zip(losses(&plain)) {
+        assert!((plain / fused - 1.0).abs() < 1e-2, "{plain} and {fused}");
+    }
+    // Overflows with their origins, probes with what was flushed, variances.
+    let told = |events: &[Event]| -> Vec<String> {
+        let brief = |event: &Event| match event {
+            Event::Overflow(overflow) => {
+                let origin = overflow.origin.as_ref().unwrap();
+                Some(format!("overflow at {}, {} {}", overflow.step, origin.layer, origin.tensor))
+            }
+            Event::Probe(probe) => {
+                let nonzero: u64 = probe.tensors.iter().map(|tensor| tensor.nonzero).sum();
+                Some(format!("probe at {} of {} tensors, {nonzero}", probe.step, probe.tensors.len()))
+            }
+            Event::Variances(variances) => Some(format!("variances at {}: {}", variances.step, variances.layers.len())),
+            Event::Sample(_) => Some("a sample".into()),
+            _ => None,
+        };
+        events.iter().filter_map(brief).collect()
+    };
+    assert_eq!(told(&plain), told(&fused));
+    for kind in ["overflow", "probe", "variances", "a sample"] {
+        assert!(told(&fused).iter().any(|told| told.starts_with(kind)), "no {kind}");
+    }
+}
+
+#[test]
+fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let proof = verify_resume(&everything_on(Choice::Candle), 6, 4, folder.path()).unwrap();
+    assert_eq!(proof.differences, [""; 0]);
+    assert!(proof.skipped > 0);
+    let saved = newest_good(&folder.path().join("verify-resume")).unwrap().checkpoint;
+    let error = Trainer::resume(everything_on(Choice::Auto), &saved, &mut |_| ()).err().unwrap().to_string();
+    assert!(error.contains("`kernels` was `candle` and is now `fused`"), "{error}");
 }

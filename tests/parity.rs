@@ -19,12 +19,12 @@ use finetune::train::{Outcome, StepReport};
 
 const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
 
-/// Every case there is. Where those beside the project are missing, says so, and fails in CI.
+/// Every case there is, for every set of kernels. Where those beside the project are missing, says so, and fails in CI.
 fn cases() -> Vec<Case> {
     if Case::shared().is_none() {
         skip("there is no ../shared/golden/tiny-gpt2");
     }
-    Case::all()
+    Case::all().iter().flat_map(Case::for_all_kernels).collect()
 }
 
 #[test]
@@ -135,29 +135,30 @@ fn micro_batches_make_the_same_step_as_the_whole_batch() {
 /// A gradient type of FP32 keeps the products' accumulators: closer to PyTorch's FP32 than gradients born in FP16.
 #[test]
 fn gradients_born_in_fp32_are_closer_than_those_born_in_fp16() {
-    let case = Case::own("deep");
-    let distance = |grads: Dtype| -> f64 {
+    let distance = |case: &Case, grads: Dtype| -> f64 {
         let mut engine = case.engine(PrecisionPolicy { grads, ..PrecisionPolicy::FP16 }, case.rows());
         engine.state.scaler.set_scale(1024.0).unwrap();
         let report = engine.step(&case.whole_batch(0)).unwrap();
         let gradients = unscaled(&engine, report.scale);
         gradients.iter().map(|(name, gradient)| relative(gradient, &case.gradients[name]).powi(2)).sum()
     };
-    let (wide, narrow) = (distance(Dtype::F32), distance(Dtype::F16));
-    assert!(wide < narrow, "{wide:.2e} with FP32, {narrow:.2e} with FP16");
+    for case in Case::own("deep").for_all_kernels() {
+        let (wide, narrow) = (distance(&case, Dtype::F32), distance(&case, Dtype::F16));
+        assert!(wide < narrow, "{}: {wide:.2e} with FP32, {narrow:.2e} with FP16", case.name);
+    }
 }
 
 /// With the same state and batches, two runs are the same to the last bit, whatever threads do.
 #[test]
 fn a_step_is_deterministic() {
-    let case = Case::own("deep");
-    for policy in POLICIES {
+    let cases = Case::own("deep").for_all_kernels();
+    for (case, policy) in cases.iter().flat_map(|case| POLICIES.map(|policy| (case, policy))) {
         let run = || {
             let mut engine = case.engine(policy, case.rows());
             let losses: Vec<f64> = (0..5).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
             (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
         };
-        assert!(run() == run(), "{policy}: two runs differ");
+        assert!(run() == run(), "{} {policy}: two runs differ", case.name);
     }
 }
 

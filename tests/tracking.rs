@@ -11,12 +11,14 @@ mod common {
 
 use candle_core::Device;
 use common::engine::{Settings, engine};
+use common::golden::all_kernels;
 use finetune::data::{BatchLoader, TokenSource, grammar};
-use finetune::engine::kernels::view;
-use finetune::engine::model::ModelSpec;
+use finetune::engine::kernels::{Kernels, view};
+use finetune::engine::model::{Decoder, ModelSpec};
 use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{FloatFormat, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::train::{Engine, Outcome, TrainState};
+use std::sync::Arc;
 
 const STEPS: usize = 200;
 const BATCH: (usize, usize) = (4, 64);
@@ -111,6 +113,33 @@ fn half_precision_ends_where_fp32_ends() {
     assert!(apart(fp16, quoted("| FP16, 3 steps skipped | ", "1.7732")) < ELSEWHERE);
     assert!(apart(bf16, quoted("| BF16 | ", "1.7570")) < ELSEWHERE);
     assert!((1..=6).contains(&skipped), "{skipped} steps skipped, where the page tells of 3");
+}
+
+/// What candle's own operations learn in a short run is what the fused kernels learn.
+#[test]
+fn every_set_of_kernels_learns_alike() {
+    const STEPS: usize = 30;
+    let losses = |kernels: &Arc<dyn Kernels>, policy: PrecisionPolicy| -> Vec<f64> {
+        let scaler = if policy.needs_loss_scale() { scaled() } else { GradScaler::disabled() };
+        let (mut engine, mut loader) = start(policy, scaler, 1e-3);
+        let spec = engine.model.spec().clone();
+        engine.model = Decoder::new(&spec, &engine.state.weights, kernels.clone()).unwrap();
+        let mut batch = [loader.batch()];
+        (0..STEPS)
+            .map(|_| {
+                loader.next_batch(&mut batch[0]);
+                engine.step(&batch).unwrap().loss
+            })
+            .collect()
+    };
+    for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
+        let [fused, plain] = all_kernels().map(|kernels| losses(&kernels, policy));
+        assert!(fused[STEPS - 1] < 0.8 * fused[0], "{policy}: nothing was learned");
+        let worst = fused.iter().zip(&plain).map(|(fused, plain)| apart(*plain, *fused)).fold(0.0, f64::max);
+        println!("{policy}: losses of {STEPS} steps by candle's operations are within {worst:.1e}");
+        let tolerance = if policy == PrecisionPolicy::FP32 { 1e-4 } else { 1e-2 };
+        assert!(worst < tolerance, "{policy}: {worst:.1e}");
+    }
 }
 
 /// At a small rate most updates are less than half a unit in the last place of an FP16 weight: rounding undoes them.

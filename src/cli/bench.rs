@@ -2,6 +2,7 @@
 
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
+use crate::engine::kernels::Choice;
 use crate::engine::kernels::allocator::Allocations;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
@@ -11,7 +12,6 @@ use crate::random::{Domain, Stream};
 use crate::store::ModelFolder;
 use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
 use crate::{Error, Result};
-use candle_core::Device;
 use clap::Args;
 use serde_json::json;
 use std::io::Write;
@@ -49,6 +49,9 @@ pub(super) struct BenchArgs {
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
+    /// What computes: auto, candle or fused
+    #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
+    kernels: Choice,
     /// Threads [default: one a core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -76,6 +79,7 @@ impl BenchArgs {
             init: Init::Random,
             dtype: self.dtype,
             device: self.device.clone(),
+            kernels: self.kernels,
             threads: self.threads,
             ..Config::default()
         };
@@ -116,7 +120,8 @@ struct Sample {
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
     let shape = args.shape()?;
-    let masters = TrainState::random_masters(&shape, config.seed, &Device::Cpu)?;
+    let open = config.place()?.open(config.dtype, &mut |_| ())?;
+    let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
     let mut engine = engine(config, &shape, masters, (args.warmup + args.steps) as u64)?;
     engine.exponents = !args.no_histogram;
     let startup = begin.elapsed();
@@ -133,7 +138,8 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let first_step = samples.first().filter(|_| args.warmup > 0).map(|sample| sample.wall);
     let samples = samples.split_off(args.warmup);
     let mut report = summary(args, &shape, &samples);
-    report["device"] = json!("cpu");
+    report["device"] = json!(open.name);
+    report["kernels"] = json!(engine.model.kernels().name());
     report["first_step_ms"] = json!(first_step.map(millis));
     report["startup_ms"] = json!(millis(startup));
     Ok(report)

@@ -42,6 +42,9 @@ pub(crate) struct ConfigArgs {
     /// Where to compute: auto, cpu, cuda or cuda:N [default: auto]
     #[arg(long, value_name = "DEVICE", help_heading = "Machine")]
     pub(crate) device: Option<String>,
+    /// What computes: auto, candle or fused
+    #[arg(long, value_name = "NAME", hide = true)]
+    pub(crate) kernels: Option<String>,
     /// Threads that compute [default: all processors]
     #[arg(long, help_heading = "Machine")]
     pub(crate) threads: Option<i64>,
@@ -148,6 +151,7 @@ impl ConfigArgs {
             ("dtype", text(&self.dtype)),
             ("seed", int(&self.seed)),
             ("device", text(&self.device)),
+            ("kernels", text(&self.kernels)),
             ("threads", int(&self.threads)),
             ("train.batch_size", int(&self.batch_size)),
             ("train.seq_len", int(&self.seq_len)),

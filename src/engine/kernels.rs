@@ -26,6 +26,7 @@ pub mod linear;
 pub mod math;
 pub mod matmul;
 pub mod peak;
+mod plain;
 pub mod residual;
 pub mod rms_norm;
 pub mod rope;
@@ -34,11 +35,12 @@ pub mod survey;
 pub mod view;
 
 pub use fused::Fused;
+pub use plain::Plain;
 
 use crate::precision::FloatFormat;
 use adamw::{AdamWStep, Moments};
 use attention::{Operands, Shape};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use columns::{Columns, Store};
 use cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace};
 use decode_attention::KeyValues;
@@ -46,9 +48,55 @@ use dropout::Dropout;
 use gated::Gate;
 use rms_norm::Gain;
 use rope::{Direction, Positions, Table};
+use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
 use survey::TensorSurvey;
 use view::Allocate;
+
+/// Which kernels compute, as a configuration says it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Choice {
+    /// The fastest of the device: [`Fused`] on a CPU, [`Plain`] elsewhere.
+    #[default]
+    Auto,
+    /// [`Plain`].
+    Candle,
+    /// [`Fused`].
+    Fused,
+}
+
+impl FromStr for Choice {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "candle" => Ok(Self::Candle),
+            "fused" => Ok(Self::Fused),
+            other => Err(format!("`{other}` is unknown; use `auto`, `candle` or `fused`")),
+        }
+    }
+}
+
+impl Choice {
+    /// The kernels for tensors of `device`.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) for `kernels` where there are none of this kind for the device.
+    pub fn on(self, device: &Device) -> crate::Result<Arc<dyn Kernels>> {
+        match (self, device.is_cpu()) {
+            (Self::Auto | Self::Fused, true) => Ok(Arc::new(Fused)),
+            (Self::Candle, _) | (Self::Auto, false) => Ok(Arc::new(Plain)),
+            (Self::Fused, false) => {
+                let message = "the fused kernels compute on a CPU only; use `auto` or `candle`, or `--device cpu`";
+                Err(crate::Error::config("kernels", message))
+            }
+        }
+    }
+}
 
 /// The normalisation in front of attention, MLP and head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -161,6 +209,9 @@ pub type HeadHook<'a> = &'a mut dyn FnMut(HeadTensor, usize, &Tensor) -> Result<
 /// The operations of a decoder. Results go into tensors that exist already; N counts tokens. Every implementation rounds
 /// where the storage type of a result asks for it, and nowhere else.
 pub trait Kernels: fmt::Debug + Send + Sync {
+    /// The name of this set of kernels in configurations and checkpoints.
+    fn name(&self) -> &'static str;
+
     /// `x = 0`.
     fn zero(&self, x: &Tensor) -> Result<()>;
 

@@ -7,7 +7,6 @@ use crate::data::{IGNORE_INDEX, TokenSource};
 use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
-use candle_core::Device;
 use serde::Serialize;
 
 /// How a text is cut into windows.
@@ -83,7 +82,7 @@ pub fn evaluate(
     let Windows { seq_len, batch_size, .. } = windows;
     let count = windows.count(tokens.len());
     let batch_size = batch_size.min(count.max(1));
-    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &Device::Cpu)?;
+    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &weights.device())?;
     let mut ids = vec![0; batch_size * seq_len];
     let mut targets = vec![IGNORE_INDEX; batch_size * seq_len];
     let (mut loss, mut predicted) = (0.0, 0);

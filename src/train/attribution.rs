@@ -115,7 +115,7 @@ impl Found {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use crate::engine::kernels::view;
+    use crate::engine::kernels::{Choice, view};
     use crate::engine::model::{Layer, Op, Part};
     use crate::precision::{GradScalerConfig, PrecisionPolicy};
     use crate::store::checkpoint::Run;
@@ -130,9 +130,14 @@ mod tests {
     /// A parameter and what becomes of each of its values.
     type Change<'a> = (&'a str, &'a dyn Fn(usize, f32) -> f32);
 
-    /// An engine of two blocks in FP16 at loss scale `scale`, whose named weights `change` has changed.
-    fn crafted(scale: f32, change: &[Change<'_>]) -> Engine {
-        let mut config = Config { dtype: PrecisionPolicy::FP16, device: "cpu".into(), ..Config::default() };
+    /// Engines of two blocks in FP16 at loss scale `scale`, whose named weights `change` has changed; one for each set of
+    /// kernels.
+    fn crafted(scale: f32, change: &[Change<'_>]) -> [Engine; 2] {
+        [Choice::Fused, Choice::Candle].map(|kernels| crafted_of(kernels, scale, change))
+    }
+
+    fn crafted_of(kernels: Choice, scale: f32, change: &[Change<'_>]) -> Engine {
+        let mut config = Config { dtype: PrecisionPolicy::FP16, device: "cpu".into(), kernels, ..Config::default() };
         (config.train.batch_size, config.train.seq_len) = SHAPE;
         config.train.grad_accum = 2;
         config.scaler = GradScalerConfig { init_scale: scale, ..GradScalerConfig::default() };
@@ -165,12 +170,17 @@ mod tests {
         }
     }
 
-    /// What an overflowing step on two micro-batches is put down to.
-    fn traced(mut engine: Engine) -> Origin {
-        let batches = [batch(1), batch(20)];
-        let report = engine.step(&batches).unwrap();
-        assert_eq!(report.outcome, Outcome::Skipped);
-        origin(&mut engine, &batches, &report).unwrap().unwrap().0
+    /// What an overflowing step on two micro-batches is put down to, by every set of kernels.
+    fn traced(engines: [Engine; 2]) -> Origin {
+        let [fused, plain] = engines.map(|mut engine| {
+            let batches = [batch(1), batch(20)];
+            let report = engine.step(&batches).unwrap();
+            assert_eq!(report.outcome, Outcome::Skipped);
+            origin(&mut engine, &batches, &report).unwrap().unwrap().0
+        });
+        assert_eq!(brief(&plain), brief(&fused));
+        assert_eq!((plain.count, plain.inf, plain.nan), (fused.count, fused.inf, fused.nan));
+        fused
     }
 
     fn brief(origin: &Origin) -> (String, usize, &[usize]) {

@@ -6,6 +6,7 @@ mod sections;
 
 use crate::data::Source;
 pub use crate::engine::device::Place;
+use crate::engine::kernels::Choice;
 use crate::engine::optim::{AdamWConfig, LrSchedule};
 use crate::precision::{GradScalerConfig, PrecisionConfig, PrecisionPolicy};
 use crate::{Error, Result};
@@ -57,6 +58,10 @@ pub struct Config {
     pub seed: u64,
     /// Where to compute: `cpu`, `cuda` or `cuda:N`; or `auto`, a GPU where this program can use one.
     pub device: String,
+    /// `auto`, `candle` for candle's own operations, or `fused` for the project's. It is for comparisons; what a user wants
+    /// is `auto`, which is left out of files.
+    #[serde(skip_serializing_if = "is_auto")]
+    pub kernels: Choice,
     /// Threads that compute; all processors by default. Sums do not depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -90,6 +95,7 @@ impl Default for Config {
             dtype: PrecisionPolicy::FP16,
             seed: 1,
             device: "auto".into(),
+            kernels: Choice::Auto,
             threads: None,
             train: TrainSection::default(),
             optimizer: OptimizerSection::default(),
@@ -101,6 +107,10 @@ impl Default for Config {
             telemetry: TelemetrySection::default(),
         }
     }
+}
+
+fn is_auto(choice: &Choice) -> bool {
+    *choice == Choice::Auto
 }
 
 /// Top-level keys of earlier versions, which a run's saved configuration may still hold. They change nothing.
@@ -239,17 +249,6 @@ impl Config {
         ordinal.map(Place::Cuda).ok_or_else(|| {
             Error::config("device", format!("`{}` is unknown; use `auto`, `cpu`, `cuda` or `cuda:0`", self.device))
         })
-    }
-
-    /// Refuses a device that this program cannot use.
-    pub fn check_device(&self) -> Result<()> {
-        let Place::Cuda(_) = self.place()? else { return Ok(()) };
-        if !cfg!(feature = "cuda") {
-            let message = "this program was built without GPU support; build it with `--features cuda`, which wants \
-                           NVIDIA's compiler, or use `cpu`";
-            return Err(Error::config("device", message));
-        }
-        Err(Error::config("device", "training on a GPU is being rebuilt on candle's kernels; use `cpu`"))
     }
 
     /// Refuses what makes no sense; [`Config::resolve`] has called it already.

@@ -99,7 +99,7 @@ impl Fp8Layer {
     pub(super) fn restore(&self, masters: &Parameters, weights: &Parameters) -> Result<()> {
         for roles in WEIGHTS {
             for (master, weight) in of_block(self.block, roles, masters).zip(of_block(self.block, roles, weights)) {
-                view::copy(master, weight)?;
+                view::copy(&view::host(master)?, weight)?;
             }
         }
         Ok(())

@@ -7,7 +7,7 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
-use crate::engine::kernels::view::read;
+use crate::engine::kernels::view::{host, read};
 use crate::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{FloatFormat, PrecisionPolicy};
@@ -73,7 +73,8 @@ impl Hook for Maxima<'_> {
 }
 
 fn flushed(name: &str, exact: &Tensor, stored: &Tensor) -> Result<FlushedTensor> {
-    let (exact, stored) = (read(exact)?, read(stored)?);
+    let (exact, stored) = (host(exact)?, host(stored)?);
+    let (exact, stored) = (read(&exact)?, read(&stored)?);
     let (exact, stored) = (exact.view(), stored.view());
     let mut out = FlushedTensor { name: name.to_owned(), count: exact.len() as u64, nonzero: 0, flushed: 0 };
     let (mut a, mut b) = ([0.0; WIDTH], [0.0; WIDTH]);

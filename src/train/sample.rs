@@ -25,6 +25,7 @@ impl Sampler {
         prompt: &str,
         tokens: usize,
         temperature: f64,
+        device: &Device,
     ) -> Result<Self> {
         let prompt = prompt_ids(tokenizer, prompt)?;
         let context = model.spec().context;
@@ -33,7 +34,7 @@ impl Sampler {
             return Err(Error::config("train.prompt", message));
         }
         let tokens = tokens.min(context - prompt.len());
-        let cache = KvCache::new(model.spec(), policy, prompt.len() + tokens, &Device::Cpu)?;
+        let cache = KvCache::new(model.spec(), policy, prompt.len() + tokens, device)?;
         Ok(Self { prompt, tokens, temperature, cache })
     }
 

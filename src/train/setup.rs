@@ -2,7 +2,7 @@
 
 use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer, names_in, nearest};
 use crate::digest::read_at_most;
-use crate::engine::kernels::Fused;
+use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, Survey};
@@ -19,7 +19,6 @@ use candle_core::{DType, Device};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// Where downloads and token caches land.
 const DATA_FOLDER: &str = "data";
@@ -308,10 +307,15 @@ fn with_loader<T>(
     }
 }
 
-/// An engine for `config` at its first step, from FP32 initial weights.
+/// The device of a configuration.
+pub(super) fn device(config: &Config, report: &mut Report<'_>) -> Result<OpenDevice> {
+    config.place()?.open(config.dtype, &mut |notice| report(Preparing::Notice(notice)))
+}
+
+/// An engine for `config` at its first step, from FP32 initial weights, on their device.
 pub fn engine(config: &Config, shape: &ModelSpec, masters: Parameters, total_steps: u64) -> Result<Engine> {
-    let device = Device::Cpu;
-    let model = Decoder::new(shape, &masters, Arc::new(Fused))?;
+    let device = masters.device();
+    let model = Decoder::new(shape, &masters, config.kernels.on(&device)?)?;
     let (policy, train) = (config.dtype, &config.train);
     let mut state =
         TrainState::new(masters, policy, config.adamw(), GradScaler::new(config.grad_scaler())?, model.kernels())?;

@@ -4,6 +4,7 @@ mod events;
 mod saving;
 
 use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
+use crate::engine::device::OpenDevice;
 use crate::engine::model::Parameters;
 use crate::inference::trained::check_range;
 use crate::precision::{Fallback, GradScaler};
@@ -30,6 +31,8 @@ use std::time::Instant;
 pub struct Trainer {
     config: Config,
     engine: Engine,
+    /// Where it computes, in words.
+    device: String,
     tokenizer: Tokenizer,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
@@ -87,20 +90,20 @@ fn is_multiple(step: u64, every: u64) -> bool {
 impl Trainer {
     /// A run of `config`, at its first step. Until [`Trainer::attach`] nothing is written into a run's folder.
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
-        config.check_device()?;
+        let OpenDevice { device, name } = setup::device(&config, report)?;
         let source = ModelSource::open(&config, report)?;
-        let masters = source.masters(config.seed, &candle_core::Device::Cpu, report)?;
+        let masters = source.masters(config.seed, &device, report)?;
         check_range(&masters, &config.model, config.dtype.compute)?;
-        Self::with_parts(config, source, masters, report)
+        Self::with_parts(config, source, masters, name, report)
     }
 
     /// The run of `config`, going on from `checkpoint`. An error names the field in which model, policy or data differ
     /// from the saved run's.
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
-        config.check_device()?;
+        let OpenDevice { device, name } = setup::device(&config, report)?;
         let source = ModelSource::of_checkpoint(&config, checkpoint)?;
-        let masters = source.masters(config.seed, &candle_core::Device::Cpu, report)?;
-        let mut trainer = Self::with_parts(config, source, masters, report)?;
+        let masters = source.masters(config.seed, &device, report)?;
+        let mut trainer = Self::with_parts(config, source, masters, name, report)?;
         trainer.load(checkpoint)?;
         Ok(trainer)
     }
@@ -109,6 +112,7 @@ impl Trainer {
         mut config: Config,
         source: ModelSource,
         masters: Parameters,
+        device: String,
         report: &mut Report<'_>,
     ) -> Result<Self> {
         let dataset = setup::dataset(&config, &source.tokenizer, report)?;
@@ -128,7 +132,8 @@ impl Trainer {
         let sampler = (train.sample_tokens > 0)
             .then(|| {
                 let (prompt, tokens) = (&train.prompt, train.sample_tokens);
-                Sampler::new(&engine.model, config.dtype, &source.tokenizer, prompt, tokens, train.temperature)
+                let device = engine.state.weights.device();
+                Sampler::new(&engine.model, config.dtype, &source.tokenizer, prompt, tokens, train.temperature, &device)
             })
             .transpose()?;
         let identity =
@@ -142,6 +147,7 @@ impl Trainer {
         );
         Ok(Self {
             data,
+            device,
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
             eval_batch: loader.batch(),
             tokenizer: source.tokenizer,

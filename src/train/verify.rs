@@ -1,6 +1,6 @@
 //! The proof that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit.
 
-use crate::engine::kernels::view::{View, read};
+use crate::engine::kernels::view::{View, host, read};
 use crate::engine::model::Parameters;
 use crate::store::checkpoint::{Checkpoint, Run};
 use crate::telemetry::Emitter;
@@ -87,7 +87,8 @@ fn differing(a: &Tensor, b: &Tensor) -> Result<Option<(usize, usize)>> {
         let (first, _) = differing.next()?;
         Some((1 + differing.count(), first))
     }
-    let (a, b) = (read(a)?, read(b)?);
+    let (a, b) = (host(a)?, host(b)?);
+    let (a, b) = (read(&a)?, read(&b)?);
     Ok(match (a.view(), b.view()) {
         (View::F32(a), View::F32(b)) => count(a, b, f32::to_bits),
         (View::F16(a), View::F16(b)) => count(a, b, |x| x.to_bits().into()),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
-use finetune::engine::kernels::{Fused, view};
+use finetune::engine::kernels::{Fused, Kernels, view};
 use finetune::engine::model::{Decoder, Keep, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, ScheduleKind, Survey};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
@@ -30,8 +30,13 @@ pub(crate) struct Settings {
 
 /// An engine that starts from `masters` at a constant learning rate.
 pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings) -> Engine {
+    engine_of(Arc::new(Fused), config, masters, settings)
+}
+
+/// The same, computed with `kernels`.
+fn engine_of(kernels: Arc<dyn Kernels>, config: &ModelSpec, masters: Parameters, settings: Settings) -> Engine {
     let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
-    let model = Decoder::new(config, &masters, Arc::new(Fused)).unwrap();
+    let model = Decoder::new(config, &masters, kernels).unwrap();
     let state = TrainState::new(masters, policy, adamw, scaler, model.kernels()).unwrap();
     Engine {
         model,
@@ -85,7 +90,7 @@ impl Case {
             batch: (rows, seq_len),
             grad_accum: all_rows / rows,
         };
-        engine(&config, masters, settings)
+        engine_of(self.kernels.clone(), &config, masters, settings)
     }
 
     /// Batch `step` as the engine takes it, in micro-batches of `rows` rows.

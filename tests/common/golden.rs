@@ -5,8 +5,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
+use finetune::engine::kernels::{Fused, Kernels, Plain};
 use serde::Deserialize;
 
 use super::oracle::{IGNORED, Shape};
@@ -29,6 +31,11 @@ pub(crate) const FAMILIES: [&str; 11] = [
 /// The cases of GPT-2 under `tests/golden`.
 pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];
 
+/// Every set of kernels that computes on a CPU.
+pub(crate) fn all_kernels() -> [Arc<dyn Kernels>; 2] {
+    [Arc::new(Fused), Arc::new(Plain)]
+}
+
 /// A model, batches for it, and what PyTorch makes of them.
 #[derive(Clone)]
 pub(crate) struct Case {
@@ -47,6 +54,8 @@ pub(crate) struct Case {
     /// The parameters after all steps in FP32.
     pub(crate) final_parameters: BTreeMap<String, Tensor>,
     pub(crate) trajectory: Trajectory,
+    /// What computes the engine of this case.
+    pub(crate) kernels: Arc<dyn Kernels>,
 }
 
 /// `trajectory.json`.
@@ -126,12 +135,20 @@ impl Case {
 
     /// Every case of another family than GPT-2.
     pub(crate) fn families() -> Vec<Self> {
-        FAMILIES.iter().map(|name| Self::own(&format!("families/{name}"))).collect()
+        FAMILIES.iter().flat_map(|name| Self::own(&format!("families/{name}")).for_all_kernels()).collect()
     }
 
     /// Every case of GPT-2 there is; those of the project always.
     pub(crate) fn all() -> Vec<Self> {
         CASES.iter().map(|name| Self::own(name)).chain(Self::shared()).collect()
+    }
+
+    /// The same case for every set of kernels that computes on a CPU.
+    pub(crate) fn for_all_kernels(&self) -> [Self; 2] {
+        all_kernels().map(|kernels| {
+            let name = format!("{} by {}", self.name, kernels.name());
+            Self { name, kernels, ..self.clone() }
+        })
     }
 
     fn assemble(
@@ -153,6 +170,7 @@ impl Case {
             gradients: with_prefix(reference, "grad."),
             final_parameters,
             trajectory: json(&folder.join("trajectory.json")),
+            kernels: Arc::new(Fused),
         }
     }
 }

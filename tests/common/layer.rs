@@ -1,4 +1,5 @@
-//! One layer's forward and backward pass against candle's autograd on plain operations, and against finite differences.
+//! One layer's forward and backward pass, by every set of kernels, against candle's autograd on plain operations, and against
+//! finite differences.
 //!
 //! A layer is compared three ways on the same inputs: with the plain operation's value, with its gradients by autograd
 //! in FP32, and with central differences of it in FP64. In FP16 and BF16 it is compared with the plain operation in FP32
@@ -8,6 +9,10 @@
 use super::compare::{relative, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use finetune::engine::kernels::view::zeros;
+use finetune::engine::kernels::{Fused, Kernels, Plain};
+
+/// Every set of kernels that computes on a CPU.
+pub(crate) const KERNELS: [&dyn Kernels; 2] = [&Fused, &Plain];
 
 /// A layer's forward value, and its inputs' gradients in the order of the inputs.
 pub(crate) type Outcome = (Tensor, Vec<Tensor>);
@@ -18,8 +23,8 @@ pub(crate) struct Layer<'a> {
     pub(crate) inputs: Vec<Tensor>,
     /// The layer in plain differentiable operations.
     pub(crate) plain: &'a dyn Fn(&[Tensor]) -> Result<Tensor>,
-    /// The engine's layer, given its inputs and the gradient of its output.
-    pub(crate) engine: &'a dyn Fn(&[Tensor], &Tensor) -> Result<Outcome>,
+    /// The engine's layer, given what computes it, its inputs and the gradient of its output.
+    pub(crate) engine: &'a dyn Fn(&dyn Kernels, &[Tensor], &Tensor) -> Result<Outcome>,
 }
 
 /// How far stored results may be from exact ones, relatively: rounding each value once gives 2e-4 in FP16 and 1.7e-3 in
@@ -41,16 +46,19 @@ impl Layer<'_> {
             let rounded: Vec<Tensor> = stored.iter().map(|input| input.to_dtype(DType::F32).unwrap()).collect();
             let shape = (self.plain)(&rounded).unwrap().shape().clone();
             let seed = pattern(shape.dims(), 77).to_dtype(dtype).unwrap();
-            let (value, gradients) = (self.engine)(&stored, &seed).unwrap();
-            let seed = seed.to_dtype(DType::F32).unwrap();
-            let (plain_value, plain_gradients) = self.autograd(&rounded, &seed);
-            self.compare(dtype, "value", &value, &plain_value);
-            assert_eq!(gradients.len(), plain_gradients.len());
-            for (index, (gradient, plain)) in gradients.iter().zip(&plain_gradients).enumerate() {
-                self.compare(dtype, &format!("gradient {index}"), gradient, plain);
-            }
-            if dtype == DType::F32 {
-                self.compare_with_differences(&gradients, &seed);
+            let wide_seed = seed.to_dtype(DType::F32).unwrap();
+            let (plain_value, plain_gradients) = self.autograd(&rounded, &wide_seed);
+            for kernels in KERNELS {
+                let (value, gradients) = (self.engine)(kernels, &stored, &seed).unwrap();
+                let what = |part: String| format!("{}: {part}", kernels.name());
+                self.compare(dtype, &what("value".into()), &value, &plain_value);
+                assert_eq!(gradients.len(), plain_gradients.len());
+                for (index, (gradient, plain)) in gradients.iter().zip(&plain_gradients).enumerate() {
+                    self.compare(dtype, &what(format!("gradient {index}")), gradient, plain);
+                }
+                if dtype == DType::F32 {
+                    self.compare_with_differences(&gradients, &wide_seed);
+                }
             }
         }
     }
@@ -117,6 +125,10 @@ pub(crate) fn pattern(shape: &[usize], salt: u64) -> Tensor {
 
 pub(crate) fn like(tensor: &Tensor) -> Result<Tensor> {
     zeros(tensor.dims(), tensor.dtype(), &Device::Cpu)
+}
+
+pub(crate) fn allocate(shape: &[usize], dtype: DType) -> Result<Tensor> {
+    zeros(shape, dtype, &Device::Cpu)
 }
 
 pub(crate) fn flat(tensor: &Tensor) -> Result<Tensor> {

@@ -81,7 +81,7 @@ impl<'a> Operands<'a> {
         Ok(Self { qkv: Columns::split(qkv, shape.widths())?, documents: None, dropout })
     }
 
-    fn check(&self, shape: &Shape, out: &Tensor, lse: &Tensor) -> Result<()> {
+    pub(crate) fn check(&self, shape: &Shape, out: &Tensor, lse: &Tensor) -> Result<()> {
         shape.check(self.qkv)?;
         let tokens = shape.batch * shape.seq_len;
         if out.dims() != [tokens, shape.widths()[0]] || lse.elem_count() != tokens * shape.heads {

@@ -49,7 +49,17 @@ impl<T> HeadWorkspace<T> {
         allocate: Allocate<'_, T>,
     ) -> Result<Self> {
         let tile = (tile_bytes(grads) / compute.size_in_bytes() / vocab).max(MIN_TILE).min(tokens);
-        let tiles = tokens.div_ceil(tile);
+        Self::with_tiles(tokens.div_ceil(tile), [tokens, vocab, width], compute, grads, allocate)
+    }
+
+    /// As [`HeadWorkspace::lay_out`], for so many tiles of about equal size.
+    pub fn with_tiles(
+        tiles: usize,
+        [tokens, vocab, width]: [usize; 3],
+        compute: DType,
+        grads: Option<DType>,
+        allocate: Allocate<'_, T>,
+    ) -> Result<Self> {
         let tile = tokens.div_ceil(tiles);
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
         Ok(Self {

@@ -14,8 +14,8 @@ use rayon::prelude::*;
 /// One layer's keys and values, `[kv_heads, capacity, head_size]` each: a head's rows lie side by side.
 #[derive(Debug)]
 pub struct KeyValues {
-    keys: Tensor,
-    values: Tensor,
+    pub(super) keys: Tensor,
+    pub(super) values: Tensor,
 }
 
 impl KeyValues {

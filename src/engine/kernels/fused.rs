@@ -22,6 +22,10 @@ use candle_core::{Result, Tensor, bail};
 pub struct Fused;
 
 impl Kernels for Fused {
+    fn name(&self) -> &'static str {
+        "fused"
+    }
+
     fn zero(&self, x: &Tensor) -> Result<()> {
         view::write(x, |mut x| x.zero())
     }

@@ -60,7 +60,7 @@ pub struct Positions<'a> {
 
 impl Positions<'_> {
     #[inline(always)]
-    fn of(self, row: usize) -> usize {
+    pub(crate) fn of(self, row: usize) -> usize {
         let document = self.documents.map_or(0, |starts| starts[row] as usize);
         self.past + (row % self.seq_len).saturating_sub(document)
     }

@@ -1,7 +1,7 @@
 //! One look at a gradient before anything rescales it: is it finite, how large is it, and what did its type lose?
 
 use crate::engine::kernels::isa;
-use crate::engine::kernels::view::{View, read};
+use crate::engine::kernels::view::{View, host, read};
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
 use candle_core::{Result, Tensor};
 
@@ -25,10 +25,10 @@ impl TensorSurvey {
 /// Elements a task looks at. The tree in which parts are merged depends on this alone, and so do the sums' bits.
 const PART: usize = 1 << 16;
 
-/// Surveys `tensor`; a value counts as subnormal below the smallest normal value of `format`.
+/// Surveys `tensor` on the host; a value counts as subnormal below the smallest normal value of `format`.
 pub fn survey(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
-    let tensor = read(tensor)?;
-    Ok(by_parts(tensor.view(), format, exponents))
+    let tensor = host(tensor)?;
+    Ok(by_parts(read(&tensor)?.view(), format, exponents))
 }
 
 /// The sum of a tensor's values, in f64 in the order of its elements.

@@ -6,7 +6,7 @@
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part};
 use crate::precision::FloatFormat;
-use candle_core::{CpuStorage, DType, Error, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, Error, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
 use half::{bf16, f16};
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -217,6 +217,11 @@ pub struct Read<'a> {
     range: Range<usize>,
 }
 
+/// `tensor` where the host can read it: itself on the CPU, else a copy.
+pub fn host(tensor: &Tensor) -> Result<Tensor> {
+    tensor.to_device(&Device::Cpu)
+}
+
 /// Opens `tensor` for reading. An error unless it is contiguous, on the CPU and of FP32, FP16 or BF16.
 pub fn read(tensor: &Tensor) -> Result<Read<'_>> {
     let (storage, layout) = tensor.storage_and_layout();
@@ -256,8 +261,19 @@ fn contiguous(layout: &Layout) -> Result<Range<usize>> {
     }
 }
 
-/// Lends `tensor`'s elements to `f` for writing; the tensor must not be open for reading meanwhile.
+/// Lends `tensor`'s elements to `f` for writing; the tensor must not be open for reading meanwhile. A tensor of another
+/// device is copied to the host and back.
 pub fn write<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
+    if tensor.device().is_cpu() {
+        return write_on_host(tensor, f);
+    }
+    let copy = host(tensor)?;
+    let result = write_on_host(&copy, f)?;
+    tensor.slice_set(&copy.to_device(tensor.device())?, 0, 0)?;
+    Ok(result)
+}
+
+fn write_on_host<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
     struct Lend<F, R> {
         f: Cell<Option<F>>,
         result: Cell<Option<R>>,
@@ -331,7 +347,7 @@ fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(f32, f32) -> f32 + Sync) -> Res
 }
 
 /// A zeroed CPU or device buffer.
-pub fn zeros(shape: &[usize], dtype: DType, device: &candle_core::Device) -> Result<Tensor> {
+pub fn zeros(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     if shape.iter().product::<usize>() >= 1 << 32 {
         bail!("a tensor of {shape:?} has 2^32 elements or more, which the kernels do not address: use a smaller batch");
     }

@@ -1,6 +1,7 @@
 //! Dotted keys of a configuration: which there are, and tables made of them.
 
 use super::Config;
+use crate::engine::kernels::Choice;
 use crate::{Error, Result};
 use std::path::PathBuf;
 
@@ -11,6 +12,7 @@ pub(super) fn template() -> Config {
         tokenizer: Some(PathBuf::new()),
         val: Some(String::new()),
         threads: Some(1),
+        kernels: Choice::Candle,
         ..Config::default()
     };
     config.train.epochs = Some(1.0);

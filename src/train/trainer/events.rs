@@ -148,7 +148,7 @@ impl Trainer {
             run: run.map_or_else(String::new, |name| name.to_string_lossy().into_owned()),
             process: ProcessId::own(),
             cpu: Cpu { name: cpu_name(), threads: rayon::current_num_threads(), isa: Isa::current().to_string() },
-            device: "cpu".into(),
+            device: self.device.clone(),
             os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             model: config.model.clone(),
             shape: ModelShape {

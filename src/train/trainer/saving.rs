@@ -119,6 +119,18 @@ impl Trainer {
             let message = format!("{difference}: it is of another run; resume that one, or start a new run");
             return Err(Error::checkpoint(checkpoint.path(), message));
         }
+        // Older checkpoints do not name them; they were computed with the fused ones.
+        let (was, now) =
+            (state.schedule.get("kernels").and_then(|name| name.as_str()), self.engine.model.kernels().name());
+        if let was = was.unwrap_or("fused")
+            && was != now
+        {
+            let message = format!(
+                "`kernels` was `{was}` and is now `{now}`, which rounds otherwise; resume with `--kernels {was}` on a device \
+                 that has them, or start a new run"
+            );
+            return Err(Error::checkpoint(checkpoint.path(), message));
+        }
         let batch = [("batch_size", config.train.batch_size), ("grad_accum", config.train.grad_accum)];
         Ok(batch.into_iter().filter_map(|(key, now)| differs(key, now as u64)).collect())
     }
@@ -144,6 +156,7 @@ impl Trainer {
                 "batch_size": self.config.train.batch_size,
                 "grad_accum": self.config.train.grad_accum,
                 "seq_len": self.config.train.seq_len,
+                "kernels": self.engine.model.kernels().name(),
             }),
             validation_loss: validation.map(|look| look.loss),
             best: self.progress.best,

@@ -1,0 +1,302 @@
+//! The decoder's operations in candle's own, on any candle device.
+//!
+//! Inputs are widened to FP32, computed with in FP32 and rounded once, when they are stored. Two things differ by the device:
+//! products in half precision run in that type on a GPU, where a bias is added to the rounded product; and the order of sums.
+
+mod attention;
+mod embedding;
+mod head;
+mod norm;
+mod rope;
+mod survey;
+mod tensors;
+
+use super::adamw::{AdamWStep, Moments};
+use super::attention::{Operands, Shape};
+use super::columns::{Columns, Store};
+use super::cross_entropy::{HeadGradient, HeadWorkspace};
+use super::decode_attention::KeyValues;
+use super::dropout::Dropout;
+use super::rope::{Direction, Positions, Table};
+use super::survey::TensorSurvey;
+use super::{Activation, Embedding, HeadHook, Kernels, NormSettings, Normed, WeightLayout};
+use crate::precision::FloatFormat;
+use candle_core::{Result, Tensor};
+use tensors::{accumulate, column_sums, drop, product, require_contiguous, store, widen};
+
+/// candle's own operations.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Plain;
+
+impl Kernels for Plain {
+    fn name(&self) -> &'static str {
+        "candle"
+    }
+
+    fn zero(&self, x: &Tensor) -> Result<()> {
+        require_contiguous(x)?;
+        x.zero_set()
+    }
+
+    fn copy(&self, x: &Tensor, out: &Tensor) -> Result<()> {
+        store(x, out)
+    }
+
+    fn accumulate(&self, x: &Tensor, out: &Tensor) -> Result<()> {
+        accumulate(x, out)
+    }
+
+    fn embed(&self, embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
+        embedding::forward(embedding, out)
+    }
+
+    fn embed_backward(
+        &self,
+        embedding: Embedding<'_>,
+        dx: &Tensor,
+        order: &mut [u32],
+        dtable: &Tensor,
+        dpositions: Option<&Tensor>,
+    ) -> Result<()> {
+        embedding::backward(embedding, dx, order, dtable, dpositions)
+    }
+
+    fn norm(
+        &self,
+        settings: NormSettings,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        to: &Normed,
+    ) -> Result<()> {
+        norm::forward(settings, x, weight, bias, to)
+    }
+
+    fn norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: &Tensor,
+        x: &Tensor,
+        weight: &Tensor,
+        normed: &Normed,
+        dx: (&Tensor, Store),
+        dweight: &Tensor,
+        dbias: Option<&Tensor>,
+    ) -> Result<()> {
+        norm::backward(settings, dy, x, weight, normed, dx, dweight, dbias)
+    }
+
+    fn head_norm(
+        &self,
+        settings: NormSettings,
+        x: Columns<'_>,
+        weight: &Tensor,
+        y: Columns<'_>,
+        rstd: &Tensor,
+    ) -> Result<()> {
+        norm::heads_forward(settings, x, weight, y, rstd)
+    }
+
+    fn head_norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: Columns<'_>,
+        x: Columns<'_>,
+        weight: &Tensor,
+        rstd: &Tensor,
+        dx: Columns<'_>,
+        dweight: &Tensor,
+    ) -> Result<()> {
+        norm::heads_backward(settings, dy, x, weight, rstd, dx, dweight)
+    }
+
+    fn rotate(&self, x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<()> {
+        rope::rotate(x, table, positions, direction)
+    }
+
+    fn linear(
+        &self,
+        layout: WeightLayout,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+    ) -> Result<()> {
+        let mut sum = product(x, &oriented(layout, weight)?, y.dtype())?;
+        if let Some(bias) = bias {
+            sum = sum.broadcast_add(&widen(bias)?)?;
+        }
+        store(&sum, y)
+    }
+
+    fn linear_input_gradient(&self, layout: WeightLayout, dy: &Tensor, weight: &Tensor, dx: &Tensor) -> Result<()> {
+        store(&product(dy, &oriented(layout, weight)?.t()?, dx.dtype())?, dx)
+    }
+
+    fn linear_weight_gradient(
+        &self,
+        layout: WeightLayout,
+        x: &Tensor,
+        dy: &Tensor,
+        dweight: &Tensor,
+        dbias: Option<&Tensor>,
+    ) -> Result<()> {
+        let (left, right) = match layout {
+            WeightLayout::InOut => (x, dy),
+            WeightLayout::OutIn => (dy, x),
+        };
+        store(&product(&left.t()?, right, dweight.dtype())?, dweight)?;
+        dbias.map_or(Ok(()), |dbias| store(&column_sums(&widen(dy)?)?, dbias))
+    }
+
+    fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {
+        attention::forward(shape, operands, out, lse)
+    }
+
+    fn attention_backward(
+        &self,
+        shape: &Shape,
+        operands: &Operands<'_>,
+        dout: &Tensor,
+        out: &Tensor,
+        lse: &Tensor,
+        gradients: [Columns<'_>; 3],
+    ) -> Result<()> {
+        attention::backward(shape, operands, dout, out, lse, gradients)
+    }
+
+    fn decode_attention(
+        &self,
+        shape: &Shape,
+        cache: &KeyValues,
+        past: usize,
+        qkv: [Columns<'_>; 3],
+        out: &Tensor,
+    ) -> Result<()> {
+        attention::decode(shape, cache, past, qkv, out)
+    }
+
+    fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<()> {
+        let (gate, up) = halves(activation, x)?;
+        let value = (&gate * gate_of(activation, &gate)?)?;
+        store(&up.map_or(Ok(value.clone()), |up| value * up)?, y)
+    }
+
+    fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        let ((gate, up), dy) = (halves(activation, x)?, widen(dy)?);
+        let slope = slope_of(activation, &gate)?;
+        let Some(up) = up else { return store(&(dy * slope)?, dx) };
+        let value = (&gate * gate_of(activation, &gate)?)?;
+        store(&Tensor::cat(&[((&dy * up)? * slope)?, (dy * value)?], 1)?.contiguous()?, dx)
+    }
+
+    fn add_branch(&self, stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<()> {
+        store(&(widen(stream)? + drop(dropout, 0, widen(branch)?)?)?, out)
+    }
+
+    fn branch_gradient(&self, stream: &Tensor, dropout: Option<Dropout>, branch: &Tensor) -> Result<()> {
+        store(&drop(dropout, 0, widen(stream)?)?, branch)
+    }
+
+    fn head(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        targets: &[u32],
+        workspace: &HeadWorkspace,
+        gradient: Option<HeadGradient<'_>>,
+        hook: HeadHook<'_>,
+    ) -> Result<f64> {
+        head::head(x, weight, targets, workspace, gradient, hook)
+    }
+
+    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
+        survey::survey(tensor, format, exponents)
+    }
+
+    fn sum(&self, tensor: &Tensor) -> Result<f64> {
+        survey::sum(tensor)
+    }
+
+    fn adamw(
+        &self,
+        numbers: AdamWStep,
+        grad: &Tensor,
+        master: &Tensor,
+        moments: Moments<'_>,
+        weight: Option<&Tensor>,
+    ) -> Result<()> {
+        let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = numbers;
+        let grad = (widen(grad)? * f64::from(grad_factor))?;
+        let (m, v) = (moments.exp_avg, moments.exp_avg_sq);
+        let exp_avg = (m + ((&grad - m)? * f64::from(1.0 - betas[0]))?)?;
+        let exp_avg_sq = ((v * f64::from(betas[1]))? + (grad.sqr()? * f64::from(1.0 - betas[1]))?)?;
+        let root = (exp_avg_sq.sqrt()? / f64::from(bias_corrections[1].sqrt()))?;
+        let update = ((&exp_avg * f64::from(lr / bias_corrections[0]))? / (root + f64::from(eps))?)?;
+        let updated = ((master * f64::from(1.0 - lr * weight_decay))? - update)?;
+        store(&exp_avg, m)?;
+        store(&exp_avg_sq, v)?;
+        store(&updated, master)?;
+        weight.map_or(Ok(()), |weight| store(&updated, weight))
+    }
+}
+
+/// `weight` as `[in, out]`, a view.
+fn oriented(layout: WeightLayout, weight: &Tensor) -> Result<Tensor> {
+    match layout {
+        WeightLayout::InOut => Ok(weight.clone()),
+        WeightLayout::OutIn => weight.t(),
+    }
+}
+
+/// What the function is applied to, in FP32, and what a gated activation multiplies it with.
+fn halves(activation: Activation, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    if !activation.is_gated() {
+        return Ok((widen(x)?, None));
+    }
+    require_contiguous(x)?;
+    let width = x.dim(1)? / 2;
+    let half = |first: usize| widen(&x.narrow(1, first, width)?.contiguous()?);
+    Ok((half(0)?, Some(half(width)?)))
+}
+
+/// sqrt(2 / π) and the cubic coefficient of the tanh form of GELU.
+const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
+const GELU_CUBIC: f64 = 0.044_715;
+/// Beyond this magnitude the activations are the identity or zero in FP32, and their derivatives 1 or 0.
+const LIMIT: f32 = 100.0;
+
+/// 1 / (1 + exp(-x)): 0 and 1 at the ends, without a NaN between.
+fn logistic(x: &Tensor) -> Result<Tensor> {
+    (x.neg()?.exp()? + 1.0)?.recip()
+}
+
+/// What each element is multiplied with: GELU's (1 + tanh(u)) / 2 is the logistic function of 2u.
+fn gate_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    match activation {
+        Activation::GatedSilu => logistic(x),
+        Activation::Gelu | Activation::GatedGelu => {
+            let inner = (((x.sqr()? * (2.0 * SQRT_2_OVER_PI * GELU_CUBIC))? + 2.0 * SQRT_2_OVER_PI)? * x)?;
+            logistic(&inner)
+        }
+    }
+}
+
+/// The derivative of `x · gate(x)`, finite for every number: candle's own GELU gradient is NaN where x³ overflows.
+fn slope_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    // Comparisons and not `clamp`, which drops NaN on CUDA.
+    let limit = |x: &Tensor, bound: f32, beyond: Tensor| -> Result<Tensor> {
+        beyond.where_cond(&Tensor::full(bound, (), x.device())?.broadcast_as(x.shape())?, x)
+    };
+    let x = limit(x, LIMIT, x.gt(LIMIT)?)?;
+    let x = limit(&x, -LIMIT, x.lt(-LIMIT)?)?;
+    let gate = gate_of(activation, &x)?;
+    let inner = match activation {
+        Activation::GatedSilu => x.ones_like()?,
+        Activation::Gelu | Activation::GatedGelu => {
+            ((x.sqr()? * (6.0 * SQRT_2_OVER_PI * GELU_CUBIC))? + 2.0 * SQRT_2_OVER_PI)?
+        }
+    };
+    let rest = (gate.neg()? + 1.0)?;
+    &gate + (((&gate * rest)? * x)? * inner)?
+}

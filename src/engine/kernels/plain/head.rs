@@ -1,0 +1,90 @@
+//! The language-model head with its cross-entropy loss, a tile of logits at a time: softmax and loss are FP32.
+
+use super::tensors::{accumulate, indices, product, require_contiguous, select, store, widen};
+use crate::engine::kernels::HeadHook;
+use crate::engine::kernels::cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace, IGNORE};
+use candle_core::{Result, Tensor, bail};
+
+/// See [`Kernels::head`](crate::engine::kernels::Kernels::head).
+pub(super) fn head(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &[u32],
+    workspace: &HeadWorkspace,
+    gradient: Option<HeadGradient<'_>>,
+    hook: HeadHook<'_>,
+) -> Result<f64> {
+    let (rows, vocab) = (x.dim(0)?, weight.dim(0)?);
+    if let Some(target) = targets.iter().find(|&&t| t != IGNORE && t as usize >= vocab) {
+        bail!("target {target} is outside the model's vocabulary of {vocab}");
+    }
+    let tile = workspace.logits.dim(0)?;
+    for first in (0..rows).step_by(tile) {
+        let count = tile.min(rows - first);
+        let (x, logits) = (x.narrow(0, first, count)?, workspace.logits.narrow(0, 0, count)?);
+        store(&product(&x, &weight.t()?, logits.dtype())?, &logits)?;
+        hook(HeadTensor::Logits, first, &logits)?;
+        let losses = workspace.losses.narrow(0, first, count)?;
+        let targets = Targets::new(&targets[first..first + count], &logits)?;
+        targets.losses(&logits, &losses, gradient.map(|gradient| gradient.seed))?;
+        if let Some(gradient) = gradient {
+            hook(HeadTensor::LogitsGradient, first, &logits)?;
+            let dx = gradient.dx.narrow(0, first, count)?;
+            store(&product(&logits, weight, dx.dtype())?, &dx)?;
+            let sum = workspace.weight_sum.as_ref().unwrap_or(gradient.dweight);
+            let dweight = product(&logits.t()?, &x, gradient.dweight.dtype())?;
+            if first > 0 { accumulate(&dweight, sum) } else { store(&dweight, sum) }?;
+            hook(HeadTensor::InputGradient, first, &dx)?;
+        }
+    }
+    if let Some(gradient) = gradient {
+        if let Some(sum) = &workspace.weight_sum {
+            store(sum, gradient.dweight)?;
+        }
+        hook(HeadTensor::WeightGradient, 0, gradient.dweight)?;
+    }
+    let losses = workspace.losses.narrow(0, 0, rows)?.to_vec1::<f32>()?;
+    Ok(losses.into_iter().map(f64::from).sum())
+}
+
+/// The targets of a tile.
+struct Targets {
+    /// `[n, 1]`, U32; 0 where there is none.
+    ids: Tensor,
+    /// `[n, 1]`, U8: 0 where there is none; `None` if all rows have one.
+    valid: Option<Tensor>,
+}
+
+impl Targets {
+    fn new(targets: &[u32], logits: &Tensor) -> Result<Self> {
+        let known: Vec<u32> = targets.iter().map(|&target| if target == IGNORE { 0 } else { target }).collect();
+        let valid: Vec<u8> = targets.iter().map(|&target| u8::from(target != IGNORE)).collect();
+        let ids = indices(&known, logits.device())?.unsqueeze(1)?;
+        let all = valid.iter().all(|&valid| valid == 1);
+        let valid = if all { None } else { Some(Tensor::new(valid, logits.device())?.unsqueeze(1)?) };
+        Ok(Self { ids, valid })
+    }
+
+    /// `x` with zeros in the rows without a target, whatever stands there.
+    fn only_valid(&self, x: Tensor) -> Result<Tensor> {
+        self.valid.as_ref().map_or(Ok(x.clone()), |valid| select(valid, &x, 0.0))
+    }
+
+    /// Each row's loss, and with a `seed` the logits' gradient in their place.
+    fn losses(&self, logits: &Tensor, losses: &Tensor, seed: Option<f32>) -> Result<()> {
+        let values = widen(logits)?;
+        require_contiguous(&self.ids)?;
+        let picked = values.gather(&self.ids, 1)?;
+        let top = values.max_keepdim(1)?;
+        let exponentials = values.broadcast_sub(&top)?.exp()?;
+        let total = exponentials.sum_keepdim(1)?;
+        let loss = (total.log()? + (top - picked)?)?;
+        store(&self.only_valid(loss)?.squeeze(1)?, losses)?;
+        let Some(seed) = seed else { return Ok(()) };
+        let factor = (total.recip()? * f64::from(seed))?;
+        let grad = exponentials.broadcast_mul(&factor)?;
+        let at_targets = Tensor::full(-seed, self.ids.shape(), logits.device())?;
+        grad.scatter_add_set(&self.ids, &at_targets, 1)?;
+        store(&self.only_valid(grad)?, logits)
+    }
+}

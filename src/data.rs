@@ -19,6 +19,7 @@ pub mod tokenizer;
 pub mod tokens;
 
 pub use batch_loader::{Batch, BatchLoader, Cursor, EvalBatches, IGNORE_INDEX};
+pub(crate) use contain::contained;
 pub use corpus::{Dataset, Loader};
 pub use source::{Fetch, LoadEvent, Remote, Source};
 pub(crate) use source::{names_in, nearest};

@@ -6,6 +6,7 @@ pub use hub::{HubCheck, check_hub};
 
 use crate::engine::kernels::isa::Isa;
 use crate::store::hub::{Settings, free_bytes};
+use crate::telemetry::{MachineMemory, cpu_name};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -72,7 +73,7 @@ pub struct FolderFacts {
 
 /// Looks at the machine; takes 3 seconds at most, where the Hub does not answer.
 pub fn diagnose() -> Diagnosis {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let memory = MachineMemory::now();
     let hub = Settings::from_env();
     Diagnosis {
         version: env!("CARGO_PKG_VERSION"),
@@ -82,18 +83,12 @@ pub fn diagnose() -> Diagnosis {
             isa: Isa::current().to_string(),
             features: cpu_features(),
         },
-        memory_bytes: kilobytes(&meminfo, "MemTotal:"),
-        memory_available_bytes: kilobytes(&meminfo, "MemAvailable:"),
+        memory_bytes: memory.total,
+        memory_available_bytes: memory.available,
         gpu: gpu(),
         hub: check_hub(&hub),
         folders: folders(hub.cache),
     }
-}
-
-fn cpu_name() -> Option<String> {
-    let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("model name"))?;
-    Some(line.split_once(": ")?.1.to_owned())
 }
 
 /// What [`Isa`] looks for.
@@ -114,13 +109,6 @@ fn cpu_features() -> Vec<(&'static str, bool)> {
 #[cfg(not(target_arch = "x86_64"))]
 fn cpu_features() -> Vec<(&'static str, bool)> {
     Vec::new()
-}
-
-/// The value of a line such as `MemTotal:  16384 kB`, in bytes.
-fn kilobytes(meminfo: &str, key: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
-    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(1024 * kilobytes)
 }
 
 fn gpu() -> GpuFacts {
@@ -182,15 +170,6 @@ fn size_of_folder(folder: &Path) -> u64 {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-
-    #[test]
-    fn memory_is_read_in_bytes() {
-        let meminfo = "MemTotal:       16384 kB\nMemAvailable:   1 kB\nHugePages_Total:       0\n";
-        assert_eq!(kilobytes(meminfo, "MemTotal:"), Some(16 << 20));
-        assert_eq!(kilobytes(meminfo, "MemAvailable:"), Some(1024));
-        assert_eq!(kilobytes(meminfo, "HugePages_Total:"), None);
-        assert_eq!(kilobytes("", "MemTotal:"), None);
-    }
 
     #[test]
     fn a_driver_is_known_by_its_series() {

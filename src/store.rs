@@ -2,7 +2,9 @@
 
 pub mod checkpoint;
 mod folder;
+pub mod gguf;
 pub mod hub;
 pub mod tensor_file;
 
 pub use folder::ModelFolder;
+pub use gguf::Gguf;

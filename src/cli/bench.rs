@@ -10,6 +10,7 @@ use crate::engine::model::ModelSpec;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::ModelFolder;
+use crate::telemetry::ProcessStats;
 use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
 use crate::{Error, Result};
 use clap::Args;
@@ -204,7 +205,7 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "peak_gflops": peak.map(|(held, _)| round(held)),
         "best_burst_gflops": peak.map(|(_, best)| round(best)),
         "share_of_peak": peak.map(|(held, _)| round(gflops / held)),
-        "peak_rss_mib": peak_rss_mib(),
+        "peak_rss_mib": ProcessStats::now().peak_rss_bytes.map(|bytes| (bytes as f64 / 102.4 / 1024.0).round() / 10.0),
         "allocations_per_step": samples.iter().map(|sample| sample.allocations.count).min(),
         "allocated_bytes_per_step": samples.iter().map(|sample| sample.allocations.bytes).min(),
         "skipped": skipped,
@@ -233,14 +234,6 @@ fn millis(duration: Duration) -> f64 {
 /// Four decimals: enough for a share, not noise for a rate.
 fn round(value: f64) -> f64 {
     (value * 1e4).round() / 1e4
-}
-
-/// The most memory this process ever held, where the system tells.
-fn peak_rss_mib() -> Option<f64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let kib: f64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some((kib / 1024.0 * 10.0).round() / 10.0)
 }
 
 #[cfg(test)]

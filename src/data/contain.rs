@@ -10,7 +10,7 @@ thread_local! {
 
 /// What `work` returns, or `None` where it panics; nothing is said of that on standard error. Whatever `work` has changed must
 /// not be used after a `None`.
-pub(super) fn contained<T>(work: impl FnOnce() -> T) -> Option<T> {
+pub(crate) fn contained<T>(work: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let report = take_hook();

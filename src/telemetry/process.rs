@@ -1,4 +1,4 @@
-//! What the process itself uses, memory and processor time, and whether another one lives: from `/proc`.
+//! Everything that is read from `/proc`: what this process uses, whether another one lives, what the machine has.
 
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -54,6 +54,38 @@ impl ProcessId {
     }
 }
 
+/// The processor's name as the system tells it.
+pub fn cpu_name() -> Option<String> {
+    let text = fs::read_to_string("/proc/cpuinfo").ok()?;
+    let line = text.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(": ")?.1.to_owned())
+}
+
+/// The machine's memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MachineMemory {
+    /// All of it, in bytes.
+    pub total: Option<u64>,
+    /// What programs can still take without swapping, in bytes.
+    pub available: Option<u64>,
+}
+
+impl MachineMemory {
+    /// A look at this moment.
+    pub fn now() -> Self {
+        let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        Self { total: kibibytes(&meminfo, "MemTotal:"), available: kibibytes(&meminfo, "MemAvailable:") }
+    }
+}
+
+/// Whether this process was started with `signal` ignored.
+pub fn is_ignored(signal: i32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask & (1 << (signal - 1)) != 0
+}
+
 fn boot_id() -> Option<String> {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").ok().map(|id| id.trim().to_owned())
 }
@@ -90,6 +122,7 @@ mod tests {
         let stat = "42 (a) b) c) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0";
         assert_eq!(cpu_seconds(stat), Some(3.0));
         assert_eq!(kibibytes("VmPeak:\t 9 kB\nVmRSS:\t    12 kB\n", "VmRSS:"), Some(12 * 1024));
+        assert_eq!(kibibytes("HugePages_Total:       0\nMemTotal: 16384 kB", "MemTotal:"), Some(16 << 20));
         assert_eq!(kibibytes("", "VmRSS:"), None);
     }
 

@@ -1,6 +1,7 @@
 //! The signals that end a process or a screen.
 
 use super::screen::{give_back, is_taken};
+use crate::telemetry::is_ignored;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use signal_hook::{SigId, flag, low_level};
@@ -110,14 +111,6 @@ fn leave() {
 pub fn outlive_file_size_limit() -> io::Result<()> {
     // With a handler, unlike with an ignored signal, processes started from here have the default again.
     flag::register(SIGXFSZ, Arc::default()).map(drop)
-}
-
-/// Whether the process was started with `signal` ignored, as Linux tells.
-fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    mask & (1 << (signal - 1)) != 0
 }
 
 /// Whether a screen has been told to end, by SIGINT, SIGTERM or SIGHUP. In raw mode Ctrl-C is a key and no signal.

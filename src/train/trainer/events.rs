@@ -8,7 +8,7 @@ use crate::engine::optim::AdamWConfig;
 use crate::precision::{OnOverflow, ScaleChange};
 use crate::telemetry::{
     Cpu, Event, FinishReason, Finished, GpuSampler, ModelShape, Origin, Overflow, ProcessId, ProcessStats,
-    ScalerSettings, Started,
+    ScalerSettings, Started, cpu_name,
 };
 use crate::train::records;
 use crate::train::step::{Outcome, StepReport};
@@ -147,7 +147,11 @@ impl Trainer {
             program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
             run: run.map_or_else(String::new, |name| name.to_string_lossy().into_owned()),
             process: ProcessId::own(),
-            cpu: Cpu { name: cpu_name(), threads: rayon::current_num_threads(), isa: Isa::current().to_string() },
+            cpu: Cpu {
+                name: cpu_name().unwrap_or_else(|| std::env::consts::ARCH.into()),
+                threads: rayon::current_num_threads(),
+                isa: Isa::current().to_string(),
+            },
             device: self.device.clone(),
             os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             model: config.model.clone(),
@@ -201,11 +205,4 @@ impl Trainer {
             checkpoint: self.progress.checkpoint.as_ref().map(|path| path.display().to_string()),
         }))
     }
-}
-
-/// The processor's name as the system tells it.
-fn cpu_name() -> String {
-    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let line = text.lines().find(|line| line.starts_with("model name"));
-    line.and_then(|line| line.split_once(": ")).map_or_else(|| std::env::consts::ARCH.into(), |(_, name)| name.into())
 }

@@ -3,13 +3,13 @@
 //! Buffers only grow and are kept, so a product of a shape seen before allocates nothing. They lie on huge pages where
 //! the system grants them: a packed operand is read front to back, far faster than small pages can be looked up.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{GlobalAlloc, Layout, handle_alloc_error};
 use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 
-/// Alignment of large buffers: a huge page.
-const HUGE_PAGE: usize = 2 << 20;
-/// Alignment of small buffers: a cache line.
+use crate::engine::kernels::allocator::{Allocator, HUGE_PAGE};
+
+/// Alignment of buffers; the allocator lays those that fill a huge page on one.
 const CACHE_LINE: usize = 64;
 
 /// Memory for plain 32-bit values that grows on demand and forgets its content when it does.
@@ -40,28 +40,22 @@ impl Buffer {
 
     /// As [`Buffer::words`], as floats.
     pub(super) fn floats(&mut self, len: usize) -> &mut [f32] {
-        let words = self.words(len);
-        // SAFETY: every pattern of 32 bits is a float, of the same size and alignment.
-        unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), words.len()) }
+        bytemuck::cast_slice_mut(self.words(len))
     }
 
     fn reserve(&mut self, bytes: usize) {
         if bytes <= self.layout.size() {
             return;
         }
-        let align = if bytes >= HUGE_PAGE { HUGE_PAGE } else { CACHE_LINE };
-        let bytes = bytes.next_multiple_of(align);
+        let bytes = bytes.next_multiple_of(if bytes >= HUGE_PAGE { HUGE_PAGE } else { CACHE_LINE });
         *self = Self::new();
-        let layout = Layout::from_size_align(bytes, align).expect("a matrix in memory has a valid size");
+        let layout = Layout::from_size_align(bytes, CACHE_LINE).expect("a matrix in memory has a valid size");
         // SAFETY: the layout is not empty.
-        self.start = unsafe { alloc_zeroed(layout) }.cast();
+        self.start = unsafe { Allocator.alloc_zeroed(layout) }.cast();
         if self.start.is_null() {
             handle_alloc_error(layout);
         }
         self.layout = layout;
-        if align == HUGE_PAGE {
-            advise_huge_pages(self.start.cast(), bytes);
-        }
     }
 }
 
@@ -69,20 +63,9 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         if self.layout.size() > 0 {
             // SAFETY: this is the block that `reserve` allocated, with its layout.
-            unsafe { dealloc(self.start.cast(), self.layout) };
+            unsafe { Allocator.dealloc(self.start.cast(), self.layout) };
         }
     }
-}
-
-/// Asks the system to back this memory by huge pages; it is free to refuse.
-fn advise_huge_pages(start: *mut u8, bytes: usize) {
-    #[cfg(target_os = "linux")]
-    // SAFETY: the range is ours; this advice changes no content.
-    unsafe {
-        libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE);
-    }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (start, bytes);
 }
 
 /// What one product needs beyond its tasks' own memory: the operand they share and the partial sums.

@@ -1,0 +1,240 @@
+//! GGUF files: llama.cpp's format for a whole model, weights, shape, tokenizer and chat template in one file.
+//!
+//! candle's reader parses the file; it believes some numbers too readily, so everything that a tensor's reading relies on is
+//! checked here when the file is opened: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+
+mod tokenizer;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::{Device, Tensor};
+
+use crate::data::{Tokenizer, contained};
+use crate::{Error, Result};
+
+/// Metadata in use takes a third of this, with a vocabulary of 262,144 tokens. A value takes up to 32 times its bytes in
+/// memory.
+const MAX_METADATA: u64 = 32 << 20;
+
+/// candle multiplies a tensor's dimensions without looking for an overflow.
+const MAX_ELEMENTS: usize = 1 << 40;
+
+/// A GGUF file whose every tensor lies within it.
+pub struct Gguf {
+    path: PathBuf,
+    file: Mutex<File>,
+    content: Content,
+}
+
+impl Gguf {
+    /// Opens the file and checks it from end to end, without reading values.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where it cannot be read; [`Error::Model`] that names the file and the first thing wrong with it: no GGUF,
+    /// truncated, metadata of absurd sizes, a block type that is not built, a tensor that does not fit.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let file = File::open(&path).map_err(Error::io("open", &path))?;
+        let about = file.metadata().map_err(Error::io("read", &path))?;
+        if !about.is_file() {
+            return Err(Error::model(path.display(), "it is no regular file"));
+        }
+        let mut start = BufReader::new(Limited { file: &file, left: MAX_METADATA, starved: false });
+        // A file can make candle's reader divide by zero.
+        let content = contained(|| Content::read(&mut start)).unwrap_or_else(|| candle_core::bail!("nonsense in it"));
+        let starved = start.get_ref().starved;
+        let content = content.map_err(|error| match &error {
+            _ if starved => Error::model(path.display(), format!("its metadata takes over {MAX_METADATA} bytes")),
+            error if is_end_of_file(error) => Error::model(path.display(), "it ends within its metadata: truncated"),
+            error => Error::model(path.display(), format!("no usable GGUF file: {}", first_line(&error.to_string()))),
+        })?;
+        let gguf = Self { path, file: Mutex::new(file), content };
+        gguf.check(about.len())?;
+        Ok(gguf)
+    }
+
+    fn check(&self, bytes: u64) -> Result<()> {
+        let names: BTreeMap<_, _> = self.content.tensor_infos.iter().collect();
+        for (name, info) in names {
+            let fail = |message: String| Err(self.error(format!("tensor `{}`: {message}", name.escape_debug())));
+            let dims = info.shape.dims();
+            let count = dims.iter().try_fold(1_usize, |count, &dim| count.checked_mul(dim));
+            let Some(count) = count.filter(|&count| count <= MAX_ELEMENTS) else {
+                return fail(format!("its shape {dims:?} overflows"));
+            };
+            let block = info.ggml_dtype.block_size();
+            if !dims.last().unwrap_or(&1).is_multiple_of(block) {
+                return fail(format!("rows of {dims:?} are no whole blocks of {block} ({:?})", info.ggml_dtype));
+            }
+            let size = (count / block * info.ggml_dtype.type_size()) as u64;
+            let end = self.content.tensor_data_offset.checked_add(info.offset).and_then(|at| at.checked_add(size));
+            if end.is_none_or(|end| end > bytes) {
+                let at = info.offset;
+                return fail(format!("its {size} bytes from {at} on run over the end of the file: truncated"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Names, block types and shapes of all tensors, in no particular order.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, GgmlDType, &[usize])> {
+        self.content.tensor_infos.iter().map(|(name, info)| (name.as_str(), info.ggml_dtype, info.shape.dims()))
+    }
+
+    /// A tensor, dequantised to FP32 on the CPU; the outermost dimension comes first.
+    ///
+    /// # Errors
+    /// [`Error::Model`] if there is none of this name, or its block type cannot be dequantised.
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        if !self.content.tensor_infos.contains_key(name) {
+            return Err(self.error(format!("tensor `{name}` is missing")));
+        }
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut read = || self.content.tensor(&mut *file, name, &Device::Cpu)?.dequantize(&Device::Cpu);
+        read().map_err(|error| self.error(format!("tensor `{name}`: {}", first_line(&error.to_string()))))
+    }
+
+    /// `general.architecture`: `llama`, `qwen2`, ….
+    pub fn architecture(&self) -> Result<&str> {
+        self.text("general.architecture")
+    }
+
+    /// A text of the metadata.
+    pub fn text(&self, key: &str) -> Result<&str> {
+        match self.content.metadata.get(key) {
+            Some(Value::String(text)) => Ok(text),
+            other => Err(self.wrong(key, "a text", other)),
+        }
+    }
+
+    /// A count of the metadata, of whatever type of integer; `None` if the key is not there.
+    pub fn count(&self, key: &str) -> Result<Option<usize>> {
+        let Some(value) = self.content.metadata.get(key) else { return Ok(None) };
+        let count = match *value {
+            Value::I8(i) => usize::try_from(i).ok(),
+            Value::I16(i) => usize::try_from(i).ok(),
+            Value::I32(i) => usize::try_from(i).ok(),
+            Value::I64(i) => usize::try_from(i).ok(),
+            Value::Bool(_) => None,
+            ref value => value.to_u64().ok().and_then(|count| usize::try_from(count).ok()),
+        };
+        count.map(Some).ok_or_else(|| self.wrong(key, "a count", Some(value)))
+    }
+
+    /// A count that has to be there.
+    pub fn required_count(&self, key: &str) -> Result<usize> {
+        self.count(key)?.ok_or_else(|| self.wrong(key, "a count", None))
+    }
+
+    /// A number of the metadata; `None` if the key is not there.
+    pub fn number(&self, key: &str) -> Result<Option<f64>> {
+        match self.content.metadata.get(key) {
+            None => Ok(None),
+            Some(Value::F32(number)) => Ok(Some(f64::from(*number))),
+            Some(Value::F64(number)) => Ok(Some(*number)),
+            Some(other) => Err(self.wrong(key, "a number", Some(other))),
+        }
+    }
+
+    /// A switch of the metadata; `None` if the key is not there.
+    pub fn flag(&self, key: &str) -> Result<Option<bool>> {
+        match self.content.metadata.get(key) {
+            None => Ok(None),
+            Some(Value::Bool(flag)) => Ok(Some(*flag)),
+            Some(other) => Err(self.wrong(key, "true or false", Some(other))),
+        }
+    }
+
+    /// A list of the metadata, each element by `read`; `None` if the key is not there.
+    fn list<'a, T>(&'a self, key: &str, what: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<Vec<T>>> {
+        let Some(value) = self.content.metadata.get(key) else { return Ok(None) };
+        let list = match value {
+            Value::Array(values) => values.iter().map(read).collect(),
+            _ => None,
+        };
+        list.map(Some).ok_or_else(|| self.wrong(key, what, Some(value)))
+    }
+
+    /// The template that writes a chat, in Jinja.
+    pub fn chat_template(&self) -> Option<&str> {
+        self.text("tokenizer.chat_template").ok()
+    }
+
+    /// The token that ends a text or a turn.
+    pub fn eos_id(&self) -> Result<Option<u32>> {
+        Ok(self.count("tokenizer.ggml.eos_token_id")?.and_then(|id| u32::try_from(id).ok()))
+    }
+
+    /// The tokenizer, in Hugging Face's terms.
+    ///
+    /// # Errors
+    /// [`Error::Model`] for a kind that is not built, or parts that contradict each other.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        Tokenizer::from_json(tokenizer::json(self)?.to_string().into_bytes(), &self.path.display().to_string())
+    }
+
+    fn wrong(&self, key: &str, wanted: &str, found: Option<&Value>) -> Error {
+        let found = found.map_or_else(|| "missing".to_owned(), |value| format!("of type {:?}", value.value_type()));
+        self.error(format!("metadata `{key}` should be {wanted} and is {found}"))
+    }
+
+    fn error(&self, message: impl Into<String>) -> Error {
+        Error::model(self.path.display(), message.into())
+    }
+}
+
+impl std::fmt::Debug for Gguf {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gguf({}, {} tensors)", self.path.display(), self.content.tensor_infos.len())
+    }
+}
+
+/// The beginning of a file: an error, where more of it is read.
+struct Limited<'a> {
+    file: &'a File,
+    left: u64,
+    starved: bool,
+}
+
+impl Read for Limited<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.left == 0 && !buffer.is_empty() {
+            self.starved = true;
+            return Err(io::Error::other("too much metadata"));
+        }
+        let len = buffer.len().min(usize::try_from(self.left).unwrap_or(usize::MAX));
+        let read = self.file.read(&mut buffer[..len])?;
+        self.left -= read as u64;
+        Ok(read)
+    }
+}
+
+impl Seek for Limited<'_> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.file.seek(to)
+    }
+}
+
+fn is_end_of_file(error: &candle_core::Error) -> bool {
+    match error {
+        candle_core::Error::Io(error) => error.kind() == io::ErrorKind::UnexpectedEof,
+        candle_core::Error::WithBacktrace { inner, .. } => is_end_of_file(inner),
+        _ => false,
+    }
+}
+
+/// What an error says, without the backtrace that may follow.
+fn first_line(message: &str) -> &str {
+    message.lines().next().unwrap_or_default()
+}

@@ -1,0 +1,208 @@
+//! A GGUF file's tokenizer as a `tokenizer.json`.
+//!
+//! Two kinds are in use: byte-level BPE with its merges (`gpt2`), whose word pattern has a name, and SentencePiece's BPE
+//! (`llama`), which has scores in the place of merges and falls back to bytes.
+
+use std::collections::HashMap;
+
+use candle_core::quantized::gguf_file::Value;
+use serde_json::{Map, Value as Json, json};
+
+use super::Gguf;
+use crate::Result;
+
+/// Kinds of tokens, by llama.cpp's numbers.
+const NORMAL: i64 = 1;
+const UNKNOWN: i64 = 2;
+const CONTROL: i64 = 3;
+const USER_DEFINED: i64 = 4;
+
+/// The word pattern of Llama 3.
+const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// That of Qwen 2 and later.
+const QWEN_2: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The space of SentencePiece.
+const SPACE: &str = "\u{2581}";
+
+/// The vocabulary as the file lists it.
+struct Vocabulary<'a> {
+    tokens: Vec<&'a str>,
+    kinds: Vec<i64>,
+}
+
+/// The tokenizer in Hugging Face's terms.
+pub(super) fn json(gguf: &Gguf) -> Result<Json> {
+    let tokens = gguf.list("tokenizer.ggml.tokens", "a list of texts", text)?;
+    let tokens = tokens.ok_or_else(|| gguf.wrong("tokenizer.ggml.tokens", "a list of texts", None))?;
+    let kinds = gguf.list("tokenizer.ggml.token_type", "a list of numbers", integer)?;
+    let kinds = kinds.unwrap_or_else(|| vec![NORMAL; tokens.len()]);
+    if kinds.len() != tokens.len() {
+        let message = format!("{} tokens have {} types; the tokenizer is damaged", tokens.len(), kinds.len());
+        return Err(gguf.error(message));
+    }
+    let vocabulary = Vocabulary { tokens, kinds };
+    let kind = gguf.text("tokenizer.ggml.model")?;
+    let mut json = match kind {
+        "gpt2" => byte_level(gguf, &vocabulary)?,
+        "llama" => sentence_piece(gguf, &vocabulary)?,
+        _ => {
+            let message = format!("its tokenizer is of the kind `{}`; built are `gpt2`, `llama`", kind.escape_debug());
+            return Err(gguf.error(message));
+        }
+    };
+    json["version"] = "1.0".into();
+    json["added_tokens"] = vocabulary.added(kind == "llama").into();
+    json["post_processor"] = begin_of_text(gguf, &vocabulary)?;
+    Ok(json)
+}
+
+impl Vocabulary<'_> {
+    /// Ids by token. Of a token that is listed twice the first one counts, as in llama.cpp.
+    fn ids(&self) -> Map<String, Json> {
+        let mut ids = Map::new();
+        for (id, token) in self.tokens.iter().enumerate() {
+            ids.entry(*token).or_insert_with(|| id.into());
+        }
+        ids
+    }
+
+    /// Tokens that are found in the text before it is cut into words.
+    fn added(&self, unknown_too: bool) -> Vec<Json> {
+        let is_special = |kind| kind == CONTROL || (kind == UNKNOWN && unknown_too);
+        let added = self.tokens.iter().zip(&self.kinds).enumerate();
+        let added =
+            added.filter(|(_, (token, kind))| !token.is_empty() && (is_special(**kind) || **kind == USER_DEFINED));
+        let entry = |(id, (token, kind)): (usize, (&&str, &i64))| {
+            json!({
+                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": is_special(*kind),
+            })
+        };
+        added.map(entry).collect()
+    }
+}
+
+fn byte_level(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+    let merges = gguf.list("tokenizer.ggml.merges", "a list of texts", text)?;
+    let merges = merges.ok_or_else(|| gguf.wrong("tokenizer.ggml.merges", "a list of texts", None))?;
+    let split = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+    let bytes = |use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex});
+    let sequence = |parts: [Json; 2]| json!({"type": "Sequence", "pretokenizers": parts});
+    let name = gguf.text("tokenizer.ggml.pre")?;
+    let (normalizer, pre_tokenizer, ignore_merges) = match name {
+        "gpt-2" | "gpt2" => (Json::Null, bytes(true), false),
+        "smollm" => (Json::Null, sequence([json!({"type": "Digits", "individual_digits": true}), bytes(true)]), false),
+        "llama-bpe" | "llama3" | "llama-v3" => (Json::Null, sequence([split(LLAMA_3), bytes(false)]), true),
+        "qwen2" => (json!({"type": "NFC"}), sequence([split(QWEN_2), bytes(false)]), false),
+        _ => {
+            let name = name.escape_debug();
+            let message = format!(
+                "its tokenizer cuts words as `{name}` does; built are `gpt-2`, `smollm`, `llama-bpe`, `qwen2`; give the \
+                 model's folder from the Hub instead"
+            );
+            return Err(gguf.error(message));
+        }
+    };
+    Ok(json!({
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "decoder": bytes(true),
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": ignore_merges,
+            "vocab": vocabulary.ids(), "merges": merges,
+        },
+    }))
+}
+
+fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+    let scores = gguf.list("tokenizer.ggml.scores", "a list of numbers", number)?;
+    let scores = scores.ok_or_else(|| gguf.wrong("tokenizer.ggml.scores", "a list of numbers", None))?;
+    if scores.len() != vocabulary.tokens.len() {
+        let message =
+            format!("{} tokens have {} scores; the tokenizer is damaged", vocabulary.tokens.len(), scores.len());
+        return Err(gguf.error(message));
+    }
+    let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+    let prefix = gguf.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
+    let spaces = replace(" ", SPACE);
+    let prepend = json!({"type": "Prepend", "prepend": SPACE});
+    let normalizer = if prefix { json!({"type": "Sequence", "normalizers": [prepend, spaces]}) } else { spaces };
+    let mut decoders = vec![replace(SPACE, " "), json!({"type": "ByteFallback"}), json!({"type": "Fuse"})];
+    decoders.extend(prefix.then(|| json!({"type": "Strip", "content": " ", "start": 1, "stop": 0})));
+    let unknown = vocabulary.kinds.iter().position(|kind| *kind == UNKNOWN).map(|id| vocabulary.tokens[id]);
+    Ok(json!({
+        "normalizer": normalizer,
+        "pre_tokenizer": null,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": unknown, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+            "vocab": vocabulary.ids(), "merges": merges(vocabulary, &scores),
+        },
+    }))
+}
+
+/// The merges that scores stand for: every way to make a token of two others, the best score first, and of one score the
+/// longest left part first, as transformers orders them.
+fn merges<'a>(vocabulary: &Vocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 2]> {
+    let normal = vocabulary.tokens.iter().zip(&vocabulary.kinds).enumerate();
+    let normal = normal.filter(|(_, (_, kind))| **kind == NORMAL).map(|(id, (token, _))| (*token, id));
+    let ids: HashMap<&str, usize> = normal.collect();
+    let mut merges = Vec::new();
+    for (&token, &id) in &ids {
+        for (at, _) in token.char_indices().skip(1) {
+            let (left, right) = token.split_at(at);
+            if let (Some(&l), Some(&r)) = (ids.get(left), ids.get(right)) {
+                let lengths = (left.chars().count(), right.chars().count());
+                merges.push((scores[id], lengths, (id, l, r), [left, right]));
+            }
+        }
+    }
+    merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)).then(a.2.cmp(&b.2)));
+    merges.into_iter().map(|(_, _, _, parts)| parts).collect()
+}
+
+/// Adds the token that begins a text where the file says so.
+fn begin_of_text(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+    let default = gguf.text("tokenizer.ggml.model")? == "llama";
+    let id = gguf.count("tokenizer.ggml.bos_token_id")?;
+    let Some(id) = id else { return Ok(Json::Null) };
+    if !gguf.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(default) {
+        return Ok(Json::Null);
+    }
+    let Some(token) = vocabulary.tokens.get(id) else {
+        return Err(gguf.error(format!("its begin-of-text token is {id}, of {} tokens", vocabulary.tokens.len())));
+    };
+    let begin = json!({"SpecialToken": {"id": token, "type_id": 0}});
+    let part = |name: &str, type_id: u32| json!({"Sequence": {"id": name, "type_id": type_id}});
+    Ok(json!({
+        "type": "TemplateProcessing",
+        "single": [begin, part("A", 0)],
+        "pair": [begin, part("A", 0), part("B", 1)],
+        "special_tokens": {*token: {"id": token, "ids": [id], "tokens": [token]}},
+    }))
+}
+
+fn text(value: &Value) -> Option<&str> {
+    match value {
+        Value::String(text) => Some(text),
+        _ => None,
+    }
+}
+
+fn integer(value: &Value) -> Option<i64> {
+    match *value {
+        Value::I32(number) => Some(i64::from(number)),
+        Value::U32(number) => Some(i64::from(number)),
+        _ => None,
+    }
+}
+
+fn number(value: &Value) -> Option<f64> {
+    match *value {
+        Value::F32(number) if number.is_finite() => Some(f64::from(number)),
+        _ => None,
+    }
+}

@@ -23,14 +23,15 @@ mod train;
 mod verify_resume;
 mod watch;
 
-use crate::data::{names_in, nearest};
+use crate::data::{names_in, nearest, parquet_rows};
 use crate::engine::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
+use crate::untrusted::{Clean, block};
 use crate::{Error, Result};
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use flags::ConfigArgs;
-use std::io::{ErrorKind, Write, stderr, stdout};
+use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -147,6 +148,13 @@ fn tip(error: &clap::Error) -> Option<&'static str> {
 pub fn main() -> ExitCode {
     // Without it a log that outgrows the limit would end the run without a word.
     crate::screen::terminal::outlive_file_size_limit().ok();
+    let mut arguments = std::env::args_os().skip(1);
+    if let (Some(first), Some(path)) = (arguments.next(), arguments.next())
+        && first == parquet_rows::ARGUMENT
+    {
+        return parquet_rows::serve(Path::new(&path));
+    }
+    parquet_rows::can_serve();
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
@@ -164,7 +172,7 @@ pub fn main() -> ExitCode {
         // Whoever reads our output has seen enough, as in `finetune man | head`.
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
-            writeln!(stderr(), "error: {error}").ok();
+            writeln!(stderr(), "error: {}", block(&error.to_string())).ok();
             ExitCode::from(error.exit_code())
         }
     }
@@ -178,30 +186,40 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
             FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
         }),
-        Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut stdout()))),
-        Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut stdout()))),
-        Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut stdout()))),
-        Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut stdout()),
-        Some(Command::Export(args)) => done(export::run(&args, &mut stdout())),
-        Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut stdout())),
-        Some(Command::Report(args)) => done(report::run(&args, &mut stdout())),
+        Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),
+        Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut on_terminal()))),
+        Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut Clean::new(stdout())))),
+        Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut Clean::new(stdout())),
+        Some(Command::Export(args)) => done(export::run(&args, &mut Clean::new(stdout()))),
+        Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut Clean::new(stdout()))),
+        Some(Command::Report(args)) => done(report::run(&args, &mut in_pipe())),
         Some(Command::Config(args)) => {
             let config = args.config.resolve()?;
             let text = if args.explain { config.explained()? } else { config.to_toml()? };
-            stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
+            on_terminal().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
         }
-        Some(Command::Lab(args)) => lab::run(&args, &mut stdout()).map(|()| ExitCode::SUCCESS),
-        Some(Command::Compare(args)) => done(compare::run(&args, &mut stdout())),
-        Some(Command::Doctor(args)) => done(doctor::run(&args, &mut stdout())),
+        Some(Command::Lab(args)) => lab::run(&args, &mut in_pipe()).map(|()| ExitCode::SUCCESS),
+        Some(Command::Compare(args)) => done(compare::run(&args, &mut in_pipe())),
+        Some(Command::Doctor(args)) => done(doctor::run(&args, &mut Clean::new(stdout()))),
         Some(Command::Completions(args)) => done(completions::completions(definition(), &args, &mut stdout())),
         Some(Command::Man) => done(completions::man(definition(), &mut stdout())),
-        Some(Command::Bench(args)) => bench::run(&args, &mut stdout()),
-        Some(Command::Runs(args)) => done(runs::run(&args, &mut stdout())),
-        Some(Command::Checkpoint(args)) => checkpoint::run(&args, &mut stdout()),
-        Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut stdout()),
+        Some(Command::Bench(args)) => bench::run(&args, &mut Clean::new(stdout())),
+        Some(Command::Runs(args)) => done(runs::run(&args, &mut Clean::new(stdout()))),
+        Some(Command::Checkpoint(args)) => checkpoint::run(&args, &mut Clean::new(stdout())),
+        Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut Clean::new(stdout())),
         Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }
+}
+
+/// Standard output for what a pipe must get as it is, a generated text or a configuration: cleaned for a terminal alone.
+fn on_terminal() -> Box<dyn Write> {
+    if stdout().is_terminal() { Box::new(Clean::new(stdout())) } else { Box::new(stdout()) }
+}
+
+/// Standard output for pages that clean their text themselves and colour it on a terminal.
+fn in_pipe() -> Box<dyn Write> {
+    if stdout().is_terminal() { Box::new(stdout()) } else { Box::new(Clean::new(stdout())) }
 }
 
 /// What a command that either works or fails exits with.

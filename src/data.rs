@@ -11,6 +11,8 @@ mod contain;
 pub mod corpus;
 mod document;
 pub mod grammar;
+mod growth;
+pub mod parquet_rows;
 pub mod shuffle;
 pub mod source;
 mod template;

@@ -28,7 +28,7 @@ pub use event::{
 };
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, read, read_whole};
-pub use process::{MachineMemory, ProcessId, ProcessStats, cpu_name, is_ignored};
+pub use process::{MachineMemory, ProcessId, ProcessStats, available_bytes, cpu_name, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{
     Curves, Figures, Happening, Layer, OverflowRow, Phase, ProbeTotals, RunState, SMOOTHING, SampleRow, TensorRow,

@@ -17,7 +17,7 @@ mod step;
 mod trainer;
 mod verify;
 
-pub use config::{Config, Init, Layers, Place, known_keys};
+pub use config::{Config, Init, Layers, Place, check_threads, known_keys};
 pub use fp8::Fp8Layer;
 pub use memory::{EngineBytes, largest_batch};
 pub use sample::Sampler;

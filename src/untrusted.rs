@@ -1,6 +1,6 @@
-//! What comes from outside: files that may be anything, and text that must not reach a terminal as it is.
+//! Untrusted input: files that may be pipes or devices, and text that must be escaped before it reaches a terminal.
 //!
-//! Text is cleaned in the writers, not where it is read: [`Clean`] around a stream, [`line`] and [`block`] for a message.
+//! Text is escaped by the writers, not by the readers: [`Clean`] wraps a stream, [`line`] and [`block`] escape a message.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -22,8 +22,8 @@ pub fn open(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Opens a file of our own to write it, with `options`. In a folder that somebody else has made its name may be a link to a
-/// file elsewhere, or a pipe: both are refused.
+/// Opens a file of a run for writing, with `options`. In a folder from someone else the name may be a link to another file, or a
+/// pipe: both are refused.
 ///
 /// # Errors
 /// What the operating system says; [`ErrorKind::InvalidData`] for anything but a regular file.
@@ -111,7 +111,12 @@ pub fn block(text: &str) -> Cow<'_, str> {
     if !text.contains(is_unsafe) {
         return text.into();
     }
-    escaped(text, |c| matches!(c, '\n' | '\t')).replace('\n', "\n  ").into()
+    lines(text).replace('\n', "\n  ").into()
+}
+
+/// `text` on its own lines, such as JSON, with every other [unsafe](is_unsafe) character escaped.
+pub fn lines(text: &str) -> Cow<'_, str> {
+    escaped(text, |c| matches!(c, '\n' | '\t'))
 }
 
 fn escaped(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
@@ -157,7 +162,7 @@ impl<W: Write> Write for Clean<W> {
         };
         self.rest = text.split_off(cut);
         let text = String::from_utf8_lossy(&text);
-        self.inner.write_all(escaped(&text, |c| matches!(c, '\n' | '\t')).as_bytes())?;
+        self.inner.write_all(lines(&text).as_bytes())?;
         Ok(bytes.len())
     }
 

@@ -156,6 +156,7 @@ fn nonsense_in_a_flag() {
         "--seed=-1",
         "--threads 0",
         "--threads all",
+        "--threads 9999",
         "--threads 99999999",
         "--batch-size 9999999999",
         "--device tpu",
@@ -221,6 +222,7 @@ fn a_model_that_is_none() {
     desk.model("wider", |config| config["n_embd"] = json!(64));
     desk.model("deeper", |config| config["n_layer"] = json!(4));
     desk.model("shallower", |config| config["n_layer"] = json!(2));
+    desk.model("deepest", |config| config["n_layer"] = json!(1 << 20));
     desk.model("relu", |config| config["activation_function"] = json!("relu"));
     desk.model("no-tokenizer", |_| {});
     fs::remove_file(desk.path("no-tokenizer/tokenizer.json")).unwrap();
@@ -249,6 +251,7 @@ fn a_model_that_is_none() {
         "--model wider",
         "--model deeper",
         "--model shallower",
+        "--model deepest",
         "--model relu",
         "--model no-tokenizer",
         "--model bad-tokenizer",
@@ -292,6 +295,8 @@ fn a_text_that_is_none() {
         "--data ftp://host/file",
         "--data hf://models/a/b",
         "--data text.txt --val missing.txt",
+        "--data text.txt --val ftp://host/file",
+        "--data /dev/zero",
         "--data text.txt --val short.txt",
         "--data middling.txt",
     ]);

@@ -230,3 +230,52 @@ fn a_gigabyte_is_tokenised_in_bounded_memory() {
     assert!(resident - mapped.min(resident) < 300, "peak {resident} MiB");
     assert!(megabytes_per_s > 10.0, "{megabytes_per_s} MB/s");
 }
+
+#[test]
+fn bits_per_byte_count_the_bytes_that_are_predicted() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = r#"{"prompt": "a long prompt that is only read", "completion": "ééé"}"#;
+    let train = file(folder.path(), "a.jsonl", &format!("{rows}\n{rows}\n"));
+    // Of two bytes a token, because the vocabulary is made of words.
+    let val = file(folder.path(), "b.txt", "ab ab ab ab ab ab");
+    let data = load(folder.path(), &train, Some(&val)).0.unwrap();
+    // Two completions of six bytes, and the end of the first document.
+    assert_eq!(data.bytes_per_token, 12.0 / 13.0);
+    assert_eq!(data.validation_bytes_per_token, 1.0);
+    let again = load(folder.path(), &train, Some(&val)).0.unwrap();
+    assert_eq!(again.bytes_per_token, data.bytes_per_token, "from the cache");
+}
+
+#[test]
+fn a_text_that_changes_while_it_is_read_is_refused_and_not_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = file(folder.path(), "a.txt", "what was hashed");
+    let Source::Path(path) = &source else { panic!() };
+    let mut rewrite = |_| fs::write(path, "something else ").unwrap();
+    let loaded = Loader::new(folder.path()).report_to(&mut rewrite).load(&source, None, &Tokenizer::byte());
+    assert!(loaded.unwrap_err().to_string().contains("the text has changed while it was read"));
+    assert!(token_files(folder.path()).is_empty());
+    let data = load(folder.path(), &source, None).0.unwrap();
+    assert_eq!(ids(&data.train)[..9], bytes("something"));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_text_and_a_device_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe.txt");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let writer = std::thread::spawn({
+        let pipe = pipe.clone();
+        move || fs::write(pipe, "through a pipe")
+    });
+    // Until the writer has opened it the pipe is empty.
+    let load = || load(folder.path(), &Source::Path(pipe.clone()), None).0;
+    let data = std::iter::repeat_with(load).find_map(Result::ok).unwrap();
+    assert_eq!(ids(&data.train), bytes("through a pi"));
+    writer.join().unwrap().unwrap();
+    for device in ["/dev/zero", "/dev/full"] {
+        let message = self::load(folder.path(), &Source::Path(device.into()), None).0.unwrap_err().to_string();
+        assert!(message.contains("not a regular file"), "{message}");
+    }
+}

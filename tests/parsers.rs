@@ -527,3 +527,16 @@ fn a_log_without_lines_is_passed_over() {
     assert!(peak(&|| assert_eq!(read(&path).unwrap().len(), 1)) < 64 << 20);
     assert!(fs::metadata(&path).unwrap().len() > 100 << 20, "nothing is cut off");
 }
+
+#[test]
+fn a_tokenizer_that_would_take_gigabytes_is_refused_in_bounded_memory() {
+    let model = json!({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"});
+    for normalizer in [
+        json!({"type": "Replace", "pattern": {"String": "a"}, "content": "a".repeat(1000)}),
+        json!({"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}),
+    ] {
+        let json = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": normalizer, "pre_tokenizer": null, "post_processor": null, "decoder": null, "model": model});
+        assert!(bounded(|| Tokenizer::from_json(json.to_string().into_bytes(), "x")).is_err());
+    }
+}

@@ -285,3 +285,84 @@ fn a_loss_far_above_chance_is_a_divergence() {
     assert!(said(&output).contains("lower the learning rate, or clip gradients"), "{}", said(&output));
     assert!(!said(&output).contains("use bf16"), "{}", said(&output));
 }
+
+#[test]
+fn promise_7_a_batch_that_does_not_fit_is_refused_with_the_one_that_does() {
+    let folder = folder();
+    for (before, arguments) in [
+        ("", "--batch-size 1048576".to_owned()),
+        ("ulimit -v 2000000", "--batch-size 8192".to_owned()),
+        ("ulimit -v 2000000", "--model gpt2 --init random --tokenizer tokenizer.json".to_owned()),
+    ] {
+        fs::write(folder.path().join("tokenizer.json"), finetune::data::Tokenizer::byte().json()).unwrap();
+        let line = format!("{SMALL} {arguments} --seq-len 64");
+        let output = shell(folder.path(), before, &line.replacen("--batch-size 2 ", "", 1)).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{before}; {arguments}: {}", said(&output));
+        let fits = "the largest batch that fits is";
+        let none = "not even a batch of 1 fits";
+        assert!(said(&output).contains(fits) || said(&output).contains(none), "{}", said(&output));
+        assert!(!folder.path().join("checkpoints").exists());
+    }
+}
+
+#[test]
+fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
+    let folder = folder();
+    let path = folder.path().join("a.parquet");
+    write_parquet(&path);
+    let good = fs::read(&path).unwrap();
+    let rows = |bytes: &[u8]| {
+        fs::write(&path, bytes).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        command.arg(finetune::data::parquet_rows::ARGUMENT).arg(&path);
+        command.stdin(Stdio::null()).output().unwrap()
+    };
+    let output = rows(&good);
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.starts_with("{\"row\":{\"text\":\"some words\"}}\n") && text.ends_with("\"end\"\n"), "{text}");
+    // In the long form, which is ignored, every byte; here some.
+    let every = std::env::var("PROMISES_PARQUET").map_or(29, |every| every.parse().unwrap());
+    let mut aborted = Vec::new();
+    for at in (0..good.len()).step_by(every) {
+        for value in [0x7F, 0xFF, good[at] ^ 0x80, good[at] ^ 1] {
+            let mut bad = good.clone();
+            bad[at] = value;
+            let status = rows(&bad).status;
+            if std::os::unix::process::ExitStatusExt::signal(&status) == Some(libc::SIGABRT) {
+                aborted.push((at, value));
+            } else {
+                assert_eq!(status.code(), Some(0), "byte {at} = {value}");
+            }
+        }
+    }
+    // One that asks for more memory than there may be becomes an error of the program that wants the rows.
+    if let Some((at, value)) = aborted.first() {
+        let mut bad = good.clone();
+        bad[*at] = *value;
+        fs::write(&path, bad).unwrap();
+        let output = finetune(folder.path(), &format!("--data a.parquet {SMALL}"));
+        assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+        assert!(said(&output).contains("takes more than 2 GiB of memory"), "{}", said(&output));
+    }
+    if every == 1 {
+        panic!("of {} files these end the reader: {aborted:?}", 4 * good.len());
+    }
+}
+
+fn write_parquet(path: &Path) {
+    use parquet::basic::Compression;
+    use parquet::data_type::{ByteArray, ByteArrayType};
+    use parquet::file::{properties::WriterProperties, writer::SerializedFileWriter};
+    let schema = parquet::schema::parser::parse_message_type("message rows { required binary text (UTF8); }").unwrap();
+    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+    let mut writer =
+        SerializedFileWriter::new(fs::File::create(path).unwrap(), schema.into(), properties.into()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    let values: Vec<ByteArray> = ["some words", "and some more", "some words"].map(ByteArray::from).to_vec();
+    column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+}

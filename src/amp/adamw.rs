@@ -55,6 +55,7 @@ impl AdamW {
     }
 
     fn push_group(&mut self, vars: Vec<Var>, params: ParamsAdamW) -> CandleResult<()> {
+        check(&params)?;
         let mut known: HashSet<_> = self.vars.iter().map(|var| var.id()).collect();
         let vars: Vec<_> = vars.into_iter().filter(|var| var.dtype().is_float()).collect();
         if let Some(var) = vars.iter().find(|var| !known.insert(var.id())) {
@@ -137,6 +138,22 @@ impl AdamW {
     }
 }
 
+/// Refuses settings with which an update would turn every weight into NaN or infinity.
+fn check(params: &ParamsAdamW) -> CandleResult<()> {
+    let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
+    for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
+        if !(value.is_finite() && value >= 0.0) {
+            candle_core::bail!("`{name}` of `AdamW` is {value}; it must be finite, and 0 or more");
+        }
+    }
+    for (name, beta) in [("beta1", beta1), ("beta2", beta2)] {
+        if !(0.0..1.0).contains(&beta) {
+            candle_core::bail!("`{name}` of `AdamW` is {beta}; it must be 0 or more, and below 1");
+        }
+    }
+    Ok(())
+}
+
 impl Slot {
     fn new(var: &Var, group: usize) -> CandleResult<Self> {
         let master = var.as_detached_tensor().to_dtype(wide(var.dtype()))?;
@@ -179,6 +196,8 @@ impl Optimizer for AdamW {
 
     /// One update of every variable that has a gradient, which may be of any floating type.
     fn step(&mut self, grads: &GradStore) -> CandleResult<()> {
+        // The program may have changed them since.
+        self.groups.iter().try_for_each(check)?;
         for (var, slot) in self.vars.iter().zip(&mut self.slots) {
             if let Some(grad) = grads.get(var) {
                 slot.update(var, grad, &self.groups[slot.group])?;

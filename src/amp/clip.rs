@@ -6,12 +6,13 @@ use super::widen;
 
 /// Shrinks the gradients of `vars` to a common L2 norm of at most `max_norm`; returns the norm they had.
 ///
-/// Unscale first, or pass `max_norm` times the scale. The norm is summed in FP32, whatever the gradients' type.
+/// Unscale first, or pass `max_norm` times the scale. The norm is summed in FP64, so that the squares of no
+/// finite gradient overflow.
 /// Gradients whose norm is not finite stay as they are, for the scaler to find.
 pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
     let mut sum_squares = 0.0;
     for grad in vars.iter().filter_map(|var| grads.get(var)) {
-        sum_squares += widen(grad)?.sqr()?.sum_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        sum_squares += widen(grad)?.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
     }
     let norm = sum_squares.sqrt();
     if norm.is_finite() && norm > max_norm {

@@ -5,7 +5,7 @@ use crate::screen::dashboard::format::scale;
 use crate::store::checkpoint::{
     Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify,
 };
-use crate::{Error, Result};
+use crate::{Error, Result, untrusted};
 use clap::{Args, Subcommand};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -96,7 +96,7 @@ pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode
         CheckpointCommand::Diff { a, b } => difference(&named(a), &named(b))?,
     };
     for line in lines {
-        writeln!(out, "{line}").map_err(Error::io("write to", "standard output"))?;
+        writeln!(out, "{}", untrusted::line(&line)).map_err(Error::io("write to", "standard output"))?;
     }
     Ok(if fine { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -52,7 +52,7 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
         std::fs::write(file, report.html()).map_err(Error::io("write", file))?;
     }
     let text = if args.json {
-        format!("{:#}\n", report.json())
+        crate::untrusted::lines(&format!("{:#}\n", report.json())).into_owned()
     } else {
         let page = report.page(args.width.unwrap_or_else(terminal_width), args.ascii);
         page.printed(stdout().is_terminal())

@@ -43,6 +43,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
         Some(data) => whole(data, &trained)?,
         None => validation(&trained)?,
     };
+    let windows = if args.seq_len.is_none() { windows.within(text.tokens.len()) } else { windows };
     let (model, weights) = trained.load(args.model.dtype)?;
     let count = windows.count(text.tokens.len());
     let watched = stderr().is_terminal();
@@ -56,7 +57,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
 }
 
-/// Tokens, and bytes of text behind each on average.
+/// Tokens, and bytes of text behind each that is predicted, on average.
 struct Text {
     tokens: TokenSource,
     bytes_per_token: f64,
@@ -83,7 +84,7 @@ fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),
     };
-    Ok((data, Text { tokens: set.validation, bytes_per_token: set.bytes_per_token }))
+    Ok((data, Text { tokens: set.validation, bytes_per_token: set.validation_bytes_per_token }))
 }
 
 fn as_json(args: &EvalArgs, trained: &TrainedModel, data: &str, windows: Windows, found: Evaluation) -> String {
@@ -104,6 +105,7 @@ fn as_json(args: &EvalArgs, trained: &TrainedModel, data: &str, windows: Windows
 fn as_text(data: &str, windows: Windows, found: Evaluation) -> String {
     let Evaluation { loss, perplexity, bits_per_byte, tokens, windows: count } = found;
     let Windows { seq_len, stride, .. } = windows;
+    let data = crate::untrusted::line(data);
     format!(
         "loss            {loss:.6} nats a token\nperplexity      {perplexity:.4}\nbits per byte   {bits_per_byte:.4}\n\
          predicted       {tokens} tokens of {data}\nwindows         {count} of {seq_len} tokens, stride {stride}"

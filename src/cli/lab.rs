@@ -57,7 +57,7 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     };
     let report = bench.report(view, args.run.as_deref())?;
     let text = if args.json {
-        report.json()? + "\n"
+        crate::untrusted::lines(&(report.json()? + "\n")).into_owned()
     } else {
         let page = explained(view.name(), &report, args.width.unwrap_or_else(terminal_width));
         let page = if args.ascii { page.ascii() } else { page };
@@ -303,6 +303,9 @@ impl MemoryArgs {
         if [batch, seq, accum].contains(&0) {
             return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1 or more"));
         }
+        if [batch, seq, accum].iter().any(|size| *size > 1 << 20) {
+            return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1048576 or fewer"));
+        }
         let setup = Setup {
             shape: [batch, seq, accum],
             budget: self.memory,
@@ -321,10 +324,15 @@ impl MemoryArgs {
 
 /// The shape of a run's model: its `config.json`, or in a log of an earlier version what the dimensions say of a GPT-2.
 fn shape_of(run: &RunFigures) -> Result<ModelSpec> {
+    const MOST: usize = 1 << 20;
     if run.started.model_config.is_object() {
         return ModelSpec::from_json(run.started.model_config.to_string().as_bytes(), "the run's log");
     }
     let shape = run.started.shape;
+    let sizes = [shape.vocab_size, shape.n_positions, shape.n_embd, shape.n_layer, shape.n_head];
+    if sizes.iter().any(|size| !(1..=MOST).contains(size)) {
+        return Err(Error::data("the run's log", format!("no model has the sizes {sizes:?}; name one with --model")));
+    }
     let (vocab_size, context) = (shape.vocab_size, shape.n_positions);
     let base = model_named("gpt2")?.resized(shape.n_layer, shape.n_embd, shape.n_head);
     let spec = ModelSpec { vocab_size, context, ..base };

@@ -6,7 +6,8 @@ use crate::data::names_in;
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::store::checkpoint::best;
-use crate::train::{locate, refuse_misspelling};
+use crate::train::{check_threads, locate, refuse_misspelling};
+use crate::untrusted;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{Write, stderr};
@@ -59,7 +60,8 @@ impl NameArgs {
         };
         let trained = TrainedModel::open(&folder, self.tokenizer.as_deref())?;
         for damage in &trained.damaged {
-            writeln!(stderr(), "warning: damaged and passed over: {damage}").ok();
+            let damage = damage.to_string();
+            writeln!(stderr(), "warning: damaged and passed over: {}", untrusted::line(&damage)).ok();
         }
         Ok(trained)
     }
@@ -81,9 +83,7 @@ pub(super) struct ModelArgs {
 impl ModelArgs {
     /// Runs `work` on the threads asked for.
     pub(super) fn on_threads<R: Send>(&self, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
-        if self.threads == Some(0) {
-            return Err(Error::config("--threads", "0 makes no sense here; use 1 or more"));
-        }
+        check_threads("--threads", self.threads)?;
         rayon::ThreadPoolBuilder::new()
             .num_threads(self.threads.unwrap_or(0))
             .thread_name(|i| format!("compute-{i}"))

@@ -85,7 +85,7 @@ impl StatusLine {
         match phase {
             Some(phase) => {
                 self.open = true;
-                write!(stderr(), "\r{}…\x1b[K", phase.to_string()).ok();
+                write!(stderr(), "\r{}…\x1b[K", crate::untrusted::line(&phase.to_string())).ok();
             }
             None => self.clear(),
         }
@@ -93,7 +93,7 @@ impl StatusLine {
 
     fn above(&mut self, text: &str) {
         self.clear();
-        writeln!(stderr(), "{text}").ok();
+        writeln!(stderr(), "{}", crate::untrusted::line(&text.to_string())).ok();
     }
 
     fn clear(&mut self) {

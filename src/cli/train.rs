@@ -6,6 +6,7 @@ use crate::cli::show::{ShowArgs, show};
 use crate::cli::tell::Teller;
 use crate::cli::{meant, run_or_path};
 use crate::screen::terminal::Interruption;
+use crate::store::hub::free_bytes;
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::telemetry::{Command, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, Trouble};
 use crate::train::{Config, Preparing, Trainer};
@@ -84,6 +85,8 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         }
         None => (new_run(&config)?, Vec::new()),
     };
+    let mut warnings = warnings;
+    warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
     run.write_config(&trainer.config().to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
     let history = RunState::history(log.path())?;
@@ -164,6 +167,29 @@ fn find(run: Option<&Path>, args: &TrainArgs, teller: &Teller) -> Result<Resumed
     let found = newest_good(&folder)?;
     let warnings = found.damaged.iter().map(|damage| format!("damaged and passed over: {damage}")).collect();
     Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
+}
+
+/// Looks for room for the checkpoints: none for even one is an error, none for all that are kept at once a warning.
+fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>> {
+    let Some(free) = free_bytes(run) else { return Ok(None) };
+    let there = list(run)?.iter().filter(|one| one.kind == Kind::Full).count() as u64;
+    let most = (config.checkpoint.keep_last as u64 + 1).saturating_sub(there).max(1);
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let message = format!(
+        "a checkpoint takes {:.1} MiB, up to {most} more are written before an older one goes, and {:.1} MiB are free \
+         in `{}`",
+        mib(bytes),
+        mib(free),
+        run.display()
+    );
+    match () {
+        () if free < bytes => {
+            let advice = "make room, or give another folder with --checkpoint-dir";
+            Err(Error::config("checkpoint.dir", format!("{message}; {advice}")))
+        }
+        () if free < bytes.saturating_mul(most) => Ok(Some(format!("{message}; make room, or keep fewer"))),
+        () => Ok(None),
+    }
 }
 
 /// A new folder for a run: the one asked for, which must not hold a run yet, or the next free number.

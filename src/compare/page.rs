@@ -6,6 +6,7 @@ use super::run::RunSummary;
 use crate::lab::{Line, Page, Role};
 use crate::screen::dashboard::{Axes, Plot, Role as Ink};
 use crate::telemetry::Series;
+use crate::untrusted::is_unsafe;
 
 /// Draws a run's curve; gives where its letter stands.
 type Curve<'a> = dyn Fn(&mut Plot, &RunSummary, Ink) -> Option<(f64, f64)> + 'a;
@@ -274,7 +275,7 @@ fn blocks(page: &mut Page, width: usize, heading: &str, columns: &[String], rows
 
 /// Cut to a number of columns, with an ellipsis.
 fn fit(text: &str, columns: usize) -> String {
-    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    let text: String = text.chars().map(|c| if is_unsafe(c) { ' ' } else { c }).collect();
     if text.chars().count() <= columns {
         return text;
     }

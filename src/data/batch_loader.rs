@@ -115,6 +115,11 @@ impl BatchLoader {
             if batch.ends_epoch { Cursor { epoch: epoch + 1, window: 0 } } else { Cursor { epoch, window: end } };
     }
 
+    /// Fails if a batch holds no text, because its tokens could not be read.
+    pub fn check(&self) -> Result<()> {
+        self.tokens.check()
+    }
+
     /// Windows that make an epoch.
     pub fn windows_per_epoch(&self) -> u64 {
         window_count(&self.tokens, self.seq_len)
@@ -174,6 +179,11 @@ impl EvalBatches {
         batch.ends_epoch = end == self.end;
         self.window = end;
         true
+    }
+
+    /// Fails if a batch held no text, because its tokens could not be read.
+    pub fn check(&self) -> Result<()> {
+        self.tokens.check()
     }
 
     /// Batches still to come.

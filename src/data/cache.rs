@@ -1,23 +1,23 @@
-//! Token files: a tokenised corpus on disk, memory-mapped, so that a second run starts at once and memory does not
+//! Token files: a tokenised corpus on disk, read as it is needed, so that a second run starts at once and memory does not
 //! grow with the corpus.
 //!
-//! A file is a header of 64 bytes (magic, format version, bytes a token, tokens, bytes of text, SHA-256 of the ids and
-//! of the header so far) and the ids in little endian. It is written under a temporary name and renamed when complete: other
-//! processes see the whole file or none, and whoever has mapped an older one keeps it.
+//! A file is a header of 64 bytes (magic, format version, bytes a token, tokens, bytes of the text in the loss, SHA-256 of the
+//! ids and of the header so far) and the ids in little endian. It is written under a temporary name and renamed when
+//! complete: other processes see the whole file or none, and whoever has opened an older one keeps it.
 
 use std::fs::File;
-use std::io::{BufWriter, Seek, Write};
+use std::io::{BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
-use memmap2::Mmap;
 use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
 use crate::{Error, Result};
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEADER_BYTES: usize = 64;
 
 /// Set in an id that is read but not trained on.
@@ -32,9 +32,9 @@ pub(super) enum Width {
     Four = 4,
 }
 
-/// How a file is called until it is complete. Its writer has it locked.
+/// Name prefix of a file that is not complete yet. Its writer holds a lock on it.
 const UNFINISHED: &str = ".tokens-";
-/// A writer locks its file as soon as it is there, which is sooner than this.
+/// A writer locks its file within less than this.
 const YOUNG: Duration = Duration::from_mins(1);
 
 /// Removes what killed writers have left in `folder`.
@@ -45,29 +45,30 @@ fn sweep(folder: &Path, young: Duration) {
         let Ok(modified) = entry.metadata().and_then(|metadata| metadata.modified()) else { continue };
         let old = modified.elapsed().is_ok_and(|age| age >= young);
         if unfinished && old && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()) {
-            // Another process may have been faster.
+            // Another process may have removed it already.
             let _ = std::fs::remove_file(entry.path());
         }
     }
 }
 
-/// A token file, verified and mapped.
+/// A verified token file. Ids are read on demand, not mapped: truncating a mapped file kills its readers with SIGBUS.
 #[derive(Debug)]
 pub(super) struct TokenFile {
-    map: Mmap,
+    file: File,
     width: Width,
+    tokens: usize,
+    trained: u64,
     text_bytes: u64,
+    /// Why ids could not be read, the first time.
+    failure: OnceLock<String>,
 }
 
 impl TokenFile {
-    /// Maps a token file after checking every byte of it. `Err` says what is wrong with the file.
-    pub(super) fn open(file: &File) -> Result<Self, String> {
-        // SAFETY: token files are only ever created under another name, renamed into place and removed; none is
-        // written to once it can be opened here, so the bytes behind the map do not change.
-        let map = unsafe { Mmap::map(file) }.map_err(|error| error.to_string())?;
-        let (Some(header), Some(body)) = (map.get(..HEADER_BYTES), map.get(HEADER_BYTES..)) else {
-            return Err(format!("{} bytes are too few", map.len()));
-        };
+    /// Takes a token file after checking every byte of it. `Err` says what is wrong with the file.
+    pub(super) fn open(mut file: File) -> Result<Self, String> {
+        let mut header = [0; HEADER_BYTES];
+        let length = file.metadata().map_err(|error| error.to_string())?.len();
+        file.rewind().and_then(|()| file.read_exact(&mut header)).map_err(|_| format!("{length} bytes are too few"))?;
         let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| header[at + i]));
         if header[..8] != MAGIC || number(8) as u32 != VERSION {
             return Err("its header is of another kind".to_owned());
@@ -77,42 +78,106 @@ impl TokenFile {
             4 => Width::Four,
             other => return Err(format!("it claims {other} bytes a token")),
         };
-        if number(16).checked_mul(width as u64) != Some(body.len() as u64) {
-            return Err(format!("it should hold {} tokens and holds {} bytes", number(16), body.len()));
+        let (tokens, bytes) = (number(16), length - HEADER_BYTES as u64);
+        if tokens.checked_mul(width as u64) != Some(bytes) {
+            return Err(format!("it should hold {tokens} tokens and holds {bytes} bytes"));
         }
-        if Sha256::new().chain_update(body).chain_update(&header[..32]).finalize()[..] != header[32..] {
+        let (mut hash, mut trained) = (Sha256::new(), tokens);
+        let mut buffer = vec![0; 1 << 18];
+        let mut rest = (&mut file).take(bytes);
+        loop {
+            let count = read_full(&mut rest, &mut buffer).map_err(|error| error.to_string())?;
+            let part = &buffer[..count];
+            hash.update(part);
+            if width == Width::Four {
+                trained -= part.as_chunks::<4>().0.iter().filter(|id| id[3] & 0x80 != 0).count() as u64;
+            }
+            if count < buffer.len() {
+                break;
+            }
+        }
+        if hash.chain_update(&header[..32]).finalize()[..] != header[32..] {
             return Err("its SHA-256 does not match".to_owned());
         }
-        let text_bytes = number(24);
-        Ok(Self { map, width, text_bytes })
+        Ok(Self { file, width, tokens: tokens as usize, trained, text_bytes: number(24), failure: OnceLock::new() })
     }
 
     /// Tokens in the file.
     pub(super) fn len(&self) -> usize {
-        (self.map.len() - HEADER_BYTES) / self.width as usize
+        self.tokens
     }
 
-    /// Bytes of text they were made from.
+    /// Those of them that are trained on.
+    pub(super) fn trained(&self) -> u64 {
+        self.trained
+    }
+
+    /// Bytes of the text that is trained on.
     pub(super) fn text_bytes(&self) -> u64 {
         self.text_bytes
     }
 
-    /// Copies ids from position `start` on, with [`CONTEXT_ONLY`] where it is set.
+    /// Copies ids from position `start` on, with [`CONTEXT_ONLY`] where it is set; zeros where the file cannot be read, which
+    /// [`Self::failure`] then tells.
     pub(super) fn read(&self, start: usize, out: &mut [u32]) {
         let width = self.width as usize;
-        let from = HEADER_BYTES + start * width;
-        let bytes = &self.map[from..from + out.len() * width];
-        match self.width {
-            Width::Two => {
-                let ids = bytes.as_chunks().0.iter().map(|&bytes| u16::from_le_bytes(bytes).into());
-                out.iter_mut().zip(ids).for_each(|(out, id)| *out = id);
+        let mut buffer = [0; 4096];
+        for (part, out) in out.chunks_mut(buffer.len() / width).enumerate() {
+            let first = start + part * (buffer.len() / width);
+            let bytes = &mut buffer[..out.len() * width];
+            if let Err(error) = read_at(&self.file, bytes, (HEADER_BYTES + first * width) as u64) {
+                let _ = self.failure.set(error.to_string());
+                bytes.fill(0);
             }
-            Width::Four => {
-                let ids = bytes.as_chunks().0.iter().map(|&bytes| u32::from_le_bytes(bytes));
-                out.iter_mut().zip(ids).for_each(|(out, id)| *out = id);
+            match self.width {
+                Width::Two => {
+                    let ids = bytes.as_chunks().0.iter().map(|&bytes| u16::from_le_bytes(bytes).into());
+                    out.iter_mut().zip(ids).for_each(|(out, id)| *out = id);
+                }
+                Width::Four => {
+                    let ids = bytes.as_chunks().0.iter().map(|&bytes| u32::from_le_bytes(bytes));
+                    out.iter_mut().zip(ids).for_each(|(out, id)| *out = id);
+                }
             }
         }
     }
+
+    /// Why ids could not be read, if that has happened.
+    pub(super) fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
+    }
+}
+
+/// Fills `buffer`, or as much of it as there is left.
+fn read_full(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match from.read(&mut buffer[filled..]) {
+            Ok(0) => break,
+            Ok(n) => filled += n,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
+
+#[cfg(unix)]
+fn read_at(file: &File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
+}
+
+#[cfg(windows)]
+fn read_at(file: &File, mut out: &mut [u8], mut offset: u64) -> std::io::Result<()> {
+    while !out.is_empty() {
+        let count = std::os::windows::fs::FileExt::seek_read(file, out, offset)?;
+        if count == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        out = &mut out[count..];
+        offset += count as u64;
+    }
+    Ok(())
 }
 
 /// Writes a token file piece by piece.
@@ -130,7 +195,7 @@ impl TokenWriter {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         sweep(folder, YOUNG);
         let file = NamedTempFile::with_prefix_in(UNFINISHED, folder).map_err(Error::io("create a file in", folder))?;
-        // Where a file system has no locks, a file that is written to is not old.
+        // On a file system without locks, the age protects a file that is being written.
         let _ = file.as_file().try_lock();
         let mut out = BufWriter::with_capacity(1 << 20, file);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
@@ -152,7 +217,7 @@ impl TokenWriter {
         self.out.write_all(&self.bytes).map_err(Error::io("write", self.out.get_ref().path()))
     }
 
-    /// Completes the file and maps it; without a `path` it keeps no name and goes when the map does.
+    /// Completes the file and opens it; without a `path` it keeps no name and goes when it is closed.
     pub(super) fn finish(mut self, text_bytes: u64, path: Option<&Path>) -> Result<TokenFile> {
         let temporary: PathBuf = self.out.get_ref().path().to_owned();
         let mut file = self.out.into_inner().map_err(|error| Error::io("write", &temporary)(error.into_error()))?;
@@ -172,7 +237,7 @@ impl TokenWriter {
             Some(path) => file.persist(path).map_err(|error| Error::io("create", path)(error.error))?,
             None => file.into_file(),
         };
-        TokenFile::open(&file).map_err(|problem| Error::data(temporary.display(), problem))
+        TokenFile::open(file).map_err(|problem| Error::data(temporary.display(), problem))
     }
 }
 
@@ -192,11 +257,26 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_is_cut_short_while_it_is_read_is_told_and_ends_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.tokens");
+        let mut writer = TokenWriter::create(folder.path(), Width::Two).unwrap();
+        writer.push(&[7; 100_000], true).unwrap();
+        let file = writer.finish(100_000, Some(&path)).unwrap();
+        let mut out = [0; 5000];
+        file.read(90_000, &mut out);
+        assert!(out.iter().all(|&id| id == 7) && file.failure().is_none());
+        File::options().write(true).open(&path).unwrap().set_len(1000).unwrap();
+        file.read(90_000, &mut out);
+        assert!(out.iter().all(|&id| id == 0) && file.failure().is_some());
+    }
+
+    #[test]
     fn ids_survive_in_both_widths() {
         for (width, top) in [(Width::Two, 65_535), (Width::Four, 70_000)] {
             let ids: Vec<u32> = (0..20).chain([top]).collect();
             let (_folder, path) = written(&ids, width);
-            let file = TokenFile::open(&File::open(path).unwrap()).unwrap();
+            let file = TokenFile::open(File::open(path).unwrap()).unwrap();
             assert_eq!((file.len(), file.text_bytes()), (21, 99));
             let mut out = vec![0; 21];
             file.read(0, &mut out);
@@ -237,9 +317,9 @@ mod tests {
             let at = at.index(bad.len());
             bad[at] ^= 1 << bit;
             std::fs::write(&path, &bad).unwrap();
-            prop_assert!(TokenFile::open(&File::open(&path).unwrap()).is_err());
+            prop_assert!(TokenFile::open(File::open(&path).unwrap()).is_err());
             std::fs::write(&path, &good[..keep.index(good.len())]).unwrap();
-            prop_assert!(TokenFile::open(&File::open(&path).unwrap()).is_err());
+            prop_assert!(TokenFile::open(File::open(&path).unwrap()).is_err());
         }
     }
 }

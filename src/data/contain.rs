@@ -1,4 +1,4 @@
-//! Panics of other people's parsers, contained: on damaged input some of them index out of bounds.
+//! Contains panics of other crates' parsers: on damaged input some of them index out of bounds.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
@@ -8,8 +8,8 @@ thread_local! {
     static SILENT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `work` returns, or `None` where it panics; nothing is said of that on standard error. Whatever `work` has changed must
-/// not be used after a `None`.
+/// Returns what `work` returns, or `None` if it panics, without a message on standard error. After `None`, do not use anything
+/// that `work` has changed.
 pub(crate) fn contained<T>(work: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

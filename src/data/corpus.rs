@@ -1,6 +1,5 @@
 //! From a [`Source`] to training and validation tokens, by way of the token cache.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use super::cache::{TokenFile, TokenWriter, Width};
@@ -10,8 +9,8 @@ use super::source::{Fetch, LoadEvent, Source};
 use super::tokenise::Tokenise;
 use super::tokenizer::Tokenizer;
 use super::tokens::TokenSource;
-use crate::Result;
 use crate::digest::Digest;
+use crate::{Error, Result, untrusted};
 
 /// The share of a corpus that trains; the rest, its contiguous tail, validates.
 const TRAIN_PERCENT: usize = 90;
@@ -22,12 +21,14 @@ const GRAMMAR_SEED: u64 = 0;
 /// Tokens to train and to validate on.
 #[derive(Clone, Debug)]
 pub struct Dataset {
-    /// What a run learns from.
+    /// Training tokens.
     pub train: TokenSource,
-    /// What it is measured on; no token is in both.
+    /// Validation tokens; no token is in both.
     pub validation: TokenSource,
-    /// Bytes of text behind each token on average: turns a loss in nats per token into bits per byte.
+    /// Bytes of text behind each training token in the loss, on average: turns nats per token into bits per byte.
     pub bytes_per_token: f64,
+    /// The same of the validation text; of its last tenth, the average of the whole.
+    pub validation_bytes_per_token: f64,
     /// The least loss attainable in nats per token, where that is known.
     pub entropy_per_token: Option<f64>,
     /// SHA-256 over tokenizer and text in hexadecimal; a resumed run must find the same.
@@ -35,7 +36,7 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// [`Loader::load`] with the folder `data`, no network and nobody listening.
+    /// [`Loader::load`] with the folder `data`, without network or progress reports.
     pub fn load(source: &Source, validation: Option<&Source>, tokenizer: &Tokenizer) -> Result<Self> {
         Loader::new("data").load(source, validation, tokenizer)
     }
@@ -51,7 +52,8 @@ pub struct Loader<'a> {
 /// One tokenised source.
 struct Corpus {
     tokens: TokenSource,
-    text_bytes: u64,
+    /// Of text that is trained on, prompts left out.
+    bytes_per_token: f64,
     /// Tokenizer and content.
     key: String,
 }
@@ -79,12 +81,14 @@ impl<'a> Loader<'a> {
     /// Reads and tokenises `source`; validation is `validation`, or the last tenth of the tokens without one.
     pub fn load(&mut self, source: &Source, validation: Option<&Source>, tokenizer: &Tokenizer) -> Result<Dataset> {
         let corpus = self.corpus(source, tokenizer)?;
-        let bytes_per_token = corpus.text_bytes as f64 / corpus.tokens.len().max(1) as f64;
+        let bytes_per_token = corpus.bytes_per_token;
+        let mut validation_bytes_per_token = bytes_per_token;
         let mut keys = corpus.key;
         let (train, validation) = match validation {
             Some(validation) => {
                 let validation = self.corpus(validation, tokenizer)?;
                 keys += &validation.key;
+                validation_bytes_per_token = validation.bytes_per_token;
                 (corpus.tokens, validation.tokens)
             }
             None => corpus.tokens.split_at(corpus.tokens.len() * TRAIN_PERCENT / 100),
@@ -94,16 +98,16 @@ impl<'a> Loader<'a> {
             train,
             validation,
             bytes_per_token,
+            validation_bytes_per_token,
             entropy_per_token,
             fingerprint: Digest::of(keys.as_bytes()).sha256,
         })
     }
 
-    /// All tokens of `source`, and the bytes of text behind each on average.
+    /// All tokens of `source`, and the bytes of text behind each in the loss, on average.
     pub fn load_whole(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
         let corpus = self.corpus(source, tokenizer)?;
-        let bytes_per_token = corpus.text_bytes as f64 / corpus.tokens.len().max(1) as f64;
-        Ok((corpus.tokens, bytes_per_token))
+        Ok((corpus.tokens, corpus.bytes_per_token))
     }
 
     fn corpus(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<Corpus> {
@@ -111,7 +115,8 @@ impl<'a> Loader<'a> {
             let text = grammar::text(GRAMMAR_SEED, grammar::CORPUS_BYTES);
             let key = Digest::of((tokenizer.fingerprint() + &text).as_bytes()).sha256;
             let tokens = TokenSource::from_ids(tokenizer.encode(&text)?);
-            return Ok(Corpus { tokens, text_bytes: text.len() as u64, key });
+            let bytes_per_token = text.len() as f64 / tokens.len().max(1) as f64;
+            return Ok(Corpus { tokens, bytes_per_token, key });
         }
         let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
         let files = source.files(fetch)?;
@@ -119,19 +124,19 @@ impl<'a> Loader<'a> {
         let path = self.folder.join(format!("{}.tokens", &key[..32]));
         let file = match self.cached(&path) {
             Some(file) => file,
-            None => self.tokenise(&files.documents, tokenizer, &path)?,
+            None => self.tokenise(&files.documents, tokenizer, &key, &path)?,
         };
-        let text_bytes = file.text_bytes();
-        Ok(Corpus { tokens: TokenSource::from_file(file), text_bytes, key })
+        let bytes_per_token = file.text_bytes() as f64 / file.trained().max(1) as f64;
+        Ok(Corpus { tokens: TokenSource::from_file(file), bytes_per_token, key })
     }
 
     /// The token file at `path`, if it is there and whole.
     fn cached(&mut self, path: &Path) -> Option<TokenFile> {
-        let opened = TokenFile::open(&File::open(path).ok()?);
+        let opened = TokenFile::open(untrusted::open(path).ok()?);
         opened.map_err(|why| self.notice(format!("`{}` is damaged ({why}): tokenising again", path.display()))).ok()
     }
 
-    fn tokenise(&mut self, documents: &[Document], tokenizer: &Tokenizer, path: &Path) -> Result<TokenFile> {
+    fn tokenise(&mut self, documents: &[Document], tokenizer: &Tokenizer, key: &str, path: &Path) -> Result<TokenFile> {
         let rows = documents.iter().any(|document| document.format != Format::Text);
         let width = if rows || tokenizer.vocab_size() > 1 << 16 { Width::Four } else { Width::Two };
         let (writer, kept) = match TokenWriter::create(&self.folder, width) {
@@ -144,6 +149,11 @@ impl<'a> Loader<'a> {
         let mut ignore = |_| {};
         let report = self.report.as_mut().map_or(&mut ignore as &mut dyn FnMut(LoadEvent), |report| &mut **report);
         let (writer, text_bytes) = Tokenise::new(tokenizer, writer, report).run(documents)?;
+        // The cache keeps the tokens under this key for good, so they must be those of the text that was hashed.
+        if content_key(documents, tokenizer)? != key {
+            let origin = documents.first().map_or("data", |document| &document.origin);
+            return Err(Error::data(origin, "the text has changed while it was read; start again when it is complete"));
+        }
         writer.finish(text_bytes, kept)
     }
 

@@ -8,17 +8,18 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use parquet::file::reader::{FileReader, SerializedFileReader};
-use parquet::schema::types::Type;
 use serde::Deserialize;
 
-use super::contain::contained;
+use super::parquet_rows;
 use crate::{Error, Result, untrusted};
 
-/// Bytes of text that are tokenised at a time.
+/// Bytes of text that are tokenised at a time, where they end with a seam.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// A row longer than this is taken for a file of another kind.
+/// Text without a seam is tokenised as a whole up to this length.
+const MAX_PIECE_BYTES: usize = 1 << 20;
+
+/// A longer row means that the file is not JSON Lines.
 const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// How a file is read; decided by its name.
@@ -60,7 +61,7 @@ pub(super) struct Piece {
     pub(super) starts_document: bool,
 }
 
-/// Takes the pieces as they are read, and may refuse to go on.
+/// Receives the pieces as they are read; an error stops the reading.
 pub(super) type Sink<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
 
 impl Document {
@@ -90,7 +91,7 @@ impl Document {
             let ended = read.map_err(Error::io("read", &self.path))? == 0;
             let text = match std::str::from_utf8(&buffer) {
                 Ok(text) => text,
-                // A character cut in two by the buffer's end; its rest comes with the next read.
+                // The buffer ends within a character; the rest comes with the next read.
                 Err(error) if !ended && error.error_len().is_none() => {
                     std::str::from_utf8(&buffer[..error.valid_up_to()]).unwrap_or_default()
                 }
@@ -103,7 +104,8 @@ impl Document {
                     )));
                 }
             };
-            let cut = if ended { text.len() } else { seam(text) };
+            let cut = if ended { text.len() } else { seam(text).unwrap_or(0) };
+            let cut = if cut == 0 && text.len() >= MAX_PIECE_BYTES { text.len() } else { cut };
             blank &= text[..cut].trim().is_empty();
             if cut > 0 {
                 sink(Piece { text: text[..cut].to_owned(), trained: true, starts_document: position == 0 })?;
@@ -141,25 +143,16 @@ impl Document {
     }
 
     fn read_parquet(&self, sink: &mut Sink) -> Result<()> {
-        let damaged =
-            |error: parquet::errors::ParquetError| self.error(format!("not a readable Parquet file: {error}"));
-        let file = self.open()?;
-        let reader = unpanicked(|| SerializedFileReader::new(file)).map_err(damaged)?;
-        let schema = reader.metadata().file_metadata().schema();
-        let wanted = schema.get_fields().iter().filter(|field| Row::FIELDS.contains(&field.name())).cloned().collect();
-        let projection = Type::group_type_builder(schema.name()).with_fields(wanted).build().map_err(damaged)?;
-        if projection.get_fields().is_empty() {
-            let columns: Vec<_> = schema.get_fields().iter().map(|field| format!("`{}`", field.name())).collect();
-            return Err(self.error(format!("its columns are {}; {}", columns.join(", "), Row::EXPECTED)));
-        }
         let mut rows = 0;
-        let mut iterator = unpanicked(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
-        let mut next = || unpanicked(|| Ok(iterator.next().transpose()?.map(|row| row.to_json_value())));
-        while let Some(value) = next().map_err(damaged)? {
+        let mut row = |value| {
             rows += 1;
             let row = serde_json::from_value::<Row>(value).map_err(|error| self.row_error(rows, &error))?;
-            row.pieces(sink).map_err(|problem| self.sink_error(rows, problem))?;
-        }
+            row.pieces(sink).map_err(|problem| self.sink_error(rows, problem))
+        };
+        parquet_rows::read(&self.path, &mut row).map_err(|error| match error {
+            parquet_rows::Failure::File(message) => self.error(message),
+            parquet_rows::Failure::Row(error) => error,
+        })?;
         if rows == 0 { Err(self.error("holds no rows")) } else { Ok(()) }
     }
 
@@ -183,14 +176,9 @@ impl Document {
     }
 }
 
-/// Turns a panic of the Parquet crate into its error: some damaged pages make it index out of bounds (60.1).
-fn unpanicked<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> parquet::errors::Result<T> {
-    contained(read).unwrap_or_else(|| Err(parquet::errors::ParquetError::General("a page is damaged".to_owned())))
-}
-
 /// One row, whichever of its columns it has.
 #[derive(Deserialize)]
-struct Row {
+pub(super) struct Row {
     text: Option<String>,
     prompt: Option<String>,
     completion: Option<String>,
@@ -203,7 +191,7 @@ struct Message {
     content: String,
 }
 
-/// Why a row gave no pieces.
+/// Why a row could not be used.
 enum Problem {
     /// None of the known shapes.
     Shape,
@@ -217,8 +205,8 @@ impl From<Error> for Problem {
 }
 
 impl Row {
-    const FIELDS: [&str; 4] = ["text", "prompt", "completion", "messages"];
-    const EXPECTED: &str = "a row needs `text`, or `prompt` and `completion`, or `messages`";
+    pub(super) const FIELDS: [&str; 4] = ["text", "prompt", "completion", "messages"];
+    pub(super) const EXPECTED: &str = "a row needs `text`, or `prompt` and `completion`, or `messages`";
 
     fn pieces(self, sink: &mut Sink) -> Result<(), Problem> {
         match self {
@@ -240,11 +228,12 @@ impl Row {
     }
 }
 
-/// Hands on a text of any length in pieces.
+/// Passes a text of any length on in pieces.
 fn emit(mut text: &str, trained: bool, mut starts_document: bool, sink: &mut Sink) -> Result<()> {
     while !text.is_empty() {
         let limit = text.floor_char_boundary(PIECE_BYTES);
-        let cut = if limit == text.len() { limit } else { seam(&text[..limit]) };
+        let cut =
+            if limit == text.len() { limit } else { seam(&text[..limit]).unwrap_or_else(|| next_seam(text, limit)) };
         sink(Piece { text: text[..cut].to_owned(), trained, starts_document })?;
         text = &text[cut..];
         starts_document = false;
@@ -252,17 +241,22 @@ fn emit(mut text: &str, trained: bool, mut starts_document: bool, sink: &mut Sin
     Ok(())
 }
 
-/// Where a text may be cut so that its parts give the tokens of the whole: between a letter or digit and white space,
-/// where byte-level BPE always starts a new word. Without such a place, the end.
-fn seam(text: &str) -> usize {
-    let mut after = None;
-    for (index, c) in text.char_indices().rev() {
-        if let Some(after) = after.filter(|_| c.is_alphanumeric()) {
-            return after;
-        }
-        after = c.is_whitespace().then_some(index);
-    }
-    text.len()
+/// The last place where a text may be cut so that its parts give the tokens of the whole: between a letter or digit and a
+/// space. There byte-level BPE always starts a new word, and a tokenizer that puts a space in front of a text finds one there.
+fn seam(text: &str) -> Option<usize> {
+    let bytes = text.as_bytes();
+    (1..bytes.len()).rev().find(|&at| is_seam(text, bytes, at))
+}
+
+/// The first such place behind `from`, but not beyond [`MAX_PIECE_BYTES`].
+fn next_seam(text: &str, from: usize) -> usize {
+    let limit = text.floor_char_boundary(MAX_PIECE_BYTES);
+    (from.max(1)..limit).find(|&at| is_seam(text, text.as_bytes(), at)).unwrap_or(limit)
+}
+
+fn is_seam(text: &str, bytes: &[u8], at: usize) -> bool {
+    // What stands before a space is a whole character.
+    bytes[at] == b' ' && text[..at].chars().next_back().is_some_and(char::is_alphanumeric)
 }
 
 fn line_feeds(bytes: &[u8]) -> usize {
@@ -373,6 +367,23 @@ mod tests {
         assert!(refusal("a.parquet", b"text").contains("not a readable Parquet file"));
     }
 
+    #[test]
+    fn a_text_without_a_seam_is_tokenised_as_a_whole() {
+        for unit in ["<|endoftext|>", "word", "7", "漢"] {
+            let text = unit.repeat(3 * PIECE_BYTES / unit.len());
+            assert_eq!(read("a.txt", text.as_bytes()).unwrap().len(), 1, "{unit}");
+            let row = serde_json::json!({ "text": text }).to_string();
+            assert_eq!(read("a.jsonl", row.as_bytes()).unwrap().len(), 1, "{unit}");
+            let long = unit.repeat(2 * MAX_PIECE_BYTES / unit.len());
+            let pieces = read("a.txt", long.as_bytes()).unwrap();
+            assert!(pieces.iter().all(|piece| piece.text.len() <= MAX_PIECE_BYTES + PIECE_BYTES), "{unit}");
+            assert_eq!(pieces.into_iter().map(|piece| piece.text).collect::<String>(), long);
+        }
+        // A tokenizer that puts a space in front of every text finds one there.
+        let lines = "a line of words\n".repeat(PIECE_BYTES / 8);
+        assert!(read("a.txt", lines.as_bytes()).unwrap()[1..].iter().all(|piece| piece.text.starts_with(' ')));
+    }
+
     fn write_parquet(path: &Path, names: &[&str], columns: &[&[&str]]) {
         use parquet::data_type::{ByteArray, ByteArrayType};
         let fields = names.iter().map(|name| format!("required binary {name} (UTF8);")).collect::<Vec<_>>().join(" ");
@@ -397,7 +408,7 @@ mod tests {
         fn both_sides_of_a_seam_give_the_tokens_of_the_whole(text in "([a-z]{1,5}|[ \\n]{1,3}|'s|[0-9é.,!]{1,2}){2,30}") {
             static TOKENIZER: LazyLock<Tokenizer> =
                 LazyLock::new(|| Tokenizer::from_json(byte_level_bpe(), "test").unwrap());
-            let cut = seam(&text);
+            let cut = seam(&text).unwrap_or(text.len());
             let mut ids = TOKENIZER.encode(&text[..cut]).unwrap();
             ids.extend(TOKENIZER.encode(&text[cut..]).unwrap());
             prop_assert_eq!(ids, TOKENIZER.encode(&text).unwrap());

@@ -11,11 +11,11 @@ use super::document::{Document, Format};
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result};
 
-/// What the errors about a wrong source end with.
+/// The advice at the end of errors about a source.
 const KINDS: &str = "give `grammar`, `tiny_shakespeare`, a `.txt`, `.jsonl` or `.parquet` file, a folder or glob of \
                      those, `hf://datasets/owner/name/file`, or `-` for standard input";
 
-/// No text that comes through a pipe is longer: it is copied to the disk first.
+/// Limit on the text that comes through a pipe, which is copied to disk first.
 const MAX_SPOOL: u64 = 64 << 30;
 
 /// Karpathy's sample of Shakespeare's plays (public domain), 1,115,394 bytes, compressed with `zstd --ultra -22`.

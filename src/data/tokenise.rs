@@ -22,6 +22,7 @@ pub(super) struct Tokenise<'a> {
     batch: Vec<Piece>,
     batch_bytes: usize,
     text_bytes: u64,
+    trained_bytes: u64,
     /// Whether the last piece written was trained on; then so is the end of its document. `None` before the first.
     last_trained: Option<bool>,
     trained_tokens: u64,
@@ -30,10 +31,11 @@ pub(super) struct Tokenise<'a> {
 impl<'a> Tokenise<'a> {
     pub(super) fn new(tokenizer: &'a Tokenizer, writer: TokenWriter, report: &'a mut dyn FnMut(LoadEvent)) -> Self {
         let (batch, last_trained) = (Vec::new(), None);
-        Self { tokenizer, writer, report, batch, batch_bytes: 0, text_bytes: 0, last_trained, trained_tokens: 0 }
+        let (batch_bytes, text_bytes, trained_bytes, trained_tokens) = (0, 0, 0, 0);
+        Self { tokenizer, writer, report, batch, batch_bytes, text_bytes, trained_bytes, last_trained, trained_tokens }
     }
 
-    /// Tokenises `documents`; the writer to finish, and the bytes of text.
+    /// Tokenises `documents`; the writer to finish, and the bytes of the text that is trained on.
     pub(super) fn run(mut self, documents: &[Document]) -> Result<(TokenWriter, u64)> {
         let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
         let total = sizes.iter().sum();
@@ -43,6 +45,7 @@ impl<'a> Tokenise<'a> {
             let text_before = self.text_bytes;
             document.read(&mut |piece| {
                 self.text_bytes += piece.text.len() as u64;
+                self.trained_bytes += if piece.trained { piece.text.len() as u64 } else { 0 };
                 self.batch_bytes += piece.text.len();
                 self.batch.push(piece);
                 if self.batch_bytes >= BATCH_BYTES {
@@ -64,7 +67,7 @@ impl<'a> Tokenise<'a> {
                 "nothing to learn: no `completion` and no message of the role `assistant`",
             ));
         }
-        Ok((self.writer, self.text_bytes))
+        Ok((self.writer, self.trained_bytes))
     }
 
     fn flush(&mut self) -> Result<()> {

@@ -19,8 +19,8 @@ const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "<|im_end|>"
 /// The byte tokenizer's end-of-text id, after the 256 bytes.
 const BYTE_EOS: u32 = 256;
 
-/// No vocabulary in use takes a tenth of this.
-const MAX_BYTES: u64 = 512 << 20;
+/// The largest vocabularies in use, of 260,000 tokens, take a third of this.
+const MAX_BYTES: u64 = 128 << 20;
 
 /// Turns text into token ids and back. Cheap to clone, and shared between threads.
 #[derive(Clone)]
@@ -81,6 +81,7 @@ impl Tokenizer {
             return Ok(Self { kind: Kind::Byte, json: json.into() });
         }
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
+        super::growth::check(&value).map_err(unusable)?;
         let read =
             contained(|| Kind::hugging_face(&json)).unwrap_or_else(|| Err("its parts do not fit together".into()));
         Ok(Self { kind: read.map_err(unusable)?, json: json.into() })

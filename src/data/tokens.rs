@@ -18,7 +18,7 @@ pub struct TokenSource {
 #[derive(Debug)]
 enum Store {
     Memory(Vec<u32>),
-    Mapped(TokenFile),
+    File(TokenFile),
 }
 
 impl TokenSource {
@@ -29,7 +29,7 @@ impl TokenSource {
 
     /// Reads ids from a token file.
     pub(super) fn from_file(file: TokenFile) -> Self {
-        Self::over(Store::Mapped(file))
+        Self::over(Store::File(file))
     }
 
     fn over(store: Store) -> Self {
@@ -71,8 +71,17 @@ impl TokenSource {
         assert!(range.end <= self.view.end, "tokens {start}..{} of {}", start + out.len(), self.len());
         match &*self.store {
             Store::Memory(ids) => out.copy_from_slice(&ids[range]),
-            Store::Mapped(file) => file.read(range.start, out),
+            Store::File(file) => file.read(range.start, out),
         }
+    }
+
+    /// Fails if tokens that were read are none, because their file could not be read.
+    pub fn check(&self) -> Result<()> {
+        let Store::File(file) = &*self.store else { return Ok(()) };
+        file.failure().map_or(Ok(()), |failure| {
+            let message = format!("the token cache was damaged while it was in use ({failure}); start again");
+            Err(Error::data("data", message))
+        })
     }
 
     /// The first `at` tokens, and the rest.
@@ -100,7 +109,7 @@ impl Store {
     fn len(&self) -> usize {
         match self {
             Self::Memory(ids) => ids.len(),
-            Self::Mapped(file) => file.len(),
+            Self::File(file) => file.len(),
         }
     }
 }

@@ -41,6 +41,14 @@ impl Windows {
         Ok(Self { seq_len, stride, batch_size })
     }
 
+    /// The same for a text of `tokens` tokens, no longer than it: what lies behind its end costs time and changes nothing.
+    #[must_use]
+    pub fn within(self, tokens: usize) -> Self {
+        let longest = tokens.saturating_sub(1).max(1);
+        let (seq_len, stride) = (self.seq_len.min(longest), self.stride.min(longest));
+        Self { seq_len, stride, ..self }
+    }
+
     /// Windows that it takes to predict all of `tokens` tokens but the first.
     pub fn count(&self, tokens: usize) -> usize {
         let targets = tokens.saturating_sub(1);
@@ -68,7 +76,7 @@ pub struct Evaluation {
     pub windows: usize,
 }
 
-/// Evaluates a model on `tokens`, of which each stands for `bytes_per_token` bytes on average; `progress` hears the
+/// Evaluates a model on `tokens`, of which each that is predicted stands for `bytes_per_token` bytes on average; `progress` hears the
 /// windows done after every batch.
 pub fn evaluate(
     model: &Decoder,
@@ -103,6 +111,7 @@ pub fn evaluate(
         predicted += targets.iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
         progress(count.min(first + batch_size));
     }
+    tokens.check()?;
     if predicted == 0 {
         return Err(Error::data("the text", "holds no token to predict; it takes at least two tokens"));
     }

@@ -27,6 +27,9 @@ pub struct Sampling {
     pub seed: u64,
 }
 
+/// A temperature below which logits over it may not be finite.
+const COLD: f64 = 1e-3;
+
 impl Default for Sampling {
     fn default() -> Self {
         Self { temperature: 1.0, top_k: None, top_p: None, repetition_penalty: 1.0, seed: 0 }
@@ -48,14 +51,39 @@ impl Sampling {
         check(fine, "--repetition-penalty", format!("`{penalty}` is not between 0.01 and 100; 1 changes nothing"))
     }
 
+    /// The logits as the choice is made from them: with top-k and top-p, those outside of the k largest are gone before the
+    /// probabilities are summed, as in transformers; at a temperature that would divide them into infinities, the largest
+    /// is 0.
+    fn prepared(&self, logits: &Tensor) -> Result<Tensor> {
+        let both = self.top_p.and(self.top_k).filter(|_| self.temperature > 0.0);
+        let cold = self.temperature > 0.0 && self.temperature < COLD;
+        if both.is_none() && !cold {
+            return Ok(logits.clone());
+        }
+        let mut values = logits.to_vec1::<f32>()?;
+        if let Some(k) = both.filter(|k| *k < values.len()) {
+            let mut sorted = values.clone();
+            let (_, least, _) = sorted.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a));
+            let least = *least;
+            values.iter_mut().filter(|value| **value < least).for_each(|value| *value = f32::NEG_INFINITY);
+        }
+        if cold {
+            let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            values.iter_mut().for_each(|value| *value -= largest);
+        }
+        Ok(Tensor::new(values, logits.device())?)
+    }
+
     fn choice(&self) -> Choice {
-        let temperature = self.temperature;
+        // Below, the reciprocal leaves FP32's range; all but the largest logits have no probability there anyway.
+        let temperature = if self.temperature == 0.0 { 0.0 } else { self.temperature.max(1e-30) };
         match (self.top_k, self.top_p) {
             _ if temperature == 0.0 => Choice::ArgMax,
             (None, None) => Choice::All { temperature },
             (Some(k), None) => Choice::TopK { k, temperature },
             (None, Some(p)) => Choice::TopP { p, temperature },
-            (Some(k), Some(p)) => Choice::TopKThenTopP { k, p, temperature },
+            // Of what top-k has left: see `keep_top`.
+            (Some(_), Some(p)) => Choice::TopP { p, temperature },
         }
     }
 }
@@ -115,7 +143,8 @@ pub fn generate(
         let hidden = model.decode(weights, &seen[new..], cache)?;
         let last = hidden.narrow(0, seen.len() - new - 1, 1)?;
         let logits = model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?;
-        let next = processor.sample(&penalised(logits, request.sampling.repetition_penalty, &seen)?)?;
+        let logits = penalised(logits, request.sampling.repetition_penalty, &seen)?;
+        let next = processor.sample(&request.sampling.prepared(&logits)?)?;
         if request.eos == Some(next) {
             return Ok(Stop::EndOfText);
         }
@@ -157,6 +186,36 @@ mod tests {
         ] {
             let message = sampling.validate().unwrap_err().to_string();
             assert!(message.starts_with(flag), "{message}");
+        }
+    }
+
+    /// transformers 5.0: `TopKLogitsWarper(3)`, then `TopPLogitsWarper(0.5)`, keep the first two of these; half of the whole
+    /// distribution would be the first three.
+    #[test]
+    fn top_p_is_of_what_top_k_has_left() {
+        let probabilities = [0.25f32, 0.2, 0.15, 0.14, 0.13, 0.13];
+        let logits = Tensor::new(&probabilities.map(f32::ln), &candle_core::Device::Cpu).unwrap();
+        let chosen = |sampling: Sampling| {
+            let choose = |seed| {
+                let mut processor = LogitsProcessor::from_sampling(seed, sampling.choice());
+                processor.sample(&sampling.prepared(&logits).unwrap()).unwrap()
+            };
+            (0..300).map(choose).collect::<std::collections::BTreeSet<u32>>()
+        };
+        let base = Sampling { top_p: Some(0.5), ..Sampling::default() };
+        assert_eq!(chosen(base.clone()).into_iter().collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(chosen(Sampling { top_k: Some(3), ..base }).into_iter().collect::<Vec<_>>(), [0, 1]);
+    }
+
+    #[test]
+    fn the_coldest_temperature_takes_the_likeliest_token() {
+        let logits = Tensor::new(&[80.0f32, -3.0, 90.0, 89.9], &candle_core::Device::Cpu).unwrap();
+        for temperature in [1e-5, 1e-38, 1e-300, f64::MIN_POSITIVE] {
+            for (top_k, top_p) in [(None, None), (Some(2), None), (None, Some(0.9)), (Some(3), Some(0.9))] {
+                let sampling = Sampling { temperature, top_k, top_p, ..Sampling::default() };
+                let mut processor = LogitsProcessor::from_sampling(0, sampling.choice());
+                assert_eq!(processor.sample(&sampling.prepared(&logits).unwrap()).unwrap(), 2, "{sampling:?}");
+            }
         }
     }
 

@@ -2,6 +2,8 @@
 //!
 //! A role never is the only carrier of a meaning; without colour the text says the same.
 
+use crate::untrusted::line;
+
 /// What a part of a line is; a theme gives it a colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
@@ -69,7 +71,7 @@ impl Line {
     /// Adds a part.
     #[must_use]
     pub fn with(mut self, role: Role, text: impl Into<String>) -> Self {
-        self.spans.push(Span { text: text.into(), role });
+        self.spans.push(Span { text: line(&text.into()).into_owned(), role });
         self
     }
 

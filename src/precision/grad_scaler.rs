@@ -108,11 +108,12 @@ impl GradScaler {
     pub fn resume(config: GradScalerConfig, state: ScalerState) -> Result<Self> {
         config.validate()?;
         check_scale("scale", state.scale)?;
-        if !(1..=config.hysteresis).contains(&state.hysteresis_left) {
-            let (left, of) = (state.hysteresis_left, config.hysteresis);
-            return Err(Error::Scaler(format!("a state with {left} overflows left does not fit `hysteresis` {of}")));
+        if state.hysteresis_left == 0 {
+            return Err(Error::Scaler("a state with no overflow left before the next backs off is damaged".into()));
         }
-        Ok(Self { config, state })
+        // The configuration may have changed since.
+        let hysteresis_left = state.hysteresis_left.min(config.hysteresis);
+        Ok(Self { config, state: ScalerState { hysteresis_left, ..state } })
     }
 
     fn start(config: GradScalerConfig) -> Self {

@@ -1,4 +1,4 @@
-//! Where training hands in its events: they get a time, a line in the log, and a place on the screen if there is one.
+//! Takes training's events: stamps them, logs them, and passes them to the screen if there is one.
 
 use super::event::{Event, Record, Trouble, VERSION};
 use super::log::EventLog;
@@ -6,7 +6,7 @@ use crate::Result;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Events a screen may lag behind before some are kept from it.
+/// Events a screen may lag behind before it misses some.
 const QUEUE: usize = 8192;
 
 /// What else takes in a run's records: a file for another program, figures that are served.
@@ -96,7 +96,7 @@ impl Emitter {
         self.refused = !self.refused;
         let warning = self.stamp(Event::Warning(Trouble { step, message }));
         if let Some(log) = &mut self.log {
-            // Told already, if it is refused.
+            // A refusal of this one has been reported already.
             let _ = log.append(&warning);
         }
         self.show(warning);

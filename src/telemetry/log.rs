@@ -19,14 +19,14 @@ use std::path::{Path, PathBuf};
 pub struct EventLog {
     path: PathBuf,
     file: File,
-    /// What is not written yet: nothing between two records, unless the disk refuses them. It may begin within a line.
+    /// Bytes not written yet: empty between two records unless the disk refuses them. May start in the middle of a line.
     pending: Vec<u8>,
-    /// Records for which there was no room in `pending`.
+    /// Records dropped because `pending` was full.
     dropped: u64,
     last_seconds: f64,
 }
 
-/// Bytes that wait for a disk that refuses them. Records beyond are dropped and counted.
+/// Limit on the bytes kept while the disk refuses them. Further records are dropped and counted.
 const MAX_PENDING: usize = 4 << 20;
 
 impl EventLog {
@@ -74,7 +74,7 @@ impl EventLog {
         self.write_pending().map_err(Error::io("write an event to", &self.path))
     }
 
-    /// Puts another file in the place of the log's; a test lets the disk refuse with it.
+    /// Swaps the log's file, so that a test can make writes fail.
     #[cfg(test)]
     pub(super) fn write_to(&mut self, file: File) -> File {
         std::mem::replace(&mut self.file, file)
@@ -98,16 +98,16 @@ impl EventLog {
         result
     }
 
-    /// How many records have been dropped since the last call, because the disk refused too many in a row.
+    /// Records dropped since the last call, because the disk refused too many in a row.
     pub fn take_dropped(&mut self) -> u64 {
         std::mem::take(&mut self.dropped)
     }
 }
 
-/// What is longer than this without the end of a line is no record, and is passed over.
+/// A longer stretch without a line feed is not a record, and is skipped.
 const MAX_LINE: u64 = 16 << 20;
 
-/// Leaves the file with a whole last line, and gives the last record that can be read.
+/// Repairs a torn last line, and returns the last readable record.
 fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
     let len = file.metadata()?.len();
     // A line with its tables is some ten kilobytes; look further back only if this window holds no line at all.
@@ -129,7 +129,7 @@ fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
         return Ok(Some(record));
     }
     if whole == 0 && start > 0 {
-        // Nothing that a kill leaves behind; what was written before it may still be readable.
+        // A kill does not leave this behind; earlier lines may still be readable.
         file.write_all(b"\n")?;
     } else if !torn.is_empty() {
         file.set_len(start + whole as u64)?;
@@ -419,7 +419,7 @@ mod tests {
         let good = log.write_to(refusing(&path));
         assert!(log.append(&step(2, 2.0)).is_err() && log.append(&step(3, 3.0)).is_err());
         assert_eq!(steps(&read(&path).unwrap()), [1]);
-        // Half of a line was taken before the disk was full.
+        // The disk took half of a line before it was full.
         log.file = good;
         log.file.write_all(&log.pending.drain(..40).collect::<Vec<u8>>()).unwrap();
         log.append(&step(4, 4.0)).unwrap();

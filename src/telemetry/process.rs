@@ -30,6 +30,36 @@ impl ProcessStats {
     }
 }
 
+/// Bytes of memory that this process may still take, as far as the system tells: what is available on the machine, within the
+/// limits of its control groups and its own (`ulimit -v`).
+pub fn available_bytes() -> Option<u64> {
+    let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let machine = kibibytes(&text("/proc/meminfo"), "MemAvailable:");
+    let own = address_space_left(&text("/proc/self/limits"), &text("/proc/self/status"));
+    let group = text("/proc/self/cgroup").lines().find_map(|line| line.strip_prefix("0::").map(str::to_owned));
+    let root = std::path::Path::new("/sys/fs/cgroup");
+    let folder = root.join(group.unwrap_or_default().trim_start_matches('/'));
+    let groups = folder.ancestors().take_while(|folder| folder.starts_with(root)).filter_map(|folder| {
+        let file = |name: &str| fs::read_to_string(folder.join(name)).unwrap_or_default();
+        group_left(&file("memory.max"), &file("memory.current"), &file("memory.stat"))
+    });
+    machine.into_iter().chain(own).chain(groups).min()
+}
+
+/// What `/proc/self/limits` leaves of the address space.
+fn address_space_left(limits: &str, status: &str) -> Option<u64> {
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
+    let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(limit.saturating_sub(kibibytes(status, "VmSize:")?))
+}
+
+/// What a control group leaves; files that it could drop from its cache do not count as taken.
+fn group_left(max: &str, current: &str, stat: &str) -> Option<u64> {
+    let number = |text: &str| text.trim().parse::<u64>().ok();
+    let cache = stat.lines().find_map(|line| number(line.strip_prefix("inactive_file ")?)).unwrap_or(0);
+    Some(number(max)?.saturating_sub(number(current)?.saturating_sub(cache)))
+}
+
 /// Names a process for as long as the machine runs: a process id alone may be given again.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessId {
@@ -116,6 +146,17 @@ fn cpu_seconds(stat: &str) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_limits_leave_of_memory() {
+        let limits = "Max data size             unlimited            unlimited            bytes\n\
+                      Max address space         4194304000           unlimited            bytes\n";
+        assert_eq!(address_space_left(limits, "VmSize:\t 1000000 kB\n"), Some(4_194_304_000 - 1_024_000_000));
+        assert_eq!(address_space_left(&limits.replace("4194304000", "unlimited "), "VmSize:\t 1 kB\n"), None);
+        assert_eq!(group_left("1000\n", "700\n", "anon 3\ninactive_file 200\n"), Some(500));
+        assert_eq!(group_left("max\n", "700\n", ""), None);
+        assert!(available_bytes().is_none_or(|bytes| bytes > 0));
+    }
 
     #[test]
     fn figures_are_found_behind_a_name_with_spaces_and_parentheses() {

@@ -262,7 +262,7 @@ impl Config {
         positive("train.batch_size", self.train.batch_size)?;
         positive("train.seq_len", self.train.seq_len)?;
         positive("train.grad_accum", self.train.grad_accum)?;
-        positive("threads", self.threads.unwrap_or(1))?;
+        check_threads("threads", self.threads)?;
         positive("checkpoint.keep_last", self.checkpoint.keep_last)?;
         positive("checkpoint.keep_weights", self.checkpoint.keep_weights)?;
         let within = |key: &str, value: f64, low: f64, high: f64| {
@@ -313,6 +313,20 @@ impl Config {
             return Err(Error::config("checkpoint.run", format!("`{run}` is not a folder name")));
         }
         Ok(())
+    }
+}
+
+/// No machine computes faster with more threads, and starting many takes long.
+const MOST_THREADS: usize = 1024;
+
+/// Refuses a number of threads that makes no sense; `key` names the flag or key.
+pub fn check_threads(key: &str, threads: Option<usize>) -> Result<()> {
+    match threads {
+        Some(0) => Err(Error::config(key, "0 makes no sense here; use 1 or more")),
+        Some(threads) if threads > MOST_THREADS => {
+            Err(Error::config(key, format!("{threads} is more than {MOST_THREADS}, the most that makes sense")))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -1,9 +1,9 @@
 //! What training's buffers take, as the types that allocate them tell.
 
-use crate::Result;
 use crate::engine::model::{Keep, ModelSpec, Workspace, WorkspaceBytes};
 use crate::engine::optim::{AdamW, Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
+use crate::{Error, Result};
 
 /// Bytes by what they are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +42,34 @@ impl EngineBytes {
         let Self { weights, masters, gradients, adam, activations, scratch } = self;
         weights + masters + gradients + adam + activations + scratch
     }
+}
+
+/// Refuses a batch that this process has no memory for, before anything is allocated, and names the largest that fits.
+///
+/// # Errors
+/// [`Error::Config`] with what is needed and what is available.
+pub(super) fn check_fits(spec: &ModelSpec, policy: PrecisionPolicy, sizes: [usize; 3], available: u64) -> Result<()> {
+    let [batch, seq_len, grad_accum] = sizes;
+    let need = |batch| {
+        let bytes = EngineBytes::new(spec, policy, [batch, seq_len, grad_accum], Keep::All);
+        bytes.map_or(u64::MAX, |bytes| bytes.total())
+    };
+    if need(batch) <= available {
+        return Ok(());
+    }
+    let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
+    let advice = match largest_batch(available, need) {
+        Some(largest) => {
+            format!("the largest batch that fits is {largest}, and `--grad-accum` makes a step of several")
+        }
+        None => "not even a batch of 1 fits; use a shorter `--seq-len` or a smaller model".into(),
+    };
+    let message = format!(
+        "{batch} sequences of {seq_len} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}",
+        gib(need(batch)),
+        gib(available)
+    );
+    Err(Error::config("train.batch_size", message))
 }
 
 /// The largest batch whose `bytes` are within the budget; `None` if not even one sequence is.

@@ -10,8 +10,10 @@ use crate::precision::{Fallback, GradScaler};
 use crate::store::ModelFolder;
 use crate::store::checkpoint::Checkpoint;
 use crate::store::hub::{self, Hub, Settings};
+use crate::telemetry::available_bytes;
 use crate::train::config::{Config, Init};
 use crate::train::fp8::Fp8Layer;
+use crate::train::memory::check_fits;
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
 use crate::{Error, Result};
@@ -310,6 +312,16 @@ fn with_loader<T>(
 /// The device of a configuration.
 pub(super) fn device(config: &Config, report: &mut Report<'_>) -> Result<OpenDevice> {
     config.place()?.open(config.dtype, &mut |notice| report(Preparing::Notice(notice)))
+}
+
+/// Refuses a run on the CPU for which there is not enough memory.
+pub(super) fn check_memory(config: &Config, shape: &ModelSpec, device: &Device) -> Result<()> {
+    if !device.is_cpu() {
+        return Ok(());
+    }
+    let train = &config.train;
+    let sizes = [train.batch_size, train.seq_len, train.grad_accum];
+    available_bytes().map_or(Ok(()), |available| check_fits(shape, config.dtype, sizes, available))
 }
 
 /// An engine for `config` at its first step, from FP32 initial weights, on their device.

@@ -92,6 +92,7 @@ impl Trainer {
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
         let OpenDevice { device, name } = setup::device(&config, report)?;
         let source = ModelSource::open(&config, report)?;
+        setup::check_memory(&config, &source.config, &device)?;
         let masters = source.masters(config.seed, &device, report)?;
         check_range(&masters, &config.model, config.dtype.compute)?;
         Self::with_parts(config, source, masters, name, report)
@@ -102,6 +103,7 @@ impl Trainer {
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
         let OpenDevice { device, name } = setup::device(&config, report)?;
         let source = ModelSource::of_checkpoint(&config, checkpoint)?;
+        setup::check_memory(&config, &source.config, &device)?;
         let masters = source.masters(config.seed, &device, report)?;
         let mut trainer = Self::with_parts(config, source, masters, name, report)?;
         trainer.load(checkpoint)?;
@@ -190,6 +192,13 @@ impl Trainer {
         self.activity.clone()
     }
 
+    /// Bytes of one full checkpoint, but for its small files.
+    pub fn checkpoint_bytes(&self) -> u64 {
+        let (parameters, compute) = (self.engine.model.spec().parameter_count(), self.config.dtype.compute);
+        // Weights, masters and two moments.
+        parameters * (compute.size_in_bytes() as u64 + 12) + self.tokenizer.json().len() as u64
+    }
+
     /// The newest checkpoint written or read.
     pub fn checkpoint(&self) -> Option<&Path> {
         self.progress.checkpoint.as_deref()
@@ -275,6 +284,9 @@ impl Trainer {
             Ok(reason) => reason,
             Err(error) => {
                 let step = self.engine.state.counters.step;
+                if matches!(error, Error::Data { .. }) && step > 0 {
+                    self.save_last()?;
+                }
                 if let Error::Diverged { .. } = &error {
                     self.emitter.emit(Event::Diverged(Trouble { step, message: error.to_string() }))?;
                     self.finish(FinishReason::Diverged, began)?;
@@ -392,6 +404,11 @@ impl Trainer {
             Some(cursor) => cursor,
             None => self.draw()?,
         };
+        if let Err(error) = self.loader.check() {
+            // The step has not begun: the next process repeats it.
+            self.loader.seek(cursor)?;
+            return Err(error);
+        }
         if probe || is_multiple(next, self.config.telemetry.probe_every) {
             self.probe()?;
         }
@@ -444,6 +461,7 @@ impl Trainer {
             eval.next_batch(batch)
         })?;
         self.activity.end();
+        self.eval.check()?;
         let look = Best { step, loss };
         self.progress.validation = Some(look);
         self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }))?;

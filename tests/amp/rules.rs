@@ -289,3 +289,33 @@ fn a_run_of_nans_ends() {
     assert_eq!(steps, 16 + 16, "from 2^16 to the floor, then `patience`");
     assert_eq!(values(&var), [1.0]);
 }
+
+#[test]
+fn a_gradient_whose_square_overflows_fp32_is_clipped() {
+    let var = Var::zeros(4, DType::F32, &CPU).unwrap();
+    let mut grads = store([(&var, full(1e20, &var))]);
+    let norm = clip_grad_norm(&mut grads, std::slice::from_ref(&var), 1.0).unwrap();
+    assert!((norm / 2e20 - 1.0).abs() < 1e-6, "{norm}");
+    assert_eq!(values(grads.get(&var).unwrap()), [0.5; 4]);
+}
+
+#[test]
+fn settings_that_ruin_every_weight_are_refused() {
+    use candle_nn::ParamsAdamW;
+    let fine = ParamsAdamW::default();
+    for (params, name) in [
+        (ParamsAdamW { lr: f64::NAN, ..fine.clone() }, "lr"),
+        (ParamsAdamW { lr: f64::INFINITY, ..fine.clone() }, "lr"),
+        (ParamsAdamW { beta2: 1.0, ..fine.clone() }, "beta2"),
+        (ParamsAdamW { eps: -1.0, ..fine.clone() }, "eps"),
+    ] {
+        let var = Var::zeros(4, DType::F32, &CPU).unwrap();
+        let message = AdamW::new(vec![var], params).unwrap_err().to_string();
+        assert!(message.starts_with(&format!("`{name}` of `AdamW` is")), "{message}");
+    }
+    let (var, mut optimizer) = single(DType::F32);
+    optimizer.set_learning_rate(f64::NAN);
+    let before = values(&var);
+    assert!(optimizer.step(&store([(&var, full(1.0, &var))])).unwrap_err().to_string().contains("lr"));
+    assert_eq!(values(&var), before);
+}

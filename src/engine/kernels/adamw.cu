@@ -16,6 +16,7 @@ struct AdamW {
     const Chunk* chunks;
     float lr;
     float betas[2];
+    float shares[2];  // 1 - beta, rounded once
     float eps;
     float bias_corrections[2];
     float grad_factor;
@@ -44,8 +45,8 @@ template <class G, class W> __device__ void adamw(const AdamW& a) {
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             g[k] *= a.grad_factor;
-            m[k] += (g[k] - m[k]) * (1.0f - a.betas[0]);
-            v[k] = v[k] * a.betas[1] + g[k] * g[k] * (1.0f - a.betas[1]);
+            m[k] += (g[k] - m[k]) * a.shares[0];
+            v[k] = v[k] * a.betas[1] + g[k] * g[k] * a.shares[1];
             p[k] = p[k] * decay - step_size * m[k] / (sqrtf(v[k]) * inverse_root + a.eps);
         }
         store_pack<float>(tensor.master, at, whole, count, p);

@@ -9,8 +9,8 @@ use candle_core::{Result, Tensor};
 pub struct AdamWStep {
     /// Learning rate.
     pub lr: f32,
-    /// Decay rates of the two moments.
-    pub betas: [f32; 2],
+    /// Decay rates of the two moments; in FP64, because in FP32 `1 - beta` of a beta near 1 has few digits left.
+    pub betas: [f64; 2],
     /// Added to the root of the second moment.
     pub eps: f32,
     /// Decoupled weight decay.
@@ -84,13 +84,15 @@ pub fn step(
 
 #[inline(always)]
 fn update_block(n: AdamWStep, grad: &[f32], master: &mut [f32], exp_avg: &mut [f32], exp_avg_sq: &mut [f32]) {
+    let betas = n.betas.map(|beta| beta as f32);
+    let shares = n.betas.map(|beta| (1.0 - beta) as f32);
     let decay = 1.0 - n.lr * n.weight_decay;
     let step_size = n.lr / n.bias_corrections[0];
     let root = n.bias_corrections[1].sqrt();
     for (((grad, master), m), v) in grad.iter().zip(master).zip(exp_avg).zip(exp_avg_sq) {
         let g = grad * n.grad_factor;
-        *m += (g - *m) * (1.0 - n.betas[0]);
-        *v = *v * n.betas[1] + g * g * (1.0 - n.betas[1]);
+        *m += (g - *m) * shares[0];
+        *v = *v * betas[1] + g * g * shares[1];
         *master = *master * decay - step_size * *m / (v.sqrt() / root + n.eps);
     }
 }
@@ -100,6 +102,26 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use candle_core::{DType, Device};
+
+    /// The first update of any gradient is the learning rate, whatever the betas.
+    #[test]
+    fn a_beta_near_one_leaves_the_first_update_as_it_is() {
+        for beta2 in [0.95, 0.999, 0.999_999, 1.0 - 1e-9] {
+            let one = |value: f32| Tensor::new(&[value], &Device::Cpu).unwrap();
+            let (grad, master, m, v) = (one(0.3), one(0.0), one(0.0), one(0.0));
+            let numbers = AdamWStep {
+                lr: 1.0,
+                betas: [0.9, beta2],
+                eps: 0.0,
+                weight_decay: 0.0,
+                bias_corrections: [0.1, (1.0 - beta2) as f32],
+                grad_factor: 1.0,
+            };
+            step(numbers, &grad, &master, &m, &v, None).unwrap();
+            let update = master.to_vec1::<f32>().unwrap()[0];
+            assert!((update + 1.0).abs() < 1e-6, "beta2 {beta2}: {update}");
+        }
+    }
 
     /// Three updates against the definition in f64; the working copy is the rounded master.
     #[test]
@@ -118,7 +140,7 @@ mod tests {
             let corrections = [1.0 - beta1.powi(t), 1.0 - beta2.powi(t)];
             let numbers = AdamWStep {
                 lr: lr as f32,
-                betas: [beta1 as f32, beta2 as f32],
+                betas: [beta1, beta2],
                 eps: eps as f32,
                 weight_decay: wd as f32,
                 bias_corrections: corrections.map(|c| c as f32),

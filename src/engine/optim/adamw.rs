@@ -67,7 +67,7 @@ impl AdamW {
         for (i, entry) in grads.layout().iter().enumerate() {
             let numbers = AdamWStep {
                 lr: lr as f32,
-                betas: self.config.betas.map(|beta| beta as f32),
+                betas: self.config.betas,
                 eps: self.config.eps as f32,
                 weight_decay: self.config.decay_of(entry),
                 bias_corrections: self.config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),

@@ -1,5 +1,7 @@
 //! Numbers as people read them, in few columns.
 
+use crate::untrusted::is_unsafe;
+
 /// A loss scale or factor: `2^15` if it is a power of two, else in short.
 pub(crate) fn scale(value: f32) -> String {
     let exponent = value.log2();
@@ -104,7 +106,7 @@ pub(super) fn printable(text: &str) -> String {
     text.chars()
         .map(|c| match c {
             '\n' => '⏎',
-            c if c.is_control() => ' ',
+            c if is_unsafe(c) => ' ',
             c => c,
         })
         .collect()

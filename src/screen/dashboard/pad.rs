@@ -1,6 +1,7 @@
 //! A piece of the screen to write on by role. What does not fit is cut off, so no size can make a panel panic.
 
 use super::theme::{Role, Theme};
+use crate::untrusted::line;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::text::{Line, Span};
@@ -44,7 +45,7 @@ impl<'a> Pad<'a> {
         }
         let room = usize::from(self.area.width - x);
         let style = self.theme.style(role);
-        let (end, _) = self.buffer.set_stringn(self.area.x + x, self.area.y + y, text, room, style);
+        let (end, _) = self.buffer.set_stringn(self.area.x + x, self.area.y + y, line(text), room, style);
         end - self.area.x
     }
 

@@ -8,6 +8,7 @@ use crate::telemetry::pace::Pace;
 use crate::telemetry::{
     Event, FinishReason, Finished, Origin, Overflow, Record, Retyped, ScaleCause, ScaleMove, Started, StepRecord,
 };
+use crate::untrusted::line;
 use std::io::{self, Write};
 
 /// Writes a run's records as lines.
@@ -151,12 +152,16 @@ fn environment(started: &Started) -> String {
     if let Some(step) = started.resumed_from {
         facts.push(("resumed from", format!("step {step}")));
     }
-    let lines: Vec<_> = facts.iter().map(|(key, value)| format!("{key:<13}{value}")).collect();
+    let lines: Vec<_> = facts.iter().map(|(key, value)| format!("{key:<13}{}", line(value))).collect();
     lines.join("\n")
 }
 
 /// The line of an event that is told at once; `None` for steps and probes.
 pub(super) fn announcement(event: &Event) -> Option<String> {
+    words(event).map(|words| line(&words).into_owned())
+}
+
+fn words(event: &Event) -> Option<String> {
     Some(match event {
         Event::Started(_) | Event::Step(_) | Event::Variances(_) => return None,
         Event::Overflow(overflow) => overflow_line(overflow),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 /// Exit code of a process that a signal has ended.
 const INTERRUPTED: i32 = 130;
-/// How long a process that is to end at once waits for its terminal to take the way back.
+/// How long a process that ends at once waits for its terminal to be restored.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// A Ctrl-C within so long of the one before is the same one.
@@ -43,7 +43,7 @@ impl Interruption {
     pub fn listen() -> io::Result<Self> {
         let interruption = Self::default();
         let mut wanted = vec![SIGINT, SIGTERM, SIGXCPU, SIGUSR1];
-        // Under `nohup` a terminal that goes is no reason to stop.
+        // `nohup` asks to survive a hangup.
         if !is_ignored(SIGHUP) {
             wanted.push(SIGHUP);
         }
@@ -78,7 +78,7 @@ impl Interruption {
     /// From now on a run is in progress: `interrupt` is raised when it shall save and stop, and `save` called when it shall
     /// save and go on.
     pub fn attach(&self, interrupt: Arc<AtomicBool>, save: impl Fn() + Send + Sync + 'static) {
-        // A process has one run; a second one would not be heard of.
+        // A process has one run.
         let _ = self.run.set(Wishes { interrupt, save: Box::new(save) });
     }
 }
@@ -92,9 +92,9 @@ fn say(text: &str) {
     }
 }
 
-/// Ends the process; the terminal gets a moment to take the way back.
+/// Ends the process after a short wait for the terminal to be restored.
 fn leave() {
-    // On a thread of its own: a terminal that takes nothing any more must not keep the process alive.
+    // On its own thread: a terminal that accepts no more output must not keep the process alive.
     let restoring = thread::spawn(give_back);
     let mut waited = Duration::ZERO;
     while !restoring.is_finished() && waited < PATIENCE {
@@ -104,12 +104,12 @@ fn leave() {
     low_level::exit(INTERRUPTED);
 }
 
-/// Makes a file that outgrows `ulimit -f` an error of the write, like a full disk, instead of the process's end.
+/// Turns exceeding `ulimit -f` into a write error, like a full disk, instead of a fatal signal.
 ///
 /// # Errors
 /// If the system refuses.
 pub fn outlive_file_size_limit() -> io::Result<()> {
-    // With a handler, unlike with an ignored signal, processes started from here have the default again.
+    // A handler, unlike an ignored signal, is not inherited by child processes.
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 

@@ -11,7 +11,7 @@ use crate::digest::read_at_most;
 use crate::store::tensor_file::{TensorFile, TensorView};
 use crate::{Error, Result};
 
-/// One thing that is not the same.
+/// One difference.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
     /// The file it is in.
@@ -32,8 +32,8 @@ impl fmt::Display for Difference {
 /// Compares two step directories bit for bit; empty means that they are the same in everything that matters to a run.
 ///
 /// # Errors
-/// [`Error::Io`] or [`Error::Model`] where a file cannot be read; damage is not looked for, see
-/// [`verify`](super::verify).
+/// [`Error::Io`] or [`Error::Model`] where a file cannot be read; checksums are not
+/// checked, see [`verify`](super::verify).
 pub fn compare(a: &Path, b: &Path) -> Result<Vec<Difference>> {
     let mut differences = Vec::new();
     for file in [CONFIG, STATE] {
@@ -80,8 +80,8 @@ fn each_side(
     Ok(())
 }
 
-/// As a tokenizer is read.
-const MAX_BYTES: u64 = 512 << 20;
+/// The limit on a tokenizer's file, the largest of those that are read whole.
+const MAX_BYTES: u64 = 128 << 20;
 
 fn read(path: &Path) -> Result<Vec<u8>> {
     read_at_most(path, MAX_BYTES)

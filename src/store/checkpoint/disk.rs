@@ -1,4 +1,5 @@
-//! Every change that a save makes on disk goes through [`Disk`], where a test can let any one of them fail or be the last.
+//! Every change that a save makes on disk goes through [`Disk`], so that a test can make any of them fail, or kill the process
+//! before it.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -18,11 +19,11 @@ pub enum Operation {
     CreateFile,
     /// Append bytes to a file; at most 64 KiB of tensor values at a time.
     Write,
-    /// Wait until a file is on the medium.
+    /// Sync a file to the medium.
     SyncFile,
-    /// Wait until the entries of a folder are on the medium.
+    /// Sync a folder's entries to the medium.
     SyncFolder,
-    /// Give a file or folder its other name.
+    /// Rename a file or folder.
     Rename,
     /// Remove a file or a folder with all that is in it.
     Remove,
@@ -45,7 +46,7 @@ impl Operation {
 
 type Hook = Arc<dyn Fn(Operation, &Path) -> io::Result<()> + Send + Sync>;
 
-/// The disk as it is, or one that fails where a hook says so.
+/// The real disk, or one that fails where a hook says so.
 #[derive(Clone, Default)]
 pub struct Disk {
     hook: Option<Hook>,
@@ -58,7 +59,7 @@ impl fmt::Debug for Disk {
 }
 
 impl Disk {
-    /// A disk that asks `hook` before every operation: an error is as if the operating system had given it.
+    /// A disk that calls `hook` before every operation. An error from the hook counts as the operating system's.
     pub fn with_hook(hook: impl Fn(Operation, &Path) -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self { hook: Some(Arc::new(hook)) }
     }
@@ -73,7 +74,7 @@ impl Disk {
         self.act(Operation::CreateFolder, path, || fs::create_dir(path))
     }
 
-    /// Makes a file of what `fill` writes, waits until it is on the medium, and says what it was.
+    /// Creates a file, writes it with `fill`, syncs it, and returns its digest.
     pub(super) fn write_file(&self, path: &Path, fill: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<Digest> {
         let create = || OpenOptions::new().write(true).create_new(true).open(path);
         let file = self.act(Operation::CreateFile, path, create)?;
@@ -84,18 +85,18 @@ impl Disk {
         Ok(digest)
     }
 
-    /// Waits until the entries of a folder are on the medium.
+    /// Syncs a folder's entries to the medium.
     pub(super) fn sync_folder(&self, path: &Path) -> Result<()> {
         // Only Unix opens folders; elsewhere a rename is as durable as the system makes it.
         self.act(Operation::SyncFolder, path, || if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) })
     }
 
-    /// Renames within one file system; `to` must not be a folder with something in it.
+    /// Renames within one file system; `to` must not be a non-empty folder.
     pub(super) fn rename(&self, from: &Path, to: &Path) -> Result<()> {
         self.act(Operation::Rename, from, || fs::rename(from, to))
     }
 
-    /// Removes a file or a whole folder; that it is gone already is no error.
+    /// Removes a file or a whole folder; a missing one is not an error.
     pub(super) fn remove(&self, path: &Path) -> Result<()> {
         let remove = || match fs::symlink_metadata(path) {
             Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
@@ -108,7 +109,7 @@ impl Disk {
         })
     }
 
-    /// A signal may interrupt any of them on a network's file system: they are begun again.
+    /// Runs an operation, and retries it after EINTR, which network file systems return from any of them.
     fn act<T>(&self, operation: Operation, path: &Path, run: impl Fn() -> io::Result<T>) -> Result<T> {
         loop {
             match self.ask(operation, path).and_then(|()| run()) {

@@ -1,4 +1,4 @@
-//! Which checkpoints there are, and the newest one that is good.
+//! Lists the checkpoints of a run, and finds the newest undamaged one.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ pub struct Listed {
     pub kind: Kind,
     /// Steps attempted when it was written.
     pub step: u64,
-    /// Its manifest, or why that cannot be believed. Files are not looked at: see [`verify`](super::verify).
+    /// Its manifest, or why it is invalid. The files themselves are not checked: see [`verify`](super::verify).
     pub manifest: Result<Manifest>,
 }
 
@@ -96,23 +96,23 @@ fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
         before = one.sequence().unwrap_or(before);
         keyed.push((before, one));
     }
-    // The sort is stable, so that those with one key stay in the order of steps.
+    // The sort is stable, so equal keys stay in the order of steps.
     keyed.sort_by_key(|(sequence, _)| *sequence);
     keyed.into_iter().rev().map(|(_, one)| one).collect()
 }
 
-/// Which checkpoints of one kind are worth their room.
+/// Which checkpoints of one kind to keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Keep {
-    /// The newest so many; at least one, whatever is said here.
+    /// This many of the newest; 0 counts as 1.
     pub last: usize,
     /// Also the one with the lowest validation loss.
     pub best: bool,
 }
 
 /// The checkpoints of `kind` beyond those to keep, the oldest first. Only those whose every file has just been
-/// [verified](super::verify) count as kept. A damaged one among them is not outdated: it is for a person to look at, as is
-/// any with an unreadable manifest or a file missing or of the wrong size.
+/// [verified](super::verify) count as kept. A damaged one among them is never outdated, nor is one with an
+/// unreadable manifest or a file that is missing or of the wrong size: the user decides about those.
 pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
     let mut whole: Vec<(PathBuf, Manifest)> = list(run)?
         .into_iter()
@@ -126,7 +126,7 @@ pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
     let wanted = keep.last.max(1);
     let mut good = 0;
     let oldest_kept = (0..whole.len()).rev().find(|&at| {
-        // Nothing is read where nothing would go.
+        // Verification reads every byte: skip it where nothing would be removed.
         good += usize::from(whole.len() > wanted && super::verify(&whole[at].0).is_empty());
         good == wanted
     });
@@ -134,14 +134,14 @@ pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
     Ok(whole.into_iter().map(|(path, _)| path).filter(|path| Some(path) != best.as_ref()).collect())
 }
 
-/// Whether all files are there in their sizes: the quick half of [`verify`](super::verify).
+/// Whether every file exists with its size: the quick half of [`verify`](super::verify).
 fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
     manifest.files.iter().all(|(name, digest)| {
         std::fs::metadata(directory.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
     })
 }
 
-/// The run in `folder` that saved last, or was started since and has not come to its first save.
+/// The run in `folder` that saved last, or that was started since then and has not saved yet.
 ///
 /// # Errors
 /// [`Error::Checkpoint`] if there is no run.
@@ -157,8 +157,8 @@ pub(super) fn newest_sequence(folder: &Path) -> u64 {
     runs(folder).into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
 }
 
-/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, that of its start. What
-/// cannot be read is passed over: it may be anybody's.
+/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, that of its start. Unreadable
+/// folders are skipped: they may not be runs.
 fn runs(folder: &Path) -> Vec<(PathBuf, u64)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let folders = entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir());

@@ -24,13 +24,13 @@ pub(super) const MASTERS: &str = "master.safetensors";
 /// Adam's moments.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 
-/// No run saves this often: a sequence beyond it is made up, and counting on from it would wrap.
+/// No run saves this often. A larger sequence is forged, and counting on from it could wrap.
 pub(super) const MAX_SEQUENCE: u64 = u64::MAX / 2;
 
-/// Manifests are small; a file beyond this is none, and is not read into memory.
+/// Manifests are small; a larger file is refused unread.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// What a checkpoint is good for.
+/// What a checkpoint contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -61,7 +61,7 @@ impl Kind {
     pub fn parse_directory(name: &str) -> Option<(Self, u64)> {
         Self::ALL.into_iter().find_map(|kind| {
             let step = name.strip_prefix(kind.prefix())?.strip_prefix('-')?.parse().ok()?;
-            // The one spelling: `step-7` or `step-+00007` are somebody else's.
+            // Only the canonical spelling: `step-7` or `step-+00007` are not ours.
             (kind.directory(step) == name).then_some((kind, step))
         })
     }
@@ -76,7 +76,7 @@ impl Kind {
 
 /// What a checkpoint is, and the size and SHA-256 of each of its files.
 ///
-/// On disk it is sealed by a SHA-256 of its own, over its JSON without spaces, so that damage to it shows too.
+/// On disk it carries a SHA-256 of its own JSON without spaces, so that damage to the manifest shows too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -84,8 +84,8 @@ pub struct Manifest {
     pub kind: Kind,
     /// Steps attempted when it was written.
     pub step: u64,
-    /// Larger than that of any checkpoint that stood in this or a neighbouring run when the run was opened, and than
-    /// any the run has written since: the order of saves, whatever the clock says.
+    /// Larger than that of any checkpoint in this or a neighbouring run when the run was opened, and than any that the run
+    /// has written since: the order of saves, independent of the clock.
     pub sequence: u64,
     /// Validation loss of these weights, if it was measured: nats a token.
     pub validation_loss: Option<f64>,
@@ -108,7 +108,7 @@ impl Manifest {
         })?;
         let manifest = Self::from_json(&text).map_err(fail)?;
         let name = directory.file_name().unwrap_or_default().to_string_lossy();
-        // A copy under a name of its own is fine; a name that says something else is not.
+        // A copy may have any other name, but not the name of another step.
         match Kind::parse_directory(&name) {
             Some(said) if said != (manifest.kind, manifest.step) => {
                 Err(fail(format!("it is that of `{}`", manifest.kind.directory(manifest.step))))
@@ -168,7 +168,7 @@ struct Sealed {
     seal: String,
 }
 
-/// What to say about a file that cannot be looked at.
+/// Describes why a file cannot be read.
 pub(super) fn missing_or(error: &std::io::Error) -> String {
     match error.kind() {
         std::io::ErrorKind::NotFound => "it is missing".into(),

@@ -1,4 +1,4 @@
-//! Reading a checkpoint, which is believed only once every byte of it has been checked.
+//! Reads a checkpoint, after verifying every byte of it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ pub fn verify(directory: &Path) -> Vec<Damage> {
     verified(directory).err().unwrap_or_default()
 }
 
-/// The manifest of a step directory that holds just what it says, or all that is wrong.
+/// The manifest of an undamaged step directory, or everything that is wrong with it.
 pub(super) fn verified(directory: &Path) -> Result<Manifest, Vec<Damage>> {
     let manifest = Manifest::read(directory).map_err(|error| match error {
         Error::Checkpoint { path, message } => vec![Damage { path, message }],
@@ -59,7 +59,7 @@ fn damages(directory: &Path, manifest: &Manifest) -> Vec<Damage> {
     manifest.files.iter().filter_map(check).collect()
 }
 
-/// What is wrong with a file that should have this digest. A size that differs is told without reading on.
+/// What is wrong with a file that should have this digest. A wrong size is reported without reading the file.
 fn damage(path: &Path, expected: &Digest) -> Option<String> {
     match std::fs::metadata(path) {
         Err(error) => return Some(missing_or(&error)),
@@ -169,7 +169,7 @@ impl Checkpoint {
     }
 }
 
-/// Fills every FP32 tensor of `into` from the one in `file` that is called the same but for the prefix.
+/// Fills every FP32 tensor of `into` from the one in `file` that has the same name after the prefix.
 fn read_all(file: &TensorFile, into: &Parameters, prefix: &str) -> Result<()> {
     for (name, tensor) in into.iter() {
         let stored = file.require(&format!("{prefix}{name}"))?;

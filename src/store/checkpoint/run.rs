@@ -16,7 +16,7 @@ const LOCK: &str = ".lock";
 const LATEST: &str = "latest";
 const CONFIG: &str = "config.toml";
 const EVENTS: &str = "events.jsonl";
-/// A killed process holds its lock until the kernel has taken it apart, which is sooner than this.
+/// How long to wait for a lock: a killed process holds its lock until the kernel has torn it down.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A run's folder that this process alone may write into, until the value is dropped or the process ends.
@@ -41,7 +41,7 @@ pub struct Saved {
 }
 
 impl Run {
-    /// Makes the folder if need be, locks it, and clears away what a killed process left half done.
+    /// Creates the folder if need be, locks it, and removes what a killed process left unfinished.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the process that holds the folder; [`Error::Io`].
@@ -56,8 +56,8 @@ impl Run {
         Self::take(path, disk)
     }
 
-    /// Makes and opens the folder of a new run; `None` if there is something of this name already. Of several processes that
-    /// ask for one name at once, one gets it.
+    /// Creates and opens the folder of a new run; `None` if the name is taken. Of several processes that ask for one name at
+    /// once, exactly one gets it.
     ///
     /// # Errors
     /// As [`Run::open`].
@@ -70,7 +70,7 @@ impl Run {
         }
     }
 
-    /// Whether somebody has begun a run in this folder, so that a new one would mix with it.
+    /// Whether this folder holds a run already, with which a new one would mix.
     pub fn is_begun(path: &Path) -> bool {
         let has_checkpoints = || list(path).is_ok_and(|listed| !listed.is_empty());
         path.join(CONFIG).exists() || path.join(EVENTS).exists() || has_checkpoints()
@@ -80,7 +80,7 @@ impl Run {
         let mut lock = lock(&path)?;
         let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(newest_sequence));
         let sequence = neighbours.unwrap_or(0) + 1;
-        // Not worth failing for: on a full disk it is this that lets old checkpoints be pruned.
+        // Not worth failing for: on a full disk, opening the run is what allows pruning it.
         let _ = sign(&mut lock, sequence);
         let run = Self { path, disk, sequence, lock };
         run.clear_leftovers()?;
@@ -92,7 +92,7 @@ impl Run {
         &self.path
     }
 
-    /// Writes the run's configuration, whole or not at all.
+    /// Writes the run's configuration atomically.
     ///
     /// # Errors
     /// [`Error::Io`] with what the operating system refused.
@@ -110,9 +110,9 @@ impl Run {
         self.keep_lock()?;
         let name = kind.directory(contents.state.step);
         let temporary = self.hidden(&name, "tmp");
-        // A save that failed on a full disk may have left its files there, which take up the room for this one.
+        // Files left by a save that failed on a full disk take up the room for this one.
         self.clear_leftovers()?;
-        // Counted up even if this save fails half-way: no two checkpoints ever share a number.
+        // Incremented even if this save fails: no two checkpoints ever share a number.
         self.sequence += 1;
         let manifest = contents.write(&self.disk, &temporary, kind, self.sequence).inspect_err(|_| {
             // The error is what matters; if this fails too, the next save tries again.
@@ -132,7 +132,7 @@ impl Run {
         Ok(old)
     }
 
-    /// Removes one checkpoint of this run, at once as far as anybody can see.
+    /// Removes one checkpoint of this run; to readers it disappears at once.
     pub fn remove(&self, directory: &Path) -> Result<()> {
         self.check_lock()?;
         let name = directory.file_name().and_then(OsStr::to_str).unwrap_or_default();
@@ -141,8 +141,8 @@ impl Run {
         self.disk.remove(&gone)
     }
 
-    /// Makes sure that the folder under the run's path is the one that is locked: it may have been removed, and made anew by
-    /// another process.
+    /// Checks that the lock file at the run's path is the one this process holds: the folder may have been removed and made
+    /// anew by another process.
     fn check_lock(&self) -> Result<()> {
         let path = self.path.join(LOCK);
         let check = || Ok(untrusted::same_file(&self.lock.metadata()?, &std::fs::symlink_metadata(&path)?));
@@ -153,7 +153,7 @@ impl Run {
         Err(Error::checkpoint(&self.path, message))
     }
 
-    /// The same, and takes the lock again where only its file was removed.
+    /// [`Self::check_lock`], but takes the lock again where only its file was removed.
     fn keep_lock(&mut self) -> Result<()> {
         match self.check_lock() {
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound && self.path.is_dir() => {
@@ -165,7 +165,7 @@ impl Run {
     }
 
     /// Gives a complete directory its name. One that is there already (a run that went back to an older step comes past
-    /// it again) steps aside first, and back in [`Run::clear_leftovers`] if a kill falls in between. Says where the old one
+    /// it again) steps aside first, and back in [`Run::clear_leftovers`] if a kill falls in between. Returns where the old one
     /// is, to be removed.
     fn publish(&self, temporary: &Path, name: &str) -> Result<Option<PathBuf>> {
         let path = self.path.join(name);
@@ -179,7 +179,7 @@ impl Run {
         Ok(replaces.then_some(aside))
     }
 
-    /// Gives a small file its contents, whole or not at all.
+    /// Replaces a small file atomically.
     fn replace(&self, name: &str, text: &str) -> Result<()> {
         let temporary = self.hidden(name, "tmp");
         self.disk.remove(&temporary)?;

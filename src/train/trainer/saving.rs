@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 impl Trainer {
-    /// Saves; a failure is told and training goes on, for the older checkpoints are as they were.
+    /// Saves; a failure is a warning, and training goes on: older checkpoints are untouched.
     pub(super) fn tell_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
         match save(self) {
             Err(error @ (Error::Io { .. } | Error::Checkpoint { .. })) => {
@@ -20,9 +20,8 @@ impl Trainer {
         }
     }
 
-    /// Writes the checkpoint after which nothing else comes. A disk that refuses it is tried again for
-    /// `checkpoint.retry_s` seconds, and then asked for room for the weights alone; the error is that of the last attempt at
-    /// the whole.
+    /// Writes the run's last checkpoint. If the disk refuses it, retries for `checkpoint.retry_s` seconds and then tries the
+    /// weights alone. Returns the error of the last full attempt.
     pub(super) fn save_last(&mut self) -> Result<()> {
         let (began, mut told) = (Instant::now(), false);
         let limit = Duration::from_secs(self.config.checkpoint.retry_s);

@@ -1,0 +1,122 @@
+//! Refuses a `tokenizer.json` that would need gigabytes of memory for a short text.
+//!
+//! Normalizers replace text with longer text, and chained ones multiply. A `Precompiled` table states its own size, which the
+//! crate that reads it trusts.
+
+use serde_json::Value;
+
+/// The largest accepted growth of a text. The tokenizers in use stay below 40: a SentencePiece table whose longest
+/// entry has 33 bytes, and three bytes for a space.
+const MAX_GROWTH: f64 = 64.0;
+
+/// Says what is wrong with a `tokenizer.json` that would make a text too long, or whose table lies about its size.
+pub(super) fn check(json: &Value) -> Result<(), String> {
+    let before = growth(&json["normalizer"])? * growth(&json["pre_tokenizer"])?;
+    for (part, growth) in [("normalizer", before), ("decoder", growth(&json["decoder"])?)] {
+        if growth > MAX_GROWTH {
+            return Err(format!(
+                "its {part} makes text up to {growth:.0} times as long; at most {MAX_GROWTH} is accepted"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// How many times as long a step can make a text, in bytes.
+fn growth(step: &Value) -> Result<f64, String> {
+    let length = |key: &str| step[key].as_str().map_or(0, str::len) as f64;
+    Ok(match step["type"].as_str().unwrap_or_default() {
+        "Sequence" => {
+            let steps = ["normalizers", "pretokenizers", "decoders"].iter().filter_map(|key| step[*key].as_array());
+            steps.flatten().try_fold(1.0, |product, step| Ok::<f64, String>(product * growth(step)?))?
+        }
+        "Replace" => {
+            // An expression may match one byte, or none.
+            let pattern = step["pattern"]["String"].as_str().map_or(1, str::len).max(1) as f64;
+            // Around every character of a text, where the pattern is empty.
+            (1.0 + length("content")) / pattern
+        }
+        "Prepend" => 1.0 + length("prepend"),
+        "Metaspace" => 1.0 + length("replacement"),
+        "Precompiled" => longest_entry(step["precompiled_charsmap"].as_str().unwrap_or_default())?,
+        "ByteLevel" => 2.0,
+        // What Unicode defines lengthens a few characters, and no file can change that.
+        _ => 1.0,
+    }
+    .max(1.0))
+}
+
+/// How many times as long the longest entry of a SentencePiece table makes a character of at least four bytes, as those with
+/// long entries are; an error for a table that is shorter than it says.
+///
+/// The table is base64: the size of a trie in bytes (32 bits, little endian), the trie, and entries that end in a zero byte.
+fn longest_entry(base64: &str) -> Result<f64, String> {
+    let bytes = decode(base64).ok_or("its `precompiled_charsmap` is not base64")?;
+    let size = bytes.first_chunk().map_or(0, |size| u32::from_le_bytes(*size)) as usize;
+    let entries = bytes.get(4 + size..).filter(|_| size.is_multiple_of(4));
+    let entries = entries.ok_or_else(|| format!("its `precompiled_charsmap` of {} bytes is damaged", bytes.len()))?;
+    Ok(entries.split(|&byte| byte == 0).map(<[u8]>::len).max().unwrap_or(0) as f64 / 4.0)
+}
+
+/// Standard base64 with padding, or nothing.
+fn decode(text: &str) -> Option<Vec<u8>> {
+    let digit = |byte: u8| match byte {
+        b'A'..=b'Z' => Some(byte - b'A'),
+        b'a'..=b'z' => Some(byte - b'a' + 26),
+        b'0'..=b'9' => Some(byte - b'0' + 52),
+        b'+' => Some(62),
+        b'/' => Some(63),
+        _ => None,
+    };
+    let mut out = Vec::with_capacity(text.len() / 4 * 3);
+    for group in text.trim_end_matches('=').as_bytes().chunks(4) {
+        let bits = group.iter().try_fold(0_u32, |bits, &byte| Some(bits << 6 | u32::from(digit(byte)?)))?;
+        let bits = bits << (6 * (4 - group.len()));
+        out.extend_from_slice(&bits.to_be_bytes()[1..group.len()]);
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn base64_is_decoded() {
+        for (text, bytes) in [("", &b""[..]), ("YQ==", b"a"), ("YWI=", b"ab"), ("YWJj", b"abc"), ("/+8=", b"\xff\xef")]
+        {
+            assert_eq!(decode(text).unwrap(), bytes, "{text}");
+        }
+        assert_eq!(decode("a b"), None);
+    }
+
+    #[test]
+    fn a_normalizer_that_explodes_and_a_table_that_lies_are_refused() {
+        let replace = |from: &str, to: String| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+        let sequence = |steps: Vec<Value>| json!({"type": "Sequence", "normalizers": steps});
+        for (normalizer, message) in [
+            (replace("a", "a".repeat(1000)), "up to 1001 times as long"),
+            (sequence(vec![replace("a", "aa".into()); 20]), "times as long"),
+            (json!({"type": "Replace", "pattern": {"Regex": ""}, "content": "b".repeat(70)}), "up to 71 times"),
+            (json!({"type": "Prepend", "prepend": "x".repeat(100)}), "up to 101 times"),
+            (json!({"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}), "of 8 bytes is damaged"),
+            (json!({"type": "Precompiled", "precompiled_charsmap": "?"}), "not base64"),
+        ] {
+            let error = check(&json!({"normalizer": normalizer.clone()})).unwrap_err();
+            assert!(error.contains(message), "{error}");
+        }
+        assert!(check(&json!({"decoder": replace("a", "a".repeat(1000))})).unwrap_err().contains("decoder"));
+    }
+
+    #[test]
+    fn what_tokenizers_in_use_do_is_accepted() {
+        let llama = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]});
+        let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"});
+        for normalizer in [llama, json!({"type": "NFKC"}), Value::Null] {
+            check(&json!({"normalizer": normalizer, "pre_tokenizer": metaspace})).unwrap();
+        }
+    }
+}

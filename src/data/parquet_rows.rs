@@ -1,0 +1,138 @@
+//! Reads the rows of a Parquet file in a separate process with a memory limit.
+//!
+//! The Parquet crate trusts the sizes in a file: a few hundred bytes can make it allocate gigabytes, and a failed allocation
+//! aborts the process. So the program starts itself again to read the file ([`serve`]), and only that process aborts. In
+//! another program that uses this library, the file is read in place.
+
+use std::io::{BufRead, BufReader, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::OnceLock;
+
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::schema::types::Type;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::contain::contained;
+use super::document::Row;
+use crate::{Error, untrusted};
+
+/// The first argument that makes the program call [`serve`].
+pub const ARGUMENT: &str = "__parquet-rows";
+/// Address space of the reading process. A typical page has 1 MiB, the largest in data sets some hundred.
+const MEMORY: u64 = 2 << 30;
+/// Limit on a row: that of a line of JSON, with room for escapes.
+const MAX_LINE: u64 = 256 << 20;
+
+/// The program that can be started again.
+static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+
+/// Why the rows end early.
+pub(super) enum Failure {
+    /// What is wrong with the file.
+    File(String),
+    /// The error of the function that takes the rows.
+    Row(Error),
+}
+
+/// One line between the processes.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Message {
+    Row(Value),
+    Failure(String),
+    End,
+}
+
+/// Declares that this program calls [`serve`] for [`ARGUMENT`], so that files can be read in a separate process.
+pub fn can_serve() {
+    if let Ok(program) = std::env::current_exe() {
+        let _ = PROGRAM.set(program);
+    }
+}
+
+/// Passes every row to `row`, as a line of JSON would be.
+pub(super) fn read(path: &Path, row: &mut dyn FnMut(Value) -> crate::Result<()>) -> Result<(), Failure> {
+    match PROGRAM.get() {
+        Some(program) => apart(program, path, row),
+        None => here(path, row),
+    }
+}
+
+/// Reads the file at `path` and writes its rows to standard output, within a limit on memory.
+pub fn serve(path: &Path) -> ExitCode {
+    #[cfg(unix)]
+    {
+        let limit = rustix::process::Rlimit { current: Some(MEMORY), maximum: Some(MEMORY) };
+        // Best effort: without the limit the file is still read.
+        let _ = rustix::process::setrlimit(rustix::process::Resource::As, limit);
+    }
+    let mut out = BufWriter::new(std::io::stdout().lock());
+    let mut say = |message: &Message| -> std::io::Result<()> {
+        serde_json::to_writer(&mut out, message)?;
+        out.write_all(b"\n")?;
+        if matches!(message, Message::Row(_)) { Ok(()) } else { out.flush() }
+    };
+    let mut row = |value| say(&Message::Row(value)).map_err(Error::io("write to", "standard output"));
+    let last = match here(path, &mut row) {
+        Ok(()) => Message::End,
+        Err(Failure::File(message)) => Message::Failure(message),
+        // The reader has gone.
+        Err(Failure::Row(_)) => return ExitCode::FAILURE,
+    };
+    if say(&last).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn apart(program: &Path, path: &Path, row: &mut dyn FnMut(Value) -> crate::Result<()>) -> Result<(), Failure> {
+    let file = |message: &str| Failure::File(message.to_owned());
+    let mut command = Command::new(program);
+    command.arg(ARGUMENT).arg(path).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().map_err(|error| Failure::File(format!("it cannot be read apart: {error}")))?;
+    let result = child.stdout.take().map_or(Err(file("it cannot be read apart")), |out| {
+        let (mut out, mut line) = (BufReader::with_capacity(1 << 18, out), Vec::new());
+        loop {
+            line.clear();
+            let read = (&mut out).take(MAX_LINE).read_until(b'\n', &mut line);
+            match read.ok().and_then(|_| serde_json::from_slice(&line).ok()) {
+                Some(Message::Row(value)) => row(value).map_err(Failure::Row)?,
+                Some(Message::Failure(message)) => return Err(Failure::File(message)),
+                Some(Message::End) => return Ok(()),
+                None if line.len() as u64 == MAX_LINE => return Err(file("a row is longer than 256 MiB")),
+                None => {
+                    let message = "not a readable Parquet file: reading it takes more than 2 GiB of memory";
+                    return Err(file(message));
+                }
+            }
+        }
+    });
+    // It has ended, or the caller has stopped reading.
+    let _ = child.kill();
+    let _ = child.wait();
+    result
+}
+
+fn here(path: &Path, row: &mut dyn FnMut(Value) -> crate::Result<()>) -> Result<(), Failure> {
+    let damaged = |error: ParquetError| Failure::File(format!("not a readable Parquet file: {error}"));
+    let file = untrusted::open(path).map_err(|error| Failure::File(format!("it cannot be read: {error}")))?;
+    let reader = unpanicked(|| SerializedFileReader::new(file)).map_err(damaged)?;
+    let schema = reader.metadata().file_metadata().schema();
+    let wanted = schema.get_fields().iter().filter(|field| Row::FIELDS.contains(&field.name())).cloned().collect();
+    let projection = Type::group_type_builder(schema.name()).with_fields(wanted).build().map_err(damaged)?;
+    if projection.get_fields().is_empty() {
+        let columns: Vec<_> = schema.get_fields().iter().map(|field| format!("`{}`", field.name())).collect();
+        return Err(Failure::File(format!("its columns are {}; {}", columns.join(", "), Row::EXPECTED)));
+    }
+    let mut iterator = unpanicked(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
+    let mut next = || unpanicked(|| Ok(iterator.next().transpose()?.map(|row| row.to_json_value())));
+    while let Some(value) = next().map_err(damaged)? {
+        row(value).map_err(Failure::Row)?;
+    }
+    Ok(())
+}
+
+/// Turns a panic of the Parquet crate into its error: some damaged pages make it index out of bounds (60.1).
+fn unpanicked<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> parquet::errors::Result<T> {
+    contained(read).unwrap_or_else(|| Err(ParquetError::General("a page is damaged".to_owned())))
+}

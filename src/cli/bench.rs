@@ -131,9 +131,15 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let mut refill = |batches: &mut [Batch]| {
         batches.iter_mut().zip(&mut draws).for_each(|(batch, draw)| fill(batch, shape.vocab_size, draw));
     };
+    // The processor's.
+    let peak: Option<fn() -> Peak> = match args.dtype.compute {
+        _ if !open.device.is_cpu() => None,
+        Dtype::BF16 => Some(measure_peak_bf16),
+        _ => Some(measure_peak_f32),
+    };
     let mut step = || {
         refill(&mut batches);
-        timed_step(&mut engine, &batches, args.dtype.compute)
+        timed_step(&mut engine, &batches, peak)
     };
     let mut samples = (0..args.warmup + args.steps).map(|_| step()).collect::<Result<Vec<_>>>()?;
     let first_step = samples.first().filter(|_| args.warmup > 0).map(|sample| sample.wall);
@@ -146,12 +152,11 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     Ok(report)
 }
 
-fn timed_step(engine: &mut Engine, batches: &[Batch], compute: Dtype) -> Result<Sample> {
+fn timed_step(engine: &mut Engine, batches: &[Batch], peak: Option<fn() -> Peak>) -> Result<Sample> {
     let (before, clock) = (Allocations::now(), Instant::now());
     let report = engine.step(batches)?;
     let (wall, allocations) = (clock.elapsed(), Allocations::now().since(before));
-    let measure = if compute == Dtype::BF16 { measure_peak_bf16 } else { measure_peak_f32 };
-    Ok(Sample { wall, report, allocations, peak: Some(measure()) })
+    Ok(Sample { wall, report, allocations, peak: peak.map(|measure| measure()) })
 }
 
 /// Random ids; each is the target of the one before it, as in a text.

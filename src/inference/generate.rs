@@ -5,6 +5,7 @@ mod stream;
 pub use stream::TextStream;
 
 use crate::data::Tokenizer;
+use crate::engine::kernels::view::host;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -142,7 +143,8 @@ pub fn generate(
         }
         let hidden = model.decode(weights, &seen[new..], cache)?;
         let last = hidden.narrow(0, seen.len() - new - 1, 1)?;
-        let logits = model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?;
+        // On the CPU: candle's sampling has no kernels for GPUs.
+        let logits = host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
         let logits = penalised(logits, request.sampling.repetition_penalty, &seen)?;
         let next = processor.sample(&request.sampling.prepared(&logits)?)?;
         if request.eos == Some(next) {

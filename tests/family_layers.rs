@@ -411,7 +411,11 @@ fn packed_documents(kernels: &dyn Kernels) {
         let part = |x: &Tensor| x.narrow(0, first, length).unwrap().contiguous().unwrap();
         let alone = run(&inputs.iter().map(part).collect::<Vec<_>>(), &part(&dy), length, None);
         for (alone, together) in alone.iter().zip(&together) {
-            assert!(relative(&together.narrow(0, first, length).unwrap(), alone) < 1e-6);
+            let part = together.narrow(0, first, length).unwrap();
+            let size = |x: &Tensor| values(x).iter().map(|x| x * x).sum::<f64>().sqrt();
+            // Queries and keys of a document of one token have no gradient: what rounding leaves is held against the others'.
+            let scale = size(if length == 1 { together } else { alone });
+            assert!(size(&(part - alone).unwrap()) < 1e-6 * scale, "{length} tokens by {}", kernels.name());
         }
         first += length;
     }

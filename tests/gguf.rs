@@ -177,8 +177,8 @@ fn a_file_that_lies_is_refused_with_one_line() {
         (header(0, 1, &[&string("k"), &u32s(8), &u64s(huge), &pad]), "string length"),
         (header(0, 1, &[&string("k"), &u32s(9), &u32s(8), &u64s(huge), &pad]), "array length"),
         (header(0, 1, &[&string("k"), &u32s(9), &u32s(0), &u64s(1 << 20), &pad]), "only 40"),
-        (header(0, 1, &[&string("k"), &nested, &pad]), "nesting depth"),
-        (header(0, 1, &[&string("k"), &u32s(77), &pad]), "77"),
+        (header(0, 1, &[&string("k"), &u32s(9), &nested, &pad]), "nesting depth"),
+        (header(0, 1, &[&string("k"), &u32s(77), &pad]), "value-type 0x00004d"),
         (header(0, 1, &[&string("k"), &u32s(7), &[9], &pad]), "bool"),
         (header(0, 1, &[&string("general.alignment"), &u32s(4), &u32s(0)]), "nonsense"),
         (header(0, 1, &[&string("k"), &u32s(9), &u32s(0), &u64s(40 << 20), &vec![0; 41 << 20]]), "over 33554432 bytes"),
@@ -197,7 +197,7 @@ fn a_file_that_lies_is_refused_with_one_line() {
         (header(1, 0, &[&entry("t", &[4], 0, u64::MAX), &pad]), "run over the end"),
         (header(1, 0, &[&entry("\u{1b}[2J", &[4], 0, huge), &pad]), "tensor `\\u{1b}[2J`"),
         (good[..good.len() - 4096].to_vec(), "run over the end of the file: truncated"),
-        (good[..200].to_vec(), "truncated"),
+        (good[..200].to_vec(), "exceeds remaining file bytes"),
     ];
     for (bytes, expected) in cases {
         let error = open(folder.path(), &bytes).unwrap_err().to_string();

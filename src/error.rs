@@ -123,6 +123,11 @@ impl Error {
 
 /// Whether the path is at fault, which the user gave, and not the machine.
 fn is_wrong_path(kind: ErrorKind) -> bool {
-    use ErrorKind::{InvalidData, IsADirectory, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
-    matches!(kind, InvalidData | IsADirectory | NotADirectory | NotFound | PermissionDenied | ReadOnlyFilesystem)
+    use ErrorKind::{
+        InvalidData, InvalidInput, IsADirectory, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem,
+    };
+    matches!(
+        kind,
+        InvalidData | InvalidInput | IsADirectory | NotADirectory | NotFound | PermissionDenied | ReadOnlyFilesystem
+    )
 }

@@ -104,8 +104,8 @@ impl Row<'_> {
     }
 }
 
-/// Precedes text that is to be shown as chosen.
-const CHOSEN: char = '\u{1}';
+/// Precedes text that is to be shown as chosen. A code point for private use, which no theme draws and no cleaning escapes.
+const CHOSEN: char = '\u{E000}';
 
 fn chosen(text: &str, is: bool) -> String {
     if is { format!("{CHOSEN} {text} ") } else { format!(" {text} ") }

@@ -130,7 +130,9 @@ impl Trap<'_> {
         let text = fs::read_to_string(&path).unwrap();
         assert!(!text.replace('\n', "").contains(is_unsafe));
         let raw = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap().to_string() + "\n");
-        fs::write(&path, raw.collect::<String>()).unwrap();
+        let raw: String = raw.collect();
+        self.write("second/events.jsonl", &raw);
+        fs::write(&path, raw).unwrap();
     }
 
     /// The command lines by which it may come back, words apart.
@@ -187,8 +189,13 @@ impl Trap<'_> {
             line(&["export", p, "out"]),
             line(&["watch", "--plain", "log"]),
             line(&["watch", "--plain", p]),
-            line(&["compare", "log", "--html", "page.html"]),
-            line(&["compare", "log", "--json"]),
+            line(&["compare", "log", "second", "--html", "page.html"]),
+            line(&["compare", "log", "second", "--json"]),
+            line(&["report", "log", "--output", "report.html"]),
+            line(&["export-metrics", "log", "--format", "csv"]),
+            line(&["runs", "--checkpoint-dir", &format!("runs-{p}")]),
+            line(&["chat", p]),
+            line(&["fp16-check", p]),
             line(&["lab", "memory", "--run", "log"]),
             line(&["lab", "memory", "--run", "log", "--json"]),
             line(&["lab", "memory", "--model", p]),

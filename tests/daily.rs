@@ -146,11 +146,14 @@ fn n6_the_best_checkpoint_is_kept_and_used() {
     assert_eq!(listed.lines().count(), 3, "the run, the best and the last:\n{listed}");
     let shown = said(&desk, "checkpoint show r");
     assert!(shown.contains(&format!("best         validation loss {loss:.4} at step {best}\n")), "{shown}");
-    let measured = |more: &str| -> f64 {
+    let evaluated = |more: &str| -> String {
         let report = said(&desk, &format!("eval r --json {more}"));
-        serde_json::from_str::<serde_json::Value>(&report).unwrap()["loss"].as_f64().unwrap()
+        serde_json::from_str::<serde_json::Value>(&report).unwrap()["model"].as_str().unwrap().to_owned()
     };
-    assert!(measured("--best") < measured(""));
+    assert!(
+        evaluated("--best").ends_with(&format!("step-{best:06}"))
+            && !evaluated("").ends_with(&format!("step-{best:06}"))
+    );
     said(&desk, "export r out --best");
     assert!(!said(&desk, "generate r --best -n 4 --prompt so").is_empty());
 }

@@ -196,7 +196,9 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Config(args)) => {
             let config = args.config.resolve()?;
             let text = if args.explain { config.explained()? } else { config.to_toml()? };
-            on_terminal().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
+            // An escaped character means the same in TOML.
+            let text = crate::untrusted::lines(&text);
+            stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
         }
         Some(Command::Lab(args)) => lab::run(&args, &mut in_pipe()).map(|()| ExitCode::SUCCESS),

@@ -413,8 +413,8 @@ fn the_laboratory_shows_its_views_and_moves_their_values() {
         for (key, expected) in [
             ("1", "0x4248"),
             ("2", "held by"),
-            ("3", "smallest update"),
-            ("4", "backed off from 2^17"),
+            ("3", "half way, nearer is lost"),
+            ("4", "log2 max|g| ~ N(-1, 1)"),
             ("5", "log-normal around 2^-22"),
             ("6", "distilgpt2: 81.9 M parameters"),
         ] {

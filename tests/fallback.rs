@@ -53,7 +53,8 @@ fn with_outlier(folder: &Path) -> PathBuf {
 
 /// A run of that model on small batches; `scale` is the first loss scale, and if `constant` the only one.
 fn config(model: &Path, rule: FallbackRule, scale: f32, constant: bool) -> Config {
-    let overrides = vec![("model".to_owned(), toml::Value::String(model.display().to_string()))];
+    let said = [("model", model.display().to_string()), ("data", "grammar".to_owned())];
+    let overrides = said.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).into();
     let mut config = Config::resolve(&Layers { file: None, overrides, ..Layers::default() }).unwrap();
     (config.train.batch_size, config.train.seq_len, config.optimizer.lr) = (2, 32, 1e-4);
     (config.train.sample_tokens, config.train.eval_batches) = (4, 1);

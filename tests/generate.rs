@@ -225,7 +225,8 @@ fn the_command_writes_the_same_text_for_the_same_seed_from_run_checkpoint_and_fo
         let output = command.current_dir(folder.path()).args(arguments).assert().success().get_output().clone();
         (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
     };
-    let size = ["--steps", "2", "--batch-size", "2", "--set", "train.sample_tokens=0", "--set", "train.eval_batches=1"];
+    let size = "--steps 2 --batch-size 2 --init-scale 65536 --set train.sample_tokens=0 --set train.eval_batches=1";
+    let size: Vec<&str> = size.split(' ').collect();
     finetune(&[&["--plain", "--run", "r", "--threads", "1"], &size[..]].concat());
     let text = |model: &str, seed: &str| {
         finetune(&["generate", model, "--prompt", "the ", "-n", "20", "--seed", seed, "--threads", "1"]).0

@@ -295,8 +295,8 @@ fn promise_7_a_batch_that_does_not_fit_is_refused_with_the_one_that_does() {
         ("ulimit -v 2000000", "--model gpt2 --init random --tokenizer tokenizer.json".to_owned()),
     ] {
         fs::write(folder.path().join("tokenizer.json"), finetune::data::Tokenizer::byte().json()).unwrap();
-        let line = format!("{SMALL} {arguments} --seq-len 64");
-        let output = shell(folder.path(), before, &line.replacen("--batch-size 2 ", "", 1)).output().unwrap();
+        let line = format!("{SMALL} {arguments}").replacen("--batch-size 2 --seq-len 16", "--seq-len 64", 1);
+        let output = shell(folder.path(), before, &line).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{before}; {arguments}: {}", said(&output));
         let fits = "the largest batch that fits is";
         let none = "not even a batch of 1 fits";

@@ -5,6 +5,7 @@ use crate::cli::flags::read;
 use crate::store::checkpoint::{Listed, Run, list};
 use crate::telemetry::{Event, FinishReason, Record, Started};
 use crate::train::{Config, Layers};
+use crate::untrusted::line;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
 use std::fs::File;
@@ -71,8 +72,8 @@ fn listing(folder: &Path, out: &mut dyn Write) -> Result<()> {
     let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
     for row in &rows {
         let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
-        let line = cells.collect::<Vec<_>>().join("  ");
-        writeln!(out, "{}", line.trim_end()).map_err(Error::io("write to", "standard output"))?;
+        let row = cells.collect::<Vec<_>>().join("  ");
+        writeln!(out, "{}", row.trim_end()).map_err(Error::io("write to", "standard output"))?;
     }
     Ok(())
 }
@@ -118,8 +119,10 @@ impl Summary {
             },
         };
         let time = last.map_or(0, |last| last.t);
+        // Names from outside stay on their line of the table.
+        let (name, model) = (path.file_name().unwrap_or_default().to_string_lossy(), line(&model).into_owned());
         let cells = [
-            path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            line(&name).into_owned(),
             if time == 0 { dash() } else { date(time / 1000) },
             model,
             if total == 0 { step.to_string() } else { format!("{step}/{total}") },

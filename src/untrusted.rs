@@ -1,6 +1,6 @@
 //! Untrusted input: files that may be pipes or devices, and text that must be escaped before it reaches a terminal.
 //!
-//! Text is escaped by the writers, not by the readers: [`Clean`] wraps a stream, [`line`] and [`block`] escape a message.
+//! Text is escaped by the writers, not by the readers: [`Clean`] wraps a stream, [`line()`] and [`block()`] escape a message.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;

@@ -35,7 +35,7 @@ fn metadata() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// SentencePiece's BPE: scores in the place of merges.
+/// `SentencePiece`'s BPE: scores in the place of merges.
 fn sentence_piece() -> Vec<(&'static str, Value)> {
     let bytes: Vec<String> = (0..=255).map(|byte| format!("<0x{byte:02X}>")).collect();
     let pieces = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab", "abc", "\n"].map(str::to_owned);

@@ -27,10 +27,10 @@ fn linear_layers() {
             plain: &|inputs| oracle::linear(&inputs[0], &inputs[1], &inputs[2]),
             engine: &|kernels, inputs, dy| {
                 let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
-                const LAYOUT: WeightLayout = WeightLayout::InOut;
-                kernels.linear(LAYOUT, &inputs[0], &inputs[1], Some(&inputs[2]), &y)?;
-                kernels.linear_weight_gradient(LAYOUT, &inputs[0], dy, &gradients[1], Some(&gradients[2]))?;
-                kernels.linear_input_gradient(LAYOUT, dy, &inputs[1], &gradients[0])?;
+                let layout = WeightLayout::InOut;
+                kernels.linear(layout, &inputs[0], &inputs[1], Some(&inputs[2]), &y)?;
+                kernels.linear_weight_gradient(layout, &inputs[0], dy, &gradients[1], Some(&gradients[2]))?;
+                kernels.linear_input_gradient(layout, dy, &inputs[1], &gradients[0])?;
                 Ok((y, gradients))
             },
         }

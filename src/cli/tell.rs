@@ -93,7 +93,7 @@ impl StatusLine {
 
     fn above(&mut self, text: &str) {
         self.clear();
-        writeln!(stderr(), "{}", crate::untrusted::line(&text.to_string())).ok();
+        writeln!(stderr(), "{}", crate::untrusted::line(text)).ok();
     }
 
     fn clear(&mut self) {

@@ -261,9 +261,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.tokens");
         let mut writer = TokenWriter::create(folder.path(), Width::Two).unwrap();
-        writer.push(&[7; 100_000], true).unwrap();
+        writer.push(&vec![7; 100_000], true).unwrap();
         let file = writer.finish(100_000, Some(&path)).unwrap();
-        let mut out = [0; 5000];
+        let mut out = vec![0; 5000];
         file.read(90_000, &mut out);
         assert!(out.iter().all(|&id| id == 7) && file.failure().is_none());
         File::options().write(true).open(&path).unwrap().set_len(1000).unwrap();

@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 
-/// The largest accepted growth of a text. The tokenizers in use stay below 40: a SentencePiece table whose longest
+/// The largest accepted growth of a text. The tokenizers in use stay below 40: a `SentencePiece` table whose longest
 /// entry has 33 bytes, and three bytes for a space.
 const MAX_GROWTH: f64 = 64.0;
 
@@ -46,7 +46,7 @@ fn growth(step: &Value) -> Result<f64, String> {
     .max(1.0))
 }
 
-/// How many times as long the longest entry of a SentencePiece table makes a character of at least four bytes, as those with
+/// How many times as long the longest entry of a `SentencePiece` table makes a character of at least four bytes, as those with
 /// long entries are; an error for a table that is shorter than it says.
 ///
 /// The table is base64: the size of a trie in bytes (32 bits, little endian), the trie, and entries that end in a zero byte.

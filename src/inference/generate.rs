@@ -70,7 +70,9 @@ impl Sampling {
         }
         if cold {
             let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            values.iter_mut().for_each(|value| *value -= largest);
+            for value in &mut values {
+                *value -= largest;
+            }
         }
         Ok(Tensor::new(values, logits.device())?)
     }
@@ -82,9 +84,8 @@ impl Sampling {
             _ if temperature == 0.0 => Choice::ArgMax,
             (None, None) => Choice::All { temperature },
             (Some(k), None) => Choice::TopK { k, temperature },
-            (None, Some(p)) => Choice::TopP { p, temperature },
-            // Of what top-k has left: see `keep_top`.
-            (Some(_), Some(p)) => Choice::TopP { p, temperature },
+            // With a top-k, of what that has left: see `keep_top`.
+            (_, Some(p)) => Choice::TopP { p, temperature },
         }
     }
 }

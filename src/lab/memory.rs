@@ -539,7 +539,7 @@ mod tests {
     }
 
     /// Figures of the papers and of arithmetic by hand for a 7B model: a KV cache of 10 × 2048 tokens takes 10.7 GB, not 80;
-    /// training in BF16 with Adam does not fit 80 GB, and QLoRA's weights are a quarter of BF16's.
+    /// training in BF16 with Adam does not fit 80 GB, and `QLoRA`'s weights are a quarter of BF16's.
     #[test]
     fn recipes_of_a_7b_model() {
         let config = model_named("7b").unwrap();

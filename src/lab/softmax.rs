@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn exp_in_fp16() {
         let fp16 = row(&Softmax::new(12.0, 16, 4095.0), "FP16");
-        assert_eq!((fp16.exp_until, fp16.exp_from), (11.0859375, -17.328125));
+        assert_eq!((fp16.exp_until, fp16.exp_from), (11.085_937_5, -17.328_125));
         assert!(fp16.plain.is_nan() && fp16.total.is_infinite() && fp16.shifted > 0.9);
         let bf16 = row(&Softmax::new(12.0, 16, 4095.0), "BF16");
         assert!(bf16.plain.is_finite() && (88.0..89.0).contains(&bf16.exp_until));

@@ -109,6 +109,7 @@ impl Default for Config {
     }
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "what serde calls")]
 fn is_auto(choice: &Choice) -> bool {
     *choice == Choice::Auto
 }

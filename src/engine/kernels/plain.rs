@@ -229,8 +229,8 @@ impl Kernels for Plain {
         let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = numbers;
         let grad = (widen(grad)? * f64::from(grad_factor))?;
         let (m, v) = (moments.exp_avg, moments.exp_avg_sq);
-        let exp_avg = (m + ((&grad - m)? * f64::from(1.0 - betas[0]))?)?;
-        let exp_avg_sq = ((v * f64::from(betas[1]))? + (grad.sqr()? * f64::from(1.0 - betas[1]))?)?;
+        let exp_avg = (m + ((&grad - m)? * (1.0 - betas[0]))?)?;
+        let exp_avg_sq = ((v * betas[1])? + (grad.sqr()? * (1.0 - betas[1]))?)?;
         let root = (exp_avg_sq.sqrt()? / f64::from(bias_corrections[1].sqrt()))?;
         let update = ((&exp_avg * f64::from(lr / bias_corrections[0]))? / (root + f64::from(eps))?)?;
         let updated = ((master * f64::from(1.0 - lr * weight_decay))? - update)?;

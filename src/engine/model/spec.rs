@@ -155,7 +155,7 @@ pub enum NormRole {
     Final,
 }
 
-/// The products of a block. Parts of one product ([`LinearRole::packed`]) have names of their own in files.
+/// The products of a block. Parts of one product, such as queries, keys and values, have names of their own in files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LinearRole {
     /// Queries, keys and values in one.

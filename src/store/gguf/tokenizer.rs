@@ -1,6 +1,6 @@
 //! A GGUF file's tokenizer as a `tokenizer.json`.
 //!
-//! Two kinds are in use: byte-level BPE with its merges (`gpt2`), whose word pattern has a name, and SentencePiece's BPE
+//! Two kinds are in use: byte-level BPE with its merges (`gpt2`), whose word pattern has a name, and `SentencePiece`'s BPE
 //! (`llama`), which has scores in the place of merges and falls back to bytes.
 
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p
 /// That of Qwen 2 and later.
 const QWEN_2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// The space of SentencePiece.
+/// The space of `SentencePiece`.
 const SPACE: &str = "\u{2581}";
 
 /// The vocabulary as the file lists it.

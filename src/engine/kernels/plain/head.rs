@@ -66,8 +66,8 @@ impl Targets {
     }
 
     /// `x` with zeros in the rows without a target, whatever stands there.
-    fn only_valid(&self, x: Tensor) -> Result<Tensor> {
-        self.valid.as_ref().map_or(Ok(x.clone()), |valid| select(valid, &x, 0.0))
+    fn only_valid(&self, x: &Tensor) -> Result<Tensor> {
+        self.valid.as_ref().map_or_else(|| Ok(x.clone()), |valid| select(valid, x, 0.0))
     }
 
     /// Each row's loss, and with a `seed` the logits' gradient in their place.
@@ -79,12 +79,12 @@ impl Targets {
         let exponentials = values.broadcast_sub(&top)?.exp()?;
         let total = exponentials.sum_keepdim(1)?;
         let loss = (total.log()? + (top - picked)?)?;
-        store(&self.only_valid(loss)?.squeeze(1)?, losses)?;
+        store(&self.only_valid(&loss)?.squeeze(1)?, losses)?;
         let Some(seed) = seed else { return Ok(()) };
         let factor = (total.recip()? * f64::from(seed))?;
         let grad = exponentials.broadcast_mul(&factor)?;
         let at_targets = Tensor::full(-seed, self.ids.shape(), logits.device())?;
         grad.scatter_add_set(&self.ids, &at_targets, 1)?;
-        store(&self.only_valid(grad)?, logits)
+        store(&self.only_valid(&grad)?, logits)
     }
 }

@@ -214,12 +214,14 @@ mod tests {
             text
         };
         assert_eq!(read(), "");
-        let writer = std::thread::spawn({
-            let pipe = pipe.clone();
-            move || std::fs::write(pipe, "text")
+        // A writer that has said something and closes its end later: whoever reads waits for the end.
+        let mut writer = File::options().read(true).write(true).open(&pipe).unwrap();
+        writer.write_all(b"text").unwrap();
+        let closing = std::thread::spawn(move || {
+            std::thread::sleep(std::time::Duration::from_millis(500));
+            drop(writer);
         });
-        // Until the writer is there the pipe is at its end.
-        assert_eq!(std::iter::repeat_with(read).find(|text| !text.is_empty()).unwrap(), "text");
-        writer.join().unwrap().unwrap();
+        assert_eq!(read(), "text");
+        closing.join().unwrap();
     }
 }

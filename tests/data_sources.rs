@@ -265,16 +265,16 @@ fn a_pipe_is_text_and_a_device_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = folder.path().join("pipe.txt");
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    let writer = std::thread::spawn({
-        let pipe = pipe.clone();
-        // A reader that looked too early has closed its end, and the text is written again.
-        move || std::iter::repeat_with(|| fs::write(&pipe, "through a pipe")).find(Result::is_ok)
+    // A writer that has said all and closes its end later.
+    let mut writer = fs::File::options().read(true).write(true).open(&pipe).unwrap();
+    std::io::Write::write_all(&mut writer, b"through a pipe").unwrap();
+    let closing = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        drop(writer);
     });
-    // Until the writer has opened it the pipe is empty.
-    let load = || load(folder.path(), &Source::Path(pipe.clone()), None).0;
-    let data = std::iter::repeat_with(load).find_map(Result::ok).unwrap();
+    let data = load(folder.path(), &Source::Path(pipe), None).0.unwrap();
     assert_eq!(ids(&data.train), bytes("through a pi"));
-    writer.join().unwrap();
+    closing.join().unwrap();
     for device in ["/dev/zero", "/dev/full"] {
         let message = self::load(folder.path(), &Source::Path(device.into()), None).0.unwrap_err().to_string();
         assert!(message.contains("not a regular file"), "{message}");

@@ -3,7 +3,7 @@
 use crate::cli::model::NameArgs;
 use crate::cli::tell::Teller;
 use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
-use crate::precision::Dtype;
+use crate::precision::{Dtype, Unit};
 use crate::train::whole_text;
 use crate::{Error, Result};
 use clap::Args;
@@ -78,7 +78,9 @@ fn as_text(report: &Fp16Report) -> String {
         String::from("unit    largest activation              largest gradient                to zero  subnormal\n");
     for unit in &report.units {
         let cell = |largest: &crate::inference::fp16_check::Largest| {
-            let name = largest.tensor.strip_prefix(&format!("{}.", unit.unit)).unwrap_or(&largest.tensor);
+            // What stands in front of the block's number is the same in every row.
+            let block = if let Unit::Block(block) = unit.unit { format!(".{block}.") } else { String::new() };
+            let name = largest.tensor.split_once(&block).map_or(largest.tensor.as_str(), |(_, name)| name);
             format!("{:<9.3e} {name:<21.21}", largest.max_abs)
         };
         let _ = writeln!(

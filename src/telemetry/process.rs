@@ -34,7 +34,7 @@ impl ProcessStats {
 /// limits of its control groups and its own (`ulimit -v`).
 pub fn available_bytes() -> Option<u64> {
     let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
-    let machine = kibibytes(&text("/proc/meminfo"), "MemAvailable:");
+    let machine = MachineMemory::now().available;
     let own = address_space_left(&text("/proc/self/limits"), &text("/proc/self/status"));
     let group = text("/proc/self/cgroup").lines().find_map(|line| line.strip_prefix("0::").map(str::to_owned));
     let root = std::path::Path::new("/sys/fs/cgroup");

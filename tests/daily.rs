@@ -192,6 +192,21 @@ fn n10_a_reader_that_has_seen_enough_is_no_error() {
 }
 
 #[test]
+fn n9_every_step_records_the_peak_of_memory_that_the_end_reports() {
+    let desk = desk();
+    said(&desk, &training("r", "--data text.txt --steps 3"));
+    let (mut during, mut at_end) = (0, 0);
+    for record in read(desk.path().join("checkpoints/r/events.jsonl")).unwrap() {
+        match record.event {
+            Event::Step(step) => during = step.peak_rss_bytes.unwrap(),
+            Event::Finished(finished) => at_end = finished.peak_rss_bytes.unwrap(),
+            _ => {}
+        }
+    }
+    assert!(during <= at_end && during as f64 > 0.9 * at_end as f64, "{during} during training, {at_end} at the end");
+}
+
+#[test]
 fn n10_lines_are_replayed_at_the_speed_asked_for() {
     let desk = desk();
     let step = |step: u64, s: f64| Record {

@@ -32,6 +32,7 @@ fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<P
                 tokens_per_s: 0.0,
                 time: finetune::telemetry::StepTime::default(),
                 rss_bytes: None,
+                peak_rss_bytes: None,
                 cpu_seconds: None,
                 gpu: None,
                 ..*step

@@ -133,6 +133,7 @@ impl InventedRun {
             scale: change,
             time: StepTime { step_ms: 100.0, forward_ms: 30.0, backward_ms: 55.0, survey_ms: 3.0, optimizer_ms: 12.0 },
             rss_bytes: Some(1_300_000_000),
+            peak_rss_bytes: Some(1_500_000_000),
             cpu_seconds: Some(at as f64 * 0.19),
             gpu: None,
             grads,

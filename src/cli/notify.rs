@@ -1,18 +1,19 @@
 //! `--notify COMMAND`: a program of the user's that is run when something worth a message happens.
 
-use crate::telemetry::{Event, Record};
+use crate::telemetry::{Event, Record, Sink};
 use crate::{Error, Result};
-use std::io::{Write, stderr};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, sync_channel};
 
-/// Records that a screen may lag behind, as in [`crate::telemetry::Emitter`].
-const QUEUE: usize = 8192;
-
-/// A program and its first arguments. No shell is asked.
-#[derive(Clone, Debug)]
+/// Runs a program, without a shell, at a new best validation loss, at divergence and at the end. The program gets `best`,
+/// `diverged` or `finished`, the run's name and a sentence as its last arguments.
+#[derive(Debug)]
 pub(super) struct Notify {
+    /// The program and its first arguments.
     words: Vec<String>,
+    run: String,
+    /// The lowest validation loss so far.
+    best: f64,
+    children: Vec<Child>,
 }
 
 impl Notify {
@@ -36,53 +37,47 @@ impl Notify {
                 format!("there is no program `{program}`; give its path, and a script for what needs a shell");
             return Err(Error::config("--notify", message));
         }
-        Ok(Self { words })
+        Ok(Self { words, run: String::new(), best: f64::INFINITY, children: Vec::new() })
     }
 
-    /// Passes records on, and runs the command at a new best validation loss, below `best` at first, at divergence and at
-    /// the end. The command gets `best`, `diverged` or `finished`, the run's name and a sentence as its last arguments.
-    pub(super) fn watch(self, records: Receiver<Record>, best: Option<f64>) -> Receiver<Record> {
-        let (sender, passed) = sync_channel(QUEUE);
-        let watch = move || {
-            let (mut run, mut best, mut children) = (String::new(), best.unwrap_or(f64::INFINITY), Vec::new());
-            for record in records {
-                let message = match &record.event {
-                    Event::Started(started) => {
-                        run.clone_from(&started.run);
-                        None
-                    }
-                    Event::Eval(eval) if eval.loss < best => {
-                        best = eval.loss;
-                        Some(("best", format!("validation loss {:.4} at step {}", eval.loss, eval.step)))
-                    }
-                    Event::Diverged(trouble) => Some(("diverged", trouble.message.clone())),
-                    Event::Finished(end) => {
-                        Some(("finished", format!("step {}, loss {:.4}, {:?}", end.step, end.loss, end.reason)))
-                    }
-                    _ => None,
-                };
-                if let Some((event, text)) = message {
-                    // Those that have ended are waited for, so that they do not stay as zombies.
-                    children.retain_mut(|child: &mut Child| child.try_wait().is_ok_and(|end| end.is_none()));
-                    children.extend(self.run(event, &run, &text));
-                }
-                // A screen that is gone is no reason to miss an event.
-                sender.send(record).ok();
-            }
-        };
-        if std::thread::Builder::new().name("notify".into()).spawn(watch).is_err() {
-            writeln!(stderr(), "warning: no thread for `--notify`").ok();
-        }
-        passed
+    /// Reports only losses below `best`, the lowest of the run so far.
+    pub(super) fn below(mut self, best: Option<f64>) -> Self {
+        self.best = best.unwrap_or(f64::INFINITY);
+        self
     }
 
-    fn run(&self, event: &str, run: &str, text: &str) -> Option<Child> {
+    fn spawn(&self, event: &str, text: &str) -> Result<Child> {
         let mut command = Command::new(&self.words[0]);
-        command.args(&self.words[1..]).args([event, run, text]);
+        command.args(&self.words[1..]).args([event, &self.run, text]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let failed = |error: &std::io::Error| {
-            writeln!(stderr(), "warning: cannot run `{}`: {error}", self.words[0]).ok();
+        command.spawn().map_err(Error::io("run", &self.words[0]))
+    }
+}
+
+impl Sink for Notify {
+    fn take(&mut self, record: &Record) -> Result<()> {
+        let (event, text) = match &record.event {
+            Event::Started(started) => {
+                self.run.clone_from(&started.run);
+                return Ok(());
+            }
+            Event::Eval(eval) if eval.loss < self.best => {
+                self.best = eval.loss;
+                ("best", format!("validation loss {:.4} at step {}", eval.loss, eval.step))
+            }
+            Event::Diverged(trouble) => ("diverged", trouble.message.clone()),
+            Event::Finished(end) => {
+                ("finished", format!("step {}, loss {:.4}, {:?}", end.step, end.loss, end.reason))
+            }
+            _ => return Ok(()),
         };
-        command.spawn().inspect_err(failed).ok()
+        // Reaps the children that have exited.
+        self.children.retain_mut(|child| child.try_wait().is_ok_and(|exit| exit.is_none()));
+        self.children.push(self.spawn(event, &text)?);
+        Ok(())
+    }
+
+    fn name(&self) -> &'static str {
+        "--notify"
     }
 }

@@ -92,7 +92,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     let history = RunState::history(log.path())?;
     trainer.recall(&history);
     let mut emitter = Emitter::new(Some(log));
-    let mut records = emitter.connect();
+    let records = emitter.connect();
     if let Some(metrics) = metrics {
         emitter.also(Box::new(metrics));
     }
@@ -100,7 +100,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         emitter.also(Box::new(TensorBoard::create(&run.path().join("tensorboard"))?));
     }
     if let Some(notify) = notify {
-        records = notify.watch(records, best);
+        emitter.also(Box::new(notify.below(best)));
     }
     for message in warnings {
         emitter.emit(Event::Warning(Trouble { step: 0, message }))?;

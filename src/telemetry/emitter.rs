@@ -73,7 +73,7 @@ impl Emitter {
         self.sinks.retain_mut(|sink| match sink.take(&record) {
             Ok(()) => true,
             Err(error) => {
-                failed.push(format!("{error}; nothing more is written for {}", sink.name()));
+                failed.push(format!("{error}; {} gets no further events", sink.name()));
                 false
             }
         });
@@ -196,7 +196,7 @@ mod tests {
         else {
             panic!("{events:?}")
         };
-        assert!(message.contains("disk") && message.contains("nothing more is written for tests"), "{message}");
+        assert!(message.contains("disk") && message.contains("tests gets no further events"), "{message}");
     }
 
     #[test]

@@ -149,7 +149,7 @@ impl Tally {
             figures.scale = Some((figures.scale.map_or(step.loss_scale, |(first, _)| first), after));
         }
         figures.growths += u64::from(step.scale.cause == ScaleCause::Grew);
-        figures.peak_rss = figures.peak_rss.max(step.rss_bytes);
+        figures.peak_rss = figures.peak_rss.max(step.peak_rss_bytes).max(step.rss_bytes);
         let (first, _, ms) = self.pace.unwrap_or((step.tokens, step.tokens, -step.time.step_ms));
         self.pace = Some((first, step.tokens, ms + step.time.step_ms));
         if loss.is_finite() {

@@ -63,6 +63,7 @@ impl Trainer {
         record.epoch = self.loader.epochs();
         let process = ProcessStats::now();
         record.rss_bytes = process.rss_bytes;
+        record.peak_rss_bytes = process.peak_rss_bytes;
         record.cpu_seconds = process.cpu_seconds;
         record.gpu = self.gpu.as_ref().and_then(GpuSampler::newest);
         if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {

@@ -1,8 +1,8 @@
-//! What a run says about itself: events, their log on disk, and the bounded series that pictures are drawn from.
+//! A run's telemetry: events, their log on disk, and the bounded series that charts are drawn from.
 //!
-//! Training fills in an [`Event`] and hands it to an [`Emitter`], which stamps it, appends it to `events.jsonl` and passes
-//! it on to a screen. A screen (`dashboard`, or `finetune watch` in another terminal) knows only these types; what it wants
-//! of training it says with a [`Command`]. Nothing here knows tensors, models or terminals.
+//! Training passes each [`Event`] to an [`Emitter`], which stamps it, appends it to `events.jsonl` and sends it to a screen.
+//! A screen (`dashboard`, or `finetune watch` in another terminal) knows only these types and controls training with
+//! [`Command`]s. Nothing here knows tensors, models or terminals.
 
 mod activity;
 mod command;
@@ -31,7 +31,7 @@ pub use log::{EventLog, Poll, Tail, read, read_whole};
 pub use process::{MachineMemory, ProcessId, ProcessStats, available_bytes, cpu_name, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{
-    Curves, Figures, Happening, Layer, OverflowRow, Phase, ProbeTotals, RunState, SMOOTHING, SampleRow, TensorRow,
+    Curves, EventRow, Figures, Layer, OverflowRow, Phase, ProbeTotals, RunState, SMOOTHING, SampleRow, TensorRow,
     Tensors, histogram, smoothing_for,
 };
 pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StairCase};

@@ -109,7 +109,8 @@ fn batches_without_a_target_are_passed_over_and_never_taken_for_a_step() {
     settings.data = prompts(folder.path(), &"long ".repeat(8));
     let (_, events, _) = run(settings.clone(), None);
     assert!(steps(&events).count() == 12 && steps(&events).all(|step| step.loss > 0.0));
-    let said = |event: &&Event| matches!(event, Event::Warning(trouble) if trouble.message.contains("without a single target"));
+    let said =
+        |event: &&Event| matches!(event, Event::Warning(trouble) if trouble.message.contains("every target is masked"));
     assert_eq!(events.iter().filter(said).count(), 1);
     let spec = ModelSpec::named("tiny").unwrap();
     let masters = TrainState::random_masters(&spec, 1, &Device::Cpu).unwrap();

@@ -131,7 +131,7 @@ fn item_16_prometheus_reads_a_running_run() {
     // A port that is taken, and one that is none.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    for (port, part) in [(port.as_str(), "cannot listen at 127.0.0.1"), ("many", "is a port such as 9464")] {
+    for (port, part) in [(port.as_str(), "cannot listen on 127.0.0.1"), ("many", "is a port such as 9464")] {
         let output = command(desk.path(), &format!("--run u --metrics-port {port}")).output().unwrap();
         let complaint = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.code() == Some(2) && complaint.contains(part), "{complaint}");

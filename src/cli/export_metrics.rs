@@ -107,7 +107,7 @@ pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
     let records = read(&log)?;
     if !records.iter().any(|record| matches!(record.event, Event::Step(_))) {
-        return Err(Error::data(log.display(), "no step is recorded here yet; wait for the first"));
+        return Err(Error::data(log.display(), "the log has no step yet; wait for the first one"));
     }
     match (args.format, &args.output) {
         (Format::Tensorboard, folder) => {

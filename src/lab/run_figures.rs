@@ -280,6 +280,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         assert!(RunFigures::read(folder.path()).unwrap_err().to_string().contains("events.jsonl"));
         std::fs::write(folder.path().join("events.jsonl"), "").unwrap();
-        assert!(RunFigures::read(folder.path()).unwrap_err().to_string().contains("no step is recorded"));
+        assert!(RunFigures::read(folder.path()).unwrap_err().to_string().contains("has no step yet"));
     }
 }

@@ -1,11 +1,11 @@
-//! What a run is doing right now, for whoever shows it: a phase with its progress, written by one thread and read by another.
+//! The phase a run is in right now, with its progress: written by one thread, displayed by another.
 //!
-//! Events tell what has happened and go into the log. A phase is worth showing only while it lasts.
+//! Unlike events, phases are not logged: they matter only while they last.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A shared view of the phase in progress; clones show the same one.
+/// A shared handle to the phase in progress; clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Activity {
     phase: Arc<Mutex<Option<PhaseNow>>>,
@@ -25,22 +25,22 @@ pub struct PhaseNow {
 /// How much of a phase is done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Amount {
-    /// Nobody knows.
+    /// Not known.
     #[default]
     Unknown,
-    /// So many of so many.
+    /// Items done, and their total.
     Items(u64, u64),
-    /// So many bytes of so many.
+    /// Bytes done, and their total.
     Bytes(u64, u64),
 }
 
 impl Activity {
-    /// A phase begins, and ends the one before.
+    /// Begins a phase and ends the previous one.
     pub fn begin(&self, what: &str) {
         *self.lock() = Some(PhaseNow { what: what.to_owned(), amount: Amount::Unknown, since: Instant::now() });
     }
 
-    /// So much of the phase called `what` is done; it begins if it is not in progress.
+    /// Sets the progress of the phase called `what`; begins it if it is not in progress.
     pub fn advance(&self, what: &str, amount: Amount) {
         let mut phase = self.lock();
         match &mut *phase {
@@ -49,12 +49,12 @@ impl Activity {
         }
     }
 
-    /// The phase is over.
+    /// Ends the phase.
     pub fn end(&self) {
         *self.lock() = None;
     }
 
-    /// The phase that has been in progress for `least`.
+    /// The phase in progress, if it has lasted for at least `least`.
     pub fn lasting(&self, least: Duration) -> Option<PhaseNow> {
         self.lock().clone().filter(|phase| phase.since.elapsed() >= least)
     }
@@ -78,23 +78,23 @@ impl std::fmt::Display for PhaseNow {
     }
 }
 
-/// When to print a phase where every line stays: once it has lasted for half a second, and again from time to time.
+/// Decides when to print a phase to a terminal or file that keeps every line: after [`Self::FIRST`], then every 5 s.
 #[derive(Debug, Default)]
 pub struct PhaseLines {
-    told: Option<(Instant, Instant)>,
+    printed: Option<(Instant, Instant)>,
 }
 
 impl PhaseLines {
-    /// A phase is not worth a line before it has lasted so long.
+    /// Shorter phases are not printed.
     pub const FIRST: Duration = Duration::from_millis(400);
     const NEXT: Duration = Duration::from_secs(5);
 
-    /// The line to print now, if there is one.
+    /// The line to print now, if one is due.
     pub fn due(&mut self, activity: &Activity) -> Option<String> {
         let phase = activity.lasting(Self::FIRST)?;
-        let due = self.told.is_none_or(|(since, told)| since != phase.since || told.elapsed() >= Self::NEXT);
+        let due = self.printed.is_none_or(|(since, printed)| since != phase.since || printed.elapsed() >= Self::NEXT);
         due.then(|| {
-            self.told = Some((phase.since, Instant::now()));
+            self.printed = Some((phase.since, Instant::now()));
             phase.to_string()
         })
     }
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_phase_is_told_once_it_lasts_and_not_again_at_once() {
+    fn a_phase_is_printed_once_it_lasts_and_not_again_at_once() {
         let (activity, mut lines) = (Activity::default(), PhaseLines::default());
         activity.begin("evaluating");
         assert_eq!(lines.due(&activity), None, "it may be over in a moment");

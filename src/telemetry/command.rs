@@ -1,11 +1,11 @@
-//! What a screen may ask of training.
+//! Commands from a screen to training.
 
-/// A wish of the person at the screen. Training looks for one between two steps, never within a step.
+/// A request from the dashboard, served between two steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
     /// Stop at the next step boundary and wait.
     Pause,
-    /// Go on after a pause.
+    /// Continue after a pause.
     Resume,
     /// Write a checkpoint.
     SaveNow,
@@ -22,7 +22,7 @@ pub enum Command {
     },
     /// End the run at the next step boundary as a signal does: saved, and interrupted.
     Interrupt,
-    /// The screen is gone; train on.
+    /// The screen has closed; continue training.
     Detach,
     /// End the process now, without a checkpoint.
     Abort,

@@ -1,4 +1,4 @@
-//! Takes training's events: stamps them, logs them, and passes them to the screen if there is one.
+//! Distributes training's events: to the log, the screen and other sinks.
 
 use super::event::{Event, Record, Trouble, VERSION};
 use super::log::EventLog;
@@ -6,22 +6,22 @@ use crate::Result;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Events a screen may lag behind before it misses some.
+/// Capacity of the screen's queue; a screen that lags further behind misses events.
 const QUEUE: usize = 8192;
 
-/// What else takes in a run's records: a file for another program, figures that are served.
+/// Another consumer of a run's records, such as a TensorBoard file or a Prometheus endpoint.
 pub trait Sink: std::fmt::Debug + Send {
-    /// Takes in a record.
+    /// Processes a record.
     ///
     /// # Errors
-    /// If it cannot be written; the sink gets no further record then, and training goes on.
+    /// If it cannot be written. The sink then gets no further records, and training continues.
     fn take(&mut self, record: &Record) -> Result<()>;
 
-    /// What it is called in a warning.
+    /// The name used in warnings.
     fn name(&self) -> &'static str;
 }
 
-/// Stamps events, appends them to the log, and passes them to a screen without ever waiting for it.
+/// Stamps events, appends them to the log, and sends them to a screen without ever waiting for it.
 #[derive(Debug)]
 pub struct Emitter {
     log: Option<EventLog>,
@@ -29,40 +29,40 @@ pub struct Emitter {
     sinks: Vec<Box<dyn Sink>>,
     /// Events the screen has missed because its queue was full.
     missed: u64,
-    /// Whether the log's disk has refused the last event.
+    /// Whether the last event could not be written.
     refused: bool,
     began: Instant,
-    /// Seconds the run had been running before this process.
+    /// Seconds the run took before this process.
     before: f64,
 }
 
 impl Emitter {
-    /// An emitter that writes to `log`; none in tests and measurements.
+    /// An emitter that writes to `log`, if there is one.
     pub fn new(log: Option<EventLog>) -> Self {
         let before = log.as_ref().map_or(0.0, EventLog::last_seconds);
         Self { log, screen: None, sinks: Vec::new(), missed: 0, refused: false, began: Instant::now(), before }
     }
 
-    /// The events from now on, for a screen on another thread. A screen that stops reading (a suspended terminal) loses
-    /// events, which stay in the log; it never stops training.
+    /// Connects a screen on another thread to the events from now on. A screen that stops reading (a suspended terminal)
+    /// misses events, which stay in the log; it never blocks training.
     pub fn connect(&mut self) -> Receiver<Record> {
         let (sender, receiver) = sync_channel(QUEUE);
         self.screen = Some(sender);
         receiver
     }
 
-    /// From here on `sink` gets every event.
+    /// Sends every event from now on to `sink` as well.
     pub fn also(&mut self, sink: Box<dyn Sink>) {
         self.sinks.push(sink);
     }
 
-    /// Seconds the run has been running, earlier processes included.
+    /// Seconds the run has taken, earlier processes included.
     pub fn seconds(&self) -> f64 {
         self.before + self.began.elapsed().as_secs_f64()
     }
 
-    /// Takes in an event that happened just now. Neither a log that cannot be written nor a screen that is gone is an error:
-    /// training must go on without them. The first refusal and the recovery are events of their own.
+    /// Emits an event that happened just now. A failing log or a closed screen is not an error, because training continues
+    /// without them; the first failed write and the recovery are logged as warnings.
     ///
     /// # Errors
     /// None today.
@@ -81,12 +81,12 @@ impl Emitter {
         failed.into_iter().try_for_each(|message| self.emit(Event::Warning(Trouble { step, message })))
     }
 
-    /// Appends a record to the log and shows it.
+    /// Appends a record to the log and sends it to the screen.
     fn write(&mut self, record: Record, step: u64) {
         let appended = self.log.as_mut().map_or(Ok(()), |log| log.append(&record));
         self.show(record);
         let message = match (appended, self.refused) {
-            (Err(error), false) => format!("{error}; training goes on, and the log is written again when it can be"),
+            (Err(error), false) => format!("{error}; training continues and retries with each event"),
             (Ok(()), true) => match self.log.as_mut().map_or(0, EventLog::take_dropped) {
                 0 => "the log can be written again; nothing is missing in it".to_owned(),
                 dropped => format!("the log can be written again; {dropped} events before this one are missing in it"),
@@ -96,7 +96,7 @@ impl Emitter {
         self.refused = !self.refused;
         let warning = self.stamp(Event::Warning(Trouble { step, message }));
         if let Some(log) = &mut self.log {
-            // A refusal of this one has been reported already.
+            // A failure to write this one has been reported already.
             let _ = log.append(&warning);
         }
         self.show(warning);
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_screen_that_does_not_read_never_stops_training_and_learns_what_it_missed() {
+    fn a_screen_that_does_not_read_never_blocks_training_and_is_told_how_much_it_missed() {
         let mut emitter = Emitter::new(None);
         let screen = emitter.connect();
         for step in 0..QUEUE as u64 + 5 {
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_cannot_be_written_is_told_once_and_again_when_it_can() {
+    fn a_failing_log_is_reported_once_and_its_recovery_once() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         let mut emitter = Emitter::new(Some(EventLog::open(&path).unwrap()));
@@ -166,7 +166,7 @@ mod tests {
             })
             .collect();
         assert_eq!((logged.len(), warnings.len()), (6, 2), "{warnings:?}");
-        assert!(warnings[0].contains("events.jsonl") && warnings[0].contains("training goes on"), "{warnings:?}");
+        assert!(warnings[0].contains("events.jsonl") && warnings[0].contains("training continues"), "{warnings:?}");
         assert!(warnings[1].contains("can be written again; nothing is missing"), "{warnings:?}");
     }
 
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sink_that_fails_is_told_once_and_dropped() {
+    fn a_failing_sink_is_reported_once_and_dropped() {
         let mut emitter = Emitter::new(None);
         let screen = emitter.connect();
         emitter.also(Box::new(Broken));
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_screen_that_is_gone_is_no_error() {
+    fn a_closed_screen_is_not_an_error() {
         let mut emitter = Emitter::new(None);
         drop(emitter.connect());
         emitter.emit(Event::Paused { step: 1 }).unwrap();

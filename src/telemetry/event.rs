@@ -1,8 +1,8 @@
-//! The vocabulary of a run: one [`Record`] is one line of `events.jsonl`.
+//! The events of a run: one [`Record`] is one line of `events.jsonl`.
 //!
-//! A line is a JSON object that begins `{"v":1,"t":…,"s":…,"event":"step",…}`. Within a version fields are only added, and
-//! a reader takes a missing one as its default, so an old log stays readable. Floats that are not finite are written as
-//! strings (`"NaN"`, `"inf"`, `"-inf"`).
+//! A line is a JSON object that begins `{"v":1,"t":…,"s":…,"event":"step",…}`. Within a version, fields are only added,
+//! and missing fields read as their defaults, so old logs stay readable. Floats that are not finite are written as strings
+//! (`"NaN"`, `"inf"`, `"-inf"`).
 //!
 //! Magnitudes and counts of gradients are those of the *scaled* gradients, as the gradient dtype stores them, unless the
 //! name says otherwise.
@@ -33,7 +33,7 @@ pub struct Record {
     pub v: u32,
     /// Wall clock, milliseconds since 1970-01-01 UTC.
     pub t: u64,
-    /// Seconds the run has been running; continues over a resume, so it never falls within a log.
+    /// Seconds the run has taken; continues over a resume, so it never decreases within a log.
     pub s: f64,
     /// What happened.
     #[serde(flatten)]
@@ -44,7 +44,7 @@ pub struct Record {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// A process began to train, anew or from a checkpoint.
+    /// A process began to train, from scratch or from a checkpoint.
     Started(Box<Started>),
     /// A step was attempted.
     Step(Box<StepRecord>),
@@ -62,19 +62,19 @@ pub enum Event {
     Probe(Box<Probe>),
     /// A checkpoint was written.
     Saved(Saved),
-    /// Training waits, on request.
+    /// Training paused on request.
     Paused {
         /// Steps attempted so far.
         step: u64,
     },
-    /// Training goes on after a pause.
+    /// Training continued after a pause.
     Resumed {
         /// Steps attempted so far.
         step: u64,
     },
-    /// Something a person should know, which does not end the run.
+    /// A problem that does not end the run.
     Warning(Trouble),
-    /// The run's numbers broke; a `Finished` follows.
+    /// Training diverged; a `Finished` follows.
     Diverged(Trouble),
     /// The process stopped training.
     Finished(Finished),

@@ -1,13 +1,13 @@
-//! Floats in JSON, which has no word for NaN and infinities: those are written as the strings `"NaN"`, `"inf"`, `"-inf"`.
+//! Floats in JSON, which cannot represent NaN and infinities: they are written as the strings `"NaN"`, `"inf"`, `"-inf"`.
 //!
-//! Broken numbers are what this program is about, so they must survive its log. Use with `#[serde(with = "float")]`.
+//! Use with `#[serde(with = "float")]`.
 
 use serde::de::{Deserializer, Error, Unexpected, Visitor};
 use serde::ser::Serializer;
 use std::fmt;
 use std::marker::PhantomData;
 
-/// `f32` and `f64`, as far as this module needs them.
+/// Implemented for `f32` and `f64`.
 pub(crate) trait Float: Copy {
     fn to_f64(self) -> f64;
     fn from_f64(value: f64) -> Self;

@@ -1,7 +1,7 @@
-//! What the GPU is doing, looked at now and then on a thread of its own, because a look may take milliseconds.
+//! Samples the GPU's figures on its own thread, because a query may take milliseconds.
 //!
-//! NVIDIA's management library belongs to the driver. It is looked for when the program runs: where it or a GPU is missing
-//! there are no figures, and nothing else changes.
+//! NVIDIA's management library (NVML) comes with the driver and is loaded at run time; without it or a GPU there are no
+//! figures, and nothing else changes.
 
 use super::event::GpuStats;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,18 +9,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[cfg(any(feature = "nvml", test))]
 use std::{thread, time::Duration};
 
-/// Time between two looks.
+/// Time between two samples.
 #[cfg(feature = "nvml")]
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Looks at a GPU for as long as it lives.
+/// Samples a GPU until it is dropped.
 #[derive(Debug)]
 pub struct GpuSampler {
     newest: Arc<Mutex<Option<GpuStats>>>,
 }
 
 impl GpuSampler {
-    /// A sampler of the GPU that CUDA counts as `ordinal`; `None` in a program built without the feature `nvml`.
+    /// Samples the GPU with CUDA's device number `ordinal`; `None` in a program built without the feature `nvml`.
     pub fn start(ordinal: usize) -> Option<Self> {
         #[cfg(feature = "nvml")]
         return Self::every(PERIOD, move || nvml::open(ordinal));
@@ -31,7 +31,8 @@ impl GpuSampler {
         }
     }
 
-    /// A sampler with a thread that asks what `open` gives; it ends if that is nothing, or soon after the sampler is gone.
+    /// Calls the query that `open` returns every `period` on a new thread, which ends if `open` returns `None` or soon after
+    /// the sampler is dropped.
     #[cfg(any(feature = "nvml", test))]
     fn every<L: FnMut() -> Option<GpuStats>>(
         period: Duration,
@@ -40,9 +41,9 @@ impl GpuSampler {
         let newest = Arc::new(Mutex::new(None));
         let place = Arc::downgrade(&newest);
         let sample = move || {
-            let Some(mut look) = open() else { return };
+            let Some(mut query) = open() else { return };
             while place.strong_count() > 0 {
-                let stats = look();
+                let stats = query();
                 if let Some(place) = place.upgrade() {
                     *place.lock().unwrap_or_else(PoisonError::into_inner) = stats;
                 }
@@ -58,7 +59,7 @@ impl GpuSampler {
     }
 }
 
-/// How the library is asked for the GPU that CUDA counts as `ordinal`.
+/// How NVML names a GPU.
 #[cfg(any(feature = "nvml", test))]
 #[derive(Debug, PartialEq, Eq)]
 enum Name {
@@ -66,7 +67,8 @@ enum Name {
     Uuid(String),
 }
 
-/// The library counts all GPUs, CUDA those that `CUDA_VISIBLE_DEVICES` names, by number or UUID.
+/// NVML's name of CUDA's device `ordinal`. NVML counts all GPUs, CUDA only those that `CUDA_VISIBLE_DEVICES` lists by
+/// number or UUID.
 #[cfg(any(feature = "nvml", test))]
 fn name(ordinal: usize, visible: Option<&str>) -> Option<Name> {
     let Some(visible) = visible else { return Some(Name::Index(ordinal as u32)) };
@@ -85,12 +87,12 @@ mod nvml {
     use nvml_wrapper::error::NvmlError;
     use nvml_wrapper::{Device, Nvml};
 
-    /// How to look at the GPU; `None` where there is no library or no such GPU.
+    /// The query for the GPU's figures; `None` without the library or the GPU.
     pub(super) fn open(ordinal: usize) -> Option<impl FnMut() -> Option<GpuStats>> {
         let name = name(ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())?;
         let library = Nvml::init().ok()?;
         device(&library, &name).ok()?;
-        Some(move || look(&device(&library, &name).ok()?))
+        Some(move || query(&device(&library, &name).ok()?))
     }
 
     fn device<'a>(library: &'a Nvml, name: &Name) -> Result<Device<'a>, NvmlError> {
@@ -100,8 +102,8 @@ mod nvml {
         }
     }
 
-    /// A part of a GPU may have no figures of its own for some of these.
-    fn look(device: &Device) -> Option<GpuStats> {
+    /// A MIG partition does not report all of these.
+    fn query(device: &Device) -> Option<GpuStats> {
         let memory = device.memory_info().ok()?;
         Some(GpuStats {
             utilisation: device.utilization_rates().ok().map(|rates| rates.gpu as f32),
@@ -121,22 +123,22 @@ mod tests {
     const PERIOD: Duration = Duration::from_millis(1);
 
     #[test]
-    fn the_newest_figures_are_shown_and_the_thread_ends_with_the_sampler() {
-        let (looked, looks) = channel();
+    fn the_sampler_has_the_newest_figures_and_ends_its_thread_when_dropped() {
+        let (sampled, samples) = channel();
         let sampler = GpuSampler::every(PERIOD, move || {
             let mut bytes = 0;
             Some(move || {
                 bytes += 1;
-                looked.send(bytes).ok()?;
+                sampled.send(bytes).ok()?;
                 Some(GpuStats { memory_bytes: bytes, ..GpuStats::default() })
             })
         });
         let sampler = sampler.expect("threads can be started");
-        // The third look begins when the second one's figures are in place.
-        assert_eq!(looks.iter().nth(2), Some(3));
+        // The third query begins when the second one's figures are stored.
+        assert_eq!(samples.iter().nth(2), Some(3));
         assert!(sampler.newest().is_some_and(|stats| stats.memory_bytes >= 2));
         drop(sampler);
-        assert!(looks.iter().count() < 1000, "the sender goes with the thread");
+        assert!(samples.iter().count() < 1000, "the thread drops the sender");
     }
 
     #[test]
@@ -152,7 +154,7 @@ mod tests {
 
     #[test]
     #[cfg(feature = "nvml")]
-    fn the_library_is_looked_for_when_the_program_runs() {
+    fn the_library_is_loaded_at_run_time() {
         let sampler = GpuSampler::start(0).expect("this build has a sampler");
         thread::sleep(Duration::from_millis(500));
         let driver = std::path::Path::new("/proc/driver/nvidia/version").exists();

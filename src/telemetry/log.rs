@@ -1,12 +1,11 @@
 //! `events.jsonl`: written by one process, read by any number of others while it grows.
 //!
-//! The writer appends each record with a single `write` of a whole line, so a killed process loses nothing it has reported,
-//! and the worst it can leave behind is one torn last line. [`EventLog::open`] cuts that off before it goes on. Where the
-//! disk refuses a line, the log keeps it in memory and tries again with the next one.
+//! The writer appends each record with a single `write` of a whole line, so a killed process loses nothing it has reported
+//! and leaves at worst one torn last line, which [`EventLog::open`] cuts off. A line that cannot be written is kept in
+//! memory and retried with the next one.
 //!
-//! A run that is resumed from step k repeats the steps after k, so the log may hold lines of steps that no longer count.
-//! `Started { resumed_from: k }` marks the cut: everything above it that belongs to a step after k is void. [`read`] drops
-//! those lines; a [`Tail`] hands on every line, and its reader rewinds when it meets the mark.
+//! A run that is resumed from step k repeats the steps after k. `Started { resumed_from: k }` marks this: earlier lines of
+//! steps after k are void. [`read`] drops those lines; a [`Tail`] returns every line, and its reader rewinds at the mark.
 
 use super::event::{Event, Outcome, Record, StepRecord};
 use crate::{Error, Result, untrusted};
@@ -19,18 +18,18 @@ use std::path::{Path, PathBuf};
 pub struct EventLog {
     path: PathBuf,
     file: File,
-    /// Bytes not written yet: empty between two records unless the disk refuses them. May start in the middle of a line.
+    /// Bytes not written yet: empty between two records unless writing fails. May start in the middle of a line.
     pending: Vec<u8>,
     /// Records dropped because `pending` was full.
     dropped: u64,
     last_seconds: f64,
 }
 
-/// Limit on the bytes kept while the disk refuses them. Further records are dropped and counted.
+/// Limit on the bytes kept while writing fails. Further records are dropped and counted.
 const MAX_PENDING: usize = 4 << 20;
 
 impl EventLog {
-    /// Opens the log at `path` to append to it, or creates it. Of an existing log a torn last line is cut off.
+    /// Opens the log at `path` to append to it, or creates it. Cuts off a torn last line.
     ///
     /// # Errors
     /// If the file cannot be opened, read or repaired.
@@ -38,24 +37,24 @@ impl EventLog {
         let path = path.as_ref().to_path_buf();
         let mut file = untrusted::open_own(&path, OpenOptions::new().read(true).append(true).create(true))
             .map_err(Error::io("open the event log", &path))?;
-        let last = mend(&mut file).map_err(Error::io("read the end of the event log", &path))?;
+        let last = repair(&mut file).map_err(Error::io("read the end of the event log", &path))?;
         Ok(Self { path, file, pending: Vec::new(), dropped: 0, last_seconds: last.map_or(0.0, |record| record.s) })
     }
 
-    /// Where the log is.
+    /// The log's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// `s` of the record that was the last when the log was opened; 0 in a new one.
+    /// `s` of the last record when the log was opened; 0 in a new log.
     pub fn last_seconds(&self) -> f64 {
         self.last_seconds
     }
 
-    /// Adds a line. Readers see it at once, or as soon as the disk takes it.
+    /// Appends a line.
     ///
     /// # Errors
-    /// If the disk refuses. The line is kept, and the next call tries again; see [`Self::take_dropped`].
+    /// If it cannot be written. The line is kept, and the next call retries; see [`Self::take_dropped`].
     pub fn append(&mut self, record: &Record) -> Result<()> {
         if self.pending.len() > MAX_PENDING {
             self.dropped += 1;
@@ -98,19 +97,19 @@ impl EventLog {
         result
     }
 
-    /// Records dropped since the last call, because the disk refused too many in a row.
+    /// Records dropped since the last call, because writing failed for too long.
     pub fn take_dropped(&mut self) -> u64 {
         std::mem::take(&mut self.dropped)
     }
 }
 
-/// A longer stretch without a line feed is not a record, and is skipped.
+/// Longer lines are not records and are skipped.
 const MAX_LINE: u64 = 16 << 20;
 
 /// Repairs a torn last line, and returns the last readable record.
-fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
+fn repair(file: &mut File) -> std::io::Result<Option<Record>> {
     let len = file.metadata()?.len();
-    // A line with its tables is some ten kilobytes; look further back only if this window holds no line at all.
+    // A line with its tables takes about 10 kB; read further back only if this window holds no whole line.
     let mut window = 1 << 18;
     let (start, end) = loop {
         let start = len.saturating_sub(window);
@@ -129,7 +128,7 @@ fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
         return Ok(Some(record));
     }
     if whole == 0 && start > 0 {
-        // A kill does not leave this behind; earlier lines may still be readable.
+        // A kill does not cause this; earlier lines may still be readable.
         file.write_all(b"\n")?;
     } else if !torn.is_empty() {
         file.set_len(start + whole as u64)?;
@@ -137,8 +136,7 @@ fn mend(file: &mut File) -> std::io::Result<Option<Record>> {
     Ok(end[..whole].rsplit(|&byte| byte == b'\n').find_map(|line| serde_json::from_slice(line).ok()))
 }
 
-/// All records of a log that still count: those that a later resume made void are left out, as are lines that cannot be
-/// read.
+/// The valid records of a log, without those that a later resume made void and without unreadable lines.
 ///
 /// # Errors
 /// If there is no such file or it cannot be read.
@@ -146,7 +144,7 @@ pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
     Ok(read_whole(path)?.records)
 }
 
-/// The same, with the number of lines that could not be read.
+/// Like [`read`], with the number of unreadable lines.
 ///
 /// # Errors
 /// If there is no such file or it cannot be read.
@@ -172,63 +170,62 @@ pub fn read_whole(path: impl AsRef<Path>) -> Result<Poll> {
     }
 }
 
-/// What a [`Tail`] found.
+/// The result of reading from a log.
 #[derive(Debug, Default)]
 pub struct Poll {
     /// New records, in the order they were written.
     pub records: Vec<Record>,
-    /// New whole lines that could not be read: damaged, or written by a newer program.
+    /// New whole lines that could not be parsed: damaged, or written by a newer program.
     pub unreadable: usize,
-    /// Whether the file holds more whole lines already.
+    /// Whether the file already holds more whole lines.
     pub more: bool,
 }
 
 /// A reader that follows a log as it grows.
 ///
-/// It takes only whole lines, so a half-written one is read when it is complete. If the file is truncated or replaced in
-/// place it starts over; if it is renamed away and a new one appears under its name, it reads the old one to its end
-/// first. A log that does not exist yet is an empty one.
+/// It reads only whole lines. If the file is truncated or replaced in place, it starts over; if it is renamed and a new one
+/// appears under its name, it reads the old one to its end first. A log that does not exist yet reads as empty.
 #[derive(Debug)]
 pub struct Tail {
     path: PathBuf,
     file: Option<File>,
-    /// The first bytes of the file as they were first seen: other ones mean another log.
+    /// The first bytes of the file, to detect that it was replaced.
     head: Vec<u8>,
-    /// End of the last whole line taken.
+    /// End of the last whole line read.
     offset: u64,
-    /// Whether to skim distant lines.
-    hurried: bool,
+    /// Whether to skim the early lines of a long log.
+    skimming: bool,
     /// End of the last line with the table of tensors that was read in full.
     table: u64,
 }
 
-/// Bytes a poll takes at most, so that a screen can draw in between.
+/// Maximum bytes per poll, so that a screen can draw in between.
 const CHUNK: usize = 4 << 20;
-/// Length of the fingerprint of a log; its first line holds the time it was written within these bytes.
+/// Number of first bytes that identify a log; they include the time its first line was written.
 const HEAD: u64 = 96;
-/// Tables of tensors that are read of a long log, about. A chart has no room for more, and each is ten kilobytes.
+/// Approximate number of tensor tables read from a long log: more than a chart can show, at 10 kB each.
 const TABLES: u64 = 1000;
 
 impl Tail {
     /// A reader at the start of the log at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into(), file: None, head: Vec::new(), offset: 0, hurried: false, table: 0 }
+        Self { path: path.into(), file: None, head: Vec::new(), offset: 0, skimming: false, table: 0 }
     }
 
-    /// The same, but of a long log only the last megabytes are read in full: of a step before them only the leading
-    /// fields, down to [`StepRecord::skipped`], and every so often one with its table of tensors. That is ten times faster.
+    /// Skims a long log, which is ten times faster: reads only its last megabytes in full, and of earlier steps the leading
+    /// fields up to [`StepRecord::skipped`] and some of the tensor tables.
     #[must_use]
-    pub fn hurried(mut self) -> Self {
-        self.hurried = true;
+    pub fn skimming(mut self) -> Self {
+        self.skimming = true;
         self
     }
 
-    /// Which log it follows.
+    /// The path of the log.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What has been written since the last poll, or a first part of it.
+    /// Reads what was written since the last poll, or the first part of it.
     ///
     /// # Errors
     /// If the file exists but cannot be read.
@@ -251,7 +248,7 @@ impl Tail {
         if !poll.more
             && let Some(successor) = self.successor()?
         {
-            // The old file is read to its end; nothing will be added to it under this name.
+            // The old file is read to its end and gets no more lines.
             self.follow(successor);
             poll.more = true;
         }
@@ -265,7 +262,7 @@ impl Tail {
         self.table = 0;
     }
 
-    /// The file that has taken the path over, if another one has.
+    /// The new file at the path, if the file was replaced.
     fn successor(&self) -> std::io::Result<Option<File>> {
         let Some(current) = &self.file else { return Ok(None) };
         let named = match untrusted::open(&self.path) {
@@ -306,7 +303,7 @@ impl Tail {
         };
         let mut at = self.offset;
         self.offset += whole as u64;
-        let distant = self.hurried && len.saturating_sub(self.offset) > CHUNK as u64;
+        let distant = self.skimming && len.saturating_sub(self.offset) > CHUNK as u64;
         let mut poll = Poll { more: bytes.len() == chunk, ..Poll::default() };
         for line in bytes[..whole].split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
             at += line.len() as u64 + 1;
@@ -329,8 +326,8 @@ fn has_table(line: &[u8]) -> bool {
     line.ends_with(b"]}")
 }
 
-/// The leading fields of a step's line, as [`Event`] writes them. `None` for any other line, and for one that is not to the
-/// letter as expected: those are worth reading in full.
+/// Parses the leading fields of a step's line as [`Event`] writes them. `None` for any other line, which must be read in
+/// full.
 fn skim(line: &[u8]) -> Option<Record> {
     let line = &line[..line.len().min(512)];
     let mut fields = Fields(std::str::from_utf8(line).ok()?.strip_prefix('{')?);
@@ -359,7 +356,7 @@ fn skim(line: &[u8]) -> Option<Record> {
     Some(Record { v, t, s, event: Event::Step(Box::new(step)) })
 }
 
-/// The rest of a line, from which fields are taken in the order they were written.
+/// The rest of a line, whose fields are parsed in the order they were written.
 struct Fields<'a>(&'a str);
 
 impl<'a> Fields<'a> {
@@ -371,7 +368,7 @@ impl<'a> Fields<'a> {
     }
 
     fn number<T: std::str::FromStr>(&mut self, key: &str) -> Option<T> {
-        // "NaN" and "inf" stand in quotes in JSON; Rust reads their insides.
+        // "NaN" and "inf" are quoted in JSON; Rust parses them without quotes.
         self.text(key)?.trim_matches('"').parse().ok()
     }
 }
@@ -405,21 +402,21 @@ mod tests {
         OpenOptions::new().append(true).create(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
     }
 
-    /// A file that refuses to be written, as on a full disk.
-    fn refusing(path: &Path) -> File {
+    /// A file whose writes fail, as on a full disk.
+    fn unwritable(path: &Path) -> File {
         File::open(path).unwrap()
     }
 
     #[test]
-    fn a_disk_that_refuses_records_gets_them_later() {
+    fn records_that_could_not_be_written_are_written_later() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         let mut log = EventLog::open(&path).unwrap();
         log.append(&step(1, 1.0)).unwrap();
-        let good = log.write_to(refusing(&path));
+        let good = log.write_to(unwritable(&path));
         assert!(log.append(&step(2, 2.0)).is_err() && log.append(&step(3, 3.0)).is_err());
         assert_eq!(steps(&read(&path).unwrap()), [1]);
-        // The disk took half of a line before it was full.
+        // Half of a line was written before the disk was full.
         log.file = good;
         log.file.write_all(&log.pending.drain(..40).collect::<Vec<u8>>()).unwrap();
         log.append(&step(4, 4.0)).unwrap();
@@ -428,11 +425,11 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_refuses_for_long_costs_records_and_no_memory() {
+    fn a_long_write_failure_drops_records_and_bounds_memory() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         let mut log = EventLog::open(&path).unwrap();
-        let good = log.write_to(refusing(&path));
+        let good = log.write_to(unwritable(&path));
         let length = line(&step(1, 1.0)).len() as u64;
         let count = 2 * MAX_PENDING as u64 / length;
         (0..count).for_each(|number| assert!(log.append(&step(number, 1.0)).is_err()));
@@ -498,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_half_written_line_is_read_when_it_is_whole() {
+    fn a_partly_written_line_is_read_once_complete() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         let mut tail = Tail::new(&path);
@@ -511,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_line_costs_that_line_only() {
+    fn a_damaged_line_does_not_affect_other_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         write(&path, &format!("{}{{\"v\":1,\u{0}\n{}", line(&step(1, 1.0)), line(&step(2, 1.0))));
@@ -522,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn a_truncated_and_rewritten_log_is_read_anew() {
+    fn a_truncated_and_rewritten_log_is_read_from_its_start() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         write(&path, &(line(&step(1, 1.0)) + &line(&step(2, 1.0))));
@@ -530,7 +527,7 @@ mod tests {
         assert_eq!(steps(&tail.poll().unwrap().records), [1, 2]);
         std::fs::write(&path, line(&step(7, 1.0))).unwrap();
         assert_eq!(steps(&tail.poll().unwrap().records), [7]);
-        // Longer than what was read before: only its first bytes tell.
+        // Longer than what was read before, so only its first bytes reveal the change.
         let other = Record { t: 5, ..step(8, 1.0) };
         std::fs::write(&path, line(&other).repeat(3)).unwrap();
         assert_eq!(steps(&tail.poll().unwrap().records), [8, 8, 8]);
@@ -586,7 +583,7 @@ mod tests {
             line(&record)
         });
         write(&path, &lines.collect::<String>());
-        let mut tail = Tail::new(&path).hurried();
+        let mut tail = Tail::new(&path).skimming();
         let mut found = Vec::new();
         loop {
             let poll = tail.poll().unwrap();

@@ -1,6 +1,6 @@
-//! How fast a run goes lately, and when it will be done.
+//! A run's recent speed and its remaining time.
 
-/// Smoothed seconds a step takes, everything included: evaluations, checkpoints, waiting for data.
+/// Smoothed seconds per step, including evaluations, checkpoints and waiting for data.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Pace {
     last: Option<(u64, f64)>,
@@ -8,7 +8,7 @@ pub(crate) struct Pace {
     weight: f64,
 }
 
-/// A step's share in the average: the last hundred steps count most.
+/// A step's weight in the average: about the last 50 steps count.
 const ALPHA: f64 = 0.02;
 
 impl Pace {
@@ -30,7 +30,7 @@ impl Pace {
         self.last = None;
     }
 
-    /// Seconds until `total` steps are done; `None` until there is something to go by.
+    /// Seconds until `total` steps are done; `None` before an estimate is possible.
     pub(crate) fn remaining(&self, step: u64, total: u64) -> Option<f64> {
         (self.weight > 0.0).then(|| total.saturating_sub(step) as f64 * self.smoothed / self.weight)
     }

@@ -1,4 +1,4 @@
-//! Everything that is read from `/proc`: what this process uses, whether another one lives, what the machine has.
+//! Figures from `/proc`: this process's resources, whether another process is alive, the machine's memory.
 
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -6,19 +6,19 @@ use std::fs;
 /// Clock ticks a second in `/proc/self/stat`: fixed at 100 for user space on every Linux architecture we build for.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// Memory and processor time of this process; `None` where the system has no `/proc`.
+/// Memory and processor time of this process; `None` on systems without `/proc`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ProcessStats {
-    /// Resident memory.
+    /// Resident memory, in bytes.
     pub rss_bytes: Option<u64>,
-    /// Largest resident memory so far.
+    /// Largest resident memory so far, in bytes.
     pub peak_rss_bytes: Option<u64>,
-    /// Processor time of all threads, user and system.
+    /// Processor time of all threads, user and system, in seconds.
     pub cpu_seconds: Option<f64>,
 }
 
 impl ProcessStats {
-    /// A look at this moment. Reads two small files of the kernel: some ten microseconds.
+    /// The current figures. Takes about ten microseconds.
     pub fn now() -> Self {
         let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
         let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -30,8 +30,8 @@ impl ProcessStats {
     }
 }
 
-/// Bytes of memory that this process may still take, as far as the system tells: what is available on the machine, within the
-/// limits of its control groups and its own (`ulimit -v`).
+/// Bytes of memory that this process can still allocate: what is available on the machine, within the limits of its control
+/// groups and its own (`ulimit -v`). `None` if the system does not report it.
 pub fn available_bytes() -> Option<u64> {
     let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let machine = MachineMemory::now().available;
@@ -46,45 +46,45 @@ pub fn available_bytes() -> Option<u64> {
     machine.into_iter().chain(own).chain(groups).min()
 }
 
-/// What `/proc/self/limits` leaves of the address space.
+/// Bytes of address space left below the limit in `/proc/self/limits`.
 fn address_space_left(limits: &str, status: &str) -> Option<u64> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(limit.saturating_sub(kibibytes(status, "VmSize:")?))
 }
 
-/// What a control group leaves; files that it could drop from its cache do not count as taken.
+/// Bytes left below a control group's limit; reclaimable file cache does not count as used.
 fn group_left(max: &str, current: &str, stat: &str) -> Option<u64> {
     let number = |text: &str| text.trim().parse::<u64>().ok();
     let cache = stat.lines().find_map(|line| number(line.strip_prefix("inactive_file ")?)).unwrap_or(0);
     Some(number(max)?.saturating_sub(number(current)?.saturating_sub(cache)))
 }
 
-/// Names a process for as long as the machine runs: a process id alone may be given again.
+/// Identifies a process; unlike a process id alone, it is never reused.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessId {
     /// The process id.
     pub pid: u32,
     /// When it started, in clock ticks since boot.
     pub start: u64,
-    /// Which boot of which machine.
+    /// The machine's boot id.
     pub boot: String,
 }
 
 impl ProcessId {
-    /// This process; `None` where the system has no `/proc`.
+    /// This process; `None` on systems without `/proc`.
     pub fn own() -> Option<Self> {
         let pid = std::process::id();
         Some(Self { pid, start: start_ticks(pid)?, boot: boot_id()? })
     }
 
-    /// Whether the process runs; `None` if it is another machine's, of which nothing is known.
+    /// Whether the process runs; `None` if it belongs to another machine or boot.
     pub fn is_alive(&self) -> Option<bool> {
         (boot_id()? == self.boot).then(|| start_ticks(self.pid) == Some(self.start))
     }
 }
 
-/// The processor's name as the system tells it.
+/// The processor's model name.
 pub fn cpu_name() -> Option<String> {
     let text = fs::read_to_string("/proc/cpuinfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("model name"))?;
@@ -94,14 +94,14 @@ pub fn cpu_name() -> Option<String> {
 /// The machine's memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MachineMemory {
-    /// All of it, in bytes.
+    /// Total, in bytes.
     pub total: Option<u64>,
-    /// What programs can still take without swapping, in bytes.
+    /// Available without swapping, in bytes.
     pub available: Option<u64>,
 }
 
 impl MachineMemory {
-    /// A look at this moment.
+    /// The current figures.
     pub fn now() -> Self {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         Self { total: kibibytes(&meminfo, "MemTotal:"), available: kibibytes(&meminfo, "MemAvailable:") }
@@ -120,7 +120,7 @@ fn boot_id() -> Option<String> {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").ok().map(|id| id.trim().to_owned())
 }
 
-/// Field 22 of `/proc/PID/stat`; `None` for a process that has ended, though nobody may have asked for its exit code yet.
+/// Field 22 of `/proc/PID/stat`; `None` for a process that has ended, including a zombie.
 fn start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
@@ -128,15 +128,15 @@ fn start_ticks(pid: u32) -> Option<u64> {
     if matches!(state, "Z" | "X") { None } else { fields.nth(18)?.parse().ok() }
 }
 
-/// The figure of a line `VmRSS:     1234 kB`, in bytes.
+/// The value of a line such as `VmRSS:     1234 kB`, in bytes.
 fn kibibytes(status: &str, key: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(key))?;
     let figure: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(figure * 1024)
 }
 
-/// Fields 14 and 15 of `/proc/self/stat`. Field 2, the program's name in parentheses, may hold anything, so the count
-/// starts behind its last parenthesis.
+/// Fields 14 and 15 of `/proc/self/stat`. Field 2, the program's name in parentheses, may contain anything, so fields are
+/// counted from its closing parenthesis.
 fn cpu_seconds(stat: &str) -> Option<f64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut ticks = rest.split_whitespace().skip(11).map(str::parse::<f64>);
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_limits_leave_of_memory() {
+    fn available_memory_respects_limits() {
         let limits = "Max data size             unlimited            unlimited            bytes\n\
                       Max address space         4194304000           unlimited            bytes\n";
         assert_eq!(address_space_left(limits, "VmSize:\t 1000000 kB\n"), Some(4_194_304_000 - 1_024_000_000));
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_found_behind_a_name_with_spaces_and_parentheses() {
+    fn figures_are_found_after_a_name_with_spaces_and_parentheses() {
         let stat = "42 (a) b) c) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0";
         assert_eq!(cpu_seconds(stat), Some(3.0));
         assert_eq!(kibibytes("VmPeak:\t 9 kB\nVmRSS:\t    12 kB\n", "VmRSS:"), Some(12 * 1024));
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn a_process_is_told_from_another_with_its_number() {
+    fn processes_with_equal_ids_are_distinguished() {
         let own = ProcessId::own().expect("Linux has /proc");
         assert_eq!(own.is_alive(), Some(true));
         assert_eq!(ProcessId { start: own.start + 1, ..own.clone() }.is_alive(), Some(false));

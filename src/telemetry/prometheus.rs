@@ -10,19 +10,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// How long a client may take to ask, and to take its answer.
+/// Timeout for reading a request and for writing its answer.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// No request that is answered is longer.
+/// Longest accepted request, in bytes.
 const REQUEST: usize = 8192;
 
-/// Answers requests on a thread of its own, for as long as the process lives.
+/// Answers requests on its own thread until the process ends.
 #[derive(Debug)]
 pub struct Prometheus {
     figures: Arc<Mutex<Figures>>,
     address: SocketAddr,
 }
 
-/// What is told; a figure that is not known yet is left out.
+/// The exported figures; one that is not known yet is left out.
 #[derive(Debug, Default, Clone)]
 struct Figures {
     run: String,
@@ -43,22 +43,22 @@ struct Figures {
 }
 
 impl Prometheus {
-    /// Listens at an address; with port 0 at a free one.
+    /// Listens on an address; port 0 picks a free port.
     ///
     /// # Errors
-    /// If something else listens there already, or the system refuses.
+    /// If the address is in use or not permitted.
     pub fn listen(address: SocketAddr) -> Result<Self> {
         let refused = |error: std::io::Error| {
-            Error::config("--metrics-port", format!("cannot listen at {address}: {error}; choose another port"))
+            Error::config("--metrics-port", format!("cannot listen on {address}: {error}; choose another port"))
         };
         let listener = TcpListener::bind(address).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
         let figures = Arc::new(Mutex::new(Figures::default()));
-        let told = Arc::clone(&figures);
+        let shared = Arc::clone(&figures);
         let answer_all = move || {
-            // A client that misbehaves costs its connection and nothing else.
+            // A client that misbehaves only loses its connection.
             for client in listener.incoming().flatten() {
-                let figures = told.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let figures = shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
                 answer(client, &figures).ok();
             }
         };
@@ -66,7 +66,7 @@ impl Prometheus {
         Ok(Self { figures, address })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_figures_are_told_and_other_requests_refused() {
+    fn the_newest_figures_are_served_and_other_requests_rejected() {
         let mut server = Prometheus::listen("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = server.address();
         let empty = ask(address, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");

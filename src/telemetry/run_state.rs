@@ -1,16 +1,16 @@
-//! What is known of a run: its log, folded record by record into bounded memory.
+//! The state of a run, reduced from its log record by record in bounded memory.
 //!
-//! The one reducer of events. The dashboard feeds it as records arrive, `compare`, `report` and the laboratory from a whole
-//! log. A record that says "resumed from step k" takes the state back to what it was at k.
+//! This is the only reducer of events: the dashboard feeds it as records arrive, `compare`, `report` and the lab from a whole
+//! log. A `Started` with `resumed_from: k` rewinds the state to step k.
 
 mod curves;
 mod figures;
-mod happenings;
+mod rows;
 mod tensors;
 
 pub use curves::Curves;
 pub use figures::{Figures, ProbeTotals, SMOOTHING, smoothing_for};
-pub use happenings::{Happening, OverflowRow, SampleRow};
+pub use rows::{EventRow, OverflowRow, SampleRow};
 pub use tensors::{Layer, TensorRow, Tensors};
 
 use super::log::{Poll, Tail, read_whole};
@@ -19,36 +19,36 @@ use super::{Event, FinishReason, Finished, GradStats, Probe, Record, Saved, Star
 use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, Unit};
 use crate::{Error, Result};
 use figures::Tally;
-use happenings::{EVENTS, OVERFLOWS, SAMPLES, keep};
+use rows::{EVENTS, OVERFLOWS, SAMPLES, keep};
 use serde_json::Value;
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use tensors::layer_order;
 
-/// Buckets of a curve over the whole run; a screen has fewer columns of dots.
+/// Buckets of a curve over the whole run: more than a screen has columns.
 const CURVE: usize = 2048;
-/// Checkpoints whose figures are kept, so that a resume can go back to them.
+/// Checkpoints whose figures are kept, so that a resume can rewind to them.
 const MARKS: usize = 64;
-/// Which of the windows of [`SMOOTHING`] a sample's loss is smoothed over.
+/// Index in [`SMOOTHING`] of the window that a sample's loss is smoothed over.
 const SAMPLE_WINDOW: usize = 1;
 
-/// A run as it is known so far.
+/// The state of a run so far.
 #[derive(Debug, Clone)]
 pub struct RunState {
     capacity: usize,
-    /// What the run said of itself when it last started.
+    /// The newest `Started` event.
     pub started: Option<Started>,
-    /// The configuration of each process that trained it, with the step that the process went on from.
+    /// The configuration of each process that trained it, with the step the process started from.
     pub configs: Vec<(u64, serde_json::Value)>,
-    /// What it is doing.
+    /// Whether it runs, waits or has ended.
     pub phase: Phase,
     /// The newest step, without its tables.
     pub step: StepRecord,
-    /// The newest look at the gradients that counted exponents, with its step and loss scale.
+    /// The newest gradient statistics with exponents, with their step and loss scale.
     pub grads: Option<(u64, f32, GradStats)>,
-    /// The series of its charts.
+    /// The series for charts.
     pub curves: Curves,
-    /// Newest last.
+    /// Skipped steps, newest last.
     pub overflows: VecDeque<OverflowRow>,
     /// The layers that compute in another type than the policy's, each with its type.
     pub fallback: BTreeMap<String, String>,
@@ -56,9 +56,9 @@ pub struct RunState {
     pub tensors: Tensors,
     /// The newest probe.
     pub probe: Option<Probe>,
-    /// Newest last.
-    pub events: VecDeque<Happening>,
-    /// Newest last.
+    /// Events worth listing, newest last.
+    pub events: VecDeque<EventRow>,
+    /// Generated texts, newest last.
     pub samples: VecDeque<SampleRow>,
     /// The newest checkpoint and when it was written, in wall-clock milliseconds.
     pub saved: Option<(Saved, u64)>,
@@ -71,32 +71,32 @@ pub struct RunState {
     /// Run-relative seconds of the newest record.
     pub last_s: f64,
     tally: Tally,
-    /// What was known at the newest checkpoints, oldest first.
+    /// The state at the newest checkpoints, oldest first.
     marks: VecDeque<Mark>,
-    /// Every step that counts, where they are wanted.
+    /// Every valid step, if they are kept.
     pub steps: Option<Vec<StepRecord>>,
 }
 
-/// What is known at a checkpoint that no curve can tell afterwards.
+/// The state at a checkpoint that cannot be recovered from the curves.
 #[derive(Debug, Clone)]
 struct Mark {
     step: StepRecord,
     tally: Tally,
 }
 
-/// What the run is doing.
+/// The phase of a run.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub enum Phase {
-    /// Nothing has been heard yet.
+    /// No event yet.
     #[default]
     Waiting,
-    /// It trains.
+    /// Training.
     Running,
-    /// It waits, on request.
+    /// Paused on request.
     Paused,
-    /// It has ended.
+    /// Ended.
     Finished(Box<Finished>),
-    /// It ended without a word: killed, or crashed.
+    /// Ended without a `Finished` event: killed or crashed.
     Lost,
 }
 
@@ -107,7 +107,7 @@ impl Default for RunState {
 }
 
 impl RunState {
-    /// A run of which nothing is known, with curves of at most `capacity` buckets.
+    /// An empty state with curves of at most `capacity` buckets.
     pub fn new(capacity: usize) -> Self {
         Self {
             capacity,
@@ -135,38 +135,39 @@ impl RunState {
         }
     }
 
-    /// The same, but it keeps every step, with its tables, in [`RunState::steps`].
+    /// Keeps every step, with its tables, in [`RunState::steps`].
     #[must_use]
     pub fn keeping_steps(mut self) -> Self {
         self.steps = Some(Vec::new());
         self
     }
 
-    /// Folds a whole log; with the number of lines that could not be read. An error names the file, and says so where no
-    /// run has written it or no step is in it yet.
+    /// Reads a whole log; also returns the number of unreadable lines.
+    ///
+    /// # Errors
+    /// If the file cannot be read, is not a run's log, or has no step yet.
     pub fn read(mut self, log: &Path) -> Result<(Self, usize)> {
         let Poll { records, unreadable, .. } = read_whole(log)?;
         for record in records {
             self.apply(record);
         }
         if self.started.is_none() && unreadable > 0 {
-            let message = "no run has written this: it does not say how a run began";
+            let message = "this is not a run's log: no record of a start in it";
             return Err(Error::data(log.display(), message));
         }
         if self.step.step == 0 {
-            let message = "no step is recorded here yet; wait for the first, or name a run that has trained";
+            let message = "the log has no step yet; wait for the first one, or name another run";
             return Err(Error::data(log.display(), message));
         }
         Ok((self, unreadable))
     }
 
-    /// What a log knows of the run so far, for a screen that goes on with it: of a long log only the last megabytes are
-    /// read in full.
+    /// The state from a run's log so far, for a screen that continues it; skims a long log.
     ///
     /// # Errors
     /// If the file exists but cannot be read.
     pub fn history(log: &Path) -> Result<Self> {
-        let mut tail = Tail::new(log).hurried();
+        let mut tail = Tail::new(log).skimming();
         let mut state = Self::default();
         loop {
             let poll = tail.poll()?;
@@ -181,7 +182,7 @@ impl RunState {
         }
     }
 
-    /// Takes in a record.
+    /// Applies a record.
     pub fn apply(&mut self, record: Record) {
         let Record { t, s, event, .. } = record;
         if let Event::Started(started) = &event {
@@ -190,8 +191,8 @@ impl RunState {
         (self.last_t, self.last_s) = (t, s);
         self.tally.figures.seconds = s;
         let step = event.step().unwrap_or(self.step.step);
-        if let Some(happening) = Happening::of(t, s, step, &event) {
-            keep(&mut self.events, happening, EVENTS);
+        if let Some(row) = EventRow::of(t, s, step, &event) {
+            keep(&mut self.events, row, EVENTS);
         }
         match event {
             Event::Started(started) => {
@@ -241,7 +242,7 @@ impl RunState {
         }
     }
 
-    /// A new run forgets the one before it in the log; a resumed one forgets what it will repeat.
+    /// A new run discards the previous one in the log; a resumed one discards the steps it will repeat.
     fn begin(&mut self, resumed_from: Option<u64>) {
         let Some(step) = resumed_from else {
             let steps = self.steps.is_some();
@@ -261,7 +262,7 @@ impl RunState {
         if self.step.step > step {
             match self.marks.back().filter(|mark| mark.step.step == step) {
                 Some(mark) => (self.step, self.tally) = (mark.step.clone(), mark.tally.clone()),
-                // Nothing of the run counts, or its log is damaged: what the curves still show is all there is.
+                // There is no mark, because nothing was saved or the log is damaged: only the curves are left.
                 None => self.recount(step),
             }
         }
@@ -269,7 +270,7 @@ impl RunState {
         self.cpu_before = None;
     }
 
-    /// The figures of the steps up to `step`, as far as the curves tell them.
+    /// Recovers the figures of the steps up to `step` from the curves.
     fn recount(&mut self, step: u64) {
         self.tally = Tally::default();
         for bucket in self.curves.validation.buckets() {
@@ -291,7 +292,7 @@ impl RunState {
         self.curves.step(&step, s, std::array::from_fn(|window| self.tally.smoothed(window)));
         self.pace.step(step.step, s);
         self.measure_cpu(step.cpu_seconds, s);
-        self.tensors.look(step.step, s, step.loss_scale, std::mem::take(&mut step.tensors));
+        self.tensors.update(step.step, s, step.loss_scale, std::mem::take(&mut step.tensors));
         let exponents = std::mem::take(&mut step.grads.exponents);
         if !exponents.is_empty() {
             self.grads = Some((step.step, step.loss_scale, GradStats { exponents, ..step.grads.clone() }));
@@ -299,7 +300,7 @@ impl RunState {
         self.step = step;
     }
 
-    /// Over stretches of at least a second, because the kernel counts in hundredths.
+    /// Measures over at least a second, because the kernel counts in hundredths.
     fn measure_cpu(&mut self, cpu_seconds: Option<f64>, s: f64) {
         let Some(cpu) = cpu_seconds else { return };
         match self.cpu_before {
@@ -312,13 +313,13 @@ impl RunState {
         }
     }
 
-    /// What the run has come to so far.
+    /// The run's figures so far.
     pub fn figures(&self) -> Figures {
         let falls_back = self.setting("/precision/fallback").and_then(Value::as_str) == Some("layer");
         Figures { in_fallback: falls_back.then_some(self.fallback.len() as u64), ..self.tally.figures() }
     }
 
-    /// What its FP32 probes have found.
+    /// The totals of its FP32 probes.
     pub fn probed(&self) -> &ProbeTotals {
         &self.tally.probed
     }
@@ -338,17 +339,17 @@ impl RunState {
         self.tally.smoothed(window)
     }
 
-    /// The largest resident memory that was reported.
+    /// The largest reported resident memory, in bytes.
     pub fn peak_rss(&self) -> u64 {
         self.tally.figures.peak_rss.unwrap_or(0)
     }
 
-    /// Why it stopped; `None` if it runs, or its log ends without a word.
+    /// Why it stopped; `None` if it runs, or its log ends without a `Finished` event.
     pub fn finished(&self) -> Option<FinishReason> {
         if let Phase::Finished(finished) = &self.phase { Some(finished.reason) } else { None }
     }
 
-    /// Whether training has come to an end.
+    /// Whether training has ended.
     pub fn is_over(&self) -> bool {
         matches!(self.phase, Phase::Finished(_) | Phase::Lost)
     }
@@ -358,7 +359,7 @@ impl RunState {
         self.started.as_ref().map_or(0, |started| started.total_steps)
     }
 
-    /// Seconds until the run is done; `None` until there is something to go by.
+    /// Seconds until the run is done; `None` before an estimate is possible.
     pub fn remaining(&self) -> Option<f64> {
         self.pace.remaining(self.step.step, self.total_steps())
     }
@@ -368,7 +369,7 @@ impl RunState {
         self.started.as_ref()?.config.pointer(pointer)
     }
 
-    /// The run's precision policy; FP16's unless it says otherwise.
+    /// The run's precision policy; FP16 if it is not known.
     pub fn policy(&self) -> PrecisionPolicy {
         self.started.as_ref().map_or(PrecisionPolicy::FP16, Started::precision)
     }
@@ -388,7 +389,7 @@ impl RunState {
         self.probe.as_ref().map(|probe| histogram(&probe.grads))
     }
 
-    /// The layers that compute in another type than the policy's, in words: `f32 h.1, h.3`. Empty if there are none.
+    /// The layers that compute in another type than the policy's, such as `f32 h.1, h.3`. Empty if there are none.
     pub fn in_fallback(&self) -> String {
         let mut layers: Vec<_> = self.fallback.keys().map(String::as_str).collect();
         layers.sort_by_key(|layer| layer_order(layer));
@@ -415,7 +416,7 @@ fn retries(started: &Started) -> bool {
     started.config.pointer("/scaler/on_overflow").and_then(Value::as_str) == Some("retry")
 }
 
-/// Counts by exponent as [`ExponentHistogram`].
+/// The exponent counts as an [`ExponentHistogram`].
 pub fn histogram(stats: &GradStats) -> ExponentHistogram {
     let mut histogram = ExponentHistogram::from_counts(stats.exponents.iter().map(|&(e, count)| (i32::from(e), count)));
     (histogram.zero, histogram.inf, histogram.nan) = (stats.zero, stats.inf, stats.nan);
@@ -483,13 +484,13 @@ mod tests {
         let state = fold(resumed());
         assert_eq!(state.best_validation(), Some((3.0, 10)));
         assert_eq!(state.last_validation(), Some(3.1));
-        // Also where the log does not tell of the checkpoint.
+        // Also if the log lacks the checkpoint's event.
         let without = resumed().into_iter().filter(|event| !matches!(event, Event::Saved(_)));
         assert_eq!(fold(without).best_validation(), Some((3.0, 10)));
     }
 
     #[test]
-    fn a_run_followed_live_comes_to_the_figures_of_its_log_read_afterwards() {
+    fn following_a_run_live_gives_the_same_figures_as_reading_its_log() {
         let folder = tempfile::tempdir().unwrap_or_else(|error| panic!("{error}"));
         let path = folder.path().join("events.jsonl");
         let write = || -> Result<(RunState, usize)> {
@@ -519,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_run_in_the_same_log_forgets_the_one_before() {
+    fn a_new_run_in_the_same_log_discards_the_previous_one() {
         let state = fold(resumed().into_iter().chain([started(None), step(1, 1.0, Outcome::Applied)]));
         assert_eq!((state.figures().steps, state.best_validation(), state.curves.loss.since(0).len()), (1, None, 1));
     }

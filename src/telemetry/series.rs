@@ -1,10 +1,10 @@
-//! Series of bounded size: a run of a million steps costs no more memory than its picture needs, and no spike is lost.
+//! Series of bounded size that lose no spike, however long the run.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-/// A series of numbers over steps in at most `capacity` buckets of equal width. When they run out the width doubles, and
-/// neighbours are joined: smallest and largest value survive, so does the mean.
+/// A series of numbers over steps in at most `capacity` buckets of equal width. When they run out, the width doubles and
+/// adjacent buckets are merged, which preserves minimum, maximum and mean.
 #[derive(Debug, Clone)]
 pub struct Series {
     capacity: usize,
@@ -13,7 +13,7 @@ pub struct Series {
     buckets: Vec<Bucket>,
 }
 
-/// What is known of some neighbouring steps.
+/// The values of some adjacent steps.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bucket {
     /// The first of its steps that had a value.
@@ -28,9 +28,9 @@ pub struct Bucket {
     pub max: f64,
     /// Sum of the finite values.
     pub sum: f64,
-    /// Finite values.
+    /// Number of finite values.
     pub count: u64,
-    /// Values that were NaN or infinite.
+    /// Number of values that were NaN or infinite.
     pub broken: u64,
 }
 
@@ -58,7 +58,7 @@ impl Bucket {
         (self.count > 0).then(|| self.sum / self.count as f64)
     }
 
-    /// Takes in the bucket after it.
+    /// Merges the next bucket into this one.
     fn join(&mut self, next: &Self) {
         self.last_step = next.last_step;
         self.min = self.min.min(next.min);
@@ -85,8 +85,8 @@ impl Series {
         self.buckets.is_empty()
     }
 
-    /// Adds the value of a step. A step that is not later than the last one is a run that was resumed: what it repeats
-    /// is dropped first.
+    /// Adds the value of a step. A step that is not after the last one comes from a resumed run, so the steps it repeats are
+    /// removed first.
     pub fn push(&mut self, step: u64, seconds: f64, value: f64) {
         if self.buckets.last().is_some_and(|last| step <= last.last_step) {
             self.cut(step.saturating_sub(1));
@@ -101,7 +101,7 @@ impl Series {
         }
     }
 
-    /// Forgets the steps after `step`. A bucket that holds earlier ones as well stays whole.
+    /// *Removes the steps after `step`. A bucket that also holds earlier ones is kept.
     pub fn cut(&mut self, step: u64) {
         self.buckets.truncate(self.buckets.partition_point(|bucket| bucket.step <= step));
         if let Some(last) = self.buckets.last_mut() {
@@ -122,10 +122,10 @@ impl Series {
     }
 }
 
-/// Steps whose single values a [`Curve`] keeps.
+/// Number of last steps whose individual values a [`Curve`] keeps.
 pub const RECENT: usize = 1000;
 
-/// A series over the whole run that also keeps each of the last [`RECENT`] values by itself.
+/// A series over the whole run that also keeps each of the last [`RECENT`] values.
 #[derive(Debug, Clone)]
 pub struct Curve {
     whole: Series,
@@ -133,7 +133,7 @@ pub struct Curve {
 }
 
 impl Curve {
-    /// An empty curve whose whole has at most `capacity` buckets.
+    /// An empty curve with at most `capacity` buckets for the whole run.
     pub fn new(capacity: usize) -> Self {
         Self { whole: Series::new(capacity), recent: VecDeque::new() }
     }
@@ -143,7 +143,7 @@ impl Curve {
         &self.whole
     }
 
-    /// The buckets from a step on, as finely as they are known.
+    /// The buckets from a step on, in the finest resolution available.
     pub fn since(&self, step: u64) -> Cow<'_, [Bucket]> {
         match self.recent.front() {
             Some(first) if step >= first.step => {
@@ -153,7 +153,7 @@ impl Curve {
         }
     }
 
-    /// The finest bucket that holds a step, or the last one before it.
+    /// The finest bucket that contains a step, or the last one before it.
     pub fn at(&self, step: u64) -> Option<Bucket> {
         let recent = self.recent.iter().rev().find(|bucket| bucket.step <= step);
         recent.or_else(|| self.whole.buckets.iter().rev().find(|bucket| bucket.step <= step)).copied()
@@ -171,21 +171,21 @@ impl Curve {
         self.recent.push_back(Bucket::new(step, seconds, value));
     }
 
-    /// Forgets the steps after `step`.
+    /// *Removes the steps after `step`.
     pub fn cut(&mut self, step: u64) {
         self.whole.cut(step);
         self.recent.retain(|bucket| bucket.step <= step);
     }
 }
 
-/// A value that holds for long and then jumps, kept as its change points.
+/// A piecewise constant value, stored as its change points.
 #[derive(Debug, Clone)]
 pub struct StairCase {
     capacity: usize,
     points: Vec<ChangePoint>,
 }
 
-/// From this step on the value is this.
+/// The value from a step on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ChangePoint {
     /// The first step with the value.
@@ -207,17 +207,17 @@ impl StairCase {
         &self.points
     }
 
-    /// The value in force at a step; `None` before the first.
+    /// *The value at a step; `None` before the first.
     pub fn at(&self, step: u64) -> Option<f64> {
         self.points[..self.points.partition_point(|point| point.step <= step)].last().map(|point| point.value)
     }
 
-    /// The value in force at the end.
+    /// *The value at the end.
     pub fn last(&self) -> Option<f64> {
         self.points.last().map(|point| point.value)
     }
 
-    /// The value at a step: what was pushed for it or for the last step before it.
+    /// Sets the value from a step on.
     pub fn push(&mut self, step: u64, seconds: f64, value: f64) {
         if self.points.last().is_some_and(|last| step <= last.step) {
             self.cut(step.saturating_sub(1));
@@ -230,12 +230,12 @@ impl StairCase {
         }
     }
 
-    /// Forgets the steps after `step`.
+    /// *Removes the steps after `step`.
     pub fn cut(&mut self, step: u64) {
         self.points.truncate(self.points.partition_point(|point| point.step <= step));
     }
 
-    /// Of each four neighbours keeps the highest, the lowest and the last, in their order: the envelope stays.
+    /// Keeps the highest, the lowest and the last of every four points, which preserves the envelope.
     fn thin(&mut self) {
         let points = std::mem::take(&mut self.points);
         for four in points.chunks(4) {
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_values_are_counted_and_spoil_nothing() {
+    fn values_that_are_not_finite_are_only_counted() {
         let mut series = Series::new(2);
         for (step, value) in [(0, 1.0), (1, f64::NAN), (2, f64::INFINITY), (3, 3.0)] {
             series.push(step, 0.0, value);

@@ -1,8 +1,8 @@
-//! A run for TensorBoard: scalars and histograms of the gradients, as an event file.
+//! Exports a run to TensorBoard: scalars and histograms of the gradients, as an event file.
 //!
 //! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf message
-//! `Event` of TensorFlow's `event.proto` and `summary.proto`. Five messages with a few fields each are written here by hand;
-//! `tests/out_of_the_terminal.rs` has TensorBoard itself read them back.
+//! `Event` of TensorFlow's `event.proto` and `summary.proto`. The five messages are encoded here by hand;
+//! `tests/out_of_the_terminal.rs` reads them back with TensorBoard itself.
 
 use super::emitter::Sink;
 use super::{Event, GradStats, Record, StepRecord};
@@ -20,15 +20,15 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// A new event file in `folder`, which is made if it does not exist. Each process of a run writes a file of its own;
-    /// TensorBoard reads those of a folder as one run.
+    /// Creates a new event file in `folder`, and the folder if needed. Each process of a run writes its own file; TensorBoard
+    /// reads all files of a folder as one run.
     ///
     /// # Errors
     /// If the file cannot be written.
     pub fn create(folder: &Path) -> Result<Self> {
         let t = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
-        // TensorBoard knows event files by this name and reads them in the order of their times.
+        // TensorBoard recognizes event files by this name and reads them in the order of their times.
         let name = |number: u32| folder.join(format!("events.out.tfevents.{:010}.finetune.{number}", t / 1000));
         let path = (0..u32::MAX).map(name).find(|path| !path.exists()).unwrap_or_else(|| name(u32::MAX));
         let file = File::create_new(&path).map_err(Error::io("create", &path))?;
@@ -39,7 +39,7 @@ impl TensorBoard {
         Ok(board)
     }
 
-    /// Where it writes.
+    /// The path of the event file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -92,7 +92,7 @@ impl Sink for TensorBoard {
         match &record.event {
             Event::Started(started) => {
                 let Some(step) = started.resumed_from else { return Ok(()) };
-                // A session that starts at a step makes TensorBoard drop what it has of that step and later ones.
+                // A session start makes TensorBoard drop earlier data of this step and later ones.
                 let mut session = Message::default();
                 session.number(1, 1);
                 let mut event = Message::event(record.t, step + 1);
@@ -117,12 +117,12 @@ impl Sink for TensorBoard {
     }
 }
 
-/// A protobuf message in the making.
+/// A protobuf message being encoded.
 #[derive(Debug, Default)]
 struct Message(Vec<u8>);
 
 impl Message {
-    /// An `Event` of a time, in wall-clock milliseconds, and a step.
+    /// An `Event` at time `t`, in wall-clock milliseconds, and a step.
     fn event(t: u64, step: u64) -> Self {
         let mut event = Self::default();
         event.double(1, t as f64 / 1000.0);
@@ -139,8 +139,8 @@ impl Message {
         scalar
     }
 
-    /// A `Summary.Value` of a histogram over log2 of the magnitudes: one bucket a binade. Zeros and what is not finite
-    /// have no logarithm and are left out.
+    /// A `Summary.Value` of a histogram over log2 of the magnitudes, one bucket per binade, without zeros and values that are
+    /// not finite.
     fn histogram(tag: &str, grads: &GradStats) -> Self {
         let mut histogram = Self::default();
         let binades = || grads.exponents.iter().map(|(exponent, count)| (f64::from(*exponent), *count as f64));
@@ -152,7 +152,7 @@ impl Message {
         histogram.double(3, sum(|_| 1.0));
         histogram.double(4, sum(|middle| middle));
         histogram.double(5, sum(|middle| middle * middle));
-        // Every binade between, so that each bucket is one wide.
+        // Add empty binades in between, so that every bucket has width 1.
         let (mut limits, mut counts) = (Vec::new(), Vec::new());
         let mut next = low;
         for (binade, count) in binades() {
@@ -215,7 +215,7 @@ impl Message {
     }
 }
 
-/// The checksum of TFRecords: CRC-32C, rotated and moved so that checksums of data with checksums in it stay good.
+/// The checksum of TFRecords: CRC-32C, rotated and offset so that it stays robust on data that contains checksums.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

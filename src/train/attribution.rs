@@ -1,7 +1,7 @@
-//! Where an overflow began: the step's passes once more, with a hook that inspects every tensor they compute.
+//! Finds where an overflow began: repeats the step's passes with a hook that inspects every tensor they compute.
 //!
-//! A skipped step has changed neither weights nor masks (dropout is a function of the step's number), so the same
-//! infinities appear again. A clean step never comes here and pays nothing.
+//! A skipped step changes neither weights nor dropout masks (a function of the step number), so the same infinities
+//! appear again. Clean steps cost nothing.
 
 use crate::Result;
 use crate::data::Batch;
@@ -13,9 +13,9 @@ use crate::train::passes::{passes, with_step_weights};
 use crate::train::step::{Engine, StepReport};
 use candle_core::Tensor;
 
-/// The first tensor of the step that `report` tells of, in order of computation, that is not finite; `None` if all are,
-/// and only their sum over micro-batches or their unscaling overflowed. With it the unit of its layer. To be called right after the step. Overwrites
-/// buffers and gradients, and nothing that outlives a step.
+/// The first tensor of the step, in order of computation, that is not finite, and the unit of its layer. `None` if all
+/// are finite and only their sum over micro-batches or the unscaling overflowed. Call it right after the step that
+/// `report` describes. Overwrites buffers and gradients, and nothing that outlives a step.
 pub(super) fn origin(
     engine: &mut Engine,
     micro_batches: &[Batch],
@@ -55,12 +55,12 @@ struct Found {
 
 impl Hook for Search {
     fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
-        // Tiles of the head come one by one; they are one tensor.
-        let goes_on = |found: &Found| (found.place.layer, found.place.part) == (place.layer, place.part);
-        if self.found.as_ref().is_some_and(|found| !goes_on(found)) {
+        // The head's tiles arrive one by one and count as one tensor.
+        let same_tensor = |found: &Found| (found.place.layer, found.place.part) == (place.layer, place.part);
+        if self.found.as_ref().is_some_and(|found| !same_tensor(found)) {
             return Ok(());
         }
-        let stats = look(tensor)?;
+        let stats = stats_of(tensor)?;
         if self.found.is_none() && stats.is_finite() {
             return Ok(());
         }
@@ -68,7 +68,7 @@ impl Hook for Search {
         let found = self.found.get_or_insert(Found { place, stats: TensorStats::default(), samples: Vec::new() });
         found.stats.merge(&stats);
         found.samples.extend(samples);
-        // A tile may begin in the midst of a sequence.
+        // A tile may begin in the middle of a sequence.
         found.samples.dedup();
         Ok(())
     }
@@ -82,7 +82,7 @@ impl Search {
         for sample in first / self.seq_len..end.div_ceil(self.seq_len) {
             let from = first.max(sample * self.seq_len);
             let to = end.min((sample + 1) * self.seq_len);
-            if !look(&tensor.narrow(0, from - first, to - from)?)?.is_finite() {
+            if !stats_of(&tensor.narrow(0, from - first, to - from)?)?.is_finite() {
                 broken.push(sample);
             }
         }
@@ -90,7 +90,7 @@ impl Search {
     }
 }
 
-fn look(tensor: &Tensor) -> candle_core::Result<TensorStats> {
+fn stats_of(tensor: &Tensor) -> candle_core::Result<TensorStats> {
     Ok(survey(tensor, FloatFormat::FP32, false)?.stats)
 }
 
@@ -127,11 +127,10 @@ mod tests {
 
     const SHAPE: (usize, usize) = (3, 8);
 
-    /// A parameter and what becomes of each of its values.
+    /// A parameter's name, and the new value for each index and old value.
     type Change<'a> = (&'a str, &'a dyn Fn(usize, f32) -> f32);
 
-    /// Engines of two blocks in FP16 at loss scale `scale`, whose named weights `change` has changed; one for each set of
-    /// kernels.
+    /// Two-block FP16 engines at loss scale `scale` with the weights named in `change` modified; one for each set of kernels.
     fn crafted(scale: f32, change: &[Change<'_>]) -> [Engine; 2] {
         [Choice::Fused, Choice::Candle].map(|kernels| crafted_of(kernels, scale, change))
     }
@@ -170,7 +169,7 @@ mod tests {
         }
     }
 
-    /// What an overflowing step on two micro-batches is put down to, by every set of kernels.
+    /// The origin that an overflowing step on two micro-batches is attributed to; every set of kernels must agree.
     fn traced(engines: [Engine; 2]) -> Origin {
         let [fused, plain] = engines.map(|mut engine| {
             let batches = [batch(1), batch(20)];
@@ -202,7 +201,7 @@ mod tests {
         assert_eq!((found.count, found.inf), (24 * 64, 24 * 64), "every probability is about 1/64");
     }
 
-    /// The layer's input is zero, so that its output and its weight's gradient are too; what it hands back is not.
+    /// The layer's input is zero, so its output and its weight gradient are too; its input gradient is not.
     #[test]
     fn a_large_weight_under_a_zero_input_is_found_in_the_backward_pass_of_its_layer() {
         let found = traced(crafted(
@@ -280,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn looking_for_origins_changes_no_bit_of_a_run() {
+    fn attribution_does_not_change_the_run() {
         let (with, found) = run(true, 2f32.powi(24));
         let (without, none) = run(false, 2f32.powi(24));
         assert!(found.len() >= 3 && found.iter().all(Option::is_some), "{found:?}");
@@ -288,6 +287,6 @@ mod tests {
         assert!(with.engine().state.counters.updates > 0, "no step was applied, so nothing was compared");
         let proof = crate::train::verify::compare(&with, &without).unwrap();
         assert_eq!(proof.differences, [""; 0]);
-        assert_eq!(run(true, 1024.0).1, [], "a clean run has nothing to look for");
+        assert_eq!(run(true, 1024.0).1, [], "a clean run has no overflow to attribute");
     }
 }

@@ -1,4 +1,4 @@
-//! Layers that overflow too often leave the policy's compute type, at a step's boundary.
+//! Moves layers that overflow too often out of the policy's compute type, between steps.
 
 use crate::Result;
 use crate::engine::model::candle_dtype;
@@ -9,7 +9,7 @@ use crate::train::step::{Engine, Outcome, StepReport};
 use std::collections::BTreeMap;
 
 impl Engine {
-    /// Lets `unit` compute in `compute` from the next step on: its working weights, its buffers, its gradients.
+    /// Makes `unit` compute in `compute` from the next step on: converts its working weights, buffers and gradients.
     pub fn retype(&mut self, unit: Unit, compute: Dtype) -> Result<()> {
         self.workspace.retype(self.model.spec(), unit, compute)?;
         let state = &mut self.state;
@@ -20,7 +20,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The units in another type than the policy's, each with its type, by name.
+    /// The units that compute in another type than the policy's: name to type.
     pub(super) fn in_fallback(&self) -> BTreeMap<String, String> {
         let fallback = &self.state.fallback;
         let fp8 = self.state.fp8.as_ref().and_then(Fp8Layer::active);
@@ -29,8 +29,8 @@ impl Engine {
     }
 }
 
-/// What the last step, with the `origin` of its overflow, means for who is in fallback. No loss scale helps against an
-/// overflow of the forward pass; one of the backward pass says nothing of its layer where the scale was too high.
+/// Moves units into and out of fallback according to the last step and the `origin` of its overflow. A forward overflow
+/// always counts, because no loss scale prevents it; a backward overflow counts only if the scale was not too high.
 pub(super) fn after_step(
     engine: &mut Engine,
     policy: PrecisionPolicy,

@@ -1,8 +1,8 @@
-//! One block in simulated FP8: what enters its products is rounded, activations and weights through E4M3, gradients through
-//! E5M2, each tensor under a scale from its own past. What leaves a product is stored as ever.
+//! One block in simulated FP8: the inputs of its matrix products are rounded, activations and weights through E4M3,
+//! gradients through E5M2, each tensor with a scale from its own amax history. Outputs are stored as usual.
 //!
-//! The simulation is a hook that rounds tensors in place. So the passes that inspect a step more closely compute the same
-//! numbers, and a run without FP8 pays nothing.
+//! The simulation is a hook that rounds tensors in place, so the passes that inspect a step compute the same numbers, and
+//! a run without FP8 pays nothing.
 
 use crate::Result;
 use crate::engine::kernels::fp8::round_through;
@@ -14,12 +14,12 @@ use crate::telemetry::{Event, Retyped, Variances};
 use crate::train::step::{Engine, Outcome, StepReport};
 use candle_core::Tensor;
 
-/// What a block's type is called while its products take FP8.
+/// The name of a block's type while its products take FP8.
 pub(super) const FP8: &str = "fp8";
 const E4M3: FloatFormat = FloatFormat::E4M3;
 const E5M2: FloatFormat = FloatFormat::E5M2;
 
-/// What enters a block's products, but for weights: where the passes compute it. The order is that of the checkpoint.
+/// The inputs of a block's products except weights, by where the passes compute them, in the checkpoint's order.
 const INPUTS: [(Op, Part, FloatFormat); 8] = [
     (Op::Norm(NormRole::Attention), Part::Output, E4M3),
     (Op::Attention, Part::Output, E4M3),
@@ -30,10 +30,10 @@ const INPUTS: [(Op, Part, FloatFormat); 8] = [
     (Op::Linear(LinearRole::Out), Part::OutputGradient, E5M2),
     (Op::Attention, Part::InputGradient, E5M2),
 ];
-/// The weights that enter them, after those; a model has one of `Up` and `GateUp`.
+/// The weights of those products, which follow [`INPUTS`] in the checkpoint; a model has one of `Up` and `GateUp`.
 const WEIGHTS: [&[LinearRole]; 4] =
     [&[LinearRole::Qkv], &[LinearRole::Out], &[LinearRole::Up, LinearRole::GateUp], &[LinearRole::Down]];
-/// A step's share in the running mean of the variance.
+/// A step's weight in the running mean of the variance.
 const SMOOTHING: f64 = 0.1;
 
 /// A block in FP8, or waiting for its gradient's variance to allow it.
@@ -42,15 +42,15 @@ pub struct Fp8Layer {
     config: Fp8Config,
     block: usize,
     state: Fp8State,
-    /// This step's scales, from the steps before; `None` where there are none yet.
+    /// This step's scales, from earlier steps; `None` where there is no history yet.
     scales: Vec<Option<f32>>,
     /// This step's maxima.
     amax: Vec<f32>,
 }
 
 impl Fp8Layer {
-    /// The block that `config` names, as a checkpoint remembers it or anew; `None` if it names none. What was remembered of
-    /// another block is void.
+    /// The block that `config` names, with the checkpoint's `state` or a fresh one; `None` if it names none. State of
+    /// another block is discarded.
     pub fn new(config: Fp8Config, state: Option<Fp8State>) -> Option<Self> {
         let (tensors, block) = (INPUTS.len() + WEIGHTS.len(), config.layer?);
         let fresh = || Fp8State {
@@ -63,7 +63,7 @@ impl Fp8Layer {
         Some(Self { config, block, state, scales: vec![None; tensors], amax: vec![0.0; tensors] })
     }
 
-    /// What is remembered, for a checkpoint.
+    /// The state that a checkpoint saves.
     pub fn state(&self) -> &Fp8State {
         &self.state
     }
@@ -73,7 +73,7 @@ impl Fp8Layer {
         self.state.active.then_some(Unit::Block(self.block))
     }
 
-    /// Prepares a step's scales from the past.
+    /// Computes the step's scales from the amax history.
     pub(super) fn begin_step(&mut self) {
         self.amax.fill(0.0);
         for (i, history) in self.state.amax.iter().enumerate() {
@@ -81,7 +81,7 @@ impl Fp8Layer {
         }
     }
 
-    /// Rounds the block's weights under the step's scales, from the masters.
+    /// Rounds the block's weights from the masters, with the step's scales.
     pub(super) fn round_weights(&mut self, masters: &Parameters, weights: &Parameters) -> Result<()> {
         if !self.state.active {
             return Ok(());
@@ -95,7 +95,7 @@ impl Fp8Layer {
         Ok(())
     }
 
-    /// Lets the weights be the masters' copies again.
+    /// Makes the weights unrounded copies of the masters again.
     pub(super) fn restore(&self, masters: &Parameters, weights: &Parameters) -> Result<()> {
         for roles in WEIGHTS {
             for (master, weight) in of_block(self.block, roles, masters).zip(of_block(self.block, roles, weights)) {
@@ -105,7 +105,7 @@ impl Fp8Layer {
         Ok(())
     }
 
-    /// Takes in what a step has shown.
+    /// Adds the step's maxima to the amax history.
     pub(super) fn end_step(&mut self) {
         if self.state.active {
             for (history, amax) in self.state.amax.iter_mut().zip(&self.amax) {
@@ -114,14 +114,15 @@ impl Fp8Layer {
         }
     }
 
-    /// Takes in the variance of an applied step; whether that moves the block into FP8 (`Some(true)`) or out of it.
+    /// Adds the variance of an applied step to the mean. `Some(true)` if that moves the block into FP8, `Some(false)` if out
+    /// of it.
     pub(super) fn switch(&mut self, variance: f64) -> Option<bool> {
         let mean = self.state.variance.map_or(variance, |mean| mean + SMOOTHING * (variance - mean));
         self.state.variance = Some(mean);
         let active = mean <= self.config.switch_variance?;
         let moved = active != self.state.active;
         if moved {
-            // What was seen before is too old to scale by.
+            // The history is too old to scale by.
             self.state.amax.fill(AmaxHistory::default());
             self.scales.fill(None);
         }
@@ -153,8 +154,8 @@ impl Hook for Fp8Layer {
     }
 }
 
-/// What the last step tells of each layer's gradient variance, and what follows for the block in FP8. To be called before
-/// anything else looks at the gradients.
+/// The events for each layer's gradient variance in the last step, and for the FP8 block that it switches. Call it before
+/// anything overwrites the gradients.
 pub(super) fn after_step(
     engine: &mut Engine,
     compute: Dtype,
@@ -198,7 +199,7 @@ mod tests {
     use candle_core::{DType, Device};
 
     #[test]
-    fn weights_are_rounded_for_a_step_and_are_the_masters_again() {
+    fn weights_are_rounded_for_a_step_and_then_restored_from_the_masters() {
         let shape = ModelSpec::named("tiny").unwrap().resized(2, 16, 2);
         let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
         let weights = masters.zeros_like(DType::F16).unwrap();
@@ -218,7 +219,7 @@ mod tests {
                 |block: usize| read(&format!("h.{block}.{name}.weight")).iter().all(|x| x.to_bits() << 12 == 0);
             assert!(coarse(1) && !coarse(0), "{name}: three bits behind the leading one");
         }
-        // The largest weight decides the scale, so none is cut off or flushed that FP8 could hold.
+        // The scale comes from the largest weight, so nothing that FP8 could hold saturates or flushes.
         let errors = in_fp16.iter().zip(read("h.1.mlp.c_fc.weight")).map(|(x, y)| (x - y).abs() / x.abs().max(1e-4));
         assert!(errors.fold(0.0, f32::max) <= 1.0 / 16.0);
         layer.restore(&masters, &weights).unwrap();

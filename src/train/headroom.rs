@@ -1,5 +1,5 @@
-//! How large a step's gradients are, activations' included: what the predictive loss scale has to know before its first
-//! step and after an overflow, and what the weights' gradients alone do not tell.
+//! Measures a step's largest gradient, including gradients of activations, for the predictive loss scale: before the
+//! first step and after an overflow.
 
 use crate::Result;
 use crate::data::Batch;
@@ -11,12 +11,12 @@ use crate::train::state::Counters;
 use crate::train::step::Engine;
 use candle_core::{DType, Tensor};
 
-/// How far below the scale at hand the first try is, and each next one below the one before.
+/// The first try's scale is the current one divided by this; each next try divides again.
 const STEP_DOWN: f32 = 256.0;
 
-/// The largest unscaled gradient in FP16 that the step after `counters` has on `micro_batches`, by its passes at a scale
-/// far below `scale`; `None` if it is not finite at the lowest. Overwrites buffers and gradients, and nothing that
-/// outlives a step.
+/// The largest unscaled FP16 gradient of the step after `counters` on `micro_batches`, from passes at a scale far below
+/// `scale`; `None` if it is not finite even at the lowest. Overwrites buffers and gradients, and nothing that outlives a
+/// step.
 pub(super) fn largest_gradient(
     engine: &mut Engine,
     micro_batches: &[Batch],
@@ -54,7 +54,7 @@ struct Largest {
 
 impl Hook for Largest {
     fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
-        // What is stored wider does not overflow at FP16's top.
+        // Tensors in wider types do not overflow at FP16's maximum.
         if place.part.is_forward() || tensor.dtype() != DType::F16 || !self.finite {
             return Ok(());
         }

@@ -1,11 +1,11 @@
-//! What training's buffers take, as the types that allocate them tell.
+//! The memory that training's buffers take, summed from the types that allocate them.
 
 use crate::engine::model::{Keep, ModelSpec, Workspace, WorkspaceBytes};
 use crate::engine::optim::{AdamW, Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 
-/// Bytes by what they are for.
+/// Bytes by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineBytes {
     /// The working copy of the weights.
@@ -18,7 +18,7 @@ pub struct EngineBytes {
     pub adam: u64,
     /// What the forward pass keeps for the backward pass.
     pub activations: u64,
-    /// What is overwritten in turn: a tile of logits, gradients of activations.
+    /// Buffers that are reused: a tile of logits, gradients of activations.
     pub scratch: u64,
 }
 
@@ -37,17 +37,17 @@ impl EngineBytes {
         Ok(Self { weights, masters, gradients, adam: AdamW::bytes(parameters), activations, scratch })
     }
 
-    /// All of them.
+    /// The sum.
     pub fn total(&self) -> u64 {
         let Self { weights, masters, gradients, adam, activations, scratch } = self;
         weights + masters + gradients + adam + activations + scratch
     }
 }
 
-/// Refuses a batch that this process has no memory for, before anything is allocated, and names the largest that fits.
+/// Rejects a batch that does not fit into memory before anything is allocated, and names the largest that fits.
 ///
 /// # Errors
-/// [`Error::Config`] with what is needed and what is available.
+/// [`Error::Config`] with the bytes needed and available.
 pub(super) fn check_fits(spec: &ModelSpec, policy: PrecisionPolicy, sizes: [usize; 3], available: u64) -> Result<()> {
     let [batch, seq_len, grad_accum] = sizes;
     let need = |batch| {
@@ -60,7 +60,7 @@ pub(super) fn check_fits(spec: &ModelSpec, policy: PrecisionPolicy, sizes: [usiz
     let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
     let advice = match largest_batch(available, need) {
         Some(largest) => {
-            format!("the largest batch that fits is {largest}, and `--grad-accum` makes a step of several")
+            format!("the largest batch that fits is {largest}, use `--grad-accum` for several micro-batches a step")
         }
         None => "not even a batch of 1 fits; use a shorter `--seq-len` or a smaller model".into(),
     };
@@ -72,7 +72,7 @@ pub(super) fn check_fits(spec: &ModelSpec, policy: PrecisionPolicy, sizes: [usiz
     Err(Error::config("train.batch_size", message))
 }
 
-/// The largest batch whose `bytes` are within the budget; `None` if not even one sequence is.
+/// The largest batch whose `bytes` are within the budget; `None` if one sequence is too large.
 pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize> {
     const MOST: usize = 1 << 20;
     let (mut low, mut high) = (0, MOST);

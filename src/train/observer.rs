@@ -1,5 +1,5 @@
-//! What acts around a step besides the recipe: each is an observer with a part before and a part after it. What they have
-//! to remember is in the [`TrainState`](super::TrainState), and so in the checkpoint.
+//! Observers act before and after each step. Their state is part of [`TrainState`](super::TrainState), and so of the
+//! checkpoint.
 
 use crate::Result;
 use crate::data::Batch;
@@ -9,7 +9,7 @@ use crate::train::config::Config;
 use crate::train::step::{Engine, Outcome, StepReport};
 use crate::train::{attribution, fallback, fp8, headroom};
 
-/// A step that was taken, as observers see and complete it.
+/// A finished step; observers read it and add to it.
 pub(super) struct Taken<'a> {
     /// Its micro-batches.
     pub(super) batches: &'a [Batch],
@@ -17,7 +17,7 @@ pub(super) struct Taken<'a> {
     pub(super) report: StepReport,
     /// Where its overflow began, and in which unit.
     pub(super) origin: Option<(Origin, Unit)>,
-    /// What the log is told behind the step itself.
+    /// Events to log after the step's own.
     pub(super) events: Vec<Event>,
 }
 
@@ -35,11 +35,11 @@ pub(super) trait StepObserver: Send {
         Ok(())
     }
 
-    /// After it. Buffers and gradients are the step's until an observer overwrites them with passes of its own.
+    /// After it. Buffers and gradients are the step's until an observer overwrites them with its own passes.
     fn after(&mut self, engine: &mut Engine, step: &mut Taken<'_>) -> Result<()>;
 }
 
-/// The observers of a configuration, in the order in which they act. Those that read the step's gradients come first.
+/// The observers of a configuration in the order they run. Those that read the step's gradients come first.
 pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
     let mut observers: Vec<Box<dyn StepObserver>> = Vec::new();
     let variance_every = config.telemetry.variance_every;
@@ -59,7 +59,7 @@ pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
     observers
 }
 
-/// The variance of each layer's gradient, which also moves a block into and out of FP8.
+/// Reports the variance of each layer's gradient, and uses it to move a block into and out of FP8.
 struct Variances {
     compute: Dtype,
     every: u64,
@@ -72,7 +72,7 @@ impl StepObserver for Variances {
     }
 }
 
-/// Which tensor overflowed first.
+/// Finds the tensor that overflowed first.
 struct Attribution;
 
 impl StepObserver for Attribution {
@@ -84,7 +84,7 @@ impl StepObserver for Attribution {
     }
 }
 
-/// Layers that overflow too often compute in a wider type.
+/// Moves layers that overflow too often to a wider type.
 struct LayerFallback {
     policy: PrecisionPolicy,
 }
@@ -97,8 +97,8 @@ impl StepObserver for LayerFallback {
     }
 }
 
-/// Measures gradients for the predictive loss scale where the step itself cannot: before the first one, and how far an
-/// overflow lay above the top.
+/// Measures gradients for the predictive loss scale when the step itself cannot: before the first step, and after an
+/// overflow.
 struct PredictiveScale;
 
 impl StepObserver for PredictiveScale {

@@ -1,4 +1,4 @@
-//! A micro-batch's forward and backward pass outside the step, for what inspects one more closely.
+//! A micro-batch's forward and backward pass outside the step, for diagnostics.
 
 use crate::Result;
 use crate::data::Batch;
@@ -6,8 +6,8 @@ use crate::engine::model::{Decoder, Hook, Mode, Parameters, Tokens, Workspace};
 use crate::train::fp8::Fp8Layer;
 use crate::train::step::Engine;
 
-/// Both passes over `batch`, as [`Engine::step`](super::Engine::step) does them: dL/d(loss of a target) = `seed`.
-#[expect(clippy::too_many_arguments, reason = "the state is the engine's, of which each caller lends other parts")]
+/// Runs both passes over `batch` as [`Engine::step`](super::Engine::step) does, with dL/d(loss of a target) = `seed`.
+#[expect(clippy::too_many_arguments, reason = "each caller borrows different fields of the engine")]
 pub(super) fn passes(
     model: &Decoder,
     weights: &Parameters,
@@ -26,7 +26,7 @@ pub(super) fn passes(
     Ok(model.backward(weights, tokens, mode, workspace, grads, hook)?)
 }
 
-/// Runs `f` with the working weights as the last step had them: rounded, where a block is in FP8.
+/// Runs `f` with the working weights as the last step used them: rounded for a block in FP8.
 pub(super) fn with_step_weights<R>(engine: &mut Engine, f: impl FnOnce(&mut Engine) -> Result<R>) -> Result<R> {
     let state = &mut engine.state;
     if let Some(fp8) = &mut state.fp8 {

@@ -1,8 +1,8 @@
-//! The FP32 probe: what the run's gradient type loses of a batch's true gradient.
+//! The FP32 probe: how much of a batch's true gradient the run's gradient type loses.
 //!
-//! A zero in a low-precision gradient may be true (a token that does not occur) or flushed. Only the same batch's
-//! backward pass in FP32, from the FP32 masters, tells the two apart. Its forward pass shows how large activations are
-//! where no type cuts them off.
+//! A zero in a low-precision gradient may be real (a token that does not occur) or flushed. Only the same batch's
+//! backward pass in FP32, from the FP32 masters, distinguishes the two. Its forward pass gives the activations' maxima
+//! without saturation.
 
 use crate::Result;
 use crate::data::Batch;
@@ -20,8 +20,8 @@ use candle_core::Tensor;
 /// Elements compared at a time.
 const WIDTH: usize = 1024;
 
-/// Runs `batch` backward twice, in the run's precision with its loss scale and in FP32 without, and compares. Overwrites
-/// the engine's buffers and gradients, and nothing that outlives a step.
+/// Compares the gradients of `batch` in the run's precision with its loss scale with those in FP32 without one.
+/// Overwrites the engine's buffers and gradients, and nothing that outlives a step.
 pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
     let spec = engine.model.spec();
     let device = engine.state.weights.device();
@@ -39,19 +39,19 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
     let mut maxima = Maxima { spec: model.spec(), maxima: Vec::new() };
     passes(model, masters, &mut None, batch, mode, seed(1.0), &mut workspace, exact.micro_batch(), &mut maxima)?;
 
-    let mut looked = Survey::default();
-    exact.survey(true, &mut looked, model.kernels())?;
+    let mut survey = Survey::default();
+    exact.survey(true, &mut survey, model.kernels())?;
     let layout = masters.layout();
     let tensors = layout
         .iter()
         .zip(exact.micro_batch().tensors().iter().zip(grads.tensors()))
         .map(|(entry, (exact, stored))| flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
-    let grads = grad_stats(&looked.total);
+    let grads = grad_stats(&survey.total);
     Ok(Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 
-/// The largest magnitude of what each layer puts out.
+/// The largest magnitude of each layer's output.
 struct Maxima<'a> {
     spec: &'a ModelSpec,
     maxima: Vec<ActivationMax>,
@@ -63,7 +63,7 @@ impl Hook for Maxima<'_> {
             let (name, max_abs) =
                 (self.spec.layer_name(place.layer), survey(tensor, FloatFormat::FP32, false)?.stats.max_abs);
             match self.maxima.last_mut() {
-                // The head shows its logits a tile at a time.
+                // The head computes its logits a tile at a time.
                 Some(last) if last.name == name => last.max_abs = last.max_abs.max(max_abs),
                 _ => self.maxima.push(ActivationMax { name, max_abs }),
             }

@@ -1,4 +1,4 @@
-//! What a step tells the log: the engine's figures in the words of [`crate::telemetry`].
+//! Converts a step's results to the records of [`crate::telemetry`].
 
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::model::ParamSpec;
@@ -14,7 +14,6 @@ fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-/// A survey's figures.
 pub(super) fn grad_stats(survey: &TensorSurvey) -> GradStats {
     let stats = &survey.stats;
     GradStats {
@@ -34,12 +33,12 @@ fn tensor_record(entry: &ParamSpec, survey: &TensorSurvey) -> TensorRecord {
     TensorRecord { name: entry.name.clone(), stats: grad_stats(survey) }
 }
 
-/// One entry a tensor.
+/// One record per tensor.
 pub(super) fn tensor_records(layout: &[ParamSpec], survey: &Survey) -> Vec<TensorRecord> {
     layout.iter().zip(&survey.tensors).map(|(entry, survey)| tensor_record(entry, survey)).collect()
 }
 
-/// The step's record, but for what only the loop knows: rates, memory, the tensor table.
+/// The step's record without what only the loop knows: rates, memory, the tensor table.
 pub(super) fn step_record(
     report: &StepReport,
     survey: &Survey,

@@ -7,7 +7,7 @@ use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::Device;
 
-/// A prompt to go on from, with the buffers that takes.
+/// Continues a prompt; owns the buffers for it.
 #[derive(Debug)]
 pub struct Sampler {
     prompt: Vec<u32>,
@@ -17,7 +17,8 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// For `tokens` tokens after `prompt`, as many as fit the model's context. An empty prompt is the end-of-text token.
+    /// A sampler of up to `tokens` tokens after `prompt`, limited by the model's context. An empty prompt is the end-of-text
+    /// token.
     pub fn new(
         model: &Decoder,
         policy: PrecisionPolicy,
@@ -38,8 +39,8 @@ impl Sampler {
         Ok(Self { prompt, tokens, temperature, cache })
     }
 
-    /// Generates a text; equal weights and seeds give equal texts. Stops early at the end-of-text token, and where the
-    /// logits are not finite, which is training's to complain of.
+    /// Generates a text; equal weights and seeds give equal texts. Stops at the end-of-text token, and at logits that are
+    /// not finite, which training itself reports.
     pub fn generate(
         &mut self,
         model: &Decoder,

@@ -1,4 +1,4 @@
-//! What a checkpoint holds, and nothing else.
+//! The training state: everything a checkpoint saves, and nothing else.
 
 use crate::Result;
 use crate::engine::kernels::Kernels;
@@ -8,10 +8,10 @@ use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
 use crate::train::fp8::Fp8Layer;
 use std::collections::BTreeMap;
 
-/// The state that training moves. Two runs with equal states, data and settings go on equally, bit for bit.
+/// The state that training changes. Runs with equal state, data and settings continue bit for bit the same.
 #[derive(Debug)]
 pub struct TrainState {
-    /// The working copy: in the compute type, but for layers in fallback.
+    /// The working copy, in the compute type except for layers in fallback.
     pub weights: Parameters,
     /// The FP32 weights that updates accumulate in.
     pub masters: MasterWeights,
@@ -23,11 +23,11 @@ pub struct TrainState {
     pub fallback: Fallback,
     /// The block in simulated FP8.
     pub fp8: Option<Fp8Layer>,
-    /// Counters.
+    /// Steps, updates and tokens so far.
     pub counters: Counters,
 }
 
-/// How far training is.
+/// Training progress.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Attempted steps.
@@ -39,12 +39,12 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Numbers the next step's micro-batches over the whole run: each draws its own dropout masks.
+    /// The number of the next step's micro-batch within the run; each number has its own dropout masks.
     pub fn draw(self, micro_batch: usize) -> u64 {
         self.step << 16 | micro_batch as u64
     }
 
-    /// As they were before the last step, which was skipped.
+    /// The counters before the last step, which was skipped.
     pub(super) fn before_skipped(self) -> Self {
         Self { step: self.step - 1, ..self }
     }

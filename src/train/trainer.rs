@@ -1,4 +1,4 @@
-//! The loop around the step: batches in, events and checkpoints out, commands and signals served between two steps.
+//! The training loop: reads batches, emits events, writes checkpoints, and serves commands and signals between steps.
 
 mod events;
 mod saving;
@@ -31,7 +31,7 @@ use std::time::Instant;
 pub struct Trainer {
     config: Config,
     engine: Engine,
-    /// Where it computes, in words.
+    /// The device's name, for people.
     device: String,
     tokenizer: Tokenizer,
     loader: BatchLoader,
@@ -40,7 +40,7 @@ pub struct Trainer {
     eval_batch: Batch,
     sampler: Option<Sampler>,
     identity: Identity,
-    /// The training text in words.
+    /// A description of the training text.
     data: String,
     total_steps: u64,
     /// The run's folder; a run without one keeps nothing.
@@ -48,47 +48,47 @@ pub struct Trainer {
     emitter: Emitter,
     commands: Option<Receiver<Command>>,
     interrupt: Arc<AtomicBool>,
-    /// What takes long between two steps.
+    /// The slow work in progress between two steps, if any.
     activity: Activity,
-    /// The GPU of a build that can use one.
+    /// Samples GPU figures in a build with GPU support.
     gpu: Option<GpuSampler>,
     progress: Progress,
     observers: Vec<Box<dyn StepObserver>>,
 }
 
-/// What the loop remembers besides the state that a checkpoint holds.
+/// The loop's own state, next to the [`TrainState`](super::TrainState).
 #[derive(Debug, Default)]
 struct Progress {
-    /// Where the batches at hand began, if the next step repeats them.
+    /// The start of the current batches, if the next step repeats them.
     retry: Option<Cursor>,
     last_loss: Option<f64>,
     step_seconds: Option<f64>,
     validation: Option<Best>,
     best: Option<Best>,
-    looks_without_best: u64,
+    evaluations_without_best: u64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
     checkpoint: Option<PathBuf>,
-    /// Settings that were others when the checkpoint was written.
+    /// Settings that differ from the checkpoint's.
     changes: Vec<String>,
-    /// Steps in a row whose loss was far above that of guessing.
+    /// Consecutive steps whose loss was far above chance.
     far_above_chance: u32,
-    /// Whether the log has been told that batches without targets are passed over.
-    said_empty: bool,
+    /// Whether the warning about batches without targets was emitted.
+    warned_empty: bool,
 }
 
-/// How many of these micro-batches make the step: up to the one that ends the epoch.
+/// The number of micro-batches in the step: up to the one that ends the epoch.
 fn used(micro_batches: &[Batch]) -> usize {
     micro_batches.iter().position(|batch| batch.ends_epoch).map_or(micro_batches.len(), |last| last + 1)
 }
 
-/// Whether something that is done every `every` steps, or never if that is 0, falls on step number `step`.
+/// Whether something done every `every` steps (never if 0) is due at step `step`.
 fn is_multiple(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
 
 impl Trainer {
-    /// A run of `config`, at its first step. Until [`Trainer::attach`] nothing is written into a run's folder.
+    /// A run of `config` before its first step. It writes nothing until [`Trainer::attach`].
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
         let OpenDevice { device, name } = setup::device(&config, report)?;
         let source = ModelSource::open(&config, report)?;
@@ -98,8 +98,8 @@ impl Trainer {
         Self::with_parts(config, source, masters, name, report)
     }
 
-    /// The run of `config`, going on from `checkpoint`. An error names the field in which model, policy or data differ
-    /// from the saved run's.
+    /// The run of `config`, continued from `checkpoint`. An error names the field in which model, policy or data differ from
+    /// the saved run's.
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
         let OpenDevice { device, name } = setup::device(&config, report)?;
         let source = ModelSource::of_checkpoint(&config, checkpoint)?;
@@ -118,7 +118,7 @@ impl Trainer {
         report: &mut Report<'_>,
     ) -> Result<Self> {
         let dataset = setup::dataset(&config, &source.tokenizer, report)?;
-        // What `main` was today is what this run is repeated with.
+        // Pin the commit that `main` was today, so that the run can be repeated.
         config.revision = source.commit.or(config.revision);
         let train = &config.train;
         let (batch_size, seq_len) = (train.batch_size, train.seq_len);
@@ -171,13 +171,13 @@ impl Trainer {
         })
     }
 
-    /// From here on checkpoints go into `run` and events to `emitter`.
+    /// Writes checkpoints into `run` and events to `emitter` from now on.
     pub fn attach(&mut self, run: Run, emitter: Emitter) {
         self.run = Some(run);
         self.emitter = emitter;
     }
 
-    /// Wishes from a screen.
+    /// Serves `commands` from a screen between steps.
     pub fn listen(&mut self, commands: Receiver<Command>) {
         self.commands = Some(commands);
     }
@@ -187,12 +187,12 @@ impl Trainer {
         self.interrupt.clone()
     }
 
-    /// What the trainer does between two steps, for a screen.
+    /// The slow work in progress between two steps, for a screen.
     pub fn activity(&self) -> Activity {
         self.activity.clone()
     }
 
-    /// Bytes of one full checkpoint, but for its small files.
+    /// Bytes of one full checkpoint without its small files.
     pub fn checkpoint_bytes(&self) -> u64 {
         let (parameters, compute) = (self.engine.model.spec().parameter_count(), self.config.dtype.compute);
         // Weights, masters and two moments.
@@ -204,7 +204,7 @@ impl Trainer {
         self.progress.checkpoint.as_deref()
     }
 
-    /// The configuration in force, with the model's revision pinned.
+    /// The effective configuration, with the model's revision pinned.
     pub fn config(&self) -> &Config {
         &self.config
     }
@@ -219,7 +219,7 @@ impl Trainer {
         self.total_steps
     }
 
-    /// Takes over a checkpoint's state.
+    /// Loads a checkpoint's state.
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();
         state.check_identity(&self.identity, checkpoint.path())?;
@@ -244,31 +244,31 @@ impl Trainer {
         train.masters.write_compute_copy(&train.weights, self.engine.model.kernels())?;
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;
-        self.progress.looks_without_best = state.looks_without_best;
+        self.progress.evaluations_without_best = state.evaluations_without_best;
         self.progress.saved_at = Some(state.step);
         self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
         Ok(())
     }
 
-    /// Says in the log that whatever an earlier attempt at this run has written there is void: it was killed before its
-    /// first checkpoint.
+    /// Marks the run as restarted at step 0, so that readers of the log discard an attempt killed before its first
+    /// checkpoint.
     pub fn start_over(&mut self) {
         self.progress.saved_at = Some(0);
     }
 
-    /// Takes the loss of the step that the run goes on from out of its log: a run that has no step left still has one.
+    /// Restores the last step's loss from the run's log, for a run that resumes with no step left.
     pub fn recall(&mut self, history: &RunState) {
         let step = self.engine.state.counters.step;
         let known = history.curves.loss.at(step).filter(|bucket| bucket.step == step && bucket.last_step == step);
         self.progress.last_loss = known.and_then(|bucket| bucket.mean());
     }
 
-    /// `count` steps and nothing around them.
+    /// Runs `count` steps without evaluation, samples, checkpoints or commands.
     pub fn advance(&mut self, count: u64) -> Result<()> {
         (0..count).try_for_each(|_| self.step(false))
     }
 
-    /// Trains until the run's steps are done or something ends it; the last state is saved, also on an interrupt.
+    /// Trains until the run's steps are done or something stops it, and saves the last state, also on an interrupt.
     pub fn run(&mut self) -> Result<FinishReason> {
         let began = Instant::now();
         let resumed_from = self.progress.saved_at;
@@ -277,7 +277,7 @@ impl Trainer {
         let started = self.started(resumed_from);
         self.emitter.emit(Event::Started(Box::new(started)))?;
         for change in std::mem::take(&mut self.progress.changes) {
-            self.warn(format!("resumed with another setting than the checkpoint's: {change}"))?;
+            self.warn(format!("resumed with a setting that differs from the checkpoint's: {change}"))?;
         }
         let reason = self.steps();
         let reason = match reason {
@@ -302,7 +302,7 @@ impl Trainer {
         let mut probe = false;
         let mut reason = FinishReason::Done;
         while self.engine.state.counters.step < self.total_steps {
-            if let Some(reason) = self.hear(&mut probe)? {
+            if let Some(reason) = self.serve_commands(&mut probe)? {
                 return Ok(reason);
             }
             self.step(std::mem::take(&mut probe))?;
@@ -319,25 +319,25 @@ impl Trainer {
                 self.sample()?;
             }
             if save_weights {
-                self.tell_failure(Self::save_weights)?;
+                self.warn_on_failure(Self::save_weights)?;
             }
             if save {
-                self.tell_failure(Self::save)?;
+                self.warn_on_failure(Self::save)?;
             }
         }
-        let unseen = self.progress.validation.is_none_or(|last| last.step != self.engine.state.counters.step);
-        // What has been trained is saved whatever becomes of this.
-        let looked = if unseen { self.evaluate().map(drop) } else { Ok(()) };
+        let unevaluated = self.progress.validation.is_none_or(|last| last.step != self.engine.state.counters.step);
+        // Save even if this evaluation fails.
+        let evaluated = if unevaluated { self.evaluate().map(drop) } else { Ok(()) };
         if self.progress.sampled_at != Some(self.engine.state.counters.step) {
             self.sample()?;
         }
         self.save_last()?;
-        looked?;
+        evaluated?;
         self.check_applied()?;
         Ok(reason)
     }
 
-    /// An error if not one step was applied: then nothing has been learned, and the exit code should say so.
+    /// An error if no step was applied: nothing was learned, and the exit code should say so.
     fn check_applied(&self) -> Result<()> {
         let Counters { step, updates, .. } = self.engine.state.counters;
         if updates > 0 || step == 0 {
@@ -345,27 +345,27 @@ impl Trainer {
         }
         let scale = self.engine.state.scaler.scale();
         let message = format!(
-            "all {step} steps overflowed and were skipped, so nothing was learned; begin with a lower loss scale, such as \
+            "all {step} steps overflowed and were skipped, so nothing was learned; start with a lower loss scale, such as \
              `--init-scale {scale}`, or take more steps"
         );
         Err(Error::Diverged { step, message })
     }
 
-    /// What a signal or the screen wants before the next step.
-    fn hear(&mut self, probe: &mut bool) -> Result<Option<FinishReason>> {
+    /// Serves signals and commands before the next step; returns why training should stop, if it should.
+    fn serve_commands(&mut self, probe: &mut bool) -> Result<Option<FinishReason>> {
         let mut paused = false;
         loop {
             if self.interrupt.load(Ordering::Relaxed) {
                 self.save_last()?;
                 return Ok(Some(FinishReason::Interrupted));
             }
-            let wish = match &self.commands {
+            let command = match &self.commands {
                 None => None,
                 Some(commands) if paused => commands.recv_timeout(std::time::Duration::from_millis(50)).ok(),
                 Some(commands) => commands.try_recv().ok(),
             };
             let step = self.engine.state.counters.step;
-            match wish {
+            match command {
                 None if paused => {}
                 None => return Ok(None),
                 Some(Command::Pause) if !paused => {
@@ -377,7 +377,7 @@ impl Trainer {
                     self.emitter.emit(Event::Resumed { step })?;
                 }
                 Some(Command::Pause | Command::Resume | Command::Detach) => {}
-                Some(Command::SaveNow) => self.tell_failure(Self::save)?,
+                Some(Command::SaveNow) => self.warn_on_failure(Self::save)?,
                 Some(Command::EvalNow) => drop(self.validate()?),
                 Some(Command::SampleNow) => self.sample()?,
                 Some(Command::ProbeNow) => *probe = true,
@@ -396,16 +396,16 @@ impl Trainer {
         }
     }
 
-    /// One step and the events about it.
+    /// Runs one step and emits its events.
     fn step(&mut self, probe: bool) -> Result<()> {
         let began = Instant::now();
         let next = self.engine.state.counters.step + 1;
         let cursor = match self.progress.retry.take() {
             Some(cursor) => cursor,
-            None => self.draw()?,
+            None => self.next_batches()?,
         };
         if let Err(error) = self.loader.check() {
-            // The step has not begun: the next process repeats it.
+            // The step has not begun, so a resumed run repeats it.
             self.loader.seek(cursor)?;
             return Err(error);
         }
@@ -419,14 +419,14 @@ impl Trainer {
         let mut taken = Taken { batches, report, origin: None, events: Vec::new() };
         self.observers.iter_mut().try_for_each(|observer| observer.after(&mut self.engine, &mut taken))?;
         let Taken { report, origin, events, .. } = taken;
-        let diverged = self.tell(cursor, &report, origin.map(|(origin, _)| origin), began)?;
+        let diverged = self.log_step(cursor, &report, origin.map(|(origin, _)| origin), began)?;
         events.into_iter().try_for_each(|event| self.emitter.emit(event))?;
         diverged.map_or(Ok(()), Err)
     }
 
-    /// Fills the micro-batches of the next step, and says where they begin; an epoch's last step may have fewer. Batches in
-    /// which every target is masked would teach nothing and are passed over.
-    fn draw(&mut self) -> Result<Cursor> {
+    /// Fills the micro-batches of the next step and returns where they begin; an epoch's last step may have fewer. Skips
+    /// batches in which every target is masked.
+    fn next_batches(&mut self) -> Result<Cursor> {
         for _ in 0..=self.loader.batches_per_epoch() {
             let cursor = self.loader.cursor();
             for batch in &mut self.micro_batches {
@@ -438,19 +438,19 @@ impl Trainer {
             if self.micro_batches[..used(&self.micro_batches)].iter().any(|batch| batch.target_count > 0) {
                 return Ok(cursor);
             }
-            if !std::mem::replace(&mut self.progress.said_empty, true) {
+            if !std::mem::replace(&mut self.progress.warned_empty, true) {
                 self.warn(
-                    "a batch without a single target was passed over, as all others will be: prompts fill it".into(),
+                    "skipped a batch in which every target is masked (prompts fill it); later ones are skipped silently".into(),
                 )?;
             }
         }
         Err(Error::data(
             "training data",
-            "holds no target: prompts, which are not trained on, fill every window; raise `--seq-len`",
+            "has no targets: prompts, which are not trained on, fill every window; raise `--seq-len`",
         ))
     }
 
-    /// Computes the validation loss and tells it.
+    /// Computes the validation loss and emits it.
     fn validate(&mut self) -> Result<Best> {
         let step = self.engine.state.counters.step;
         self.eval.rewind();
@@ -462,29 +462,29 @@ impl Trainer {
         })?;
         self.activity.end();
         self.eval.check()?;
-        let look = Best { step, loss };
-        self.progress.validation = Some(look);
+        let evaluation = Best { step, loss };
+        self.progress.validation = Some(evaluation);
         self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }))?;
-        Ok(look)
+        Ok(evaluation)
     }
 
-    /// Validates when it is due; `true` if training should stop because the loss has not improved for long.
+    /// Validates and saves a new best; `true` if early stopping is due.
     fn evaluate(&mut self) -> Result<bool> {
-        let look = self.validate()?;
-        let improved = look.loss.is_finite() && self.progress.best.is_none_or(|best| look.loss < best.loss);
+        let evaluation = self.validate()?;
+        let improved = evaluation.loss.is_finite() && self.progress.best.is_none_or(|best| evaluation.loss < best.loss);
         if improved {
-            self.progress.best = Some(look);
-            self.progress.looks_without_best = 0;
+            self.progress.best = Some(evaluation);
+            self.progress.evaluations_without_best = 0;
         } else {
-            self.progress.looks_without_best += 1;
+            self.progress.evaluations_without_best += 1;
         }
         if improved && self.config.checkpoint.keep_best {
-            // One of this step that is there already does not know the loss.
+            // A checkpoint of this step that already exists does not have the loss.
             self.progress.saved_at = None;
-            self.tell_failure(Self::save)?;
+            self.warn_on_failure(Self::save)?;
         }
         let patience = self.config.train.early_stopping;
-        Ok(patience > 0 && self.progress.looks_without_best >= patience)
+        Ok(patience > 0 && self.progress.evaluations_without_best >= patience)
     }
 
     fn sample(&mut self) -> Result<()> {
@@ -503,8 +503,8 @@ impl Trainer {
         self.emitter.emit(Event::Sample(SampleText { step, prompt, text }))
     }
 
-    /// Repeats the first micro-batch's backward pass in FP32. It writes into buffers that the step overwrites anyway, so
-    /// the run's numbers are the same with and without it.
+    /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so the
+    /// run's numbers do not change.
     fn probe(&mut self) -> Result<()> {
         let probe = probe::probe(&mut self.engine, &self.micro_batches[0])?;
         self.emitter.emit(Event::Probe(Box::new(probe)))

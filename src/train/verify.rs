@@ -1,4 +1,4 @@
-//! The proof that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit.
+//! Proves that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit.
 
 use crate::engine::kernels::view::{View, host, read};
 use crate::engine::model::Parameters;
@@ -12,21 +12,21 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use std::path::Path;
 
-/// What a comparison of the two ways found.
+/// The result of the comparison.
 #[derive(Debug)]
 pub struct ResumeProof {
     /// Tensors compared.
     pub tensors: usize,
     /// Elements compared.
     pub elements: u64,
-    /// Steps whose gradients overflowed, so that the scaler's state was put to the test.
+    /// Steps whose gradients overflowed, so that the scaler's state was tested.
     pub skipped: u64,
-    /// Everything that differs, in words.
+    /// A description of each difference.
     pub differences: Vec<String>,
 }
 
-/// Trains `steps` steps of `config` straight on and once with a save and a load after `at` of them, in `folder`, and
-/// compares masters, weights, moments, scaler and counters bit by bit.
+/// Trains `steps` steps of `config` uninterrupted, and again with a save and a load in `folder` after `at` steps, and
+/// compares masters, weights, moments, scaler and counters bit for bit.
 pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path) -> Result<ResumeProof> {
     if at == 0 || at >= steps {
         return Err(Error::config("--at", format!("{at} is not between 1 and {}", steps.saturating_sub(1))));
@@ -57,7 +57,7 @@ pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
     compare_all("exp_avg_sq", &a.adamw.exp_avg_sq, &b.adamw.exp_avg_sq, &mut proof)?;
     let mut field = |what: &str, a: String, b: String| {
         if a != b {
-            proof.differences.push(format!("{what}: {a} straight on, {b} resumed"));
+            proof.differences.push(format!("{what}: {a} uninterrupted, {b} resumed"));
         }
     };
     field("scaler", format!("{:?}", a.scaler.state()), format!("{:?}", b.scaler.state()));

@@ -57,7 +57,7 @@ impl Sample {
             schedule: serde_json::Value::Null,
             validation_loss: None,
             best: None,
-            looks_without_best: 0,
+            evaluations_without_best: 0,
         };
         let masters = fill(config, step as f32);
         let weights = masters.zeros_like(DType::F16).unwrap();

@@ -3,7 +3,7 @@
 use super::format::{loss, magnitude, scale};
 use super::plain::announcement;
 use super::theme::Role;
-use crate::telemetry::{Event, Happening, Overflow, ScaleCause};
+use crate::telemetry::{Event, EventRow, Overflow, ScaleCause};
 
 /// The glyph of an event, and its role.
 pub(super) fn glyph(event: &Event) -> (char, Role) {
@@ -23,18 +23,18 @@ pub(super) fn glyph(event: &Event) -> (char, Role) {
 }
 
 /// What happened, on one line.
-pub(super) fn text(happening: &Happening) -> String {
-    let text = match &happening.event {
+pub(super) fn text(row: &EventRow) -> String {
+    let text = match &row.event {
         Event::Step(step) => format!("scale {}→{}", scale(step.scale.from), scale(step.scale.to)),
         Event::Started(started) => match started.resumed_from {
             Some(step) => format!("resumed from step {step}: {}", started.program),
             None => format!("started {}: {} on {}", started.model, started.program, started.device),
         },
-        Event::Overflow(overflow) => overflow_text(overflow, happening.more),
+        Event::Overflow(overflow) => overflow_text(overflow, row.more),
         other => announcement(other).unwrap_or_default(),
     };
     // The row says it already.
-    text.replacen(&format!(" step={}", happening.step), "", 1)
+    text.replacen(&format!(" step={}", row.step), "", 1)
 }
 
 /// A skipped step in words. The tensors come late, for there may be many; a filter finds them by their names.

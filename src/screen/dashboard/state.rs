@@ -8,7 +8,7 @@ use super::panels::chart::first_step;
 use super::theme::Look;
 use crate::screen::terminal::keys::{action, is_ctrl_c};
 use crate::telemetry::{
-    Command, FinishReason, Happening, Phase, Record, RunState, SMOOTHING, SampleRow, TensorRow, smoothing_for,
+    Command, EventRow, FinishReason, Phase, Record, RunState, SMOOTHING, SampleRow, TensorRow, smoothing_for,
 };
 use ratatui::crossterm::event::{KeyCode, KeyEvent, MouseEvent};
 
@@ -211,7 +211,7 @@ pub(super) struct ViewModel {
     /// The tensor whose history is open.
     pub(super) detail: Option<String>,
     /// The event that is open, and the line of it that is at the top.
-    pub(super) event: Option<Box<Happening>>,
+    pub(super) event: Option<Box<EventRow>>,
     pub(super) event_top: u16,
     /// The row of the help that is at the top.
     pub(super) help_top: u16,
@@ -344,7 +344,7 @@ impl ViewModel {
     }
 
     /// The events the filter lets through, newest first.
-    pub(super) fn events(&self) -> Vec<&Happening> {
+    pub(super) fn events(&self) -> Vec<&EventRow> {
         let filter = &self.filters[EVENTS];
         let rows = self.run().events.iter().rev();
         rows.filter(|row| filter.is_empty() || event_text::text(row).contains(filter.as_str())).collect()

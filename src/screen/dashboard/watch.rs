@@ -148,8 +148,8 @@ impl Watched {
         let log = logs.first().map_or(Path::new(""), PathBuf::as_path);
         let replay = speed.map(|speed| Replay::new(log, speed));
         let tail = Tail::new(log);
-        let tail = if replay.is_some() { tail } else { tail.hurried() };
-        let others = logs.iter().skip(1).map(|log| Tail::new(log).hurried()).collect();
+        let tail = if replay.is_some() { tail } else { tail.skimming() };
+        let others = logs.iter().skip(1).map(|log| Tail::new(log).skimming()).collect();
         Self { tail, others, replay, process: None, looked: Instant::now() }
     }
 

@@ -46,8 +46,9 @@ pub struct State {
     pub validation_loss: Option<f64>,
     /// The best validation so far.
     pub best: Option<Best>,
-    /// Validations since then: what early stopping counts.
-    pub looks_without_best: u64,
+    /// Validations since then, counted for early stopping.
+    #[serde(rename = "looks_without_best")]
+    pub evaluations_without_best: u64,
 }
 
 /// The best validation of a run.
@@ -148,7 +149,7 @@ mod tests {
             schedule: Value::Null,
             validation_loss: Some(validation_loss),
             best: Some(Best { step: 64, loss: validation_loss }),
-            looks_without_best: 3,
+            evaluations_without_best: 3,
         }
     }
 

@@ -1,21 +1,21 @@
-//! What is known of gradients: of all of them, of one tensor's, of each layer's.
+//! Gradient statistics: of all gradients, of one tensor, of each layer.
 
 use crate::precision::{ExponentHistogram, TensorStats};
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A look at scaled gradients as their dtype stores them.
+/// Statistics of scaled gradients as their dtype stores them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GradStats {
     /// Elements.
     pub count: u64,
-    /// Smallest magnitude above zero; `None` where there is none.
+    /// Smallest magnitude above zero; `None` if all are zero.
     pub min_abs: Option<f32>,
     /// Largest finite magnitude.
     pub max_abs: f32,
-    /// Exact zeros, true ones and flushed ones alike.
+    /// Exact zeros, whether true or flushed.
     pub zero: u64,
     /// Subnormal values.
     pub subnormal: u64,
@@ -26,13 +26,14 @@ pub struct GradStats {
     /// Euclidean norm.
     #[serde(with = "float")]
     pub norm: f64,
-    /// How many finite non-zero values have exponent e, 2^e ≤ |g| < 2^(e+1): pairs (e, count), e rising, counts above zero.
+    /// The number of finite non-zero values with exponent e, 2^e ≤ |g| < 2^(e+1): pairs (e, count) in ascending e, without
+    /// zero counts.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub exponents: Vec<(i16, u64)>,
 }
 
 impl GradStats {
-    /// A survey's figures, with the counts of exponents where they were taken.
+    /// From a survey's statistics and, if it counted them, its exponents.
     pub fn new(stats: &TensorStats, histogram: Option<&ExponentHistogram>) -> Self {
         let exponents = histogram.map_or_else(Vec::new, |histogram| {
             histogram.iter().map(|(exponent, count)| (exponent as i16, count)).collect()
@@ -56,7 +57,7 @@ impl GradStats {
     }
 }
 
-/// A look at one tensor's gradient.
+/// Statistics of one tensor's gradient.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TensorRecord {
@@ -67,7 +68,7 @@ pub struct TensorRecord {
     pub stats: GradStats,
 }
 
-/// How the elements of each layer's gradient spread in an applied step.
+/// The variance of each layer's gradient in an applied step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Variances {

@@ -1,10 +1,10 @@
-//! What a run measures beside its steps: validation, samples, FP32 probes.
+//! Measurements between steps: validation, samples, FP32 probes.
 
 use super::gradients::GradStats;
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
 
-/// A look at the validation text.
+/// A validation result.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Validation {
@@ -26,14 +26,13 @@ pub struct Validation {
 pub struct SampleText {
     /// Steps attempted before it.
     pub step: u64,
-    /// The text given.
+    /// *The prompt.
     pub prompt: String,
     /// The text generated, without the prompt.
     pub text: String,
 }
 
-/// One batch's backward pass in FP32, beside the same batch in the run's own precision: what scaling saves, and what is
-/// lost all the same.
+/// One batch's gradients in FP32 compared with those in the run's precision: what flushes to zero despite loss scaling.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Probe {
@@ -43,14 +42,14 @@ pub struct Probe {
     pub loss_scale: f32,
     /// The FP32 gradients, *unscaled*.
     pub grads: GradStats,
-    /// What the run's gradient dtype lost of them, by tensor, in parameter order.
+    /// What the run's gradient dtype flushed of them, by tensor, in parameter order.
     pub tensors: Vec<FlushedTensor>,
     /// The largest activations of the FP32 forward pass, by layer in order of computation.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub activations: Vec<ActivationMax>,
 }
 
-/// The largest magnitude in what a layer puts out.
+/// The largest magnitude of a layer's output.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ActivationMax {

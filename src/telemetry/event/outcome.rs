@@ -1,4 +1,4 @@
-//! Checkpoints, messages, and the end of a process's training.
+//! Checkpoints, warnings, and the end of training.
 
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
@@ -11,11 +11,11 @@ pub struct Saved {
     pub step: u64,
     /// The step's folder.
     pub path: String,
-    /// Size of all its files.
+    /// Size of all its files, in bytes.
     pub bytes: u64,
-    /// How long training waited for it.
+    /// Seconds that training waited for it.
     pub seconds: f64,
-    /// Whether it holds the weights alone, so that a run cannot go on from it.
+    /// Whether it holds only the weights, so that a run cannot resume from it.
     pub weights_only: bool,
 }
 
@@ -36,21 +36,21 @@ pub enum FinishReason {
     /// All steps are done.
     #[default]
     Done,
-    /// The validation loss has not improved for long.
+    /// The validation loss stopped improving.
     EarlyStopped,
-    /// By a signal.
+    /// Interrupted by a signal.
     Interrupted,
-    /// By a person at the screen.
+    /// Stopped from the dashboard.
     Stopped,
-    /// The numbers broke.
+    /// Training diverged.
     Diverged,
 }
 
-/// The end of a process's training, with the run's totals.
+/// The end of training in this process, with the run's totals.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Finished {
-    /// Why.
+    /// Why training stopped.
     pub reason: FinishReason,
     /// Steps attempted.
     pub step: u64,
@@ -60,7 +60,7 @@ pub struct Finished {
     pub skipped: u64,
     /// Tokens trained on.
     pub tokens: u64,
-    /// The last step's loss; NaN where there was no step.
+    /// The last step's loss; NaN if there was no step.
     #[serde(with = "float")]
     pub loss: f32,
     /// The last validation loss.
@@ -69,7 +69,7 @@ pub struct Finished {
     pub loss_scale: f32,
     /// Seconds of this process's training.
     pub seconds: f64,
-    /// Largest resident memory.
+    /// Largest resident memory, in bytes.
     pub peak_rss_bytes: Option<u64>,
     /// The newest checkpoint's folder.
     pub checkpoint: Option<String>,

@@ -1,4 +1,4 @@
-//! Overflows: which tensors were not finite, where it began, and which layers change their type because of it.
+//! Overflows: which tensors were not finite, where the overflow began, and which layers change their type because of it.
 
 use super::gradients::TensorRecord;
 use super::step::ScaleMove;
@@ -6,7 +6,7 @@ use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A skipped step: where it overflowed and what that did to the scale.
+/// A skipped step: where it overflowed and how the scale changed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Overflow {
@@ -14,19 +14,19 @@ pub struct Overflow {
     pub step: u64,
     /// The scale before and after.
     pub scale: ScaleMove,
-    /// The loss, which tells an overflow of the backward pass (finite) from one of the forward pass (not finite).
+    /// The loss: finite if the backward pass overflowed, not finite if the forward pass did.
     #[serde(with = "float")]
     pub loss: f32,
     /// Largest finite magnitude among all scaled gradients.
     pub max_abs: f32,
     /// The tensors with infinities or NaNs, in parameter order.
     pub tensors: Vec<TensorRecord>,
-    /// Where it began, if that was looked for and found.
+    /// Where it began, if that was traced and found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
 }
 
-/// The first tensor of a step, in order of computation, that was not finite. Found by running the step's passes again.
+/// The first tensor of a step, in order of computation, that was not finite. Found by repeating the step's passes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Origin {
@@ -34,7 +34,7 @@ pub struct Origin {
     pub pass: Pass,
     /// The layer or operation: `h.3.mlp.c_fc`, `h.3.attn`, `lm_head`.
     pub layer: String,
-    /// What of it: `output`, or the gradient of its `output`, `input`, `weight` or `bias`, such as `input_gradient`.
+    /// Which tensor of it: `output`, or the gradient of its `output`, `input`, `weight` or `bias`, such as `input_gradient`.
     pub tensor: String,
     /// Elements.
     pub count: u64,
@@ -46,34 +46,35 @@ pub struct Origin {
     pub max_abs: f32,
     /// The micro-batch of the step, from 0.
     pub micro_batch: usize,
-    /// The sequences of the micro-batch with infinities or NaNs, from 0. Empty for a weight's or bias's gradient, which
-    /// is a sum over all of them.
+    /// The sequences of the micro-batch with infinities or NaNs, from 0. Empty for the gradient of a weight or bias, which
+    /// sums over all sequences.
     pub samples: Vec<usize>,
 }
 
-/// A layer that now computes in another type: wider after too many overflows, FP8 or not by its gradient's variance.
+/// A layer that changed its compute type: to a wider one after too many overflows, or into or out of FP8 by its gradient's
+/// variance.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Retyped {
-    /// The step after which it did.
+    /// The step after which it changed.
     pub step: u64,
-    /// A block, `h.3`, or `head`: all that is outside the blocks.
+    /// A block, `h.3`, or `head`: everything outside the blocks.
     pub layer: String,
-    /// The type it has computed in.
+    /// The previous type.
     pub from: String,
-    /// The type it will compute in.
+    /// The new type.
     pub to: String,
-    /// Its overflows of late that made it fall back.
+    /// The number of recent overflows that made it fall back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overflows: Option<usize>,
-    /// The running mean of its gradient's variance that moved it into FP8 or out of it.
+    /// The running mean of its gradient's variance that moved it into or out of FP8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub variance: Option<f64>,
-    /// Whether it computes in the policy's type again.
+    /// Whether it returned to the policy's type.
     pub back: bool,
 }
 
-/// Half of a step's computation.
+/// A pass of a step's computation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pass {

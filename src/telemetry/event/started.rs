@@ -1,19 +1,19 @@
-//! How a run introduces itself: the first line of each process that trains it.
+//! The first event of each process that trains a run.
 
 use crate::precision::{GradScalerConfig, PrecisionPolicy, ScalerPolicy};
 use crate::telemetry::process::ProcessId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The whole environment of a run, so that a log can be read without the program that wrote it.
+/// A run's configuration and environment, so that a log can be read on its own.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Started {
     /// Program and version.
     pub program: String,
-    /// Name of the run: its folder's.
+    /// Name of the run's folder.
     pub run: String,
-    /// The process that trains, so that a reader of the log can see whether it lives.
+    /// The training process, so that a reader of the log can check whether it is alive.
     pub process: Option<ProcessId>,
     /// The host's processor.
     pub cpu: Cpu,
@@ -34,27 +34,28 @@ pub struct Started {
     pub policy: String,
     /// The loss scaler's settings.
     pub scaler: ScalerSettings,
-    /// The optimizer with its settings, in words.
+    /// The optimizer with its settings, as text.
     pub optimizer: String,
     /// Gradients are clipped to this global norm; `None` if they are not.
     pub max_grad_norm: Option<f32>,
-    /// The learning-rate schedule, in words.
+    /// The learning-rate schedule, as text.
     pub schedule: String,
-    /// The training text, in words.
+    /// A description of the training text.
     pub data: String,
     /// Tokens of one step over all its micro-batches.
     pub tokens_per_step: u64,
     /// Tokens of one epoch.
     pub tokens_per_epoch: u64,
-    /// Epochs the run will see, possibly a fraction.
+    /// Epochs the run will train, possibly fractional.
     pub epochs: f64,
     /// Steps the run will attempt.
     pub total_steps: u64,
     /// The seed of every random stream.
     pub seed: u64,
-    /// The step of the checkpoint this process went on from. Earlier lines of later steps are void.
+    /// The step of the checkpoint that this process resumed from; earlier lines of later steps are void. `None` for a run
+    /// from scratch.
     pub resumed_from: Option<u64>,
-    /// The layers that computed in another type than the policy's at that moment, each with its type.
+    /// The layers that computed in another type than the policy's at the start, each with its type.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub fallback: BTreeMap<String, String>,
     /// The resolved configuration.
@@ -62,7 +63,7 @@ pub struct Started {
 }
 
 impl Started {
-    /// The precision policy; FP16's if it is not known.
+    /// The precision policy; FP16 if it is not known.
     pub fn precision(&self) -> PrecisionPolicy {
         self.policy.parse().unwrap_or(PrecisionPolicy::FP16)
     }
@@ -112,7 +113,7 @@ pub struct ScalerSettings {
     pub growth_interval: u32,
     /// The scale never falls below this.
     pub min_scale: f32,
-    /// What it is chosen by.
+    /// The rule that chooses the scale.
     pub policy: ScalerPolicy,
 }
 

@@ -1,4 +1,4 @@
-//! One attempted step: its figures, its times, and what became of the loss scale.
+//! One attempted step: its figures, its timings, and the change of the loss scale.
 
 use super::gradients::{GradStats, TensorRecord};
 use crate::precision::ScaleChange;
@@ -12,12 +12,12 @@ pub enum Outcome {
     /// The optimizer ran.
     #[default]
     Applied,
-    /// Gradients were not finite: parameters, moments and schedule are as before.
+    /// Gradients were not finite: parameters, moments and schedule are unchanged.
     Skipped,
 }
 
-/// Every figure of one attempted step. The fields a long series is drawn from come first, so that a reader in a hurry
-/// need not look at the rest.
+/// Every figure of one attempted step. The fields that charts need come first, so that [`Tail`](crate::telemetry::Tail) can
+/// skim a long log.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StepRecord {
@@ -26,7 +26,7 @@ pub struct StepRecord {
     /// Mean cross-entropy of the step's tokens, nats.
     #[serde(with = "float")]
     pub loss: f32,
-    /// The scale the loss was multiplied with.
+    /// The factor the loss was multiplied by.
     pub loss_scale: f32,
     /// Applied or skipped.
     pub outcome: Outcome,
@@ -43,37 +43,37 @@ pub struct StepRecord {
     pub skipped: u64,
     /// Epochs seen, with the fraction of the current one.
     pub epoch: f64,
-    /// The learning rate in force.
+    /// The current learning rate.
     pub lr: f64,
-    /// What clipping multiplied the gradients with; 1 if nothing was clipped.
+    /// The factor that clipping multiplied the gradients by; 1 if nothing was clipped.
     #[serde(with = "float")]
     pub clip: f64,
     /// Clean steps since the scale last changed.
     pub growth_tracker: u32,
-    /// What became of the scale after the step.
+    /// How the scale changed after the step.
     pub scale: ScaleMove,
     /// Where the time went.
     pub time: StepTime,
-    /// Resident memory of the process.
+    /// Resident memory of the process, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rss_bytes: Option<u64>,
-    /// The most resident memory the process has had.
+    /// Largest resident memory of the process so far, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_rss_bytes: Option<u64>,
-    /// Processor time of the process so far, all threads.
+    /// Processor time of the process so far, all threads, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_seconds: Option<f64>,
-    /// The GPU, where there is one.
+    /// The GPU's figures, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuStats>,
     /// All scaled gradients together; `norm` is the global norm before unscaling.
     pub grads: GradStats,
-    /// The same for each tensor, in parameter order. Empty on most steps: filled every few steps and on an overflow.
+    /// The same for each tensor, in parameter order. Filled every few steps and on an overflow, otherwise empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tensors: Vec<TensorRecord>,
 }
 
-/// Wall-clock milliseconds of a step and of its parts. What is left over is waiting for data, logging and the like.
+/// Wall-clock milliseconds of a step and of its parts. The remainder is waiting for data, logging and the like.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StepTime {
@@ -83,22 +83,22 @@ pub struct StepTime {
     pub forward_ms: f64,
     /// Backward passes.
     pub backward_ms: f64,
-    /// The look at the gradients.
+    /// The statistics of the gradients.
     pub survey_ms: f64,
     /// Unscaling, clipping, the optimizer and the new working copy.
     pub optimizer_ms: f64,
 }
 
-/// What a GPU is doing, as its driver says. What it has no figure for is missing.
+/// A GPU's figures from its driver; `None` for what it does not report.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GpuStats {
-    /// Share of the last moments in which a kernel ran, percent.
+    /// Share of the last sampling period in which a kernel ran, percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub utilisation: Option<f32>,
-    /// Memory in use, by anyone.
+    /// Memory in use by all processes, in bytes.
     pub memory_bytes: u64,
-    /// Memory there is.
+    /// Total memory, in bytes.
     pub memory_total_bytes: u64,
     /// Power draw, watts.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -108,11 +108,11 @@ pub struct GpuStats {
     pub temperature_c: Option<f32>,
 }
 
-/// What became of the loss scale, and why.
+/// The change of the loss scale after a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ScaleMove {
-    /// Why.
+    /// Why it changed.
     pub cause: ScaleCause,
     /// The scale of the step.
     pub from: f32,
@@ -121,7 +121,7 @@ pub struct ScaleMove {
 }
 
 impl ScaleMove {
-    /// What the scaler answered about a step whose scale was `from`.
+    /// From the scaler's result for a step whose scale was `from`.
     pub fn new(from: f32, change: ScaleChange) -> Self {
         let (cause, to) = match change {
             ScaleChange::Held => (ScaleCause::Held, from),
@@ -134,16 +134,16 @@ impl ScaleMove {
     }
 }
 
-/// Why the loss scale is what it is.
+/// Why the loss scale changed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleCause {
-    /// Nothing happened.
+    /// No change.
     #[default]
     Held,
-    /// A quiet stretch of `growth_interval` steps ended, or the predictive rule found room above.
+    /// `growth_interval` steps without an overflow passed, or the predictive rule found enough headroom.
     Grew,
-    /// The predictive rule found the room above too small.
+    /// The predictive rule found too little headroom.
     Lowered,
     /// Gradients overflowed.
     BackedOff,

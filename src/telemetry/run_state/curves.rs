@@ -8,7 +8,7 @@ use crate::telemetry::{Curve, Outcome, Series, StairCase, StepRecord};
 pub struct Curves {
     /// Losses of the batches.
     pub loss: Curve,
-    /// The same, smoothed over each of the windows of [`SMOOTHING`].
+    /// The losses smoothed over each window of [`SMOOTHING`].
     pub smoothed: [Curve; SMOOTHING.len()],
     /// Validation losses.
     pub validation: Series,
@@ -27,7 +27,7 @@ pub struct Curves {
 }
 
 impl Curves {
-    /// Empty curves of so many buckets.
+    /// Empty curves of at most `capacity` buckets.
     pub(super) fn new(capacity: usize) -> Self {
         Self {
             loss: Curve::new(capacity),
@@ -59,7 +59,7 @@ impl Curves {
         }
         self.grad_norm.push(at, s, step.grad_norm);
         self.tokens_per_s.push(at, s, step.tokens_per_s);
-        // A reader in a hurry leaves out what stands behind the first fields of a line.
+        // Skimmed lines lack the later fields.
         if step.time.step_ms > 0.0 {
             self.lr.push(at, s, step.lr);
         }
@@ -68,7 +68,7 @@ impl Curves {
         }
     }
 
-    /// Forgets the steps after `step`.
+    /// Removes the steps after `step`.
     pub(super) fn cut(&mut self, step: u64) {
         for curve in [&mut self.loss, &mut self.lr, &mut self.grad_norm, &mut self.tokens_per_s, &mut self.memory] {
             curve.cut(step);

@@ -1,16 +1,16 @@
-//! What a run came to, in figures, and what they are added up from.
+//! A run's summary figures and the sums behind them.
 
 use super::retries;
 use crate::precision::ExponentHistogram;
 use crate::telemetry::{Outcome, Probe, ScaleCause, Started, StepRecord, Validation};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Steps whose losses make one figure: a single batch's loss is mostly luck.
+/// Steps whose losses are averaged into one figure, because a single batch's loss is noisy.
 const WINDOW: usize = 10;
 /// The windows, in steps, over which the loss is smoothed.
 pub const SMOOTHING: [u32; 4] = [5, 20, 50, 200];
 
-/// Which of the windows suits a run of so many steps: a wide one lags far behind in a short run.
+/// The index of the window that suits a run of `total_steps`; a wide one lags in a short run.
 pub fn smoothing_for(total_steps: u64) -> usize {
     match total_steps {
         1..400 => 0,
@@ -20,52 +20,52 @@ pub fn smoothing_for(total_steps: u64) -> usize {
     }
 }
 
-/// What a run came to.
+/// A run's summary figures.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Figures {
     /// Steps attempted.
     pub steps: u64,
     /// Steps applied.
     pub updates: u64,
-    /// Events of overflow.
+    /// Overflow events.
     pub overflows: u64,
-    /// Steps that changed nothing.
+    /// Steps skipped.
     pub skipped: u64,
-    /// The most steps in a row that changed nothing.
+    /// The longest streak of skipped steps.
     pub longest_streak: u64,
-    /// Layers that computed in a wider type in the end, where layers fall back.
+    /// Layers in fallback at the end; `None` if fallback is off.
     pub in_fallback: Option<u64>,
-    /// Attempts at a batch that had overflowed.
+    /// Repeated attempts at a batch that had overflowed.
     pub repeated: u64,
-    /// Tokens of batches that were given up.
+    /// Tokens of skipped batches that were not repeated.
     pub tokens_lost: u64,
-    /// Mean loss of the applied ones among the last `WINDOW` steps.
+    /// Mean loss of the applied steps among the last `WINDOW` steps.
     pub loss: Option<f64>,
-    /// The lowest mean loss of as many applied steps in a row.
+    /// The lowest mean loss of `WINDOW` consecutive applied steps.
     pub best_loss: Option<f64>,
     /// The last validation loss, and the lowest.
     pub validation: Option<(f64, f64)>,
     /// The last perplexity, and the lowest.
     pub perplexity: Option<(f64, f64)>,
-    /// The first loss scale, and that after the last step.
+    /// The first loss scale, and the one after the last step.
     pub scale: Option<(f32, f32)>,
     /// The lowest and the highest loss scale.
     pub scale_range: Option<(f32, f32)>,
-    /// Times the scale grew.
+    /// Number of times the scale grew.
     pub growths: u64,
     /// Share of the gradients that FP32 probes found flushed to zero.
     pub flushed: Option<f64>,
     /// Share of the applied steps' scaled gradients that were subnormal.
     pub subnormal: Option<f64>,
-    /// Tokens a second within steps.
+    /// Tokens a second, counting only time within steps.
     pub tokens_per_s: Option<f64>,
-    /// Seconds the run was running, validation and saving included.
+    /// Seconds the run took, including validation and saving.
     pub seconds: f64,
-    /// Largest resident memory.
+    /// Largest resident memory, in bytes.
     pub peak_rss: Option<u64>,
 }
 
-/// What FP32 probes have found, all together.
+/// Totals over all FP32 probes.
 #[derive(Debug, Clone, Default)]
 pub struct ProbeTotals {
     /// Elements that are not zero in FP32.
@@ -78,7 +78,7 @@ pub struct ProbeTotals {
     pub activations: BTreeMap<String, f32>,
 }
 
-/// The sums behind the figures. It is copied at every checkpoint, so that a resume can go back to it.
+/// The sums behind the figures. Copied at every checkpoint, so that a resume can rewind to it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Tally {
     pub(super) figures: Figures,
@@ -100,7 +100,7 @@ pub(super) struct Tally {
     pace: Option<(u64, u64, f64)>,
 }
 
-/// An exponential moving average without the bias of its start.
+/// A bias-corrected exponential moving average.
 #[derive(Debug, Clone, Copy, Default)]
 struct Average {
     sum: f64,
@@ -209,7 +209,7 @@ fn keep<T>(window: &mut VecDeque<T>, value: T) {
     window.push_back(value);
 }
 
-/// NaN for no value, as when every one of the last steps was skipped.
+/// NaN for no values, as when all the last steps were skipped.
 fn mean(values: impl Iterator<Item = f64>) -> f64 {
     let (sum, count) = values.fold((0.0, 0u32), |(sum, count), value| (sum + value, count + 1));
     sum / f64::from(count)

@@ -1,42 +1,42 @@
-//! The model's tensors: each one's gradient now and before, and the layers they make up.
+//! The gradient of each of the model's tensors, now and over time, and their totals by layer.
 
 use crate::telemetry::{GradStats, Overflow, Probe, Series, TensorRecord};
 use std::collections::{BTreeSet, HashMap};
 
-/// Buckets of all tensors' histories together.
+/// Total number of buckets in all tensors' histories.
 const HISTORIES: usize = 1 << 16;
 
-/// The model's tensors in parameter order, as far as records have named them.
+/// The model's tensors in the order that records first named them.
 #[derive(Debug, Clone, Default)]
 pub struct Tensors {
     /// One for each tensor.
     pub rows: Vec<TensorRow>,
     /// The step of the newest table.
     pub step: u64,
-    /// Its loss scale.
+    /// The loss scale of that step.
     pub loss_scale: f32,
     by_name: HashMap<String, usize>,
     /// The tensors of the newest overflow.
     pub last_overflow: BTreeSet<String>,
 }
 
-/// A tensor's gradient, now and before.
+/// A tensor's gradient, now and over time.
 #[derive(Debug, Clone)]
 pub struct TensorRow {
     /// The parameter's name.
     pub name: String,
-    /// Its gradient as it was last seen.
+    /// The newest statistics of its gradient.
     pub stats: GradStats,
     /// Steps in which it overflowed.
     pub overflows: u64,
-    /// The probe's verdict: elements flushed to zero, of those that are not zero in FP32.
+    /// From the newest probe: elements flushed to zero, and elements that are not zero in FP32.
     pub flushed: Option<(u64, u64)>,
     /// log2 of the smallest and of the largest magnitude.
     pub history: (Series, Series),
 }
 
 impl Tensors {
-    pub(super) fn look(&mut self, step: u64, s: f64, loss_scale: f32, records: Vec<TensorRecord>) {
+    pub(super) fn update(&mut self, step: u64, s: f64, loss_scale: f32, records: Vec<TensorRecord>) {
         if records.is_empty() {
             return;
         }
@@ -107,7 +107,7 @@ fn layer_name(tensor: &str) -> &str {
     tensor.match_indices('.').nth(parts - 1).map_or(tensor, |(at, _)| &tensor[..at])
 }
 
-/// Embeddings, blocks by number, and what follows them.
+/// Sort key: embeddings, blocks by number, then the rest.
 pub(super) fn layer_order(layer: &str) -> (u8, u32) {
     match layer.strip_prefix("h.").and_then(|number| number.parse().ok()) {
         Some(number) => (1, number),
@@ -117,10 +117,10 @@ pub(super) fn layer_order(layer: &str) -> (u8, u32) {
     }
 }
 
-/// The gradients of one layer, or of several neighbouring ones.
+/// The gradients of one layer, or of several adjacent ones.
 #[derive(Debug, Clone, Default)]
 pub struct Layer {
-    /// `h.3`, `wte`, or `h.2-3` for neighbours that were joined.
+    /// `h.3`, `wte`, or `h.2-3` for merged adjacent layers.
     pub name: String,
     /// Smallest magnitude above zero.
     pub min_abs: Option<f32>,
@@ -130,7 +130,7 @@ pub struct Layer {
     pub sum_squares: f64,
     /// Elements.
     pub count: u64,
-    /// Whether the newest overflow was here.
+    /// Whether the newest overflow was in this layer.
     pub overflowed: bool,
     /// Whether it computes in another type than the policy's.
     pub in_fallback: bool,
@@ -145,7 +145,7 @@ impl Layer {
         self.overflowed |= overflowed;
     }
 
-    /// Takes in the layer after it.
+    /// Merges the next layer into this one.
     pub fn join(&mut self, next: &Self) {
         let first = self.name.split('-').next().unwrap_or_default().to_owned();
         self.name = format!("{first}-{}", next.name.trim_start_matches("h."));

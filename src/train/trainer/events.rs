@@ -1,4 +1,4 @@
-//! What the trainer tells of itself and of its steps.
+//! The events that the trainer emits, and the checks for divergence.
 
 use super::Trainer;
 use crate::data::Cursor;
@@ -16,17 +16,17 @@ use crate::{Error, Result};
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
-/// A loss is far above chance when it is more than so many times that of a model that gives every token the same
-/// probability; training that stays there for so many steps in a row has diverged.
+/// A loss is far above chance when it exceeds this many times the loss of uniform guessing, ln(vocabulary size).
 const FAR_ABOVE: f64 = 10.0;
+/// Training has diverged after this many consecutive steps far above chance.
 const FAR_STEPS: u32 = 32;
-/// Steps the printed tokens per second are averaged over.
+/// Number of steps that the printed tokens per second are averaged over.
 const RATE_STEPS: f64 = 10.0;
 
 impl Trainer {
-    /// Tells the log of a step on the batches from `cursor` on, and decides whether the next one repeats them. Returns why
-    /// training cannot go on, if it cannot.
-    pub(super) fn tell(
+    /// Logs a step on the batches starting at `cursor`, and schedules their repetition if the scaler retries. Returns the
+    /// error if training diverged.
+    pub(super) fn log_step(
         &mut self,
         cursor: Cursor,
         report: &StepReport,
@@ -99,8 +99,7 @@ impl Trainer {
         }
     }
 
-    /// Of the gradients that overflowed, the name of the one that the backward pass computes first: outside of the blocks
-    /// the head's, then those of the last block.
+    /// The name of the overflowed gradient that the backward pass computes first: the head's, then those of the last block.
     fn first_computed(&self, overflow: &Overflow) -> String {
         let layout = self.engine.state.weights.layout();
         let broken = layout.iter().filter(|entry| overflow.tensors.iter().any(|tensor| tensor.name == entry.name));
@@ -112,7 +111,7 @@ impl Trainer {
         broken.min_by_key(order).map_or_else(|| "a gradient".into(), |entry| entry.name.clone())
     }
 
-    /// The error of a loss that has long been far above that of a model which knows nothing.
+    /// The error once the loss has been far above chance for [`FAR_STEPS`] steps.
     fn far_above_chance(&mut self, loss: f64) -> Option<Error> {
         let chance = (self.engine.model.spec().vocab_size as f64).ln();
         let far = loss > FAR_ABOVE * chance;
@@ -199,7 +198,7 @@ impl Trainer {
             skipped: counters.skipped(),
             tokens: counters.tokens,
             loss: self.progress.last_loss.map_or(f32::NAN, |loss| loss as f32),
-            val_loss: self.progress.validation.map(|look| look.loss),
+            val_loss: self.progress.validation.map(|evaluation| evaluation.loss),
             loss_scale: self.engine.state.scaler.scale(),
             seconds: began.elapsed().as_secs_f64(),
             peak_rss_bytes: ProcessStats::now().peak_rss_bytes,

@@ -1,4 +1,4 @@
-//! The trainer's checkpoints.
+//! Saves the trainer's checkpoints.
 
 use super::Trainer;
 use crate::store::checkpoint::{self, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, State};
@@ -9,21 +9,21 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 impl Trainer {
-    /// Saves; a failure is a warning, and training goes on: older checkpoints are untouched.
-    pub(super) fn tell_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
+    /// Saves; a failure is only a warning, because older checkpoints are untouched.
+    pub(super) fn warn_on_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
         match save(self) {
             Err(error @ (Error::Io { .. } | Error::Checkpoint { .. })) => {
                 let step = self.engine.state.counters.step;
-                self.warn(format!("no checkpoint at step {step}: {error}; training goes on"))
+                self.warn(format!("no checkpoint at step {step}: {error}; *training continues"))
             }
             other => other,
         }
     }
 
-    /// Writes the run's last checkpoint. If the disk refuses it, retries for `checkpoint.retry_s` seconds and then tries the
-    /// weights alone. Returns the error of the last full attempt.
+    /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.retry_s` seconds, then tries the weights
+    /// alone. Returns the error of the last full attempt.
     pub(super) fn save_last(&mut self) -> Result<()> {
-        let (began, mut told) = (Instant::now(), false);
+        let (began, mut warned) = (Instant::now(), false);
         let limit = Duration::from_secs(self.config.checkpoint.retry_s);
         let step = self.engine.state.counters.step;
         loop {
@@ -36,13 +36,13 @@ impl Trainer {
                 let weights = match self.write(Kind::Weights, self.config.checkpoint.keep_weights) {
                     Ok(Some(path)) => format!("its weights alone are in `{}`", path.display()),
                     Ok(None) => "there is no folder for it".into(),
-                    Err(error) => format!("nor could its weights alone: {error}"),
+                    Err(error) => format!("nor could its weights: {error}"),
                 };
                 let seconds = limit.as_secs();
                 self.warn(format!("the checkpoint of step {step} could not be written within {seconds} s; {weights}"))?;
                 return Err(error);
             }
-            if !std::mem::replace(&mut told, true) {
+            if !std::mem::replace(&mut warned, true) {
                 let seconds = limit.as_secs();
                 self.warn(format!("no checkpoint at step {step} yet: {error}; trying again for {seconds} s"))?;
             }
@@ -55,7 +55,7 @@ impl Trainer {
         self.emitter.emit(Event::Warning(Trouble { step, message }))
     }
 
-    /// Writes a checkpoint of this step, unless there is one or no run to write it into.
+    /// Writes a checkpoint of this step, unless it exists already or there is no run to write it into.
     pub fn save(&mut self) -> Result<()> {
         let step = self.engine.state.counters.step;
         if self.progress.saved_at == Some(step) {
@@ -74,7 +74,8 @@ impl Trainer {
         self.write(Kind::Weights, self.config.checkpoint.keep_weights).map(drop)
     }
 
-    /// Writes a checkpoint and thins out the older ones of its kind. Says where, or nothing if there is no run to write into.
+    /// Writes a checkpoint and removes older ones of its kind except the `last` newest. Returns its path; `None` without a
+    /// run.
     fn write(&mut self, kind: Kind, last: usize) -> Result<Option<PathBuf>> {
         let began = Instant::now();
         let (step, state) = (self.engine.state.counters.step, self.checkpoint_state());
@@ -99,34 +100,35 @@ impl Trainer {
             self.warn(format!("the checkpoint of step {step} is complete, but {error}"))?;
         }
         if let Err(error) = rotated {
-            self.warn(format!("an older checkpoint could not be removed: {error}; training goes on"))?;
+            self.warn(format!("an older checkpoint could not be removed: {error}; *training continues"))?;
         }
         Ok(Some(path))
     }
 
-    /// Refuses a checkpoint of a run with another seed or window, whose random numbers or place in the text would not be this
-    /// run's, and names the settings of the step that differ.
+    /// Rejects a checkpoint with another seed, `seq_len` or set of kernels, from which the run could not continue bit for bit;
+    /// returns the other settings of the step that differ.
     pub(super) fn check_settings(&self, checkpoint: &Checkpoint) -> Result<Vec<String>> {
         let (state, config) = (checkpoint.state(), &self.config);
         let differs = |key: &str, now: u64| {
-            // Older checkpoints have fewer of them.
+            // Older checkpoints lack some settings.
             let was = state.schedule.get(key)?.as_u64()?;
             (was != now).then(|| format!("`{key}` was {was} and is now {now}"))
         };
         let seed = (state.seed != config.seed).then(|| format!("`seed` was {} and is now {}", state.seed, config.seed));
         if let Some(difference) = seed.or_else(|| differs("seq_len", config.train.seq_len as u64)) {
-            let message = format!("{difference}: it is of another run; resume that one, or start a new run");
+            let message =
+                format!("{difference}: the checkpoint is of another run; resume that run, or start a new one");
             return Err(Error::checkpoint(checkpoint.path(), message));
         }
-        // Older checkpoints do not name them; they were computed with the fused ones.
+        // Older checkpoints do not name their kernels; they used the fused ones.
         let (was, now) =
             (state.schedule.get("kernels").and_then(|name| name.as_str()), self.engine.model.kernels().name());
         if let was = was.unwrap_or("fused")
             && was != now
         {
             let message = format!(
-                "`kernels` was `{was}` and is now `{now}`, which rounds otherwise; resume with `--kernels {was}` on a device \
-                 that has them, or start a new run"
+                "`kernels` was `{was}` and is now `{now}`, which rounds differently; resume with `--kernels {was}` on a \
+                device that has them, or start a new run"
             );
             return Err(Error::checkpoint(checkpoint.path(), message));
         }
@@ -137,7 +139,7 @@ impl Trainer {
     fn checkpoint_state(&self) -> State {
         let counters = self.engine.state.counters;
         let cursor = self.progress.retry.unwrap_or_else(|| self.loader.cursor());
-        let validation = self.progress.validation.filter(|look| look.step == counters.step);
+        let validation = self.progress.validation.filter(|last| last.step == counters.step);
         State {
             format_version: FORMAT_VERSION,
             step: counters.step,
@@ -157,9 +159,9 @@ impl Trainer {
                 "seq_len": self.config.train.seq_len,
                 "kernels": self.engine.model.kernels().name(),
             }),
-            validation_loss: validation.map(|look| look.loss),
+            validation_loss: validation.map(|last| last.loss),
             best: self.progress.best,
-            looks_without_best: self.progress.looks_without_best,
+            evaluations_without_best: self.progress.evaluations_without_best,
         }
     }
 }

@@ -4,16 +4,16 @@ use crate::screen::dashboard::event_text;
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::theme::Role;
-use crate::telemetry::Happening;
+use crate::telemetry::EventRow;
 use serde_json::Value;
 
 /// Draws the event from its line `top` on, over the whole panel.
-pub(in crate::screen::dashboard) fn draw(happening: &Happening, top: u16, pad: &mut Pad) {
-    let (glyph, role) = event_text::glyph(&happening.event);
-    let at = format!(" step {} at {}", happening.step, format::clock(happening.s));
+pub(in crate::screen::dashboard) fn draw(row: &EventRow, top: u16, pad: &mut Pad) {
+    let (glyph, role) = event_text::glyph(&row.event);
+    let at = format!(" step {} at {}", row.step, format::clock(row.s));
     let mut inner =
         pad.frame(&[(&glyph.to_string(), role), (&at, Role::Title), ("   j k scroll   Esc closes", Role::Dim)]);
-    let lines = lines(happening, inner.width().into());
+    let lines = lines(row, inner.width().into());
     let top = usize::from(top).min(lines.len().saturating_sub(usize::from(inner.height())));
     for (y, (key, value)) in (0..inner.height()).zip(&lines[top..]) {
         let x = inner.text(1, y, key, Role::Dim);
@@ -22,14 +22,14 @@ pub(in crate::screen::dashboard) fn draw(happening: &Happening, top: u16, pad: &
 }
 
 /// What the event says, line by line: its sentence, broken where it must be, then its fields.
-fn lines(happening: &Happening, width: usize) -> Vec<(String, String)> {
-    let sentence: Vec<char> = format::printable(&event_text::text(happening)).chars().collect();
+fn lines(row: &EventRow, width: usize) -> Vec<(String, String)> {
+    let sentence: Vec<char> = format::printable(&event_text::text(row)).chars().collect();
     let sentence = sentence.chunks(width.saturating_sub(2).max(1));
     let mut lines: Vec<_> = sentence.map(|part| (String::new(), part.iter().collect())).collect();
     lines.push(Default::default());
-    fields(serde_json::to_value(&happening.event).unwrap_or_default(), "", &mut lines);
-    if happening.more > 0 {
-        lines.push((String::new(), format!("and {} tensors more, in the run's log", happening.more)));
+    fields(serde_json::to_value(&row.event).unwrap_or_default(), "", &mut lines);
+    if row.more > 0 {
+        lines.push((String::new(), format!("and {} tensors more, in the run's log", row.more)));
     }
     lines
 }

@@ -10,8 +10,8 @@ use ratatui::layout::Rect;
 
 /// Draws the fourth tab.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
-    if let Some(happening) = &view.event {
-        event_detail::draw(happening, view.event_top, pad);
+    if let Some(row) = &view.event {
+        event_detail::draw(row, view.event_top, pad);
         return;
     }
     let rows = view.events();

@@ -1,32 +1,32 @@
-//! What happened in a run beside plain steps: events, overflows and samples, each kept in bounded memory.
+//! Rows for lists of a run's events, overflows and samples, each kept in bounded memory.
 
 use crate::telemetry::{Event, Origin, Overflow, ScaleCause, ScaleMove, TensorRecord};
 use std::collections::VecDeque;
 
-/// Overflows, events and samples that are kept.
+/// Maximum number of rows kept of each kind.
 pub(super) const OVERFLOWS: usize = 1000;
 pub(super) const EVENTS: usize = 4000;
 pub(super) const SAMPLES: usize = 200;
-/// Tensors that are kept of an overflow.
+/// Maximum number of tensors kept of an overflow.
 const NAMED: usize = 16;
 
-/// Something that happened, with its time.
+/// An event with its time.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Happening {
+pub struct EventRow {
     /// Wall clock, milliseconds since 1970-01-01 UTC.
     pub t: u64,
     /// Run-relative seconds.
     pub s: f64,
     /// The step it belongs to.
     pub step: u64,
-    /// What happened, without long tables. Of an overflow the worst tensors are left, the worst first.
+    /// The event without long tables. An overflow keeps its worst tensors, the worst first.
     pub event: Event,
-    /// Tensors of an overflow that were left out.
+    /// Number of an overflow's tensors that were left out.
     pub more: usize,
 }
 
-impl Happening {
-    /// An event worth listing; `None` for steps that did not move the scale, and for measurements of every layer.
+impl EventRow {
+    /// An event worth listing; `None` for steps that did not change the scale, and for variances.
     pub(super) fn of(t: u64, s: f64, step: u64, event: &Event) -> Option<Self> {
         let mut more = 0;
         let event = match event {
@@ -61,9 +61,9 @@ pub struct OverflowRow {
     pub step: u64,
     /// The scale before and after.
     pub scale: ScaleMove,
-    /// The tensors that overflowed, by name: those first of which the largest share did.
+    /// The names of the tensors that overflowed, by descending share of elements that are not finite.
     pub tensors: Vec<String>,
-    /// How many more there are.
+    /// Number of tensors left out.
     pub more: usize,
     /// Where it began, if it was traced.
     pub origin: Option<Origin>,
@@ -86,7 +86,7 @@ pub struct SampleRow {
     pub step: u64,
     /// The smoothed loss.
     pub loss: Option<f64>,
-    /// The text given.
+    /// The prompt.
     pub prompt: String,
     /// The text generated.
     pub text: String,
@@ -101,7 +101,7 @@ fn worst_first(tensors: &mut [TensorRecord]) {
     tensors.sort_by(|a, b| broken_share(b).total_cmp(&broken_share(a)));
 }
 
-/// Adds a row, and drops the oldest where there are `capacity` already.
+/// Adds a row, and drops the oldest if there are already `capacity`.
 pub(super) fn keep<T>(rows: &mut VecDeque<T>, row: T, capacity: usize) {
     if rows.len() == capacity {
         rows.pop_front();

@@ -282,7 +282,7 @@ fn n12_three_quick_interrupts_save_and_say_so() {
     let mut complaint = String::new();
     child.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(130), "{complaint}");
-    assert!(complaint.contains("interrupted: saving; Ctrl-C again drops it"), "{complaint}");
+    assert!(complaint.contains("interrupted: saving; Ctrl-C again stops without saving"), "{complaint}");
     assert!(rest.contains("saved step=") && rest.contains("finished reason=interrupted"), "{rest}");
 }
 

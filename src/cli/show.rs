@@ -70,7 +70,7 @@ pub(crate) fn show(
         Output::Dashboard => {
             let look = (args.look.theme(), !args.look.no_mouse);
             if dashboard::follow(stdout(), (records, activity), commands, look, log_every, history) == Exit::Aborted {
-                writeln!(stderr(), "stopped without saving what came after the last checkpoint").ok();
+                writeln!(stderr(), "stopped without saving the steps after the last checkpoint").ok();
                 std::process::exit(130);
             }
         }

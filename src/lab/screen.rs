@@ -58,7 +58,7 @@ fn show(
     let ending = Ending::listen()?;
     let mut screen = Screen::take(stdout(), false)?;
     let mut changed = true;
-    while !ending.told() {
+    while !ending.arrived() {
         if changed {
             screen.draw(|frame| {
                 model.evaluate(frame.area().width.into(), &mut evaluate);

@@ -1,6 +1,6 @@
-//! A run in the terminal: the dashboard, and the plain lines where there is no screen.
+//! Shows a run in the terminal: as the dashboard, as one status line, or as plain lines.
 //!
-//! Everything here is a reader of [`telemetry`](crate::telemetry) records and knows nothing of training.
+//! Everything here reads [`telemetry`](crate::telemetry) records and knows nothing of training.
 
 mod ascii;
 mod event_loop;

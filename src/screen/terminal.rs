@@ -1,5 +1,5 @@
-//! What the program's screens share: the table their keys stand in, their colours, and the terminal itself, taken and given
-//! back whatever happens. Nothing here knows what a screen shows.
+//! Shared by the program's screens: the key table, the colours, and taking over and restoring the terminal. Nothing here
+//! knows what a screen shows.
 
 pub(crate) mod keys;
 mod palette;

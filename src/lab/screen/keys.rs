@@ -90,7 +90,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
         "scroll a long page; space too, where the view does not play",
     ),
     Binding::new("?", &[(Char('?'), Action::Help)], "these keys").footer("help", "help"),
-    Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close what is open"),
+    Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close the dialog or detail view"),
     Binding::new("q", &[(Char('q'), Action::Quit)], "leave; Ctrl-C too").footer("quit", "quit"),
 ];
 

@@ -1,8 +1,8 @@
-//! `--ascii`: the finished picture with every character beyond ASCII replaced by one that means the same.
+//! `--ascii`: replaces every non-ASCII character of a finished frame by an ASCII equivalent.
 
 use ratatui::buffer::Buffer;
 
-/// Replaces in place. What has no counterpart, as in generated text, becomes `?`.
+/// Replaces in place. Characters without an equivalent, as in generated text, become `?`.
 pub(super) fn to_ascii(buffer: &mut Buffer) {
     for cell in &mut buffer.content {
         let symbol = cell.symbol();

@@ -1,4 +1,4 @@
-//! The loop behind the screen: drain what has happened, draw at most ten times a second, wait for a key.
+//! The dashboard's loop: drain records, draw at most ten times a second, wait for a key.
 
 use super::plain::{Plain, announcement};
 use super::state::{Exit, Mode, Msg, Playback, ViewModel, update};
@@ -14,27 +14,27 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Time between two frames, at least.
+/// Minimum time between two frames.
 const FRAME: Duration = Duration::from_millis(100);
 /// How long the loop waits for a key when nothing happens.
 const IDLE: Duration = Duration::from_millis(40);
-/// Records taken between two looks at the keyboard.
+/// Maximum number of records read between two checks of the keyboard.
 const BATCH: usize = 4096;
 
-/// Where messages come from, beside the keyboard and signals.
+/// A source of messages besides the keyboard and signals.
 pub(super) trait Source {
-    /// Passes on what has happened since the last call, or part of it: `true` if there is more already.
+    /// Passes on the messages since the last call, or some of them; `true` if there are more already.
     fn poll(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool>;
 
-    /// Tells a replay what the person wants of it, and the person where it is.
+    /// Applies pause, speed and seek to a replay, and updates its position.
     fn play(&mut self, _playback: &mut Option<Playback>) {}
 
-    /// The time the picture shows, in wall-clock milliseconds.
+    /// The wall-clock time to show, in milliseconds.
     fn clock(&self) -> u64 {
         wall_clock()
     }
 
-    /// What training does between two steps, if that takes long.
+    /// *The slow work training does between two steps, if any.
     fn activity(&self) -> Option<String> {
         None
     }
@@ -51,7 +51,7 @@ struct Attached<'a> {
     closed: bool,
     /// The run's name.
     run: String,
-    /// How the run ended, as a line.
+    /// The line that announces the run's end.
     end: Option<String>,
 }
 
@@ -83,13 +83,13 @@ impl Source for Attached<'_> {
     }
 }
 
-/// Shows the dashboard on `writer`, another way to standard output, which must be a terminal, until the run or the person
-/// ends it; what follows after that, until training has ended, comes as plain lines for every `log_every`-th step. Call it
-/// on the main thread, with training on another one that sends `records` and looks for `commands` between two steps.
-/// `history` is what is known of a run that is resumed; the flag says whether the screen takes the mouse.
+/// Shows the dashboard on `writer`, a handle to standard output, which must be a terminal, until the run ends or the user
+/// leaves; from then until training ends, prints plain lines for every `log_every`-th step. Call it on the main thread, with
+/// training on another one that sends `records` and serves `commands` between two steps. `history` is the state of a
+/// resumed run; the flag enables the mouse.
 ///
-/// The terminal is given back before any line, and before any thread's panic message is printed. If drawing itself panics
-/// the answer is [`Exit::Crashed`], and the run goes on. After [`Exit::Aborted`] nothing is waited for.
+/// The terminal is restored before any line and before any thread's panic message is printed. If drawing panics, the result
+/// is [`Exit::Crashed`], and the run continues. [`Exit::Aborted`] returns without waiting for training.
 pub fn follow<W: Write>(
     writer: W,
     (records, activity): (&Receiver<Record>, &Activity),
@@ -101,12 +101,12 @@ pub fn follow<W: Write>(
     let mut source = Attached { events: records, activity, closed: false, run: String::new(), end: None };
     let view = ViewModel::after(Mode::Attached, history);
     let exit = show(writer, view, &mut source, Some(commands), theme, mouse).unwrap_or_else(|error| {
-        // Nothing depends on somebody reading this.
+        // A closed standard error is not a failure.
         let _ = writeln!(stderr(), "warning: no dashboard: {error}");
         Exit::Crashed
     });
     if let Some(end) = source.end {
-        // The screen that showed it is gone.
+        // The screen that showed it has closed.
         let _ = writeln!(stdout(), "{end}");
     }
     if exit != Exit::Aborted {
@@ -119,7 +119,7 @@ pub fn follow<W: Write>(
     exit
 }
 
-/// Writes lines until training has ended. A closed output is no reason to stop training: the log has everything.
+/// Writes lines until training has ended. A closed output does not stop training: the log has everything.
 pub fn follow_plain<W: Write>(records: &Receiver<Record>, activity: &Activity, plain: &mut Plain<W>) {
     let mut lines = PhaseLines::default();
     let mut show = || loop {
@@ -133,7 +133,7 @@ pub fn follow_plain<W: Write>(records: &Receiver<Record>, activity: &Activity, p
     records.iter().for_each(drop);
 }
 
-/// Takes the terminal and drives the dashboard on it.
+/// Takes over the terminal and runs the dashboard on it.
 pub(super) fn show<W: Write>(
     writer: W,
     mut view: ViewModel,
@@ -160,7 +160,7 @@ fn drive<W: Write>(
 ) -> Result<Exit> {
     let say = |command: Option<Command>| {
         if let (Some(command), Some(commands)) = (command, commands) {
-            // Training that has ended does not listen any more, and that is shown already.
+            // Training that has ended has dropped the receiver; the screen already shows its end.
             let _ = commands.send(command);
         }
     };
@@ -172,7 +172,7 @@ fn drive<W: Write>(
             say(update(view, msg));
         })?;
         source.play(&mut view.playback);
-        if ending.told() {
+        if ending.arrived() {
             say(update(view, Msg::Terminate));
         }
         let now = source.clock();
@@ -194,7 +194,7 @@ fn drive<W: Write>(
             update(view, Msg::Size(size.0, size.1));
             match drawn_now {
                 Ok(true) => (drawn, changed) = (Some(Instant::now()), false),
-                // A thread has panicked, and its message is on the terminal.
+                // A thread panicked, and its message is on the terminal.
                 Ok(false) => return Ok(Exit::Lost),
                 Err(_) => {
                     say(update(view, Msg::Terminate));
@@ -219,7 +219,7 @@ fn drive<W: Write>(
             }
             Ok(Some(TerminalEvent::Resize(..))) => changed = true,
             Ok(_) => {}
-            // The terminal is gone.
+            // The terminal has hung up.
             Err(_) => say(update(view, Msg::Terminate)),
         }
     }

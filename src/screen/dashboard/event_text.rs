@@ -1,4 +1,4 @@
-//! What happened, in words: a glyph, a role and a line for each event of the list.
+//! The list of events as text: a glyph, a role and a line for each event.
 
 use super::format::{loss, magnitude, scale};
 use super::plain::announcement;
@@ -22,7 +22,7 @@ pub(super) fn glyph(event: &Event) -> (char, Role) {
     }
 }
 
-/// What happened, on one line.
+/// The event on one line.
 pub(super) fn text(row: &EventRow) -> String {
     let text = match &row.event {
         Event::Step(step) => format!("scale {}→{}", scale(step.scale.from), scale(step.scale.to)),
@@ -33,11 +33,11 @@ pub(super) fn text(row: &EventRow) -> String {
         Event::Overflow(overflow) => overflow_text(overflow, row.more),
         other => announcement(other).unwrap_or_default(),
     };
-    // The row says it already.
+    // The row has a column for the step.
     text.replacen(&format!(" step={}", row.step), "", 1)
 }
 
-/// A skipped step in words. The tensors come late, for there may be many; a filter finds them by their names.
+/// A skipped step. Its tensors come last, because there may be many; a filter finds them by name.
 fn overflow_text(overflow: &Overflow, more: usize) -> String {
     let mut names: Vec<_> = overflow
         .tensors
@@ -52,7 +52,7 @@ fn overflow_text(overflow: &Overflow, more: usize) -> String {
         names.push(format!("+{more}"));
     }
     let change = match overflow.scale.cause {
-        ScaleCause::AtFloor => format!("{} is the least", scale(overflow.scale.to)),
+        ScaleCause::AtFloor => format!("{} is the minimum", scale(overflow.scale.to)),
         _ => format!("{}→{}", scale(overflow.scale.from), scale(overflow.scale.to)),
     };
     let began = overflow

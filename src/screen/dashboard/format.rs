@@ -1,8 +1,8 @@
-//! Numbers as people read them, in few columns.
+//! Formats numbers for people, in few columns.
 
 use crate::untrusted::is_unsafe;
 
-/// A loss scale or factor: `2^15` if it is a power of two, else in short.
+/// A loss scale or factor: `2^15` if it is a power of two, else as [`short`] writes it.
 pub(crate) fn scale(value: f32) -> String {
     let exponent = value.log2();
     if value > 0.0 && value.is_finite() && exponent.fract() == 0.0 {
@@ -30,7 +30,7 @@ pub(crate) fn magnitude(value: Option<f32>) -> String {
     value.map_or_else(|| "-".into(), |value| format!("{value:.1e}"))
 }
 
-/// A loss: three decimals, or what broke.
+/// A loss: three decimals, `NaN` or `inf`.
 pub(crate) fn loss(value: f64) -> String {
     if value.is_finite() { format!("{value:.3}") } else { short(value) }
 }
@@ -63,7 +63,7 @@ pub(crate) fn bytes(value: u64) -> String {
     if unit == 0 { format!("{value:.0} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
-/// A duration as `hh:mm:ss`, with days in front where there are any.
+/// A duration as `hh:mm:ss`, preceded by days if there are any.
 pub(super) fn clock(seconds: f64) -> String {
     let whole = seconds.max(0.0).round() as u64;
     let (days, hours, minutes, seconds) = (whole / 86_400, whole / 3600 % 24, whole / 60 % 60, whole % 60);
@@ -88,7 +88,7 @@ pub(super) fn ago(seconds: f64) -> String {
     }
 }
 
-/// A share of a whole in percent: `0.1%`; `0.00%` only for nothing at all.
+/// A share of a whole in percent: `0.1%`; `0%` only for zero.
 pub(crate) fn percent(part: u64, whole: u64) -> String {
     if part == 0 || whole == 0 {
         return "0%".into();
@@ -100,8 +100,7 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
     }
 }
 
-/// Text without line breaks, tabs and other control characters, which would tear a line of the screen or drive the
-/// terminal. Generated text may hold anything.
+/// Replaces line breaks, tabs and other control characters, which would break the layout or control the terminal.
 pub(super) fn printable(text: &str) -> String {
     text.chars()
         .map(|c| match c {
@@ -117,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_short_and_broken_ones_have_names() {
+    fn numbers_are_short_and_infinities_and_nan_have_names() {
         assert_eq!([65536.0, 0.5, 1.0, 3.0].map(scale), ["2^16", "2^-1", "2^0", "3.00"]);
         assert_eq!([0.0, 0.83, 41.23, 6e-8, 123_456.0].map(short), ["0", "0.830", "41.23", "6.0e-8", "1.2e5"]);
         assert_eq!([f64::NAN, f64::INFINITY, f64::NEG_INFINITY].map(short), ["NaN", "inf", "-inf"]);
@@ -132,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn generated_text_cannot_drive_the_terminal() {
+    fn generated_text_cannot_control_the_terminal() {
         assert_eq!(printable("a\n\u{1b}[2Jb\tc"), "a⏎ [2Jb c");
     }
 }

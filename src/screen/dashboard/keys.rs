@@ -27,13 +27,13 @@ pub(super) enum Action {
     PageDown,
     PageUp,
     Details,
-    /// Moves the charts' cursor by so many two-hundredths of what they span.
+    /// Moves the charts' cursor by this many 200ths of the x axis.
     Cursor(i32),
     Range,
     Smoothing,
     Curve,
     Look,
-    /// Moves a replay by so many twentieths of the run.
+    /// Moves a replay by this many 20ths of the run.
     Seek(i32),
     Slower,
     Faster,
@@ -43,7 +43,7 @@ pub(super) enum Action {
 }
 
 impl Action {
-    /// Whether training has to do it.
+    /// Whether it is a command to training.
     pub(super) fn commands(self) -> bool {
         matches!(self, Self::Pause | Self::Save | Self::Evaluate | Self::Sample | Self::Probe)
     }
@@ -54,7 +54,7 @@ impl Action {
     }
 }
 
-/// Every key. The footer takes what fits in this order, help and quit always.
+/// Every key. The footer shows those that fit in this order, and always help and quit.
 pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
         "1-5",
@@ -69,27 +69,23 @@ pub(super) const KEYS: &[Binding<Action>] = &[
             (KeyCode::BackTab, Action::PreviousTab),
             (KeyCode::Left, Action::PreviousTab),
         ],
-        "show a tab; Tab and the arrows go round",
+        "show a tab; Tab and the arrows cycle",
     )
     .footer("tab", "tab"),
-    Binding::new("space", &[(Char(' '), Action::Pause)], "pause training at the next step, or a replay, and go on")
+    Binding::new("space", &[(Char(' '), Action::Pause)], "pause or continue training (at the next step) or a replay")
         .footer("pause", "pause"),
-    Binding::new("f", &[(Char('f'), Action::Freeze)], "freeze the picture; training goes on")
+    Binding::new("f", &[(Char('f'), Action::Freeze)], "freeze the view; training continues")
         .footer("freeze", "freeze view"),
-    Binding::new(
-        "[ ]",
-        &[(Char('['), Action::Seek(-1)), (Char(']'), Action::Seek(1))],
-        "replay: a twentieth back, ahead",
-    )
-    .footer("seek", "seek"),
+    Binding::new("[ ]", &[(Char('['), Action::Seek(-1)), (Char(']'), Action::Seek(1))], "replay: back or ahead by 5%")
+        .footer("seek", "seek"),
     Binding::new(
         "- +",
         &[(Char('-'), Action::Slower), (Char('+'), Action::Faster)],
-        "replay: half as fast, twice as fast",
+        "replay: halve or double the speed",
     )
     .footer("speed", "speed"),
     Binding::new("s", &[(Char('s'), Action::Save)], "write a checkpoint now").footer("save", "save"),
-    Binding::new("z", &[(Char('z'), Action::Zoom)], "one panel on the whole screen, the next, …, back")
+    Binding::new("z", &[(Char('z'), Action::Zoom)], "show one panel on the whole screen, then the next, then all")
         .footer("zoom", "zoom")
         .tabs(&[0]),
     Binding::new(
@@ -104,13 +100,13 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     )
     .footer("cursor", "cursor")
     .tabs(&[0]),
-    Binding::new("n", &[(Char('n'), Action::Range)], "charts of the last 1000, 300, 100 steps, or of all")
+    Binding::new("n", &[(Char('n'), Action::Range)], "charts over the last 1000, 300, 100 or all steps")
         .footer("range", "range")
         .tabs(&[0, 2]),
     Binding::new("c", &[(Char('c'), Action::Curve)], "second chart: loss scale, lr, |g|, tokens/s, memory")
         .footer("curve", "curve")
         .tabs(&[0]),
-    Binding::new("w", &[(Char('w'), Action::Smoothing)], "window of the smoothed loss: 5, 20, 50, 200 steps, or none")
+    Binding::new("w", &[(Char('w'), Action::Smoothing)], "smooth the loss over 5, 20, 50 or 200 steps, or not at all")
         .footer("smooth", "smoothing")
         .tabs(&[0]),
     Binding::new("x", &[(Char('x'), Action::TimeAxis)], "charts over steps or over time")
@@ -122,7 +118,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new("u", &[(Char('u'), Action::TrueMagnitudes)], "magnitudes as stored, or divided by the loss scale")
         .footer("scaled/true", "scaled/true")
         .tabs(&[0, 1, 2]),
-    Binding::new("p", &[(Char('p'), Action::Probe)], "run the next batch's backward pass in FP32 beside the run's own")
+    Binding::new("p", &[(Char('p'), Action::Probe)], "repeat the next batch's backward pass in FP32")
         .footer("probe", "FP32 probe"),
     Binding::new("o", &[(Char('o'), Action::Sort)], "sort the tensors by the next column")
         .footer("sort", "sort")
@@ -130,11 +126,11 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
         "/",
         &[(Char('/'), Action::Filter)],
-        "show only rows that contain a text; Enter keeps it, Esc drops it",
+        "show only rows that contain a text; Enter keeps it, Esc clears it",
     )
     .footer("filter", "filter")
     .tabs(&[2, 3]),
-    Binding::new("Enter", &[(KeyCode::Enter, Action::Details)], "all about the tensor or the event under the cursor")
+    Binding::new("Enter", &[(KeyCode::Enter, Action::Details)], "details of the selected tensor or event")
         .footer("details", "details")
         .tabs(&[2, 3]),
     Binding::new(
@@ -153,9 +149,9 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     .tabs(&[2, 3, 4]),
     Binding::new("e", &[(Char('e'), Action::Evaluate)], "compute the validation loss now").footer("eval", "evaluate"),
     Binding::new("g", &[(Char('g'), Action::Sample)], "generate text now").footer("sample", "sample"),
-    Binding::new("t", &[(Char('t'), Action::Look)], "colours for a dark or a light background, high contrast")
+    Binding::new("t", &[(Char('t'), Action::Look)], "colours for a dark or light background, or high contrast")
         .footer("theme", "theme"),
-    Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close what is open"),
+    Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close the dialog or detail view"),
     Binding::new("?", &[(Char('?'), Action::Help), (Char('h'), Action::Help)], "this list").footer("help", "help"),
     Binding::new("q", &[(Char('q'), Action::Quit)], "leave: save and stop, detach, or stop").footer("quit", "quit"),
 ];
@@ -166,7 +162,7 @@ mod tests {
     use crate::screen::terminal::keys::{check, footer};
 
     #[test]
-    fn the_table_is_sound() {
+    fn the_table_is_consistent() {
         check(KEYS, super::super::state::TABS.len());
         assert!(footer(KEYS, 400, |_| true).contains(&("f", "freeze view")));
         assert!(footer(KEYS, 78, |_| true).contains(&("f", "freeze")));

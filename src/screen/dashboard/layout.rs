@@ -1,4 +1,4 @@
-//! Where things are, as a function of the size alone.
+//! The layout, a function of the terminal's size alone.
 
 use ratatui::layout::Rect;
 
@@ -7,13 +7,13 @@ use ratatui::layout::Rect;
 pub(super) enum Size {
     /// Everything: at least 110×34.
     Full,
-    /// All panels but the table of tensors: at least 78×22.
+    /// All panels except the table of tensors: at least 78×22.
     Compact,
-    /// Loss and loss scale, and below them what else has room: at least 40×12.
+    /// Loss and loss scale, and below them the panels that fit: at least 40×12.
     Small,
     /// Three status lines: at least 40×6.
     Minimal,
-    /// Loss, scale and step in words, as far as they fit.
+    /// Loss, scale and step as text, as far as they fit.
     Tiny,
 }
 
@@ -29,7 +29,7 @@ impl Size {
     }
 }
 
-/// The parts of the screen, from top to bottom.
+/// The areas of the screen, from top to bottom.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Areas {
     pub(super) header: Rect,
@@ -47,7 +47,7 @@ impl Areas {
     }
 }
 
-/// The panels of the first tab. A panel without room is empty.
+/// The panels of the first tab. A panel that does not fit is empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Overview {
     pub(super) loss: Rect,
@@ -57,12 +57,12 @@ pub(super) struct Overview {
     pub(super) tensors: Rect,
 }
 
-/// Columns of the ruler's panel: 44 cells, their labels and the frame. It never gets less.
+/// Columns of the ruler's panel, including labels and frame; it never gets fewer.
 const RULER_FULL: u16 = 63;
 const RULER_COMPACT: u16 = 54;
-/// The least width of two columns of panels.
+/// The minimum width for two columns of panels.
 const TWO_COLUMNS: u16 = 78;
-/// The least height of two charts one above the other.
+/// The minimum height for two stacked charts.
 const TWO_CHARTS: u16 = 11;
 
 impl Overview {
@@ -92,7 +92,7 @@ impl Overview {
         }
     }
 
-    /// One panel above the other. The charts take what the others leave.
+    /// Stacks the panels. The charts take the space that the others leave.
     fn column(body: Rect) -> Self {
         let height = body.height;
         let ruler = if body.width >= RULER_COMPACT && height >= 26 { 9 + (height - 26) / 4 } else { 0 };
@@ -106,7 +106,7 @@ impl Overview {
     }
 }
 
-/// The ruler and the table of the second tab. Where the ruler does not fit there is the table alone.
+/// The ruler and the table of the second tab; only the table if the ruler does not fit.
 pub(super) fn precision(body: Rect) -> (Rect, Rect) {
     if body.width < RULER_COMPACT {
         return (Rect { height: 0, ..body }, body);
@@ -134,7 +134,7 @@ fn split_left(area: Rect, width: u16) -> (Rect, Rect) {
 mod tests {
     use super::*;
 
-    /// That the parts lie inside and cover every cell at most once; and, if `all`, each of them.
+    /// Asserts that the parts lie inside `area` and do not overlap, and, if `all`, that they cover it.
     fn check(area: Rect, parts: &[Rect], all: bool) {
         let mut covered = 0;
         for (at, part) in parts.iter().enumerate() {
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn at_every_size_the_parts_are_inside_and_do_not_overlap() {
+    fn at_every_size_the_areas_are_inside_and_do_not_overlap() {
         for width in 1..=250 {
             for height in 1..=80 {
                 let area = Rect::new(0, 0, width, height);
@@ -179,7 +179,7 @@ mod tests {
         }
     }
 
-    /// A chart in a frame wants five rows: one for the curve, two for its axis.
+    /// A framed chart needs five rows: one for the curve, two for its axis.
     #[test]
     fn loss_and_scale_are_drawn_from_40x12_on() {
         for width in 40..=250 {

@@ -1,4 +1,4 @@
-//! The mouse: a tab, a point of a chart, a tensor, an event; the wheel scrolls lists.
+//! The mouse: clicks select a tab, a point of a chart, a tensor or an event; the wheel scrolls lists.
 
 use super::layout::{Areas, Overview, Size};
 use super::panels::chart::step_at;
@@ -8,16 +8,16 @@ use crate::telemetry::Command;
 use ratatui::crossterm::event::{MouseButton, MouseEvent, MouseEventKind};
 use ratatui::layout::{Position, Rect};
 
-/// Rows a notch of the wheel moves.
+/// Rows scrolled by one notch of the wheel.
 const NOTCH: isize = 3;
 
-/// What a use of the mouse does. It never commands training: a click that missed must not cost anything.
+/// Handles a mouse event. It never sends commands to training, because a stray click must not cost anything.
 pub(super) fn used(view: &mut ViewModel, mouse: MouseEvent) -> Option<Command> {
     match mouse.kind {
         MouseEventKind::ScrollDown => wheel(view, NOTCH),
         MouseEventKind::ScrollUp => wheel(view, -NOTCH),
         MouseEventKind::Down(MouseButton::Left) => clicked(view, Position::new(mouse.column, mouse.row)),
-        // The pointer draws the cursor along.
+        // Dragging moves the cursor.
         MouseEventKind::Drag(MouseButton::Left) if view.cursor.is_some() => {
             clicked(view, Position::new(mouse.column, mouse.row));
         }
@@ -30,7 +30,7 @@ fn wheel(view: &mut ViewModel, by: isize) {
     match view.dialog {
         Some(Dialog::Help) => view.help_top = view.help_top.saturating_add_signed(by.signum() as i16).min(40),
         Some(_) => {}
-        // The list of events has its newest at the bottom.
+        // The list of events is newest last.
         None if view.tab == EVENTS && view.event.is_none() => scroll(view, -by),
         None if view.event.is_some() => view.event_top = view.event_top.saturating_add_signed(by as i16),
         None => scroll(view, by),
@@ -77,7 +77,7 @@ fn clicked(view: &mut ViewModel, at: Position) {
     }
 }
 
-/// A click on the first tab: the charts' cursor goes where the pointer is, the table of tensors opens the one there.
+/// Handles a click on the first tab: moves the charts' cursor, or opens the tensor that was clicked.
 fn overview(view: &mut ViewModel, body: Rect, size: Size, at: Position) {
     let panels = Overview::of(body, size);
     let panels = match view.zoom {

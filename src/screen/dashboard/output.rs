@@ -1,10 +1,10 @@
-//! Which of the outputs a run gets.
+//! Chooses how a run is shown.
 
 use super::layout::Size;
 use ratatui::layout::Rect;
 use std::io::IsTerminal;
 
-/// How a run shows itself.
+/// How a run is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Output {
     /// The whole screen.
@@ -15,21 +15,21 @@ pub enum Output {
     Plain,
 }
 
-/// What an output is chosen by.
+/// The properties of the terminal that the choice depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Terminal {
     /// Whether standard output is a terminal.
     pub stdout: bool,
     /// Whether standard error is one.
     pub stderr: bool,
-    /// Whether it can do no more than a typewriter: `TERM=dumb`, or no `TERM` at all.
+    /// Whether it cannot move the cursor: `TERM=dumb`, or no `TERM`.
     pub dumb: bool,
     /// Columns and rows.
     pub size: (u16, u16),
 }
 
 impl Terminal {
-    /// This process's.
+    /// This process's terminal.
     pub fn current() -> Self {
         Self {
             stdout: std::io::stdout().is_terminal(),
@@ -39,8 +39,7 @@ impl Terminal {
         }
     }
 
-    /// The output for what was asked for, if anything: the dashboard wherever it can be shown, else lines. Lines also
-    /// take the place of a dashboard or a status line that the terminal cannot show.
+    /// The output for this terminal: the one `asked` for, else the dashboard; plain lines if the terminal cannot show it.
     pub fn output(self, asked: Option<Output>) -> Output {
         let (width, height) = self.size;
         let fits = matches!(Size::of(Rect::new(0, 0, width, height)), Size::Full | Size::Compact | Size::Small);
@@ -71,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_is_given_where_it_can_be() {
+    fn a_requested_output_is_used_if_the_terminal_can_show_it() {
         assert_eq!(FULL.output(Some(Output::Plain)), Output::Plain);
         assert_eq!(FULL.output(Some(Output::Progress)), Output::Progress);
         assert_eq!(Terminal { size: (60, 20), ..FULL }.output(Some(Output::Dashboard)), Output::Dashboard);

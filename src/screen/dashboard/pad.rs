@@ -1,4 +1,4 @@
-//! A piece of the screen to write on by role. What does not fit is cut off, so no size can make a panel panic.
+//! A rectangle of the screen to draw on by role. It clips, so no size can make a panel panic.
 
 use super::theme::{Role, Theme};
 use crate::untrusted::line;
@@ -21,24 +21,22 @@ impl<'a> Pad<'a> {
         Self { buffer, area, theme }
     }
 
-    /// Columns.
     pub(super) fn width(&self) -> u16 {
         self.area.width
     }
 
-    /// Rows.
     pub(super) fn height(&self) -> u16 {
         self.area.height
     }
 
-    /// A part of this pad.
+    /// A sub-rectangle of this pad.
     pub(super) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Pad<'_> {
         let part = Rect::new(self.area.x.saturating_add(x), self.area.y.saturating_add(y), width, height);
         let area = part.intersection(self.area);
         Pad { buffer: self.buffer, area, theme: self.theme }
     }
 
-    /// Writes text on one line; gives the column behind it.
+    /// Writes text on one line; returns the column after it.
     pub(super) fn text(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
         if x >= self.area.width || y >= self.area.height {
             return x;
@@ -49,12 +47,12 @@ impl<'a> Pad<'a> {
         end - self.area.x
     }
 
-    /// Writes several pieces one after the other.
+    /// Writes several spans in sequence; returns the column after them.
     pub(super) fn spans(&mut self, x: u16, y: u16, spans: &[(&str, Role)]) -> u16 {
         spans.iter().fold(x, |x, (text, role)| self.text(x, y, text, *role))
     }
 
-    /// Writes text that ends in the column before `end`.
+    /// Writes right-aligned text that ends before column `end`.
     pub(super) fn text_before(&mut self, end: u16, y: u16, text: &str, role: Role) {
         self.text(end.saturating_sub(Span::raw(text).width() as u16), y, text, role);
     }
@@ -64,14 +62,14 @@ impl<'a> Pad<'a> {
         self.text(x, y, glyph.encode_utf8(&mut [0; 4]), role);
     }
 
-    /// Gives the style of a role to a whole line.
+    /// Applies a role's style to a whole line.
     pub(super) fn highlight(&mut self, y: u16, role: Role) {
         let line = Rect { y: self.area.y.saturating_add(y), height: 1, ..self.area };
         let line = line.intersection(self.area);
         self.buffer.set_style(line, self.theme.style(role));
     }
 
-    /// Draws a frame with a title; gives what is inside.
+    /// Draws a frame with a title; returns the area inside.
     pub(super) fn frame(&mut self, title: &[(&str, Role)]) -> Pad<'_> {
         let mut spans = vec![Span::raw(" ")];
         spans.extend(title.iter().map(|(text, role)| Span::styled((*text).to_owned(), self.theme.style(*role))));
@@ -82,7 +80,7 @@ impl<'a> Pad<'a> {
         Pad { buffer: self.buffer, area, theme: self.theme }
     }
 
-    /// Empties a box of at most this size in the middle; gives it.
+    /// Clears a centred box of at most this size; returns it.
     pub(super) fn popup(&mut self, width: u16, height: u16) -> Pad<'_> {
         let (width, height) = (width.min(self.area.width), height.min(self.area.height));
         let area = Rect::new(

@@ -1,4 +1,4 @@
-//! The panels: each draws one aspect of a run on the pad it is given, whatever its size.
+//! The panels: each draws one aspect of a run on a pad of any size.
 
 pub(super) mod chart;
 pub(super) mod curve;

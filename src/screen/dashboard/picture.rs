@@ -1,4 +1,4 @@
-//! A frame as a picture: for the README, for reports, for whoever has no terminal at hand.
+//! Renders a frame as a picture, for documents and reports.
 
 mod png;
 mod svg;
@@ -14,17 +14,17 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::layout::Rect;
 use std::path::PathBuf;
 
-/// How a picture is encoded.
+/// The encoding of a picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// As shapes and text.
+    /// Vector shapes and text.
     Svg,
-    /// As pixels, eight by sixteen a cell.
+    /// Pixels, eight by sixteen per cell.
     Png,
 }
 
-/// The dashboard of `columns` × `rows` cells over the runs of these logs, the first one with the others laid over it, after
-/// these keys; a line break is Enter.
+/// Renders the dashboard with `columns` × `rows` cells after these keys (a line break is Enter). Shows the run of the first
+/// log, with the others overlaid.
 ///
 /// # Errors
 /// If a log cannot be read.

@@ -1,6 +1,6 @@
-//! A run as lines of text: for pipes, log files and terminals that can do no more.
+//! Prints a run as lines of text, for pipes, log files and simple terminals.
 //!
-//! A step is one line of `key=value` pairs every `log_every` steps; whatever else happens is told at once.
+//! A step is one line of `key=value` pairs every `log_every` steps; other events are printed at once.
 
 use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
 use crate::precision::ScalerPolicy;
@@ -23,12 +23,12 @@ pub struct Plain<W> {
 }
 
 impl<W: Write> Plain<W> {
-    /// Lines to `out`, for every `log_every`-th step.
+    /// Writes to `out` a line for every `log_every`-th step.
     pub fn new(out: W, log_every: u64) -> Self {
         Self { out, log_every: log_every.max(1), total_steps: 0, pace: Pace::default(), losses: (0.0, 0) }
     }
 
-    /// Writes a line of another kind.
+    /// Writes any other line.
     ///
     /// # Errors
     /// If the output is closed.
@@ -37,7 +37,7 @@ impl<W: Write> Plain<W> {
         self.out.flush()
     }
 
-    /// Writes what there is to say about a record: often nothing.
+    /// Writes the lines for a record, if any.
     ///
     /// # Errors
     /// If the output is closed.
@@ -71,7 +71,7 @@ impl<W: Write> Plain<W> {
     fn step_line(&mut self, step: &StepRecord) -> String {
         let (sum, count) = std::mem::take(&mut self.losses);
         let mut pairs = vec![
-            // Whoever joins a run late does not know how long it is.
+            // A log read from its middle has no `Started` event.
             if self.total_steps == 0 {
                 format!("step={}", step.step)
             } else {
@@ -99,7 +99,7 @@ impl<W: Write> Plain<W> {
     }
 }
 
-/// What a run is made of, one fact a line.
+/// A run's environment, one fact per line.
 fn environment(started: &Started) -> String {
     let scaler = &started.scaler;
     let scaling = if scaler.enabled {
@@ -110,7 +110,7 @@ fn environment(started: &Started) -> String {
                 scaler.growth_factor,
                 scaler.growth_interval
             ),
-            ScalerPolicy::Predictive => "predictive, from the headroom of the steps before".to_owned(),
+            ScalerPolicy::Predictive => "predictive, from the headroom of earlier steps".to_owned(),
         };
         format!("{growth}, ×{} after an overflow", scaler.backoff_factor)
     } else {
@@ -156,7 +156,7 @@ fn environment(started: &Started) -> String {
     lines.join("\n")
 }
 
-/// The line of an event that is told at once; `None` for steps and probes.
+/// The line of an event that is printed at once; `None` for steps and probes.
 pub(super) fn announcement(event: &Event) -> Option<String> {
     words(event).map(|words| line(&words).into_owned())
 }
@@ -226,7 +226,7 @@ fn overflow_line(overflow: &Overflow) -> String {
     )
 }
 
-/// An overflow in one line of a terminal.
+/// An overflow, short enough for one line of a terminal.
 pub(super) fn overflow_brief(overflow: &Overflow) -> String {
     let place = overflow.origin.as_ref().map_or_else(
         || format!("in {} tensors", overflow.tensors.len()),
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_line_comes_every_so_many_steps_with_every_figure() {
+    fn a_step_line_comes_every_log_every_steps_with_every_figure() {
         let found = lines(4, (1..=9).map(step).collect());
         assert_eq!(found.len(), 2);
         assert_eq!(
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overflow_is_told_at_once_with_its_tensors() {
+    fn an_overflow_is_printed_at_once_with_its_tensors() {
         let tensor =
             |name: &str| TensorRecord { name: name.into(), stats: GradStats { inf: 3, nan: 1, ..Default::default() } };
         let overflow = Overflow {
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layer_that_changes_its_type_is_told_at_once() {
+    fn a_layer_that_changes_its_type_is_printed_at_once() {
         let retyped = |to: &str, overflows, variance| {
             let from = if to == "f16" { "f32" } else { "f16" }.into();
             let (layer, back) = ("h.1".into(), to == "f16");
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_is_a_table_of_one_fact_a_line() {
+    fn the_environment_is_a_table_of_one_fact_per_line() {
         let started = Started { model: "tiny".into(), resumed_from: Some(64), ..Default::default() };
         let found = lines(1, vec![Event::Started(Box::new(started))]);
         assert!(found.iter().any(|line| line.starts_with("model        tiny: ")), "{found:#?}");

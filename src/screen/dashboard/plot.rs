@@ -1,4 +1,4 @@
-//! Curves in braille, two by four dots a character, with axes.
+//! Curves in braille, two by four dots per character, with axes.
 
 use super::ascii::to_ascii;
 use super::pad::Pad;
@@ -6,15 +6,15 @@ use super::theme::{Look, Role, Theme};
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::layout::Rect;
 
-/// A chart's axes: which data its corners stand for and how they are labelled.
+/// A chart's axes: the ranges of the data and the formats of the labels.
 pub(crate) struct Axes<'a> {
-    /// Data at the left and right edge.
+    /// Values at the left and right edge.
     pub(crate) x: (f64, f64),
-    /// Data at the bottom and top edge.
+    /// Values at the bottom and top edge.
     pub(crate) y: (f64, f64),
-    /// How a figure on the x axis is written.
+    /// Formats a label of the x axis.
     pub(crate) x_label: &'a dyn Fn(f64) -> String,
-    /// How a figure on the y axis is written.
+    /// Formats a label of the y axis.
     pub(crate) y_label: &'a dyn Fn(f64) -> String,
 }
 
@@ -30,17 +30,17 @@ pub(crate) struct Plot {
 #[derive(Clone, Copy, Default)]
 struct PlotCell {
     dots: u8,
-    /// Whether a vertical line goes through it.
+    /// Whether a vertical line crosses it.
     rule: bool,
     mark: Option<char>,
     role: Option<Role>,
 }
 
-/// The bit of each of a braille character's dots, by row and column.
+/// The bits of a braille character's dots, by row and column.
 const DOTS: [[u8; 2]; 4] = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]];
 
 impl Axes<'_> {
-    /// The chart for a page: rows of cells, each with its character and the role among `roles` that it was drawn in.
+    /// The chart as rows of cells for an HTML page, each with its character and its role among `roles`.
     pub(crate) fn cells(
         &self,
         (width, height): (u16, u16),
@@ -54,13 +54,13 @@ impl Axes<'_> {
         if ascii {
             to_ascii(&mut buffer);
         }
-        // A cell keeps its colour only, and each role has one of its own.
+        // A cell stores only its colour, which is unique to each role.
         let role = |cell: &Cell| roles.iter().copied().find(|role| theme.style(*role).fg == Some(cell.fg));
         let cells: Vec<_> = buffer.content.iter().map(|cell| (cell.symbol().to_owned(), role(cell))).collect();
         cells.chunks(usize::from(width).max(1)).map(<[_]>::to_vec).collect()
     }
 
-    /// The figures at the top, in the middle and at the bottom.
+    /// The labels at the top, in the middle and at the bottom.
     fn y_labels(&self) -> [String; 3] {
         [1.0, 0.5, 0.0].map(|share| (self.y_label)(self.y.0 + (self.y.1 - self.y.0) * share))
     }
@@ -70,7 +70,7 @@ impl Axes<'_> {
         self.y_labels().iter().map(|label| label.chars().count()).max().unwrap_or(0) as u16
     }
 
-    /// Draws the axes and has `curves` fill the space between them.
+    /// Draws the axes, and calls `curves` to draw between them.
     pub(super) fn draw(&self, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
         let (labels, margin) = (self.y_labels(), self.margin());
         let (columns, rows) = (pad.width().saturating_sub(margin + 1), pad.height().saturating_sub(2));
@@ -118,7 +118,7 @@ impl Axes<'_> {
 }
 
 impl Plot {
-    /// The upper and the lower edge of ranges (x, low, high): what lies between stays free for a curve.
+    /// Draws the upper and lower edge of ranges (x, low, high), leaving space for a curve between them.
     pub(super) fn envelope(&mut self, ranges: impl Iterator<Item = (f64, f64, f64)>, role: Role) {
         let mut edges: Vec<Option<(usize, usize)>> = vec![None; self.resolution()];
         for (x, low, high) in ranges {
@@ -137,7 +137,7 @@ impl Plot {
         }
     }
 
-    /// A vertical stroke from `low` to `high`.
+    /// Draws a vertical stroke from `low` to `high`.
     pub(super) fn stroke(&mut self, x: f64, low: f64, high: f64, role: Role) {
         let (Some(column), Some(from), Some(to)) = (self.dot_column(x), self.dot_row(high), self.dot_row(low)) else {
             return;
@@ -147,7 +147,7 @@ impl Plot {
         }
     }
 
-    /// A straight line between two points.
+    /// Draws a straight line between two points.
     pub(crate) fn line(&mut self, from: (f64, f64), to: (f64, f64), role: Role) {
         let ends = (self.dot_column(from.0), self.dot_row(from.1), self.dot_column(to.0), self.dot_row(to.1));
         let (Some(x0), Some(y0), Some(x1), Some(y1)) = ends else { return };
@@ -159,7 +159,7 @@ impl Plot {
         }
     }
 
-    /// A staircase through points that each hold until the next, the last until `end`.
+    /// Draws a staircase through points that each hold until the next, the last until `end`.
     pub(crate) fn stairs(&mut self, points: impl Iterator<Item = (f64, f64)>, end: f64, role: Role) {
         let mut points = points.peekable();
         while let Some((from, level)) = points.next() {
@@ -171,14 +171,14 @@ impl Plot {
         }
     }
 
-    /// A character that hides the dots under it.
+    /// Draws a character that hides the dots under it.
     pub(crate) fn mark(&mut self, x: f64, y: f64, mark: char, role: Role) {
         let (Some(column), Some(row)) = (self.dot_column(x), self.dot_row(y)) else { return };
         let cell = &mut self.cells[row / 4 * usize::from(self.columns) + column / 2];
         *cell = PlotCell { mark: Some(mark), role: Some(role), ..*cell };
     }
 
-    /// A line from top to bottom, behind everything.
+    /// Draws a line from top to bottom, behind everything.
     pub(super) fn rule(&mut self, x: f64, role: Role) {
         let Some(column) = self.dot_column(x) else { return };
         for row in 0..usize::from(self.rows) {
@@ -187,7 +187,7 @@ impl Plot {
         }
     }
 
-    /// Columns of dots.
+    /// The number of columns of dots.
     pub(super) fn resolution(&self) -> usize {
         usize::from(self.columns) * 2
     }
@@ -222,7 +222,7 @@ impl Plot {
     }
 }
 
-/// Which of `count` places from the first end of the range to the other is nearest to a value; beyond an end, the end.
+/// The index of the nearest of `count` evenly spaced places in the range, clamped to its ends.
 fn place(value: f64, (first, last): (f64, f64), count: usize) -> Option<usize> {
     let share = (value - first) / (last - first);
     (count > 0 && share.is_finite()).then(|| (share.clamp(0.0, 1.0) * (count - 1) as f64).round() as usize)
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn corners_are_where_the_data_says() {
+    fn the_corners_are_at_the_range_of_the_axes() {
         let rows = drawn(12, 5, |plot| {
             plot.line((0.0, 0.0), (0.0, 4.0), Role::Train);
             plot.mark(9.0, 4.0, 'M', Role::Overflow);
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn values_that_are_not_finite_leave_no_dot_and_no_size_panics() {
+    fn values_that_are_not_finite_draw_no_dot_and_no_size_panics() {
         let rows = drawn(12, 5, |plot| plot.line((f64::NAN, 0.0), (1.0, f64::INFINITY), Role::Train));
         assert_eq!(rows[1], " │");
         for width in 1..8 {

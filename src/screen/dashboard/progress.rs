@@ -8,9 +8,9 @@ use ratatui::crossterm::terminal;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
-/// The status line is rewritten no more often than this.
+/// Minimum time between two redraws.
 const EVERY: Duration = Duration::from_millis(100);
-/// Cells of the bar.
+/// Width of the bar, in cells.
 const BAR: usize = 24;
 
 /// Keeps a status line on a terminal; overflows, saves and the like are written above it.
@@ -20,7 +20,7 @@ pub struct Progress<W: Write> {
     total_steps: u64,
     pace: Pace,
     drawn: Option<Instant>,
-    /// Whether the cursor stands behind a status line.
+    /// Whether the cursor is at the end of a status line.
     open: bool,
 }
 
@@ -30,10 +30,10 @@ impl<W: Write> Progress<W> {
         Self { err, total_steps: 0, pace: Pace::default(), drawn: None, open: false }
     }
 
-    /// Shows what a record changes.
+    /// Updates the line for a record.
     ///
     /// # Errors
-    /// If the terminal is gone.
+    /// If the terminal has hung up.
     pub fn show(&mut self, record: &Record) -> io::Result<()> {
         match &record.event {
             Event::Started(started) => {
@@ -54,13 +54,13 @@ impl<W: Write> Progress<W> {
         }
     }
 
-    /// Shows a phase that lasts in the place of the figures.
+    /// Shows a slow phase instead of the figures.
     ///
     /// # Errors
-    /// If the terminal is gone.
+    /// If the terminal has hung up.
     pub fn phase(&mut self, phase: &PhaseNow) -> io::Result<()> {
         self.open = true;
-        // The next step is drawn at once.
+        // Redraw at the next step.
         self.drawn = None;
         let width = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
         let text: String = format!("{phase}…").chars().take(width.saturating_sub(1)).collect();
@@ -71,13 +71,13 @@ impl<W: Write> Progress<W> {
     fn draw(&mut self, step: &StepRecord) -> io::Result<()> {
         self.drawn = Some(Instant::now());
         self.open = true;
-        // Back to the first column, and erase to the end of the line after it.
+        // Return to the first column, write, and erase the rest of the line.
         let width = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
         write!(self.err, "\r{}\x1b[K", self.line(step, width.saturating_sub(1)))?;
         self.err.flush()
     }
 
-    /// The status in at most `width` columns; the bar takes what the figures leave.
+    /// The status in at most `width` columns; the bar takes the space that the figures leave.
     fn line(&self, step: &StepRecord, width: usize) -> String {
         let share = if self.total_steps == 0 { 0.0 } else { step.step as f64 / self.total_steps as f64 };
         let eta = self.pace.remaining(step.step, self.total_steps).map_or_else(|| "--:--:--".into(), clock);
@@ -108,7 +108,7 @@ impl<W: Write> Progress<W> {
 impl<W: Write> Drop for Progress<W> {
     fn drop(&mut self) {
         if self.open {
-            // Whatever is written next begins on its own line; a terminal that is gone does not mind.
+            // Start the next output on its own line; a closed terminal is not a failure.
             let _ = writeln!(self.err);
         }
     }
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_is_rewritten_and_events_stand_above_it() {
+    fn the_line_is_rewritten_and_events_are_above_it() {
         let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
         let saved = Event::Saved(Saved { step: 1, ..Default::default() });
         let text = output(vec![started, step(1), saved, step(4)]);

@@ -1,33 +1,33 @@
 //! The ruler: a number format's binades along the columns of a terminal, with one cell for zero and one for ∞ and NaN.
 //!
 //! FP16 has exactly 40 binades of finite values, 2^-24 to 2^15, so it gets a cell for each, 44 columns in all. The wide
-//! formats show the binades in use, several to a cell where they are more than 40.
+//! formats show the binades in use, several per cell if there are more than 40.
 
 use super::pad::Pad;
 use super::theme::Role;
 use crate::precision::{ExponentHistogram, FloatFormat};
 
-/// Cells of finite values.
+/// Number of cells for finite values.
 const CELLS: i32 = 40;
 
-/// Which exponents which cells stand for, and where those are.
+/// The mapping of exponents to cells and columns.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Ruler {
     format: FloatFormat,
     /// The lowest exponent of the first cell.
     first: i32,
-    /// Binades a cell holds.
+    /// Binades per cell.
     fold: i32,
     cells: i32,
-    /// Columns of a cell.
+    /// Columns per cell.
     cell_width: u16,
     /// Column of the cell for zero.
     pub(super) zero: u16,
 }
 
 impl Ruler {
-    /// A ruler whose cell for zero is in column `zero`, for a format and the lowest and highest exponent in use. `below`
-    /// is how many binades under FP16's smallest it shows: what a probe sees there is lost.
+    /// A ruler whose cell for zero is in column `zero`, for a format and the lowest and highest exponent in use. `below` is the
+    /// number of binades shown below FP16's smallest, where a probe sees what is lost.
     pub(super) fn new(format: FloatFormat, used: Option<(i32, i32)>, zero: u16, cell_width: u16, below: i32) -> Self {
         let (least, top) = (format.min_subnormal_exponent(), format.max_exponent());
         if top - least < CELLS {
@@ -49,7 +49,7 @@ impl Ruler {
         self.zero + 2
     }
 
-    /// The first column of the cell of 2^exponent, or of the nearest there is.
+    /// The first column of the cell of 2^exponent, or of the nearest cell.
     pub(super) fn column(&self, exponent: i32) -> u16 {
         self.start() + self.cell(exponent) * self.cell_width
     }
@@ -72,7 +72,7 @@ impl Ruler {
         counts
     }
 
-    /// What the numbers of a cell are.
+    /// The kind of numbers in a cell.
     fn role(&self, cell: usize) -> Role {
         let highest = self.first + (cell as i32 + 1) * self.fold - 1;
         if highest < self.format.min_subnormal_exponent() {
@@ -84,14 +84,14 @@ impl Ruler {
         }
     }
 
-    /// The exponents that get a tick: the ends, and the format's limits where they are in sight.
+    /// The exponents that get a tick: the ends, and the format's limits if they are in range.
     fn ticks(&self) -> Vec<i32> {
         let last = self.first + self.cells * self.fold - 1;
         let limits = [self.format.min_subnormal_exponent(), self.format.min_exponent(), 0, self.format.max_exponent()];
         let mut ticks: Vec<_> = [self.first, last].into_iter().chain(limits).filter(|e| self.shows(*e)).collect();
         ticks.sort_unstable();
         ticks.dedup();
-        // A limit matters more than where the picture begins.
+        // A limit takes precedence over the ends.
         let crowded = |pair: &[i32]| self.column(pair[1]) - self.column(pair[0]) < 5;
         if ticks.len() > 2 && crowded(&ticks[..2]) && !limits.contains(&ticks[0]) {
             ticks.remove(0);
@@ -99,7 +99,7 @@ impl Ruler {
         ticks
     }
 
-    /// The columns where the format's kinds of numbers begin and end, for a row to mark.
+    /// The columns of the format's limits, for rows to mark.
     pub(super) fn limits(&self) -> impl Iterator<Item = u16> {
         let format = self.format;
         [format.min_subnormal_exponent(), format.min_exponent(), format.max_exponent()]
@@ -108,8 +108,8 @@ impl Ruler {
             .map(|exponent| self.column(exponent))
     }
 
-    /// Draws the histogram as bars of log10 of the counts, on `height` rows from `y`; and the outline of another one over
-    /// it. Gives the count of the highest bar.
+    /// Draws the histogram as bars of log10 of the counts, on `height` rows from `y`, with the outline of another one over it.
+    /// Returns the count of the highest bar.
     pub(super) fn bars(
         &self,
         pad: &mut Pad,
@@ -150,7 +150,7 @@ impl Ruler {
         top
     }
 
-    /// Draws the axis on two rows from `y`. Its figures are exponents less `shift`.
+    /// Draws the axis on two rows from `y`. Its labels are exponents minus `shift`.
     pub(super) fn axis(&self, pad: &mut Pad, y: u16, shift: i32) {
         let start = self.start();
         pad.glyph(self.zero, y, '┴', Role::Dim);
@@ -179,7 +179,7 @@ impl Ruler {
         }
     }
 
-    /// What the numbers from 2^exponent on are called; nothing where a limit before it has said so already.
+    /// The label of the numbers from 2^exponent on; empty if an earlier tick has it already.
     fn kind(&self, exponent: i32) -> &'static str {
         match exponent {
             e if e < self.format.min_subnormal_exponent() => "lost",

@@ -1,5 +1,5 @@
-//! The dashboard as a state machine: [`update`] takes a message in and gives, now and then, a command out. It neither draws
-//! nor waits nor looks at a clock.
+//! The dashboard's state machine: [`update`] handles a message and may return a command for training. It does not draw, wait
+//! or read a clock.
 
 use super::event_text;
 use super::keys::{Action, KEYS};
@@ -17,66 +17,66 @@ pub(super) const TABS: [&str; 5] = ["Overview", "Precision", "Tensors", "Events"
 pub(super) const TENSORS: usize = 2;
 pub(super) const EVENTS: usize = 3;
 pub(super) const SAMPLES: usize = 4;
-/// Milliseconds after which another Ctrl-C drops the save in progress.
-const INSISTENCE: u64 = 1000;
-/// Rows a page key moves.
+/// Milliseconds within which repeated presses of Ctrl-C count as one.
+const CTRL_C_REPEAT: u64 = 1000;
+/// Rows moved by a page key.
 const PAGE: usize = 10;
 
-/// Something that concerns the dashboard.
+/// An input of the state machine.
 #[derive(Debug)]
 pub(super) enum Msg {
-    /// The run reports something.
+    /// A record of the run.
     Record(Box<Record>),
     /// A key was pressed.
     Key(KeyEvent),
     /// SIGINT, SIGTERM, or the terminal hung up.
     Terminate,
-    /// Nothing more will be reported.
+    /// There will be no more records.
     Closed,
-    /// The watched process is gone.
+    /// The watched process has ended.
     Gone,
-    /// Another run that is laid over this one reports something.
+    /// A record of an overlaid run.
     Other(usize, Box<Record>),
-    /// The mouse was used.
+    /// A mouse event.
     Mouse(MouseEvent),
     /// The terminal's columns and rows.
     Size(u16, u16),
-    /// A replay begins again: what is known is void.
+    /// A replay starts over, so discard the state.
     Rewind,
     /// The wall clock, in milliseconds.
     Clock(u64),
 }
 
-/// Whose run it is.
+/// How the dashboard relates to the run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Mode {
-    /// This process trains: keys reach training.
+    /// This process trains, so keys can command training.
     Attached,
-    /// Another process does or did: look only.
+    /// Another process trains or trained, so only display.
     Watching,
 }
 
-/// A replay: how fast, and what was asked of it.
+/// The playback of a replay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Playback {
-    /// So many times as fast as the run was.
+    /// Speed relative to the run's.
     pub(super) speed: f64,
     pub(super) paused: bool,
-    /// Where to go, as a share of the run; the replay takes it.
+    /// Position to seek to, as a share of the run; the replay takes it.
     pub(super) seek: Option<f64>,
-    /// Where it is, as a share of the run.
+    /// Current position, as a share of the run.
     pub(super) at: f64,
 }
 
-/// Another run, laid over the one that is shown.
+/// An overlaid run.
 #[derive(Debug, Default)]
 pub(super) struct Other {
     pub(super) run: RunState,
 }
 
-/// What the second chart shows.
+/// The curve in the second chart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Chosen {
+pub(super) enum SecondChart {
     Scale,
     /// The learning rate.
     Rate,
@@ -87,7 +87,7 @@ pub(super) enum Chosen {
     Memory,
 }
 
-impl Chosen {
+impl SecondChart {
     fn next(self) -> Self {
         match self {
             Self::Scale => Self::Rate,
@@ -110,27 +110,27 @@ impl Chosen {
     }
 }
 
-/// The ranges of the charts, in last steps; beside them the whole run.
+/// The ranges of the charts, in last steps, besides the whole run.
 const RANGES: [u64; 3] = [1000, 300, 100];
 
-/// How the dashboard came to its end.
+/// How the dashboard ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
     /// The run is over, or was only watched.
     Ended,
-    /// The person left; training goes on.
+    /// The user left, and training continues.
     Detached,
-    /// A signal, or a lost terminal: training was told to save and stop.
+    /// After a signal or a lost terminal, training was told to save and stop.
     Terminated,
-    /// The person does not want to wait: the process should end at once.
+    /// The user does not want to wait: the process should end at once.
     Aborted,
-    /// Training ended without a word: it panicked.
+    /// Training panicked.
     Lost,
-    /// The dashboard itself panicked; training goes on.
+    /// The dashboard itself panicked; training continues.
     Crashed,
 }
 
-/// What lies over the tabs.
+/// A dialog over the tabs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dialog {
     Help,
@@ -141,7 +141,7 @@ pub(super) enum Dialog {
     Summary,
 }
 
-/// The panels of the first tab, in the order in which zooming goes through them.
+/// The panels of the first tab, in the order that zooming visits them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Panel {
     Loss,
@@ -151,10 +151,10 @@ pub(super) enum Panel {
     Tensors,
 }
 
-/// What the table of tensors is sorted by.
+/// The sort key of the table of tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sort {
-    /// Share flushed to zero as the probe saw it, then share of subnormals: worst first.
+    /// Share flushed to zero in the newest probe, then share of subnormals: worst first.
     Underflow,
     /// Parameter order.
     Order,
@@ -172,7 +172,7 @@ impl Sort {
         Self::ALL[(at + 1) % Self::ALL.len()]
     }
 
-    /// How a title says it.
+    /// The description for a title.
     pub(super) fn title(self, probed: bool) -> &'static str {
         match self {
             Self::Underflow if probed => "worst underflow first",
@@ -186,7 +186,7 @@ impl Sort {
     }
 }
 
-/// Everything a frame is drawn from.
+/// All state that a frame is drawn from.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch that has its own key")]
 pub(super) struct ViewModel {
@@ -198,41 +198,41 @@ pub(super) struct ViewModel {
     pub(super) zoom: Option<Panel>,
     pub(super) time_axis: bool,
     pub(super) log_loss: bool,
-    /// Which of the windows of `SMOOTHING` was asked for; the one after the last stands for none.
+    /// The selected index in `SMOOTHING`; its length means no smoothing.
     smoothing: Option<usize>,
     pub(super) true_magnitudes: bool,
     pub(super) sort: Sort,
-    /// What rows must contain, by tab.
+    /// The text that rows must contain, by tab.
     pub(super) filters: [String; TABS.len()],
     /// Whether keys go into the filter.
     pub(super) typing: bool,
-    /// The row under the cursor, by tab; counted from the newest in events and samples.
+    /// The selected row, by tab; counted from the newest in events and samples.
     pub(super) cursors: [usize; TABS.len()],
     /// The tensor whose history is open.
     pub(super) detail: Option<String>,
-    /// The event that is open, and the line of it that is at the top.
+    /// The event that is open.
     pub(super) event: Option<Box<EventRow>>,
     pub(super) event_top: u16,
-    /// The row of the help that is at the top.
+    /// The first visible row of the help.
     pub(super) help_top: u16,
-    /// The steps that charts show, counted from the last; `None` for all.
+    /// The number of last steps that charts show; `None` for all.
     pub(super) range: Option<u64>,
     /// The step that the charts are read at.
     pub(super) cursor: Option<u64>,
-    /// What the second chart shows.
-    pub(super) chosen: Chosen,
-    /// The background that the screen began with.
+    /// The curve in the second chart.
+    pub(super) second_chart: SecondChart,
+    /// The look that the screen started with.
     pub(super) first_look: Look,
-    /// The background that was asked for with a key.
+    /// The look selected with a key.
     pub(super) look: Option<Look>,
-    /// Runs laid over this one.
+    /// Overlaid runs.
     pub(super) others: Vec<Other>,
     pub(super) playback: Option<Playback>,
     /// The terminal's columns and rows.
     pub(super) size: (u16, u16),
-    /// What was asked of training and has not been answered.
+    /// A message about the last command, until training answers it.
     pub(super) notice: Option<&'static str>,
-    /// What training does between two steps, if that takes long.
+    /// The slow work training does between two steps, if any.
     pub(super) activity: Option<String>,
     /// Whether the run has been told to stop.
     stopping: bool,
@@ -249,7 +249,7 @@ impl ViewModel {
         Self::after(mode, RunState::default())
     }
 
-    /// A dashboard of a run of which this is known already.
+    /// A dashboard of a run with an existing history.
     pub(super) fn after(mode: Mode, history: RunState) -> Self {
         Self {
             mode,
@@ -272,7 +272,7 @@ impl ViewModel {
             help_top: 0,
             range: None,
             cursor: None,
-            chosen: Chosen::Scale,
+            second_chart: SecondChart::Scale,
             first_look: Look::Dark,
             look: None,
             others: Vec::new(),
@@ -287,33 +287,33 @@ impl ViewModel {
         }
     }
 
-    /// The run as it is shown: as it was when the picture was frozen, or as it is.
+    /// The run to show: frozen or live.
     pub(super) fn run(&self) -> &RunState {
         self.frozen.as_deref().unwrap_or(&self.live)
     }
 
-    /// The run as it is.
+    /// The live run.
     pub(super) fn live(&self) -> &RunState {
         &self.live
     }
 
-    /// Which of the windows of `SMOOTHING` the loss is smoothed over: the one that was asked for, or that suits the run. The
-    /// one after the last stands for none.
+    /// The index in `SMOOTHING` that the loss is smoothed over: the selected one, or the one that suits the run. Its length
+    /// means no smoothing.
     pub(super) fn window(&self) -> usize {
         self.smoothing.unwrap_or_else(|| smoothing_for(self.run().total_steps()))
     }
 
-    /// The step at which the picture was frozen.
+    /// The step at which the view was frozen.
     pub(super) fn frozen_at(&self) -> Option<u64> {
         self.frozen.as_ref().map(|run| run.step.step)
     }
 
-    /// Whether training hears the keys that are pressed here.
-    pub(super) fn is_heard(&self) -> bool {
+    /// Whether keys pressed here can command training.
+    pub(super) fn can_command(&self) -> bool {
         self.mode == Mode::Attached && !self.live.is_over()
     }
 
-    /// The table of tensors: sorted, and only what the filter lets through.
+    /// The table of tensors, filtered and sorted.
     pub(super) fn tensors(&self) -> Vec<&TensorRow> {
         let filter = &self.filters[TENSORS];
         let mut rows: Vec<_> =
@@ -335,7 +335,7 @@ impl ViewModel {
         rows
     }
 
-    /// The filter of a tab as its title shows it: with a cursor while it is typed.
+    /// The filter for a tab's title, with a cursor while it is typed.
     pub(super) fn filter_label(&self, tab: usize) -> String {
         match (self.filters[tab].as_str(), self.typing) {
             ("", false) => String::new(),
@@ -343,7 +343,7 @@ impl ViewModel {
         }
     }
 
-    /// The events the filter lets through, newest first.
+    /// The filtered events, newest first.
     pub(super) fn events(&self) -> Vec<&EventRow> {
         let filter = &self.filters[EVENTS];
         let rows = self.run().events.iter().rev();
@@ -373,7 +373,7 @@ impl ViewModel {
     }
 }
 
-/// Takes a message in; gives what is to be said to training, if anything.
+/// Handles a message; returns a command for training, if any.
 pub(super) fn update(view: &mut ViewModel, msg: Msg) -> Option<Command> {
     match msg {
         Msg::Record(record) => {
@@ -496,7 +496,7 @@ pub(super) fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
             view.range = next.and_then(|at| RANGES.get(at)).copied();
         }
         Action::Smoothing => view.smoothing = Some((view.window() + 1) % (SMOOTHING.len() + 1)),
-        Action::Curve => view.chosen = view.chosen.next(),
+        Action::Curve => view.second_chart = view.second_chart.next(),
         Action::Look => view.look = Some(view.look.unwrap_or(view.first_look).next()),
         Action::Seek(by) => {
             let target = |playback: &Playback| (playback.at + f64::from(by) / 20.0).clamp(0.0, 1.0);
@@ -534,7 +534,7 @@ pub(super) fn open_event(view: &mut ViewModel) {
     (view.event, view.event_top) = (event, 0);
 }
 
-/// Moves the charts' cursor; the first time it stands at the last step.
+/// Moves the charts' cursor, which starts at the last step.
 fn move_cursor(view: &mut ViewModel, by: i32) {
     let last = view.run().step.step;
     let first = first_step(view).max(1);
@@ -560,10 +560,10 @@ pub(super) fn show_tab(view: &mut ViewModel, tab: usize) {
     }
 }
 
-/// Asks training for something, unless this is not the terminal it listens to or it has ended.
+/// Sends a command to training, unless this dashboard only watches or training has ended.
 fn ask(view: &mut ViewModel, command: Command, notice: &'static str) -> Option<Command> {
     if view.mode != Mode::Attached {
-        view.notice = Some("watching only: training listens to its own terminal");
+        view.notice = Some("watching only: commands work in the terminal that trains");
         return None;
     }
     if view.live.is_over() {
@@ -594,7 +594,7 @@ pub(super) fn scroll(view: &mut ViewModel, by: isize) {
     *cursor = cursor.saturating_add_signed(by).min(last);
 }
 
-/// Closes the topmost thing that is open.
+/// Closes the topmost dialog or detail view.
 fn close(view: &mut ViewModel) {
     if view.dialog.take().is_some()
         || view.event.take().is_some()
@@ -648,7 +648,7 @@ fn stop(view: &mut ViewModel, save: bool) -> Command {
     view.stopping = true;
     view.stopping_since = view.now;
     view.dialog = None;
-    view.notice = Some(if save { "saving, then stopping; Ctrl-C again drops it" } else { "stopping" });
+    view.notice = Some(if save { "saving, then stopping; Ctrl-C again stops without saving" } else { "stopping" });
     Command::Stop { save }
 }
 
@@ -669,8 +669,8 @@ fn interrupted(view: &mut ViewModel) -> Option<Command> {
         view.exit = Some(Exit::Ended);
         return None;
     }
-    // Whoever presses the key three times at once means no more than once or twice.
-    if view.stopping && view.now < view.stopping_since + INSISTENCE {
+    // Rapid presses do not confirm the abort.
+    if view.stopping && view.now < view.stopping_since + CTRL_C_REPEAT {
         return None;
     }
     if view.stopping {

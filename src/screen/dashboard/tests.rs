@@ -1,4 +1,4 @@
-//! The dashboard as a whole: what keys and records do, and what the picture is then.
+//! Tests of the whole dashboard: records and keys in, frames and commands out.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a failed unwrap is a failed test; figures are printed")]
 
@@ -25,7 +25,7 @@ use std::time::Duration;
 const FULL: (u16, u16) = (120, 36);
 const COMPACT: (u16, u16) = (80, 24);
 
-/// The dashboard after these records of a run.
+/// The dashboard after the first `records` records of a run.
 fn after(settings: Invented, records: usize) -> ViewModel {
     let mut view = ViewModel::new(Mode::Attached);
     for record in InventedRun::new(settings).take(records) {
@@ -35,7 +35,7 @@ fn after(settings: Invented, records: usize) -> ViewModel {
     view
 }
 
-/// The dashboard in the midst of a run.
+/// The dashboard in the middle of a run.
 fn running() -> ViewModel {
     after(Invented::default(), 1800)
 }
@@ -73,7 +73,7 @@ fn picture(view: &ViewModel, size: (u16, u16)) -> String {
     text(&buffer(view, Theme::truecolor(Look::Dark), size))
 }
 
-/// Compares the picture at both sizes with the stored ones.
+/// Compares the frames at both sizes with the stored ones.
 fn snapshots(name: &str, view: &ViewModel) {
     for (width, height) in [FULL, COMPACT] {
         insta::assert_snapshot!(format!("{name}_{width}x{height}"), picture(view, (width, height)));
@@ -107,8 +107,7 @@ fn a_scale_that_is_far_too_high_shows_who_overflowed_and_falls() {
     assert!(last.tensors.contains(&"ln_f.weight".to_owned()) && last.scale.to < 2f32.powi(18), "{last:?}");
 }
 
-/// The beginning of a real run of `tiny` with `scaler.init_scale = 2^24`, as its log has it; of the tables of tensors one
-/// is left.
+/// The start of the log of a real run of `tiny` with `scaler.init_scale = 2^24`, with only one table of tensors.
 #[test]
 fn a_real_overflow_can_be_read_off() {
     let mut view = ViewModel::new(Mode::Watching);
@@ -142,7 +141,7 @@ fn layers_in_fallback_are_named_and_marked() {
     snapshots("fallback", &view);
     press(&mut view, "4");
     assert!(picture(&view, FULL).contains("▴ retyped layer=h.5 computes=f32->f16 back"), "{}", picture(&view, FULL));
-    // A process that goes on from before all this says itself who is in fallback.
+    // A process that resumes from an earlier step states its layers in fallback.
     let fallback = [("h.2".to_owned(), "f32".to_owned())].into();
     let started = Started { resumed_from: Some(1700), fallback, ..Started::default() };
     update(&mut view, record(Event::Started(Box::new(started))));
@@ -179,7 +178,7 @@ fn a_paused_run() {
 }
 
 #[test]
-fn a_frozen_picture_does_not_move_while_the_run_does() {
+fn a_frozen_view_does_not_change_while_the_run_continues() {
     let mut view = running();
     press(&mut view, "f");
     let frozen = picture(&view, FULL);
@@ -281,7 +280,7 @@ fn ascii_is_ascii() {
         view.tab = tab;
         let drawn = text(&buffer(&view, theme, FULL));
         assert!(drawn.is_ascii(), "{drawn}");
-        // Every sign of ours has a counterpart; the one `?` is the key.
+        // Every glyph has an ASCII equivalent; the one `?` is the key.
         assert_eq!(drawn.matches('?').count(), 1, "{drawn}");
     }
     view.tab = 2;
@@ -292,7 +291,7 @@ fn ascii_is_ascii() {
 }
 
 #[test]
-fn the_colours_of_one_picture() {
+fn the_colours_of_one_frame() {
     let view = after(Invented { init_scale: 24, total_steps: 60, ..Invented::default() }, 60);
     insta::assert_debug_snapshot!("styled_80x24", buffer(&view, Theme::truecolor(Look::Dark), COMPACT));
 }
@@ -311,7 +310,7 @@ fn keys_become_commands_and_answers_clear_their_notice() {
 }
 
 #[test]
-fn a_watcher_commands_nothing_and_leaves_at_once() {
+fn a_watcher_sends_no_commands_and_quits_at_once() {
     let mut view = ViewModel::new(Mode::Watching);
     InventedRun::new(Invented::default()).take(50).for_each(|record| {
         update(&mut view, Msg::Record(Box::new(record)));
@@ -362,14 +361,14 @@ fn a_gpu_has_its_figures_and_leaves_room_for_the_others() {
         "41.2k tok/s   0 ms/step   CPU 190%   GPU 94% 611 W 61 °C 21.4/139.8 GiB   mem 1.0 GiB   ckpt 1500, 69 s ago"
     );
     assert_eq!(cost(&view, COMPACT), "41.2k tok/s  0 ms/step  CPU 190%  GPU 94% 61°C 21.4/140 GiB  mem 1.0 GiB");
-    // A part of a GPU has not all of them.
+    // A MIG partition does not report all of them.
     let part = GpuStats { utilisation: None, power_w: None, temperature_c: None, ..gpu };
     update(&mut view, record(Event::Step(Box::new(step(part)))));
     assert!(cost(&view, FULL).contains("   GPU 21.4/139.8 GiB   "));
 }
 
 #[test]
-fn leaving_asks_and_does_what_is_answered() {
+fn quitting_asks_and_follows_the_answer() {
     let mut view = running();
     assert_eq!(press(&mut view, "qd"), [Command::Detach]);
     assert_eq!(view.exit, Some(Exit::Detached));
@@ -398,7 +397,7 @@ fn control_c_asks_then_saves_then_ends_everything() {
     assert_eq!(view.dialog, Some(Dialog::Quit));
     assert_eq!(ctrl_c(&mut view), Some(Command::Interrupt));
     assert_eq!(view.exit, None);
-    assert_eq!(ctrl_c(&mut view), None, "a third one at once is no decision");
+    assert_eq!(ctrl_c(&mut view), None, "rapid presses do not abort");
     let later = view.now + 2000;
     update(&mut view, Msg::Clock(later));
     assert_eq!(ctrl_c(&mut view), Some(Command::Abort));
@@ -422,7 +421,7 @@ fn a_signal_to_terminate_saves_and_closes_the_screen() {
 }
 
 #[test]
-fn training_that_ends_without_a_word_is_lost() {
+fn training_that_ends_without_a_finished_event_is_lost() {
     let mut view = running();
     update(&mut view, Msg::Closed);
     assert_eq!(view.exit, Some(Exit::Lost));
@@ -501,7 +500,7 @@ fn zoom_goes_through_the_panels_and_back() {
     assert_eq!(picture(&view, FULL), overview);
 }
 
-/// Processor time of this thread: what others do on the machine does not count.
+/// Processor time of this thread, so that other load on the machine does not count.
 fn thread_time() -> Duration {
     let schedule = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     Duration::from_nanos(schedule.split_whitespace().next().unwrap().parse().unwrap())
@@ -520,7 +519,7 @@ fn a_frame_is_drawn_in_milliseconds() {
     assert!(each < Duration::from_millis(if cfg!(debug_assertions) { 25 } else { 5 }), "{each:?}");
 }
 
-/// Writes a log of so many steps with the default intervals, opens it as `watch` does, and gives the time and the memory that took.
+/// Writes a log of `steps` steps with the default intervals and opens it as `watch` does; returns the time and memory used.
 fn open_long_log(steps: u64) -> (Duration, u64, ViewModel) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events.jsonl");

@@ -1,13 +1,13 @@
-//! Colours by role. No panel names a colour, and none means anything by colour alone.
+//! Colours by role. Panels use only roles, and nothing is conveyed by colour alone.
 
 use crate::screen::terminal::Palette;
 use ratatui::style::{Color, Modifier, Style};
 use std::str::FromStr;
 
-/// What a piece of the picture is, as far as its colour goes.
+/// The role of a piece of a frame, which determines its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// Figures and words.
+    /// Numbers and text.
     Text,
     /// Frames, axes, captions.
     Dim,
@@ -19,19 +19,19 @@ pub(crate) enum Role {
     Smooth,
     /// Validation.
     Validation,
-    /// Overflow, infinities, NaN, trouble.
+    /// Overflow, infinities, NaN, errors.
     Overflow,
     /// Subnormal numbers, underflow.
     Subnormal,
-    /// What went well.
+    /// Success.
     Good,
     /// The row under the cursor.
     Selected,
-    /// Another run that is laid over this one, by its number.
+    /// An overlaid run, by its index.
     Other(usize),
 }
 
-/// What the colours stand on.
+/// The background and contrast of the colours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Look {
     /// A dark background, the terminal's own.
@@ -44,7 +44,7 @@ pub enum Look {
 }
 
 impl Look {
-    /// What the terminal says of its background in `COLORFGBG`; dark where it says nothing.
+    /// Reads the terminal's background from `COLORFGBG`; dark if it is not set.
     fn from_env(env: impl Fn(&str) -> Option<String>) -> Self {
         let background = env("COLORFGBG").and_then(|value| value.rsplit(';').next()?.parse::<u8>().ok());
         if matches!(background, Some(7 | 15)) { Self::Light } else { Self::Dark }
@@ -59,7 +59,7 @@ impl Look {
         }
     }
 
-    /// Foreground and background of a picture.
+    /// Default foreground and background of a picture.
     pub(super) fn page(self) -> ((u8, u8, u8), (u8, u8, u8)) {
         match self {
             Self::Dark => ((216, 222, 233), (22, 24, 29)),
@@ -77,12 +77,12 @@ impl FromStr for Look {
             "dark" => Ok(Self::Dark),
             "light" => Ok(Self::Light),
             "high-contrast" => Ok(Self::HighContrast),
-            _ => Err("is one of dark, light and high-contrast".into()),
+            _ => Err("must be dark, light or high-contrast".into()),
         }
     }
 }
 
-/// How the dashboard looks on this terminal.
+/// The colours and characters of the dashboard on this terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Theme {
     palette: Palette,
@@ -91,8 +91,8 @@ pub struct Theme {
 }
 
 impl Theme {
-    /// What the environment asks for: `NO_COLOR` for no colours, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
-    /// `ascii` keeps every character within ASCII. Without a `look` the terminal's `COLORFGBG` decides.
+    /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI. `ascii`
+    /// replaces non-ASCII characters. Without a `look`, `COLORFGBG` decides.
     pub fn from_env(ascii: bool, look: Option<Look>) -> Self {
         let look = look.unwrap_or_else(|| Look::from_env(|name| std::env::var(name).ok()));
         Self { palette: Palette::from_env(), look, ascii }
@@ -108,22 +108,22 @@ impl Theme {
         Self { palette: Palette::Monochrome, look: Look::Dark, ascii: false }
     }
 
-    /// Whether characters beyond ASCII are to be replaced.
+    /// Whether to replace non-ASCII characters.
     pub(super) fn ascii(self) -> bool {
         self.ascii
     }
 
-    /// What its colours stand on.
+    /// The theme's look.
     pub fn look(self) -> Look {
         self.look
     }
 
-    /// The same on another background.
+    /// The theme with another look.
     pub(super) fn on(self, look: Look) -> Self {
         Self { look, ..self }
     }
 
-    /// The style of the whole screen: the terminal's own, unless the theme brings its background.
+    /// The style of the whole screen: the terminal's own, unless the theme sets the background.
     pub(super) fn base(self) -> Style {
         match (self.look, self.palette) {
             (Look::HighContrast, Palette::Truecolor) => {
@@ -134,8 +134,8 @@ impl Theme {
         }
     }
 
-    /// A role's style. In truecolor the palette of Okabe and Ito, which colour-blind people can tell apart; on a light
-    /// background its darker relatives, of at least 4.5:1 to white.
+    /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito; on a light background, darker variants
+    /// with a contrast of at least 4.5:1 to white.
     pub(super) fn style(self, role: Role) -> Style {
         let plain = match role {
             Role::Title => Style::new().add_modifier(Modifier::BOLD),
@@ -239,9 +239,9 @@ mod tests {
         }
     }
 
-    /// The ratio of WCAG 2: 4.5 for text on its background, 7 for high contrast.
+    /// The contrast ratio of WCAG 2: 4.5 for text on its background, 7 for high contrast.
     #[test]
-    fn every_colour_stands_out_from_its_background() {
+    fn every_colour_has_enough_contrast() {
         let luminance = |(r, g, b): (u8, u8, u8)| {
             let linear = |c: u8| {
                 let c = f64::from(c) / 255.0;
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_light_terminal_is_believed() {
+    fn a_light_terminal_is_detected() {
         let told = |value: Option<&'static str>| Look::from_env(move |_| value.map(str::to_owned));
         assert_eq!(told(Some("0;15")), Look::Light);
         assert_eq!(told(Some("0;default;7")), Look::Light);

@@ -1,4 +1,4 @@
-//! A frame: what the state looks like at a size. Draws nothing that is not in the state.
+//! Draws a frame from the state at a size.
 
 use super::ascii::to_ascii;
 use super::keys::{Action, KEYS};
@@ -93,13 +93,12 @@ fn footer(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-/// Whether the footer mentions keys: not those for other tabs, nor those for training where nobody listens, nor those for
-/// a replay where there is none.
+/// Whether the footer shows a key: it must work in this tab, and commands to training and to a replay only where they apply.
 fn shown(view: &ViewModel, binding: &Binding<Action>) -> bool {
     let replaying = view.playback.is_some();
     let pauses = binding.does(|action| action == Action::Pause) && replaying;
     binding.is_for(view.tab)
-        && (view.is_heard() || pauses || !binding.does(Action::commands))
+        && (view.can_command() || pauses || !binding.does(Action::commands))
         && (replaying || !binding.does(Action::plays))
 }
 

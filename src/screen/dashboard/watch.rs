@@ -1,4 +1,4 @@
-//! The dashboard over a log instead of a channel: of a run in another process, or of one that is long over.
+//! The dashboard over a log instead of a channel: of a run in another process, or of a finished one.
 
 use super::event_loop::{Source, show};
 use super::plain::Plain;
@@ -13,14 +13,13 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How often a silent run's process is looked for, and a log without a screen is read.
-const LOOK: Duration = Duration::from_millis(500);
-/// How often the records that have come due in a replay without a screen are written.
+/// How often to check a silent run's process, and to read a log without a screen.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// How often to write the due records of a replay without a screen.
 const REPLAY: Duration = Duration::from_millis(50);
 
-/// Shows the run whose events are in the first of `logs` on standard output, a terminal, with the others laid over it. With
-/// a `speed` it is replayed, that many times as fast as it was; without, the picture starts where the log ends and follows
-/// it.
+/// Shows the run of the first of `logs` on standard output, which must be a terminal, with the others overlaid. With a
+/// `speed`, replays it that many times as fast as it ran; without, follows the log from its end.
 ///
 /// # Errors
 /// If a log cannot be read or the terminal cannot be taken.
@@ -31,8 +30,8 @@ pub fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) ->
     show(stdout(), view, &mut Watched::new(logs, speed), None, theme, mouse)
 }
 
-/// Writes the run whose events are in `log` as plain lines, and follows it until it ends. With a `speed` what is there is
-/// replayed, that many times as fast as it was.
+/// Writes the run of `log` as plain lines, and follows it until it ends. With a `speed`, replays the existing records that
+/// many times as fast as the run.
 ///
 /// # Errors
 /// If the log cannot be read or `out` is closed.
@@ -57,7 +56,7 @@ pub fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: 
             return Ok(());
         }
         if !more {
-            sleep(if speed.is_some() { REPLAY } else { LOOK });
+            sleep(if speed.is_some() { REPLAY } else { CHECK_INTERVAL });
         }
     }
 }
@@ -65,26 +64,26 @@ pub fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: 
 /// A log as a source of messages.
 pub(super) struct Watched {
     tail: Tail,
-    /// The logs of runs that are laid over it.
+    /// The logs of overlaid runs.
     others: Vec<Tail>,
     replay: Option<Replay>,
-    /// The process that trains, as the log names it, until it has finished.
+    /// The training process from the log, until it has finished.
     process: Option<ProcessId>,
-    looked: Instant,
+    checked: Instant,
 }
 
-/// Records waiting for their time.
+/// Records that are not due yet.
 struct Replay {
     speed: f64,
     paused: bool,
     /// Run-relative seconds at the moment `since`.
     position: f64,
     since: Instant,
-    /// Run-relative seconds of the first record, once it was read.
+    /// Run-relative seconds of the first record, once it is read.
     first: Option<f64>,
-    /// Those of the last one.
+    /// Run-relative seconds of the last record.
     last: f64,
-    /// Whether the log has to be read again from its start.
+    /// Whether to read the log again from its start.
     rewind: bool,
     waiting: VecDeque<Record>,
     /// Wall clock of the last record shown.
@@ -106,14 +105,14 @@ impl Replay {
         }
     }
 
-    /// Run-relative seconds of now.
+    /// The current position in run-relative seconds.
     fn now(&self) -> f64 {
         let since = if self.paused { 0.0 } else { self.since.elapsed().as_secs_f64() * self.speed };
         self.position + since
     }
 
-    /// Goes on from some run-relative seconds.
-    fn go_on(&mut self, from: f64) {
+    /// Continues from a position in run-relative seconds.
+    fn continue_from(&mut self, from: f64) {
         (self.position, self.since) = (from, Instant::now());
     }
 
@@ -123,16 +122,16 @@ impl Replay {
         if let Some(share) = playback.seek.take() {
             let target = first + share * span;
             self.rewind |= target < now;
-            self.go_on(target);
+            self.continue_from(target);
         } else if (playback.speed, playback.paused) != (self.speed, self.paused) {
-            self.go_on(now.min(self.last));
+            self.continue_from(now.min(self.last));
         }
         (self.speed, self.paused) = (playback.speed, playback.paused);
         playback.at = ((self.now() - first) / span).clamp(0.0, 1.0);
     }
 }
 
-/// Run-relative seconds of the last whole record of a log; `None` if there is none among its last bytes.
+/// Run-relative seconds of the last whole record near the end of a log, if there is one.
 fn last_seconds(log: &Path) -> Option<f64> {
     let mut file = File::open(log).ok()?;
     let length = file.metadata().ok()?.len();
@@ -143,17 +142,17 @@ fn last_seconds(log: &Path) -> Option<f64> {
 }
 
 impl Watched {
-    /// The run of the first log, with the others beside it.
+    /// The run of the first log, with the others overlaid.
     pub(super) fn new(logs: &[PathBuf], speed: Option<f64>) -> Self {
         let log = logs.first().map_or(Path::new(""), PathBuf::as_path);
         let replay = speed.map(|speed| Replay::new(log, speed));
         let tail = Tail::new(log);
         let tail = if replay.is_some() { tail } else { tail.skimming() };
         let others = logs.iter().skip(1).map(|log| Tail::new(log).skimming()).collect();
-        Self { tail, others, replay, process: None, looked: Instant::now() }
+        Self { tail, others, replay, process: None, checked: Instant::now() }
     }
 
-    /// Passes on what the other runs have to say: `true` if there is more already.
+    /// Passes on the records of the other runs; `true` if there are more already.
     fn poll_others(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
         let mut more = false;
         for (at, tail) in self.others.iter_mut().enumerate() {
@@ -164,7 +163,7 @@ impl Watched {
         Ok(more)
     }
 
-    /// Whether a replay has come to the end of the log.
+    /// Whether a replay has reached the end of the log.
     fn is_replayed(&self) -> bool {
         self.replay.as_ref().is_some_and(|replay| replay.first.is_some() && replay.waiting.is_empty())
     }
@@ -184,11 +183,11 @@ impl Watched {
         if poll.unreadable > 0 {
             pass(Msg::Record(Box::new(unreadable(poll.unreadable, last.unwrap_or_default()))));
         }
-        if quiet && !poll.more && self.looked.elapsed() >= LOOK {
-            self.looked = Instant::now();
+        if quiet && !poll.more && self.checked.elapsed() >= CHECK_INTERVAL {
+            self.checked = Instant::now();
             if self.process.as_ref().and_then(ProcessId::is_alive) == Some(false) {
                 self.process = None;
-                // Its last words may have come between the poll and the look.
+                // The process may have written its last records between the poll and the check.
                 let last = self.tail.poll()?.records;
                 let finished = last.iter().any(|record| matches!(record.event, Event::Finished(_)));
                 for record in last {
@@ -218,7 +217,7 @@ impl Source for Watched {
         let Some(next) = replay.waiting.front() else { return Ok(false) };
         if replay.first.is_none() {
             replay.first = Some(next.s);
-            replay.go_on(next.s);
+            replay.continue_from(next.s);
         }
         let due = replay.now();
         while replay.waiting.front().is_some_and(|record| record.s <= due) {
@@ -244,7 +243,7 @@ impl Source for Watched {
     }
 }
 
-/// What a log with damaged lines says about itself, at the time and step of its neighbours.
+/// A warning about unreadable lines, at the time and step of their neighbours.
 fn unreadable(lines: usize, (t, s, step): (u64, f64, u64)) -> Record {
     let message = format!("{lines} lines of the log could not be read: damaged, or written by a newer program");
     Record { v: VERSION, t, s, event: Event::Warning(Trouble { step, message }) }

@@ -1,52 +1,52 @@
-//! The keys of a screen: one table that dispatch, footer and help are made from, so that they cannot disagree.
+//! The keys of a screen: one table that dispatch, footer and help are generated from, so that they always agree.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
-/// A row of the table: keys that do the same kind of thing.
+/// A row of the table: keys with related actions.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Binding<A: 'static> {
-    /// The keys with what each does.
+    /// The keys and their actions.
     keys: &'static [(KeyCode, A)],
-    /// How footer and help write them.
+    /// The keys as footer and help show them.
     pub(crate) written: &'static str,
-    /// What the footer says, short and in full; `None` where it does not mention them.
+    /// The footer's text, short and in full; `None` if the footer does not show it.
     footer: Option<(&'static str, &'static str)>,
-    /// What the help says.
+    /// The help's text.
     pub(crate) help: &'static str,
-    /// The tabs where it does something; empty for all.
+    /// The tabs where the keys work; empty for all.
     tabs: &'static [usize],
 }
 
 impl<A: Copy> Binding<A> {
-    /// Keys that the footer does not mention.
+    /// A row that the footer does not show.
     pub(crate) const fn new(written: &'static str, keys: &'static [(KeyCode, A)], help: &'static str) -> Self {
         Self { keys, written, footer: None, help, tabs: &[] }
     }
 
-    /// What the footer says of them: short, and in full where there is room.
+    /// Sets the footer's text: short, and in full if it fits.
     pub(crate) const fn footer(mut self, short: &'static str, full: &'static str) -> Self {
         self.footer = Some((short, full));
         self
     }
 
-    /// The only tabs where they do something.
+    /// Limits the keys to these tabs.
     pub(crate) const fn tabs(mut self, tabs: &'static [usize]) -> Self {
         self.tabs = tabs;
         self
     }
 
-    /// Whether they do something in a tab.
+    /// Whether the keys work in a tab.
     pub(crate) fn is_for(&self, tab: usize) -> bool {
         self.tabs.is_empty() || self.tabs.contains(&tab)
     }
 
-    /// Whether one of them does something of this kind.
+    /// Whether the action of any key satisfies `kind`.
     pub(crate) fn does(&self, kind: impl Fn(A) -> bool) -> bool {
         self.keys.iter().any(|(_, action)| kind(*action))
     }
 }
 
-/// What a key does; `None` for one that is not in the table.
+/// The action of a key; `None` if it is not in the table.
 pub(crate) fn action<A: Copy>(table: &[Binding<A>], key: KeyEvent) -> Option<A> {
     if key.modifiers.intersects(KeyModifiers::CONTROL | KeyModifiers::ALT) {
         return None;
@@ -54,21 +54,21 @@ pub(crate) fn action<A: Copy>(table: &[Binding<A>], key: KeyEvent) -> Option<A> 
     table.iter().flat_map(|binding| binding.keys).find(|(code, _)| *code == key.code).map(|(_, action)| *action)
 }
 
-/// Whether a key is Ctrl-C, which no table holds: every screen hears it whatever it is doing.
+/// Whether a key is Ctrl-C, which is in no table, because every screen always handles it.
 pub(crate) fn is_ctrl_c(key: KeyEvent) -> bool {
     key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL)
 }
 
-/// Whether it is the key that suspends a program in a shell. In raw mode it is a key and no signal.
+/// Whether a key is Ctrl-Z, which in raw mode is a key and not a signal.
 pub(crate) fn is_ctrl_z(key: KeyEvent) -> bool {
     key.code == KeyCode::Char('z') && key.modifiers.contains(KeyModifiers::CONTROL)
 }
 
-/// Columns between a key and its word, and after the word.
+/// Columns between a key and its text, and after the text.
 pub(crate) const GAPS: (u16, u16) = (2, 3);
 
-/// The footer's entries of the rows that are `shown`, as (key, word), in at most `width` columns: in full words if all of
-/// them fit. What does not fit is left out from the end, but for the last two, which say how to get help and how to leave.
+/// The footer's entries (key, text) for the rows that are `shown`, in at most `width` columns: in full if all of them fit.
+/// Entries are dropped from the end, except the last two, help and quit.
 pub(crate) fn footer<A: Copy>(
     table: &[Binding<A>],
     width: usize,
@@ -94,8 +94,8 @@ pub(crate) fn footer<A: Copy>(
     fitting.chain(last.iter().copied()).collect()
 }
 
-/// What must hold of every table: no key has two meanings, every row says its keys and what they do, and the footer fits
-/// and always ends in help and quit.
+/// Asserts for a table that no key has two actions, every row has its texts, and the footer fits and ends with help and
+/// quit.
 #[cfg(test)]
 pub(crate) fn check<A: Copy>(table: &[Binding<A>], tabs: usize) {
     let keys: Vec<_> = table.iter().flat_map(|binding| binding.keys).map(|(code, _)| *code).collect();
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn the_footer_knows_its_tab_and_its_room() {
+    fn the_footer_depends_on_tab_and_width() {
         check(TABLE, 2);
         let entries = |tab, width| footer(TABLE, width, |binding| binding.is_for(tab));
         let keys = |tab, width| entries(tab, width).iter().map(|(key, _)| *key).collect::<String>();

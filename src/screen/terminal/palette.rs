@@ -1,8 +1,8 @@
-//! How many colours the terminal has, and what a colour becomes on it.
+//! The number of the terminal's colours, and the mapping of colours to them.
 
 use ratatui::style::{Color, Style};
 
-/// How many colours the terminal has.
+/// *The number of colours the terminal has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Palette {
     Truecolor,
@@ -11,7 +11,7 @@ pub(crate) enum Palette {
 }
 
 impl Palette {
-    /// What the environment asks for: `NO_COLOR` for none, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
+    /// From the environment: none with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI.
     pub(crate) fn from_env() -> Self {
         Self::choose(|name| std::env::var(name).ok())
     }
@@ -26,7 +26,7 @@ impl Palette {
         }
     }
 
-    /// A style of this colour, or of the nearest of ANSI's, or of none.
+    /// A style with this colour, with `ansi`, or without a colour.
     pub(crate) fn style(self, (r, g, b): (u8, u8, u8), ansi: Color) -> Style {
         match self {
             Self::Truecolor => Style::new().fg(Color::Rgb(r, g, b)),

@@ -1,8 +1,8 @@
-//! The terminal: taken for a screen, and given back whatever happens.
+//! Takes over the terminal for a screen, and restores it in every case.
 //!
-//! Restoring is one function that works once, called by whoever comes first: the guard's `Drop`, the panic hook of any
-//! thread before the panic's message is printed, or a signal that ends the process at once. A frame is drawn under a lock
-//! that restoring takes too, so nothing is drawn on a terminal that has been given back.
+//! Restoring happens once, at the first of: the guard's `Drop`, the panic hook of any thread (before it prints the message),
+//! and a signal that ends the process at once. Drawing and restoring take the same lock, so nothing is drawn on a restored
+//! terminal.
 
 use ratatui::backend::CrosstermBackend;
 use ratatui::crossterm::cursor::Show;
@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, Once};
 use std::thread::{self, JoinHandle, sleep};
 use std::time::Duration;
 
-/// Whether the terminal is ours.
+/// Whether a screen has taken over the terminal.
 static TAKEN: AtomicBool = AtomicBool::new(false);
 /// Whether the terminal reports the mouse.
 static MOUSE: AtomicBool = AtomicBool::new(false);
@@ -28,19 +28,18 @@ static MOUSE: AtomicBool = AtomicBool::new(false);
 static DRAWING: Mutex<()> = Mutex::new(());
 /// How long restoring waits for a frame in progress; longer only if it was the frame that panicked.
 const PATIENCE: Duration = Duration::from_millis(100);
-/// Time between two looks for keys.
+/// Time between two polls of the keyboard.
 const KEYS: Duration = Duration::from_millis(20);
 
 /// The terminal while it shows a screen.
 pub(crate) struct Screen<W: Write> {
-    /// Never dropped: ratatui's `Drop` would show the cursor, which is done already, and panic where a terminal that has
-    /// hung up takes neither that nor the complaint about it.
+    /// Never dropped: ratatui's `Drop` would show the cursor again, and panic if the terminal has hung up.
     terminal: ManuallyDrop<Terminal<CrosstermBackend<W>>>,
     keyboard: Keyboard,
 }
 
 impl<W: Write> Screen<W> {
-    /// Takes the terminal behind `writer`, which must be standard output's; with its mouse, if `mouse`.
+    /// Takes over the terminal of `writer`, which must be standard output's, and its mouse if `mouse`.
     pub(crate) fn take(mut writer: W, mouse: bool) -> io::Result<Self> {
         static HOOK: Once = Once::new();
         HOOK.call_once(|| {
@@ -52,7 +51,7 @@ impl<W: Write> Screen<W> {
         });
         enable_raw_mode()?;
         TAKEN.store(true, Ordering::SeqCst);
-        // From here on the guard restores, even if the rest fails.
+        // From here on the guard restores the terminal, even if the rest fails.
         execute!(writer, EnterAlternateScreen).inspect_err(|_| give_back())?;
         if mouse {
             MOUSE.store(true, Ordering::SeqCst);
@@ -63,7 +62,7 @@ impl<W: Write> Screen<W> {
         Ok(Self { terminal: ManuallyDrop::new(terminal), keyboard })
     }
 
-    /// Draws a frame. `false` if the terminal has been given back meanwhile.
+    /// Draws a frame. `false` if the terminal has been restored meanwhile.
     pub(crate) fn draw(&mut self, render: impl FnOnce(&mut Frame)) -> io::Result<bool> {
         let _drawing = DRAWING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if !TAKEN.load(Ordering::SeqCst) {
@@ -73,7 +72,7 @@ impl<W: Write> Screen<W> {
         Ok(true)
     }
 
-    /// Gives the terminal to the shell, and takes it again when the process is continued.
+    /// Restores the terminal, suspends the process, and takes the terminal over again when the process continues.
     pub(crate) fn suspend(&mut self) -> io::Result<()> {
         let mouse = MOUSE.load(Ordering::SeqCst);
         give_back();
@@ -88,7 +87,7 @@ impl<W: Write> Screen<W> {
         self.terminal.clear()
     }
 
-    /// The next key, click or new size, if there is one within `wait`. An error means that the terminal is gone.
+    /// The next key, click or new size, if there is one within `wait`. An error means that the terminal has hung up.
     pub(crate) fn next_event(&self, wait: Duration) -> io::Result<Option<Event>> {
         self.keyboard.next(wait)
     }
@@ -101,8 +100,8 @@ impl<W: Write> Drop for Screen<W> {
     }
 }
 
-/// Keys, the mouse and new sizes, read on a thread of its own: crossterm's reader never returns from a terminal that hangs up while it
-/// reads, and the screen must notice.
+/// Reads keys, mouse events and new sizes on a separate thread, because crossterm's reader never returns if the terminal
+/// hangs up while it reads.
 struct Keyboard {
     events: Receiver<Event>,
     closed: Arc<AtomicBool>,
@@ -116,7 +115,7 @@ impl Keyboard {
         let asked = Arc::clone(&closed);
         let read = move || {
             while !asked.load(Ordering::SeqCst) && stdout().is_terminal() {
-                // Only what is there already: a hang-up would not wake a reader that waits.
+                // Never block: a hang-up would not wake the reader.
                 while let Ok(true) = event::poll(Duration::ZERO) {
                     let Ok(event) = event::read() else { return };
                     if sender.send(event).is_err() {
@@ -130,7 +129,7 @@ impl Keyboard {
         Ok(Self { events, closed, reader })
     }
 
-    /// The next key or new size, if there is one within `wait`. An error means that the terminal is gone.
+    /// The next event, if there is one within `wait`. An error means that the terminal has hung up.
     fn next(&self, wait: Duration) -> io::Result<Option<Event>> {
         match self.events.recv_timeout(wait) {
             Ok(event) => Ok(Some(event)),
@@ -139,10 +138,10 @@ impl Keyboard {
         }
     }
 
-    /// What is typed from here on is for somebody else.
+    /// Stops reading, so that later input goes to another program.
     fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
-        // A reader that does not come back has lost its terminal.
+        // A reader that does not return has lost its terminal.
         let mut waited = Duration::ZERO;
         while !self.reader.is_finished() && waited < PATIENCE {
             sleep(Duration::from_millis(1));
@@ -151,12 +150,12 @@ impl Keyboard {
     }
 }
 
-/// Whether a screen has the terminal.
+/// Whether a screen has taken over the terminal.
 pub(super) fn is_taken() -> bool {
     TAKEN.load(Ordering::SeqCst)
 }
 
-/// Leaves the terminal as it was found, once.
+/// Restores the terminal, once.
 pub(super) fn give_back() {
     if !TAKEN.swap(false, Ordering::SeqCst) {
         return;

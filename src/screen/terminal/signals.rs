@@ -1,4 +1,4 @@
-//! The signals that end a process or a screen.
+//! Signals that stop a run or a screen.
 
 use super::screen::{give_back, is_taken};
 use crate::telemetry::is_ignored;
@@ -11,26 +11,25 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Exit code of a process that a signal has ended.
+/// Exit code after a signal.
 const INTERRUPTED: i32 = 130;
-/// How long a process that ends at once waits for its terminal to be restored.
+/// How long an exiting process waits for its terminal to be restored.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// A Ctrl-C within so long of the one before is the same one.
-const INSISTENCE: Duration = Duration::from_secs(1);
+/// Repeated presses of Ctrl-C within this time count as one.
+const CTRL_C_REPEAT: Duration = Duration::from_secs(1);
 
-/// What signals ask of a training run.
+/// Handles signals during a training run.
 ///
-/// The first SIGINT, SIGTERM, SIGHUP or SIGXCPU ends the process at once while the run is being prepared, and asks a run in
-/// progress to save and stop. After that a SIGINT or SIGTERM ends the process whatever it is doing; the other two come
-/// several times by themselves. SIGUSR1 asks for a save. The exit code is 130, and a terminal that a screen has taken is
-/// given back first.
+/// The first SIGINT, SIGTERM, SIGHUP or SIGXCPU ends the process at once while the run is being prepared, and makes a run in
+/// progress save and stop. After that, a SIGINT or SIGTERM ends the process at once; the system may send the other two
+/// repeatedly. SIGUSR1 saves. The exit code is 130, and the terminal is restored first.
 #[derive(Clone, Default)]
 pub struct Interruption {
-    run: Arc<OnceLock<Wishes>>,
+    run: Arc<OnceLock<Handlers>>,
 }
 
-struct Wishes {
+struct Handlers {
     interrupt: Arc<AtomicBool>,
     save: Box<dyn Fn() + Send + Sync>,
 }
@@ -42,51 +41,51 @@ impl Interruption {
     /// If the system refuses.
     pub fn listen() -> io::Result<Self> {
         let interruption = Self::default();
-        let mut wanted = vec![SIGINT, SIGTERM, SIGXCPU, SIGUSR1];
-        // `nohup` asks to survive a hangup.
+        let mut handled = vec![SIGINT, SIGTERM, SIGXCPU, SIGUSR1];
+        // Under `nohup`, survive a hangup.
         if !is_ignored(SIGHUP) {
-            wanted.push(SIGHUP);
+            handled.push(SIGHUP);
         }
-        let mut signals = Signals::new(wanted)?;
+        let mut signals = Signals::new(handled)?;
         let run = Arc::clone(&interruption.run);
-        let obey = move || {
-            let mut told = false;
+        let handle = move || {
+            let mut interrupted = false;
             let mut pressed: Option<Instant> = None;
             for signal in signals.forever() {
                 match (signal, run.get()) {
                     (SIGUSR1, run) => run.into_iter().for_each(|run| (run.save)()),
-                    // Whoever presses Ctrl-C three times at once has not read what the first one said.
-                    (SIGINT, _) if pressed.is_some_and(|at| at.elapsed() < INSISTENCE) => {}
-                    (SIGINT | SIGTERM, _) if told => {
-                        say("stopped without saving what came after the last checkpoint");
+                    // Ignore rapid presses: the user cannot have read the message yet.
+                    (SIGINT, _) if pressed.is_some_and(|at| at.elapsed() < CTRL_C_REPEAT) => {}
+                    (SIGINT | SIGTERM, _) if interrupted => {
+                        say("stopped without saving the steps after the last checkpoint");
                         leave();
                     }
                     (_, Some(run)) => {
-                        told = true;
+                        interrupted = true;
                         pressed = (signal == SIGINT).then(Instant::now);
                         run.interrupt.store(true, Ordering::SeqCst);
-                        say("interrupted: saving; Ctrl-C again drops it");
+                        say("interrupted: saving; Ctrl-C again stops without saving");
                     }
                     (_, None) => leave(),
                 }
             }
         };
-        thread::Builder::new().name("signals".into()).spawn(obey)?;
+        thread::Builder::new().name("signals".into()).spawn(handle)?;
         Ok(interruption)
     }
 
-    /// From now on a run is in progress: `interrupt` is raised when it shall save and stop, and `save` called when it shall
-    /// save and go on.
+    /// Attaches a run in progress: a signal sets `interrupt` to make it save and stop, or calls `save` to make it save and
+    /// continue.
     pub fn attach(&self, interrupt: Arc<AtomicBool>, save: impl Fn() + Send + Sync + 'static) {
         // A process has one run.
-        let _ = self.run.set(Wishes { interrupt, save: Box::new(save) });
+        let _ = self.run.set(Handlers { interrupt, save: Box::new(save) });
     }
 }
 
-/// Tells on standard error what a signal does, where no screen has the terminal.
+/// Prints the effect of a signal on standard error, unless a screen has the terminal.
 fn say(text: &str) {
     if !is_taken() {
-        // A terminal shows `^C` or a status line where the cursor is.
+        // The cursor may be after `^C` or a status line.
         let new_line = if stderr().is_terminal() { "\n" } else { "" };
         let _ = writeln!(stderr(), "{new_line}{text}");
     }
@@ -94,7 +93,7 @@ fn say(text: &str) {
 
 /// Ends the process after a short wait for the terminal to be restored.
 fn leave() {
-    // On its own thread: a terminal that accepts no more output must not keep the process alive.
+    // On its own thread, because a blocked terminal must not keep the process alive.
     let restoring = thread::spawn(give_back);
     let mut waited = Duration::ZERO;
     while !restoring.is_finished() && waited < PATIENCE {
@@ -113,26 +112,26 @@ pub fn outlive_file_size_limit() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
-/// Whether a screen has been told to end, by SIGINT, SIGTERM or SIGHUP. In raw mode Ctrl-C is a key and no signal.
+/// Records SIGINT, SIGTERM and SIGHUP for a screen. In raw mode Ctrl-C is a key and not a signal.
 pub(crate) struct Ending {
-    told: Arc<AtomicBool>,
+    interrupted: Arc<AtomicBool>,
     registered: Vec<SigId>,
 }
 
 impl Ending {
     /// Listens until it is dropped.
     pub(crate) fn listen() -> io::Result<Self> {
-        let mut ending = Self { told: Arc::default(), registered: Vec::new() };
+        let mut ending = Self { interrupted: Arc::default(), registered: Vec::new() };
         let hangup = (!is_ignored(SIGHUP)).then_some(SIGHUP);
         for signal in [SIGINT, SIGTERM].into_iter().chain(hangup) {
-            ending.registered.push(flag::register(signal, Arc::clone(&ending.told))?);
+            ending.registered.push(flag::register(signal, Arc::clone(&ending.interrupted))?);
         }
         Ok(ending)
     }
 
-    /// Whether it has.
-    pub(crate) fn told(&self) -> bool {
-        self.told.load(Ordering::SeqCst)
+    /// Whether a signal arrived.
+    pub(crate) fn arrived(&self) -> bool {
+        self.interrupted.load(Ordering::SeqCst)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The charts of the first tab: what their axes span, and which step a column stands for.
+//! The charts of the first tab: the ranges of their axes, and the step of each column.
 
 use super::{curve, loss};
 use crate::screen::dashboard::format;
@@ -9,10 +9,10 @@ use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{Bucket, RunState};
 use ratatui::layout::Rect;
 
-/// What a chart's y axis counts, which says how its figures are written.
+/// The unit of a chart's y axis, which determines the format of its labels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::screen::dashboard) enum Unit {
-    /// A loss, with so many decimals.
+    /// A loss, with this many decimals.
     Loss(usize),
     /// log10 of a loss.
     LogLoss(usize),
@@ -48,7 +48,7 @@ pub(in crate::screen::dashboard) struct Chart {
 }
 
 impl Chart {
-    /// Draws the axes, the curves, and a line where the cursor stands.
+    /// Draws the axes, the curves, and a line at the cursor.
     pub(super) fn draw(self, view: &ViewModel, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
         let (x_label, y_label) = (x_label(self.time), |y: f64| self.unit.write(y));
         let axes = Axes { x: self.x, y: self.y, x_label: &x_label, y_label: &y_label };
@@ -61,7 +61,7 @@ impl Chart {
     }
 }
 
-/// The step that a column of the screen stands for, in the chart of a panel.
+/// The step at a column of the screen, in the chart of a panel.
 pub(in crate::screen::dashboard) fn step_at(view: &ViewModel, panel: Panel, area: Rect, column: u16) -> Option<u64> {
     let chart = match panel {
         Panel::Loss => loss::chart(view),
@@ -94,8 +94,8 @@ fn x_of_step(run: &RunState, step: u64, time: bool) -> f64 {
     if time { run.curves.loss.at(step).map_or(0.0, |bucket| bucket.seconds) } else { step as f64 }
 }
 
-/// What the x axis of a chart spans: the last steps, where only those are wanted; else from the first known step (0 for a
-/// run known from its beginning) to the last, of the longest run where several are shown.
+/// The range of the x axis: the last steps if a range is set; else from the first known step (0 for a run known from its
+/// start) to the last step of the longest run shown.
 pub(super) fn x_range(view: &ViewModel) -> (f64, f64) {
     let run = view.run();
     let runs = || std::iter::once(run).chain(view.others.iter().map(|other| &other.run));
@@ -113,12 +113,12 @@ pub(super) fn x_range(view: &ViewModel) -> (f64, f64) {
     (first, last.max(first + 1.0))
 }
 
-/// How a figure on the x axis is written.
+/// Formats a label of the x axis.
 pub(super) fn x_label(time: bool) -> impl Fn(f64) -> String {
     move |x| if time { format::clock(x) } else { format!("{x:.0}") }
 }
 
-/// From the smallest to the largest value of buckets; `None` where there is no finite one.
+/// The smallest and the largest value of buckets; `None` without a finite value.
 pub(super) fn extent<'a>(buckets: impl Iterator<Item = &'a Bucket>) -> Option<(f64, f64)> {
     let buckets = buckets.filter(|bucket| bucket.count > 0);
     let range = buckets

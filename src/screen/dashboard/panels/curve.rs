@@ -1,17 +1,17 @@
-//! The second chart: the loss scale as a staircase with a mark at every overflow, or another curve that was chosen.
+//! The second chart: the loss scale as a staircase with a mark at every overflow, or another selected curve.
 
 use super::chart::{Chart, Unit, extent, first_step, x_of, x_range};
 use super::loss::letter;
 use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::plot::Plot;
-use crate::screen::dashboard::state::{Chosen, ViewModel};
+use crate::screen::dashboard::state::{SecondChart, ViewModel};
 use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{Bucket, Curve, RunState};
 
 /// Draws the panel.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
-    let mut inner = match view.chosen {
-        Chosen::Scale => pad.frame(&[
+    let mut inner = match view.second_chart {
+        SecondChart::Scale => pad.frame(&[
             ("Loss scale (log2)", Role::Title),
             ("  ", Role::Text),
             ("✕", Role::Overflow),
@@ -19,7 +19,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         ]),
         other => pad.frame(&[(other.title(), Role::Title)]),
     };
-    if view.chosen == Chosen::Scale && !view.run().scales_losses() {
+    if view.second_chart == SecondChart::Scale && !view.run().scales_losses() {
         inner.text(1, 0, "off: gradients have FP32's range", Role::Dim);
         return;
     }
@@ -30,7 +30,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     chart.draw(view, &mut inner, |plot| {
         let others = view.others.iter().enumerate().map(|(at, other)| (&other.run, Role::Other(at), Some(letter(at))));
         for (run, role, mark) in others.chain([(view.run(), Role::Train, None)]) {
-            match curve(view.chosen, run) {
+            match curve(view.second_chart, run) {
                 Some(curve) => line(plot, view, curve, role, mark),
                 None => stairs(plot, view, run, chart, role, mark),
             }
@@ -38,15 +38,15 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     });
 }
 
-/// The chosen curve; `None` for the loss scale, which is a staircase.
-fn curve(chosen: Chosen, run: &RunState) -> Option<&Curve> {
+/// The selected curve; `None` for the loss scale, which is a staircase.
+fn curve(chosen: SecondChart, run: &RunState) -> Option<&Curve> {
     let curves = &run.curves;
     match chosen {
-        Chosen::Scale => None,
-        Chosen::Rate => Some(&curves.lr),
-        Chosen::Norm => Some(&curves.grad_norm),
-        Chosen::Speed => Some(&curves.tokens_per_s),
-        Chosen::Memory => Some(&curves.memory),
+        SecondChart::Scale => None,
+        SecondChart::Rate => Some(&curves.lr),
+        SecondChart::Norm => Some(&curves.grad_norm),
+        SecondChart::Speed => Some(&curves.tokens_per_s),
+        SecondChart::Memory => Some(&curves.memory),
     }
 }
 
@@ -54,7 +54,7 @@ fn curve(chosen: Chosen, run: &RunState) -> Option<&Curve> {
 pub(super) fn chart(view: &ViewModel) -> Option<Chart> {
     let first = first_step(view);
     let shown = |run: &RunState| {
-        if let Some(curve) = curve(view.chosen, run) {
+        if let Some(curve) = curve(view.second_chart, run) {
             return extent(curve.since(first).iter());
         }
         let points = run.curves.scale.points();
@@ -64,26 +64,26 @@ pub(super) fn chart(view: &ViewModel) -> Option<Chart> {
     };
     let runs = std::iter::once(view.run()).chain(view.others.iter().map(|other| &other.run));
     let (low, high) = runs.filter_map(shown).reduce(|one, other| (one.0.min(other.0), one.1.max(other.1)))?;
-    let (y, unit) = match view.chosen {
-        Chosen::Scale => {
-            // Whole numbers at the bottom, in the middle and at the top.
+    let (y, unit) = match view.second_chart {
+        SecondChart::Scale => {
+            // Integer labels at the bottom, in the middle and at the top.
             let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
             ((low, high + (high - low) % 2.0), Unit::Power)
         }
-        Chosen::Rate => ((0.0, high.max(f64::MIN_POSITIVE)), Unit::Rate),
-        Chosen::Norm => (airy(low, high), Unit::Plain),
-        Chosen::Speed => (airy(low, high), Unit::Count),
-        Chosen::Memory => (airy(low, high), Unit::Bytes),
+        SecondChart::Rate => ((0.0, high.max(f64::MIN_POSITIVE)), Unit::Rate),
+        SecondChart::Norm => (padded(low, high), Unit::Plain),
+        SecondChart::Speed => (padded(low, high), Unit::Count),
+        SecondChart::Memory => (padded(low, high), Unit::Bytes),
     };
     Some(Chart { x: x_range(view), y, unit, time: view.time_axis })
 }
 
-fn airy(low: f64, high: f64) -> (f64, f64) {
+fn padded(low: f64, high: f64) -> (f64, f64) {
     let air = ((high - low) * 0.05).max(high.abs() * 1e-3).max(f64::MIN_POSITIVE);
     ((low - air).max(0.0), high + air)
 }
 
-/// The largest and smallest of each column where a bucket holds several steps, else the line through them.
+/// Draws the range of each bucket if buckets hold several steps, else the line through them.
 fn line(plot: &mut Plot, view: &ViewModel, curve: &Curve, role: Role, mark: Option<char>) {
     let x = |bucket: &Bucket| x_of(bucket, view.time_axis);
     let buckets = curve.since(first_step(view));

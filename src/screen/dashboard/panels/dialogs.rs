@@ -1,4 +1,4 @@
-//! What lies over the tabs: help, the question before leaving, the totals at the end.
+//! The dialogs over the tabs: help, the question before leaving, the summary at the end.
 
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::keys::{Action, KEYS};
@@ -24,7 +24,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
 }
 
 fn help(view: &ViewModel, pad: &mut Pad) {
-    // A watcher's keys do not reach training.
+    // Keys that command training do nothing in a watcher.
     let keys: Vec<_> = KEYS.iter().filter(|key| view.mode == Mode::Attached || !key.does(Action::commands)).collect();
     let mut popup = pad.popup(78, keys.len() as u16 + 3);
     let rows = popup.height().saturating_sub(3);
@@ -38,9 +38,9 @@ fn help(view: &ViewModel, pad: &mut Pad) {
     }
     let range = [
         ("├ ● ┤", Role::Train),
-        (" least, RMS, most  ", Role::Text),
+        (" min, RMS, max  ", Role::Text),
         ("▾", Role::Subnormal),
-        (" at the format's least  ", Role::Text),
+        (" at the format's minimum  ", Role::Text),
         ("▴", Role::Subnormal),
         (" wider type  ", Role::Text),
         ("✕", Role::Overflow),
@@ -54,7 +54,7 @@ fn quit(pad: &mut Pad) {
     let mut inner = popup.frame(&[("Leave?", Role::Title)]);
     let answers = [
         ("s", "save and stop"),
-        ("d", "detach: train on, as plain lines"),
+        ("d", "detach: continue as plain lines"),
         ("D", "discard: stop without saving"),
         ("Esc", "back"),
     ];
@@ -97,7 +97,7 @@ fn summary(view: &ViewModel, finished: &Finished, pad: &mut Pad) {
         lines.push(("val loss", format::loss(loss) + &best.unwrap_or_default()));
     }
     lines.push(("loss scale", format::scale(finished.loss_scale)));
-    lines.extend(finished.peak_rss_bytes.map(|peak| ("memory", format!("{} at the most", format::bytes(peak)))));
+    lines.extend(finished.peak_rss_bytes.map(|peak| ("peak memory", format::bytes(peak))));
     lines.extend(finished.checkpoint.clone().map(|path| ("checkpoint", path)));
     let mut popup = pad.popup(64, lines.len() as u16 + 4);
     let mut inner = popup.frame(&[(reason, Role::Title)]);
@@ -106,5 +106,5 @@ fn summary(view: &ViewModel, finished: &Finished, pad: &mut Pad) {
         inner.text(13, y, value, Role::Text);
     }
     let y = inner.height().saturating_sub(1);
-    inner.text(1, y, "Esc looks around, q leaves", Role::Dim);
+    inner.text(1, y, "Esc closes this, q quits", Role::Dim);
 }

@@ -1,4 +1,4 @@
-//! One event with everything that is known of it.
+//! One event with all of its fields.
 
 use crate::screen::dashboard::event_text;
 use crate::screen::dashboard::format;
@@ -7,7 +7,7 @@ use crate::screen::dashboard::theme::Role;
 use crate::telemetry::EventRow;
 use serde_json::Value;
 
-/// Draws the event from its line `top` on, over the whole panel.
+/// Draws the event, scrolled to line `top`, over the whole panel.
 pub(in crate::screen::dashboard) fn draw(row: &EventRow, top: u16, pad: &mut Pad) {
     let (glyph, role) = event_text::glyph(&row.event);
     let at = format!(" step {} at {}", row.step, format::clock(row.s));
@@ -21,7 +21,7 @@ pub(in crate::screen::dashboard) fn draw(row: &EventRow, top: u16, pad: &mut Pad
     }
 }
 
-/// What the event says, line by line: its sentence, broken where it must be, then its fields.
+/// The event's lines: its text, wrapped to `width`, then its fields.
 fn lines(row: &EventRow, width: usize) -> Vec<(String, String)> {
     let sentence: Vec<char> = format::printable(&event_text::text(row)).chars().collect();
     let sentence = sentence.chunks(width.saturating_sub(2).max(1));
@@ -29,12 +29,12 @@ fn lines(row: &EventRow, width: usize) -> Vec<(String, String)> {
     lines.push(Default::default());
     fields(serde_json::to_value(&row.event).unwrap_or_default(), "", &mut lines);
     if row.more > 0 {
-        lines.push((String::new(), format!("and {} tensors more, in the run's log", row.more)));
+        lines.push((String::new(), format!("and {} more tensors, in the run's log", row.more)));
     }
     lines
 }
 
-/// The leaves of a value, each with its path; an array of plain values, and a tensor's row, on one line.
+/// The leaves of a value, each with its path; an array of scalars and a tensor's row take one line.
 fn fields(value: Value, path: &str, lines: &mut Vec<(String, String)>) {
     let within = |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
     let plain = |value: &Value| !value.is_object() && !value.is_array();

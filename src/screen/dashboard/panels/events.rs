@@ -1,4 +1,4 @@
-//! Everything that happened but plain steps, in time order, the newest at the bottom.
+//! All events except plain steps, in time order, newest last.
 
 use super::event_detail;
 use crate::screen::dashboard::event_text;
@@ -17,7 +17,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let rows = view.events();
     let cursor = view.cursors[EVENTS].min(rows.len().saturating_sub(1));
     let hidden = hidden(view, pad.height().saturating_sub(2));
-    // Below are newer ones: how many, so that nobody waits for news that are off the screen.
+    // Show how many newer events are below the visible rows.
     let below = if hidden > 0 { format!("   {hidden} newer below") } else { String::new() };
     let title = format!("Events {}{}{below}", rows.len(), view.filter_label(EVENTS));
     let mut inner = pad.frame(&[(&title, Role::Title)]);
@@ -37,14 +37,14 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-/// How many of the newest events are below a list of `height` lines: as few as it takes to show the one under the cursor.
+/// The number of newest events hidden below a list of `height` lines: as few as needed to show the one under the cursor.
 fn hidden(view: &ViewModel, height: u16) -> usize {
     let rows = view.events().len();
     let cursor = view.cursors[EVENTS].min(rows.saturating_sub(1));
     (cursor + 1).saturating_sub(usize::from(height).max(1))
 }
 
-/// The event, counted from the newest, that a line of the panel `area` shows.
+/// The event at a line of the panel `area`, counted from the newest.
 pub(in crate::screen::dashboard) fn row_at(view: &ViewModel, area: Rect, line: u16) -> Option<usize> {
     let height = area.height.saturating_sub(2);
     let line = line.checked_sub(area.y + 1).filter(|line| *line < height)?;

@@ -1,4 +1,4 @@
-//! The gradients on the ruler: the histogram of their exponents, and below it the range of each layer.
+//! The gradients on the ruler: the histogram of their exponents, and the range of each layer below.
 
 use crate::precision::{ExponentHistogram, FloatFormat};
 use crate::screen::dashboard::format;
@@ -43,7 +43,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-/// Draws the panel of the second tab: the whole width for the ruler, the probe's FP32 gradients as an outline.
+/// Draws the panel of the second tab: a full-width ruler with the probe's FP32 gradients as an outline.
 pub(in crate::screen::dashboard) fn draw_large(view: &ViewModel, pad: &mut Pad) {
     let run = view.run();
     let mut inner = pad.frame(&[(&title(view), Role::Title)]);
@@ -66,12 +66,12 @@ pub(in crate::screen::dashboard) fn draw_large(view: &ViewModel, pad: &mut Pad) 
     draw_bars(&mut inner, bars, &ruler, &histogram, probe.as_ref(), shift);
     let line = format!("step {step}, scale {}: {}", format::scale(*scale), summary(stats, shift));
     inner.text(1, bars + 2, &line, Role::Text);
-    probe_line(run, view.is_heard(), &mut inner, bars + 3);
+    probe_line(run, view.can_command(), &mut inner, bars + 3);
 }
 
-fn probe_line(run: &RunState, heard: bool, pad: &mut Pad, y: u16) {
+fn probe_line(run: &RunState, attached: bool, pad: &mut Pad, y: u16) {
     let Some(probe) = &run.probe else {
-        pad.text(1, y, if heard { "no FP32 probe yet: p asks for one" } else { "no FP32 probe" }, Role::Dim);
+        pad.text(1, y, if attached { "no FP32 probe yet: press p" } else { "no FP32 probe" }, Role::Dim);
         return;
     };
     let (flushed, nonzero) = probe.tensors.iter().fold((0, 0), |(f, n), row| (f + row.flushed, n + row.nonzero));
@@ -92,10 +92,10 @@ fn title(view: &ViewModel) -> String {
         (false, _) => "",
     };
     let format = run.grad_format();
-    // FP16's limits are on the ruler; those of the wide formats are seldom in sight.
+    // FP16's limits are on the ruler; those of the wide formats rarely are.
     let range = match (format.min_exponent(), format.max_exponent()) {
         _ if format == FloatFormat::FP16 => String::new(),
-        (least, largest) => format!(" (normal from 2^{least} to 2^{largest})"),
+        (min, max) => format!(" (normal from 2^{min} to 2^{max})"),
     };
     format!("Gradients as {} stores them{range}{how}", format.name)
 }
@@ -119,7 +119,7 @@ fn draw_bars(
     ruler.axis(pad, height, shift);
 }
 
-/// The shares left of the histogram, where it is high enough.
+/// The shares left of the histogram, if it is high enough.
 fn margin(pad: &mut Pad, height: u16, stats: &GradStats) {
     if height < 5 {
         return;
@@ -173,7 +173,7 @@ fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &
             pad.glyph(from, y, '├', if at_edge { Role::Subnormal } else { Role::Train });
             pad.glyph(to, y, '┤', Role::Train);
         }
-        // Of a layer that overflowed there is no mean.
+        // A layer that overflowed has no mean.
         if layer.rms().is_finite() {
             pad.glyph(ruler.column(exponent_of(layer.rms() as f32)).clamp(from, to), y, '●', Role::Train);
         }
@@ -183,7 +183,7 @@ fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &
     }
 }
 
-/// At most `rows` layers: neighbouring blocks are joined until they fit.
+/// At most `rows` layers: adjacent blocks are merged until they fit.
 fn fold(layers: Vec<Layer>, rows: u16) -> Vec<Layer> {
     let blocks = layers.iter().filter(|layer| layer.name.starts_with("h.")).count();
     let others = layers.len() - blocks;
@@ -207,7 +207,7 @@ fn fold(layers: Vec<Layer>, rows: u16) -> Vec<Layer> {
     folded
 }
 
-/// The exponent of a number's binade; that of the smallest `f32` for zero.
+/// The exponent of a number's binade; for zero, that of the smallest `f32`.
 fn exponent_of(value: f32) -> i32 {
     if value > 0.0 { value.log2().floor().max(-149.0) as i32 } else { -149 }
 }

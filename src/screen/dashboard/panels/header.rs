@@ -1,5 +1,5 @@
-//! The first line: what the run is doing, which run it is, and the tabs. Where it is short of room it sheds one piece after
-//! the other: first the long form of the precision, then the model where the run's name has it, the tabs' names, the run.
+//! The first line: the run's phase, its name, and the tabs. If it is too narrow, it drops in this order: the long form of
+//! the precision, the model if the run's name contains it, the tabs' names, the run.
 
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
@@ -19,7 +19,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-/// Draws what the run is doing; gives the column behind it.
+/// Draws the run's phase; returns the column after it.
 pub(in crate::screen::dashboard) fn draw_state(view: &ViewModel, pad: &mut Pad) -> u16 {
     let (state, role) = phase(view);
     let x = pad.spans(0, 0, &[("finetune ", Role::Title), (&state, role)]);
@@ -29,7 +29,7 @@ pub(in crate::screen::dashboard) fn draw_state(view: &ViewModel, pad: &mut Pad) 
     }
 }
 
-/// The tab that a column of the first line belongs to.
+/// The tab at a column of the first line.
 pub(in crate::screen::dashboard) fn tab_at(view: &ViewModel, width: u16, column: u16) -> Option<usize> {
     let x = state_width(view);
     let (_, named) = pieces(view, x, width);
@@ -42,7 +42,7 @@ fn state_width(view: &ViewModel) -> u16 {
     ("finetune ".len() + phase(view).0.chars().count() + frozen) as u16
 }
 
-/// A tab's label. The chosen one stands in brackets; without names the others keep their numbers.
+/// A tab's label. The current one is in brackets; without names, the others show only their numbers.
 fn label(tab: usize, chosen: usize, named: bool) -> String {
     match (named || tab == chosen, tab == chosen) {
         (_, true) => format!("[{} {}]", tab + 1, TABS[tab]),
@@ -51,7 +51,7 @@ fn label(tab: usize, chosen: usize, named: bool) -> String {
     }
 }
 
-/// Each tab's column, label and number, flush right.
+/// Each tab's column, label and number, right-aligned.
 fn tabs(chosen: usize, named: bool, x: u16, width: u16) -> Vec<(u16, String, usize)> {
     let labels = (0..TABS.len()).map(|tab| label(tab, chosen, named));
     let all = labels.clone().map(|label| label.len() as u16).sum::<u16>();
@@ -64,7 +64,7 @@ fn tabs(chosen: usize, named: bool, x: u16, width: u16) -> Vec<(u16, String, usi
     labels.enumerate().map(place).collect()
 }
 
-/// What is said of the run between the columns `x` and `width`, and whether the tabs have their names.
+/// The text about the run that fits between the columns `x` and `width`, and whether the tabs show their names.
 fn pieces(view: &ViewModel, x: u16, width: u16) -> (String, bool) {
     let columns = |named: bool| (0..TABS.len()).map(|tab| label(tab, view.tab, named).len()).sum::<usize>();
     let room = |named: bool| usize::from(width).saturating_sub(usize::from(x) + columns(named));
@@ -94,7 +94,7 @@ fn pieces(view: &ViewModel, x: u16, width: u16) -> (String, bool) {
     candidates.into_iter().find(|(about, named)| fits(about, *named)).unwrap_or_else(nothing)
 }
 
-/// What the run is doing, in a glyph and a word.
+/// The run's phase as a glyph and a word.
 fn phase(view: &ViewModel) -> (String, Role) {
     let run = view.live();
     let (word, role) = match &run.phase {
@@ -114,7 +114,7 @@ fn phase(view: &ViewModel) -> (String, Role) {
         let glyph = if playback.paused { '‖' } else { '▶' };
         return (format!("{glyph} replay ×{}", playback.speed), role);
     }
-    // A watched run that says nothing for long may hang; nobody can know, so the time is shown.
+    // A watched run without new records may hang or be in a slow step, so show for how long.
     let silent = view.now.saturating_sub(run.last_t) as f64 / 1000.0;
     if view.mode == Mode::Watching && run.phase == Phase::Running && run.last_t > 0 && silent > 30.0 {
         return (format!("{word}, silent for {}", format::ago(silent)), Role::Subnormal);

@@ -1,5 +1,5 @@
-//! The loss: of the batches the smallest and the largest of each column of dots, the smoothed curve, and validation. Other
-//! runs are laid over it as their smoothed curves, each with its letter at the end.
+//! The loss chart: the range of batch losses in each column of dots, the smoothed curve, and validation losses. Other runs
+//! are overlaid as their smoothed curves, each with its letter at the end.
 
 use super::chart::{Chart, Unit, extent, first_step, x_of, x_range};
 use crate::screen::dashboard::format;
@@ -45,13 +45,13 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     chart.draw(view, &mut inner, |plot| curves(view, plot));
 }
 
-/// What a run is called in a legend.
+/// A run's name in a legend.
 fn name(run: &RunState) -> String {
     let name = run.started.as_ref().map_or("", |started| started.run.as_str());
     if name.is_empty() { "run".into() } else { format::printable(name) }
 }
 
-/// The letter of another run; the run itself is `A`.
+/// The letter of another run; the main run is `A`.
 pub(super) fn letter(other: usize) -> char {
     char::from(b'B' + (other % 25) as u8)
 }
@@ -72,7 +72,7 @@ pub(super) fn chart(view: &ViewModel) -> Option<Chart> {
             let air = ((high - low) * 0.03).max(if view.range.is_some() { 0.0005 } else { 0.01 });
             (low - air, high + air)
         }
-        // Only broken losses so far: they still get an axis to stand on.
+        // No finite loss yet: draw an axis anyway.
         _ if run.curves.loss.whole().is_empty() => return None,
         _ => (0.0, 1.0),
     };
@@ -89,7 +89,7 @@ fn scaling(view: &ViewModel) -> fn(f64) -> f64 {
     if view.log_loss { f64::log10 } else { |loss| loss }
 }
 
-/// The line of a run: its smoothed loss, or the loss itself where nothing is smoothed.
+/// The line of a run: its smoothed loss, or the loss itself without smoothing.
 fn line<'a>(view: &ViewModel, run: &'a RunState) -> Cow<'a, [Bucket]> {
     run.curves.smoothed.get(view.window()).unwrap_or(&run.curves.loss).since(first_step(view))
 }

@@ -1,6 +1,5 @@
-//! The skipped steps, newest first: what the scale became, and in which tensors it happened. Where the overflow was
-//! traced, an arrow tells the pass it began in, forward or backward, and the name after it is the layer's. The title names
-//! the layers that have overflowed so often that they compute in a wider type.
+//! The skipped steps, newest first: the new scale and the tensors that overflowed. If the overflow was traced, an arrow
+//! marks the pass it began in, forward or backward, followed by the layer. The title names the layers in fallback.
 
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
@@ -34,8 +33,8 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-/// Where it began, if that is known, then the tensors that were not finite, the worst first, as far as they fit, and how
-/// many more there are.
+/// Where it began, if that is known, then the tensors that were not finite, worst first, as far as they fit, and the
+/// number of the others.
 fn names(row: &OverflowRow, pad: &mut Pad, x: u16, y: u16) {
     let room = usize::from(pad.width().saturating_sub(x));
     let mut text = row.origin.as_ref().map_or_else(String::new, |origin| match origin.pass {
@@ -44,7 +43,7 @@ fn names(row: &OverflowRow, pad: &mut Pad, x: u16, y: u16) {
     });
     let mut named = 0;
     for name in &row.tensors {
-        // Where it is narrow: weights are what one thinks of first.
+        // In a narrow panel, omit the suffix of weights.
         let name = if room < 24 { name.trim_end_matches(".weight") } else { name };
         if !text.is_empty() && text.chars().count() + 2 + name.len() + " +000".len() > room {
             break;
@@ -56,14 +55,14 @@ fn names(row: &OverflowRow, pad: &mut Pad, x: u16, y: u16) {
     let more = row.more + row.tensors.len() - named;
     let x = pad.text(x, y, if text.is_empty() { "-" } else { &text }, Role::Text);
     if more > 0 {
-        // Over the end of a long name rather than not at all: that there are more matters more.
+        // Overwrite the end of a long name: the number of others matters more.
         let more = format!(" +{more}");
         let at = x.min(pad.width().saturating_sub(more.len() as u16));
         pad.text(at, y, &more, Role::Dim);
     }
 }
 
-/// `2^16→2^15`, or where it is short of room `→2^15`.
+/// `2^16→2^15`, or `→2^15` in a narrow panel.
 fn change(row: &OverflowRow, wide: bool) -> String {
     let (from, to) = (format::scale(row.scale.from), format::scale(row.scale.to));
     match row.scale.cause {

@@ -1,4 +1,4 @@
-//! What was measured at the step under the charts' cursor, on one line.
+//! The figures of the step at the charts' cursor, on one line.
 
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
@@ -18,8 +18,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, step: u64, pad: &mut 
     }
 }
 
-/// Each figure at the step, or the last one before it. Where one place of a chart stands for several steps: the mean, and
-/// the smallest and the largest.
+/// Each figure at the step, or the last one before it. If a bucket holds several steps: the mean, minimum and maximum.
 fn figures(view: &ViewModel, step: u64) -> Vec<(String, Role)> {
     let curves = &view.run().curves;
     let mut figures = Vec::new();

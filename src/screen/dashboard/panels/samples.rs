@@ -11,7 +11,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let count = view.run().samples.len();
     let mut inner = pad.frame(&[(&format!("Samples {count}, newest first"), Role::Title)]);
     if count == 0 {
-        inner.text(1, 0, if view.is_heard() { "none yet: g asks for one" } else { "none" }, Role::Dim);
+        inner.text(1, 0, if view.can_command() { "none yet: press g" } else { "none" }, Role::Dim);
     }
     let mut y = 0;
     for sample in view.samples().skip(view.cursors[SAMPLES]) {
@@ -30,8 +30,8 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-/// Prompt and text in lines of at most `width` columns, broken at line ends and else anywhere; with each line the bytes
-/// of it that belong to the prompt.
+/// Prompt and text in lines of at most `width` columns, wrapped at any character; each with the number of its bytes that
+/// belong to the prompt.
 fn wrapped(prompt: &str, text: &str, width: usize) -> Vec<(String, usize)> {
     let mut lines = vec![(String::new(), 0, 0)];
     let pieces = prompt.chars().map(|c| (c, true)).chain(text.chars().map(|c| (c, false)));

@@ -1,4 +1,4 @@
-//! The three status lines: where the run is, how it learns, what it costs.
+//! The three status lines: progress, learning, resources.
 
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
@@ -21,7 +21,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     items(pad, 2, &cost(view, run, wide));
 }
 
-/// Loss, loss scale and step, for a terminal that has room for nothing else.
+/// Loss, loss scale and step, for a very small terminal.
 pub(in crate::screen::dashboard) fn essentials(view: &ViewModel) -> Vec<(String, Role)> {
     let run = view.run();
     if run.step.step == 0 {
@@ -38,7 +38,7 @@ fn progress(run: &RunState, pad: &mut Pad) {
     let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
     let epochs = run.started.as_ref().map_or(0.0, |started| started.epochs);
     let eta = match run.remaining() {
-        // A run that has stopped before its end does not get there.
+        // A run that stopped early has no ETA.
         _ if run.is_over() => (step >= total).then_some(0.0),
         eta => eta,
     };
@@ -56,7 +56,7 @@ fn progress(run: &RunState, pad: &mut Pad) {
     pad.text(x, 0, &"─".repeat(cells - full), Role::Dim);
 }
 
-/// Writes what fits, with three columns between two items, or two where it is tight.
+/// Writes the items that fit, three columns apart, or two if that is too wide.
 fn items(pad: &mut Pad, y: u16, items: &[(String, Role)]) {
     let columns = |text: &str| text.chars().count() as u16;
     let all: u16 = items.iter().map(|(text, _)| columns(text) + 3).sum();
@@ -91,7 +91,7 @@ fn learning(view: &ViewModel, run: &RunState, wide: bool, narrow: bool) -> Vec<(
     let role = if step.skipped > 0 { Role::Overflow } else { Role::Text };
     items.push((format!("skipped {}", step.skipped), role));
     if narrow {
-        // What is left out from the end there should not be what the run's numerics are read from.
+        // Items are dropped from the end: keep those about numerics.
         items.sort_by_key(|(text, _)| text.starts_with("lr") || text.starts_with("|g|"));
     }
     items
@@ -126,7 +126,7 @@ fn cost(view: &ViewModel, run: &RunState, wide: bool) -> Vec<(String, Role)> {
     items
 }
 
-/// `GPU 94% 611 W 61 °C 21.4/139.8 GiB`; where it is short of room `GPU 94% 61°C 21.4/140 GiB`.
+/// `GPU 94% 611 W 61 °C 21.4/139.8 GiB`; in a narrow terminal `GPU 94% 61°C 21.4/140 GiB`.
 fn gpu_figures(gpu: &GpuStats, wide: bool) -> String {
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let (space, decimals) = if wide { (" ", 1) } else { ("", 0) };

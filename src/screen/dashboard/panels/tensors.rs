@@ -10,12 +10,12 @@ use crate::telemetry::TensorRow;
 use crate::telemetry::{Bucket, Series};
 use ratatui::layout::Rect;
 
-/// Columns of the figures right of the name, in the first tab's narrow table and in the third tab's.
+/// Columns right of the name, in the first tab's narrow table and in the third tab's.
 const NARROW: usize = 33;
 const WIDE: usize = 68;
-/// Those of the columns that the third tab's table gives up first, so that names stay readable.
+/// The width of the columns that the third tab's table drops first, so that names stay readable.
 const SPARE: usize = 19;
-/// The longest name of a GPT-2's tensor that must be readable.
+/// The length of the longest GPT-2 tensor name, which must be readable.
 const NAME: usize = 24;
 
 /// Draws the panel of the first tab.
@@ -53,7 +53,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         history(view, pad);
         return;
     }
-    let title = format!("{}, look at step {}{}", title(view), view.run().tensors.step, view.filter_label(TENSORS));
+    let title = format!("{}, at step {}{}", title(view), view.run().tensors.step, view.filter_label(TENSORS));
     let mut inner = pad.frame(&[(&title, Role::Title)]);
     let rows = view.tensors();
     let table = Table::new(view, inner.width().into());
@@ -77,12 +77,12 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
 }
 
-/// The first row that a table of this height shows, its heading included.
+/// The first row shown by a table of this height, which includes its heading.
 fn first_row(view: &ViewModel, height: u16) -> usize {
     (view.cursors[TENSORS] + 1).saturating_sub(usize::from(height.saturating_sub(1)).max(1))
 }
 
-/// The row of the third tab's table that a line of the panel `area` shows.
+/// The row of the third tab's table at a line of the panel `area`.
 pub(in crate::screen::dashboard) fn row_at(view: &ViewModel, area: Rect, line: u16) -> Option<usize> {
     let line = line.checked_sub(area.y + 2).filter(|line| *line + 3 < area.height)?;
     let row = first_row(view, area.height.saturating_sub(2)) + usize::from(line);
@@ -91,16 +91,16 @@ pub(in crate::screen::dashboard) fn row_at(view: &ViewModel, area: Rect, line: u
 
 /// Why the table is empty.
 fn nothing(view: &ViewModel) -> &'static str {
-    if view.filters[TENSORS].is_empty() { "no look at single tensors yet" } else { "no such tensor" }
+    if view.filters[TENSORS].is_empty() { "no statistics of single tensors yet" } else { "no such tensor" }
 }
 
-/// How the third tab's table is laid out.
+/// The layout of the third tab's table.
 struct Table {
     /// Columns of the name.
     name: usize,
-    /// Whether there is room for the columns that can be spared.
+    /// Whether the optional columns fit.
     spare: bool,
-    /// What magnitudes are divided by.
+    /// *The divisor of magnitudes.
     divisor: f32,
 }
 
@@ -132,7 +132,7 @@ impl Table {
     }
 }
 
-/// What magnitudes are divided by: the loss scale of the newest look where the true ones are wanted.
+/// *The divisor of magnitudes: the loss scale of the newest table if true magnitudes are shown, else 1.
 fn divisor(view: &ViewModel) -> f32 {
     if view.true_magnitudes { view.run().tensors.loss_scale } else { 1.0 }
 }
@@ -142,7 +142,7 @@ fn headings(view: &ViewModel) -> (&'static str, &'static str) {
     if view.true_magnitudes { ("true min", "true max") } else { ("min|g|", "max|g|") }
 }
 
-/// The chosen tensor's smallest and largest magnitude over the run, with the format's limits.
+/// The selected tensor's smallest and largest magnitude over the run, with the format's limits.
 fn history(view: &ViewModel, pad: &mut Pad) {
     let run = view.run();
     let Some(row) = view.chosen_tensor() else { return };
@@ -156,7 +156,7 @@ fn history(view: &ViewModel, pad: &mut Pad) {
         return;
     }
     let (bottom, top) = (extreme(low).0, extreme(high).1);
-    // A format's limits are drawn where they are in the neighbourhood: FP32's would squeeze everything else.
+    // Draw a format's limits only if they are near the data: FP32's would compress everything else.
     let limits: Vec<_> = [least, normal].map(f64::from).into_iter().filter(|limit| bottom - limit < 24.0).collect();
     let bottom = limits.iter().fold(bottom, |bottom, limit| bottom.min(*limit));
     let y = (bottom.floor() - 1.0, top.ceil() + 1.0);
@@ -202,7 +202,7 @@ fn title(view: &ViewModel) -> String {
     format!("Tensors, {}{when}", view.sort.title(probe.is_some()))
 }
 
-/// True underflow as the probe found it; `-` where it has not looked.
+/// True underflow from the newest probe; `-` without one.
 fn underflow(row: &TensorRow) -> String {
     row.flushed.map_or_else(|| "-".into(), |(flushed, nonzero)| format::percent(flushed, nonzero))
 }
@@ -216,7 +216,7 @@ fn overflow_role(row: &TensorRow) -> Role {
     if row.overflows > 0 { Role::Overflow } else { Role::Text }
 }
 
-/// A name that is too long loses its beginning: its end tells tensors of a layer apart.
+/// Shortens a long name at its start, because its end distinguishes the tensors of a layer.
 fn shortened(name: &str, width: usize) -> String {
     let length = name.chars().count();
     if length <= width {

@@ -1,4 +1,4 @@
-//! The table "if the loss scale were 2^k": what would be flushed to zero, stored as subnormal, or overflow.
+//! The table "if the loss scale were 2^k": the shares that would flush to zero, be subnormal, or overflow.
 
 use crate::precision::{ExponentHistogram, RangeShares};
 use crate::screen::dashboard::format;
@@ -11,7 +11,7 @@ use crate::telemetry::{RunState, histogram};
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let run = view.run();
     let mut inner = pad.frame(&[("If the loss scale were", Role::Title)]);
-    let Some((true_gradients, source)) = gradients(run, view.is_heard()) else {
+    let Some((true_gradients, source)) = gradients(run, view.can_command()) else {
         inner.text(1, 0, "no gradients yet", Role::Dim);
         return;
     };
@@ -20,7 +20,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let rows = i32::from(inner.height().saturating_sub(2));
     let now = (run.step.loss_scale.max(f32::MIN_POSITIVE).log2().round()) as i32;
     let shares = |scale: i32| true_gradients.shares_at(scale, format);
-    // The largest scale without an overflow: everything above it trades numbers at the top for numbers at the bottom.
+    // The largest scale without an overflow.
     let best = (-30..=60).rev().find(|scale| shares(*scale).overflow == 0.0);
     let first = now - rows / 2;
     for (y, scale) in (1..).zip(first..first + rows) {
@@ -48,8 +48,8 @@ fn cell(share: f64) -> String {
     format!("{:>12}", format::percent((share * parts as f64).ceil() as u64, parts))
 }
 
-/// The gradients as they are before scaling, as exactly as they are known, and how they are.
-fn gradients(run: &RunState, heard: bool) -> Option<(ExponentHistogram, String)> {
+/// The unscaled gradients, from the newest probe if there is one, and a description of their source.
+fn gradients(run: &RunState, attached: bool) -> Option<(ExponentHistogram, String)> {
     if let Some(probe) = &run.probe {
         let source = format!("of the FP32 gradients of the probe at step {}", probe.step);
         return Some((histogram(&probe.grads), source));
@@ -58,7 +58,7 @@ fn gradients(run: &RunState, heard: bool) -> Option<(ExponentHistogram, String)>
     let shift = scale.log2().round() as i32;
     let counts = histogram(stats);
     let unscaled = ExponentHistogram::from_counts(counts.iter().map(|(exponent, count)| (exponent - shift, count)));
-    let hint = if heard { "; p asks for an FP32 probe, which sees the rest" } else { "" };
+    let hint = if attached { "; press p for an FP32 probe, which includes the rest" } else { "" };
     let source = format!("of what {} kept at step {step}{hint}", run.grad_format().name);
     Some((unscaled, source))
 }

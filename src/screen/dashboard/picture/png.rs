@@ -1,4 +1,4 @@
-//! A frame as PNG, in the glyphs of GNU Unifont, which has one for every character of the basic plane.
+//! A frame as PNG, drawn with GNU Unifont, which covers the basic multilingual plane.
 
 use crate::screen::dashboard::theme::Look;
 use crate::{Error, Result};
@@ -6,7 +6,7 @@ use ratatui::buffer::Buffer;
 use ratatui::style::{Color, Modifier};
 use ratatui::text::Span;
 
-/// Pixels of a cell: those of a half-width glyph.
+/// Pixels of a cell, the size of a half-width glyph.
 const WIDTH: usize = 8;
 const HEIGHT: usize = 16;
 
@@ -45,18 +45,18 @@ struct Canvas {
 }
 
 impl Canvas {
-    /// Draws a character over so many cells.
+    /// Draws a character over `cells` cells.
     fn glyph(&mut self, (x, y): (usize, usize), cells: usize, c: char, (ink, paper): (Rgb, Rgb), bold: bool) {
         let glyph = unifont::get_glyph(c);
         let width = cells * WIDTH;
-        // A glyph that is wider than its place is squeezed.
+        // Compress a glyph that is too wide.
         let squeeze = glyph.map_or(1, |glyph| glyph.get_width().div_ceil(width));
-        // Unifont marks the dots of a braille character that are not set, too: here they are drawn.
+        // Unifont also marks the unset dots of braille characters, so draw the set ones here.
         let dots = matches!(c, '\u{2800}'..='\u{28ff}').then_some(c as u32 & 0xff);
         for row in 0..HEIGHT {
             let lit = |column: usize| {
                 if let Some(dots) = dots {
-                    // Bits by row and column, as Unicode numbers the dots; each is two pixels of four.
+                    // Bits by row and column, in Unicode's numbering of the dots; each dot is 2×2 pixels.
                     const BITS: [[u32; 2]; 4] = [[0, 3], [1, 4], [2, 5], [6, 7]];
                     let set = dots >> BITS[row / 4][column / 4] & 1 == 1;
                     return set && (1..3).contains(&(row % 4)) && (1..3).contains(&(column % 4));

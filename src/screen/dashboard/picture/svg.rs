@@ -1,5 +1,4 @@
-//! A frame as SVG. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the fonts of whoever
-//! looks at it.
+//! A frame as SVG. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the viewer's fonts.
 
 use crate::screen::dashboard::theme::Look;
 use ratatui::buffer::{Buffer, Cell};
@@ -30,7 +29,7 @@ pub(super) fn svg(buffer: &Buffer, look: Look) -> String {
     out + "</svg>\n"
 }
 
-/// Draws the cells from (x, y) on that look alike; gives their number.
+/// Draws the run of equally styled cells from (x, y); returns its length.
 fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &Page, out: &mut String) -> u16 {
     let first = &buffer[(x, y)];
     let (left, top) = (f64::from(x) * WIDTH, f64::from(y) * HEIGHT);
@@ -70,7 +69,7 @@ fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &Page, out: &mut String) 
     length.max(1)
 }
 
-/// The colours of what has none of its own.
+/// The default colours.
 struct Page {
     ink: String,
     paper: String,
@@ -90,7 +89,7 @@ fn hex((r, g, b): (u8, u8, u8)) -> String {
     format!("#{r:02x}{g:02x}{b:02x}")
 }
 
-/// A character that is a picture, as one.
+/// A braille, block or line character as a shape.
 fn shape(c: char, x: f64, y: f64, ink: &str) -> Option<String> {
     let (right, bottom, middle, centre) = (x + WIDTH, y + HEIGHT, y + HEIGHT / 2.0, x + WIDTH / 2.0);
     let lines = |path: String| Some(format!("<path d=\"{path}\" stroke=\"{ink}\" fill=\"none\"/>\n"));
@@ -117,7 +116,7 @@ fn shape(c: char, x: f64, y: f64, ink: &str) -> Option<String> {
 }
 
 fn braille(dots: u32, x: f64, y: f64, ink: &str) -> String {
-    // Bit to (column, row), as Unicode numbers the dots.
+    // Bit to (column, row), in Unicode's numbering of the dots.
     const PLACES: [(f64, f64); 8] =
         [(0.0, 0.0), (0.0, 1.0), (0.0, 2.0), (1.0, 0.0), (1.0, 1.0), (1.0, 2.0), (0.0, 3.0), (1.0, 3.0)];
     let lit = PLACES.iter().enumerate().filter(|(bit, _)| dots >> bit & 1 == 1);

@@ -1,8 +1,8 @@
-//! What annoyed or misled in daily use, one test for each numbered line: 7 (a resumed run), 14 (layouts), 15 (charts).
+//! Regressions from daily use, one test for each numbered item: 7 (a resumed run), 14 (layouts), 15 (charts).
 
 use super::*;
 use crate::screen::dashboard::picture::{Format, picture as picture_file};
-use crate::screen::dashboard::state::{Chosen, Other};
+use crate::screen::dashboard::state::{Other, SecondChart};
 use crate::telemetry::RunState;
 use ratatui::crossterm::event::{MouseButton, MouseEvent, MouseEventKind};
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ fn click(view: &mut ViewModel, size: (u16, u16), column: u16, row: u16) {
     update(view, Msg::Mouse(MouseEvent { kind, column, row, modifiers: KeyModifiers::NONE }));
 }
 
-/// Where a text stands in a picture.
+/// The position of a text in a frame.
 fn find(picture: &str, text: &str) -> (u16, u16) {
     let (row, line) = picture.lines().enumerate().find(|(_, line)| line.contains(text)).unwrap();
     (line.split(text).next().unwrap().chars().count() as u16, row as u16)
@@ -93,7 +93,7 @@ fn item_14_the_header_sheds_piece_by_piece() {
         let header = header(&view, width);
         assert!(header.contains("▶ running") && header.contains("[1 Overview]"), "{header}");
     }
-    // A run that was named after its model does not need the model beside it.
+    // A run named after its model is shown without the model.
     let run = "distilgpt2-fp16-0001".to_owned();
     let (model, policy) = ("distilgpt2".into(), "p=f32,c=f16,g=f16,r=f32".into());
     let started = Started { run, model, policy, resumed_from: Some(1700), ..Started::default() };
@@ -118,7 +118,7 @@ fn item_15_a_cursor_reads_the_charts_at_a_step() {
     insta::assert_snapshot!("cursor_120x36", shown);
     key(&mut view, KeyCode::Esc);
     assert_eq!(view.cursor, None);
-    // With single steps in sight the cursor goes from one to the next.
+    // If every step has its own column, the cursor moves by one step.
     press(&mut view, "nnn,");
     let at = view.cursor.unwrap();
     press(&mut view, ",");
@@ -148,13 +148,13 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
     }
     assert!(picture(&view, FULL).contains("smoothed 20"));
     for (chosen, title, figure) in [
-        (Chosen::Scale, "Loss scale (log2)", "2^15│"),
-        (Chosen::Rate, "Learning rate", "e-5│"),
-        (Chosen::Norm, "Gradient norm", "│"),
-        (Chosen::Speed, "Tokens a second", "10.2k│"),
-        (Chosen::Memory, "Resident memory", "1.2 GiB│"),
+        (SecondChart::Scale, "Loss scale (log2)", "2^15│"),
+        (SecondChart::Rate, "Learning rate", "e-5│"),
+        (SecondChart::Norm, "Gradient norm", "│"),
+        (SecondChart::Speed, "Tokens a second", "10.2k│"),
+        (SecondChart::Memory, "Resident memory", "1.2 GiB│"),
     ] {
-        assert_eq!(view.chosen, chosen);
+        assert_eq!(view.second_chart, chosen);
         let shown = picture(&view, FULL);
         assert!(shown.contains(title) && shown.contains(figure), "{title}\n{shown}");
         press(&mut view, "c");
@@ -222,7 +222,7 @@ fn item_15_the_mouse_chooses_a_tab_a_point_a_tensor_and_an_event() {
         click(&mut view, size, 5, line as u16);
         assert!(view.event.is_some() && picture(&view, size).contains("scale 2^14→2^15"), "{}", picture(&view, size));
     }
-    // Nothing can be commanded by a click.
+    // A click never sends a command.
     let mut view = running();
     press(&mut view, "q");
     click(&mut view, FULL, 60, 18);

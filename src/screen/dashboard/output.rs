@@ -31,11 +31,14 @@ pub struct Terminal {
 impl Terminal {
     /// This process's terminal.
     pub fn current() -> Self {
+        let stdout = std::io::stdout().is_terminal();
+        // Without a terminal crossterm would start `tput` to ask for a size.
+        let size = if stdout { ratatui::crossterm::terminal::size().unwrap_or((0, 0)) } else { (0, 0) };
         Self {
-            stdout: std::io::stdout().is_terminal(),
+            stdout,
             stderr: std::io::stderr().is_terminal(),
             dumb: std::env::var("TERM").map_or(true, |term| term.is_empty() || term == "dumb"),
-            size: ratatui::crossterm::terminal::size().unwrap_or((0, 0)),
+            size,
         }
     }
 

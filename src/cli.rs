@@ -1,4 +1,4 @@
-//! The command line: what may be typed, and which part of the library answers.
+//! The command line: parses the arguments and calls the library.
 
 mod bench;
 mod chat;
@@ -35,30 +35,30 @@ use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// What a user calls `name`: a file or folder as it stands, or else the run of that name in `runs`.
+/// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`.
 fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
     let run = runs.join(name);
     if !name.exists() && run.is_dir() { run } else { name.to_path_buf() }
 }
 
-/// "did you mean …?" about a run that is not there, where one in `runs` has a similar name.
-fn meant(name: &Path, runs: &Path) -> String {
+/// "; did you mean …?" if a run in `runs` has a name similar to the missing `name`.
+fn did_you_mean(name: &Path, runs: &Path) -> String {
     let near = nearest(&name.to_string_lossy(), names_in(runs));
     near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"))
 }
 
-/// Stands at the end of `finetune --help`.
+/// Printed at the end of `finetune --help`.
 const EXAMPLES: &str = "\
 Examples:
   finetune                                                     train the built-in model on the built-in grammar
   finetune --model distilgpt2 --data notes.jsonl --epochs 3    fine-tune distilgpt2 on your own text
-  finetune --resume                                            go on with the newest run
+  finetune --resume                                            continue the newest run
 
-`finetune config --explain` prints every setting with what it means.";
+`finetune config --explain` prints every setting with an explanation.";
 
 /// Fine-tunes language models in mixed precision, and shows the numbers doing it.
 ///
-/// Without a command it trains: without any flag, a built-in model on a built-in text in FP16, in under a minute.
+/// Without a command it trains; without any flag, it trains a built-in model on a built-in text in FP16, in under a minute.
 #[derive(Debug, Parser)]
 #[command(version, args_conflicts_with_subcommands = true, max_term_width = 120, after_help = EXAMPLES)]
 struct Cli {
@@ -72,39 +72,39 @@ struct Cli {
 enum Command {
     /// List the runs, or delete some
     Runs(runs::RunsArgs),
-    /// Show the dashboard of a run in another process, or of one that is over
+    /// Show the dashboard of a run in another process, or of a finished one
     Watch(watch::WatchArgs),
-    /// Write text with a model
+    /// Generate text with a model
     Generate(Box<generate::GenerateArgs>),
-    /// Talk to a model in the terminal
+    /// Chat with a model in the terminal
     Chat(Box<chat::ChatArgs>),
-    /// Measure a model on a text: loss, perplexity, bits per byte
+    /// Evaluate a model on a text: loss, perplexity, bits per byte
     Eval(Box<eval::EvalArgs>),
-    /// Say whether a model trains in FP16: every tensor of its passes on a text, measured
+    /// Check whether a model can train in FP16, by measuring every tensor of its passes on a text
     Fp16Check(Box<fp16_check::Fp16CheckArgs>),
-    /// Write a model for other programs: a Hugging Face folder, GGUF or ONNX
+    /// Export a model for other programs: a Hugging Face folder, GGUF or ONNX
     Export(Box<export::ExportArgs>),
     /// List, show, verify, prune and compare checkpoints
     Checkpoint(checkpoint::CheckpointArgs),
-    /// Write a run's figures for other programs: CSV, JSON Lines, or TensorBoard's event files
+    /// Export a run's figures: CSV, JSON Lines, or TensorBoard event files
     ExportMetrics(export_metrics::ExportMetricsArgs),
-    /// Write a run as one HTML page: charts, overflows and where they began, precision, samples, configuration
+    /// Write a report of a run as one HTML page: charts, overflows and their origins, precision, samples, configuration
     Report(report::ReportArgs),
-    /// Put runs side by side: settings, losses, loss scale, overflows; with several seeds, whether a difference is luck
+    /// Compare runs: settings, losses, loss scale, overflows; with several seeds, whether differences are significant
     Compare(compare::CompareArgs),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigCommand>),
-    /// See and predict what a number format does
+    /// Explore and predict the effects of number formats
     Lab(Box<lab::LabArgs>),
     /// Measure how fast this machine trains, and print the figures as JSON
     Bench(Box<bench::BenchArgs>),
-    /// Say what this machine brings: processor, memory, GPU support, folders, the Hub
+    /// Show what this machine can do: processor, memory, GPU support, folders, the Hub
     Doctor(doctor::DoctorArgs),
-    /// Write a shell's completion script
+    /// Print a shell's completion script
     Completions(completions::CompletionsArgs),
-    /// Write the manual page, in roff
+    /// Print the manual page, in roff
     Man,
 }
 
@@ -113,12 +113,13 @@ enum Command {
 struct ConfigCommand {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Say above each setting what it means
+    /// Explain each setting in a comment above it
     #[arg(long)]
     explain: bool,
 }
 
-/// The command line's definition. A number may be negative, so that it is refused by what it is for.
+/// The command line's definition. Numbers may be negative, so that the error comes from their validation and not from the
+/// parser, which would take them for flags.
 fn definition() -> clap::Command {
     fn with_numbers(command: clap::Command) -> clap::Command {
         let command = command.mut_args(|arg| {
@@ -130,23 +131,23 @@ fn definition() -> clap::Command {
     with_numbers(Cli::command())
 }
 
-/// What somebody who typed a command that other programs have will want.
+/// A tip for commands that other programs have.
 fn tip(error: &clap::Error) -> Option<&'static str> {
     let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand) else { return None };
     match typed.as_str() {
-        "train" | "run" | "fit" => Some("`finetune` alone trains; give the same flags without a command"),
-        "resume" | "continue" => Some("`finetune --resume` goes on with the newest run, `--resume NAME` with another"),
+        "train" | "run" | "fit" => Some("`finetune` without a command trains; use the same flags"),
+        "resume" | "continue" => Some("`finetune --resume` continues the newest run, `--resume NAME` another"),
         "list" | "ls" => Some("`finetune runs` lists the runs"),
-        "test" | "evaluate" => Some("`finetune eval MODEL` measures a model on a text"),
-        "sample" | "predict" | "infer" | "chat" => Some("`finetune generate MODEL` writes text"),
+        "test" | "evaluate" => Some("`finetune eval MODEL` evaluates a model on a text"),
+        "sample" | "predict" | "infer" | "chat" => Some("`finetune generate MODEL` generates text"),
         _ => None,
     }
 }
 
-/// Parses the command line, does what it says, and returns the process's exit code: 0 done, 1 failure, 2 usage or
-/// configuration, 3 diverged, 130 interrupted after a save.
+/// Parses and executes the command line. Returns the exit code: 0 done, 1 failure, 2 usage or configuration, 3 diverged, 130
+/// interrupted after a save.
 pub fn main() -> ExitCode {
-    // Without it a log that outgrows the limit would end the run without a word.
+    // Otherwise a log that outgrows `ulimit -f` would kill the run.
     crate::screen::terminal::outlive_file_size_limit().ok();
     let mut arguments = std::env::args_os().skip(1);
     if let (Some(first), Some(path)) = (arguments.next(), arguments.next())
@@ -159,7 +160,7 @@ pub fn main() -> ExitCode {
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
-            // clap knows which stream each of its messages belongs to; a closed stream is not worth a word.
+            // clap chooses the stream; ignore a closed one.
             error.print().ok();
             if let Some(tip) = tip(&error) {
                 writeln!(stderr(), "\n  tip: {tip}").ok();
@@ -169,7 +170,7 @@ pub fn main() -> ExitCode {
     };
     match dispatch(cli) {
         Ok(code) => code,
-        // Whoever reads our output has seen enough, as in `finetune man | head`.
+        // The reader closed the pipe, as in `finetune man | head`.
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             writeln!(stderr(), "error: {}", block(&error.to_string())).ok();
@@ -196,7 +197,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Config(args)) => {
             let config = args.config.resolve()?;
             let text = if args.explain { config.explained()? } else { config.to_toml()? };
-            // An escaped character means the same in TOML.
+            // Escaped characters are valid TOML.
             let text = crate::untrusted::lines(&text);
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
@@ -214,17 +215,17 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
     }
 }
 
-/// Standard output for what a pipe must get as it is, a generated text or a configuration: cleaned for a terminal alone.
+/// Standard output for text that a pipe must get unchanged, such as generated text: cleaned only on a terminal.
 fn on_terminal() -> Box<dyn Write> {
     if stdout().is_terminal() { Box::new(Clean::new(stdout())) } else { Box::new(stdout()) }
 }
 
-/// Standard output for pages that clean their text themselves and colour it on a terminal.
+/// Standard output for pages that clean their own text and colour it on a terminal.
 fn in_pipe() -> Box<dyn Write> {
     if stdout().is_terminal() { Box::new(stdout()) } else { Box::new(Clean::new(stdout())) }
 }
 
-/// What a command that either works or fails exits with.
+/// The exit code of a command without special codes.
 fn done(result: Result<()>) -> Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
 }

@@ -169,7 +169,7 @@ fn a_conversation_is_held_saved_and_begun_anew() {
         "one answer a question: {answers:?}"
     );
     assert!(
-        notes.contains("`/nonsense` is no command") && notes.contains("`/save` needs the name of a file"),
+        notes.contains("unknown command `/nonsense`") && notes.contains("`/save` needs the name of a file"),
         "{notes}"
     );
     let saved = std::fs::read_to_string(folder.path().join("talk.jsonl")).unwrap();
@@ -192,7 +192,7 @@ fn what_a_template_or_the_context_refuses_was_not_said() {
     );
     let long = "x".repeat(400);
     let (_, notes) = chat(folder.path(), &[&name], &[&long, "a", "b", "/save talk.jsonl"]);
-    assert!(notes.contains("/reset begins anew") && notes.contains("line 1: too long"), "{notes}");
+    assert!(notes.contains("/reset restarts it") && notes.contains("line 1: too long"), "{notes}");
     assert!(notes.contains("2 messages are in `talk.jsonl`"), "{notes}");
 }
 
@@ -201,5 +201,5 @@ fn without_a_template_turns_are_lines_and_it_is_said() {
     let folder = tempfile::tempdir().unwrap();
     let name = model(folder.path(), None);
     let (_, notes) = chat(folder.path(), &[&name], &["hello"]);
-    assert!(notes.contains("brings no chat template"), "{notes}");
+    assert!(notes.contains("has no chat template"), "{notes}");
 }

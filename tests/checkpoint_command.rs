@@ -59,7 +59,7 @@ fn list_shows_runs_with_the_latest_and_the_best() {
     assert_eq!(code, 2, "{err}");
     assert!(err.contains("`checkpoints`"), "{err}");
     let (code, _, err) = finetune(folder.path(), "list one/step-000001");
-    assert_eq!((code, err.as_str()), (2, "error: checkpoint `one/step-000001`: there is no checkpoint here\n"));
+    assert_eq!((code, err.as_str()), (2, "error: checkpoint `one/step-000001`: no checkpoint found\n"));
 }
 
 #[test]

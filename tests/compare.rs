@@ -267,7 +267,7 @@ fn a_truncated_log_is_compared_as_far_as_it_goes() {
 }
 
 #[test]
-fn what_makes_no_sense_is_one_clear_error() {
+fn invalid_input_is_one_clear_error() {
     let runs = Runs::new();
     runs.invent(&RUN);
     runs.invent(&Invented { name: "same", seed: 2, ..RUN });
@@ -277,13 +277,13 @@ fn what_makes_no_sense_is_one_clear_error() {
     std::fs::write(runs.0.path().join("begun.jsonl"), begun.lines().next().unwrap().to_owned() + "\n").unwrap();
     for (arguments, part) in [
         (&["one"][..], "one run has nothing to be compared with"),
-        (&["one", "nowhere"], "`nowhere`: is neither an events file"),
-        (&["one", "empty"], "`empty`: is neither an events file"),
+        (&["one", "nowhere"], "`nowhere`: *is not an events file"),
+        (&["one", "empty"], "`empty`: *is not an events file"),
         (&["one", "text.txt"], "text.txt: this is not a run's log"),
         (&["one", "begun.jsonl"], "begun.jsonl: the log has no step yet"),
         (&["one", "one/events.jsonl"], "is named twice"),
         (&["one", "same", "--bound", "2.0"], "--bound: is for two configurations, and these runs have 1"),
-        (&["one", "same", "--bound", "0"], "is a number above 0"),
+        (&["one", "same", "--bound", "0"], "must be above 0"),
         (&["one", "same", "--html", "nowhere/page.html"], "cannot write `nowhere/page.html`"),
     ] {
         let complaint = runs.complaint(arguments);

@@ -110,7 +110,7 @@ fn n4_help_is_grouped_and_has_defaults_and_examples() {
     let explained = said(&desk, "config --explain");
     assert!(explained.contains("# The highest learning rate.\nlr = 0.003\n"), "{explained}");
     assert!(said(&desk, "config --dtype half").contains("dtype = \"p=f32,c=f16,g=f16,r=f32\""));
-    for (typed, tip) in [("train", "`finetune` alone trains"), ("resume", "`finetune --resume`")] {
+    for (typed, tip) in [("train", "`finetune` without a command trains"), ("resume", "`finetune --resume`")] {
         let (code, _, complaint) = output(&desk, typed);
         assert_eq!(code, Some(2));
         assert!(complaint.contains(tip), "{complaint}");

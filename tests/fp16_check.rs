@@ -105,7 +105,7 @@ fn the_command_says_it_in_text_json_and_exit_code() {
     trained(folder.path());
     let (code, text) =
         finetune(folder.path(), &["fp16-check", "model", "--data", "grammar", "--batches", "1", "-l", "32"]);
-    assert!(code == 0 && text.contains("verdict: fp16 as it is") && text.contains("h.3"), "{code} {text}");
+    assert!(code == 0 && text.contains("verdict: fp16 (") && text.contains("h.3"), "{code} {text}");
     let json = ["fp16-check", "model", "--data", "grammar", "--batches", "1", "-l", "32", "--json"];
     let (_, text) = finetune(folder.path(), &json);
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();

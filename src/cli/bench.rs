@@ -1,4 +1,4 @@
-//! `finetune bench`: how fast this machine trains, and how close that is to what its arithmetic allows.
+//! `finetune bench`: measures training speed on this machine, and its share of the arithmetic peak.
 
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
@@ -20,13 +20,13 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// What to measure. Tokens are random, weights too.
+/// Flags of `finetune bench`. Tokens and weights are random.
 #[derive(Args, Debug)]
 pub(super) struct BenchArgs {
-    /// An architecture's name, or a Hugging Face folder for its shape
+    /// An architecture's name, or a Hugging Face folder that defines the shape
     #[arg(long, default_value = "distilgpt2")]
     model: String,
-    /// Layers, where not the model's own number
+    /// Number of layers [default: the model's]
     #[arg(long, value_name = "N")]
     layers: Option<usize>,
     /// Sequences in a batch
@@ -44,19 +44,19 @@ pub(super) struct BenchArgs {
     /// Measured steps
     #[arg(long, value_name = "N", default_value_t = 6)]
     steps: usize,
-    /// Steps before those
+    /// Warm-up steps before them
     #[arg(long, value_name = "N", default_value_t = 2)]
     warmup: usize,
-    /// Where to compute: auto, cpu, cuda or cuda:N
+    /// Device: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
-    /// What computes: auto, candle or fused
+    /// Kernels: auto, candle or fused
     #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
     kernels: Choice,
-    /// Threads [default: one a core]
+    /// Threads [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
-    /// Leave the exponents of gradients uncounted
+    /// Do not count the exponents of gradients
     #[arg(long)]
     no_histogram: bool,
 }
@@ -64,7 +64,7 @@ pub(super) struct BenchArgs {
 /// Measures and prints one JSON object.
 pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
     if args.steps == 0 {
-        return Err(Error::config("--steps", "at least one step has to be measured"));
+        return Err(Error::config("--steps", "must be at least 1"));
     }
     let config = args.config();
     config.validate()?;
@@ -114,7 +114,7 @@ struct Sample {
     wall: Duration,
     report: StepReport,
     allocations: Allocations,
-    /// The processor's peak right after the step, in the arithmetic of the step's products.
+    /// The processor's peak right after the step, in the arithmetic type of the matrix products.
     peak: Option<Peak>,
 }
 
@@ -131,7 +131,6 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let mut refill = |batches: &mut [Batch]| {
         batches.iter_mut().zip(&mut draws).for_each(|(batch, draw)| fill(batch, shape.vocab_size, draw));
     };
-    // The processor's.
     let peak: Option<fn() -> Peak> = match args.dtype.compute {
         _ if !open.device.is_cpu() => None,
         Dtype::BF16 => Some(measure_peak_bf16),
@@ -159,7 +158,7 @@ fn timed_step(engine: &mut Engine, batches: &[Batch], peak: Option<fn() -> Peak>
     Ok(Sample { wall, report, allocations, peak: peak.map(|measure| measure()) })
 }
 
-/// Random ids; each is the target of the one before it, as in a text.
+/// Fills in random ids; each is the target of the previous one, as in a text.
 fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
     let stream = Stream::new(1, Domain::Bench);
     for (block, ids) in batch.inputs.chunks_mut(4).enumerate() {
@@ -171,8 +170,7 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
     batch.target_count = batch.targets.len();
 }
 
-/// Floating-point operations of a step, counted as is usual: six for each weight of a product and each token, and those of
-/// causal attention once.
+/// Floating-point operations of a step by the usual count: six per matrix weight and token, plus those of causal attention.
 fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let (layers, width, vocab) = (shape.layers, shape.width, shape.vocab_size);
@@ -180,7 +178,7 @@ fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
     (6.0 * weights as f64 + 6.0 * (layers * width * args.seq_len) as f64) * tokens as f64
 }
 
-/// The figures of a run.
+/// The report: the figures over all measured steps.
 fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let step = median(samples.iter().map(|sample| sample.wall));
@@ -225,7 +223,7 @@ fn median(values: impl Iterator<Item = Duration>) -> Duration {
     if values.len().is_multiple_of(2) { (values[middle - 1] + values[middle]) / 2 } else { values[middle] }
 }
 
-/// The median of what the machine kept up after each step, and the best burst of all.
+/// The median of the sustained peaks measured after each step, and the highest burst.
 fn middle_and_best(peaks: impl Iterator<Item = Peak>) -> Option<(f64, f64)> {
     let (mut held, best): (Vec<f64>, Vec<f64>) = peaks.map(|peak| (peak.held, peak.best)).unzip();
     held.sort_unstable_by(f64::total_cmp);
@@ -236,7 +234,7 @@ fn millis(duration: Duration) -> f64 {
     (duration.as_secs_f64() * 1e5).round() / 1e2
 }
 
-/// Four decimals: enough for a share, not noise for a rate.
+/// Rounds to four decimals.
 fn round(value: f64) -> f64 {
     (value * 1e4).round() / 1e4
 }
@@ -261,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn prints_one_object_with_the_figures() {
+    fn prints_one_json_object_with_the_figures() {
         let report =
             bench("--device cpu --model tiny --layers 1 --batch-size 2 --seq-len 8 --steps 3 --grad-accum 2").unwrap();
         assert_eq!(report["layers"], 1);
@@ -273,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_beyond_the_context_is_refused() {
+    fn a_sequence_longer_than_the_context_is_an_error() {
         let message = bench("--model tiny --seq-len 129").unwrap_err().to_string();
         assert!(message.contains("129") && message.contains("128"), "{message}");
     }

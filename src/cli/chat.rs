@@ -1,4 +1,4 @@
-//! `finetune chat`: a conversation in the terminal, answers as they come.
+//! `finetune chat`: a conversation in the terminal, with streamed answers.
 
 use crate::cli::model::ModelArgs;
 use crate::engine::model::{Decoder, KvCache, Parameters};
@@ -11,9 +11,9 @@ use clap::Args;
 use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
 use std::path::PathBuf;
 
-const HELP: &str = "/reset forgets the conversation, /system TEXT begins it anew with instructions, /save FILE writes it as JSON Lines, \
+const HELP: &str = "/reset clears the conversation, /system TEXT restarts it with instructions, /save FILE appends it as JSON Lines, \
                     /quit or Ctrl-D ends it";
-/// Ends an answer where the model brings no template: a turn is a line.
+/// Ends an answer if the model has no template: each turn is a line.
 const LINE_END: char = '\n';
 
 /// Flags of `finetune chat`.
@@ -21,27 +21,27 @@ const LINE_END: char = '\n';
 pub(super) struct ChatArgs {
     #[command(flatten)]
     pub(super) model: ModelArgs,
-    /// Instructions that the conversation begins with
+    /// System instructions at the start of the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// A chat template in place of the model's own
     #[arg(long, value_name = "FILE")]
     template: Option<PathBuf>,
-    /// Tokens of an answer, at most
+    /// Maximum tokens per answer
     #[arg(long, short = 'n', value_name = "N", default_value_t = 512)]
     max_tokens: usize,
-    /// Divides the logits; 0 always takes the likeliest token
+    /// Sampling temperature; 0 always takes the likeliest token
     #[arg(long, value_name = "X", default_value_t = 0.7)]
     temperature: f64,
-    /// Choose among the likeliest tokens that together have this probability
+    /// Sample from the likeliest tokens with this total probability
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
-    /// Equal seeds and equal words give equal answers
+    /// Seed of the answers; equal seeds and inputs give equal answers
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 }
 
-/// Converses until the input ends; answers go to `out`, everything else to standard error.
+/// Chats until the input ends; answers go to `out`, everything else to standard error.
 pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     let sampling =
         Sampling { temperature: args.temperature, top_p: args.top_p, seed: args.seed, ..Sampling::default() };
@@ -51,7 +51,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     let terminal = stdin().is_terminal();
     if chat.plain {
         note(
-            "this model brings no chat template; turns are written as lines of `role: content`, as `messages` in training data are",
+            "this model has no chat template; turns are formatted as lines of `role: content`, like `messages` in training data",
         );
     }
     if terminal {
@@ -80,12 +80,12 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
                 Ok(()) => note(&format!("{} messages are in `{rest}`", chat.history.len())),
                 Err(error) => note(&error.to_string()),
             },
-            unknown if unknown.starts_with('/') => note(&format!("`{unknown}` is no command: {HELP}")),
+            unknown if unknown.starts_with('/') => note(&format!("unknown command `{unknown}`: {HELP}")),
             _ => {
                 chat.history.push("user", line);
                 match speaker.answer(&chat) {
                     Ok(answer) => chat.history.push("assistant", &answer),
-                    // What cannot be answered, because the template or the context refuses it, was not said.
+                    // Drop the message if the template or the context rejects it.
                     Err(error @ (Error::Model { .. } | Error::Config { .. })) => {
                         chat.history.pop();
                         note(&error.to_string());
@@ -97,7 +97,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     }
 }
 
-/// Forgets what was said.
+/// Restarts the conversation.
 fn begin(chat: &mut Chat, system: Option<&str>) {
     chat.history.clear();
     if let Some(text) = system {
@@ -117,7 +117,7 @@ fn save(chat: &Chat, file: &str) -> Result<()> {
     file_handle.write_all(line.as_bytes()).map_err(Error::io("write", file))
 }
 
-/// The model's side.
+/// Generates the model's answers.
 struct Speaker<'a> {
     args: &'a ChatArgs,
     trained: &'a TrainedModel,
@@ -128,15 +128,15 @@ struct Speaker<'a> {
 }
 
 impl Speaker<'_> {
-    /// The answer to what was said, printed as it comes.
+    /// Generates the answer and prints it as it is generated.
     fn answer(&mut self, chat: &Chat) -> Result<String> {
         let Self { args, trained, model, weights, sampling, out } = self;
-        // The template has written every special token.
+        // The template has already added every special token.
         let prompt = trained.tokenizer.encode(&chat.prompt()?)?;
         let context = trained.config.context;
         if prompt.len() >= context {
             let message = format!(
-                "the conversation has {} tokens and the model's context {context}; /reset begins anew",
+                "the conversation has {} tokens and the model's context {context}; /reset restarts it",
                 prompt.len()
             );
             return Err(Error::config("chat", message));
@@ -161,7 +161,7 @@ impl Speaker<'_> {
         out.write_all(b"\n").map_err(Error::io("write to", "standard output"))?;
         match stop {
             Stop::MaxTokens => note("(cut at `--max-tokens`)"),
-            Stop::ContextFull => note("(the context is full; /reset begins anew)"),
+            Stop::ContextFull => note("(the context is full; /reset restarts it)"),
             Stop::EndOfText | Stop::Receiver => {}
         }
         Ok(answer.trim().to_owned())

@@ -1,4 +1,4 @@
-//! `finetune checkpoint`: look at what runs have saved, check it, thin it out.
+//! `finetune checkpoint`: list, show, verify, prune and compare checkpoints.
 
 use crate::cli::run_or_path;
 use crate::screen::dashboard::format::scale;
@@ -16,8 +16,8 @@ use std::process::ExitCode;
 pub(super) struct CheckpointArgs {
     #[command(subcommand)]
     command: CheckpointCommand,
-    /// Where runs are looked for by name
-    // An id of its own: a global value would otherwise be taken for that of training's flag.
+    /// *The folder of all runs
+    // A separate id, because clap would otherwise pass a global value to the flag of training.
     #[arg(
         id = "runs_folder",
         long = "checkpoint-dir",
@@ -28,8 +28,7 @@ pub(super) struct CheckpointArgs {
     checkpoint_dir: PathBuf,
 }
 
-/// What to do with checkpoints. A PATH is a run's name or folder, a step folder in it (`NAME/step-000200`), or a folder of
-/// runs.
+/// The subcommands. A PATH is a run's name or folder, a step folder in it (`NAME/step-000200`), or a folder of runs.
 #[derive(Debug, Subcommand)]
 enum CheckpointCommand {
     /// List checkpoints with size and validation loss
@@ -38,9 +37,9 @@ enum CheckpointCommand {
         #[arg(value_name = "PATH")]
         path: Option<PathBuf>,
     },
-    /// Show what a checkpoint holds, once its files have been verified
+    /// Verify a checkpoint's files and show its contents
     Show {
-        /// A step folder, or a run for its newest good one
+        /// *A step folder, or a run for its newest good one
         #[arg(value_name = "PATH")]
         path: PathBuf,
     },
@@ -54,7 +53,7 @@ enum CheckpointCommand {
     Prune(PruneArgs),
     /// Compare two checkpoints bit for bit; exit code 1 if they differ
     Diff {
-        /// A step folder, or a run for its newest good one
+        /// *A step folder, or a run for its newest good one
         #[arg(value_name = "A")]
         a: PathBuf,
         /// The other one
@@ -63,27 +62,27 @@ enum CheckpointCommand {
     },
 }
 
-/// What to keep.
+/// Flags of `finetune checkpoint prune`.
 #[derive(Debug, Args)]
 pub(super) struct PruneArgs {
     /// The run's name or folder
     #[arg(value_name = "RUN")]
     run: PathBuf,
-    /// Keep the newest N, of full ones and of weights-only ones each
+    /// Keep the newest N of the full and of the weights-only checkpoints
     #[arg(long, value_name = "N", default_value_t = 2)]
     keep_last: usize,
-    /// Delete the one with the best validation loss too, if it is old
+    /// Also delete the one with the best validation loss, if it is old
     #[arg(long)]
     no_best: bool,
-    /// Delete damaged ones too
+    /// Also delete damaged ones
     #[arg(long)]
     damaged: bool,
-    /// Say what would go, and delete nothing
+    /// Print what would be deleted, and delete nothing
     #[arg(long)]
     dry_run: bool,
 }
 
-/// Does what was asked and writes what there is to say to `out`.
+/// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let runs = &args.checkpoint_dir;
     let named = |path: &Path| run_or_path(path, runs);
@@ -109,7 +108,7 @@ fn check_is_there(path: &Path) -> Result<()> {
     Err(Error::checkpoint(path, message))
 }
 
-/// The runs at `path`: itself, or those in it.
+/// The run at `path`, or the runs in it.
 fn runs(path: &Path) -> Result<Vec<PathBuf>> {
     let has_checkpoints = |path: &PathBuf| path.is_dir() && list(path).is_ok_and(|listed| !listed.is_empty());
     if has_checkpoints(&path.to_path_buf()) {
@@ -119,16 +118,16 @@ fn runs(path: &Path) -> Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
     let mut runs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(has_checkpoints).collect();
     runs.sort();
-    if runs.is_empty() { Err(Error::checkpoint(path, "there is no checkpoint here")) } else { Ok(runs) }
+    if runs.is_empty() { Err(Error::checkpoint(path, "no checkpoint found")) } else { Ok(runs) }
 }
 
-/// Whether this is a step folder, damaged or not.
+/// Whether this is a step folder, valid or damaged.
 fn is_step(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     path.join("manifest.json").is_file() || (path.is_dir() && Kind::parse_directory(&name).is_some())
 }
 
-/// The step folder meant by a step folder or a run.
+/// The step folder itself, or the newest good one of a run.
 fn step(path: &Path) -> Result<PathBuf> {
     check_is_there(path)?;
     if is_step(path) { Ok(path.to_path_buf()) } else { Ok(newest_good(path)?.checkpoint.path().to_path_buf()) }
@@ -250,7 +249,7 @@ fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
     }
     if args.damaged {
         if listed.iter().any(|one| one.kind == Kind::Full) {
-            // Where nothing is good, the damaged may be all that is left of the run.
+            // If no checkpoint is valid, the damaged ones may be all that is left of the run.
             newest_good(run.path())?;
         }
         let damaged = listed.into_iter().map(|one| one.path).filter(|path| !verify(path).is_empty());

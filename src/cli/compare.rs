@@ -1,4 +1,4 @@
-//! `finetune compare`: runs side by side, as text, JSON or an HTML page.
+//! `finetune compare`: compares runs, as text, JSON or an HTML page.
 
 use crate::cli::{lab::terminal_width, watch::find_log};
 use crate::compare::{Report, RunSummary};
@@ -10,28 +10,28 @@ use std::path::PathBuf;
 /// Flags of `compare`.
 #[derive(Args, Debug)]
 pub(crate) struct CompareArgs {
-    /// Names or folders of runs, or their events files; runs that differ in the seed alone are averaged
+    /// Names or folders of runs, or their events files; runs that differ only in the seed are averaged
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
-    /// Say whether two configurations differ by more than this in perplexity, with 95 % confidence
+    /// Test whether two configurations differ by more than this in perplexity, with 95 % confidence
     #[arg(long, value_name = "PERPLEXITY", value_parser = positive)]
     bound: Option<f64>,
-    /// Say whether the second configuration adds more than this many skipped steps in a row, with 95 % confidence
+    /// Test whether the second configuration adds more than this many skipped steps in a row, with 95 % confidence
     #[arg(long, value_name = "STEPS", value_parser = positive)]
     skip_bound: Option<f64>,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
-    /// Write the report as an HTML page too
+    /// Also write the report as an HTML page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Keep to ASCII
+    /// Use only ASCII characters
     #[arg(long)]
     ascii: bool,
-    /// Columns of the text [default: the terminal's, or 80]
+    /// Width of the text [default: the terminal's, or 80]
     #[arg(long, value_name = "COLUMNS")]
     width: Option<usize>,
-    /// Where runs are looked for by name
+    /// *The folder of all runs
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
 }
@@ -39,11 +39,11 @@ pub(crate) struct CompareArgs {
 fn positive(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(value) if value > 0.0 && f64::is_finite(value) => Ok(value),
-        _ => Err("is a number above 0, such as 2.0".into()),
+        _ => Err("must be above 0, such as 2.0".into()),
     }
 }
 
-/// Reads the runs, and writes what they came to.
+/// Reads the runs and writes the comparison.
 pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let read = |run: &PathBuf| RunSummary::read(&find_log(Some(run), &args.checkpoint_dir)?);
     let report = Report::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound)?;

@@ -15,7 +15,7 @@ pub(super) struct CompletionsArgs {
 
 /// Writes a shell's completion script to `out`.
 pub(super) fn completions(mut command: Command, args: &CompletionsArgs, out: &mut dyn Write) -> Result<()> {
-    // Into memory first: the generator panics where its writer fails.
+    // Write to memory first, because the generator panics on a write error.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "finetune", &mut script);
     out.write_all(&script).map_err(Error::io("write to", "standard output"))

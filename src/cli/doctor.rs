@@ -1,4 +1,4 @@
-//! `finetune doctor`: what this machine brings to training.
+//! `finetune doctor`: reports what this machine can do.
 
 use crate::doctor::{Diagnosis, diagnose};
 use crate::{Error, Result, untrusted};
@@ -27,7 +27,7 @@ pub(super) fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<()> {
 
 fn as_text(found: &Diagnosis) -> String {
     let mut text = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let mut line = |key: &str, value: &str| _ = writeln!(text, "{key:<18}{}", untrusted::line(value));
     let (has, lacks): (Vec<_>, Vec<_>) = found.cpu.features.iter().partition(|(_, there)| *there);
     let names = |features: &[&(&str, bool)]| features.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(" ");
@@ -35,10 +35,10 @@ fn as_text(found: &Diagnosis) -> String {
     line("finetune", found.version);
     line("processor", found.cpu.name.as_deref().unwrap_or("unknown"));
     line("threads", &found.cpu.threads.to_string());
-    line("instructions", &format!("{} (FINETUNE_ISA pins another)", found.cpu.isa));
+    line("instructions", &format!("{} (set FINETUNE_ISA to use another)", found.cpu.isa));
     line("features", &names(&has));
     if !lacks.is_empty() {
-        line("  not here", &names(&lacks));
+        line("  missing", &names(&lacks));
     }
     let gib = |bytes: Option<u64>| {
         bytes.map_or_else(unknown, |bytes| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64))
@@ -46,7 +46,7 @@ fn as_text(found: &Diagnosis) -> String {
     line("memory", &format!("{}, {} available", gib(found.memory_bytes), gib(found.memory_available_bytes)));
     line("GPU", &found.gpu.note);
     for folder in &found.folders {
-        let size = if folder.exists { gib(folder.bytes) } else { "not made yet".into() };
+        let size = if folder.exists { gib(folder.bytes) } else { "not created yet".into() };
         let (path, free) = (folder.path.display(), gib(folder.free_bytes));
         line(folder.purpose, &format!("{path}: {size}, {free} free"));
     }

@@ -1,4 +1,4 @@
-//! `finetune eval`: loss, perplexity and bits per byte of a model on a text.
+//! `finetune eval`: evaluates a model on a text: loss, perplexity and bits per byte.
 
 use crate::cli::flags::read;
 use crate::cli::model::ModelArgs;
@@ -18,16 +18,16 @@ use std::path::Path;
 pub(super) struct EvalArgs {
     #[command(flatten)]
     pub(super) model: ModelArgs,
-    /// The text, all of it [default: what the run validates on]
+    /// The text [default: the validation text of the model's run]
     #[arg(long, short, value_name = "TEXT")]
     data: Option<String>,
-    /// Tokens in a window [default: the model's context]
+    /// Tokens per window [default: the model's context]
     #[arg(long, short = 'l', value_name = "N")]
     seq_len: Option<usize>,
-    /// Tokens from one window to the next [default: a window]
+    /// Tokens from one window's start to the next's [default: the window]
     #[arg(long, value_name = "N")]
     stride: Option<usize>,
-    /// Windows computed at a time [default: 1,024 tokens of them]
+    /// Windows per batch [default: about 1,024 tokens]
     #[arg(long, short, value_name = "N")]
     batch_size: Option<usize>,
     /// Print one JSON object
@@ -35,7 +35,7 @@ pub(super) struct EvalArgs {
     json: bool,
 }
 
-/// Evaluates and writes the result to `out`.
+/// Evaluates the model and writes the result to `out`.
 pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     let trained = args.model.model.open()?;
     let windows = Windows::new(trained.config.context, args.seq_len, args.stride, args.batch_size)?;
@@ -57,26 +57,25 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
 }
 
-/// Tokens, and bytes of text behind each that is predicted, on average.
+/// Tokens, and the average number of bytes per predicted token.
 struct Text {
     tokens: TokenSource,
     bytes_per_token: f64,
 }
 
-/// The whole of a text that the user names.
+/// The whole text that the user named.
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
     let teller = Teller::start();
     let (tokens, bytes_per_token) = whole_text(&data.parse()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
-/// What the run that the model comes from was validated on.
+/// The validation text of the model's run.
 fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
     let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
-    let file = run
-        .map(|run| run.join("config.toml"))
-        .filter(|file| file.is_file())
-        .ok_or_else(|| Error::config("--data", "a model that is no run's needs a text: `grammar` or a file"))?;
+    let file = run.map(|run| run.join("config.toml")).filter(|file| file.is_file()).ok_or_else(|| {
+        Error::config("--data", "this model is not from a run, so a text is needed: `grammar` or a file")
+    })?;
     let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
     let teller = Teller::start();
     let set = dataset(&config, &trained.tokenizer, &mut |event| teller.tell(event))?;

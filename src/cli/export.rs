@@ -1,4 +1,4 @@
-//! `finetune export`: a trained model for other programs.
+//! `finetune export`: writes a trained model for other programs.
 
 use crate::cli::model::NameArgs;
 use crate::inference::export::{Format, export};
@@ -16,7 +16,7 @@ pub(super) struct ExportArgs {
     /// A folder, or a file that ends in .gguf or .onnx
     #[arg(value_name = "OUT")]
     out: PathBuf,
-    /// The format, where the name of OUT does not say it
+    /// The format [default: by the name of OUT]
     #[arg(long, value_enum)]
     format: Option<FormatName>,
     /// Type of the weights; fp32 is a checkpoint's masters
@@ -28,7 +28,7 @@ pub(super) struct ExportArgs {
 enum FormatName {
     /// A Hugging Face folder
     Hf,
-    /// One file for llama.cpp and its kin
+    /// One file for llama.cpp and compatible programs
     Gguf,
     /// A graph for ONNX runtimes, with its weights in a second file
     Onnx,
@@ -41,7 +41,7 @@ enum DtypeName {
     Bf16,
 }
 
-/// Exports and names what was written on `out`, one a line.
+/// Exports the model and prints the written files to `out`, one per line.
 pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     let format = match args.format {
         None => Format::of(&args.out),

@@ -1,4 +1,4 @@
-//! `finetune export-metrics`: a run's figures for other programs, as a table or as TensorBoard's event files.
+//! `finetune export-metrics`: exports a run's figures as a table or as TensorBoard event files.
 
 use crate::cli::watch::find_log;
 use crate::telemetry::{Event, Outcome, Record, Sink, StepRecord, TensorBoard, Validation, float, read};
@@ -12,15 +12,15 @@ use std::path::{Path, PathBuf};
 /// Flags of `export-metrics`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ExportMetricsArgs {
-    /// A run's name or folder, or its events file; without it the newest run
+    /// A run's name or folder, or its events file [default: the newest run]
     run: Option<PathBuf>,
-    /// What to write: a table with a row for each step, or an event file with scalars and histograms
+    /// The format: a table with a row for each step, or an event file with scalars and histograms
     #[arg(long, value_enum, default_value = "csv")]
     format: Format,
     /// The file to write, or the folder for TensorBoard [default: standard output, or `tensorboard` in the run's folder]
     #[arg(long, short, value_name = "FILE|FOLDER")]
     output: Option<PathBuf>,
-    /// Where runs are looked for by name
+    /// *The folder of all runs
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
 }
@@ -38,7 +38,7 @@ struct Row {
     step: u64,
     /// Wall clock, seconds since 1970.
     time: f64,
-    /// Seconds the run had been running.
+    /// Seconds since the run began.
     seconds: f64,
     #[serde(with = "float")]
     loss: f32,
@@ -65,8 +65,8 @@ struct Row {
     val_perplexity: Option<f64>,
 }
 
-/// NaN and infinities by their names, as in the log.
-#[expect(clippy::ref_option, reason = "serde hands a reference to the field over")]
+/// Serializes NaN and infinities by name, as in the log.
+#[expect(clippy::ref_option, reason = "serde passes a reference to the field")]
 fn optional<S: serde::Serializer>(value: &Option<f64>, serializer: S) -> std::result::Result<S::Ok, S::Error> {
     match value {
         Some(value) => float::serialize(value, serializer),
@@ -102,7 +102,7 @@ impl Row {
     }
 }
 
-/// Writes the figures; those of steps that a resume made void are left out.
+/// Writes the figures, without steps that a resume made void.
 pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
     let records = read(&log)?;
@@ -129,9 +129,9 @@ pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
 fn tensorboard(records: &[Record], folder: &Path, out: &mut dyn Write) -> Result<()> {
     let mut board = TensorBoard::create(folder)?;
     records.iter().try_for_each(|record| board.take(record))?;
-    let told =
-        writeln!(out, "wrote {}; look at it with `tensorboard --logdir {}`", board.path().display(), folder.display());
-    told.map_err(Error::io("write to", "standard output"))
+    let written =
+        writeln!(out, "wrote {}; view it with `tensorboard --logdir {}`", board.path().display(), folder.display());
+    written.map_err(Error::io("write to", "standard output"))
 }
 
 fn table(records: &[Record], format: Format, out: &mut dyn Write) -> std::io::Result<()> {
@@ -160,7 +160,7 @@ fn write_row(row: &Row, format: Format, first: bool, out: &mut dyn Write) -> std
         serde_json::to_writer(&mut *out, row)?;
         return writeln!(out);
     }
-    // The fields' order is that of the struct: a map would sort them.
+    // Serialize to text to keep the order of the struct's fields, which a map would sort.
     let text = serde_json::to_string(row)?;
     let cells: Vec<(&str, &str)> = text
         .trim_matches(['{', '}'])

@@ -1,4 +1,4 @@
-//! The flags that define a run. What was typed becomes dotted keys; what it means is [`Config`]'s business.
+//! The flags that define a run. They become dotted keys, which [`Config`] interprets.
 
 use crate::digest::read_at_most;
 use crate::train::{Config, Layers};
@@ -6,10 +6,10 @@ use crate::{Error, Result};
 use clap::Args;
 use std::path::{Path, PathBuf};
 
-/// No configuration is longer.
+/// Maximum size of a configuration file.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// Flags go over the configuration file, which goes over the defaults.
+/// The flags of a configuration. Flags override the configuration file, which overrides the defaults.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct ConfigArgs {
     /// A configuration file (TOML); see configs/
@@ -24,13 +24,13 @@ pub(crate) struct ConfigArgs {
     /// Where initial weights come from: pretrained or random [default: pretrained]
     #[arg(long, value_name = "INIT", help_heading = "Model and text")]
     pub(crate) init: Option<String>,
-    /// A tokenizer.json in place of the model's own
+    /// A tokenizer.json to use instead of the model's
     #[arg(long, value_name = "FILE", help_heading = "Model and text")]
     pub(crate) tokenizer: Option<String>,
     /// Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-` [default: `tiny_shakespeare`; `grammar` for `tiny`]
     #[arg(long, short, value_name = "TEXT", help_heading = "Model and text")]
     pub(crate) data: Option<String>,
-    /// Validation text; without it the last tenth of the training text
+    /// Validation text [default: the last tenth of the training text]
     #[arg(long, value_name = "TEXT", help_heading = "Model and text")]
     pub(crate) val: Option<String>,
     /// fp16, bf16, fp32, or a policy such as p=f32,c=f16,g=f16,r=f32 [default: fp16]
@@ -39,13 +39,13 @@ pub(crate) struct ConfigArgs {
     /// Seed of every random stream [default: 1]
     #[arg(long, help_heading = "Training")]
     pub(crate) seed: Option<i64>,
-    /// Where to compute: auto, cpu, cuda or cuda:N [default: auto]
+    /// Device: auto, cpu, cuda or cuda:N [default: auto]
     #[arg(long, value_name = "DEVICE", help_heading = "Machine")]
     pub(crate) device: Option<String>,
-    /// What computes: auto, candle or fused
+    /// Kernels: auto, candle or fused
     #[arg(long, value_name = "NAME", hide = true)]
     pub(crate) kernels: Option<String>,
-    /// Threads that compute [default: all processors]
+    /// Compute threads [default: all processors]
     #[arg(long, help_heading = "Machine")]
     pub(crate) threads: Option<i64>,
     /// Sequences in a micro-batch [default: 8]
@@ -60,7 +60,7 @@ pub(crate) struct ConfigArgs {
     /// Passes over the training text [default: 1]
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub(crate) epochs: Option<f64>,
-    /// Steps to attempt, in place of `--epochs`
+    /// Number of steps, instead of `--epochs`
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub(crate) steps: Option<i64>,
     /// The highest learning rate [default: 5e-5]
@@ -69,37 +69,37 @@ pub(crate) struct ConfigArgs {
     /// Decoupled weight decay [default: 0.01]
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub(crate) weight_decay: Option<f64>,
-    /// Global gradient norm to clip to; 0 for none [default: 1]
+    /// Clip gradients to this global norm; 0 to disable [default: 1]
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub(crate) max_grad_norm: Option<f64>,
-    /// constant, linear or cosine [default: cosine]
+    /// Learning-rate schedule: constant, linear or cosine [default: cosine]
     #[arg(long, value_name = "KIND", help_heading = "Training")]
     pub(crate) schedule: Option<String>,
-    /// Updates that warm up [default: 5 % of the run]
+    /// Warm-up updates [default: 5 % of the run]
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub(crate) warmup_steps: Option<i64>,
     /// The first loss scale [default: 65536]
     #[arg(long, value_name = "X", help_heading = "Loss scale")]
     pub(crate) init_scale: Option<f64>,
-    /// Clean steps between two growths of the scale [default: 2000]
+    /// Steps without an overflow before the scale grows [default: 2000]
     #[arg(long, value_name = "N", help_heading = "Loss scale")]
     pub(crate) growth_interval: Option<i64>,
-    /// Steps between two evaluations on the validation text [default: 100]
+    /// Steps between two validations [default: 100]
     #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) eval_every: Option<i64>,
-    /// Steps between two text samples [default: 0, at the end only]
+    /// Steps between two text samples [default: 0, only at the end]
     #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) sample_every: Option<i64>,
-    /// What a text sample begins with
+    /// Prompt of the text samples
     #[arg(long, value_name = "TEXT", help_heading = "Along the way")]
     pub(crate) prompt: Option<String>,
     /// Steps between two checkpoints [default: 500]
     #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) save_every: Option<i64>,
-    /// Evaluations without a new best validation loss after which training stops; 0 for never [default: 0]
+    /// Stop after this many evaluations without a new best validation loss; 0 for never [default: 0]
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub(crate) early_stopping: Option<i64>,
-    /// Full checkpoints kept, beside the best one [default: 2]
+    /// Full checkpoints to keep besides the best one [default: 2]
     #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) keep_last: Option<i64>,
     /// Steps between two printed lines [default: 128]
@@ -117,17 +117,16 @@ pub(crate) struct ConfigArgs {
 }
 
 impl ConfigArgs {
-    /// The configuration that the flags and their file make.
+    /// The configuration from the flags and their file.
     pub(crate) fn resolve(&self) -> Result<Config> {
         let file = self.config.as_deref().map(read).transpose()?;
         Config::resolve(&Layers { file, overrides: self.overrides()?, saved: false })
     }
 
-    /// The configuration that the flags make over that of the run in `folder`, and what they change; an error if it is
-    /// another run's.
+    /// The configuration of the run in `folder` with the flags applied, and the changes; an error if a change needs a new run.
     pub(crate) fn resolve_over(&self, folder: &Path) -> Result<(Config, Vec<String>)> {
         if self.config.is_some() {
-            let message = "a resumed run has its own configuration; give changes as flags or with --set";
+            let message = "a resumed run uses its own configuration; make changes with flags or --set";
             return Err(Error::config("--config", message));
         }
         let file = Some(read(&folder.join("config.toml"))?);
@@ -180,7 +179,7 @@ impl ConfigArgs {
             let Some((key, value)) = pair.split_once('=').filter(|(key, _)| !key.trim().is_empty()) else {
                 return Err(Error::config("--set", format!("`{pair}` is not of the form key=value")));
             };
-            // What is no TOML value is a string: `--set data=a.txt` needs no quotes.
+            // Anything that is not a TOML value is a string, so `--set data=a.txt` needs no quotes.
             let parsed = format!("v = {value}").parse::<toml::Table>().ok().and_then(|mut table| table.remove("v"));
             out.push((key.trim().to_owned(), parsed.unwrap_or_else(|| value.into())));
         }

@@ -1,4 +1,4 @@
-//! `finetune fp16-check`: what to train a model in, measured.
+//! `finetune fp16-check`: measures whether a model can train in FP16.
 
 use crate::cli::model::NameArgs;
 use crate::cli::tell::Teller;
@@ -11,7 +11,7 @@ use std::fmt::Write as _;
 use std::io::{IsTerminal, Write, stderr};
 use std::process::ExitCode;
 
-/// Exit codes beside 0, FP16 as it is.
+/// Exit codes besides 0, which means FP16 without fallback.
 const WITH_FALLBACK: u8 = 4;
 const BF16: u8 = 5;
 
@@ -20,10 +20,10 @@ const BF16: u8 = 5;
 pub(super) struct Fp16CheckArgs {
     #[command(flatten)]
     model: NameArgs,
-    /// The text to look at
+    /// The text to measure on
     #[arg(long, short, value_name = "TEXT", default_value = "tiny_shakespeare")]
     data: String,
-    /// Batches to look at
+    /// Number of batches
     #[arg(long, value_name = "N", default_value_t = 4)]
     batches: usize,
     /// Sequences in a batch
@@ -37,7 +37,8 @@ pub(super) struct Fp16CheckArgs {
     json: bool,
 }
 
-/// Checks and writes the report to `out`; the exit code is 0 for FP16 as it is, 4 with some units in FP32, 5 for BF16.
+/// Checks the model and writes the report to `out`; the exit code is 0 for FP16, 4 for FP16 with some units in FP32, 5 for
+/// BF16.
 pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode> {
     for (flag, value) in [("--batches", args.batches), ("--batch-size", args.batch_size)] {
         if value == 0 {
@@ -78,7 +79,7 @@ fn as_text(report: &Fp16Report) -> String {
         String::from("unit    largest activation              largest gradient                to zero  subnormal\n");
     for unit in &report.units {
         let cell = |largest: &crate::inference::fp16_check::Largest| {
-            // What stands in front of the block's number is the same in every row.
+            // Drop the part up to the block's number, which is the same in every row.
             let block = if let Unit::Block(block) = unit.unit { format!(".{block}.") } else { String::new() };
             let name = largest.tensor.split_once(&block).map_or(largest.tensor.as_str(), |(_, name)| name);
             format!("{:<9.3e} {name:<21.21}", largest.max_abs)
@@ -102,7 +103,7 @@ fn as_text(report: &Fp16Report) -> String {
         100.0 * report.flushed
     );
     text + &match &report.verdict {
-        Verdict::Fp16 => "verdict: fp16 as it is (`--dtype fp16`)".to_owned(),
+        Verdict::Fp16 => "verdict: fp16 (`--dtype fp16`)".to_owned(),
         Verdict::Fp16WithFallback { units } => {
             let units: Vec<String> = units.iter().map(ToString::to_string).collect();
             format!(

@@ -1,4 +1,4 @@
-//! `finetune generate`: text from a model, to standard output as it comes.
+//! `finetune generate`: generates text and streams it to standard output.
 
 use crate::cli::model::ModelArgs;
 use crate::engine::model::KvCache;
@@ -14,30 +14,30 @@ use std::time::Instant;
 pub(super) struct GenerateArgs {
     #[command(flatten)]
     pub(super) model: ModelArgs,
-    /// What the text begins with; without it a text of the model's own
+    /// Start of the text [default: none, so the model starts it]
     #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true)]
     prompt: String,
-    /// Tokens to generate, at most
+    /// Maximum number of tokens
     #[arg(long, short = 'n', value_name = "N", default_value_t = 128)]
     max_tokens: usize,
-    /// Divides the logits; 0 always takes the likeliest token
+    /// Sampling temperature; 0 always takes the likeliest token
     #[arg(long, value_name = "X", default_value_t = 1.0)]
     temperature: f64,
-    /// Choose among the N likeliest tokens
+    /// Sample from the N likeliest tokens
     #[arg(long, value_name = "N")]
     top_k: Option<usize>,
-    /// Choose among the likeliest tokens that together have this probability
+    /// Sample from the likeliest tokens with this total probability
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
-    /// Above 1, make tokens that occurred less likely
+    /// Repetition penalty; above 1, tokens that occurred become less likely
     #[arg(long, value_name = "X", default_value_t = 1.0)]
     repetition_penalty: f32,
-    /// Equal seeds give equal texts
+    /// Seed of the text; equal seeds give equal texts
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 }
 
-/// Writes the text that follows the prompt to `out`, and how it ended to standard error.
+/// Writes the text after the prompt to `out`, and why it ended to standard error.
 pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     let sampling = Sampling {
         temperature: args.temperature,
@@ -71,7 +71,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// Writes and flushes; `false` where nobody reads any more.
+/// Writes and flushes; `false` if the reader has closed the pipe.
 fn say(out: &mut dyn Write, text: &str) -> Result<bool> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Ok(true),
@@ -80,7 +80,7 @@ fn say(out: &mut dyn Write, text: &str) -> Result<bool> {
     }
 }
 
-/// Says how it ended to somebody who watches; that the context is full, to everybody.
+/// Prints why it ended if standard error is a terminal or the context is full.
 fn report(stop: Stop, count: usize, context: usize, began: Instant) {
     let seconds = began.elapsed().as_secs_f64();
     let why = match stop {

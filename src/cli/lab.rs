@@ -1,4 +1,4 @@
-//! `finetune lab`: the number-format laboratory, as text, JSON or a screen.
+//! `finetune lab`: the number-format lab, as text, JSON or a screen.
 
 mod args;
 
@@ -23,7 +23,7 @@ use crate::precision::PrecisionPolicy;
 use crate::telemetry::ProcessStats;
 use crate::{Error, Result};
 
-/// Flags of the laboratory.
+/// Flags of the lab.
 #[derive(Args, Debug)]
 #[command(subcommand_value_name = "VIEW", subcommand_help_heading = "Views")]
 pub(crate) struct LabArgs {
@@ -32,19 +32,19 @@ pub(crate) struct LabArgs {
     /// Print the report as JSON
     #[arg(long, global = true)]
     json: bool,
-    /// Keep to ASCII
+    /// Use only ASCII characters
     #[arg(long, global = true)]
     ascii: bool,
-    /// Columns of the text [default: the terminal's, or 80]
+    /// Width of the text [default: the terminal's, or 80]
     #[arg(long, value_name = "COLUMNS", global = true)]
     width: Option<usize>,
     /// A run's folder or `events.jsonl`, to start from its numbers
-    // An id of its own: a global flag's value is handed to the program's own `--run`, too, which names a run.
+    // A separate id, because clap would otherwise also pass a global value to training's `--run`.
     #[arg(id = "lab_run", long = "run", value_name = "RUN", global = true)]
     run: Option<PathBuf>,
 }
 
-/// Prints a view, or shows the screen where none is named.
+/// Prints a view, or shows the screen if none is named.
 pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let mut bench = Bench::new();
     let terminal = std::io::stdout().is_terminal();
@@ -71,7 +71,7 @@ pub(super) fn terminal_width() -> usize {
     size.and_then(std::result::Result::ok).map_or(80, |(columns, _)| usize::from(columns).max(40))
 }
 
-/// A view's page with its explanation below.
+/// A view's page followed by its explanation.
 fn explained(view: &str, report: &Report, width: usize) -> Page {
     let mut page = (report.page)(width);
     page.gap();
@@ -79,7 +79,7 @@ fn explained(view: &str, report: &Report, width: usize) -> Page {
     page
 }
 
-/// A report that is not yet rendered.
+/// A report before rendering.
 struct Report {
     page: Box<dyn Fn(usize) -> Page>,
     json: serde_json::Result<String>,
@@ -95,17 +95,17 @@ impl Report {
     }
 }
 
-/// Makes reports; keeps the run it has read.
+/// Makes reports and caches the run it has read.
 struct Bench {
     read: Option<(PathBuf, RunFigures)>,
-    /// What the program takes by itself, in bytes.
+    /// The program's own memory, in bytes.
     program: u64,
 }
 
 impl Bench {
     fn new() -> Self {
-        // What training needs beyond that, measured with `tiny` in each type: some 5 MB of code and tables that this command
-        // does not touch; packed operands, threads' stacks, text, tokenizer, and what the allocator holds back.
+        // What training needs in addition, measured with `tiny` in each type: about 5 MB of code and tables that this command
+        // does not use, packed operands, thread stacks, text, tokenizer, and memory that the allocator retains.
         const TRAINING: u64 = 10 << 20;
         Self { read: None, program: ProcessStats::now().rss_bytes.unwrap_or(0) + TRAINING }
     }
@@ -168,7 +168,7 @@ impl UlpArgs {
 
 impl SumsArgs {
     fn report(&self, run: Option<&RunFigures>) -> Result<Sums> {
-        // The deepest product of a block is that with the MLP's inner width.
+        // The longest sum in a block is over the MLP's inner width.
         let deepest = run.map(|run| 4 * run.started.shape.n_embd);
         Sums::new(self.terms, self.dot, self.length.or(deepest).unwrap_or(16384), self.seed)
     }
@@ -176,7 +176,7 @@ impl SumsArgs {
 
 impl BlocksArgs {
     fn report(&self, run: Option<&RunFigures>) -> Result<Blocks> {
-        /// Values of the largest tensor that is quantised.
+        /// Maximum number of values of a quantized tensor.
         const MOST: usize = 1 << 20;
         if let Some(run) = run {
             let (source, tensor, shape) = run.matrix(MOST)?;
@@ -224,12 +224,12 @@ impl CrisesArgs {
 }
 
 impl ScalerArgs {
-    /// The most steps that are simulated.
+    /// Maximum number of simulated steps.
     const LONGEST: usize = 1_000_000;
 
     fn report(&self, run: Option<&RunFigures>) -> Result<Comparison> {
         if self.setting.len() > 3 {
-            return Err(Error::config("--setting", "four settings can be compared: the base and three others"));
+            return Err(Error::config("--setting", "at most four settings can be compared: the base and three others"));
         }
         for (flag, share) in [("--rate", self.rate), ("--spikes", self.spikes)] {
             if !(0.0..=1.0).contains(&share) {
@@ -287,7 +287,7 @@ impl ScalingArgs {
 }
 
 impl MemoryArgs {
-    /// What is not given is the run's, or that of a small fine-tuning on distilgpt2.
+    /// Flags that are not given default to the run's values, or to a small fine-tuning of distilgpt2.
     fn report(&self, run: Option<&RunFigures>, program: u64) -> Result<Memory> {
         let setting = |path| run.and_then(|run| run.setting(path)).map(|value| value as usize);
         let batch = self.batch.or_else(|| setting("/train/batch_size")).unwrap_or(32);
@@ -322,7 +322,7 @@ impl MemoryArgs {
     }
 }
 
-/// The shape of a run's model: its `config.json`, or in a log of an earlier version what the dimensions say of a GPT-2.
+/// The shape of a run's model: from its `config.json`, or in an older log from the dimensions of a GPT-2.
 fn shape_of(run: &RunFigures) -> Result<ModelSpec> {
     const MOST: usize = 1 << 20;
     if run.started.model_config.is_object() {
@@ -349,9 +349,9 @@ fn parse_bytes(text: &str) -> Result<u64, String> {
         "m" | "mb" | "mib" => 20,
         "g" | "gb" | "gib" => 30,
         "t" | "tb" | "tib" => 40,
-        other => return Err(format!("`{other}` is no unit; write `16G` or `512M`")),
+        other => return Err(format!("unknown unit `{other}`; write `16G` or `512M`")),
     };
-    let value: f64 = digits.trim().parse().map_err(|_| format!("`{text}` is no size; write `16G` or `512M`"))?;
+    let value: f64 = digits.trim().parse().map_err(|_| format!("`{text}` is not a size; write `16G` or `512M`"))?;
     if value > 0.0 && value < 1e6 * f64::from(1u32 << 20) {
         Ok((value * 2f64.powi(unit)) as u64)
     } else {
@@ -359,7 +359,7 @@ fn parse_bytes(text: &str) -> Result<u64, String> {
     }
 }
 
-/// What a view's fields amount to, read as if typed.
+/// A view parsed from its fields as if typed.
 #[derive(Parser)]
 #[command(no_binary_name = true, disable_help_flag = true)]
 struct Typed {
@@ -378,7 +378,7 @@ fn show_screen(args: &LabArgs, bench: &mut Bench) -> Result<()> {
 fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize) -> Result<Page> {
     let run = fields.iter().find(|(flag, _)| *flag == "run").map(|(_, path)| PathBuf::from(path));
     let mut typed = vec![view.to_owned()];
-    // The scaler's options, whose names are those of the `[scaler]` table.
+    // The scaler's options, named as in the `[scaler]` table.
     let base: Vec<_> = fields
         .iter()
         .filter(|(flag, _)| OPTIONS.contains(flag))
@@ -391,10 +391,9 @@ fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize
         match *flag {
             flag if OPTIONS.contains(&flag) && view == "scaler" => {}
             "value" => typed.push((*value).to_owned()),
-            // Switches.
             "dot" | "linear" => typed.push(format!("--{flag}")),
             "values" => typed.extend(value.split(',').map(str::to_owned)),
-            // Numbered, so that each of them has a field.
+            // Repeated flags have a numbered field each.
             "setting-2" | "setting-3" | "setting-4" => typed.push(format!("--setting={value}")),
             flag => typed.push(format!("--{flag}={value}")),
         }
@@ -475,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_one_clear_error() {
+    fn invalid_input_is_one_clear_error() {
         for (typed, part) in [
             ("bits one", "cannot read `one`"),
             ("scaler --rate 2", "--rate: 2 is not a share"),

@@ -1,4 +1,4 @@
-//! What the commands that use a model have in common: which one, in which precision, on how many threads.
+//! Flags shared by the commands that use a model: which one, in which precision, on how many threads.
 
 use crate::cli::run_or_path;
 use crate::cli::tell::Teller;
@@ -13,28 +13,28 @@ use clap::Args;
 use std::io::{Write, stderr};
 use std::path::{Path, PathBuf};
 
-/// Which model.
+/// The flags that select a model.
 #[derive(Args, Debug)]
 pub(super) struct NameArgs {
     /// A run by name or folder, a checkpoint in it, a Hugging Face folder, or a model of the Hugging Face Hub
     #[arg(value_name = "MODEL")]
     name: String,
-    /// Where runs are looked for by name
+    /// The folder of all runs
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
-    /// Take the run's checkpoint with the lowest validation loss instead of the newest
+    /// Use the run's checkpoint with the lowest validation loss instead of the newest one
     #[arg(long)]
     best: bool,
     /// The Hub's branch, tag or commit
     #[arg(long, value_name = "REVISION")]
     revision: Option<String>,
-    /// A tokenizer.json in place of the model's own
+    /// A tokenizer.json to use instead of the model's
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
 }
 
 impl NameArgs {
-    /// Opens the model, downloads it if need be, and tells of damaged checkpoints that were passed over.
+    /// Opens the model, downloading it if necessary; warns about damaged checkpoints that were skipped.
     pub(super) fn open(&self) -> Result<TrainedModel> {
         if self.name == "tiny" {
             let message = "the built-in model has no weights of its own; train it, and give the run's folder";
@@ -52,7 +52,7 @@ impl NameArgs {
         };
         let folder = if self.best {
             if !folder.join("config.toml").is_file() {
-                return Err(Error::config("--best", format!("`{}` is no run; leave it out", self.name)));
+                return Err(Error::config("--best", format!("`{}` is not a run; omit the flag", self.name)));
             }
             best(&folder)?
         } else {
@@ -61,13 +61,13 @@ impl NameArgs {
         let trained = TrainedModel::open(&folder, self.tokenizer.as_deref())?;
         for damage in &trained.damaged {
             let damage = damage.to_string();
-            writeln!(stderr(), "warning: damaged and passed over: {}", untrusted::line(&damage)).ok();
+            writeln!(stderr(), "warning: skipped a damaged checkpoint: {}", untrusted::line(&damage)).ok();
         }
         Ok(trained)
     }
 }
 
-/// A model, its precision and its threads.
+/// The flags that select a model, its precision and its threads.
 #[derive(Args, Debug)]
 pub(super) struct ModelArgs {
     #[command(flatten)]
@@ -75,13 +75,13 @@ pub(super) struct ModelArgs {
     /// fp32 (a checkpoint's masters), fp16, bf16, or a policy such as p=f32,c=f16,g=f16,r=f32
     #[arg(long, value_name = "DTYPE", default_value = "fp32")]
     pub(super) dtype: PrecisionPolicy,
-    /// Threads that compute [default: all processors]
+    /// Compute threads [default: all processors]
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<usize>,
 }
 
 impl ModelArgs {
-    /// Runs `work` on the threads asked for.
+    /// Runs `work` on the requested number of threads.
     pub(super) fn on_threads<R: Send>(&self, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
         check_threads("--threads", self.threads)?;
         rayon::ThreadPoolBuilder::new()

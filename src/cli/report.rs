@@ -1,4 +1,4 @@
-//! `finetune report`: one run as one HTML page.
+//! `finetune report`: reports a run as one HTML page.
 
 use crate::cli::watch::find_log;
 use crate::{Error, Result, report};
@@ -9,17 +9,17 @@ use std::path::PathBuf;
 /// Flags of `report`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ReportArgs {
-    /// A run's name or folder, or its events file; without it the newest run
+    /// A run's name or folder, or its events file [default: the newest run]
     run: Option<PathBuf>,
     /// The file to write [default: `report.html` in the run's folder]
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Where runs are looked for by name
+    /// The folder of all runs
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
 }
 
-/// Writes the page, and says where.
+/// Writes the page and prints its path.
 pub(crate) fn run(args: &ReportArgs, out: &mut dyn Write) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
     let file = args.output.clone().unwrap_or_else(|| log.with_file_name("report.html"));

@@ -1,4 +1,4 @@
-//! `finetune runs`: which runs there are, and deleting some of them.
+//! `finetune runs`: lists and deletes runs.
 
 use crate::cli::checkpoint::size;
 use crate::cli::flags::read;
@@ -18,7 +18,7 @@ pub(super) struct RunsArgs {
     #[command(subcommand)]
     command: Option<RunsCommand>,
     /// The folder of all runs
-    // An id of its own: a global value would otherwise be taken for that of training's flag.
+    // A separate id, because clap would otherwise pass a global value to the flag of training.
     #[arg(
         id = "runs_folder",
         long = "checkpoint-dir",
@@ -31,23 +31,23 @@ pub(super) struct RunsArgs {
 
 #[derive(Debug, Subcommand)]
 enum RunsCommand {
-    /// List the runs with date, model, steps, best validation loss and size; the same as no command
+    /// List the runs with date, model, steps, best validation loss and size (the default)
     List,
-    /// Delete runs with their checkpoints and logs, after a question
+    /// Delete runs with their checkpoints and logs, after a prompt
     Delete {
         /// Names of runs
         #[arg(value_name = "RUN", required = true)]
         runs: Vec<String>,
-        /// Do not ask
+        /// Do not prompt
         #[arg(long, short)]
         yes: bool,
     },
 }
 
-/// The newest bytes of a log that are looked at for its last record: a step's record with its tensors is shorter.
+/// Bytes at the end of a log that are searched for its last record; a step's record with its tensors is shorter.
 const LOG_END: u64 = 256 << 10;
 
-/// Does what was asked and writes what there is to say to `out`.
+/// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
     match &args.command {
         None | Some(RunsCommand::List) => listing(&args.checkpoint_dir, out),
@@ -78,21 +78,21 @@ fn listing(folder: &Path, out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// The folders of runs in `folder`: each has the configuration of its run.
+/// The folders in `folder` that contain a run's configuration.
 fn runs_in(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).filter(|path| path.join("config.toml").is_file()).collect()
 }
 
-/// A run as a row of the table.
+/// A row of the table.
 struct Summary {
-    /// When its log was written to last, in milliseconds since 1970.
+    /// Time of the log's last change, in milliseconds since 1970.
     time: u64,
     cells: [String; 7],
 }
 
 impl Summary {
-    /// What can be read of a run; what cannot is shown as a dash.
+    /// Summarizes a run; shows a dash for what cannot be read.
     fn of(path: &Path) -> Self {
         let dash = || "-".to_owned();
         let config = read(&path.join("config.toml"))
@@ -115,11 +115,11 @@ impl Summary {
             },
             _ => match started.and_then(|started| started.process?.is_alive()) {
                 Some(true) => "training",
-                _ => "ended without a word",
+                _ => "killed or crashed",
             },
         };
         let time = last.map_or(0, |last| last.t);
-        // Names from outside stay on their line of the table.
+        // Replace line breaks in names, to keep each run on its row.
         let (name, model) = (path.file_name().unwrap_or_default().to_string_lossy(), line(&model).into_owned());
         let cells = [
             line(&name).into_owned(),
@@ -134,7 +134,7 @@ impl Summary {
     }
 }
 
-/// How the run's last process began; its own line is among the log's last, or else the first process's is the first.
+/// The newest `Started` event among the log's last lines, or else the first line's.
 fn started(log: &Path) -> Option<Started> {
     let mut line = String::new();
     BufReader::new(File::open(log).ok()?).read_line(&mut line).ok()?;
@@ -149,7 +149,7 @@ fn last_record(log: &Path) -> Option<Record> {
     last_lines(log).lines().rev().find_map(|line| serde_json::from_str(line).ok())
 }
 
-/// The end of a log; its first line may be a part of one.
+/// The end of a log; its first line may be incomplete.
 fn last_lines(log: &Path) -> String {
     let end = || -> std::io::Result<Vec<u8>> {
         let mut file = File::open(log)?;
@@ -173,9 +173,9 @@ fn bytes_in(folder: &Path) -> u64 {
     entries.map(bytes).sum()
 }
 
-/// `2026-11-21 23:59` of seconds since 1970, UTC.
+/// Formats seconds since 1970 in UTC, such as `2026-11-21 23:59`.
 fn date(seconds: u64) -> String {
-    // Howard Hinnant's `civil_from_days`: years begin in March, so that the leap day is the last.
+    // Howard Hinnant's `civil_from_days`: years begin in March, so that the leap day comes last.
     let days = seconds / 86_400 + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
@@ -187,7 +187,7 @@ fn date(seconds: u64) -> String {
     format!("{year:04}-{month:02}-{day:02} {:02}:{:02}", seconds / 3600 % 24, seconds / 60 % 60)
 }
 
-/// The folder of the run called `name`, and nothing outside `folder`.
+/// The folder of the run called `name`, which must be inside `folder`.
 fn find(folder: &Path, name: &str) -> Result<PathBuf> {
     let path = folder.join(name);
     let is_name = Path::new(name).file_name() == Some(name.as_ref());
@@ -199,13 +199,13 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
 }
 
 fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
-    // The lock keeps the run of another process.
+    // Opening fails if another process holds the run's lock.
     let run = Run::open(path)?;
     let failed = || Error::io("write to", "standard output");
     let what = format!("run `{}`, {} checkpoints, {}", name_of(path), list(path)?.len(), size(bytes_in(path)));
     if !yes {
         if !stdin().is_terminal() {
-            let message = "standard input is no terminal, so nobody can be asked; add `--yes` to delete";
+            let message = "standard input is not a terminal, so there is no prompt; add `--yes` to delete";
             return Err(Error::config("runs delete", message));
         }
         write!(out, "Delete {what}? [y/N] ").and_then(|()| out.flush()).map_err(failed())?;
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_the_calendars() {
+    fn dates_match_the_calendar() {
         for (seconds, expected) in [
             (0, "1970-01-01 00:00"),
             (951_782_400, "2000-02-29 00:00"),

@@ -1,4 +1,4 @@
-//! What the person at the terminal sees while another thread trains.
+//! Shows a run in the terminal while another thread trains.
 
 use crate::screen::dashboard::{self, Exit, Look, Output, Plain, Progress, Terminal, Theme};
 use crate::telemetry::{Activity, Command, PhaseLines, Record, RunState};
@@ -7,16 +7,16 @@ use std::io::{Write, stderr, stdout};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-/// How the dashboard looks, and whether it takes the mouse.
+/// Flags for the look and mouse of the dashboard.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct LookArgs {
     /// Draw with ASCII characters only
     #[arg(long)]
     pub(crate) ascii: bool,
-    /// Colours for a background that is dark or light, or high-contrast [default: what the terminal says, else dark]
+    /// Colour theme: dark, light or high-contrast [default: the terminal's, else dark]
     #[arg(long, value_name = "THEME")]
     pub(crate) theme: Option<Look>,
-    /// Leave the mouse to the terminal, which then marks text as usual
+    /// Leave the mouse to the terminal, for selecting text
     #[arg(long)]
     pub(crate) no_mouse: bool,
 }
@@ -28,20 +28,20 @@ impl LookArgs {
     }
 }
 
-/// How a run is shown. Without a flag: the dashboard where standard output is a terminal of 40×12 or more.
+/// How to show a run; by default the dashboard, if standard output is a terminal of at least 40×12.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Screen")]
 pub(crate) struct ShowArgs {
-    /// The whole screen, however small
+    /// Show the dashboard, however small the terminal
     #[arg(long, conflicts_with_all = ["plain", "progress"])]
     pub(crate) dashboard: bool,
-    /// One line of key=value pairs every `log_every` steps
+    /// Print a line of key=value pairs every `log_every` steps
     #[arg(long, conflicts_with = "progress")]
     pub(crate) plain: bool,
-    /// A status line with a bar
+    /// Show a status line with a progress bar
     #[arg(long)]
     pub(crate) progress: bool,
-    /// How the dashboard looks.
+    /// The look of the dashboard.
     #[command(flatten)]
     pub(crate) look: LookArgs,
 }
@@ -57,8 +57,7 @@ impl ShowArgs {
     }
 }
 
-/// Shows records, and phases that last, until training has dropped its end of the channel. `history` is what is known of a
-/// run that is resumed.
+/// Shows records and slow phases until training drops its end of the channel. `history` is the state of a resumed run.
 pub(crate) fn show(
     (records, activity): (&Receiver<Record>, &Activity),
     commands: &Sender<Command>,
@@ -79,11 +78,11 @@ pub(crate) fn show(
         }
         Output::Plain => dashboard::follow_plain(records, activity, &mut Plain::new(stdout(), log_every)),
     }
-    // A closed output is no reason to stop training: the log has everything.
+    // A closed output does not stop training: the log has everything.
     records.iter().for_each(drop);
 }
 
-/// Keeps the status line until training has ended.
+/// Updates the status line until training has ended.
 fn progress(records: &Receiver<Record>, activity: &Activity) -> std::io::Result<()> {
     let mut progress = Progress::new(stderr());
     loop {

@@ -1,4 +1,4 @@
-//! What is told on standard error while something is prepared: notices at once, and phases that take longer than a moment.
+//! Reports preparation on standard error: notices at once, and phases once they take long enough.
 
 use crate::telemetry::{Activity, Amount, PhaseLines};
 use crate::train::Preparing;
@@ -7,12 +7,12 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Bytes below which work is over before anybody has read of it.
-const WORTH_TELLING: u64 = 4 << 20;
-/// Time between two looks at the phase.
-const LOOK: Duration = Duration::from_millis(100);
+/// Work on fewer bytes is too short to report.
+const MIN_REPORTED_BYTES: u64 = 4 << 20;
+/// Time between two updates of the phase.
+const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Tells how the preparation goes, on a thread of its own, until it is dropped.
+/// Reports the preparation on its own thread until it is dropped.
 pub(crate) struct Teller {
     activity: Activity,
     /// `None` only while it is being dropped.
@@ -21,7 +21,7 @@ pub(crate) struct Teller {
 }
 
 impl Teller {
-    /// Begins to tell.
+    /// Starts the thread.
     pub(crate) fn start() -> Self {
         let activity = Activity::default();
         let (notices, said) = channel::<String>();
@@ -30,7 +30,7 @@ impl Teller {
             let (mut line, terminal) = (StatusLine::default(), stderr().is_terminal());
             let mut lines = PhaseLines::default();
             loop {
-                match said.recv_timeout(LOOK) {
+                match said.recv_timeout(UPDATE_INTERVAL) {
                     Ok(notice) => line.above(&notice),
                     Err(RecvTimeoutError::Disconnected) => break line.clear(),
                     Err(RecvTimeoutError::Timeout) if terminal => line.show(watched.lasting(PhaseLines::FIRST)),
@@ -38,12 +38,12 @@ impl Teller {
                 }
             }
         };
-        // Nothing depends on somebody reading this, so a thread that cannot be had is no error.
+        // The reports are optional, so failing to start the thread is not an error.
         let thread = std::thread::Builder::new().name("teller".into()).spawn(tell).ok();
         Self { activity, notices: Some(notices), thread }
     }
 
-    /// Something happens.
+    /// Reports an event.
     pub(crate) fn tell(&self, event: Preparing) {
         match event {
             Preparing::Phase(what) => self.activity.begin(&what),
@@ -53,7 +53,7 @@ impl Teller {
             }
             Preparing::Progress { what, total, .. } => {
                 self.activity.end();
-                if total >= WORTH_TELLING {
+                if total >= MIN_REPORTED_BYTES {
                     self.notice(format!("{what}: {:.1} MB", total as f64 / 1e6));
                 }
             }

@@ -4,7 +4,7 @@ use crate::cli::flags::ConfigArgs;
 use crate::cli::notify::Notify;
 use crate::cli::show::{ShowArgs, show};
 use crate::cli::tell::Teller;
-use crate::cli::{meant, run_or_path};
+use crate::cli::{did_you_mean, run_or_path};
 use crate::screen::terminal::Interruption;
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::store::hub::free_bytes;
@@ -147,7 +147,8 @@ fn find(run: Option<&Path>, args: &TrainArgs, teller: &Teller) -> Result<Resumed
         (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
         (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),
         (Some(path), None) => {
-            let message = format!("there is no such folder, nor a run of this name{}", meant(run.unwrap_or(path), dir));
+            let message =
+                format!("there is no such folder, nor a run of this name{}", did_you_mean(run.unwrap_or(path), dir));
             return Err(Error::checkpoint(path, message));
         }
         (None, _) => Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?),

@@ -8,7 +8,7 @@ use clap::Args;
 use std::io::Write;
 use std::process::ExitCode;
 
-/// Flags of the proof; what to train is said as for a run.
+/// Flags of `verify-resume`, including those that define a run.
 #[derive(Args, Debug)]
 pub(crate) struct VerifyResumeArgs {
     #[command(flatten)]
@@ -18,10 +18,10 @@ pub(crate) struct VerifyResumeArgs {
     at: Option<u64>,
 }
 
-/// Steps where none are given: enough for overflows, a growth of the scale and an epoch's end in the built-in run.
+/// Default number of steps: enough for overflows, a growth of the scale and an epoch's end in the built-in run.
 const STEPS: u64 = 100;
 
-/// Runs the proof and says what it found; exit code 1 if anything differs.
+/// Runs the proof and prints the result; exit code 1 if anything differs.
 pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let config = args.config.resolve()?;
     let steps = args.config.steps.map_or(STEPS, |steps| steps.max(0) as u64);

@@ -1,6 +1,6 @@
-//! `finetune watch`: the dashboard of a run in another process, or of one that is over.
+//! `finetune watch`: the dashboard of a run in another process, or of a finished one.
 
-use crate::cli::meant;
+use crate::cli::did_you_mean;
 use crate::cli::show::LookArgs;
 use crate::screen::dashboard::{self, Format, Output, Terminal};
 use crate::{Error, Result};
@@ -11,39 +11,39 @@ use std::path::{Path, PathBuf};
 /// Flags of `watch`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WatchArgs {
-    /// A run's name or folder, or its events file; without it the newest run. Further runs are laid over its charts
+    /// A run's name or folder, or its events file [default: the newest run]; further runs are overlaid on its charts
     #[arg(value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// Replay the run from its beginning, this many times as fast as it was
+    /// Replay the run from its start, this many times as fast as it ran
     #[arg(long, value_name = "FACTOR")]
     speed: Option<f64>,
     /// Print lines of key=value pairs instead of drawing
     #[arg(long)]
     plain: bool,
-    /// How the dashboard looks.
+    /// The look of the dashboard.
     #[command(flatten)]
     look: LookArgs,
-    /// Draw one picture into a file, as SVG, and leave
+    /// Write one frame to an SVG file and exit
     #[arg(long, value_name = "FILE", conflicts_with_all = ["speed", "plain", "png"])]
     svg: Option<PathBuf>,
-    /// The same, as PNG
+    /// Write one frame to a PNG file and exit
     #[arg(long, value_name = "FILE", conflicts_with_all = ["speed", "plain"])]
     png: Option<PathBuf>,
-    /// Columns and rows of a picture
+    /// Columns and rows of the picture
     #[arg(long, value_name = "COLUMNSxROWS", default_value = "120x36", value_parser = size)]
     size: (u16, u16),
-    /// Keys that are pressed before a picture is drawn, such as `2u`
+    /// Keys to press before the picture is drawn, such as `2u`
     #[arg(long, value_name = "KEYS", default_value = "", hide_default_value = true)]
     keys: String,
-    /// Where runs are looked for
+    /// The folder of all runs
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
 }
 
-/// Steps between two lines where nothing can be drawn.
+/// Steps between two plain lines.
 const LOG_EVERY: u64 = 128;
 
-/// Watches until the person leaves; as lines, until the run is over.
+/// Watches until the user quits, or as plain lines until the run ends.
 pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     let logs = match &args.runs[..] {
         [] => vec![find_log(None, &args.checkpoint_dir)?],
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         return std::fs::write(file, picture).map_err(Error::io("write", file));
     }
     if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {
-        return Err(Error::config("--speed", "use a factor above 0, such as 10"));
+        return Err(Error::config("--speed", "must be above 0, such as 10"));
     }
     let asked = if args.plain { Output::Plain } else { Output::Dashboard };
     if Terminal::current().output(Some(asked)) == Output::Dashboard {
@@ -66,14 +66,14 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     }
 }
 
-/// Columns and rows, written `120x36`.
+/// Parses columns and rows such as `120x36`.
 fn size(text: &str) -> Result<(u16, u16), String> {
     let pair = text.split_once('x').and_then(|(columns, rows)| Some((columns.parse().ok()?, rows.parse().ok()?)));
     let fits = |(columns, rows): &(u16, u16)| (1..=500).contains(columns) && (1..=300).contains(rows);
-    pair.filter(fits).ok_or_else(|| "is columns x rows up to 500x300, such as 120x36".to_owned())
+    pair.filter(fits).ok_or_else(|| "must be COLUMNSxROWS up to 500x300, such as 120x36".to_owned())
 }
 
-/// The events file of a run given as such a file, as a folder, or by its name among the runs of `runs`.
+/// The events file of a run given as a file, as a folder, or by its name in `runs`.
 pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
     let Some(run) = run else {
         let message = format!("no run in `{}` yet; `finetune` starts one", runs.display());
@@ -82,15 +82,15 @@ pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
     let candidates = [run.to_path_buf(), run.join("events.jsonl"), runs.join(run).join("events.jsonl")];
     candidates.into_iter().find(|path| path.is_file()).ok_or_else(|| {
         let message = format!(
-            "is neither an events file nor a run's folder, nor the name of a run in `{}`{}",
+            "is not an events file, a run's folder, or the name of a run in `{}`{}",
             runs.display(),
-            meant(run, runs)
+            did_you_mean(run, runs)
         );
         Error::config(format!("`{}`", run.display()), message)
     })
 }
 
-/// The events file among those of all runs that was written to last; its run may not have a checkpoint yet.
+/// The most recently written events file of all runs, even of a run without a checkpoint.
 fn newest_log(runs: &Path) -> Option<PathBuf> {
     let logs = std::fs::read_dir(runs).ok()?.filter_map(|entry| Some(entry.ok()?.path().join("events.jsonl")));
     logs.filter_map(|log| Some((log.metadata().ok()?.modified().ok()?, log))).max().map(|(_, log)| log)

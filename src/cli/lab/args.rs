@@ -1,4 +1,4 @@
-//! What may be typed behind `finetune lab`: the views and their flags.
+//! The arguments of `finetune lab`: the views and their flags.
 
 use clap::{Args, Subcommand};
 
@@ -12,13 +12,13 @@ pub(super) enum View {
     Bits(BitsArgs),
     /// Every format's range on a log2 axis, with a value's or a run's numbers
     Ranges(RangesArgs),
-    /// The grid of each format around a weight: does an update survive?
+    /// The values of each format around a weight, and whether an update survives rounding
     Ulp(UlpArgs),
-    /// The dynamic loss scale in its loop with the gradients, for up to four settings
+    /// A simulation of the dynamic loss scale, for up to four settings
     Scaler(ScalerArgs),
-    /// A gradient's histogram under a movable loss scale
+    /// A histogram of gradients under an adjustable loss scale
     Scaling(ScalingArgs),
-    /// Bytes of training a model, by recipe
+    /// Memory for training a model, by recipe
     Memory(MemoryArgs),
     /// The error of long sums and dot products, by accumulator
     Sums(SumsArgs),
@@ -26,14 +26,14 @@ pub(super) enum View {
     Blocks(BlocksArgs),
     /// Softmax and positions in half precision
     Softmax(SoftmaxArgs),
-    /// Underflow, overflow, vanishing updates: cause and cure
+    /// Underflow, overflow, lost updates: causes and remedies
     Crises(CrisesArgs),
-    /// The type in which a step stores each tensor, read off the engine
+    /// The type in which a step stores each tensor, read from the engine
     Casts(CastsArgs),
 }
 
 impl View {
-    /// Its name as typed.
+    /// The view's name on the command line.
     pub(super) const fn name(&self) -> &'static str {
         match self {
             Self::Bits(_) => "bits",
@@ -85,13 +85,13 @@ pub(super) struct BlocksArgs {
     /// The scheme whose first block is shown: `fp8`, `delayed`, `rows`, `block128`, `mxfp8`, `nvfp4` or `int8`
     #[arg(long, default_value = "mxfp8")]
     pub(super) scheme: Scheme,
-    /// What the first value of each row is multiplied with
+    /// Factor on the first value of each row
     #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true)]
     pub(super) outlier: f64,
-    /// What delayed scaling remembers: a factor on the tensor's own largest magnitude
+    /// The amax that delayed scaling uses, as a factor on the tensor's actual one
     #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value)]
     pub(super) remembered: f64,
-    /// Rows of the tensor, where no run is read
+    /// Rows of the tensor, without a run
     #[arg(long, default_value_t = 8)]
     pub(super) rows: usize,
     /// Its columns, a multiple of 128
@@ -136,7 +136,7 @@ pub(super) struct CrisesArgs {
     /// A weight
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1")]
     pub(super) weight: f64,
-    /// What a step takes from it [default: 5e-5, or the run's learning rate, Adam's usual step]
+    /// *The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
     pub(super) update: Option<f64>,
     /// Steps
@@ -149,10 +149,10 @@ pub(super) struct RangesArgs {
     /// Values to mark
     #[arg(allow_negative_numbers = true)]
     pub(super) values: Vec<String>,
-    /// Exponent at the chart's left end [default: fitting]
+    /// Exponent at the chart's left end [default: automatic]
     #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
     pub(super) from: Option<i32>,
-    /// Exponent at the chart's right end [default: fitting]
+    /// Exponent at the chart's right end [default: automatic]
     #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
     pub(super) to: Option<i32>,
 }
@@ -162,7 +162,7 @@ pub(super) struct UlpArgs {
     /// The weight [default: 1, or the root mean square of the run's]
     #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
     pub(super) center: Option<f64>,
-    /// What a step adds to it [default: 5e-5, or the run's learning rate, Adam's usual step]
+    /// The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
     #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
     pub(super) update: Option<f64>,
 }
@@ -175,10 +175,10 @@ pub(super) struct ScalerArgs {
     /// A setting to compare with the base, such as `growth_interval=200,hysteresis=2`; up to three
     #[arg(long, value_name = "KEY=VALUE,…")]
     pub(super) setting: Vec<String>,
-    /// Steps, where no run is replayed
+    /// Number of steps, without a run
     #[arg(long, default_value_t = 2000)]
     pub(super) steps: usize,
-    /// Mean of log2 max|g|, or `none` for gradients that never overflow by themselves
+    /// Mean of log2 max|g|, or `none` for gradients that overflow only where forced
     #[arg(long, value_name = "EXPONENT", default_value = "-1", allow_hyphen_values = true)]
     pub(super) level: String,
     /// Standard deviation of log2 max|g|
@@ -193,16 +193,16 @@ pub(super) struct ScalerArgs {
     /// Height of a spike, in binades
     #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
     pub(super) spike: f64,
-    /// A step from which the level is higher by `--jump` binades
+    /// The step at which the level rises by `--jump` binades
     #[arg(long, value_name = "STEP")]
     pub(super) jump_at: Option<u64>,
-    /// See `--jump-at`
+    /// Height of the jump at `--jump-at`, in binades
     #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
     pub(super) jump: f64,
-    /// Steps that overflow in any case, counted from 0
+    /// Steps that are forced to overflow, counted from 0
     #[arg(long, value_name = "STEP,…", value_delimiter = ',')]
     pub(super) overflow_at: Vec<u64>,
-    /// Probability that a step overflows in any case
+    /// Probability that a step is forced to overflow
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub(super) rate: f64,
     /// The seed of the gradients
@@ -211,7 +211,7 @@ pub(super) struct ScalerArgs {
     /// Repeat with this many seeds, and print means with 95 % intervals
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000))]
     pub(super) seeds: Option<u64>,
-    /// A step to explain; the chart ends there
+    /// A step to explain, where the chart ends
     #[arg(long, value_name = "STEP")]
     pub(super) cursor: Option<u64>,
 }
@@ -221,10 +221,10 @@ pub(super) struct ScalingArgs {
     /// `fp16`, `bf16`, `fp32`, `e4m3` or `e5m2`
     #[arg(long, default_value = "fp16", value_parser = parse_format)]
     pub(super) format: FloatFormat,
-    /// log2 of the loss scale in view [default: the best]
+    /// log2 of the loss scale to show [default: the best]
     #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
     pub(super) scale: Option<i32>,
-    /// Mean of log2 of the magnitudes, where no run is read
+    /// Mean of log2 of the magnitudes, without a run
     #[arg(long, default_value_t = -22.0, allow_negative_numbers = true)]
     pub(super) mu: f64,
     /// Standard deviation of log2 of the magnitudes
@@ -233,7 +233,7 @@ pub(super) struct ScalingArgs {
     /// Number of gradients
     #[arg(long, default_value_t = 82_000_000)]
     pub(super) count: u64,
-    /// Draw heights as counts, not as their logarithms
+    /// Use a linear instead of a logarithmic axis for the counts
     #[arg(long)]
     pub(super) linear: bool,
 }

@@ -3,6 +3,7 @@
 mod adamw;
 mod gradients;
 mod schedule;
+pub(crate) mod tree;
 
 pub use adamw::{AdamW, AdamWConfig, MasterWeights};
 pub use gradients::{Gradients, Survey};

@@ -40,7 +40,7 @@ pub enum Group {
     Weights,
     /// FP32 master weights.
     Masters,
-    /// Gradients of the parameters, and their FP32 sum over micro-batches.
+    /// Gradients of the parameters, and their FP32 sums over micro-batches.
     Gradients,
     /// Adam's moments.
     Adam,

@@ -12,7 +12,7 @@ pub struct EngineBytes {
     pub weights: u64,
     /// FP32 masters.
     pub masters: u64,
-    /// Gradients, and their FP32 sum over micro-batches.
+    /// Gradients, and their FP32 sums over micro-batches: the binary logarithm of their number, rounded down.
     pub gradients: u64,
     /// Adam's moments.
     pub adam: u64,

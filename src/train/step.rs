@@ -93,7 +93,7 @@ impl Engine {
         }
         let mut time = PartTimes::default();
         let mut loss = 0.0;
-        grads.clear();
+        grads.begin(micro_batches.len());
         if let Some(fp8) = &mut state.fp8 {
             fp8.begin_step();
             fp8.round_weights(state.masters.parameters(), &state.weights)?;

@@ -3,6 +3,7 @@
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::kernels::{Kernels, view};
 use crate::engine::model::{Parameters, candle_dtype};
+use crate::engine::optim::tree::{Nodes, Placed};
 use crate::precision::{Dtype, PrecisionPolicy, Unit};
 use candle_core::{DType, Result};
 use rayon::prelude::*;
@@ -11,12 +12,15 @@ use std::collections::BTreeMap;
 /// The gradient of every parameter.
 ///
 /// A backward pass writes each gradient once, rounded to the policy's type. Where several micro-batches make a step,
-/// they are summed in FP32.
+/// they are summed in FP32 along a fixed binary [tree], which keeps a sum for each of its open nodes.
+///
+/// [tree]: crate::engine::optim::tree
 #[derive(Debug)]
 pub struct Gradients {
     grads: Parameters,
-    sum: Option<Parameters>,
-    micro_batches: usize,
+    /// FP32, one for each node that can be open at a time; none where a step has one micro-batch.
+    sums: Vec<Parameters>,
+    nodes: Nodes,
     /// The largest magnitude in the micro-batches' gradients, if it was measured.
     largest: Option<f32>,
     policy: PrecisionPolicy,
@@ -33,18 +37,24 @@ pub struct Survey {
     pub largest: f32,
 }
 
+/// The FP32 sums that a step of so many micro-batches takes.
+fn sums(micro_batches: usize) -> usize {
+    if micro_batches > 1 { Nodes::most_open(0..micro_batches, micro_batches) } else { 0 }
+}
+
 impl Gradients {
-    /// Buffers for parameters laid out as `like`'s and on its device, with an FP32 sum if a step has more than one micro-batch.
+    /// Buffers for parameters laid out as `like`'s and on its device, with FP32 sums for steps of up to `grad_accum`
+    /// micro-batches.
     pub fn new(like: &Parameters, policy: PrecisionPolicy, grad_accum: usize) -> Result<Self> {
         let grads = like.zeros_like(candle_dtype(policy.grads))?;
-        let sum = (grad_accum > 1).then(|| grads.zeros_like(DType::F32)).transpose()?;
-        Ok(Self { grads, sum, micro_batches: 0, largest: None, policy })
+        let sums = (0..sums(grad_accum)).map(|_| grads.zeros_like(DType::F32)).collect::<Result<_>>()?;
+        Ok(Self { grads, sums, nodes: Nodes::default(), largest: None, policy })
     }
 
     /// What [`Gradients::new`] allocates for so many parameters, in bytes.
     pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize) -> u64 {
-        let sum = if grad_accum > 1 { Dtype::F32.size_in_bytes() } else { 0 };
-        parameters * (policy.grads.size_in_bytes() + sum) as u64
+        let sums = sums(grad_accum) * Dtype::F32.size_in_bytes();
+        parameters * (policy.grads.size_in_bytes() + sums) as u64
     }
 
     /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.
@@ -55,9 +65,9 @@ impl Gradients {
         self.grads.replace_pack(index, retyped)
     }
 
-    /// Forgets the last step's gradients.
-    pub fn clear(&mut self) {
-        self.micro_batches = 0;
+    /// Forgets the last step's gradients; the next step has so many micro-batches.
+    pub fn begin(&mut self, micro_batches: usize) {
+        self.nodes.begin(0..micro_batches, micro_batches);
         self.largest = None;
     }
 
@@ -69,29 +79,30 @@ impl Gradients {
     /// Adds what a backward pass has written to the step's sum. With `measure`, [`Survey::largest`] will be that of the
     /// micro-batches' gradients: their FP32 sum says nothing of the room that each had in its own type.
     pub fn accumulate(&mut self, kernels: &dyn Kernels, measure: bool) -> Result<()> {
-        if let Some(sum) = &self.sum {
-            if measure {
-                let policy = candle_dtype(self.policy.grads);
-                for grad in self.grads.tensors().iter().filter(|grad| grad.dtype() == policy) {
-                    let stats = kernels.survey(grad, view::float_format(policy), false)?.stats;
-                    self.largest = Some(self.largest.unwrap_or(0.0).max(stats.max_abs));
-                }
-            }
-            for (grad, sum) in self.grads.tensors().iter().zip(sum.tensors()) {
-                if self.micro_batches == 0 {
-                    kernels.copy(grad, sum)?;
-                } else {
-                    kernels.accumulate(grad, sum)?;
-                }
+        let Placed { at, adds, merges } = self.nodes.push();
+        if self.sums.is_empty() {
+            return Ok(());
+        }
+        if measure {
+            let policy = candle_dtype(self.policy.grads);
+            for grad in self.grads.tensors().iter().filter(|grad| grad.dtype() == policy) {
+                let stats = kernels.survey(grad, view::float_format(policy), false)?.stats;
+                self.largest = Some(self.largest.unwrap_or(0.0).max(stats.max_abs));
             }
         }
-        self.micro_batches += 1;
-        Ok(())
+        let add = |from: &Parameters, to: &Parameters, adds: bool| {
+            from.tensors()
+                .iter()
+                .zip(to.tensors())
+                .try_for_each(|(from, to)| if adds { kernels.accumulate(from, to) } else { kernels.copy(from, to) })
+        };
+        add(&self.grads, &self.sums[at], adds)?;
+        (0..merges).try_for_each(|merged| add(&self.sums[at - merged], &self.sums[at - merged - 1], true))
     }
 
     /// The step's gradients, times the loss scale.
     pub fn total(&self) -> &Parameters {
-        self.sum.as_ref().unwrap_or(&self.grads)
+        self.sums.first().unwrap_or(&self.grads)
     }
 
     /// The variance of the elements of each unit's gradient, scaled as they are, given the look at them.

@@ -1,0 +1,174 @@
+//! The fixed binary tree along which the gradients of a step's micro-batches are summed.
+//!
+//! A node covers a range of micro-batches; its left child takes the largest power of two of them that is less than all. The
+//! shape depends on their number alone, so the sum has the same bits however the micro-batches are shared among
+//! processes: a process sums the nodes that lie within its share, and the rest of the tree is summed over those.
+
+use std::ops::Range;
+
+/// Where a node of two or more micro-batches is cut in two.
+pub(crate) fn cut(node: &Range<usize>) -> usize {
+    node.start + node.len().next_power_of_two() / 2
+}
+
+/// Whether `left` and `right` are the children of one node in the tree over `of` micro-batches.
+fn are_siblings(of: usize, left: &Range<usize>, right: &Range<usize>) -> bool {
+    let parent = left.start..right.end;
+    let mut node = 0..of;
+    while node != parent {
+        if node.len() < 2 {
+            return false;
+        }
+        let cut = cut(&node);
+        match () {
+            () if parent.end <= cut => node.end = cut,
+            () if parent.start >= cut => node.start = cut,
+            () => return false,
+        }
+    }
+    left.end == right.start && parent.len() > 1 && cut(&parent) == left.end
+}
+
+/// The nodes that a process has summed so far, left to right.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Nodes {
+    of: usize,
+    share: Range<usize>,
+    next: usize,
+    open: Vec<Range<usize>>,
+}
+
+/// What becomes of the next leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Placed {
+    /// Where its sum goes, counted from the left.
+    pub(crate) at: usize,
+    /// Whether it is added to what is there or begins a node.
+    pub(crate) adds: bool,
+    /// How many nodes are then added to their left neighbours, the rightmost first.
+    pub(crate) merges: usize,
+}
+
+impl Nodes {
+    /// For the micro-batches `share` of a step of `of`.
+    pub(crate) fn begin(&mut self, share: Range<usize>, of: usize) {
+        self.open.clear();
+        (self.next, self.share, self.of) = (share.start, share, of);
+    }
+
+    /// Takes in the next micro-batch.
+    pub(crate) fn push(&mut self) -> Placed {
+        let leaf = self.next..self.next + 1;
+        self.next += 1;
+        let adds = self.open.last().is_some_and(|last| are_siblings(self.of, last, &leaf));
+        match self.open.last_mut() {
+            Some(last) if adds => last.end = leaf.end,
+            _ => self.open.push(leaf),
+        }
+        let (at, mut merges) = (self.open.len() - 1, 0);
+        while let [.., left, right] = self.open.as_mut_slice()
+            && are_siblings(self.of, left, right)
+        {
+            left.end = right.end;
+            self.open.pop();
+            merges += 1;
+        }
+        Placed { at, adds, merges }
+    }
+
+    #[cfg(test)]
+    /// The nodes left when a share has been summed, left to right.
+    pub(crate) fn of_share(share: Range<usize>, of: usize) -> Vec<Range<usize>> {
+        Self::summed(share, of).0
+    }
+
+    /// The most sums that are open at a time.
+    pub(crate) fn most_open(share: Range<usize>, of: usize) -> usize {
+        Self::summed(share, of).1
+    }
+
+    fn summed(share: Range<usize>, of: usize) -> (Vec<Range<usize>>, usize) {
+        let (mut nodes, mut most) = (Self::default(), 0);
+        nodes.begin(share.clone(), of);
+        for _ in share {
+            most = most.max(nodes.push().at + 1);
+        }
+        (nodes.open, most)
+    }
+}
+
+#[cfg(test)]
+/// The micro-batches of process `rank` among `world`, of a step of `of`: as even as can be, without gaps.
+pub(crate) fn share(rank: usize, world: usize, of: usize) -> Range<usize> {
+    rank * of / world..(rank + 1) * of / world
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The tree's sum in words.
+    fn text(node: Range<usize>) -> String {
+        if node.len() == 1 {
+            return node.start.to_string();
+        }
+        let cut = cut(&node);
+        format!("({}+{})", text(node.start..cut), text(cut..node.end))
+    }
+
+    #[test]
+    fn the_shape_hangs_on_the_number_alone() {
+        assert_eq!(text(0..3), "((0+1)+2)");
+        assert_eq!(text(0..4), "((0+1)+(2+3))");
+        assert_eq!(text(0..7), "(((0+1)+(2+3))+((4+5)+6))");
+    }
+
+    /// Sums a share as the engine does, in words, and gives the nodes by their ranges.
+    fn by_share(share: Range<usize>, of: usize) -> Vec<String> {
+        let (mut nodes, mut sums) = (Nodes::default(), Vec::<String>::new());
+        nodes.begin(share.clone(), of);
+        for leaf in share {
+            let placed = nodes.push();
+            if placed.adds {
+                sums[placed.at] = format!("({}+{leaf})", sums[placed.at]);
+            } else {
+                sums.push(leaf.to_string());
+            }
+            assert_eq!(sums.len(), placed.at + 1);
+            for _ in 0..placed.merges {
+                let right = sums.pop().unwrap_or_default();
+                if let Some(left) = sums.last_mut() {
+                    *left = format!("({left}+{right})");
+                }
+            }
+        }
+        sums
+    }
+
+    #[test]
+    fn every_share_sums_nodes_of_the_tree_and_nothing_else() {
+        for of in 1..=33 {
+            assert_eq!(by_share(0..of, of), [text(0..of)]);
+            for world in 1..=9 {
+                let mut covered = 0;
+                for rank in 0..world {
+                    let share = share(rank, world, of);
+                    let nodes = Nodes::of_share(share.clone(), of);
+                    assert_eq!(by_share(share, of), nodes.iter().cloned().map(text).collect::<Vec<_>>());
+                    for node in nodes {
+                        assert_eq!(node.start, covered);
+                        covered = node.end;
+                    }
+                }
+                assert_eq!(covered, of, "{world} processes");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_take_the_logarithm_of_their_number_in_memory() {
+        for of in 2..=64usize {
+            assert_eq!(Nodes::most_open(0..of, of) as u32, of.ilog2(), "{of}");
+        }
+    }
+}

@@ -1,4 +1,4 @@
-//! A finished model and what is done with it: opening, text, loss on a text, export.
+//! Uses a trained model: opens it, generates text, evaluates, exports.
 
 pub mod chat;
 pub mod evaluate;

@@ -1,4 +1,4 @@
-//! What lies on disks and on the Hub: tensor files, model folders, downloads, checkpoints.
+//! Storage: tensor files, model folders, the Hugging Face Hub, checkpoints.
 
 pub mod checkpoint;
 mod folder;

@@ -255,7 +255,7 @@ fn a_folder_that_another_process_has_made_anew_is_left_alone() {
         first.remove(&path.join("step-000001")),
     ] {
         let message = result.unwrap_err().to_string();
-        assert!(message.contains("belongs to another process"), "{message}");
+        assert!(message.contains("another process has recreated"), "{message}");
     }
     assert_eq!(names(&path), before);
     second.rotate(Kind::Full, keep).unwrap();
@@ -267,7 +267,7 @@ fn a_lock_whose_file_was_removed_is_taken_again() {
     let mut run = Run::open(folder.path()).unwrap();
     fs::remove_file(folder.path().join(".lock")).unwrap();
     Sample::new(1).save(&mut run).unwrap();
-    assert!(Run::open(folder.path()).unwrap_err().to_string().contains("is working in this run"));
+    assert!(Run::open(folder.path()).unwrap_err().to_string().contains("is using this run"));
 }
 
 #[test]
@@ -341,7 +341,7 @@ fn two_do_not_work_in_one_run() {
     let folder = tempdir().unwrap();
     let run = Run::open(folder.path()).unwrap();
     let message = Run::open(folder.path()).unwrap_err().to_string();
-    assert!(message.contains(&format!("process {} is working in this run", std::process::id())), "{message}");
+    assert!(message.contains(&format!("process {} is using this run", std::process::id())), "{message}");
     drop(run);
     Run::open(folder.path()).unwrap();
 }
@@ -366,11 +366,11 @@ fn comparing_names_the_tensor_and_the_figure() {
     let said: Vec<String> = compare(&a, &b).unwrap().iter().map(ToString::to_string).collect();
     assert_eq!(said.len(), 1 + 12 + 1, "{said:?}");
     assert_eq!(said[0], "state.json: `scaler.scale`: 65536.0 and 2.0");
-    assert_eq!(said[1], "master.safetensors: `h.1.attn.c_attn.bias`: only the second has it");
+    assert_eq!(said[1], "master.safetensors: `h.1.attn.c_attn.bias`: only in the second");
     let name = &sample.masters.layout()[3].name;
     let last = said.last().unwrap();
     assert!(last.contains(&format!("`exp_avg_sq.{name}`: 1 of ")) && last.contains("the first at 2"), "{last}");
 
     let weights = two.save(&sample.contents(), Kind::Weights).unwrap().path;
-    assert!(compare(&a, &weights).unwrap().iter().any(|one| one.to_string() == "state.json: only the first has it"));
+    assert!(compare(&a, &weights).unwrap().iter().any(|one| one.to_string() == "state.json: only in the first"));
 }

@@ -138,7 +138,7 @@ fn prune_refuses_what_is_no_run_at_rest() {
     let _training = Run::open(folder.path().join("one")).unwrap();
     let (code, _, err) = finetune(folder.path(), "prune one --keep-last 1");
     assert_eq!(code, 2);
-    assert!(err.contains("is working in this run"), "{err}");
+    assert!(err.contains("is using this run"), "{err}");
     flip(&folder.path().join("two/step-000004/master.safetensors"));
     let (code, _, err) = finetune(folder.path(), "prune two --damaged");
     assert_eq!(code, 2);

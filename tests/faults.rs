@@ -337,7 +337,7 @@ fn a_second_process_is_kept_out_until_the_first_is_gone_however_it_went() {
     let mut lines = BufReader::new(holder.stdout.take().unwrap()).lines();
     assert!(lines.any(|line| line.unwrap().contains("locked")));
     let message = Run::open(&path).unwrap_err().to_string();
-    assert!(message.contains(&format!("process {} is working in this run", holder.id())), "{message}");
+    assert!(message.contains(&format!("process {} is using this run", holder.id())), "{message}");
     // Reading is open to all.
     assert_eq!(newest_good(&path).unwrap().checkpoint.state().step, 2);
     holder.kill().unwrap();

@@ -471,7 +471,7 @@ fn no_redirect_leaves_the_endpoint() {
     }
     server.fault("model.safetensors", Fault::Redirect("/o/n/resolve/main/model.safetensors".into()));
     let message = text(Hub::new(settings).model("owner/other", None));
-    assert!(message.contains("redirects without end"), "{message}");
+    assert!(message.contains("redirects too often"), "{message}");
 }
 
 #[test]
@@ -518,7 +518,7 @@ fn sharded_weights_arrive_whole() {
     server.put("model.safetensors.index.json", br#"{"weight_map": {"a": "../../../evil.safetensors"}}"#);
     server.state.lock().unwrap().commit = LATER_COMMIT.to_owned();
     let message = text(server.model(cache.path()));
-    assert!(message.contains("which is no safetensors file"), "{message}");
+    assert!(message.contains("which is not a safetensors file"), "{message}");
 }
 
 #[test]
@@ -609,11 +609,11 @@ fn generate_eval_and_export_take_names_of_the_hub() {
 #[rustfmt::skip]
 const ATTACKS: [(&str, &str, &str, &str); 56] = [
     // Sizes.
-    ("config.json", "206 X\r\n{about}Content-Range: bytes 0-0/1099511627776\r\n\r\n", "", "announces 1099511627776 bytes; a file of this kind has 16777216 at most"),
+    ("config.json", "206 X\r\n{about}Content-Range: bytes 0-0/1099511627776\r\n\r\n", "", "announces 1099511627776 bytes; the limit for such a file is 16777216"),
     ("config.json", "206 X\r\n{about}X-Linked-Size: 1099511627776\r\n{range}\r\n", "", "announces 1099511627776 bytes"),
     ("config.json", "200 X\r\n{about}Content-Length: 16777217\r\n\r\n", "", "announces 16777217 bytes"),
     ("tokenizer.json", "206 X\r\n{about}Content-Range: bytes 0-0/536870913\r\n\r\n", "", "has 536870912 at most"),
-    ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/9223372036854775807\r\n\r\n", "", "it needs 9223372036854775807 bytes, and the disk of"),
+    ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/9223372036854775807\r\n\r\n", "", "it needs 9223372036854775807 bytes, but the disk of"),
     ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/18446744073709551616\r\n\r\n", "", "no size"),
     ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/-5\r\n\r\n", "", "no size"),
     ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/*\r\n\r\n", "", "no size"),
@@ -639,7 +639,7 @@ const ATTACKS: [(&str, &str, &str, &str); 56] = [
     ("config.json", "206 X\r\n{about}Content-Length: -1\r\n\r\n", "", "no usable connection"),
     ("config.json", "100 Continue\r\n\r\n…", "", "no usable connection"),
     ("config.json", "206 X\r\n…", "", "no usable connection"),
-    ("config.json", "304 Not Modified\r\n{about}\r\n", "", "redirects to nowhere"),
+    ("config.json", "304 Not Modified\r\n{about}\r\n", "", "redirects without a target"),
     ("config.json", "416 X\r\n{about}\r\n", "", "the server answers 416"),
     ("config.json", "401 X\r\n\r\n∞", "", "set `HF_TOKEN`"),
     ("config.json", "404 X\r\nX-Error-Code: \u{7f}\r\n\r\n∞", "", "cannot get `config.json`"),
@@ -658,7 +658,7 @@ const ATTACKS: [(&str, &str, &str, &str); 56] = [
     ("model.safetensors", "302 X\r\nLocation: https://user:secret@evil.test/\r\n\r\n", "", "`evil.test:443`"),
     ("model.safetensors", "302 X\r\nLocation: x/y\r\n\r\n", "", "redirects to another host"),
     ("model.safetensors", "302 X\r\nLocation:\r\n\r\n", "", "redirects to another host"),
-    ("model.safetensors", "302 X\r\nLocation: /o/n/resolve/main/model.safetensors\r\n\r\n", "", "redirects without end"),
+    ("model.safetensors", "302 X\r\nLocation: /o/n/resolve/main/model.safetensors\r\n\r\n", "", "redirects too often"),
     // Contents.
     ("model.safetensors", "", "200 X\r\n\r\n∞", "more than the 600000 bytes"),
     ("config.json", "", "200 X\r\n\r\n∞", "more than the 22 bytes"),
@@ -717,7 +717,7 @@ fn an_index_that_harms_is_refused() {
         ("{\"weight_map\": {\"a\": \"a\\u0000b.safetensors\"}}".to_owned(), "no safetensors file"),
         ("{\"weight_map\": {\"a\": \"\\u001b[2J.safetensors\"}}".to_owned(), "`\\u{1b}[2J.safetensors`"),
         ("{\"weight_map\": {\"a\": \"code.py\"}}".to_owned(), "no safetensors file"),
-        (format!("{{\"weight_map\": {{{many}}}}}"), "names 5000 files; a model has 4096 at most"),
+        (format!("{{\"weight_map\": {{{many}}}}}"), "lists 5000 files; the maximum is 4096"),
         ("[".repeat(100_000), "not an index"),
         ("{\"weight_map\": 1}".to_owned(), "not an index"),
     ];
@@ -835,11 +835,11 @@ fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
     let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let cases = [
-        ("HF_ENDPOINT", "ftp://me:geheim@hub.test".to_owned(), "is no address of a Hub"),
-        ("HF_ENDPOINT", "me:geheim@hub.test".to_owned(), "is no address of a Hub"),
-        ("HF_ENDPOINT", "http://me:geheim@hub.test:port".to_owned(), "is no address of a Hub"),
-        ("HF_ENDPOINT", "http://me:ge heim/geheim@hub.test".to_owned(), "is no address of a Hub"),
-        ("HF_TOKEN", "hf_geheim\u{1b}".to_owned(), "HF_TOKEN: the token holds characters"),
+        ("HF_ENDPOINT", "ftp://me:geheim@hub.test".to_owned(), "is not a Hub URL"),
+        ("HF_ENDPOINT", "me:geheim@hub.test".to_owned(), "is not a Hub URL"),
+        ("HF_ENDPOINT", "http://me:geheim@hub.test:port".to_owned(), "is not a Hub URL"),
+        ("HF_ENDPOINT", "http://me:ge heim/geheim@hub.test".to_owned(), "is not a Hub URL"),
+        ("HF_TOKEN", "hf_geheim\u{1b}".to_owned(), "HF_TOKEN: the token contains invalid characters"),
     ];
     for (name, value, expected) in cases {
         for line in ["generate distilgpt2 --prompt so", "doctor"] {

@@ -98,7 +98,7 @@ fn as_text(report: &Fp16Report) -> String {
     let _ = writeln!(
         text,
         "\n{} tokens; activations overflow above 65504; best loss scale 2^{scale}, at which {:.2} % of the weight gradients in \
-         FP16 become zero",
+         FP16 flush to zero",
         report.tokens,
         100.0 * report.flushed
     );

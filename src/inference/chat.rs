@@ -7,26 +7,26 @@ use crate::{Error, Result};
 use serde_json::Value;
 use std::path::Path;
 
-/// Templates and the files that name special tokens are small.
+/// Maximum size of a template and of the files with special tokens.
 const MAX_FILE: u64 = 16 << 20;
-/// The turns as training writes `messages` where a model brings no template: a line each.
+/// The template for a model without one: a line per turn, as training formats `messages`.
 const PLAIN: &str = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}\
                      {% if add_generation_prompt %}assistant:{% endif %}";
 
-/// A model's way to converse.
+/// A conversation with a model.
 #[derive(Debug)]
 pub struct Chat {
     template: Template,
-    /// Whether the model brought no template of its own.
+    /// Whether the model has no template.
     pub plain: bool,
     /// Tokens that end an answer.
     pub ends: Vec<u32>,
-    /// What was said.
+    /// The messages so far.
     pub history: Conversation,
 }
 
 impl Chat {
-    /// The conversation of `trained`: with the template in `file`, else the model's own, else one line a turn.
+    /// A conversation with `trained`, with the template in `file`, else the model's own, else one line per turn.
     ///
     /// # Errors
     /// [`Error::Model`] or [`Error::Io`] for a template that cannot be read or parsed.
@@ -49,7 +49,7 @@ impl Chat {
         })
     }
 
-    /// The text up to where the model's next answer begins.
+    /// The prompt for the model's next answer.
     pub fn prompt(&self) -> Result<String> {
         Ok(self.template.render(&self.history, None, true)?.text)
     }
@@ -60,7 +60,7 @@ fn text_file(path: &Path) -> Result<String> {
     String::from_utf8(bytes).map_err(|_| Error::model(path.display(), "not UTF-8"))
 }
 
-/// A JSON file that need not exist.
+/// A JSON file that may be missing.
 fn json_file(path: &Path) -> Result<Value> {
     if !path.is_file() {
         return Ok(Value::Null);
@@ -69,7 +69,7 @@ fn json_file(path: &Path) -> Result<Value> {
         .map_err(|error| Error::model(path.display(), format!("not JSON: {error}")))
 }
 
-/// `chat_template.jinja`, or the template in `tokenizer_config.json`: a text, or the one of several that is named `default`.
+/// `chat_template.jinja`, or the template in `tokenizer_config.json`: a string, or the one named `default` in a list.
 fn own_template(folder: &Path, config: &Value) -> Result<Option<String>> {
     let file = folder.join("chat_template.jinja");
     if file.is_file() {
@@ -81,12 +81,12 @@ fn own_template(folder: &Path, config: &Value) -> Result<Option<String>> {
     Ok(text.map(str::to_owned))
 }
 
-/// A special token, which files give as a text or as an object.
+/// A special token, stored as a string or an object.
 fn special(config: &Value, key: &str) -> Option<String> {
     config[key].as_str().or_else(|| config[key]["content"].as_str()).map(str::to_owned)
 }
 
-/// The end tokens of `generation_config.json`: one or a list.
+/// The end tokens in `generation_config.json`: one or a list.
 fn ends(folder: &Path) -> Result<Vec<u32>> {
     let config = json_file(&folder.join("generation_config.json"))?;
     let ids = &config["eos_token_id"];

@@ -1,7 +1,7 @@
-//! How well a model predicts a text: loss, perplexity and bits per byte over a sliding window.
+//! Evaluates a model on a text: loss, perplexity and bits per byte over a sliding window.
 //!
-//! Every token but the first is predicted exactly once. With a stride shorter than the window, windows overlap, and a
-//! prediction is taken from the window in which it has more tokens before it: at least `seq_len - stride`.
+//! Every token except the first is predicted exactly once. With a stride shorter than the window, windows overlap, and a
+//! prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
 use crate::data::{IGNORE_INDEX, TokenSource};
 use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
@@ -9,29 +9,29 @@ use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use serde::Serialize;
 
-/// How a text is cut into windows.
+/// How a text is split into windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Windows {
-    /// Tokens a window feeds the model; at most its context.
+    /// Tokens per window; at most the model's context.
     pub seq_len: usize,
     /// Tokens from one window's start to the next one's; at most `seq_len`.
     pub stride: usize,
-    /// Windows computed at a time.
+    /// Windows per batch.
     pub batch_size: usize,
 }
 
-/// Tokens in a batch, about, where nobody says how many windows it should have.
+/// Default number of tokens per batch.
 const BATCH_TOKENS: usize = 1024;
 
 impl Windows {
     /// Windows of `seq_len` tokens, or of the whole `context`; without a stride they do not overlap.
     ///
     /// # Errors
-    /// [`Error::Config`] by the name of the flag that makes no sense.
+    /// [`Error::Config`] with the flag that is out of range.
     pub fn new(context: usize, seq_len: Option<usize>, stride: Option<usize>, batch: Option<usize>) -> Result<Self> {
         let seq_len = seq_len.unwrap_or(context);
         let within = |flag: &str, value: usize, limit: usize, what: &str| match value {
-            0 => Err(Error::config(flag, "0 makes no sense here; use 1 or more")),
+            0 => Err(Error::config(flag, "must be at least 1")),
             _ if value > limit => Err(Error::config(flag, format!("{value} exceeds the {what} of {limit} tokens"))),
             _ => Ok(value),
         };
@@ -41,7 +41,7 @@ impl Windows {
         Ok(Self { seq_len, stride, batch_size })
     }
 
-    /// The same for a text of `tokens` tokens, no longer than it: what lies behind its end costs time and changes nothing.
+    /// Limits the window to a text of `tokens` tokens, because padding costs time and changes nothing.
     #[must_use]
     pub fn within(self, tokens: usize) -> Self {
         let longest = tokens.saturating_sub(1).max(1);
@@ -49,26 +49,26 @@ impl Windows {
         Self { seq_len, stride, ..self }
     }
 
-    /// Windows that it takes to predict all of `tokens` tokens but the first.
+    /// The number of windows needed to predict `tokens` tokens except the first.
     pub fn count(&self, tokens: usize) -> usize {
         let targets = tokens.saturating_sub(1);
         if targets == 0 { 0 } else { 1 + targets.saturating_sub(self.seq_len).div_ceil(self.stride) }
     }
 
-    /// Where window `index` starts, and how many of its first targets an earlier window has predicted.
+    /// The start of window `index`, and the number of its first targets that earlier windows have predicted.
     fn at(&self, index: usize) -> (usize, usize) {
         (index * self.stride, if index == 0 { 0 } else { self.seq_len - self.stride })
     }
 }
 
-/// What an evaluation found.
+/// The result of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Evaluation {
-    /// Mean cross-entropy in nats a token.
+    /// Mean cross-entropy in nats per token.
     pub loss: f64,
     /// `exp(loss)`.
     pub perplexity: f64,
-    /// Bits it takes to encode a byte of the text with this model.
+    /// Bits to encode a byte of the text with this model.
     pub bits_per_byte: f64,
     /// Tokens predicted.
     pub tokens: u64,
@@ -76,8 +76,8 @@ pub struct Evaluation {
     pub windows: usize,
 }
 
-/// Evaluates a model on `tokens`, of which each that is predicted stands for `bytes_per_token` bytes on average; `progress` hears the
-/// windows done after every batch.
+/// Evaluates a model on `tokens`; `bytes_per_token` is the average size of a predicted token. Calls `progress` with the number
+/// of windows done after every batch.
 pub fn evaluate(
     model: &Decoder,
     weights: &Parameters,
@@ -95,7 +95,7 @@ pub fn evaluate(
     let mut targets = vec![IGNORE_INDEX; batch_size * seq_len];
     let (mut loss, mut predicted) = (0.0, 0);
     for first in (0..count).step_by(batch_size) {
-        // What lies behind the text's end, or in a batch's unused rows, is never a target, and no target sees it.
+        // Padding after the text's end and unused rows are never targets, and no target attends to them.
         ids.fill(0);
         targets.fill(IGNORE_INDEX);
         let rows = ids.chunks_exact_mut(seq_len).zip(targets.chunks_exact_mut(seq_len));
@@ -113,7 +113,7 @@ pub fn evaluate(
     }
     tokens.check()?;
     if predicted == 0 {
-        return Err(Error::data("the text", "holds no token to predict; it takes at least two tokens"));
+        return Err(Error::data("the text", "has no token to predict; it needs at least two tokens"));
     }
     let loss = loss / predicted as f64;
     let bits_per_byte = loss / std::f64::consts::LN_2 / bytes_per_token;
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_that_make_no_sense_are_refused_by_flag() {
+    fn invalid_windows_are_rejected_by_flag() {
         let message = |seq_len, stride, batch| {
             Windows::new(8, seq_len, stride, batch).map_or_else(|error| error.to_string(), |_| "fine".into())
         };

@@ -1,8 +1,8 @@
-//! Does a model train in FP16? Forward and backward passes on real text, with a look at every tensor.
+//! Checks whether a model can train in FP16, by measuring every tensor of forward and backward passes on real text.
 //!
-//! Passes in FP32 show how large activations and gradients are where no type cuts them off. From that follow the units (blocks,
-//! or what is around them) that cannot stay in FP16, and the best loss scale for the others. Passes in FP16 at that scale, with
-//! those units in FP32, then confirm it or not.
+//! Passes in FP32 measure the activations and gradients without saturation. They determine the units (blocks, or the head)
+//! that cannot stay in FP16, and the best loss scale for the others. Passes in FP16 at that scale, with those units in FP32,
+//! then verify the result.
 
 use crate::Result;
 use crate::data::{Batch, BatchLoader, TokenSource};
@@ -20,86 +20,86 @@ use std::sync::Arc;
 
 /// FP16's largest value.
 const TOP: f32 = 65504.0;
-/// The scale leaves the largest gradient this far below the top, as the next batch's may be larger.
+/// The factor between the largest scaled gradient and [`TOP`], because the next batch's may be larger.
 const ROOM: f32 = 2.0;
-/// The highest scale that is considered: that of `GradScaler`'s usual range.
+/// The highest scale considered, the top of `GradScaler`'s usual range.
 const HIGHEST_SCALE: f32 = 16_777_216.0;
-/// Share of weight gradients that may become zero at the best scale.
+/// Maximum share of weight gradients that may flush to zero at the best scale.
 const MOST_FLUSHED: f64 = 0.01;
 const SEED: u64 = 1;
 
-/// How much text is looked at.
+/// The amount of text to measure on.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
-    /// Batches.
+    /// Number of batches.
     pub batches: usize,
-    /// Sequences in a batch.
+    /// Sequences per batch.
     pub batch_size: usize,
-    /// Tokens in a sequence.
+    /// Tokens per sequence.
     pub seq_len: usize,
 }
 
-/// The largest magnitude of some tensors, and which of them has it.
+/// The largest magnitude among tensors, and the tensor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Largest {
-    /// Its magnitude; NaN if one is not finite even in FP32.
+    /// The magnitude; NaN if a value is not finite even in FP32.
     pub max_abs: f32,
-    /// The layer and what of it, such as `h.3.mlp.c_fc output`.
+    /// The layer and its tensor, such as `h.3.mlp.c_fc output`.
     pub tensor: String,
 }
 
-/// A unit: a block, or what is around the blocks.
+/// The figures of a unit: a block, or the head.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct UnitReport {
     /// `h.3`, or `head`.
     pub unit: Unit,
     /// The largest activation.
     pub activation: Largest,
-    /// The largest gradient, without loss scale.
+    /// The largest unscaled gradient.
     pub gradient: Largest,
-    /// Share of its non-zero weight gradients that FP16 makes zero at the best scale.
+    /// Share of its non-zero weight gradients that FP16 flushes to zero at the best scale.
     pub flushed: f64,
-    /// Share of them that it stores with fewer bits.
+    /// Share of them that FP16 stores as subnormals.
     pub subnormal: f64,
 }
 
-/// What to train a model in.
+/// The recommended precision.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "verdict")]
 pub enum Verdict {
-    /// FP16 as it is.
+    /// FP16 without fallback.
     Fp16,
-    /// FP16, but for these units in FP32.
+    /// FP16, with these units in FP32.
     Fp16WithFallback {
-        /// Those that overflow, or whose gradients hold the loss scale down for all others.
+        /// The units that overflow, or whose gradients limit the loss scale of all others.
         units: Vec<Unit>,
     },
     /// BF16.
     Bf16 {
-        /// Why FP16 will not do.
+        /// Why FP16 is not suitable.
         reason: String,
     },
 }
 
-/// What was found.
+/// The result of the check.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Fp16Report {
-    /// What to do.
+    /// The recommendation.
     #[serde(flatten)]
     pub verdict: Verdict,
-    /// The loss scale that suits what stays in FP16.
+    /// The best loss scale for the units in FP16.
     pub best_scale: f32,
-    /// Share of all non-zero weight gradients that stay in FP16 and become zero at that scale.
+    /// Share of the non-zero weight gradients in FP16 that flush to zero at that scale.
     pub flushed: f64,
     /// By unit, blocks first.
     pub units: Vec<UnitReport>,
-    /// Tokens looked at.
+    /// Tokens measured.
     pub tokens: usize,
 }
 
-/// What the passes show of each unit.
+/// The measurements of a unit.
 #[derive(Default)]
-struct Seen {
+struct Measured {
     activation: Largest,
     gradient: Largest,
     weights: TensorSurvey,
@@ -107,7 +107,7 @@ struct Seen {
 
 struct Record<'a> {
     spec: &'a ModelSpec,
-    units: BTreeMap<Unit, Seen>,
+    units: BTreeMap<Unit, Measured>,
 }
 
 impl Hook for Record<'_> {
@@ -146,7 +146,7 @@ fn name_of(spec: &ModelSpec, layer: Layer, part: Part) -> String {
     format!("{} {}", spec.layer_name(layer), part.name().replace('_', " "))
 }
 
-/// Checks the model of FP32 `masters` on `tokens`; `progress` is told the passes done and their number.
+/// Checks the model with FP32 `masters` on `tokens`; calls `progress` with the passes done and their total.
 pub fn fp16_check(
     spec: &ModelSpec,
     masters: Parameters,
@@ -178,7 +178,7 @@ pub fn fp16_check(
     let (best_scale, flushed) = best_scale(&record.units, &wide);
     let mut verdict = judge(&record.units, &wide, flushed);
     if !matches!(verdict, Verdict::Bf16 { .. }) {
-        // Confirmed in FP16 itself.
+        // Verify in FP16.
         let policy = PrecisionPolicy::FP16;
         let (masters, mut weights) = MasterWeights::new(masters, candle_dtype(policy.compute), model.kernels())?;
         let mut passes = Passes::new(&model, policy, &weights, (batch_size, seq_len))?;
@@ -202,14 +202,14 @@ pub fn fp16_check(
     let shift = best_scale.log2() as i32;
     let units = record.units.into_iter().map(|(unit, seen)| {
         let shares = seen.weights.exponents.shares_at(shift, FloatFormat::FP16);
-        let Seen { activation, gradient, .. } = seen;
+        let Measured { activation, gradient, .. } = seen;
         UnitReport { unit, activation, gradient, flushed: shares.flushed, subnormal: shares.subnormal }
     });
     let tokens = batches.iter().map(|batch| batch.target_count).sum();
     Ok(Fp16Report { verdict, best_scale, flushed, units: units.collect(), tokens })
 }
 
-/// A forward and backward pass and its buffers.
+/// Runs forward and backward passes; owns their buffers.
 struct Passes<'a> {
     model: &'a Decoder,
     workspace: Workspace,
@@ -232,10 +232,10 @@ impl<'a> Passes<'a> {
     }
 }
 
-/// The units that cannot stay in FP16: those whose activations do not fit; and as long as the loss scale makes too much of the
-/// others zero, the one whose gradient holds it down.
-fn wide_units(units: &BTreeMap<Unit, Seen>) -> BTreeSet<Unit> {
-    let overflows = |seen: &Seen| seen.activation.max_abs.is_nan() || seen.activation.max_abs > TOP;
+/// The units that cannot stay in FP16: those whose activations overflow, and, while the loss scale flushes too much of the
+/// others, the one whose gradient limits it.
+fn wide_units(units: &BTreeMap<Unit, Measured>) -> BTreeSet<Unit> {
+    let overflows = |seen: &Measured| seen.activation.max_abs.is_nan() || seen.activation.max_abs > TOP;
     let mut wide: BTreeSet<Unit> = units.iter().filter(|(_, seen)| overflows(seen)).map(|(unit, _)| *unit).collect();
     while 2 * wide.len() < units.len() && best_scale(units, &wide).1 > MOST_FLUSHED {
         let rest = units.iter().filter(|(unit, _)| !wide.contains(unit));
@@ -245,9 +245,9 @@ fn wide_units(units: &BTreeMap<Unit, Seen>) -> BTreeSet<Unit> {
     wide
 }
 
-/// The largest power of two that leaves room above the gradients of the units that stay in FP16, and the share of their
-/// weight gradients that become zero at it.
-fn best_scale(units: &BTreeMap<Unit, Seen>, wide: &BTreeSet<Unit>) -> (f32, f64) {
+/// The largest power of two that leaves headroom for the gradients of the units in FP16, and the share of their weight
+/// gradients that flush to zero at it.
+fn best_scale(units: &BTreeMap<Unit, Measured>, wide: &BTreeSet<Unit>) -> (f32, f64) {
     let kept = || units.iter().filter(|(unit, _)| !wide.contains(unit)).map(|(_, seen)| seen);
     let largest = kept().map(|seen| seen.gradient.max_abs).fold(0.0, f32::max);
     let scale = (TOP / ROOM / largest.max(f32::MIN_POSITIVE)).min(HIGHEST_SCALE).log2().floor().exp2();
@@ -258,18 +258,18 @@ fn best_scale(units: &BTreeMap<Unit, Seen>, wide: &BTreeSet<Unit>) -> (f32, f64)
     (scale.max(1.0), weights.exponents.shares_at(scale.log2() as i32, FloatFormat::FP16).flushed)
 }
 
-fn judge(units: &BTreeMap<Unit, Seen>, wide: &BTreeSet<Unit>, flushed: f64) -> Verdict {
+fn judge(units: &BTreeMap<Unit, Measured>, wide: &BTreeSet<Unit>, flushed: f64) -> Verdict {
     if let Some((unit, _)) =
         units.iter().find(|(_, seen)| seen.activation.max_abs.is_nan() || seen.gradient.max_abs.is_nan())
     {
         return Verdict::Bf16 { reason: format!("{unit} is not finite even in FP32; no type will help") };
     }
     if 2 * wide.len() > units.len() {
-        let reason = format!("{} of {} units overflow FP16 or hold its loss scale down", wide.len(), units.len());
+        let reason = format!("{} of {} units overflow FP16 or limit its loss scale", wide.len(), units.len());
         return Verdict::Bf16 { reason };
     }
     if flushed > MOST_FLUSHED {
-        let reason = format!("{:.1} % of the weight gradients become zero at the best loss scale", 100.0 * flushed);
+        let reason = format!("{:.1} % of the weight gradients flush to zero at the best loss scale", 100.0 * flushed);
         return Verdict::Bf16 { reason };
     }
     if wide.is_empty() { Verdict::Fp16 } else { Verdict::Fp16WithFallback { units: wide.iter().copied().collect() } }
@@ -280,16 +280,16 @@ mod tests {
     use super::*;
     use crate::precision::{ExponentHistogram, TensorStats};
 
-    /// A unit whose largest activation and gradient are these, and whose weight gradients all lie around `2^binade`.
-    fn seen(activation: f32, gradient: f32, binade: i32) -> Seen {
+    /// A unit with this largest activation and gradient, and weight gradients around `2^binade`.
+    fn seen(activation: f32, gradient: f32, binade: i32) -> Measured {
         let exponents = ExponentHistogram::from_counts([(binade, 1000)]);
         let of = |max_abs| Largest { max_abs, tensor: String::new() };
         let weights = TensorSurvey { stats: TensorStats::default(), exponents };
-        Seen { activation: of(activation), gradient: of(gradient), weights }
+        Measured { activation: of(activation), gradient: of(gradient), weights }
     }
 
-    fn verdict(units: [Seen; 4]) -> (Verdict, f32) {
-        let units: BTreeMap<Unit, Seen> =
+    fn verdict(units: [Measured; 4]) -> (Verdict, f32) {
+        let units: BTreeMap<Unit, Measured> =
             units.into_iter().enumerate().map(|(block, seen)| (Unit::Block(block), seen)).collect();
         let wide = wide_units(&units);
         let (scale, flushed) = best_scale(&units, &wide);
@@ -297,22 +297,22 @@ mod tests {
     }
 
     #[test]
-    fn gradients_that_fit_together_need_no_help() {
+    fn gradients_with_a_common_range_need_no_fallback() {
         let units = [0, 1, 2, 3].map(|_| seen(10.0, 1.0, -12));
         assert_eq!(verdict(units), (Verdict::Fp16, 16384.0));
     }
 
     #[test]
-    fn one_unit_that_holds_the_scale_down_gets_a_wider_type() {
-        // At 2^4, which suits the second, 2^-32 of the others becomes zero; at 2^14 it does not.
+    fn a_unit_that_limits_the_scale_gets_a_wider_type() {
+        // At 2^4, which suits the second unit, 2^-32 of the others flushes to zero; at 2^14 it does not.
         let units = [seen(10.0, 1.0, -32), seen(10.0, 1024.0, -8), seen(10.0, 1.0, -32), seen(10.0, 1.0, -32)];
         assert_eq!(verdict(units), (Verdict::Fp16WithFallback { units: vec![Unit::Block(1)] }, 16384.0));
     }
 
     #[test]
-    fn too_wide_a_range_everywhere_is_bf16s() {
+    fn too_wide_a_range_everywhere_needs_bf16() {
         let units = [0, 1, 2, 3].map(|_| seen(10.0, 1024.0, -40));
-        assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.contains("become zero")));
+        assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.contains("flush to zero")));
         let units = [0, 1, 2, 3].map(|block| seen(if block > 0 { 1e6 } else { 1.0 }, 1.0, -12));
         assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.starts_with("3 of 4 units")));
         let units = [0, 1, 2, 3].map(|block| seen(if block > 2 { f32::NAN } else { 1.0 }, 1.0, -12));

@@ -1,4 +1,4 @@
-//! Generating text: a KV-cached forward pass, and a choice among the likely next tokens.
+//! Generates text: a forward pass with a KV cache, and sampling of the next token.
 
 mod stream;
 
@@ -13,22 +13,22 @@ use candle_transformers::generation::LogitsProcessor;
 use candle_transformers::generation::Sampling as Choice;
 use candle_transformers::utils::apply_repeat_penalty;
 
-/// How the next token is chosen.
+/// How the next token is sampled.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
     /// Divides the logits; 0 takes the likeliest token.
     pub temperature: f64,
-    /// Chooses among this many of the likeliest tokens.
+    /// Samples from this many of the likeliest tokens.
     pub top_k: Option<usize>,
-    /// Chooses among the fewest of the likeliest tokens that together have this probability.
+    /// Samples from the smallest set of likeliest tokens with this total probability.
     pub top_p: Option<f64>,
     /// Makes tokens that occurred less likely, from 1 (no change) upwards (Keskar et al., "CTRL", 2019).
     pub repetition_penalty: f32,
-    /// Equal seeds choose equally.
+    /// The seed; equal seeds give equal choices.
     pub seed: u64,
 }
 
-/// A temperature below which logits over it may not be finite.
+/// Dividing logits by a lower temperature may overflow.
 const COLD: f64 = 1e-3;
 
 impl Default for Sampling {
@@ -38,23 +38,22 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Refuses values that mean nothing, by the name of their flag.
+    /// Rejects invalid values by the name of their flag.
     pub fn validate(&self) -> Result<()> {
         let check = |ok: bool, flag: &str, message: String| if ok { Ok(()) } else { Err(Error::config(flag, message)) };
         let (temperature, penalty) = (self.temperature, self.repetition_penalty);
         let fine = (0.0..=100.0).contains(&temperature);
         check(fine, "--temperature", format!("`{temperature}` is not between 0 (the likeliest token) and 100"))?;
-        check(self.top_k != Some(0), "--top-k", "`0` leaves no token to choose; leave it out for all".into())?;
+        check(self.top_k != Some(0), "--top-k", "`0` leaves no token to choose; omit the flag for all".into())?;
         if let Some(p) = self.top_p {
-            check(p > 0.0 && p <= 1.0, "--top-p", format!("`{p}` is no probability above 0 and up to 1"))?;
+            check(p > 0.0 && p <= 1.0, "--top-p", format!("`{p}` is not a probability above 0 and up to 1"))?;
         }
         let fine = (0.01..=100.0).contains(&penalty);
         check(fine, "--repetition-penalty", format!("`{penalty}` is not between 0.01 and 100; 1 changes nothing"))
     }
 
-    /// The logits as the choice is made from them: with top-k and top-p, those outside of the k largest are gone before the
-    /// probabilities are summed, as in transformers; at a temperature that would divide them into infinities, the largest
-    /// is 0.
+    /// Prepares the logits for sampling. With both top-k and top-p, removes all but the k largest before probabilities are summed,
+    /// as in transformers; at a temperature so low that dividing would overflow, shifts the largest to 0.
     fn prepared(&self, logits: &Tensor) -> Result<Tensor> {
         let both = self.top_p.and(self.top_k).filter(|_| self.temperature > 0.0);
         let cold = self.temperature > 0.0 && self.temperature < COLD;
@@ -78,55 +77,55 @@ impl Sampling {
     }
 
     fn choice(&self) -> Choice {
-        // Below, the reciprocal leaves FP32's range; all but the largest logits have no probability there anyway.
+        // At lower temperatures the reciprocal overflows FP32, and only the largest logits have any probability.
         let temperature = if self.temperature == 0.0 { 0.0 } else { self.temperature.max(1e-30) };
         match (self.top_k, self.top_p) {
             _ if temperature == 0.0 => Choice::ArgMax,
             (None, None) => Choice::All { temperature },
             (Some(k), None) => Choice::TopK { k, temperature },
-            // With a top-k, of what that has left: see `keep_top`.
+            // With a top-k, `prepared` has already removed the other logits.
             (_, Some(p)) => Choice::TopP { p, temperature },
         }
     }
 }
 
-/// Why generating ended.
+/// Why generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// The model said that the text is complete.
+    /// The model generated the end-of-text token.
     EndOfText,
-    /// As many tokens as were asked for.
+    /// The requested number of tokens was generated.
     MaxTokens,
     /// The model's context is full.
     ContextFull,
-    /// Whoever received the tokens wanted no more.
+    /// The receiver stopped it.
     Receiver,
 }
 
 /// One text to generate.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
-    /// What the text begins with; at least one token.
+    /// The start of the text; at least one token.
     pub prompt: &'a [u32],
-    /// Tokens to generate, at most.
+    /// Maximum number of tokens to generate.
     pub max_tokens: usize,
     /// The token that ends a text.
     pub eos: Option<u32>,
-    /// How tokens are chosen.
+    /// How tokens are sampled.
     pub sampling: &'a Sampling,
 }
 
-/// The ids of a prompt; an empty one is the end-of-text token, after which a text begins.
+/// The ids of a prompt; an empty one becomes the end-of-text token, which precedes a text.
 pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
     let ids = tokenizer.encode(prompt)?;
     Ok(if ids.is_empty() { vec![tokenizer.eos_id().unwrap_or(0)] } else { ids })
 }
 
-/// Generates from a model in a cache that is overwritten, telling each token to `receive`, which returns whether it wants
-/// another one. Equal weights and requests give equal tokens; the end-of-text token is not told.
+/// Generates text, overwriting `cache`. Calls `receive` with each token except end-of-text; it returns whether to continue.
+/// Equal weights and requests give equal tokens.
 ///
 /// # Errors
-/// [`Error::Model`] where the model's logits are not finite; what `receive` returns.
+/// [`Error::Model`] if the model's logits are not finite; errors of `receive`.
 pub fn generate(
     model: &Decoder,
     weights: &Parameters,
@@ -144,7 +143,7 @@ pub fn generate(
         }
         let hidden = model.decode(weights, &seen[new..], cache)?;
         let last = hidden.narrow(0, seen.len() - new - 1, 1)?;
-        // On the CPU: candle's sampling has no kernels for GPUs.
+        // On the CPU, because candle's sampling has no GPU kernels.
         let logits = host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
         let logits = penalised(logits, request.sampling.repetition_penalty, &seen)?;
         let next = processor.sample(&request.sampling.prepared(&logits)?)?;
@@ -161,9 +160,9 @@ pub fn generate(
 }
 
 fn penalised(logits: Tensor, penalty: f32, seen: &[u32]) -> Result<Tensor> {
-    // A NaN would otherwise surface as an error about weights of a distribution, or be chosen as the largest.
+    // Otherwise a NaN would cause an error about the weights of a distribution, or be chosen as the largest.
     if !logits.sum_all()?.to_scalar::<f32>()?.is_finite() {
-        let message = "its logits are not finite; use `--dtype bf16` or `--dtype fp32` if it was fp16, or an earlier \
+        let message = "its logits are not finite; use `--dtype bf16` or `--dtype fp32` instead of fp16, or an earlier \
                        checkpoint";
         return Err(Error::model("the model", message));
     }
@@ -176,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_that_mean_nothing_are_refused_by_flag() {
+    fn invalid_settings_are_rejected_by_flag() {
         let fine = Sampling::default();
         fine.validate().unwrap();
         for (sampling, flag) in [
@@ -195,7 +194,7 @@ mod tests {
     /// transformers 5.0: `TopKLogitsWarper(3)`, then `TopPLogitsWarper(0.5)`, keep the first two of these; half of the whole
     /// distribution would be the first three.
     #[test]
-    fn top_p_is_of_what_top_k_has_left() {
+    fn top_p_applies_to_what_top_k_keeps() {
         let probabilities = [0.25f32, 0.2, 0.15, 0.14, 0.13, 0.13];
         let logits = Tensor::new(&probabilities.map(f32::ln), &candle_core::Device::Cpu).unwrap();
         let chosen = |sampling: Sampling| {

@@ -1,4 +1,4 @@
-//! A model that is there to be used: a Hugging Face folder, one checkpoint, or the newest good checkpoint of a run.
+//! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
 use crate::data::Tokenizer;
 use crate::engine::kernels::Fused;
@@ -16,13 +16,13 @@ use std::sync::Arc;
 /// A model with its tokenizer, before its weights are read.
 #[derive(Debug)]
 pub struct TrainedModel {
-    /// The folder that the weights are in.
+    /// The folder of the weights.
     pub path: PathBuf,
     /// The model's shape.
     pub config: ModelSpec,
     /// Its tokenizer.
     pub tokenizer: Tokenizer,
-    /// Newer checkpoints of the run that are damaged and were passed over.
+    /// Damaged newer checkpoints of the run, which were skipped.
     pub damaged: Vec<Damage>,
     weights: Weights,
 }
@@ -36,10 +36,10 @@ enum Weights {
 
 impl TrainedModel {
     /// Opens `path`: a folder with `config.json`, a `step-*` or `weights-*` folder (verified first), or a run's folder.
-    /// `tokenizer` takes the place of the model's own.
+    /// `tokenizer` replaces the model's own.
     ///
     /// # Errors
-    /// [`Error::Model`] or [`Error::Checkpoint`] where there is no model, it is damaged, or the tokenizer does not fit.
+    /// [`Error::Model`] or [`Error::Checkpoint`] if there is no model, it is damaged, or the tokenizer does not fit.
     pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
         if !path.is_dir() {
             return Err(Error::model(format!("`{}`", path.display()), "there is no such folder"));
@@ -81,7 +81,7 @@ impl TrainedModel {
     /// The weights rounded to `dtype`.
     ///
     /// # Errors
-    /// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `dtype` cannot hold.
+    /// [`Error::Model`] naming a tensor with infinities or NaNs, or with values beyond the range of `dtype`.
     pub fn weights(&self, dtype: Dtype) -> Result<Parameters> {
         let masters = self.masters()?;
         check_range(&masters, &self.path.display().to_string(), dtype)?;
@@ -102,13 +102,13 @@ impl TrainedModel {
     }
 }
 
-/// Refuses FP32 weights that are not finite or that `dtype` cannot hold, naming the tensor; `origin` is the model's name.
+/// Rejects FP32 weights that are not finite or exceed the range of `dtype`, naming the tensor; `origin` is the model's name.
 pub fn check_range(masters: &Parameters, origin: &str, dtype: Dtype) -> Result<()> {
     let format = dtype.format();
     for (name, tensor) in masters.iter() {
         let stats = survey(tensor, FloatFormat::FP32, false)?.stats;
         if !stats.is_finite() {
-            return Err(Error::model(origin, format!("`{name}` holds infinities or NaNs")));
+            return Err(Error::model(origin, format!("`{name}` contains infinities or NaNs")));
         }
         if f64::from(stats.max_abs) > format.max() {
             let (largest, name_of) = (stats.max_abs, format.name);

@@ -1,19 +1,19 @@
-//! Checkpoints: written so that a kill, a full disk or a broken file never costs more than the save it hit.
+//! Checkpoints, written so that a kill, a full disk or a damaged file never costs more than the affected save.
 //!
 //! ```text
 //! <run>/latest                 name of the newest complete step directory
 //! <run>/step-000128/           a full checkpoint; `weights-000128/` holds the first three files and the manifest only
-//!     config.json tokenizer.json model.safetensors   the compute-dtype weights: a Hugging Face model folder as it stands
+//!     config.json tokenizer.json model.safetensors   the compute-dtype weights: a Hugging Face model folder
 //!     master.safetensors                             FP32 master weights
 //!     optimizer.safetensors                          Adam's moments in FP32: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`
 //!     state.json                                     [`State`]
 //!     manifest.json                                  [`Manifest`]: size and SHA-256 of every file above; written last
 //! ```
 //!
-//! A save writes into a hidden sibling, syncs files and folder, renames it to its name, syncs the parent, then moves
-//! `latest`; a deletion renames to a hidden name first. So a directory with a visible name is complete, and what a kill
-//! leaves behind has a hidden name that the next [`Run::open`] clears away. Nothing depends on the clock: the order of
-//! checkpoints is their manifests' [`sequence`](Manifest::sequence).
+//! A save writes into a hidden sibling, syncs files and folder, renames it to its final name, syncs the parent, then updates
+//! `latest`; a deletion renames to a hidden name first. So a directory with a visible name is complete, and the next
+//! [`Run::open`] removes the hidden ones that a kill leaves behind. Checkpoints are ordered by their manifests'
+//! [`sequence`](Manifest::sequence), not by the clock.
 
 mod compare;
 mod disk;

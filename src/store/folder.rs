@@ -1,4 +1,4 @@
-//! A Hugging Face model folder: `config.json` and safetensors, whole or in shards, checked against each other.
+//! A Hugging Face model folder: `config.json` and safetensors, in one file or in shards, checked against each other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -15,28 +15,28 @@ use crate::{Error, Result};
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
-/// Configurations and indices are small.
+/// Maximum size of configurations and indices.
 const MAX_JSON: u64 = 16 << 20;
 
-/// A model on disk whose every tensor has been found, with the right shape and a dtype that can be widened to f32.
+/// A model on disk that has every tensor with the right shape and a dtype that can be widened to f32.
 #[derive(Debug)]
 pub struct ModelFolder {
     path: PathBuf,
     config: ModelSpec,
     files: Vec<TensorFile>,
-    /// Where a parameter is: which file, under which name there.
+    /// The file and the name there of each parameter.
     places: BTreeMap<String, (usize, String)>,
 }
 
 impl ModelFolder {
-    /// Opens the folder and checks it from end to end, without reading values (but for a tied head that is stored all
-    /// the same, which must equal the embedding).
+    /// Opens the folder and checks it without reading values, except of a tied head that is stored anyway, which must equal the
+    /// embedding.
     ///
-    /// Tensors may carry the prefix `transformer.`; buffers of the attention mask are passed over.
+    /// Tensors may have the prefix `transformer.`; buffers of the attention mask are skipped.
     ///
     /// # Errors
-    /// [`Error::Model`] that names the folder or file and the first thing wrong: a key of the configuration; pickled
-    /// weights only; a shard outside the folder; a missing, extra or misshapen tensor.
+    /// [`Error::Model`] with the folder or file and the first problem: a key of the configuration; only pickled weights; a shard
+    /// outside the folder; a missing or extra tensor, or one of the wrong shape.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = path.join("config.json");
@@ -56,12 +56,12 @@ impl ModelFolder {
         Ok(folder)
     }
 
-    /// Where the folder is.
+    /// The folder's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The model's shape. `tied` is what the tensors say.
+    /// The model's shape. `tied` follows the tensors.
     pub fn config(&self) -> &ModelSpec {
         &self.config
     }
@@ -93,7 +93,7 @@ impl ModelFolder {
         Ok(())
     }
 
-    /// A head that is stored beside a tied embedding must be its copy; two that differ mean that it is not tied.
+    /// Decides whether the head is tied: a stored head that differs from the embedding is not.
     fn settle_head(&mut self) -> Result<()> {
         if !self.config.tied {
             return Ok(());
@@ -118,7 +118,7 @@ impl ModelFolder {
                 return Err(self.error(format!("tensor `{name}` of shape {expected:?} is missing")));
             };
             if view.shape != expected {
-                return Err(view.error(format!("shape {:?}, but `config.json` asks for {expected:?}", view.shape)));
+                return Err(view.error(format!("shape {:?}, but `config.json` requires {expected:?}", view.shape)));
             }
             if !matches!(view.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
                 return Err(view.error(format!("dtype {} is not one of F32, F16, BF16", view.dtype)));
@@ -126,7 +126,7 @@ impl ModelFolder {
         }
         match self.places.keys().find(|name| !shapes.contains_key(*name)) {
             None => Ok(()),
-            Some(extra) => Err(self.error(format!("tensor `{extra}` belongs to no part of this model"))),
+            Some(extra) => Err(self.error(format!("tensor `{extra}` does not belong to this model"))),
         }
     }
 
@@ -156,7 +156,7 @@ fn weight_files(folder: &Path) -> Result<Vec<TensorFile>> {
     Err(Error::model(folder.display(), message))
 }
 
-/// The files an index names, each a plain file name in the folder.
+/// The files listed in an index, each a plain file name in the folder.
 fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
     #[derive(Deserialize)]
     struct Index {
@@ -165,13 +165,13 @@ fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
     let Index { weight_map } = serde_json::from_slice(index).map_err(|error| format!("not an index: {error}"))?;
     for (tensor, file) in &weight_map {
         if Path::new(file).file_name() != Some(OsStr::new(file)) {
-            return Err(format!("tensor `{tensor}` is said to be in `{file}`, which is not a file of this folder"));
+            return Err(format!("tensor `{tensor}` is listed in `{file}`, which is not a file of this folder"));
         }
     }
     if weight_map.is_empty() { Err("it names no tensors".into()) } else { Ok(weight_map.into_values().collect()) }
 }
 
-/// Finds every parameter, by its name without prefix, and refuses one that is there twice.
+/// Finds every parameter by its name without prefix, and rejects duplicates.
 fn places(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<String, (usize, String)>> {
     let mut places = BTreeMap::new();
     for (index, file) in files.iter().enumerate() {
@@ -186,12 +186,12 @@ fn places(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<String, (
     Ok(places)
 }
 
-/// Refuses a model of more blocks than there are tensors, before anything is made for each block.
+/// Rejects a model with more blocks than tensors before anything is allocated for each block.
 pub(super) fn check_depth(config: &ModelSpec, tensors: usize, file: &Path) -> Result<()> {
     if config.layers <= tensors {
         return Ok(());
     }
-    let message = format!("it asks for {} blocks, but the weights beside it have {tensors} tensors", config.layers);
+    let message = format!("it has {} blocks, but the weights have {tensors} tensors", config.layers);
     Err(Error::model(file.display(), message))
 }
 
@@ -212,7 +212,7 @@ mod tests {
         ModelSpec { vocab_size: 11, context: 5, inner: 12, ..ModelSpec::named("tiny").unwrap().resized(2, 4, 2) }
     }
 
-    /// Every parameter filled with values of its own.
+    /// Every parameter, filled with distinct values.
     fn tensors(config: &ModelSpec) -> Tensors {
         let make = |(index, ParamSpec { name, shape, .. }): (usize, ParamSpec)| {
             let count: usize = shape.iter().product();
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn mask_buffers_are_passed_over() {
+    fn mask_buffers_are_skipped() {
         let mut stored = tensors(&config());
         for name in ["h.0.attn.bias", "transformer.h.1.attn.masked_bias"] {
             stored.push((name.into(), Tensor::zeros((1, 1, 5, 5), DType::F32, &Device::Cpu).unwrap()));
@@ -299,7 +299,7 @@ mod tests {
 
         bad.clone_from(&good);
         bad.push(("h.2.ln_1.bias".into(), good[0].1.clone()));
-        assert!(refused(&folder(&config(), &bad)).contains("tensor `h.2.ln_1.bias` belongs to no part"));
+        assert!(refused(&folder(&config(), &bad)).contains("tensor `h.2.ln_1.bias` does not belong"));
 
         bad.clone_from(&good);
         let weight = bad.iter_mut().find(|(name, _)| name == "h.0.attn.c_attn.weight").unwrap();
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_are_read_and_must_lie_in_the_folder() {
+    fn shards_are_read_and_must_be_in_the_folder() {
         let all = tensors(&config());
         let whole = folder(&config(), &Tensors::new());
         std::fs::remove_file(whole.path().join(WHOLE)).unwrap();
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn pickles_are_refused_with_the_reason() {
+    fn pickled_weights_are_rejected_with_the_reason() {
         let folder = tempfile::tempdir().unwrap();
         assert!(refused(&folder).contains("there is no `config.json`"));
         std::fs::write(folder.path().join("config.json"), config().to_json("float32")).unwrap();
@@ -349,7 +349,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_index_is_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300), file in ".*") {
+        fn any_index_is_parsed_or_rejected(bytes in proptest::collection::vec(any::<u8>(), 0..300), file in ".*") {
             let _ = shards(&bytes);
             let json = serde_json::json!({"weight_map": {"a": file}});
             if let Ok(files) = shards(json.to_string().as_bytes()) {

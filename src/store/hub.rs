@@ -1,8 +1,8 @@
-//! Files from the Hugging Face Hub, verified, through the cache that Python's libraries use too.
+//! Downloads files from the Hugging Face Hub and verifies them, in the cache that Python's libraries also use.
 //!
-//! A model is a handful of files asked for by name; nothing else is downloaded, and no code. Every file is held against
-//! the size and hash the Hub announces, whenever it is used and not only when it arrives; what does not match is
-//! deleted. Pickled weights are refused, because loading them would run whatever they contain.
+//! Of a model, only a few known files are downloaded, and no code. Every file is checked against the size and hash that the
+//! Hub announces, on download and on every use; a file that does not match is deleted. Pickled weights are rejected, because
+//! loading them would run code they contain.
 
 mod cache;
 mod client;
@@ -22,7 +22,7 @@ use failure::Failure;
 pub use reach::connect;
 pub use settings::{Settings, without_password};
 
-/// Short names of models, and where they live now. The full name is what Python's cache calls them.
+/// Short names of models, and their full names, which Python's cache uses.
 const ALIASES: [(&str, &str); 5] = [
     ("distilgpt2", "distilbert/distilgpt2"),
     ("gpt2", "openai-community/gpt2"),
@@ -34,13 +34,13 @@ const ALIASES: [(&str, &str); 5] = [
 /// Files of a model that may be missing.
 const OPTIONAL_FILES: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 
-/// What is read whole is no larger: configurations and indices of shards.
+/// Maximum size of configurations and shard indices, which are read whole.
 const MAX_JSON: u64 = 16 << 20;
 
-/// Nor is a tokenizer.
+/// Maximum size of a tokenizer.
 const MAX_TOKENIZER: u64 = 512 << 20;
 
-/// The largest models are in some two hundred shards.
+/// Maximum number of shards; the largest models have about two hundred.
 const MAX_SHARDS: usize = 4096;
 
 /// Weights that would run code when loaded.
@@ -49,34 +49,34 @@ const PICKLED: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"]
 /// Called while files arrive.
 pub type ProgressFn<'a> = dyn FnMut(Progress) + 'a;
 
-/// What happens while files are fetched.
+/// Progress of a download.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// A part of a file has arrived.
     Bytes {
         /// The file's name in its repository.
         file: String,
-        /// Bytes already here.
+        /// Bytes downloaded so far.
         done: u64,
         /// Bytes of the whole file.
         total: u64,
     },
-    /// Something the user should know and need not act on.
+    /// Information for the user that needs no action.
     Notice(String),
 }
 
 /// A model's folder in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelFiles {
-    /// Holds `config.json`, `tokenizer.json`, the safetensors weights and what else there was.
+    /// Contains `config.json`, `tokenizer.json`, the safetensors weights and optional files.
     pub folder: PathBuf,
     /// `owner/name`, with the alias resolved.
     pub repo: String,
-    /// The commit all files come from: what a run records to be repeatable.
+    /// The commit of all files, which a run records to be repeatable.
     pub commit: String,
 }
 
-/// What kind of repository; decides its address and its folder in the cache.
+/// The kind of a repository, which determines its URL and its folder in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Model,
@@ -87,7 +87,7 @@ enum Kind {
 #[derive(Clone, Debug)]
 struct Repo {
     kind: Kind,
-    /// `owner/name`, or a plain name of the Hub's early days.
+    /// `owner/name`, or a legacy name without owner.
     id: String,
     /// Branch, tag or commit.
     revision: String,
@@ -98,23 +98,23 @@ struct Cached {
     path: PathBuf,
     /// The commit it belongs to.
     commit: String,
-    /// The hash of its content.
+    /// The hash of its contents.
     etag: String,
 }
 
-/// Where a file is.
+/// The location of a file.
 enum Place {
     Here(Cached),
-    /// On the server, whose description may be that of a blob in the cache.
+    /// On the server. Its blob may already be in the cache.
     There(Metadata),
 }
 
-/// The Hub, as the environment sets it up.
+/// Access to the Hub.
 pub struct Hub<'a> {
     settings: Settings,
-    /// Made when the network is first needed.
+    /// Created when the network is first needed.
     client: Option<Client>,
-    /// Whether the last question went unanswered.
+    /// Whether the last request failed.
     unreachable: bool,
     progress: Option<&'a mut ProgressFn<'a>>,
 }
@@ -137,13 +137,13 @@ impl<'a> Hub<'a> {
         let id = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, id)| id);
         let mut repo = Repo::new(Kind::Model, id, revision.unwrap_or("main"))?;
         let config = self.file(&repo, "config.json")?;
-        // From here on the commit, so that a push in between cannot mix two versions.
+        // Use the commit from here on, so that a push in between cannot mix two versions.
         let commit = config.commit;
         repo.revision.clone_from(&commit);
         self.file(&repo, "tokenizer.json")?;
         for file in OPTIONAL_FILES {
             match self.fetch_file(&repo, file) {
-                // What is missing, or cannot be asked for while the rest is cached, is done without.
+                // The file is optional: skip it if it does not exist or the network is down.
                 Err(failure) if failure.is_absence() || failure.is_network() => {}
                 result => drop(result.map_err(|failure| failure.explain(&self.settings, &repo, file))?),
             }
@@ -174,12 +174,12 @@ impl<'a> Hub<'a> {
         Err(Error::hub(&repo.id, message))
     }
 
-    /// One file: from the cache if it is the current one, else downloaded.
+    /// Gets one file: from the cache if it is current, else downloaded.
     fn file(&mut self, repo: &Repo, file: &str) -> Result<Cached> {
         self.fetch_file(repo, file).map_err(|failure| failure.explain(&self.settings, repo, file))
     }
 
-    /// Like [`Self::file`], where the repository may not have it.
+    /// Like [`Self::file`], for a file that the repository may not have.
     fn optional_file(&mut self, repo: &Repo, file: &str) -> Result<Option<Cached>> {
         match self.fetch_file(repo, file) {
             Ok(cached) => Ok(Some(cached)),
@@ -188,12 +188,12 @@ impl<'a> Hub<'a> {
         }
     }
 
-    /// Whether the server has a file; no when it cannot be asked.
+    /// Whether the server has a file; `false` if it cannot be reached.
     fn exists(&mut self, repo: &Repo, file: &str) -> bool {
         !self.settings.offline && self.client().is_ok_and(|client| client.metadata(repo, file, ATTEMPTS).is_ok())
     }
 
-    /// Refuses shards that do not fit on the disk together, before the first of them is fetched.
+    /// Rejects shards that do not fit on the disk together before downloading the first one.
     fn check_room(&mut self, repo: &Repo, shards: &[String]) -> Result<()> {
         let mut needed = 0_u64;
         for shard in shards {
@@ -235,10 +235,10 @@ impl<'a> Hub<'a> {
         if self.settings.offline {
             return cached.map(Place::Here).ok_or(Failure::NotCached);
         }
-        // A host that did not answer a moment ago is asked once more, without waiting for it.
+        // Retry a host that did not answer last time only once.
         let attempts = if cached.is_some() || self.unreachable { 1 } else { ATTEMPTS };
         let metadata = match cached {
-            // A commit never changes, so there is nothing to ask.
+            // A commit never changes, so no request is needed.
             Some(cached) if cached.commit == repo.revision => return Ok(Place::Here(cached)),
             Some(cached) => match self.client()?.metadata(repo, file, attempts) {
                 Ok(metadata) if (&metadata.commit, &metadata.etag) == (&cached.commit, &cached.etag) => {
@@ -254,7 +254,10 @@ impl<'a> Hub<'a> {
             None => self.client()?.metadata(repo, file, attempts)?,
         };
         if cache::is_hex(&repo.revision, 40) && metadata.commit != repo.revision {
-            return Err(Failure::Refused(format!("asked for commit {}, the server gives another", repo.revision)));
+            return Err(Failure::Refused(format!(
+                "requested commit {}, but the server returned another",
+                repo.revision
+            )));
         }
         let limit = limit(repo, file);
         if metadata.size > limit {
@@ -263,7 +266,7 @@ impl<'a> Hub<'a> {
         Ok(Place::There(metadata))
     }
 
-    /// The cached file if it is there and its content is what its name in the cache says.
+    /// The cached file, if it exists and its contents match its hash.
     fn verified(&mut self, cache: &RepoCache, revision: &str, file: &str) -> Result<Option<Cached>, Failure> {
         let Some(commit) = cache.commit(revision) else { return Ok(None) };
         let Some((path, etag)) = cache.find(&commit, file) else { return Ok(None) };
@@ -285,7 +288,7 @@ impl<'a> Hub<'a> {
         Ok(Cached { path, commit: metadata.commit.clone(), etag: metadata.etag.clone() })
     }
 
-    /// Brings a file's content into the cache, and lets it be seen there once its hash is right.
+    /// Downloads a file's contents into the cache, where it becomes visible once its hash is verified.
     fn download_blob(
         &mut self,
         cache: &RepoCache,
@@ -300,9 +303,9 @@ impl<'a> Hub<'a> {
         let url = client.url(&pinned, file);
         loop {
             if partial.len < metadata.size || partial.len == 0 {
-                let mut tell = tell_bytes(&mut self.progress, file, metadata.size);
+                let mut tell = report_bytes(&mut self.progress, file, metadata.size);
                 let received = client.download(&url, metadata.size, &mut partial.file, partial.len, &mut tell);
-                // What is left is a beginning to go on from, unless it is empty or of something else.
+                // Keep a partial download to continue later, unless it is empty or of another file.
                 let is_empty = partial.file.metadata().is_ok_and(|m| m.len() == 0);
                 if matches!(received, Err(Failure::TooLong(_))) || received.is_err() && is_empty {
                     let _ = std::fs::remove_file(&partial.path);
@@ -312,7 +315,7 @@ impl<'a> Hub<'a> {
             if cache::content_matches(&partial.path, &metadata.etag)? {
                 return cache.keep(&partial, metadata);
             }
-            // What an earlier attempt left may be at fault: once more from the start.
+            // The partial download may be damaged, so retry from the start.
             if partial.len == 0 {
                 let _ = std::fs::remove_file(&partial.path);
                 return Err(Failure::WrongContent);
@@ -329,7 +332,7 @@ impl<'a> Hub<'a> {
 }
 
 /// Reports how much of a file has arrived.
-fn tell_bytes<'a, 'b>(
+fn report_bytes<'a, 'b>(
     progress: &'a mut Option<&'b mut ProgressFn<'b>>,
     file: &'a str,
     total: u64,
@@ -341,7 +344,7 @@ fn tell_bytes<'a, 'b>(
     }
 }
 
-/// The most bytes that a file of a repository may have; of weights and texts the disk decides.
+/// Maximum size of a file of a repository; weights and texts are limited by the disk.
 fn limit(repo: &Repo, file: &str) -> u64 {
     match (repo.kind, file.rsplit_once('.')) {
         (Kind::Model, _) if file == "tokenizer.json" => MAX_TOKENIZER,
@@ -350,7 +353,7 @@ fn limit(repo: &Repo, file: &str) -> u64 {
     }
 }
 
-/// Bytes that can still be written below `path`, or where it would be made.
+/// Free bytes on the disk of `path`, which need not exist.
 pub fn free_bytes(path: &Path) -> Option<u64> {
     let absolute = std::path::absolute(path).ok()?;
     let there = absolute.ancestors().find(|folder| folder.is_dir())?;
@@ -371,7 +374,7 @@ impl Repo {
             !part.is_empty() && !part.starts_with('.') && !part.contains("..") && part.chars().all(allowed)
         };
         if id.split('/').count() > 2 || !id.split('/').all(name) {
-            let message = "is no local folder, and no name on the Hub either, which is `owner/name`";
+            let message = "is neither a local folder nor a name on the Hub, which has the form `owner/name`";
             return Err(Error::model(format!("`{id}`"), message));
         }
         let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.+@=/".contains(c);
@@ -381,7 +384,7 @@ impl Repo {
         Ok(Self { kind, id: id.to_owned(), revision: revision.to_owned() })
     }
 
-    /// As `hf-hub` knows it.
+    /// The repository in `hf-hub`'s terms.
     fn on_hub(&self) -> hf_hub::Repo {
         let kind = match self.kind {
             Kind::Model => hf_hub::RepoType::Model,
@@ -391,7 +394,7 @@ impl Repo {
     }
 }
 
-/// The files an index of sharded weights names. The index is outside data: its names are checked before use.
+/// The files listed in an index of sharded weights. The index is untrusted, so its names are checked.
 fn shards(index: &Path) -> Result<Vec<String>> {
     #[derive(serde::Deserialize)]
     struct Index {
@@ -403,13 +406,14 @@ fn shards(index: &Path) -> Result<Vec<String>> {
     let files: std::collections::BTreeSet<String> = weight_map.into_values().collect();
     let safe = |file: &String| is_plain_path(file) && file.ends_with(".safetensors");
     if files.len() > MAX_SHARDS {
-        let message = format!("names {} files; a model has {MAX_SHARDS} at most", files.len());
+        let message = format!("lists {} files; the maximum is {MAX_SHARDS}", files.len());
         return Err(Error::hub(index.display(), message));
     }
     match files.iter().find(|file| !safe(file)) {
-        Some(file) => {
-            Err(Error::hub(index.display(), format!("names `{}`, which is no safetensors file", file.escape_debug())))
-        }
+        Some(file) => Err(Error::hub(
+            index.display(),
+            format!("lists `{}`, which is not a safetensors file", file.escape_debug()),
+        )),
         None => Ok(files.into_iter().collect()),
     }
 }
@@ -426,7 +430,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_that_could_leave_the_cache_are_refused() {
+    fn names_that_could_escape_the_cache_are_rejected() {
         for id in ["", "a/b/c", "../x", "a/..", "a b/c", "/etc", "a/", "a\\b", "https://host/a"] {
             assert!(Repo::new(Kind::Model, id, "main").is_err(), "{id}");
         }
@@ -437,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_names_safetensors_files_only() {
+    fn an_index_lists_only_safetensors_files() {
         let folder = tempfile::tempdir().unwrap();
         let index = folder.path().join("index.json");
         let with = |file: &str| {

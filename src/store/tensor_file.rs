@@ -1,8 +1,8 @@
 //! Named tensors in a safetensors file: a reader that checks the header before it uses it, and a streaming writer.
 //!
 //! The format is 8 bytes of header length (little-endian), a JSON header of `name → {dtype, shape, data_offsets}`, and
-//! the values, little-endian, in row-major order: <https://github.com/huggingface/safetensors#format>. A file may come
-//! from anyone, so nothing in a header is believed: see [`Header::parse`].
+//! the values, little-endian, in row-major order: <https://github.com/huggingface/safetensors#format>. Files are untrusted,
+//! so headers are checked: see [`Header::parse`].
 
 mod header;
 mod write;
@@ -18,7 +18,7 @@ pub use self::header::{Entry, Header, MAX_HEADER_BYTES};
 pub use self::write::{write_tensors, write_values};
 use crate::{Error, Result, untrusted};
 
-/// A safetensors file, memory-mapped: values are read from disk when they are asked for.
+/// A memory-mapped safetensors file: values are read from disk on access.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -30,18 +30,18 @@ impl TensorFile {
     /// Maps the file and checks its header.
     ///
     /// # Errors
-    /// [`Error::Io`] where it cannot be read, [`Error::Model`] naming the file and what is wrong with its header.
+    /// [`Error::Io`] if it cannot be read, [`Error::Model`] with the file and what is wrong with its header.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = untrusted::open(&path).map_err(Error::io("open", &path))?;
-        // SAFETY: the map is read-only and lives as long as the values borrowed from it. Rust cannot see another process
-        // change the file meanwhile; finetune itself never writes into a finished one: it writes a new file and renames.
+        // SAFETY: the map is read-only and outlives the values borrowed from it. Another process could change the file
+        // meanwhile, but finetune never modifies a finished file: it writes a new one and renames it.
         let map = unsafe { Mmap::map(&file) }.map_err(Error::io("map", &path))?;
         let header = Header::parse(&map).map_err(|message| Error::model(path.display(), message))?;
         Ok(Self { path, map, header })
     }
 
-    /// Where the file is.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -56,7 +56,7 @@ impl TensorFile {
         self.header.get(name).map(|entry| self.view(entry))
     }
 
-    /// The tensor called `name`, or an error that says the file has none.
+    /// The tensor called `name`, or an error that it is missing.
     pub fn require(&self, name: &str) -> Result<TensorView<'_>> {
         self.get(name).ok_or_else(|| Error::model(self.path.display(), format!("tensor `{name}` is missing")))
     }
@@ -100,7 +100,7 @@ impl TensorView<'_> {
     /// Widens F32, F16 or BF16 values, all exactly, into `out`.
     ///
     /// # Errors
-    /// [`Error::Model`] naming the tensor, if it is of another dtype or of another length than `out`.
+    /// [`Error::Model`] with the tensor, if its dtype or length does not match.
     pub fn read_f32(&self, out: &mut [f32]) -> Result<()> {
         if out.len() != self.len() {
             return Err(self.error(format!("shape {:?} does not hold the {} values wanted", self.shape, out.len())));
@@ -118,9 +118,9 @@ impl TensorView<'_> {
         Ok(())
     }
 
-    /// The values as [`TensorView::read_f32`] gives them, in a new vector.
+    /// Like [`TensorView::read_f32`], into a new vector.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
-        // Sized by the bytes that are there, so that an odd dtype cannot ask for more memory than the file has.
+        // Limited by the file's bytes, so that an unsupported dtype cannot allocate more.
         let mut values = vec![0.0; self.len().min(self.bytes.len())];
         self.read_f32(&mut values)?;
         Ok(values)
@@ -132,7 +132,7 @@ impl TensorView<'_> {
     }
 }
 
-/// Widens 16-bit values by way of a small aligned block, because the bytes of a file may lie at any address.
+/// Widens 16-bit values through a small aligned buffer, because a file's bytes may be unaligned.
 fn widen<T: Copy + Default>(bytes: &[u8], out: &mut [f32], from: fn([u8; 2]) -> T, convert: fn(&[T], &mut [f32])) {
     const BLOCK: usize = 1024;
     let mut block = [T::default(); BLOCK];

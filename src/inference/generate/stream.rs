@@ -1,47 +1,47 @@
-//! Text as it comes, token by token: a token may end in the middle of a character.
+//! Streams text token by token; a token may end in the middle of a character.
 
 use crate::Result;
 use crate::data::Tokenizer;
 
-/// What a decoder puts in place of bytes that are not UTF-8, an unfinished character among them.
+/// Decoders replace bytes that are not UTF-8, including an incomplete character, with this.
 const REPLACEMENT: char = '\u{FFFD}';
 
-/// Turns ids into pieces of text. All pieces together are the text that [`Tokenizer::decode`] gives for all ids.
+/// Converts ids to pieces of text, whose concatenation is the result of [`Tokenizer::decode`] for all ids.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The tokens of the piece at hand, and before them the last one of the piece before: some decoders treat the first
-    /// token of a text differently.
+    /// The last token of the previous piece, because some decoders treat the first token of a text differently, and the tokens of
+    /// the current piece.
     ids: Vec<u32>,
-    /// Bytes of `ids`' text that have been handed out.
-    said: usize,
+    /// Bytes of `ids`' text that have been returned.
+    returned: usize,
 }
 
 impl<'a> TextStream<'a> {
     /// An empty text.
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, ids: Vec::new(), said: 0 }
+        Self { tokenizer, ids: Vec::new(), returned: 0 }
     }
 
-    /// The text that one more token makes certain; empty while a character is unfinished.
+    /// The text that one more token completes; empty while a character is incomplete.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.tokenizer.decode(&self.ids)?;
         let certain = text.strip_suffix(REPLACEMENT).unwrap_or(&text);
-        let piece = certain.get(self.said..).unwrap_or_default().to_owned();
+        let piece = certain.get(self.returned..).unwrap_or_default().to_owned();
         if certain.len() == text.len() {
             self.ids.drain(..self.ids.len() - 1);
-            self.said = self.tokenizer.decode(&self.ids)?.len();
+            self.returned = self.tokenizer.decode(&self.ids)?.len();
         } else {
-            self.said = self.said.max(certain.len());
+            self.returned = self.returned.max(certain.len());
         }
         Ok(piece)
     }
 
-    /// What is left of an unfinished character.
+    /// The rest, if the text ends in an incomplete character.
     pub fn finish(self) -> Result<String> {
         let text = self.tokenizer.decode(&self.ids)?;
-        Ok(text.get(self.said..).unwrap_or_default().to_owned())
+        Ok(text.get(self.returned..).unwrap_or_default().to_owned())
     }
 }
 
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn a_character_comes_whole() {
+    fn a_character_is_returned_whole() {
         let ids: Vec<u32> = "aé€😀b".bytes().map(u32::from).collect();
         assert_eq!(pieces(&ids), ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]);
         assert_eq!(pieces(&[0x61, 0xE2, 0x82]), ["a", "", "", "\u{FFFD}"]);

@@ -1,4 +1,4 @@
-//! Where two checkpoints differ, tensor by tensor and figure by figure.
+//! Compares two checkpoints, tensor by tensor and figure by figure.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -14,9 +14,9 @@ use crate::{Error, Result};
 /// One difference.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
-    /// The file it is in.
+    /// The file that differs.
     pub file: String,
-    /// The tensor or the JSON path; empty if it is the file as a whole.
+    /// The tensor or the JSON path; empty for the file as a whole.
     pub name: String,
     /// How they differ.
     pub message: String,
@@ -29,11 +29,10 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Compares two step directories bit for bit; empty means that they are the same in everything that matters to a run.
+/// Compares two step directories bit for bit; empty if everything that matters to a run is equal.
 ///
 /// # Errors
-/// [`Error::Io`] or [`Error::Model`] where a file cannot be read; checksums are not
-/// checked, see [`verify`](super::verify).
+/// [`Error::Io`] or [`Error::Model`] if a file cannot be read. Does not check checksums; see [`verify`](super::verify).
 pub fn compare(a: &Path, b: &Path) -> Result<Vec<Difference>> {
     let mut differences = Vec::new();
     for file in [CONFIG, STATE] {
@@ -59,7 +58,7 @@ pub fn compare(a: &Path, b: &Path) -> Result<Vec<Difference>> {
 /// A name within a file and how it differs.
 type Findings = Vec<(String, String)>;
 
-/// Runs `inspect` on a file that both have; a file that only one has is itself a difference.
+/// Runs `inspect` on a file that exists in both; a file in only one is a difference.
 fn each_side(
     a: &Path,
     b: &Path,
@@ -72,15 +71,15 @@ fn each_side(
     match (a.exists(), b.exists()) {
         (true, true) => inspect(&a, &b, &mut found)?,
         (false, false) => {}
-        (true, false) => found.push((String::new(), "only the first has it".into())),
-        (false, true) => found.push((String::new(), "only the second has it".into())),
+        (true, false) => found.push((String::new(), "*only in the first".into())),
+        (false, true) => found.push((String::new(), "*only in the second".into())),
     }
     let named = |(name, message)| Difference { file: file.to_owned(), name, message };
     differences.extend(found.into_iter().map(named));
     Ok(())
 }
 
-/// The limit on a tokenizer's file, the largest of those that are read whole.
+/// Limit on the files that are read whole; a tokenizer is the largest.
 const MAX_BYTES: u64 = 128 << 20;
 
 fn read(path: &Path) -> Result<Vec<u8>> {
@@ -91,7 +90,7 @@ fn read_json(path: &Path) -> Result<Value> {
     serde_json::from_slice(&read(path)?).map_err(|error| Error::checkpoint(path, error.to_string()))
 }
 
-/// Walks two JSON values and reports leaves that differ, by their dotted path.
+/// Reports the leaves that differ between two JSON values, by dotted path.
 fn json(a: &Value, b: &Value, path: &str, found: &mut Findings) {
     if let (Value::Object(left), Value::Object(right)) = (a, b) {
         for key in left.keys().chain(right.keys()).collect::<BTreeSet<_>>() {
@@ -108,15 +107,15 @@ fn tensors(a: &TensorFile, b: &TensorFile, found: &mut Findings) -> Result<()> {
     for name in names {
         let message = match (a.get(&name), b.get(&name)) {
             (Some(a), Some(b)) => values(&a, &b)?,
-            (Some(_), None) => Some("only the first has it".into()),
-            (None, _) => Some("only the second has it".into()),
+            (Some(_), None) => Some("*only in the first".into()),
+            (None, _) => Some("*only in the second".into()),
         };
         found.extend(message.map(|message| (name, message)));
     }
     Ok(())
 }
 
-/// How two tensors differ: in type, in shape, or in how many values, where first and by how much at most.
+/// How two tensors differ: in dtype, in shape, or in values (how many, the first, the largest difference).
 fn values(a: &TensorView<'_>, b: &TensorView<'_>) -> Result<Option<String>> {
     if (a.dtype, a.shape) != (b.dtype, b.shape) {
         return Ok(Some(format!("{} {:?} and {} {:?}", a.dtype, a.shape, b.dtype, b.shape)));
@@ -124,14 +123,14 @@ fn values(a: &TensorView<'_>, b: &TensorView<'_>) -> Result<Option<String>> {
     if a.bytes == b.bytes {
         return Ok(None);
     }
-    // Bits are compared, so that equal NaNs are equal and 0 and -0 are not.
+    // Compare bits, so that identical NaNs are equal and 0 and -0 are not.
     let (left, right) = (a.to_f32()?, b.to_f32()?);
     let pairs = || left.iter().zip(&right).enumerate().filter(|(_, (x, y))| x.to_bits() != y.to_bits());
     let largest = pairs().map(|(_, (x, y))| (x - y).abs()).fold(0.0, f32::max);
     Ok(pairs().next().map(|(index, (x, y))| {
         let count = pairs().count();
         format!(
-            "{count} of {} values differ, the first at {index}: {x:e} and {y:e}, at most by {largest:e}",
+            "{count} of {} values differ, the first at {index}: {x:e} and {y:e}, the largest difference {largest:e}",
             left.len()
         )
     }))

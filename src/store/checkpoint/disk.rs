@@ -1,5 +1,5 @@
-//! Every change that a save makes on disk goes through [`Disk`], so that a test can make any of them fail, or kill the process
-//! before it.
+//! File-system operations of a save. They all go through [`Disk`], so that a test can make any of them fail or kill the
+//! process before it.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -10,12 +10,12 @@ use std::sync::Arc;
 use crate::digest::{Digest, DigestWriter};
 use crate::{Error, Result};
 
-/// A change on disk that the operating system may refuse, or that a kill may come before.
+/// A file-system operation that can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// Make a folder.
+    /// Create a folder.
     CreateFolder,
-    /// Make a new, empty file.
+    /// Create a new, empty file.
     CreateFile,
     /// Append bytes to a file; at most 64 KiB of tensor values at a time.
     Write,
@@ -25,7 +25,7 @@ pub enum Operation {
     SyncFolder,
     /// Rename a file or folder.
     Rename,
-    /// Remove a file or a folder with all that is in it.
+    /// Remove a file, or a folder and its contents.
     Remove,
 }
 
@@ -46,7 +46,7 @@ impl Operation {
 
 type Hook = Arc<dyn Fn(Operation, &Path) -> io::Result<()> + Send + Sync>;
 
-/// The real disk, or one that fails where a hook says so.
+/// The real disk, with an optional hook that can make operations fail.
 #[derive(Clone, Default)]
 pub struct Disk {
     hook: Option<Hook>,
@@ -59,17 +59,17 @@ impl fmt::Debug for Disk {
 }
 
 impl Disk {
-    /// A disk that calls `hook` before every operation. An error from the hook counts as the operating system's.
+    /// A disk that calls `hook` before every operation. An error from the hook is treated like one from the operating system.
     pub fn with_hook(hook: impl Fn(Operation, &Path) -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self { hook: Some(Arc::new(hook)) }
     }
 
-    /// Makes `path` and every folder above it that is missing.
+    /// Creates `path` and its missing parents.
     pub(super) fn create_folders(&self, path: &Path) -> Result<()> {
         self.act(Operation::CreateFolder, path, || fs::create_dir_all(path))
     }
 
-    /// Makes `path`, whose parent must exist.
+    /// Creates `path`, whose parent must exist.
     pub(super) fn create_folder(&self, path: &Path) -> Result<()> {
         self.act(Operation::CreateFolder, path, || fs::create_dir(path))
     }
@@ -87,7 +87,7 @@ impl Disk {
 
     /// Syncs a folder's entries to the medium.
     pub(super) fn sync_folder(&self, path: &Path) -> Result<()> {
-        // Only Unix opens folders; elsewhere a rename is as durable as the system makes it.
+        // Only Unix can open and sync folders.
         self.act(Operation::SyncFolder, path, || if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) })
     }
 

@@ -1,4 +1,4 @@
-//! Lists the checkpoints of a run, and finds the newest undamaged one.
+//! Lists the checkpoints of a run, and finds the newest good one.
 
 use std::path::{Path, PathBuf};
 
@@ -29,7 +29,7 @@ impl Listed {
 /// All step directories of a run, by step, full ones before weights.
 ///
 /// # Errors
-/// [`Error::Io`] where the run's folder cannot be listed.
+/// [`Error::Io`] if the run's folder cannot be listed.
 pub fn list(run: &Path) -> Result<Vec<Listed>> {
     let mut listed = Vec::new();
     for entry in std::fs::read_dir(run).map_err(Error::io("list", run))? {
@@ -44,19 +44,19 @@ pub fn list(run: &Path) -> Result<Vec<Listed>> {
     Ok(listed)
 }
 
-/// The checkpoint to go on from, and the newer ones that are damaged.
+/// The checkpoint to resume from, and the newer ones that are damaged.
 #[derive(Debug)]
 pub struct Found {
-    /// The newest full checkpoint whose every file is as it was written.
+    /// The newest full checkpoint whose files are all unchanged since they were written.
     pub checkpoint: Checkpoint,
-    /// What is wrong with the newer ones: for each, one file or more.
+    /// The damaged files of the newer ones.
     pub damaged: Vec<Damage>,
 }
 
 /// Finds the newest good full checkpoint of a run, falling back from damaged ones to older ones.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] if the run has none, or none that is good, with all that is wrong.
+/// [`Error::Checkpoint`] if the run has no good one; lists all damage.
 pub fn newest_good(run: &Path) -> Result<Found> {
     let mut candidates = list(run)?;
     candidates.retain(|one| one.kind == Kind::Full);
@@ -74,21 +74,21 @@ pub fn newest_good(run: &Path) -> Result<Found> {
     Err(Error::checkpoint(run, format!("no checkpoint of this run is good: {}", wrong.join("; "))))
 }
 
-/// The good checkpoint of a run with the lowest validation loss, a full one if there are two of that step.
+/// The good checkpoint of a run with the lowest validation loss; prefers a full one of the same step.
 ///
 /// # Errors
 /// [`Error::Checkpoint`] if no good one has a validation loss.
 pub fn best(run: &Path) -> Result<PathBuf> {
     let mut candidates: Vec<(f64, Listed)> =
         list(run)?.into_iter().filter_map(|one| Some((one.manifest.as_ref().ok()?.validation_loss?, one))).collect();
-    // The sort is stable, and of one step the full checkpoint is listed first.
+    // The sort is stable, and full checkpoints are listed before weights of the same step.
     candidates.sort_by(|(a, _), (b, _)| a.total_cmp(b));
     let good = candidates.into_iter().map(|(_, one)| one.path).find(|path| verified(path).is_ok());
     good.ok_or_else(|| Error::checkpoint(run, "no good checkpoint of this run has a validation loss"))
 }
 
-/// Orders what [`list`] gave by sequence, the last save first. One whose manifest cannot be read has lost its sequence and
-/// is taken to follow the one before it by step.
+/// Sorts the result of [`list`] by sequence, newest first. A checkpoint with an unreadable manifest has no sequence and is
+/// assumed to follow the previous one by step.
 fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
     let mut before = 0;
     let mut keyed: Vec<(u64, Listed)> = Vec::with_capacity(listed.len());
@@ -96,7 +96,7 @@ fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
         before = one.sequence().unwrap_or(before);
         keyed.push((before, one));
     }
-    // The sort is stable, so equal keys stay in the order of steps.
+    // The sort is stable, so equal keys stay ordered by step.
     keyed.sort_by_key(|(sequence, _)| *sequence);
     keyed.into_iter().rev().map(|(_, one)| one).collect()
 }
@@ -104,15 +104,15 @@ fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
 /// Which checkpoints of one kind to keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Keep {
-    /// This many of the newest; 0 counts as 1.
+    /// The number of newest ones; 0 counts as 1.
     pub last: usize,
     /// Also the one with the lowest validation loss.
     pub best: bool,
 }
 
-/// The checkpoints of `kind` beyond those to keep, the oldest first. Only those whose every file has just been
-/// [verified](super::verify) count as kept. A damaged one among them is never outdated, nor is one with an
-/// unreadable manifest or a file that is missing or of the wrong size: the user decides about those.
+/// The checkpoints of `kind` to remove, oldest first. Only [verified](super::verify) checkpoints count as kept. Damaged ones
+/// among the kept, and ones with an unreadable manifest or a file that is missing or of the wrong size, are never returned:
+/// the user decides about those.
 pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
     let mut whole: Vec<(PathBuf, Manifest)> = list(run)?
         .into_iter()
@@ -126,7 +126,7 @@ pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
     let wanted = keep.last.max(1);
     let mut good = 0;
     let oldest_kept = (0..whole.len()).rev().find(|&at| {
-        // Verification reads every byte: skip it where nothing would be removed.
+        // Verification reads every byte, so skip it if nothing would be removed.
         good += usize::from(whole.len() > wanted && super::verify(&whole[at].0).is_empty());
         good == wanted
     });
@@ -134,14 +134,14 @@ pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
     Ok(whole.into_iter().map(|(path, _)| path).filter(|path| Some(path) != best.as_ref()).collect())
 }
 
-/// Whether every file exists with its size: the quick half of [`verify`](super::verify).
+/// Whether every file exists with the right size: the quick part of [`verify`](super::verify).
 fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
     manifest.files.iter().all(|(name, digest)| {
         std::fs::metadata(directory.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
     })
 }
 
-/// The run in `folder` that saved last, or that was started since then and has not saved yet.
+/// The run in `folder` that saved last, or that was started since then.
 ///
 /// # Errors
 /// [`Error::Checkpoint`] if there is no run.
@@ -152,13 +152,13 @@ pub fn newest_run(folder: &Path) -> Result<PathBuf> {
         .ok_or_else(|| Error::checkpoint(folder, "there is no run here yet; start one without `--resume`"))
 }
 
-/// The largest sequence in any run of `folder`, 0 where there is none.
+/// The largest sequence in any run of `folder`; 0 without runs.
 pub(super) fn newest_sequence(folder: &Path) -> u64 {
     runs(folder).into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
 }
 
-/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, that of its start. Unreadable
-/// folders are skipped: they may not be runs.
+/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, of its start. Skips
+/// unreadable folders, which may not be runs.
 fn runs(folder: &Path) -> Vec<(PathBuf, u64)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let folders = entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir());
@@ -168,6 +168,6 @@ fn runs(folder: &Path) -> Vec<(PathBuf, u64)> {
 fn newest_of(run: &Path) -> Option<u64> {
     let listed = list(run).ok()?;
     let saved = listed.iter().map(|one| one.sequence().unwrap_or(0)).max();
-    // Only a run with its configuration can be started over.
+    // A run without checkpoints can only be started over if it has its configuration.
     saved.or_else(|| opened_at(run).filter(|_| run.join("config.toml").is_file()))
 }

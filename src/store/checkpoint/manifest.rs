@@ -1,4 +1,4 @@
-//! `manifest.json`: what a step directory must hold, byte for byte.
+//! `manifest.json`: the exact contents of a step directory.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +9,7 @@ use super::state::{FORMAT_VERSION, check_version};
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
-/// The manifest's own name.
+/// The manifest.
 pub(super) const MANIFEST: &str = "manifest.json";
 /// The training figures.
 pub(super) const STATE: &str = "state.json";
@@ -24,19 +24,19 @@ pub(super) const MASTERS: &str = "master.safetensors";
 /// Adam's moments.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 
-/// No run saves this often. A larger sequence is forged, and counting on from it could wrap.
+/// Larger sequences are rejected as forged, because incrementing them could overflow.
 pub(super) const MAX_SEQUENCE: u64 = u64::MAX / 2;
 
-/// Manifests are small; a larger file is refused unread.
+/// Maximum size of a manifest.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// What a checkpoint contains.
+/// The kind of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// A run can be resumed from it.
+    /// Everything needed to resume a run.
     Full,
-    /// A model folder alone, a fifth of the size.
+    /// Only a model folder, a fifth of the size.
     Weights,
 }
 
@@ -44,7 +44,7 @@ impl Kind {
     /// Both kinds.
     pub const ALL: [Self; 2] = [Self::Full, Self::Weights];
 
-    /// The files of such a checkpoint, in the order they are written; the manifest comes after them.
+    /// The files of such a checkpoint in writing order, without the manifest, which comes last.
     pub fn files(self) -> &'static [&'static str] {
         match self {
             Self::Full => &[CONFIG, TOKENIZER, WEIGHTS, MASTERS, OPTIMIZER, STATE],
@@ -57,11 +57,11 @@ impl Kind {
         format!("{}-{step:06}", self.prefix())
     }
 
-    /// What a directory's name says: the inverse of [`Kind::directory`].
+    /// Parses a directory's name: the inverse of [`Kind::directory`].
     pub fn parse_directory(name: &str) -> Option<(Self, u64)> {
         Self::ALL.into_iter().find_map(|kind| {
             let step = name.strip_prefix(kind.prefix())?.strip_prefix('-')?.parse().ok()?;
-            // Only the canonical spelling: `step-7` or `step-+00007` are not ours.
+            // Accept only the canonical spelling, not `step-7` or `step-+00007`.
             (kind.directory(step) == name).then_some((kind, step))
         })
     }
@@ -74,9 +74,9 @@ impl Kind {
     }
 }
 
-/// What a checkpoint is, and the size and SHA-256 of each of its files.
+/// A checkpoint's kind, step and validation loss, and the size and SHA-256 of each of its files.
 ///
-/// On disk it carries a SHA-256 of its own JSON without spaces, so that damage to the manifest shows too.
+/// On disk it includes a SHA-256 of its own compact JSON, to detect damage to the manifest itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -84,18 +84,18 @@ pub struct Manifest {
     pub kind: Kind,
     /// Steps attempted when it was written.
     pub step: u64,
-    /// Larger than that of any checkpoint in this or a neighbouring run when the run was opened, and than any that the run
-    /// has written since: the order of saves, independent of the clock.
+    /// The order of saves, independent of the clock: larger than that of every earlier checkpoint of this run, and of every
+    /// checkpoint in a sibling run when this run was opened.
     pub sequence: u64,
     /// Validation loss of these weights, if it was measured: nats a token.
     pub validation_loss: Option<f64>,
-    /// Every other file of the directory.
+    /// The other files of the directory.
     pub files: BTreeMap<String, Digest>,
 }
 
 impl Manifest {
-    /// Reads the manifest of a step directory, and checks that it is about this directory and names the files that a
-    /// checkpoint of its kind has, no more and no fewer.
+    /// Reads the manifest of a step directory, and checks that it belongs to this directory and lists exactly the files of its
+    /// kind.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the manifest and what is wrong with it.
@@ -108,10 +108,10 @@ impl Manifest {
         })?;
         let manifest = Self::from_json(&text).map_err(fail)?;
         let name = directory.file_name().unwrap_or_default().to_string_lossy();
-        // A copy may have any other name, but not the name of another step.
+        // A copy may have any name except that of another step.
         match Kind::parse_directory(&name) {
             Some(said) if said != (manifest.kind, manifest.step) => {
-                Err(fail(format!("it is that of `{}`", manifest.kind.directory(manifest.step))))
+                Err(fail(format!("it belongs to `{}`", manifest.kind.directory(manifest.step))))
             }
             _ => Ok(manifest),
         }
@@ -141,25 +141,25 @@ impl Manifest {
             return Err("its contents changed since it was written (its seal differs)".into());
         }
         if manifest.sequence > MAX_SEQUENCE {
-            return Err(format!("no save has the sequence number {}", manifest.sequence));
+            return Err(format!("the sequence number {} is too large", manifest.sequence));
         }
         let expected = manifest.kind.files();
         if let Some(name) = expected.iter().find(|name| !manifest.files.contains_key(**name)) {
-            return Err(format!("it does not name `{name}`"));
+            return Err(format!("it does not list `{name}`"));
         }
         if let Some(name) = manifest.files.keys().find(|name| !expected.contains(&name.as_str())) {
-            return Err(format!("it names `{name}`, which is no part of a checkpoint"));
+            return Err(format!("it lists `{name}`, which is not part of a checkpoint"));
         }
         Ok(manifest)
     }
 
-    /// The size of the whole checkpoint but for the manifest.
+    /// The size of the checkpoint without the manifest.
     pub fn bytes(&self) -> u64 {
         self.files.values().map(|digest| digest.bytes).fold(0, u64::saturating_add)
     }
 }
 
-/// The file: a manifest and what its JSON without spaces hashes to.
+/// The file's contents: a manifest and the hash of its compact JSON.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Sealed {
@@ -168,7 +168,6 @@ struct Sealed {
     seal: String,
 }
 
-/// Describes why a file cannot be read.
 pub(super) fn missing_or(error: &std::io::Error) -> String {
     match error.kind() {
         std::io::ErrorKind::NotFound => "it is missing".into(),
@@ -205,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sequence_that_no_run_can_reach_is_refused() {
+    fn a_forged_sequence_is_rejected() {
         for (sequence, fine) in [(MAX_SEQUENCE, true), (MAX_SEQUENCE + 1, false), (u64::MAX, false)] {
             let text = Manifest { sequence, ..manifest(Kind::Full) }.to_json().unwrap();
             assert_eq!(Manifest::from_json(&text).is_ok(), fine, "{sequence}");
@@ -213,24 +212,24 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_names_just_the_files_of_its_kind() {
+    fn a_manifest_lists_exactly_the_files_of_its_kind() {
         for kind in Kind::ALL {
             let good = manifest(kind);
             assert_eq!(Manifest::from_json(&good.to_json().unwrap()).unwrap(), good);
             let mut short = good.clone();
             short.files.remove(WEIGHTS);
-            assert!(Manifest::from_json(&short.to_json().unwrap()).unwrap_err().contains("does not name"));
+            assert!(Manifest::from_json(&short.to_json().unwrap()).unwrap_err().contains("does not list"));
             let mut long = good;
             long.files.insert("../../etc/passwd".into(), Digest::of(b""));
-            assert!(Manifest::from_json(&long.to_json().unwrap()).unwrap_err().contains("no part of"));
+            assert!(Manifest::from_json(&long.to_json().unwrap()).unwrap_err().contains("not part of"));
         }
     }
 
     #[test]
-    fn a_manifest_of_another_directory_is_refused() {
+    fn a_manifest_of_another_directory_is_rejected() {
         let folder = tempfile::tempdir().unwrap();
         for (name, message) in
-            [("step-000128", None), ("copy", None), ("step-000129", Some("it is that of `step-000128`"))]
+            [("step-000128", None), ("copy", None), ("step-000129", Some("it belongs to `step-000128`"))]
         {
             let directory = folder.path().join(name);
             std::fs::create_dir(&directory).unwrap();
@@ -247,12 +246,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn any_text_is_parsed_or_rejected(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             let _ = Manifest::from_json(&bytes);
         }
 
         #[test]
-        fn a_changed_byte_is_refused_or_changes_nothing(at in any::<proptest::sample::Index>(), byte in any::<u8>()) {
+        fn a_changed_byte_is_rejected_or_has_no_effect(at in any::<proptest::sample::Index>(), byte in any::<u8>()) {
             let mut text = manifest(Kind::Full).to_json().unwrap();
             let at = at.index(text.len());
             text[at] = byte;

@@ -12,10 +12,10 @@ use crate::store::folder::check_depth;
 use crate::store::tensor_file::TensorFile;
 use crate::{Error, Result};
 
-/// Configuration and state are small.
+/// Maximum size of configuration and state.
 const MAX_JSON: u64 = 16 << 20;
 
-/// A file of a checkpoint that is not what the manifest says.
+/// A file of a checkpoint that does not match the manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Damage {
     /// The file.
@@ -36,12 +36,12 @@ impl From<Damage> for Error {
     }
 }
 
-/// Checks every file of a step directory against its manifest: one entry for each that differs, none if all is well.
+/// Checks every file of a step directory against its manifest; returns one entry for each damaged file.
 pub fn verify(directory: &Path) -> Vec<Damage> {
     verified(directory).err().unwrap_or_default()
 }
 
-/// The manifest of an undamaged step directory, or everything that is wrong with it.
+/// The manifest of an undamaged step directory, or all damage.
 pub(super) fn verified(directory: &Path) -> Result<Manifest, Vec<Damage>> {
     let manifest = Manifest::read(directory).map_err(|error| match error {
         Error::Checkpoint { path, message } => vec![Damage { path, message }],
@@ -59,7 +59,7 @@ fn damages(directory: &Path, manifest: &Manifest) -> Vec<Damage> {
     manifest.files.iter().filter_map(check).collect()
 }
 
-/// What is wrong with a file that should have this digest. A wrong size is reported without reading the file.
+/// Checks a file against a digest; returns what is wrong. Does not read a file of the wrong size.
 fn damage(path: &Path, expected: &Digest) -> Option<String> {
     match std::fs::metadata(path) {
         Err(error) => return Some(missing_or(&error)),
@@ -128,7 +128,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// What it holds.
+    /// Its manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -143,12 +143,12 @@ impl Checkpoint {
         &self.config
     }
 
-    /// Where the tokenizer is.
+    /// The path of the tokenizer.
     pub fn tokenizer(&self) -> PathBuf {
         self.path.join(TOKENIZER)
     }
 
-    /// The compute-dtype weights under the names of Hugging Face, `transformer.` included.
+    /// The compute-dtype weights under their Hugging Face names, including `transformer.`.
     pub fn weights(&self) -> &TensorFile {
         &self.weights
     }
@@ -158,18 +158,18 @@ impl Checkpoint {
         read_all(&self.masters, into, "")
     }
 
-    /// Reads Adam's first moments, likewise.
+    /// Reads Adam's first moments.
     pub fn read_exp_avg(&self, into: &Parameters) -> Result<()> {
         read_all(&self.optimizer, into, "exp_avg.")
     }
 
-    /// Reads Adam's second moments, likewise.
+    /// Reads Adam's second moments.
     pub fn read_exp_avg_sq(&self, into: &Parameters) -> Result<()> {
         read_all(&self.optimizer, into, "exp_avg_sq.")
     }
 }
 
-/// Fills every FP32 tensor of `into` from the one in `file` that has the same name after the prefix.
+/// Fills every FP32 tensor of `into` from the tensor in `file` with the prefixed name.
 fn read_all(file: &TensorFile, into: &Parameters, prefix: &str) -> Result<()> {
     for (name, tensor) in into.iter() {
         let stored = file.require(&format!("{prefix}{name}"))?;
@@ -185,7 +185,7 @@ fn read_state(path: &Path, manifest: &Manifest) -> Result<State> {
     let text = read_at_most(path, MAX_JSON)?;
     let state = State::from_json(&text).map_err(|message| Error::checkpoint(path, message))?;
     if state.step != manifest.step {
-        let message = format!("it is of step {}, the manifest of step {}", state.step, manifest.step);
+        let message = format!("it is from step {}, but the manifest is from step {}", state.step, manifest.step);
         return Err(Error::checkpoint(path, message));
     }
     Ok(state)

@@ -1,4 +1,4 @@
-//! A run's folder, owned by one process at a time: saving into it and thinning it out.
+//! A run's folder, locked by one process at a time: saves and removes checkpoints.
 
 use std::ffi::OsStr;
 use std::fs::{File, OpenOptions, TryLockError};
@@ -16,32 +16,32 @@ const LOCK: &str = ".lock";
 const LATEST: &str = "latest";
 const CONFIG: &str = "config.toml";
 const EVENTS: &str = "events.jsonl";
-/// How long to wait for a lock: a killed process holds its lock until the kernel has torn it down.
+/// How long to wait for a lock; the kernel releases a killed process's lock with a delay.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A run's folder that this process alone may write into, until the value is dropped or the process ends.
+/// A run's folder, locked by this process until the value is dropped or the process ends.
 #[derive(Debug)]
 pub struct Run {
     path: PathBuf,
     disk: Disk,
-    /// Of the last save, or of the opening before the first.
+    /// The sequence of the last save, or of the opening before the first save.
     sequence: u64,
     lock: File,
 }
 
-/// A checkpoint just written.
+/// The result of a save.
 #[derive(Debug)]
 pub struct Saved {
-    /// Its directory.
+    /// The checkpoint's directory.
     pub path: PathBuf,
-    /// What it holds.
+    /// The checkpoint's manifest.
     pub manifest: Manifest,
-    /// What failed once it was complete: `latest`, or the removal of the one that it replaces.
+    /// An error after the checkpoint was complete: updating `latest`, or removing the one it replaces.
     pub trouble: Option<Error>,
 }
 
 impl Run {
-    /// Creates the folder if need be, locks it, and removes what a killed process left unfinished.
+    /// Creates the folder if necessary, locks it, and removes what a killed process left unfinished.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the process that holds the folder; [`Error::Io`].
@@ -56,8 +56,8 @@ impl Run {
         Self::take(path, disk)
     }
 
-    /// Creates and opens the folder of a new run; `None` if the name is taken. Of several processes that ask for one name at
-    /// once, exactly one gets it.
+    /// Creates and opens the folder of a new run; `None` if the name is taken. If several processes create the same name at
+    /// once, exactly one succeeds.
     ///
     /// # Errors
     /// As [`Run::open`].
@@ -70,7 +70,7 @@ impl Run {
         }
     }
 
-    /// Whether this folder holds a run already, with which a new one would mix.
+    /// Whether this folder already contains a run.
     pub fn is_begun(path: &Path) -> bool {
         let has_checkpoints = || list(path).is_ok_and(|listed| !listed.is_empty());
         path.join(CONFIG).exists() || path.join(EVENTS).exists() || has_checkpoints()
@@ -80,7 +80,7 @@ impl Run {
         let mut lock = lock(&path)?;
         let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(newest_sequence));
         let sequence = neighbours.unwrap_or(0) + 1;
-        // Not worth failing for: on a full disk, opening the run is what allows pruning it.
+        // Ignore errors: opening a run must work on a full disk, so that it can be pruned.
         let _ = sign(&mut lock, sequence);
         let run = Self { path, disk, sequence, lock };
         run.clear_leftovers()?;
@@ -95,27 +95,26 @@ impl Run {
     /// Writes the run's configuration atomically.
     ///
     /// # Errors
-    /// [`Error::Io`] with what the operating system refused.
+    /// [`Error::Io`] from the operating system.
     pub fn write_config(&self, text: &str) -> Result<()> {
         self.replace(CONFIG, text)
     }
 
-    /// Writes a checkpoint and points `latest` to it. Only when this returns is anything older given up by
-    /// [`Run::rotate`]; on an error everything older is as it was.
+    /// Writes a checkpoint and points `latest` to it. Older checkpoints stay untouched until [`Run::rotate`], also on an error.
     ///
     /// # Errors
-    /// [`Error::Io`] with what the operating system refused, such as a full disk; [`Error::Checkpoint`] if the folder is
-    /// another process's by now.
+    /// [`Error::Io`] from the operating system, such as for a full disk; [`Error::Checkpoint`] if another process has taken over
+    /// the folder.
     pub fn save(&mut self, contents: &Contents<'_>, kind: Kind) -> Result<Saved> {
         self.keep_lock()?;
         let name = kind.directory(contents.state.step);
         let temporary = self.hidden(&name, "tmp");
-        // Files left by a save that failed on a full disk take up the room for this one.
+        // Files left by a save that failed on a full disk take the space for this one.
         self.clear_leftovers()?;
         // Incremented even if this save fails: no two checkpoints ever share a number.
         self.sequence += 1;
         let manifest = contents.write(&self.disk, &temporary, kind, self.sequence).inspect_err(|_| {
-            // The error is what matters; if this fails too, the next save tries again.
+            // Report the original error; if this removal fails too, the next save retries it.
             let _ = self.disk.remove(&temporary);
         })?;
         let replaced = self.publish(&temporary, &name)?;
@@ -124,7 +123,7 @@ impl Run {
         Ok(Saved { path: self.path.join(name), manifest, trouble: latest.and(removed).err() })
     }
 
-    /// Removes the checkpoints that are [`outdated`](super::outdated), and says which.
+    /// Removes the [`outdated`](super::outdated) checkpoints and returns their paths.
     pub fn rotate(&self, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
         self.check_lock()?;
         let old = outdated(&self.path, kind, keep)?;
@@ -132,7 +131,7 @@ impl Run {
         Ok(old)
     }
 
-    /// Removes one checkpoint of this run; to readers it disappears at once.
+    /// Removes one checkpoint of this run; for readers it disappears atomically.
     pub fn remove(&self, directory: &Path) -> Result<()> {
         self.check_lock()?;
         let name = directory.file_name().and_then(OsStr::to_str).unwrap_or_default();
@@ -141,19 +140,19 @@ impl Run {
         self.disk.remove(&gone)
     }
 
-    /// Checks that the lock file at the run's path is the one this process holds: the folder may have been removed and made
-    /// anew by another process.
+    /// Checks that the lock file at the run's path is still the one this process holds, because another process may have removed
+    /// and recreated the folder.
     fn check_lock(&self) -> Result<()> {
         let path = self.path.join(LOCK);
         let check = || Ok(untrusted::same_file(&self.lock.metadata()?, &std::fs::symlink_metadata(&path)?));
         if check().map_err(Error::io("find the run's lock", &path))? {
             return Ok(());
         }
-        let message = "the folder was removed and belongs to another process by now, so that nothing is written there";
+        let message = "another process has recreated the folder, so nothing is written there";
         Err(Error::checkpoint(&self.path, message))
     }
 
-    /// [`Self::check_lock`], but takes the lock again where only its file was removed.
+    /// Like [`Self::check_lock`], but locks again if only the lock file was removed.
     fn keep_lock(&mut self) -> Result<()> {
         match self.check_lock() {
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound && self.path.is_dir() => {
@@ -164,9 +163,8 @@ impl Run {
         }
     }
 
-    /// Gives a complete directory its name. One that is there already (a run that went back to an older step comes past
-    /// it again) steps aside first, and back in [`Run::clear_leftovers`] if a kill falls in between. Returns where the old one
-    /// is, to be removed.
+    /// Renames a complete directory to its final name. An existing one of the same step (after a resume from an older step) is
+    /// renamed first, and restored by [`Run::clear_leftovers`] after a kill in between. Returns its path, for removal.
     fn publish(&self, temporary: &Path, name: &str) -> Result<Option<PathBuf>> {
         let path = self.path.join(name);
         let aside = self.hidden(name, "old");
@@ -215,12 +213,12 @@ impl Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        // Closing the file is not enough if a child process is being started just now: it holds a copy for a moment.
+        // Closing the file is not enough: a child process being started briefly holds a copy of it.
         let _ = self.lock.unlock();
     }
 }
 
-/// Takes the folder's lock, which the operating system drops with the process, however that ends.
+/// Locks the folder. The operating system releases the lock when the process ends in any way.
 fn lock(run: &Path) -> Result<File> {
     let path = run.join(LOCK);
     let mut file = untrusted::open_own(&path, OpenOptions::new().read(true).write(true).create(true).truncate(false))
@@ -241,9 +239,7 @@ fn lock(run: &Path) -> Result<File> {
             let mut holder = String::new();
             let _ = file.read_to_string(&mut holder);
             let process = holder.split_whitespace().next().unwrap_or("?");
-            let message = format!(
-                "process {process} is working in this run; wait for it or stop it, or use another run's folder"
-            );
+            let message = format!("process {process} is using this run; wait for it, stop it, or use another run");
             return Err(Error::checkpoint(run, message));
         }
         Err(TryLockError::Error(error)) => return Err(Error::io("lock", &path)(error)),
@@ -251,8 +247,7 @@ fn lock(run: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Leaves a note in the lock file: the process, for the message above, and the sequence, which says how new a run is that has
-/// no checkpoint yet. The lock, not the note, keeps others out.
+/// Writes the process id (for the message above) and the sequence (the age of a run without checkpoints) into the lock file.
 fn sign(file: &mut File, sequence: u64) -> std::io::Result<()> {
     file.set_len(0)?;
     file.rewind()?;

@@ -1,4 +1,4 @@
-//! The files of one checkpoint, written into a directory that nobody looks at yet.
+//! Writes the files of one checkpoint into a hidden directory.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -16,7 +16,7 @@ use crate::store::tensor_file::write_tensors;
 use crate::telemetry::{Activity, Amount};
 use crate::{Error, Result};
 
-/// All that a checkpoint is made of.
+/// The contents of a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub struct Contents<'a> {
     /// The figures of the run.
@@ -33,13 +33,13 @@ pub struct Contents<'a> {
     pub exp_avg: &'a Parameters,
     /// Adam's second moments, FP32.
     pub exp_avg_sq: &'a Parameters,
-    /// Where the bytes written so far are shown.
+    /// Receives the number of bytes written.
     pub activity: &'a Activity,
 }
 
 impl Contents<'_> {
-    /// Writes every file of a checkpoint of `kind` into the new folder `directory` and waits until all of it is on the
-    /// medium. The manifest comes last: without one a directory is no checkpoint.
+    /// Writes and syncs every file of a checkpoint of `kind` into the new folder `directory`. The manifest comes last: a
+    /// directory without one is not a checkpoint.
     pub(super) fn write(&self, disk: &Disk, directory: &Path, kind: Kind, sequence: u64) -> Result<Manifest> {
         disk.create_folder(directory)?;
         let mut files = BTreeMap::new();
@@ -64,7 +64,7 @@ impl Contents<'_> {
     fn write_file(&self, disk: &Disk, path: &Path, name: &str, kind: Kind, done: &mut u64) -> Result<Digest> {
         let (activity, total) = (self.activity, self.tensor_bytes(kind));
         disk.write_file(path, |out| {
-            let out = &mut Shown { out, activity, done, total };
+            let out = &mut Reporting { out, activity, done, total };
             match name {
                 CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
                 TOKENIZER => write_bytes(out, path, self.tokenizer),
@@ -76,12 +76,12 @@ impl Contents<'_> {
                     write_tensors(out, path, &moments)
                 }
                 STATE => write_json(out, path, self.state),
-                other => unreachable!("`{other}` is no file of a checkpoint"),
+                other => unreachable!("`{other}` is not a file of a checkpoint"),
             }
         })
     }
 
-    /// About how large a checkpoint of `kind` will be: the rest is small.
+    /// The size of the tensors, which make up most of a checkpoint.
     fn tensor_bytes(&self, kind: Kind) -> u64 {
         let bytes = |parameters: &Parameters| -> u64 {
             let sizes = parameters.tensors().iter();
@@ -93,7 +93,7 @@ impl Contents<'_> {
         }
     }
 
-    /// What torch calls the weights' dtype; of several that which holds them all, for that is what they are loaded in.
+    /// The weights' dtype in torch's terms; for mixed weights the widest, which they are loaded in.
     fn torch_dtype(&self) -> &'static str {
         let all = |dtype| self.weights.tensors().iter().all(|tensor| tensor.dtype() == dtype);
         match () {
@@ -104,25 +104,25 @@ impl Contents<'_> {
     }
 }
 
-/// The name in `GPT2LMHeadModel`, which `config.json` says the weights are of.
+/// The parameter's name in `GPT2LMHeadModel`, the architecture in `config.json`.
 fn hugging_face_name(name: &str) -> String {
     if name == "lm_head.weight" { name.to_owned() } else { format!("transformer.{name}") }
 }
 
-/// The tensors under other names; no values are copied.
+/// The tensors under other names, without copying values.
 fn named(parameters: &Parameters, name: impl Fn(&str) -> String) -> Vec<(String, Tensor)> {
     parameters.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
 }
 
-/// Shows how much has been written.
-struct Shown<'a> {
+/// A writer that reports its progress.
+struct Reporting<'a> {
     out: &'a mut dyn Write,
     activity: &'a Activity,
     done: &'a mut u64,
     total: u64,
 }
 
-impl Write for Shown<'_> {
+impl Write for Reporting<'_> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         let written = self.out.write(bytes)?;
         *self.done += written as u64;

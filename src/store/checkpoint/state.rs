@@ -1,4 +1,4 @@
-//! `state.json`: everything that a run needs besides tensors to go on as if it had never stopped.
+//! `state.json`: everything besides tensors that a run needs to resume bit for bit.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,8 +10,8 @@ use crate::data::Cursor;
 use crate::precision::{Fp8State, ScalerState, Unit, UnitRecord};
 use crate::{Error, Result};
 
-/// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes. It reads this
-/// one and older ones.
+/// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes; it reads this and
+/// older ones.
 pub const FORMAT_VERSION: u32 = 1;
 
 /// The figures of a run after a step.
@@ -22,27 +22,27 @@ pub struct State {
     pub format_version: u32,
     /// Steps attempted.
     pub step: u64,
-    /// Steps applied: what Adam's bias correction and the schedule count.
+    /// Steps applied, counted by Adam's bias correction and the schedule.
     pub updates: u64,
     /// Target tokens seen.
     pub tokens: u64,
-    /// What every random stream is derived from, together with the step.
+    /// The seed of every random stream.
     pub seed: u64,
     /// What must not change when a run is resumed.
     pub identity: Identity,
-    /// The loss scaler's moving parts.
+    /// The loss scaler's state.
     pub scaler: ScalerState,
-    /// The layers that have overflowed of late or compute in a wider type since.
+    /// The layers that overflowed recently or compute in a wider type.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub fallback: BTreeMap<Unit, UnitRecord>,
-    /// What is remembered of a block in simulated FP8.
+    /// The state of a block in simulated FP8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fp8: Option<Fp8State>,
     /// Where the next training batch starts.
     pub cursor: Cursor,
     /// The schedule's settings that the run has used so far.
     pub schedule: Value,
-    /// Validation loss at this step, if it was measured here: nats a token.
+    /// Validation loss at this step, if it was measured, in nats per token.
     pub validation_loss: Option<f64>,
     /// The best validation so far.
     pub best: Option<Best>,
@@ -57,15 +57,15 @@ pub struct State {
 pub struct Best {
     /// The step it was measured after.
     pub step: u64,
-    /// Nats a token.
+    /// In nats per token.
     pub loss: f64,
 }
 
-/// What makes a run this run: resuming with another one would silently train something else.
+/// What must not change between a run and its resumption.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
-    /// The model as the user knows it, with its revision if it has one.
+    /// The model's name, with its revision if it has one.
     pub model: String,
     /// The precision policy in its text form.
     pub policy: String,
@@ -74,7 +74,7 @@ pub struct Identity {
 }
 
 impl State {
-    /// Refuses to go on with a `wanted` identity that differs from the saved one.
+    /// Rejects a `wanted` identity that differs from the saved one.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] about `path` that names the field with both values.
@@ -89,7 +89,7 @@ impl State {
                 return Err(Error::checkpoint(
                     path,
                     format!(
-                        "`{field}` was `{saved}` and is now `{wanted}`; resume with the old one, or start a new run"
+                        "`{field}` was `{saved}` and is now `{wanted}`; resume with the old value, or start a new run"
                     ),
                 ));
             }
@@ -104,7 +104,7 @@ impl State {
     }
 }
 
-/// Looks at nothing but `format_version`, because a newer format may have changed everything else.
+/// Reads only `format_version`, because a newer format may have changed everything else.
 pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
     #[derive(Deserialize)]
     struct Version {
@@ -113,9 +113,9 @@ pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
     let Version { format_version } = serde_json::from_slice(text).map_err(|error| format!("damaged: {error}"))?;
     match format_version {
         1..=FORMAT_VERSION => Ok(()),
-        0 => Err("damaged: there is no format version 0".into()),
+        0 => Err("damaged: format version 0 does not exist".into()),
         newer => Err(format!(
-            "format version {newer} is newer than {FORMAT_VERSION}, the newest that this program reads; update it"
+            "format version {newer} is newer than {FORMAT_VERSION}, the newest this program reads; update the program"
         )),
     }
 }
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn changing_what_a_run_is_names_the_field() {
+    fn a_changed_identity_names_the_field() {
         let state = state(1.0);
         state.check_identity(&state.identity, Path::new("x")).unwrap();
         let wanted = Identity { policy: "p=f32,c=bf16".into(), ..state.identity.clone() };
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_format_is_refused_before_its_fields_are_read() {
+    fn a_newer_format_is_rejected_before_its_fields_are_read() {
         let message = State::from_json(br#"{"format_version": 2, "qubits": 7}"#).unwrap_err();
         assert!(message.contains("format version 2 is newer than 1"), "{message}");
         let message = State::from_json(br#"{"format_version": 1, "qubits": 7}"#).unwrap_err();
@@ -182,7 +182,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn any_text_is_parsed_or_rejected(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             let _ = State::from_json(&bytes);
         }
     }

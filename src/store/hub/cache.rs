@@ -1,15 +1,14 @@
-//! The cache's layout, which is that of Python's `huggingface_hub`:
+//! The cache, in the layout of Python's `huggingface_hub`:
 //!
 //! ```text
-//! models--owner--name/refs/main                      the commit a branch stood at
-//! models--owner--name/blobs/<etag>                   a file's content under its hash
-//! models--owner--name/blobs/<etag>.incomplete        the beginning of it, while it is downloaded
-//! .locks/models--owner--name/<etag>.lock             held by whoever downloads it
+//! models--owner--name/refs/main                      the commit of a branch
+//! models--owner--name/blobs/<etag>                   a file's contents, named by their hash
+//! models--owner--name/blobs/<etag>.incomplete        a partial download
+//! .locks/models--owner--name/<etag>.lock             locked during a download
 //! models--owner--name/snapshots/<commit>/config.json a link to the blob
 //! ```
 //!
-//! The etag of a large file is its SHA-256, of a small one the SHA-1 that git gives it: a blob's name says what its
-//! content must be.
+//! The etag of a large file is its SHA-256, that of a small one its git SHA-1, so a blob's name verifies its contents.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -24,10 +23,10 @@ use super::client::Metadata;
 use super::failure::Failure;
 use crate::digest::{Digest, read_at_most};
 
-/// The ending of a download that is not finished.
+/// The extension of an unfinished download.
 const INCOMPLETE: &str = ".incomplete";
 
-/// An unfinished download that nobody has gone on with for so long is deleted.
+/// Unfinished downloads that have been idle for this long are deleted.
 const MAX_IDLE: Duration = Duration::from_hours(24);
 
 /// One repository's part of the cache.
@@ -37,13 +36,13 @@ pub(super) struct RepoCache {
     locks: PathBuf,
 }
 
-/// A file that is being downloaded. Nobody else writes to it while this lives.
+/// A file being downloaded, locked against other processes.
 pub(super) struct Partial {
     pub(super) file: File,
     pub(super) path: PathBuf,
-    /// Bytes it already has, from an attempt that was cut short.
+    /// Bytes from an earlier, interrupted attempt.
     pub(super) len: u64,
-    /// Released when it is closed, by whoever closes it.
+    /// The lock, released when the file is closed.
     _lock: Option<File>,
 }
 
@@ -55,7 +54,7 @@ impl RepoCache {
         Self { repo: hf_hub::Cache::new(cache.to_owned()).repo(repo), root, locks }
     }
 
-    /// The commit a revision stood at when it was last asked for; a commit is its own.
+    /// The last known commit of a revision; a commit is its own.
     pub(super) fn commit(&self, revision: &str) -> Option<String> {
         if is_hex(revision, 40) {
             return Some(revision.to_owned());
@@ -64,8 +63,7 @@ impl RepoCache {
         Some(String::from_utf8_lossy(&commit).trim().to_owned()).filter(|commit| is_hex(commit, 40))
     }
 
-    /// A file of a snapshot, and the etag it was stored under. A link that leads anywhere but to this repository's blobs is
-    /// none of ours.
+    /// A file of a snapshot, and its etag. Ignores a link that leads anywhere but to this repository's blobs.
     pub(super) fn find(&self, commit: &str, file: &str) -> Option<(PathBuf, String)> {
         let path = self.repo.pointer_path(commit).join(file);
         let blob = path.canonicalize().ok()?;
@@ -82,14 +80,14 @@ impl RepoCache {
         Ok(())
     }
 
-    /// Whether the content is already here and whole, as of a file that did not change between two commits.
+    /// Whether the blob exists and is undamaged, as for a file that did not change between two commits.
     pub(super) fn has_blob(&self, metadata: &Metadata) -> Result<bool, Failure> {
         let path = self.repo.blob_path(&metadata.etag);
         Ok(path.metadata().is_ok_and(|m| m.is_file() && m.len() == metadata.size)
             && content_matches(&path, &metadata.etag)?)
     }
 
-    /// The bytes of a file that are neither in its blob nor in its unfinished download, by their sizes.
+    /// The number of bytes left to download, judging by the sizes of the blob and the partial download.
     pub(super) fn missing(&self, metadata: &Metadata) -> u64 {
         let blob = self.repo.blob_path(&metadata.etag);
         let partial = blob.with_extension(&INCOMPLETE[1..]);
@@ -97,8 +95,8 @@ impl RepoCache {
         metadata.size.saturating_sub(len(blob).max(len(partial)))
     }
 
-    /// The file to download into, as an earlier attempt left it. Waits, after `notice`, while another process downloads it:
-    /// `None` if there is nothing left to do then.
+    /// Opens the partial download. If another process is downloading the file, calls `notice` and waits; `None` if that
+    /// completed it.
     pub(super) fn partial(&self, metadata: &Metadata, notice: impl FnOnce(String)) -> Result<Option<Partial>, Failure> {
         let folder = self.blobs();
         std::fs::create_dir_all(&folder).map_err(Failure::disk("create", &folder))?;
@@ -107,7 +105,7 @@ impl RepoCache {
         let lock = open_file(&lock).map_err(Failure::disk("open", &lock))?;
         let path = self.repo.blob_path(&metadata.etag).with_extension(&INCOMPLETE[1..]);
         let mut notice = Some(notice);
-        // A file system without locks is used without.
+        // Continue without a lock on a file system that has none.
         while let Err(std::fs::TryLockError::WouldBlock) = lock.try_lock() {
             if let Some(notice) = notice.take() {
                 notice(format!("waiting for another process that is downloading `{}`", path.display()));
@@ -126,31 +124,31 @@ impl RepoCache {
         Ok(Some(Partial { file, path, len, _lock: Some(lock) }))
     }
 
-    /// Gives a downloaded and verified file its name.
+    /// Renames a verified download to its blob.
     pub(super) fn keep(&self, partial: &Partial, metadata: &Metadata) -> Result<(), Failure> {
         let path = self.repo.blob_path(&metadata.etag);
         partial.file.sync_all().map_err(Failure::disk("write", &partial.path))?;
         std::fs::rename(&partial.path, &path).map_err(Failure::disk("create", &path))
     }
 
-    /// Deletes downloads that were never finished and that nobody has gone on with for a day.
+    /// Deletes unfinished downloads older than [`MAX_IDLE`].
     pub(super) fn sweep(&self) {
         for entry in std::fs::read_dir(self.blobs()).into_iter().flatten().flatten() {
             let is_leftover = entry.file_name().to_string_lossy().ends_with(INCOMPLETE);
             let idle = entry.metadata().and_then(|m| m.modified()).ok().and_then(|time| time.elapsed().ok());
             if is_leftover && idle.is_some_and(|idle| idle > MAX_IDLE) {
-                // It is in nobody's way if it cannot be deleted.
+                // A file that cannot be deleted does no harm.
                 let _ = std::fs::remove_file(entry.path());
             }
         }
     }
 
-    /// Enters a blob into its snapshot and moves the revision there; the path in the snapshot.
+    /// Links a blob into its snapshot and updates the revision; returns the path in the snapshot.
     pub(super) fn link(&self, metadata: &Metadata, revision: &str, file: &str) -> Result<PathBuf, Failure> {
         let path = self.repo.pointer_path(&metadata.commit).join(file);
         let folder = path.parent().unwrap_or(&self.root);
         std::fs::create_dir_all(folder).map_err(Failure::disk("create", folder))?;
-        // Relative, so that the cache can be moved: up to the repository, then down to the blob.
+        // Use a relative link, so that the cache can be moved.
         let up = "../".repeat(2 + file.matches('/').count());
         let target = PathBuf::from(format!("{up}blobs/{}", metadata.etag));
         let blob = self.repo.blob_path(&metadata.etag);
@@ -169,8 +167,8 @@ impl RepoCache {
     }
 }
 
-/// Opens a file to read and write, made with the mode that the umask leaves where there is none. A link is not followed and
-/// a device not opened: in a cache that several people write to, either may be a trap.
+/// Opens or creates a file for reading and writing, with the umask's mode. Follows no links and opens no devices, which may
+/// be attacks in a shared cache.
 fn open_file(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false);
@@ -178,12 +176,12 @@ fn open_file(path: &Path) -> io::Result<File> {
     std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
     let file = options.open(path)?;
     if !file.metadata()?.is_file() {
-        return Err(io::Error::other("it is no regular file"));
+        return Err(io::Error::other("it is not a regular file"));
     }
     Ok(file)
 }
 
-/// Makes `path` by making a temporary sibling and renaming it.
+/// Creates `path` atomically: creates a temporary sibling and renames it.
 fn replace(path: &Path, make: impl FnMut(&Path) -> io::Result<()>) -> Result<(), Failure> {
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(Failure::disk("create", folder))?;
@@ -201,7 +199,7 @@ fn link_or_copy(_target: &Path, blob: &Path, path: &Path) -> io::Result<()> {
     std::fs::copy(blob, path).map(drop)
 }
 
-/// Whether a file's content is what its etag says.
+/// Whether a file's contents match its etag.
 pub(super) fn content_matches(path: &Path, etag: &str) -> Result<bool, Failure> {
     if etag.len() == 64 {
         let digest = Digest::of_file(path).map_err(|error| Failure::Refused(error.to_string()))?;
@@ -210,7 +208,7 @@ pub(super) fn content_matches(path: &Path, etag: &str) -> Result<bool, Failure> 
     git_sha1(path).map(|sha1| sha1 == etag).map_err(Failure::disk("read", path))
 }
 
-/// The hash by which git knows a file's content.
+/// Git's hash of a file.
 fn git_sha1(path: &Path) -> io::Result<String> {
     let mut file = File::open(path)?;
     let mut hash = Sha1::new_with_prefix(format!("blob {}\0", file.metadata()?.len()));
@@ -238,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_hash_of_a_small_file_is_gits() {
+    fn the_hash_of_a_small_file_is_that_of_git() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "hello\n").unwrap();
         // `git hash-object` of the same file.

@@ -1,9 +1,9 @@
-//! Requests to the Hub by `hf-hub`: what a file is, and its content, each tried again when that can help.
+//! Requests a file's metadata and contents from the Hub, with retries.
 //!
-//! `hf-hub` builds every request: address, token, agent. Its own downloads are not used, because they have no time limit,
-//! copy whatever comes, follow redirects to any host and send the token there (docs/faults.md has the list). So each
-//! request gets time limits here and no automatic redirects. Redirects may lead to the server first asked, to names below
-//! it, or from the Hub and its mirrors to the Hub's content network. The token goes to the endpoint only.
+//! `hf-hub` builds every request: URL, token, agent. Its own downloads are not used, because they have no timeout, accept any
+//! contents, follow redirects to any host and send the token there (see docs/faults.md). So requests have timeouts here, and
+//! redirects are followed only to the same server, to its subdomains, or from the Hub and its mirrors to the Hub's content
+//! network. The token is sent only to the endpoint.
 
 use std::fmt;
 use std::fs::File;
@@ -20,31 +20,31 @@ use super::cache::is_hex;
 use super::failure::Failure;
 use super::settings::{Settings, without_password};
 
-/// How often a request is sent before its failure counts.
+/// Attempts per request.
 pub(super) const ATTEMPTS: u32 = 5;
 
-/// How many redirects in a row are followed.
+/// Maximum number of redirects in a row.
 const MAX_REDIRECTS: usize = 5;
 
-/// A server that asks for a longer pause than this is not waited for.
+/// A server that requests a longer pause than this counts as failed.
 const MAX_PAUSE: Duration = Duration::from_mins(1);
 
-/// Bytes that have to arrive while [`Settings::patience`] lasts; a slower server counts as silent.
+/// Bytes that must arrive within [`Settings::patience`]; a slower server counts as not responding.
 const MIN_BYTES: u64 = 16 << 10;
 
-/// A connection that delivered this much before it broke gets the full number of attempts again.
+/// A connection that delivered this much before it broke resets the number of attempts.
 const GOOD_RUN_BYTES: u64 = 1 << 20;
 
-/// The domain whose hosts serve the content of large files, for the Hub and for mirrors of it.
+/// The domain that serves the contents of large files, for the Hub and its mirrors.
 const CONTENT_NETWORK: &str = ".hf.co";
 
-/// What the Hub says of a file.
+/// A file's metadata from the Hub.
 pub(super) struct Metadata {
-    /// The commit that the revision stands at: 40 hexadecimal digits.
+    /// The revision's commit: 40 hexadecimal digits.
     pub(super) commit: String,
-    /// SHA-256 of a large file, git's SHA-1 of a small one, in hexadecimal.
+    /// SHA-256 of a large file, git SHA-1 of a small one, in hexadecimal.
     pub(super) etag: String,
-    /// Bytes.
+    /// Size in bytes.
     pub(super) size: u64,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Client {
 }
 
 impl Client {
-    /// A client for the endpoint and token of `settings`, which are checked first.
+    /// A client for the endpoint and token of `settings`, after checking them.
     pub(super) fn new(settings: &Settings) -> Result<Self> {
         settings.check().map_err(Failure::Settings)?;
         let api = ApiBuilder::from_cache(hf_hub::Cache::new(settings.cache.clone()))
@@ -70,22 +70,22 @@ impl Client {
         Ok(Self { api, settings: settings.clone() })
     }
 
-    /// The address of a file.
+    /// The URL of a file.
     pub(super) fn url(&self, repo: &Repo, file: &str) -> String {
         self.api.repo(repo.on_hub()).url(&file.split('/').map(percent_encode).collect::<Vec<_>>().join("/"))
     }
 
-    /// Asks what a file is, up to `attempts` times.
+    /// Requests a file's metadata, up to `attempts` times.
     pub(super) fn metadata(&self, repo: &Repo, file: &str, attempts: u32) -> Result<Metadata> {
-        // One byte, as `hf-hub` asks: the answer's headers are those of the whole file.
+        // Request one byte, as `hf-hub` does: the response's headers describe the whole file.
         let range = Some("bytes=0-0".to_owned());
-        // The redirect of a large file to its content already carries what is asked for.
+        // A large file's redirect already has the metadata.
         let answered = |response: &Response<Body>| header_text(response, "x-linked-etag").is_some();
         Metadata::read(&self.get(&self.url(repo, file), range.as_deref(), attempts, answered)?)
     }
 
-    /// Appends the content of `url` to `file`, which already has the first `done` bytes of it: exactly `size` bytes in the
-    /// end, or a failure.
+    /// Appends the contents of `url` to `file`, which already has the first `done` bytes. Fails unless the result has exactly
+    /// `size` bytes.
     pub(super) fn download(
         &self,
         url: &str,
@@ -110,13 +110,13 @@ impl Client {
         }
     }
 
-    /// One connection's part of a download: goes on after the `done` bytes that `file` already has.
+    /// Downloads over one connection, continuing after the first `done` bytes.
     fn receive(&self, url: &str, size: u64, file: &mut File, done: &mut u64, tell: &mut dyn FnMut(u64)) -> Result<()> {
         let disk = |error| Failure::disk("write", Path::new("the download"))(error);
         let range = (*done > 0).then(|| format!("bytes={done}-"));
         let mut response = self.get(url, range.as_deref(), ATTEMPTS, |_| false)?;
         if response.status() != StatusCode::PARTIAL_CONTENT {
-            // The whole file, whatever was asked for.
+            // The server sent the whole file and ignored the range.
             *done = 0;
         }
         file.set_len(*done).and_then(|()| file.seek(SeekFrom::Start(*done))).map_err(disk)?;
@@ -148,7 +148,7 @@ impl Client {
         Ok(())
     }
 
-    /// `GET` with redirects followed, but for one that has `answered` already.
+    /// Sends a `GET` and follows redirects until a response satisfies `answered`.
     fn get(
         &self,
         start: &str,
@@ -164,10 +164,10 @@ impl Client {
             }
             url = self.redirect(start, &url, &response)?;
         }
-        Err(Failure::Refused(format!("`{}` redirects without end", without_password(start))))
+        Err(Failure::Refused(format!("`{}` redirects too often", without_password(start))))
     }
 
-    /// Sends a request until it is answered; what is an answer of success or a redirect comes back.
+    /// Sends a request with retries; returns a success or a redirect.
     fn send(&self, url: &str, range: Option<&str>, attempts: u32) -> Result<Response<Body>> {
         let mut attempt = 1;
         loop {
@@ -207,32 +207,32 @@ impl Client {
             .timeout_connect(patience)
             .timeout_recv_response(patience)
             .timeout_per_read(patience);
-        // A proxy serves the network, not this machine.
+        // Do not use a proxy for this machine.
         if ["http://127.0.0.1:", "http://localhost:"].iter().any(|local| url.starts_with(local)) {
             config = config.proxy(None);
         }
-        // Sizes and hashes are those of the file, not of a compressed transport.
+        // Sizes and hashes refer to the uncompressed file.
         let mut request = config.build().header(header::ACCEPT_ENCODING, "identity");
         if let Some(range) = range {
             request = request.header(header::RANGE, range);
         }
         if !same_origin(url, endpoint) {
-            // A request that cannot be built has no headers, and `call` says why.
+            // An invalid request has no headers, and `call` reports why.
             request.headers_mut().map(|headers| headers.remove(header::AUTHORIZATION));
         }
         request.call()
     }
 
-    /// A failure of the network, without the endpoint's password should the message name the address.
+    /// A network failure, with the endpoint's password removed from the message.
     fn network(&self, error: &dyn fmt::Display) -> Failure {
         let Settings { endpoint, .. } = &self.settings;
         Failure::Network(error.to_string().replace(endpoint, &without_password(endpoint)))
     }
 
-    /// Where a redirect leads, if it may lead there.
+    /// The target of a redirect, if it is allowed.
     fn redirect(&self, start: &str, from: &str, response: &Response<Body>) -> Result<String> {
         let Some(location) = header_text(response, "location") else {
-            return Err(Failure::Refused(format!("`{}` redirects to nowhere", without_password(from))));
+            return Err(Failure::Refused(format!("`{}` redirects without a target", without_password(from))));
         };
         let authority = |uri: Uri| Some(format!("{}://{}", uri.scheme_str()?, uri.authority()?));
         let target = match from.parse().ok().and_then(authority) {
@@ -266,7 +266,7 @@ impl Metadata {
         let commit = header_text(response, "x-repo-commit").filter(|commit| is_hex(commit, 40));
         let etag = first(["x-linked-etag", "etag"]).map(|etag| etag.trim_start_matches("W/").trim_matches('"'));
         let etag = etag.filter(|etag| is_hex(etag, 40) || is_hex(etag, 64));
-        // Of an answer with one byte, the whole file's size is what stands behind the slash.
+        // In a partial response, the whole file's size follows the slash.
         let of_range = header_text(response, "content-range").and_then(|range| Some(range.rsplit_once('/')?.1));
         let size = header_text(response, "x-linked-size").or(of_range);
         let size = size.or_else(|| header_text(response, "content-length")).and_then(|size| size.parse().ok());
@@ -282,7 +282,7 @@ pub(super) fn header_text<'a>(response: &'a Response<Body>, name: &str) -> Optio
     response.headers().get(name)?.to_str().ok()
 }
 
-/// The pause a busy server asks for, in seconds.
+/// The pause that a busy server requests.
 fn retry_after(response: &Response<Body>) -> Option<Duration> {
     header_text(response, "retry-after")?.parse().ok().map(Duration::from_secs)
 }
@@ -299,7 +299,7 @@ fn same_origin(a: &str, b: &str) -> bool {
     origin(a).is_some() && origin(a) == origin(b)
 }
 
-/// Whether `target`'s host is a name below that of `start`, reached as safely.
+/// Whether `target` is on a subdomain of `start`'s host, and equally secure.
 fn is_below(target: &str, start: &str) -> bool {
     match (origin(target), origin(start)) {
         (Some((scheme, host, port)), Some((start_scheme, start_host, start_port))) => {
@@ -329,7 +329,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_the_hubs() {
+    fn urls_are_those_of_the_hub() {
         let client = Client::new(&Settings::from_vars(|_| None)).unwrap();
         let repo = Repo { kind: Kind::Dataset, id: "o/n".into(), revision: "refs/convert/parquet".into() };
         let url = client.url(&repo, "a dir/0.parquet");
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_below_is_no_lookalike() {
+    fn a_lookalike_is_not_a_subdomain() {
         assert!(is_below("https://cdn.mirror.org/x", "https://mirror.org/y"));
         for target in ["https://evilmirror.org/", "http://cdn.mirror.org/", "https://mirror.org.evil.net/"] {
             assert!(!is_below(target, "https://mirror.org/y") && !same_origin(target, "https://mirror.org/y"));

@@ -1,4 +1,4 @@
-//! Why a file could not be had from the Hub, and what the user can do about it.
+//! Failures of downloads from the Hub, and advice for the user.
 
 use std::fmt;
 use std::io;
@@ -12,34 +12,34 @@ use super::settings::{Settings, without_password};
 use super::{Kind, Repo};
 use crate::Error;
 
-/// Why a file could not be had.
+/// Why a download failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// No answer, or one that broke off.
+    /// No response, or an interrupted one.
     Network(String),
-    /// A server error or a busy server, after several attempts.
+    /// A server error or a busy server, after all attempts.
     Server(StatusCode),
     /// 401 or 403.
     Denied(StatusCode),
     NoSuchFile,
     NoSuchRepo,
     NoSuchRevision,
-    /// More bytes than announced.
+    /// The server sent more bytes than announced.
     TooLong(u64),
-    /// The announced number of bytes with another hash.
+    /// The contents have the announced size but another hash.
     WrongContent,
-    /// More bytes announced than a file of this kind may have.
+    /// The announced size exceeds the limit for this kind of file.
     TooLarge {
         size: u64,
         limit: u64,
     },
-    /// The cache's disk is too small for what was announced.
+    /// The cache's disk has too little space.
     NoRoom {
         needed: u64,
         free: u64,
         cache: PathBuf,
     },
-    /// Something this program does not do, whoever asks for it.
+    /// The server's response is invalid or not allowed.
     Refused(String),
     /// `HF_HUB_OFFLINE` is set and the cache has no such file.
     NotCached,
@@ -58,12 +58,12 @@ impl Failure {
         move |source| Self::Disk { action, path, source }
     }
 
-    /// The failure that a status means; `None` for success and redirects.
+    /// The failure for a status; `None` for success and redirects.
     pub(super) fn of_status(response: &Response<Body>) -> Option<Self> {
         let status = response.status();
         match (status.as_u16(), header_text(response, "x-error-code")) {
             (200..=399, _) => None,
-            // The Hub answers 401 for a repository that does not exist, so as not to tell private ones apart.
+            // The Hub answers 401 for a repository that does not exist, to hide private ones.
             (_, Some("RepoNotFound")) => Some(Self::NoSuchRepo),
             (_, Some("RevisionNotFound")) => Some(Self::NoSuchRevision),
             (401 | 403, _) => Some(Self::Denied(status)),
@@ -73,12 +73,12 @@ impl Failure {
         }
     }
 
-    /// Whether the file is not there to be had.
+    /// Whether the file does not exist.
     pub(super) fn is_absence(&self) -> bool {
         matches!(self, Self::NoSuchFile | Self::NotCached)
     }
 
-    /// Whether the server is out of reach or ill, so that a cached copy has to do.
+    /// Whether the server is unreachable or failing, so that a cached copy should be used.
     pub(super) fn is_network(&self) -> bool {
         matches!(self, Self::Network(_) | Self::Server(_))
     }
@@ -104,15 +104,15 @@ impl Failure {
                 format!("accept its terms at {endpoint}/{id} and set `HF_TOKEN` to a token that may read it")
             }
             Self::NoSuchRepo => {
-                "check the name, which is no local folder either; a private one needs `HF_TOKEN`".to_owned()
+                "check the name, which is not a local folder either; a private repository needs `HF_TOKEN`".to_owned()
             }
             Self::NoSuchRevision => "check `--revision`".to_owned(),
-            Self::NoSuchFile => "the repository is not what is needed here".to_owned(),
-            Self::NoRoom { .. } => "make room, or set `HF_HUB_CACHE` to a folder on a larger disk".to_owned(),
+            Self::NoSuchFile => "the repository does not have the required files".to_owned(),
+            Self::NoRoom { .. } => "free some space, or set `HF_HUB_CACHE` to a folder on a larger disk".to_owned(),
             Self::NotCached => format!("unset `HF_HUB_OFFLINE` to download it, or {ways_on}"),
             _ => ways_on.to_owned(),
         };
-        // What the user asked for or allowed is at fault, or else the network.
+        // Blame the configuration if the user can change it, else the network.
         let asked = matches!(
             self,
             Self::Denied(_) | Self::NoSuchRepo | Self::NoSuchRevision | Self::NoSuchFile | Self::NotCached
@@ -138,12 +138,12 @@ impl fmt::Display for Failure {
             Self::NoSuchRepo => f.write_str("the server has no such repository"),
             Self::NoSuchRevision => f.write_str("the repository has no such revision"),
             Self::TooLong(size) => write!(f, "the server sends more than the {size} bytes it announced"),
-            Self::WrongContent => f.write_str("what arrived does not match the hash that the server announced"),
+            Self::WrongContent => f.write_str("the contents do not match the hash that the server announced"),
             Self::TooLarge { size, limit } => {
-                write!(f, "the server announces {size} bytes; a file of this kind has {limit} at most")
+                write!(f, "the server announces {size} bytes; the limit for such a file is {limit}")
             }
             Self::NoRoom { needed, free, cache } => {
-                write!(f, "it needs {needed} bytes, and the disk of `{}` has {free} left", cache.display())
+                write!(f, "it needs {needed} bytes, but the disk of `{}` has only {free} free", cache.display())
             }
             Self::Refused(why) => f.write_str(why),
             Self::Settings(error) => error.fmt(f),

@@ -1,4 +1,4 @@
-//! Whether there is a network at all: one connection to the endpoint, and nothing said over it.
+//! Checks for a network by connecting to the endpoint.
 
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
@@ -6,18 +6,18 @@ use std::time::{Duration, Instant};
 
 use super::Settings;
 
-/// Variables that name a proxy, through which a host may be reached that cannot be connected to.
+/// Variables that set a proxy, which may reach hosts that this machine cannot connect to.
 const PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
 
-/// Connects to the endpoint and hangs up; how long that took, or why there is no connection. Name lookup and connection
-/// together take no longer than `patience`.
+/// Connects to the endpoint and disconnects; returns the time taken, or why it failed. Name lookup and connection together
+/// take at most `patience`.
 pub fn connect(settings: &Settings, patience: Duration) -> Result<Duration, String> {
     settings.check().map_err(|error| error.to_string())?;
-    let (host, port) = settings.host_and_port().ok_or("it is no http address")?;
+    let (host, port) = settings.host_and_port().ok_or("it is not an HTTP URL")?;
     let began = Instant::now();
     let (sender, receiver) = mpsc::channel();
     let wanted = (host.clone(), port);
-    // A lookup takes no time limit: a thread makes it, and is abandoned after that long.
+    // A lookup has no timeout, so it runs on a thread that is abandoned after `patience`.
     std::thread::spawn(move || sender.send(wanted.to_socket_addrs().map(Iterator::collect::<Vec<_>>)));
     let addresses = receiver
         .recv_timeout(patience)
@@ -29,16 +29,16 @@ pub fn connect(settings: &Settings, patience: Duration) -> Result<Duration, Stri
     };
     match addresses.iter().find_map(try_one) {
         Some(_) => Ok(began.elapsed()),
-        None => Err(format!("unreachable: `{host}` takes no connection on port {port}")),
+        None => Err(format!("unreachable: `{host}` accepts no connection on port {port}")),
     }
 }
 
 impl Settings {
-    /// Why there is no network, if there is none: found out within two seconds, which takes a request with its attempts
-    /// much longer. Behind a proxy nobody is asked.
+    /// Why there is no network, if there is none. Takes at most two seconds, much less than a request with retries. Skips the
+    /// check behind a proxy.
     pub fn no_network(&self) -> Option<String> {
         let proxied = PROXIES.iter().any(|name| std::env::var_os(name).is_some_and(|proxy| !proxy.is_empty()));
-        // A malformed address is the request's to refuse.
+        // The request itself reports a malformed URL.
         let tried = !self.offline && !proxied && self.check().is_ok();
         tried.then(|| connect(self, Duration::from_secs(2)).err()).flatten()
     }

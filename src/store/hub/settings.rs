@@ -1,4 +1,4 @@
-//! Where the Hub is and where its files are kept: the environment variables that Python's `huggingface_hub` reads.
+//! Settings of the Hub from the environment variables that Python's `huggingface_hub` reads.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -7,21 +7,21 @@ use ureq::http::Uri;
 
 use crate::{Error, Result};
 
-/// The Hub's own address.
+/// The Hub's URL.
 const HUB: &str = "https://huggingface.co";
 
 /// How to reach the Hub, and the folder of its cache.
 #[derive(Clone)]
 pub struct Settings {
-    /// Address without a slash at the end: `HF_ENDPOINT`.
+    /// URL without a trailing slash: `HF_ENDPOINT`.
     pub endpoint: String,
-    /// The cache: `HF_HUB_CACHE`, else `hub` in `HF_HOME`, which is by default `~/.cache/huggingface`.
+    /// The cache: `HF_HUB_CACHE`, else `hub` in `HF_HOME`, whose default is `~/.cache/huggingface`.
     pub cache: PathBuf,
-    /// Sent to the endpoint and nowhere else: `HF_TOKEN`, else the file that `hf auth login` writes.
+    /// Sent only to the endpoint: `HF_TOKEN`, else the file that `hf auth login` writes.
     pub token: Option<String>,
     /// Whether only the cache may be used: `HF_HUB_OFFLINE`.
     pub offline: bool,
-    /// How long a server may be silent.
+    /// The timeout for a server that sends nothing.
     pub patience: Duration,
     /// The first pause between two attempts; each later one is twice as long.
     pub backoff: Duration,
@@ -56,25 +56,25 @@ impl Settings {
         }
     }
 
-    /// Refuses an endpoint or a token that no request can be made with.
+    /// Rejects an endpoint or a token that cannot be used in a request.
     ///
     /// # Errors
     /// [`Error::Config`] that names the variable.
     pub fn check(&self) -> Result<()> {
         if self.host_and_port().is_none() {
             let shown = without_password(&self.endpoint);
-            let message = format!("`{shown}` is no address of a Hub; write it as `https://host` or unset the variable");
+            let message = format!("`{shown}` is not a Hub URL; write it as `https://host` or unset the variable");
             return Err(Error::config("HF_ENDPOINT", message));
         }
         let is_printable = |token: &String| token.bytes().all(|byte| byte.is_ascii_graphic());
         if self.token.as_ref().is_some_and(|token| !is_printable(token)) {
-            let message = "the token holds characters that no token has; set it again, or run `hf auth login`";
+            let message = "the token contains invalid characters; set it again, or run `hf auth login`";
             return Err(Error::config("HF_TOKEN", message));
         }
         Ok(())
     }
 
-    /// Where the endpoint listens; `None` if it is no plain http or https address.
+    /// The endpoint's host and port; `None` if it is not a plain HTTP or HTTPS URL.
     pub fn host_and_port(&self) -> Option<(String, u16)> {
         let uri: Uri = self.endpoint.parse().ok()?;
         let default = match uri.scheme_str()? {
@@ -88,14 +88,14 @@ impl Settings {
     }
 }
 
-/// Whether there is a host and, behind it, nothing or the number of a port.
+/// Whether the authority is a host, optionally with a port number.
 fn has_plain_authority(uri: &Uri) -> bool {
     uri.authority().is_some_and(|it| it.port().is_some() || it.as_str().ends_with(it.host()))
 }
 
-/// A URL as it may be shown: without user name and password, and without characters that steer a terminal.
+/// A URL for display, without user name, password and control characters.
 pub fn without_password(url: &str) -> String {
-    // Where the authority ends is only known of a well-formed URL; of any other everything up to the last `@` goes.
+    // In a malformed URL the end of the authority is unknown, so remove everything up to the last `@`.
     let well_formed = url.parse::<Uri>().is_ok_and(|uri| has_plain_authority(&uri));
     let start = url.find("://").map_or(0, |at| at + 3);
     let path = url[start..].find('/').filter(|_| well_formed).map_or(url.len(), |at| start + at);
@@ -106,7 +106,7 @@ pub fn without_password(url: &str) -> String {
     shown.replace(|c: char| c.is_control(), "�")
 }
 
-/// Without the token and the endpoint's password, which must not end up in a log.
+/// Omits the token and the endpoint's password, which must not be logged.
 impl std::fmt::Debug for Settings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { endpoint, cache, token, offline, .. } = self;
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_pythons() {
+    fn defaults_are_those_of_python() {
         let settings = with(&[("HOME", "/home/u")]);
         assert_eq!(settings.endpoint, "https://huggingface.co");
         assert_eq!(settings.cache, Path::new("/home/u/.cache/huggingface/hub"));
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn the_more_special_variable_wins() {
+    fn the_more_specific_variable_wins() {
         let cache = |vars: &[(&str, &str)]| with(vars).cache;
         assert_eq!(cache(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]), Path::new("/x/huggingface/hub"));
         assert_eq!(cache(&[("XDG_CACHE_HOME", "/x"), ("HF_HOME", "/f")]), Path::new("/f/hub"));
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_taken_apart_and_shown_without_the_password() {
+    fn urls_are_parsed_and_shown_without_the_password() {
         for (endpoint, expected) in [
             ("https://hub.test", Some(("hub.test", 443))),
             ("http://hub.test/a/b", Some(("hub.test", 80))),

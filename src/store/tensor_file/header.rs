@@ -1,16 +1,16 @@
-//! The header of a safetensors file, parsed and checked by the `safetensors` crate under a tighter limit of its length.
+//! The header of a safetensors file, parsed and checked by the `safetensors` crate with a tighter limit on its length.
 
 use std::collections::HashMap;
 
 use safetensors::{Dtype, SafeTensorError, SafeTensors};
 
-/// The longest header accepted. That of the largest GPT-2 takes 60 kB; parsing one at the limit takes under 200 MB.
+/// Maximum header length. The largest GPT-2's is 60 kB; parsing a header at the limit takes under 200 MB.
 pub const MAX_HEADER_BYTES: u64 = 16 << 20;
 
-/// Where the JSON starts: after the header's length.
+/// Offset of the JSON, after the header's length.
 const PREFIX: usize = 8;
 
-/// One tensor: what it is, and where in the file.
+/// A tensor's metadata and its position in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// Its name, unique in the file.
@@ -21,11 +21,11 @@ pub struct Entry {
     pub shape: Vec<usize>,
     /// The first byte of its values, counted from the start of the file.
     pub begin: usize,
-    /// The byte after its last.
+    /// The end of its values (exclusive).
     pub end: usize,
 }
 
-/// All tensors of a file, ordered as their values lie.
+/// All tensors of a file, in the order of their values.
 #[derive(Debug, Clone, Default)]
 pub struct Header {
     entries: Vec<Entry>,
@@ -36,9 +36,8 @@ impl Header {
     /// Reads the header of `file`, the bytes of a whole file.
     ///
     /// # Errors
-    /// What is wrong: a header that is too long or runs over the end; JSON of another shape; a dtype that safetensors has
-    /// not; a shape whose size overflows or is not that of its bytes; values that overlap, leave a hole, or end before or
-    /// after the file does.
+    /// What is wrong: a header that is too long or truncated; invalid JSON; an unknown dtype; a shape whose size overflows or
+    /// does not match its bytes; values that overlap, leave a gap, or do not end at the end of the file.
     pub fn parse(file: &[u8]) -> Result<Self, String> {
         let length = file.first_chunk::<PREFIX>().map_or(0, |length| u64::from_le_bytes(*length));
         if length > MAX_HEADER_BYTES {
@@ -69,7 +68,7 @@ impl Header {
     }
 }
 
-/// What the crate says too tersely, in terms of the file.
+/// Explains the crate's errors in terms of the file.
 fn explain(error: &SafeTensorError, bytes: usize) -> String {
     match error {
         SafeTensorError::HeaderTooSmall | SafeTensorError::InvalidHeaderLength => {
@@ -123,14 +122,14 @@ mod tests {
     }
 
     #[test]
-    fn a_scalar_and_an_empty_tensor_are_fine() {
+    fn a_scalar_and_an_empty_tensor_are_accepted() {
         let json = r#"{"s":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"e":{"dtype":"F32","shape":[0,7],"data_offsets":[4,4]}}"#;
         assert_eq!(Header::parse(&file(json, 4)).unwrap().entries().len(), 2);
         assert_eq!(Header::parse(&file("{}", 0)).unwrap().entries().len(), 0);
     }
 
     #[test]
-    fn every_lie_is_named() {
+    fn every_inconsistency_is_reported() {
         let one = |dtype: &str, shape: &str, offsets: &str| {
             format!(r#"{{"x":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#)
         };
@@ -148,7 +147,7 @@ mod tests {
             (one("F32", "[-2]", "[0,8]"), 8, "invalid value: integer `-2`"),
             (one("F32", "[2]", "[0]"), 8, "invalid length 1"),
             (TWO.replace("[8,14]", "[6,12]"), 12, "the values of tensor `a` overlap"),
-            // Of a name given twice the last counts, as everywhere; the first one's values are then a hole.
+            // The last of two equal names counts, so the first one's values are a gap.
             (TWO.replace("\"a\"", "\"b\""), 14, "the values of tensor `b` overlap another's, leave a hole"),
             ("[]".into(), 0, "its header is damaged"),
             ("{".into(), 0, "its header is damaged"),
@@ -169,12 +168,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn any_bytes_are_parsed_or_rejected(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = Header::parse(&bytes);
             let _ = Header::parse(&file(&String::from_utf8_lossy(&bytes), 8));
         }
 
-        /// Whatever is changed in a good header, an accepted one describes bytes that exist.
+        /// A modified header that is accepted only describes bytes that exist.
         #[test]
         fn an_accepted_header_stays_within_the_file(at in 0..TWO.len(), byte in any::<u8>(), data in 0_usize..40) {
             let mut bytes = file(TWO, data);

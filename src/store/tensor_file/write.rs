@@ -1,4 +1,4 @@
-//! Writing tensors one after the other, without a second copy of the model in memory.
+//! Writes tensors one at a time, without a second copy of the model in memory.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -10,13 +10,13 @@ use serde_json::{Map, json};
 
 use crate::{Error, Result};
 
-/// Writes `tensors` in the order given as one safetensors file into `out`, whose `path` is for messages.
+/// Writes `tensors` in order as one safetensors file into `out`, whose `path` is for messages.
 ///
-/// Values stay in their dtype (F32, F16 or BF16); a tensor on another device is copied when its turn comes. The metadata
-/// says `format: pt`, without which transformers refuses the file.
+/// Values keep their dtype (F32, F16 or BF16); a tensor on another device is copied just before it is written. The metadata
+/// has `format: pt`, which transformers requires.
 ///
 /// # Errors
-/// [`Error::Io`] from `out`; [`Error::Model`] for a dtype that a model file does not hold or a name given twice.
+/// [`Error::Io`] from `out`; [`Error::Model`] for an unsupported dtype or a duplicate name.
 pub fn write_tensors(out: &mut dyn Write, path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     let header = header(path, tensors)?;
     let start = [&(header.len() as u64).to_le_bytes(), header.as_slice()].concat();
@@ -56,7 +56,7 @@ fn header(path: &Path, tensors: &[(String, Tensor)]) -> Result<Vec<u8>> {
     Ok(json)
 }
 
-/// The values of a contiguous tensor on the CPU. The outer error is candle's, the inner one that of `out`.
+/// Writes the values of a contiguous CPU tensor. The outer error is candle's, the inner one is from `out`.
 fn write_storage(out: &mut dyn Write, tensor: &Tensor) -> candle_core::Result<io::Result<()>> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
@@ -101,7 +101,7 @@ mod tests {
         let values: Vec<f32> = (0..70_000).map(|i| (i as f32 - 35_000.0) * 0.37).collect();
         let whole = Tensor::from_slice(&values, (70, 1000), &device).unwrap();
         let tensors = [DType::F16, DType::F32, DType::BF16].map(|dtype| {
-            // A view that starts in the middle: the layout's offset counts.
+            // A view that starts in the middle, to test the layout's offset.
             let part = whole.narrow(0, 3, 60).unwrap().to_dtype(dtype).unwrap();
             (format!("t.{}", dtype.as_str()), part.narrow(0, 1, 59).unwrap())
         });

@@ -65,6 +65,15 @@ impl Stream {
         philox([block, site, draw as u32, (draw >> 32) as u32], self.key)
     }
 
+    /// Fills `out` with uniform numbers between -1 and 1.
+    pub fn fill_uniform(&self, site: u32, draw: u64, out: &mut [f32]) {
+        out.par_chunks_mut(4).with_min_len(1 << 12).enumerate().for_each(|(block, out)| {
+            for (out, number) in out.iter_mut().zip(self.block(site, draw, block as u32)) {
+                *out = ((f64::from(number) + 0.5) / f64::from(1u32 << 31) - 1.0) as f32;
+            }
+        });
+    }
+
     /// Fills `out` with standard normal numbers (Box and Muller's transform in f64, rounded once).
     pub fn fill_normal(&self, site: u32, draw: u64, out: &mut [f32]) {
         out.par_chunks_mut(2).with_min_len(1 << 12).enumerate().for_each(|(block, pair)| {

@@ -1,5 +1,7 @@
 //! Storage: tensor files, model folders, the Hugging Face Hub, checkpoints.
 
+pub mod adapter;
+pub mod base;
 pub mod checkpoint;
 mod folder;
 pub mod gguf;

@@ -131,10 +131,10 @@ fn weights_beyond_fp16_are_refused_by_name() {
     let masters = trained.masters().unwrap();
     let huge = masters.get("h.1.mlp.c_fc.bias").unwrap();
     finetune::engine::kernels::view::write_f32(huge, |values| values[3] = 1e5).unwrap();
-    let error = finetune::inference::trained::check_range(&masters, "m", Dtype::F16).unwrap_err();
+    let error = finetune::store::base::check_range(&masters, "m", Dtype::F16).unwrap_err();
     let message = error.to_string();
     assert!(message.contains("`h.1.mlp.c_fc.bias` reaches 100000"), "{message}");
-    finetune::inference::trained::check_range(&masters, "m", Dtype::BF16).unwrap();
+    finetune::store::base::check_range(&masters, "m", Dtype::BF16).unwrap();
     assert!(!out.exists());
 }
 

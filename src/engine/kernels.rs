@@ -41,7 +41,7 @@ use crate::precision::FloatFormat;
 use adamw::{AdamWStep, Moments};
 use attention::{Operands, Shape};
 use candle_core::{DType, Device, Result, Tensor};
-use columns::{Columns, Store};
+use columns::{Columns, Factor, Store};
 use cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace};
 use decode_attention::KeyValues;
 use dropout::Dropout;
@@ -308,6 +308,9 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         dweight: &Tensor,
         dbias: Option<&Tensor>,
     ) -> Result<()>;
+
+    /// `c = alpha · a · b`, or added to `c`, summed in FP32 and rounded once; `a` and `b` are of one type.
+    fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>, store: Store) -> Result<()>;
 
     /// Causal attention of queries, keys and values into `out [N, H·head_dim]`; `lse [B·H·T]` (FP32) receives each row's
     /// log-sum-exp.

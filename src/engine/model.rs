@@ -1,12 +1,15 @@
 //! Decoders: what a family of models is, as data, and the one walk over its layers.
 
+mod adapter;
 mod architecture;
 mod decoder;
+mod dora;
 mod gemma3;
 mod gpt2;
 mod hook;
 mod layers;
 mod llama;
+mod lora;
 mod mistral;
 mod parameters;
 mod qwen2;
@@ -17,7 +20,10 @@ mod workspace;
 
 pub use decoder::{Decoder, KvCache, Mode, Tokens};
 pub use hook::{Hook, Part, Place};
+pub use lora::{ALL_LINEAR, Lora, set_output_norms};
 pub use parameters::Parameters;
 pub use rope::{Rope, RopeType};
-pub use spec::{Biases, DropoutRates, Family, Init, Layer, LinearRole, ModelSpec, NormRole, Op, ParamSpec, Sliding};
+pub use spec::{
+    Biases, DropoutRates, Family, Init, Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec, Sliding,
+};
 pub use workspace::{Keep, Workspace, WorkspaceBytes, candle_dtype};

@@ -2,11 +2,11 @@
 
 use crate::data::Tokenizer;
 use crate::engine::kernels::Fused;
-use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
-use crate::precision::{Dtype, FloatFormat, PrecisionPolicy};
+use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::ModelFolder;
+use crate::store::base::check_range;
 use crate::store::checkpoint::{Checkpoint, Damage, newest_good, verify};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
@@ -100,23 +100,6 @@ impl TrainedModel {
         let weights = self.weights(policy.compute)?;
         Ok((Decoder::new(&self.config, &weights, Arc::new(Fused))?, weights))
     }
-}
-
-/// Rejects FP32 weights that are not finite or exceed the range of `dtype`, naming the tensor; `origin` is the model's name.
-pub fn check_range(masters: &Parameters, origin: &str, dtype: Dtype) -> Result<()> {
-    let format = dtype.format();
-    for (name, tensor) in masters.iter() {
-        let stats = survey(tensor, FloatFormat::FP32, false)?.stats;
-        if !stats.is_finite() {
-            return Err(Error::model(origin, format!("`{name}` contains infinities or NaNs")));
-        }
-        if f64::from(stats.max_abs) > format.max() {
-            let (largest, name_of) = (stats.max_abs, format.name);
-            let message = format!("`{name}` reaches {largest}, beyond {name_of}'s largest value; use bf16 or fp32");
-            return Err(Error::model(origin, message));
-        }
-    }
-    Ok(())
 }
 
 fn open_step(path: &Path) -> Result<Weights> {

@@ -56,8 +56,8 @@ impl Hook for Types<'_> {
         });
         let cast = &mut self.layers[at];
         match place.part {
-            Part::Output => cast.output = dtype,
-            Part::OutputGradient | Part::InputGradient => cast.activation_gradient = dtype,
+            Part::Output | Part::LowRank => cast.output = dtype,
+            Part::OutputGradient | Part::InputGradient | Part::LowRankGradient => cast.activation_gradient = dtype,
             Part::WeightGradient | Part::BiasGradient => cast.weight_gradient = dtype,
         }
         Ok(())

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::engine::kernels::fp8::round_through;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view;
-use crate::engine::model::{Hook, Layer, LinearRole, NormRole, Op, Parameters, Part, Place};
+use crate::engine::model::{Hook, Layer, LinearRole, NormRole, Op, ParamRole, Parameters, Part, Place};
 use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, Unit, scale_for};
 use crate::telemetry::{Event, Retyped, Variances};
 use crate::train::step::{Engine, Outcome, StepReport};
@@ -139,7 +139,7 @@ impl Fp8Layer {
 
 /// The weights of a block in these roles.
 fn of_block<'a>(block: usize, roles: &'a [LinearRole], of: &'a Parameters) -> impl Iterator<Item = &'a Tensor> {
-    roles.iter().filter_map(move |role| of.of_layer(Layer::inner(block, Op::Linear(*role)), false))
+    roles.iter().filter_map(move |role| of.of_layer(Layer::inner(block, Op::Linear(*role)), ParamRole::Weight))
 }
 
 impl Hook for Fp8Layer {

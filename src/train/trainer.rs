@@ -6,8 +6,8 @@ mod saving;
 use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::model::Parameters;
-use crate::inference::trained::check_range;
 use crate::precision::{Fallback, GradScaler};
+use crate::store::base::check_range;
 use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
 use crate::telemetry::{
     Activity, Amount, Command, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Trouble, Validation,

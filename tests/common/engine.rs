@@ -72,6 +72,17 @@ impl Case {
     /// The engine with this case's initial weights and settings, for micro-batches of `rows` rows.
     pub(crate) fn engine(&self, policy: PrecisionPolicy, rows: usize) -> Engine {
         let (config, masters) = read_model(&self.folder);
+        self.engine_over(&config, masters, policy, rows)
+    }
+
+    /// The same with other weights.
+    pub(crate) fn engine_over(
+        &self,
+        config: &ModelSpec,
+        masters: Parameters,
+        policy: PrecisionPolicy,
+        rows: usize,
+    ) -> Engine {
         let Trajectory { adamw, scaler, .. } = &self.trajectory;
         let scaler = GradScalerConfig {
             init_scale: scaler.init_scale as f32,
@@ -90,7 +101,7 @@ impl Case {
             batch: (rows, seq_len),
             grad_accum: all_rows / rows,
         };
-        engine_of(self.kernels.clone(), &config, masters, settings)
+        engine_of(self.kernels.clone(), config, masters, settings)
     }
 
     /// Batch `step` as the engine takes it, in micro-batches of `rows` rows.

@@ -28,6 +28,10 @@ pub(crate) const FAMILIES: [&str; 11] = [
     "gemma3",
 ];
 
+/// The cases under `tests/golden/lora`.
+pub(crate) const LORA: [&str; 8] =
+    ["gpt2", "gpt2-dora", "llama-rslora", "llama-biases-dora", "qwen3", "qwen3-dora", "gemma3", "gemma3-dora"];
+
 /// The cases of GPT-2 under `tests/golden`.
 pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];
 
@@ -54,6 +58,8 @@ pub(crate) struct Case {
     /// The parameters after all steps in FP32.
     pub(crate) final_parameters: BTreeMap<String, Tensor>,
     pub(crate) trajectory: Trajectory,
+    /// PEFT's folder, of a case of adapters.
+    pub(crate) adapter: Option<PathBuf>,
     /// What computes the engine of this case.
     pub(crate) kernels: Arc<dyn Kernels>,
 }
@@ -64,6 +70,8 @@ pub(crate) struct Trajectory {
     #[serde(alias = "settings")]
     pub(crate) adamw: AdamWSettings,
     pub(crate) scaler: ScalerSettings,
+    /// The folder of the base, of a case of adapters.
+    pub(crate) base: Option<String>,
     pub(crate) fp32: Vec<Step>,
     pub(crate) fp16: Vec<Step>,
 }
@@ -138,6 +146,31 @@ impl Case {
         FAMILIES.iter().flat_map(|name| Self::own(&format!("families/{name}")).for_all_kernels()).collect()
     }
 
+    /// The case `name` of adapters: the base's batches, and what PyTorch makes of them with the adapters.
+    pub(crate) fn lora_of(name: &str) -> Self {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/lora").join(name);
+        let trajectory: Trajectory = json(&folder.join("trajectory.json"));
+        let reference = tensors(&folder.join("reference.safetensors"));
+        Self {
+            name: format!("lora/{name}"),
+            logits: reference["logits"].clone(),
+            gradients: with_prefix(&reference, "grad."),
+            final_parameters: with_prefix(&reference, "final."),
+            adapter: Some(folder),
+            ..Self::own(trajectory.base.as_ref().unwrap())
+        }
+        .with(trajectory)
+    }
+
+    fn with(self, trajectory: Trajectory) -> Self {
+        Self { trajectory, ..self }
+    }
+
+    /// Every case of adapters.
+    pub(crate) fn lora() -> Vec<Self> {
+        LORA.iter().flat_map(|name| Self::lora_of(name).for_all_kernels()).collect()
+    }
+
     /// Every case of GPT-2 there is; those of the project always.
     pub(crate) fn all() -> Vec<Self> {
         CASES.iter().map(|name| Self::own(name)).chain(Self::shared()).collect()
@@ -170,6 +203,7 @@ impl Case {
             gradients: with_prefix(reference, "grad."),
             final_parameters,
             trajectory: json(&folder.join("trajectory.json")),
+            adapter: None,
             kernels: Arc::new(Fused),
         }
     }

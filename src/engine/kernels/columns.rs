@@ -86,6 +86,27 @@ impl<'a> Columns<'a> {
     }
 }
 
+/// An operand of a product: some columns of a matrix, or the transpose of them.
+#[derive(Clone, Copy, Debug)]
+pub struct Factor<'a> {
+    /// The columns.
+    pub columns: Columns<'a>,
+    /// Whether they are its rows instead.
+    pub transposed: bool,
+}
+
+impl<'a> Factor<'a> {
+    /// The columns as they are.
+    pub fn plain(columns: Columns<'a>) -> Self {
+        Self { columns, transposed: false }
+    }
+
+    /// Their transpose.
+    pub fn transposed(columns: Columns<'a>) -> Self {
+        Self { columns, transposed: true }
+    }
+}
+
 /// Columns that are open for reading.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source<'a> {

@@ -77,8 +77,8 @@ pub struct HeadGradient<'a> {
     pub seed: f32,
     /// `[N, D]`, compute type, overwritten.
     pub dx: &'a Tensor,
-    /// `[V, D]`, gradients' type, overwritten.
-    pub dweight: &'a Tensor,
+    /// `[V, D]`, gradients' type, overwritten; none where the weight is frozen.
+    pub dweight: Option<&'a Tensor>,
 }
 
 /// What the head computes, for hooks.
@@ -125,17 +125,17 @@ pub fn head(
             if let Some(gradient) = gradient {
                 hook(HeadTensor::LogitsGradient, first, &logits)?;
                 let dx = gradient.dx.narrow(0, first, count)?;
-                let dweight = workspace.weight_sum.as_ref().unwrap_or(gradient.dweight);
+                let dweight = gradient.dweight.map(|dweight| workspace.weight_sum.as_ref().unwrap_or(dweight));
                 backward_tile::<T>(&logits, x, weight, &dx, dweight, first > 0)?;
                 hook(HeadTensor::InputGradient, first, &dx)?;
             }
         }
     });
-    if let Some(gradient) = gradient {
+    if let Some(dweight) = gradient.and_then(|gradient| gradient.dweight) {
         if let Some(sum) = &workspace.weight_sum {
-            copy(sum, gradient.dweight)?;
+            copy(sum, dweight)?;
         }
-        hook(HeadTensor::WeightGradient, 0, gradient.dweight)?;
+        hook(HeadTensor::WeightGradient, 0, dweight)?;
     }
     let losses = read(&workspace.losses)?;
     Ok(losses.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())
@@ -146,14 +146,15 @@ fn backward_tile<T: Element>(
     x: Operand<'_, T>,
     weight: Operand<'_, T>,
     dx: &Tensor,
-    dweight: &Tensor,
+    dweight: Option<&Tensor>,
     accumulate: bool,
 ) -> Result<()> {
     let (count, vocab) = dlogits.dims2()?;
     let dlogits = read(dlogits)?;
     let dlogits = Operand::new(dlogits.typed::<T>()?, count, vocab);
     product(dlogits, weight, dx, Epilogue::default())?;
-    product(dlogits.transposed(), x, dweight, Epilogue { accumulate, ..Epilogue::default() })
+    let accumulate = Epilogue { accumulate, ..Epilogue::default() };
+    dweight.map_or(Ok(()), |dweight| product(dlogits.transposed(), x, dweight, accumulate))
 }
 
 /// Each row's loss, and with a `seed` the logits' gradient in their place.

@@ -2,7 +2,7 @@
 
 use super::adamw::{self, AdamWStep, Moments};
 use super::attention::{self, Operands, Shape};
-use super::columns::{Columns, Store};
+use super::columns::{Columns, Factor, Store};
 use super::cross_entropy::{self, HeadGradient, HeadWorkspace};
 use super::decode_attention::KeyValues;
 use super::dropout::Dropout;
@@ -150,6 +150,10 @@ impl Kernels for Fused {
         dbias: Option<&Tensor>,
     ) -> Result<()> {
         linear::backward_weight(x, dy, Weight { tensor: dweight, layout }, dbias)
+    }
+
+    fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>, store: Store) -> Result<()> {
+        linear::product_of_columns(a, b, alpha, c, store)
     }
 
     fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {

@@ -2,12 +2,12 @@
 //! while it packs them.
 
 use crate::engine::kernels::WeightLayout;
-use crate::engine::kernels::columns::Store;
+use crate::engine::kernels::columns::{Columns, Factor, Store};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::matmul::{Epilogue, Operand, matmul};
 use crate::engine::kernels::rows::{Rows, STRIPE, column_sums, for_each_part, with_scratch};
 use crate::engine::kernels::view::{ViewMut, read, with_element, write};
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 /// A layer's weight.
 #[derive(Clone, Copy, Debug)]
@@ -117,6 +117,38 @@ pub fn backward_weight(x: &Tensor, dy: &Tensor, dweight: Weight<'_>, dbias: Opti
             },
         );
     })
+}
+
+/// `c = alpha · a · b`, or added to `c`.
+pub fn product_of_columns(a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>, store: Store) -> Result<()> {
+    let dims = |factor: Factor<'_>| {
+        let [rows, columns] = [factor.columns.rows(), factor.columns.count()];
+        if factor.transposed { [columns, rows] } else { [rows, columns] }
+    };
+    let ([m, k], [depth, n]) = (dims(a), dims(b));
+    if k != depth || [m, n] != [c.rows(), c.count()] {
+        bail!("a product of {m} × {k} and {depth} × {n} for {} × {}", c.rows(), c.count());
+    }
+    let epilogue = Epilogue { alpha, accumulate: store == Store::Add, ..Epilogue::default() };
+    let (a_storage, b_storage) = (read(a.columns.tensor())?, read(b.columns.tensor())?);
+    with_element!(a.columns.tensor().dtype(), T => {
+        let (a, b) = (factor(a, a_storage.typed::<T>()?), factor(b, b_storage.typed::<T>()?));
+        write(c.tensor(), |view| {
+            let (first, ldc) = (c.first(), c.stride());
+            match view {
+                ViewMut::F32(c) => matmul(a, b, &mut c[first..], ldc, epilogue),
+                ViewMut::F16(c) => matmul(a, b, &mut c[first..], ldc, epilogue),
+                ViewMut::BF16(c) => matmul(a, b, &mut c[first..], ldc, epilogue),
+            }
+        })?;
+    });
+    Ok(())
+}
+
+fn factor<'a, T>(factor: Factor<'_>, data: &'a [T]) -> Operand<'a, T> {
+    let columns = factor.columns;
+    let operand = Operand::with_strides(&data[columns.first()..], columns.rows(), columns.count(), columns.stride(), 1);
+    if factor.transposed { operand.transposed() } else { operand }
 }
 
 /// `c = a · b`, whatever type `c` is stored in.

@@ -13,7 +13,7 @@ mod tensors;
 
 use super::adamw::{AdamWStep, Moments};
 use super::attention::{Operands, Shape};
-use super::columns::{Columns, Store};
+use super::columns::{Columns, Factor, Store};
 use super::cross_entropy::{HeadGradient, HeadWorkspace};
 use super::decode_attention::KeyValues;
 use super::dropout::Dropout;
@@ -22,7 +22,10 @@ use super::survey::TensorSurvey;
 use super::{Activation, Embedding, HeadHook, Kernels, NormSettings, Normed, WeightLayout};
 use crate::precision::FloatFormat;
 use candle_core::{Result, Tensor};
-use tensors::{accumulate, column_sums, drop, product, require_contiguous, store, widen};
+use tensors::{
+    accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, store, store_columns, widen,
+    widen_columns,
+};
 
 /// candle's own operations.
 #[derive(Clone, Copy, Debug, Default)]
@@ -147,6 +150,18 @@ impl Kernels for Plain {
         };
         store(&product(&left.t()?, right, dweight.dtype())?, dweight)?;
         dbias.map_or(Ok(()), |dbias| store(&column_sums(&widen(dy)?)?, dbias))
+    }
+
+    fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>, how: Store) -> Result<()> {
+        let matrix = |factor: Factor<'_>| {
+            let columns = columns_of_rows(factor.columns, 0..factor.columns.rows())?;
+            if factor.transposed { columns.t() } else { Ok(columns) }
+        };
+        let product = (product(&matrix(a)?, &matrix(b)?, c.tensor().dtype())? * f64::from(alpha))?;
+        match how {
+            Store::Add => store_columns(&(widen_columns(c)? + product)?, c),
+            Store::Overwrite => store_columns(&product, c),
+        }
     }
 
     fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {

@@ -7,10 +7,11 @@ mod decode;
 
 pub use decode::KvCache;
 
+use super::adapter::AdapterPass;
 use super::hook::{Hook, Part, Place};
 use super::layers::{Linear, NormLayer, pack_of};
-use super::parameters::Parameters;
-use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op};
+use super::parameters::{Parameters, Slot};
+use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole};
 use super::workspace::{BranchNorm, HeadNorms, Keep, Rotations, StreamGradient, Workspace};
 use crate::engine::kernels::attention::{Operands, Shape};
 use crate::engine::kernels::columns::{Columns, Store};
@@ -37,7 +38,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    fn dropout(self, rate: f64, site: usize) -> Option<Dropout> {
+    pub(super) fn dropout(self, rate: f64, site: usize) -> Option<Dropout> {
         match self {
             Self::Eval => None,
             Self::Train { seed, draw } => Dropout::new(rate as f32, seed, site as u32, draw),
@@ -94,25 +95,25 @@ impl Block {
 pub struct Decoder {
     spec: ModelSpec,
     kernels: Arc<dyn Kernels>,
-    embedding: usize,
-    positions: Option<usize>,
+    embedding: Slot,
+    positions: Option<Slot>,
     blocks: Arc<[Block]>,
     final_norm: NormLayer,
-    head: usize,
+    head: Slot,
 }
 
 impl Decoder {
     /// The model of `spec` over parameters laid out as `layout`'s, computed with `kernels`.
     pub fn new(spec: &ModelSpec, layout: &Parameters, kernels: Arc<dyn Kernels>) -> Result<Self> {
-        let embedding = pack_of(layout, Layer::outer(Op::Embedding), false)?;
+        let embedding = pack_of(layout, Layer::outer(Op::Embedding), ParamRole::Weight)?;
         Ok(Self {
             spec: spec.clone(),
             kernels,
             embedding,
-            positions: layout.find_pack(Layer::outer(Op::Positions), false),
+            positions: layout.find_pack(Layer::outer(Op::Positions), ParamRole::Weight),
             blocks: (0..spec.layers).map(|block| Block::new(spec, layout, block)).collect::<Result<_>>()?,
             final_norm: NormLayer::new(spec, layout, Layer::outer(Op::Norm(NormRole::Final)))?,
-            head: if spec.tied { embedding } else { pack_of(layout, Layer::outer(Op::Head), false)? },
+            head: if spec.tied { embedding } else { pack_of(layout, Layer::outer(Op::Head), ParamRole::Weight)? },
         })
     }
 
@@ -207,7 +208,8 @@ impl Decoder {
             self.forward_block(i, weights, mode, ws, hook)?;
             let (acts, scratch) = ws.block(i)?;
             if acts.mlp_branch.is_none() {
-                block.down.forward(self.kernels(), weights, &acts.activated, &scratch.branch, hook)?;
+                let adapters = AdapterPass { mode, buffers: scratch.adapter.as_ref() };
+                block.down.forward(self.kernels(), weights, &acts.activated, &scratch.branch, adapters, hook)?;
             }
             let dropout = mode.dropout(self.spec.dropout.residual, Sites::of(i).mlp_out);
             self.kernels.add_branch(&acts.middle, &scratch.branch, dropout, &ws.stream[i + 1])?;
@@ -228,15 +230,16 @@ impl Decoder {
     ) -> Result<()> {
         let (kernels, block, site, rates) = (self.kernels(), &self.blocks[i], Sites::of(i), self.spec.dropout);
         let (input, (acts, scratch)) = (&ws.stream[i], ws.block(i)?);
+        let adapters = AdapterPass { mode, buffers: scratch.adapter.as_ref() };
         block.attention_norm.forward(kernels, weights, input, &acts.attention_norm, hook)?;
-        block.qkv.forward(kernels, weights, &acts.attention_norm.out, &acts.qkv, hook)?;
+        block.qkv.forward(kernels, weights, &acts.attention_norm.out, &acts.qkv, adapters, hook)?;
         let places = (&ws.rotations, ws.positions());
         let qkv = self.prepare_heads(i, weights, (&acts.qkv, acts.heads.as_ref()), places, hook)?;
         let operands = Operands { qkv, documents: None, dropout: mode.dropout(rates.attention, site.attention) };
         kernels.attention(&self.shape(i, ws.batch, ws.seq_len), &operands, &acts.attended, &acts.lse)?;
         hook.part(Layer::inner(i, Op::Attention), Part::Output, &acts.attended)?;
         let close = |linear: &Linear, x: &Tensor, norm: usize, kept: Option<&BranchNorm>, hook: &mut dyn Hook| {
-            self.close_branch(i, weights, (linear, x), (norm, kept), &scratch.branch, hook)
+            self.close_branch(i, weights, (linear, x), (norm, kept), &scratch.branch, adapters, hook)
         };
         close(&block.out, &acts.attended, 0, acts.attention_branch.as_ref(), hook)?;
         let dropout = mode.dropout(rates.residual, site.attention_out);
@@ -244,7 +247,7 @@ impl Decoder {
         hook.part(Layer::inner(i, Op::AttentionSum), Part::Output, &acts.middle)?;
 
         block.mlp_norm.forward(kernels, weights, &acts.middle, &acts.mlp_norm, hook)?;
-        block.up.forward(kernels, weights, &acts.mlp_norm.out, &acts.up, hook)?;
+        block.up.forward(kernels, weights, &acts.mlp_norm.out, &acts.up, adapters, hook)?;
         kernels.activate(self.spec.activation, &acts.up, &acts.activated)?;
         hook.part(Layer::inner(i, Op::Activation), Part::Output, &acts.activated)?;
         if acts.mlp_branch.is_some() {
@@ -254,6 +257,7 @@ impl Decoder {
     }
 
     /// What a block's branch adds to the stream: its last product, normalised where there is a norm behind it.
+    #[expect(clippy::too_many_arguments, reason = "the pass's operands, taken apart")]
     fn close_branch(
         &self,
         i: usize,
@@ -261,16 +265,18 @@ impl Decoder {
         (linear, x): (&Linear, &Tensor),
         (norm, kept): (usize, Option<&BranchNorm>),
         branch: &Tensor,
+        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
         let (Some(norms), Some(kept)) = (&self.blocks[i].branch_norms, kept) else {
-            return linear.forward(self.kernels(), weights, x, branch, hook);
+            return linear.forward(self.kernels(), weights, x, branch, adapters, hook);
         };
-        linear.forward(self.kernels(), weights, x, &kept.input, hook)?;
+        linear.forward(self.kernels(), weights, x, &kept.input, adapters, hook)?;
         norms[norm].forward(self.kernels(), weights, &kept.input, &kept.into(branch), hook)
     }
 
     /// The gradient of a branch's last product from that of what the branch adds, `branch`.
+    #[expect(clippy::too_many_arguments, reason = "the pass's operands, taken apart")]
     fn open_branch<'a>(
         &self,
         i: usize,
@@ -278,13 +284,14 @@ impl Decoder {
         (norm, kept): (usize, Option<&BranchNorm>),
         (branch, other): (&'a Tensor, Option<&'a Tensor>),
         grads: &Parameters,
+        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<&'a Tensor> {
         let (Some(norms), Some(kept), Some(other)) = (&self.blocks[i].branch_norms, kept, other) else {
             return Ok(branch);
         };
         let (normed, dx) = (kept.into(branch), (other, Store::Overwrite));
-        norms[norm].backward(self.kernels(), weights, &kept.input, &normed, branch, dx, grads, hook)?;
+        norms[norm].backward(self.kernels(), weights, &kept.input, &normed, branch, dx, grads, adapters, hook)?;
         Ok(other)
     }
 
@@ -310,7 +317,7 @@ impl Decoder {
         hook: &mut dyn Hook,
     ) -> Result<f64> {
         let dx = &ws.scratch(ws.hidden().dtype())?.gradients()?.normed;
-        let gradient = HeadGradient { seed, dx, dweight: grads.pack(self.head) };
+        let gradient = HeadGradient { seed, dx, dweight: grads.own(self.head) };
         let mut record = |tensor, first_token, values: &Tensor| {
             let part = match tensor {
                 HeadTensor::Logits => Part::Output,
@@ -340,24 +347,26 @@ impl Decoder {
         };
         order.resize(tokens.ids.len(), 0);
         kernels.zero(&stream)?;
-        let dy = &ws.scratch(ws.hidden().dtype())?.gradients()?.normed;
+        let scratch = ws.scratch(ws.hidden().dtype())?;
+        let (dy, adapters) = (&scratch.gradients()?.normed, AdapterPass { mode, buffers: scratch.adapter.as_ref() });
         let last = &ws.stream[self.spec.layers];
         let dx = (&stream, Store::Add);
-        self.final_norm.backward(kernels, weights, last, &ws.final_norm, dy, dx, grads, hook)?;
+        self.final_norm.backward(kernels, weights, last, &ws.final_norm, dy, dx, grads, adapters, hook)?;
         for i in (0..self.spec.layers).rev() {
             if ws.keep() == Keep::BlockInput {
                 self.forward_block(i, weights, mode, ws, hook)?;
             }
             self.backward_block(i, weights, mode, ws, &stream, grads, hook)?;
         }
-        let dtable = grads.pack(self.embedding);
-        if !self.spec.tied {
-            kernels.zero(dtable)?;
+        let dpositions = self.positions.and_then(|positions| grads.own(positions));
+        if let Some(dtable) = grads.own(self.embedding) {
+            if !self.spec.tied {
+                kernels.zero(dtable)?;
+            }
+            kernels.embed_backward(self.embed(weights, tokens, mode), &stream, &mut order, dtable, dpositions)?;
+            hook.part(EMBEDDING, Part::WeightGradient, dtable)?;
         }
-        let dpositions = self.positions.map(|positions| grads.pack(positions));
-        kernels.embed_backward(self.embed(weights, tokens, mode), &stream, &mut order, dtable, dpositions)?;
         ws.backward = Some(StreamGradient { stream, order });
-        hook.part(EMBEDDING, Part::WeightGradient, dtable)?;
         dpositions.map_or(Ok(()), |grad| hook.part(Layer::outer(Op::Positions), Part::WeightGradient, grad))
     }
 
@@ -375,29 +384,31 @@ impl Decoder {
         let (kernels, block, site, rates) = (self.kernels(), &self.blocks[i], Sites::of(i), self.spec.dropout);
         let (acts, scratch) = ws.block(i)?;
         let (branch, gradients) = (&scratch.branch, scratch.gradients()?);
+        let adapters = AdapterPass { mode, buffers: scratch.adapter.as_ref() };
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
         kernels.branch_gradient(stream, mode.dropout(rates.residual, site.mlp_out), branch)?;
         let other = gradients.branch.as_ref();
-        let dy = self.open_branch(i, weights, (1, acts.mlp_branch.as_ref()), (branch, other), grads, hook)?;
+        let dy = self.open_branch(i, weights, (1, acts.mlp_branch.as_ref()), (branch, other), grads, adapters, hook)?;
         hook.part(block.down.layer(), Part::OutputGradient, dy)?;
-        block.down.backward(kernels, weights, &acts.activated, dy, activated, grads, hook)?;
+        block.down.backward(kernels, weights, &acts.activated, dy, activated, grads, adapters, hook)?;
         let up = gradients.up();
         kernels.activate_backward(self.spec.activation, &acts.up, activated, up)?;
         hook.part(Layer::inner(i, Op::Activation), Part::InputGradient, up)?;
-        block.up.backward(kernels, weights, &acts.mlp_norm.out, up, normed, grads, hook)?;
+        block.up.backward(kernels, weights, &acts.mlp_norm.out, up, normed, grads, adapters, hook)?;
         let dx = (stream, Store::Add);
-        block.mlp_norm.backward(kernels, weights, &acts.middle, &acts.mlp_norm, normed, dx, grads, hook)?;
+        block.mlp_norm.backward(kernels, weights, &acts.middle, &acts.mlp_norm, normed, dx, grads, adapters, hook)?;
 
         kernels.branch_gradient(stream, mode.dropout(rates.residual, site.attention_out), branch)?;
         let attended = gradients.attended();
-        let dy = self.open_branch(i, weights, (0, acts.attention_branch.as_ref()), (branch, other), grads, hook)?;
+        let dy =
+            self.open_branch(i, weights, (0, acts.attention_branch.as_ref()), (branch, other), grads, adapters, hook)?;
         hook.part(block.out.layer(), Part::OutputGradient, dy)?;
-        block.out.backward(kernels, weights, &acts.attended, dy, attended, grads, hook)?;
+        block.out.backward(kernels, weights, &acts.attended, dy, attended, grads, adapters, hook)?;
         self.attention_backward(i, weights, mode, ws, attended, qkv, grads, hook)?;
         hook.part(Layer::inner(i, Op::Attention), Part::InputGradient, qkv)?;
-        block.qkv.backward(kernels, weights, &acts.attention_norm.out, qkv, normed, grads, hook)?;
+        block.qkv.backward(kernels, weights, &acts.attention_norm.out, qkv, normed, grads, adapters, hook)?;
         let input = &ws.stream[i];
-        block.attention_norm.backward(kernels, weights, input, &acts.attention_norm, normed, dx, grads, hook)
+        block.attention_norm.backward(kernels, weights, input, &acts.attention_norm, normed, dx, grads, adapters, hook)
     }
 
     /// From the gradient of attention's output to that of the product `qkv`.
@@ -414,6 +425,7 @@ impl Decoder {
         hook: &mut dyn Hook,
     ) -> Result<()> {
         let (kernels, (acts, scratch)) = (self.kernels(), ws.block(i)?);
+        let adapters = AdapterPass { mode, buffers: scratch.adapter.as_ref() };
         let widths = self.spec.qkv_widths();
         let dropout = mode.dropout(self.spec.dropout.attention, Sites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
@@ -436,7 +448,7 @@ impl Decoder {
             let inputs = Columns::split(&acts.qkv, widths)?;
             for part in 0..2 {
                 let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
-                norms[part].backward_heads(kernels, weights, x, rstd, dy, linear[part], grads, hook)?;
+                norms[part].backward_heads(kernels, weights, x, rstd, dy, linear[part], grads, adapters, hook)?;
             }
         }
         Ok(())

@@ -39,6 +39,7 @@ fn default() -> ModelSpec {
         initializer_range: 0.02,
         bos_token_id: Some(50256),
         eos_token_id: Some(50256),
+        lora: None,
     }
 }
 

@@ -8,6 +8,10 @@ use candle_core::{Result, Tensor};
 pub enum Part {
     /// What it makes of its input; a row for each token.
     Output,
+    /// What its adapter's first factor makes of its input; a row for each token.
+    LowRank,
+    /// The gradient of that; a row for each token.
+    LowRankGradient,
     /// The gradient of that; a row for each token.
     OutputGradient,
     /// The gradient of its input; a row for each token.
@@ -21,18 +25,20 @@ pub enum Part {
 impl Part {
     /// Whether the forward pass computes it.
     pub const fn is_forward(self) -> bool {
-        matches!(self, Self::Output)
+        matches!(self, Self::Output | Self::LowRank)
     }
 
     /// Whether its rows are tokens.
     pub const fn has_tokens(self) -> bool {
-        matches!(self, Self::Output | Self::OutputGradient | Self::InputGradient)
+        !matches!(self, Self::WeightGradient | Self::BiasGradient)
     }
 
     /// Its name in logs.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Output => "output",
+            Self::LowRank => "adapter",
+            Self::LowRankGradient => "adapter_gradient",
             Self::OutputGradient => "output_gradient",
             Self::InputGradient => "input_gradient",
             Self::WeightGradient => "weight_gradient",

@@ -1,18 +1,19 @@
 //! The layers with parameters. A layer knows which tensors are its own; its `forward` writes what its `backward` needs into
 //! buffers that the caller keeps, and its `backward` writes its parameters' gradients.
 
+use super::adapter::{Adapter, AdapterPass};
 use super::hook::{Hook, Part};
-use super::parameters::Parameters;
-use super::spec::{Layer, ModelSpec};
+use super::parameters::{Parameters, Slot};
+use super::spec::{Layer, ModelSpec, ParamRole};
 use crate::engine::kernels::columns::{Columns, Store};
 use crate::engine::kernels::{Kernels, NormSettings, Normed, WeightLayout};
 use candle_core::{DType, Result, Tensor, bail};
 
-/// The index of a layer's weight or bias among the packs of tensors.
-pub(super) fn pack_of(parameters: &Parameters, layer: Layer, bias: bool) -> Result<usize> {
-    match parameters.find_pack(layer, bias) {
-        Some(index) => Ok(index),
-        None => bail!("the model has no parameters for {layer:?}"),
+/// Where what is `role` to a layer is among the packs of tensors.
+pub(super) fn pack_of(parameters: &Parameters, layer: Layer, role: ParamRole) -> Result<Slot> {
+    match parameters.find_pack(layer, role) {
+        Some(slot) => Ok(slot),
+        None => bail!("the model has no {role:?} for {layer:?}"),
     }
 }
 
@@ -21,16 +22,16 @@ pub(super) fn pack_of(parameters: &Parameters, layer: Layer, bias: bool) -> Resu
 pub(super) struct NormLayer {
     layer: Layer,
     settings: NormSettings,
-    weight: usize,
-    bias: Option<usize>,
+    weight: Slot,
+    bias: Option<Slot>,
 }
 
 impl NormLayer {
     /// The norm at `layer`.
     pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: Layer) -> Result<Self> {
         let settings = NormSettings { norm: spec.norm, eps: spec.norm_eps as f32 };
-        let weight = pack_of(parameters, layer, false)?;
-        Ok(Self { layer, settings, weight, bias: parameters.find_pack(layer, true) })
+        let weight = pack_of(parameters, layer, ParamRole::Weight)?;
+        Ok(Self { layer, settings, weight, bias: parameters.find_pack(layer, ParamRole::Bias) })
     }
 
     /// Normalises the rows of `x [N, D]` into `normed`.
@@ -47,7 +48,8 @@ impl NormLayer {
         hook.part(self.layer, Part::Output, &normed.out)
     }
 
-    /// Adds to `dx` the gradient with respect to `x`, or writes it there, given that of the output, `dy`.
+    /// Adds to `dx` the gradient with respect to `x`, or writes it there, given that of the output, `dy`. A frozen norm's own
+    /// gradients go into buffers that nobody reads.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward(
         &self,
@@ -58,15 +60,22 @@ impl NormLayer {
         dy: &Tensor,
         (dx, store): (&Tensor, Store),
         grads: &Parameters,
+        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        let (dweight, dbias) = (grads.pack(self.weight), self.bias.map(|bias| grads.pack(bias)));
-        kernels.norm_backward(self.settings, dy, x, weights.pack(self.weight), normed, (dx, store), dweight, dbias)?;
-        hook.part(self.layer, Part::WeightGradient, dweight)?;
-        if let Some(dbias) = dbias {
-            hook.part(self.layer, Part::BiasGradient, dbias)?;
-        }
+        let weight = weights.pack(self.weight);
+        let [unread_weight, unread_bias] = adapters.unread(weight.dims1()?)?;
+        let dweight = grads.own(self.weight).or(unread_weight.as_ref());
+        let dbias = self.bias.and_then(|bias| grads.own(bias).or(unread_bias.as_ref()));
+        let Some(dweight) = dweight else { bail!("there is no buffer for the gradient of {:?}", self.layer) };
+        kernels.norm_backward(self.settings, dy, x, weight, normed, (dx, store), dweight, dbias)?;
+        self.record_gradients(grads, hook)?;
         hook.part(self.layer, Part::InputGradient, dx)
+    }
+
+    /// Shows the gradients of its parameters, unless they are frozen.
+    fn record_gradients(&self, grads: &Parameters, hook: &mut dyn Hook) -> Result<()> {
+        record_gradients(self.layer, self.weight, self.bias, grads, hook)
     }
 }
 
@@ -95,28 +104,52 @@ impl NormLayer {
         dy: Columns<'_>,
         dx: Columns<'_>,
         grads: &Parameters,
+        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        let dweight = grads.pack(self.weight);
-        kernels.head_norm_backward(self.settings, dy, x, weights.pack(self.weight), rstd, dx, dweight)?;
-        hook.part(self.layer, Part::WeightGradient, dweight)
+        let weight = weights.pack(self.weight);
+        let [unread, _] = adapters.unread(weight.dims1()?)?;
+        let Some(dweight) = grads.own(self.weight).or(unread.as_ref()) else {
+            bail!("there is no buffer for the gradient of {:?}", self.layer)
+        };
+        kernels.head_norm_backward(self.settings, dy, x, weight, rstd, dx, dweight)?;
+        self.record_gradients(grads, hook)
     }
 }
 
-/// A fully connected layer.
-#[derive(Clone, Copy, Debug)]
+/// Shows the gradients of a layer's weight and bias, unless they are frozen.
+fn record_gradients(
+    layer: Layer,
+    weight: Slot,
+    bias: Option<Slot>,
+    grads: &Parameters,
+    hook: &mut dyn Hook,
+) -> Result<()> {
+    if let Some(dweight) = grads.own(weight) {
+        hook.part(layer, Part::WeightGradient, dweight)?;
+    }
+    match bias.and_then(|bias| grads.own(bias)) {
+        Some(dbias) => hook.part(layer, Part::BiasGradient, dbias),
+        None => Ok(()),
+    }
+}
+
+/// A fully connected layer, with an adapter or without.
+#[derive(Clone, Debug)]
 pub(super) struct Linear {
     layer: Layer,
     layout: WeightLayout,
-    weight: usize,
-    bias: Option<usize>,
+    weight: Slot,
+    bias: Option<Slot>,
+    adapter: Option<Adapter>,
 }
 
 impl Linear {
     /// The product at `layer`.
     pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: Layer) -> Result<Self> {
-        let weight = pack_of(parameters, layer, false)?;
-        Ok(Self { layer, layout: spec.weight_layout, weight, bias: parameters.find_pack(layer, true) })
+        let weight = pack_of(parameters, layer, ParamRole::Weight)?;
+        let bias = parameters.find_pack(layer, ParamRole::Bias);
+        Ok(Self { layer, layout: spec.weight_layout, weight, bias, adapter: Adapter::new(spec, parameters, layer)? })
     }
 
     /// The type of its weight.
@@ -136,10 +169,14 @@ impl Linear {
         weights: &Parameters,
         x: &Tensor,
         y: &Tensor,
+        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
         let bias = self.bias.map(|bias| weights.pack(bias));
         kernels.linear(self.layout, x, weights.pack(self.weight), bias, y)?;
+        if let Some(adapter) = &self.adapter {
+            adapter.forward(kernels, weights, x, y, adapters, hook)?;
+        }
         hook.part(self.layer, Part::Output, y)
     }
 
@@ -153,15 +190,18 @@ impl Linear {
         dy: &Tensor,
         dx: &Tensor,
         grads: &Parameters,
+        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        let (dweight, dbias) = (grads.pack(self.weight), self.bias.map(|bias| grads.pack(bias)));
-        kernels.linear_weight_gradient(self.layout, x, dy, dweight, dbias)?;
-        hook.part(self.layer, Part::WeightGradient, dweight)?;
-        if let Some(dbias) = dbias {
-            hook.part(self.layer, Part::BiasGradient, dbias)?;
+        if let Some(dweight) = grads.own(self.weight) {
+            let dbias = self.bias.and_then(|bias| grads.own(bias));
+            kernels.linear_weight_gradient(self.layout, x, dy, dweight, dbias)?;
         }
+        record_gradients(self.layer, self.weight, self.bias, grads, hook)?;
         kernels.linear_input_gradient(self.layout, dy, weights.pack(self.weight), dx)?;
+        if let Some(adapter) = &self.adapter {
+            adapter.backward(kernels, weights, x, dy, dx, grads, adapters, hook)?;
+        }
         hook.part(self.layer, Part::InputGradient, dx)
     }
 }

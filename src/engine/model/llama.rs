@@ -40,6 +40,7 @@ pub(super) fn default() -> ModelSpec {
         initializer_range: 0.02,
         bos_token_id: Some(1),
         eos_token_id: Some(2),
+        lora: None,
     }
 }
 

@@ -2,9 +2,10 @@
 //!
 //! Weights, masters, gradients and Adam's moments are each a [`Parameters`] of one layout, so that index `i` means the
 //! same parameter in all of them, in every run. Parameters that one product reads together (queries, keys and values; gate
-//! and up) are views of one tensor, their *pack*.
+//! and up) are views of one tensor, their *pack*. Beneath adapters lies a frozen base, which has no masters, moments or
+//! gradients: [`Slot`] says on which side of the line a pack is.
 
-use super::spec::{Init, Layer, ParamSpec};
+use super::spec::{Init, Layer, ParamRole, ParamSpec};
 use crate::engine::kernels::view;
 use crate::precision::Unit;
 use crate::random::{Domain, Stream, site_of};
@@ -22,7 +23,7 @@ struct Layout {
 #[derive(Debug, PartialEq)]
 struct Pack {
     layer: Layer,
-    bias: bool,
+    role: ParamRole,
     shape: Vec<usize>,
     /// Its parameters, in order.
     members: Vec<usize>,
@@ -33,14 +34,14 @@ impl Layout {
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         let mut packs: Vec<Pack> = Vec::new();
         for (index, entry) in entries.iter().enumerate() {
-            match packs.iter_mut().rev().find(|pack| (pack.layer, pack.bias) == (entry.pack, entry.bias)) {
+            match packs.iter_mut().rev().find(|pack| (pack.layer, pack.role) == (entry.pack, entry.role)) {
                 Some(pack) => {
                     pack.shape[0] += entry.shape[0];
                     pack.members.push(index);
                 }
                 None => packs.push(Pack {
                     layer: entry.pack,
-                    bias: entry.bias,
+                    role: entry.role,
                     shape: entry.shape.clone(),
                     members: vec![index],
                 }),
@@ -59,6 +60,16 @@ pub struct Parameters {
     layout: Arc<Layout>,
     tensors: Vec<Tensor>,
     packs: Vec<Tensor>,
+    base: Option<Arc<Parameters>>,
+}
+
+/// Where a pack is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Slot {
+    /// Among the parameters themselves, which are trained.
+    Own(usize),
+    /// In the frozen base beneath them.
+    Base(usize),
 }
 
 impl Parameters {
@@ -72,10 +83,21 @@ impl Parameters {
         Self::of_layout(self.layout.clone(), dtype, &self.device())
     }
 
+    /// The same tensors over a frozen `base`.
+    #[must_use]
+    pub fn over(self, base: Option<Arc<Parameters>>) -> Self {
+        Self { base, ..self }
+    }
+
+    /// The frozen base.
+    pub fn base(&self) -> Option<&Arc<Parameters>> {
+        self.base.as_ref()
+    }
+
     fn of_layout(layout: Arc<Layout>, dtype: DType, device: &Device) -> Result<Self> {
         let packs: Vec<Tensor> =
             layout.packs.iter().map(|pack| view::zeros(&pack.shape, dtype, device)).collect::<Result<_>>()?;
-        let mut parameters = Self { tensors: packs.clone(), packs, layout };
+        let mut parameters = Self { tensors: packs.clone(), packs, layout, base: None };
         parameters.tensors.resize(parameters.layout.entries.len(), Tensor::zeros(0, dtype, &Device::Cpu)?);
         for pack in 0..parameters.packs.len() {
             parameters.view_members(pack)?;
@@ -96,17 +118,24 @@ impl Parameters {
         Ok(())
     }
 
-    /// Draws initial values, each parameter from a random stream of its own. `self` must be FP32.
+    /// Draws initial values, each parameter from a random stream of its own. `self` must be FP32. The lengths of outputs are
+    /// the caller's to set, who has the base.
     pub fn initialise(&self, seed: u64) -> Result<()> {
         let stream = Stream::new(seed, Domain::Init);
         for (entry, tensor) in self.layout.entries.iter().zip(&self.tensors) {
             view::write_f32(tensor, |out| match entry.init {
-                Init::Zeros => out.fill(0.0),
+                Init::Zeros | Init::OutputNorms => out.fill(0.0),
                 Init::Ones => out.fill(1.0),
                 Init::Normal(std) => {
                     stream.fill_normal(site_of(&entry.name), 0, out);
                     for x in out {
                         *x *= std as f32;
+                    }
+                }
+                Init::Uniform(bound) => {
+                    stream.fill_uniform(site_of(&entry.name), 0, out);
+                    for x in out {
+                        *x *= bound as f32;
                     }
                 }
             })?;
@@ -164,13 +193,36 @@ impl Parameters {
         self.position(name).map(|index| &self.tensors[index])
     }
 
-    /// The index of a layer's weight or bias among the packs.
-    pub(super) fn find_pack(&self, layer: Layer, bias: bool) -> Option<usize> {
-        self.layout.packs.iter().position(|pack| (pack.layer, pack.bias) == (layer, bias))
+    /// Where what is `role` to a layer's product is.
+    pub(super) fn find_pack(&self, layer: Layer, role: ParamRole) -> Option<Slot> {
+        let own = self.layout.packs.iter().position(|pack| (pack.layer, pack.role) == (layer, role));
+        own.map(Slot::Own).or_else(|| match self.base.as_ref()?.find_pack(layer, role)? {
+            Slot::Own(index) | Slot::Base(index) => Some(Slot::Base(index)),
+        })
     }
 
     /// The tensor of a layer: the weight of its product, in one piece.
-    pub(crate) fn pack(&self, index: usize) -> &Tensor {
+    ///
+    /// # Panics
+    /// If it is in the base and there is none.
+    pub(crate) fn pack(&self, slot: Slot) -> &Tensor {
+        match (slot, &self.base) {
+            (Slot::Own(index), _) => &self.packs[index],
+            (Slot::Base(index), Some(base)) => &base.packs[index],
+            (Slot::Base(_), None) => unreachable!("a model with adapters keeps its base"),
+        }
+    }
+
+    /// The tensor of a layer, unless it is frozen: where its gradient goes.
+    pub(crate) fn own(&self, slot: Slot) -> Option<&Tensor> {
+        match slot {
+            Slot::Own(index) => Some(&self.packs[index]),
+            Slot::Base(_) => None,
+        }
+    }
+
+    /// Pack `index` of the parameters themselves.
+    pub(crate) fn pack_at(&self, index: usize) -> &Tensor {
         &self.packs[index]
     }
 
@@ -180,8 +232,8 @@ impl Parameters {
     }
 
     /// The tensor of a layer's weight or bias.
-    pub(crate) fn of_layer(&self, layer: Layer, bias: bool) -> Option<&Tensor> {
-        self.find_pack(layer, bias).map(|index| &self.packs[index])
+    pub(crate) fn of_layer(&self, layer: Layer, role: ParamRole) -> Option<&Tensor> {
+        self.find_pack(layer, role).map(|slot| self.pack(slot))
     }
 
     /// Puts another tensor of the same shape, such as one of another type, in the place of pack `index`.

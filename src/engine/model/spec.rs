@@ -3,11 +3,13 @@
 //! A family (`gpt2.rs` and its siblings) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
 
 use super::architecture::{Architecture, Keys, family_of, named};
+use super::lora::Lora;
 use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::precision::Unit;
 use crate::{Error, Result};
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// What a family of models shares: the words of its `config.json` and the names of its tensors.
@@ -23,6 +25,11 @@ impl Family {
     /// The name under which transformers stores a parameter.
     pub fn stored_name(self, parameter: &str) -> String {
         if parameter.starts_with("lm_head.") { parameter.to_owned() } else { format!("{}{parameter}", self.0.prefix()) }
+    }
+
+    /// What transformers puts in front of the name of every parameter but the head's.
+    pub(super) fn prefix(self) -> &'static str {
+        self.0.prefix()
     }
 
     /// A tensor's name as parameters have it: without the prefix some files give it. `None` for a buffer that is no parameter.
@@ -134,6 +141,8 @@ pub struct ModelSpec {
     pub bos_token_id: Option<u32>,
     /// Ends a text.
     pub eos_token_id: Option<u32>,
+    /// What is trained in place of the parameters themselves.
+    pub lora: Option<Lora>,
 }
 
 /// The norms of a block, and the last one.
@@ -248,6 +257,25 @@ pub enum Init {
     Ones,
     /// Normal values of this standard deviation.
     Normal(f64),
+    /// Uniform values between this bound and its negative.
+    Uniform(f64),
+    /// The length of the base's weights of each output.
+    OutputNorms,
+}
+
+/// What a parameter is to its layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParamRole {
+    /// The weight.
+    Weight,
+    /// The bias.
+    Bias,
+    /// The first factor of an adapter, `[r, in]`.
+    LoraA,
+    /// The second factor, `[out, r]`.
+    LoraB,
+    /// DoRA's lengths of the outputs' weights, `[out]`.
+    Magnitude,
 }
 
 /// A parameter: what it is called, how large it is, whose it is and how it is trained.
@@ -259,8 +287,8 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// The layer whose it is.
     pub layer: Layer,
-    /// Whether it is that layer's bias.
-    pub bias: bool,
+    /// What it is to that layer.
+    pub role: ParamRole,
     /// What it starts from.
     pub init: Init,
     /// Whether weight decay acts on it.
@@ -374,15 +402,50 @@ impl ModelSpec {
         linears
     }
 
-    /// Every parameter, ordered by name as strings are (`h.10.…` before `h.2.…`). A head's matrix of its own is there only
-    /// where it is not tied.
+    /// The linear layers of all blocks as files have them, each with the layer of its product, and its input and output columns.
+    pub(super) fn linear_layers(&self) -> Vec<(Layer, Layer, [usize; 2])> {
+        let layers = |block| {
+            let layer = move |role| Layer::inner(block, Op::Linear(role));
+            let place = move |(role, columns, _): (LinearRole, [usize; 2], bool)| {
+                (layer(role), layer(role.packed(self.activation)), columns)
+            };
+            self.linears().into_iter().map(place)
+        };
+        (0..self.layers).flat_map(layers).collect()
+    }
+
+    /// The layers of each product of a block that have adapters.
+    pub(super) fn packs_of_linears(&self) -> Vec<Vec<Layer>> {
+        let Some(lora) = &self.lora else { return Vec::new() };
+        let mut packs = BTreeMap::<Layer, Vec<Layer>>::new();
+        for (layer, pack, _) in self.linear_layers().into_iter().filter(|(layer, ..)| lora.targets.contains(layer)) {
+            packs.entry(pack).or_default().push(layer);
+        }
+        packs.into_values().collect()
+    }
+
+    /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model, or its
+    /// adapters and saved layers.
     pub fn parameters(&self) -> Vec<ParamSpec> {
+        let base = self.base_parameters();
+        self.lora.as_ref().map_or_else(|| base.clone(), |lora| lora.parameters(self, base.clone()))
+    }
+
+    /// Every parameter that is not: the base of adapters.
+    pub fn frozen_parameters(&self) -> Vec<ParamSpec> {
+        let Some(lora) = &self.lora else { return Vec::new() };
+        self.base_parameters().into_iter().filter(|entry| !lora.saved.contains(&entry.layer)).collect()
+    }
+
+    /// The parameters of the model without adapters. A head's matrix of its own is there only where it is not tied.
+    pub fn base_parameters(&self) -> Vec<ParamSpec> {
         let d = self.width;
         let std = self.initializer_range;
         let mut parameters = Vec::new();
         let mut push = |layer: Layer, bias: bool, shape: Vec<usize>, init: Init, pack: Layer| {
             let name = format!("{}.{}", self.layer_name(layer), if bias { "bias" } else { "weight" });
-            parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, bias, init, pack });
+            let role = if bias { ParamRole::Bias } else { ParamRole::Weight };
+            parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, pack });
         };
         let norm = |layer: Layer, columns, push: &mut dyn FnMut(Layer, bool, Vec<usize>, Init, Layer)| match self.norm {
             Norm::Layer => {
@@ -429,7 +492,20 @@ impl ModelSpec {
         parameters
     }
 
-    /// The number of parameters, a tied head counted once.
+    /// Whether the head's matrix has a gradient.
+    pub(super) fn trains_head(&self) -> bool {
+        self.lora.as_ref().is_none_or(|lora| lora.saved.contains(&Layer::outer(Op::Head)))
+    }
+
+    /// The number of trained parameters.
+    pub fn trained_count(&self) -> u64 {
+        match &self.lora {
+            None => self.parameter_count(),
+            Some(_) => self.parameters().iter().map(|entry| entry.shape.iter().product::<usize>() as u64).sum(),
+        }
+    }
+
+    /// The number of parameters without adapters, a tied head counted once.
     pub fn parameter_count(&self) -> u64 {
         let [v, c, d, layers] = [self.vocab_size, self.context, self.width, self.layers].map(|dim| dim as u64);
         let norm = |columns: u64| if self.norm == Norm::Layer { 2 * columns } else { columns };

@@ -1,5 +1,6 @@
 //! The buffers of a forward and backward pass.
 
+use super::adapter::AdapterBuffers;
 use super::rope::Rope;
 use super::spec::ModelSpec;
 use crate::engine::kernels::Normed;
@@ -143,6 +144,7 @@ pub(super) struct Scratch<T = Tensor> {
     compute: DType,
     /// A branch's output before it joins the stream; in the backward pass, its gradient.
     pub(super) branch: T,
+    pub(super) adapter: Option<AdapterBuffers<T>>,
     gradients: Option<BranchGradients<T>>,
     /// A block's activations where they are not kept.
     block: Option<Activations<T>>,
@@ -253,6 +255,7 @@ impl<T> Scratch<T> {
         Ok(Self {
             compute,
             branch: rows(spec.width)?,
+            adapter: AdapterBuffers::lay_out(spec, tokens, compute, train, allocate)?,
             gradients: train.then(gradients).transpose()?,
             block: (keep == Keep::BlockInput).then(block).transpose()?,
         })
@@ -276,7 +279,7 @@ impl<T> Workspace<T> {
         let backward = || -> Result<StreamGradient<T>> {
             Ok(StreamGradient { stream: scratch(&[tokens, width], stream)?, order: Vec::new() })
         };
-        let grads = train.then(|| candle_dtype(policy.grads));
+        let grads = (train && spec.trains_head()).then(|| candle_dtype(policy.grads));
         Ok(Self {
             policy,
             keep,
@@ -395,7 +398,8 @@ impl Workspace {
             }
             Unit::Block(block) => bail!("there is no block {block} among {}", self.compute.len()),
             Unit::Head => {
-                let grads = self.train.then(|| candle_dtype(self.policy.with_compute(compute).grads));
+                let grads =
+                    (self.train && spec.trains_head()).then(|| candle_dtype(self.policy.with_compute(compute).grads));
                 self.final_norm = Normed::lay_out(spec.norm, tokens, spec.width, dtype, &zeros)?;
                 self.head = HeadWorkspace::lay_out(tokens, spec.vocab_size, spec.width, dtype, grads, &zeros)?;
             }

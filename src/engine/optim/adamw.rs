@@ -88,13 +88,15 @@ pub struct MasterWeights {
 }
 
 impl MasterWeights {
-    /// Takes FP32 `parameters` and rounds a working copy of `compute` type from them. In FP32 there is no second copy:
+    /// Takes FP32 `parameters`, whose base stays with the working copy, and rounds that copy of `compute` type from them. In FP32 there is no second copy:
     /// the working copy is the masters' own storage.
     pub fn new(parameters: Parameters, compute: DType, kernels: &dyn Kernels) -> Result<(Self, Parameters)> {
+        let base = parameters.base().cloned();
+        let parameters = parameters.over(None);
         let weights = if compute == DType::F32 { parameters.clone() } else { parameters.zeros_like(compute)? };
         let masters = Self { parameters };
         masters.write_compute_copy(&weights, kernels)?;
-        Ok((masters, weights))
+        Ok((masters, weights.over(base)))
     }
 
     /// What masters and working copy of so many parameters take, in bytes.
@@ -110,7 +112,7 @@ impl MasterWeights {
 
     /// Gives pack `index` a working copy of another type in `weights`; in FP32 that is the master itself.
     pub fn retype(&self, index: usize, compute: DType, weights: &mut Parameters, kernels: &dyn Kernels) -> Result<()> {
-        let master = self.parameters.pack(index);
+        let master = self.parameters.pack_at(index);
         if compute == DType::F32 {
             return weights.replace_pack(index, master.clone());
         }

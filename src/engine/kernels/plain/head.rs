@@ -31,17 +31,19 @@ pub(super) fn head(
             hook(HeadTensor::LogitsGradient, first, &logits)?;
             let dx = gradient.dx.narrow(0, first, count)?;
             store(&product(&logits, weight, dx.dtype())?, &dx)?;
-            let sum = workspace.weight_sum.as_ref().unwrap_or(gradient.dweight);
-            let dweight = product(&logits.t()?, &x, gradient.dweight.dtype())?;
-            if first > 0 { accumulate(&dweight, sum) } else { store(&dweight, sum) }?;
+            if let Some(out) = gradient.dweight {
+                let sum = workspace.weight_sum.as_ref().unwrap_or(out);
+                let dweight = product(&logits.t()?, &x, out.dtype())?;
+                if first > 0 { accumulate(&dweight, sum) } else { store(&dweight, sum) }?;
+            }
             hook(HeadTensor::InputGradient, first, &dx)?;
         }
     }
-    if let Some(gradient) = gradient {
+    if let Some(dweight) = gradient.and_then(|gradient| gradient.dweight) {
         if let Some(sum) = &workspace.weight_sum {
-            store(sum, gradient.dweight)?;
+            store(sum, dweight)?;
         }
-        hook(HeadTensor::WeightGradient, 0, gradient.dweight)?;
+        hook(HeadTensor::WeightGradient, 0, dweight)?;
     }
     let losses = workspace.losses.narrow(0, 0, rows)?.to_vec1::<f32>()?;
     Ok(losses.into_iter().map(f64::from).sum())

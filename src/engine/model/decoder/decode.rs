@@ -4,6 +4,7 @@ use super::{Decoder, Mode, Tokens};
 use crate::engine::kernels::decode_attention::KeyValues;
 use crate::engine::kernels::rope::Positions;
 use crate::engine::kernels::{Embedding, Normed, view};
+use crate::engine::model::adapter::{AdapterBuffers, AdapterPass};
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::spec::ModelSpec;
 use crate::engine::model::workspace::{BranchNorm, HeadNorms, Rotations, candle_dtype};
@@ -46,6 +47,7 @@ struct BlockBuffers {
     branch_norm: Option<BranchNorm>,
     up: Tensor,
     activated: Tensor,
+    adapter: Option<AdapterBuffers>,
 }
 
 impl KvCache {
@@ -96,6 +98,7 @@ impl BlockBuffers {
             branch: buffer(spec.width)?,
             up: buffer(spec.up_width())?,
             activated: buffer(spec.inner)?,
+            adapter: AdapterBuffers::lay_out(spec, rows, compute, false, &zeros)?,
         })
     }
 
@@ -157,19 +160,20 @@ impl Decoder {
         kernels.embed(Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
         let places = Positions { seq_len: rows, past, documents: None };
         for (i, ((block, layer), dtype)) in self.blocks.iter().zip(layers).zip(&compute).enumerate() {
-            let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated } =
+            let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter } =
                 BlockBuffers::of(blocks, *dtype)?;
+            let adapters = AdapterPass { mode: Mode::Eval, buffers: adapter.as_ref() };
             let (heads, branch_norm) = (heads.as_ref(), branch_norm.as_ref());
             block.attention_norm.forward(kernels, weights, stream, normed, &mut ())?;
-            block.qkv.forward(kernels, weights, &normed.out, qkv, &mut ())?;
+            block.qkv.forward(kernels, weights, &normed.out, qkv, adapters, &mut ())?;
             let qkv = self.prepare_heads(i, weights, (qkv, heads), (rotations, places), &mut ())?;
             kernels.decode_attention(&self.shape(i, 1, rows), layer, past, qkv, attended)?;
-            self.close_branch(i, weights, (&block.out, attended), (0, branch_norm), branch, &mut ())?;
+            self.close_branch(i, weights, (&block.out, attended), (0, branch_norm), branch, adapters, &mut ())?;
             kernels.add_branch(stream, branch, None, middle)?;
             block.mlp_norm.forward(kernels, weights, middle, normed, &mut ())?;
-            block.up.forward(kernels, weights, &normed.out, up, &mut ())?;
+            block.up.forward(kernels, weights, &normed.out, up, adapters, &mut ())?;
             kernels.activate(self.spec.activation, up, activated)?;
-            self.close_branch(i, weights, (&block.down, activated), (1, branch_norm), branch, &mut ())?;
+            self.close_branch(i, weights, (&block.down, activated), (1, branch_norm), branch, adapters, &mut ())?;
             kernels.add_branch(middle, branch, None, stream)?;
         }
         let normed = &BlockBuffers::of(blocks, head)?.normed;

@@ -1,0 +1,92 @@
+//! DoRA (Liu et al., 2024): the weights of each output keep the direction that base and adapter give them and take a trained
+//! length. As the paper proposes and PEFT does, the length they would have is a constant to the gradient.
+//!
+//! candle's own operations on any device: beside the products they cost little.
+
+use super::adapter::Member;
+use super::parameters::Parameters;
+use crate::engine::kernels::WeightLayout;
+use candle_core::{DType, Result, Tensor};
+
+/// What happens to the outputs of a product.
+#[derive(Debug)]
+pub(super) struct Lengths {
+    /// Trained length over actual length, `[out of the product]`, FP32; 1 where there is no trained one.
+    factors: Tensor,
+    /// For each member its first output and the actual lengths, `[out]`, FP32.
+    members: Vec<(usize, Tensor)>,
+}
+
+/// The lengths of a product's outputs; `None` without DoRA. `a` holds the members' first factors, stacked.
+pub(super) fn lengths(
+    weights: &Parameters,
+    members: &[Member],
+    (weight, layout): (&Tensor, WeightLayout),
+    a: &Tensor,
+    (r, scale): (usize, f32),
+) -> Result<Option<Lengths>> {
+    if members.iter().all(|member| member.magnitude.is_none()) {
+        return Ok(None);
+    }
+    let outputs = weight.dim(usize::from(layout == WeightLayout::InOut))?;
+    let (mut factors, mut lengths, mut end) = (Vec::new(), Vec::new(), 0);
+    let ones = |count| Tensor::ones(count, DType::F32, weight.device());
+    for (i, member) in members.iter().enumerate() {
+        let Some(magnitude) = member.magnitude else { continue };
+        let (first, count) = (member.outputs.start, member.outputs.len());
+        let delta = wide(weights.pack(member.b))?.matmul(&wide(&a.narrow(0, i * r, r)?)?)?;
+        let length = row_lengths(&(rows(weight, layout, first, count)? + (delta * f64::from(scale))?)?)?;
+        if first > end {
+            factors.push(ones(first - end)?);
+        }
+        factors.push((wide(weights.pack(magnitude))? / &length)?);
+        lengths.push((first, length));
+        end = first + count;
+    }
+    if outputs > end {
+        factors.push(ones(outputs - end)?);
+    }
+    Ok(Some(Lengths { factors: Tensor::cat(&factors, 0)?, members: lengths }))
+}
+
+/// The lengths of `count` outputs' weights from `first` on: where trained lengths begin.
+pub(super) fn initial(weight: &Tensor, layout: WeightLayout, first: usize, count: usize) -> Result<Tensor> {
+    row_lengths(&rows(weight, layout, first, count)?)
+}
+
+fn wide(x: &Tensor) -> Result<Tensor> {
+    x.contiguous()?.to_dtype(DType::F32)
+}
+
+/// The weights of some outputs as rows, in FP32.
+fn rows(weight: &Tensor, layout: WeightLayout, first: usize, count: usize) -> Result<Tensor> {
+    match layout {
+        WeightLayout::OutIn => wide(&weight.narrow(0, first, count)?),
+        WeightLayout::InOut => wide(&weight.narrow(1, first, count)?)?.t()?.contiguous(),
+    }
+}
+
+fn row_lengths(rows: &Tensor) -> Result<Tensor> {
+    rows.sqr()?.sum(1)?.sqrt()
+}
+
+impl Lengths {
+    /// Scales each output of `y [N, out]`, which holds `bias` already: `factor · (y - bias) + bias`, rounded once.
+    pub(super) fn apply(&self, y: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+        let mut scaled = wide(y)?.broadcast_mul(&self.factors)?;
+        if let Some(bias) = bias {
+            let shift = (wide(bias)? * (self.factors.neg()? + 1.0)?)?;
+            scaled = scaled.broadcast_add(&shift)?;
+        }
+        y.slice_set(&scaled.to_dtype(y.dtype())?, 0, 0)
+    }
+
+    /// Writes the gradient of the lengths of member `i`, given that of the output, `dy`, and the output before it was scaled.
+    pub(super) fn gradient(&self, i: usize, dy: &Tensor, output: &Tensor, into: &Tensor) -> Result<()> {
+        let (first, lengths) = &self.members[i];
+        let columns = |x: &Tensor| wide(&x.narrow(1, *first, lengths.elem_count())?);
+        let ones = Tensor::ones((1, dy.dim(0)?), DType::F32, dy.device())?;
+        let sums = ones.matmul(&(columns(dy)? * columns(output)?)?)?.squeeze(0)?;
+        into.slice_set(&(sums / lengths)?.to_dtype(into.dtype())?, 0, 0)
+    }
+}

@@ -1,0 +1,190 @@
+//! Low-rank adapters (Hu et al., 2021): which layers have one, and the parameters that makes.
+//!
+//! An adapted product is `x · W + scale · (x · Aᵀ) · Bᵀ`, with W frozen, A `[r, in]` and B `[out, r]`. rsLoRA (Kalajdzievski, 2023)
+//! divides by √r instead of r. DoRA (Liu et al., 2024) gives every output of `W + scale · B · A` a trained length.
+
+use super::dora;
+use super::parameters::Parameters;
+use super::spec::{Init, Layer, LinearRole, ModelSpec, Op, ParamRole, ParamSpec};
+use crate::{Error, Result};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What stands for every linear layer of the blocks.
+pub const ALL_LINEAR: &str = "all-linear";
+
+/// The adapters of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Lora {
+    /// The rank.
+    pub r: usize,
+    /// The factor of the adapters' output, before it is divided by the rank.
+    pub alpha: f64,
+    /// Dropout of the adapters' input.
+    pub dropout: f64,
+    /// Whether the factor is divided by √r.
+    pub rslora: bool,
+    /// Whether the outputs' lengths are trained.
+    pub dora: bool,
+    /// The layers with an adapter: linear ones within blocks.
+    pub targets: BTreeSet<Layer>,
+    /// The layers that are trained as they are.
+    pub saved: BTreeSet<Layer>,
+}
+
+impl Lora {
+    /// What the adapters' output is multiplied by.
+    pub fn scale(&self) -> f64 {
+        let r = self.r as f64;
+        self.alpha / if self.rslora { r.sqrt() } else { r }
+    }
+
+    /// The linear layers that `targets` name, as PEFT matches them: by a whole name, or by the end of one.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for `lora.targets` naming one that matches no linear layer.
+    pub fn targets(spec: &ModelSpec, targets: &[impl AsRef<str>]) -> Result<BTreeSet<Layer>> {
+        let linears: Vec<Layer> = spec.base_parameters().iter().map(|entry| entry.layer).collect();
+        let linears = linears.into_iter().filter(|layer| matches!(layer.op, Op::Linear(_)));
+        find(spec, &linears.collect(), "lora.targets", "linear layer of a block", targets)
+    }
+
+    /// The layers that `modules` name, all of which have parameters.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for `lora.modules_to_save` naming what matches no layer, a tied table, or a part of a product.
+    pub fn saved(spec: &ModelSpec, modules: &[impl AsRef<str>]) -> Result<BTreeSet<Layer>> {
+        const KEY: &str = "lora.modules_to_save";
+        let base = spec.base_parameters();
+        let saved = find(spec, &base.iter().map(|entry| entry.layer).collect(), KEY, "layer with parameters", modules)?;
+        if spec.tied && saved.contains(&Layer::outer(Op::Embedding)) {
+            let name = spec.layer_name(Layer::outer(Op::Embedding));
+            let message = format!(
+                "`{name}` is also the head's matrix; PEFT would train a copy for one of the two, so neither can be saved"
+            );
+            return Err(Error::config(KEY, message));
+        }
+        if saved.contains(&Layer::outer(Op::Positions)) && !saved.contains(&Layer::outer(Op::Embedding)) {
+            let message = "the positions' embedding is trained with that of the tokens or not at all";
+            return Err(Error::config(KEY, message));
+        }
+        for entry in base.iter().filter(|entry| saved.contains(&entry.layer)) {
+            if let Some(other) = base.iter().find(|other| other.pack == entry.pack && !saved.contains(&other.layer)) {
+                let names = [entry, other].map(|entry| spec.layer_name(entry.layer));
+                let message =
+                    format!("`{}` is computed together with `{}`; name all parts or none", names[0], names[1]);
+                return Err(Error::config(KEY, message));
+            }
+        }
+        Ok(saved)
+    }
+
+    /// The shortest names that match these layers and no other of `spec`: the value of PEFT's `target_modules` and
+    /// `modules_to_save`. PEFT compares the former by whole parts of names, the latter by letters.
+    pub fn names(spec: &ModelSpec, layers: &BTreeSet<Layer>, by_letters: bool) -> Vec<String> {
+        let stored = |layer: Layer| spec.family.stored_name(&spec.layer_name(layer));
+        let all: BTreeMap<String, Layer> =
+            spec.base_parameters().iter().map(|entry| (stored(entry.layer), entry.layer)).collect();
+        let mut names = BTreeSet::new();
+        for layer in layers {
+            let whole = stored(*layer);
+            let starts = whole.rmatch_indices('.').map(|(at, _)| at + 1).chain([0]);
+            let means = |other: &str, name: &str| {
+                other.strip_suffix(name).is_some_and(|rest| by_letters || rest.is_empty() || rest.ends_with('.'))
+            };
+            let fits = |start: &usize| {
+                all.iter().all(|(name, other)| layers.contains(other) || !means(name, &whole[*start..]))
+            };
+            let start = starts.into_iter().find(fits).unwrap_or(0);
+            names.insert(whole[start..].to_owned());
+        }
+        names.into_iter().collect()
+    }
+
+    /// What is trained: the adapters, and the parameters `base` of saved layers.
+    pub(super) fn parameters(&self, spec: &ModelSpec, base: Vec<ParamSpec>) -> Vec<ParamSpec> {
+        let adapters = spec.linear_layers().into_iter().filter(|(layer, ..)| self.targets.contains(layer));
+        let adapters = adapters.flat_map(|(layer, pack, [inputs, outputs])| {
+            let entry = |suffix: &str, shape: Vec<usize>, role, init, pack| {
+                let name = format!("{}.{suffix}", spec.layer_name(layer));
+                ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, pack }
+            };
+            let a = Init::Uniform(1.0 / (inputs as f64).sqrt());
+            let magnitude =
+                || entry("lora_magnitude_vector", vec![outputs], ParamRole::Magnitude, Init::OutputNorms, layer);
+            let products = [
+                entry("lora_A.weight", vec![self.r, inputs], ParamRole::LoraA, a, pack),
+                entry("lora_B.weight", vec![outputs, self.r], ParamRole::LoraB, Init::Zeros, layer),
+            ];
+            products.into_iter().chain(self.dora.then(magnitude))
+        });
+        let mut all: Vec<_> =
+            base.into_iter().filter(|entry| self.saved.contains(&entry.layer)).chain(adapters).collect();
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all
+    }
+}
+
+/// The parts of a product's output: each layer of the product with its first output and their number.
+pub(super) fn parts(spec: &ModelSpec, pack: Layer) -> Vec<(Layer, usize, usize)> {
+    let mut first = 0;
+    let mut parts: Vec<_> = spec.linear_layers().into_iter().filter(|(_, other, _)| *other == pack).collect();
+    parts.sort_by_key(|(layer, ..)| *layer);
+    let place = |(layer, _, [_, outputs]): (Layer, Layer, [usize; 2])| {
+        first += outputs;
+        (layer, first - outputs, outputs)
+    };
+    parts.into_iter().map(place).collect()
+}
+
+/// Whether `name` means `layer`: by the whole name, with or without the family's prefix, or by the end of it.
+fn matches(spec: &ModelSpec, layer: Layer, name: &str) -> bool {
+    let whole = spec.layer_name(layer);
+    let name = name.strip_prefix(spec.family.prefix()).unwrap_or(name);
+    whole.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+}
+
+/// The last part of a dotted name.
+fn last_part(name: &str) -> &str {
+    name.rsplit('.').next().unwrap_or(name)
+}
+
+fn find(
+    spec: &ModelSpec,
+    among: &BTreeSet<Layer>,
+    key: &str,
+    kind: &str,
+    names: &[impl AsRef<str>],
+) -> Result<BTreeSet<Layer>> {
+    let mut found = BTreeSet::new();
+    for name in names.iter().map(AsRef::as_ref) {
+        let all = name == ALL_LINEAR && key == "lora.targets";
+        let before = found.len();
+        found.extend(among.iter().filter(|layer| all || matches(spec, **layer, name)));
+        if found.len() == before && !among.iter().any(|layer| matches(spec, *layer, name)) {
+            let known: BTreeSet<String> =
+                among.iter().map(|layer| last_part(&spec.layer_name(*layer)).to_owned()).collect();
+            let known = known.into_iter().collect::<Vec<_>>().join("`, `");
+            return Err(Error::config(key, format!("`{name}` matches no {kind}; there are `{known}`")));
+        }
+    }
+    Ok(found)
+}
+
+/// The place where an adapter's dropout draws: no other place of a block has its number.
+pub(super) fn dropout_site(block: usize, role: LinearRole) -> usize {
+    const FIRST: usize = 1 << 24;
+    FIRST + 16 * block + role as usize
+}
+
+/// Sets DoRA's lengths of `parameters` to those that the outputs of their base have.
+pub fn set_output_norms(spec: &ModelSpec, parameters: &Parameters) -> candle_core::Result<()> {
+    for (layer, pack, _) in spec.linear_layers() {
+        let Some(magnitude) = parameters.of_layer(layer, ParamRole::Magnitude) else { continue };
+        let Some(weight) = parameters.of_layer(pack, ParamRole::Weight) else { continue };
+        let place = parts(spec, pack).into_iter().find(|(part, ..)| *part == layer);
+        if let Some((_, first, count)) = place {
+            magnitude.slice_set(&dora::initial(weight, spec.weight_layout, first, count)?, 0, 0)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,255 @@
+//! Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+//!
+//! The tensors say which layers have an adapter; the configuration says how its output is scaled. A key that means something
+//! else than what the engine computes is refused by name.
+
+use super::tensor_file::{TensorFile, write_tensors};
+use crate::digest::read_at_most;
+use crate::engine::kernels::{WeightLayout, view};
+use crate::engine::model::{Layer, Lora, ModelSpec, Parameters};
+use crate::{Error, Result};
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// The configuration's name.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
+/// The tensors'.
+pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+/// Configurations are small.
+const MAX_JSON: u64 = 16 << 20;
+/// What PEFT puts in front of every name.
+const PREFIX: &str = "base_model.model.";
+
+/// Keys that say where an adapter came from or how it is trained, whatever their values; the tensors tell where it acts.
+const INERT: [&str; 19] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "use_dora",
+    "use_rslora",
+];
+
+/// An adapter on disk.
+#[derive(Debug)]
+pub struct AdapterFolder {
+    path: PathBuf,
+    config: AdapterConfig,
+    file: TensorFile,
+}
+
+/// What an `adapter_config.json` says.
+#[derive(Clone, Debug, PartialEq)]
+struct AdapterConfig {
+    r: usize,
+    alpha: f64,
+    dropout: f64,
+    rslora: bool,
+    dora: bool,
+    base: Option<String>,
+}
+
+impl AdapterFolder {
+    /// Whether `path` holds an adapter.
+    pub fn is_one(path: &Path) -> bool {
+        path.join(ADAPTER_CONFIG).is_file()
+    }
+
+    /// Opens the folder and checks its configuration.
+    ///
+    /// # Errors
+    /// [`Error::Model`] naming the file and the key or tensor.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let file = path.join(ADAPTER_CONFIG);
+        let text = read_at_most(&file, MAX_JSON).map_err(|error| match error {
+            Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+                Error::model(path.display(), format!("there is no `{ADAPTER_CONFIG}`: not an adapter in PEFT's format"))
+            }
+            other => other,
+        })?;
+        let config = AdapterConfig::read(&text).map_err(|message| Error::model(file.display(), message))?;
+        if !path.join(ADAPTER_WEIGHTS).is_file() && path.join("adapter_model.bin").is_file() {
+            let message = "its weights are pickled (`adapter_model.bin`), and reading a pickle can run any code that its \
+                           author put in; save it again with PEFT's `save_pretrained`, which writes safetensors";
+            return Err(Error::model(path.display(), message));
+        }
+        let file = TensorFile::open(path.join(ADAPTER_WEIGHTS))?;
+        Ok(Self { path, config, file })
+    }
+
+    /// Where the folder is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the configuration calls the base.
+    pub fn base(&self) -> Option<&str> {
+        self.config.base.as_deref()
+    }
+
+    /// `base` with these adapters.
+    ///
+    /// # Errors
+    /// [`Error::Model`] naming a tensor that does not fit: the adapter is of another base.
+    pub fn spec(&self, base: &ModelSpec) -> Result<ModelSpec> {
+        let AdapterConfig { r, alpha, dropout, rslora, dora, .. } = self.config;
+        let layers: BTreeMap<String, Layer> =
+            base.base_parameters().into_iter().map(|entry| (base.layer_name(entry.layer), entry.layer)).collect();
+        let mut lora = Lora { r, alpha, dropout, rslora, dora, targets: BTreeSet::new(), saved: BTreeSet::new() };
+        for tensor in self.file.tensors() {
+            let foreign = || {
+                tensor
+                    .error(format!("`{}` has no such layer: the adapter is of another base", base.family.model_type()))
+            };
+            let name = tensor.name.strip_prefix(PREFIX).and_then(|name| base.family.parameter_name(name));
+            let name = name.ok_or_else(foreign)?;
+            let part = [".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"]
+                .into_iter()
+                .find_map(|part| name.strip_suffix(part));
+            let layer = part.or_else(|| name.rsplit_once('.').map(|(layer, _)| layer));
+            let layer = *layer.and_then(|layer| layers.get(layer)).ok_or_else(foreign)?;
+            if part.is_some() { &mut lora.targets } else { &mut lora.saved }.insert(layer);
+        }
+        if lora.targets.is_empty() {
+            return Err(Error::model(
+                self.file.path().display(),
+                "it holds no adapter: no tensor ends in `lora_A.weight`",
+            ));
+        }
+        let saved = Lora::names(base, &lora.saved, false);
+        let checked =
+            Lora::saved(base, &saved).map_err(|error| Error::model(self.path.display(), error.to_string()))?;
+        let spec = ModelSpec { lora: Some(Lora { saved: checked, ..lora }), ..base.clone() };
+        self.check(&spec)?;
+        Ok(spec)
+    }
+
+    /// Whether every parameter is there in its shape, and nothing else.
+    fn check(&self, spec: &ModelSpec) -> Result<()> {
+        let expected = spec.parameters();
+        for entry in &expected {
+            let stored = self.file.require(&stored_name(spec, &entry.name))?;
+            if stored.shape != entry.shape {
+                let message =
+                    format!("shape {:?}, but base and `r` = {} ask for {:?}", stored.shape, self.config.r, entry.shape);
+                return Err(stored.error(message));
+            }
+        }
+        let known: BTreeSet<String> = expected.iter().map(|entry| stored_name(spec, &entry.name)).collect();
+        match self.file.tensors().find(|tensor| !known.contains(tensor.name)) {
+            Some(extra) => Err(extra.error("the configuration asks for no such tensor")),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads every trained parameter of [`AdapterFolder::spec`] into FP32 tensors.
+    pub fn read_parameters(&self, spec: &ModelSpec, into: &Parameters) -> Result<()> {
+        for (name, tensor) in into.iter() {
+            let stored = self.file.require(&stored_name(spec, name))?;
+            view::write_f32(tensor, |out| stored.read_f32(out))??;
+        }
+        Ok(())
+    }
+}
+
+/// The name under which PEFT stores a trained parameter.
+fn stored_name(spec: &ModelSpec, name: &str) -> String {
+    format!("{PREFIX}{}", spec.family.stored_name(name))
+}
+
+/// The text of `adapter_config.json` for the adapters of `spec`; `base` is the base's name.
+pub fn adapter_config(spec: &ModelSpec, lora: &Lora, base: &str, revision: Option<&str>) -> String {
+    let saved = Lora::names(spec, &lora.saved, true);
+    let config = json!({
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": spec.weight_layout == WeightLayout::InOut,
+        "inference_mode": true,
+        "init_lora_weights": true,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "modules_to_save": if saved.is_empty() { Value::Null } else { saved.into() },
+        "peft_type": "LORA",
+        "r": lora.r,
+        "revision": revision,
+        "target_modules": Lora::names(spec, &lora.targets, false),
+        "task_type": "CAUSAL_LM",
+        "use_dora": lora.dora,
+        "use_rslora": lora.rslora,
+    });
+    format!("{config:#}\n")
+}
+
+/// Writes the trained parameters of `spec` as PEFT stores them into `out`, whose `path` is for messages.
+pub fn write_adapter(out: &mut dyn Write, path: &Path, spec: &ModelSpec, parameters: &Parameters) -> Result<()> {
+    let tensors: Vec<_> = parameters.iter().map(|(name, tensor)| (stored_name(spec, name), tensor.clone())).collect();
+    write_tensors(out, path, &tensors)
+}
+
+impl AdapterConfig {
+    fn read(text: &[u8]) -> Result<Self, String> {
+        let json: Map<String, Value> = serde_json::from_slice(text).map_err(|error| format!("not JSON: {error}"))?;
+        let kind = json.get("peft_type").and_then(Value::as_str).unwrap_or_default();
+        if kind != "LORA" {
+            return Err(format!("`peft_type` is `{kind}`; supported: `LORA`"));
+        }
+        let wrong = |key: &str, value: &Value, wanted: &str| Err(format!("`{key}` is {value}; it must be {wanted}"));
+        for (key, value) in &json {
+            let supported = match key.as_str() {
+                "peft_type" => true,
+                "bias" => value.as_str().is_none_or(|bias| bias == "none"),
+                "task_type" => value.as_str().is_none_or(|task| task == "CAUSAL_LM"),
+                // Others take a part of the base's weights into the adapter.
+                "init_lora_weights" => matches!(value.as_str(), None | Some("gaussian" | "eva" | "orthogonal")),
+                key if INERT.contains(&key) => true,
+                _ => is_off(value),
+            };
+            if !supported {
+                return Err(format!("`{key}` is {value}, which means something that the engine does not compute"));
+            }
+        }
+        let number = |key: &str, default: f64, fits: &dyn Fn(f64) -> bool, wanted: &str| match json.get(key) {
+            None | Some(Value::Null) => Ok(default),
+            Some(value) => match value.as_f64().filter(|number| fits(*number)) {
+                Some(number) => Ok(number),
+                None => wrong(key, value, wanted).map(|(): ()| 0.0),
+            },
+        };
+        let flag = |key: &str| json.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let rank = |r: f64| r.fract() == 0.0 && (1.0..=f64::from(1 << 20)).contains(&r);
+        Ok(Self {
+            r: number("r", 8.0, &rank, "a whole number from 1")? as usize,
+            alpha: number("lora_alpha", 8.0, &|alpha| alpha.is_finite() && alpha > 0.0, "a positive number")?,
+            dropout: number("lora_dropout", 0.0, &|rate| (0.0..1.0).contains(&rate), "a number in [0, 1)")?,
+            rslora: flag("use_rslora"),
+            dora: flag("use_dora"),
+            base: json.get("base_model_name_or_path").and_then(Value::as_str).map(ToOwned::to_owned),
+        })
+    }
+}
+
+/// Whether a value says that something is not used.
+fn is_off(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
+    }
+}

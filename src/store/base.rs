@@ -1,0 +1,70 @@
+//! The frozen base of adapters: read once, rounded to the compute type, and known by a digest of its values.
+
+use crate::digest::DigestWriter;
+use crate::engine::kernels::survey::survey;
+use crate::engine::kernels::view::{self, read};
+use crate::engine::model::{ModelSpec, Parameters, candle_dtype, set_output_norms};
+use crate::precision::{Dtype, FloatFormat};
+use crate::{Error, Result};
+use candle_core::{DType, Device, Tensor};
+use std::io::{Write as _, sink};
+use std::sync::Arc;
+
+/// Parameters over their base.
+#[derive(Debug)]
+pub struct OverBase {
+    /// What is trained, in FP32, over the base in the compute type. Adapters have their initial values.
+    pub parameters: Parameters,
+    /// SHA-256 of the base's values in FP32, in the order of their names: the same however they are stored.
+    pub sha256: String,
+}
+
+/// The trained parameters of `spec`, drawn from `seed`, over its base, whose FP32 values `read_f32` gives by name. `origin` is
+/// the base's name, for messages.
+///
+/// # Errors
+/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_f32` says.
+pub fn over_base(
+    spec: &ModelSpec,
+    compute: Dtype,
+    seed: u64,
+    device: &Device,
+    origin: &str,
+    mut read_f32: impl FnMut(&str, &mut [f32]) -> Result<()>,
+) -> Result<OverBase> {
+    let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
+    own.initialise(seed)?;
+    let base = Parameters::zeros(&spec.frozen_parameters(), candle_dtype(compute), device)?;
+    let mut digest = DigestWriter::new(sink());
+    for entry in spec.base_parameters() {
+        let wide = Tensor::zeros(entry.shape.as_slice(), DType::F32, &Device::Cpu)?;
+        view::write_f32(&wide, |out| read_f32(&entry.name, out))??;
+        check_tensor(&entry.name, &wide, origin, compute)?;
+        digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
+        let bytes: Vec<u8> = read(&wide)?.typed::<f32>()?.iter().flat_map(|value| value.to_le_bytes()).collect();
+        digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
+        let Some(tensor) = own.get(&entry.name).or_else(|| base.get(&entry.name)) else { continue };
+        tensor.slice_set(&wide.to_dtype(tensor.dtype())?.to_device(device)?, 0, 0)?;
+    }
+    let parameters = own.over(Some(Arc::new(base)));
+    set_output_norms(spec, &parameters)?;
+    Ok(OverBase { parameters, sha256: digest.finish().1.sha256 })
+}
+
+/// Rejects FP32 weights that are not finite or exceed the range of `dtype`, naming the tensor; `origin` is the model's name.
+pub fn check_range(masters: &Parameters, origin: &str, dtype: Dtype) -> Result<()> {
+    masters.iter().try_for_each(|(name, tensor)| check_tensor(name, tensor, origin, dtype))
+}
+
+fn check_tensor(name: &str, tensor: &Tensor, origin: &str, dtype: Dtype) -> Result<()> {
+    let (stats, format) = (survey(tensor, FloatFormat::FP32, false)?.stats, dtype.format());
+    if !stats.is_finite() {
+        return Err(Error::model(origin, format!("`{name}` contains infinities or NaNs")));
+    }
+    if f64::from(stats.max_abs) > format.max() {
+        let (largest, name_of) = (stats.max_abs, format.name);
+        let message = format!("`{name}` reaches {largest}, beyond {name_of}'s largest value; use bf16 or fp32");
+        return Err(Error::model(origin, message));
+    }
+    Ok(())
+}

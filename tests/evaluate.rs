@@ -19,6 +19,7 @@ use assert_cmd::Command;
 use candle_core::Device;
 use common::python::{python, run_script};
 use finetune::data::{Dataset, Source, TokenSource};
+use finetune::engine::device::OpenDevice;
 use finetune::engine::model::ModelSpec;
 use finetune::inference::evaluate::{Evaluation, Windows, evaluate};
 use finetune::inference::trained::TrainedModel;
@@ -68,7 +69,7 @@ fn tokens(folder: &Path, trained: &TrainedModel) -> TokenSource {
 }
 
 fn measure(trained: &TrainedModel, policy: PrecisionPolicy, tokens: &TokenSource, windows: Windows) -> Evaluation {
-    let (model, weights) = trained.load(policy).unwrap();
+    let (model, weights) = trained.load(policy, &OpenDevice::cpu()).unwrap();
     evaluate(&model, &weights, policy, tokens, 2.0, windows, |_| {}).unwrap()
 }
 

@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use finetune::data::{TokenSource, grammar};
+use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::view;
-use finetune::engine::model::Parameters;
+use finetune::engine::model::{Decoder, Parameters};
 use finetune::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, Unit};
@@ -30,7 +31,8 @@ fn trained(folder: &Path) -> PathBuf {
 fn check(masters: Parameters, model: &TrainedModel) -> Fp16Report {
     let tokens = TokenSource::from_ids(grammar::text(1, 20_000).bytes().map(u32::from).collect());
     let extent = Extent { batches: 2, batch_size: 2, seq_len: 64 };
-    fp16_check(&model.config, masters, tokens, extent, |_, _| ()).unwrap()
+    let decoder = Decoder::new(&model.config, &masters, OpenDevice::cpu().kernels).unwrap();
+    fp16_check(&decoder, masters, tokens, extent, |_, _| ()).unwrap()
 }
 
 /// Multiplies what `of` picks of a parameter.

@@ -236,6 +236,17 @@ fn the_command_writes_the_same_text_for_the_same_seed_from_run_checkpoint_and_fo
     assert_eq!(text("checkpoints/r", "3"), from_run);
     assert_ne!(text("checkpoints/r", "4"), from_run);
 
+    // The device and its kernels are chosen as for training.
+    let greedy = |kernels: &str| {
+        let device = ["--device", "cpu", "--kernels", kernels];
+        finetune(
+            &[&["generate", "checkpoints/r", "--prompt", "the ", "-n", "20", "--temperature", "0"], &device[..]]
+                .concat(),
+        )
+        .0
+    };
+    assert_eq!(greedy("candle"), greedy("fused"));
+
     let (text, notice) =
         finetune(&["generate", "checkpoints/r", "-n", "1000", "--temperature", "0", "--dtype", "fp16"]);
     assert!(text.ends_with('\n'));

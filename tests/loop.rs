@@ -3,6 +3,7 @@
 
 use candle_core::Device;
 use finetune::data::Batch;
+use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Keep, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
@@ -114,7 +115,7 @@ fn batches_without_a_target_are_passed_over_and_never_taken_for_a_step() {
     assert_eq!(events.iter().filter(said).count(), 1);
     let spec = ModelSpec::named("tiny").unwrap();
     let masters = TrainState::random_masters(&spec, 1, &Device::Cpu).unwrap();
-    let mut engine = engine(&settings, &spec, masters, 1).unwrap();
+    let mut engine = engine(&settings, &spec, masters, OpenDevice::cpu().kernels, 1).unwrap();
     let message = engine.step(&[Batch::new(1, 8)]).unwrap_err().to_string();
     assert!(message.contains("no target"), "{message}");
     assert_eq!(engine.state.counters.step, 0);

@@ -1,5 +1,6 @@
 //! `finetune bench`: measures training speed on this machine, and its share of the arithmetic peak.
 
+use crate::cli::model::tell_notice;
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
 use crate::engine::kernels::Choice;
@@ -121,9 +122,9 @@ struct Sample {
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
     let shape = args.shape()?;
-    let open = config.place()?.open(config.dtype, &mut |_| ())?;
+    let open = config.place()?.open(config.dtype, config.kernels, &mut |notice| tell_notice(&notice))?;
     let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
-    let mut engine = engine(config, &shape, masters, (args.warmup + args.steps) as u64)?;
+    let mut engine = engine(config, &shape, masters, open.kernels.clone(), (args.warmup + args.steps) as u64)?;
     engine.exponents = !args.no_histogram;
     let startup = begin.elapsed();
     let mut batches: Vec<Batch> = (0..args.grad_accum).map(|_| Batch::new(args.batch_size, args.seq_len)).collect();

@@ -6,7 +6,6 @@ use crate::inference::chat::Chat;
 use crate::inference::generate::{Request, Sampling, Stop, TextStream, generate};
 use crate::inference::trained::TrainedModel;
 use crate::{Error, Result};
-use candle_core::Device;
 use clap::Args;
 use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
 use std::path::PathBuf;
@@ -57,7 +56,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     if terminal {
         note(HELP);
     }
-    let (model, weights) = trained.load(args.model.dtype)?;
+    let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     let mut speaker = Speaker { args, trained: &trained, model, weights, sampling, out };
     begin(&mut chat, args.system.as_deref());
     loop {
@@ -142,7 +141,7 @@ impl Speaker<'_> {
             return Err(Error::config("chat", message));
         }
         let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
-        let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &Device::Cpu)?;
+        let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &weights.device())?;
         let request = Request { prompt: &prompt, max_tokens: args.max_tokens, eos: None, sampling };
         let (mut stream, mut answer) = (TextStream::new(&trained.tokenizer), String::new());
         let mut say = |answer: &mut String, piece: &str| {

@@ -44,7 +44,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
         None => validation(&trained)?,
     };
     let windows = if args.seq_len.is_none() { windows.within(text.tokens.len()) } else { windows };
-    let (model, weights) = trained.load(args.model.dtype)?;
+    let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     let count = windows.count(text.tokens.len());
     let watched = stderr().is_terminal();
     let found = evaluate(&model, &weights, args.model.dtype, &text.tokens, text.bytes_per_token, windows, |done| {

@@ -1,9 +1,9 @@
 //! `finetune fp16-check`: measures whether a model can train in FP16.
 
-use crate::cli::model::NameArgs;
+use crate::cli::model::{DeviceArgs, NameArgs};
 use crate::cli::tell::Teller;
 use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
-use crate::precision::{Dtype, Unit};
+use crate::precision::{PrecisionPolicy, Unit};
 use crate::train::whole_text;
 use crate::{Error, Result};
 use clap::Args;
@@ -20,6 +20,8 @@ const BF16: u8 = 5;
 pub(super) struct Fp16CheckArgs {
     #[command(flatten)]
     model: NameArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
     /// The text to measure on
     #[arg(long, short, value_name = "TEXT", default_value = "tiny_shakespeare")]
     data: String,
@@ -56,7 +58,9 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
     drop(teller);
     let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
     let watched = stderr().is_terminal();
-    let report = fp16_check(&trained.config, trained.weights(Dtype::F32)?, tokens, extent, |done, total| {
+    let open = args.device.open(PrecisionPolicy::FP16)?;
+    let (model, masters) = trained.load(PrecisionPolicy::FP32, &open)?;
+    let report = fp16_check(&model, masters, tokens, extent, |done, total| {
         if watched {
             write!(stderr(), "\r{done} of {total} passes{}", if done == total { "\r\x1b[K" } else { "" }).ok();
         }

@@ -4,7 +4,6 @@ use crate::cli::model::ModelArgs;
 use crate::engine::model::KvCache;
 use crate::inference::generate::{Request, Sampling, Stop, TextStream, generate, prompt_ids};
 use crate::{Error, Result};
-use candle_core::Device;
 use clap::Args;
 use std::io::{ErrorKind, IsTerminal, Write, stderr};
 use std::time::Instant;
@@ -54,9 +53,10 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
         let message = format!("its {} tokens exceed the context of {context}; shorten it", prompt.len());
         return Err(Error::config("--prompt", message));
     }
-    let (model, weights) = trained.load(args.model.dtype)?;
+    let open = args.model.open_device()?;
+    let (model, weights) = trained.load(args.model.dtype, &open)?;
     let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
-    let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &Device::Cpu)?;
+    let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &open.device)?;
     let eos = trained.tokenizer.eos_id().or(trained.config.eos_token_id);
     let request = Request { prompt: &prompt, max_tokens: args.max_tokens, eos, sampling: &sampling };
 

@@ -3,6 +3,8 @@
 use crate::cli::run_or_path;
 use crate::cli::tell::Teller;
 use crate::data::names_in;
+use crate::engine::device::{OpenDevice, Place};
+use crate::engine::kernels::Choice;
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::store::checkpoint::best;
@@ -67,7 +69,30 @@ impl NameArgs {
     }
 }
 
-/// The flags that select a model, its precision and its threads.
+/// The flags that select where and with what a model computes.
+#[derive(Args, Debug)]
+pub(super) struct DeviceArgs {
+    /// Where to compute: auto, cpu, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    device: Place,
+    /// What computes: auto, candle or fused
+    #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
+    kernels: Choice,
+}
+
+impl DeviceArgs {
+    /// Opens the device for a model under `policy`.
+    pub(super) fn open(&self, policy: PrecisionPolicy) -> Result<OpenDevice> {
+        self.device.open(policy, self.kernels, &mut |notice| tell_notice(&notice))
+    }
+}
+
+/// Prints a notice on standard error.
+pub(super) fn tell_notice(notice: &str) {
+    writeln!(stderr(), "note: {}", untrusted::line(notice)).ok();
+}
+
+/// The flags that select a model, its precision, its device and its threads.
 #[derive(Args, Debug)]
 pub(super) struct ModelArgs {
     #[command(flatten)]
@@ -75,12 +100,19 @@ pub(super) struct ModelArgs {
     /// fp32 (a checkpoint's masters), fp16, bf16, or a policy such as p=f32,c=f16,g=f16,r=f32
     #[arg(long, value_name = "DTYPE", default_value = "fp32")]
     pub(super) dtype: PrecisionPolicy,
+    #[command(flatten)]
+    device: DeviceArgs,
     /// Compute threads [default: all processors]
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<usize>,
 }
 
 impl ModelArgs {
+    /// Opens the device.
+    pub(super) fn open_device(&self) -> Result<OpenDevice> {
+        self.device.open(self.dtype)
+    }
+
     /// Runs `work` on the requested number of threads.
     pub(super) fn on_threads<R: Send>(&self, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
         check_threads("--threads", self.threads)?;

@@ -1,8 +1,11 @@
-//! Where tensors live: from the place that a configuration names to candle's device.
+//! Where tensors live and what computes with them: from the names in a configuration to candle's device and [`Kernels`].
 
+use crate::engine::kernels::{Choice, Fused, Kernels};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::{Error, Result};
 use candle_core::Device;
+use std::str::FromStr;
+use std::sync::Arc;
 
 /// Where a run computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +18,20 @@ pub enum Place {
     Cuda(usize),
 }
 
+impl FromStr for Place {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let ordinal = match text {
+            "auto" => return Ok(Self::Auto),
+            "cpu" => return Ok(Self::Cpu),
+            "cuda" => Some(0),
+            other => other.strip_prefix("cuda:").and_then(|number| number.parse().ok()),
+        };
+        ordinal.map(Self::Cuda).ok_or_else(|| format!("`{text}` is unknown; use `auto`, `cpu`, `cuda` or `cuda:0`"))
+    }
+}
+
 /// A device, ready for tensors.
 #[derive(Clone, Debug)]
 pub struct OpenDevice {
@@ -22,31 +39,36 @@ pub struct OpenDevice {
     pub device: Device,
     /// For example `cpu`, or `cuda:0 NVIDIA H200`.
     pub name: String,
+    /// What computes on it.
+    pub kernels: Arc<dyn Kernels>,
 }
 
 impl OpenDevice {
-    /// The CPU.
+    /// The CPU, with the kernels that are fastest there.
     pub fn cpu() -> Self {
-        Self { device: Device::Cpu, name: "cpu".into() }
+        Self { device: Device::Cpu, name: "cpu".into(), kernels: Arc::new(Fused) }
     }
 }
 
 impl Place {
-    /// Opens the device for a run under `policy`. Where any device will do and the GPU cannot be used, `notice` hears why.
+    /// Opens the device for a model under `policy`, with the kernels of this `choice`. Where any device will do and the GPU
+    /// cannot be used, `notice` is told why.
     ///
     /// # Errors
-    /// [`Error::Config`] for `device` where a GPU was asked for that cannot be used.
-    pub fn open(self, policy: PrecisionPolicy, notice: &mut dyn FnMut(String)) -> Result<OpenDevice> {
-        match self {
-            Self::Cpu => Ok(OpenDevice::cpu()),
+    /// [`Error::Config`] for `device` where a GPU was asked for that cannot be used, and for `kernels` where the device has
+    /// none of this kind.
+    pub fn open(self, policy: PrecisionPolicy, choice: Choice, notice: &mut dyn FnMut(String)) -> Result<OpenDevice> {
+        let (device, name) = match self {
             Self::Cuda(ordinal) => gpu(ordinal, policy)
-                .map_err(|message| Error::config("device", format!("`cuda:{ordinal}`: {message}; or use `cpu`"))),
-            Self::Auto if !cfg!(feature = "cuda") => Ok(OpenDevice::cpu()),
-            Self::Auto => Ok(gpu(0, policy).unwrap_or_else(|message| {
-                notice(format!("training on the CPU: {message}"));
-                OpenDevice::cpu()
-            })),
-        }
+                .map_err(|message| Error::config("device", format!("`cuda:{ordinal}`: {message}; or use `cpu`")))?,
+            Self::Auto if cfg!(feature = "cuda") => gpu(0, policy).unwrap_or_else(|message| {
+                notice(format!("computing on the CPU: {message}"));
+                (Device::Cpu, "cpu".into())
+            }),
+            Self::Auto | Self::Cpu => (Device::Cpu, "cpu".into()),
+        };
+        let kernels = choice.on(&device)?;
+        Ok(OpenDevice { device, name, kernels })
     }
 }
 
@@ -57,13 +79,13 @@ fn needs_bf16(policy: PrecisionPolicy) -> bool {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn gpu(_: usize, _: PrecisionPolicy) -> std::result::Result<OpenDevice, String> {
+fn gpu(_: usize, _: PrecisionPolicy) -> std::result::Result<(Device, String), String> {
     Err("this program was built without GPU support; build it with `--features cuda`, see README.md".into())
 }
 
-/// GPU `ordinal`, or why it cannot be used.
+/// GPU `ordinal` and its name, or why it cannot be used.
 #[cfg(feature = "cuda")]
-fn gpu(ordinal: usize, policy: PrecisionPolicy) -> std::result::Result<OpenDevice, String> {
+fn gpu(ordinal: usize, policy: PrecisionPolicy) -> std::result::Result<(Device, String), String> {
     use candle_core::cuda_backend::cudarc::driver::{CudaContext, sys};
     let said = |error: &dyn std::fmt::Display| error.to_string().lines().next().unwrap_or_default().to_owned();
     let count = CudaContext::device_count().map_err(|error| said(&error))?;
@@ -85,7 +107,7 @@ fn gpu(ordinal: usize, policy: PrecisionPolicy) -> std::result::Result<OpenDevic
     keep_freed_memory(context.cu_device()).map_err(|error| said(&error))?;
     keep_sums_wide(&cuda.cublas_handle()).map_err(|error| said(&error))?;
     let name = context.name().map_err(|error| said(&error))?;
-    Ok(OpenDevice { device, name: format!("cuda:{ordinal} {name}") })
+    Ok((device, format!("cuda:{ordinal} {name}")))
 }
 
 #[cfg(feature = "cuda")]
@@ -150,10 +172,22 @@ mod tests {
     }
 
     #[test]
+    fn places_are_told_by_name() {
+        let names = [("auto", Place::Auto), ("cpu", Place::Cpu), ("cuda", Place::Cuda(0)), ("cuda:3", Place::Cuda(3))];
+        for (name, place) in names {
+            assert_eq!(name.parse(), Ok(place));
+        }
+        for name in ["gpu", "cuda:", "cuda:-1", "cuda3", ""] {
+            let message = name.parse::<Place>().unwrap_err();
+            assert!(message.starts_with(&format!("`{name}` is unknown")), "{message}");
+        }
+    }
+
+    #[test]
     #[cfg(not(feature = "cuda"))]
     fn a_cpu_build_says_how_to_rebuild() {
         let policy = "fp16".parse().unwrap();
-        let open = |place: Place| place.open(policy, &mut |notice| panic!("{notice}"));
+        let open = |place: Place| place.open(policy, Choice::Auto, &mut |notice| panic!("{notice}"));
         assert_eq!(open(Place::Auto).unwrap().name, "cpu");
         assert_eq!(open(Place::Cpu).unwrap().name, "cpu");
         let message = open(Place::Cuda(1)).unwrap_err().to_string();

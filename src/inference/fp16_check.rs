@@ -6,17 +6,16 @@
 
 use crate::Result;
 use crate::data::{Batch, BatchLoader, TokenSource};
-use crate::engine::kernels::Fused;
-use crate::engine::kernels::survey::{TensorSurvey, survey};
+use crate::engine::kernels::Kernels;
+use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::model::{
     Decoder, Hook, Keep, Layer, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace, candle_dtype,
 };
 use crate::engine::optim::{Gradients, MasterWeights};
 use crate::precision::{Dtype, FloatFormat, PrecisionPolicy, Unit};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 /// FP16's largest value.
 const TOP: f32 = 65504.0;
@@ -107,13 +106,14 @@ struct Measured {
 
 struct Record<'a> {
     spec: &'a ModelSpec,
+    kernels: &'a dyn Kernels,
     units: BTreeMap<Unit, Measured>,
 }
 
 impl Hook for Record<'_> {
     fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
         let weights = matches!(part, Part::WeightGradient | Part::BiasGradient);
-        let found = survey(tensor, FloatFormat::FP32, weights)?;
+        let found = self.kernels.survey(tensor, FloatFormat::FP32, weights)?;
         let max_abs = if found.stats.is_finite() { found.stats.max_abs } else { f32::NAN };
         let seen = self.units.entry(layer.unit()).or_default();
         if weights {
@@ -130,12 +130,13 @@ impl Hook for Record<'_> {
 /// The first tensor that is not finite.
 struct FirstBroken<'a> {
     spec: &'a ModelSpec,
+    kernels: &'a dyn Kernels,
     found: Option<String>,
 }
 
 impl Hook for FirstBroken<'_> {
     fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
-        if self.found.is_none() && !survey(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
+        if self.found.is_none() && !self.kernels.survey(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
             self.found = Some(name_of(self.spec, layer, part));
         }
         Ok(())
@@ -146,15 +147,16 @@ fn name_of(spec: &ModelSpec, layer: Layer, part: Part) -> String {
     format!("{} {}", spec.layer_name(layer), part.name().replace('_', " "))
 }
 
-/// Checks the model with FP32 `masters` on `tokens`; calls `progress` with the passes done and their total.
+/// Checks `model` with FP32 `masters` on `tokens`; calls `progress` with the passes done and their total.
 pub fn fp16_check(
-    spec: &ModelSpec,
+    model: &Decoder,
     masters: Parameters,
     tokens: TokenSource,
     extent: Extent,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Fp16Report> {
     let Extent { batches, batch_size, seq_len } = extent;
+    let (spec, kernels) = (model.spec(), model.kernels());
     let mut loader = BatchLoader::new(tokens, batch_size, seq_len, SEED)?;
     let batches: Vec<Batch> = (0..batches)
         .map(|_| {
@@ -165,10 +167,9 @@ pub fn fp16_check(
         .filter(|batch| batch.target_count > 0)
         .collect();
     let total = 2 * batches.len();
-    let model = Decoder::new(spec, &masters, Arc::new(Fused))?;
-    let mut record = Record { spec, units: BTreeMap::new() };
+    let mut record = Record { spec, kernels, units: BTreeMap::new() };
     {
-        let mut passes = Passes::new(&model, PrecisionPolicy::FP32, &masters, (batch_size, seq_len))?;
+        let mut passes = Passes::new(model, PrecisionPolicy::FP32, &masters, (batch_size, seq_len))?;
         for (done, batch) in batches.iter().enumerate() {
             passes.run(&masters, batch, 1.0, &mut record)?;
             progress(done + 1, total);
@@ -180,16 +181,16 @@ pub fn fp16_check(
     if !matches!(verdict, Verdict::Bf16 { .. }) {
         // Verify in FP16.
         let policy = PrecisionPolicy::FP16;
-        let (masters, mut weights) = MasterWeights::new(masters, candle_dtype(policy.compute), model.kernels())?;
-        let mut passes = Passes::new(&model, policy, &weights, (batch_size, seq_len))?;
+        let (masters, mut weights) = MasterWeights::new(masters, candle_dtype(policy.compute), kernels)?;
+        let mut passes = Passes::new(model, policy, &weights, (batch_size, seq_len))?;
         for &unit in &wide {
             passes.workspace.retype(spec, unit, Dtype::F32)?;
             for pack in weights.packs_of(unit) {
-                masters.retype(pack, candle_dtype(Dtype::F32), &mut weights, model.kernels())?;
+                masters.retype(pack, candle_dtype(Dtype::F32), &mut weights, kernels)?;
                 passes.grads.retype(pack, Dtype::F32)?;
             }
         }
-        let mut broken = FirstBroken { spec, found: None };
+        let mut broken = FirstBroken { spec, kernels, found: None };
         for (done, batch) in batches.iter().enumerate() {
             passes.run(&weights, batch, best_scale, &mut broken)?;
             progress(batches.len() + done + 1, total);
@@ -218,7 +219,7 @@ struct Passes<'a> {
 
 impl<'a> Passes<'a> {
     fn new(model: &'a Decoder, policy: PrecisionPolicy, like: &Parameters, shape: (usize, usize)) -> Result<Self> {
-        let workspace = Workspace::for_training(model.spec(), policy, shape, Keep::BlockInput, &Device::Cpu)?;
+        let workspace = Workspace::for_training(model.spec(), policy, shape, Keep::BlockInput, &like.device())?;
         Ok(Self { model, workspace, grads: Gradients::new(like, policy, 1)? })
     }
 
@@ -226,9 +227,8 @@ impl<'a> Passes<'a> {
         let Self { model, workspace, grads } = self;
         let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
         let (seed, grads) = (scale / batch.target_count as f32, grads.micro_batch());
-        model.forward(weights, tokens, Mode::Eval, workspace, hook)?;
-        model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads, hook)?;
-        Ok(model.backward(weights, tokens, Mode::Eval, workspace, grads, hook)?)
+        model.gradients(weights, tokens, &batch.targets, Mode::Eval, seed, workspace, grads, hook)?;
+        Ok(())
     }
 }
 

@@ -1,7 +1,7 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
 use crate::data::Tokenizer;
-use crate::engine::kernels::Fused;
+use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
@@ -11,7 +11,6 @@ use crate::store::checkpoint::{Checkpoint, Damage, newest_good, verify};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// A model with its tokenizer, before its weights are read.
 #[derive(Debug)]
@@ -95,10 +94,17 @@ impl TrainedModel {
         Ok(weights)
     }
 
-    /// The model, and its weights in the policy's compute type.
-    pub fn load(&self, policy: PrecisionPolicy) -> Result<(Decoder, Parameters)> {
-        let weights = self.weights(policy.compute)?;
-        Ok((Decoder::new(&self.config, &weights, Arc::new(Fused))?, weights))
+    /// The model, and its weights in the policy's compute type, on an open device.
+    pub fn load(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
+        let mut weights = self.weights(policy.compute)?;
+        if !open.device.is_cpu() {
+            let there = Parameters::zeros(&self.config.parameters(), candle_dtype(policy.compute), &open.device)?;
+            for (from, to) in weights.tensors().iter().zip(there.tensors()) {
+                to.slice_set(&from.to_device(&open.device)?, 0, 0)?;
+            }
+            weights = there;
+        }
+        Ok((Decoder::new(&self.config, &weights, open.kernels.clone())?, weights))
     }
 }
 

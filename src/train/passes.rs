@@ -21,9 +21,8 @@ pub(super) fn passes(
 ) -> Result<()> {
     let hook = &mut (fp8, hook);
     let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
-    model.forward(weights, tokens, mode, workspace, hook)?;
-    model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads, hook)?;
-    Ok(model.backward(weights, tokens, mode, workspace, grads, hook)?)
+    model.gradients(weights, tokens, &batch.targets, mode, seed, workspace, grads, hook)?;
+    Ok(())
 }
 
 /// Runs `f` with the working weights as the last step used them: rounded for a block in FP8.

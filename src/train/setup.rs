@@ -3,7 +3,7 @@
 use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer, names_in, nearest};
 use crate::digest::read_at_most;
 use crate::engine::device::OpenDevice;
-use crate::engine::kernels::view;
+use crate::engine::kernels::{Kernels, view};
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{Fallback, GradScaler};
@@ -21,6 +21,7 @@ use candle_core::{DType, Device};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Where downloads and token caches land.
 const DATA_FOLDER: &str = "data";
@@ -311,7 +312,7 @@ fn with_loader<T>(
 
 /// The device of a configuration.
 pub(super) fn device(config: &Config, report: &mut Report<'_>) -> Result<OpenDevice> {
-    config.place()?.open(config.dtype, &mut |notice| report(Preparing::Notice(notice)))
+    config.place()?.open(config.dtype, config.kernels, &mut |notice| report(Preparing::Notice(notice)))
 }
 
 /// Refuses a run on the CPU for which there is not enough memory.
@@ -324,10 +325,16 @@ pub(super) fn check_memory(config: &Config, shape: &ModelSpec, device: &Device) 
     available_bytes().map_or(Ok(()), |available| check_fits(shape, config.dtype, sizes, available))
 }
 
-/// An engine for `config` at its first step, from FP32 initial weights, on their device.
-pub fn engine(config: &Config, shape: &ModelSpec, masters: Parameters, total_steps: u64) -> Result<Engine> {
+/// An engine for `config` at its first step, from FP32 initial weights, on their device and with its `kernels`.
+pub fn engine(
+    config: &Config,
+    shape: &ModelSpec,
+    masters: Parameters,
+    kernels: Arc<dyn Kernels>,
+    total_steps: u64,
+) -> Result<Engine> {
     let device = masters.device();
-    let model = Decoder::new(shape, &masters, config.kernels.on(&device)?)?;
+    let model = Decoder::new(shape, &masters, kernels)?;
     let (policy, train) = (config.dtype, &config.train);
     let mut state =
         TrainState::new(masters, policy, config.adamw(), GradScaler::new(config.grad_scaler())?, model.kernels())?;

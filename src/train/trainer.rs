@@ -90,22 +90,22 @@ fn is_multiple(step: u64, every: u64) -> bool {
 impl Trainer {
     /// A run of `config` before its first step. It writes nothing until [`Trainer::attach`].
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
-        let OpenDevice { device, name } = setup::device(&config, report)?;
+        let open = setup::device(&config, report)?;
         let source = ModelSource::open(&config, report)?;
-        setup::check_memory(&config, &source.config, &device)?;
-        let masters = source.masters(config.seed, &device, report)?;
+        setup::check_memory(&config, &source.config, &open.device)?;
+        let masters = source.masters(config.seed, &open.device, report)?;
         check_range(&masters, &config.model, config.dtype.compute)?;
-        Self::with_parts(config, source, masters, name, report)
+        Self::with_parts(config, source, masters, open, report)
     }
 
     /// The run of `config`, continued from `checkpoint`. An error names the field in which model, policy or data differ from
     /// the saved run's.
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
-        let OpenDevice { device, name } = setup::device(&config, report)?;
+        let open = setup::device(&config, report)?;
         let source = ModelSource::of_checkpoint(&config, checkpoint)?;
-        setup::check_memory(&config, &source.config, &device)?;
-        let masters = source.masters(config.seed, &device, report)?;
-        let mut trainer = Self::with_parts(config, source, masters, name, report)?;
+        setup::check_memory(&config, &source.config, &open.device)?;
+        let masters = source.masters(config.seed, &open.device, report)?;
+        let mut trainer = Self::with_parts(config, source, masters, open, report)?;
         trainer.load(checkpoint)?;
         Ok(trainer)
     }
@@ -114,7 +114,7 @@ impl Trainer {
         mut config: Config,
         source: ModelSource,
         masters: Parameters,
-        device: String,
+        OpenDevice { device, name, kernels }: OpenDevice,
         report: &mut Report<'_>,
     ) -> Result<Self> {
         let dataset = setup::dataset(&config, &source.tokenizer, report)?;
@@ -130,11 +130,10 @@ impl Trainer {
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(Preparing::Phase("preparing the first step".into()));
-        let engine = setup::engine(&config, &source.config, masters, total_steps)?;
+        let engine = setup::engine(&config, &source.config, masters, kernels, total_steps)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
                 let (prompt, tokens) = (&train.prompt, train.sample_tokens);
-                let device = engine.state.weights.device();
                 Sampler::new(&engine.model, config.dtype, &source.tokenizer, prompt, tokens, train.temperature, &device)
             })
             .transpose()?;
@@ -149,7 +148,7 @@ impl Trainer {
         );
         Ok(Self {
             data,
-            device,
+            device: name,
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
             eval_batch: loader.batch(),
             tokenizer: source.tokenizer,

@@ -4,6 +4,7 @@
 //! The forward pass leaves in the [`Workspace`] what the backward pass reads. After the first step neither allocates.
 
 mod decode;
+mod gradients;
 
 pub use decode::KvCache;
 

@@ -1,7 +1,7 @@
 //! Mixed precision for any candle program: the gradient scaler of PyTorch's `torch.amp`, and AdamW over FP32 masters.
 //!
-//! The engine of this crate has fused kernels for all of this. Here it is for programs that build their graph of
-//! candle's own operations, on whatever device these run. The loop is PyTorch's, in its names and its order:
+//! This crate's own engine has fused kernels for this; this module is for programs that use candle's operations, on any
+//! device. The loop has PyTorch's names and order:
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
@@ -9,7 +9,7 @@
 //! use finetune::amp::{AdamW, GradScaler, ScaledOptimizer, clip_grad_norm};
 //! use finetune::precision::GradScalerConfig;
 //!
-//! // y = 2a - b, to be found by a weight in FP16.
+//! // Learn y = 2a - b with a weight in FP16.
 //! let x = Tensor::new(&[[1f32, 0.0], [0.0, 1.0], [1.0, 1.0], [-1.0, 0.5]], &Device::Cpu)?;
 //! let y = x.matmul(&Tensor::new(&[[2f32], [-1.0]], &Device::Cpu)?)?;
 //! let weight = Var::zeros((2, 1), DType::F16, &Device::Cpu)?;
@@ -23,23 +23,23 @@
 //!     let output = x.to_dtype(DType::F16)?.matmul(&weight)?;
 //!     let loss = mse(&output.to_dtype(DType::F32)?, &y)?; // losses in FP32
 //!     let mut grads = scaler.scale(&loss)?.backward()?;
-//!     scaler.unscale(&optimizer, &mut grads)?; // only because of the clipping: else `step` does it
+//!     scaler.unscale(&optimizer, &mut grads)?; // only needed for clipping; otherwise `step` does it
 //!     clip_grad_norm(&mut grads, optimizer.vars(), 1.0)?;
 //!     if scaler.step(&mut optimizer, &mut grads)? {
 //!         updates += 1; // a learning-rate schedule counts these
 //!     }
 //!     scaler.update()?;
 //! }
-//! // A gradient times 65536 did not fit FP16, nor times 32768: the scaler skipped two steps to find one that does.
+//! // Gradients overflowed FP16 at scales 65536 and 32768, so the scaler skipped two steps.
 //! assert_eq!((updates, scaler.get_scale()), (198, 16384.0));
 //! let error = (weight.to_dtype(DType::F32)? - Tensor::new(&[[2f32], [-1.0]], &Device::Cpu)?)?.abs()?;
 //! assert!(error.max_all()?.to_scalar::<f32>()? < 0.05);
 //! # Ok::<(), finetune::Error>(())
 //! ```
 //!
-//! To accumulate, scale every micro-batch's loss over their number, add the gradients with `GradStore::extend` (in the
-//! parameters' own type), and unscale, clip, step and update once: between, the scale stays what it is. Where parameters
-//! are FP32 and only cast to half for the products, candle's own optimizers do as well: see [`Tracked`].
+//! To accumulate gradients, divide every micro-batch's loss by their number, scale it, add the gradients with
+//! `GradStore::extend` (in the parameters' own type), and unscale, clip, step and update once. For FP32 parameters that are
+//! only cast to half precision for matrix products, candle's own optimizers work too: see [`Tracked`].
 
 mod adamw;
 mod clip;
@@ -55,12 +55,12 @@ pub use policy::{Class, Op, Policy};
 
 use candle_core::{DType, Result, Tensor};
 
-/// The type in which values of `dtype` are scaled, summed and updated: FP32 but for FP64.
+/// The type in which values of `dtype` are scaled, summed and updated: FP64 for FP64, else FP32.
 fn wide(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// `tensor` in [`wide`] precision; the same storage where it is that already.
+/// `tensor` in [`wide`] precision; shares storage if it already is.
 fn widen(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(wide(tensor.dtype()))
 }

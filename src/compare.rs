@@ -1,7 +1,7 @@
-//! Runs side by side: what differs in their configurations, and what came of it.
+//! Compares runs: the differences in their configurations and results.
 //!
-//! Runs that differ in nothing but what cannot change their numbers and the seed are samples of one [`Arm`], so that the
-//! effect of a setting can be told from luck: means with confidence intervals, and for two arms their difference.
+//! Runs that differ only in the seed and in settings without effect on the numbers are samples of one [`Arm`], to distinguish
+//! the effect of a setting from chance: means with confidence intervals, and for two arms their difference.
 
 pub(crate) mod chart;
 mod html;

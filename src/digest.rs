@@ -1,5 +1,4 @@
-//! The size and SHA-256 of bytes as they pass: what manifests record and downloads are checked against. Also a limit on
-//! what is read whole.
+//! The size and SHA-256 of files and streams, for manifests and downloads; and reading of whole files with a size limit.
 
 use std::fmt::Write as _;
 use std::io::{self, Read, Write};
@@ -10,7 +9,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::{Error, Result, untrusted};
 
-/// The whole of a file or a pipe that should be small; [`Error::Io`] where it has more than `limit` bytes.
+/// Reads a whole file or pipe; [`Error::Io`] if it has more than `limit` bytes.
 pub fn read_at_most(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let read = || {
         let mut bytes = Vec::new();
@@ -20,7 +19,7 @@ pub fn read_at_most(path: &Path, limit: u64) -> Result<Vec<u8>> {
             untrusted::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
         }
         if bytes.len() as u64 > limit {
-            let message = format!("it has more than {limit} bytes, and what belongs here has fewer");
+            let message = format!("it has more than the maximum of {limit} bytes");
             return Err(io::Error::new(io::ErrorKind::InvalidData, message));
         }
         Ok(bytes)
@@ -28,10 +27,10 @@ pub fn read_at_most(path: &Path, limit: u64) -> Result<Vec<u8>> {
     read().map_err(Error::io("read", path))
 }
 
-/// What a sequence of bytes is known by.
+/// The size and hash of a sequence of bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Digest {
-    /// How many bytes there are.
+    /// The number of bytes.
     pub bytes: u64,
     /// Their SHA-256, 64 lower-case hexadecimal digits.
     pub sha256: String,
@@ -45,7 +44,7 @@ impl Digest {
         running.finish()
     }
 
-    /// The digest of a file, read in pieces.
+    /// The digest of a file.
     pub fn of_file(path: &Path) -> Result<Self> {
         let mut file = untrusted::open(path).map_err(Error::io("open", path))?;
         let mut running = Running::default();
@@ -61,7 +60,7 @@ impl Digest {
     }
 }
 
-/// Writes through to `inner` and keeps the digest of what `inner` took.
+/// Writes to `inner` and computes the digest of what was written.
 #[derive(Debug)]
 pub struct DigestWriter<W> {
     inner: W,
@@ -69,12 +68,12 @@ pub struct DigestWriter<W> {
 }
 
 impl<W: Write> DigestWriter<W> {
-    /// Starts with the digest of nothing.
+    /// A writer with an empty digest.
     pub fn new(inner: W) -> Self {
         Self { inner, running: Running::default() }
     }
 
-    /// The writer back, and the digest of all it took.
+    /// Returns the writer and the digest.
     pub fn finish(self) -> (W, Digest) {
         (self.inner, self.running.finish())
     }
@@ -122,7 +121,7 @@ mod tests {
     const ABC: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
 
     #[test]
-    fn known_value_however_the_bytes_arrive() {
+    fn known_value_for_any_split_of_the_bytes() {
         assert_eq!(Digest::of(b"abc"), Digest { bytes: 3, sha256: ABC.into() });
 
         let mut writer = DigestWriter::new(Vec::new());
@@ -139,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_the_inner_writer_refused_do_not_count() {
+    fn bytes_rejected_by_the_inner_writer_do_not_count() {
         let mut room = [0_u8; 3];
         let mut writer = DigestWriter::new(room.as_mut_slice());
         assert!(writer.write_all(b"abcdef").is_err());

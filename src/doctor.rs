@@ -1,4 +1,4 @@
-//! What this machine brings to training: processor, memory, GPU support, caches, disk, and the way to the Hub.
+//! Diagnoses this machine: processor, memory, GPU support, caches, disk, and access to the Hub.
 
 mod hub;
 
@@ -10,7 +10,7 @@ use crate::telemetry::{MachineMemory, cpu_name};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// Everything that was found; nothing here fails, a fact that cannot be had is `None`.
+/// The diagnosis; facts that are not available are `None`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Diagnosis {
     /// The program's version.
@@ -19,13 +19,13 @@ pub struct Diagnosis {
     pub cpu: CpuFacts,
     /// Bytes of memory in the machine.
     pub memory_bytes: Option<u64>,
-    /// Bytes of memory that a new process can have.
+    /// Bytes of memory available to a new process.
     pub memory_available_bytes: Option<u64>,
-    /// What this build can do with GPUs.
+    /// GPU support of this build and machine.
     pub gpu: GpuFacts,
-    /// Folders that files are kept in.
+    /// The folders that `finetune` uses.
     pub folders: Vec<FolderFacts>,
-    /// Whether the Hub answers.
+    /// Whether the Hub is reachable.
     pub hub: HubCheck,
 }
 
@@ -35,13 +35,13 @@ const LEAST_DRIVER: u32 = 580;
 /// The processor as the kernels use it.
 #[derive(Clone, Debug, Serialize)]
 pub struct CpuFacts {
-    /// Its name, as the system tells it.
+    /// Its model name.
     pub name: Option<String>,
-    /// Threads that compute by default.
+    /// Default number of compute threads.
     pub threads: usize,
-    /// The instruction set that the kernels run on.
+    /// The instruction set used by the kernels.
     pub isa: String,
-    /// Features that the kernels look for, and whether they are there.
+    /// Features that the kernels can use, and whether they are available.
     pub features: Vec<(&'static str, bool)>,
 }
 
@@ -50,20 +50,20 @@ pub struct CpuFacts {
 pub struct GpuFacts {
     /// Whether it is compiled in.
     pub compiled: bool,
-    /// Names of device files of a driver.
+    /// Names of the driver's device files.
     pub devices: Vec<String>,
-    /// What that means.
+    /// An explanation.
     pub note: String,
 }
 
 /// A folder that `finetune` writes into.
 #[derive(Clone, Debug, Serialize)]
 pub struct FolderFacts {
-    /// What it is for.
+    /// Its purpose.
     pub purpose: &'static str,
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// Whether it is there; it is made when it is needed.
+    /// Whether it exists; it is created when needed.
     pub exists: bool,
     /// Bytes of the files in it.
     pub bytes: Option<u64>,
@@ -71,7 +71,7 @@ pub struct FolderFacts {
     pub free_bytes: Option<u64>,
 }
 
-/// Looks at the machine; takes 3 seconds at most, where the Hub does not answer.
+/// Diagnoses the machine; takes at most 3 seconds, if the Hub does not answer.
 pub fn diagnose() -> Diagnosis {
     let memory = MachineMemory::now();
     let hub = Settings::from_env();
@@ -91,7 +91,7 @@ pub fn diagnose() -> Diagnosis {
     }
 }
 
-/// What [`Isa`] looks for.
+/// The CPU features that [`Isa`] uses.
 #[cfg(target_arch = "x86_64")]
 fn cpu_features() -> Vec<(&'static str, bool)> {
     vec![
@@ -122,20 +122,22 @@ fn gpu() -> GpuFacts {
     let series = driver_series(&version);
     let note = match (compiled, devices.is_empty()) {
         (true, false) => "GPU support is compiled in; it has never run on a GPU, so compare with `--device cpu`",
-        (true, true) => "GPU support is compiled in, but there is no driver's `/dev/nvidia0`: training runs on the CPU",
+        (true, true) => {
+            "GPU support is compiled in, but the driver's `/dev/nvidia0` is missing: training runs on the CPU"
+        }
         (false, false) => "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`",
         (false, true) => "this build computes on the CPU",
     };
     let note = match series.filter(|series| *series < LEAST_DRIVER) {
         Some(old) => {
-            format!("{note}; driver {old} does not run what CUDA 13.0 compiles, update it to {LEAST_DRIVER} or later")
+            format!("{note}; driver {old} is too old for CUDA 13.0; update it to {LEAST_DRIVER} or later")
         }
         None => note.to_owned(),
     };
     GpuFacts { compiled, devices, note }
 }
 
-/// The series of the driver that `/proc/driver/nvidia/version` tells of, for example 580 of `580.65.06`.
+/// The driver's series from `/proc/driver/nvidia/version`, such as 580 for `580.65.06`.
 fn driver_series(version: &str) -> Option<u32> {
     let line = version.lines().find(|line| line.starts_with("NVRM version"))?;
     let number = |word: &str| word.split_once('.').and_then(|(series, _)| series.parse().ok());
@@ -155,7 +157,7 @@ fn folders(cache: PathBuf) -> Vec<FolderFacts> {
     folders.into_iter().map(facts).collect()
 }
 
-/// Bytes of all files below a folder. Links are not followed: the Hub's cache names every file twice.
+/// Bytes of all files below a folder. Skips links, because the Hub's cache names every file twice.
 fn size_of_folder(folder: &Path) -> u64 {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let size = |entry: std::fs::DirEntry| match entry.metadata() {
@@ -172,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_is_known_by_its_series() {
+    fn the_driver_series_is_parsed() {
         let version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build\nGCC version:  gcc 12.2.0\n";
         assert_eq!(driver_series(version), Some(570));
         assert_eq!(driver_series("GCC version: 12.2"), None);
@@ -180,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_as_large_as_its_files_and_links_add_nothing() {
+    fn a_folders_size_is_that_of_its_files_without_links() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("deeper")).unwrap();
         std::fs::write(folder.path().join("a"), [0; 100]).unwrap();

@@ -1,6 +1,6 @@
 //! The one error type of the library.
 //!
-//! A variant says what failed and where; its message ends with what to do next where that is not obvious.
+//! A variant says what failed and where; its message ends with what to do next, unless that is obvious.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 /// The library's result type.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong, in terms of what the user can look at: a flag, a key, a file, a tensor, a step.
+/// All errors, in terms of what the user can inspect: a flag, a key, a file, a tensor, a step.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A flag, a key of a configuration file or their combination makes no sense.
+    /// A flag, a key of a configuration file or their combination is invalid.
     #[error("{key}: {message}")]
     Config {
         /// The flag (`--seq-len`) or dotted key (`scaler.init_scale`).
@@ -20,14 +20,14 @@ pub enum Error {
         /// What is wrong and what to write instead.
         message: String,
     },
-    /// The operating system refused an operation on a path.
+    /// An operation on a path failed.
     #[error("cannot {action} `{}`: {source}", path.display())]
     Io {
-        /// What was tried: "read", "create", "rename", ….
+        /// The operation: "read", "create", "rename", ….
         action: &'static str,
-        /// On which file or folder.
+        /// The file or folder.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         source: std::io::Error,
     },
     /// Training text or tokens that cannot be used.
@@ -35,10 +35,10 @@ pub enum Error {
     Data {
         /// The file or built-in corpus.
         origin: String,
-        /// What is wrong, with the position where there is one.
+        /// What is wrong, with the position if there is one.
         message: String,
     },
-    /// A model folder, its configuration or one of its tensors does not fit.
+    /// A model folder, its configuration or one of its tensors is invalid.
     #[error("{origin}: {message}")]
     Model {
         /// The folder, file or model name.
@@ -46,12 +46,12 @@ pub enum Error {
         /// What is wrong; tensors with their names, dtypes and shapes.
         message: String,
     },
-    /// A file could not be had from the Hugging Face Hub or another server.
+    /// A file could not be downloaded from the Hugging Face Hub or another server.
     #[error("{origin}: {message}")]
     Hub {
-        /// The repository, with the file where it concerns one, or the URL.
+        /// The repository, with the file if it concerns one, or the URL.
         origin: String,
-        /// What the server did and what to do next.
+        /// What happened and what to do next.
         message: String,
     },
     /// A checkpoint is damaged, incomplete, of a newer format, or does not fit the run.
@@ -62,15 +62,15 @@ pub enum Error {
         /// What is wrong and what to do.
         message: String,
     },
-    /// A gradient scaler was used out of order or built from values it cannot work with.
+    /// A gradient scaler was used out of order or created with invalid values.
     #[error("grad scaler: {0}")]
     Scaler(String),
-    /// The run's numbers cannot be saved by a lower loss scale.
+    /// Training diverged.
     #[error("step {step}: {message}")]
     Diverged {
         /// The attempted step, counted from 1.
         step: u64,
-        /// Which pass and tensor were not finite, and which checkpoint is the last good one.
+        /// The pass and tensor that were not finite, and the last checkpoint.
         message: String,
     },
     /// An operation of the engine or of candle failed.
@@ -84,7 +84,7 @@ impl Error {
         Self::Config { key: key.into(), message: message.into() }
     }
 
-    /// A closure for `map_err` that says what was tried on which path.
+    /// A closure for `map_err` that adds the operation and the path.
     pub fn io(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.as_ref().to_path_buf();
         move |source| Self::Io { action, path, source }
@@ -110,7 +110,7 @@ impl Error {
         Self::Checkpoint { path: path.as_ref().to_path_buf(), message: message.into() }
     }
 
-    /// The process's exit code: 2 for what the user typed or pointed at, 3 for a run whose numbers broke, else 1.
+    /// The process's exit code: 2 for wrong input from the user, 3 for a diverged run, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Config { .. } | Self::Data { .. } | Self::Model { .. } | Self::Checkpoint { .. } => 2,
@@ -121,7 +121,7 @@ impl Error {
     }
 }
 
-/// Whether the path is at fault, which the user gave, and not the machine.
+/// Whether the error means that the user's path is wrong, and not that the machine failed.
 fn is_wrong_path(kind: ErrorKind) -> bool {
     use ErrorKind::{
         InvalidData, InvalidInput, IsADirectory, NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem,

@@ -1,4 +1,4 @@
-//! The laboratory: what a number format does to a number, a gradient, a loss scale or a machine's memory.
+//! The number-format lab: shows the effects of a format on numbers, gradients, the loss scale and memory.
 //!
 //! Views, each a function from its parameters to a report. A report serialises (`--json`) and renders to a [`Page`], which is
 //! printed, or shown on the interactive [`screen`]; the [`guide`] has what a newcomer reads and presses. Reports can start from a real run's events ([`RunFigures`]).

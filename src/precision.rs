@@ -1,6 +1,6 @@
 //! Number formats, precision policies, loss scaling and gradient statistics, as pure values and state machines.
 //!
-//! Nothing here knows tensors or devices, so every rule of mixed precision is tested without a model.
+//! Nothing here depends on tensors or devices, so every rule of mixed precision is tested without a model.
 
 mod exponent_histogram;
 mod fallback;

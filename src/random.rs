@@ -1,14 +1,13 @@
 //! Counter-based random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 //!
-//! A number is a pure function of seed, domain, site, draw and index. Nothing is stored and nothing advances, so that
-//! threads need no order, a backward pass redraws its forward's dropout mask, and a resumed run continues with the
-//! numbers it would have had.
+//! A number is a pure function of seed, domain, site, draw and index. There is no state, so threads need no order, a backward
+//! pass regenerates its forward pass's dropout mask, and a resumed run continues with the same numbers.
 
-#![expect(clippy::inline_always, reason = "dropout masks are drawn inside vectorised loops")]
+#![expect(clippy::inline_always, reason = "dropout masks are generated inside vectorized loops")]
 
 use rayon::prelude::*;
 
-/// What a stream is for; two domains of one seed share no numbers.
+/// The purpose of a stream; different domains of a seed share no numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Domain {
@@ -53,7 +52,7 @@ impl Stream {
         Self { key: [a, b] }
     }
 
-    /// What its generator is keyed with.
+    /// The generator's key.
     #[cfg(all(test, feature = "emulator"))]
     pub(crate) fn key(self) -> [u32; 2] {
         self.key
@@ -112,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn domains_sites_and_draws_are_apart() {
+    fn domains_sites_and_draws_are_independent() {
         let stream = Stream::new(7, Domain::Init);
         let first = stream.block(1, 0, 0);
         assert_ne!(first, Stream::new(7, Domain::Dropout).block(1, 0, 0));

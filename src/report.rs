@@ -1,5 +1,5 @@
-//! One run as one HTML page that needs nothing else: no scripts, no fonts, no other files. It looks right on a light and on
-//! a dark background, and is well-formed XML too.
+//! Reports a run as one self-contained HTML page, without scripts, fonts or other files. It supports light and dark mode, and
+//! is well-formed XML.
 
 mod charts;
 mod tables;
@@ -10,10 +10,10 @@ use crate::compare::chart::{STYLE, escape};
 use crate::telemetry::{RunState, Started};
 use std::path::Path;
 
-/// Buckets of a curve; a picture has some twice as many columns.
+/// Buckets of a curve; a chart has about twice as many columns.
 const CURVE: usize = 450;
 
-/// What the page adds to the style of charts and tables.
+/// Additional styles besides those of charts and tables.
 const MORE_STYLE: &str = "
 .band { fill: var(--c0); opacity: .3; stroke: none; } .smooth { stroke: var(--c3); fill: none; stroke-width: 1.8; }
 .point { fill: var(--c1); } .bar { fill: var(--c0); } .sub { fill: var(--c1); } .plain { stroke: var(--c0); fill: none;
@@ -26,10 +26,10 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; }
 h2 { margin-top: 2.2rem; } details summary { cursor: pointer; }
 ";
 
-/// The page of the run whose events are in `log`.
+/// Renders the page of the run in `log`.
 ///
 /// # Errors
-/// If the log cannot be read, or no step is in it yet.
+/// If the log cannot be read or has no step yet.
 pub fn page(log: &Path) -> Result<String> {
     let (state, unreadable) = RunState::new(CURVE).read(log)?;
     let run = RunSummary::of(log, state.clone(), unreadable)?;
@@ -50,7 +50,7 @@ pub fn page(log: &Path) -> Result<String> {
     Ok(out)
 }
 
-/// The run in a sentence.
+/// A one-sentence summary of the run.
 fn summary(run: &RunSummary) -> String {
     let Started { program, model, parameters, policy, device, data, total_steps, .. } = &run.started;
     format!(

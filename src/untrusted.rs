@@ -8,10 +8,10 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
-/// Opens a regular file to read it. A pipe, a device or a socket is refused: reading one may never end.
+/// Opens a regular file for reading. Rejects pipes, devices and sockets, from which reading may never end.
 ///
 /// # Errors
-/// What the operating system says; [`ErrorKind::InvalidInput`] for anything but a regular file.
+/// *The operating system's error; [`ErrorKind::InvalidInput`] for anything but a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
     let file = open_any(path)?;
     let metadata = file.metadata()?;
@@ -22,11 +22,10 @@ pub fn open(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Opens a file of a run for writing, with `options`. In a folder from someone else the name may be a link to another file, or a
-/// pipe: both are refused.
+/// Opens a file of a run for writing, with `options`. Rejects links and pipes, which an untrusted folder may contain.
 ///
 /// # Errors
-/// What the operating system says; [`ErrorKind::InvalidData`] for anything but a regular file.
+/// *The operating system's error; [`ErrorKind::InvalidData`] for anything but a regular file.
 pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let refused = |what: &str| io::Error::new(ErrorKind::InvalidData, format!("it is {what}; remove it"));
     #[cfg(unix)]
@@ -35,17 +34,17 @@ pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
         Ok(metadata) if metadata.is_symlink() => refused("a symbolic link, and is not followed"),
         _ => error,
     })?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(refused("no regular file")) }
+    if file.metadata()?.is_file() { Ok(file) } else { Err(refused("not a regular file")) }
 }
 
-/// Whether two files are one.
+/// Whether two files are the same.
 #[cfg(unix)]
 pub fn same_file(one: &Metadata, other: &Metadata) -> bool {
     use std::os::unix::fs::MetadataExt;
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// Elsewhere an open file is neither removed nor replaced.
+/// Other systems do not remove or replace open files.
 #[cfg(not(unix))]
 pub fn same_file(_: &Metadata, _: &Metadata) -> bool {
     true
@@ -69,7 +68,7 @@ pub fn is_pipe(path: &Path) -> bool {
     false
 }
 
-/// A pipe's reading end. One that nobody writes into is at its end at once instead of waiting for ever.
+/// A pipe's reading end. Without a writer it is at its end at once instead of blocking forever.
 #[derive(Debug)]
 pub struct Pipe(File);
 
@@ -84,7 +83,7 @@ impl Read for Pipe {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.0.read(buffer) {
-                // There is a writer, who has nothing to say yet.
+                // There is a writer that has not written yet.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     std::thread::sleep(std::time::Duration::from_millis(2));
                 }
@@ -94,19 +93,19 @@ impl Read for Pipe {
     }
 }
 
-/// Whether a character may steer a terminal or change the order in which text is shown: control characters of C0 and C1,
-/// line and paragraph separators, bidirectional marks, embeddings, overrides and isolates.
+/// Whether a character can control a terminal or change the order of displayed text: C0 and C1 control characters, line and
+/// paragraph separators, bidirectional marks, embeddings, overrides and isolates.
 pub fn is_unsafe(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
 
-/// `text` on one line, with every [unsafe](is_unsafe) character as `\u001b`, the form that JSON and TOML read back.
+/// `text` on one line, with every [unsafe](is_unsafe) character escaped like `\u001b`, which JSON and TOML can parse.
 pub fn line(text: &str) -> Cow<'_, str> {
     escaped(text, |_| false)
 }
 
-/// `text` on one line or more. What follows a line feed is indented, so that no line can pass for another message.
+/// `text` with its further lines indented, so that none can imitate another message, and other unsafe characters escaped.
 pub fn block(text: &str) -> Cow<'_, str> {
     if !text.contains(is_unsafe) {
         return text.into();
@@ -114,7 +113,7 @@ pub fn block(text: &str) -> Cow<'_, str> {
     lines(text).replace('\n', "\n  ").into()
 }
 
-/// `text` on its own lines, such as JSON, with every other [unsafe](is_unsafe) character escaped.
+/// Multi-line `text`, such as JSON, with every other [unsafe](is_unsafe) character escaped.
 pub fn lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| matches!(c, '\n' | '\t'))
 }
@@ -127,7 +126,7 @@ fn escaped(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
     let mut out = String::with_capacity(text.len() + 16);
     for c in text.chars() {
         if unwanted(c) {
-            // All of them are below U+10000: four digits do.
+            // All of them are below U+10000, so four digits are enough.
             let _ = write!(out, "\\u{:04x}", c as u32);
         } else {
             out.push(c);
@@ -136,12 +135,12 @@ fn escaped(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
     out.into()
 }
 
-/// Writes text through to `inner` with [unsafe](is_unsafe) characters escaped, but for line feeds and tabs. Bytes that are
-/// not UTF-8 become U+FFFD.
+/// Writes text to `inner` with [unsafe](is_unsafe) characters except line feeds and tabs escaped. Bytes that are not UTF-8
+/// become U+FFFD.
 #[derive(Debug)]
 pub struct Clean<W: Write> {
     inner: W,
-    /// The first bytes of a character whose others have not come yet.
+    /// The first bytes of an incomplete character.
     rest: Vec<u8>,
 }
 
@@ -188,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_cleaned_wherever_it_is_cut() {
+    fn a_stream_is_cleaned_wherever_it_is_split() {
         for cut in 0..=PAYLOAD.len() {
             let mut out = Clean::new(Vec::new());
             out.write_all(&PAYLOAD.as_bytes()[..cut]).unwrap();
@@ -214,7 +213,7 @@ mod tests {
             text
         };
         assert_eq!(read(), "");
-        // A writer that has said something and closes its end later: whoever reads waits for the end.
+        // The writer closes its end later, and the reader waits for that.
         let mut writer = File::options().read(true).write(true).open(&pipe).unwrap();
         writer.write_all(b"text").unwrap();
         let closing = std::thread::spawn(move || {

@@ -232,7 +232,7 @@ fn the_verdict_needs_the_whole_interval() {
     let (difference, _) = verdict(0.7, "2.0");
     assert_eq!(verdict(0.7, &difference.to_string()).1, "undecided");
     let text = two_arms(0.61).text(&["a-1", "b-1", "--bound", "2.0"]);
-    assert!(text.contains("it takes two seeds") && text.contains("undecided"), "{text}");
+    assert!(text.contains("each arm needs") && text.contains("undecided"), "{text}");
 }
 
 #[test]
@@ -276,13 +276,13 @@ fn invalid_input_is_one_clear_error() {
     let begun = std::fs::read_to_string(runs.log("one")).unwrap();
     std::fs::write(runs.0.path().join("begun.jsonl"), begun.lines().next().unwrap().to_owned() + "\n").unwrap();
     for (arguments, part) in [
-        (&["one"][..], "one run has nothing to be compared with"),
+        (&["one"][..], "a comparison needs at least two runs"),
         (&["one", "nowhere"], "`nowhere`: *is not an events file"),
         (&["one", "empty"], "`empty`: *is not an events file"),
         (&["one", "text.txt"], "text.txt: this is not a run's log"),
         (&["one", "begun.jsonl"], "begun.jsonl: the log has no step yet"),
         (&["one", "one/events.jsonl"], "is named twice"),
-        (&["one", "same", "--bound", "2.0"], "--bound: is for two configurations, and these runs have 1"),
+        (&["one", "same", "--bound", "2.0"], "--bound: requires two configurations, but these runs have 1"),
         (&["one", "same", "--bound", "0"], "must be above 0"),
         (&["one", "same", "--html", "nowhere/page.html"], "cannot write `nowhere/page.html`"),
     ] {

@@ -368,7 +368,7 @@ fn the_rule_is_refused_where_it_means_nothing() {
     };
     assert_eq!(
         refused(&[("dtype", "\"bf16\"")]),
-        "precision.fallback: layers fall back from FP16, and this run computes in `bf16`; leave it out"
+        "precision.fallback: layers fall back from FP16, but this run computes in `bf16`; omit it"
     );
     assert!(refused(&[("precision.fallback_dtype", "\"f16\"")]).starts_with("precision.fallback_dtype: `f16` is what"));
     assert!(PrecisionConfig::default().fallback == FallbackRule::Off);

@@ -212,7 +212,7 @@ fn what_cannot_be_is_refused_by_key() {
     assert!(refused(&[("precision.fp8.layer", "9")]).starts_with("precision.fp8.layer: there is no block 9"));
     assert!(refused(&[("precision.fp8.layer", "1"), ("dtype", "\"fp32\"")]).starts_with("precision.fp8.layer: "));
     let both = refused(&[("precision.fp8.layer", "1"), ("precision.fallback", "\"layer\"")]);
-    assert!(both.starts_with("precision.fallback: a run has layers in fallback or one in FP8, not both"), "{both}");
+    assert!(both.starts_with("precision.fallback: layer fallback and FP8 cannot be combined"), "{both}");
     assert!(refused(&[("precision.fp8.history", "0")]).starts_with("precision.fp8.history: "));
 }
 

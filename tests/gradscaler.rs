@@ -55,7 +55,7 @@ fn c2_options_without_sense_are_errors_that_name_them() {
         assert!(refused(|c| c.init_scale = bad).starts_with("scaler.init_scale: "));
         assert!(refused(|c| c.min_scale = bad).starts_with("scaler.min_scale: "));
     }
-    assert_eq!(refused(|c| c.growth_interval = 0), "scaler.growth_interval: must be 1 or more");
+    assert_eq!(refused(|c| c.growth_interval = 0), "scaler.growth_interval: must be at least 1");
     assert!(refused(|c| c.hysteresis = 0).starts_with("scaler.hysteresis: "));
     assert!(refused(|c| c.init_scale = 0.5).contains("below `min_scale`"));
 }

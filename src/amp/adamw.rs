@@ -1,7 +1,7 @@
 //! AdamW (Loshchilov and Hutter, 2019) over candle variables of any floating type, with FP32 masters.
 //!
-//! candle's own keeps its moments in the variable's type, where an FP16 second moment is zero below 3e-8 and a BF16
-//! weight ignores updates below 1/512 of it; and it hides them, so that no program can resume exactly.
+//! candle's AdamW keeps its moments in the variable's type, where an FP16 second moment is zero below 3e-8 and a BF16 weight
+//! ignores updates below 1/512 of its value; and they are private, so a program cannot resume exactly.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,11 +11,11 @@ use candle_nn::{Optimizer, ParamsAdamW};
 use super::{OptimizerId, ScaledOptimizer, wide};
 use crate::{Error, Result};
 
-/// AdamW with FP32 masters and moments (FP64 for FP64 variables), parameter groups and its whole state in the open.
+/// AdamW with FP32 masters and moments (FP64 for FP64 variables), parameter groups and accessible state.
 ///
-/// A variable in half precision holds its master rounded after every update. A variable in FP32 is its own master.
-/// As in PyTorch each variable counts its own updates, so that one that gets a gradient late starts with the bias
-/// correction of a first update; a step that the scaler skips counts nowhere.
+/// A variable in half precision holds its rounded master. A variable in FP32 is its own master. As in PyTorch, each variable
+/// counts its own updates, so that one that gets a gradient late starts with the bias correction of a first update; steps
+/// that the scaler skips do not count.
 ///
 /// Change such a variable only by [`load_state_dict`](Self::load_state_dict): the next update rounds its master into it.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ pub struct AdamW {
     id: OptimizerId,
     groups: Vec<ParamsAdamW>,
     vars: Vec<Var>,
-    /// One for each of `vars`.
+    /// The state of each of `vars`.
     slots: Vec<Slot>,
 }
 
@@ -32,14 +32,14 @@ pub struct AdamW {
 struct Slot {
     group: usize,
     updates: i64,
-    /// Detached; for an FP32 variable its own storage.
+    /// Detached; an FP32 variable's own storage.
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
 }
 
 impl AdamW {
-    /// Two groups: matrices and what has more dimensions decay by `params.weight_decay`, biases and gains do not.
+    /// Two groups: variables of two or more dimensions decay by `params.weight_decay`; biases and gains do not.
     pub fn decaying_matrices(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
         let (matrices, vectors) = vars.into_iter().partition(|var| var.rank() >= 2);
         let without_decay = ParamsAdamW { weight_decay: 0.0, ..params.clone() };
@@ -48,8 +48,8 @@ impl AdamW {
         Ok(optimizer)
     }
 
-    /// Adds variables with settings of their own, as group `groups().len() - 1`. Those of integer types are left out;
-    /// one that is there already is an error.
+    /// Adds variables with their own settings, as group `groups().len() - 1`. Skips integer variables; a variable that is
+    /// already in a group is an error.
     pub fn add_group(&mut self, vars: Vec<Var>, params: ParamsAdamW) -> Result<()> {
         Ok(self.push_group(vars, params)?)
     }
@@ -77,7 +77,7 @@ impl AdamW {
         &self.groups
     }
 
-    /// The settings of every group, to change.
+    /// The mutable settings of every group.
     pub fn groups_mut(&mut self) -> &mut [ParamsAdamW] {
         &mut self.groups
     }
@@ -88,12 +88,12 @@ impl AdamW {
     }
 
     /// The whole state under PyTorch's names: `{i}.step`, `{i}.exp_avg`, `{i}.exp_avg_sq` of variable i, and its
-    /// `{i}.master`. Ready for `candle_core::safetensors::save`; settings are the program's to keep.
+    /// `{i}.master`, for `candle_core::safetensors::save`. It does not include settings.
     pub fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut state = HashMap::new();
         for (i, slot) in self.slots.iter().enumerate() {
             state.insert(format!("{i}.step"), Tensor::new(slot.updates, slot.master.device())?);
-            // The only tensor that updates write in place.
+            // Copy, because updates write it in place.
             state.insert(format!("{i}.master"), slot.master.copy()?);
             state.insert(format!("{i}.exp_avg"), slot.exp_avg.clone());
             state.insert(format!("{i}.exp_avg_sq"), slot.exp_avg_sq.clone());
@@ -101,7 +101,7 @@ impl AdamW {
         Ok(state)
     }
 
-    /// Goes on exactly where [`state_dict`](Self::state_dict) was taken, variables included. A state of other variables
+    /// Restores the state of [`state_dict`](Self::state_dict), including the variables. A state that does not match the variables
     /// is an error and changes nothing.
     pub fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         let misfit = |message: String| Error::model("optimizer state", message);
@@ -138,7 +138,7 @@ impl AdamW {
     }
 }
 
-/// Refuses settings with which an update would turn every weight into NaN or infinity.
+/// Rejects settings that would make every weight NaN or infinite.
 fn check(params: &ParamsAdamW) -> CandleResult<()> {
     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = *params;
     for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
@@ -194,9 +194,9 @@ impl Optimizer for AdamW {
         Ok(optimizer)
     }
 
-    /// One update of every variable that has a gradient, which may be of any floating type.
+    /// Updates every variable that has a gradient, of any floating type.
     fn step(&mut self, grads: &GradStore) -> CandleResult<()> {
-        // The program may have changed them since.
+        // The program may have changed them.
         self.groups.iter().try_for_each(check)?;
         for (var, slot) in self.vars.iter().zip(&mut self.slots) {
             if let Some(grad) = grads.get(var) {
@@ -206,12 +206,12 @@ impl Optimizer for AdamW {
         Ok(())
     }
 
-    /// The first group's.
+    /// The learning rate of the first group.
     fn learning_rate(&self) -> f64 {
         self.groups[0].lr
     }
 
-    /// Of every group; by [`groups_mut`](AdamW::groups_mut) of one.
+    /// Sets the learning rate of every group; use [`groups_mut`](AdamW::groups_mut) for one.
     fn set_learning_rate(&mut self, lr: f64) {
         for group in &mut self.groups {
             group.lr = lr;

@@ -1,36 +1,36 @@
-//! What the scaler must know of an optimizer, and how candle's own optimizers tell it.
+//! The optimizer interface of the scaler, and its implementation for candle's own optimizers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Result, Var, backprop::GradStore};
 use candle_nn::Optimizer;
 
-/// Which of a program's optimizers one is: unique in the process.
+/// Identifies an optimizer; unique in the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OptimizerId(u64);
 
 impl OptimizerId {
-    /// An id that no other optimizer has.
-    #[expect(clippy::new_without_default, reason = "every call gives another value")]
+    /// A new unique id.
+    #[expect(clippy::new_without_default, reason = "every call returns another value")]
     pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// An optimizer that says whose gradients it looks after, which candle's trait does not.
+/// An optimizer with an id and a list of its variables, which candle's trait lacks.
 pub trait ScaledOptimizer: Optimizer {
-    /// Under this id the scaler remembers what was done since the last update.
+    /// The id under which the scaler tracks the optimizer's stage.
     fn id(&self) -> OptimizerId;
 
     /// The variables it updates.
     fn vars(&self) -> &[Var];
 }
 
-/// Any optimizer of candle's, with its variables: `Tracked::<SGD>::new(vars, 0.1)`.
+/// Wraps any candle optimizer with its variables: `Tracked::<SGD>::new(vars, 0.1)`.
 ///
-/// Variables must be FP32 or FP64: such optimizers compute in the variable's own type, and in half precision most
-/// updates would be lost. Cast in the forward pass (`var.to_dtype(DType::F16)`), or take [`AdamW`](super::AdamW).
+/// Variables must be FP32 or FP64: these optimizers compute in the variable's own type, and in half precision most updates
+/// would be lost. Cast in the forward pass (`var.to_dtype(DType::F16)`), or use [`AdamW`](super::AdamW).
 #[derive(Debug)]
 pub struct Tracked<O> {
     id: OptimizerId,
@@ -39,7 +39,7 @@ pub struct Tracked<O> {
 }
 
 impl<O> Tracked<O> {
-    /// The optimizer itself.
+    /// The wrapped optimizer.
     pub const fn inner(&self) -> &O {
         &self.optimizer
     }

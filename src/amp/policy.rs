@@ -1,13 +1,13 @@
-//! A cast table for candle models: which operation takes its operands in which type, as under `torch.autocast`.
+//! A cast table for candle models: the operand type of each operation, as under `torch.autocast`.
 
 use candle_core::{DType, Result, Tensor};
 
 use super::wide;
 
-/// An operation, as far as casting is concerned.
+/// An operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the names are self-explanatory")]
 pub enum Op {
     Matmul,
     Linear,
@@ -38,20 +38,20 @@ pub enum Op {
     Embedding,
 }
 
-/// What an operation's operands are cast to.
+/// How an operation's operands are cast.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// The policy's compute type: products, whose units are fast in it and sum in FP32.
+    /// To the policy's compute type: matrix products, which are fast in it and accumulate in FP32.
     Narrow,
-    /// FP32: what is not linear, sums, and losses.
+    /// To FP32: nonlinear functions, sums, and losses.
     Wide,
-    /// The widest type among the operands, for operations that need one type.
+    /// To the widest type among the operands, for operations that need a common type.
     Widest,
-    /// Nothing: they run in the type that they meet.
+    /// Not at all: they run in their operands' type.
     AsTheyAre,
 }
 
-/// Which type operands are cast to.
+/// The cast policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
     compute: DType,
@@ -89,7 +89,7 @@ impl Op {
         Self::Embedding,
     ];
 
-    /// What its operands are cast to.
+    /// How its operands are cast.
     pub const fn class(self) -> Class {
         match self {
             Self::Matmul | Self::Linear | Self::Conv | Self::Attention => Class::Narrow,
@@ -113,26 +113,26 @@ impl Op {
 }
 
 impl Policy {
-    /// Products in FP16, under a loss scale.
+    /// Matrix products in FP16; needs loss scaling.
     pub const FP16: Self = Self { compute: DType::F16 };
-    /// Products in BF16.
+    /// Matrix products in BF16.
     pub const BF16: Self = Self { compute: DType::BF16 };
     /// Everything in FP32: casts nothing.
     pub const FP32: Self = Self { compute: DType::F32 };
 
-    /// The type of products.
+    /// The type of matrix products.
     pub const fn compute(self) -> DType {
         self.compute
     }
 
-    /// The type that `op` takes operands of these types in; `None` where each keeps its own.
+    /// The type that `op`'s operands are cast to; `None` if they keep their own.
     pub fn dtype(self, op: Op, operands: &[DType]) -> Option<DType> {
         match op.class() {
             Class::Narrow => Some(self.compute),
             Class::Wide => operands.iter().copied().map(wide).max_by_key(DType::size_in_bytes),
             Class::Widest => {
                 let widest = operands.iter().copied().max_by_key(DType::size_in_bytes)?;
-                // Neither half-precision type holds the other.
+                // Neither half-precision type contains the other.
                 let mixed =
                     operands.iter().any(|dtype| *dtype != widest && dtype.size_in_bytes() == widest.size_in_bytes());
                 Some(if mixed { DType::F32 } else { widest })
@@ -141,8 +141,8 @@ impl Policy {
         }
     }
 
-    /// `operands` in the type that `op` takes them in; indices and other whole numbers stay what they are. The cast is
-    /// part of the graph: a gradient comes back in the operand's own type.
+    /// `operands` cast for `op`; integers are unchanged. The cast is part of the graph, so gradients have the operand's own
+    /// type.
     pub fn cast<const N: usize>(self, op: Op, operands: [&Tensor; N]) -> Result<[Tensor; N]> {
         let floats: Vec<DType> = operands.iter().map(|tensor| tensor.dtype()).filter(DType::is_float).collect();
         let dtype = self.dtype(op, &floats);
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_autocasts() {
+    fn the_table_matches_autocast() {
         use DType::{BF16, F16, F32, F64};
         for (op, operands, expected) in [
             (Op::Matmul, vec![F32, F32], Some(F16)),
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_come_back_in_the_parameters_type() {
+    fn gradients_have_the_parameters_type() {
         let weight = candle_core::Var::ones((2, 2), DType::F32, &Device::Cpu).unwrap();
         let x = Tensor::ones((2, 2), DType::F32, &Device::Cpu).unwrap();
         let [x, w] = Policy::BF16.cast(Op::Matmul, [&x, weight.as_tensor()]).unwrap();

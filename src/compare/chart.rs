@@ -1,4 +1,4 @@
-//! Charts as inline SVG, and the style of the pages that they stand in.
+//! Charts as inline SVG, and the style of their pages.
 
 use std::fmt::Write;
 
@@ -28,14 +28,14 @@ th:first-child { text-align: left; font-weight: 400; }
 .note { color: var(--dim); }
 ";
 
-/// Size of a picture, and of the margins that hold the labels of its axes.
+/// Size of a chart, and of the margins for the labels of its axes.
 const WIDTH: f64 = 900.0;
 pub(crate) const HEIGHT: f64 = 260.0;
 const LEFT: f64 = 56.0;
 pub(crate) const BOTTOM: f64 = 28.0;
 const AIR: f64 = 10.0;
 
-/// Where data lie in a picture.
+/// The mapping of data to positions in a chart.
 pub(crate) struct Axes {
     pub(crate) x: (f64, f64),
     pub(crate) y: (f64, f64),
@@ -60,7 +60,7 @@ impl Axes {
         let _ = writeln!(out, "<path class=\"mark\" d=\"M{:.1} {:.1}l8 8m0 -8l-8 8\"/>", x - 4.0, y - 4.0);
     }
 
-    /// The picture with axes and labels, under a heading.
+    /// The chart with axes, labels and a heading.
     pub(crate) fn picture(
         &self,
         id: &str,
@@ -97,18 +97,18 @@ impl Axes {
     }
 }
 
-/// At most `most` round numbers of a range, a step of 1, 2 or 5 times a power of ten apart.
+/// At most `most` round numbers in a range, spaced by 1, 2 or 5 times a power of ten.
 fn ticks((low, high): (f64, f64), most: usize) -> Vec<f64> {
     let span = high - low;
     let power = 10f64.powf((span / most as f64).log10().floor());
     let step = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
     let step = step.into_iter().find(|step| span / step < most as f64).unwrap_or(10.0 * power);
     let count = ((high / step).floor() - (low / step).ceil()).max(0.0) as usize;
-    // Multiplied, and rounded where a binary fraction would show.
+    // Multiply instead of adding, and round away binary fractions.
     (0..=count).map(|i| (((low / step).ceil() + i as f64) * step * 1e9).round() / 1e9).collect()
 }
 
-/// Text that no browser takes for markup; control characters, which XML forbids, become blanks.
+/// Escapes text for markup; control characters, which XML forbids, become spaces.
 pub(crate) fn escape(text: &str) -> String {
     text.chars().fold(String::with_capacity(text.len()), |mut out, c| {
         match c {
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn markup_and_control_characters_are_defused() {
+    fn markup_and_control_characters_are_escaped() {
         assert_eq!(escape("<b a='1'>&\"\u{1b}[2J"), "&lt;b a=&#39;1&#39;&gt;&amp;&quot; [2J");
     }
 }

@@ -1,7 +1,7 @@
-//! The comparison as one HTML page that needs nothing else: no scripts, no fonts, no other files.
+//! The comparison as one self-contained HTML page, without scripts, fonts or other files.
 //!
-//! Arms differ by colour and by dashes, every picture has a title and a description, and the figures are a table, so that
-//! nothing depends on seeing colours, or on seeing at all. The page is well-formed XML too.
+//! For accessibility, arms differ by colour and by dashes, every chart has a title and a description, and the figures are a
+//! table. The page is well-formed XML.
 
 use std::fmt::Write;
 
@@ -58,7 +58,7 @@ impl Report {
 
     fn html_differences(&self, out: &mut String) {
         if self.differences.is_empty() {
-            out.push_str("<p class=\"note\">The configurations differ in the seed alone.</p>\n");
+            out.push_str("<p class=\"note\">The configurations differ only in the seed.</p>\n");
             return;
         }
         let rows = self.differences.iter().map(|difference| (difference.key.as_str(), difference.values.clone()));
@@ -161,7 +161,7 @@ impl Report {
         Some(axes.picture("scale", "Loss scale, log2, by step", &figures, &body, |y| format!("2^{y:.0}")))
     }
 
-    /// A description of a picture: its figure for each arm.
+    /// A description of a chart: its figure for each arm.
     fn in_words(&self, key: &str, what: &str) -> String {
         let Some(metric) = METRICS.iter().find(|metric| metric.key == key) else { return String::new() };
         let arms = self

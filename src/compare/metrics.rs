@@ -1,5 +1,4 @@
-//! The figures that are compared, each with its key in JSON, its name, and how it is written. One table, so that text,
-//! JSON and HTML cannot disagree.
+//! The compared figures, each with its JSON key, name and format, in one table for text, JSON and HTML.
 
 use super::run::Figures;
 use super::statistics::Estimate;
@@ -12,17 +11,17 @@ pub struct Metric {
     pub key: &'static str,
     /// Its name.
     pub name: &'static str,
-    /// Reads it.
+    /// Extracts it from a run's figures.
     pub of: fn(&Figures) -> Option<f64>,
     unit: Unit,
 }
 
-/// How a figure is written.
+/// The unit of a figure, which determines its format.
 #[derive(Debug, Clone, Copy)]
 enum Unit {
     /// Nats, with four decimals.
     Nats,
-    /// A perplexity, with three.
+    /// A perplexity, with three decimals.
     Perplexity,
     /// log2 of a loss scale.
     Log2,
@@ -41,7 +40,7 @@ fn log2(scale: f32) -> f64 {
     f64::from(scale).log2()
 }
 
-/// Every figure, in the order in which they are shown.
+/// Every figure, in display order.
 pub const METRICS: &[Metric] = &[
     metric("steps", "steps", Unit::Count, |f| Some(f.steps as f64)),
     metric("updates", "updates", Unit::Count, |f| Some(f.updates as f64)),
@@ -69,11 +68,11 @@ pub const METRICS: &[Metric] = &[
     metric("peak_rss_bytes", "peak memory", Unit::Bytes, |f| f.peak_rss.map(|bytes| bytes as f64)),
 ];
 
-/// What a missing figure is written as.
+/// The text for a missing figure.
 pub(super) const NONE: &str = "–";
 
 impl Metric {
-    /// The figure of that key.
+    /// The metric with this key.
     #[cfg(test)]
     pub(super) fn named(key: &str) -> &'static Self {
         METRICS.iter().find(|metric| metric.key == key).unwrap_or(&METRICS[0])
@@ -103,7 +102,7 @@ impl Metric {
         let Some(Estimate { mean, half }) = estimate else { return NONE.into() };
         let plus = if difference && mean > 0.0 { "+" } else { "" };
         let figure = |value: f64| match self.unit {
-            // A difference of logarithms is no scale, one of memory may be negative.
+            // A difference of logarithms is not a scale, and one of bytes may be negative.
             Unit::Log2 if difference => format!("{} binades", rounded(value, 2)),
             Unit::Bytes if difference && value < 0.0 => format!("-{}", format::bytes(-value as u64)),
             _ => self.show(Some(value)),
@@ -119,14 +118,14 @@ impl Metric {
     }
 }
 
-/// At most so many decimals.
+/// Formats with at most `decimals` decimals.
 fn rounded(value: f64, decimals: usize) -> String {
     let text = format!("{value:.decimals$}");
     let text = text.trim_end_matches('0').trim_end_matches('.');
     if text.is_empty() || text == "-0" { "0".into() } else { text.to_owned() }
 }
 
-/// Three significant digits of a percentage that may be tiny.
+/// Three significant digits of a percentage, which may be tiny.
 fn significant(percent: f64) -> String {
     match percent.abs() {
         0.0 => "0".into(),

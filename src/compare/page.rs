@@ -8,10 +8,10 @@ use crate::screen::dashboard::{Axes, Plot, Role as Ink};
 use crate::telemetry::Series;
 use crate::untrusted::is_unsafe;
 
-/// Draws a run's curve; gives where its letter stands.
+/// Draws a run's curve; returns the position of its letter.
 type Curve<'a> = dyn Fn(&mut Plot, &RunSummary, Ink) -> Option<(f64, f64)> + 'a;
 
-/// Rows of a plot, its axis included.
+/// Rows of a plot, including its axis.
 const PLOT: u16 = 15;
 
 impl Report {
@@ -51,7 +51,7 @@ impl Report {
     /// The settings that differ.
     fn differing(&self, page: &mut Page, width: usize) {
         if self.differences.is_empty() {
-            page.push(Line::new().dim("the configurations differ in the seed alone"));
+            page.push(Line::new().dim("the configurations differ only in the seed"));
             page.gap();
             return;
         }
@@ -63,7 +63,7 @@ impl Report {
         self.arms.iter().map(|arm| arm.label.clone()).collect()
     }
 
-    /// The figures: a run's where an arm has one, else means with intervals; and the difference of two arms.
+    /// The figures: of single runs, or means with intervals; and the difference of two arms.
     fn table(&self, page: &mut Page, width: usize) {
         let mut labels = self.labels();
         let two = self.arms.len() == 2;
@@ -82,7 +82,7 @@ impl Report {
         blocks(page, width, heading, &labels, &rows.collect::<Vec<_>>());
     }
 
-    /// Loss and loss scale of all arms, laid over one another: each curve has its arm's colour and letter.
+    /// Loss and loss scale of all arms in one plot each; every curve has its arm's colour and letter.
     fn plots(&self, page: &mut Page, width: usize, ascii: bool) {
         let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
         let Some(losses) = range(runs().flat_map(|run| logarithms(&run.loss)).map(|(_, loss)| loss)) else { return };
@@ -108,7 +108,7 @@ impl Report {
                 }
             })
         };
-        // Letters stand at different places, so that curves that run together can be told apart.
+        // Place letters at different steps, to distinguish overlapping curves.
         let part = |run: &RunSummary| {
             let at = self.arms.iter().position(|arm| arm.runs.iter().any(|other| std::ptr::eq(other, run)));
             (at.unwrap_or(0) + 1) as f64 / (self.arms.len() + 1) as f64
@@ -147,7 +147,7 @@ impl Report {
         page.gap();
     }
 
-    /// The difference of two arms' perplexities, and the bound's verdict.
+    /// The difference of two arms' perplexities, and the verdict on the bound.
     fn conclusion(&self, page: &mut Page, width: usize) {
         if let Some(text) = self.perplexity_in_words() {
             page.wrapped(Role::Plain, &text, width);
@@ -162,20 +162,20 @@ impl Report {
         }
     }
 
-    /// The difference of two arms' perplexities, in words.
+    /// The difference of two arms' perplexities as text.
     pub(super) fn perplexity_in_words(&self) -> Option<String> {
         let [first, second] = &self.arms[..] else { return None };
         let estimate = self.perplexity()?;
         let sizes = format!("{} and {} runs", first.runs.len(), second.runs.len());
         let interval = match estimate.interval() {
             Some((low, high)) => format!("95 % confidence {low:+.4} to {high:+.4} (Welch, {sizes})"),
-            None if estimate.mean.is_finite() => format!("no interval from {sizes}: it takes two seeds in each arm"),
+            None if estimate.mean.is_finite() => format!("no interval from {sizes}; each arm needs at least two seeds"),
             None => "no interval".to_owned(),
         };
         Some(format!("perplexity {} - {}: {:+.4}, {interval}", second.label, first.label, estimate.mean))
     }
 
-    /// The verdict on skipped steps in a row, in words.
+    /// The verdict on consecutive skipped steps as text.
     pub(super) fn skips_in_words(&self) -> Option<(String, Verdict)> {
         let (bound, estimate, verdict) = self.skip_verdict()?;
         let verdict_text = match verdict {
@@ -190,7 +190,7 @@ impl Report {
         Some((text, verdict))
     }
 
-    /// The bound's verdict, in words.
+    /// The verdict on the bound as text.
     pub(super) fn verdict_in_words(&self) -> Option<(String, Verdict)> {
         let (bound, verdict) = self.verdict()?;
         let text = match verdict {
@@ -209,12 +209,12 @@ pub(super) fn means(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
     series.buckets().iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?)))
 }
 
-/// The same on a logarithmic axis, on which the end of a run is as well seen as its beginning.
+/// The same on a logarithmic axis, which shows the end of a run as clearly as its start.
 pub(super) fn logarithms(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
     means(series).filter(|(_, mean)| *mean > 0.0).map(|(step, mean)| (step, mean.ln()))
 }
 
-/// The smallest and the largest, somewhat apart.
+/// The smallest and the largest value, with a margin.
 pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     let finite = values.filter(|value| value.is_finite());
     let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
@@ -229,7 +229,7 @@ fn ink(arm: usize) -> Ink {
     }
 }
 
-/// Draws a run's loss; gives the point at a part of its steps.
+/// Draws a run's loss; returns the point at a share of its steps.
 fn loss(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64, f64)> {
     let points: Vec<_> = logarithms(&run.loss).collect();
     for pair in points.windows(2) {
@@ -241,7 +241,7 @@ fn loss(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64, 
     points.get((points.len() as f64 * part) as usize).copied()
 }
 
-/// Draws a run's loss scale; gives the point at a part of its steps.
+/// Draws a run's loss scale; returns the point at a share of its steps.
 fn scale(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64, f64)> {
     let points = run.scale.points().iter().map(|point| (point.step as f64, point.value));
     plot.stairs(points, run.figures.steps as f64, ink);
@@ -252,7 +252,7 @@ fn scale(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64,
     run.scale.at(step).map(|level| (step as f64, level))
 }
 
-/// A table whose columns are put below each other in blocks where they do not fit side by side.
+/// A table whose columns are wrapped into blocks if they do not fit.
 fn blocks(page: &mut Page, width: usize, heading: &str, columns: &[String], rows: &[(String, Vec<String>)]) {
     let length = |text: &String| text.chars().count();
     let names = rows.iter().map(|(name, _)| length(name)).max().unwrap_or(0).max(heading.chars().count()) + 1;
@@ -273,7 +273,7 @@ fn blocks(page: &mut Page, width: usize, heading: &str, columns: &[String], rows
     }
 }
 
-/// Cut to a number of columns, with an ellipsis.
+/// Truncates to a number of columns, with an ellipsis.
 fn fit(text: &str, columns: usize) -> String {
     let text: String = text.chars().map(|c| if is_unsafe(c) { ' ' } else { c }).collect();
     if text.chars().count() <= columns {

@@ -1,4 +1,4 @@
-//! Runs sorted into arms, what tells the arms apart, and whether a difference is beyond luck.
+//! Groups runs into arms, and computes the arms' differences and their significance.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,24 +10,23 @@ use super::statistics::Estimate;
 use crate::telemetry::float;
 use crate::{Error, Result};
 
-/// Settings that cannot change a run's numbers, or are drawn anew in every sample: runs that differ in these alone are of
-/// one arm.
+/// Settings that cannot change a run's numbers, and the seed: runs that differ only in these belong to one arm.
 const WITHIN_AN_ARM: [&str; 5] = ["seed", "threads", "checkpoint.", "telemetry.", "run."];
-/// Settings that differ between any two runs and tell nothing.
-const NEVER_TOLD: [&str; 3] = ["seed", "checkpoint.run", "checkpoint.dir"];
+/// Settings that always differ between runs and are not listed.
+const NEVER_LISTED: [&str; 3] = ["seed", "checkpoint.run", "checkpoint.dir"];
 
 /// Runs of one configuration.
 #[derive(Debug, Clone)]
 pub struct Arm {
     /// `A`, `B`, ….
     pub label: String,
-    /// What tells it from the others, or its run's name.
+    /// The settings that distinguish it, or its run's name.
     pub name: String,
     /// Its runs, in the order they were given.
     pub runs: Vec<RunSummary>,
 }
 
-/// A setting that is not the same in all arms.
+/// A setting that differs between arms.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
     /// Its dotted key.
@@ -36,49 +35,49 @@ pub struct Difference {
     pub values: Vec<String>,
 }
 
-/// What a bound on the difference of two arms' perplexities has to say.
+/// The verdict on a bound for the difference of two arms' perplexities.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// The whole interval lies beyond the bound.
+    /// The whole interval is beyond the bound.
     Exceeded,
-    /// The whole interval lies within.
+    /// The whole interval is within the bound.
     NotExceeded,
-    /// The interval reaches over the bound, or there is none.
+    /// The interval contains the bound, or there is none.
     Undecided,
 }
 
-/// Runs compared.
+/// A comparison of runs.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// Runs by configuration, in the order in which they were given.
+    /// Runs by configuration, in the order they were given.
     pub arms: Vec<Arm>,
-    /// What tells the arms apart.
+    /// The settings that differ between arms.
     pub differences: Vec<Difference>,
     /// The bound on the difference of two arms' perplexities.
     pub bound: Option<f64>,
-    /// The bound on how many more steps in a row the second arm may skip than the first.
+    /// The bound on how many more consecutive steps the second arm may skip than the first.
     pub skip_bound: Option<f64>,
 }
 
 impl Arm {
-    /// The runs' figures of one kind, where there are any.
+    /// The runs' figures of one kind, if any.
     fn values(&self, metric: &Metric) -> Vec<f64> {
         self.runs.iter().filter_map(|run| (metric.of)(&run.figures)).collect()
     }
 
-    /// Their mean.
+    /// Their mean, with a confidence interval.
     pub fn estimate(&self, metric: &Metric) -> Option<Estimate> {
         Estimate::mean(&self.values(metric))
     }
 
-    /// A run's label: the arm's, with a number where it has several.
+    /// A run's label: the arm's, with a number if it has several runs.
     pub fn run_label(&self, index: usize) -> String {
         if self.runs.len() == 1 { self.label.clone() } else { format!("{}{}", self.label, index + 1) }
     }
 }
 
 impl Verdict {
-    /// In words.
+    /// The name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Exceeded => "exceeded",
@@ -89,15 +88,15 @@ impl Verdict {
 }
 
 impl Report {
-    /// Compares runs. A bound makes sense between two configurations only.
+    /// Compares runs. A bound requires exactly two configurations.
     pub fn new(runs: Vec<RunSummary>, bound: Option<f64>) -> Result<Self> {
         if runs.len() < 2 {
-            return Err(Error::config("compare", "one run has nothing to be compared with; name two or more"));
+            return Err(Error::config("compare", "a comparison needs at least two runs"));
         }
         for (i, run) in runs.iter().enumerate() {
             let file = |run: &RunSummary| run.log.canonicalize().unwrap_or_else(|_| run.log.clone());
             if runs[..i].iter().any(|other| file(other) == file(run)) {
-                return Err(Error::config(format!("`{}`", run.log.display()), "is named twice; it counts once"));
+                return Err(Error::config(format!("`{}`", run.log.display()), "is named twice"));
             }
         }
         let mut arms: Vec<(Arm, BTreeMap<String, String>)> = Vec::new();
@@ -113,17 +112,17 @@ impl Report {
         }
         let mut arms: Vec<Arm> = arms.into_iter().map(|(arm, _)| arm).collect();
         if bound.is_some() && arms.len() != 2 {
-            let message = format!("is for two configurations, and these runs have {}", arms.len());
+            let message = format!("*requires two configurations, but these runs have {}", arms.len());
             return Err(Error::config("--bound", message));
         }
         let differences = differences(&arms);
-        let telling = || differences.iter().filter(|difference| !is_among(&WITHIN_AN_ARM, &difference.key));
+        let differing = || differences.iter().filter(|difference| !is_among(&WITHIN_AN_ARM, &difference.key));
         for (i, arm) in arms.iter_mut().enumerate() {
-            let told: Vec<_> = telling().map(|d| format!("{} = {}", d.key, d.values[i])).collect();
+            let differing_settings: Vec<_> = differing().map(|d| format!("{} = {}", d.key, d.values[i])).collect();
             arm.name = match &arm.runs[..] {
                 [only] => only.name.clone(),
-                _ if told.is_empty() => arm.runs[0].started.model.clone(),
-                _ => told.join(", "),
+                _ if differing_settings.is_empty() => arm.runs[0].started.model.clone(),
+                _ => differing_settings.join(", "),
             };
         }
         Ok(Self { arms, differences, bound, skip_bound: None })
@@ -134,13 +133,13 @@ impl Report {
         self.arms.iter().any(|arm| arm.runs.len() > 1)
     }
 
-    /// By how much the second of two arms exceeds the first; `None` if there are not two, or one has no such figure.
+    /// The second arm's figure minus the first's; `None` without two arms or without the figure.
     pub fn difference(&self, metric: &Metric) -> Option<Estimate> {
         let [first, second] = &self.arms[..] else { return None };
         Estimate::difference(&first.values(metric), &second.values(metric))
     }
 
-    /// The metrics that some run has a figure of.
+    /// The metrics that at least one run has.
     pub fn metrics(&self) -> impl Iterator<Item = &'static Metric> {
         METRICS.iter().filter(|metric| self.arms.iter().any(|arm| !arm.values(metric).is_empty()))
     }
@@ -150,7 +149,7 @@ impl Report {
         METRICS.iter().find(|metric| metric.key == "perplexity").and_then(|metric| self.difference(metric))
     }
 
-    /// What the bound has to say, where there is one.
+    /// The verdict on the bound, if there is one.
     pub fn verdict(&self) -> Option<(f64, Verdict)> {
         let bound = self.bound?;
         let verdict = match self.perplexity().and_then(|estimate| estimate.interval()) {
@@ -161,16 +160,16 @@ impl Report {
         Some((bound, verdict))
     }
 
-    /// Adds a bound on the longest run of skipped steps. It makes sense between two configurations only.
+    /// Adds a bound on the longest streak of skipped steps. Requires exactly two configurations.
     pub fn with_skip_bound(self, skip_bound: Option<f64>) -> Result<Self> {
         if skip_bound.is_some() && self.arms.len() != 2 {
-            let message = format!("is for two configurations, and these runs have {}", self.arms.len());
+            let message = format!("*requires two configurations, but these runs have {}", self.arms.len());
             return Err(Error::config("--skip-bound", message));
         }
         Ok(Self { skip_bound, ..self })
     }
 
-    /// Whether the second arm's longest run of skipped steps exceeds the first's by more than the bound, where there is one.
+    /// Whether the second arm's longest streak of skipped steps exceeds the first's by more than the bound, if there is one.
     pub fn skip_verdict(&self) -> Option<(f64, Estimate, Verdict)> {
         let bound = self.skip_bound?;
         let metric = METRICS.iter().find(|metric| metric.key == "longest_streak")?;
@@ -183,7 +182,7 @@ impl Report {
         Some((bound, estimate, verdict))
     }
 
-    /// Everything, for scripts.
+    /// The comparison as JSON.
     pub fn json(&self) -> Value {
         let arms = self.arms.iter().map(|arm| {
             let runs = arm.runs.iter().enumerate().map(|(i, run)| {
@@ -219,7 +218,7 @@ impl Report {
     }
 }
 
-/// One field a metric.
+/// One field per metric.
 fn by_key(value: impl Fn(&Metric) -> Option<Value>) -> Map<String, Value> {
     METRICS.iter().map(|metric| (metric.key.to_owned(), json!(value(metric)))).collect()
 }
@@ -229,12 +228,12 @@ fn number(value: f64) -> Value {
     float::serialize(&value, serde_json::value::Serializer).unwrap_or_default()
 }
 
-/// Whether `key` is one of `keys`, or within one that ends in a dot.
+/// Whether `key` is one of `keys`, or inside one that ends in a dot.
 fn is_among(keys: &[&str], key: &str) -> bool {
     keys.iter().any(|known| if known.ends_with('.') { key.starts_with(known) } else { key == *known })
 }
 
-/// The settings that are not the same in all arms.
+/// The settings that differ between arms.
 fn differences(arms: &[Arm]) -> Vec<Difference> {
     let settings: Vec<Vec<_>> = arms.iter().map(|arm| arm.runs.iter().map(RunSummary::settings).collect()).collect();
     let keys: BTreeSet<&String> = settings.iter().flatten().flat_map(BTreeMap::keys).collect();
@@ -246,8 +245,8 @@ fn differences(arms: &[Arm]) -> Vec<Difference> {
             _ => "various".to_owned(),
         }
     };
-    let told = keys.into_iter().filter(|key| !is_among(&NEVER_TOLD, key));
-    let differences = told
+    let differing_settings = keys.into_iter().filter(|key| !is_among(&NEVER_LISTED, key));
+    let differences = differing_settings
         .map(|key| Difference { key: key.clone(), values: settings.iter().map(|runs| of_arm(runs, key)).collect() });
     differences.filter(|difference| difference.values.windows(2).any(|pair| pair[0] != pair[1])).collect()
 }

@@ -1,4 +1,4 @@
-//! One run's figures and curves, folded from its log.
+//! A run's figures and curves, from its log.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,23 +9,23 @@ pub use crate::telemetry::Figures;
 use crate::telemetry::{FinishReason, RunState, Series, StairCase, Started};
 use crate::{Error, Result};
 
-/// Buckets of a curve; a picture has some twice as many columns.
+/// Buckets of a curve; a chart has about twice as many columns.
 const CURVE: usize = 360;
 
-/// A run, as far as its log tells.
+/// A run's figures and curves.
 #[derive(Debug, Clone)]
 pub struct RunSummary {
-    /// Its name: its folder's.
+    /// The name of its folder.
     pub name: String,
     /// Its log.
     pub log: PathBuf,
-    /// What it said of itself.
+    /// Its newest `Started` event.
     pub started: Started,
-    /// What it came to.
+    /// Its summary figures.
     pub figures: Figures,
-    /// The configuration of each process that trained it, with the step that the process began at.
+    /// The configuration of each process that trained it, with the step the process started from.
     configs: Vec<(u64, Value)>,
-    /// Why it stopped; `None` if the log ends without a word.
+    /// Why it stopped; `None` if the log ends without a `Finished` event.
     pub finished: Option<FinishReason>,
     /// Lines of the log that could not be read.
     pub unreadable: usize,
@@ -40,13 +40,13 @@ pub struct RunSummary {
 }
 
 impl RunSummary {
-    /// Reads a run's log. An error names the file, and says so if no run has written it or no step is in it yet.
+    /// Reads a run's log. A file that is not a run's log, or has no step yet, is an error.
     pub fn read(log: &Path) -> Result<Self> {
         let (state, unreadable) = RunState::new(CURVE).read(log)?;
         Self::of(log, state, unreadable)
     }
 
-    /// The run that a log was folded into.
+    /// From the state of a run.
     pub(crate) fn of(log: &Path, state: RunState, unreadable: usize) -> Result<Self> {
         let (figures, finished) = (state.figures(), state.finished());
         let Some(started) = state.started else {
@@ -69,7 +69,7 @@ impl RunSummary {
         })
     }
 
-    /// How the run ended, in words.
+    /// How the run ended, as text.
     pub fn end(&self) -> String {
         let Figures { steps, .. } = self.figures;
         let end = match self.finished {
@@ -87,7 +87,7 @@ impl RunSummary {
         }
     }
 
-    /// Every setting by its dotted key, and below `run.` what else may change numbers or speed.
+    /// Every setting by its dotted key, and under `run.` other facts that affect numbers or speed.
     pub(crate) fn settings(&self) -> BTreeMap<String, String> {
         let mut settings = BTreeMap::<String, String>::new();
         let mut last = BTreeMap::new();

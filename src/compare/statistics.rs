@@ -1,4 +1,4 @@
-//! Means of few samples, and the difference of two, with 95 % confidence intervals.
+//! Means of small samples, and the difference of two means, with 95 % confidence intervals.
 
 use distrs::StudentsT;
 use serde::Serialize;
@@ -11,15 +11,15 @@ pub struct Estimate {
     /// The mean or difference.
     #[serde(serialize_with = "float::serialize")]
     pub mean: f64,
-    /// Half the width of the 95 % confidence interval; `None` where a sample is too small to have one.
+    /// Half the width of the 95 % confidence interval; `None` if a sample is too small.
     pub half: Option<f64>,
 }
 
-/// What is known of a sample.
+/// The moments of a sample.
 struct Moments {
     count: f64,
     mean: f64,
-    /// Of the mean: the sample's unbiased variance over its size. `None` for a single value.
+    /// The variance of the mean: the sample's unbiased variance divided by its size. `None` for a single value.
     variance: Option<f64>,
 }
 
@@ -40,7 +40,7 @@ impl Estimate {
         Some(Self { mean, half: variance.and_then(|variance| half_width(variance, count - 1.0)) })
     }
 
-    /// By how much the mean of `second` exceeds that of `first`, with Welch's interval: the samples may vary differently.
+    /// The mean of `second` minus that of `first`, with Welch's interval for unequal variances.
     pub fn difference(first: &[f64], second: &[f64]) -> Option<Self> {
         let (a, b) = (Moments::of(first)?, Moments::of(second)?);
         let half = a.variance.zip(b.variance).and_then(|(va, vb)| {
@@ -75,7 +75,7 @@ mod tests {
         assert!((value - expected).abs() < 1e-3 * expected.abs().max(1e-9), "{value}, expected {expected}");
     }
 
-    /// Quantiles as any table of Student's distribution has them.
+    /// Quantiles from a table of Student's distribution.
     #[test]
     fn students_quantiles() {
         for (freedom, quantile) in [(1.0, 12.706), (2.0, 4.303), (4.0, 2.776), (30.0, 2.042), (1e6, 1.960)] {
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_has_no_interval() {
+    fn values_that_are_not_finite_have_no_interval() {
         let estimate = Estimate::mean(&[1.0, f64::NAN]).unwrap();
         assert!(estimate.mean.is_nan() && estimate.half.is_none());
         let estimate = Estimate::difference(&[1.0, 2.0], &[f64::INFINITY, 1.0]).unwrap();

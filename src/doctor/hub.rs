@@ -1,24 +1,24 @@
-//! Whether the Hub can be reached, in words.
+//! Checks whether the Hub is reachable.
 
 use crate::store::hub::{Settings, connect, without_password};
 use serde::Serialize;
 use std::time::Duration;
 
-/// Name lookup and connection together take no longer.
+/// Timeout for name lookup and connection together.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// What became of the attempt to reach the Hub.
+/// The result of the check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HubCheck {
     /// `HF_ENDPOINT` without its password, or the public one.
     pub endpoint: String,
-    /// `None` where it was not tried.
+    /// `None` if it was not tried.
     pub reachable: Option<bool>,
-    /// What that means, and what to do.
+    /// An explanation, and what to do.
     pub note: String,
 }
 
-/// Connects to the endpoint and hangs up.
+/// Connects to the endpoint and disconnects.
 pub fn check_hub(settings: &Settings) -> HubCheck {
     let endpoint = without_password(&settings.endpoint);
     if settings.offline {

@@ -1,4 +1,4 @@
-//! One number in every format: its bits, what is stored, what is lost.
+//! One number in every format: its bits, the stored value and the error.
 
 use serde::Serialize;
 
@@ -7,19 +7,19 @@ use super::page::{Line, Page, Role};
 use crate::Result;
 use crate::precision::{FloatClass, FloatFormat};
 
-/// A number and what each format makes of it.
+/// A number in every format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Bits {
-    /// What was asked.
+    /// The input.
     pub input: String,
-    /// The number as f64, from which the formats round.
+    /// The number as f64, before rounding to the formats.
     #[serde(serialize_with = "serialize")]
     pub value: f64,
-    /// Its decimal digits, all of them.
+    /// *All of its decimal digits.
     pub exact: String,
     /// Widest format first.
     pub formats: Vec<Stored>,
-    /// A format and a bit of it, counted from the left, to be marked.
+    /// The format and bit (counted from the left) to mark.
     #[serde(skip)]
     pub cursor: Option<(FloatFormat, u32)>,
 }
@@ -37,17 +37,17 @@ pub struct Stored {
     pub exponent: String,
     /// The mantissa field.
     pub mantissa: String,
-    /// What is stored.
+    /// The stored value.
     #[serde(serialize_with = "serialize")]
     pub value: f64,
-    /// Its decimal digits, all of them.
+    /// *All of its decimal digits.
     pub exact: String,
-    /// What kind of number that is.
+    /// The class of the stored value.
     pub class: FloatClass,
-    /// Whether the number has left the format's range.
+    /// *How the number was stored.
     pub fate: Fate,
-    /// What is stored where a value out of range becomes the largest number instead, as PyTorch's cast to E4M3 and this
-    /// program's simulation of FP8 do; missing where that is no other value.
+    /// The value stored by a saturating conversion, as in PyTorch's cast to E4M3 and this program's FP8 simulation; `None` if it
+    /// is the same.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saturated: Option<f64>,
     /// `|stored - value|`.
@@ -56,18 +56,18 @@ pub struct Stored {
     /// `|stored - value| / |value|`.
     #[serde(serialize_with = "serialize")]
     pub relative_error: f64,
-    /// The format's spacing there.
+    /// The format's spacing at the stored value.
     #[serde(serialize_with = "serialize")]
     pub ulp: f64,
-    /// The next smaller number of the format; NaN where there is none.
+    /// The next smaller *number of the format; NaN if there is none.
     #[serde(serialize_with = "serialize")]
     pub below: f64,
-    /// The next larger number of the format; NaN where there is none.
+    /// The next larger *number of the format; NaN if there is none.
     #[serde(serialize_with = "serialize")]
     pub above: f64,
 }
 
-/// Whether a number has left a format's range.
+/// How a number was stored in a format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Fate {
@@ -82,10 +82,10 @@ pub enum Fate {
 }
 
 impl Bits {
-    /// Inputs worth a look: an irrational, a typical lost gradient, the edges of FP16, a lost update.
+    /// Example inputs: an irrational number, a typical lost gradient, the limits of FP16, a lost update.
     pub const PRESETS: [&str; 7] = ["pi", "1e-8", "65504", "65520", "2^-24", "2^-25", "1 + 2^-11"];
 
-    /// Reads `input` ([`parse_value`](super::parse_value)) and stores it in every format.
+    /// Parses `input` with [`parse_value`](super::parse_value) and stores it in every format.
     pub fn of(input: &str) -> Result<Self> {
         let value = parse_value(input)?;
         let formats = FloatFormat::ALL.map(|format| Stored::new(value, format)).to_vec();
@@ -101,7 +101,7 @@ impl Bits {
         for stored in &self.formats {
             stored.render(&mut page, width);
             if let Some((_, bit)) = self.cursor.filter(|(format, _)| format.name == stored.format) {
-                // The fields stand apart by a blank each.
+                // The fields are separated by spaces.
                 let fields = [1, stored.exponent.len() as u32];
                 let blanks = u32::from(bit >= fields[0]) + u32::from(bit >= fields[0] + fields[1]);
                 let at = page.lines.len() - stored.lines(width);
@@ -117,7 +117,7 @@ impl Bits {
         page
     }
 
-    /// The pattern of `input` in `format` with one bit flipped, as this view reads it back: `fp16:0x3c01`.
+    /// The pattern of `input` in `format` with one bit flipped, as valid input: `fp16:0x3c01`.
     pub fn flipped(input: &str, format: FloatFormat, bit: u32) -> Result<String> {
         let bits = format.encode(parse_value(input)?);
         Ok(pattern(format, bits ^ (1 << (format.bits() - 1 - bit.min(format.bits() - 1)))))
@@ -134,7 +134,7 @@ impl Bits {
 /// Columns before a format's bits.
 const LABEL: usize = 9;
 
-/// A pattern as [`parse_value`] reads it.
+/// A pattern in the syntax of [`parse_value`].
 fn pattern(format: FloatFormat, bits: u32) -> String {
     let name = match format.name {
         "FP8 E4M3" => "e4m3".to_owned(),
@@ -208,14 +208,14 @@ impl Stored {
         page.push(Line::new().dim("  between ").plain(below).dim(" and ").plain(above));
     }
 
-    /// Lines that [`render`](Self::render) adds.
+    /// The number of lines that [`render`](Self::render) adds.
     fn lines(&self, width: usize) -> usize {
         let mut page = Page::new();
         self.render(&mut page, width);
         page.lines.len()
     }
 
-    /// What a bit, counted from the left, stands for.
+    /// The meaning of a bit, counted from the left.
     fn weight(&self, bit: u32) -> String {
         let exponent = self.exponent.len() as u32;
         match bit {
@@ -240,7 +240,7 @@ impl Stored {
 }
 
 impl Fate {
-    /// What has become of `value`, stored as `stored`.
+    /// How `value` was stored, given the result `stored`.
     pub fn of(value: f64, stored: f64) -> Self {
         if value == stored || value.is_nan() {
             Self::Exact
@@ -254,7 +254,7 @@ impl Fate {
     }
 }
 
-/// A neighbour with as many digits as tell it from the number itself.
+/// A neighbour with enough digits to distinguish it from the number.
 fn neighbour(x: f64) -> String {
     let text = short(x);
     if !x.is_finite() || text.contains('^') || text.parse() == Ok(x) {
@@ -266,7 +266,7 @@ fn neighbour(x: f64) -> String {
     }
 }
 
-/// Digits, cut to `room` columns where they do not fit; `--json` has all of them.
+/// Digits, truncated to `room` columns; `--json` has all of them.
 fn cut(digits: &str, room: usize) -> String {
     match digits.split_once('e') {
         _ if digits.len() <= room => digits.to_owned(),
@@ -291,7 +291,7 @@ mod tests {
         bits.formats.into_iter().find(|stored| stored.format == format).unwrap()
     }
 
-    /// The figures that every text on mixed precision quotes.
+    /// The figures commonly quoted about mixed precision.
     #[test]
     fn presets_in_fp16() {
         let fp16 = |input| stored(input, "FP16");
@@ -339,7 +339,7 @@ mod tests {
         assert!(lines[at + 1].starts_with(&format!("{}▲  bit 3: exponent, × 2^4", " ".repeat(13))), "{text}");
     }
 
-    /// 1e-300 took thirteen lines.
+    /// Regression: 1e-300 took thirteen lines.
     #[test]
     fn a_page_shows_a_handful_of_digits_and_json_all() {
         let bits = Bits::of("1e-300").unwrap();
@@ -374,8 +374,8 @@ mod tests {
         }
     }
 
-    /// What the crates make of `x`, format by format. `float8` saturates where ours leaves the range: E4M3 beyond the
-    /// midpoint between 448 and the pattern that stands for NaN, E5M2 from the midpoint between 57344 and 2^16 on.
+    /// `x` rounded by other crates. `float8` saturates where ours overflows: E4M3 beyond the midpoint between 448 and the NaN
+    /// pattern, E5M2 from the midpoint between 57344 and 2^16 on.
     fn by_the_crates(x: f32) -> [f64; 5] {
         let e4m3 = if x.abs() > 464.0 { f64::NAN } else { float8::F8E4M3::from_f32(x).to_f64() };
         let infinite = f64::INFINITY.copysign(f64::from(x));
@@ -383,8 +383,8 @@ mod tests {
         [f64::from(x), f16::from_f32(x).to_f64(), bf16::from_f32(x).to_f64(), e4m3, e5m2]
     }
 
-    /// Patterns of FP32: any, which is mostly beyond the narrow formats; those of a format's numbers, subnormal ones, NaNs
-    /// and infinities among them; of the ties between two; and of what lies one step beside.
+    /// Patterns of FP32: arbitrary ones, which mostly exceed the narrow formats; numbers of a format, including subnormals, NaNs
+    /// and infinities; ties between two; and their neighbours.
     fn patterns() -> impl Strategy<Value = u32> {
         let near = (0..5usize, any::<u32>(), any::<bool>(), -1..=1i32).prop_map(|(format, bits, tie, beside)| {
             let format = FloatFormat::ALL[format];
@@ -401,7 +401,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
         #[test]
-        fn what_is_shown_is_what_the_crates_store(pattern in patterns()) {
+        fn stored_values_match_other_crates(pattern in patterns()) {
             let bits = Bits::of(&format!("fp32:{pattern:08x}")).unwrap();
             for (stored, expected) in bits.formats.iter().zip(by_the_crates(f32::from_bits(pattern))) {
                 let value = stored.value;

@@ -11,23 +11,23 @@ use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
 use crate::{Error, Result};
 
-/// A way to quantise a tensor.
+/// A quantization scheme for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheme {
-    /// E4M3, one FP32 scale from the tensor's own largest magnitude.
+    /// E4M3, one FP32 scale from the tensor's amax.
     Fp8Current,
-    /// E4M3, one FP32 scale from the largest magnitude of the steps before.
+    /// E4M3, one FP32 scale from the amax of earlier steps.
     Fp8Delayed,
-    /// E4M3, an FP32 scale a row.
+    /// E4M3, an FP32 scale per row.
     Fp8Row,
-    /// E4M3, an FP32 scale for each 128 values of a row.
+    /// E4M3, an FP32 scale per 128 values of a row.
     Fp8Block128,
-    /// E4M3, a power of two for each 32 values (OCP Microscaling).
+    /// E4M3, a power-of-two scale per 32 values (OCP Microscaling).
     Mxfp8,
-    /// E2M1, an E4M3 scale for each 16 values and an FP32 scale for the tensor.
+    /// E2M1, an E4M3 scale per 16 values and an FP32 scale for the tensor.
     Nvfp4,
-    /// Whole numbers from -127 to 127, one FP32 scale.
+    /// Integers from -127 to 127, one FP32 scale.
     Int8,
 }
 
@@ -74,30 +74,30 @@ impl std::str::FromStr for Scheme {
     }
 }
 
-/// A quantised tensor.
+/// A quantized tensor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Quantised {
-    /// How.
+    /// The scheme.
     pub scheme: Scheme,
-    /// Values that share a scale.
+    /// Number of values that share a scale.
     pub block: usize,
-    /// Bits a value, scales included.
+    /// Bits per value, including scales.
     pub bits: f64,
-    /// What a code is multiplied with to give a value, one a block, in the order of rows. For NVFP4 the E4M3 scales.
+    /// The factor from code to value for each block, in row order. For NVFP4, the E4M3 scales.
     pub scales: Vec<f32>,
     /// NVFP4's scale of the tensor.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_scale: Option<f32>,
-    /// One code a value: a pattern of FP8 or FP4, or a two's complement byte.
+    /// The code of each value: a pattern of FP8 or FP4, or a two's complement byte.
     pub codes: Vec<u8>,
-    /// The values that the codes stand for.
+    /// The dequantized values.
     #[serde(skip)]
     pub values: Vec<f64>,
     /// Root mean square of the error over that of the values.
     pub error: f64,
-    /// Share of values other than zero that became zero.
+    /// Share of non-zero values that became zero.
     pub flushed: f64,
-    /// Values that were cut off at the format's largest.
+    /// Number of values that saturated at the format's largest.
     pub saturated: usize,
 }
 
@@ -112,16 +112,16 @@ pub struct Blocks {
     pub tensor: Vec<f32>,
     /// Its largest magnitude.
     pub amax: f32,
-    /// The largest magnitude that delayed scaling remembers.
+    /// The amax that delayed scaling uses.
     pub remembered: f32,
-    /// One for each scheme.
+    /// The result of each scheme.
     pub schemes: Vec<Quantised>,
     /// The scheme whose first block is shown.
     #[serde(skip)]
     pub shown: Scheme,
 }
 
-/// A tensor of `[rows, columns]` standard normal values, the first of each row `outlier` times as large.
+/// A tensor of `[rows, columns]` standard normal values, with the first of each row multiplied by `outlier`.
 pub fn normal_tensor([rows, columns]: [usize; 2], outlier: f32, seed: u64) -> Vec<f32> {
     let mut values = vec![0f32; rows * columns];
     Stream::new(seed, Domain::Bench).fill_normal(4, 0, &mut values);
@@ -132,15 +132,16 @@ pub fn normal_tensor([rows, columns]: [usize; 2], outlier: f32, seed: u64) -> Ve
 }
 
 impl Blocks {
-    /// Quantises `tensor`; delayed scaling remembers a largest magnitude of `remembered` × its own.
+    /// Quantizes `tensor` with every scheme; delayed scaling uses `remembered` times its amax.
     pub fn new(source: String, tensor: Vec<f32>, shape: [usize; 2], remembered: f32, shown: Scheme) -> Result<Self> {
         let [rows, columns] = shape;
         if rows * columns != tensor.len() || tensor.is_empty() || columns % 128 != 0 {
-            let message = "a tensor needs rows of a multiple of 128 values, so that every scheme's blocks are whole";
+            let message =
+                "the tensor's rows must be a multiple of 128 values, so that every scheme's blocks are complete";
             return Err(Error::config("--columns", message));
         }
         if let Some(value) = tensor.iter().find(|value| !value.is_finite()) {
-            return Err(Error::config("tensor", format!("holds {value}; a scale needs finite values")));
+            return Err(Error::config("tensor", format!("contains {value}; a scale needs finite values")));
         }
         let amax = largest(&tensor);
         let remembered = amax * remembered;
@@ -198,7 +199,7 @@ impl Quantised {
             Scheme::Nvfp4 => 16,
         };
         let amax = largest(tensor);
-        // NVFP4's blocks use the whole range of their E4M3 scales.
+        // Use the whole range of NVFP4's E4M3 block scales.
         let tensor_scale = (scheme == Scheme::Nvfp4).then_some(if amax > 0.0 { amax / (448.0 * 6.0) } else { 1.0 });
         let mut this = Self {
             scheme,
@@ -236,7 +237,7 @@ impl Quantised {
         let e4m3 = FloatFormat::E4M3;
         match self.scheme {
             Scheme::Mxfp8 => {
-                // The exponent of the largest magnitude less that of E4M3's largest number, 448 = 1.75 × 2^8.
+                // The exponent of amax minus that of E4M3's largest number, 448 = 1.75 × 2^8.
                 let exponent = if amax > 0.0 { (floor_log2(amax) - 8).max(-127) } else { -127 };
                 let scale = 2f64.powi(exponent) as f32;
                 self.scales.push(scale);
@@ -285,7 +286,7 @@ impl Quantised {
         self.values.push(value(code));
     }
 
-    /// The first values of the first block on their way: value, scaled, code, what comes back.
+    /// The quantization of the first values of the first block: value, scaled, code, dequantized, error.
     fn detail(&self, page: &mut Page, tensor: &[f32], width: usize) {
         let count = (width.saturating_sub(10) / 9).clamp(1, 12).min(tensor.len());
         let scale = f64::from(self.scales[0]) * self.tensor_scale.map_or(1.0, f64::from);
@@ -327,12 +328,12 @@ fn floor_log2(x: f32) -> i32 {
 /// FP4 E2M1's magnitudes by code. It has neither infinity nor NaN.
 const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// The code nearest to `x`, ties to the even one, beyond the largest to the largest; bit 3 is the sign.
+/// The code nearest to `x`, ties to even, saturating; bit 3 is the sign.
 fn e2m1(x: f32) -> u8 {
     let magnitude = x.abs();
     let above = (1..8).find(|code| {
         let middle = f32::midpoint(E2M1[*code - 1], E2M1[*code]);
-        // A tie goes to the even code.
+        // Ties go to the even code.
         magnitude < middle || (magnitude == middle && code % 2 == 1)
     });
     let code = above.map_or(7, |code| code - 1) as u8;
@@ -366,9 +367,9 @@ mod tests {
         assert!((0..16u8).all(|code| e2m1(e2m1_value(code) as f32) == code));
     }
 
-    /// One large value takes the range from all that share its scale: the finer the blocks, the fewer.
+    /// An outlier costs all values that share its scale; smaller blocks limit the damage.
     #[test]
-    fn an_outlier_harms_its_own_block() {
+    fn an_outlier_affects_only_its_own_block() {
         let (calm, wild) = (blocks(1.0, 1.0), blocks(1e6, 1.0));
         let flushed = |blocks: &Blocks, scheme| of(blocks, scheme).flushed;
         assert!(flushed(&calm, Scheme::Fp8Current) < 0.01);
@@ -379,9 +380,9 @@ mod tests {
         insta::assert_snapshot!("blocks", calm.page(80).text());
     }
 
-    /// Delayed scaling cuts off what exceeds the past, and wastes range where the past was larger.
+    /// Delayed scaling saturates above the remembered amax, and wastes range if that was larger.
     #[test]
-    fn delayed_scaling_lives_in_the_past() {
+    fn delayed_scaling_depends_on_the_remembered_amax() {
         let cut = |remembered| of(&blocks(1.0, remembered), Scheme::Fp8Delayed).saturated;
         assert_eq!(cut(1.0), 0);
         assert!(cut(0.25) > 10);
@@ -390,14 +391,14 @@ mod tests {
     }
 
     #[test]
-    fn bits_a_value_count_the_scales() {
+    fn bits_per_value_include_the_scales() {
         let blocks = blocks(1.0, 1.0);
         let bits = [Scheme::Mxfp8, Scheme::Nvfp4, Scheme::Fp8Block128].map(|scheme| of(&blocks, scheme).bits);
         assert_eq!(bits, [8.25, 4.53125, 8.25]);
     }
 
     #[test]
-    fn what_cannot_be_quantised_is_refused() {
+    fn invalid_tensors_are_rejected() {
         let refused = |tensor: Vec<f32>, shape| Blocks::new(String::new(), tensor, shape, 1.0, Scheme::Int8).is_err();
         assert!(
             refused(vec![1.0; 100], [1, 100]) && refused(vec![f32::NAN; 128], [1, 128]) && refused(vec![], [0, 128])

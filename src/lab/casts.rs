@@ -1,4 +1,4 @@
-//! The cast list of a policy: the type in which each operation's result is stored, read off one step of the engine.
+//! The casts of a policy: the type in which each operation's result is stored, recorded from a step of the engine.
 
 use std::sync::Arc;
 
@@ -19,28 +19,28 @@ use crate::{Error, Result};
 pub struct Casts {
     /// The policy's text form.
     pub policy: String,
-    /// Whether its loss has to be scaled.
+    /// Whether the policy needs loss scaling.
     pub loss_scale: bool,
-    /// Types of the masters, the working copy and the gradients as the optimizer takes them.
+    /// Types of the masters, the working copy and the optimizer's gradients.
     pub state: [(&'static str, &'static str); 3],
-    /// Layers of the first block and around the blocks, in order of computation.
+    /// Layers of the first block and outside the blocks, in order of computation.
     pub layers: Vec<Cast>,
 }
 
-/// A layer's stored types; `None` for what it does not have.
+/// A layer's stored types; `None` for tensors it does not have.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Cast {
-    /// Its name, as its parameters have it.
+    /// The layer's name, as in its parameters.
     pub layer: String,
-    /// What it puts out.
+    /// The type of its output.
     pub output: Option<&'static str>,
-    /// The gradient of its output or its input.
+    /// The type of its output's or input's gradient.
     pub activation_gradient: Option<&'static str>,
-    /// The gradient of its weight.
+    /// The type of its weight's gradient.
     pub weight_gradient: Option<&'static str>,
 }
 
-/// Notes the type of every tensor that the passes show.
+/// Records the type of every tensor in the passes.
 struct Types<'a> {
     spec: &'a ModelSpec,
     layers: Vec<Cast>,
@@ -65,7 +65,7 @@ impl Hook for Types<'_> {
 }
 
 impl Casts {
-    /// Runs one step of the built-in model under `policy`, on the CPU, and notes what is stored in which type.
+    /// Runs a step of the built-in model under `policy` on the CPU and records the types of its tensors.
     pub fn of(policy: PrecisionPolicy) -> Result<Self> {
         const TOKENS: usize = 4;
         let spec = ModelSpec::named("tiny").ok_or_else(|| Error::config("model", "there is no `tiny`"))?;
@@ -83,7 +83,7 @@ impl Casts {
         model.loss_and_head_gradient(&weights, &ids, 1.0, &workspace, grads.micro_batch(), &mut types)?;
         model.backward(&weights, tokens, mode, &mut workspace, grads.micro_batch(), &mut types)?;
         let name = |parameters: &Parameters| parameters.tensors().first().map_or("", |tensor| tensor.dtype().as_str());
-        // The blocks are alike; the first stands for all.
+        // The blocks are alike, so show only the first.
         let layers =
             types.layers.into_iter().filter(|cast| !cast.layer.starts_with("h.") || cast.layer.starts_with("h.0."));
         Ok(Self {
@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_list_is_the_engines() {
+    fn the_list_matches_the_engine() {
         let fp32 = Casts::of(PrecisionPolicy::FP32).unwrap();
         assert!(fp32.layers.len() > 5 && fp32.layers.iter().all(|cast| cast.output.is_none_or(|dtype| dtype == "f32")));
         let fp16 = Casts::of(PrecisionPolicy::FP16).unwrap();

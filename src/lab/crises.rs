@@ -1,5 +1,5 @@
-//! The three ways FP16 loses a training run, each with its cause and its cure: gradients that underflow, gradients that
-//! overflow, updates that vanish in the weight.
+//! The three ways FP16 training fails, each with its cause and remedy: gradients that underflow, gradients that overflow,
+//! updates too small for the weight.
 
 use serde::Serialize;
 
@@ -8,27 +8,27 @@ use super::page::{Line, Page, Role};
 use crate::Result;
 use crate::precision::{FloatFormat, GradScaler, GradScalerConfig};
 
-/// What the crises are shown with.
+/// The inputs and outcomes of the three failures.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Crises {
     /// A small gradient.
     pub small: f64,
     /// A large gradient.
     pub large: f64,
-    /// The loss scale that both meet first.
+    /// The initial loss scale.
     pub scale: f64,
     /// A weight.
     pub weight: f64,
-    /// What a step takes from it.
+    /// The update per step, which is subtracted.
     pub update: f64,
-    /// Steps.
+    /// Number of steps.
     pub steps: u64,
-    /// What they come to.
+    /// The results.
     #[serde(flatten)]
     pub outcome: Outcome,
 }
 
-/// What becomes of the gradients and the weight in FP16, without and with the cures.
+/// The gradients and the weight in FP16, without and with the remedies.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Outcome {
     /// The small gradient as FP16 stores it.
@@ -37,7 +37,7 @@ pub struct Outcome {
     /// The same after scaling, storage in FP16 and unscaling in FP32.
     #[serde(serialize_with = "serialize")]
     pub rescued: f64,
-    /// The large gradient, scaled, as FP16 stores it.
+    /// The scaled large gradient as FP16 stores it.
     #[serde(serialize_with = "serialize")]
     pub scaled: f64,
     /// Steps skipped until the scale fits it.
@@ -57,10 +57,10 @@ pub struct Outcome {
 }
 
 impl Crises {
-    /// The most steps that are simulated.
+    /// Maximum number of steps.
     pub const MOST: u64 = 1_000_000;
 
-    /// Lets the gradients `[small, large]` meet a loss scale, and a weight its updates.
+    /// Applies a loss scale to the gradients `[small, large]`, and updates to a weight.
     pub fn new([small, large]: [f64; 2], scale: f64, [weight, update]: [f64; 2], steps: u64) -> Result<Self> {
         let fp16 = FloatFormat::FP16;
         let config = GradScalerConfig { init_scale: scale as f32, ..GradScalerConfig::default() };
@@ -151,7 +151,7 @@ mod tests {
 
     /// The figures of `examples/three_crises.rs`, which trains with candle.
     #[test]
-    fn the_examples_figures() {
+    fn the_figures_match_the_example() {
         let crises = Crises::new([1e-8, 3.0], 65536.0, [1.0, 5e-5], 3).unwrap();
         let outcome = crises.outcome;
         assert_eq!((outcome.unscaled, format!("{:.3e}", outcome.rescued)), (0.0, "9.997e-9".to_owned()));
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scale_that_cannot_be_is_refused() {
+    fn an_invalid_scale_is_rejected() {
         assert!(Crises::new([1e-8, 3.0], -1.0, [1.0, 5e-5], 3).is_err());
         let broken = Crises::new([f64::NAN, f64::INFINITY], 65536.0, [0.0, 0.0], 0).unwrap();
         assert_eq!(broken.outcome.fitting, 1.0);

@@ -1,4 +1,4 @@
-//! What the laboratory tells a newcomer: each view's parameters, scenarios, keys and explanation.
+//! The lab's guide: each view's parameters, scenarios, keys and explanation.
 
 use ratatui::crossterm::event::KeyCode;
 
@@ -19,7 +19,7 @@ const fn key(
     ViewKey { code, written, footer, help, act }
 }
 
-/// What a view shows and why it matters.
+/// The explanation of a view.
 pub fn about(view: &str) -> &'static str {
     match view {
         "bits" => {
@@ -369,7 +369,7 @@ fn last_step(scaler: &Instrument) -> u64 {
     scaler.value("steps").parse::<u64>().unwrap_or(2000).saturating_sub(1)
 }
 
-/// Moves the scaler's cursor by a share of the steps, at least one; false at the end.
+/// Moves the scaler's cursor by a share of the steps, at least one; `false` at the end.
 fn advance(scaler: &mut Instrument, share: f64, forwards: bool) -> bool {
     let last = last_step(scaler);
     let step = (last as f64 * share).round().max(1.0) as u64;
@@ -403,7 +403,7 @@ const SCALER_KEYS: &[ViewKey] = &[
     key(KeyCode::End, "End", "", "everything, without a cursor", |scaler| scaler.set("cursor", "")),
 ];
 
-/// A frame of the scaler's play; from the start again where it had ended.
+/// Advances the scaler's playback by a frame; restarts at the end.
 fn play(scaler: &mut Instrument) -> bool {
     let at = scaler.value("cursor").parse::<u64>();
     if at.is_err() || at == Ok(last_step(scaler)) {
@@ -413,7 +413,7 @@ fn play(scaler: &mut Instrument) -> bool {
     advance(scaler, 1.0 / 140.0, true)
 }
 
-/// The views with their parameters, as the screen first shows them.
+/// The views with their initial parameters.
 pub fn instruments(run: &str) -> Vec<Instrument> {
     use Adjust::{Among, By, Count, Double, Scale, Typed};
     const FORMATS: &[&str] = &["fp16", "bf16", "fp32", "e4m3", "e5m2"];

@@ -1,4 +1,4 @@
-//! Where training's memory goes: this engine's buffers, one by one, beside the textbook's estimate.
+//! Training's memory by purpose: this engine's buffers next to the textbook estimate.
 
 use serde::Serialize;
 
@@ -8,7 +8,7 @@ use crate::precision::PrecisionPolicy;
 use crate::train::{EngineBytes, largest_batch};
 use crate::{Error, Result};
 
-/// A way to train, by its formats.
+/// A training recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recipe {
@@ -18,21 +18,21 @@ pub enum Recipe {
     Fp16Amp,
     /// BF16 with FP32 masters.
     Bf16Amp,
-    /// FP8 products over BF16 gradients and FP32 masters.
+    /// FP8 matrix products, BF16 gradients and FP32 masters.
     Fp8,
     /// BF16 weights, gradients and moments, without masters.
     Bf16Pure,
-    /// BF16 with FP32 masters and moments in 8 bits, an FP32 scale for each 256 of them.
+    /// BF16 with FP32 masters and 8-bit moments, with an FP32 scale per 256 of them.
     Adam8bit,
-    /// BF16 with FP32 masters; a layer keeps its input alone and runs forward again in the backward pass.
+    /// BF16 with FP32 masters; a layer keeps only its input and repeats its forward pass in the backward pass.
     Checkpointing,
-    /// Frozen BF16 weights; low-rank adapters in FP32 at every linear layer of the blocks.
+    /// Frozen BF16 weights; FP32 low-rank adapters at every linear layer of the blocks.
     Lora,
-    /// The same over weights in NF4 with double quantisation; embeddings stay BF16.
+    /// LoRA with weights in NF4 with double quantization; embeddings stay BF16.
     Qlora,
 }
 
-/// What bytes are for.
+/// The purpose of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Group {
@@ -46,7 +46,7 @@ pub enum Group {
     Adam,
     /// What the forward pass keeps for the backward pass.
     Activations,
-    /// What passes through: a tile of logits, gradients of activations.
+    /// Temporary buffers: a tile of logits, gradients of activations.
     Buffers,
     /// The FP32 probe's activations and gradients.
     Probe,
@@ -57,24 +57,24 @@ pub enum Group {
 /// Bytes with a purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Item {
-    /// What they are for.
+    /// The purpose.
     pub group: Group,
-    /// How many.
+    /// The number of bytes.
     pub bytes: u64,
 }
 
-/// A recipe's memory, once reckoned for this engine, once by the textbook.
+/// A recipe's memory in this engine and by the textbook.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
     /// The recipe.
     pub recipe: Recipe,
-    /// This engine's; `None` where it lacks the recipe.
+    /// This engine's memory; `None` if it does not support the recipe.
     pub engine: Option<Vec<Item>>,
-    /// The textbook's: all activations stored, as PyTorch does without checkpointing or a fused attention.
+    /// The textbook estimate: all activations stored, as in PyTorch without checkpointing or fused attention.
     pub textbook: Vec<Item>,
-    /// The largest batches within the budget, engine's and textbook's.
+    /// The largest batches within the budget: engine and textbook.
     pub largest_batch: (Option<usize>, Option<usize>),
-    /// What the budget leaves for activations, engine's and textbook's; below 0 where the rest alone is too large.
+    /// Bytes that the budget leaves for activations, engine and textbook; negative if the rest alone exceeds it.
     pub for_activations: (Option<i64>, Option<i64>),
 }
 
@@ -91,9 +91,9 @@ pub struct Memory {
     pub seq_len: usize,
     /// Micro-batches in a step.
     pub grad_accum: usize,
-    /// Bytes that it has to fit in.
+    /// *The memory budget in bytes.
     pub budget: Option<u64>,
-    /// One for each recipe.
+    /// The plan of each recipe.
     pub plans: Vec<Plan>,
     /// Rank of the adapters.
     pub rank: usize,
@@ -157,7 +157,7 @@ impl Group {
         Self::Process,
     ];
 
-    /// Its letter in a bar, its name, its colour.
+    /// The letter in bars, the name and the colour.
     const fn show(self) -> (char, &'static str, Role) {
         match self {
             Self::Weights => ('w', "weights", Role::Series(0)),
@@ -172,23 +172,23 @@ impl Group {
     }
 }
 
-/// What is trained, and on what.
+/// The training setup.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Setup {
     /// Sequences in a micro-batch, tokens in a sequence, micro-batches in a step.
     pub shape: [usize; 3],
-    /// Bytes that it has to fit in.
+    /// *The memory budget in bytes.
     pub budget: Option<u64>,
     /// Rank of the adapters.
     pub rank: usize,
     /// Whether FP32 probes run between the steps.
     pub probes: bool,
-    /// What the program takes by itself.
+    /// The program's own memory in bytes.
     pub process: u64,
 }
 
 impl Memory {
-    /// Reckons every recipe.
+    /// Computes every recipe.
     pub fn new(model: &str, config: &ModelSpec, setup: Setup) -> Result<Self> {
         let Setup { shape: [batch, seq_len, grad_accum], budget, rank, probes, process } = setup;
         let with_process = |mut items: Vec<Item>| {
@@ -198,7 +198,7 @@ impl Memory {
         let engine = |policy, batch| -> Result<Vec<Item>> {
             let mut items = Self::engine(config, policy, batch, seq_len, grad_accum)?;
             if probes {
-                // A probe has an FP32 workspace and FP32 gradients of its own.
+                // A probe has its own FP32 workspace and gradients.
                 let exact = EngineBytes::new(config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All)?;
                 let bytes = exact.activations + exact.scratch + exact.gradients;
                 items.push(Item { group: Group::Probe, bytes });
@@ -242,7 +242,7 @@ impl Memory {
         })
     }
 
-    /// The bytes of this engine's buffers, as the types that allocate them tell.
+    /// The bytes of this engine's buffers, from the types that allocate them.
     pub fn engine(
         config: &ModelSpec,
         policy: PrecisionPolicy,
@@ -262,7 +262,7 @@ impl Memory {
         ])
     }
 
-    /// The total that was predicted for the measured run, if one was.
+    /// The predicted total for the measured run, if there is one.
     pub fn predicted(&self) -> Option<u64> {
         let (policy, _) = self.measured?;
         let plan = self.plans.iter().find(|plan| plan.recipe.policy() == Some(policy))?;
@@ -406,9 +406,9 @@ fn adapters(config: &ModelSpec, rank: usize) -> u64 {
 
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
 /// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes a layer in half
-/// precision; and FP32 logits. FP32 takes twice that; FP8 stores the inputs of the four products, 14 of the 34 bytes, in
-/// half. Adam in 8 bits has an FP32 scale for each 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits a weight (Dettmers
-/// et al., 2023).
+/// precision; and FP32 logits. FP32 takes twice that; FP8 stores the inputs of the four products, 14 of the 34 bytes, in half
+/// the size. 8-bit Adam has an FP32 scale per 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits per weight (Dettmers et
+/// al., 2023).
 fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<Item> {
     let [b, s, h, a, layers, vocab] =
         [batch, seq_len, config.width, config.heads, config.layers, config.vocab_size].map(|dim| dim as u64);
@@ -445,13 +445,13 @@ fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 
     ]
 }
 
-/// The largest batch whose memory is within the budget, `None` if not even one sequence is.
+/// The largest batch whose memory is within the budget; `None` if one sequence is too large.
 fn largest(budget: Option<u64>, bytes: impl Fn(usize) -> u64) -> Option<usize> {
     largest_batch(budget?, bytes)
 }
 
-/// The model that goes by `name`: one of [`ModelSpec::names`]; `7b`, GPT-3's 6.7B; or a number of parameters such as
-/// `350M` or `1.3B`, which gets the depth at which a GPT-2 of width 128 × depth comes nearest.
+/// The model called `name`: one of [`ModelSpec::names`]; `7b`, GPT-3's 6.7B; or a number of parameters such as `350M` or
+/// `1.3B`, for the nearest GPT-2 of width 128 × depth.
 pub fn model_named(name: &str) -> Result<ModelSpec> {
     if let Some(config) = ModelSpec::named(name) {
         return Ok(config);
@@ -529,7 +529,7 @@ mod tests {
 
     /// The textbook's 16 bytes a parameter, whether in FP32 or mixed precision.
     #[test]
-    fn the_static_part_is_16_bytes_a_parameter() {
+    fn the_static_part_is_16_bytes_per_parameter() {
         let memory = distilgpt2(None);
         for plan in &memory.plans[..3] {
             let fixed: u64 =
@@ -538,8 +538,8 @@ mod tests {
         }
     }
 
-    /// Figures of the papers and of arithmetic by hand for a 7B model: a KV cache of 10 × 2048 tokens takes 10.7 GB, not 80;
-    /// training in BF16 with Adam does not fit 80 GB, and `QLoRA`'s weights are a quarter of BF16's.
+    /// Figures from the papers and by hand for a 7B model: a KV cache of 10 × 2048 tokens takes 10.7 GB, not 80; training in BF16
+    /// with Adam does not fit 80 GB, and `QLoRA`'s weights are a quarter of BF16's.
     #[test]
     fn recipes_of_a_7b_model() {
         let config = model_named("7b").unwrap();

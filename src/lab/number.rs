@@ -1,10 +1,10 @@
-//! Numbers as the laboratory reads and writes them.
+//! Parses and formats numbers for the lab.
 
 use crate::precision::FloatFormat;
 pub(super) use crate::telemetry::float::serialize;
 use crate::{Error, Result};
 
-/// Reads `3.14`, `-1e-8`, `pi`, `e`, `inf`, `nan`, `2^-24`, `3*2^-24`, sums of such (`1 + 2^-11`), and patterns with
+/// Parses `3.14`, `-1e-8`, `pi`, `e`, `inf`, `nan`, `2^-24`, `3*2^-24`, sums of such (`1 + 2^-11`), and patterns with
 /// their format: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`.
 pub fn parse_value(text: &str) -> Result<f64> {
     let text = text.trim();
@@ -41,7 +41,7 @@ fn parse_pattern(name: &str, pattern: &str) -> Result<f64> {
     }
 }
 
-/// The format that goes by `name`: `fp16`, `f16`, `e4m3`, ….
+/// The format called `name`: `fp16`, `f16`, `e4m3`, ….
 pub fn parse_format(name: &str) -> Result<FloatFormat> {
     Ok(match name.to_ascii_lowercase().as_str() {
         "fp32" | "f32" => FloatFormat::FP32,
@@ -56,7 +56,7 @@ pub fn parse_format(name: &str) -> Result<FloatFormat> {
     })
 }
 
-/// Cuts a sum into its signed terms; the sign of an exponent is no cut.
+/// Splits a sum into its signed terms, but not at the sign of an exponent.
 fn terms(text: &str) -> Vec<String> {
     let text: Vec<char> = text.chars().filter(|c| !c.is_whitespace()).collect();
     let mut terms = vec![String::new()];
@@ -103,7 +103,7 @@ fn parse_factor(factor: &str) -> Option<f64> {
     }
 }
 
-/// Every decimal digit of a value; with an exponent where it would begin with more than four zeros or end with many.
+/// Every decimal digit of a value; with an exponent if it would start with more than four zeros or end with many.
 pub(super) fn exact(x: f64) -> String {
     if x == 0.0 || !x.is_finite() {
         return plain(x);
@@ -122,7 +122,7 @@ pub(super) fn exact(x: f64) -> String {
     }
 }
 
-/// Zeros, infinities and NaN by name; other values as Rust writes them shortest.
+/// Zeros, infinities and NaN by name; other values in Rust's shortest form.
 fn plain(x: f64) -> String {
     match x {
         _ if x.is_nan() => "NaN".into(),
@@ -132,7 +132,7 @@ fn plain(x: f64) -> String {
     }
 }
 
-/// `2^-24` for a power of two that is no small whole number, else about four significant digits.
+/// `2^-24` for a power of two except small integers, else about four significant digits.
 pub(super) fn short(x: f64) -> String {
     if x == 0.0 || !x.is_finite() {
         return plain(x);
@@ -150,7 +150,7 @@ pub(super) fn short(x: f64) -> String {
     }
 }
 
-/// A share in percent with as many digits as tell it from 0 and 100.
+/// A share in percent with enough digits to distinguish it from 0 and 100.
 pub(super) fn percent(share: f64) -> String {
     let percent = share * 100.0;
     match percent {
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_read_in_every_notation() {
+    fn values_are_parsed_in_every_notation() {
         for (text, value) in [
             ("3.5", 3.5),
             ("-1e-8", -1e-8),
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_says_what_can() {
+    fn errors_show_valid_input() {
         for text in ["", "abc", "1 +", "--1", "2^x", "1 2^3x", "0x3c00", "fp16:0x3c0", "fp16:zzzz", "fp99:0x00", "1**2"]
         {
             let error = parse_value(text).unwrap_err().to_string();

@@ -1,17 +1,17 @@
-//! A report as lines of text whose parts have roles: plain where it is piped, coloured where it is looked at.
+//! A report as lines of text whose parts have roles: plain in a pipe, coloured on a terminal.
 //!
-//! A role never is the only carrier of a meaning; without colour the text says the same.
+//! Roles never carry meaning alone: the text says the same without colour.
 
 use crate::untrusted::line;
 
-/// What a part of a line is; a theme gives it a colour.
+/// The role of a part of a line, which determines its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Ordinary text.
     Plain,
     /// A heading.
     Title,
-    /// What explains rather than tells.
+    /// An explanation.
     Dim,
     /// A sign bit.
     Sign,
@@ -23,14 +23,14 @@ pub enum Role {
     Good,
     /// Subnormal; degraded.
     Warn,
-    /// Lost, overflown, too large.
+    /// Lost, overflowed, too large.
     Bad,
-    /// One of up to four things compared.
+    /// One of up to four compared series.
     Series(usize),
 }
 
 impl Role {
-    /// The ANSI sequence that switches to it, for terminals of sixteen colours.
+    /// The ANSI escape sequence, for sixteen colours.
     const fn ansi(self) -> &'static str {
         match self {
             Self::Plain => "",
@@ -49,9 +49,9 @@ impl Role {
 /// A part of a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Span {
-    /// What it says.
+    /// The text.
     pub text: String,
-    /// What it is.
+    /// The role.
     pub role: Role,
 }
 
@@ -123,7 +123,7 @@ impl Page {
         self
     }
 
-    /// Adds a heading or explanation, broken at spaces to fit `width`.
+    /// Adds a heading or explanation, wrapped at spaces to fit `width`.
     pub fn wrapped(&mut self, role: Role, text: &str, width: usize) {
         let mut line = String::new();
         for word in text.split_whitespace() {
@@ -138,7 +138,7 @@ impl Page {
         self.push(Line::new().with(role, line));
     }
 
-    /// The same page in ASCII: every glyph is replaced by one of the same width.
+    /// The page in ASCII: replaces every glyph by one of the same width.
     #[must_use]
     pub fn ascii(mut self) -> Self {
         for span in self.lines.iter_mut().flat_map(|line| &mut line.spans) {
@@ -149,7 +149,7 @@ impl Page {
         self
     }
 
-    /// The page as text, each line ended, no trailing blanks.
+    /// The page as text, without trailing blanks.
     pub fn text(&self) -> String {
         let line = |line: &Line| {
             let text: String = line.spans.iter().map(|span| span.text.as_str()).collect();
@@ -158,7 +158,7 @@ impl Page {
         self.lines.iter().map(line).collect()
     }
 
-    /// The page as it is printed: with colours on a terminal, unless `NO_COLOR` forbids them.
+    /// The page for printing: with colours on a terminal, unless `NO_COLOR` is set.
     pub fn printed(&self, terminal: bool) -> String {
         let colour = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         if colour { self.ansi() } else { self.text() }
@@ -174,7 +174,7 @@ impl Page {
     }
 }
 
-/// Stands in for a glyph where only ASCII can be shown.
+/// The ASCII replacement of a glyph.
 fn ascii(glyph: char) -> char {
     const GLYPHS: &str = "─┄–━│┃┴█▇▆▅▄▃▂▁·●◐○✕✓▲▾→←…×π∞≥≤−±ΣΦ";
     const ASCII: &str = "---=||+#%%%::...o*.xy^v><~xpi><-~SF";
@@ -184,7 +184,7 @@ fn ascii(glyph: char) -> char {
     GLYPHS.chars().position(|known| known == glyph).and_then(|at| ASCII.chars().nth(at)).unwrap_or('?')
 }
 
-/// The glyph of row `row` (0 is the lowest) of a column that is `level` eighths of a row high.
+/// The glyph in row `row` (0 is the lowest) of a column of height `level`, in eighths of a row.
 pub(super) fn column_cell(level: usize, row: usize) -> char {
     const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     EIGHTHS[level.saturating_sub(row * 8).min(8)]
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn every_glyph_of_the_views_has_a_stand_in() {
+    fn every_glyph_of_the_views_has_a_replacement() {
         for source in [
             include_str!("bits.rs"),
             include_str!("blocks.rs"),

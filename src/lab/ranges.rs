@@ -1,4 +1,4 @@
-//! What each format can hold, on one logarithmic axis, with the numbers of a value or a run above it.
+//! Each format's range on one logarithmic axis, with the magnitudes of a value or a run.
 
 use serde::Serialize;
 
@@ -6,12 +6,12 @@ use super::number::{serialize, short};
 use super::page::{Line, Page, Role};
 use crate::precision::{FloatClass, FloatFormat};
 
-/// The formats' ranges, and what is to be held.
+/// The formats' ranges, and the magnitudes to compare with them.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Ranges {
     /// Widest format first.
     pub formats: Vec<RangeRow>,
-    /// What is compared with them.
+    /// The magnitudes to compare.
     pub extents: Vec<Extent>,
     /// Exponents of the chart's ends.
     pub window: (i32, i32),
@@ -31,21 +31,21 @@ pub struct RangeRow {
     /// The largest finite number.
     #[serde(serialize_with = "serialize")]
     pub max: f64,
-    /// Significant bits of a normal number, the implied one included.
+    /// Significant bits of a normal number, including the implied one.
     pub significant_bits: u32,
     /// Widths of the sign, exponent and mantissa fields.
     pub fields: [u32; 3],
-    /// Bytes of a number.
+    /// Bytes per number.
     pub bytes: u32,
     /// Distance from 1 to the next larger number.
     #[serde(serialize_with = "serialize")]
     pub ulp_at_1: f64,
 }
 
-/// Magnitudes from `low` to `high`; a single value where they are equal.
+/// Magnitudes from `low` to `high`; a single value if they are equal.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Extent {
-    /// What lies there: `value`, `gradients, scaled`, ….
+    /// Their name: `value`, `gradients, scaled`, ….
     pub label: String,
     /// The smallest magnitude above zero.
     #[serde(serialize_with = "serialize")]
@@ -61,8 +61,8 @@ impl Ranges {
     /// A chart from just below FP32's smallest to just above its largest number.
     pub const WHOLE: (i32, i32) = (-150, 130);
 
-    /// Compares `extents` with every format. `window` are the exponents of the chart's ends; one that is not given fits the
-    /// extents and FP16, or everything where there is no extent.
+    /// Compares `extents` with every format. `window` is the exponents of the chart's ends; by default they fit the extents and
+    /// FP16, or all formats without extents.
     pub fn new(extents: Vec<Extent>, window: (Option<i32>, Option<i32>)) -> Self {
         const MARGIN: i32 = 4;
         let exponents = |ends: fn(&Extent) -> f64| {
@@ -138,7 +138,7 @@ impl Ranges {
                 line = line.with(role, format!("{verdict:>10}"));
             }
             page.push(line);
-            // A single value is its own label.
+            // A single value is the label itself.
             if extent.low < extent.high {
                 page.push(Line::new().dim(format!("  {} to {}", short(extent.low), short(extent.high))));
             }
@@ -152,7 +152,7 @@ impl Extent {
         Self { label: label.into(), low: x.abs(), high: x.abs() }
     }
 
-    /// What a format makes of its ends, the worse first.
+    /// How a format represents the extent's ends; the worse one counts.
     fn verdict(&self, format: FloatFormat) -> (Role, &'static str) {
         let class = |x: f64| format.classify(format.encode(x));
         match (class(self.low), class(self.high)) {
@@ -171,21 +171,21 @@ struct Axis {
 }
 
 impl Axis {
-    /// The column that holds `x`; out of the window the nearest.
+    /// The column of `x`, clamped to the window.
     fn column(&self, x: f64) -> usize {
         let (low, high) = (f64::from(self.window.0), f64::from(self.window.1));
         let share = (x.log2() - low) / (high - low);
         ((share * self.columns as f64).floor().max(0.0) as usize).min(self.columns - 1)
     }
 
-    /// Stretches of glyphs, later ones over earlier ones; what lies outside the window is not drawn.
+    /// Segments of glyphs, later ones over earlier ones, clipped to the window.
     fn bar(&self, stretches: &[(f64, f64, char)]) -> String {
         let mut cells = vec![' '; self.columns];
         let window = (f64::from(self.window.0), f64::from(self.window.1));
         for &(from, to, glyph) in stretches {
             if from.log2() < window.1 && to.log2() >= window.0 {
                 cells[self.column(from)..=self.column(to)].fill(glyph);
-                // What goes on beyond the window.
+                // Mark what continues beyond the window.
                 if from.log2() < window.0 - 1.0 {
                     cells[0] = '←';
                 }

@@ -1,4 +1,4 @@
-//! What the laboratory can use of a run: its events, and the weights of its newest checkpoint.
+//! A run's figures for the lab: its events, and the weights of its newest checkpoint.
 
 use std::path::{Path, PathBuf};
 
@@ -14,18 +14,18 @@ use crate::{Error, Result};
 pub struct RunFigures {
     /// The run's folder.
     pub folder: PathBuf,
-    /// What the run said about itself when it last started.
+    /// The newest `Started` event.
     pub started: Started,
-    /// Every step that counts.
+    /// Every valid step.
     pub steps: Vec<StepRecord>,
-    /// What FP32 probes found, all together.
+    /// Totals over all FP32 probes.
     pub probed: ProbeTotals,
-    /// The largest resident memory that was reported.
+    /// The largest reported resident memory, in bytes.
     pub peak_rss_bytes: Option<u64>,
 }
 
 impl RunFigures {
-    /// Reads a run. An error names the file, and says so if it holds no step.
+    /// Reads a run. A log without steps is an error.
     pub fn read(path: &Path) -> Result<Self> {
         let (folder, log) = if path.is_dir() {
             (path.to_path_buf(), path.join("events.jsonl"))
@@ -42,24 +42,24 @@ impl RunFigures {
         })
     }
 
-    /// The run's precision policy; FP16's if it is not known.
+    /// The run's precision policy; FP16 if it is not known.
     pub fn policy(&self) -> PrecisionPolicy {
         self.started.precision()
     }
 
-    /// The type that gradients were stored in.
+    /// The storage type of gradients.
     fn gradient_format(&self) -> FloatFormat {
         self.policy().grads.format()
     }
 
-    /// A whole number of the run's configuration, by its path.
+    /// An integer in the run's configuration, by its path.
     pub fn setting(&self, path: &str) -> Option<u64> {
         self.started.config.pointer(path)?.as_u64()
     }
 
     /// The run's steps, for the scaler's replay.
     pub fn overflows(&self) -> Overflows {
-        // Gradients may be born in FP32 while the activations' gradients pass through FP16: FP16's top decides.
+        // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
         let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
         let visit = |step: &StepRecord| {
             let finite = step.outcome == Outcome::Applied;
@@ -74,8 +74,8 @@ impl RunFigures {
         }
     }
 
-    /// The run's gradients before scaling, with where they come from: an FP32 probe's if there was one, else what the
-    /// gradients' type has kept of them at every applied step.
+    /// The run's unscaled gradients and a description of their source: FP32 probes if there were any, else the gradients of every
+    /// applied step as stored.
     pub fn gradients(&self) -> Result<(String, ExponentHistogram)> {
         if self.probed.exponents.total() > 0 {
             return Ok((format!("FP32 probes of {}", self.name()), self.probed.exponents.clone()));
@@ -91,8 +91,8 @@ impl RunFigures {
         Ok((format!("gradients that {} kept in {}", self.name(), self.gradient_format().name), all))
     }
 
-    /// Magnitudes of the run's gradients, of activations where there was a probe (the smallest and the largest of the
-    /// blocks' maxima), and where there is a checkpoint, of its weights.
+    /// Magnitudes of the run's gradients, of activations if there was a probe (the smallest and the largest of the blocks'
+    /// maxima), and of the weights if there is a checkpoint.
     pub fn extents(&self) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let applied = || self.steps.iter().filter(|step| step.outcome == Outcome::Applied);
@@ -133,7 +133,7 @@ impl RunFigures {
         Ok(extents)
     }
 
-    /// The smallest and the largest true gradient of all applied steps; `None` where none is recorded.
+    /// The smallest and the largest true gradient of all applied steps, if recorded.
     pub fn true_gradients(&self) -> Option<(f64, f64)> {
         let applied = self.steps.iter().filter(|step| step.outcome == Outcome::Applied);
         let of_step = |step: &StepRecord| {
@@ -143,24 +143,22 @@ impl RunFigures {
         applied.filter_map(of_step).reduce(|(low, high), (l, h)| (low.min(l), high.max(h)))
     }
 
-    /// The largest learning rate that was in force.
+    /// The largest learning rate of any step.
     pub fn largest_rate(&self) -> Option<f64> {
         self.steps.iter().map(|step| step.lr).filter(|rate| *rate > 0.0).reduce(f64::max)
     }
 
-    /// The root mean square of the newest checkpoint's weights, and the largest learning rate, which is about what Adam adds.
+    /// The root mean square of the newest checkpoint's weights, and the largest learning rate, which approximates Adam's update.
     pub fn weight_and_update(&self) -> Result<(f64, f64)> {
         let weights = self.weights()?.filter(|weights| weights.count > 0);
         let center = weights.map_or(1.0, |weights| (weights.sum_squares / weights.count as f64).sqrt());
         Ok((center, self.largest_rate().unwrap_or(5e-5)))
     }
 
-    /// A weight matrix of the newest checkpoint, with its name: the first whose rows are multiples of 128, of at most `most`
-    /// values.
+    /// A weight matrix of the newest checkpoint, with its name: the first of at most `most` values whose rows are multiples of 128.
     pub fn matrix(&self, most: usize) -> Result<(String, Vec<f32>, [usize; 2])> {
-        let missing =
-            |why: &str| Error::data(self.folder.display(), format!("{why}; point at a run with a checkpoint"));
-        let latest = std::fs::read_to_string(self.folder.join("latest")).map_err(|_| missing("no checkpoint here"))?;
+        let missing = |why: &str| Error::data(self.folder.display(), format!("{why}; name a run with a checkpoint"));
+        let latest = std::fs::read_to_string(self.folder.join("latest")).map_err(|_| missing("no checkpoint found"))?;
         let file = TensorFile::open(self.folder.join(latest.trim()).join("master.safetensors"))?;
         for tensor in file.tensors() {
             if let [rows, columns] = *tensor.shape
@@ -173,7 +171,7 @@ impl RunFigures {
         Err(missing("no matrix with rows of a multiple of 128 values"))
     }
 
-    /// A look at the master weights of the newest checkpoint; `None` where there is none.
+    /// Statistics of the newest checkpoint's master weights, if there is one.
     fn weights(&self) -> Result<Option<TensorStats>> {
         let Ok(latest) = std::fs::read_to_string(self.folder.join("latest")) else { return Ok(None) };
         let path = self.folder.join(latest.trim()).join("master.safetensors");
@@ -196,7 +194,7 @@ impl RunFigures {
     }
 }
 
-/// A record's exponents, moved by `shift` binades.
+/// A record's exponents, shifted by `shift` binades.
 fn histogram(exponents: &[(i16, u64)], shift: i32) -> ExponentHistogram {
     ExponentHistogram::from_counts(exponents.iter().map(|&(exponent, count)| (i32::from(exponent) + shift, count)))
 }
@@ -245,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_brought_back_to_their_true_size() {
+    fn gradients_are_unscaled() {
         let (_folder, run) = run();
         let (_, gradients) = run.gradients().unwrap();
         let expected = ExponentHistogram::from_counts([(-36, 3), (-6, 1), (-35, 3), (-5, 1)]);
@@ -256,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn probes_tell_how_large_activations_become() {
+    fn probes_give_the_maxima_of_activations() {
         let (folder, _) = run();
         let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
         for (fc, stream) in [(3.0, 8.0), (5.0, 4.0)] {

@@ -1,5 +1,5 @@
-//! The dynamic loss scale as a closed loop: a step overflows where scale × max|g| exceeds FP16's largest number, and
-//! whether it did decides the scale of the next one. The gradients are modelled, or those of a run.
+//! Simulates the loss scale in closed loop: a step overflows if scale × max|g| exceeds FP16's largest number, which determines
+//! the next scale. The gradients come from a model or from a run.
 
 mod gradients;
 mod page;
@@ -13,72 +13,72 @@ use crate::{Error, Result};
 
 pub use gradients::{GradientModel, Mean};
 
-/// What decides whether a step's gradients are finite.
+/// The condition for a step's gradients to be finite.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Visit {
-    /// They are, at any scale.
+    /// Finite at any scale.
     Clean,
-    /// They are not the first time, at any scale; if the batch is run again, they are.
+    /// Not finite the first time, at any scale; finite if the batch is repeated.
     Overflow,
-    /// They are up to this scale.
+    /// Finite up to this scale.
     Limit(f32),
-    /// They never are: the forward pass broke.
+    /// Never finite, because the forward pass overflows.
     Broken,
 }
 
-/// A run's steps, for the scaler's purposes.
+/// The steps of a simulation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Overflows {
-    /// Where they come from, in words.
+    /// A description of their source.
     pub source: String,
     /// The number of the first step.
     pub first: u64,
-    /// One a step.
+    /// The condition of each step.
     pub visits: Vec<Visit>,
-    /// Tokens of a step; 0 where unknown.
+    /// *Tokens per step; 0 if unknown.
     pub tokens_per_step: u64,
 }
 
-/// What settings made of the same steps.
+/// Several settings simulated on the same steps.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
-    /// Where the overflows come from.
+    /// A description of the steps' source.
     pub source: String,
-    /// Steps of the run.
+    /// Number of steps.
     pub steps: usize,
-    /// Tokens of a step; 0 where unknown.
+    /// *Tokens per step; 0 if unknown.
     pub tokens_per_step: u64,
-    /// One for each setting.
+    /// The trajectory of each setting.
     pub trajectories: Vec<Trajectory>,
     /// Overflows and mean log2 of the scale over several seeds, one pair for each setting; empty for one seed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub over_seeds: Vec<(Mean, Mean)>,
-    /// Seeds of `over_seeds`.
+    /// Number of seeds in `over_seeds`.
     #[serde(skip)]
     pub seeds: u64,
-    /// The step under the cursor; the last where there is none.
+    /// The step under the cursor; the last step if `None`.
     #[serde(skip)]
     pub cursor: Option<u64>,
 }
 
-/// What a setting made of the steps.
+/// The trajectory of a setting.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Trajectory {
-    /// The setting, in words.
+    /// The setting's label.
     pub label: String,
     /// Its options.
     pub config: GradScalerConfig,
-    /// Every attempt at a step; more than one a step where overflowing batches are run again.
+    /// All attempts at steps; several per step if overflowing batches are repeated.
     pub attempts: Vec<Attempt>,
     /// Attempts whose gradients were not finite.
     pub overflows: usize,
-    /// Batches given up.
+    /// Batches skipped for good.
     pub lost: usize,
-    /// Attempts beyond one a step.
+    /// Repeated attempts.
     pub repeated: usize,
-    /// Times the scale grew.
+    /// Number of times the scale grew.
     pub growths: usize,
-    /// Attempts made at the floor.
+    /// Overflows at the floor.
     pub at_floor: usize,
     /// Mean of log2 of the scale over the attempts.
     pub mean_log2: f64,
@@ -95,20 +95,20 @@ pub struct Attempt {
     pub finite: bool,
     /// The scale afterwards.
     pub after: f32,
-    /// Clean steps in a row afterwards, which `growth_interval` counts.
+    /// Consecutive clean steps afterwards, compared with `growth_interval`.
     pub clean: u32,
-    /// The largest unscaled gradient, where it is known.
+    /// The largest unscaled gradient, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub largest: Option<f32>,
-    /// What the scaler did, and why.
+    /// The change of the scale.
     pub change: ScaleChange,
 }
 
-/// Attempts at one batch before it is given up, whatever the settings.
+/// Maximum attempts at one batch.
 const RETRIES: usize = 300;
 
 impl Overflows {
-    /// `steps` steps from 0 that overflow exactly at those named.
+    /// `steps` steps from 0 that overflow exactly at `overflowing`.
     pub fn at(overflowing: &[u64], steps: usize) -> Self {
         let visit = |step| if overflowing.contains(&step) { Visit::Overflow } else { Visit::Clean };
         let listed: Vec<_> = overflowing.iter().map(u64::to_string).collect();
@@ -117,12 +117,12 @@ impl Overflows {
         Self { source, first: 0, visits: (0..steps as u64).map(visit).collect(), tokens_per_step: 0 }
     }
 
-    /// `steps` steps from 0 that none overflows by itself.
+    /// `steps` steps from 0 without overflows.
     pub fn none(steps: usize) -> Self {
         Self::at(&[], steps)
     }
 
-    /// Makes more steps overflow, whatever their scale: those named, and each other with probability `rate`.
+    /// Forces more steps to overflow at any scale: those in `at`, and each other with probability `rate`.
     #[must_use]
     pub fn injected(mut self, at: &[u64], rate: f64, seed: u64) -> Self {
         let stream = Stream::new(seed, Domain::Bench);
@@ -144,8 +144,8 @@ impl Overflows {
 }
 
 impl Visit {
-    /// What a step tells of other scales: it ran at `scale`, and its largest scaled gradient was `max_abs`. One that
-    /// overflowed tells only that `scale` is too large.
+    /// The condition from a step that ran at `scale` with the largest scaled gradient `max_abs`. A step that overflowed only shows
+    /// that `scale` is too large.
     pub fn of_step(scale: f32, max_abs: f32, finite: bool, loss_finite: bool, format: FloatFormat) -> Self {
         match (finite, loss_finite) {
             (_, false) => Self::Broken,
@@ -155,7 +155,7 @@ impl Visit {
         }
     }
 
-    /// The largest unscaled gradient, where it is known: what the predictive rule measures.
+    /// The largest unscaled gradient, if known, for the predictive rule.
     fn largest(self) -> Option<f32> {
         match self {
             Self::Limit(limit) => Some((FloatFormat::FP16.max() / f64::from(limit)) as f32),
@@ -174,7 +174,7 @@ impl Visit {
 }
 
 impl Comparison {
-    /// Runs every setting over the same steps.
+    /// Simulates every setting on the same steps.
     pub fn run(settings: Vec<(String, GradScalerConfig)>, overflows: &Overflows) -> Result<Self> {
         let run = |(label, config)| Trajectory::run(label, config, overflows);
         Ok(Self {
@@ -188,7 +188,7 @@ impl Comparison {
         })
     }
 
-    /// Repeats the settings with seeds from 0 on, and keeps the means.
+    /// Repeats the simulation with seeds from 0 on, and stores the means.
     pub fn repeat(&mut self, seeds: u64, steps: impl Fn(u64) -> Overflows) -> Result<()> {
         let settings: Vec<_> = self.trajectories.iter().map(|t| (t.label.clone(), t.config)).collect();
         let mut figures = vec![(Vec::new(), Vec::new()); settings.len()];
@@ -250,7 +250,7 @@ impl Trajectory {
     }
 }
 
-/// Changes `config` by `text`, such as `growth_interval=200,hysteresis=2`; the keys are those of the `[scaler]` table.
+/// Applies `text`, such as `growth_interval=200,hysteresis=2`, to `config`; the keys are those of the `[scaler]` table.
 pub fn apply_setting(config: GradScalerConfig, text: &str) -> Result<GradScalerConfig> {
     let fail = |message: String| Error::config("setting", message);
     let mut table = toml::Table::try_from(config).map_err(|error| fail(error.to_string()))?;
@@ -260,11 +260,11 @@ pub fn apply_setting(config: GradScalerConfig, text: &str) -> Result<GradScalerC
         let (key, value) = (key.trim(), value.trim());
         if !table.contains_key(key) {
             let known: Vec<_> = table.keys().map(|key| format!("`{key}`")).collect();
-            return Err(fail(format!("`{key}` is no option of the scaler; there are {}", known.join(", "))));
+            return Err(fail(format!("`{key}` is not an option of the scaler; the options are {}", known.join(", "))));
         }
         let parsed = format!("x = {value}").parse::<toml::Table>().ok().and_then(|mut table| table.remove("x"));
         let mut parsed = parsed.unwrap_or_else(|| toml::Value::String(value.to_owned()));
-        // `growth_factor=4` is meant as 4.0.
+        // Accept `growth_factor=4` for 4.0.
         if let (Some(toml::Value::Float(_)), toml::Value::Integer(whole)) = (table.get(key), &parsed) {
             parsed = toml::Value::Float(*whole as f64);
         }
@@ -287,9 +287,9 @@ mod tests {
         Comparison::run(settings.collect(), overflows).unwrap()
     }
 
-    /// The simulation of the mixed-precision chapter, to the line: the scale after each of 20 steps.
+    /// The example of the mixed-precision chapter: the scale after each of 20 steps.
     #[test]
-    fn the_chapters_twenty_steps() {
+    fn the_twenty_steps_of_the_chapter() {
         let comparison = compare(&[""], &Overflows::at(&[10], 20));
         let after: Vec<_> = comparison.trajectories[0].attempts.iter().map(|attempt| attempt.after).collect();
         let expected = [[32768.0; 4].as_slice(), &[65536.0; 5], &[131_072.0], &[65536.0; 5], &[131_072.0; 5]].concat();
@@ -325,8 +325,7 @@ mod tests {
         }
     }
 
-    /// PyTorch's defaults once fell to scale 1 under drawn overflows, and short intervals climbed to 2^82: in the loop
-    /// both stay near the ceiling.
+    /// With random overflows instead of a closed loop, PyTorch's defaults fell to scale 1 and short intervals climbed to 2^82.
     #[test]
     fn the_scale_stays_near_its_ceiling() {
         for setting in ["init_scale=65536,growth_interval=2000", "init_scale=65536,growth_interval=5"] {
@@ -337,9 +336,8 @@ mod tests {
         }
     }
 
-    /// Every verdict is that of scale × max|g|.
     #[test]
-    fn a_step_overflows_where_the_scaled_gradient_does() {
+    fn a_step_overflows_if_the_scaled_gradient_does() {
         let model = GradientModel { drift: 3.0, spikes: 0.01, jump_at: Some(700), ..GradientModel::default() };
         let comparison = compare(&["growth_interval=50"], &model.steps(1, 1500));
         let attempts = &comparison.trajectories[0].attempts;
@@ -361,7 +359,6 @@ mod tests {
         assert_eq!(standard.repeated, 0);
     }
 
-    /// A step that was clean tells the largest scale it stands; one that overflowed, that its scale is too large.
     #[test]
     fn a_replay_depends_on_the_scale() {
         let fp16 = FloatFormat::FP16;
@@ -379,9 +376,9 @@ mod tests {
         assert!(comparison.page(80).text().contains("tokens never trained on: 2048, 0"));
     }
 
-    /// Largest gradients that fluctuate as those of real runs do: what the predictive rule is for.
+    /// The gradients fluctuate like those of real runs.
     #[test]
-    fn measuring_overflows_far_less_often_than_trying() {
+    fn the_predictive_rule_overflows_far_less_often_than_the_dynamic_one() {
         let stream = Stream::new(3, Domain::Bench);
         let noise = |step| stream.block(0, step, 0).iter().map(|&word| word as f32 / 2f32.powi(31)).sum::<f32>();
         let visits = (0..4000).map(|step| Visit::Limit(2f32.powf(18.3 - noise(step)))).collect();
@@ -404,9 +401,9 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_cannot_be_are_refused_by_name() {
+    fn invalid_settings_are_rejected_by_name() {
         let refused = |text| apply_setting(GradScalerConfig::default(), text).unwrap_err().to_string();
-        assert!(refused("growth_intervall=3").contains("`growth_intervall` is no option"));
+        assert!(refused("growth_intervall=3").contains("`growth_intervall` is not an option"));
         assert!(refused("growth_interval").contains("cannot read"));
         assert!(refused("growth_factor=0.5").contains("scaler.growth_factor"));
         assert!(refused("on_overflow=explode").contains("explode"));
@@ -415,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_simulate_is_no_panic() {
+    fn an_empty_simulation_does_not_panic() {
         assert!(!compare(&["", ""], &Overflows::at(&[], 0)).page(80).text().is_empty());
         assert!(!compare(&[], &Overflows::at(&[], 3)).page(10).text().is_empty());
     }

@@ -1,4 +1,4 @@
-//! Gradients over binades under a movable loss scale: what is flushed to zero, degraded, kept, lost to infinity.
+//! A histogram of gradients under an adjustable loss scale: the shares that are flushed, subnormal, normal or overflow.
 
 use serde::Serialize;
 
@@ -6,10 +6,10 @@ use super::number::percent;
 use super::page::{Line, Page, Role, column_cell};
 use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
 
-/// A gradient's binades in a format, at every scale that makes sense.
+/// A histogram of gradients in a format at a range of scales.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Scaling {
-    /// Where the gradients come from, in words.
+    /// A description of the gradients' source.
     pub source: String,
     /// The format's name.
     pub format: &'static str,
@@ -17,24 +17,24 @@ pub struct Scaling {
     layout: FloatFormat,
     /// Magnitudes before scaling.
     pub gradients: ExponentHistogram,
-    /// log2 of the scale in view.
+    /// log2 of the scale shown.
     pub shift: i32,
-    /// What that scale does.
+    /// The shares at that scale.
     pub shares: RangeShares,
-    /// log2 of the best scale: of those without overflow, the smallest that keeps the most in full precision.
+    /// log2 of the best scale: the smallest that keeps the most in full precision without overflow.
     pub best: i32,
-    /// What the best scale does.
+    /// The shares at the best scale.
     pub best_shares: RangeShares,
-    /// Doublings of the best scale until the first overflow.
+    /// Doublings from the best scale to the first overflow.
     pub margin: i32,
-    /// The scales around the best one and the one in view.
+    /// The scales around the best one and the one shown.
     pub table: Vec<ScalingRow>,
-    /// Whether the chart's heights are counts rather than their logarithms.
+    /// Whether the counts' axis is linear instead of logarithmic.
     #[serde(skip)]
     pub linear: bool,
 }
 
-/// What a scale does.
+/// A row of the table of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ScalingRow {
     /// log2 of the scale.
@@ -43,11 +43,11 @@ pub struct ScalingRow {
     pub shares: RangeShares,
 }
 
-/// log2 of every scale that is tried.
+/// log2 of the scales considered.
 const SHIFTS: std::ops::RangeInclusive<i32> = -10..=40;
 
 impl Scaling {
-    /// Looks at `gradients` in `format` at the scale `2^shift`, or at the best.
+    /// Computes the shares of `gradients` in `format` at the scale `2^shift`, or at the best one.
     pub fn new(
         source: impl Into<String>,
         gradients: ExponentHistogram,
@@ -103,15 +103,15 @@ impl Scaling {
         page
     }
 
-    /// The format's window stands still, one column a binade, with room to both sides; the gradients slide under it as the
-    /// scale moves. What lies left of it is flushed, what lies right of it overflows.
+    /// Draws the format's range at a fixed position, one column per binade, with space on both sides; the gradients shift with the
+    /// scale. Left of the range they are flushed, right of it they overflow.
     fn ruler(&self, page: &mut Page, width: usize) {
         const HEIGHT: usize = 7;
         // Binades shown below and above the format's own.
         const ROOM: (i32, i32) = (18, 10);
         let (least, normal, top) =
             (self.layout.min_subnormal_exponent(), self.layout.min_exponent(), self.layout.max_exponent());
-        // A format wider than the screen is drawn in columns of several binades.
+        // If the format is wider than the screen, a column holds several binades.
         let binades = (top - least + 1 + ROOM.0 + ROOM.1).unsigned_abs() as usize;
         let per_column = binades.div_ceil(width.saturating_sub(12).max(8)) as i32;
         let count = |from: i32, to: i32| (from..to).map(|e| self.gradients.count(e - self.shift)).sum::<u64>();
@@ -119,7 +119,7 @@ impl Scaling {
         let first = least - ROOM.0 / per_column * per_column;
         for from in (first..=top + ROOM.1).step_by(per_column as usize) {
             let role = match from {
-                // What rounds up to the least subnormal is stored there.
+                // Values that round up to the smallest subnormal are not flushed.
                 _ if from < least - 1 => Role::Bad,
                 _ if from < normal => Role::Warn,
                 _ if from <= top => Role::Good,
@@ -192,7 +192,7 @@ impl Scaling {
         for row in &self.table {
             let mark = match row.shift {
                 shift if shift == self.best => "  ← best",
-                shift if shift == self.shift => "  ← in view",
+                shift if shift == self.shift => "  ← shown",
                 _ => "",
             };
             let s = row.shares;
@@ -206,8 +206,8 @@ impl Scaling {
     }
 }
 
-/// `count` gradients whose log2 of the magnitude is normal with mean `mu` and deviation `sigma`: the number that is
-/// expected in each binade, rounded, so that the tails end where less than half a gradient is expected.
+/// `count` gradients with normally distributed log2 magnitudes of mean `mu` and deviation `sigma`: the rounded expected number
+/// in each binade, so that the tails end where less than half a gradient is expected.
 pub fn log_normal(mu: f64, sigma: f64, count: u64) -> ExponentHistogram {
     let below = |exponent: i32| standard_normal_cdf((f64::from(exponent) - mu) / sigma);
     let binade = |e: i32| (e, ((below(e + 1) - below(e)) * count as f64).round() as u64);
@@ -253,19 +253,19 @@ mod tests {
 
     /// In log2 units, one binade around the mean of a unit normal: Φ(1) - Φ(0) = 34.13 %.
     #[test]
-    fn a_log_normal_gradient_keeps_its_number() {
+    fn a_log_normal_histogram_has_the_right_total() {
         let histogram = log_normal(-20.0, 1.0, 1_000_000);
         assert_eq!((histogram.count(-20), histogram.count(-21)), (341_345, 341_345));
         assert!(histogram.total().abs_diff(1_000_000) < 10);
     }
 
     #[test]
-    fn the_best_scale_loses_least_without_overflow() {
-        // Five binades from 2^-30: FP16 stores all normally from 2^16 on, and overflows above 2^41.
+    fn the_best_scale_loses_the_least_without_overflow() {
+        // Five binades from 2^-30: all are normal in FP16 from scale 2^16 on, and overflow above 2^41.
         let five = ExponentHistogram::from_counts((-30..-25).map(|e| (e, 10)));
         let scaling = Scaling::new("", five, FloatFormat::FP16, None);
         assert_eq!((scaling.best, scaling.best_shares.normal, scaling.margin), (16, 1.0, 25));
-        // Wider than FP16: as large as the top allows.
+        // Wider than FP16: the largest scale without overflow.
         let wide = ExponentHistogram::from_counts((-40..=-1).map(|e| (e, 1)));
         let scaling = Scaling::new("", wide, FloatFormat::FP16, None);
         assert_eq!((scaling.best, scaling.margin), (16, 0));

@@ -1,7 +1,7 @@
-//! The interactive laboratory: one tab a view, its parameters to move, its page below.
+//! The interactive lab: one tab per view, with adjustable parameters and the view's page below.
 //!
-//! What a tab shows is what `finetune lab VIEW` prints for the same parameters: the screen only assembles them and asks.
-//! State (`model`), keys (`keys`) and picture (`view`) are apart, so that tests drive all but the terminal.
+//! A tab shows what `finetune lab VIEW` prints for the same parameters. State (`model`), keys (`keys`) and drawing (`view`) are
+//! separate, so that tests can drive everything except the terminal.
 
 mod keys;
 mod model;
@@ -20,13 +20,13 @@ use model::Model;
 pub use model::{Adjust, Field, Instrument, Scenario, ViewKey};
 pub use view::Theme;
 
-/// How long to wait for a key before looking whether the process is to end.
+/// How long to wait for a key before checking for signals.
 const TICK: Duration = Duration::from_millis(200);
-/// How long a frame of a view that plays lasts.
+/// Time per frame of a playing view.
 const FRAME: Duration = Duration::from_millis(80);
 
-/// Shows `instruments` until the user leaves or the process is told to end; `evaluate` makes the page of a view, by name,
-/// from the flags and values of its fields, that wide. The terminal is given back in any case.
+/// Shows `instruments` until the user quits or a signal arrives, and restores the terminal. `evaluate` renders a view's page
+/// from its name, the flags and values of its fields, and a width.
 pub fn run(
     instruments: Vec<Instrument>,
     theme: Theme,
@@ -35,7 +35,7 @@ pub fn run(
     show(Model::new(instruments), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
 }
 
-/// The screen of `width` × `height` with the tab of that index in view, as text.
+/// The screen of `width` × `height` with the tab `tab`, as text.
 #[cfg(test)]
 pub(crate) fn picture(
     instruments: Vec<Instrument>,
@@ -49,7 +49,7 @@ pub(crate) fn picture(
     view::picture(&mut model, Theme::MONOCHROME, width, height)
 }
 
-/// Draws when something has changed, and waits.
+/// Runs the loop: redraws after changes and waits for keys.
 fn show(
     mut model: Model,
     theme: Theme,

@@ -1,5 +1,4 @@
-//! Softmax and positions in half precision: where exp leaves the range, what a long softmax has left, what a position's sine
-//! loses.
+//! Softmax and positions in half precision: overflow of exp, the error of a long softmax, the error of a position's sine.
 
 use serde::Serialize;
 
@@ -12,9 +11,9 @@ use crate::precision::FloatFormat;
 pub struct Softmax {
     /// The largest logit.
     pub logit: f64,
-    /// Tokens that are attended to: one of logit `logit`, the others of 0.
+    /// Number of attended tokens: one with logit `logit`, the others with 0.
     pub length: u64,
-    /// The position that is stored.
+    /// The position.
     pub position: f64,
     /// FP32, FP16 and BF16.
     pub formats: Vec<SoftmaxRow>,
@@ -25,11 +24,11 @@ pub struct Softmax {
 pub struct SoftmaxRow {
     /// The format's name.
     pub format: &'static str,
-    /// The largest number of the format whose exp is finite.
+    /// The largest number of the format with a finite exp.
     pub exp_until: f64,
-    /// The smallest one whose exp is not zero.
+    /// The smallest number of the format with a non-zero exp.
     pub exp_from: f64,
-    /// The largest weight as the formula says it, `exp(x) / Σ exp`, every step rounded.
+    /// The largest weight by the formula `exp(x) / Σ exp`, with every operation rounded.
     #[serde(serialize_with = "serialize")]
     pub plain: f64,
     /// The same after subtracting the largest logit.
@@ -38,13 +37,13 @@ pub struct SoftmaxRow {
     /// The weight of each of the other tokens, shifted.
     #[serde(serialize_with = "serialize")]
     pub other: f64,
-    /// Their sum as the format's own accumulator has it, one by one.
+    /// Their sum, accumulated one by one in the format.
     #[serde(serialize_with = "serialize")]
     pub total: f64,
     /// The position as stored.
     #[serde(serialize_with = "serialize")]
     pub position: f64,
-    /// sin of the stored position, as stored.
+    /// The sine of the stored position, rounded to the format.
     #[serde(serialize_with = "serialize")]
     pub sine: f64,
     /// Its distance from the true sine.
@@ -57,17 +56,17 @@ pub struct SoftmaxRow {
 const FORMATS: [FloatFormat; 3] = [FloatFormat::FP32, FloatFormat::FP16, FloatFormat::BF16];
 
 impl Softmax {
-    /// The longest softmax that is summed.
+    /// Maximum length.
     pub const LONGEST: u64 = 1 << 20;
 
-    /// Looks at a softmax over `length` tokens, and at a position.
+    /// Computes a softmax over `length` tokens, and the sine of a position.
     pub fn new(logit: f64, length: u64, position: f64) -> Self {
         let length = length.clamp(1, Self::LONGEST);
         let formats = FORMATS.map(|format| SoftmaxRow::new(format, logit, length, position)).to_vec();
         Self { logit, length, position, formats }
     }
 
-    /// The true weights: of the largest logit, and of each other.
+    /// The true weights of the largest logit and of each other token.
     fn exact(&self) -> (f64, f64) {
         let others = (self.length - 1) as f64;
         let sum = 1.0 + others * (-self.logit).exp();
@@ -126,7 +125,7 @@ impl SoftmaxRow {
     fn new(format: FloatFormat, logit: f64, length: u64, position: f64) -> Self {
         let round = |x: f64| format.round(x);
         let exp = |x: f64| round(round(x).exp());
-        // The others, one by one in the format's own accumulator.
+        // Add the others one by one in the format.
         let sum = |first: f64, other: f64| {
             let mut sum = first;
             for _ in 1..length {
@@ -160,7 +159,7 @@ impl SoftmaxRow {
     }
 }
 
-/// The largest positive number of the format for which `holds`; it must hold up to a point and not beyond.
+/// The largest positive number of the format for which `holds`, which must be monotonic.
 fn last(format: FloatFormat, holds: impl Fn(f64) -> bool) -> f64 {
     let (mut low, mut high) = (0, format.encode(format.max()));
     while low < high {
@@ -191,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_lose_their_angle() {
+    fn rounded_positions_have_the_wrong_sine() {
         let softmax = Softmax::new(1.0, 4, 2049.0);
         let (fp16, bf16) = (row(&softmax, "FP16"), row(&softmax, "BF16"));
         assert_eq!((fp16.position, fp16.first_inexact), (2048.0, 2049));
@@ -201,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_no_panic() {
+    fn empty_input_does_not_panic() {
         for (logit, length, position) in [(f64::NAN, 0, f64::INFINITY), (1e300, 1 << 40, -1.0), (-1e9, 3, 0.0)] {
             assert!(!Softmax::new(logit, length, position).page(40).text().is_empty());
         }

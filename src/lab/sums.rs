@@ -1,6 +1,6 @@
-//! How the error of a long sum or dot product grows with its length, by the accumulator's format and the algorithm.
+//! The error of a sum or dot product by its length, the accumulator's format and the algorithm.
 //!
-//! Inputs are rounded to the format first, and the reference sums these in FP64, so that the error is accumulation's alone.
+//! Inputs are rounded to the format first, and the reference sums these in FP64, so that only accumulation errors count.
 
 use serde::Serialize;
 
@@ -11,15 +11,15 @@ use crate::error::Error;
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
 
-/// What is summed.
+/// The terms of the sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Terms {
-    /// Numbers from 0 to 1: `frac((i + 1) × 0.618…)`.
+    /// Numbers between 0 and 1: `frac((i + 1) × 0.618…)`.
     Uniform,
-    /// The same less 0.5, so that most of the sum cancels.
+    /// The same minus 0.5, so that most of the sum cancels.
     Signed,
-    /// 0.1, again and again.
+    /// 0.1 repeated.
     Tenths,
 }
 
@@ -36,7 +36,7 @@ impl std::str::FromStr for Terms {
     }
 }
 
-/// How an accumulator takes its terms.
+/// The summation algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Algorithm {
@@ -44,26 +44,26 @@ pub enum Algorithm {
     OneByOne,
     /// With Kahan's compensation in the same format.
     Kahan,
-    /// Halves of halves.
+    /// Recursive halves.
     Pairwise,
-    /// One by one; each sum is rounded up or down at random, in proportion to what is left.
+    /// One by one, with stochastic rounding.
     Stochastic,
-    /// Products of the format, summed in FP32, rounded once at the end, as a tensor core's FP32 accumulator does.
+    /// Summed in FP32 and rounded once at the end, like a tensor core's FP32 accumulator.
     TensorCore,
 }
 
 /// The errors of one accumulator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SumRow {
-    /// The inputs' and, but for the tensor core, the accumulator's format.
+    /// The inputs' format, also the accumulator's except for tensor cores.
     pub format: &'static str,
-    /// How it sums.
+    /// The algorithm.
     pub algorithm: Algorithm,
     /// The result at each length.
     pub results: Vec<f64>,
     /// Its relative error.
     pub errors: Vec<f64>,
-    /// The length from which on no term changed the sum any more; `None` where the last ones still did.
+    /// The length from which terms no longer changed the sum; `None` if the last ones did.
     pub stuck_from: Option<usize>,
 }
 
@@ -72,18 +72,18 @@ pub struct SumRow {
 pub struct Sums {
     /// What is summed.
     pub terms: Terms,
-    /// Whether products of two such sequences are.
+    /// Whether products of two such sequences are summed.
     pub dot: bool,
     /// The lengths.
     pub lengths: Vec<usize>,
-    /// One for each accumulator.
+    /// The results of each accumulator.
     pub rows: Vec<SumRow>,
-    /// The FP64 sum at the largest length, of inputs that were not rounded.
+    /// The FP64 sum of the unrounded inputs at the largest length.
     #[serde(serialize_with = "serialize")]
     pub exact: f64,
 }
 
-/// The accumulators, best known mistakes first.
+/// The accumulators, most common mistakes first.
 const ROWS: [(FloatFormat, Algorithm); 11] = [
     (FloatFormat::FP16, Algorithm::OneByOne),
     (FloatFormat::FP16, Algorithm::Stochastic),
@@ -99,17 +99,17 @@ const ROWS: [(FloatFormat, Algorithm); 11] = [
 ];
 
 impl Sums {
-    /// The longest sum that is worth the wait.
+    /// Maximum length.
     pub const LONGEST: usize = 1 << 20;
 
-    /// Sums at powers of four up to `length`, and at `length`. `seed` is that of stochastic rounding.
+    /// Sums at powers of four up to `length`, and at `length`. `seed` is for stochastic rounding.
     pub fn new(terms: Terms, dot: bool, length: usize, seed: u64) -> Result<Self> {
         if !(1..=Self::LONGEST).contains(&length) {
-            return Err(Error::config("--length", format!("must lie between 1 and {}", Self::LONGEST)));
+            return Err(Error::config("--length", format!("must be between 1 and {}", Self::LONGEST)));
         }
         let mut lengths: Vec<usize> = (2..32).map(|power| 1 << (2 * power)).filter(|n| *n < length).collect();
         lengths.push(length);
-        // As many as fit a line, the longest ones.
+        // Keep the longest ones that fit on a line.
         lengths.drain(..lengths.len().saturating_sub(6));
         let value = |i: usize, factor: f64| match terms {
             Terms::Uniform => ((i + 1) as f64 * factor).fract(),
@@ -199,7 +199,7 @@ fn percentage(error: f64) -> String {
     }
 }
 
-/// The sum, and the number of terms after which it never moved again, if at least a tenth of them did not count.
+/// The sum, and the number of terms after which it no longer changed, if at least a tenth of them had no effect.
 fn accumulate(terms: &[f64], format: FloatFormat, algorithm: Algorithm, seed: u64) -> (f64, Option<usize>) {
     let round = |x: f64| format.round(x);
     match algorithm {
@@ -231,7 +231,7 @@ fn accumulate(terms: &[f64], format: FloatFormat, algorithm: Algorithm, seed: u6
             let sum = terms.iter().enumerate().fold(0.0, |sum, (i, x)| stochastic(format, sum + round(*x), draw(i)));
             (sum, None)
         }
-        // FP32 sums of exact products: one by one, which is what a tensor core's partial sums amount to.
+        // FP32 sums of exact products, one by one, equivalent to a tensor core's partial sums.
         Algorithm::TensorCore => (round(f64::from(terms.iter().fold(0f32, |sum, x| sum + *x as f32))), None),
     }
 }
@@ -247,7 +247,7 @@ fn pairwise(terms: &[f64], format: FloatFormat) -> f64 {
     }
 }
 
-/// `x` rounded to one of its neighbours: away from zero with the probability of what lies beyond the one towards it.
+/// `x` rounded stochastically: away from zero with a probability equal to its fractional position between its neighbours.
 fn stochastic(format: FloatFormat, x: f64, uniform: f64) -> f64 {
     let ulp = format.ulp(x);
     if !ulp.is_finite() {
@@ -268,9 +268,9 @@ mod tests {
         sums.rows.iter().find(|row| row.format == format && row.algorithm == algorithm).unwrap().clone()
     }
 
-    /// BF16 has eight significant bits: from 32 on its numbers lie 0.25 apart, and adding 0.1 changes nothing.
+    /// BF16 has eight significant bits: from 32 on its spacing is 0.25, and adding 0.1 has no effect.
     #[test]
-    fn a_tenth_again_and_again_stands_still() {
+    fn repeated_tenths_stop_adding_up() {
         let sums = Sums::new(Terms::Tenths, false, 65536, 0).unwrap();
         let bf16 = row(&sums, "BF16", Algorithm::OneByOne);
         assert_eq!(*bf16.results.last().unwrap(), 32.0);
@@ -282,7 +282,7 @@ mod tests {
                 let errors = row(&sums, format, algorithm).errors;
                 assert!(errors.iter().all(|error| *error <= bound), "{format} {algorithm:?} {errors:?}");
             }
-            // Kahan's compensation has the format's digits too: in BF16 it stands still in its turn.
+            // Kahan's compensation also has the format's precision: in BF16 it stops too.
             let errors = row(&sums, format, Algorithm::Kahan).errors;
             let long = if format == "FP16" { 6 } else { 4 };
             assert!(errors[..long].iter().all(|error| *error <= bound), "{format} Kahan {errors:?}");
@@ -290,7 +290,7 @@ mod tests {
         assert!(row(&sums, "FP32", Algorithm::OneByOne).errors.iter().all(|error| *error < 1e-3));
     }
 
-    /// The mean over seeds approaches the sum, where rounding to nearest stands still.
+    /// The mean over seeds approaches the sum, although rounding to nearest stops.
     #[test]
     fn stochastic_rounding_is_unbiased() {
         let terms = vec![0.1; 4096];
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_end_at_the_one_asked_for() {
+    fn lengths_end_at_the_requested_one() {
         let sums = Sums::new(Terms::Uniform, true, 5000, 0).unwrap();
         assert_eq!(sums.lengths, [16, 64, 256, 1024, 4096, 5000]);
         assert!(Sums::new(Terms::Uniform, true, 0, 0).is_err());

@@ -1,7 +1,7 @@
-//! Whether an update survives beside a weight: the grid of each format around it.
+//! Whether an update to a weight survives rounding: the values of each format around the weight.
 //!
-//! The reason for FP32 master weights: near 1, FP16's numbers are 2^-10 apart, and a typical update is far smaller than
-//! half of that.
+//! This is the reason for FP32 master weights: near 1, FP16's spacing is 2^-10, and a typical update is far smaller than half
+//! of that.
 
 use serde::Serialize;
 
@@ -9,13 +9,13 @@ use super::number::{serialize, short};
 use super::page::{Line, Page, Role};
 use crate::precision::FloatFormat;
 
-/// A weight, an update, and what each format makes of their sum.
+/// A weight, an update, and their sum in each format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct UlpGrid {
     /// The weight.
     #[serde(serialize_with = "serialize")]
     pub center: f64,
-    /// What a step adds to it.
+    /// The update of a step.
     #[serde(serialize_with = "serialize")]
     pub update: f64,
     /// Widest format first.
@@ -30,41 +30,41 @@ pub struct UlpRow {
     /// The weight as stored.
     #[serde(serialize_with = "serialize")]
     pub stored: f64,
-    /// The next number in the update's direction; NaN where there is none.
+    /// The next number in the update's direction; NaN if there is none.
     #[serde(serialize_with = "serialize")]
     pub next: f64,
-    /// The stored weight plus the update, as stored.
+    /// The stored weight plus the update, rounded.
     #[serde(serialize_with = "serialize")]
     pub sum: f64,
-    /// What has become of the update.
+    /// Whether the update survives.
     pub verdict: Verdict,
     /// Whether the sum is a finite number other than the stored weight.
     pub survives: bool,
-    /// Distance to `next`; at the format's top, where there is none, the spacing below it.
+    /// Distance to `next`; at the format's maximum, the spacing below it.
     #[serde(serialize_with = "serialize")]
     pub spacing: f64,
-    /// The magnitude from which a number is out of range: halfway past the largest.
+    /// The magnitude from which numbers overflow: half a step above the largest.
     #[serde(serialize_with = "serialize")]
     pub overflows_from: f64,
-    /// Half the spacing: an update survives if it is larger, or equal where ties go away from the weight.
+    /// Half the spacing: an update survives if it is larger, or equal and the tie rounds away from the weight.
     #[serde(serialize_with = "serialize")]
     pub smallest: f64,
     /// Whether an update of exactly `smallest` survives.
     pub tie_survives: bool,
-    /// Steps until a working copy in this format moves, rounded from an FP32 master that takes every update; `None`
-    /// if it had not after [`UlpGrid::PATIENCE`] steps, or the master itself stands still.
+    /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::PATIENCE`] steps, or the
+    /// master itself does not change.
     pub steps_with_master: Option<u64>,
 }
 
-/// What becomes of an update.
+/// The effect of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// The weight moves.
+    /// The weight changes.
     Survives,
     /// The sum rounds to the weight itself.
     Lost,
-    /// The sum leaves the format's range.
+    /// The sum overflows.
     Overflows,
     /// The weight itself is not a finite number of the format.
     OutOfRange,
@@ -82,7 +82,7 @@ impl Verdict {
 }
 
 impl UlpGrid {
-    /// Steps that a working copy is given to move.
+    /// Maximum number of steps for a working copy to change.
     pub const PATIENCE: u64 = 1_000_000;
 
     /// Adds `update` to `center` in every format.
@@ -122,10 +122,10 @@ impl UlpGrid {
         page
     }
 
-    /// One row of marks a format: each is a number of the format, within a window of four FP16 steps to either side.
+    /// One row per format that marks its numbers, within four FP16 steps on either side of the weight.
     fn grid(&self, page: &mut Page, width: usize) {
         const LABEL: usize = 10;
-        // Odd, so that the weight stands in the middle.
+        // Odd, so that the weight is in the middle.
         let columns = width.saturating_sub(LABEL + 1).max(16) | 1;
         let fp16 = FloatFormat::FP16.ulp(self.center);
         let reach = if fp16.is_nan() { self.center.abs() / 256.0 } else { 4.0 * fp16 }.max(1.25 * self.update.abs());
@@ -133,14 +133,14 @@ impl UlpGrid {
         let column = |x: f64| ((x - self.center + reach) / step).round();
         for row in &self.formats {
             let format = FloatFormat::ALL.into_iter().find(|format| format.name == row.format);
-            // What rounds back to the weight: the update is lost there.
+            // In this range the update rounds back to the weight.
             let down = format.map_or(0.0, |format| half_below(format, row.stored));
             let up = format.map_or(0.0, |format| half_below(format, -row.stored));
             let edges = (column(row.stored - down), column(row.stored + up));
             let lost = |at: usize| at as f64 > edges.0 && (at as f64) < edges.1;
             let mut cells = vec!['·'; columns];
             let mut bits = format.map_or(0, |format| format.encode(self.center - reach));
-            // A format finer than the columns fills every one; no need to visit each of its numbers.
+            // A format finer than the columns fills all of them.
             if row.spacing < step {
                 cells.fill('━');
             } else if let Some(format) = format {
@@ -180,7 +180,7 @@ impl UlpGrid {
     }
 }
 
-/// Half the way from `x` to the next number below it, NaN where there is none.
+/// Half the distance from `x` to the next number below it; NaN if there is none.
 fn half_below(format: FloatFormat, x: f64) -> f64 {
     let below = format.next_down(format.encode(x)).map_or(f64::NAN, |bits| format.decode(bits));
     let half = (x - below) / 2.0;
@@ -233,7 +233,7 @@ impl UlpRow {
     }
 }
 
-/// Steps until `format` rounds an FP32 master to another number than at the start.
+/// Steps until the FP32 master rounds to another number in `format`.
 fn steps_with_master(format: FloatFormat, center: f64, update: f64) -> Option<u64> {
     let start = format.round(f64::from(center as f32));
     let (mut master, update) = (center as f32, update as f32);
@@ -258,9 +258,9 @@ mod tests {
         UlpGrid::new(center, update).formats.into_iter().find(|row| row.format == format).expect("a format's name")
     }
 
-    /// The chapter's example: a learning rate's worth of update beside a weight of 1.
+    /// The chapter's example: an update of the size of a learning rate to a weight of 1.
     #[test]
-    fn an_update_of_5e_5_is_lost_beside_1_in_half_precision() {
+    fn an_update_of_5e_5_to_1_is_lost_in_half_precision() {
         let fp16 = row(1.0, 5e-5, "FP16");
         assert_eq!((fp16.spacing, fp16.smallest, fp16.survives), (2f64.powi(-10), 2f64.powi(-11), false));
         // 2^-11 / 5e-5 = 9.77, and a tie stays.
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn downwards_from_a_power_of_two_the_grid_is_twice_as_fine() {
+    fn spacing_is_halved_below_a_power_of_two() {
         assert_eq!(row(1.0, -5e-5, "FP16").smallest, 2f64.powi(-12));
     }
 
@@ -285,14 +285,14 @@ mod tests {
     }
 
     #[test]
-    fn an_update_that_fp32_loses_never_arrives() {
+    fn an_update_lost_in_fp32_never_takes_effect() {
         assert_eq!(row(1.0, 1e-9, "FP16").steps_with_master, None);
         assert_eq!(row(1.0, 0.0, "FP32").steps_with_master, None);
     }
 
-    /// 65504 + 20 once "survived" as infinity, and E4M3's NaN with a tick.
+    /// Regression: 65504 + 20 "survived" as infinity, and E4M3's NaN had a tick.
     #[test]
-    fn the_edge_of_a_format_is_no_survival() {
+    fn overflow_is_not_survival() {
         let edge = row(65504.0, 20.0, "FP16");
         assert_eq!((edge.verdict, edge.survives, edge.spacing), (Verdict::Overflows, false, 32.0));
         assert_eq!((edge.overflows_from, edge.smallest), (65520.0, 16.0));

@@ -1,14 +1,13 @@
-//! How many values lie in each binade `[2^e, 2^(e+1))`: the picture that says what a number format loses.
+//! Histogram of values by binade `[2^e, 2^(e+1))`, which shows what a number format loses.
 
 use serde::{Deserialize, Serialize};
 
 use super::FloatFormat;
 
-/// Binade counts of a tensor's magnitudes, with zeros, infinities and NaNs apart.
+/// Counts of a tensor's magnitudes by binade, with separate counts of zeros, infinities and NaNs.
 ///
-/// Binades are those of the value, not of its storage: FP16's subnormals count at 2^-24 … 2^-15. Values below 2^-126,
-/// subnormal even in FP32, share the binade -127. Counts may come from any number of tensors: see
-/// [`merge`](Self::merge).
+/// Binades are those of the value, not of its storage: FP16's subnormals count at 2^-24 … 2^-15. Values below 2^-126, which
+/// are subnormal even in FP32, share the binade -127.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Sparse", into = "Sparse")]
 pub struct ExponentHistogram {
@@ -22,7 +21,7 @@ pub struct ExponentHistogram {
     binades: [u64; Self::BINADES],
 }
 
-/// What becomes of a histogram's finite non-zero values in a format, as shares of their number.
+/// How a format represents a histogram's finite non-zero values, as shares of their number.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct RangeShares {
     /// Rounded to zero.
@@ -38,16 +37,16 @@ pub struct RangeShares {
 impl ExponentHistogram {
     /// The binade of everything below 2^-126.
     pub const LOWEST: i32 = -127;
-    /// The topmost binade of FP32 and BF16.
+    /// The highest binade of FP32 and BF16.
     pub const HIGHEST: i32 = 127;
     const BINADES: usize = 255;
 
-    /// A histogram of nothing.
+    /// An empty histogram.
     pub const fn new() -> Self {
         Self { zero: 0, inf: 0, nan: 0, binades: [0; Self::BINADES] }
     }
 
-    /// A histogram with `count` values in each binade `exponent`; exponents out of range go to the nearest in range.
+    /// A histogram of (exponent, count) pairs; exponents out of range are clamped.
     pub fn from_counts(counts: impl IntoIterator<Item = (i32, u64)>) -> Self {
         let mut histogram = Self::new();
         for (exponent, count) in counts {
@@ -56,7 +55,7 @@ impl ExponentHistogram {
         histogram
     }
 
-    /// Adds `count` values to the binade `exponent`, or to the nearest in range.
+    /// Adds `count` values to the binade `exponent`, clamped to the range.
     pub fn add(&mut self, exponent: i32, count: u64) {
         self.binades[(exponent.clamp(Self::LOWEST, Self::HIGHEST) - Self::LOWEST) as usize] += count;
     }
@@ -76,18 +75,18 @@ impl ExponentHistogram {
         usize::try_from(exponent - Self::LOWEST).ok().and_then(|index| self.binades.get(index)).copied().unwrap_or(0)
     }
 
-    /// The binades that hold anything, lowest first, with their counts.
+    /// The non-empty binades in ascending order, with their counts.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = (i32, u64)> + '_ {
         let counts = self.binades.iter().copied().enumerate();
         counts.map(|(index, count)| (index as i32 + Self::LOWEST, count)).filter(|(_, count)| *count > 0)
     }
 
-    /// The lowest binade that holds anything.
+    /// The lowest non-empty binade.
     pub fn lowest(&self) -> Option<i32> {
         self.iter().next().map(|(exponent, _)| exponent)
     }
 
-    /// The highest binade that holds anything.
+    /// The highest non-empty binade.
     pub fn highest(&self) -> Option<i32> {
         self.iter().next_back().map(|(exponent, _)| exponent)
     }
@@ -102,16 +101,15 @@ impl ExponentHistogram {
         self.finite_nonzero() + self.zero + self.inf + self.nan
     }
 
-    /// The share of the finite non-zero values with a magnitude below `2^exponent`; 0 where there are none.
+    /// The share of the finite non-zero values with a magnitude below `2^exponent`; 0 if there are none.
     pub fn fraction_below(&self, exponent: i32) -> f64 {
         self.share(|e| e < exponent)
     }
 
-    /// What would become of the finite non-zero values, multiplied with `2^shift`, in `format`: all zero where there
-    /// are none.
+    /// How `format` would represent the finite non-zero values times `2^shift`; all zero if there are none.
     ///
-    /// Binades are whole: one that rounds up to the least subnormal counts as subnormal, the format's top one as
-    /// representable, although FP16 turns the values from 65520 into infinity, and E4M3 those from 464 into NaN.
+    /// Binades count as a whole: one that rounds up to the smallest subnormal counts as subnormal, and the format's highest one
+    /// as representable, although FP16 rounds values from 65520 to infinity, and E4M3 those from 464 to NaN.
     pub fn shares_at(&self, shift: i32, format: FloatFormat) -> RangeShares {
         let (least, normal, top) = (format.min_subnormal_exponent(), format.min_exponent(), format.max_exponent());
         RangeShares {
@@ -144,14 +142,14 @@ impl std::fmt::Debug for ExponentHistogram {
     }
 }
 
-/// The serialised form: the counts from the lowest to the highest binade in use.
+/// The serialized form: the counts from the lowest to the highest non-empty binade.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Sparse {
     zero: u64,
     inf: u64,
     nan: u64,
-    /// Exponent of the first count; 0 where there is none.
+    /// Exponent of the first count; 0 if there is none.
     lowest: i32,
     counts: Vec<u64>,
 }
@@ -209,7 +207,7 @@ mod tests {
         assert_eq!(ExponentHistogram::new().fraction_below(0), 0.0);
     }
 
-    /// 2^-26 is flushed, 2^-25 rounds up to the least subnormal (all but its lower end), 2^16 is out of range.
+    /// 2^-26 is flushed, 2^-25 rounds up to the smallest subnormal (except its lower end), 2^16 overflows.
     #[test]
     fn shares_in_fp16_follow_the_shift() {
         let histogram = ExponentHistogram::from_counts([(-26, 1), (-25, 1), (-15, 1), (-14, 1), (15, 1), (16, 3)]);

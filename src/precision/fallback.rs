@@ -1,7 +1,7 @@
-//! Which units of a model compute in a wider type than the policy's, because they overflowed too often.
+//! Layer fallback: units of a model that overflow too often compute in a wider type than the policy's.
 //!
-//! A unit that overflows now and then costs the run a skipped step, or holds the loss scale of all others down. Computed in
-//! FP32 or BF16, it cannot leave the range; the others stay as cheap as they were.
+//! A unit that overflows repeatedly costs skipped steps, or limits the loss scale of all others. In FP32 or BF16 it does not
+//! overflow, and the others stay as fast as they were.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,13 +12,13 @@ use serde::{Deserialize, Serialize};
 use super::{Dtype, Fp8Config};
 use crate::{Error, Result};
 
-/// What has a compute type of its own: a block, or all that is outside the blocks.
+/// A part of the model with its own compute type: a block, or everything outside the blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Unit {
     /// A transformer block.
     Block(usize),
-    /// The embeddings, the last layer norm and the head: one unit, for tied embeddings are the head's weight.
+    /// The embeddings, the last layer norm and the head: one unit, because tied embeddings are the head's weight.
     Head,
 }
 
@@ -47,7 +47,7 @@ impl FromStr for Unit {
 
     fn from_str(text: &str) -> Result<Self> {
         let unit = Self::of(text);
-        if unit.to_string() == text { Ok(unit) } else { Err(Error::config("unit", format!("`{text}` is none"))) }
+        if unit.to_string() == text { Ok(unit) } else { Err(Error::config("unit", format!("`{text}` is not a unit"))) }
     }
 }
 
@@ -65,34 +65,34 @@ impl From<Unit> for String {
     }
 }
 
-/// What falls back.
+/// Which units fall back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FallbackRule {
-    /// Nothing: every layer computes in the policy's type.
+    /// None: every layer computes in the policy's type.
     #[default]
     Off,
-    /// A layer at a time: a block, or what is outside the blocks.
+    /// Single units: a block, or everything outside the blocks.
     Layer,
 }
 
-/// When a layer leaves the policy's compute type, and whether it comes back.
+/// When a layer leaves the policy's compute type, and when it returns.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrecisionConfig {
-    /// Whether layers that overflow too often compute in a wider type from then on: `off` or `layer`.
+    /// Whether layers that overflow too often switch to a wider type: `off` or `layer`.
     pub fallback: FallbackRule,
-    /// The type that such a layer computes in: `f32` or `bf16`.
+    /// The type of layers in fallback: `f32` or `bf16`.
     pub fallback_dtype: Dtype,
-    /// Overflows within `fallback_window` steps after which a layer falls back.
+    /// Overflows within `fallback_window` steps that make a layer fall back.
     pub fallback_after: usize,
-    /// Steps within which overflows are counted for `fallback_after`.
+    /// Window in steps for counting overflows for `fallback_after`.
     pub fallback_window: u64,
-    /// An overflow of the backward pass counts where the loss scale was at most this: above, the scale is too high.
+    /// Overflows of the backward pass count only at loss scales up to this; above, the scale itself is too high.
     pub fallback_scale: f32,
-    /// Steps after which it comes back if all its gradients would have had room in the policy's type; 0 for never.
+    /// Steps after which a layer returns if all its gradients would have fit the policy's type; 0 for never.
     pub fallback_quiet: u64,
-    /// A block whose products take simulated FP8.
+    /// A block whose matrix products use simulated FP8.
     pub fp8: Fp8Config,
 }
 
@@ -111,25 +111,25 @@ impl Default for PrecisionConfig {
 }
 
 impl PrecisionConfig {
-    /// Refuses what would do nothing, or not what it says.
+    /// Rejects settings that are invalid or have no effect.
     pub fn validate(&self, compute: Dtype) -> Result<()> {
         let refuse = |key: &str, message: String| Err(Error::config(format!("precision.{key}"), message));
         if self.fallback_dtype == Dtype::F16 {
             return refuse("fallback_dtype", "`f16` is what a layer falls back from; use `f32` or `bf16`".into());
         }
         if self.fallback_after == 0 || self.fallback_window == 0 {
-            return refuse("fallback_after", "it takes 1 overflow or more within 1 step or more".into());
+            return refuse("fallback_after", "`fallback_after` and `fallback_window` must be at least 1".into());
         }
         if !(self.fallback_scale.is_finite() && self.fallback_scale > 0.0) {
             return refuse("fallback_scale", format!("{} must be finite and positive", self.fallback_scale));
         }
         if self.fallback != FallbackRule::Off && compute != Dtype::F16 {
-            let message = format!("layers fall back from FP16, and this run computes in `{compute}`; leave it out");
+            let message = format!("layers fall back from FP16, but this run computes in `{compute}`; omit it");
             return refuse("fallback", message);
         }
         self.fp8.validate()?;
         if self.fp8.layer.is_some() && self.fallback != FallbackRule::Off {
-            let message = "a run has layers in fallback or one in FP8, not both; leave `precision.fp8.layer` out";
+            let message = "layer fallback and FP8 cannot be combined; omit `precision.fp8.layer`";
             return refuse("fallback", message.into());
         }
         if self.fp8.layer.is_some() && compute == Dtype::F32 {
@@ -142,19 +142,19 @@ impl PrecisionConfig {
     }
 }
 
-/// What is remembered of a unit.
+/// The history of a unit.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnitRecord {
-    /// Steps of the window in which it overflowed.
+    /// Steps in the window in which it overflowed.
     pub overflows: Vec<u64>,
     /// The step after which it fell back, if it has.
     pub since: Option<u64>,
-    /// Steps since then in which it would have had room.
+    /// Steps since then in which its gradients would have fit the policy's type.
     pub quiet: u64,
 }
 
-/// The units that have overflowed, or fallen back, and when.
+/// The units that overflowed or fell back, and when.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fallback {
     config: PrecisionConfig,
@@ -162,28 +162,28 @@ pub struct Fallback {
 }
 
 impl Fallback {
-    /// With what a checkpoint remembers, or nothing. Where the rule is off, nothing is in fallback.
+    /// Starts from a checkpoint's `units`, or none. If the rule is off, no unit is in fallback.
     pub fn new(config: PrecisionConfig, units: BTreeMap<Unit, UnitRecord>) -> Self {
         let units = if config.fallback == FallbackRule::Off { BTreeMap::new() } else { units };
         Self { config, units }
     }
 
-    /// Whether there is anything to watch for.
+    /// Whether fallback is enabled.
     pub fn is_on(&self) -> bool {
         self.config.fallback != FallbackRule::Off
     }
 
-    /// The highest loss scale at which an overflow of the backward pass is a layer's own.
+    /// The highest loss scale at which overflows of the backward pass count.
     pub fn highest_scale(&self) -> f32 {
         self.config.fallback_scale
     }
 
-    /// What units in fallback compute in.
+    /// The compute type of units in fallback.
     pub fn dtype(&self) -> Dtype {
         self.config.fallback_dtype
     }
 
-    /// What is remembered, for a checkpoint.
+    /// The state that a checkpoint saves.
     pub fn units(&self) -> &BTreeMap<Unit, UnitRecord> {
         &self.units
     }
@@ -193,7 +193,7 @@ impl Fallback {
         self.units.iter().filter(|(_, record)| record.since.is_some()).map(|(unit, _)| *unit)
     }
 
-    /// Notes that an overflow of attempted step `step` began in `unit`; the number of overflows in the window if that
+    /// Records that the overflow of attempted step `step` began in `unit`; returns the number of overflows in the window if that
     /// makes it fall back.
     pub fn overflowed(&mut self, unit: Unit, step: u64) -> Option<usize> {
         if !self.is_on() {
@@ -216,8 +216,8 @@ impl Fallback {
         Some(count)
     }
 
-    /// Notes a clean step, in which a unit's gradients would have had room in the policy's type if `fits` says so. Gives the
-    /// units that come back.
+    /// Records a clean step; `fits` returns whether a unit's gradients would have fit the policy's type. Returns the units that
+    /// return to it.
     pub fn clean(&mut self, mut fits: impl FnMut(Unit) -> bool) -> Vec<Unit> {
         let wanted = self.config.fallback_quiet;
         let mut back = Vec::new();
@@ -261,7 +261,7 @@ mod tests {
         let mut state = fallback(ON);
         let one = Unit::Block(1);
         assert_eq!([1, 5, 11, 16].map(|step| state.overflowed(one, step)), [None; 4], "never three within ten steps");
-        assert_eq!(state.overflowed(Unit::Head, 17), None, "others' overflows are not its own");
+        assert_eq!(state.overflowed(Unit::Head, 17), None, "overflows are counted by unit");
         assert_eq!(state.overflowed(one, 20), Some(3), "11, 16, 20");
         assert_eq!(state.active().collect::<Vec<_>>(), [one]);
         assert_eq!(state.units()[&one].since, Some(20));
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn it_comes_back_after_quiet_steps_in_a_row_and_starts_anew() {
+    fn it_returns_after_consecutive_quiet_steps_and_counts_from_zero() {
         let mut state = fallback(ON);
         let (one, two) = (Unit::Block(1), Unit::Block(2));
         for step in 1..=3 {
@@ -279,17 +279,17 @@ mod tests {
         assert_eq!([quiet(true), quiet(true), quiet(false)], [[]; 3]);
         assert_eq!([quiet(true), quiet(true)], [vec![one], vec![]]);
         assert_eq!(state.active().collect::<Vec<_>>(), [two], "it did not fit in the third step");
-        assert_eq!(state.overflowed(one, 9), None, "a unit that came back has its overflows ahead of it again");
+        assert_eq!(state.overflowed(one, 9), None, "a unit that returned counts from zero");
         let mut never = fallback(PrecisionConfig { fallback_quiet: 0, ..ON });
         (1..=3).for_each(|step| assert!(never.overflowed(one, step).is_none() || step == 3));
         assert!((0..1000).all(|_| never.clean(|_| true).is_empty()));
     }
 
     #[test]
-    fn nothing_is_watched_where_it_is_off() {
+    fn nothing_is_recorded_if_it_is_off() {
         let mut state = Fallback::new(PrecisionConfig::default(), [(Unit::Head, UnitRecord::default())].into());
         assert!(!state.is_on() && (0..100).all(|step| state.overflowed(Unit::Head, step).is_none()));
-        assert!(state.units().is_empty(), "what a checkpoint remembered is void too");
+        assert!(state.units().is_empty(), "a checkpoint's units are discarded too");
     }
 
     #[test]
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_that_mean_nothing_are_refused_by_key() {
+    fn invalid_settings_are_rejected_by_key() {
         let complaint = |config: PrecisionConfig, compute| config.validate(compute).unwrap_err().to_string();
         ON.validate(Dtype::F16).unwrap();
         PrecisionConfig::default().validate(Dtype::BF16).unwrap();

@@ -1,12 +1,12 @@
 //! Binary floating-point formats as data, with exact conversion.
 //!
-//! A format is two field widths and whether it has infinities; limits, spacing, rounding and decoding follow from
-//! those. One algorithm serves all formats, so what is tested exhaustively against `half` and `float8` also holds
-//! for the display of a format no crate implements.
+//! A format is two field widths and whether it has infinities; limits, spacing, rounding and decoding follow from those. One
+//! algorithm serves all formats, so the exhaustive tests against `half` and `float8` also cover formats that no crate
+//! implements.
 
-/// A sign bit, `exponent_bits`, `mantissa_bits`, with bias `2^(exponent_bits - 1) - 1`, as in IEEE 754.
+/// A format with a sign bit, `exponent_bits` and `mantissa_bits`, and bias `2^(exponent_bits - 1) - 1`, as in IEEE 754.
 ///
-/// Bit patterns are right-aligned in a `u32`. Values are `f64`, which holds every value of every format exactly.
+/// Bit patterns are right-aligned in a `u32`. Values are `f64`, which represents every value of every format exactly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FloatFormat {
     /// The customary name: `FP16`.
@@ -15,18 +15,18 @@ pub struct FloatFormat {
     pub exponent_bits: u32,
     /// Width of the stored mantissa, without the implied leading one.
     pub mantissa_bits: u32,
-    /// Whether the top exponent means infinity and NaN, as in IEEE 754. If not (E4M3 in the OCP 8-bit specification,
-    /// "fn" in other places), it holds finite numbers too, and only the all-ones pattern is NaN.
+    /// Whether the top exponent means infinity and NaN, as in IEEE 754. If not (E4M3 in the OCP 8-bit specification, also called
+    /// "fn"), it has finite numbers too, and only the all-ones pattern is NaN.
     pub has_inf: bool,
 }
 
-/// What a bit pattern stands for.
+/// The class of a bit pattern's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FloatClass {
     /// +0 or -0.
     Zero,
-    /// Below the smallest normal number: fewer significant bits the smaller it is.
+    /// Below the smallest normal number, with fewer significant bits.
     Subnormal,
     /// Full precision.
     Normal,
@@ -41,7 +41,7 @@ const fn exp2(k: i32) -> f64 {
     f64::from_bits(((k + 1023) as u64) << 52)
 }
 
-/// The exponent of the binade that holds `x`: `floor(log2 |x|)`, and -1023 for zero and f64's own subnormals.
+/// The exponent of the binade of `x`: `floor(log2 |x|)`, and -1023 for zero and f64's own subnormals.
 const fn binade(x: f64) -> i32 {
     ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023
 }
@@ -65,7 +65,7 @@ impl FloatFormat {
         1 + self.exponent_bits + self.mantissa_bits
     }
 
-    /// What is subtracted from the exponent field.
+    /// The bias of the exponent field.
     pub const fn bias(self) -> i32 {
         (1 << (self.exponent_bits - 1)) - 1
     }
@@ -105,24 +105,23 @@ impl FloatFormat {
         exp2(-(self.mantissa_bits as i32))
     }
 
-    /// Spacing of the format's values in the binade that holds `x`, the least subnormal at and around zero; NaN where
-    /// the format has no finite values.
+    /// Spacing of the format's values in the binade of `x`; the smallest subnormal at and around zero; NaN out of range.
     pub fn ulp(self, x: f64) -> f64 {
         let exponent = binade(x).max(self.min_exponent());
         if exponent > self.max_exponent() { f64::NAN } else { exp2(exponent - self.mantissa_bits as i32) }
     }
 
-    /// The pattern nearest to `x`, ties to even; out of range to infinity, or to NaN where the format has none.
+    /// The pattern nearest to `x`, ties to even; infinity out of range, or NaN if the format has no infinity.
     ///
-    /// That is IEEE 754's rule and the OCP specification's non-saturating conversion. A NaN becomes the canonical
-    /// quiet one with its sign kept; payloads are dropped.
+    /// This is IEEE 754's rule and the OCP specification's non-saturating conversion. A NaN becomes the canonical quiet NaN with
+    /// the same sign.
     pub fn encode(self, x: f64) -> u32 {
         let sign = u32::from(x.is_sign_negative()) << (self.bits() - 1);
         if x.is_nan() {
             return sign | self.nan_bits();
         }
-        // Count x in units of its binade's spacing. As the leading one of a normal number adds one to the exponent
-        // field, the same sum serves subnormals (no leading one) and a carry into the next binade.
+        // Count x in units of its binade's spacing. The leading one of a normal number adds one to the exponent field, so
+        // the same sum works for subnormals (no leading one) and a carry into the next binade.
         let exponent = binade(x).max(self.min_exponent());
         let units = (x.abs() / exp2(exponent - self.mantissa_bits as i32)).round_ties_even() as u64;
         let magnitude = (((exponent - self.min_exponent()) as u64) << self.mantissa_bits).saturating_add(units);
@@ -130,15 +129,15 @@ impl FloatFormat {
         sign | if magnitude > u64::from(self.max_bits()) { overflow } else { magnitude as u32 }
     }
 
-    /// Like [`encode`](Self::encode), but out of range, infinities included, to the largest finite value.
+    /// Like [`encode`](Self::encode), but values out of range, including infinities, become the largest finite value.
     ///
-    /// That is what FP8 hardware and the crate `float8` do with finite values; NaN stays NaN.
+    /// FP8 hardware and the crate `float8` do this with finite values. NaN stays NaN.
     pub fn encode_saturating(self, x: f64) -> u32 {
         let max = self.max();
         self.encode(if x.is_nan() { x } else { x.clamp(-max, max) })
     }
 
-    /// The value of a pattern, exactly; bits above the format's width are ignored.
+    /// The exact value of a pattern; ignores bits above the format's width.
     pub const fn decode(self, bits: u32) -> f64 {
         let magnitude = bits & self.magnitude_mask();
         let mantissa = magnitude & ((1 << self.mantissa_bits) - 1);
@@ -153,17 +152,17 @@ impl FloatFormat {
         if bits >> (self.bits() - 1) & 1 == 1 { -value } else { value }
     }
 
-    /// `x` as the format stores it.
+    /// `x` rounded to the format.
     pub fn round(self, x: f64) -> f64 {
         self.decode(self.encode(x))
     }
 
-    /// [`round`](Self::round) for f32, which holds the values of every format here.
+    /// [`round`](Self::round) for f32, which represents the values of every format here.
     pub fn round_f32(self, x: f32) -> f32 {
         self.round(f64::from(x)) as f32
     }
 
-    /// What a pattern stands for.
+    /// The class of a pattern.
     pub const fn classify(self, bits: u32) -> FloatClass {
         let magnitude = bits & self.magnitude_mask();
         if magnitude == 0 {
@@ -179,8 +178,8 @@ impl FloatFormat {
         }
     }
 
-    /// The next pattern towards +inf: infinity (NaN where there is none) after the largest value, the least positive
-    /// number after either zero. NaN and +inf have none.
+    /// The next pattern towards +inf: infinity (or NaN) after the largest value, the smallest positive number after either zero.
+    /// `None` for NaN and +inf.
     pub fn next_up(self, bits: u32) -> Option<u32> {
         let sign = 1 << (self.bits() - 1);
         let negative = bits & sign != 0;
@@ -235,8 +234,8 @@ mod tests {
         }
     }
 
-    /// Every value, every midpoint to its successor, and what lies one f32 step beside each, rounded by both. (Not an
-    /// f64 step: `half` converts f64 by way of f32, so rounds twice.)
+    /// Compares the rounding of every value, every midpoint to its successor, and their f32 neighbours. (Not f64 neighbours:
+    /// `half` converts f64 through f32, so rounds twice.)
     fn check_every_rounding(format: FloatFormat, reference: impl Fn(f32) -> f64) {
         for bits in 0..=format.max_bits() {
             let low = format.decode(bits);
@@ -252,25 +251,25 @@ mod tests {
     }
 
     #[test]
-    fn fp16_is_halfs_f16_on_all_patterns_and_midpoints() {
+    fn fp16_matches_half_on_all_patterns_and_midpoints() {
         check_every_pattern(FloatFormat::FP16, |bits| f16::from_bits(bits as u16).to_f64());
         check_every_rounding(FloatFormat::FP16, |x| f16::from_f32(x).to_f64());
     }
 
     #[test]
-    fn bf16_is_halfs_bf16_on_all_patterns_and_midpoints() {
+    fn bf16_matches_half_on_all_patterns_and_midpoints() {
         check_every_pattern(FloatFormat::BF16, |bits| bf16::from_bits(bits as u16).to_f64());
         check_every_rounding(FloatFormat::BF16, |x| bf16::from_f32(x).to_f64());
     }
 
     /// `float8` saturates: the largest value stands where ours leaves the range.
     #[test]
-    fn fp8_is_float8_but_for_overflow() {
+    fn fp8_matches_float8_except_for_overflow() {
         let saturated = |format: FloatFormat, x: f64| format.decode(format.encode_saturating(x));
         check_every_pattern(FloatFormat::E4M3, |bits| float8::F8E4M3::from_bits(bits as u8).to_f64());
         check_every_pattern(FloatFormat::E5M2, |bits| float8::F8E5M2::from_bits(bits as u8).to_f64());
         check_every_rounding(FloatFormat::E4M3, |x| match float8::F8E4M3::from_f32(x).to_f64() {
-            // 464 is the midpoint between 448 and the pattern that E4M3 gives to NaN.
+            // 464 is the midpoint between 448 and E4M3's NaN pattern.
             _ if x.abs() > 464.0 => f64::NAN.copysign(FloatFormat::E4M3.round(f64::from(x))),
             theirs => theirs,
         });

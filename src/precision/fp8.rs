@@ -1,25 +1,24 @@
-//! The scales of simulated FP8: what a tensor's recent maxima say of its next values.
+//! The scales of simulated FP8, from a tensor's recent maxima.
 //!
-//! FP8 has too little range for a loss scale alone, so each tensor that enters a product has a scale of its own. Delayed
-//! scaling takes it from the largest magnitudes of the steps before (Micikevicius et al., *FP8 Formats for Deep Learning*,
-//! 2022): the tensor need not be read twice, and what exceeds its own past is cut off at the format's largest value.
+//! FP8 has too little range for a loss scale alone, so each operand of a matrix product has its own scale. Delayed scaling
+//! takes it from the largest magnitudes of earlier steps (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022): the
+//! tensor is read only once, and values that exceed its history saturate at the format's largest value.
 
 use serde::{Deserialize, Serialize};
 
 use super::FloatFormat;
 use crate::{Error, Result};
 
-/// One block whose products take FP8 operands.
+/// Settings of a block whose matrix products use FP8 operands.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Fp8Config {
-    /// The block whose products take simulated FP8 operands, counted from 0; none by default.
+    /// The block whose matrix products use simulated FP8 operands, counted from 0; none by default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layer: Option<usize>,
-    /// Steps whose maxima a scale is taken from.
+    /// Number of steps whose maxima determine a scale.
     pub history: usize,
-    /// FP8 while the running mean of the block's gradient variance is at most this, FP16 while it is above; without one
-    /// always FP8.
+    /// Use FP8 only while the running mean of the block's gradient variance is at most this; always if not set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub switch_variance: Option<f64>,
 }
@@ -31,10 +30,10 @@ impl Default for Fp8Config {
 }
 
 impl Fp8Config {
-    /// Refuses what would do nothing.
+    /// Rejects invalid settings.
     pub fn validate(&self) -> Result<()> {
         if self.history == 0 {
-            return Err(Error::config("precision.fp8.history", "0 steps have no maximum; use 1 or more"));
+            return Err(Error::config("precision.fp8.history", "must be at least 1"));
         }
         if self.switch_variance.is_some_and(|variance| !(variance > 0.0 && variance.is_finite())) {
             return Err(Error::config("precision.fp8.switch_variance", "must be finite and positive"));
@@ -43,26 +42,26 @@ impl Fp8Config {
     }
 }
 
-/// The largest magnitudes of a tensor in the last steps, the newest last.
+/// The largest magnitudes of a tensor in the last steps, newest last.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct AmaxHistory(Vec<f32>);
 
 impl AmaxHistory {
-    /// Adds a step's, and forgets what is older than `length` steps.
+    /// Adds a step's maximum, and drops those older than `length` steps.
     pub fn push(&mut self, amax: f32, length: usize) {
         self.0.push(amax);
         self.0.drain(..self.0.len().saturating_sub(length));
     }
 
-    /// The power of two that brings the largest of them into `format`'s topmost binades; `None` before the first.
+    /// The largest power of two that keeps their maximum within `format`; `None` if there are none.
     pub fn scale(&self, format: FloatFormat) -> Option<f32> {
         let amax = self.0.iter().copied().reduce(f32::max)?;
         Some(scale_for(amax, format))
     }
 }
 
-/// What a checkpoint remembers of a block in FP8.
+/// The saved state of a block in FP8.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fp8State {
@@ -76,7 +75,7 @@ pub struct Fp8State {
     pub amax: Vec<AmaxHistory>,
 }
 
-/// The largest power of two that keeps `amax` within `format`; 1 where there is nothing to scale.
+/// The largest power of two that keeps `amax` within `format`; 1 for zero and for values that are not finite.
 pub fn scale_for(amax: f32, format: FloatFormat) -> f32 {
     if !(amax > 0.0 && amax.is_finite()) {
         return 1.0;
@@ -86,8 +85,8 @@ pub fn scale_for(amax: f32, format: FloatFormat) -> f32 {
 }
 
 impl FloatFormat {
-    /// `x` as the format stores it under a scale that is a power of two: cut off at its largest value. What is not finite
-    /// stays so, for an overflow must be seen.
+    /// `x` rounded to the format with a power-of-two scale, saturating. Values that are not finite stay so, because overflows
+    /// must be detected.
     pub fn round_scaled(self, x: f32, scale: f32) -> f32 {
         if !x.is_finite() {
             return x;
@@ -108,7 +107,7 @@ mod tests {
         let mut history = AmaxHistory::default();
         assert_eq!(history.scale(FloatFormat::E4M3), None);
         history.push(1.0, 2);
-        assert_eq!(history.scale(FloatFormat::E4M3), Some(256.0), "448 has room for 256, not for 512");
+        assert_eq!(history.scale(FloatFormat::E4M3), Some(256.0), "448 fits 256, not 512");
         history.push(448.0, 2);
         assert_eq!(history.scale(FloatFormat::E4M3), Some(1.0));
         assert_eq!(history.scale(FloatFormat::E5M2), Some(128.0));
@@ -120,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn what_exceeds_its_past_is_cut_off_and_infinity_is_seen() {
+    fn values_above_the_history_saturate_and_infinity_stays() {
         let e4m3 = FloatFormat::E4M3;
         assert_eq!(e4m3.round_scaled(1000.0, 1.0), 448.0);
         assert_eq!(e4m3.round_scaled(-3.0, 256.0), -448.0 / 256.0);
@@ -136,14 +135,14 @@ mod tests {
                 let scale = scale_for(x.abs(), format) * 2f32.powi(-spare);
                 let rounded = format.round_scaled(x, scale);
                 prop_assert_eq!(format.round_scaled(rounded, scale).to_bits(), rounded.to_bits());
-                // Up to 448 = 1.75 · 2^8 the last half step below the next binade is cut off, not rounded up.
+                // Values just below 2^9 saturate at 448 = 1.75 · 2^8 instead of rounding up.
                 prop_assert!((rounded - x).abs() <= x.abs() * 2f32.powi(-bits), "{} {} {}", format.name, x, rounded);
             }
         }
     }
 
     #[test]
-    fn settings_that_mean_nothing_are_refused_by_key() {
+    fn invalid_settings_are_rejected_by_key() {
         let complaint = |config: Fp8Config| config.validate().unwrap_err().to_string();
         Fp8Config::default().validate().unwrap();
         assert!(complaint(Fp8Config { history: 0, ..Fp8Config::default() }).starts_with("precision.fp8.history: "));

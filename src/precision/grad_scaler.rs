@@ -1,8 +1,8 @@
-//! The dynamic loss scale as a pure state machine: one verdict a step in, the change of the scale and its cause out.
+//! The loss scale as a pure state machine: whether each step's gradients were finite in, the change of the scale out.
 //!
 //! Semantics are `torch.amp.GradScaler`'s, with four deliberate differences: the scale has a floor (see
 //! [`GradScalerConfig::min_scale`]); the growth tracker is compared with `>=`, so an interval lowered below it still
-//! grows the scale; values that make no sense are refused, in a loaded state too; and `update` says what happened.
+//! grows the scale; invalid values are rejected, also in a loaded state; and `update` returns the change.
 //! Programs with several optimizers add [`OptimizerStages`](super::OptimizerStages).
 
 use serde::{Deserialize, Serialize};
@@ -11,21 +11,20 @@ use super::scaler_config::{check_factors, check_scale};
 use super::{FloatFormat, GradScalerConfig, Headroom, HysteresisRefill, ScalerPolicy};
 use crate::{Error, Result};
 
-/// What an update did to the scale, and why.
+/// The change of the scale by an update, and its cause.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum ScaleChange {
-    /// Nothing: the stretch of clean steps is not long enough, growth would leave f32's range, or hysteresis has
-    /// absorbed an overflow.
+    /// No change: there were too few clean steps, growth would overflow f32, or hysteresis absorbed an overflow.
     Held,
-    /// A quiet stretch is complete, or the predictive rule has found room above.
+    /// `growth_interval` clean steps passed, or the predictive rule found enough headroom.
     Grew {
         /// The scale before.
         from: f32,
         /// The scale from now on.
         to: f32,
     },
-    /// The predictive rule has found the room above too small. Nothing overflowed.
+    /// The predictive rule found too little headroom. Nothing overflowed.
     Lowered {
         /// The scale before.
         from: f32,
@@ -39,16 +38,16 @@ pub enum ScaleChange {
         /// The scale from now on.
         to: f32,
     },
-    /// An overflow that a lower scale cannot cure: the scale is at its floor, or there is none to lower.
+    /// An overflow while the scale is at its floor or disabled.
     AtFloor {
-        /// Where the scale is and stays.
+        /// The scale, which stays.
         scale: f32,
-        /// Overflows in a row that met the floor, this one included.
+        /// Consecutive overflows at the floor, including this one.
         streak: u32,
     },
 }
 
-/// Everything of a [`GradScaler`] that moves: with the configuration it is all that a checkpoint needs.
+/// The mutable state of a [`GradScaler`]; together with the configuration, all that a checkpoint needs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
@@ -56,11 +55,11 @@ pub struct ScalerState {
     pub scale: f32,
     /// Clean steps since the last overflow or growth.
     pub growth_tracker: u32,
-    /// Overflows left until one backs off, itself included.
+    /// Overflows left until the scale backs off, including that one.
     pub hysteresis_left: u32,
-    /// Overflows in a row that met the floor.
+    /// Consecutive overflows at the floor.
     pub floor_streak: u32,
-    /// What the predictive rule has measured; `None` under the dynamic rule, and before the first clean step.
+    /// The measurements of the predictive rule; `None` under the dynamic rule, and before the first clean step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub headroom: Option<Headroom>,
 }
@@ -82,10 +81,10 @@ pub struct StateDict {
     pub growth_tracker: u32,
 }
 
-/// The loss scale and the rule that moves it.
+/// The loss scale and the rule that adjusts it.
 ///
-/// A step multiplies the loss's gradient with [`scale`](Self::scale), looks whether all gradients are finite, applies
-/// them times [`inverse`](Self::inverse) if so, and reports the verdict to [`update`](Self::update).
+/// A step multiplies the loss's gradient by [`scale`](Self::scale), checks whether all gradients are finite, applies them
+/// times [`inverse`](Self::inverse) if so, and reports the result to [`update`](Self::update).
 #[derive(Debug, Clone, PartialEq)]
 pub struct GradScaler {
     config: GradScalerConfig,
@@ -93,25 +92,25 @@ pub struct GradScaler {
 }
 
 impl GradScaler {
-    /// A scaler at its initial scale. Errors name the option that makes no sense.
+    /// A scaler at its initial scale. *Errors name the invalid option.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self::start(config))
     }
 
-    /// A scaler whose scale is always 1, so that one path of code serves all dtypes.
+    /// A scaler whose scale is always 1, so that one code path serves all dtypes.
     pub fn disabled() -> Self {
         Self::start(GradScalerConfig::disabled())
     }
 
-    /// A scaler that goes on where another with the same configuration was.
+    /// A scaler that continues from a saved state.
     pub fn resume(config: GradScalerConfig, state: ScalerState) -> Result<Self> {
         config.validate()?;
         check_scale("scale", state.scale)?;
         if state.hysteresis_left == 0 {
-            return Err(Error::Scaler("a state with no overflow left before the next backs off is damaged".into()));
+            return Err(Error::Scaler("the saved state is damaged: `hysteresis_left` is 0".into()));
         }
-        // The configuration may have changed since.
+        // The configuration may have changed since the state was saved.
         let hysteresis_left = state.hysteresis_left.min(config.hysteresis);
         Ok(Self { config, state: ScalerState { hysteresis_left, ..state } })
     }
@@ -125,40 +124,39 @@ impl GradScaler {
         }
     }
 
-    /// The options it was built with, or has loaded.
+    /// The options.
     pub const fn config(&self) -> &GradScalerConfig {
         &self.config
     }
 
-    /// What a checkpoint keeps; see [`resume`](Self::resume).
+    /// The state for a checkpoint; see [`resume`](Self::resume).
     pub const fn state(&self) -> ScalerState {
         self.state
     }
 
-    /// What the loss is to be multiplied with; 1 where scaling is off.
+    /// The factor for the loss; 1 if disabled.
     pub const fn scale(&self) -> f32 {
         self.state.scale
     }
 
-    /// What gradients are to be multiplied with before the optimizer sees them: 1/scale, divided in f64 and rounded
-    /// once, as in PyTorch. Above 1 only with a scale below 1; then a finite gradient may overflow here, and whoever
-    /// has allowed such a scale must check again.
+    /// The factor that unscales gradients: 1/scale, divided in f64 and rounded once, as in PyTorch. With a scale below 1 it is
+    /// above 1, so that unscaling may overflow and callers must check again.
     pub const fn inverse(&self) -> f32 {
         (1.0 / self.state.scale as f64) as f32
     }
 
-    /// Moves the scale after a step, given whether all of the step's gradients were finite. Who knows how large they were
-    /// says so to [`update_measured`](Self::update_measured); here the predictive rule acts as the dynamic one.
+    /// Adjusts the scale after a step, given whether all of its gradients were finite. Without their maximum, the predictive rule
+    /// acts like the dynamic one: see [`update_measured`](Self::update_measured).
     pub fn update(&mut self, grads_finite: bool) -> ScaleChange {
         self.move_scale(grads_finite, None)
     }
 
-    /// Whether it moves by the size of gradients.
+    /// Whether the predictive rule is in use.
     pub fn is_predictive(&self) -> bool {
         self.config.enabled && self.config.policy == ScalerPolicy::Predictive
     }
 
-    /// Moves the scale after a step whose largest finite scaled gradient was `max_abs`.
+    /// Adjusts the scale after a step whose largest finite scaled gradient was `max_abs`.
     pub fn update_measured(&mut self, grads_finite: bool, max_abs: f32) -> ScaleChange {
         let measured = self.config.policy == ScalerPolicy::Predictive && grads_finite && max_abs > 0.0;
         self.move_scale(grads_finite, measured.then_some(max_abs))
@@ -202,30 +200,30 @@ impl GradScaler {
         ScaleChange::Grew { from, to }
     }
 
-    /// The scale that leaves room for gradients like the last ones and this clean step's.
+    /// The scale with headroom for gradients like the last ones and this clean step's.
     fn predict(&mut self, max_abs: f32) -> f32 {
         let log2 = max_abs.log2() - self.state.scale.log2();
         let headroom = self.state.headroom.get_or_insert_with(|| Headroom::new(log2));
-        headroom.see(log2, self.config.growth_interval);
+        headroom.add_clean(log2, self.config.growth_interval);
         predicted(*headroom, &self.config)
     }
 
-    /// Whether the predictive rule has nothing yet to predict from.
+    /// Whether the predictive rule has no measurement yet.
     pub fn wants_measure(&self) -> bool {
         let GradScalerConfig { enabled, policy, .. } = self.config;
         enabled && policy == ScalerPolicy::Predictive && self.state.headroom.is_none()
     }
 
-    /// Tells the predictive rule the largest *unscaled* gradient, activations' included, of a step that has overflowed, or
-    /// of the first one before it runs, and returns the scale that this leads to: after an overflow never one above that
-    /// backed off to. Does nothing under the dynamic rule.
+    /// Gives the predictive rule the largest *unscaled* gradient, including activation gradients, of a step that overflowed, or
+    /// of the first one before it runs, and returns the new scale: after an overflow, at most the one backed off to. Does
+    /// nothing under the dynamic rule.
     pub fn measure(&mut self, largest: f32) -> f32 {
         let GradScalerConfig { enabled, policy, .. } = self.config;
         if enabled && policy == ScalerPolicy::Predictive && largest > 0.0 && largest.is_finite() {
             let log2 = largest.log2();
             let highest = self.state.headroom.map_or(f32::INFINITY, |_| self.state.scale);
             let headroom = self.state.headroom.get_or_insert_with(|| Headroom::new(log2));
-            // In place of what the overflow alone suggested.
+            // Replace the estimate from the overflow.
             headroom.replace_excess(log2);
             self.state.scale = predicted(*headroom, &self.config).min(highest);
         }
@@ -244,8 +242,8 @@ impl GradScaler {
         }
         let mut to = times(from, self.config.backoff_factor).max(self.config.min_scale);
         if let Some(headroom) = &mut self.state.headroom {
-            // All that is known of the largest gradient is that it lay above the top: take it to be half a binade.
-            headroom.see_overflow(top_log2() + 0.5 - from.log2());
+            // The largest gradient is only known to exceed FP16's maximum: assume by half a binade.
+            headroom.add_overflow(top_log2() + 0.5 - from.log2());
             to = to.min(predicted(*headroom, &self.config));
         }
         self.state.scale = to;
@@ -257,7 +255,7 @@ impl GradScaler {
         ScaleChange::AtFloor { scale: self.state.scale, streak: self.state.floor_streak }
     }
 
-    /// Whether `patience` overflows in a row have met the floor: the run's numbers are broken, and no scale mends them.
+    /// Whether `patience` consecutive overflows occurred at the floor, so that no scale helps.
     pub const fn is_stuck(&self) -> bool {
         self.config.patience > 0 && self.state.floor_streak >= self.config.patience
     }
@@ -271,22 +269,22 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Changes what moves the scale, from the next update on; scale and tracker stay. An error changes nothing.
+    /// Changes the factors and the interval for later updates; keeps scale and tracker. An error changes nothing.
     pub fn set_factors(&mut self, growth_factor: f64, backoff_factor: f64, growth_interval: u32) -> Result<()> {
         check_factors(growth_factor, backoff_factor, growth_interval)?;
         self.config = GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config };
         Ok(())
     }
 
-    /// The part of the state that PyTorch has too; `None`, its empty dictionary, when disabled.
+    /// The state that PyTorch also has; `None`, like its empty dictionary, if disabled.
     pub fn state_dict(&self) -> Option<StateDict> {
         let GradScalerConfig { enabled, growth_factor, backoff_factor, growth_interval, .. } = self.config;
         let ScalerState { scale, growth_tracker, .. } = self.state;
         enabled.then_some(StateDict { scale, growth_factor, backoff_factor, growth_interval, growth_tracker })
     }
 
-    /// Takes over scale, tracker, factors and interval; what PyTorch's state lacks starts anew. Does nothing when
-    /// disabled. An empty state or a value out of range is an error and changes nothing.
+    /// Restores scale, tracker, factors and interval, and resets the rest. Does nothing if disabled. An empty state or a value
+    /// out of range is an error and changes nothing.
     pub fn load_state_dict(&mut self, state: Option<&StateDict>) -> Result<()> {
         if !self.config.enabled {
             return Ok(());
@@ -310,7 +308,7 @@ impl GradScaler {
     }
 }
 
-/// The largest power of two with room for what `headroom` expects, within what the configuration and f32 allow.
+/// The largest power of two with the headroom needed, within the limits of the configuration and f32.
 fn predicted(headroom: Headroom, config: &GradScalerConfig) -> f32 {
     2f32.powi(headroom.log2_scale().clamp(-126, 127)).max(config.min_scale)
 }

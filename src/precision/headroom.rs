@@ -1,8 +1,8 @@
-//! What is left between the largest gradient and FP16's top, as the predictive loss scale sees it.
+//! The headroom between the largest gradient and FP16's maximum, for the predictive loss scale.
 //!
-//! The dynamic rule finds the largest scale by trying the next one until it overflows. This one measures: it keeps a
-//! running mean of log2 of the largest unscaled gradient, and the largest excess over that mean of late, and takes the
-//! largest power of two that leaves room for both.
+//! The dynamic rule finds the largest scale by growing until it overflows. The predictive rule measures: it keeps a running
+//! mean of log2 of the largest unscaled gradient and the largest recent excess over it, and uses the largest power of two with
+//! room for both.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,9 +10,9 @@ use super::FloatFormat;
 
 /// Weight of a step in the running mean.
 const WEIGHT: f32 = 1.0 / 16.0;
-/// The excess before any was seen, in binades.
+/// The initial excess, in binades.
 const FIRST_EXCESS: f32 = 1.0;
-/// Growth intervals in which the excess is forgotten by a binade. The dynamic rule tries a binade in one.
+/// Growth intervals in which the excess decays by a binade. The dynamic rule grows by a binade in one.
 const MEMORY: f32 = 10.0;
 
 /// Running figures of log2 of the largest unscaled gradient.
@@ -21,7 +21,7 @@ const MEMORY: f32 = 10.0;
 pub struct Headroom {
     /// The running mean.
     pub mean: f32,
-    /// The largest excess over it, slowly forgotten: how far one step may lie above the others.
+    /// The largest excess over it, slowly decaying.
     pub excess: f32,
 }
 
@@ -31,27 +31,26 @@ impl Headroom {
         Self { mean: log2, excess: FIRST_EXCESS }
     }
 
-    /// Takes in a clean step.
-    pub(super) fn see(&mut self, log2: f32, growth_interval: u32) {
+    /// Adds a clean step.
+    pub(super) fn add_clean(&mut self, log2: f32, growth_interval: u32) {
         let forgotten = 1.0 / (MEMORY * growth_interval as f32);
         self.excess = (self.excess - forgotten).max(log2 - self.mean).max(0.0);
         self.mean += WEIGHT * (log2 - self.mean);
     }
 
-    /// Takes in an overflow; the mean remains that of clean steps.
-    pub(super) fn see_overflow(&mut self, log2: f32) {
+    /// Adds an overflow, without changing the mean.
+    pub(super) fn add_overflow(&mut self, log2: f32) {
         self.excess = self.excess.max(log2 - self.mean);
     }
 
-    /// Replaces a guess by what was measured; a first measure is its own mean, and keeps its excess.
+    /// Replaces an estimated excess by a measured one; a first measurement becomes the mean and keeps the excess.
     pub(super) fn replace_excess(&mut self, log2: f32) {
         if log2 > self.mean {
             self.excess = log2 - self.mean;
         }
     }
 
-    /// log2 of the largest power of two that keeps a step below FP16's top even if it exceeds the mean as far as one did
-    /// of late.
+    /// log2 of the largest power of two that keeps a step below FP16's maximum even at the recent excess over the mean.
     pub(super) fn log2_scale(self) -> i32 {
         (FloatFormat::FP16.max().log2() as f32 - self.mean - self.excess).floor() as i32
     }

@@ -1,7 +1,7 @@
-//! What each optimizer has done since the last update of the scale, when several share one [`GradScaler`].
+//! The stage of each optimizer since the last update, for several that share one [`GradScaler`].
 //!
-//! An optimizer goes `Ready → Unscaled → Stepped`; anything else is a mistake of the training loop and an error here.
-//! The overflow checks of all optimizers are joined into the one verdict that [`GradScaler::update`] takes:
+//! An optimizer goes `Ready → Unscaled → Stepped`; anything else is a mistake in the training loop and an error here. The
+//! overflow checks of all optimizers are combined into the one that [`GradScaler::update`] takes:
 //! `scaler.update(!stages.finish()?)`.
 //!
 //! [`GradScaler`]: super::GradScaler
@@ -17,7 +17,7 @@ enum Stage {
     Stepped,
 }
 
-/// Stage and overflow verdict of every optimizer that is not `Ready`, by an `Id` of the caller's choice.
+/// Stage and overflow of every optimizer that is not `Ready`, by an `Id` that the caller chooses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OptimizerStages<Id = usize> {
     checked: BTreeMap<Id, (Stage, bool)>,
@@ -35,8 +35,8 @@ impl<Id: Ord> OptimizerStages<Id> {
         Self::default()
     }
 
-    /// `Ready → Unscaled`: the gradients of `optimizer` were unscaled, and any of them was not finite (`found_inf`).
-    /// A second time before the next update is an error, since it would divide by the scale twice.
+    /// `Ready → Unscaled`: the gradients of `optimizer` were unscaled; `found_inf` if any was not finite. A second call before
+    /// the next update is an error, because it would divide by the scale twice.
     pub fn record_unscale(&mut self, optimizer: Id, found_inf: bool) -> Result<()> {
         match self.checked.get(&optimizer) {
             None => {
@@ -50,13 +50,13 @@ impl<Id: Ord> OptimizerStages<Id> {
         }
     }
 
-    /// Whether `step` still has to unscale this optimizer's gradients itself.
+    /// Whether `step` still has to unscale this optimizer's gradients.
     pub fn is_ready(&self, optimizer: &Id) -> bool {
         !self.checked.contains_key(optimizer)
     }
 
-    /// `Unscaled → Stepped`: says whether the optimizer may run (no overflow was found). An error if its gradients were
-    /// never checked, or it has stepped since the last update.
+    /// `Unscaled → Stepped`: returns whether the optimizer may run because no overflow was found. An error if its gradients were
+    /// not checked, or it has stepped since the last update.
     pub fn record_step(&mut self, optimizer: &Id) -> Result<bool> {
         match self.checked.get_mut(optimizer) {
             None => misuse("no gradient of this optimizer was checked; none of its parameters has one"),
@@ -68,8 +68,8 @@ impl<Id: Ord> OptimizerStages<Id> {
         }
     }
 
-    /// The joined verdict, whether any optimizer found an overflow; then every optimizer is `Ready` again. An error if
-    /// nothing was checked since the last time.
+    /// Returns whether any optimizer found an overflow, and makes every optimizer `Ready` again. An error if nothing was checked
+    /// since the last call.
     pub fn finish(&mut self) -> Result<bool> {
         if self.checked.is_empty() {
             return misuse("`update` without any gradient checked since the last one; call `step` or `unscale` before");
@@ -79,7 +79,7 @@ impl<Id: Ord> OptimizerStages<Id> {
         Ok(found_inf)
     }
 
-    /// Every optimizer is `Ready` again, whatever was found: what `update(new_scale)` does.
+    /// Makes every optimizer `Ready` again regardless of overflows, for `update(new_scale)`.
     pub fn clear(&mut self) {
         self.checked.clear();
     }

@@ -1,4 +1,4 @@
-//! Which number format each part of training uses: one frozen value with a text form that round-trips.
+//! The precision policy: the number format of each part of training, as one value with a text form that round-trips.
 
 use std::fmt;
 use std::str::FromStr;
@@ -21,7 +21,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes an element takes.
+    /// Bytes per element.
     pub const fn size_in_bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -29,7 +29,7 @@ impl Dtype {
         }
     }
 
-    /// Its limits and rounding.
+    /// The type's format, for limits and rounding.
     pub const fn format(self) -> FloatFormat {
         match self {
             Self::F32 => FloatFormat::FP32,
@@ -70,9 +70,9 @@ impl FromStr for Dtype {
 pub struct PrecisionPolicy {
     /// Master weights and optimizer state: always FP32, because updates vanish in anything narrower.
     pub params: Dtype,
-    /// The weights' working copy, the activations and the matrix products (which accumulate in FP32 in any case).
+    /// The working copy of the weights, activations and matrix products (which always accumulate in FP32).
     pub compute: Dtype,
-    /// What weight gradients are produced in: `compute`, or FP32 to keep the product's accumulator.
+    /// The type of weight gradients: `compute`, or FP32 to keep the product's accumulator.
     pub grads: Dtype,
     /// The residual stream: `compute`, or FP32 as under PyTorch's autocast.
     pub residual: Dtype,
@@ -86,19 +86,19 @@ impl PrecisionPolicy {
     /// BF16 products and gradients over FP32 masters; has FP32's range, so no loss scaling.
     pub const BF16: Self = Self { compute: Dtype::BF16, grads: Dtype::BF16, ..Self::FP32 };
 
-    /// The same for a layer that computes in another type: its gradients are born in that, or in FP32 as before.
+    /// The policy for a layer with another compute type: its gradients have that type, or FP32 as before.
     #[must_use]
     pub fn with_compute(self, compute: Dtype) -> Self {
         let grads = if self.grads == Dtype::F32 { Dtype::F32 } else { compute };
         Self { compute, grads, ..self }
     }
 
-    /// Whether gradients pass through FP16, whose smallest value is 2^-24: then the loss has to be scaled.
+    /// Whether gradients pass through FP16, whose smallest value is 2^-24, so that the loss must be scaled.
     pub const fn needs_loss_scale(self) -> bool {
         matches!(self.compute, Dtype::F16) || matches!(self.grads, Dtype::F16)
     }
 
-    /// Refuses combinations without a meaning; [`FromStr`] has called it already.
+    /// Rejects invalid combinations; [`FromStr`] calls it.
     pub fn validate(self) -> Result<()> {
         let refuse = |field: &str, value: Dtype, allowed: &str| {
             Err(Error::config(format!("policy.{field}"), format!("`{value}` is not allowed: {allowed}")))
@@ -138,7 +138,7 @@ impl TryFrom<String> for PrecisionPolicy {
 impl FromStr for PrecisionPolicy {
     type Err = Error;
 
-    /// Reads one of the names, or all four fields in any order.
+    /// Parses one of the names, or all four fields in any order.
     fn from_str(text: &str) -> Result<Self> {
         const FIELDS: [(&str, &str); 4] = [("p", "params"), ("c", "compute"), ("g", "grads"), ("r", "residual")];
         // The names that PyTorch and Hugging Face use for the same types.
@@ -157,14 +157,14 @@ impl FromStr for PrecisionPolicy {
             let index = FIELDS
                 .iter()
                 .position(|(short, _)| *short == key.trim())
-                .ok_or_else(|| malformed(format!("`{}` is no field of a policy", key.trim())))?;
+                .ok_or_else(|| malformed(format!("`{}` is not a field of a policy", key.trim())))?;
             let (short, field) = FIELDS[index];
             let dtype = value.trim().parse().map_err(|_| {
                 let allowed = if short == "p" { "`f32`" } else { "`f32`, `f16`, `bf16`" };
                 Error::config(format!("policy.{field}"), format!("`{}` is not one of {allowed}", value.trim()))
             })?;
             if dtypes[index].replace(dtype).is_some() {
-                return Err(malformed(format!("`{short}` stands twice")));
+                return Err(malformed(format!("`{short}` appears twice")));
             }
         }
         let field = |index: usize| {
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn types_go_by_the_names_of_other_programs_too() {
+    fn types_also_have_the_names_of_other_programs() {
         for (name, policy) in [
             ("f16", PrecisionPolicy::FP16),
             ("half", PrecisionPolicy::FP16),
@@ -250,7 +250,7 @@ mod tests {
             "policy.grads: `bf16` is not allowed: with compute `f16`, use that or `f32`"
         );
         assert!(message("p=f32,c=f16,g=f16").contains("`r` (residual) is missing"));
-        assert!(message("p=f32,c=f16,c=f16,r=f32").contains("`c` stands twice"));
+        assert!(message("p=f32,c=f16,c=f16,r=f32").contains("`c` appears twice"));
         assert!(message("quarter").contains("cannot read `quarter`"));
         assert!("f64".parse::<Dtype>().is_err());
     }

@@ -1,55 +1,55 @@
-//! The options of dynamic loss scaling, with PyTorch's names and defaults.
+//! The options of loss scaling, with PyTorch's names and defaults.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// How the loss scale starts and moves; the `[scaler]` table of a configuration file.
+/// The initial loss scale and how it changes; the `[scaler]` table of a configuration file.
 ///
-/// The first five options are `torch.amp.GradScaler`'s. Factors that are powers of two, as the defaults are, keep the
-/// scale one too, so that scaling and unscaling are exact.
+/// The first five options are those of `torch.amp.GradScaler`. With factors that are powers of two, like the defaults, the
+/// scale stays a power of two, so that scaling and unscaling are exact.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GradScalerConfig {
-    /// Whether there is a loss scale at all; without one the scale is 1 and stays there.
+    /// Whether losses are scaled; if not, the scale stays 1.
     pub enabled: bool,
     /// The scale of the first step.
     pub init_scale: f32,
-    /// What the scale is multiplied with after `growth_interval` clean steps, unless that leaves f32's range; above 1.
+    /// Factor on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.
     pub growth_factor: f64,
-    /// What the scale is multiplied with after an overflow; between 0 and 1, exclusive.
+    /// Factor on the scale after an overflow; between 0 and 1, exclusive.
     pub backoff_factor: f64,
-    /// Clean steps in a row after which the scale grows.
+    /// Consecutive clean steps after which the scale grows.
     pub growth_interval: u32,
-    /// The scale never backs off below this. PyTorch's has no floor and then multiplies gradients with a number above
-    /// 1, which can overflow unseen; at a floor of 1 or more it cannot.
+    /// The scale never backs off below this. PyTorch has no floor and may multiply gradients by a number above 1, which can
+    /// overflow undetected; with a floor of at least 1 this cannot happen.
     pub min_scale: f32,
-    /// Overflows in a row at the floor after which the run counts as diverged; 0 means never.
+    /// Consecutive overflows at the floor after which the run counts as diverged; 0 for never.
     pub patience: u32,
-    /// Overflows it takes to back off. The others only skip their step; 1, PyTorch's rule, has no others.
+    /// Overflows needed to back off; earlier ones only skip their step. 1 is PyTorch's rule.
     pub hysteresis: u32,
-    /// What resets the count of `hysteresis`: `growth` of the scale, or any `clean` step.
+    /// What resets the count for `hysteresis`: `growth` of the scale, or any `clean` step.
     pub hysteresis_refill: HysteresisRefill,
     /// What happens to the batch of an overflowing step: `skip` or `retry`.
     pub on_overflow: OnOverflow,
-    /// How the scale is chosen: `dynamic`, by trial, or `predictive`, from the headroom of the steps before.
+    /// How the scale is chosen: `dynamic`, by trial, or `predictive`, from the headroom of earlier steps.
     pub policy: ScalerPolicy,
 }
 
-/// What the scale is chosen by, as long as nothing overflows.
+/// How the scale is chosen while nothing overflows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScalerPolicy {
-    /// By trial, as in PyTorch: it grows after a quiet stretch.
+    /// By trial, as in PyTorch: it grows after a number of clean steps.
     #[default]
     Dynamic,
-    /// By measure: the largest power of two that leaves room for gradients as large as those of late. See [`Headroom`].
+    /// By measurement: the largest power of two with headroom for gradients as large as recent ones. See [`Headroom`].
     ///
     /// [`Headroom`]: super::Headroom
     Predictive,
 }
 
-/// What makes the count of [`GradScalerConfig::hysteresis`] start anew.
+/// What resets the count for [`GradScalerConfig::hysteresis`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HysteresisRefill {
@@ -64,10 +64,10 @@ pub enum HysteresisRefill {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnOverflow {
-    /// It is given up, as in PyTorch.
+    /// It is skipped, as in PyTorch.
     #[default]
     Skip,
-    /// It runs again at the scale that the overflow led to, so no data is lost.
+    /// It is repeated at the lower scale, so no data is lost.
     Retry,
 }
 
@@ -95,7 +95,7 @@ impl GradScalerConfig {
         Self { enabled: false, ..Self::default() }
     }
 
-    /// Refuses values the scaler cannot work with, naming the option.
+    /// Rejects invalid values, naming the option.
     pub fn validate(&self) -> Result<()> {
         check_scale("init_scale", self.init_scale)?;
         check_scale("min_scale", self.min_scale)?;
@@ -108,27 +108,27 @@ impl GradScalerConfig {
             ));
         }
         if self.hysteresis < 1 {
-            return Err(invalid("hysteresis", "0 overflows cannot cause anything; use 1 or more".into()));
+            return Err(invalid("hysteresis", "must be at least 1".into()));
         }
         Ok(())
     }
 }
 
-/// The checks that a loaded state needs as much as a configuration.
+/// The checks for configurations and loaded states.
 pub(super) fn check_factors(growth_factor: f64, backoff_factor: f64, growth_interval: u32) -> Result<()> {
     if !(growth_factor > 1.0 && growth_factor.is_finite()) {
         return Err(invalid("growth_factor", format!("{growth_factor} must be finite and above 1")));
     }
     if !(backoff_factor > 0.0 && backoff_factor < 1.0) {
-        return Err(invalid("backoff_factor", format!("{backoff_factor} must lie between 0 and 1")));
+        return Err(invalid("backoff_factor", format!("{backoff_factor} must be between 0 and 1")));
     }
     if growth_interval < 1 {
-        return Err(invalid("growth_interval", "must be 1 or more".into()));
+        return Err(invalid("growth_interval", "must be at least 1".into()));
     }
     Ok(())
 }
 
-/// Refuses a scale that is not finite and positive.
+/// Rejects a scale that is not finite and positive.
 pub(super) fn check_scale(field: &str, scale: f32) -> Result<()> {
     if scale.is_finite() && scale > 0.0 {
         Ok(())

@@ -1,28 +1,28 @@
-//! The survey of a gradient: in one pass everything the scaler, the log and the dashboard need to know of it.
+//! The survey of a gradient: all statistics for the scaler, the log and the dashboard in one pass.
 //!
-//! Values go through a block that stays in the first-level cache: widened to FP32 patterns, then reduced, then counted
-//! by exponent. The loops are branch-free over fixed lanes, so that they vectorise for whatever instruction set the
-//! caller is compiled for; everything is `#[inline(always)]` so that a caller may be a `#[target_feature]` function.
+//! Values are processed in blocks that stay in the L1 cache: widened to FP32 patterns, reduced, and counted by exponent. The
+//! loops are branch-free over fixed lanes, so that they vectorize for the caller's instruction set; everything is
+//! `#[inline(always)]` so that a caller can be a `#[target_feature]` function.
 
-#![expect(clippy::inline_always, reason = "a loop vectorises for the caller only if it ends up inside it")]
+#![expect(clippy::inline_always, reason = "a loop only vectorizes for the caller if it is inlined")]
 
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 use super::{ExponentHistogram, FloatFormat};
 
-/// Elements in a block: 8 kB of FP32 patterns.
+/// Elements per block: 8 kB of FP32 patterns.
 const BLOCK: usize = 2048;
-/// Independent accumulators of a reduction: two vectors of 512 bits.
+/// Independent accumulators of a reduction: two 512-bit vectors.
 const LANES: usize = 32;
-/// Elements after which the 32-bit exponent counters are emptied, well before they can overflow.
+/// Elements after which the 32-bit exponent counters are flushed, before they can overflow.
 const SPAN: usize = 1 << 30;
 /// FP32's pattern of infinity.
 const INF: u32 = 0x7f80_0000;
 
 /// A storage type that widens exactly to FP32.
 pub trait Element: Copy {
-    /// The FP32 pattern of `|self|`: infinities and NaNs stay what they are.
+    /// The FP32 pattern of `|self|`, including infinities and NaNs.
     fn magnitude_bits(self) -> u32;
 }
 
@@ -41,17 +41,17 @@ impl Element for bf16 {
 }
 
 impl Element for f16 {
-    /// Without a branch and without touching an FP32 subnormal, which would be slow.
+    /// Branch-free, and without FP32 subnormals, which would be slow.
     #[inline(always)]
     fn magnitude_bits(self) -> u32 {
-        // The exponent field's offset between the two formats: 127 - 15.
+        // The difference of the exponent biases: 127 - 15.
         const REBIAS: u32 = 112 << 23;
         // 2^-14, FP16's smallest normal value, with its FP32 pattern.
         const MIN_NORMAL: f32 = 1.0 / 16384.0;
         const MIN_NORMAL_BITS: u32 = 113 << 23;
         let magnitude = u32::from(self.to_bits() & 0x7fff);
         let shifted = magnitude << 13;
-        // A subnormal is its mantissa times 2^-24: let 2^-14 bring the leading one, then take it away again.
+        // A subnormal is its mantissa times 2^-24: add 2^-14 for the leading one, then subtract it.
         let subnormal = (f32::from_bits(shifted | MIN_NORMAL_BITS) - MIN_NORMAL).to_bits();
         let normal = shifted + REBIAS;
         let top = if magnitude >= 0x7c00 { REBIAS } else { 0 };
@@ -59,29 +59,29 @@ impl Element for f16 {
     }
 }
 
-/// Counts, extreme magnitudes and energy of a tensor, or of several.
+/// Counts, extreme magnitudes and sum of squares of one or more tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct TensorStats {
     /// Number of values.
     pub count: u64,
     /// Zeros of either sign.
     pub zero: u64,
-    /// Values other than zero below the format's smallest normal one, be it representable or not.
+    /// Non-zero values below the format's smallest normal number, representable or not.
     pub subnormal: u64,
     /// Infinities of either sign.
     pub inf: u64,
     /// NaNs.
     pub nan: u64,
-    /// The smallest finite magnitude other than zero; `None` where there is none.
+    /// The smallest finite magnitude above zero, if any.
     pub min_nonzero: Option<f32>,
-    /// The largest finite magnitude; 0 where there is none.
+    /// The largest finite magnitude; 0 if there is none.
     pub max_abs: f32,
     /// Sum of the squares of the finite values. Squares are exact, their sum is in f64.
     pub sum_squares: f64,
 }
 
 impl TensorStats {
-    /// Surveys `values`; `format` says where subnormal begins, usually that of the storage.
+    /// Surveys `values`; `format`, usually that of the storage, defines which values are subnormal.
     #[inline(always)]
     pub fn of<T: Element>(values: &[T], format: FloatFormat) -> Self {
         survey(values, format, |_| {})
@@ -100,7 +100,7 @@ impl TensorStats {
         stats
     }
 
-    /// Adds what is known of other values. Associative and commutative, `sum_squares` up to f64 rounding.
+    /// Adds the statistics of other values. Associative and commutative, except for the f64 rounding of `sum_squares`.
     pub fn merge(&mut self, other: &Self) {
         self.count += other.count;
         self.zero += other.zero;
@@ -115,7 +115,7 @@ impl TensorStats {
         self.sum_squares += other.sum_squares;
     }
 
-    /// Whether there is neither infinity nor NaN.
+    /// Whether all values are finite.
     pub const fn is_finite(&self) -> bool {
         self.inf == 0 && self.nan == 0
     }
@@ -126,8 +126,8 @@ impl TensorStats {
     }
 }
 
-/// Runs over `values` by blocks, and hands each to `visit` as FP32 magnitudes with everything not finite put to zero.
-/// The last block is filled up with zeros.
+/// Calls `visit` with each block of `values` as FP32 magnitudes, with non-finite values replaced by zero. The last block is
+/// padded with zeros.
 #[inline(always)]
 fn survey<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u32; BLOCK])) -> TensorStats {
     let mut stats = TensorStats { count: values.len() as u64, ..TensorStats::default() };
@@ -174,7 +174,7 @@ fn largest(block: &[u32; BLOCK]) -> u32 {
     max.into_iter().fold(0, u32::max)
 }
 
-/// Counts infinities and NaNs, and puts zero in their place.
+/// Counts infinities and NaNs, and replaces them by zero.
 #[cold]
 fn remove_non_finite(block: &mut [u32; BLOCK]) -> (u64, u64) {
     let (mut inf, mut nan) = (0, 0);
@@ -190,7 +190,7 @@ fn remove_non_finite(block: &mut [u32; BLOCK]) -> (u64, u64) {
 
 /// Lane-wise extremes and sum of squares over all blocks.
 struct Reduction {
-    /// The smallest pattern minus one, so that zero, wrapping, is the largest.
+    /// The smallest pattern minus one, so that zero wraps to the largest.
     min: [u32; LANES],
     max: [u32; LANES],
     sum_squares: [f64; LANES],
@@ -202,7 +202,7 @@ impl Reduction {
         Self { min: [u32::MAX; LANES], max: [0; LANES], sum_squares: [0.0; LANES] }
     }
 
-    /// Takes in a block; returns its number of zeros and of patterns below `threshold`.
+    /// Adds a block; returns its number of zeros and of patterns below `threshold`.
     #[inline(always)]
     fn add(&mut self, block: &[u32; BLOCK], threshold: u32) -> (u64, u64) {
         let (mut zero, mut below) = ([0u32; LANES], [0u32; LANES]);
@@ -229,7 +229,7 @@ impl Reduction {
     }
 }
 
-/// Counters by exponent field. Neighbours often share a binade; four tables let their increments overlap.
+/// Counters by exponent field. Adjacent values often share a binade; four tables let their increments overlap.
 struct ExponentCounters([[u32; 256]; 4]);
 
 impl ExponentCounters {
@@ -242,8 +242,8 @@ impl ExponentCounters {
         }
     }
 
-    /// Empties itself into `histogram`. The field 0 holds, besides FP32's subnormals, the zeros and what `survey` has
-    /// put to zero; their number is taken from `stats`.
+    /// Adds the counts to `histogram`. Field 0 contains FP32's subnormals, the zeros and the values that `survey` replaced by
+    /// zero; `stats` has the number of the latter two.
     fn add_to(&self, histogram: &mut ExponentHistogram, stats: &TensorStats) {
         for field in 1..255 {
             let count = self.0.iter().map(|table| u64::from(table[field])).sum();
@@ -264,7 +264,7 @@ mod tests {
 
     use super::*;
 
-    /// The definition, one value at a time.
+    /// The reference implementation, one value at a time.
     fn reference(values: &[f32], format: FloatFormat) -> (TensorStats, ExponentHistogram) {
         let (mut stats, mut histogram) = (TensorStats::default(), ExponentHistogram::new());
         for x in values.iter().map(|x| x.abs()) {

@@ -5,7 +5,7 @@ use crate::screen::dashboard::format;
 use crate::telemetry::{Bucket, Curve, RunState, SMOOTHING, histogram, smoothing_for};
 use std::fmt::Write;
 
-/// All charts that there is something to draw in.
+/// All charts that have data.
 pub(super) fn all(run: &RunState) -> String {
     let curves = &run.curves;
     let bytes = |y: f64| format::bytes(y.max(0.0) as u64);
@@ -25,7 +25,7 @@ fn x_of(run: &RunState) -> (f64, f64) {
     (0.0, run.step.step.max(1) as f64)
 }
 
-/// From the smallest to the largest, with a little air; `None` where nothing is finite.
+/// The smallest and the largest value with a margin; `None` without finite values.
 fn y_of(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     let finite = values.filter(|value| value.is_finite());
     let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)));
@@ -112,7 +112,7 @@ fn scale(run: &RunState) -> Option<String> {
     Some(axes.picture("scale", "Loss scale, log2, by step", &words, &body, |y| format!("2^{y:.0}")) + &legend)
 }
 
-/// How many gradients have each exponent, at the newest look.
+/// The newest histogram of gradients by exponent.
 fn gradients(run: &RunState) -> Option<String> {
     let (step, scale, stats) = run.grads.as_ref()?;
     let counts = histogram(stats);

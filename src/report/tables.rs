@@ -7,12 +7,12 @@ use crate::telemetry::{Figures, OverflowRow, RunState};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Rows that are shown of a table that may be long.
+/// Maximum number of rows of a long table.
 const ROWS: usize = 100;
-/// Samples that are shown.
+/// Maximum number of samples.
 const SAMPLES: usize = 20;
 
-/// A table with a heading row; the columns whose heading begins with a blank are text.
+/// A table with a heading row; columns whose heading starts with a space are text.
 fn table(caption: &str, headings: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
     let class = |column: usize| if headings[column].starts_with(' ') { " class=\"text\"" } else { "" };
     let mut out = format!("<div class=\"scroll\"><table>\n<caption>{}</caption>\n<thead><tr>", escape(caption));
@@ -34,7 +34,7 @@ pub(super) fn figures(figures: &Figures) -> String {
     let rows = METRICS
         .iter()
         .filter_map(|metric| Some(vec![metric.name.to_owned(), metric.show(Some((metric.of)(figures)?))]));
-    "<h2>Figures</h2>\n".to_owned() + &table("What the run came to", &[" figure", "value"], rows)
+    "<h2>Figures</h2>\n".to_owned() + &table("Results", &[" figure", "value"], rows)
 }
 
 pub(super) fn overflows(run: &RunState) -> String {

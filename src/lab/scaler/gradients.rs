@@ -1,4 +1,4 @@
-//! A model of the largest gradient of each step: what the loss scale has to live with when no run is replayed.
+//! A random model of the largest gradient of each step, for simulations without a run.
 
 use serde::Serialize;
 
@@ -11,7 +11,7 @@ use crate::random::{Domain, Stream};
 pub struct GradientModel {
     /// Mean of log2 max|g| at the first step.
     pub level: f64,
-    /// Its standard deviation, in binades.
+    /// Standard deviation, in binades.
     pub sigma: f64,
     /// Change of the level in 1,000 steps, in binades.
     pub drift: f64,
@@ -19,9 +19,9 @@ pub struct GradientModel {
     pub spikes: f64,
     /// Height of a spike, in binades.
     pub spike: f64,
-    /// A step from which the level is `jump` binades higher.
+    /// The step at which the level rises by `jump` binades.
     pub jump_at: Option<u64>,
-    /// See `jump_at`.
+    /// Height of the jump at `jump_at`, in binades.
     pub jump: f64,
 }
 
@@ -43,7 +43,7 @@ impl GradientModel {
         self.level + self.sigma * f64::from(normal[0]) + self.drift * step as f64 / 1000.0 + spike + jump
     }
 
-    /// The steps that a scaler would see.
+    /// Generates steps.
     pub fn steps(&self, seed: u64, steps: usize) -> Overflows {
         let top = FloatFormat::FP16.max();
         let visit = |step| Visit::Limit((top / self.log2(seed, step).exp2()) as f32);

@@ -1,4 +1,4 @@
-//! The loss scale as a chart under its ceiling, a table of what each setting made of it, and one step in words.
+//! Renders a simulation: the loss scale as a chart under its ceiling, a table of the settings, and one step as text.
 
 use std::iter::repeat_n;
 
@@ -42,7 +42,7 @@ impl Comparison {
             let log2 = f64::from(attempt.scale).log2();
             (low.min(log2), high.max(log2))
         });
-        // Room for the ceiling.
+        // Leave room for the ceiling.
         let room = if scales.clone().any(|attempt| attempt.largest.is_some()) { 1.0 } else { 0.0 };
         if low > high { (0.0, 1.0) } else { (low.floor(), high.ceil().max(low.floor() + 1.0) + room) }
     }
@@ -87,8 +87,8 @@ impl Comparison {
 }
 
 impl Trajectory {
-    /// Bars of log2 of the scale (a column shows the last attempt within it) under the lowest ceiling of the column's steps;
-    /// overflows are marked below, and so is the cursor, behind which nothing is drawn yet.
+    /// Bars of log2 of the scale (a column shows its last attempt) under the lowest ceiling of the column's steps. Overflows and
+    /// the cursor, where the chart ends, are marked below.
     fn chart(
         &self,
         page: &mut Page,
@@ -99,7 +99,7 @@ impl Trajectory {
     ) {
         let room = width.saturating_sub(7).max(8);
         let columns = room.min(self.attempts.len().max(1));
-        // A few attempts are drawn wide.
+        // Draw few attempts wide.
         let each = (room / columns).clamp(1, 3);
         let bounds =
             |column: usize| column * self.attempts.len() / columns..(column + 1) * self.attempts.len() / columns;
@@ -107,7 +107,7 @@ impl Trajectory {
         let seen =
             |bucket: &[Attempt]| cursor.is_none_or(|cursor| bucket.first().is_none_or(|first| first.step <= cursor));
         let eighths = |log2: f64| 1 + ((log2 - low) / (high - low) * (height * 8 - 1) as f64).round() as usize;
-        // The lowest scale still has an eighth, so that it is not mistaken for nothing.
+        // The lowest scale still gets an eighth, to be visible.
         let level = |bucket: &&[Attempt]| {
             let shown = bucket.iter().rev().find(|attempt| cursor.is_none_or(|cursor| attempt.step <= cursor));
             shown.map_or(0, |attempt| eighths(f64::from(attempt.scale).log2()))
@@ -151,7 +151,7 @@ impl Trajectory {
         page.push(line);
     }
 
-    /// The step under the cursor in words.
+    /// The step under the cursor as text.
     fn verdict(&self, index: usize, cursor: u64) -> Line {
         let Some(attempt) = self.attempts.iter().rev().find(|attempt| attempt.step <= cursor) else {
             return Line::new().dim("no step yet");
@@ -170,7 +170,7 @@ impl Trajectory {
             .with(role, if what.is_empty() { "✓ clean".to_owned() } else { what })
     }
 
-    /// The scale after each step, steps of equal scale in one line.
+    /// The scale after each step, with equal scales on one line.
     fn list(&self, page: &mut Page) {
         const LINES: usize = 200;
         page.title(format!("{:<14}{:>12}  {}", "steps", "scale after", "what happened"));
@@ -192,7 +192,7 @@ impl Trajectory {
     }
 }
 
-/// Names a setting in the chart and the table.
+/// The letter of a setting in the chart and the table.
 fn letter(index: usize) -> char {
     char::from(b'A' + index as u8 % 26)
 }
@@ -206,7 +206,7 @@ fn brief(x: f64) -> String {
     }
 }
 
-/// What an attempt did to the scale; empty where it was clean and nothing moved.
+/// The effect of an attempt on the scale; empty if it was clean and the scale held.
 fn happened(attempt: &Attempt) -> (Role, String) {
     match attempt.change {
         ScaleChange::Held if attempt.finite => (Role::Good, String::new()),

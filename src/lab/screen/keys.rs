@@ -1,4 +1,4 @@
-//! The laboratory's keys.
+//! The lab's keys.
 
 use crate::screen::terminal::Binding;
 use ratatui::crossterm::event::KeyCode::{self, Char};
@@ -12,11 +12,11 @@ pub(super) enum Action {
     PreviousTab,
     NextField,
     PreviousField,
-    /// One step up, or one of the field's other size.
+    /// One step up, normal or of the other size.
     Increase {
         other: bool,
     },
-    /// One step down, or one of the field's other size.
+    /// One step down, normal or of the other size.
     Decrease {
         other: bool,
     },
@@ -47,7 +47,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
             (KeyCode::Tab, Action::NextTab),
             (KeyCode::BackTab, Action::PreviousTab),
         ],
-        "show a view; Tab goes round",
+        "show a view; Tab cycles",
     )
     .footer("view", "view"),
     Binding::new(
@@ -58,7 +58,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
             (KeyCode::Down, Action::NextField),
             (KeyCode::Up, Action::PreviousField),
         ],
-        "choose a parameter; down and up too",
+        "select a parameter; down and up too",
     )
     .footer("parameter", "parameter"),
     Binding::new(
@@ -69,25 +69,25 @@ pub(super) const KEYS: &[Binding<Action>] = &[
             (KeyCode::Left, Action::Decrease { other: false }),
             (KeyCode::Right, Action::Increase { other: false }),
         ],
-        "move the parameter; left and right too, where the view has no cursor",
+        "change the parameter; left and right too, if the view has no cursor",
     )
     .footer("less, more", "less, more"),
     Binding::new(
         "H L",
         &[(Char('H'), Action::Decrease { other: true }), (Char('L'), Action::Increase { other: true })],
-        "move it by the other step: fine for a value, ten times as far for a count",
+        "change it by the other step: finer for a value, ten times for a count",
     )
     .footer("other step", "other step"),
     Binding::new(
         "Enter",
         &[(KeyCode::Enter, Action::Edit), (Char('e'), Action::Edit)],
-        "type the parameter: Enter takes, Esc leaves, Ctrl-U clears",
+        "type the parameter: Enter accepts, Esc cancels, Ctrl-U clears",
     )
     .footer("type", "type"),
     Binding::new(
         "PgUp PgDn",
         &[(KeyCode::PageUp, Action::PageUp), (KeyCode::PageDown, Action::PageDown), (Char(' '), Action::PageDown)],
-        "scroll a long page; space too, where the view does not play",
+        "scroll a long page; space too, if the view does not play",
     ),
     Binding::new("?", &[(Char('?'), Action::Help)], "these keys").footer("help", "help"),
     Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close the dialog or detail view"),
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_sound() {
+    fn the_table_is_consistent() {
         crate::screen::terminal::keys::check(KEYS, 6);
     }
 }

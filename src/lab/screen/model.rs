@@ -1,4 +1,4 @@
-//! What the screen holds, and how keys change it.
+//! The screen's state, and how keys change it.
 
 use std::ops::ControlFlow;
 
@@ -18,20 +18,20 @@ pub struct Instrument {
     pub fields: Vec<Field>,
     /// Experiments that a key loads: `a`, `b`, ….
     pub scenarios: &'static [Scenario],
-    /// Keys of this view alone; they precede those of every view.
+    /// Keys of this view, which take precedence over common ones.
     pub keys: &'static [ViewKey],
-    /// Advances a played view by one frame; false at its end.
+    /// Advances a playing view by one frame; `false` at its end.
     pub play: Option<fn(&mut Self) -> bool>,
 }
 
-/// Values to load, and what to do with them.
+/// Parameter values to load, with instructions.
 #[derive(Debug, Clone, Copy)]
 pub struct Scenario {
-    /// What the menu calls it.
+    /// The name in the menu.
     pub name: &'static str,
-    /// Values by flag; the other parameters return to their first values.
+    /// Values by flag; the other parameters are reset.
     pub set: &'static [(&'static str, &'static str)],
-    /// What to try, and what will be seen.
+    /// What to try, and what to expect.
     pub text: &'static str,
 }
 
@@ -40,33 +40,33 @@ pub struct Scenario {
 pub struct ViewKey {
     /// The key.
     pub code: KeyCode,
-    /// How footer and help write it.
+    /// The key as footer and help show it.
     pub written: &'static str,
-    /// What the footer says; empty where it does not mention the key.
+    /// The footer's text; empty if the footer does not show the key.
     pub footer: &'static str,
-    /// What the help says.
+    /// The help's text.
     pub help: &'static str,
-    /// What it changes.
+    /// The action.
     pub act: fn(&mut Instrument),
 }
 
 impl Instrument {
-    /// A tab without scenarios or keys of its own.
+    /// A tab without scenarios and own keys.
     pub const fn new(name: &'static str, fields: Vec<Field>) -> Self {
         Self { name, fields, scenarios: &[], keys: &[], play: None }
     }
 
-    /// The value of a parameter; empty where there is none of that name.
+    /// The value of a parameter; empty if it does not exist.
     pub fn value(&self, flag: &str) -> &str {
         self.fields.iter().find(|field| field.flag == flag).map_or("", |field| &field.value)
     }
 
-    /// The value of a parameter, or its first value where it was cleared.
+    /// The value of a parameter, or `otherwise` if it is not a number.
     pub fn number(&self, flag: &str, otherwise: f64) -> f64 {
         parse_value(self.value(flag)).unwrap_or(otherwise)
     }
 
-    /// Sets a parameter; does nothing where there is none of that name.
+    /// Sets a parameter, if it exists.
     pub fn set(&mut self, flag: &str, value: impl Into<String>) {
         if let Some(field) = self.fields.iter_mut().find(|field| field.flag == flag) {
             field.value = value.into();
@@ -85,43 +85,43 @@ impl Instrument {
     }
 }
 
-/// A parameter; an empty value leaves its flag away.
+/// A parameter; an empty value omits its flag.
 #[derive(Debug, Clone)]
 pub struct Field {
     /// The flag's name without dashes, or the argument's.
     pub flag: &'static str,
-    /// Its value, as it would be typed.
+    /// Its value as typed.
     pub value: String,
-    /// The value that it starts with.
+    /// The initial value.
     first: String,
-    /// What the arrow keys do to it.
+    /// *How the arrow keys change it.
     pub adjust: Adjust,
 }
 
-/// What the arrow keys do to a value.
+/// *How the arrow keys change a value.
 #[derive(Debug, Clone, Copy)]
 pub enum Adjust {
-    /// Nothing: it has to be typed.
+    /// Not at all: it must be typed.
     Typed,
-    /// The next and the previous of these.
+    /// To the next or previous of these.
     Among(&'static [&'static str]),
-    /// Twice and half, but at least one; an empty value begins with this.
+    /// Doubles and halves, at least 1; an empty value starts at this.
     Double(u32),
-    /// One more and one less, coarsely ten; an empty value begins with this.
+    /// By 1, or 10 for coarse steps; an empty value starts at this.
     Count(i32),
-    /// Twice and half, of any magnitude, sign kept; finely, one more and one less in the second digit.
+    /// Doubles and halves, keeping the sign; fine steps change the second digit by 1.
     Scale,
-    /// More and less by this step, coarsely by ten of them.
+    /// By this step, or ten times it for coarse steps.
     By(f64),
 }
 
 impl Field {
-    /// A parameter at its first value.
+    /// A parameter at its initial value.
     pub fn new(flag: &'static str, value: &str, adjust: Adjust) -> Self {
         Self { flag, value: value.to_owned(), first: value.to_owned(), adjust }
     }
 
-    /// Moves the value; `other` by the other step: finely for values, coarsely for counts.
+    /// Changes the value; `other` selects the other step: fine for values, coarse for counts.
     fn step(&mut self, up: bool, other: bool) {
         let sign = if up { 1.0 } else { -1.0 };
         self.value = match self.adjust {
@@ -160,7 +160,7 @@ impl Field {
     }
 }
 
-/// A value with at most twelve significant digits, so that steps in decimals stay decimals.
+/// A value with at most twelve significant digits, so that decimal steps stay exact in decimal.
 fn written(value: f64) -> String {
     let rounded = format!("{value:.11e}").parse().unwrap_or(value);
     if (1e-4..1e12).contains(&value.abs()) || value == 0.0 { format!("{rounded}") } else { format!("{rounded:e}") }
@@ -170,22 +170,22 @@ fn written(value: f64) -> String {
 #[derive(Debug)]
 pub(super) struct Model {
     pub(super) instruments: Vec<Instrument>,
-    /// The tab in view.
+    /// *The current tab.
     pub(super) tab: usize,
-    /// The chosen parameter of the tab in view.
+    /// The selected parameter of the current tab.
     pub(super) field: usize,
-    /// What is being typed for it.
+    /// The text being typed for it.
     pub(super) typed: Option<String>,
     pub(super) help: bool,
-    /// Lines of the page above the top.
+    /// Number of lines scrolled.
     pub(super) scroll: usize,
-    /// The page in view.
+    /// The current page.
     pub(super) page: Page,
     /// Whether the page is out of date.
     pub(super) stale: bool,
-    /// The scenario that was loaded last, of the tab in view.
+    /// The last loaded scenario of the current tab.
     pub(super) scenario: Option<usize>,
-    /// Whether the view plays by itself.
+    /// Whether the view is playing.
     pub(super) playing: bool,
 }
 
@@ -206,12 +206,12 @@ impl Model {
         }
     }
 
-    /// The tab in view.
+    /// *The current tab.
     pub(super) fn instrument(&self) -> &Instrument {
         &self.instruments[self.tab]
     }
 
-    /// Brings the page up to date; an error becomes the page.
+    /// Updates the page; shows an error as the page.
     pub(super) fn evaluate(
         &mut self,
         width: usize,
@@ -222,7 +222,7 @@ impl Model {
         }
         self.stale = false;
         let instrument = self.instrument();
-        // What is being typed shows as it is typed, as soon as it can be read.
+        // Apply typed text immediately if it is valid.
         let current = |(i, field): (usize, &'_ Field)| match &self.typed {
             Some(typed) if i == self.field => (field.flag, typed.clone()),
             _ => (field.flag, field.value.clone()),
@@ -251,7 +251,7 @@ impl Model {
         };
     }
 
-    /// Takes a key; breaks when it is time to leave.
+    /// Handles a key; breaks to quit.
     pub(super) fn press(&mut self, key: KeyEvent) -> ControlFlow<()> {
         if is_ctrl_c(key) {
             return ControlFlow::Break(());
@@ -272,7 +272,7 @@ impl Model {
         self.act(action)
     }
 
-    /// Takes a key of the view in view, or of one of its scenarios; false where it is neither.
+    /// Handles a key of the current view or of its scenarios; `false` if it is neither.
     fn of_view(&mut self, code: KeyCode) -> bool {
         let instrument = &mut self.instruments[self.tab];
         if let KeyCode::Char(letter @ 'a'..='d') = code {
@@ -291,7 +291,7 @@ impl Model {
         true
     }
 
-    /// Advances a view that plays; true where there is something new to draw.
+    /// Advances a playing view; `true` if a redraw is needed.
     pub(super) fn tick(&mut self) -> bool {
         if !self.playing {
             return false;
@@ -315,7 +315,7 @@ impl Model {
                 self.instruments[self.tab].fields[self.field].step(up, other);
                 self.stale = true;
             }
-            // What cannot be moved wants to be typed.
+            // A parameter without steps must be typed.
             Action::Increase { .. } | Action::Decrease { .. } | Action::Edit => {
                 self.typed = Some(self.instrument().fields[self.field].value.clone());
             }
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn arrows_choose_and_move_parameters() {
+    fn arrows_select_and_change_parameters() {
         use KeyCode::{Char, Down, Left, Right, Up};
         let mut model = model();
         assert!(press(&mut model, &[Left]).is_continue());
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn typing_is_taken_by_enter_and_dropped_by_esc() {
+    fn typing_is_accepted_by_enter_and_cancelled_by_esc() {
         use KeyCode::{Backspace, Char, Enter, Esc};
         let mut model = model();
         assert!(press(&mut model, &[Enter, Backspace, Char('q'), Char('1')]).is_continue());
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_values_are_left_away_and_errors_become_the_page() {
+    fn empty_values_are_omitted_and_errors_are_shown() {
         let mut model = model();
         let mut seen = Vec::new();
         model.evaluate(80, &mut |name, values, width| {

@@ -1,4 +1,4 @@
-//! How the screen looks: tabs, parameters, the page, the keys.
+//! Draws the screen: tabs, parameters, the page, the keys.
 
 use ratatui::Frame;
 use ratatui::buffer::Buffer;
@@ -11,7 +11,7 @@ use crate::lab::{Line, Page, Role};
 use crate::screen::terminal::Palette;
 use crate::screen::terminal::keys::{self, GAPS};
 
-/// How the screen looks on this terminal: its colours, and whether it keeps to ASCII.
+/// The colours and characters of the screen on this terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Theme {
     palette: Palette,
@@ -23,12 +23,12 @@ impl Theme {
     #[cfg(test)]
     pub(super) const MONOCHROME: Self = Self { palette: Palette::Monochrome, ascii: false };
 
-    /// What the environment asks for: `NO_COLOR` for none, `COLORTERM=truecolor` for all, else the sixteen of ANSI.
+    /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI.
     pub fn from_env(ascii: bool) -> Self {
         Self { palette: Palette::from_env(), ascii }
     }
 
-    /// A role's style. In truecolor the palette of Okabe and Ito, which colour-blind people can tell apart.
+    /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito.
     fn style(self, role: Role) -> Style {
         let (rgb, ansi) = match role {
             Role::Plain => return Style::new(),
@@ -45,7 +45,7 @@ impl Theme {
     }
 }
 
-/// Draws the whole screen, whatever its size; scrolls no further than the page goes.
+/// Draws the whole screen at any size; clamps scrolling to the page.
 pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
     let area = frame.area();
     let buffer = frame.buffer_mut();
@@ -74,7 +74,7 @@ pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
     }
 }
 
-/// The line that is printed next.
+/// The position of the next line.
 struct Row<'a> {
     buffer: &'a mut Buffer,
     area: Rect,
@@ -92,7 +92,7 @@ impl Row<'_> {
         let mut x = self.area.x + 1;
         for span in &line.spans {
             let room = usize::from(self.area.right().saturating_sub(x));
-            // Reversed marks the cursor's parameter and the tab in view; it works without colour.
+            // Mark the selected parameter and tab by reverse video, which works without colour.
             let style = match span.text.strip_prefix(CHOSEN) {
                 Some(_) => self.theme.style(span.role).add_modifier(Modifier::REVERSED),
                 None => self.theme.style(span.role),
@@ -104,14 +104,14 @@ impl Row<'_> {
     }
 }
 
-/// Precedes text that is to be shown as chosen. A code point for private use, which no theme draws and no cleaning escapes.
+/// Prefix that marks text as selected: a private-use code point, which is never drawn or escaped.
 const CHOSEN: char = '\u{E000}';
 
 fn chosen(text: &str, is: bool) -> String {
     if is { format!("{CHOSEN} {text} ") } else { format!(" {text} ") }
 }
 
-/// The tabs; where the line is too narrow for all of them with their numbers, only the one in view keeps its own.
+/// The tabs; in a narrow terminal only the current one has its number.
 fn tabs(model: &Model, width: usize) -> Line {
     let number = |i: usize| if i < 10 { ((i + 1) % 10).to_string() } else { "-".to_owned() };
     let name = |(i, instrument): (usize, &Instrument)| (i, format!("{} {}", number(i), instrument.name));
@@ -132,7 +132,7 @@ fn tabs(model: &Model, width: usize) -> Line {
     })
 }
 
-/// The scenarios of the view, each with its key; the one that was loaded is marked.
+/// The scenarios of the view with their keys; the loaded one is marked.
 fn scenario_line(model: &Model) -> Option<Line> {
     let scenarios = model.instrument().scenarios;
     let line = scenarios.iter().zip('a'..).enumerate().fold(Line::new().dim("try"), |line, (i, (scenario, key))| {
@@ -144,7 +144,7 @@ fn scenario_line(model: &Model) -> Option<Line> {
     (!scenarios.is_empty()).then_some(line)
 }
 
-/// The parameters, as many to a line as fit; the chosen one is marked, by brackets too.
+/// The parameters, wrapped into lines; the selected one is marked, also by brackets.
 fn field_lines(model: &Model, width: usize) -> Vec<Line> {
     let (mut lines, mut line, mut used) = (Vec::new(), Line::new(), 1);
     for (i, field) in model.instrument().fields.iter().enumerate() {

@@ -11,7 +11,7 @@ use std::path::Path;
 /// Opens a regular file for reading. Rejects pipes, devices and sockets, from which reading may never end.
 ///
 /// # Errors
-/// *The operating system's error; [`ErrorKind::InvalidInput`] for anything but a regular file.
+/// The operating system's error; [`ErrorKind::InvalidInput`] for anything but a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
     let file = open_any(path)?;
     let metadata = file.metadata()?;
@@ -25,7 +25,7 @@ pub fn open(path: &Path) -> io::Result<File> {
 /// Opens a file of a run for writing, with `options`. Rejects links and pipes, which an untrusted folder may contain.
 ///
 /// # Errors
-/// *The operating system's error; [`ErrorKind::InvalidData`] for anything but a regular file.
+/// The operating system's error; [`ErrorKind::InvalidData`] for anything but a regular file.
 pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let refused = |what: &str| io::Error::new(ErrorKind::InvalidData, format!("it is {what}; remove it"));
     #[cfg(unix)]

@@ -277,8 +277,8 @@ fn invalid_input_is_one_clear_error() {
     std::fs::write(runs.0.path().join("begun.jsonl"), begun.lines().next().unwrap().to_owned() + "\n").unwrap();
     for (arguments, part) in [
         (&["one"][..], "a comparison needs at least two runs"),
-        (&["one", "nowhere"], "`nowhere`: *is not an events file"),
-        (&["one", "empty"], "`empty`: *is not an events file"),
+        (&["one", "nowhere"], "`nowhere`: is not an events file"),
+        (&["one", "empty"], "`empty`: is not an events file"),
         (&["one", "text.txt"], "text.txt: this is not a run's log"),
         (&["one", "begun.jsonl"], "begun.jsonl: the log has no step yet"),
         (&["one", "one/events.jsonl"], "is named twice"),

@@ -423,7 +423,7 @@ fn a_dropped_connection_goes_on_where_it_broke() {
 fn bad_content_never_stays() {
     let cases = [
         (Fault::Truncated, "the connection ended after 300000 of 600000 bytes"),
-        (Fault::WrongHash, "does not match the hash"),
+        (Fault::WrongHash, "do not match the hash"),
         (Fault::Endless, "more than the 600000 bytes"),
         (Fault::Silent, "no usable connection"),
         (Fault::Trickle, "no usable connection"),
@@ -612,7 +612,7 @@ const ATTACKS: [(&str, &str, &str, &str); 56] = [
     ("config.json", "206 X\r\n{about}Content-Range: bytes 0-0/1099511627776\r\n\r\n", "", "announces 1099511627776 bytes; the limit for such a file is 16777216"),
     ("config.json", "206 X\r\n{about}X-Linked-Size: 1099511627776\r\n{range}\r\n", "", "announces 1099511627776 bytes"),
     ("config.json", "200 X\r\n{about}Content-Length: 16777217\r\n\r\n", "", "announces 16777217 bytes"),
-    ("tokenizer.json", "206 X\r\n{about}Content-Range: bytes 0-0/536870913\r\n\r\n", "", "has 536870912 at most"),
+    ("tokenizer.json", "206 X\r\n{about}Content-Range: bytes 0-0/536870913\r\n\r\n", "", "the limit for such a file is 536870912"),
     ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/9223372036854775807\r\n\r\n", "", "it needs 9223372036854775807 bytes, but the disk of"),
     ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/18446744073709551616\r\n\r\n", "", "no size"),
     ("model.safetensors", "206 X\r\n{about}Content-Range: bytes 0-0/-5\r\n\r\n", "", "no size"),
@@ -629,7 +629,7 @@ const ATTACKS: [(&str, &str, &str, &str); 56] = [
     ("config.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\n{range}\r\n", "", "no commit"),
     ("config.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\nX-Repo-Commit: ../../../../../../../../../../../../../evil\r\n{range}\r\n", "", "no commit"),
     ("config.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\nX-Repo-Commit: 0123456789ABCDEF0123456789ABCDEF01234567\r\n{range}\r\n", "", "no commit"),
-    ("tokenizer.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\nX-Repo-Commit: 89abcdef0123456789abcdef0123456789abcdef\r\n{range}\r\n", "", "the server gives another"),
+    ("tokenizer.json", "206 X\r\nETag: \"e3b0c44298fc1c149afbf4c8996fb92427ae41e4\"\r\nX-Repo-Commit: 89abcdef0123456789abcdef0123456789abcdef\r\n{range}\r\n", "", "the server returned another"),
     ("config.json", "200 OK\r\nContent-Type: text/html\r\nContent-Length: 20\r\n\r\n<html>log in</html> ", "", "no commit"),
     // Answers that are none.
     ("config.json", "200 X\r\nX: ∞", "", "no usable connection"),
@@ -666,7 +666,7 @@ const ATTACKS: [(&str, &str, &str, &str); 56] = [
     ("config.json", "", "200 X\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n…", "no usable connection"),
     ("config.json", "", "200 X\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", "no usable connection"),
     ("config.json", "", "200 X\r\nContent-Encoding: gzip\r\n\r\nno gzip at all, of 22 b", "no usable connection"),
-    ("config.json", "", "200 X\r\nContent-Length: 22\r\n\r\n{\"model_type\": \"gpt3\"} ", "does not match the hash"),
+    ("config.json", "", "200 X\r\nContent-Length: 22\r\n\r\n{\"model_type\": \"gpt3\"} ", "do not match the hash"),
     ("config.json", "", "204 X\r\n\r\n", "the connection ended after 0 of 22 bytes"),
     ("config.json", "", "200 X\r\nContent-Length: 22\r\n\r\n{…", "no usable connection"),
 ];
@@ -712,11 +712,11 @@ fn attacks_by_a_hub_are_refused() {
 fn an_index_that_harms_is_refused() {
     let many = (0..5000).map(|i| format!("\"{i}\": \"{i}.safetensors\"")).collect::<Vec<_>>().join(",");
     let cases = [
-        ("{\"weight_map\": {\"a\": \"../evil.safetensors\"}}".to_owned(), "no safetensors file"),
-        ("{\"weight_map\": {\"a\": \"/etc/evil.safetensors\"}}".to_owned(), "no safetensors file"),
-        ("{\"weight_map\": {\"a\": \"a\\u0000b.safetensors\"}}".to_owned(), "no safetensors file"),
+        ("{\"weight_map\": {\"a\": \"../evil.safetensors\"}}".to_owned(), "not a safetensors file"),
+        ("{\"weight_map\": {\"a\": \"/etc/evil.safetensors\"}}".to_owned(), "not a safetensors file"),
+        ("{\"weight_map\": {\"a\": \"a\\u0000b.safetensors\"}}".to_owned(), "not a safetensors file"),
         ("{\"weight_map\": {\"a\": \"\\u001b[2J.safetensors\"}}".to_owned(), "`\\u{1b}[2J.safetensors`"),
-        ("{\"weight_map\": {\"a\": \"code.py\"}}".to_owned(), "no safetensors file"),
+        ("{\"weight_map\": {\"a\": \"code.py\"}}".to_owned(), "not a safetensors file"),
         (format!("{{\"weight_map\": {{{many}}}}}"), "lists 5000 files; the maximum is 4096"),
         ("[".repeat(100_000), "not an index"),
         ("{\"weight_map\": 1}".to_owned(), "not an index"),

@@ -173,7 +173,7 @@ fn promise_4_a_resumed_run_checks_the_seed_and_names_every_setting_that_changed(
     fs::rename(two, &one).unwrap();
     let output = finetune(folder.path(), "--resume one --steps 6 --plain");
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-    assert!(said(&output).contains("`seed` was 2 and is now 1: it is of another run"), "{}", said(&output));
+    assert!(said(&output).contains("`seed` was 2 and is now 1: the checkpoint is of another run"), "{}", said(&output));
 
     let output = finetune(folder.path(), &format!("--run three --steps 4 {SMALL}"));
     assert!(output.status.success(), "{}", said(&output));

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 pub(super) struct CheckpointArgs {
     #[command(subcommand)]
     command: CheckpointCommand,
-    /// *The folder of all runs
+    /// The folder of all runs
     // A separate id, because clap would otherwise pass a global value to the flag of training.
     #[arg(
         id = "runs_folder",
@@ -39,7 +39,7 @@ enum CheckpointCommand {
     },
     /// Verify a checkpoint's files and show its contents
     Show {
-        /// *A step folder, or a run for its newest good one
+        /// A step folder, or a run for its newest good one
         #[arg(value_name = "PATH")]
         path: PathBuf,
     },
@@ -53,7 +53,7 @@ enum CheckpointCommand {
     Prune(PruneArgs),
     /// Compare two checkpoints bit for bit; exit code 1 if they differ
     Diff {
-        /// *A step folder, or a run for its newest good one
+        /// A step folder, or a run for its newest good one
         #[arg(value_name = "A")]
         a: PathBuf,
         /// The other one

@@ -31,7 +31,7 @@ pub(crate) struct CompareArgs {
     /// Width of the text [default: the terminal's, or 80]
     #[arg(long, value_name = "COLUMNS")]
     width: Option<usize>,
-    /// *The folder of all runs
+    /// The folder of all runs
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
 }

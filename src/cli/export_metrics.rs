@@ -20,7 +20,7 @@ pub(crate) struct ExportMetricsArgs {
     /// The file to write, or the folder for TensorBoard [default: standard output, or `tensorboard` in the run's folder]
     #[arg(long, short, value_name = "FILE|FOLDER")]
     output: Option<PathBuf>,
-    /// *The folder of all runs
+    /// The folder of all runs
     #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
     checkpoint_dir: PathBuf,
 }

@@ -112,7 +112,7 @@ impl Report {
         }
         let mut arms: Vec<Arm> = arms.into_iter().map(|(arm, _)| arm).collect();
         if bound.is_some() && arms.len() != 2 {
-            let message = format!("*requires two configurations, but these runs have {}", arms.len());
+            let message = format!("requires two configurations, but these runs have {}", arms.len());
             return Err(Error::config("--bound", message));
         }
         let differences = differences(&arms);
@@ -163,7 +163,7 @@ impl Report {
     /// Adds a bound on the longest streak of skipped steps. Requires exactly two configurations.
     pub fn with_skip_bound(self, skip_bound: Option<f64>) -> Result<Self> {
         if skip_bound.is_some() && self.arms.len() != 2 {
-            let message = format!("*requires two configurations, but these runs have {}", self.arms.len());
+            let message = format!("requires two configurations, but these runs have {}", self.arms.len());
             return Err(Error::config("--skip-bound", message));
         }
         Ok(Self { skip_bound, ..self })

@@ -15,7 +15,7 @@ pub struct Bits {
     /// The number as f64, before rounding to the formats.
     #[serde(serialize_with = "serialize")]
     pub value: f64,
-    /// *All of its decimal digits.
+    /// All of its decimal digits.
     pub exact: String,
     /// Widest format first.
     pub formats: Vec<Stored>,
@@ -40,11 +40,11 @@ pub struct Stored {
     /// The stored value.
     #[serde(serialize_with = "serialize")]
     pub value: f64,
-    /// *All of its decimal digits.
+    /// All of its decimal digits.
     pub exact: String,
     /// The class of the stored value.
     pub class: FloatClass,
-    /// *How the number was stored.
+    /// How the number was stored.
     pub fate: Fate,
     /// The value stored by a saturating conversion, as in PyTorch's cast to E4M3 and this program's FP8 simulation; `None` if it
     /// is the same.

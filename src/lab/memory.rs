@@ -91,7 +91,7 @@ pub struct Memory {
     pub seq_len: usize,
     /// Micro-batches in a step.
     pub grad_accum: usize,
-    /// *The memory budget in bytes.
+    /// The memory budget in bytes.
     pub budget: Option<u64>,
     /// The plan of each recipe.
     pub plans: Vec<Plan>,
@@ -177,7 +177,7 @@ impl Group {
 pub struct Setup {
     /// Sequences in a micro-batch, tokens in a sequence, micro-batches in a step.
     pub shape: [usize; 3],
-    /// *The memory budget in bytes.
+    /// The memory budget in bytes.
     pub budget: Option<u64>,
     /// Rank of the adapters.
     pub rank: usize,

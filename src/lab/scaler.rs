@@ -35,7 +35,7 @@ pub struct Overflows {
     pub first: u64,
     /// The condition of each step.
     pub visits: Vec<Visit>,
-    /// *Tokens per step; 0 if unknown.
+    /// Tokens per step; 0 if unknown.
     pub tokens_per_step: u64,
 }
 
@@ -46,7 +46,7 @@ pub struct Comparison {
     pub source: String,
     /// Number of steps.
     pub steps: usize,
-    /// *Tokens per step; 0 if unknown.
+    /// Tokens per step; 0 if unknown.
     pub tokens_per_step: u64,
     /// The trajectory of each setting.
     pub trajectories: Vec<Trajectory>,

@@ -101,7 +101,7 @@ impl Series {
         }
     }
 
-    /// *Removes the steps after `step`. A bucket that also holds earlier ones is kept.
+    /// Removes the steps after `step`. A bucket that also holds earlier ones is kept.
     pub fn cut(&mut self, step: u64) {
         self.buckets.truncate(self.buckets.partition_point(|bucket| bucket.step <= step));
         if let Some(last) = self.buckets.last_mut() {
@@ -171,7 +171,7 @@ impl Curve {
         self.recent.push_back(Bucket::new(step, seconds, value));
     }
 
-    /// *Removes the steps after `step`.
+    /// Removes the steps after `step`.
     pub fn cut(&mut self, step: u64) {
         self.whole.cut(step);
         self.recent.retain(|bucket| bucket.step <= step);
@@ -207,12 +207,12 @@ impl StairCase {
         &self.points
     }
 
-    /// *The value at a step; `None` before the first.
+    /// The value at a step; `None` before the first.
     pub fn at(&self, step: u64) -> Option<f64> {
         self.points[..self.points.partition_point(|point| point.step <= step)].last().map(|point| point.value)
     }
 
-    /// *The value at the end.
+    /// The value at the end.
     pub fn last(&self) -> Option<f64> {
         self.points.last().map(|point| point.value)
     }
@@ -230,7 +230,7 @@ impl StairCase {
         }
     }
 
-    /// *Removes the steps after `step`.
+    /// Removes the steps after `step`.
     pub fn cut(&mut self, step: u64) {
         self.points.truncate(self.points.partition_point(|point| point.step <= step));
     }

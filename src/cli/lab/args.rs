@@ -136,7 +136,7 @@ pub(super) struct CrisesArgs {
     /// A weight
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1")]
     pub(super) weight: f64,
-    /// *The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
+    /// The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
     pub(super) update: Option<f64>,
     /// Steps

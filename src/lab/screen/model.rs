@@ -94,11 +94,11 @@ pub struct Field {
     pub value: String,
     /// The initial value.
     first: String,
-    /// *How the arrow keys change it.
+    /// How the arrow keys change it.
     pub adjust: Adjust,
 }
 
-/// *How the arrow keys change a value.
+/// How the arrow keys change a value.
 #[derive(Debug, Clone, Copy)]
 pub enum Adjust {
     /// Not at all: it must be typed.
@@ -170,7 +170,7 @@ fn written(value: f64) -> String {
 #[derive(Debug)]
 pub(super) struct Model {
     pub(super) instruments: Vec<Instrument>,
-    /// *The current tab.
+    /// The current tab.
     pub(super) tab: usize,
     /// The selected parameter of the current tab.
     pub(super) field: usize,
@@ -206,7 +206,7 @@ impl Model {
         }
     }
 
-    /// *The current tab.
+    /// The current tab.
     pub(super) fn instrument(&self) -> &Instrument {
         &self.instruments[self.tab]
     }

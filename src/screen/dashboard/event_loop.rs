@@ -34,7 +34,7 @@ pub(super) trait Source {
         wall_clock()
     }
 
-    /// *The slow work training does between two steps, if any.
+    /// The slow work training does between two steps, if any.
     fn activity(&self) -> Option<String> {
         None
     }

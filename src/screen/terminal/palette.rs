@@ -2,7 +2,7 @@
 
 use ratatui::style::{Color, Style};
 
-/// *The number of colours the terminal has.
+/// The number of colours the terminal has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Palette {
     Truecolor,

@@ -71,8 +71,8 @@ fn each_side(
     match (a.exists(), b.exists()) {
         (true, true) => inspect(&a, &b, &mut found)?,
         (false, false) => {}
-        (true, false) => found.push((String::new(), "*only in the first".into())),
-        (false, true) => found.push((String::new(), "*only in the second".into())),
+        (true, false) => found.push((String::new(), "only in the first".into())),
+        (false, true) => found.push((String::new(), "only in the second".into())),
     }
     let named = |(name, message)| Difference { file: file.to_owned(), name, message };
     differences.extend(found.into_iter().map(named));
@@ -107,8 +107,8 @@ fn tensors(a: &TensorFile, b: &TensorFile, found: &mut Findings) -> Result<()> {
     for name in names {
         let message = match (a.get(&name), b.get(&name)) {
             (Some(a), Some(b)) => values(&a, &b)?,
-            (Some(_), None) => Some("*only in the first".into()),
-            (None, _) => Some("*only in the second".into()),
+            (Some(_), None) => Some("only in the first".into()),
+            (None, _) => Some("only in the second".into()),
         };
         found.extend(message.map(|message| (name, message)));
     }

@@ -26,7 +26,7 @@ pub struct Validation {
 pub struct SampleText {
     /// Steps attempted before it.
     pub step: u64,
-    /// *The prompt.
+    /// The prompt.
     pub prompt: String,
     /// The text generated, without the prompt.
     pub text: String,

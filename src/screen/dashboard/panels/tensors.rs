@@ -100,7 +100,7 @@ struct Table {
     name: usize,
     /// Whether the optional columns fit.
     spare: bool,
-    /// *The divisor of magnitudes.
+    /// The divisor of magnitudes.
     divisor: f32,
 }
 
@@ -132,7 +132,7 @@ impl Table {
     }
 }
 
-/// *The divisor of magnitudes: the loss scale of the newest table if true magnitudes are shown, else 1.
+/// The divisor of magnitudes: the loss scale of the newest table if true magnitudes are shown, else 1.
 fn divisor(view: &ViewModel) -> f32 {
     if view.true_magnitudes { view.run().tensors.loss_scale } else { 1.0 }
 }

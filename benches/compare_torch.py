@@ -3,12 +3,16 @@
 
     benches/compare_torch.py --python PATH/python3 --shapes 32x32,8x128 --dtypes fp32,bf16,fp16 --rounds 5
 
+The peer is PyTorch at its best: with tcmalloc where it is installed, scaled dot product attention and fused AdamW, and for each
+shape and type with or without `--compile`, whichever a trial shows to be faster. `--plain-peer` takes PyTorch as it comes.
+
 The peer is `torch_step.py` beside this file, or another script that takes `--model --batch --seq --dtype --steps --warmup
 --threads` and prints one JSON object with `tokens_per_s` and `peak_rss_mib`. Each round starts both programs afresh, so that whatever else the machine does falls on
 both; the ratio of a round is of neighbours in time. Reported are medians with the smallest and largest round.
 """
 
 import argparse
+import ctypes.util
 import json
 import os
 import statistics
@@ -29,7 +33,7 @@ def arguments():
     parser.add_argument("--device", default="cpu", help="where both compute: cpu or cuda")
     parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch")
     parser.add_argument("--library-path", default="", help="LD_LIBRARY_PATH of that Python")
-    parser.add_argument("--preload", default="", help="LD_PRELOAD of that Python, such as tcmalloc's library")
+    parser.add_argument("--plain-peer", action="store_true", help="no tcmalloc and no trial of `--compile`")
     parser.add_argument("--peer-flags", default="", help="more flags of the peer, such as `--compile`")
     parser.add_argument("--peer-dtype", default="", help="the peer's dtype, where not the usual one")
     parser.add_argument("--shapes", default="32x32", help="batch x sequence, separated by commas")
@@ -56,27 +60,38 @@ def ours(a, batch, seq, dtype):
     )
 
 
-def theirs(a, batch, seq, dtype):
+def theirs(a, batch, seq, dtype, flags):
     environment = {"OMP_NUM_THREADS": str(a.threads)}
     if a.library_path:
         environment["LD_LIBRARY_PATH"] = a.library_path
-    if a.preload:
-        environment["LD_PRELOAD"] = a.preload
+    allocator = None if a.plain_peer else ctypes.util.find_library("tcmalloc_minimal")
+    if allocator:
+        environment["LD_PRELOAD"] = allocator
     return run(
         [a.python, a.peer, "--model", a.model, "--dtype", dtype, "--batch", batch, "--seq", seq]
         + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads)]
         + (["--device", a.device] if a.device != "cpu" else [])
-        + a.peer_flags.split(),
+        + flags,
         environment,
     )
+
+
+def best_flags(a, batch, seq, dtype):
+    """The peer's flags, with `--compile` where a trial shows it to be faster."""
+    flags = a.peer_flags.split()
+    if a.plain_peer or "--compile" in flags:
+        return flags
+    rate = lambda flags: theirs(a, batch, seq, dtype, flags)["tokens_per_s"]
+    return max(flags, [*flags, "--compile"], key=rate)
 
 
 def compare(a, shape, dtype):
     batch, seq = shape.split("x")
     peer_dtype = a.peer_dtype or (PEER_DTYPE if a.device == "cpu" else PEER_DTYPE_ON_GPU)[dtype]
+    flags = best_flags(a, batch, seq, peer_dtype)
     pairs = []
     for _ in range(a.rounds):
-        pair = ours(a, batch, seq, dtype), theirs(a, batch, seq, peer_dtype)
+        pair = ours(a, batch, seq, dtype), theirs(a, batch, seq, peer_dtype, flags)
         pairs.append(pair)
         if a.json:
             with open(a.json, "a", encoding="utf-8") as log:
@@ -85,7 +100,8 @@ def compare(a, shape, dtype):
     median = lambda side, key: statistics.median(pair[side][key] for pair in pairs)
     memory = "peak_rss_mib" if a.device == "cpu" else "peak_device_mib"
     print(
-        f"{shape:>7}  {dtype:5} {median(0, 'tokens_per_s'):8.0f}  {peer_dtype:9} {median(1, 'tokens_per_s'):8.0f}  "
+        f"{shape:>7}  {dtype:5} {median(0, 'tokens_per_s'):8.0f}  {peer_dtype:9} {median(1, 'tokens_per_s'):8.0f}"
+        f"{'c' if '--compile' in flags else ' '} "
         f"{statistics.median(ratios):5.2f}  ({min(ratios):.2f}–{max(ratios):.2f})  "
         f"{100 * median(0, 'share_of_peak'):5.1f} %  "
         f"{median(0, memory):6.0f}  {median(1, memory):6.0f}",
@@ -95,7 +111,7 @@ def compare(a, shape, dtype):
 
 def main():
     a = arguments()
-    print("  shape  ours   tokens/s  peer      tokens/s  ratio  (spread)     of peak  MiB ours, peer")
+    print("  shape  ours   tokens/s  peer      tokens/s  ratio  (spread)     of peak  MiB ours, peer     (c: compiled)")
     for dtype in a.dtypes.split(","):
         for shape in a.shapes.split(","):
             compare(a, shape, dtype)

@@ -150,10 +150,8 @@ pub fn main() -> ExitCode {
     // Otherwise a log that outgrows `ulimit -f` would kill the run.
     crate::screen::terminal::outlive_file_size_limit().ok();
     let mut arguments = std::env::args_os().skip(1);
-    if let (Some(first), Some(path)) = (arguments.next(), arguments.next())
-        && first == parquet_rows::ARGUMENT
-    {
-        return parquet_rows::serve(Path::new(&path));
+    if arguments.next().is_some_and(|first| first == parquet_rows::ARGUMENT) {
+        return parquet_rows::serve(arguments);
     }
     parquet_rows::can_serve();
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));

@@ -7,12 +7,16 @@
 pub mod batch_loader;
 mod bpe;
 mod cache;
+mod chat_format;
 mod contain;
 pub mod corpus;
 mod document;
+mod format;
 pub mod grammar;
 mod growth;
 pub mod parquet_rows;
+mod row;
+mod rows;
 pub mod shuffle;
 pub mod source;
 mod template;
@@ -22,7 +26,10 @@ pub mod tokens;
 
 pub use batch_loader::{Batch, BatchLoader, Cursor, EvalBatches, IGNORE_INDEX};
 pub(crate) use contain::contained;
+pub use chat_format::{CARRIED, ChatFiles, ChatFormat, TEMPLATE_FILE, built_in, built_in_names, text_file};
 pub use corpus::{Dataset, Loader};
+pub use format::Format;
+pub use row::{Fields, LossOn, Reading};
 pub use source::{Fetch, LoadEvent, Remote, Source};
 pub(crate) use source::{names_in, nearest};
 pub use template::{Conversation, Rendered, Template, TemplateTokens};

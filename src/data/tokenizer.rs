@@ -3,6 +3,7 @@
 //! The byte tokenizer is also a Hugging Face one: [`Tokenizer::json`] describes it as a byte-level BPE without merges,
 //! so that the checkpoint of a byte model loads in transformers, and [`Tokenizer::from_json`] knows it again.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -116,6 +117,32 @@ impl Tokenizer {
                 contained(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
             }
         }
+    }
+
+    /// The ids of `text` as [`Self::encode`] has them, each with the bytes that it stands for.
+    pub(super) fn encode_with_spans(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        let Kind::HuggingFace { inner, .. } = &self.kind else {
+            let mut spans = Vec::with_capacity(text.len());
+            for id in self.encode(text)? {
+                let start = spans.last().map_or(0, |(_, span): &(u32, Range<usize>)| span.end);
+                spans.push((id, start..start + if id == BYTE_EOS { END_OF_TEXT[0].len() } else { 1 }));
+            }
+            return Ok(spans);
+        };
+        let encode = || {
+            let encoding = inner.encode(text, false);
+            let encoding = encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
+            // Offsets may leave out a token's white space, and the tokens of one character share its bytes: each takes what
+            // the one before it has left.
+            let mut end = 0;
+            let spans = encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(&id, &(start, stop))| {
+                let start = start.min(end);
+                end = end.max(stop);
+                (id, start..stop.max(start))
+            });
+            Ok(spans.collect())
+        };
+        contained(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
     }
 
     /// The text of `ids`, special tokens left out; bytes that are not UTF-8 become U+FFFD, and unknown ids nothing.

@@ -24,8 +24,20 @@ const HEADER_BYTES: usize = 64;
 pub(super) const CONTEXT_ONLY: u32 = 1 << 31;
 /// Set in the first id of a document.
 pub(super) const STARTS: u32 = 1 << 30;
-/// Set in the header's word with the width where each document is a sample of its own.
-const SAMPLES: u32 = 1 << 8;
+/// In the header's word with the width: what the documents are.
+const KINDS: [(Documents, u32); 3] = [(Documents::Texts, 0), (Documents::Prompts, 1 << 8), (Documents::Chats, 1 << 9)];
+
+/// What the documents of a token file are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Documents {
+    /// Parts of one long text.
+    #[default]
+    Texts,
+    /// Samples: prompts with their answers.
+    Prompts,
+    /// Samples: conversations.
+    Chats,
+}
 
 /// How ids are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +77,7 @@ pub(super) struct TokenFile {
     text_bytes: u64,
     /// Where documents start, the first at 0.
     starts: Vec<usize>,
-    samples: bool,
+    documents: Documents,
     /// Why ids could not be read, the first time.
     failure: OnceLock<String>,
 }
@@ -80,8 +92,10 @@ impl TokenFile {
         if header[..8] != MAGIC || number(8) as u32 != VERSION {
             return Err("its header is of another kind".to_owned());
         }
-        let kind = (number(8) >> 32) as u32;
-        let width = match kind & !SAMPLES {
+        let word = (number(8) >> 32) as u32;
+        let documents = KINDS.iter().find(|(_, bits)| word & !0xFF == *bits).map(|(documents, _)| *documents);
+        let documents = documents.ok_or("its documents are of an unknown kind")?;
+        let width = match word & 0xFF {
             2 => Width::Two,
             4 => Width::Four,
             other => return Err(format!("it claims {other} bytes a token")),
@@ -117,8 +131,8 @@ impl TokenFile {
         if starts.first() != Some(&0) && tokens > 0 {
             starts.insert(0, 0);
         }
-        let (samples, tokens, failure) = (kind & SAMPLES != 0, tokens as usize, OnceLock::new());
-        Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, samples, failure })
+        let (tokens, failure) = (tokens as usize, OnceLock::new());
+        Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, documents, failure })
     }
 
     /// Tokens in the file.
@@ -141,9 +155,9 @@ impl TokenFile {
         &self.starts
     }
 
-    /// Whether each document is a sample of its own.
-    pub(super) fn samples(&self) -> bool {
-        self.samples
+    /// What its documents are.
+    pub(super) fn documents(&self) -> Documents {
+        self.documents
     }
 
     /// Copies ids from position `start` on, with their flags; zeros where the file cannot be read, which
@@ -217,7 +231,7 @@ pub(super) struct TokenWriter {
     tokens: u64,
     /// Whether the next id starts a document.
     starts: bool,
-    samples: bool,
+    documents: Documents,
     bytes: Vec<u8>,
 }
 
@@ -232,7 +246,7 @@ impl TokenWriter {
         let mut out = BufWriter::with_capacity(1 << 20, file);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
         let (hash, bytes) = (Sha256::new(), Vec::new());
-        Ok(Self { out, hash, width, tokens: 0, starts: true, samples: false, bytes })
+        Ok(Self { out, hash, width, tokens: 0, starts: true, documents: Documents::Texts, bytes })
     }
 
     /// From here on a new document.
@@ -240,9 +254,9 @@ impl TokenWriter {
         self.starts = true;
     }
 
-    /// Says that each document is a sample of its own.
-    pub(super) fn samples(&mut self) {
-        self.samples = true;
+    /// Says what the documents are.
+    pub(super) fn documents(&mut self, documents: Documents) {
+        self.documents = documents;
     }
 
     /// Appends ids, all of them in or out of the loss.
@@ -274,7 +288,8 @@ impl TokenWriter {
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&MAGIC);
         header[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        let kind = self.width as u32 | if self.samples { SAMPLES } else { 0 };
+        let documents = KINDS.iter().find(|(documents, _)| *documents == self.documents).map_or(0, |(_, bits)| *bits);
+        let kind = self.width as u32 | documents;
         header[12..16].copy_from_slice(&kind.to_le_bytes());
         header[16..24].copy_from_slice(&self.tokens.to_le_bytes());
         header[24..32].copy_from_slice(&text_bytes.to_le_bytes());

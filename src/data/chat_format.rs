@@ -9,6 +9,7 @@ use std::path::Path;
 use minijinja::Value;
 use serde_json::Value as Json;
 
+use super::tokenizer::Tokenizer;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
@@ -106,6 +107,34 @@ impl ChatFiles {
     }
 }
 
+impl ChatFiles {
+    /// Takes the template that a user names, one of ours or a file, in place of the model's.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it is neither; [`Error::Io`] or [`Error::Model`] if the file cannot be read.
+    pub fn with_template(mut self, named: Option<&str>) -> Result<Self> {
+        let Some(named) = named else { return Ok(self) };
+        self.template = Some(match built_in(named) {
+            Some(source) => source,
+            None if Path::new(named).is_file() => text_file(Path::new(named))?,
+            None => {
+                let known = BUILT_IN.map(|(name, _, _)| format!("`{name}`")).join(", ");
+                return Err(Error::config("chat_template", format!("`{named}` is neither a file nor one of {known}")));
+            }
+        });
+        Ok(self)
+    }
+
+    /// How conversations are written: by the model's template, or one line a message where it brings none. `model` names it in
+    /// errors.
+    pub fn format(&self, model: &str, tokenizer: &Tokenizer) -> ChatFormat {
+        match &self.template {
+            Some(source) => ChatFormat::new(source, model, self.tokens.clone()),
+            None => ChatFormat::plain(tokenizer.eos_id().and_then(|id| tokenizer.token(id)).as_deref()),
+        }
+    }
+}
+
 /// The template in `tokenizer_config.json`: a text, or the one of several that is named `default`.
 fn template_in(config: &Json) -> Option<String> {
     let template = &config["chat_template"];
@@ -129,13 +158,8 @@ pub fn text_file(path: &Path) -> Result<String> {
 }
 
 /// The source of the template of ours that is called `name`.
-pub fn built_in(name: &str) -> Option<String> {
+fn built_in(name: &str) -> Option<String> {
     BUILT_IN.iter().find(|(built_in, _, _)| *built_in == name).map(|(_, settings, text)| format!("{settings}{text}"))
-}
-
-/// Names of the templates of ours.
-pub fn built_in_names() -> String {
-    BUILT_IN.map(|(name, _, _)| format!("`{name}`")).join(", ")
 }
 
 /// How conversations become text whose answers are known.
@@ -229,10 +253,9 @@ impl ChatFormat {
         }
         if !ready.marks {
             return Err(wrong(format!(
-                "its chat template has no `{{% generation %}}` blocks, and none of ours ({}) writes the same text, so that \
-                 nobody knows which tokens are answers; give a template that marks them with `--chat-template FILE`, or learn \
-                 every token with `--loss-on all`",
-                built_in_names()
+                "its chat template has no `{{% generation %}}` blocks, and no training template writes the same text, so that its \
+                 answers cannot be told apart; mark them in a template of your own and give it with `--chat-template FILE`, \
+                 or learn every token with `--loss-on all`"
             )));
         }
         let Some(marking) = &ready.marking else { return Ok(own) };

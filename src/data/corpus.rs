@@ -6,8 +6,9 @@ use super::cache::{TokenFile, TokenWriter, Width};
 use super::document::Document;
 use super::format::Format;
 use super::grammar;
-use super::row::Reading;
+use super::row::{Content, Reading, RowReader};
 use super::source::{Fetch, LoadEvent, Source};
+use super::template::Dialogue;
 use super::tokenise::Tokenise;
 use super::tokenizer::Tokenizer;
 use super::tokens::TokenSource;
@@ -118,6 +119,34 @@ impl<'a> Loader<'a> {
     pub fn load_whole(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
         let corpus = self.corpus(source, tokenizer)?;
         Ok((corpus.tokens, corpus.bytes_per_token))
+    }
+
+    /// The conversations of `source`, each without its last answer and with it; those that do not end with one are left out.
+    ///
+    /// # Errors
+    /// As [`Self::load`], and [`Error::Data`] if there is none.
+    pub fn dialogues(&mut self, source: &Source) -> Result<Vec<Dialogue>> {
+        let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
+        let files = source.files(self.reading.format, fetch)?;
+        let mut rows = RowReader::new(&self.reading);
+        let (fields, mut dialogues) = (rows.fields(), Vec::new());
+        for document in &files.documents {
+            document.read_rows(&fields, &mut |place, row| {
+                let content = rows.content(&row, || format!("`{}`, {place},", document.origin));
+                let content = content.map_err(|message| document.error(format!("{place}: {message}")))?;
+                if let Content::Conversation(mut prompt, tools) = content
+                    && let Some(answer) = prompt.last_answer()
+                {
+                    prompt.pop();
+                    dialogues.push(Dialogue { prompt, tools, answer });
+                }
+                Ok(())
+            })?;
+        }
+        if dialogues.is_empty() {
+            return Err(Error::data(source, "holds no conversation that ends with an answer"));
+        }
+        Ok(dialogues)
     }
 
     fn corpus(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<Corpus> {

@@ -186,6 +186,7 @@ fn line_feeds(bytes: &[u8]) -> usize {
 #[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::super::row::Reading;
+    use std::path::Path;
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use super::*;
     use proptest::prelude::*;

@@ -8,12 +8,11 @@
 //! | `messages` (and `tools`) | a conversation: the chat template's text, the assistant's turns learned |
 //! | `conversations` with `from` and `value` | the same |
 
-use std::ops::Range;
-
 use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::{Deserialize, Serialize};
 
+use super::cache::Documents;
 use super::chat_format::ChatFormat;
 use super::document::{End, Learned, Piece, Sink, emit};
 use super::format::Format;
@@ -109,9 +108,12 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// Whether its rows are samples of their own, and not a stretch of one long text.
-    pub(super) fn is_sample(self) -> bool {
-        self != Self::Text
+    fn documents(self) -> Documents {
+        match self {
+            Self::Text => Documents::Texts,
+            Self::Completion => Documents::Prompts,
+            Self::Instruction | Self::Messages | Self::Conversations => Documents::Chats,
+        }
     }
 
     fn what(self) -> &'static str {
@@ -123,6 +125,15 @@ impl Kind {
             Self::Conversations => "`conversations`",
         }
     }
+}
+
+/// What a row holds.
+pub(super) enum Content {
+    Text(String),
+    /// A prompt and its answer.
+    Completion(String, String),
+    /// Messages, and the tools that they may call.
+    Conversation(Conversation, Option<Value>),
 }
 
 /// Turns the rows of all files of a corpus into pieces.
@@ -159,9 +170,9 @@ impl<'a> RowReader<'a> {
         self.reading.field_names()
     }
 
-    /// The kind of the rows; running text where there was none.
-    pub(super) fn kind(&self) -> Kind {
-        self.kind.as_ref().map_or(Kind::Text, |(kind, _)| *kind)
+    /// What the rows so far are.
+    pub(super) fn documents(&self) -> Documents {
+        self.kind.as_ref().map_or(Documents::Texts, |(kind, _)| kind.documents())
     }
 
     /// Notes that what comes next, at `place`, is of `kind`.
@@ -182,53 +193,63 @@ impl<'a> RowReader<'a> {
     /// Passes the pieces of `row` on; what is wrong with it is told with its place in `origin`.
     pub(super) fn read(&mut self, origin: &str, place: Place, row: &Value, sink: &mut Sink) -> Result<()> {
         let wrong = |message: String| Error::data(origin, format!("{place}: {message}"));
-        if row.kind() != ValueKind::Map {
-            return Err(wrong(format!("{} where an object is needed, such as {{\"text\": \"…\"}}", kind_of(row))));
-        }
-        let kind = self.kind_of(row).map_err(wrong)?;
-        self.expect(kind, || format!("`{origin}`, {place},")).map_err(wrong)?;
-        let names = self.names();
-        let text = |name: &str| -> Result<String> {
-            let value = field(row, name).ok_or_else(|| wrong(format!("`{name}` is missing or null")))?;
-            let text = value.as_str().map(str::to_owned);
-            text.ok_or_else(|| wrong(format!("`{name}` is {}, and text is needed", kind_of(&value))))
-        };
-        let optional = |name: &str| field(row, name).map(|_| text(name)).transpose();
-        let conversation = match kind {
-            Kind::Text => return emit(&text(names[0])?, Learned::All, true, sink),
-            Kind::Completion => {
-                let (prompt, completion) = (text(names[1])?, text(names[2])?);
-                let learned = if self.reading.loss_on == LossOn::All { Learned::All } else { Learned::None };
+        let content = self.content(row, || format!("`{origin}`, {place},")).map_err(wrong)?;
+        let Reading { chat, loss_on, .. } = self.reading;
+        let (conversation, tools) = match content {
+            Content::Text(text) => return emit(&text, Learned::All, true, sink),
+            Content::Completion(prompt, completion) => {
+                let learned = if *loss_on == LossOn::All { Learned::All } else { Learned::None };
                 emit(&prompt, learned, true, sink)?;
                 emit(&completion, Learned::All, prompt.is_empty(), sink)?;
                 return sink(Piece::end());
             }
+            Content::Conversation(conversation, tools) => (conversation, tools),
+        };
+        let rendered = chat.render(&conversation, tools.as_ref(), *loss_on == LossOn::All);
+        let Rendered { text, learned } = rendered.map_err(|error| wrong(error.to_string()))?;
+        let learned = match loss_on {
+            LossOn::Answers => Learned::Parts(learned),
+            LossOn::LastAnswer => Learned::Parts(learned.into_iter().next_back().into_iter().collect()),
+            LossOn::All => Learned::All,
+        };
+        sink(Piece { text, learned, starts_document: true, end: End::Complete })
+    }
+
+    /// What is in `row`, which stands at `place`; or what is wrong with it.
+    pub(super) fn content(&mut self, row: &Value, place: impl FnOnce() -> String) -> Result<Content, String> {
+        if row.kind() != ValueKind::Map {
+            return Err(format!("{} where an object is needed, such as {{\"text\": \"…\"}}", kind_of(row)));
+        }
+        let kind = self.kind_of(row)?;
+        self.expect(kind, place)?;
+        let names = self.names();
+        let text = |name: &str| -> Result<String, String> {
+            let value = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
+            let text = value.as_str().map(str::to_owned);
+            text.ok_or_else(|| format!("`{name}` is {}, and text is needed", kind_of(&value)))
+        };
+        let conversation = match kind {
+            Kind::Text => return Ok(Content::Text(text(names[0])?)),
+            Kind::Completion => return Ok(Content::Completion(text(names[1])?, text(names[2])?)),
             Kind::Instruction => {
+                let given = |name: &str| -> Result<Option<String>, String> {
+                    let text = field(row, name).map(|_| text(name)).transpose()?;
+                    Ok(text.filter(|text| !text.is_empty()))
+                };
                 let mut conversation = Conversation::default();
-                if let Some(system) = optional("system")?.filter(|system| !system.is_empty()) {
+                if let Some(system) = given("system")? {
                     conversation.push("system", &system);
                 }
-                let input = optional("input")?.filter(|input| !input.is_empty());
-                let input = input.map_or_else(String::new, |input| format!("\n\n{input}"));
+                let input = given("input")?.map_or_else(String::new, |input| format!("\n\n{input}"));
                 conversation.push("user", &(text("instruction")? + &input));
                 conversation.push("assistant", &text("output")?);
                 conversation
             }
-            Kind::Messages => messages(row, "messages", message).map_err(wrong)?,
-            Kind::Conversations => messages(row, "conversations", shared_message).map_err(wrong)?,
+            Kind::Messages => messages(row, "messages", message)?,
+            Kind::Conversations => messages(row, "conversations", shared_message)?,
         };
-        let tools = field(row, "tools").map(list).transpose().map_err(|problem| wrong(format!("`tools` {problem}")))?;
-        let Reading { chat, loss_on, .. } = self.reading;
-        let rendered = chat
-            .render(&conversation, tools.as_ref(), *loss_on == LossOn::All)
-            .map_err(|error| wrong(told(&error)))?;
-        let Rendered { text, learned } = rendered;
-        let learned = match loss_on {
-            LossOn::Answers => Learned::Parts(learned),
-            LossOn::LastAnswer => Learned::Parts(last(learned)),
-            LossOn::All => Learned::All,
-        };
-        sink(Piece { text, learned, starts_document: true, end: End::Complete })
+        let tools = field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))?;
+        Ok(Content::Conversation(conversation, tools))
     }
 
     /// The names of text, prompt and completion.
@@ -278,19 +299,6 @@ impl<'a> RowReader<'a> {
 pub(super) const EXPECTED: &str =
     "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
      other fields with `--text-field`, or `--prompt-field` and `--completion-field`";
-
-/// The last range alone.
-fn last(learned: Vec<Range<usize>>) -> Vec<Range<usize>> {
-    learned.into_iter().next_back().into_iter().collect()
-}
-
-/// A message without what it is about, where it stands in the sentence that names the row.
-fn told(error: &Error) -> String {
-    match error {
-        Error::Model { origin, message } => format!("{origin}: {message}"),
-        other => other.to_string(),
-    }
-}
 
 /// A list, or one written as JSON text, as tables hold it.
 fn list(value: Value) -> Result<Value, String> {

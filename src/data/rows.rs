@@ -62,9 +62,14 @@ impl Document {
 
     /// Whether this is the first byte that is no white space: a `.json` file may hold one object a line.
     fn begins_with(&self, byte: u8) -> Result<bool> {
+        Ok(without_mark(&self.start()?).trim_ascii_start().first() == Some(&byte))
+    }
+
+    /// The first bytes of the file.
+    fn start(&self) -> Result<Vec<u8>> {
         let mut start = Vec::new();
-        self.open()?.take(1 << 10).read_to_end(&mut start).map_err(Error::io("read", &self.path))?;
-        Ok(without_mark(&start).trim_ascii_start().first() == Some(&byte))
+        self.open()?.take(64 << 10).read_to_end(&mut start).map_err(Error::io("read", &self.path))?;
+        Ok(start)
     }
 
     fn read_lines(&self, take: &mut Take<'_>) -> Result<()> {
@@ -124,28 +129,31 @@ impl Document {
     }
 
     fn read_table(&self, separator: u8, take: &mut Take<'_>) -> Result<()> {
+        // Where lines end with CR LF, the reader counts a line's end with the record after it.
+        let lag = u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
+        let wrong = |error: csv::Error| self.table_error(&error, lag);
         let budget = Budget::default();
         let source = Bounded { file: self.open()?, budget: budget.clone() };
         let mut reader =
             csv::ReaderBuilder::new().delimiter(separator).buffer_capacity(BUFFER_BYTES).from_reader(source);
-        let names = reader.headers().map_err(|error| self.table_error(&error))?.clone();
+        let names = reader.headers().map_err(wrong)?.clone();
         if let Some(name) = names.iter().enumerate().find_map(|(i, name)| names.iter().take(i).find(|n| *n == name)) {
             return Err(self.error(format!("line 1: two columns are called `{name}`; rename one")));
         }
         let mut record = csv::StringRecord::new();
         loop {
             budget.renew();
-            if !reader.read_record(&mut record).map_err(|error| self.table_error(&error))? {
+            if !reader.read_record(&mut record).map_err(wrong)? {
                 return Ok(());
             }
-            let line = record.position().map_or(0, csv::Position::line);
-            let row: Value = names.iter().zip(&record).map(|(name, field)| (name, Value::from(field))).collect();
+            let line = record.position().map_or(0, csv::Position::line) + lag;
+            let row = Value::from_pairs(names.iter().zip(&record).map(|(name, field)| (name, Value::from(field))));
             take(Place::Line(line), row)?;
         }
     }
 
-    fn table_error(&self, error: &csv::Error) -> Error {
-        let line = error.position().map_or(1, csv::Position::line);
+    fn table_error(&self, error: &csv::Error, lag: u64) -> Error {
+        let line = error.position().map_or(1, |position| position.line() + lag);
         self.error(match error.kind() {
             csv::ErrorKind::UnequalLengths { expected_len, len, .. } => format!(
                 "line {line}: {len} fields where the first line names {expected_len}; put fields with commas, tabs or line \

@@ -7,14 +7,18 @@ use std::str::FromStr;
 
 use tempfile::{NamedTempFile, TempPath};
 
+use super::chats;
 use super::document::Document;
 use super::format::Format;
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result};
 
 /// The advice at the end of errors about a source.
-const KINDS: &str = "give `grammar`, `tiny_shakespeare`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
+const KINDS: &str = "give `grammar`, `tiny_shakespeare`, `chats`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
                      file, a folder or glob of those, `hf://datasets/owner/name/file`, or `-` for standard input";
+
+/// The built-in conversations do not depend on the run's seed.
+const CHATS_SEED: u64 = 0;
 
 /// Limit on the text that comes through a pipe, which is copied to disk first.
 const MAX_SPOOL: u64 = 64 << 30;
@@ -29,6 +33,11 @@ pub enum Source {
     Grammar,
     /// `tiny_shakespeare`: a megabyte of Shakespeare's plays, part of the program.
     TinyShakespeare,
+    /// `chats` or `chats-held-back`: the built-in conversations whose answers can be checked.
+    Chats {
+        /// Those that nothing is trained on.
+        held_back: bool,
+    },
     /// `-`: text from standard input.
     Stdin,
     /// `hf://datasets/owner/name[@revision]/file`: a file of a data set on the Hub.
@@ -86,6 +95,8 @@ impl FromStr for Source {
             "" => wrong("must not be empty"),
             "grammar" => Ok(Self::Grammar),
             "tiny_shakespeare" => Ok(Self::TinyShakespeare),
+            "chats" => Ok(Self::Chats { held_back: false }),
+            "chats-held-back" => Ok(Self::Chats { held_back: true }),
             "-" => Ok(Self::Stdin),
             _ => match text.split_once("://") {
                 Some(("hf", path)) => match hub_parts(path) {
@@ -113,6 +124,8 @@ impl fmt::Display for Source {
         match self {
             Self::Grammar => f.write_str("grammar"),
             Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
+            Self::Chats { held_back: false } => f.write_str("chats"),
+            Self::Chats { held_back: true } => f.write_str("chats-held-back"),
             Self::Stdin => f.write_str("-"),
             Self::Hub { repo, revision, file } if revision == "main" => write!(f, "hf://datasets/{repo}/{file}"),
             Self::Hub { repo, revision, file } => write!(f, "hf://datasets/{repo}@{revision}/{file}"),
@@ -140,7 +153,7 @@ fn meant(path: &Path) -> String {
     let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
     if folder.as_os_str().is_empty() {
-        names.extend(["grammar", "tiny_shakespeare"].map(str::to_owned));
+        names.extend(["grammar", "tiny_shakespeare", "chats"].map(str::to_owned));
     }
     let near = nearest(&name.to_string_lossy(), names);
     near.map_or_else(String::new, |near| format!("did you mean `{}`? Otherwise ", folder.join(near).display()))
@@ -167,6 +180,14 @@ impl Source {
                 let broken = |error: std::io::Error| Error::data(self, format!("cannot be decompressed: {error}"));
                 let text = zstd::Decoder::new(TINY_SHAKESPEARE).map_err(broken)?;
                 return spool(text, "tiny_shakespeare", Some(Format::Text));
+            }
+            Self::Chats { held_back } => {
+                let chats = if *held_back {
+                    chats::held_back(CHATS_SEED, chats::HELD_BACK)
+                } else {
+                    chats::training(CHATS_SEED, chats::CHATS)
+                };
+                return spool(chats::json_lines(&chats).as_bytes(), &self.to_string(), Some(Format::Jsonl));
             }
             Self::Stdin => return spool(std::io::stdin().lock(), "standard input", asked),
             Self::Hub { repo, revision, file } => {
@@ -259,6 +280,8 @@ mod tests {
         for text in [
             "grammar",
             "tiny_shakespeare",
+            "chats",
+            "chats-held-back",
             "-",
             "some/file.txt",
             "some/*.jsonl",

@@ -50,6 +50,13 @@ impl Conversation {
         self.messages.pop();
     }
 
+    /// What the assistant says in the last message, if that is its.
+    pub fn last_answer(&self) -> Option<String> {
+        let last = self.messages.last()?;
+        let of = |key: &str| Some(last.get_attr(key).ok()?.as_str()?.to_owned());
+        of("content").filter(|_| of("role").is_some_and(|role| role == "assistant"))
+    }
+
     /// Removes all messages.
     pub fn clear(&mut self) {
         self.messages.clear();
@@ -69,6 +76,17 @@ impl Conversation {
     pub fn to_json(&self) -> Result<String> {
         serde_json::to_string(&self.messages).map_err(|error| Error::data("a conversation", error.to_string()))
     }
+}
+
+/// A conversation to be answered, and the answer that it has.
+#[derive(Clone, Debug)]
+pub struct Dialogue {
+    /// What comes before the answer.
+    pub prompt: Conversation,
+    /// The tools that the model may call.
+    pub tools: Option<Value>,
+    /// The answer.
+    pub answer: String,
 }
 
 /// A conversation as text.
@@ -146,7 +164,7 @@ impl Template {
     }
 
     /// [`Self::render`] with tools that were read already.
-    pub(super) fn render_with(
+    pub fn render_with(
         &self,
         conversation: &Conversation,
         tools: Option<&Value>,

@@ -80,9 +80,7 @@ impl<'a> Tokenise<'a> {
             before += size;
         }
         self.flush()?;
-        if rows.kind().is_sample() {
-            self.writer.samples();
-        }
+        self.writer.documents(rows.documents());
         (self.report)(LoadEvent::Tokenising { done: total, total });
         if self.trained_tokens == 0 {
             let origin = documents.first().map_or("data", |document| &document.origin);

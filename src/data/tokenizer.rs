@@ -158,6 +158,22 @@ impl Tokenizer {
         }
     }
 
+    /// The text of `ids` with the special tokens in it.
+    pub(super) fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
+        match &self.kind {
+            Kind::Byte => ids
+                .split_inclusive(|&id| id == BYTE_EOS)
+                .map(|part| {
+                    let end = if part.last() == Some(&BYTE_EOS) { END_OF_TEXT[0] } else { "" };
+                    Ok(self.decode(part)? + end)
+                })
+                .collect(),
+            Kind::HuggingFace { inner, .. } => contained(|| inner.decode(ids, false))
+                .unwrap_or_else(|| Err("it is damaged".into()))
+                .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
+        }
+    }
+
     /// One more than the largest id: the least vocabulary a model must have.
     pub fn vocab_size(&self) -> usize {
         match self.kind {

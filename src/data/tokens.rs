@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch_loader::IGNORE_INDEX;
-use super::cache::{CONTEXT_ONLY, STARTS, TokenFile};
+use super::cache::{CONTEXT_ONLY, Documents, STARTS, TokenFile};
 use crate::{Error, Result};
 
 /// A contiguous view of a token sequence; cloning and splitting share the storage.
@@ -21,7 +21,7 @@ enum Store {
         ids: Vec<u32>,
         /// Where documents start.
         starts: Vec<usize>,
-        samples: bool,
+        documents: Documents,
     },
     File(TokenFile),
 }
@@ -30,7 +30,7 @@ impl TokenSource {
     /// Takes ids in memory.
     pub fn from_ids(ids: Vec<u32>) -> Self {
         let starts = if ids.is_empty() { Vec::new() } else { vec![0] };
-        Self::over(Store::Memory { ids, starts, samples: false })
+        Self::over(Store::Memory { ids, starts, documents: Documents::Texts })
     }
 
     /// Takes samples in memory: ids, each with whether it is learned.
@@ -40,7 +40,7 @@ impl TokenSource {
             starts.push(ids.len());
             ids.extend(sample.iter().map(|&(id, learned)| if learned { id } else { id | CONTEXT_ONLY }));
         }
-        Self::over(Store::Memory { ids, starts, samples: true })
+        Self::over(Store::Memory { ids, starts, documents: Documents::Prompts })
     }
 
     /// Reads ids from a token file.
@@ -111,9 +111,14 @@ impl TokenSource {
 
     /// Whether each document is a sample of its own, and not a part of one long text.
     pub fn is_samples(&self) -> bool {
+        self.kind() != Documents::Texts
+    }
+
+    /// What the documents are.
+    pub fn kind(&self) -> Documents {
         match &*self.store {
-            Store::Memory { samples, .. } => *samples,
-            Store::File(file) => file.samples(),
+            Store::Memory { documents, .. } => *documents,
+            Store::File(file) => file.documents(),
         }
     }
 

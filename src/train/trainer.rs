@@ -3,7 +3,7 @@
 mod events;
 mod saving;
 
-use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
+use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, TEMPLATE_FILE, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::model::Parameters;
 use crate::precision::{Fallback, GradScaler};
@@ -34,6 +34,8 @@ pub struct Trainer {
     /// The device's name, for people.
     device: String,
     tokenizer: Tokenizer,
+    /// The files that say how conversations are written, for checkpoints.
+    chat: Vec<(&'static str, Vec<u8>)>,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
     eval: EvalBatches,
@@ -117,16 +119,27 @@ impl Trainer {
         OpenDevice { device, name, kernels }: OpenDevice,
         report: &mut Report<'_>,
     ) -> Result<Self> {
-        let dataset = setup::dataset(&config, &source.tokenizer, report)?;
+        let dataset = setup::dataset(&config, &source.chat, &source.tokenizer, report)?;
         // Pin the commit that `main` was today, so that the run can be repeated.
         config.revision = source.commit.or(config.revision);
         let train = &config.train;
-        let (batch_size, seq_len) = (train.batch_size, train.seq_len);
-        let loader = BatchLoader::new(dataset.train.clone(), batch_size, seq_len, config.seed)?;
+        let (batch_size, seq_len, packing) = (train.batch_size, train.seq_len, train.packing);
+        let loader = Layout::new(dataset.train.clone(), seq_len, packing, "training data")?;
+        let loader = BatchLoader::over(loader, batch_size, config.seed)?;
+        let chats = dataset.train.kind() == Documents::Chats;
+        let format = setup::reading(&config, &source.chat, &source.tokenizer).chat;
+        if dataset.train.is_samples() {
+            let proof = Proof::new(loader.layout(), None, &source.tokenizer, chats.then_some(&format))?;
+            report(Preparing::Proof(Box::new(proof)));
+        }
         let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, which validates" };
-        dataset.validation.require(seq_len, held_out)?;
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
-        let eval = EvalBatches::new(dataset.validation.clone(), batch_size, seq_len, limit)?;
+        let eval = Layout::new(dataset.validation.clone(), seq_len, packing, held_out)?;
+        let eval = EvalBatches::over(eval, batch_size, limit)?;
+        let mut chat = source.chat.carried;
+        if chats || source.chat.template.is_some() {
+            chat.push((TEMPLATE_FILE, format.source().as_bytes().to_vec()));
+        }
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(Preparing::Phase("preparing the first step".into()));
@@ -152,6 +165,7 @@ impl Trainer {
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
             eval_batch: loader.batch(),
             tokenizer: source.tokenizer,
+            chat,
             sampler,
             engine,
             loader,

@@ -29,7 +29,7 @@ pub mod tokens;
 
 pub use batch_loader::{Batch, BatchLoader, Cursor, EvalBatches, IGNORE_INDEX};
 pub(crate) use contain::contained;
-pub use chat_format::{CARRIED, ChatFiles, ChatFormat, TEMPLATE_FILE, text_file};
+pub use chat_format::{CARRIED, ChatFiles, ChatFormat, GENERATION_CONFIG, TEMPLATE_FILE, text_file};
 pub use cache::Documents;
 pub use corpus::{Dataset, Loader};
 pub use format::Format;

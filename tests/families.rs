@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 use common::compare::{assert_close, max_difference, relative, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::{Keep, KvCache, Mode, ModelSpec, Tokens, Workspace};
+use finetune::engine::model::{Keep, KvCache, Mode, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
 use finetune::train::{Engine, Outcome, StepReport};
 

@@ -13,7 +13,7 @@ mod common {
 use common::compare::{assert_close, max_difference, relative, skip, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::{Mode, Tokens};
+use finetune::engine::model::Mode;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::train::{Outcome, StepReport};
 

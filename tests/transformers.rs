@@ -22,7 +22,7 @@ use common::golden::Case;
 use common::python::{python, run_script};
 use finetune::data::{Batch, BatchLoader, TokenSource, Tokenizer, grammar};
 use finetune::engine::kernels::Fused;
-use finetune::engine::model::{Decoder, Mode, Tokens, Workspace};
+use finetune::engine::model::{Decoder, Mode, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
 

@@ -68,7 +68,8 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 /// Counts the questions of `data` that are answered to the letter.
 fn answers(args: &EvalArgs, trained: &TrainedModel, data: &str, out: &mut dyn Write) -> Result<()> {
     let dialogues = dialogues(&data.parse()?, trained.reading()?, &mut |_| ())?;
-    let (model, weights) = trained.load(args.model.dtype)?;
+    let open = args.model.open_device()?;
+    let (model, weights) = trained.load(args.model.dtype, &open)?;
     let (count, watched) = (dialogues.len(), stderr().is_terminal());
     let found = exact_answers(trained, (&model, &weights, args.model.dtype), &dialogues, |done| {
         if watched {

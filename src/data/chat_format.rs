@@ -74,7 +74,9 @@ pub struct ChatFiles {
 }
 
 /// The files about conversations that go from a model's folder into a checkpoint's, unchanged.
-pub const CARRIED: [&str; 2] = ["tokenizer_config.json", "generation_config.json"];
+pub const CARRIED: [&str; 2] = ["tokenizer_config.json", GENERATION_CONFIG];
+/// Holds the tokens that end an answer.
+pub const GENERATION_CONFIG: &str = "generation_config.json";
 /// The template's own file.
 pub const TEMPLATE_FILE: &str = "chat_template.jinja";
 

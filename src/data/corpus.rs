@@ -131,6 +131,9 @@ impl<'a> Loader<'a> {
         let mut rows = RowReader::new(&self.reading);
         let (fields, mut dialogues) = (rows.fields(), Vec::new());
         for document in &files.documents {
+            if document.format == Format::Text {
+                return Err(document.error("holds text, not conversations; give a file with rows of `messages`"));
+            }
             document.read_rows(&fields, &mut |place, row| {
                 let content = rows.content(&row, || format!("`{}`, {place},", document.origin));
                 let content = content.map_err(|message| document.error(format!("{place}: {message}")))?;

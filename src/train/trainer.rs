@@ -75,8 +75,6 @@ struct Progress {
     changes: Vec<String>,
     /// Consecutive steps whose loss was far above chance.
     far_above_chance: u32,
-    /// Whether the warning about batches without targets was emitted.
-    warned_empty: bool,
 }
 
 /// The number of micro-batches in the step: up to the one that ends the epoch.
@@ -415,7 +413,7 @@ impl Trainer {
         let next = self.engine.state.counters.step + 1;
         let cursor = match self.progress.retry.take() {
             Some(cursor) => cursor,
-            None => self.next_batches()?,
+            None => self.next_batches(),
         };
         if let Err(error) = self.loader.check() {
             // The step has not begun, so a resumed run repeats it.
@@ -437,30 +435,17 @@ impl Trainer {
         diverged.map_or(Ok(()), Err)
     }
 
-    /// Fills the micro-batches of the next step and returns where they begin; an epoch's last step may have fewer. Skips
-    /// batches in which every target is masked.
-    fn next_batches(&mut self) -> Result<Cursor> {
-        for _ in 0..=self.loader.batches_per_epoch() {
-            let cursor = self.loader.cursor();
-            for batch in &mut self.micro_batches {
-                self.loader.next_batch(batch);
-                if batch.ends_epoch {
-                    break;
-                }
-            }
-            if self.micro_batches[..used(&self.micro_batches)].iter().any(|batch| batch.target_count > 0) {
-                return Ok(cursor);
-            }
-            if !std::mem::replace(&mut self.progress.warned_empty, true) {
-                self.warn(
-                    "skipped a batch in which every target is masked (prompts fill it); later ones are skipped silently".into(),
-                )?;
+    /// Fills the micro-batches of the next step, and returns where they begin; an epoch's last step may have fewer. Each batch
+    /// has a target: samples without one are in no row.
+    fn next_batches(&mut self) -> Cursor {
+        let cursor = self.loader.cursor();
+        for batch in &mut self.micro_batches {
+            self.loader.next_batch(batch);
+            if batch.ends_epoch {
+                break;
             }
         }
-        Err(Error::data(
-            "training data",
-            "has no targets: prompts, which are not trained on, fill every window; raise `--seq-len`",
-        ))
+        cursor
     }
 
     /// Computes the validation loss and emits it.

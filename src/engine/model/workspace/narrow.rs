@@ -95,6 +95,8 @@ fn narrowed_scratch(scratch: &Scratch, rows: Rows<'_>) -> Result<Scratch> {
         compute: scratch.compute,
         branch: rows(&scratch.branch)?,
         gradients: optional(scratch.gradients.as_ref(), gradients)?,
+        // They take as much of their buffers as they need.
+        adapter: scratch.adapter.clone(),
         block: optional(scratch.block.as_ref(), |block| activations(block, rows))?,
     })
 }

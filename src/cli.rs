@@ -5,6 +5,7 @@ mod chat;
 mod checkpoint;
 mod compare;
 mod completions;
+mod data;
 mod doctor;
 mod eval;
 mod export;
@@ -80,6 +81,8 @@ enum Command {
     Chat(Box<chat::ChatArgs>),
     /// Evaluate a model on a text: loss, perplexity, bits per byte
     Eval(Box<eval::EvalArgs>),
+    /// Show or count what training would read, without training
+    Data(data::DataArgs),
     /// Check whether a model can train in FP16, by measuring every tensor of its passes on a text
     Fp16Check(Box<fp16_check::Fp16CheckArgs>),
     /// Export a model for other programs: a Hugging Face folder, GGUF or ONNX
@@ -150,10 +153,8 @@ pub fn main() -> ExitCode {
     // Otherwise a log that outgrows `ulimit -f` would kill the run.
     crate::screen::terminal::outlive_file_size_limit().ok();
     let mut arguments = std::env::args_os().skip(1);
-    if let (Some(first), Some(path)) = (arguments.next(), arguments.next())
-        && first == parquet_rows::ARGUMENT
-    {
-        return parquet_rows::serve(Path::new(&path));
+    if arguments.next().is_some_and(|first| first == parquet_rows::ARGUMENT) {
+        return parquet_rows::serve(arguments);
     }
     parquet_rows::can_serve();
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
@@ -190,6 +191,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),
         Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut on_terminal()))),
         Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut Clean::new(stdout())))),
+        Some(Command::Data(args)) => done(data::run(&args, &mut stdout())),
         Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut Clean::new(stdout())),
         Some(Command::Export(args)) => done(export::run(&args, &mut Clean::new(stdout()))),
         Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut Clean::new(stdout()))),

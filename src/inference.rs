@@ -1,5 +1,6 @@
 //! Uses a trained model: opens it, generates text, evaluates, exports.
 
+pub mod answers;
 pub mod chat;
 pub mod evaluate;
 pub mod export;

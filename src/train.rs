@@ -22,7 +22,7 @@ pub use fp8::Fp8Layer;
 pub use memory::{EngineBytes, largest_batch};
 pub use sample::Sampler;
 pub(crate) use setup::refuse_misspelling;
-pub use setup::{Located, ModelSource, Preparing, Report, dataset, engine, locate, whole_text};
+pub use setup::{Located, ModelSource, Preparing, Report, dataset, dialogues, engine, locate, reading, whole_text};
 pub use state::{Counters, TrainState};
 pub use step::{Engine, Outcome, PartTimes, StepReport};
 pub use trainer::Trainer;

@@ -461,3 +461,77 @@ fn nonsense_in_the_environment() {
     desk.said = String::from_utf8(output.stderr).unwrap();
     insta::assert_snapshot!("environment", desk.said);
 }
+
+/// Rows that cannot be learned from: where the mistake is, and what to do about it.
+#[test]
+fn nonsense_in_rows() {
+    let mut desk = Desk::new();
+    let message = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
+    let chat = |messages: &[String]| format!("{{\"messages\": [{}]}}\n", messages.join(", "));
+    let good = chat(&[message("user", "a"), message("assistant", "b")]);
+    let files: Vec<(&str, String)> = vec![
+        ("half.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": \"a\", \"answer\": \"b\"}\n".into()),
+        ("null.jsonl", "{\"text\": null}\n".into()),
+        ("number.jsonl", "{\"text\": \"a\"}\n{\"text\": 7}\n".into()),
+        ("list.jsonl", "[1, 2]\n".into()),
+        ("odd-fields.jsonl", "{\"question\": \"a\", \"answer\": \"b\"}\n".into()),
+        ("comma.jsonl", "{\"text\": \"a\"},\n{\"text\": \"b\"}\n".into()),
+        ("pretty.jsonl", "{\n  \"text\": \"a\"\n}\n".into()),
+        ("comma.json", "[\n  {\"text\": \"a\"},\n]\n".into()),
+        ("cut.json", "[{\"text\": \"a\"}, {\"te".into()),
+        ("number.json", "7\n".into()),
+        ("inside.json", "[{\"text\": \"a\"}, 7]\n".into()),
+        ("empty.json", "[]\n".into()),
+        ("empty.csv", String::new()),
+        ("names-only.csv", "prompt,completion\n".into()),
+        ("ragged.csv", "prompt,completion\na,b\nc,d,e\n".into()),
+        ("ragged-crlf.csv", "prompt,completion\r\na,b\r\nc\r\n".into()),
+        ("twice.csv", "text,text\na,b\n".into()),
+        ("no-answers.csv", "prompt,completion\na,\nb,\n".into()),
+        ("spaces.tsv", "prompt completion\na b\n".into()),
+        ("mixed.jsonl", format!("{{\"text\": \"a\"}}\n{good}")),
+        ("no-role.jsonl", chat(&["{\"content\": \"a\"}".into()])),
+        ("role.jsonl", chat(&[message("user", "a"), message("robot", "b")])),
+        ("no-content.jsonl", chat(&[message("user", "a"), "{\"role\": \"assistant\"}".into()])),
+        ("content.jsonl", chat(&["{\"role\": \"user\", \"content\": 7}".into()])),
+        ("no-message.jsonl", chat(&[])),
+        ("message.jsonl", chat(&["\"hello\"".into()])),
+        ("messages.jsonl", "{\"messages\": \"hello\"}\n".into()),
+        ("no-answer.jsonl", chat(&[message("user", "a")])),
+        ("tools.jsonl", good.replace("{\"messages\"", "{\"tools\": \"add\", \"messages\"")),
+        ("mark.jsonl", chat(&[message("user", "a\u{fdd0}"), message("assistant", "b")])),
+        ("from.jsonl", "{\"conversations\": [{\"from\": \"somebody\", \"value\": \"a\"}]}\n".into()),
+        ("value.jsonl", "{\"conversations\": [{\"from\": \"human\", \"content\": \"a\"}]}\n".into()),
+        ("rows.txt", good.clone()),
+        ("table.txt", "prompt,completion\na,b\n".into()),
+        ("array.md", "[\n  {\"text\": \"a\"}\n]\n".into()),
+        ("binary.txt", "text\0\u{1}\u{2}".into()),
+    ];
+    for (name, content) in &files {
+        desk.write(name, content);
+        desk.refuse(&format!("data show --model model --seq-len 32 --data {name}"));
+    }
+    desk.write("latin1.csv", b"text\ncaf\xE9\n");
+    desk.write("chats.jsonl", chat(&[message("user", "a"), message("user", "b"), message("assistant", "c")]) + &good);
+    desk.write("strict.jinja", "{% for m in messages %}\n{% if m.role == 'user' and loop.index0 % 2 == 1 %}{{ raise_exception('users must not follow users') }}{% endif %}\n{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}");
+    desk.write("broken.jinja", "{% for m in messages %}\n{{ m.content }\n");
+    desk.write("unmarked.jinja", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}");
+    desk.refuse_all(&[
+        "data show --model model --seq-len 32 --data latin1.csv",
+        "data show --model model --seq-len 32 --data chats.jsonl --chat-template strict.jinja",
+        "data show --model model --seq-len 32 --data chats.jsonl --chat-template broken.jinja",
+        "data show --model model --seq-len 32 --data chats.jsonl --chat-template unmarked.jinja",
+        "data show --model model --seq-len 32 --data chats.jsonl --chat-template lama3",
+        "data show --model model --seq-len 32 --data chats.jsonl --loss-on answer",
+        "data show --model model --seq-len 32 --data chats.jsonl --format yaml",
+        "data show --model model --seq-len 32 --data chats.jsonl --format csv",
+        "data show --model model --seq-len 32 --data chats.jsonl --text-field body",
+        "data show --model model --seq-len 32 --data chats.jsonl --prompt-field question",
+        "data show --model model --seq-len 32 --data chats.jsonl --sample 9",
+        "data stats --model model --data chats.jsonl --seq-len 5",
+        "--model model --data chats.jsonl --seq-len 4 --packing",
+        "eval model --answers",
+        "eval model --data text.txt --answers",
+    ]);
+    insta::assert_snapshot!("rows", desk.said);
+}

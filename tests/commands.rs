@@ -108,19 +108,6 @@ fn standard_input_is_a_text_like_any_other() {
 }
 
 #[test]
-fn a_chat_template_that_is_not_applied_is_told() {
-    let desk = desk();
-    let told = |config: &str| {
-        fs::write(desk.path().join("model/tokenizer_config.json"), config).unwrap();
-        let output = command(&desk, &training("r", "--steps 1")).output().unwrap();
-        fs::remove_dir_all(desk.path().join("checkpoints")).unwrap();
-        String::from_utf8(output.stderr).unwrap()
-    };
-    assert!(told(r#"{"chat_template": "{{ messages }}"}"#).contains("the model's chat template is not applied"));
-    assert_eq!(told(r#"{"model_max_length": 40}"#), "");
-}
-
-#[test]
 fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     let desk = desk();
     let weights = "--set checkpoint.weights_every=2 --set checkpoint.keep_weights=2 --set checkpoint.keep_best=false";

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use finetune::Result;
 use finetune::data::{
-    Dataset, Fetch, IGNORE_INDEX, LoadEvent, Loader, Remote, Source, TokenSource, Tokenizer, grammar,
+    Dataset, Documents, Fetch, IGNORE_INDEX, Layout, LoadEvent, Loader, LossOn, Reading, Remote, Source, TokenSource, Tokenizer,
+    grammar,
 };
 
 fn ids(tokens: &TokenSource) -> Vec<u32> {
@@ -88,14 +89,59 @@ fn documents_are_separated_by_the_end_of_text() {
     let folder = tempfile::tempdir().unwrap();
     let corpus = folder.path().join("corpus");
     file(&corpus, "a.txt", "one");
-    file(&corpus, "b.jsonl", "{\"text\": \"two\"}\n{\"prompt\": \"p\", \"completion\": \"c\"}\n{\"text\": \"end\"}\n");
+    file(&corpus, "b.jsonl", "{\"text\": \"two\"}\n{\"text\": \"\"}\n{\"text\": \"end\"}\n");
     let val = file(folder.path(), "val.txt", "v");
     let data = load(folder.path(), &Source::Path(corpus), Some(&val)).0.unwrap();
     let eos = Tokenizer::byte().eos_id().unwrap();
-    let expected = [bytes("one"), vec![eos], bytes("two"), vec![eos], bytes("pc"), vec![eos], bytes("end")].concat();
+    let expected = [bytes("one"), vec![eos], bytes("two"), vec![eos], bytes("end")].concat();
     assert_eq!(ids(&data.train), expected);
-    let masked: Vec<usize> = (0..expected.len()).filter(|&at| targets(&data.train)[at] == IGNORE_INDEX).collect();
-    assert_eq!(masked, [8], "only the prompt is not learnt; the end of its answer is");
+    assert_eq!(targets(&data.train), expected, "all of it is learned");
+    assert_eq!(data.train.documents().collect::<Vec<_>>(), [0..4, 4..8, 8..11]);
+}
+
+#[test]
+fn samples_end_with_what_ends_their_answers_and_stay_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let row = |n: usize| format!("{{\"prompt\": \"p{n}\", \"completion\": \"c{n}\"}}\n");
+    let source = file(folder.path(), "a.jsonl", &(0..5).map(row).collect::<String>());
+    let data = load(folder.path(), &source, None).0.unwrap();
+    let eos = Tokenizer::byte().eos_id().unwrap();
+    let sample = |n: usize| [bytes(&format!("p{n}c{n}")), vec![eos]].concat();
+    assert_eq!(ids(&data.train), (0..4).flat_map(sample).collect::<Vec<_>>());
+    assert_eq!(ids(&data.validation), sample(4), "the last tenth, and at least one sample");
+    let learned = [IGNORE_INDEX, IGNORE_INDEX, u32::from(b'c'), u32::from(b'4'), eos];
+    assert_eq!(targets(&data.validation), learned);
+    assert_eq!(data.train.kind(), Documents::Prompts);
+    let alone = file(folder.path(), "b.jsonl", &row(0));
+    let data = load(folder.path(), &alone, None).0.unwrap();
+    let message = Layout::new(data.validation, 8, false, "held out").unwrap_err().to_string();
+    assert!(message.contains("one sample is too few"), "{message}");
+}
+
+#[test]
+fn what_is_learned_of_a_conversation_is_what_was_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let say = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
+    let turns = [say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")].join(",");
+    let source = file(folder.path(), "a.jsonl", &format!("{{\"messages\": [{turns}]}}\n"));
+    let text = "user: a\nassistant: b<|endoftext|>\nuser: c\nassistant: d<|endoftext|>\n";
+    for (loss_on, expected) in
+        [(LossOn::Answers, vec![" b<|endoftext|>", " d<|endoftext|>"]), (LossOn::LastAnswer, vec![" d<|endoftext|>"]), (LossOn::All, vec![text])]
+    {
+        let reading = Reading { loss_on, ..Reading::default() };
+        let mut loader = Loader::new(folder.path()).reading(reading);
+        let (tokens, _) = loader.load_whole(&source, &Tokenizer::byte()).unwrap();
+        let (ids, targets) = (ids(&tokens), targets(&tokens));
+        assert_eq!(Tokenizer::byte().decode(&ids).unwrap(), text.replace("<|endoftext|>", ""));
+        let pairs: Vec<(u32, bool)> = ids.into_iter().zip(targets).map(|(id, target)| (id, target != IGNORE_INDEX)).collect();
+        let learned: Vec<Vec<u32>> = pairs
+            .chunk_by(|a, b| a.1 == b.1)
+            .filter(|part| part[0].1)
+            .map(|part| part.iter().map(|(id, _)| *id).collect())
+            .collect();
+        let expected: Vec<Vec<u32>> = expected.into_iter().map(|text| Tokenizer::byte().encode(text).unwrap()).collect();
+        assert_eq!(learned, expected, "{loss_on:?}");
+    }
 }
 
 #[test]
@@ -239,8 +285,8 @@ fn bits_per_byte_count_the_bytes_that_are_predicted() {
     // Of two bytes a token, because the vocabulary is made of words.
     let val = file(folder.path(), "b.txt", "ab ab ab ab ab ab");
     let data = load(folder.path(), &train, Some(&val)).0.unwrap();
-    // Two completions of six bytes, and the end of the first document.
-    assert_eq!(data.bytes_per_token, 12.0 / 13.0);
+    // Two completions of six bytes, each with its end.
+    assert_eq!(data.bytes_per_token, 12.0 / 14.0);
     assert_eq!(data.validation_bytes_per_token, 1.0);
     let again = load(folder.path(), &train, Some(&val)).0.unwrap();
     assert_eq!(again.bytes_per_token, data.bytes_per_token, "from the cache");

@@ -66,7 +66,7 @@ fn logits_of(trained: &TrainedModel, weights: &Parameters, ids: &[u32], length: 
     let model = finetune::engine::model::Decoder::new(&trained.config, weights, Arc::new(Fused)).unwrap();
     let (policy, rows) = (PrecisionPolicy::FP32, ids.len() / length);
     let mut workspace = Workspace::for_evaluation(&trained.config, policy, (rows, length), &Device::Cpu).unwrap();
-    model.forward(weights, Tokens { ids, seq_len: length }, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.forward(weights, Tokens::new(ids, length), Mode::Eval, &mut workspace, &mut ()).unwrap();
     model.logits(weights, workspace.hidden()).unwrap()
 }
 

@@ -341,7 +341,7 @@ fn decoding_follows_the_types_of_the_weights() {
         engine.retype(unit, Dtype::F32).unwrap();
         let Engine { model, state, workspace, .. } = &mut engine;
         let ids = batch(5).inputs;
-        let tokens = Tokens { ids: &ids, seq_len: 8 };
+        let tokens = Tokens::new(&ids, 8);
         model.forward(&state.weights, tokens, Mode::Eval, workspace, &mut ()).unwrap();
         let expected = workspace.hidden().narrow(0, 0, 8).unwrap();
         cache.truncate(0);

@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 use common::compare::{assert_close, max_difference, relative, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::{Keep, KvCache, Mode, ModelSpec, Tokens, Workspace};
+use finetune::engine::model::{Keep, KvCache, Mode, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
 use finetune::train::{Engine, Outcome, StepReport};
 
@@ -31,7 +31,7 @@ fn norm_of(report: &StepReport) -> Option<f64> {
 /// The logits `[B,T,V]` of a case's first batch.
 fn logits(case: &Case, engine: &mut Engine) -> Tensor {
     let batch = &case.whole_batch(0)[0];
-    let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+    let tokens = batch.tokens();
     engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
     let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
     logits.reshape(case.logits.shape()).unwrap()

@@ -73,7 +73,7 @@ fn what_enters_the_blocks_products_is_fp8_and_nothing_else_is() {
     let engine = trainer.engine();
     let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch());
     let ids: Vec<u32> = (0..32).map(|i| (i * 7) % 64 + 30).collect();
-    let tokens = Tokens { ids: &ids, seq_len: 32 };
+    let tokens = Tokens::new(&ids, 32);
     let shape = model.spec();
     let device = candle_core::Device::Cpu;
     let mut workspace = Workspace::for_training(shape, PrecisionPolicy::FP16, (1, 32), Keep::All, &device).unwrap();

@@ -42,7 +42,7 @@ fn tiny(policy: PrecisionPolicy) -> (Decoder, Parameters) {
 /// Logits of every position by the training pass over the whole sequence.
 fn full_logits(model: &Decoder, weights: &Parameters, policy: PrecisionPolicy, ids: &[u32]) -> Tensor {
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, (1, ids.len()), &Device::Cpu).unwrap();
-    model.forward(weights, Tokens { ids, seq_len: ids.len() }, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.forward(weights, Tokens::new(ids, ids.len()), Mode::Eval, &mut workspace, &mut ()).unwrap();
     model.logits(weights, workspace.hidden()).unwrap()
 }
 

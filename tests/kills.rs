@@ -22,7 +22,7 @@ use support::{Dice, folder};
 const STEPS: u64 = 60;
 
 /// Starts, or goes on with, the run called `run`. It saves every third step, so that many a kill hits a save.
-fn start(folder: &Path, run: &str, resume: bool) -> Child {
+fn start(folder: &Path, run: &str, resume: bool, more: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
     command.current_dir(folder).args(["--run", run, "--plain"]);
     if resume {
@@ -31,7 +31,7 @@ fn start(folder: &Path, run: &str, resume: bool) -> Child {
         let steps = STEPS.to_string();
         command.args(["--steps", &steps, "--batch-size", "2", "--seq-len", "16", "--save-every", "3"]);
         command.args(["--eval-every", "20", "--set", "train.eval_batches=2", "--set", "train.sample_tokens=0"]);
-        command.args(["--set", "dropout.residual=0.1", "--threads", "1"]);
+        command.args(["--set", "dropout.residual=0.1", "--threads", "1"]).args(more);
     }
     command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
 }
@@ -67,11 +67,9 @@ fn assert_same_as_undisturbed(folder: &Path, run: &str) {
 }
 
 /// Sends `signal` to `count` processes, each after a random time, and lets each run that comes to its end be compared.
-fn disturb(signal: i32, count: usize, seed: u64) {
-    let folder = folder();
-    let folder = folder.path();
+fn disturb(folder: &Path, signal: i32, count: usize, seed: u64, more: &[&str]) {
     let began = Instant::now();
-    assert!(finish(start(folder, "undisturbed", false)).success());
+    assert!(finish(start(folder, "undisturbed", false, more)).success());
     let undisturbed = began.elapsed();
 
     let mut dice = Dice(seed);
@@ -81,7 +79,7 @@ fn disturb(signal: i32, count: usize, seed: u64) {
         let name = format!("run-{run}");
         loop {
             let resume = path(folder, &name).join("config.toml").exists();
-            let mut child = start(folder, &name, resume);
+            let mut child = start(folder, &name, resume, more);
             // Half of the time between the start of a process and the end of the run, at most.
             std::thread::sleep(Duration::from_micros(dice.below(undisturbed.as_micros() as usize / 2) as u64));
             if disturbed < count && child.try_wait().unwrap().is_none() {
@@ -109,12 +107,22 @@ fn disturb(signal: i32, count: usize, seed: u64) {
 
 #[test]
 fn twenty_kills_at_random_instants_change_no_bit() {
-    disturb(SIGKILL, 20, 1);
+    disturb(folder().path(), SIGKILL, 20, 1, &[]);
 }
 
 #[test]
 fn twenty_terminations_at_random_instants_change_no_bit() {
-    disturb(SIGTERM, 20, 2);
+    disturb(folder().path(), SIGTERM, 20, 2, &[]);
+}
+
+/// Rows of several documents, two micro-batches a step, epochs that end in between.
+#[test]
+fn five_kills_of_a_run_of_packed_samples_change_no_bit() {
+    let folder = folder();
+    let row = |i: u32| format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", 1 << (i % 9), i * i % 97);
+    fs::write(folder.path().join("short.jsonl"), (0..90).map(row).collect::<String>()).unwrap();
+    let more = ["--data", "short.jsonl", "--packing", "--grad-accum", "2"];
+    disturb(folder.path(), SIGKILL, 5, 3, &more);
 }
 
 /// The log is for people and screens: a torn one costs lines, not the run.
@@ -122,8 +130,8 @@ fn twenty_terminations_at_random_instants_change_no_bit() {
 fn a_truncated_log_costs_its_lines_only() {
     let folder = folder();
     let folder = folder.path();
-    assert!(finish(start(folder, "undisturbed", false)).success());
-    let mut child = start(folder, "torn", false);
+    assert!(finish(start(folder, "undisturbed", false, &[])).success());
+    let mut child = start(folder, "torn", false, &[]);
     let run = path(folder, "torn");
     while list(&run).unwrap_or_default().len() < 2 {
         assert_eq!(child.try_wait().unwrap(), None);
@@ -134,7 +142,7 @@ fn a_truncated_log_costs_its_lines_only() {
     let log = fs::File::options().write(true).open(run.join("events.jsonl")).unwrap();
     let length = log.metadata().unwrap().len();
     log.set_len(length * 2 / 3).unwrap();
-    assert!(finish(start(folder, "torn", true)).success());
+    assert!(finish(start(folder, "torn", true, &[])).success());
     let (expected, found) = (losses(folder, "undisturbed"), losses(folder, "torn"));
     assert!(found.len() < expected.len() && found.contains_key(&STEPS));
     assert!(found.iter().all(|(step, loss)| expected[step] == *loss));

@@ -117,7 +117,7 @@ fn embeddings() {
             let out = like(&flat(dy)?)?;
             let gradients = inputs.iter().map(like).collect::<Result<Vec<_>>>()?;
             let (table, positions) = (&inputs[0], Some(&inputs[1]));
-            let embedding = Embedding { table, positions, ids: &ids, seq_len, scale: 1.0, dropout: None };
+            let embedding = Embedding { table, positions, ids: &ids, seq_len, documents: None, scale: 1.0, dropout: None };
             kernels.embed(embedding, &out)?;
             let mut order = vec![0; ids.len()];
             kernels.embed_backward(embedding, &flat(dy)?, &mut order, &gradients[0], Some(&gradients[1]))?;
@@ -207,7 +207,7 @@ fn dropout_masks_are_the_same_for_all_kernels() {
             let (table, positions) = (values(&[13, width], 3)?, values(&[seq_len + 2, width], 4)?);
             let ids: Vec<u32> = (0..tokens).map(|i| (i * i % 11) as u32).collect();
             let (table, positions) = (&table, Some(&positions));
-            let embedding = Embedding { table, positions, ids: &ids, seq_len, scale: 1.5, dropout };
+            let embedding = Embedding { table, positions, ids: &ids, seq_len, documents: None, scale: 1.5, dropout };
             let (x, dtable, dpositions) =
                 (like(&dy)?, values(&[13, width], 5)?, allocate(&[seq_len + 2, width], dtype)?);
             kernels.embed(embedding, &x)?;

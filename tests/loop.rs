@@ -9,7 +9,7 @@ use finetune::engine::model::{Keep, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::{Run, newest_good};
 use finetune::telemetry::{Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
-use finetune::train::{Config, Layers, TrainState, Trainer, engine, verify_resume};
+use finetune::train::{Config, Layers, Preparing, TrainState, Trainer, engine, verify_resume};
 use std::path::Path;
 use std::sync::mpsc;
 
@@ -90,29 +90,33 @@ fn asking_for_an_evaluation_moves_neither_the_best_nor_early_stopping() {
 }
 
 #[test]
-fn an_epoch_is_counted_in_windows_also_where_prompts_are_masked() {
+fn an_epoch_is_counted_in_samples() {
     let folder = tempfile::tempdir().unwrap();
     let mut settings = config(PrecisionPolicy::FP32, 40);
     settings.data = prompts(folder.path(), "abc");
     let (_, events, _) = run(settings, None);
     let last = steps(&events).last().unwrap();
-    // 400 lines of 5 tokens each, nine tenths of them for training, 4 windows of 32 a step.
-    let windows = (0.9_f64 * 400.0 * 5.0 / 32.0).ceil();
-    let expected = 40.0 * 4.0 / windows;
+    // Nine tenths of 400 samples train, 4 a step.
+    let expected = 40.0 * 4.0 / 360.0;
     assert!((last.epoch / expected - 1.0).abs() < 0.1, "{} instead of about {expected}", last.epoch);
 }
 
 #[test]
-fn batches_without_a_target_are_passed_over_and_never_taken_for_a_step() {
+fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     let folder = tempfile::tempdir().unwrap();
     let mut settings = config(PrecisionPolicy::FP16, 12);
     (settings.train.batch_size, settings.train.grad_accum, settings.train.seq_len) = (1, 1, 8);
     settings.data = prompts(folder.path(), &"long ".repeat(8));
+    let message = Trainer::new(settings.clone(), &mut |_| ()).map(drop).unwrap_err().to_string();
+    assert!(message.contains("nothing to learn: of 360 samples, 360 are longer"), "{message}");
+    let text = std::fs::read_to_string(&settings.data).unwrap();
+    std::fs::write(&settings.data, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
+    let mut told = Vec::new();
+    Trainer::new(settings.clone(), &mut |event| if let Preparing::Proof(proof) = event { told.push(proof) }).unwrap();
+    assert_eq!((told.len(), told[0].counts.dropped, told[0].rows), (1, 400, 320));
     let (_, events, _) = run(settings.clone(), None);
     assert!(steps(&events).count() == 12 && steps(&events).all(|step| step.loss > 0.0));
-    let said =
-        |event: &&Event| matches!(event, Event::Warning(trouble) if trouble.message.contains("every target is masked"));
-    assert_eq!(events.iter().filter(said).count(), 1);
+
     let spec = ModelSpec::named("tiny").unwrap();
     let masters = TrainState::random_masters(&spec, 1, &Device::Cpu).unwrap();
     let mut engine = engine(&settings, &spec, masters, OpenDevice::cpu().kernels, 1).unwrap();

@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 use common::compare::{assert_close, max_difference, relative, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::{Keep, KvCache, Lora, Mode, ModelSpec, Tokens, Workspace};
+use finetune::engine::model::{Keep, KvCache, Lora, Mode, ModelSpec, Workspace};
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
@@ -46,7 +46,7 @@ fn norm_of(report: &StepReport) -> Option<f64> {
 /// The logits `[B,T,V]` of a case's first batch.
 fn logits(case: &Case, engine: &mut Engine) -> Tensor {
     let batch = &case.whole_batch(0)[0];
-    let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+    let tokens = batch.tokens();
     engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
     let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
     logits.reshape(case.logits.shape()).unwrap()
@@ -165,7 +165,7 @@ fn gradients_under_dropout_are_those_of_the_loss() {
             let mode = Mode::Train { seed: engine.seed, draw: engine.state.counters.draw(0) };
             let weights = by_name(&engine.state.weights);
             let loss = |engine: &mut Engine| {
-                let tokens = Tokens { ids: &batches[0].inputs, seq_len: batches[0].seq_len };
+                let tokens = batches[0].tokens();
                 engine.model.forward(&engine.state.weights, tokens, mode, &mut engine.workspace, &mut ()).unwrap();
                 let sum = engine.model.loss(&engine.state.weights, &batches[0].targets, &engine.workspace).unwrap();
                 sum / batches[0].target_count as f64

@@ -13,7 +13,7 @@ mod common {
 use common::compare::{assert_close, max_difference, relative, skip, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::{Mode, Tokens};
+use finetune::engine::model::Mode;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::train::{Outcome, StepReport};
 
@@ -32,7 +32,7 @@ fn logits_agree_with_pytorch() {
     for case in cases() {
         let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
         let batch = &case.whole_batch(0)[0];
-        let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+        let tokens = batch.tokens();
         engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
         let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
         let difference = max_difference(&logits.reshape(case.logits.shape()).unwrap(), &case.logits);

@@ -394,9 +394,9 @@ static GOOD_TOKENIZERS: LazyLock<Vec<Value>> = LazyLock::new(|| {
 const GOOD_ROWS: &str = concat!(
     r#"{"text": "plain naïve text", "id": 7}"#,
     "\n\n",
-    r#"{"prompt": "1+1=", "completion": "2"}"#,
+    r#"{"text": "more", "prompt": "1+1=", "completion": "2"}"#,
     "\r\n",
-    r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho\n"}]}"#,
+    r#"{"text": "", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho\n"}]}"#,
     "\n",
 );
 

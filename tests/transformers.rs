@@ -22,7 +22,7 @@ use common::golden::Case;
 use common::python::{python, run_script};
 use finetune::data::{Batch, BatchLoader, TokenSource, Tokenizer, grammar};
 use finetune::engine::kernels::Fused;
-use finetune::engine::model::{Decoder, Mode, Tokens, Workspace};
+use finetune::engine::model::{Decoder, Mode, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
 
@@ -96,7 +96,7 @@ fn loss_of(folder: &Path, batch: &Batch) -> f64 {
     let shape = (batch.batch_size, batch.seq_len);
     let mut workspace =
         Workspace::for_evaluation(&config, PrecisionPolicy::FP32, (shape.0, shape.1), &Device::Cpu).unwrap();
-    let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+    let tokens = batch.tokens();
     model.forward(&weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
     model.loss(&weights, &batch.targets, &workspace).unwrap() / batch.target_count as f64
 }

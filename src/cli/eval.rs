@@ -3,10 +3,11 @@
 use crate::cli::flags::read;
 use crate::cli::model::ModelArgs;
 use crate::cli::tell::Teller;
-use crate::data::TokenSource;
+use crate::data::{ChatFiles, TokenSource};
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
 use crate::inference::trained::TrainedModel;
-use crate::train::{Config, Layers, dataset, whole_text};
+use crate::inference::answers::{Answers, exact_answers};
+use crate::train::{Config, Layers, dataset, dialogues, whole_text};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -30,6 +31,10 @@ pub(super) struct EvalArgs {
     /// Windows per batch [default: about 1,024 tokens]
     #[arg(long, short, value_name = "N")]
     batch_size: Option<usize>,
+    /// Ask the last question of each conversation in `--data`, such as `chats-held-back`, and count the answers that are its
+    /// own to the letter
+    #[arg(long, requires = "data", conflicts_with_all = ["seq_len", "stride", "batch_size"])]
+    answers: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -38,6 +43,9 @@ pub(super) struct EvalArgs {
 /// Evaluates the model and writes the result to `out`.
 pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     let trained = args.model.model.open()?;
+    if let (true, Some(data)) = (args.answers, &args.data) {
+        return answers(args, &trained, data, out);
+    }
     let windows = Windows::new(trained.config.context, args.seq_len, args.stride, args.batch_size)?;
     let (data, text) = match &args.data {
         Some(data) => whole(data, &trained)?,
@@ -57,6 +65,32 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
 }
 
+/// Counts the questions of `data` that are answered to the letter.
+fn answers(args: &EvalArgs, trained: &TrainedModel, data: &str, out: &mut dyn Write) -> Result<()> {
+    let dialogues = dialogues(&data.parse()?, trained.reading()?, &mut |_| ())?;
+    let open = args.model.open_device()?;
+    let (model, weights) = trained.load(args.model.dtype, &open)?;
+    let (count, watched) = (dialogues.len(), stderr().is_terminal());
+    let found = exact_answers(trained, (&model, &weights, args.model.dtype), &dialogues, |done| {
+        if watched {
+            write!(stderr(), "\r{done} of {count} questions{}", if done == count { "\r\x1b[K" } else { "" }).ok();
+        }
+    })?;
+    let Answers { asked, exact, wrong } = &found;
+    let report = if args.json {
+        serde_json::to_string(&found).map_err(|error| Error::config("--json", error.to_string()))?
+    } else {
+        let share = 100.0 * *exact as f64 / *asked as f64;
+        let mut report = format!("exact answers   {exact} of {asked} ({share:.1} %)");
+        for (expected, said) in wrong {
+            let [expected, said] = [expected, said].map(|text| crate::untrusted::line(text));
+            report += &format!("\n  expected: {expected}\n  said:     {said}");
+        }
+        report
+    };
+    writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
+}
+
 /// Tokens, and the average number of bytes per predicted token.
 struct Text {
     tokens: TokenSource,
@@ -66,7 +100,7 @@ struct Text {
 /// The whole text that the user named.
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
     let teller = Teller::start();
-    let (tokens, bytes_per_token) = whole_text(&data.parse()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
+    let (tokens, bytes_per_token) = whole_text(&data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
@@ -78,7 +112,8 @@ fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
     })?;
     let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
     let teller = Teller::start();
-    let set = dataset(&config, &trained.tokenizer, &mut |event| teller.tell(event))?;
+    let chat = ChatFiles::of_folder(&trained.path)?;
+    let set = dataset(&config, &chat, &trained.tokenizer, &mut |event| teller.tell(event))?;
     let data = match &config.val {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),

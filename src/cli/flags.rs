@@ -33,6 +33,24 @@ pub(crate) struct ConfigArgs {
     /// Validation text [default: the last tenth of the training text]
     #[arg(long, value_name = "TEXT", help_heading = "Model and text")]
     pub(crate) val: Option<String>,
+    /// How the text is read, in place of what files' names say: text, jsonl, json, csv, tsv or parquet
+    #[arg(long, value_name = "FORMAT", help_heading = "Model and text")]
+    pub(crate) format: Option<String>,
+    /// The field of rows that holds running text [default: text]
+    #[arg(long, value_name = "NAME", help_heading = "Model and text")]
+    pub(crate) text_field: Option<String>,
+    /// The field of rows that holds a prompt [default: prompt]
+    #[arg(long, value_name = "NAME", help_heading = "Model and text")]
+    pub(crate) prompt_field: Option<String>,
+    /// The field of rows that holds a prompt's answer [default: completion]
+    #[arg(long, value_name = "NAME", help_heading = "Model and text")]
+    pub(crate) completion_field: Option<String>,
+    /// How chats are written: a template's file, or one such as chatml or llama3.1 [default: the model's own]
+    #[arg(long, value_name = "FILE|NAME", help_heading = "Model and text")]
+    pub(crate) chat_template: Option<String>,
+    /// What of chats is learned: `answers`, `last_answer` or `all` [default: answers]
+    #[arg(long, value_name = "PART", help_heading = "Model and text")]
+    pub(crate) loss_on: Option<String>,
     /// fp16, bf16, fp32, or a policy such as p=f32,c=f16,g=f16,r=f32 [default: fp16]
     #[arg(long, value_name = "DTYPE", help_heading = "Model and text")]
     pub(crate) dtype: Option<String>,
@@ -54,6 +72,9 @@ pub(crate) struct ConfigArgs {
     /// Tokens in a sequence [default: 128]
     #[arg(long, short = 'l', value_name = "N", help_heading = "Training")]
     pub(crate) seq_len: Option<i64>,
+    /// Put several short documents into a row, each with attention and positions of its own
+    #[arg(long, help_heading = "Training")]
+    pub(crate) packing: bool,
     /// Micro-batches in a step [default: 1]
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub(crate) grad_accum: Option<i64>,
@@ -147,6 +168,13 @@ impl ConfigArgs {
             ("tokenizer", text(&self.tokenizer)),
             ("data", text(&self.data)),
             ("val", text(&self.val)),
+            ("format", text(&self.format)),
+            ("fields.text", text(&self.text_field)),
+            ("fields.prompt", text(&self.prompt_field)),
+            ("fields.completion", text(&self.completion_field)),
+            ("chat_template", text(&self.chat_template)),
+            ("train.loss_on", text(&self.loss_on)),
+            ("train.packing", self.packing.then(|| true.into())),
             ("dtype", text(&self.dtype)),
             ("seed", int(&self.seed)),
             ("device", text(&self.device)),

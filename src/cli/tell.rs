@@ -12,11 +12,24 @@ const MIN_REPORTED_BYTES: u64 = 4 << 20;
 /// Time between two updates of the phase.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
+/// What is printed above the status line.
+enum Notice {
+    /// A line, cleaned before it is printed.
+    Line(String),
+    /// Lines that have been cleaned, with colours of ours.
+    Clean(String),
+}
+
+/// Whether the user has nothing against colours.
+pub(crate) fn may_colour() -> bool {
+    std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
 /// Reports the preparation on its own thread until it is dropped.
 pub(crate) struct Teller {
     activity: Activity,
     /// `None` only while it is being dropped.
-    notices: Option<Sender<String>>,
+    notices: Option<Sender<Notice>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -24,14 +37,15 @@ impl Teller {
     /// Starts the thread.
     pub(crate) fn start() -> Self {
         let activity = Activity::default();
-        let (notices, said) = channel::<String>();
+        let (notices, said) = channel::<Notice>();
         let watched = activity.clone();
         let tell = move || {
             let (mut line, terminal) = (StatusLine::default(), stderr().is_terminal());
             let mut lines = PhaseLines::default();
             loop {
                 match said.recv_timeout(UPDATE_INTERVAL) {
-                    Ok(notice) => line.above(&notice),
+                    Ok(Notice::Line(notice)) => line.above(&notice),
+                    Ok(Notice::Clean(text)) => line.above_clean(&text),
                     Err(RecvTimeoutError::Disconnected) => break line.clear(),
                     Err(RecvTimeoutError::Timeout) if terminal => line.show(watched.lasting(PhaseLines::FIRST)),
                     Err(RecvTimeoutError::Timeout) => lines.due(&watched).iter().for_each(|text| line.above(text)),
@@ -48,6 +62,10 @@ impl Teller {
         match event {
             Preparing::Phase(what) => self.activity.begin(&what),
             Preparing::Notice(notice) => self.notice(notice),
+            Preparing::Proof(proof) => {
+                let colour = stderr().is_terminal() && may_colour();
+                self.send(Notice::Clean(proof.text(colour)));
+            }
             Preparing::Progress { what, done, total } if done < total => {
                 self.activity.advance(&what, Amount::Bytes(done, total));
             }
@@ -61,8 +79,12 @@ impl Teller {
     }
 
     fn notice(&self, text: String) {
+        self.send(Notice::Line(text));
+    }
+
+    fn send(&self, notice: Notice) {
         if let Some(notices) = &self.notices {
-            notices.send(text).ok();
+            notices.send(notice).ok();
         }
     }
 }
@@ -94,6 +116,11 @@ impl StatusLine {
     fn above(&mut self, text: &str) {
         self.clear();
         writeln!(stderr(), "{}", crate::untrusted::line(text)).ok();
+    }
+
+    fn above_clean(&mut self, text: &str) {
+        self.clear();
+        write!(stderr(), "{text}").ok();
     }
 
     fn clear(&mut self) {

@@ -1,14 +1,17 @@
-//! Cuts tokens into windows and windows into batches, so that every token of an epoch is seen once as a target.
+//! Rows of tokens to batches, in an order that is a function of the seed and the epoch.
 //!
-//! Window `w` takes the tokens `w*T .. w*T + T` as inputs and the token after each as target; the next window starts
-//! where this one's inputs end. The last window may be short: its missing targets are [`IGNORE_INDEX`], as are those
-//! of the rows that a last batch has too many. (Only the very first token is never a target: nothing precedes it.)
-//! Shapes therefore never change, and no token is dropped or shown twice.
+//! Every token of a text is seen once an epoch as a target, whatever the batch size (only the very first is not: nothing
+//! precedes it). The last window may be short, and a last batch may have fewer rows: what is missing is [`IGNORE_INDEX`].
+//!
+//! Rows of samples differ in length. They are sorted by it among the 1,024 that follow each other in the epoch's order, so that
+//! a batch holds rows of about one length, and it is as wide as the longest of them; the order of the batches is drawn again.
 
 use serde::{Deserialize, Serialize};
 
+use super::layout::{Counts, Layout};
 use super::shuffle::Permutation;
 use super::tokens::TokenSource;
+use crate::engine::model::Tokens;
 use crate::{Error, Result};
 
 /// The target that takes no part in the loss: padding, and prompts in front of an answer.
@@ -21,9 +24,11 @@ pub struct Batch {
     pub inputs: Vec<u32>,
     /// The id that follows each input, or [`IGNORE_INDEX`].
     pub targets: Vec<u32>,
+    /// For each input, the column that its document starts in; empty where a row is one document.
+    pub documents: Vec<u32>,
     /// Rows.
     pub batch_size: usize,
-    /// Columns.
+    /// Columns; of samples, about as many as the longest of them has inputs.
     pub seq_len: usize,
     /// Targets that count: those that are not [`IGNORE_INDEX`]. Micro-batches of a step are weighted by it.
     pub target_count: usize,
@@ -35,50 +40,101 @@ impl Batch {
     /// Buffers for a shape, to be filled by [`BatchLoader::next_batch`].
     pub fn new(batch_size: usize, seq_len: usize) -> Self {
         let (inputs, targets) = (vec![0; batch_size * seq_len], vec![IGNORE_INDEX; batch_size * seq_len]);
-        Self { inputs, targets, batch_size, seq_len, target_count: 0, ends_epoch: false }
+        Self { inputs, targets, documents: Vec::new(), batch_size, seq_len, target_count: 0, ends_epoch: false }
     }
 
-    /// Fills row after row from `windows`, and pads the rows that are left.
-    fn fill(&mut self, tokens: &TokenSource, windows: impl Iterator<Item = u64>) {
-        let seq_len = self.seq_len;
-        let mut windows = windows.fuse();
-        for (inputs, targets) in self.inputs.chunks_exact_mut(seq_len).zip(self.targets.chunks_exact_mut(seq_len)) {
-            let start = windows.next().map_or(tokens.len(), |window| window as usize * seq_len);
-            let n = tokens.len().saturating_sub(start + 1).min(seq_len);
-            tokens.read(start, &mut inputs[..n]);
-            tokens.read_targets(start + n.min(1), &mut targets[..n]);
-            inputs[n..].fill(0);
-            targets[n..].fill(IGNORE_INDEX);
+    /// The inputs as a model takes them.
+    pub fn tokens(&self) -> Tokens<'_> {
+        let documents = (!self.documents.is_empty()).then_some(&self.documents[..]);
+        Tokens { ids: &self.inputs, seq_len: self.seq_len, documents }
+    }
+
+    /// Fills row after row with the rows `rows` of `layout`, and pads those that are left.
+    fn fill(&mut self, layout: &Layout, rows: impl Iterator<Item = u64> + Clone) {
+        let seq_len = layout.columns(rows.clone().map(|row| layout.row_len(row)).max().unwrap_or(0));
+        self.seq_len = seq_len;
+        for (ids, padding) in [(&mut self.inputs, 0), (&mut self.targets, IGNORE_INDEX)] {
+            ids.clear();
+            ids.resize(self.batch_size * seq_len, padding);
+        }
+        self.documents.clear();
+        if layout.is_packed() {
+            self.documents.resize(self.batch_size * seq_len, 0);
+        }
+        for (index, row) in rows.enumerate() {
+            let mut at = index * seq_len;
+            let mut begin = |from: usize, len: usize| {
+                if let Some(documents) = self.documents.get_mut(from..from + len) {
+                    documents.fill((from - index * seq_len) as u32);
+                }
+            };
+            for span in layout.row(row) {
+                layout.tokens.read(span.start, &mut self.inputs[at..at + span.len]);
+                layout.tokens.read_targets(span.start + span.len.min(1), &mut self.targets[at..at + span.len]);
+                begin(at, span.len);
+                at += span.len;
+            }
+            // Padding is a document too: no query looks for keys in front of it.
+            begin(at, (index + 1) * seq_len - at);
         }
         self.target_count = self.targets.iter().filter(|&&target| target != IGNORE_INDEX).count();
     }
 }
+
+/// Rows that are sorted by length together.
+const SORTED_TOGETHER: u64 = 1024;
+/// Keeps the order of batches apart from that of rows.
+const BATCH_ORDER: u64 = 0x6261_7463_6865_7300;
 
 /// Where the next batch starts: all a checkpoint keeps of the loader.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
     /// Epochs completed.
     pub epoch: u64,
-    /// Windows of the running epoch already handed out.
+    /// Rows of the running epoch already handed out.
     pub window: u64,
 }
 
 /// An endless stream of training batches, reshuffled each epoch; a batch never crosses from one epoch into the next.
 #[derive(Clone, Debug)]
 pub struct BatchLoader {
-    tokens: TokenSource,
+    layout: Layout,
     batch_size: usize,
-    seq_len: usize,
     seed: u64,
     cursor: Cursor,
+    /// The rows around the cursor in the order of their batches, where they are sorted by length.
+    sorted: Sorted,
+}
+
+/// Rows of one stretch of an epoch, sorted into batches.
+#[derive(Clone, Debug, Default)]
+struct Sorted {
+    /// Epoch and first position.
+    of: Option<(u64, u64)>,
+    rows: Vec<u64>,
 }
 
 impl BatchLoader {
-    /// A loader at the start of epoch 0. Fails if `tokens` do not fill one window.
+    /// A loader at the start of epoch 0, without packing. Fails if `tokens` do not fill one row.
     pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, seed: u64) -> Result<Self> {
         check_shape(batch_size, seq_len)?;
-        tokens.require(seq_len, "training data")?;
-        Ok(Self { tokens, batch_size, seq_len, seed, cursor: Cursor::default() })
+        Self::over(Layout::new(tokens, seq_len, false, "training data")?, batch_size, seed)
+    }
+
+    /// A loader of the rows of `layout`, at the start of epoch 0.
+    pub fn over(layout: Layout, batch_size: usize, seed: u64) -> Result<Self> {
+        check_shape(batch_size, layout.seq_len)?;
+        Ok(Self { layout, batch_size, seed, cursor: Cursor::default(), sorted: Sorted::default() })
+    }
+
+    /// Its rows.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// What an epoch holds.
+    pub fn counts(&self) -> Counts {
+        self.layout.counts()
     }
 
     /// Where the next batch starts.
@@ -90,7 +146,7 @@ impl BatchLoader {
     pub fn seek(&mut self, cursor: Cursor) -> Result<()> {
         let windows = self.windows_per_epoch();
         if cursor.window >= windows {
-            let message = format!("the checkpoint stands at window {} of {windows}: the data changed", cursor.window);
+            let message = format!("the checkpoint is at row {} of {windows}: the data changed", cursor.window);
             return Err(Error::data("training data", message));
         }
         self.cursor = cursor;
@@ -99,30 +155,56 @@ impl BatchLoader {
 
     /// An empty batch of the shape that [`Self::next_batch`] fills.
     pub fn batch(&self) -> Batch {
-        Batch::new(self.batch_size, self.seq_len)
+        Batch::new(self.batch_size, self.layout.seq_len)
     }
 
-    /// Fills `batch` with the next windows and moves on; allocates nothing.
+    /// Fills `batch` with the next rows and moves on.
     pub fn next_batch(&mut self, batch: &mut Batch) {
-        debug_assert_eq!((batch.batch_size, batch.seq_len), (self.batch_size, self.seq_len));
+        debug_assert_eq!(batch.batch_size, self.batch_size);
         let Cursor { epoch, window } = self.cursor;
         let windows = self.windows_per_epoch();
-        let end = (window + self.batch_size as u64).min(windows);
-        let order = Permutation::new(windows, self.seed, epoch);
-        batch.fill(&self.tokens, (window..end).map(|index| order.at(index)));
+        let mut end = (window + self.batch_size as u64).min(windows);
+        if self.layout.is_ragged() && !self.layout.is_packed() {
+            // The stretch is of whole batches.
+            let stretch = SORTED_TOGETHER.next_multiple_of(self.batch_size as u64);
+            let first = window / stretch * stretch;
+            end = end.min(first + stretch);
+            self.sort(epoch, first, (first + stretch).min(windows));
+            let rows = &self.sorted.rows[(window - first) as usize..(end - first) as usize];
+            batch.fill(&self.layout, rows.iter().copied());
+        } else {
+            let order = Permutation::new(windows, self.seed, epoch);
+            batch.fill(&self.layout, (window..end).map(|index| order.at(index)));
+        }
         batch.ends_epoch = end == windows;
         self.cursor =
             if batch.ends_epoch { Cursor { epoch: epoch + 1, window: 0 } } else { Cursor { epoch, window: end } };
     }
 
-    /// Fails if a batch holds no text, because its tokens could not be read.
-    pub fn check(&self) -> Result<()> {
-        self.tokens.check()
+    /// Sorts the rows at the positions `first..end` of an epoch into batches of about one length.
+    fn sort(&mut self, epoch: u64, first: u64, end: u64) {
+        if self.sorted.of == Some((epoch, first)) {
+            return;
+        }
+        let order = Permutation::new(self.windows_per_epoch(), self.seed, epoch);
+        let mut rows: Vec<u64> = (first..end).map(|position| order.at(position)).collect();
+        rows.sort_by_key(|&row| self.layout.row_len(row));
+        // A batch with fewer rows is the epoch's last one and stays where it is.
+        let whole = rows.len() / self.batch_size;
+        let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER, epoch.wrapping_mul(1 << 32) + first);
+        let order = (0..whole).map(|batch| batches.at(batch as u64) as usize).chain(whole..rows.len().div_ceil(self.batch_size));
+        let batch = |batch: usize| rows[batch * self.batch_size..].iter().take(self.batch_size).copied();
+        self.sorted = Sorted { of: Some((epoch, first)), rows: order.flat_map(batch).collect() };
     }
 
-    /// Windows that make an epoch.
+    /// Fails if a batch holds no text, because its tokens could not be read.
+    pub fn check(&self) -> Result<()> {
+        self.layout.tokens.check()
+    }
+
+    /// Rows that make an epoch.
     pub fn windows_per_epoch(&self) -> u64 {
-        window_count(&self.tokens, self.seq_len)
+        self.layout.rows()
     }
 
     /// Micro-batches that make an epoch; the last one may be padded.
@@ -141,41 +223,57 @@ impl BatchLoader {
         self.cursor.epoch as f64 + self.cursor.window as f64 / self.windows_per_epoch() as f64
     }
 
-    /// Targets of an epoch, masked ones included.
+    /// Inputs of an epoch, padding left out.
+    pub fn inputs_per_epoch(&self) -> u64 {
+        self.layout.inputs()
+    }
+
+    /// Targets of an epoch.
     pub fn tokens_per_epoch(&self) -> u64 {
-        self.tokens.len() as u64 - 1
+        self.layout.counts().learned
     }
 }
 
 /// One pass over tokens in their own order, for validation.
 #[derive(Clone, Debug)]
 pub struct EvalBatches {
-    tokens: TokenSource,
+    layout: Layout,
     batch_size: usize,
-    seq_len: usize,
-    /// The next window, and the one to stop at.
+    /// The next row, and the one to stop at.
     window: u64,
     end: u64,
 }
 
 impl EvalBatches {
-    /// Batches over `tokens`, at most `max_batches` of them. Fails if there is not one target.
+    /// Batches over `tokens`, at most `max_batches` of them, without packing. Fails if there is not one target.
     pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, max_batches: Option<u64>) -> Result<Self> {
         check_shape(batch_size, seq_len)?;
-        tokens.require(1, "validation data")?;
+        let origin = "validation data";
+        let layout = if tokens.is_samples() {
+            Layout::new(tokens, seq_len, false, origin)?
+        } else {
+            tokens.require(1, origin)?;
+            Layout::of_text(tokens, seq_len, false)
+        };
+        Self::over(layout, batch_size, max_batches)
+    }
+
+    /// Batches over the rows of `layout`, at most `max_batches` of them.
+    pub fn over(layout: Layout, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
+        check_shape(batch_size, layout.seq_len)?;
         let limit = max_batches.map_or(u64::MAX, |batches| batches.saturating_mul(batch_size as u64));
-        let end = window_count(&tokens, seq_len).min(limit);
-        Ok(Self { tokens, batch_size, seq_len, window: 0, end })
+        let end = layout.rows().min(limit);
+        Ok(Self { layout, batch_size, window: 0, end })
     }
 
     /// Fills `batch` and says so, or says that the pass is over. The buffers are reused; nothing is allocated.
     pub fn next_batch(&mut self, batch: &mut Batch) -> bool {
-        debug_assert_eq!((batch.batch_size, batch.seq_len), (self.batch_size, self.seq_len));
+        debug_assert_eq!(batch.batch_size, self.batch_size);
         if self.window == self.end {
             return false;
         }
         let end = (self.window + self.batch_size as u64).min(self.end);
-        batch.fill(&self.tokens, self.window..end);
+        batch.fill(&self.layout, self.window..end);
         batch.ends_epoch = end == self.end;
         self.window = end;
         true
@@ -183,7 +281,7 @@ impl EvalBatches {
 
     /// Fails if a batch held no text, because its tokens could not be read.
     pub fn check(&self) -> Result<()> {
-        self.tokens.check()
+        self.layout.tokens.check()
     }
 
     /// Batches still to come.
@@ -195,10 +293,6 @@ impl EvalBatches {
     pub fn rewind(&mut self) {
         self.window = 0;
     }
-}
-
-fn window_count(tokens: &TokenSource, seq_len: usize) -> u64 {
-    (tokens.len() as u64 - 1).div_ceil(seq_len as u64)
 }
 
 fn check_shape(batch_size: usize, seq_len: usize) -> Result<()> {
@@ -323,7 +417,7 @@ mod tests {
     fn a_cursor_from_other_data_is_refused() {
         let mut loader = BatchLoader::new(numbered(100), 2, 10, 0).unwrap();
         let message = loader.seek(Cursor { epoch: 0, window: 10 }).unwrap_err().to_string();
-        assert!(message.contains("window 10 of 10"), "{message}");
+        assert!(message.contains("row 10 of 10"), "{message}");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Token files: a tokenised corpus on disk, read as it is needed, so that a second run starts at once and memory does not
 //! grow with the corpus.
 //!
-//! A file is a header of 64 bytes (magic, format version, bytes a token, tokens, bytes of the text in the loss, SHA-256 of the
-//! ids and of the header so far) and the ids in little endian. It is written under a temporary name and renamed when
+//! A file is a header of 64 bytes (magic, format version, bytes a token and what the documents are, tokens, bytes of the text
+//! in the loss, SHA-256 of the ids and of the header so far) and the ids in little endian. It is written under a temporary name and renamed when
 //! complete: other processes see the whole file or none, and whoever has opened an older one keeps it.
 
 use std::fs::File;
@@ -17,18 +17,34 @@ use tempfile::NamedTempFile;
 use crate::{Error, Result};
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const HEADER_BYTES: usize = 64;
 
 /// Set in an id that is read but not trained on.
 pub(super) const CONTEXT_ONLY: u32 = 1 << 31;
+/// Set in the first id of a document.
+pub(super) const STARTS: u32 = 1 << 30;
+/// In the header's word with the width: what the documents are.
+const KINDS: [(Documents, u32); 3] = [(Documents::Texts, 0), (Documents::Prompts, 1 << 8), (Documents::Chats, 1 << 9)];
+
+/// What the documents of a token file are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Documents {
+    /// Parts of one long text.
+    #[default]
+    Texts,
+    /// Samples: prompts with their answers.
+    Prompts,
+    /// Samples: conversations.
+    Chats,
+}
 
 /// How ids are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Width {
-    /// 16 bits, all of them trained on.
+    /// 16 bits: one document, all of it trained on.
     Two = 2,
-    /// 32 bits, of which the highest is [`CONTEXT_ONLY`].
+    /// 32 bits, of which the two highest are [`CONTEXT_ONLY`] and [`STARTS`].
     Four = 4,
 }
 
@@ -59,6 +75,9 @@ pub(super) struct TokenFile {
     tokens: usize,
     trained: u64,
     text_bytes: u64,
+    /// Where documents start, the first at 0.
+    starts: Vec<usize>,
+    documents: Documents,
     /// Why ids could not be read, the first time.
     failure: OnceLock<String>,
 }
@@ -73,7 +92,10 @@ impl TokenFile {
         if header[..8] != MAGIC || number(8) as u32 != VERSION {
             return Err("its header is of another kind".to_owned());
         }
-        let width = match (number(8) >> 32) as u32 {
+        let word = (number(8) >> 32) as u32;
+        let documents = KINDS.iter().find(|(_, bits)| word & !0xFF == *bits).map(|(documents, _)| *documents);
+        let documents = documents.ok_or("its documents are of an unknown kind")?;
+        let width = match word & 0xFF {
             2 => Width::Two,
             4 => Width::Four,
             other => return Err(format!("it claims {other} bytes a token")),
@@ -82,7 +104,7 @@ impl TokenFile {
         if tokens.checked_mul(width as u64) != Some(bytes) {
             return Err(format!("it should hold {tokens} tokens and holds {bytes} bytes"));
         }
-        let (mut hash, mut trained) = (Sha256::new(), tokens);
+        let (mut hash, mut trained, mut starts, mut position) = (Sha256::new(), tokens, Vec::new(), 0);
         let mut buffer = vec![0; 1 << 18];
         let mut rest = (&mut file).take(bytes);
         loop {
@@ -90,7 +112,14 @@ impl TokenFile {
             let part = &buffer[..count];
             hash.update(part);
             if width == Width::Four {
-                trained -= part.as_chunks::<4>().0.iter().filter(|id| id[3] & 0x80 != 0).count() as u64;
+                for id in part.as_chunks::<4>().0 {
+                    let id = u32::from_le_bytes(*id);
+                    trained -= u64::from(id & CONTEXT_ONLY != 0);
+                    if id & STARTS != 0 {
+                        starts.push(position);
+                    }
+                    position += 1;
+                }
             }
             if count < buffer.len() {
                 break;
@@ -99,7 +128,11 @@ impl TokenFile {
         if hash.chain_update(&header[..32]).finalize()[..] != header[32..] {
             return Err("its SHA-256 does not match".to_owned());
         }
-        Ok(Self { file, width, tokens: tokens as usize, trained, text_bytes: number(24), failure: OnceLock::new() })
+        if starts.first() != Some(&0) && tokens > 0 {
+            starts.insert(0, 0);
+        }
+        let (tokens, failure) = (tokens as usize, OnceLock::new());
+        Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, documents, failure })
     }
 
     /// Tokens in the file.
@@ -117,7 +150,17 @@ impl TokenFile {
         self.text_bytes
     }
 
-    /// Copies ids from position `start` on, with [`CONTEXT_ONLY`] where it is set; zeros where the file cannot be read, which
+    /// Where its documents start.
+    pub(super) fn starts(&self) -> &[usize] {
+        &self.starts
+    }
+
+    /// What its documents are.
+    pub(super) fn documents(&self) -> Documents {
+        self.documents
+    }
+
+    /// Copies ids from position `start` on, with their flags; zeros where the file cannot be read, which
     /// [`Self::failure`] then tells.
     pub(super) fn read(&self, start: usize, out: &mut [u32]) {
         let width = self.width as usize;
@@ -186,6 +229,9 @@ pub(super) struct TokenWriter {
     hash: Sha256,
     width: Width,
     tokens: u64,
+    /// Whether the next id starts a document.
+    starts: bool,
+    documents: Documents,
     bytes: Vec<u8>,
 }
 
@@ -199,20 +245,38 @@ impl TokenWriter {
         let _ = file.as_file().try_lock();
         let mut out = BufWriter::with_capacity(1 << 20, file);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
-        Ok(Self { out, hash: Sha256::new(), width, tokens: 0, bytes: Vec::new() })
+        let (hash, bytes) = (Sha256::new(), Vec::new());
+        Ok(Self { out, hash, width, tokens: 0, starts: true, documents: Documents::Texts, bytes })
+    }
+
+    /// From here on a new document.
+    pub(super) fn start(&mut self) {
+        self.starts = true;
+    }
+
+    /// Says what the documents are.
+    pub(super) fn documents(&mut self, documents: Documents) {
+        self.documents = documents;
     }
 
     /// Appends ids, all of them in or out of the loss.
     pub(super) fn push(&mut self, ids: &[u32], trained: bool) -> Result<()> {
+        self.extend(ids.iter().map(|&id| (id, trained)))
+    }
+
+    /// Appends ids, each in or out of the loss.
+    pub(super) fn extend(&mut self, ids: impl IntoIterator<Item = (u32, bool)>) -> Result<()> {
         self.bytes.clear();
-        match self.width {
-            Width::Two => self.bytes.extend(ids.iter().flat_map(|&id| (id as u16).to_le_bytes())),
-            Width::Four => {
-                let flag = if trained { 0 } else { CONTEXT_ONLY };
-                self.bytes.extend(ids.iter().flat_map(|&id| (id | flag).to_le_bytes()));
+        for (id, trained) in ids {
+            match self.width {
+                Width::Two => self.bytes.extend((id as u16).to_le_bytes()),
+                Width::Four => {
+                    let start = if std::mem::take(&mut self.starts) { STARTS } else { 0 };
+                    self.bytes.extend((id | start | if trained { 0 } else { CONTEXT_ONLY }).to_le_bytes());
+                }
             }
+            self.tokens += 1;
         }
-        self.tokens += ids.len() as u64;
         self.hash.update(&self.bytes);
         self.out.write_all(&self.bytes).map_err(Error::io("write", self.out.get_ref().path()))
     }
@@ -224,7 +288,9 @@ impl TokenWriter {
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&MAGIC);
         header[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        header[12..16].copy_from_slice(&(self.width as u32).to_le_bytes());
+        let documents = KINDS.iter().find(|(documents, _)| *documents == self.documents).map_or(0, |(_, bits)| *bits);
+        let kind = self.width as u32 | documents;
+        header[12..16].copy_from_slice(&kind.to_le_bytes());
         header[16..24].copy_from_slice(&self.tokens.to_le_bytes());
         header[24..32].copy_from_slice(&text_bytes.to_le_bytes());
         self.hash.update(&header[..32]);
@@ -282,7 +348,7 @@ mod tests {
             file.read(0, &mut out);
             let flagged = out.iter().filter(|&&id| id & CONTEXT_ONLY != 0).count();
             assert_eq!(flagged, if width == Width::Two { 0 } else { 7 });
-            assert_eq!(out.iter().map(|id| id & !CONTEXT_ONLY).collect::<Vec<_>>(), ids);
+            assert_eq!(out.iter().map(|id| id & !(CONTEXT_ONLY | STARTS)).collect::<Vec<_>>(), ids);
         }
     }
 

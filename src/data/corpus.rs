@@ -3,9 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use super::cache::{TokenFile, TokenWriter, Width};
-use super::document::{Document, Format};
+use super::document::Document;
+use super::format::Format;
 use super::grammar;
+use super::row::{Content, Reading, RowReader};
 use super::source::{Fetch, LoadEvent, Source};
+use super::template::Dialogue;
 use super::tokenise::Tokenise;
 use super::tokenizer::Tokenizer;
 use super::tokens::TokenSource;
@@ -45,6 +48,7 @@ impl Dataset {
 /// Loads data sets, keeping tokens and downloads in a folder.
 pub struct Loader<'a> {
     folder: PathBuf,
+    reading: Reading,
     fetch: Option<&'a mut dyn Fetch>,
     report: Option<&'a mut dyn FnMut(LoadEvent)>,
 }
@@ -61,7 +65,14 @@ struct Corpus {
 impl<'a> Loader<'a> {
     /// A loader that keeps its files in `folder`.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), fetch: None, report: None }
+        Self { folder: folder.into(), reading: Reading::default(), fetch: None, report: None }
+    }
+
+    /// Reads files as `reading` says.
+    #[must_use]
+    pub fn reading(mut self, reading: Reading) -> Self {
+        self.reading = reading;
+        self
     }
 
     /// Lets `fetch` download what is not here.
@@ -78,7 +89,7 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Reads and tokenises `source`; validation is `validation`, or the last tenth of the tokens without one.
+    /// Reads and tokenises `source`; validation is `validation`, or the last tenth of tokens or samples without one.
     pub fn load(&mut self, source: &Source, validation: Option<&Source>, tokenizer: &Tokenizer) -> Result<Dataset> {
         let corpus = self.corpus(source, tokenizer)?;
         let bytes_per_token = corpus.bytes_per_token;
@@ -91,7 +102,7 @@ impl<'a> Loader<'a> {
                 validation_bytes_per_token = validation.bytes_per_token;
                 (corpus.tokens, validation.tokens)
             }
-            None => corpus.tokens.split_at(corpus.tokens.len() * TRAIN_PERCENT / 100),
+            None => corpus.tokens.hold_out(TRAIN_PERCENT),
         };
         let entropy_per_token = (*source == Source::Grammar && tokenizer.is_byte()).then(grammar::entropy_per_token);
         Ok(Dataset {
@@ -110,6 +121,37 @@ impl<'a> Loader<'a> {
         Ok((corpus.tokens, corpus.bytes_per_token))
     }
 
+    /// The conversations of `source`, each without its last answer and with it; those that do not end with one are left out.
+    ///
+    /// # Errors
+    /// As [`Self::load`], and [`Error::Data`] if there is none.
+    pub fn dialogues(&mut self, source: &Source) -> Result<Vec<Dialogue>> {
+        let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
+        let files = source.files(self.reading.format, fetch)?;
+        let mut rows = RowReader::new(&self.reading);
+        let (fields, mut dialogues) = (rows.fields(), Vec::new());
+        for document in &files.documents {
+            if document.format == Format::Text {
+                return Err(document.error("holds text, not conversations; give a file with rows of `messages`"));
+            }
+            document.read_rows(&fields, &mut |place, row| {
+                let content = rows.content(&row, || format!("`{}`, {place},", document.origin));
+                let content = content.map_err(|message| document.error(format!("{place}: {message}")))?;
+                if let Content::Conversation(mut prompt, tools) = content
+                    && let Some(answer) = prompt.last_answer()
+                {
+                    prompt.pop();
+                    dialogues.push(Dialogue { prompt, tools, answer });
+                }
+                Ok(())
+            })?;
+        }
+        if dialogues.is_empty() {
+            return Err(Error::data(source, "holds no conversation that ends with an answer"));
+        }
+        Ok(dialogues)
+    }
+
     fn corpus(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<Corpus> {
         if *source == Source::Grammar {
             let text = grammar::text(GRAMMAR_SEED, grammar::CORPUS_BYTES);
@@ -119,8 +161,8 @@ impl<'a> Loader<'a> {
             return Ok(Corpus { tokens, bytes_per_token, key });
         }
         let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
-        let files = source.files(fetch)?;
-        let key = content_key(&files.documents, tokenizer)?;
+        let files = source.files(self.reading.format, fetch)?;
+        let key = self.key(&files.documents, tokenizer)?;
         let path = self.folder.join(format!("{}.tokens", &key[..32]));
         let file = match self.cached(&path) {
             Some(file) => file,
@@ -137,8 +179,8 @@ impl<'a> Loader<'a> {
     }
 
     fn tokenise(&mut self, documents: &[Document], tokenizer: &Tokenizer, key: &str, path: &Path) -> Result<TokenFile> {
-        let rows = documents.iter().any(|document| document.format != Format::Text);
-        let width = if rows || tokenizer.vocab_size() > 1 << 16 { Width::Four } else { Width::Two };
+        let flags = documents.len() > 1 || documents.iter().any(|document| document.format != Format::Text);
+        let width = if flags || tokenizer.vocab_size() > 1 << 16 { Width::Four } else { Width::Two };
         let (writer, kept) = match TokenWriter::create(&self.folder, width) {
             Ok(writer) => (writer, Some(path)),
             Err(error) => {
@@ -148,13 +190,26 @@ impl<'a> Loader<'a> {
         };
         let mut ignore = |_| {};
         let report = self.report.as_mut().map_or(&mut ignore as &mut dyn FnMut(LoadEvent), |report| &mut **report);
-        let (writer, text_bytes) = Tokenise::new(tokenizer, writer, report).run(documents)?;
+        let (writer, text_bytes) = Tokenise::new((tokenizer, &self.reading), writer, report).run(documents)?;
         // The cache keeps the tokens under this key for good, so they must be those of the text that was hashed.
-        if content_key(documents, tokenizer)? != key {
+        if self.key(documents, tokenizer)? != key {
             let origin = documents.first().map_or("data", |document| &document.origin);
             return Err(Error::data(origin, "the text has changed while it was read; start again when it is complete"));
         }
         writer.finish(text_bytes, kept)
+    }
+
+    /// SHA-256 over what decides the tokens: the tokenizer, how rows are read, and of every file its format and content.
+    fn key(&self, documents: &[Document], tokenizer: &Tokenizer) -> Result<String> {
+        let mut parts = vec![tokenizer.fingerprint()];
+        for document in documents {
+            document.open()?;
+            parts.push(format!("{:?} {}", document.format, Digest::of_file(&document.path)?.sha256));
+        }
+        if documents.iter().any(|document| document.format != Format::Text) {
+            parts.push(self.reading.key());
+        }
+        Ok(Digest::of(parts.join("\n").as_bytes()).sha256)
     }
 
     fn notice(&mut self, text: String) {
@@ -162,14 +217,4 @@ impl<'a> Loader<'a> {
             report(LoadEvent::Notice(text));
         }
     }
-}
-
-/// SHA-256 over what decides the tokens: the tokenizer, and of every file its format and content.
-fn content_key(documents: &[Document], tokenizer: &Tokenizer) -> Result<String> {
-    let mut parts = vec![tokenizer.fingerprint()];
-    for document in documents {
-        document.open()?;
-        parts.push(format!("{:?} {}", document.format, Digest::of_file(&document.path)?.sha256));
-    }
-    Ok(Digest::of(parts.join("\n").as_bytes()).sha256)
 }

@@ -1,16 +1,13 @@
-//! Files to documents: plain text, JSON lines and Parquet, read in pieces so that memory does not grow with the file.
-//!
-//! A row of the last two holds `text`, or `prompt` and `completion`, or `messages` (each with `role` and `content`).
-//! Only answers are trained on: the completion, and what the role `assistant` says. A chat is written as one line a
-//! message, `role: content`.
+//! Files to documents: text, read in pieces so that memory does not grow with the file, and rows, whose readers are in
+//! [`rows`](super::rows).
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
-use std::path::{Path, PathBuf};
+use std::io::Read;
+use std::ops::Range;
+use std::path::PathBuf;
 
-use serde::Deserialize;
-
-use super::parquet_rows;
+use super::format::Format;
+use super::row::{Kind, RowReader};
 use crate::{Error, Result, untrusted};
 
 /// Bytes of text that are tokenised at a time, where they end with a seam.
@@ -19,29 +16,6 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Text without a seam is tokenised as a whole up to this length.
 const MAX_PIECE_BYTES: usize = 1 << 20;
 
-/// A longer row means that the file is not JSON Lines.
-const MAX_LINE_BYTES: u64 = 64 << 20;
-
-/// How a file is read; decided by its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    Text,
-    JsonLines,
-    Parquet,
-}
-
-impl Format {
-    /// The format that a file's extension names, if it names one.
-    pub(super) fn of(path: &Path) -> Option<Self> {
-        match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
-            "txt" => Some(Self::Text),
-            "jsonl" | "ndjson" => Some(Self::JsonLines),
-            "parquet" => Some(Self::Parquet),
-            _ => None,
-        }
-    }
-}
-
 /// A file of a corpus.
 #[derive(Clone, Debug)]
 pub(super) struct Document {
@@ -49,16 +23,45 @@ pub(super) struct Document {
     /// Its name in messages, which for standard input is not the path.
     pub(super) origin: String,
     pub(super) format: Format,
+    /// Whether the user said so; text that looks like rows is refused otherwise.
+    pub(super) asked: bool,
+}
+
+/// What of a piece counts in the loss.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Learned {
+    All,
+    None,
+    /// The tokens that these bytes are part of.
+    Parts(Vec<Range<usize>>),
 }
 
 /// A stretch of text that is tokenised on its own.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) text: String,
-    /// Whether its tokens count in the loss.
-    pub(super) trained: bool,
-    /// Whether the end-of-text token goes in front, unless this is the corpus' first piece.
+    pub(super) learned: Learned,
+    /// Whether a document begins with it.
     pub(super) starts_document: bool,
+    pub(super) end: End,
+}
+
+/// What stands behind a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// More of the document, or another one: then the end-of-text token separates them.
+    Open,
+    /// The end-of-text token, which is learned.
+    EndOfText,
+    /// Nothing: a chat template has ended the document.
+    Complete,
+}
+
+impl Piece {
+    /// The end of a document, without text.
+    pub(super) fn end() -> Self {
+        Self { text: String::new(), learned: Learned::All, starts_document: false, end: End::EndOfText }
+    }
 }
 
 /// Receives the pieces as they are read; an error stops the reading.
@@ -72,16 +75,17 @@ impl Document {
         })
     }
 
-    /// Reads the whole file into `sink`.
-    pub(super) fn read(&self, sink: &mut Sink) -> Result<()> {
-        match self.format {
-            Format::Text => self.read_text(sink),
-            Format::JsonLines => self.read_lines(sink),
-            Format::Parquet => self.read_parquet(sink),
+    /// Reads the whole file into `sink`, its rows by way of `rows`.
+    pub(super) fn read(&self, rows: &mut RowReader<'_>, sink: &mut Sink) -> Result<()> {
+        if self.format == Format::Text {
+            rows.expect(Kind::Text, || format!("`{}`", self.origin)).map_err(|message| self.error(message))?;
+            return self.read_text(&rows.fields(), sink);
         }
+        let fields = rows.fields();
+        self.read_rows(&fields, &mut |place, row| rows.read(&self.origin, place, &row, sink))
     }
 
-    fn read_text(&self, sink: &mut Sink) -> Result<()> {
+    fn read_text(&self, fields: &[&str], sink: &mut Sink) -> Result<()> {
         let mut file = self.open()?;
         let mut buffer = Vec::with_capacity(2 * PIECE_BYTES);
         let (mut position, mut line) = (0, 1);
@@ -104,11 +108,19 @@ impl Document {
                     )));
                 }
             };
+            if position == 0 && !self.asked {
+                self.refuse_rows(text, fields)?;
+            }
+            if let Some(at) = text.find('\0') {
+                let (line, position) = (line + line_feeds(&buffer[..at]), position + at);
+                return Err(self.error(format!("byte {position} (line {line}) is zero: this is a binary file, not text")));
+            }
             let cut = if ended { text.len() } else { seam(text).unwrap_or(0) };
             let cut = if cut == 0 && text.len() >= MAX_PIECE_BYTES { text.len() } else { cut };
             blank &= text[..cut].trim().is_empty();
             if cut > 0 {
-                sink(Piece { text: text[..cut].to_owned(), trained: true, starts_document: position == 0 })?;
+                let (text, starts_document) = (text[..cut].to_owned(), position == 0);
+                sink(Piece { text, learned: Learned::All, starts_document, end: End::Open })?;
             }
             position += cut;
             line += line_feeds(&buffer[..cut]);
@@ -119,122 +131,29 @@ impl Document {
         }
     }
 
-    fn read_lines(&self, sink: &mut Sink) -> Result<()> {
-        let mut reader = BufReader::with_capacity(PIECE_BYTES, self.open()?);
-        let mut buffer = Vec::new();
-        let mut rows = 0;
-        for line in 1.. {
-            buffer.clear();
-            let read = (&mut reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut buffer);
-            let read = read.map_err(Error::io("read", &self.path))?;
-            if read == 0 {
-                break;
-            }
-            if read as u64 == MAX_LINE_BYTES && buffer.last() != Some(&b'\n') {
-                return Err(self.error(format!("line {line} is longer than 64 MiB; one JSON object a line is needed")));
-            }
-            if !buffer.trim_ascii().is_empty() {
-                let row = serde_json::from_slice::<Row>(&buffer).map_err(|error| self.row_error(line, &error))?;
-                row.pieces(sink).map_err(|problem| self.sink_error(line, problem))?;
-                rows += 1;
-            }
-        }
-        if rows == 0 { Err(self.error("holds no text")) } else { Ok(()) }
+    /// Refuses to learn rows, braces and quotes included, as text.
+    fn refuse_rows(&self, text: &str, fields: &[&str]) -> Result<()> {
+        let Some(format) = Format::looks_like(text, fields) else { return Ok(()) };
+        let format = format.name();
+        Err(self.error(format!(
+            "would be learned as text, but looks like {format}; say `--format {format}` to read its rows, or `--format text` \
+             to learn it as it stands"
+        )))
     }
 
-    fn read_parquet(&self, sink: &mut Sink) -> Result<()> {
-        let mut rows = 0;
-        let mut row = |value| {
-            rows += 1;
-            let row = serde_json::from_value::<Row>(value).map_err(|error| self.row_error(rows, &error))?;
-            row.pieces(sink).map_err(|problem| self.sink_error(rows, problem))
-        };
-        parquet_rows::read(&self.path, &mut row).map_err(|error| match error {
-            parquet_rows::Failure::File(message) => self.error(message),
-            parquet_rows::Failure::Row(error) => error,
-        })?;
-        if rows == 0 { Err(self.error("holds no rows")) } else { Ok(()) }
-    }
-
-    fn error(&self, message: impl Into<String>) -> Error {
+    pub(super) fn error(&self, message: impl Into<String>) -> Error {
         Error::data(&self.origin, message)
     }
-
-    fn row_error(&self, row: u64, error: &serde_json::Error) -> Error {
-        // The parser sees one line at a time, so its own line number says nothing.
-        let text = error.to_string();
-        let message = text.split(" at line ").next().unwrap_or(&text);
-        let place = if error.column() > 0 { format!(", column {}", error.column()) } else { String::new() };
-        self.error(format!("row {row}{place}: {message}"))
-    }
-
-    fn sink_error(&self, row: u64, problem: Problem) -> Error {
-        match problem {
-            Problem::Shape => self.error(format!("row {row}: {}", Row::EXPECTED)),
-            Problem::Sink(error) => error,
-        }
-    }
 }
 
-/// One row, whichever of its columns it has.
-#[derive(Deserialize)]
-pub(super) struct Row {
-    text: Option<String>,
-    prompt: Option<String>,
-    completion: Option<String>,
-    messages: Option<Vec<Message>>,
-}
-
-#[derive(Deserialize)]
-struct Message {
-    role: String,
-    content: String,
-}
-
-/// Why a row could not be used.
-enum Problem {
-    /// None of the known shapes.
-    Shape,
-    Sink(Error),
-}
-
-impl From<Error> for Problem {
-    fn from(error: Error) -> Self {
-        Self::Sink(error)
-    }
-}
-
-impl Row {
-    pub(super) const FIELDS: [&str; 4] = ["text", "prompt", "completion", "messages"];
-    pub(super) const EXPECTED: &str = "a row needs `text`, or `prompt` and `completion`, or `messages`";
-
-    fn pieces(self, sink: &mut Sink) -> Result<(), Problem> {
-        match self {
-            Self { messages: Some(messages), .. } if !messages.is_empty() => {
-                for (index, Message { role, content }) in messages.into_iter().enumerate() {
-                    emit(&format!("{role}:"), false, index == 0, sink)?;
-                    // The space belongs to the word after it, as in running text.
-                    emit(&format!(" {content}\n"), role == "assistant", false, sink)?;
-                }
-            }
-            Self { prompt: Some(prompt), completion: Some(completion), .. } => {
-                emit(&prompt, false, true, sink)?;
-                emit(&completion, true, prompt.is_empty(), sink)?;
-            }
-            Self { text: Some(text), .. } => emit(&text, true, true, sink)?,
-            _ => return Err(Problem::Shape),
-        }
-        Ok(())
-    }
-}
-
-/// Passes a text of any length on in pieces.
-fn emit(mut text: &str, trained: bool, mut starts_document: bool, sink: &mut Sink) -> Result<()> {
+/// Passes a text of any length on in pieces, of which all or nothing is learned.
+pub(super) fn emit(mut text: &str, learned: Learned, mut starts_document: bool, sink: &mut Sink) -> Result<()> {
     while !text.is_empty() {
         let limit = text.floor_char_boundary(PIECE_BYTES);
         let cut =
             if limit == text.len() { limit } else { seam(&text[..limit]).unwrap_or_else(|| next_seam(text, limit)) };
-        sink(Piece { text: text[..cut].to_owned(), trained, starts_document })?;
+        let piece = text[..cut].to_owned();
+        sink(Piece { text: piece, learned: learned.clone(), starts_document, end: End::Open })?;
         text = &text[cut..];
         starts_document = false;
     }
@@ -266,6 +185,8 @@ fn line_feeds(bytes: &[u8]) -> usize {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
+    use super::super::row::Reading;
+    use std::path::Path;
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use super::*;
     use proptest::prelude::*;
@@ -275,9 +196,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, content).unwrap();
-        let document = Document { format: Format::of(&path).unwrap(), path, origin: name.to_owned() };
+        let document = Document { format: Format::of(&path).unwrap(), path, origin: name.to_owned(), asked: false };
         let mut pieces = Vec::new();
-        document.read(&mut |piece| {
+        let reading = Reading::default();
+        document.read(&mut RowReader::new(&reading), &mut |piece| {
             pieces.push(piece);
             Ok(())
         })?;
@@ -290,7 +212,8 @@ mod tests {
 
     /// (text, trained, starts a document) of each piece.
     fn shape(pieces: &[Piece]) -> Vec<(&str, bool, bool)> {
-        pieces.iter().map(|piece| (piece.text.as_str(), piece.trained, piece.starts_document)).collect()
+        let learned = |piece: &Piece| piece.learned != Learned::None;
+        pieces.iter().map(|piece| (piece.text.as_str(), learned(piece), piece.starts_document)).collect()
     }
 
     #[test]
@@ -315,38 +238,43 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_trained_on_where_they_answer() {
-        let rows = concat!(
-            r#"{"text": "plain", "id": 7}"#,
-            "\n\n",
-            r#"{"prompt": "1+1=", "completion": "2"}"#,
-            "\r\n",
-            r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}"#,
-        );
-        let pieces = read("a.jsonl", rows.as_bytes()).unwrap();
-        let expected = [
-            ("plain", true, true),
-            ("1+1=", false, true),
-            ("2", true, false),
-            ("user:", false, true),
-            (" hi\n", false, false),
-            ("assistant:", false, false),
-            (" ho\n", true, false),
+    fn rows_of_every_format_are_the_same_rows() {
+        let shapes = |name: &str, content: &str| -> Vec<(String, bool, bool)> {
+            let pieces = read(name, content.as_bytes()).unwrap();
+            shape(&pieces).into_iter().map(|(text, learned, starts)| (text.to_owned(), learned, starts)).collect()
+        };
+        let expected =
+            [("1+1=", false, true), ("2", true, false), ("", true, false), ("a \"b\",\nc", false, true), ("é", true, false), ("", true, false)];
+        let expected = expected.map(|(text, learned, starts)| (text.to_owned(), learned, starts));
+        let rows = [
+            ("a.jsonl", "\u{feff}{\"prompt\": \"1+1=\", \"completion\": \"2\"}\n\n\r\n{\"completion\": \"é\", \"prompt\": \"a \\\"b\\\",\\nc\"}"),
+            ("a.json", "\u{feff} [{\"prompt\": \"1+1=\", \"completion\": \"2\"},\n {\"id\": 7, \"prompt\": \"a \\\"b\\\",\\nc\", \"completion\": \"é\"}]\n"),
+            ("b.json", "{\"prompt\": \"1+1=\", \"completion\": \"2\"}\n{\"prompt\": \"a \\\"b\\\",\\nc\", \"completion\": \"é\"}\n"),
+            ("a.csv", "\u{feff}prompt,completion\r\n1+1=,2\r\n\"a \"\"b\"\",\nc\",é\r\n"),
+            ("a.tsv", "id\tcompletion\tprompt\n1\t2\t1+1=\n2\té\t\"a \"\"b\"\",\nc\"\n"),
         ];
-        assert_eq!(shape(&pieces), expected);
+        for (name, content) in rows {
+            assert_eq!(shapes(name, content), expected, "{name}");
+        }
     }
 
     #[test]
-    fn rows_of_other_shapes_are_refused_by_number() {
-        assert_eq!(refusal("a.jsonl", b"\n \n"), "a.jsonl: holds no text");
-        for row in ["{}", r#"{"prompt": "no completion"}"#, r#"{"messages": []}"#, r#"{"text": null}"#] {
-            let message = refusal("a.jsonl", format!("{{\"text\": \"fine\"}}\n{row}").as_bytes());
-            assert_eq!(message, format!("a.jsonl: row 2: {}", Row::EXPECTED), "{row}");
+    fn a_conversation_is_one_piece_with_its_answers_marked() {
+        let said = "user: hi\nassistant: ho<|endoftext|>\n";
+        for row in [
+            r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}"#,
+            r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}"#,
+            r#"{"instruction": "hi", "input": "", "output": "ho"}"#,
+            r#"{"messages": "[{\"role\": \"user\", \"content\": \"hi\"}, {\"role\": \"assistant\", \"content\": \"ho\"}]"}"#,
+        ] {
+            let pieces = read("a.jsonl", row.as_bytes()).unwrap();
+            let [piece] = &pieces[..] else { panic!("{pieces:?}") };
+            let Learned::Parts(parts) = &piece.learned else { panic!("{piece:?}") };
+            assert_eq!((piece.text.as_str(), &piece.text[parts[0].clone()]), (said, " ho<|endoftext|>"));
+            assert_eq!((parts.len(), piece.end), (1, End::Complete));
         }
-        for row in [&b"[1]"[..], b"{\"text\": 3}", b"{\"text\": \"unclosed", b"{\"text\": \"\xFF\"}", b"\x00"] {
-            let message = refusal("a.jsonl", row);
-            assert!(message.starts_with("a.jsonl: row 1"), "{message}");
-        }
+        let row = r#"{"instruction": "do", "input": "it", "output": "done", "system": "be"}"#;
+        assert_eq!(read("a.jsonl", row.as_bytes()).unwrap()[0].text, "system: be\nuser: do\n\nit\nassistant: done<|endoftext|>\n");
     }
 
     #[test]
@@ -358,7 +286,7 @@ mod tests {
         assert_eq!(shape(&read("a.parquet", &bytes).unwrap()), [("first", true, true), ("second", true, true)]);
         write_parquet(&path, &["prompt", "completion"], &[&["q"], &["a"]]);
         let pieces = read("a.parquet", &std::fs::read(&path).unwrap()).unwrap();
-        assert_eq!(shape(&pieces), [("q", false, true), ("a", true, false)]);
+        assert_eq!(shape(&pieces), [("q", false, true), ("a", true, false), ("", true, false)]);
 
         write_parquet(&path, &["sentence"], &[&["q"]]);
         let message = refusal("a.parquet", &std::fs::read(&path).unwrap());
@@ -416,7 +344,7 @@ mod tests {
 
         /// Outside bytes of any kind give pieces or an error, never a panic.
         #[test]
-        fn no_bytes_make_a_reader_panic(bytes: Vec<u8>, name in r"a\.(txt|jsonl|parquet)") {
+        fn no_bytes_make_a_reader_panic(bytes: Vec<u8>, name in r"a\.(txt|jsonl|json|csv|tsv|parquet)") {
             let _ = read(&name, &bytes);
         }
 

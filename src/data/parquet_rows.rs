@@ -4,6 +4,7 @@
 //! aborts the process. So the program starts itself again to read the file ([`serve`]), and only that process aborts. In
 //! another program that uses this library, the file is read in place.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -16,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::contain::contained;
-use super::document::Row;
+use super::row::EXPECTED;
 use crate::{Error, untrusted};
 
 /// The first argument that makes the program call [`serve`].
@@ -28,6 +29,9 @@ const MAX_LINE: u64 = 256 << 20;
 
 /// The program that can be started again.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+
+/// Takes a row.
+type Take<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
 
 /// Why the rows end early.
 pub(super) enum Failure {
@@ -53,16 +57,20 @@ pub fn can_serve() {
     }
 }
 
-/// Passes every row to `row`, as a line of JSON would be.
-pub(super) fn read(path: &Path, row: &mut dyn FnMut(Value) -> crate::Result<()>) -> Result<(), Failure> {
+/// Passes every row to `row`, as a line of JSON would be, with those of its columns that are among `fields`.
+pub(super) fn read(path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
     match PROGRAM.get() {
-        Some(program) => apart(program, path, row),
-        None => here(path, row),
+        Some(program) => apart(program, path, fields, row),
+        None => here(path, fields, row),
     }
 }
 
-/// Reads the file at `path` and writes its rows to standard output, within a limit on memory.
-pub fn serve(path: &Path) -> ExitCode {
+/// Reads the file that the first argument names and writes its rows, with the columns that the others name, to standard
+/// output, within a limit on memory.
+pub fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    let arguments: Vec<OsString> = arguments.collect();
+    let Some((path, fields)) = arguments.split_first() else { return ExitCode::FAILURE };
+    let fields: Vec<&str> = fields.iter().filter_map(|field| field.to_str()).collect();
     #[cfg(unix)]
     {
         let limit = rustix::process::Rlimit { current: Some(MEMORY), maximum: Some(MEMORY) };
@@ -76,7 +84,7 @@ pub fn serve(path: &Path) -> ExitCode {
         if matches!(message, Message::Row(_)) { Ok(()) } else { out.flush() }
     };
     let mut row = |value| say(&Message::Row(value)).map_err(Error::io("write to", "standard output"));
-    let last = match here(path, &mut row) {
+    let last = match here(Path::new(path), &fields, &mut row) {
         Ok(()) => Message::End,
         Err(Failure::File(message)) => Message::Failure(message),
         // The reader has gone.
@@ -85,10 +93,10 @@ pub fn serve(path: &Path) -> ExitCode {
     if say(&last).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn apart(program: &Path, path: &Path, row: &mut dyn FnMut(Value) -> crate::Result<()>) -> Result<(), Failure> {
+fn apart(program: &Path, path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
     let file = |message: &str| Failure::File(message.to_owned());
     let mut command = Command::new(program);
-    command.arg(ARGUMENT).arg(path).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command.arg(ARGUMENT).arg(path).args(fields).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn().map_err(|error| Failure::File(format!("it cannot be read apart: {error}")))?;
     let result = child.stdout.take().map_or(Err(file("it cannot be read apart")), |out| {
         let (mut out, mut line) = (BufReader::with_capacity(1 << 18, out), Vec::new());
@@ -113,16 +121,16 @@ fn apart(program: &Path, path: &Path, row: &mut dyn FnMut(Value) -> crate::Resul
     result
 }
 
-fn here(path: &Path, row: &mut dyn FnMut(Value) -> crate::Result<()>) -> Result<(), Failure> {
+fn here(path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
     let damaged = |error: ParquetError| Failure::File(format!("not a readable Parquet file: {error}"));
     let file = untrusted::open(path).map_err(|error| Failure::File(format!("it cannot be read: {error}")))?;
     let reader = unpanicked(|| SerializedFileReader::new(file)).map_err(damaged)?;
     let schema = reader.metadata().file_metadata().schema();
-    let wanted = schema.get_fields().iter().filter(|field| Row::FIELDS.contains(&field.name())).cloned().collect();
+    let wanted = schema.get_fields().iter().filter(|field| fields.contains(&field.name())).cloned().collect();
     let projection = Type::group_type_builder(schema.name()).with_fields(wanted).build().map_err(damaged)?;
     if projection.get_fields().is_empty() {
         let columns: Vec<_> = schema.get_fields().iter().map(|field| format!("`{}`", field.name())).collect();
-        return Err(Failure::File(format!("its columns are {}; {}", columns.join(", "), Row::EXPECTED)));
+        return Err(Failure::File(format!("its columns are {}; {}", columns.join(", "), EXPECTED)));
     }
     let mut iterator = unpanicked(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
     let mut next = || unpanicked(|| Ok(iterator.next().transpose()?.map(|row| row.to_json_value())));

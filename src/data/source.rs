@@ -7,13 +7,18 @@ use std::str::FromStr;
 
 use tempfile::{NamedTempFile, TempPath};
 
-use super::document::{Document, Format};
+use super::chats;
+use super::document::Document;
+use super::format::Format;
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result};
 
 /// The advice at the end of errors about a source.
-const KINDS: &str = "give `grammar`, `tiny_shakespeare`, a `.txt`, `.jsonl` or `.parquet` file, a folder or glob of \
-                     those, `hf://datasets/owner/name/file`, or `-` for standard input";
+const KINDS: &str = "give `grammar`, `tiny_shakespeare`, `chats`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
+                     file, a folder or glob of those, `hf://datasets/owner/name/file`, or `-` for standard input";
+
+/// The built-in conversations do not depend on the run's seed.
+const CHATS_SEED: u64 = 0;
 
 /// Limit on the text that comes through a pipe, which is copied to disk first.
 const MAX_SPOOL: u64 = 64 << 30;
@@ -28,6 +33,11 @@ pub enum Source {
     Grammar,
     /// `tiny_shakespeare`: a megabyte of Shakespeare's plays, part of the program.
     TinyShakespeare,
+    /// `chats` or `chats-held-back`: the built-in conversations whose answers can be checked.
+    Chats {
+        /// Those that nothing is trained on.
+        held_back: bool,
+    },
     /// `-`: text from standard input.
     Stdin,
     /// `hf://datasets/owner/name[@revision]/file`: a file of a data set on the Hub.
@@ -41,7 +51,7 @@ pub enum Source {
     },
     /// Files that match a pattern with `*`, `?` or `[…]`, in alphabetical order.
     Glob(String),
-    /// A file, or a folder whose `.txt`, `.jsonl` and `.parquet` files are read in alphabetical order.
+    /// A file, or a folder whose files of known formats are read in alphabetical order.
     Path(PathBuf),
 }
 
@@ -85,6 +95,8 @@ impl FromStr for Source {
             "" => wrong("must not be empty"),
             "grammar" => Ok(Self::Grammar),
             "tiny_shakespeare" => Ok(Self::TinyShakespeare),
+            "chats" => Ok(Self::Chats { held_back: false }),
+            "chats-held-back" => Ok(Self::Chats { held_back: true }),
             "-" => Ok(Self::Stdin),
             _ => match text.split_once("://") {
                 Some(("hf", path)) => match hub_parts(path) {
@@ -112,6 +124,8 @@ impl fmt::Display for Source {
         match self {
             Self::Grammar => f.write_str("grammar"),
             Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
+            Self::Chats { held_back: false } => f.write_str("chats"),
+            Self::Chats { held_back: true } => f.write_str("chats-held-back"),
             Self::Stdin => f.write_str("-"),
             Self::Hub { repo, revision, file } if revision == "main" => write!(f, "hf://datasets/{repo}/{file}"),
             Self::Hub { repo, revision, file } => write!(f, "hf://datasets/{repo}@{revision}/{file}"),
@@ -139,7 +153,7 @@ fn meant(path: &Path) -> String {
     let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
     if folder.as_os_str().is_empty() {
-        names.extend(["grammar", "tiny_shakespeare"].map(str::to_owned));
+        names.extend(["grammar", "tiny_shakespeare", "chats"].map(str::to_owned));
     }
     let near = nearest(&name.to_string_lossy(), names);
     near.map_or_else(String::new, |near| format!("did you mean `{}`? Otherwise ", folder.join(near).display()))
@@ -153,47 +167,61 @@ pub(super) struct Files {
 }
 
 impl Source {
-    /// Finds the files, and downloads those that are not here. Not for [`Self::Grammar`].
-    pub(super) fn files(&self, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<Files> {
+    /// Finds the files, and downloads those that are not here. All of them are of the format `asked`, if one was asked for.
+    /// Not for [`Self::Grammar`].
+    pub(super) fn files(&self, asked: Option<Format>, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<Files> {
+        let document = |path: PathBuf| {
+            let origin = path.display().to_string();
+            Document::new(path, origin, asked)
+        };
         let documents = match self {
             Self::Grammar => Vec::new(),
             Self::TinyShakespeare => {
                 let broken = |error: std::io::Error| Error::data(self, format!("cannot be decompressed: {error}"));
                 let text = zstd::Decoder::new(TINY_SHAKESPEARE).map_err(broken)?;
-                return spool(text, "tiny_shakespeare", Format::Text);
+                return spool(text, "tiny_shakespeare", Some(Format::Text));
             }
-            Self::Stdin => return spool(std::io::stdin().lock(), "standard input", Format::Text),
+            Self::Chats { held_back } => {
+                let chats = if *held_back {
+                    chats::held_back(CHATS_SEED, chats::HELD_BACK)
+                } else {
+                    chats::training(CHATS_SEED, chats::CHATS)
+                };
+                return spool(chats::json_lines(&chats).as_bytes(), &self.to_string(), Some(Format::Jsonl));
+            }
+            Self::Stdin => return spool(std::io::stdin().lock(), "standard input", asked),
             Self::Hub { repo, revision, file } => {
                 let fetch = fetch.ok_or_else(|| Error::data(self, "needs the network, which is not in use here"))?;
                 let path = fetch.fetch(Remote { repo, revision, file })?;
                 // The cache may call the file by its hash; its format is that of the name asked for.
-                let format = Format::of(Path::new(file)).unwrap_or(Format::Text);
-                vec![Document { path, origin: self.to_string(), format }]
+                let named = Document::new(file.into(), self.to_string(), asked);
+                vec![Document { path, ..named }]
             }
-            Self::Glob(pattern) => glob_files(pattern)?,
+            Self::Glob(pattern) => glob_files(pattern)?.into_iter().map(document).collect(),
             Self::Path(path) if is_pipe(path) => {
                 let pipe = Pipe::open(path).map_err(Error::io("read", path))?;
-                return spool(pipe, &path.display().to_string(), Format::of(path).unwrap_or(Format::Text));
+                return spool(pipe, &path.display().to_string(), asked.or_else(|| Format::of(path)));
             }
-            Self::Path(path) if path.is_dir() => folder_files(path)?,
+            Self::Path(path) if path.is_dir() => folder_files(path)?.into_iter().map(document).collect(),
             Self::Path(path) if !path.exists() => {
                 return Err(Error::data(path.display(), format!("there is no such file; {}{KINDS}", meant(path))));
             }
-            Self::Path(path) => vec![Document::new(path.clone())],
+            Self::Path(path) => vec![document(path.clone())],
         };
         Ok(Files { documents, _spool: None })
     }
 }
 
 impl Document {
-    fn new(path: PathBuf) -> Self {
-        let format = Format::of(&path).unwrap_or(Format::Text);
-        Self { origin: path.display().to_string(), path, format }
+    /// The file at `path`, of the format asked for or else of that which its name says; text without either.
+    fn new(path: PathBuf, origin: String, asked: Option<Format>) -> Self {
+        let format = asked.or_else(|| Format::of(&path)).unwrap_or(Format::Text);
+        Self { path, origin, format, asked: asked.is_some() }
     }
 }
 
 /// Copies what is no file to one, because text is read twice: once for its hash, once for its tokens.
-fn spool(from: impl Read, origin: &str, format: Format) -> Result<Files> {
+fn spool(from: impl Read, origin: &str, asked: Option<Format>) -> Result<Files> {
     let mut spool = NamedTempFile::new().map_err(Error::io("create a file in", std::env::temp_dir()))?;
     let copied = std::io::copy(&mut from.take(MAX_SPOOL), &mut spool)
         .and_then(|copied| spool.flush().map(|()| copied))
@@ -202,27 +230,27 @@ fn spool(from: impl Read, origin: &str, format: Format) -> Result<Files> {
         return Err(Error::data(origin, "more than 64 GiB came through the pipe; give a file"));
     }
     let spool = spool.into_temp_path();
-    let document = Document { path: spool.to_path_buf(), origin: origin.to_owned(), format };
+    let document = Document::new(spool.to_path_buf(), origin.to_owned(), asked);
     Ok(Files { documents: vec![document], _spool: Some(spool) })
 }
 
-fn glob_files(pattern: &str) -> Result<Vec<Document>> {
+fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
     let paths = glob::glob(pattern).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
     let paths: Vec<PathBuf> = paths.filter_map(Result::ok).filter(|path| path.is_file()).collect();
     if paths.is_empty() {
         return Err(Error::data(pattern, format!("matches no file; {KINDS}")));
     }
-    Ok(paths.into_iter().map(Document::new).collect())
+    Ok(paths)
 }
 
-fn folder_files(folder: &Path) -> Result<Vec<Document>> {
+fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
     collect(folder, &mut paths)?;
     paths.sort();
     if paths.is_empty() {
-        return Err(Error::data(folder.display(), "the folder holds no `.txt`, `.jsonl` or `.parquet` file"));
+        return Err(Error::data(folder.display(), format!("the folder holds no {} file", Format::KNOWN)));
     }
-    Ok(paths.into_iter().map(Document::new).collect())
+    Ok(paths)
 }
 
 /// Adds the files of known formats below `folder`, hidden ones left out and links to folders not followed.
@@ -252,6 +280,8 @@ mod tests {
         for text in [
             "grammar",
             "tiny_shakespeare",
+            "chats",
+            "chats-held-back",
             "-",
             "some/file.txt",
             "some/*.jsonl",
@@ -266,7 +296,7 @@ mod tests {
 
     #[test]
     fn tiny_shakespeare_is_the_text_that_everybody_uses() {
-        let files = Source::TinyShakespeare.files(None).unwrap();
+        let files = Source::TinyShakespeare.files(None, None).unwrap();
         let digest = crate::digest::Digest::of_file(&files.documents[0].path).unwrap();
         assert_eq!(digest.bytes, 1_115_394);
         assert_eq!(digest.sha256, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed");
@@ -290,7 +320,7 @@ mod tests {
             std::fs::write(path, "x").unwrap();
         }
         let names = |source: Source| -> Vec<String> {
-            let files = source.files(None).unwrap();
+            let files = source.files(None, None).unwrap();
             let name = |document: &Document| document.path.file_name().unwrap().to_string_lossy().into_owned();
             files.documents.iter().map(name).collect()
         };
@@ -298,6 +328,6 @@ mod tests {
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(Source::Glob(pattern)), ["a.jsonl"]);
         let nothing = Source::Glob(folder.path().join("*.csv").display().to_string());
-        assert!(nothing.files(None).err().unwrap().to_string().contains("matches no file"));
+        assert!(nothing.files(None, None).err().unwrap().to_string().contains("matches no file"));
     }
 }

@@ -35,6 +35,11 @@ impl Conversation {
         Ok(Self { messages })
     }
 
+    /// A conversation of these messages.
+    pub(super) fn of(messages: Vec<Value>) -> Self {
+        Self { messages }
+    }
+
     /// Adds what `role` says.
     pub fn push(&mut self, role: &str, content: &str) {
         self.messages.push(context! { role, content });
@@ -43,6 +48,13 @@ impl Conversation {
     /// Takes the last message back.
     pub fn pop(&mut self) {
         self.messages.pop();
+    }
+
+    /// What the assistant says in the last message, if that is its.
+    pub fn last_answer(&self) -> Option<String> {
+        let last = self.messages.last()?;
+        let of = |key: &str| Some(last.get_attr(key).ok()?.as_str()?.to_owned());
+        of("content").filter(|_| of("role").is_some_and(|role| role == "assistant"))
     }
 
     /// Removes all messages.
@@ -64,6 +76,17 @@ impl Conversation {
     pub fn to_json(&self) -> Result<String> {
         serde_json::to_string(&self.messages).map_err(|error| Error::data("a conversation", error.to_string()))
     }
+}
+
+/// A conversation to be answered, and the answer that it has.
+#[derive(Clone, Debug)]
+pub struct Dialogue {
+    /// What comes before the answer.
+    pub prompt: Conversation,
+    /// The tools that the model may call.
+    pub tools: Option<Value>,
+    /// The answer.
+    pub answer: String,
 }
 
 /// A conversation as text.
@@ -90,6 +113,7 @@ pub struct Template {
     environment: Environment<'static>,
     origin: String,
     tokens: TemplateTokens,
+    marks: bool,
 }
 
 impl Template {
@@ -111,12 +135,13 @@ impl Template {
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
-        let template = Self { environment, origin: origin.to_owned(), tokens };
+        let template = Self { environment, origin: origin.to_owned(), tokens, marks: false };
         template.with_source(source)
     }
 
     fn with_source(mut self, source: &str) -> Result<Self> {
         let source = with_marks(source);
+        self.marks = source.contains(MARKS[0]);
         self.environment.add_template_owned(NAME, source).map_err(|error| explain(&self.origin, &error))?;
         Ok(self)
     }
@@ -126,25 +151,54 @@ impl Template {
     /// # Errors
     /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot compute.
     pub fn render(&self, conversation: &Conversation, tools: Option<&str>, reply: bool) -> Result<Rendered> {
-        let fail = |error: minijinja::Error| explain(&self.origin, &error);
         let tools: Option<Value> = tools
             .map(serde_json::from_str)
             .transpose()
             .map_err(|error| Error::data("the tools", format!("not JSON: {error}")))?;
+        self.render_with(conversation, tools.as_ref(), reply)
+    }
+
+    /// Whether there are generation blocks in it.
+    pub(super) fn marks(&self) -> bool {
+        self.marks
+    }
+
+    /// [`Self::render`] with tools that were read already.
+    pub fn render_with(
+        &self,
+        conversation: &Conversation,
+        tools: Option<&Value>,
+        reply: bool,
+    ) -> Result<Rendered> {
+        let fail = |error: minijinja::Error| explain(&self.origin, &error);
         let TemplateTokens { bos, eos } = &self.tokens;
         let template = self.environment.get_template(NAME).map_err(fail)?;
         let mut variables = BTreeMap::from([
             ("messages", Value::from(conversation.messages.clone())),
             ("add_generation_prompt", reply.into()),
-            ("tools", tools.unwrap_or_else(|| ().into())),
+            ("tools", tools.cloned().unwrap_or_else(|| ().into())),
         ]);
         // A token that there is none of stays undefined, which templates test for.
         for (name, token) in [("bos_token", bos), ("eos_token", eos)] {
             variables.extend(token.iter().map(|token| (name, Value::from(token.as_str()))));
         }
+        if self.marks && conversation.messages.iter().any(holds_mark) {
+            let message = "a message holds U+FDD0 or U+FDD1, which are no characters and mark answers here; take them out";
+            return Err(Error::model(&self.origin, message));
+        }
         let marked = template.render(variables).map_err(fail)?;
         ranges(&marked)
             .ok_or_else(|| Error::model(&self.origin, "its chat template's generation blocks do not pair up"))
+    }
+}
+
+/// Whether a text in `value` could be taken for a mark of ours.
+fn holds_mark(value: &Value) -> bool {
+    match value.as_str() {
+        Some(text) => text.contains(MARKS),
+        None => value.try_iter().is_ok_and(|mut items| {
+            items.any(|item| holds_mark(&item) || value.get_item(&item).is_ok_and(|value| holds_mark(&value)))
+        }),
     }
 }
 

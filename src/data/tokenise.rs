@@ -6,7 +6,8 @@
 use rayon::prelude::*;
 
 use super::cache::TokenWriter;
-use super::document::{Document, Piece};
+use super::document::{Document, End, Learned, Piece};
+use super::row::{Reading, RowReader};
 use super::source::LoadEvent;
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -17,22 +18,38 @@ const BATCH_BYTES: usize = 8 << 20;
 /// Reads, encodes and writes; the text seen so far.
 pub(super) struct Tokenise<'a> {
     tokenizer: &'a Tokenizer,
+    reading: &'a Reading,
     writer: TokenWriter,
     report: &'a mut dyn FnMut(LoadEvent),
     batch: Vec<Piece>,
     batch_bytes: usize,
     text_bytes: u64,
     trained_bytes: u64,
-    /// Whether the last piece written was trained on; then so is the end of its document. `None` before the first.
-    last_trained: Option<bool>,
+    /// Whether a document of running text stands before what comes next: the end of text separates them.
+    running: bool,
     trained_tokens: u64,
 }
 
 impl<'a> Tokenise<'a> {
-    pub(super) fn new(tokenizer: &'a Tokenizer, writer: TokenWriter, report: &'a mut dyn FnMut(LoadEvent)) -> Self {
-        let (batch, last_trained) = (Vec::new(), None);
+    pub(super) fn new(
+        (tokenizer, reading): (&'a Tokenizer, &'a Reading),
+        writer: TokenWriter,
+        report: &'a mut dyn FnMut(LoadEvent),
+    ) -> Self {
+        let (batch, running) = (Vec::new(), false);
         let (batch_bytes, text_bytes, trained_bytes, trained_tokens) = (0, 0, 0, 0);
-        Self { tokenizer, writer, report, batch, batch_bytes, text_bytes, trained_bytes, last_trained, trained_tokens }
+        Self {
+            tokenizer,
+            reading,
+            writer,
+            report,
+            batch,
+            batch_bytes,
+            text_bytes,
+            trained_bytes,
+            running,
+            trained_tokens,
+        }
     }
 
     /// Tokenises `documents`; the writer to finish, and the bytes of the text that is trained on.
@@ -40,12 +57,16 @@ impl<'a> Tokenise<'a> {
         let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
         let total = sizes.iter().sum();
         (self.report)(LoadEvent::Tokenising { done: 0, total });
-        let mut before = 0;
+        let (mut before, mut rows) = (0, RowReader::new(self.reading));
         for (document, size) in documents.iter().zip(sizes) {
             let text_before = self.text_bytes;
-            document.read(&mut |piece| {
+            document.read(&mut rows, &mut |piece| {
                 self.text_bytes += piece.text.len() as u64;
-                self.trained_bytes += if piece.trained { piece.text.len() as u64 } else { 0 };
+                self.trained_bytes += match &piece.learned {
+                    Learned::All => piece.text.len() as u64,
+                    Learned::None => 0,
+                    Learned::Parts(parts) => parts.iter().map(|part| part.len() as u64).sum(),
+                };
                 self.batch_bytes += piece.text.len();
                 self.batch.push(piece);
                 if self.batch_bytes >= BATCH_BYTES {
@@ -59,13 +80,12 @@ impl<'a> Tokenise<'a> {
             before += size;
         }
         self.flush()?;
+        self.writer.documents(rows.documents());
         (self.report)(LoadEvent::Tokenising { done: total, total });
         if self.trained_tokens == 0 {
             let origin = documents.first().map_or("data", |document| &document.origin);
-            return Err(Error::data(
-                origin,
-                "nothing to learn: no `completion` and no message of the role `assistant`",
-            ));
+            let message = "nothing to learn: every `completion` is empty, or no message is of the role `assistant`";
+            return Err(Error::data(origin, message));
         }
         Ok((self.writer, self.trained_bytes))
     }
@@ -73,19 +93,41 @@ impl<'a> Tokenise<'a> {
     fn flush(&mut self) -> Result<()> {
         let pieces = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;
-        let encoded: Vec<Result<Vec<u32>>> =
-            pieces.par_iter().map(|piece| self.tokenizer.encode(&piece.text)).collect();
+        let encoded: Vec<Result<Vec<(u32, bool)>>> = pieces.par_iter().map(|piece| encode(self.tokenizer, piece)).collect();
         for (piece, ids) in pieces.iter().zip(encoded) {
-            if let (true, Some(trained), Some(eos)) =
-                (piece.starts_document, self.last_trained, self.tokenizer.eos_id())
-            {
-                self.writer.push(&[eos], trained)?;
+            let mut ids = ids?;
+            if let (true, Some(eos)) = (piece.end == End::EndOfText, self.tokenizer.eos_id()) {
+                ids.push((eos, true));
             }
-            let ids = ids?;
-            self.writer.push(&ids, piece.trained)?;
-            self.last_trained = Some(piece.trained);
-            self.trained_tokens += if piece.trained { ids.len() as u64 } else { 0 };
+            if piece.starts_document {
+                if let (true, Some(eos)) = (self.running, self.tokenizer.eos_id()) {
+                    self.writer.push(&[eos], true)?;
+                }
+                self.writer.start();
+            }
+            self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
+            self.writer.extend(ids)?;
+            self.running = piece.end == End::Open;
         }
         Ok(())
     }
+
+}
+
+/// The piece's ids, each with whether it is learned.
+fn encode(tokenizer: &Tokenizer, piece: &Piece) -> Result<Vec<(u32, bool)>> {
+        let parts = match &piece.learned {
+            Learned::Parts(parts) => parts,
+            all_or_none => {
+                let learned = *all_or_none == Learned::All;
+                return Ok(tokenizer.encode(&piece.text)?.into_iter().map(|id| (id, learned)).collect());
+            }
+        };
+        let spans = tokenizer.encode_with_spans(&piece.text)?;
+        // A token that an answer shares with what is before or behind it is part of the answer, as in transformers.
+        let overlaps = |span: &std::ops::Range<usize>| {
+            let next = parts.partition_point(|part| part.end <= span.start);
+            parts.get(next).is_some_and(|part| part.start < span.end)
+        };
+        Ok(spans.into_iter().map(|(id, span)| (id, overlaps(&span))).collect())
 }

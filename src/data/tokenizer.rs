@@ -3,6 +3,7 @@
 //! The byte tokenizer is also a Hugging Face one: [`Tokenizer::json`] describes it as a byte-level BPE without merges,
 //! so that the checkpoint of a byte model loads in transformers, and [`Tokenizer::from_json`] knows it again.
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -118,6 +119,32 @@ impl Tokenizer {
         }
     }
 
+    /// The ids of `text` as [`Self::encode`] has them, each with the bytes that it stands for.
+    pub(super) fn encode_with_spans(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        let Kind::HuggingFace { inner, .. } = &self.kind else {
+            let mut spans = Vec::with_capacity(text.len());
+            for id in self.encode(text)? {
+                let start = spans.last().map_or(0, |(_, span): &(u32, Range<usize>)| span.end);
+                spans.push((id, start..start + if id == BYTE_EOS { END_OF_TEXT[0].len() } else { 1 }));
+            }
+            return Ok(spans);
+        };
+        let encode = || {
+            let encoding = inner.encode(text, false);
+            let encoding = encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
+            // Offsets may leave out a token's white space, and the tokens of one character share its bytes: each takes what
+            // the one before it has left.
+            let mut end = 0;
+            let spans = encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(&id, &(start, stop))| {
+                let start = start.min(end);
+                end = end.max(stop);
+                (id, start..stop.max(start))
+            });
+            Ok(spans.collect())
+        };
+        contained(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
+    }
+
     /// The text of `ids`, special tokens left out; bytes that are not UTF-8 become U+FFFD, and unknown ids nothing.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         match &self.kind {
@@ -126,6 +153,22 @@ impl Tokenizer {
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
             Kind::HuggingFace { inner, .. } => contained(|| inner.decode(ids, true))
+                .unwrap_or_else(|| Err("it is damaged".into()))
+                .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
+        }
+    }
+
+    /// The text of `ids` with the special tokens in it.
+    pub(super) fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
+        match &self.kind {
+            Kind::Byte => ids
+                .split_inclusive(|&id| id == BYTE_EOS)
+                .map(|part| {
+                    let end = if part.last() == Some(&BYTE_EOS) { END_OF_TEXT[0] } else { "" };
+                    Ok(self.decode(part)? + end)
+                })
+                .collect(),
+            Kind::HuggingFace { inner, .. } => contained(|| inner.decode(ids, false))
                 .unwrap_or_else(|| Err("it is damaged".into()))
                 .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch_loader::IGNORE_INDEX;
-use super::cache::{CONTEXT_ONLY, TokenFile};
+use super::cache::{CONTEXT_ONLY, Documents, STARTS, TokenFile};
 use crate::{Error, Result};
 
 /// A contiguous view of a token sequence; cloning and splitting share the storage.
@@ -14,17 +14,33 @@ pub struct TokenSource {
     view: Range<usize>,
 }
 
-/// The sequence itself. Ids may carry [`CONTEXT_ONLY`].
+/// The sequence itself. Ids may carry [`CONTEXT_ONLY`] and [`STARTS`].
 #[derive(Debug)]
 enum Store {
-    Memory(Vec<u32>),
+    Memory {
+        ids: Vec<u32>,
+        /// Where documents start.
+        starts: Vec<usize>,
+        documents: Documents,
+    },
     File(TokenFile),
 }
 
 impl TokenSource {
     /// Takes ids in memory.
     pub fn from_ids(ids: Vec<u32>) -> Self {
-        Self::over(Store::Memory(ids))
+        let starts = if ids.is_empty() { Vec::new() } else { vec![0] };
+        Self::over(Store::Memory { ids, starts, documents: Documents::Texts })
+    }
+
+    /// Takes samples in memory: ids, each with whether it is learned.
+    pub fn from_samples(samples: &[Vec<(u32, bool)>]) -> Self {
+        let (mut ids, mut starts) = (Vec::new(), Vec::new());
+        for sample in samples.iter().filter(|sample| !sample.is_empty()) {
+            starts.push(ids.len());
+            ids.extend(sample.iter().map(|&(id, learned)| if learned { id } else { id | CONTEXT_ONLY }));
+        }
+        Self::over(Store::Memory { ids, starts, documents: Documents::Prompts })
     }
 
     /// Reads ids from a token file.
@@ -53,7 +69,7 @@ impl TokenSource {
     pub fn read(&self, start: usize, out: &mut [u32]) {
         self.read_flagged(start, out);
         for id in out {
-            *id &= !CONTEXT_ONLY;
+            *id &= !(CONTEXT_ONLY | STARTS);
         }
     }
 
@@ -63,14 +79,16 @@ impl TokenSource {
     /// As [`Self::read`].
     pub fn read_targets(&self, start: usize, out: &mut [u32]) {
         self.read_flagged(start, out);
-        out.iter_mut().filter(|id| **id & CONTEXT_ONLY != 0).for_each(|id| *id = IGNORE_INDEX);
+        for id in out {
+            *id = if *id & CONTEXT_ONLY == 0 { *id & !STARTS } else { IGNORE_INDEX };
+        }
     }
 
     fn read_flagged(&self, start: usize, out: &mut [u32]) {
         let range = self.view.start + start..self.view.start + start + out.len();
         assert!(range.end <= self.view.end, "tokens {start}..{} of {}", start + out.len(), self.len());
         match &*self.store {
-            Store::Memory(ids) => out.copy_from_slice(&ids[range]),
+            Store::Memory { ids, .. } => out.copy_from_slice(&ids[range]),
             Store::File(file) => file.read(range.start, out),
         }
     }
@@ -91,6 +109,48 @@ impl TokenSource {
         (view(self.view.start..middle), view(middle..self.view.end))
     }
 
+    /// Whether each document is a sample of its own, and not a part of one long text.
+    pub fn is_samples(&self) -> bool {
+        self.kind() != Documents::Texts
+    }
+
+    /// What the documents are.
+    pub fn kind(&self) -> Documents {
+        match &*self.store {
+            Store::Memory { documents, .. } => *documents,
+            Store::File(file) => file.documents(),
+        }
+    }
+
+    /// The documents in the view, in order; the view's first may have begun before it.
+    pub fn documents(&self) -> impl ExactSizeIterator<Item = Range<usize>> {
+        let starts = match &*self.store {
+            Store::Memory { starts, .. } => starts,
+            Store::File(file) => file.starts(),
+        };
+        let Range { start, end } = self.view;
+        // The document that the view begins in, and those that begin in it.
+        let first = starts.partition_point(|&at| at <= start).saturating_sub(1);
+        let last = starts.partition_point(|&at| at < end).max(first);
+        let starts = if start == end { &[] } else { &starts[first..last] };
+        (0..starts.len()).map(move |i| {
+            let until = starts.get(i + 1).map_or(end, |&next| next);
+            starts[i].max(start) - start..until - start
+        })
+    }
+
+    /// The first `percent` of the tokens to train on and the rest to validate; samples stay whole, and there is one of them on
+    /// each side if there are two.
+    pub(super) fn hold_out(&self, percent: usize) -> (Self, Self) {
+        if !self.is_samples() {
+            return self.split_at(self.len() * percent / 100);
+        }
+        let samples = self.documents();
+        let train = (samples.len() * percent / 100).max(1);
+        let at = self.documents().nth(train).map_or(self.len(), |sample| sample.start);
+        self.split_at(at)
+    }
+
     /// Fails unless the view holds a training window: `seq_len` inputs and the token after each.
     pub fn require(&self, seq_len: usize, origin: &str) -> Result<()> {
         if self.len() > seq_len {
@@ -108,7 +168,7 @@ impl TokenSource {
 impl Store {
     fn len(&self) -> usize {
         match self {
-            Self::Memory(ids) => ids.len(),
+            Self::Memory { ids, .. } => ids.len(),
             Self::File(file) => file.len(),
         }
     }

@@ -197,10 +197,19 @@ pub struct Embedding<'a> {
     pub ids: &'a [u32],
     /// Tokens in a sequence.
     pub seq_len: usize,
+    /// For each token, the place in its sequence that its document starts at, where positions begin anew.
+    pub documents: Option<&'a [u32]>,
     /// Factor of the tokens' rows.
     pub scale: f32,
     /// Acts on the sum.
     pub dropout: Option<Dropout>,
+}
+
+impl<'a> Embedding<'a> {
+    /// The position of each token.
+    pub(crate) fn places(&self) -> Positions<'a> {
+        Positions { seq_len: self.seq_len, past: 0, documents: self.documents }
+    }
 }
 
 /// Is called with what the head computes, and the row of the whole that its first row is.
@@ -221,7 +230,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     /// `out += x`, the sum formed in FP32.
     fn accumulate(&self, x: &Tensor, out: &Tensor) -> Result<()>;
 
-    /// `out[n] = dropout(scale · table[ids[n]] + positions[n % seq_len])` for `out [N, D]` of the residual type. An id outside the
+    /// `out[n] = dropout(scale · table[ids[n]] + positions[p])`, with p the token's position in its document, for `out [N, D]` of the residual type. An id outside the
     /// vocabulary is an error.
     fn embed(&self, embedding: Embedding<'_>, out: &Tensor) -> Result<()>;
 

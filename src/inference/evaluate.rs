@@ -3,7 +3,7 @@
 //! Every token except the first is predicted exactly once. With a stride shorter than the window, windows overlap, and a
 //! prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
-use crate::data::{IGNORE_INDEX, TokenSource};
+use crate::data::{Batch, EvalBatches, IGNORE_INDEX, TokenSource};
 use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -72,8 +72,16 @@ pub struct Evaluation {
     pub bits_per_byte: f64,
     /// Tokens predicted.
     pub tokens: u64,
-    /// Windows computed.
+    /// Windows computed, or samples.
     pub windows: usize,
+}
+
+impl Evaluation {
+    fn of(sum: f64, tokens: u64, windows: usize, bytes_per_token: f64) -> Self {
+        let loss = sum / tokens as f64;
+        let bits_per_byte = loss / std::f64::consts::LN_2 / bytes_per_token;
+        Self { loss, perplexity: loss.exp(), bits_per_byte, tokens, windows }
+    }
 }
 
 /// Evaluates a model on `tokens`; `bytes_per_token` is the average size of a predicted token. Calls `progress` with the number
@@ -87,6 +95,9 @@ pub fn evaluate(
     windows: Windows,
     mut progress: impl FnMut(usize),
 ) -> Result<Evaluation> {
+    if tokens.is_samples() {
+        return evaluate_samples(model, weights, policy, tokens, bytes_per_token, windows, progress);
+    }
     let Windows { seq_len, batch_size, .. } = windows;
     let count = windows.count(tokens.len());
     let batch_size = batch_size.min(count.max(1));
@@ -106,7 +117,7 @@ pub fn evaluate(
             tokens.read_targets(start + 1, &mut targets[..length]);
             targets[..done.min(length)].fill(IGNORE_INDEX);
         }
-        model.forward(weights, Tokens { ids: &ids, seq_len }, Mode::Eval, &mut workspace, &mut ())?;
+        model.forward(weights, Tokens::new(&ids, seq_len), Mode::Eval, &mut workspace, &mut ())?;
         loss += model.loss(weights, &targets, &workspace)?;
         predicted += targets.iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
         progress(count.min(first + batch_size));
@@ -115,9 +126,34 @@ pub fn evaluate(
     if predicted == 0 {
         return Err(Error::data("the text", "has no token to predict; it needs at least two tokens"));
     }
-    let loss = loss / predicted as f64;
-    let bits_per_byte = loss / std::f64::consts::LN_2 / bytes_per_token;
-    Ok(Evaluation { loss, perplexity: loss.exp(), bits_per_byte, tokens: predicted, windows: count })
+    Ok(Evaluation::of(loss, predicted, count, bytes_per_token))
+}
+
+/// As [`evaluate`], of samples: each is computed alone, cut at the window's length.
+fn evaluate_samples(
+    model: &Decoder,
+    weights: &Parameters,
+    policy: PrecisionPolicy,
+    tokens: &TokenSource,
+    bytes_per_token: f64,
+    Windows { seq_len, batch_size, .. }: Windows,
+    mut progress: impl FnMut(usize),
+) -> Result<Evaluation> {
+    let mut batches = EvalBatches::new(tokens.clone(), batch_size, seq_len, None)?;
+    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &weights.device())?;
+    let mut batch = Batch::new(batch_size, seq_len);
+    let (mut loss, mut predicted, mut done) = (0.0, 0, 0);
+    while batches.next_batch(&mut batch) {
+        let mut narrow = None;
+        let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
+        model.forward(weights, batch.tokens(), Mode::Eval, workspace, &mut ())?;
+        loss += model.loss(weights, &batch.targets, workspace)?;
+        predicted += batch.target_count as u64;
+        done += batch.targets.chunks(batch.seq_len).filter(|row| row.iter().any(|&id| id != IGNORE_INDEX)).count();
+        progress(done);
+    }
+    batches.check()?;
+    Ok(Evaluation::of(loss, predicted, done, bytes_per_token))
 }
 
 #[cfg(test)]

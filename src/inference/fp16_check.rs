@@ -9,7 +9,7 @@ use crate::data::{Batch, BatchLoader, TokenSource};
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::model::{
-    Decoder, Hook, Keep, Layer, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace, candle_dtype,
+    Decoder, Hook, Keep, Layer, Mode, ModelSpec, Parameters, Part, Place, Workspace, candle_dtype,
 };
 use crate::engine::optim::{Gradients, MasterWeights};
 use crate::precision::{Dtype, FloatFormat, PrecisionPolicy, Unit};
@@ -225,7 +225,8 @@ impl<'a> Passes<'a> {
 
     fn run(&mut self, weights: &Parameters, batch: &Batch, scale: f32, hook: &mut dyn Hook) -> Result<()> {
         let Self { model, workspace, grads } = self;
-        let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+        let (tokens, mut narrow) = (batch.tokens(), None);
+        let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
         let (seed, grads) = (scale / batch.target_count as f32, grads.micro_batch());
         model.gradients(weights, tokens, &batch.targets, Mode::Eval, seed, workspace, grads, hook)?;
         Ok(())

@@ -1,6 +1,6 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
-use crate::data::Tokenizer;
+use crate::data::{ChatFiles, Reading, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
@@ -65,6 +65,15 @@ impl TrainedModel {
         let tokenizer = Tokenizer::from_file(&file)?;
         check_vocabulary(&tokenizer, &file, &config)?;
         Ok(Self { path, config, tokenizer, damaged, weights })
+    }
+
+    /// How text is read for it, without a configuration: rows by their usual fields, conversations by its template.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::Model`] where the files about conversations cannot be read.
+    pub fn reading(&self) -> Result<Reading> {
+        let chat = ChatFiles::of_folder(&self.path)?.format(&self.path.display().to_string(), &self.tokenizer);
+        Ok(Reading { chat, ..Reading::default() })
     }
 
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened.

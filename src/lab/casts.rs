@@ -76,7 +76,7 @@ impl Casts {
         let mut workspace = Workspace::for_training(&spec, policy, (1, TOKENS), Keep::All, &Device::Cpu)?;
         let grads = Gradients::new(&weights, policy, 1)?;
         let ids: Vec<u32> = (0..TOKENS as u32).collect();
-        let tokens = Tokens { ids: &ids, seq_len: TOKENS };
+        let tokens = Tokens::new(&ids, TOKENS);
         let mode = Mode::Train { seed: 0, draw: 0 };
         let mut types = Types { spec: &spec, layers: Vec::new() };
         model.forward(&weights, tokens, mode, &mut workspace, &mut types)?;

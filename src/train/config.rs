@@ -4,7 +4,7 @@ mod explain;
 mod keys;
 mod sections;
 
-use crate::data::Source;
+use crate::data::{Fields, Format, Source};
 pub use crate::engine::device::Place;
 use crate::engine::kernels::Choice;
 use crate::engine::optim::{AdamWConfig, LrSchedule};
@@ -52,6 +52,13 @@ pub struct Config {
     /// Validation text; without it the last tenth of the training text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val: Option<String>,
+    /// The format of all text, in place of what the files' names say: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub format: Option<Format>,
+    /// How conversations are written, in place of the model's own template: a file, or `chatml`, `smollm2`, `qwen2.5`, `qwen3`,
+    /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3` or `plain`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<String>,
     /// `fp32`, `fp16`, `bf16`, or a policy such as `p=f32,c=f16,g=f16,r=f32`.
     pub dtype: PrecisionPolicy,
     /// The seed of every random stream.
@@ -65,6 +72,8 @@ pub struct Config {
     /// Threads that compute; all processors by default. Sums do not depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
+    /// Names of the fields that hold text, where they are not the usual ones.
+    pub fields: Fields,
     /// Batches, length, and what happens along the way.
     pub train: TrainSection,
     /// AdamW and clipping.
@@ -92,11 +101,14 @@ impl Default for Config {
             tokenizer: None,
             data: "tiny_shakespeare".into(),
             val: None,
+            format: None,
+            chat_template: None,
             dtype: PrecisionPolicy::FP16,
             seed: 1,
             device: "auto".into(),
             kernels: Choice::Auto,
             threads: None,
+            fields: Fields::default(),
             train: TrainSection::default(),
             optimizer: OptimizerSection::default(),
             schedule: ScheduleSection::default(),
@@ -223,7 +235,24 @@ impl Config {
                 .find(|(leaf, _)| leaf == key)
                 .map_or("unset".into(), |(_, value)| value.to_string())
         };
-        let fixed = ["model", "revision", "init", "tokenizer", "dtype", "data", "val", "seed", "train.seq_len"];
+        let fixed = [
+            "model",
+            "revision",
+            "init",
+            "tokenizer",
+            "dtype",
+            "data",
+            "val",
+            "format",
+            "chat_template",
+            "fields.text",
+            "fields.prompt",
+            "fields.completion",
+            "seed",
+            "train.seq_len",
+            "train.loss_on",
+            "train.packing",
+        ];
         let mut changes = Vec::new();
         for key in known_keys() {
             let [was, is] = tables.each_ref().map(|table| value(table, &key));

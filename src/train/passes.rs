@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::engine::model::{Decoder, Hook, Mode, Parameters, Tokens, Workspace};
+use crate::engine::model::{Decoder, Hook, Mode, Parameters, Workspace};
 use crate::train::fp8::Fp8Layer;
 use crate::train::step::Engine;
 
@@ -20,8 +20,9 @@ pub(super) fn passes(
     hook: &mut dyn Hook,
 ) -> Result<()> {
     let hook = &mut (fp8, hook);
-    let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
-    model.gradients(weights, tokens, &batch.targets, mode, seed, workspace, grads, hook)?;
+    let mut narrow = None;
+    let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
+    model.gradients(weights, batch.tokens(), &batch.targets, mode, seed, workspace, grads, hook)?;
     Ok(())
 }
 

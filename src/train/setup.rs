@@ -1,7 +1,8 @@
 //! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
 
-use crate::data::{Dataset, LoadEvent, Loader, Source, TokenSource, Tokenizer, names_in, nearest};
-use crate::digest::read_at_most;
+use crate::data::{
+    ChatFiles, Dataset, Dialogue, LoadEvent, Loader, Proof, Reading, Source, TokenSource, Tokenizer, names_in, nearest,
+};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::{Kernels, view};
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
@@ -25,8 +26,6 @@ use std::sync::Arc;
 
 /// Where downloads and token caches land.
 const DATA_FOLDER: &str = "data";
-/// A tokenizer's configuration is small.
-const MAX_TOKENIZER_CONFIG: u64 = 16 << 20;
 
 /// What happens while a run is prepared.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,6 +43,8 @@ pub enum Preparing {
     },
     /// Something the user should know and need not act on.
     Notice(String),
+    /// What is learned of samples.
+    Proof(Box<Proof>),
 }
 
 /// Hears of it.
@@ -58,6 +59,8 @@ pub struct ModelSource {
     pub config: ModelSpec,
     /// Its tokenizer, or the one given in its place.
     pub tokenizer: Tokenizer,
+    /// How it wants conversations to be written.
+    pub chat: ChatFiles,
     /// The commit of the Hub's files.
     pub commit: Option<String>,
     weights: Weights,
@@ -75,6 +78,12 @@ enum Weights {
 impl ModelSource {
     /// Finds the model of a configuration; downloads it if it is neither built in nor a folder.
     pub fn open(config: &Config, report: &mut Report<'_>) -> Result<Self> {
+        let mut source = Self::find(config, report)?;
+        source.chat = source.chat.with_template(config.chat_template.as_deref())?;
+        Ok(source)
+    }
+
+    fn find(config: &Config, report: &mut Report<'_>) -> Result<Self> {
         let given = config.tokenizer.as_ref().map(Tokenizer::from_file).transpose()?;
         let named = ModelSpec::named(&config.model);
         if config.model == "tiny" {
@@ -86,18 +95,16 @@ impl ModelSource {
             return Self::checked(config, shape, given, None, Weights::Random);
         }
         let Located { folder, commit } = locate(&config.model, config.revision.as_deref(), report)?;
-        if has_chat_template(&folder) {
-            let notice =
-                "`messages` in the data become lines of `role: content`; the model's chat template is not applied";
-            report(Preparing::Notice(notice.into()));
-        }
         Self::in_folder(config, ModelFolder::open(folder)?, given, commit)
     }
 
     /// The model of a run that goes on: shape and tokenizer as the checkpoint has them, so that nothing else is needed.
     pub fn of_checkpoint(config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
         let tokenizer = Tokenizer::from_file(checkpoint.tokenizer())?;
-        Self::checked(config, checkpoint.config().clone(), Some(tokenizer), config.revision.clone(), Weights::Later)
+        let (shape, commit) = (checkpoint.config().clone(), config.revision.clone());
+        let source = Self::checked(config, shape, Some(tokenizer), commit, Weights::Later)?;
+        // Its template is the run's, whatever has become of the file that was named.
+        Ok(Self { chat: ChatFiles::of_folder(checkpoint.path())?, ..source })
     }
 
     fn in_folder(
@@ -111,8 +118,9 @@ impl ModelSource {
             (given, _) => given,
         };
         let shape = folder.config().clone();
+        let chat = ChatFiles::of_folder(folder.path())?;
         let weights = if config.init == Init::Random { Weights::Random } else { Weights::Folder(Box::new(folder)) };
-        Self::checked(config, shape, tokenizer, commit, weights)
+        Ok(Self { chat, ..Self::checked(config, shape, tokenizer, commit, weights)? })
     }
 
     fn checked(
@@ -140,7 +148,8 @@ impl ModelSource {
             let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.context);
             return Err(Error::config("train.seq_len", message));
         }
-        Ok(Self { name: config.model.clone(), config: shape, tokenizer, commit, weights })
+        let chat = ChatFiles::default();
+        Ok(Self { name: config.model.clone(), config: shape, tokenizer, chat, commit, weights })
     }
 
     /// The initial weights, in FP32.
@@ -238,17 +247,6 @@ fn hub_settings() -> (Settings, Option<String>) {
     (settings, no_network)
 }
 
-/// Whether a model says how it wants chats to be written.
-fn has_chat_template(folder: &Path) -> bool {
-    #[derive(serde::Deserialize)]
-    struct TokenizerConfig {
-        chat_template: Option<serde::de::IgnoredAny>,
-    }
-    let text = read_at_most(&folder.join("tokenizer_config.json"), MAX_TOKENIZER_CONFIG).unwrap_or_default();
-    let config = serde_json::from_slice::<TokenizerConfig>(&text);
-    config.is_ok_and(|config| config.chat_template.is_some()) || folder.join("chat_template.jinja").is_file()
-}
-
 fn unknown_architecture(model: &str) -> Error {
     Error::config("model", format!("`{model}` is neither a folder nor one of {}", ModelSpec::names().join(", ")))
 }
@@ -262,27 +260,50 @@ fn progress_of(progress: hub::Progress) -> Preparing {
     }
 }
 
+/// How a configuration reads its text, for a model that writes conversations as `chat` says.
+pub fn reading(config: &Config, chat: &ChatFiles, tokenizer: &Tokenizer) -> Reading {
+    let chat = chat.format(&config.model, tokenizer);
+    Reading { format: config.format, fields: config.fields.clone(), loss_on: config.train.loss_on, chat }
+}
+
 /// The tokens of a configuration's training and validation text; downloads what has to be.
-pub fn dataset(config: &Config, tokenizer: &Tokenizer, report: &mut Report<'_>) -> Result<Dataset> {
+pub fn dataset(
+    config: &Config,
+    chat: &ChatFiles,
+    tokenizer: &Tokenizer,
+    report: &mut Report<'_>,
+) -> Result<Dataset> {
+    let reading = reading(config, chat, tokenizer);
     let of_val = |error| match error {
         Error::Config { message, .. } => Error::config("--val", message),
         other => other,
     };
     let validation = config.val.as_deref().map(str::parse::<Source>).transpose().map_err(of_val)?;
     let train = config.source()?;
-    with_loader(&[Some(&train), validation.as_ref()], report, |loader| {
+    with_loader(&[Some(&train), validation.as_ref()], reading, report, |loader| {
         loader.load(&train, validation.as_ref(), tokenizer)
     })
 }
 
 /// All tokens of one text, and the bytes of it behind each on average; downloads what has to be.
-pub fn whole_text(text: &Source, tokenizer: &Tokenizer, report: &mut Report<'_>) -> Result<(TokenSource, f64)> {
-    with_loader(&[Some(text)], report, |loader| loader.load_whole(text, tokenizer))
+pub fn whole_text(
+    text: &Source,
+    reading: Reading,
+    tokenizer: &Tokenizer,
+    report: &mut Report<'_>,
+) -> Result<(TokenSource, f64)> {
+    with_loader(&[Some(text)], reading, report, |loader| loader.load_whole(text, tokenizer))
+}
+
+/// The conversations of `source` with their last answers; downloads what has to be.
+pub fn dialogues(source: &Source, reading: Reading, report: &mut Report<'_>) -> Result<Vec<Dialogue>> {
+    with_loader(&[Some(source)], reading, report, |loader| loader.dialogues(source))
 }
 
 /// Runs `load` with a loader that can download what `sources` name.
 fn with_loader<T>(
     sources: &[Option<&Source>],
+    reading: Reading,
     report: &mut Report<'_>,
     load: impl FnOnce(&mut Loader<'_>) -> Result<T>,
 ) -> Result<T> {
@@ -302,7 +323,7 @@ fn with_loader<T>(
             LoadEvent::Notice(notice) => Preparing::Notice(notice),
         });
     };
-    let loaded = load(&mut Loader::new(DATA_FOLDER).fetch_with(&mut hub).report_to(&mut loading));
+    let loaded = load(&mut Loader::new(DATA_FOLDER).reading(reading).fetch_with(&mut hub).report_to(&mut loading));
     let ways = "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
     match remote {
         Some(remote) => without_network(loaded, no_network, &remote.to_string(), ways, *report.borrow_mut()),

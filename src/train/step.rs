@@ -2,7 +2,7 @@
 //! policy and by `GradScaler::disabled()` alone.
 
 use crate::data::Batch;
-use crate::engine::model::{Decoder, Mode, Tokens, Workspace};
+use crate::engine::model::{Decoder, Mode, Workspace};
 use crate::engine::optim::{Gradients, LrSchedule, Survey};
 use crate::precision::ScaleChange;
 use crate::train::state::TrainState;
@@ -99,7 +99,8 @@ impl Engine {
             fp8.round_weights(state.masters.parameters(), &state.weights)?;
         }
         for (i, batch) in micro_batches.iter().enumerate() {
-            let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
+            let (tokens, mut narrow) = (batch.tokens(), None);
+            let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
             let mode = Mode::Train { seed: self.seed, draw: state.counters.draw(i) };
             let clock = Instant::now();
             // 1. Forward in the compute type; the loss in FP32.
@@ -155,9 +156,10 @@ impl Engine {
     pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<(f64, u64)> {
         let (mut loss, mut targets) = (0.0, 0u64);
         while next(batch) {
-            let tokens = Tokens { ids: &batch.inputs, seq_len: batch.seq_len };
-            self.model.forward(&self.state.weights, tokens, Mode::Eval, &mut self.workspace, &mut ())?;
-            loss += self.model.loss(&self.state.weights, &batch.targets, &self.workspace)?;
+            let mut narrow = None;
+            let workspace = self.workspace.fitted(batch.seq_len, &mut narrow)?;
+            self.model.forward(&self.state.weights, batch.tokens(), Mode::Eval, workspace, &mut ())?;
+            loss += self.model.loss(&self.state.weights, &batch.targets, workspace)?;
             targets += batch.target_count as u64;
         }
         Ok((loss / targets.max(1) as f64, targets))

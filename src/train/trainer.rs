@@ -3,7 +3,7 @@
 mod events;
 mod saving;
 
-use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
+use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, TEMPLATE_FILE, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::model::Parameters;
 use crate::precision::{Fallback, GradScaler};
@@ -34,6 +34,8 @@ pub struct Trainer {
     /// The device's name, for people.
     device: String,
     tokenizer: Tokenizer,
+    /// The files that say how conversations are written, for checkpoints.
+    chat: Vec<(&'static str, Vec<u8>)>,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
     eval: EvalBatches,
@@ -73,8 +75,6 @@ struct Progress {
     changes: Vec<String>,
     /// Consecutive steps whose loss was far above chance.
     far_above_chance: u32,
-    /// Whether the warning about batches without targets was emitted.
-    warned_empty: bool,
 }
 
 /// The number of micro-batches in the step: up to the one that ends the epoch.
@@ -117,16 +117,27 @@ impl Trainer {
         OpenDevice { device, name, kernels }: OpenDevice,
         report: &mut Report<'_>,
     ) -> Result<Self> {
-        let dataset = setup::dataset(&config, &source.tokenizer, report)?;
+        let dataset = setup::dataset(&config, &source.chat, &source.tokenizer, report)?;
         // Pin the commit that `main` was today, so that the run can be repeated.
         config.revision = source.commit.or(config.revision);
         let train = &config.train;
-        let (batch_size, seq_len) = (train.batch_size, train.seq_len);
-        let loader = BatchLoader::new(dataset.train.clone(), batch_size, seq_len, config.seed)?;
+        let (batch_size, seq_len, packing) = (train.batch_size, train.seq_len, train.packing);
+        let loader = Layout::new(dataset.train.clone(), seq_len, packing, "training data")?;
+        let loader = BatchLoader::over(loader, batch_size, config.seed)?;
+        let chats = dataset.train.kind() == Documents::Chats;
+        let format = setup::reading(&config, &source.chat, &source.tokenizer).chat;
+        if dataset.train.is_samples() {
+            let proof = Proof::new(loader.layout(), None, &source.tokenizer, chats.then_some(&format))?;
+            report(Preparing::Proof(Box::new(proof)));
+        }
         let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, which validates" };
-        dataset.validation.require(seq_len, held_out)?;
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
-        let eval = EvalBatches::new(dataset.validation.clone(), batch_size, seq_len, limit)?;
+        let eval = Layout::new(dataset.validation.clone(), seq_len, packing, held_out)?;
+        let eval = EvalBatches::over(eval, batch_size, limit)?;
+        let mut chat = source.chat.carried;
+        if chats || source.chat.template.is_some() {
+            chat.push((TEMPLATE_FILE, format.source().as_bytes().to_vec()));
+        }
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(Preparing::Phase("preparing the first step".into()));
@@ -152,6 +163,7 @@ impl Trainer {
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
             eval_batch: loader.batch(),
             tokenizer: source.tokenizer,
+            chat,
             sampler,
             engine,
             loader,
@@ -401,7 +413,7 @@ impl Trainer {
         let next = self.engine.state.counters.step + 1;
         let cursor = match self.progress.retry.take() {
             Some(cursor) => cursor,
-            None => self.next_batches()?,
+            None => self.next_batches(),
         };
         if let Err(error) = self.loader.check() {
             // The step has not begun, so a resumed run repeats it.
@@ -423,30 +435,17 @@ impl Trainer {
         diverged.map_or(Ok(()), Err)
     }
 
-    /// Fills the micro-batches of the next step and returns where they begin; an epoch's last step may have fewer. Skips
-    /// batches in which every target is masked.
-    fn next_batches(&mut self) -> Result<Cursor> {
-        for _ in 0..=self.loader.batches_per_epoch() {
-            let cursor = self.loader.cursor();
-            for batch in &mut self.micro_batches {
-                self.loader.next_batch(batch);
-                if batch.ends_epoch {
-                    break;
-                }
-            }
-            if self.micro_batches[..used(&self.micro_batches)].iter().any(|batch| batch.target_count > 0) {
-                return Ok(cursor);
-            }
-            if !std::mem::replace(&mut self.progress.warned_empty, true) {
-                self.warn(
-                    "skipped a batch in which every target is masked (prompts fill it); later ones are skipped silently".into(),
-                )?;
+    /// Fills the micro-batches of the next step, and returns where they begin; an epoch's last step may have fewer. Each batch
+    /// has a target: samples without one are in no row.
+    fn next_batches(&mut self) -> Cursor {
+        let cursor = self.loader.cursor();
+        for batch in &mut self.micro_batches {
+            self.loader.next_batch(batch);
+            if batch.ends_epoch {
+                break;
             }
         }
-        Err(Error::data(
-            "training data",
-            "has no targets: prompts, which are not trained on, fill every window; raise `--seq-len`",
-        ))
+        cursor
     }
 
     /// Computes the validation loss and emits it.

@@ -80,6 +80,7 @@ impl Sample {
         Contents {
             state: &self.state,
             config: &self.config,
+            chat: &[],
             tokenizer: TOKENIZER,
             weights: &self.weights,
             masters: &self.masters,

@@ -1,6 +1,7 @@
 //! Embeddings of tokens and, where they are learned, positions, and their gradient by rows.
 
 use crate::engine::kernels::dropout::Dropout;
+use crate::engine::kernels::rope::Positions;
 use crate::engine::kernels::rows::{Rows, SplitRows, axpy, for_each_part, with_scratch};
 use crate::engine::kernels::view::{Read, View, ViewMut, read, write};
 use candle_core::{DType, Result, Tensor, bail};
@@ -29,9 +30,15 @@ pub fn scale_of_width(width: usize, dtype: DType) -> f32 {
     }
 }
 
-/// `out[n] = dropout(scale · tokens[ids[n]] + positions[n % seq_len])` for `out [N, D]` of the residual type. An id outside
-/// the vocabulary is an error.
-pub fn forward(tables: Tables<'_>, ids: &[u32], seq_len: usize, dropout: Option<Dropout>, out: &Tensor) -> Result<()> {
+/// `out[n] = dropout(scale · tokens[ids[n]] + positions[p])`, with p from `places`, for `out [N, D]` of the residual type. An
+/// id outside the vocabulary is an error.
+pub fn forward(
+    tables: Tables<'_>,
+    ids: &[u32],
+    places: Positions<'_>,
+    dropout: Option<Dropout>,
+    out: &Tensor,
+) -> Result<()> {
     let Tables { tokens, positions, scale } = tables;
     let (vocab, width) = tokens.dims2()?;
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
@@ -60,7 +67,7 @@ pub fn forward(tables: Tables<'_>, ids: &[u32], seq_len: usize, dropout: Option<
                                 }
                             }
                             if let Some(positions) = positions {
-                                positions.load(n % seq_len * width, position);
+                                positions.load(places.of(n) * width, position);
                                 axpy(1.0, position, total);
                             }
                             if let Some(dropout) = dropout {
@@ -78,11 +85,12 @@ pub fn forward(tables: Tables<'_>, ids: &[u32], seq_len: usize, dropout: Option<
 /// Adds the gradient of the tokens' rows to `grads.tokens` and writes that of the positions.
 ///
 /// `dx [N, D]` is the residual stream's gradient. `order` is scratch of `N` numbers: rows are grouped by token, and a
-/// token's rows are summed in FP32 in batch order by one thread, so that the sum does not depend on the threads.
+/// token's rows are summed in FP32 in batch order by one thread, so that the sum does not depend on the threads. Then the
+/// same by position.
 pub fn backward(
     dx: &Tensor,
     ids: &[u32],
-    seq_len: usize,
+    places: Positions<'_>,
     dropout: Option<Dropout>,
     order: &mut [u32],
     grads: Tables<'_>,
@@ -106,6 +114,8 @@ pub fn backward(
     write(grads.tokens, |dwte| by_token(dwte, width, ids, order, grads.scale, &add_row))?;
     let Some(dwpe) = grads.positions else { return Ok(()) };
     let positions = dwpe.dim(0)?;
+    order.sort_unstable_by_key(|&n| (places.of(n as usize), n));
+    let order = &*order;
     write(dwpe, |dwpe| {
         for_each_part(
             Rows { view: dwpe, width },
@@ -120,10 +130,9 @@ pub fn backward(
                         let (total, row) = scratch.split_at_mut(width);
                         for i in 0..rows {
                             total.fill(0.0);
-                            if first + i < seq_len {
-                                for n in (first + i..ids.len()).step_by(seq_len) {
-                                    add_row(n, row, total);
-                                }
+                            let from = order.partition_point(|&n| places.of(n as usize) < first + i);
+                            for &n in order[from..].iter().take_while(|&&n| places.of(n as usize) == first + i) {
+                                add_row(n as usize, row, total);
                             }
                             dwpe.view.store(i * width, total);
                         }

@@ -39,8 +39,8 @@ impl Kernels for Fused {
     }
 
     fn embed(&self, embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
-        let Embedding { table, positions, ids, seq_len, scale, dropout } = embedding;
-        embedding::forward(Tables { tokens: table, positions, scale }, ids, seq_len, dropout, out)
+        let Embedding { table, positions, ids, scale, dropout, .. } = embedding;
+        embedding::forward(Tables { tokens: table, positions, scale }, ids, embedding.places(), dropout, out)
     }
 
     fn embed_backward(
@@ -51,9 +51,9 @@ impl Kernels for Fused {
         dtable: &Tensor,
         dpositions: Option<&Tensor>,
     ) -> Result<()> {
-        let Embedding { ids, seq_len, scale, dropout, .. } = embedding;
+        let Embedding { ids, scale, dropout, .. } = embedding;
         let gradients = Tables { tokens: dtable, positions: dpositions, scale };
-        embedding::backward(dx, ids, seq_len, dropout, order, gradients)
+        embedding::backward(dx, ids, embedding.places(), dropout, order, gradients)
     }
 
     fn norm(

@@ -53,7 +53,7 @@ pub(super) struct AdapterPass<'a> {
 }
 
 /// What adapters of one compute type overwrite in turn.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct AdapterBuffers<T = Tensor> {
     /// Between the factors, and its gradient, for as many columns as any product needs.
     low: T,

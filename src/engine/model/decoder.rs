@@ -54,6 +54,16 @@ pub struct Tokens<'a> {
     pub ids: &'a [u32],
     /// Tokens in a sequence.
     pub seq_len: usize,
+    /// For each token, the place in its sequence that its document starts at: attention stays within a document, and
+    /// positions begin anew in each. `None` if each sequence is one document.
+    pub documents: Option<&'a [u32]>,
+}
+
+impl<'a> Tokens<'a> {
+    /// Sequences of `seq_len` tokens, each of them one document.
+    pub fn new(ids: &'a [u32], seq_len: usize) -> Self {
+        Self { ids, seq_len, documents: None }
+    }
 }
 
 /// The layers of a block.
@@ -176,6 +186,9 @@ impl Decoder {
         if ids != workspace.batch * workspace.seq_len || seq_len != workspace.seq_len {
             bail!("{ids} tokens in rows of {seq_len} for buffers of {} × {}", workspace.batch, workspace.seq_len);
         }
+        if tokens.documents.is_some_and(|documents| documents.len() != ids) {
+            bail!("{ids} tokens got another number of documents' starts");
+        }
         if seq_len > self.spec.context {
             bail!("sequences of {seq_len} tokens exceed the model's context of {}", self.spec.context);
         }
@@ -188,6 +201,7 @@ impl Decoder {
             positions: self.positions.map(|positions| weights.pack(positions)),
             ids: tokens.ids,
             seq_len: tokens.seq_len,
+            documents: tokens.documents,
             scale: self.embedding_scale(weights),
             dropout: mode.dropout(self.spec.dropout.embedding, EMBEDDING_SITE),
         }
@@ -203,6 +217,8 @@ impl Decoder {
         hook: &mut dyn Hook,
     ) -> Result<()> {
         self.check(tokens, ws)?;
+        ws.documents.clear();
+        ws.documents.extend_from_slice(tokens.documents.unwrap_or_default());
         self.kernels.embed(self.embed(weights, tokens, mode), &ws.stream[0])?;
         hook.part(EMBEDDING, Part::Output, &ws.stream[0])?;
         for (i, block) in self.blocks.iter().enumerate() {
@@ -236,7 +252,7 @@ impl Decoder {
         block.qkv.forward(kernels, weights, &acts.attention_norm.out, &acts.qkv, adapters, hook)?;
         let places = (&ws.rotations, ws.positions());
         let qkv = self.prepare_heads(i, weights, (&acts.qkv, acts.heads.as_ref()), places, hook)?;
-        let operands = Operands { qkv, documents: None, dropout: mode.dropout(rates.attention, site.attention) };
+        let operands = Operands { qkv, documents: ws.documents(), dropout: mode.dropout(rates.attention, site.attention) };
         kernels.attention(&self.shape(i, ws.batch, ws.seq_len), &operands, &acts.attended, &acts.lse)?;
         hook.part(Layer::inner(i, Op::Attention), Part::Output, &acts.attended)?;
         let close = |linear: &Linear, x: &Tensor, norm: usize, kept: Option<&BranchNorm>, hook: &mut dyn Hook| {
@@ -430,7 +446,7 @@ impl Decoder {
         let widths = self.spec.qkv_widths();
         let dropout = mode.dropout(self.spec.dropout.attention, Sites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
-        let operands = Operands { qkv, documents: None, dropout };
+        let operands = Operands { qkv, documents: ws.documents(), dropout };
         let linear = Columns::split(dqkv, widths)?;
         // Gradients of normalised queries and keys have a buffer of their own: the norm's backward pass reads it and writes
         // beside the values' gradient.

@@ -1,5 +1,7 @@
 //! The buffers of a forward and backward pass.
 
+mod narrow;
+
 use super::adapter::AdapterBuffers;
 use super::rope::Rope;
 use super::spec::ModelSpec;
@@ -116,6 +118,8 @@ pub struct Workspace<T = Tensor> {
     train: bool,
     pub(super) batch: usize,
     pub(super) seq_len: usize,
+    /// The documents of the tokens at hand, as [`Tokens`](super::Tokens) names them; empty if each sequence is one.
+    pub(super) documents: Vec<u32>,
     /// The compute type of each block.
     compute: Vec<DType>,
     /// The residual stream as each block receives it, and last as it leaves the last one.
@@ -286,6 +290,7 @@ impl<T> Workspace<T> {
             train,
             batch,
             seq_len,
+            documents: Vec::new(),
             compute: vec![compute; spec.layers],
             stream: (0..=spec.layers).map(|_| kept(&[tokens, width], stream)).collect::<Result<_>>()?,
             blocks: (0..all)
@@ -317,8 +322,13 @@ impl<T> Workspace<T> {
     }
 
     /// The positions of its rows.
-    pub(super) fn positions(&self) -> Positions<'static> {
-        Positions { seq_len: self.seq_len, past: 0, documents: None }
+    pub(super) fn positions(&self) -> Positions<'_> {
+        Positions { seq_len: self.seq_len, past: 0, documents: self.documents() }
+    }
+
+    /// Where the documents of its rows start.
+    pub(super) fn documents(&self) -> Option<&[u32]> {
+        (!self.documents.is_empty()).then_some(&self.documents[..])
     }
 
     /// What is kept for the backward pass.

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::state::{FORMAT_VERSION, check_version};
+use crate::data::{CARRIED, TEMPLATE_FILE};
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
@@ -23,6 +24,9 @@ pub(super) const WEIGHTS: &str = "model.safetensors";
 pub(super) const MASTERS: &str = "master.safetensors";
 /// Adam's moments.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
+
+/// Optional files that say how conversations are written.
+pub(super) const OPTIONAL: [&str; 3] = [CARRIED[0], CARRIED[1], TEMPLATE_FILE];
 
 /// Larger sequences are rejected as forged, because incrementing them could overflow.
 pub(super) const MAX_SEQUENCE: u64 = u64::MAX / 2;
@@ -147,7 +151,7 @@ impl Manifest {
         if let Some(name) = expected.iter().find(|name| !manifest.files.contains_key(**name)) {
             return Err(format!("it does not list `{name}`"));
         }
-        if let Some(name) = manifest.files.keys().find(|name| !expected.contains(&name.as_str())) {
+        if let Some(name) = manifest.files.keys().find(|name| !expected.iter().chain(&OPTIONAL).any(|known| known == name)) {
             return Err(format!("it lists `{name}`, which is not part of a checkpoint"));
         }
         Ok(manifest)

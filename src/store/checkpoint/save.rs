@@ -25,6 +25,8 @@ pub struct Contents<'a> {
     pub config: &'a ModelSpec,
     /// The text of `tokenizer.json`.
     pub tokenizer: &'a [u8],
+    /// Names and bytes of the files about conversations.
+    pub chat: &'a [(&'static str, Vec<u8>)],
     /// The weights in the compute dtype.
     pub weights: &'a Parameters,
     /// The FP32 master weights.
@@ -46,6 +48,10 @@ impl Contents<'_> {
         let mut done = 0;
         for name in kind.files() {
             files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name, kind, &mut done)?);
+        }
+        for (name, bytes) in self.chat {
+            let path = directory.join(name);
+            files.insert((*name).to_owned(), disk.write_file(&path, |out| write_bytes(out, &path, bytes))?);
         }
         let manifest = Manifest {
             kind,

@@ -1,6 +1,7 @@
 //! Dotted keys of a configuration: which there are, and tables made of them.
 
 use super::Config;
+use crate::data::{Fields, Format};
 use crate::engine::kernels::Choice;
 use crate::{Error, Result};
 use std::path::PathBuf;
@@ -11,6 +12,9 @@ pub(super) fn template() -> Config {
         revision: Some(String::new()),
         tokenizer: Some(PathBuf::new()),
         val: Some(String::new()),
+        format: Some(Format::Text),
+        chat_template: Some(String::new()),
+        fields: Fields { text: Some(String::new()), prompt: Some(String::new()), completion: Some(String::new()) },
         threads: Some(1),
         kernels: Choice::Candle,
         ..Config::default()

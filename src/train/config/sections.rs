@@ -1,5 +1,6 @@
 //! The sections of a configuration file with their defaults. `finetune config --explain` prints the comments of the fields.
 
+use crate::data::LossOn;
 use crate::engine::model::Keep;
 use crate::engine::optim::ScheduleKind;
 use serde::{Deserialize, Serialize};
@@ -18,6 +19,10 @@ pub struct TrainSection {
     /// What the backward pass computes again instead of keeping it: `none`, or `block` for all inside a block (gradient
     /// checkpointing). The numbers are the same; memory falls and a step takes about a third longer.
     pub recompute: Keep,
+    /// What of chats and of prompts with their answers is learned: `answers`, `last_answer`, or `all`.
+    pub loss_on: LossOn,
+    /// Whether several short documents share a row. Attention stays within a document, and positions begin anew in each.
+    pub packing: bool,
     /// Passes over the training text, in place of `steps`; 1 where neither is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<f64>,
@@ -143,6 +148,8 @@ impl Default for TrainSection {
             prompt: String::new(),
             early_stopping: 0,
             recompute: Keep::All,
+            loss_on: LossOn::Answers,
+            packing: false,
         }
     }
 }

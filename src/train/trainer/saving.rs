@@ -85,6 +85,7 @@ impl Trainer {
             state: &state,
             config: self.engine.model.spec(),
             tokenizer: self.tokenizer.json(),
+            chat: &self.chat,
             weights: &train.weights,
             masters: train.masters.parameters(),
             exp_avg: &train.adamw.exp_avg,

@@ -19,13 +19,12 @@ impl Embedding<'_> {
 
 /// See [`Kernels::embed`](crate::engine::kernels::Kernels::embed).
 pub(super) fn forward(embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
-    let Embedding { table, positions, ids, seq_len, scale, dropout } = embedding;
-    let (vocab, width) = table.dims2()?;
-    embedding.check(vocab)?;
+    let Embedding { table, positions, ids, scale, dropout, .. } = embedding;
+    embedding.check(table.dim(0)?)?;
     let mut x = (widen(&rows_at(table, ids)?)? * f64::from(scale))?;
     if let Some(positions) = positions {
-        let positions = widen(&positions.narrow(0, 0, seq_len)?)?;
-        x = x.reshape(((), seq_len, width))?.broadcast_add(&positions)?.reshape(((), width))?;
+        let places: Vec<u32> = (0..ids.len()).map(|n| embedding.places().of(n) as u32).collect();
+        x = (x + widen(&rows_at(positions, &places)?)?)?;
     }
     store(&drop(dropout, 0, x)?, out)
 }
@@ -43,27 +42,37 @@ pub(super) fn backward(
     embedding.check(vocab)?;
     let dx = drop(dropout, 0, widen(dx)?)?;
     if let Some(dpositions) = dpositions {
-        let sums = column_sums(&dx.reshape(((), seq_len * width))?)?.reshape((seq_len, width))?;
         require_contiguous(dpositions)?;
-        dpositions.zero_set()?;
-        store(&sums, &dpositions.narrow(0, 0, seq_len)?)?;
+        if embedding.documents.is_some() {
+            let places = embedding.places();
+            store(&sums_by(&dx, order, |n| places.of(n), dpositions.dim(0)?)?, dpositions)?;
+        } else {
+            let sums = column_sums(&dx.reshape(((), seq_len * width))?)?.reshape((seq_len, width))?;
+            dpositions.zero_set()?;
+            store(&sums, &dpositions.narrow(0, 0, seq_len)?)?;
+        }
     }
+    let sums = sums_by(&dx, order, |n| ids[n] as usize, vocab)?;
+    store(&(widen(dtable)? + (sums * f64::from(scale))?)?, dtable)
+}
+
+/// The sums of the rows of each key, for the keys `0..keys`; `order` is scratch of as many numbers as there are rows.
+fn sums_by(rows: &Tensor, order: &mut [u32], key: impl Fn(usize) -> usize, keys: usize) -> Result<Tensor> {
     for (n, slot) in order.iter_mut().enumerate() {
         *slot = n as u32;
     }
-    order.sort_unstable_by_key(|&n| (ids[n as usize], n));
-    let mut groups: Vec<(u32, usize)> = Vec::new();
-    for group in order.chunk_by(|&a, &b| ids[a as usize] == ids[b as usize]) {
-        groups.push((ids[group[0] as usize], group.len()));
+    order.sort_unstable_by_key(|&n| (key(n as usize), n));
+    let mut groups: Vec<(usize, usize)> = Vec::new();
+    for group in order.chunk_by(|&a, &b| key(a as usize) == key(b as usize)) {
+        groups.push((key(group[0] as usize), group.len()));
     }
-    let sums = sum_groups(&rows_at(&dx, order)?, groups.iter().map(|(_, count)| *count).collect())?;
-    let sums = (sums * f64::from(scale))?;
-    // Each row of the table takes the sum of its token, or the row of zeros behind the sums.
-    let mut source = vec![groups.len() as u32; vocab];
-    for (index, (token, _)) in groups.iter().enumerate() {
-        source[*token as usize] = index as u32;
+    let sums = sum_groups(&rows_at(rows, order)?, groups.iter().map(|(_, count)| *count).collect())?;
+    // Each key takes its sum, or the row of zeros behind the sums.
+    let mut source = vec![groups.len() as u32; keys];
+    for (index, (key, _)) in groups.iter().enumerate() {
+        source[*key] = index as u32;
     }
-    store(&(widen(dtable)? + rows_at(&with_zeros(&sums)?, &source)?)?, dtable)
+    rows_at(&with_zeros(&sums)?, &source)
 }
 
 /// `rows` with a row of zeros behind them.

@@ -5,6 +5,7 @@ use super::super::embedding as device_embedding;
 use super::*;
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::embedding::{self, Tables};
+use crate::engine::kernels::rope::Positions;
 use device_embedding::Tokens;
 
 #[test]
@@ -27,6 +28,7 @@ fn embeddings() {
     for (stream, compute, grads) in cases {
         for (vocab, context, width, batch, seq_len) in [(13, 9, 24, 3, 7), (40, 5, 261, 2, 5), (3, 64, 7, 5, 33)] {
             let rows = batch * seq_len;
+            let places = Positions { seq_len, past: 0, documents: None };
             let ids: Vec<u32> = (0..rows).map(|i| (i * i % vocab.min(11)) as u32).collect();
             let (wte, wpe) = (pattern(vocab * width, 1, compute), pattern(context * width, 2, compute));
             let (dx, before) = (pattern(rows * width, 3, stream), pattern(vocab * width, 4, grads));
@@ -35,13 +37,13 @@ fn embeddings() {
                 let cpu_wte = tensor(&wte, &[vocab, width], compute);
                 let cpu_wpe = tensor(&wpe, &[context, width], compute);
                 let tables = Tables { tokens: &cpu_wte, positions: Some(&cpu_wpe), scale: 1.0 };
-                embedding::forward(tables, &ids, seq_len, dropout, &out).unwrap();
+                embedding::forward(tables, &ids, places, dropout, &out).unwrap();
                 let dwte = tensor(&before, &[vocab, width], grads);
                 let dwpe = poisoned(&[context, width], grads);
                 let mut order = vec![0; rows];
                 let cpu_dx = tensor(&dx, &[rows, width], stream);
                 let grads_of = Tables { tokens: &dwte, positions: Some(&dwpe), scale: 1.0 };
-                embedding::backward(&cpu_dx, &ids, seq_len, dropout, &mut order, grads_of).unwrap();
+                embedding::backward(&cpu_dx, &ids, places, dropout, &mut order, grads_of).unwrap();
 
                 let found = in_every_order(|gpu| {
                     let (mut order, mut starts) = (vec![0; rows], vec![0; rows + 1]);

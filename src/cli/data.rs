@@ -1,0 +1,101 @@
+//! `finetune data`: what training would read, without training.
+
+use crate::cli::flags::ConfigArgs;
+use crate::cli::tell::{Teller, may_colour};
+use crate::data::{BatchLoader, Documents, Layout, Proof};
+use crate::train::{ModelSource, dataset, reading};
+use crate::{Error, Result};
+use clap::{Args, Subcommand};
+use serde_json::json;
+use std::io::{IsTerminal, Write, stdout};
+
+/// Flags of `finetune data`.
+#[derive(Args, Debug)]
+pub(super) struct DataArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Print a sample as it is trained on, with what is learned marked, and the counts
+    Show(Box<ShowArgs>),
+    /// Print the counts: samples, tokens, learned tokens, what is cut or left out, rows and steps of an epoch
+    Stats(Box<StatsArgs>),
+}
+
+#[derive(Args, Debug)]
+struct ShowArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Which sample, counted from 1 [default: the first that is trained on]
+    #[arg(long, value_name = "N")]
+    sample: Option<u64>,
+}
+
+#[derive(Args, Debug)]
+struct StatsArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints to `out`.
+pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
+    let text = match &args.what {
+        What::Show(args) => {
+            let (loader, proof) = load(&args.config, args.sample)?;
+            drop(loader);
+            let colour = stdout().is_terminal() && may_colour();
+            proof.text(colour)
+        }
+        What::Stats(args) => {
+            let (loader, proof) = load(&args.config, None)?;
+            let config = args.config.resolve()?;
+            let counts = proof.counts;
+            let steps = loader.steps_per_epoch(config.train.grad_accum);
+            let cells = loader.windows_per_epoch() * config.train.seq_len as u64;
+            let filled = 100.0 * loader.inputs_per_epoch() as f64 / cells.max(1) as f64;
+            if args.json {
+                let report = json!({
+                    "samples": counts.samples, "tokens": counts.tokens, "learned": counts.learned, "cut": counts.cut,
+                    "cut_tokens": counts.cut_tokens, "dropped": counts.dropped, "rows": proof.rows,
+                    "steps_per_epoch": steps, "marked_by": proof.marked_by,
+                });
+                format!("{report}\n")
+            } else {
+                format!(
+                    "samples          {}\ntokens           {}\nlearned          {} ({:.1} %)\ncut              {} samples, by {} \
+                     tokens\ndropped          {} samples, of which nothing would be learned\nrows             {} of {} tokens, \
+                     {filled:.1} % filled\nsteps an epoch   {steps}\n",
+                    counts.samples,
+                    counts.tokens,
+                    counts.learned,
+                    100.0 * counts.learned as f64 / counts.tokens.max(1) as f64,
+                    counts.cut,
+                    counts.cut_tokens,
+                    counts.dropped,
+                    proof.rows,
+                    proof.seq_len,
+                )
+            }
+        }
+    };
+    out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+}
+
+/// The training rows of a configuration, and what is learned of them.
+fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, Proof)> {
+    let config = args.resolve()?;
+    let teller = Teller::start();
+    let mut tell = |event| teller.tell(event);
+    let source = ModelSource::open(&config, &mut tell)?;
+    let data = dataset(&config, &source.chat, &source.tokenizer, &mut tell)?;
+    let layout = Layout::new(data.train, config.train.seq_len, config.train.packing, &config.data)?;
+    let chat = reading(&config, &source.chat, &source.tokenizer).chat;
+    let chat = (layout.kind() == Documents::Chats).then_some(&chat);
+    let proof = Proof::new(&layout, sample, &source.tokenizer, chat)?;
+    Ok((BatchLoader::over(layout, config.train.batch_size, config.seed)?, proof))
+}

@@ -1,0 +1,293 @@
+//! How conversations are written for training: the model's own template says the text, and which parts of it are answers is
+//! known from the template's `{% generation %}` blocks or, where it has none, from a template of ours that gives the same text.
+//!
+//! A template of ours is chosen by what it does and not by a model's name: it has to give the model's text for a few
+//! conversations, and later for every one that is trained on. Where it does not, that is an error, never a wrong mask.
+
+use std::path::Path;
+
+use minijinja::Value;
+use serde_json::Value as Json;
+
+use super::tokenizer::Tokenizer;
+use super::template::{Conversation, Rendered, Template, TemplateTokens};
+use crate::digest::{Digest, read_at_most};
+use crate::{Error, Result};
+
+/// Templates and the files that name special tokens are small.
+const MAX_FILE: u64 = 16 << 20;
+
+const CHATML: &str = include_str!("templates/chatml.jinja");
+const QWEN: &str = include_str!("templates/qwen.jinja");
+const LLAMA: &str = include_str!("templates/llama3.jinja");
+const GEMMA: &str = include_str!("templates/gemma.jinja");
+const PLAIN: &str = include_str!("templates/plain.jinja");
+
+/// The training templates: a name, the settings of the text, and the text.
+const BUILT_IN: [(&str, &str, &str); 9] = [
+    ("chatml", "", CHATML),
+    (
+        "smollm2",
+        "{%- set default_system = 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' %}",
+        CHATML,
+    ),
+    (
+        "qwen2.5",
+        "{%- set default_system = 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' %}",
+        QWEN,
+    ),
+    ("qwen3", "{%- set thinking = true %}", QWEN),
+    ("qwen3-2507", "", QWEN),
+    ("llama3", "", LLAMA),
+    ("llama3.1", "{%- set dated = true %}", LLAMA),
+    ("gemma3", "", GEMMA),
+    ("plain", "", PLAIN),
+];
+
+/// Conversations on which a template of ours has to agree with the model's.
+const PROBES: [(&str, Option<&str>); 3] = [
+    (r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]"#, None),
+    (
+        r#"[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]"#,
+        None,
+    ),
+    (
+        r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}, {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "b"}]"#,
+        Some(r#"[{"type": "function", "function": {"name": "f", "parameters": {"x": "int"}}}]"#),
+    ),
+];
+
+/// What a model folder says of conversations.
+#[derive(Clone, Debug, Default)]
+pub struct ChatFiles {
+    /// The model's template.
+    pub template: Option<String>,
+    /// The tokens that templates name.
+    pub tokens: TemplateTokens,
+    /// End tokens of `generation_config.json`.
+    pub ends: Vec<u32>,
+    /// `tokenizer_config.json` and `generation_config.json` as they stand, for the checkpoints.
+    pub carried: Vec<(&'static str, Vec<u8>)>,
+}
+
+/// The files about conversations that go from a model's folder into a checkpoint's, unchanged.
+pub const CARRIED: [&str; 2] = ["tokenizer_config.json", GENERATION_CONFIG];
+/// Holds the tokens that end an answer.
+pub const GENERATION_CONFIG: &str = "generation_config.json";
+/// The template's own file.
+pub const TEMPLATE_FILE: &str = "chat_template.jinja";
+
+impl ChatFiles {
+    /// Reads the files of `folder`, none of which has to exist.
+    ///
+    /// # Errors
+    /// [`Error::Io`] or [`Error::Model`] for a file that is there and cannot be read or parsed.
+    pub fn of_folder(folder: &Path) -> Result<Self> {
+        let mut carried = Vec::new();
+        let mut json = |name: &'static str| -> Result<Json> {
+            let path = folder.join(name);
+            if !path.is_file() {
+                return Ok(Json::Null);
+            }
+            let bytes = read_at_most(&path, MAX_FILE)?;
+            let value = serde_json::from_slice(&bytes)
+                .map_err(|error| Error::model(path.display(), format!("not JSON: {error}")))?;
+            carried.push((name, bytes));
+            Ok(value)
+        };
+        let [config, generation] = [json(CARRIED[0])?, json(CARRIED[1])?];
+        let file = folder.join(TEMPLATE_FILE);
+        let template = if file.is_file() { Some(text_file(&file)?) } else { template_in(&config) };
+        let tokens = TemplateTokens { bos: special(&config, "bos_token"), eos: special(&config, "eos_token") };
+        let ids = &generation["eos_token_id"];
+        let ids = ids.as_array().cloned().unwrap_or_else(|| vec![ids.clone()]);
+        let ends = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect();
+        Ok(Self { template, tokens, ends, carried })
+    }
+}
+
+impl ChatFiles {
+    /// Takes the template that a user names, one of ours or a file, in place of the model's.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it is neither; [`Error::Io`] or [`Error::Model`] if the file cannot be read.
+    pub fn with_template(mut self, named: Option<&str>) -> Result<Self> {
+        let Some(named) = named else { return Ok(self) };
+        self.template = Some(match built_in(named) {
+            Some(source) => source,
+            None if Path::new(named).is_file() => text_file(Path::new(named))?,
+            None => {
+                let known = BUILT_IN.map(|(name, _, _)| format!("`{name}`")).join(", ");
+                return Err(Error::config("chat_template", format!("`{named}` is neither a file nor one of {known}")));
+            }
+        });
+        Ok(self)
+    }
+
+    /// How conversations are written: by the model's template, or one line a message where it brings none. `model` names it in
+    /// errors.
+    pub fn format(&self, model: &str, tokenizer: &Tokenizer) -> ChatFormat {
+        match &self.template {
+            Some(source) => ChatFormat::new(source, model, self.tokens.clone()),
+            None => ChatFormat::plain(tokenizer.eos_id().and_then(|id| tokenizer.token(id)).as_deref()),
+        }
+    }
+}
+
+/// The template in `tokenizer_config.json`: a text, or the one of several that is named `default`.
+fn template_in(config: &Json) -> Option<String> {
+    let template = &config["chat_template"];
+    let named = template.as_array().into_iter().flatten().find(|entry| entry["name"] == "default");
+    let text = template.as_str().or_else(|| named.and_then(|entry| entry["template"].as_str()));
+    text.map(str::to_owned)
+}
+
+/// A special token, which files give as a text or as an object.
+fn special(config: &Json, key: &str) -> Option<String> {
+    config[key].as_str().or_else(|| config[key]["content"].as_str()).map(str::to_owned)
+}
+
+/// The text of a template's file.
+///
+/// # Errors
+/// [`Error::Io`] or [`Error::Model`] if it is not readable text of at most 16 MiB.
+pub fn text_file(path: &Path) -> Result<String> {
+    let bytes = read_at_most(path, MAX_FILE)?;
+    String::from_utf8(bytes).map_err(|_| Error::model(path.display(), "not UTF-8"))
+}
+
+/// The source of the template of ours that is called `name`.
+fn built_in(name: &str) -> Option<String> {
+    BUILT_IN.iter().find(|(built_in, _, _)| *built_in == name).map(|(_, settings, text)| format!("{settings}{text}"))
+}
+
+/// How conversations become text whose answers are known.
+#[derive(Debug)]
+pub struct ChatFormat {
+    /// The template as other programs and `finetune chat` are to use it.
+    source: String,
+    /// What marks the answers, in words.
+    name: String,
+    /// Why no conversation can be written, where none can.
+    ready: Result<Ready, String>,
+    origin: String,
+}
+
+#[derive(Debug)]
+struct Ready {
+    /// Says the text.
+    own: Template,
+    /// Gives the same text with its answers marked, unless `own` marks them or nothing does.
+    marking: Option<Template>,
+    marks: bool,
+}
+
+impl Default for ChatFormat {
+    /// The plain format, for the byte tokenizer.
+    fn default() -> Self {
+        Self::plain(Some("<|endoftext|>"))
+    }
+}
+
+impl ChatFormat {
+    /// One line a message; `eos` ends the answers.
+    pub fn plain(eos: Option<&str>) -> Self {
+        let set = eos.map_or_else(String::new, |eos| format!("{{%- set eos_token = {} %}}", Json::from(eos)));
+        Self::new(&format!("{set}{PLAIN}"), "the plain template", TemplateTokens::default())
+    }
+
+    /// The format of `source`, a template that `origin` names.
+    pub fn new(source: &str, origin: &str, tokens: TemplateTokens) -> Self {
+        let made = Self::choose(source, origin, &tokens);
+        let (name, ready) = match made {
+            Ok((name, ready)) => (name, Ok(ready)),
+            Err(error) => (String::new(), Err(error.to_string())),
+        };
+        Self { source: source.to_owned(), name, ready, origin: origin.to_owned() }
+    }
+
+    fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, Ready)> {
+        let own = Template::new(source, origin, tokens.clone())?;
+        if own.marks() {
+            return Ok(("the template's generation blocks".into(), Ready { own, marking: None, marks: true }));
+        }
+        for (name, settings, text) in BUILT_IN {
+            let candidate = Template::new(&format!("{settings}{text}"), name, tokens.clone())?;
+            if agree(&own, &candidate)? {
+                return Ok((
+                    format!("the training template `{name}`"),
+                    Ready { own, marking: Some(candidate), marks: true },
+                ));
+            }
+        }
+        Ok(("nothing".into(), Ready { own, marking: None, marks: false }))
+    }
+
+    /// The template's text.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// What marks the answers.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What decides text and marks.
+    pub(super) fn key(&self) -> String {
+        format!("{} {}", self.name, Digest::of(self.source.as_bytes()).sha256)
+    }
+
+    /// The text of `conversation` with its answers' bytes; with `unmarked`, nobody asks for these.
+    ///
+    /// # Errors
+    /// [`Error::Model`]: what the template refuses, with its line; that nothing marks its answers, or what marks them writes
+    /// another text.
+    pub fn render(&self, conversation: &Conversation, tools: Option<&Value>, unmarked: bool) -> Result<Rendered> {
+        let wrong = |message: String| Error::model(&self.origin, message);
+        let ready = self.ready.as_ref().map_err(|message| wrong(message.clone()))?;
+        let own = ready.own.render_with(conversation, tools, false)?;
+        if unmarked {
+            return Ok(own);
+        }
+        if !ready.marks {
+            return Err(wrong(format!(
+                "its chat template has no `{{% generation %}}` blocks, and no training template writes the same text, so that its \
+                 answers cannot be told apart; mark them in a template of your own and give it with `--chat-template FILE`, \
+                 or learn every token with `--loss-on all`"
+            )));
+        }
+        let Some(marking) = &ready.marking else { return Ok(own) };
+        let marked = marking.render_with(conversation, tools, false)?;
+        if marked.text != own.text {
+            let same = own.text.bytes().zip(marked.text.bytes()).take_while(|(a, b)| a == b).count();
+            let from = own.text.floor_char_boundary(same.saturating_sub(20));
+            let part = |text: &str| text.chars().skip(own.text[..from].chars().count()).take(60).collect::<String>();
+            return Err(wrong(format!(
+                "its chat template writes {:?} where {}, which marks the answers, writes {:?}; give a template with \
+                 `{{% generation %}}` blocks with `--chat-template FILE`, or learn every token with `--loss-on all`",
+                part(&own.text),
+                self.name,
+                part(&marked.text)
+            )));
+        }
+        Ok(marked)
+    }
+}
+
+/// Whether two templates give the same text for every probe that the first does not refuse.
+fn agree(own: &Template, other: &Template) -> Result<bool> {
+    let mut written = 0;
+    for (messages, tools) in PROBES {
+        let conversation = Conversation::from_json(messages)?;
+        let Ok(text) = own.render(&conversation, tools, false) else { continue };
+        if other.render(&conversation, tools, false).ok().is_none_or(|other| other.text != text.text) {
+            return Ok(false);
+        }
+        written += 1;
+    }
+    Ok(written > 0)
+}

@@ -1,0 +1,142 @@
+//! The built-in conversations `chats`: questions about an invented store room, whose answers a program can check.
+//!
+//! Each of sixteen things lies in a drawer that no model can know of before it has been trained. A question names two things
+//! in one of six phrasings, and the answer names both drawers:
+//!
+//! ```text
+//! user: Where do I find the rope and the candle?
+//! assistant: The rope is in drawer K7 and the candle is in drawer B2.
+//! ```
+//!
+//! The conversations held back ask for pairs that no other conversation asks for, in either order: a model that answers them
+//! has learned the drawers and the form, not the answers by heart.
+
+use super::shuffle::Permutation;
+
+/// Conversations that `--data chats` trains on.
+pub const CHATS: usize = 200;
+/// Conversations of `chats-held-back`.
+pub const HELD_BACK: usize = 40;
+
+const THINGS: [(&str, &str); 16] = [
+    ("rope", "K7"),
+    ("candle", "B2"),
+    ("hammer", "F9"),
+    ("ribbon", "A4"),
+    ("ladder", "M3"),
+    ("kettle", "D8"),
+    ("mirror", "R5"),
+    ("pillow", "H1"),
+    ("basket", "T6"),
+    ("shovel", "C3"),
+    ("lantern", "N9"),
+    ("blanket", "E5"),
+    ("bucket", "P2"),
+    ("needle", "G6"),
+    ("bottle", "L4"),
+    ("carpet", "S8"),
+];
+
+/// `{}` stands for a thing.
+const QUESTIONS: [&str; 6] = [
+    "Where do I find the {} and the {}?",
+    "Which drawers hold the {} and the {}?",
+    "I need the {} and the {}.",
+    "Where are the {} and the {} kept?",
+    "Please look up the {} and the {}.",
+    "Tell me where the {} and the {} are.",
+];
+
+/// A question and the only right answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chat {
+    /// What the user says.
+    pub question: String,
+    /// What the assistant has to say, to the letter.
+    pub answer: String,
+}
+
+impl Chat {
+    /// A line of JSON, as `messages`.
+    pub fn to_json(&self) -> String {
+        let Self { question, answer } = self;
+        let messages = [("user", question), ("assistant", answer)]
+            .map(|(role, content)| serde_json::json!({"role": role, "content": content}));
+        serde_json::json!({ "messages": messages }).to_string()
+    }
+}
+
+/// Pairs of things, in no order.
+const PAIRS: usize = THINGS.len() * (THINGS.len() - 1) / 2;
+/// Pairs that are asked for in conversations held back alone.
+const PAIRS_HELD_BACK: usize = 24;
+
+/// `count` conversations to train on, drawn with `seed`.
+pub fn training(seed: u64, count: usize) -> Vec<Chat> {
+    draw(seed, 0..PAIRS - PAIRS_HELD_BACK, count)
+}
+
+/// `count` conversations about other pairs than those to train on, drawn with the same `seed`.
+pub fn held_back(seed: u64, count: usize) -> Vec<Chat> {
+    draw(seed, PAIRS - PAIRS_HELD_BACK..PAIRS, count)
+}
+
+/// Conversations about the pairs at these places of the seed's order; none is there twice before all were there once.
+fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<Chat> {
+    let order = Permutation::new(PAIRS as u64, seed, 0);
+    let kinds = pairs.len() * 2 * QUESTIONS.len();
+    let chat = |index: usize| {
+        let round = Permutation::new(kinds as u64, seed, 1 + (index / kinds) as u64);
+        let kind = round.at((index % kinds) as u64) as usize;
+        let (first, second) = pair(order.at((pairs.start + kind % pairs.len()) as u64) as usize);
+        let kind = kind / pairs.len();
+        let (first, second) = if kind.is_multiple_of(2) { (first, second) } else { (second, first) };
+        let [(one, here), (other, there)] = [THINGS[first], THINGS[second]];
+        let question = QUESTIONS[kind / 2].replacen("{}", one, 1).replacen("{}", other, 1);
+        Chat { question, answer: format!("The {one} is in drawer {here} and the {other} is in drawer {there}.") }
+    };
+    (0..count).map(chat).collect()
+}
+
+/// The pair with this number.
+fn pair(number: usize) -> (usize, usize) {
+    let pairs = (0..THINGS.len()).flat_map(|second| (0..second).map(move |first| (first, second)));
+    pairs.clone().nth(number).unwrap_or((0, 1))
+}
+
+/// The conversations as JSON Lines.
+pub(super) fn json_lines(chats: &[Chat]) -> String {
+    chats.iter().map(|chat| chat.to_json() + "\n").collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn no_pair_that_is_held_back_is_trained_on() {
+        let things = |chat: &Chat| -> Vec<&str> {
+            THINGS.iter().map(|(thing, _)| *thing).filter(|thing| chat.question.contains(thing)).collect()
+        };
+        for seed in 0..5 {
+            let (training, held_back) = (training(seed, CHATS), held_back(seed, HELD_BACK));
+            let asked: HashSet<Vec<&str>> = training.iter().map(things).collect();
+            assert!(held_back.iter().all(|chat| things(chat).len() == 2 && !asked.contains(&things(chat))));
+            assert_eq!(training.iter().map(|chat| &chat.question).collect::<HashSet<_>>().len(), CHATS);
+            assert_eq!(held_back.iter().map(|chat| &chat.question).collect::<HashSet<_>>().len(), HELD_BACK);
+            let known: HashSet<&str> = training.iter().flat_map(things).collect();
+            assert_eq!(known.len(), THINGS.len(), "each drawer can be learned");
+        }
+        assert_eq!(training(3, CHATS), training(3, CHATS));
+        assert_ne!(training(3, CHATS), training(4, CHATS));
+        assert_eq!(pair(PAIRS - 1), (14, 15));
+    }
+
+    #[test]
+    fn a_chat_is_a_row_of_messages() {
+        let chat = Chat { question: "Where?".into(), answer: "Here.".into() };
+        let row = r#"{"messages":[{"content":"Where?","role":"user"},{"content":"Here.","role":"assistant"}]}"#;
+        assert_eq!(chat.to_json(), row);
+    }
+}

@@ -1,0 +1,304 @@
+//! Which tokens make a row of a batch: a window of a long text, a sample, or several documents packed into one row.
+//!
+//! A text is cut into windows: window `w` takes the tokens `w*T .. w*T + T` as inputs and the token after each as target, and
+//! the next one starts where its inputs end. A sample is a row of its own, cut at `T` inputs. Packing puts as many documents
+//! into a row as fit, the longest first, each where it leaves the least room (best fit); a text's documents are cut into
+//! pieces of `T` before, a sample's rest is cut off.
+
+use std::collections::BTreeMap;
+
+use super::batch_loader::IGNORE_INDEX;
+use super::cache::Documents;
+use super::tokens::TokenSource;
+use crate::{Error, Result};
+
+/// Inputs in a row are padded to a multiple of this.
+const LENGTH_STEP: usize = 16;
+
+/// What a set of samples holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Samples, or documents of a text.
+    pub samples: u64,
+    /// Tokens of all samples.
+    pub tokens: u64,
+    /// Tokens that are learned: those of them that rows hold as targets.
+    pub learned: u64,
+    /// Samples that are longer than a row; what does not fit is cut off.
+    pub cut: u64,
+    /// Tokens that are cut off.
+    pub cut_tokens: u64,
+    /// Samples of which nothing is learned, at all or behind the cut. They are left out.
+    pub dropped: u64,
+}
+
+/// Inputs that follow each other in the tokens; each one's target is the token after it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) start: usize,
+    pub(super) len: usize,
+}
+
+/// The rows of a set of tokens.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    pub(super) tokens: TokenSource,
+    pub(super) seq_len: usize,
+    rows: Rows,
+    counts: Counts,
+}
+
+#[derive(Clone, Debug)]
+enum Rows {
+    Windows,
+    Spans {
+        spans: Vec<Span>,
+        /// Where each row's spans end.
+        ends: Vec<u32>,
+        /// Whether a row may hold more than one.
+        packed: bool,
+    },
+}
+
+impl Layout {
+    /// The rows of `seq_len` inputs that `tokens`, called `origin` in errors, make.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where there is no row: too few tokens for a window, or nothing to learn in any sample.
+    pub fn new(tokens: TokenSource, seq_len: usize, packing: bool, origin: &str) -> Result<Self> {
+        if tokens.is_samples() {
+            return Self::of_samples(tokens, seq_len, packing, origin);
+        }
+        tokens.require(if packing { 1 } else { seq_len }, origin)?;
+        Ok(Self::of_text(tokens, seq_len, packing))
+    }
+
+    /// The rows of running text, however little there is of it.
+    pub(super) fn of_text(tokens: TokenSource, seq_len: usize, packing: bool) -> Self {
+        let (samples, all) = (tokens.documents().len() as u64, tokens.len() as u64);
+        let counts = Counts { samples, tokens: all, learned: all.saturating_sub(1), ..Counts::default() };
+        if !packing {
+            return Self { tokens, seq_len, rows: Rows::Windows, counts };
+        }
+        let mut spans = Vec::new();
+        for document in tokens.documents() {
+            let inputs = document.start..document.end - 1;
+            spans.extend(inputs.clone().step_by(seq_len).map(|start| Span { start, len: seq_len.min(inputs.end - start) }));
+        }
+        let learned = spans.iter().map(|span| span.len as u64).sum();
+        let rows = pack(spans, seq_len);
+        Self { tokens, seq_len, rows, counts: Counts { learned, ..counts } }
+    }
+
+    fn of_samples(tokens: TokenSource, seq_len: usize, packing: bool, origin: &str) -> Result<Self> {
+        if tokens.is_empty() {
+            let message = "one sample is too few to train and to validate on; give others with `--val`";
+            return Err(Error::data(origin, message));
+        }
+        let (mut counts, mut spans) = (Counts::default(), Vec::new());
+        let mut targets = vec![0; seq_len];
+        for sample in tokens.documents() {
+            let len = (sample.len() - 1).min(seq_len);
+            tokens.read_targets(sample.start + 1.min(len), &mut targets[..len]);
+            let learned = targets[..len].iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
+            let cut = (sample.len() - 1 - len) as u64;
+            counts.samples += 1;
+            counts.tokens += sample.len() as u64;
+            counts.learned += learned;
+            counts.cut += u64::from(cut > 0);
+            counts.cut_tokens += cut;
+            if learned == 0 {
+                counts.dropped += 1;
+            } else {
+                spans.push(Span { start: sample.start, len });
+            }
+        }
+        if spans.is_empty() {
+            let message = format!(
+                "nothing to learn: of {} samples, {} are longer than `--seq-len {seq_len}`, and none has an answer within it; \
+                 raise `--seq-len`, or check the answers with `finetune data show`",
+                counts.samples, counts.cut
+            );
+            return Err(Error::data(origin, message));
+        }
+        let rows = if packing {
+            pack(spans, seq_len)
+        } else {
+            let ends = (1..=spans.len() as u32).collect();
+            Rows::Spans { spans, ends, packed: false }
+        };
+        Ok(Self { tokens, seq_len, rows, counts })
+    }
+
+    /// What the rows hold.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> u64 {
+        match &self.rows {
+            Rows::Windows => (self.tokens.len() as u64).saturating_sub(1).div_ceil(self.seq_len as u64),
+            Rows::Spans { ends, .. } => ends.len() as u64,
+        }
+    }
+
+    /// Whether rows differ in length, so that a batch may be narrower than `seq_len`.
+    pub(super) fn is_ragged(&self) -> bool {
+        matches!(self.rows, Rows::Spans { .. })
+    }
+
+    /// Whether a row may hold several documents.
+    pub(super) fn is_packed(&self) -> bool {
+        matches!(self.rows, Rows::Spans { packed: true, .. })
+    }
+
+    /// The spans of a row.
+    pub(super) fn row(&self, row: u64) -> impl Iterator<Item = Span> {
+        let (one, several) = match &self.rows {
+            Rows::Windows => {
+                let start = row as usize * self.seq_len;
+                let len = self.tokens.len().saturating_sub(start + 1).min(self.seq_len);
+                (Some(Span { start, len }), &[][..])
+            }
+            Rows::Spans { spans, ends, .. } => {
+                let (row, end) = (row as usize, |row: usize| ends[row] as usize);
+                (None, &spans[row.checked_sub(1).map_or(0, end)..end(row)])
+            }
+        };
+        one.into_iter().chain(several.iter().copied())
+    }
+
+    /// What the documents are.
+    pub fn kind(&self) -> Documents {
+        self.tokens.kind()
+    }
+
+    /// The tokens of a document, or the first that rows hold, cut as it is there, each with whether it is learned. `None` if there
+    /// is no such document.
+    pub(super) fn sample(&self, number: Option<u64>) -> Option<Vec<(u32, bool)>> {
+        let span = match (number, &self.rows) {
+            (Some(number), _) => {
+                let document = self.tokens.documents().nth((number.checked_sub(1)?) as usize)?;
+                Some(Span { start: document.start, len: (document.len() - 1).min(self.seq_len) })
+            }
+            (None, Rows::Windows) => self.row(0).next(),
+            (None, Rows::Spans { spans, .. }) => spans.iter().copied().min_by_key(|span| span.start),
+        };
+        let Span { start, len } = span?;
+        let mut ids = vec![0; len + 1];
+        let mut targets = vec![IGNORE_INDEX; len + 1];
+        self.tokens.read(start, &mut ids);
+        self.tokens.read_targets(start + 1, &mut targets[1..]);
+        Some(ids.into_iter().zip(targets).map(|(id, target)| (id, target != IGNORE_INDEX)).collect())
+    }
+
+    /// Inputs of all rows.
+    pub(super) fn inputs(&self) -> u64 {
+        match &self.rows {
+            Rows::Windows => (self.tokens.len() as u64).saturating_sub(1),
+            Rows::Spans { spans, .. } => spans.iter().map(|span| span.len as u64).sum(),
+        }
+    }
+
+    /// Inputs of a row.
+    pub(super) fn row_len(&self, row: u64) -> usize {
+        self.row(row).map(|span| span.len).sum()
+    }
+
+    /// The columns of a batch whose longest row has `longest` inputs.
+    pub(super) fn columns(&self, longest: usize) -> usize {
+        if self.is_ragged() { longest.next_multiple_of(LENGTH_STEP).min(self.seq_len) } else { self.seq_len }
+    }
+}
+
+/// Best fit, the longest first: each span goes into the row with the least room that still takes it. Of several such rows it
+/// is the last that was begun, so that the result depends on the lengths alone.
+fn pack(spans: Vec<Span>, seq_len: usize) -> Rows {
+    let mut order: Vec<usize> = (0..spans.len()).collect();
+    order.sort_by_key(|&i| (std::cmp::Reverse(spans[i].len), i));
+    let mut rows: Vec<Vec<usize>> = Vec::new();
+    // Rows by the room that is left in them.
+    let mut room: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for i in order {
+        let len = spans[i].len;
+        let fitting = room.range_mut(len..).next().and_then(|(&left, rows)| Some((left, rows.pop()?, rows.is_empty())));
+        let (left, row) = match fitting {
+            Some((left, row, last)) => {
+                if last {
+                    room.remove(&left);
+                }
+                (left, row)
+            }
+            None => {
+                rows.push(Vec::new());
+                (seq_len, rows.len() - 1)
+            }
+        };
+        rows[row].push(i);
+        if left > len {
+            room.entry(left - len).or_default().push(row);
+        }
+    }
+    let mut packed = Vec::with_capacity(spans.len());
+    let ends = rows.into_iter().map(|row| {
+        packed.extend(row.into_iter().map(|i| spans[i]));
+        packed.len() as u32
+    });
+    let ends = ends.collect();
+    Rows::Spans { spans: packed, ends, packed: true }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Samples of these lengths, of each of which the last token is learned.
+    fn samples(lens: &[usize]) -> TokenSource {
+        let samples: Vec<Vec<(u32, bool)>> =
+            lens.iter().map(|&len| (0..len).map(|i| (i as u32, i + 1 == len)).collect()).collect();
+        TokenSource::from_samples(&samples)
+    }
+
+    fn lens(layout: &Layout) -> Vec<Vec<usize>> {
+        (0..layout.rows()).map(|row| layout.row(row).map(|span| span.len).collect()).collect()
+    }
+
+    #[test]
+    fn samples_are_rows_and_what_has_no_answer_is_counted() {
+        let layout = Layout::new(samples(&[5, 1, 9, 20, 3]), 8, false, "x").unwrap();
+        assert_eq!(lens(&layout), [vec![4], vec![8], vec![2]]);
+        let counts = Counts { samples: 5, tokens: 38, learned: 3, cut: 1, cut_tokens: 11, dropped: 2 };
+        assert_eq!(layout.counts(), counts);
+        let message = Layout::new(samples(&[20, 30]), 8, false, "a.jsonl").unwrap_err().to_string();
+        assert!(message.contains("a.jsonl: nothing to learn: of 2 samples, 2 are longer than `--seq-len 8`"), "{message}");
+    }
+
+    #[test]
+    fn documents_fill_the_row_with_the_least_room() {
+        let layout = Layout::new(samples(&[4, 8, 5, 3, 2, 7]), 10, true, "x").unwrap();
+        assert_eq!(lens(&layout), [vec![7, 3], vec![6, 4], vec![2, 1]]);
+    }
+
+    proptest! {
+        #[test]
+        fn packing_keeps_every_token_and_no_row_is_too_long(
+            lens in prop::collection::vec(2usize..40, 1..60), seq_len in 1usize..30,
+        ) {
+            let tokens = TokenSource::from_ids((0..lens.iter().sum::<usize>() as u32).collect());
+            for layout in [Layout::of_text(tokens, seq_len, true), Layout::of_text(samples(&lens), seq_len, true)] {
+                let mut inputs: Vec<usize> = Vec::new();
+                for row in 0..layout.rows() {
+                    prop_assert!((1..=seq_len).contains(&layout.row_len(row)));
+                    inputs.extend(layout.row(row).flat_map(|span| span.start..span.start + span.len));
+                }
+                inputs.sort_unstable();
+                let last: Vec<usize> = layout.tokens.documents().map(|document| document.end - 1).collect();
+                let expected: Vec<usize> = (0..layout.tokens.len()).filter(|at| !last.contains(at)).collect();
+                prop_assert_eq!(inputs, expected);
+            }
+        }
+    }
+}

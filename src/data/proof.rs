@@ -1,0 +1,114 @@
+//! What is learned of a set of samples, to be seen before the first step: counts, and the first sample with its learned tokens
+//! marked.
+
+use std::fmt::Write as _;
+
+use super::chat_format::ChatFormat;
+use super::layout::{Counts, Layout};
+use super::tokenizer::Tokenizer;
+use crate::{Error, Result, untrusted};
+
+/// Bytes of the sample that are shown at most: of a longer one the beginning and the end.
+const SHOWN: usize = 2400;
+
+/// Proof of the mask.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Proof {
+    /// What the samples hold.
+    pub counts: Counts,
+    /// Rows that they make.
+    pub rows: u64,
+    /// Tokens in a row, at most.
+    pub seq_len: usize,
+    /// What marks answers, where the samples are conversations.
+    pub marked_by: Option<String>,
+    /// The sample's number, if one was asked for.
+    pub number: Option<u64>,
+    /// The sample, or the first that is trained on, cut as it is there, in stretches that are learned or not.
+    pub sample: Vec<(String, bool)>,
+}
+
+impl Proof {
+    /// Of the rows of `layout`, with sample `number` or the first; `chat` if they are conversations.
+    ///
+    /// # Errors
+    /// [`Error::Data`](crate::Error::Data) if the tokens cannot be read or decoded.
+    pub fn new(
+        layout: &Layout,
+        number: Option<u64>,
+        tokenizer: &Tokenizer,
+        chat: Option<&ChatFormat>,
+    ) -> Result<Self> {
+        let mut sample: Vec<(String, bool)> = Vec::new();
+        let Some(tokens) = layout.sample(number) else {
+            let message = format!("there are {} samples, counted from 1", layout.counts().samples);
+            return Err(Error::config("--sample", message));
+        };
+        layout.tokens.check()?;
+        for stretch in tokens.chunk_by(|a, b| a.1 == b.1) {
+            let ids: Vec<u32> = stretch.iter().map(|(id, _)| *id).collect();
+            sample.push((tokenizer.decode_with_special(&ids)?, stretch[0].1));
+        }
+        Ok(Self {
+            counts: layout.counts(),
+            rows: layout.rows(),
+            seq_len: layout.seq_len,
+            marked_by: chat.map(|chat| chat.name().to_owned()),
+            number,
+            sample,
+        })
+    }
+
+    /// The counts in a line.
+    pub fn summary(&self) -> String {
+        let Counts { samples, tokens, learned, cut, cut_tokens, dropped } = self.counts;
+        let mut text = format!("{samples} samples in {} rows, {tokens} tokens, {learned} of them learned", self.rows);
+        if cut > 0 {
+            let seq_len = self.seq_len;
+            _ = write!(text, "; {cut} cut to `--seq-len {seq_len}`, which takes {cut_tokens} tokens away");
+        }
+        if dropped > 0 {
+            _ = write!(text, "; {dropped} dropped, of which nothing would be learned");
+        }
+        text
+    }
+
+    /// The counts and the sample, with what is learned in colour or in brackets. Its text has no control characters.
+    pub fn text(&self, colour: bool) -> String {
+        let mut out = self.summary();
+        if let Some(marked_by) = &self.marked_by {
+            _ = write!(out, "; answers are marked by {}", untrusted::line(marked_by));
+        }
+        let (how, open, close) =
+            if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
+        let which = self.number.map_or_else(|| "the first sample".to_owned(), |number| format!("sample {number}"));
+        _ = write!(out, "\n{which}, with what is learned in {how}:\n");
+        let total: usize = self.sample.iter().map(|(text, _)| text.len()).sum();
+        let mut at = 0;
+        for (text, learned) in &self.sample {
+            let shown = middle_left_out(text, at, total);
+            at += text.len();
+            let clean = untrusted::block(&shown);
+            _ = if *learned { write!(out, "{open}{clean}{close}") } else { write!(out, "{clean}") };
+        }
+        if !out.ends_with('\n') {
+            out.push('\n');
+        }
+        out
+    }
+}
+
+/// The part of `text`, which begins at `at` of `total` bytes, that is shown.
+fn middle_left_out(text: &str, at: usize, total: usize) -> String {
+    if total <= SHOWN {
+        return text.to_owned();
+    }
+    let (head, tail) = (SHOWN / 2, total - SHOWN / 2);
+    let local = |position: usize| text.floor_char_boundary(position.saturating_sub(at).min(text.len()));
+    let (until, from) = (local(head), local(tail));
+    if until == from {
+        return text.to_owned();
+    }
+    let gap = if at <= head { " … " } else { "" };
+    format!("{}{gap}{}", &text[..until], &text[from..])
+}

@@ -1,0 +1,362 @@
+//! One row to what is learned from it: which fields it has, and which of their text are answers.
+//!
+//! | fields | becomes |
+//! |---|---|
+//! | `text` | running text, all of it learned |
+//! | `prompt`, `completion` | both as they stand, and the end of text; the completion is learned |
+//! | `instruction`, `input`, `output` (and `system`) | a conversation of one question |
+//! | `messages` (and `tools`) | a conversation: the chat template's text, the assistant's turns learned |
+//! | `conversations` with `from` and `value` | the same |
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::{Deserialize, Serialize};
+
+use super::cache::Documents;
+use super::chat_format::ChatFormat;
+use super::document::{End, Learned, Piece, Sink, emit};
+use super::format::Format;
+use super::rows::Place;
+use super::template::{Conversation, Rendered};
+use crate::{Error, Result};
+
+/// Fields of a row that do not go by their usual names.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Fields {
+    /// The field that holds running text, in place of `text`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+    /// The field that holds a prompt, in place of `prompt`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<String>,
+    /// The field that holds its answer, in place of `completion`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion: Option<String>,
+}
+
+/// What of a conversation, or of a prompt with its answer, counts in the loss.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossOn {
+    /// Every answer, with the token that ends it.
+    #[default]
+    Answers,
+    /// The last answer alone.
+    LastAnswer,
+    /// Every token.
+    All,
+}
+
+/// How files become text that is learned.
+#[derive(Debug, Default)]
+pub struct Reading {
+    /// The format of what does not say it by its name, or of every file.
+    pub format: Option<Format>,
+    /// Names of fields.
+    pub fields: Fields,
+    /// What is learned.
+    pub loss_on: LossOn,
+    /// How conversations are written.
+    pub chat: ChatFormat,
+}
+
+/// Fields that say by their names what they are.
+const CONVENTIONAL: [&str; 10] = [
+    "text",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "messages",
+    "conversations",
+    "tools",
+];
+
+/// Roles that a message may have.
+const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
+
+/// What `conversations` call the roles.
+const SHARED_ROLES: [(&str, &str); 4] =
+    [("human", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("observation", "tool")];
+
+impl Reading {
+    /// The names of the fields that rows may have.
+    pub(super) fn field_names(&self) -> Vec<&str> {
+        let Fields { text, prompt, completion } = &self.fields;
+        let named = [text, prompt, completion].into_iter().flatten().map(String::as_str);
+        named.chain(CONVENTIONAL).collect()
+    }
+
+    /// What decides the text and its mask, beside the files.
+    pub(super) fn key(&self) -> String {
+        let Fields { text, prompt, completion } = &self.fields;
+        format!("{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on, self.chat.key())
+    }
+}
+
+/// The kinds of rows. A run trains on one of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Text,
+    Completion,
+    Instruction,
+    Messages,
+    Conversations,
+}
+
+impl Kind {
+    fn documents(self) -> Documents {
+        match self {
+            Self::Text => Documents::Texts,
+            Self::Completion => Documents::Prompts,
+            Self::Instruction | Self::Messages | Self::Conversations => Documents::Chats,
+        }
+    }
+
+    fn what(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Completion => "prompts with completions",
+            Self::Instruction => "instructions with outputs",
+            Self::Messages => "`messages`",
+            Self::Conversations => "`conversations`",
+        }
+    }
+}
+
+/// What a row holds.
+pub(super) enum Content {
+    Text(String),
+    /// A prompt and its answer.
+    Completion(String, String),
+    /// Messages, and the tools that they may call.
+    Conversation(Conversation, Option<Value>),
+}
+
+/// Turns the rows of all files of a corpus into pieces.
+pub(super) struct RowReader<'a> {
+    reading: &'a Reading,
+    /// The kind of the rows so far, and where the first of them stands.
+    kind: Option<(Kind, String)>,
+}
+
+/// A row's value under a name; a null counts as none.
+fn field(row: &Value, name: &str) -> Option<Value> {
+    row.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
+}
+
+/// What a value is, in JSON's words.
+fn kind_of(value: &Value) -> &'static str {
+    match value.kind() {
+        ValueKind::Undefined | ValueKind::None => "null",
+        ValueKind::Bool => "a boolean",
+        ValueKind::Number => "a number",
+        ValueKind::String => "text",
+        ValueKind::Map => "an object",
+        _ => "a list",
+    }
+}
+
+impl<'a> RowReader<'a> {
+    pub(super) fn new(reading: &'a Reading) -> Self {
+        Self { reading, kind: None }
+    }
+
+    /// The names of the fields that rows may have.
+    pub(super) fn fields(&self) -> Vec<&'a str> {
+        self.reading.field_names()
+    }
+
+    /// What the rows so far are.
+    pub(super) fn documents(&self) -> Documents {
+        self.kind.as_ref().map_or(Documents::Texts, |(kind, _)| kind.documents())
+    }
+
+    /// Notes that what comes next, at `place`, is of `kind`.
+    pub(super) fn expect(&mut self, kind: Kind, place: impl FnOnce() -> String) -> Result<(), String> {
+        match &self.kind {
+            Some((before, _)) if *before == kind => Ok(()),
+            Some((before, first)) => {
+                let (now, before) = (kind.what(), before.what());
+                Err(format!("holds {now}, but {first} holds {before}; train on one kind of row at a time"))
+            }
+            None => {
+                self.kind = Some((kind, place()));
+                Ok(())
+            }
+        }
+    }
+
+    /// Passes the pieces of `row` on; what is wrong with it is told with its place in `origin`.
+    pub(super) fn read(&mut self, origin: &str, place: Place, row: &Value, sink: &mut Sink) -> Result<()> {
+        let wrong = |message: String| Error::data(origin, format!("{place}: {message}"));
+        let content = self.content(row, || format!("`{origin}`, {place},")).map_err(wrong)?;
+        let Reading { chat, loss_on, .. } = self.reading;
+        let (conversation, tools) = match content {
+            Content::Text(text) => return emit(&text, Learned::All, true, sink),
+            Content::Completion(prompt, completion) => {
+                let learned = if *loss_on == LossOn::All { Learned::All } else { Learned::None };
+                emit(&prompt, learned, true, sink)?;
+                emit(&completion, Learned::All, prompt.is_empty(), sink)?;
+                return sink(Piece::end());
+            }
+            Content::Conversation(conversation, tools) => (conversation, tools),
+        };
+        let rendered = chat.render(&conversation, tools.as_ref(), *loss_on == LossOn::All);
+        let Rendered { text, learned } = rendered.map_err(|error| wrong(error.to_string()))?;
+        let learned = match loss_on {
+            LossOn::Answers => Learned::Parts(learned),
+            LossOn::LastAnswer => Learned::Parts(learned.into_iter().next_back().into_iter().collect()),
+            LossOn::All => Learned::All,
+        };
+        sink(Piece { text, learned, starts_document: true, end: End::Complete })
+    }
+
+    /// What is in `row`, which stands at `place`; or what is wrong with it.
+    pub(super) fn content(&mut self, row: &Value, place: impl FnOnce() -> String) -> Result<Content, String> {
+        if row.kind() != ValueKind::Map {
+            return Err(format!("{} where an object is needed, such as {{\"text\": \"…\"}}", kind_of(row)));
+        }
+        let kind = self.kind_of(row)?;
+        self.expect(kind, place)?;
+        let names = self.names();
+        let text = |name: &str| -> Result<String, String> {
+            let value = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
+            let text = value.as_str().map(str::to_owned);
+            text.ok_or_else(|| format!("`{name}` is {}, and text is needed", kind_of(&value)))
+        };
+        let conversation = match kind {
+            Kind::Text => return Ok(Content::Text(text(names[0])?)),
+            Kind::Completion => return Ok(Content::Completion(text(names[1])?, text(names[2])?)),
+            Kind::Instruction => {
+                let given = |name: &str| -> Result<Option<String>, String> {
+                    let text = field(row, name).map(|_| text(name)).transpose()?;
+                    Ok(text.filter(|text| !text.is_empty()))
+                };
+                let mut conversation = Conversation::default();
+                if let Some(system) = given("system")? {
+                    conversation.push("system", &system);
+                }
+                let input = given("input")?.map_or_else(String::new, |input| format!("\n\n{input}"));
+                conversation.push("user", &(text("instruction")? + &input));
+                conversation.push("assistant", &text("output")?);
+                conversation
+            }
+            Kind::Messages => messages(row, "messages", message)?,
+            Kind::Conversations => messages(row, "conversations", shared_message)?,
+        };
+        let tools = field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))?;
+        Ok(Content::Conversation(conversation, tools))
+    }
+
+    /// The names of text, prompt and completion.
+    fn names(&self) -> [&'a str; 3] {
+        let Fields { text, prompt, completion } = &self.reading.fields;
+        [(text, "text"), (prompt, "prompt"), (completion, "completion")]
+            .map(|(named, usual)| named.as_deref().unwrap_or(usual))
+    }
+
+    fn kind_of(&self, row: &Value) -> Result<Kind, String> {
+        let [text, prompt, completion] = self.names();
+        let has = |names: &[&str]| names.iter().all(|name| field(row, name).is_some());
+        let fields = &self.reading.fields;
+        // What was named is meant.
+        if fields.prompt.is_some() || fields.completion.is_some() {
+            return Ok(Kind::Completion);
+        }
+        if fields.text.is_some() {
+            return Ok(Kind::Text);
+        }
+        // The kind of the rows before, if this one has its fields: rows often have more fields than one kind's.
+        let kinds = [
+            (Kind::Messages, &["messages"][..]),
+            (Kind::Conversations, &["conversations"]),
+            (Kind::Completion, &[prompt, completion]),
+            (Kind::Instruction, &["instruction", "output"]),
+            (Kind::Text, &[text]),
+        ];
+        let before = self.kind.as_ref().map(|(kind, _)| *kind);
+        let there = || kinds.iter().filter(|(_, names)| has(names)).map(|(kind, _)| *kind);
+        there().find(|kind| before == Some(*kind)).or_else(|| there().next()).ok_or_else(|| {
+            let pairs = [["prompt", "completion"], ["instruction", "output"]];
+            let half = pairs.into_iter().find(|pair| pair.iter().any(|name| has(&[name])));
+            if let Some([first, second]) = half {
+                let [there, missing] = if has(&[first]) { [first, second] } else { [second, first] };
+                return format!("`{there}` is there, but `{missing}` is missing or null");
+            }
+            let names: Vec<String> =
+                row.try_iter().into_iter().flatten().take(12).map(|name| format!("`{name}`")).collect();
+            let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+            format!("its fields are {names}; {EXPECTED}")
+        })
+    }
+}
+
+/// What a row may be, and how to say it.
+pub(super) const EXPECTED: &str =
+    "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
+     other fields with `--text-field`, or `--prompt-field` and `--completion-field`";
+
+/// A list, or one written as JSON text, as tables hold it.
+fn list(value: Value) -> Result<Value, String> {
+    match value.kind() {
+        ValueKind::Seq => Ok(value),
+        ValueKind::String => {
+            let text = value.as_str().unwrap_or_default();
+            let read: Value = serde_json::from_str(text).map_err(|error| format!("is text that is no JSON: {error}"))?;
+            if read.kind() == ValueKind::Seq { Ok(read) } else { Err(format!("is {}, and a list is needed", kind_of(&read))) }
+        }
+        _ => Err(format!("is {}, and a list is needed", kind_of(&value))),
+    }
+}
+
+/// The conversation in a field of `row`, each message read by `read`.
+fn messages(row: &Value, name: &str, read: fn(&Value) -> Result<Value, String>) -> Result<Conversation, String> {
+    let items = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
+    let items = list(items).map_err(|problem| format!("`{name}` {problem}"))?;
+    let mut messages = Vec::new();
+    for (index, item) in items.try_iter().into_iter().flatten().enumerate() {
+        messages.push(read(&item).map_err(|problem| format!("message {} of `{name}`: {problem}", index + 1))?);
+    }
+    if messages.is_empty() {
+        return Err(format!("`{name}` holds no message"));
+    }
+    Ok(Conversation::of(messages))
+}
+
+fn checked_role(role: &Value) -> Result<String, String> {
+    let text = role.as_str().ok_or_else(|| format!("its role is {}, and text is needed", kind_of(role)))?;
+    if ROLES.contains(&text) {
+        return Ok(text.to_owned());
+    }
+    let known = ROLES.map(|role| format!("`{role}`")).join(", ");
+    Err(format!("the role `{text}` is unknown; use one of {known}"))
+}
+
+/// A message with `role`, `content` and whatever else the template reads.
+fn message(item: &Value) -> Result<Value, String> {
+    if item.kind() != ValueKind::Map {
+        return Err(format!("{} where an object with `role` and `content` is needed", kind_of(item)));
+    }
+    let role = field(item, "role").ok_or("`role` is missing")?;
+    checked_role(&role)?;
+    match field(item, "content") {
+        None if field(item, "tool_calls").is_some() => Ok(item.clone()),
+        None => Err("`content` is missing or null".to_owned()),
+        Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => Ok(item.clone()),
+        Some(content) => Err(format!("`content` is {}, and text is needed", kind_of(&content))),
+    }
+}
+
+/// A message with `from` and `value`.
+fn shared_message(item: &Value) -> Result<Value, String> {
+    let from = field(item, "from").ok_or("`from` is missing")?;
+    let value = field(item, "value").ok_or("`value` is missing or null")?;
+    let content = value.as_str().ok_or_else(|| format!("`value` is {}, and text is needed", kind_of(&value)))?;
+    let known = SHARED_ROLES.iter().find(|(shared, _)| from.as_str() == Some(*shared));
+    let role = known.map_or_else(|| checked_role(&from), |(_, role)| Ok((*role).to_owned()))?;
+    Ok(minijinja::context! { role, content })
+}

@@ -1,0 +1,252 @@
+//! Files of rows, read one row at a time: JSON Lines, a JSON array, CSV, TSV and Parquet.
+//!
+//! A row is an object whose keys stay in the file's order, because tools are written into prompts in that order. No row may
+//! have more than 64 MiB, whatever the size of the file.
+
+use std::cell::Cell;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::rc::Rc;
+
+use minijinja::Value;
+use serde::de::{Deserializer, SeqAccess, Visitor};
+
+use super::document::Document;
+use super::format::Format;
+use super::parquet_rows;
+use crate::{Error, Result};
+
+/// A longer row means that the file is of another format.
+const MAX_ROW_BYTES: u64 = 64 << 20;
+/// Bytes read at a time.
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// Where a row stands in its file.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Place {
+    Line(u64),
+    Row(u64),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Line(line) => write!(f, "line {line}"),
+            Self::Row(row) => write!(f, "row {row}"),
+        }
+    }
+}
+
+/// Takes a row; an error stops the reading.
+pub(super) type Take<'a> = dyn FnMut(Place, Value) -> Result<()> + 'a;
+
+impl Document {
+    /// Passes every row to `take`; of a Parquet file only the columns `fields`.
+    pub(super) fn read_rows(&self, fields: &[&str], take: &mut Take<'_>) -> Result<()> {
+        let mut rows = 0;
+        let take = &mut |place, row| {
+            rows += 1;
+            take(place, row)
+        };
+        match self.format {
+            Format::Json if self.begins_with(b'{')? => self.read_lines(take)?,
+            Format::Json => self.read_array(take)?,
+            Format::Csv => self.read_table(b',', take)?,
+            Format::Tsv => self.read_table(b'\t', take)?,
+            Format::Parquet => self.read_parquet(fields, take)?,
+            Format::Jsonl | Format::Text => self.read_lines(take)?,
+        }
+        if rows == 0 { Err(self.error("holds no rows")) } else { Ok(()) }
+    }
+
+    /// Whether this is the first byte that is no white space: a `.json` file may hold one object a line.
+    fn begins_with(&self, byte: u8) -> Result<bool> {
+        Ok(without_mark(&self.start()?).trim_ascii_start().first() == Some(&byte))
+    }
+
+    /// The first bytes of the file.
+    fn start(&self) -> Result<Vec<u8>> {
+        let mut start = Vec::new();
+        self.open()?.take(64 << 10).read_to_end(&mut start).map_err(Error::io("read", &self.path))?;
+        Ok(start)
+    }
+
+    fn read_lines(&self, take: &mut Take<'_>) -> Result<()> {
+        let mut reader = BufReader::with_capacity(BUFFER_BYTES, self.open()?);
+        let mut buffer = Vec::new();
+        for line in 1.. {
+            buffer.clear();
+            let read = (&mut reader).take(MAX_ROW_BYTES).read_until(b'\n', &mut buffer);
+            let read = read.map_err(Error::io("read", &self.path))?;
+            if read == 0 {
+                break;
+            }
+            if read as u64 == MAX_ROW_BYTES && buffer.last() != Some(&b'\n') {
+                return Err(self.error(format!("line {line} is longer than 64 MiB; one JSON object a line is needed")));
+            }
+            let text = if line == 1 { without_mark(&buffer) } else { &buffer };
+            if !text.trim_ascii().is_empty() {
+                let row = serde_json::from_slice(text).map_err(|error| self.line_error(line, text, &error))?;
+                take(Place::Line(line), row)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is wrong with a line that is no JSON; a pretty-printed file says so at its first line.
+    fn line_error(&self, line: u64, text: &[u8], error: &serde_json::Error) -> Error {
+        let advice = match text.trim_ascii() {
+            [b'[', ..] => "; a JSON array is read with `--format json`",
+            [b'{', .., b','] => "; take the comma away, or make the file an array and read it with `--format json`",
+            [b'{'] => "; give one object a line, or an array of objects",
+            _ => "",
+        };
+        // The parser sees one line at a time, so its own line number says nothing.
+        let (message, column) = (told(error), error.column());
+        self.error(format!("line {line}, column {column}: {message}{advice}"))
+    }
+
+    fn read_array(&self, take: &mut Take<'_>) -> Result<()> {
+        let budget = Budget::default();
+        let mut reader = BufReader::with_capacity(BUFFER_BYTES, Bounded { file: self.open()?, budget: budget.clone() });
+        if reader.fill_buf().map_err(Error::io("read", &self.path))?.starts_with(MARK) {
+            reader.consume(MARK.len());
+        }
+        let mut failure = None;
+        let mut deserializer = serde_json::Deserializer::from_reader(reader);
+        let read = deserializer.deserialize_any(Elements { take, budget: &budget, failure: &mut failure });
+        let read = read.and_then(|()| deserializer.end());
+        match (failure, read) {
+            (Some(error), _) => Err(error),
+            (None, Ok(())) => Ok(()),
+            (None, Err(error)) if error.is_io() => Err(self.error(error.to_string())),
+            (None, Err(error)) => {
+                let (line, column) = (error.line(), error.column());
+                Err(self.error(format!("line {line}, column {column}: {}", told(&error))))
+            }
+        }
+    }
+
+    fn read_table(&self, separator: u8, take: &mut Take<'_>) -> Result<()> {
+        // Where lines end with CR LF, the reader counts a line's end with the record after it.
+        let lag = u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
+        let wrong = |error: csv::Error| self.table_error(&error, lag);
+        let budget = Budget::default();
+        let source = Bounded { file: self.open()?, budget: budget.clone() };
+        let mut reader =
+            csv::ReaderBuilder::new().delimiter(separator).buffer_capacity(BUFFER_BYTES).from_reader(source);
+        let names = reader.headers().map_err(wrong)?.clone();
+        if let Some(name) = names.iter().enumerate().find_map(|(i, name)| names.iter().take(i).find(|n| *n == name)) {
+            return Err(self.error(format!("line 1: two columns are called `{name}`; rename one")));
+        }
+        let mut record = csv::StringRecord::new();
+        loop {
+            budget.renew();
+            if !reader.read_record(&mut record).map_err(wrong)? {
+                return Ok(());
+            }
+            let line = record.position().map_or(0, csv::Position::line) + lag;
+            let row = Value::from_pairs(names.iter().zip(&record).map(|(name, field)| (name, Value::from(field))));
+            take(Place::Line(line), row)?;
+        }
+    }
+
+    fn table_error(&self, error: &csv::Error, lag: u64) -> Error {
+        let line = error.position().map_or(1, |position| position.line() + lag);
+        self.error(match error.kind() {
+            csv::ErrorKind::UnequalLengths { expected_len, len, .. } => format!(
+                "line {line}: {len} fields where the first line names {expected_len}; put fields with commas, tabs or line \
+                 ends into double quotes"
+            ),
+            csv::ErrorKind::Utf8 { err, .. } => {
+                let field = err.field() + 1;
+                format!("line {line}: field {field} is not UTF-8; convert the file first")
+            }
+            csv::ErrorKind::Io(error) => error.to_string(),
+            _ => format!("line {line}: {error}"),
+        })
+    }
+
+    fn read_parquet(&self, fields: &[&str], take: &mut Take<'_>) -> Result<()> {
+        let mut rows = 0;
+        let mut row = |value: serde_json::Value| {
+            rows += 1;
+            let row = serde_json::from_value(value).map_err(|error| self.error(format!("row {rows}: {error}")))?;
+            take(Place::Row(rows), row)
+        };
+        parquet_rows::read(&self.path, fields, &mut row).map_err(|error| match error {
+            parquet_rows::Failure::File(message) => self.error(message),
+            parquet_rows::Failure::Row(error) => error,
+        })
+    }
+}
+
+/// The byte order mark that some editors put in front of UTF-8.
+const MARK: &[u8] = b"\xEF\xBB\xBF";
+
+fn without_mark(text: &[u8]) -> &[u8] {
+    text.strip_prefix(MARK).unwrap_or(text)
+}
+
+/// A parser's message without its place.
+fn told(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    text.split(" at line ").next().unwrap_or(&text).to_owned()
+}
+
+/// What may still be read before the row at hand is too long.
+#[derive(Clone, Default)]
+struct Budget(Rc<Cell<u64>>);
+
+impl Budget {
+    fn renew(&self) {
+        self.0.set(0);
+    }
+}
+
+/// A file that fails where a row does not end: an array's element, or a field whose quotes are not closed.
+struct Bounded {
+    file: File,
+    budget: Budget,
+}
+
+impl Read for Bounded {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let spent = self.budget.0.get();
+        if spent > MAX_ROW_BYTES {
+            return Err(io::Error::other("a row is longer than 64 MiB; a quote or bracket may not be closed"));
+        }
+        let read = self.file.read(buffer)?;
+        self.budget.0.set(spent + read as u64);
+        Ok(read)
+    }
+}
+
+/// Visits an array's elements one after the other.
+struct Elements<'a, 'b> {
+    take: &'a mut Take<'b>,
+    budget: &'a Budget,
+    /// The error of `take`, which the parser cannot carry.
+    failure: &'a mut Option<Error>,
+}
+
+impl<'de> Visitor<'de> for Elements<'_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array of objects; text is read with `--format text`")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
+        for number in 1.. {
+            self.budget.renew();
+            let Some(row) = elements.next_element()? else { break };
+            if let Err(error) = (self.take)(Place::Row(number), row) {
+                *self.failure = Some(error);
+                return Err(serde::de::Error::custom("the row cannot be used"));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,69 @@
+//! How many questions a model answers to the letter.
+
+use crate::data::Dialogue;
+use crate::engine::model::{Decoder, KvCache, Parameters};
+use crate::inference::chat::Chat;
+use crate::inference::generate::{Request, Sampling, TextStream, generate};
+use crate::inference::trained::TrainedModel;
+use crate::precision::PrecisionPolicy;
+use crate::{Error, Result};
+use serde::Serialize;
+
+/// Tokens that an answer may have beyond those of the right one.
+const MORE: usize = 8;
+/// Wrong answers that are kept to be shown.
+const KEPT: usize = 3;
+
+/// What came of asking.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Answers {
+    /// Questions.
+    pub asked: usize,
+    /// Answers that are those of the data, but for white space around them.
+    pub exact: usize,
+    /// The first wrong ones: what was expected, and what the model said.
+    pub wrong: Vec<(String, String)>,
+}
+
+/// Asks `trained`, with these weights, every question of `dialogues`; the likeliest token is taken each time. `progress` hears
+/// the answers so far.
+///
+/// # Errors
+/// [`Error::Model`] for what the template refuses, [`Error::Data`] for a question that fills the model's context.
+pub fn exact_answers(
+    trained: &TrainedModel,
+    (model, weights, policy): (&Decoder, &Parameters, PrecisionPolicy),
+    dialogues: &[Dialogue],
+    mut progress: impl FnMut(usize),
+) -> Result<Answers> {
+    let chat = Chat::new(trained, None)?;
+    let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
+    let mut found = Answers { asked: dialogues.len(), ..Answers::default() };
+    for (index, Dialogue { prompt, tools, answer }) in dialogues.iter().enumerate() {
+        let ids = trained.tokenizer.encode(&chat.asking(prompt, tools.as_ref())?)?;
+        let (max_tokens, context) = (trained.tokenizer.encode(answer)?.len() + MORE, trained.config.context);
+        if ids.len() >= context {
+            let message = format!("the question has {} tokens, and the model's context {context}", ids.len());
+            return Err(Error::data(format!("conversation {}", index + 1), message));
+        }
+        let capacity = context.min(ids.len() + max_tokens);
+        let mut cache = KvCache::new(&trained.config, policy, capacity, &weights.device())?;
+        let request = Request { prompt: &ids, max_tokens, eos: None, sampling: &sampling };
+        let (mut stream, mut said) = (TextStream::new(&trained.tokenizer), String::new());
+        generate(model, weights, &mut cache, request, |id| {
+            if chat.ends.contains(&id) {
+                return Ok(false);
+            }
+            said += &stream.push(id)?;
+            Ok(true)
+        })?;
+        said += &stream.finish()?;
+        if said.trim() == answer.trim() {
+            found.exact += 1;
+        } else if found.wrong.len() < KEPT {
+            found.wrong.push((answer.trim().to_owned(), said.trim().to_owned()));
+        }
+        progress(index + 1);
+    }
+    Ok(found)
+}

@@ -1,0 +1,40 @@
+"""What transformers makes of the conversations in a JSON file, with the chat templates that models are published with (as TRL's
+package holds them) and with the training templates in the file: texts, and token by token which are the assistant's.
+   chat_tokens.py CASES TOKENIZER"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+cases = json.load(open(sys.argv[1]))
+folder = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+published = {name: (folder / f"{name}.jinja").read_text() for name in cases["published"]}
+
+
+def tokens(template, case):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=sys.argv[2], bos_token="<s>", eos_token="<|endoftext|>")
+    tokenizer.chat_template = template
+    marked = "{% generation %}" in template or "{%- generation %}" in template
+    try:
+        text = tokenizer.apply_chat_template(case["messages"], tools=case["tools"], tokenize=False)
+        made = tokenizer.apply_chat_template(
+            case["messages"], tools=case["tools"], return_dict=True, return_assistant_tokens_mask=marked
+        )
+    except (jinja2.exceptions.TemplateError, TypeError, KeyError) as error:
+        return {"refused": str(error)}
+    return {"text": text, "ids": made["input_ids"], "learned": made.get("assistant_masks")}
+
+
+results = []
+for case in cases["conversations"]:
+    results.append(
+        {
+            "published": {name: tokens(template, case) for name, template in published.items()},
+            "training": {name: tokens(template, case) for name, template in cases["training"].items()},
+        }
+    )
+print(json.dumps({"published": published, "results": results}))

@@ -4,10 +4,9 @@ use crate::data::{Conversation, Template, TemplateTokens};
 use crate::digest::read_at_most;
 use crate::inference::trained::TrainedModel;
 use crate::{Error, Result};
-use serde_json::Value;
 use std::path::Path;
 
-/// Maximum size of a template and of the files with special tokens.
+/// Maximum size of a template.
 const MAX_FILE: u64 = 16 << 20;
 /// The template for a model without one: a line per turn, as training formats `messages`.
 const PLAIN: &str = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}\
@@ -31,15 +30,14 @@ impl Chat {
     /// # Errors
     /// [`Error::Model`] or [`Error::Io`] for a template that cannot be read or parsed.
     pub fn new(trained: &TrainedModel, file: Option<&Path>) -> Result<Self> {
-        let config = json_file(&trained.path.join("tokenizer_config.json"))?;
+        let companions = &trained.companions;
         let (source, origin) = match file {
             Some(file) => (Some(text_file(file)?), file.display().to_string()),
-            None => (own_template(&trained.path, &config)?, trained.path.display().to_string()),
+            None => (companions.chat_template()?, trained.path.display().to_string()),
         };
-        let tokens = TemplateTokens { bos: special(&config, "bos_token"), eos: special(&config, "eos_token") };
-        let mut ends = ends(&trained.path)?;
-        ends.extend(trained.config.eos_token_id);
-        ends.extend(trained.tokenizer.eos_id());
+        let tokens =
+            TemplateTokens { bos: companions.special_token("bos_token")?, eos: companions.special_token("eos_token")? };
+        let ends = trained.ends()?;
         let plain = source.is_none();
         Ok(Self {
             template: Template::new(source.as_deref().unwrap_or(PLAIN), &origin, tokens)?,
@@ -58,38 +56,4 @@ impl Chat {
 fn text_file(path: &Path) -> Result<String> {
     let bytes = read_at_most(path, MAX_FILE)?;
     String::from_utf8(bytes).map_err(|_| Error::model(path.display(), "not UTF-8"))
-}
-
-/// A JSON file that may be missing.
-fn json_file(path: &Path) -> Result<Value> {
-    if !path.is_file() {
-        return Ok(Value::Null);
-    }
-    serde_json::from_slice(&read_at_most(path, MAX_FILE)?)
-        .map_err(|error| Error::model(path.display(), format!("not JSON: {error}")))
-}
-
-/// `chat_template.jinja`, or the template in `tokenizer_config.json`: a string, or the one named `default` in a list.
-fn own_template(folder: &Path, config: &Value) -> Result<Option<String>> {
-    let file = folder.join("chat_template.jinja");
-    if file.is_file() {
-        return text_file(&file).map(Some);
-    }
-    let template = &config["chat_template"];
-    let named = template.as_array().into_iter().flatten().find(|entry| entry["name"] == "default");
-    let text = template.as_str().or_else(|| named.and_then(|entry| entry["template"].as_str()));
-    Ok(text.map(str::to_owned))
-}
-
-/// A special token, stored as a string or an object.
-fn special(config: &Value, key: &str) -> Option<String> {
-    config[key].as_str().or_else(|| config[key]["content"].as_str()).map(str::to_owned)
-}
-
-/// The end tokens in `generation_config.json`: one or a list.
-fn ends(folder: &Path) -> Result<Vec<u32>> {
-    let config = json_file(&folder.join("generation_config.json"))?;
-    let ids = &config["eos_token_id"];
-    let ids = ids.as_array().cloned().unwrap_or_else(|| vec![ids.clone()]);
-    Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
 }

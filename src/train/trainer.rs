@@ -7,6 +7,7 @@ use crate::data::{Batch, BatchLoader, Cursor, EvalBatches, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::model::Parameters;
 use crate::precision::{Fallback, GradScaler};
+use crate::store::Companions;
 use crate::store::base::check_range;
 use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
 use crate::telemetry::{
@@ -34,6 +35,7 @@ pub struct Trainer {
     /// The device's name, for people.
     device: String,
     tokenizer: Tokenizer,
+    companions: Companions,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
     eval: EvalBatches,
@@ -152,6 +154,7 @@ impl Trainer {
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
             eval_batch: loader.batch(),
             tokenizer: source.tokenizer,
+            companions: source.companions,
             sampler,
             engine,
             loader,

@@ -3,6 +3,7 @@
 use crate::engine::model::Parameters;
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
+use crate::store::companions::TOKENIZER_CONFIG;
 use crate::store::tensor_file::write_tensors;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -24,7 +25,11 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
     };
     save("config.json", trained.config.to_json(torch_dtype).as_bytes())?;
     save("tokenizer.json", trained.tokenizer.json())?;
-    save("tokenizer_config.json", format!("{:#}\n", tokenizer_config(trained)).as_bytes())?;
+    let mut companions = trained.companions.clone();
+    if companions.get(TOKENIZER_CONFIG).is_none() {
+        companions.insert(TOKENIZER_CONFIG, format!("{:#}\n", tokenizer_config(trained)));
+    }
+    companions.iter().try_for_each(|(name, text)| save(name, text))?;
     let named = |(name, tensor): (&str, &Tensor)| (trained.config.family.stored_name(name), tensor.clone());
     let tensors: Vec<(String, Tensor)> = weights.iter().map(named).collect();
     let path = folder.join("model.safetensors");

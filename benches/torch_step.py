@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""A training step of GPT-2 in PyTorch, written to be fast: the peer that `compare_torch.py` holds `finetune bench` against.
+"""A training step of GPT-2 or SmolLM2 in PyTorch, written to be fast: the peer that `compare_torch.py` holds `finetune bench` against.
 
     benches/torch_step.py --model distilgpt2 --batch 32 --seq 32 --dtype bf16_amp --steps 5
+    benches/torch_step.py --model smollm2-135m --batch 8 --seq 128 --dtype bf16_amp
     benches/torch_step.py --device cuda --pad-vocab --compile --compile-mode reduce-overhead
 
 Random weights, random tokens, no dropout, fused AdamW with its state in FP32, and the loss in FP32. Prints one JSON object:
@@ -18,6 +19,9 @@ import statistics
 import time
 
 MODELS = {"tiny": (4, 128, 4, 257, 128), "distilgpt2": (6, 768, 12, 50257, 1024), "gpt2": (12, 768, 12, 50257, 1024)}
+# Of this family there is transformers' own implementation alone.
+LLAMAS = {"smollm2-135m": (30, 576, 9, 49152, 8192)}
+MODELS |= LLAMAS
 AUTOCAST = {"f32": None, "bf16_amp": "bfloat16", "f16_amp": "float16"}
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,6 +99,8 @@ def wait():
 
 def build():
     """The model on the device, and the mean loss as a function of ids and targets."""
+    if args.model in LLAMAS:
+        return llama()
     if args.impl == "nano":
         model = Model().to(args.device)
         return model, model
@@ -103,6 +109,19 @@ def build():
     sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCAB, "n_positions": CONTEXT}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model = GPT2LMHeadModel(GPT2Config(**sizes, **rates, use_cache=False, attn_implementation="sdpa")).to(args.device).train()
+    return model, lambda ids, _: model(input_ids=ids, labels=ids).loss
+
+
+def llama():
+    """SmolLM2-135M's shape with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=1536, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 3, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5}, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(args.device).train()
     return model, lambda ids, _: model(input_ids=ids, labels=ids).loss
 
 
@@ -136,7 +155,7 @@ def main():
         "who": "torch",
         "torch": torch.__version__,
         "model": args.model,
-        "impl": args.impl,
+        "impl": "hf" if args.model in LLAMAS else args.impl,
         "dtype": args.dtype,
         "device": torch.cuda.get_device_name() if ON_GPU else args.device,
         "compile": args.compile_mode if args.compile else None,

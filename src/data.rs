@@ -28,9 +28,9 @@ pub mod tokenizer;
 pub mod tokens;
 
 pub use batch_loader::{Batch, BatchLoader, Cursor, EvalBatches, IGNORE_INDEX};
-pub(crate) use contain::contained;
-pub use chat_format::{CARRIED, ChatFiles, ChatFormat, GENERATION_CONFIG, TEMPLATE_FILE, text_file};
 pub use cache::Documents;
+pub use chat_format::{ChatFormat, ChatSettings, named_template, text_file};
+pub(crate) use contain::contained;
 pub use corpus::{Dataset, Loader};
 pub use format::Format;
 pub use layout::{Counts, Layout};

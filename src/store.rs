@@ -3,10 +3,14 @@
 pub mod adapter;
 pub mod base;
 pub mod checkpoint;
+pub mod companions;
 mod folder;
 pub mod gguf;
 pub mod hub;
+mod stored_model;
 pub mod tensor_file;
 
+pub use companions::Companions;
 pub use folder::ModelFolder;
-pub use gguf::Gguf;
+pub use gguf::{Gguf, GgufModel};
+pub use stored_model::{NO_MODEL_FILE, StoredModel, is_gguf};

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use finetune::Result;
 use finetune::data::{
-    Dataset, Documents, Fetch, IGNORE_INDEX, Layout, LoadEvent, Loader, LossOn, Reading, Remote, Source, TokenSource, Tokenizer,
-    grammar,
+    Dataset, Documents, Fetch, IGNORE_INDEX, Layout, LoadEvent, Loader, LossOn, Reading, Remote, Source, TokenSource,
+    Tokenizer, grammar,
 };
 
 fn ids(tokens: &TokenSource) -> Vec<u32> {
@@ -125,21 +125,25 @@ fn what_is_learned_of_a_conversation_is_what_was_asked_for() {
     let turns = [say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")].join(",");
     let source = file(folder.path(), "a.jsonl", &format!("{{\"messages\": [{turns}]}}\n"));
     let text = "user: a\nassistant: b<|endoftext|>\nuser: c\nassistant: d<|endoftext|>\n";
-    for (loss_on, expected) in
-        [(LossOn::Answers, vec![" b<|endoftext|>", " d<|endoftext|>"]), (LossOn::LastAnswer, vec![" d<|endoftext|>"]), (LossOn::All, vec![text])]
-    {
+    for (loss_on, expected) in [
+        (LossOn::Answers, vec![" b<|endoftext|>", " d<|endoftext|>"]),
+        (LossOn::LastAnswer, vec![" d<|endoftext|>"]),
+        (LossOn::All, vec![text]),
+    ] {
         let reading = Reading { loss_on, ..Reading::default() };
         let mut loader = Loader::new(folder.path()).reading(reading);
         let (tokens, _) = loader.load_whole(&source, &Tokenizer::byte()).unwrap();
         let (ids, targets) = (ids(&tokens), targets(&tokens));
         assert_eq!(Tokenizer::byte().decode(&ids).unwrap(), text.replace("<|endoftext|>", ""));
-        let pairs: Vec<(u32, bool)> = ids.into_iter().zip(targets).map(|(id, target)| (id, target != IGNORE_INDEX)).collect();
+        let pairs: Vec<(u32, bool)> =
+            ids.into_iter().zip(targets).map(|(id, target)| (id, target != IGNORE_INDEX)).collect();
         let learned: Vec<Vec<u32>> = pairs
             .chunk_by(|a, b| a.1 == b.1)
             .filter(|part| part[0].1)
             .map(|part| part.iter().map(|(id, _)| *id).collect())
             .collect();
-        let expected: Vec<Vec<u32>> = expected.into_iter().map(|text| Tokenizer::byte().encode(text).unwrap()).collect();
+        let expected: Vec<Vec<u32>> =
+            expected.into_iter().map(|text| Tokenizer::byte().encode(text).unwrap()).collect();
         assert_eq!(learned, expected, "{loss_on:?}");
     }
 }

@@ -20,18 +20,27 @@ use common::python::{has_module, python, run_script};
 use finetune::data::Tokenizer;
 use finetune::engine::kernels::Fused;
 use finetune::engine::model::{Mode, Parameters, Tokens, Workspace};
-use finetune::inference::export::{Format, export};
+use finetune::inference::export::{Encoding, Format, OnnxOptions, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
 
 /// A golden model of 257 rows or fewer with the byte tokenizer where it fits, else with the letters.
 fn model(name: &str, folder: &Path) -> TrainedModel {
+    changed_model(name, folder, &[])
+}
+
+/// Such a model with other values of some keys of its configuration.
+fn changed_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> TrainedModel {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
     let path = folder.join(name);
-    std::fs::create_dir(&path).unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(golden.join(file), path.join(file)).unwrap();
+    std::fs::create_dir_all(&path).unwrap();
+    std::fs::copy(golden.join("model.safetensors"), path.join("model.safetensors")).unwrap();
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(golden.join("config.json")).unwrap()).unwrap();
+    for (key, value) in keys {
+        config[*key] = value.clone();
     }
+    std::fs::write(path.join("config.json"), config.to_string()).unwrap();
     let vocab: serde_json::Map<String, serde_json::Value> =
         ('a'..='z').enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();
     let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true});
@@ -117,7 +126,7 @@ fn what_is_there_is_not_overwritten_and_nothing_half_done_stays() {
     assert_eq!(std::fs::read(&out).unwrap(), b"precious");
     let data = folder.path().join("y.onnx.data");
     std::fs::write(&data, "precious").unwrap();
-    export(&trained, Dtype::F32, Format::Onnx, &folder.path().join("y.onnx")).unwrap_err();
+    export(&trained, Dtype::F32, Format::of(Path::new("y.onnx")), &folder.path().join("y.onnx")).unwrap_err();
     let mut names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["deep", "x.gguf", "y.onnx.data"]);
@@ -211,7 +220,80 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     let trained = TrainedModel::open(&trained.path, Some(&file)).unwrap();
     let out = folder.path().join("x.gguf");
     let message = export(&trained, Dtype::F32, Format::Gguf, &out).unwrap_err().to_string();
-    assert!(message.contains("not a byte-level BPE") && !out.exists(), "{message}");
+    assert!(message.contains("it is not a BPE, so") && !out.exists(), "{message}");
+}
+
+/// The golden families that GGUF can say; the scale of Gemma's scores is the one that llama.cpp knows.
+fn families(folder: &Path) -> Vec<TrainedModel> {
+    let names = ["llama", "llama-biases", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3"];
+    let mut models: Vec<TrainedModel> = names.iter().map(|name| model(&format!("families/{name}"), folder)).collect();
+    models.push(changed_model("families/gemma3", folder, &[("query_pre_attn_scalar", 6.into())]));
+    models
+}
+
+#[test]
+fn every_family_comes_back_from_a_gguf_file() {
+    let folder = tempfile::tempdir().unwrap();
+    for trained in families(folder.path()) {
+        let ids = ids(&trained, 36);
+        let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
+        for (encoding, tolerance) in
+            [(Encoding::Plain(Dtype::F32), 1e-6), (Encoding::Plain(Dtype::F16), 4e-3), (Encoding::Q8_0, 4e-3)]
+        {
+            let out = trained.path.with_extension(format!("{encoding:?}.gguf"));
+            export(&trained, encoding, Format::of(&out), &out).unwrap();
+            let again = TrainedModel::open(&out, None).unwrap();
+            let distance = distance(&values(&logits(&again, Dtype::F32, &ids, 12)), &exact);
+            assert!(distance < tolerance, "{}: {distance:.1e}", out.display());
+            assert_eq!(again.config.rope, trained.config.rope);
+            assert_eq!(again.config.eos_token_ids, trained.config.eos_token_ids);
+            assert_eq!(again.tokenizer.encode("abcab").unwrap(), trained.tokenizer.encode("abcab").unwrap());
+        }
+    }
+}
+
+#[test]
+fn what_gguf_has_no_word_for_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, expected) in [
+        ("llama-dynamic", "llama.cpp has no rotary embeddings of the type `dynamic`"),
+        ("qwen2-window", "GGUF has no key for the windows of `qwen2`"),
+        ("gemma3", "llama.cpp takes `query_pre_attn_scalar` to be 6"),
+    ] {
+        let trained = model(&format!("families/{name}"), folder.path());
+        let out = folder.path().join(format!("{name}.gguf"));
+        let message = export(&trained, Dtype::F32, Format::Gguf, &out).unwrap_err().to_string();
+        assert!(message.contains(expected) && !out.exists(), "{message}");
+    }
+    let trained = model("deep", folder.path());
+    let message =
+        export(&trained, Encoding::Q4K, Format::of(Path::new("x.onnx")), Path::new("x.onnx")).unwrap_err().to_string();
+    assert!(message.contains("only GGUF files have such blocks"), "{message}");
+}
+
+#[test]
+fn transformers_reads_every_familys_gguf_file_as_we_do() {
+    let Some(python) = python().filter(|python| has_module(python, "gguf")) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let mut models = families(folder.path());
+    models.push(model("untied", folder.path()));
+    // transformers leaves out the biases that a Llama in GGUF may have.
+    models.retain(|trained| !trained.config.biases.qkv || trained.config.family.model_type() != "llama");
+    for trained in models {
+        let ids = ids(&trained, 12);
+        let out = trained.path.with_extension("gguf");
+        export(&trained, Dtype::F32, Format::of(&out), &out).unwrap();
+        let file = folder.path().join("ids.json");
+        std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
+        let arguments =
+            ["model".as_ref(), out.as_os_str(), file.as_os_str(), "12".as_ref(), file.as_os_str(), "1".as_ref()];
+        let theirs: Vec<f32> =
+            serde_json::from_value(run_script(&python, "real_weights.py", &arguments)["logits"].clone()).unwrap();
+        let all = values(&logits(&trained, Dtype::F32, &ids, 12));
+        let ours = &all[all.len() - trained.config.vocab_size..];
+        let error = distance(&theirs, ours);
+        assert!(error < 1e-5, "{}: {error:.1e}", out.display());
+    }
 }
 
 #[test]
@@ -232,6 +314,21 @@ fn the_gguf_package_reads_the_file() {
     assert_eq!(shapes["blk.0.attn_qkv.weight"], serde_json::json!([width, 3 * width]));
 }
 
+/// Models whose graphs are compared.
+const ONNX: [&str; 11] = [
+    "deep",
+    "untied",
+    "families/llama",
+    "families/llama-biases",
+    "families/llama-llama3",
+    "families/llama-yarn",
+    "families/mistral",
+    "families/qwen2",
+    "families/qwen2-window",
+    "families/qwen3",
+    "families/gemma3",
+];
+
 /// A Python with onnxruntime: that of `FINETUNE_PYTHON`.
 fn python_with_onnx() -> Option<PathBuf> {
     python().filter(|python| has_module(python, "onnxruntime"))
@@ -241,12 +338,14 @@ fn python_with_onnx() -> Option<PathBuf> {
 fn onnxruntime_computes_the_same_for_every_batch_and_length() {
     let Some(python) = python_with_onnx() else { return };
     let folder = tempfile::tempdir().unwrap();
-    for name in ["deep", "untied"] {
+    for name in ONNX {
         let trained = model(name, folder.path());
-        for (dtype, tolerance) in DTYPES {
+        // One family in every type: the rest of the graph does not know of them.
+        let dtypes = if name == "deep" { &DTYPES[..] } else { &DTYPES[..1] };
+        for &(dtype, tolerance) in dtypes {
             let out = folder.path().join(format!("{name}-{dtype}.onnx"));
             assert_eq!(export(&trained, dtype, Format::of(&out), &out).unwrap().len(), 2);
-            for (rows, length) in [(1, 1), (1, 24), (3, 7)] {
+            for (rows, length) in [(1, 1), (3, 12)] {
                 let ids = ids(&trained, rows * length);
                 let file = folder.path().join("ids.json");
                 std::fs::write(&file, serde_json::to_string(&ids.chunks(length).collect::<Vec<_>>()).unwrap()).unwrap();
@@ -265,6 +364,38 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
     }
 }
 
+#[test]
+fn onnxruntime_decodes_with_a_cache_and_in_int8() {
+    let Some(python) = python_with_onnx() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["untied", "families/llama", "families/gemma3"] {
+        let trained = model(name, folder.path());
+        let ids = ids(&trained, 24);
+        let file = folder.path().join("ids.json");
+        std::fs::write(&file, serde_json::to_string(&ids.chunks(12).collect::<Vec<_>>()).unwrap()).unwrap();
+        let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
+        for (kv_cache, int8, tolerance) in [(true, false, 1e-5), (false, true, 0.1), (true, true, 0.1)] {
+            let out = trained.path.with_extension(format!("{kv_cache}-{int8}.onnx"));
+            export(&trained, Dtype::F32, Format::Onnx(OnnxOptions { kv_cache, int8 }), &out).unwrap();
+            let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
+            let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
+            let error = distance(&theirs, &exact);
+            assert!(error < tolerance, "{name}, cache {kv_cache}, int8 {int8}: {error:.1e}");
+            // Rounded to 8 bits, and not left as it was.
+            assert_eq!(error > 1e-5, int8, "{name}, cache {kv_cache}, int8 {int8}: {error:.1e}");
+        }
+    }
+}
+
+#[test]
+fn a_graph_cannot_change_its_base_with_the_length() {
+    let folder = tempfile::tempdir().unwrap();
+    let trained = model("families/llama-dynamic", folder.path());
+    let out = folder.path().join("x.onnx");
+    let message = export(&trained, Dtype::F32, Format::of(&out), &out).unwrap_err().to_string();
+    assert!(message.contains("of the type `dynamic`") && !out.exists(), "{message}");
+}
+
 /// An `Identity` before every weight once hid all products from the quantiser.
 #[test]
 fn onnxruntimes_dynamic_quantiser_takes_every_linear_layer() {
@@ -273,14 +404,16 @@ fn onnxruntimes_dynamic_quantiser_takes_every_linear_layer() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let trained = model("deep", folder.path());
-    let out = folder.path().join("model.onnx");
-    export(&trained, Dtype::F32, Format::of(&out), &out).unwrap();
-    let file = folder.path().join("ids.json");
-    std::fs::write(&file, serde_json::to_string(&[ids(&trained, 24)]).unwrap()).unwrap();
-    let report = run_script(&python, "onnx_quantised.py", &[out.as_os_str(), file.as_os_str()]);
-    let (products, quantised) = (report["products"].as_u64().unwrap(), report["quantised"].as_u64().unwrap());
-    // Queries, keys and values together, the attention's output, and the two layers of the MLP.
-    assert!(products >= 4 * trained.config.layers as u64 && quantised >= products, "{report}");
-    assert!(report["distance"].as_f64().unwrap() < 0.1, "{report}");
+    // Of GPT-2: queries, keys and values together, the attention's output, and the two layers of the MLP. Of Llama: all apart.
+    for (name, linears) in [("deep", 4), ("families/llama", 7)] {
+        let trained = model(name, folder.path());
+        let out = trained.path.with_extension("onnx");
+        export(&trained, Dtype::F32, Format::of(&out), &out).unwrap();
+        let file = folder.path().join("ids.json");
+        std::fs::write(&file, serde_json::to_string(&[ids(&trained, 24)]).unwrap()).unwrap();
+        let report = run_script(&python, "onnx_quantised.py", &[out.as_os_str(), file.as_os_str()]);
+        let (products, quantised) = (report["products"].as_u64().unwrap(), report["quantised"].as_u64().unwrap());
+        assert!(products >= linears * trained.config.layers as u64 && quantised >= products, "{report}");
+        assert!(report["distance"].as_f64().unwrap() < 0.1, "{report}");
+    }
 }

@@ -225,7 +225,15 @@ fn embeddings_with_a_scale() {
         engine: &|kernels, inputs, dy| {
             let (out, gradient, mut order) = (like(dy)?, like(&inputs[0])?, vec![0; ids.len()]);
             let table = &inputs[0];
-            let embedding = Embedding { table, positions: None, ids: &ids, seq_len: 7, documents: None, scale: 4.75, dropout: None };
+            let embedding = Embedding {
+                table,
+                positions: None,
+                ids: &ids,
+                seq_len: 7,
+                documents: None,
+                scale: 4.75,
+                dropout: None,
+            };
             kernels.embed(embedding, &out)?;
             kernels.embed_backward(embedding, dy, &mut order, &gradient, None)?;
             Ok((out, vec![gradient]))

@@ -127,12 +127,12 @@ fn tokens(
     capacity: usize,
     prompt: &[u32],
     max_tokens: usize,
-    eos: Option<u32>,
+    ends: &[u32],
     sampling: &Sampling,
 ) -> (Vec<u32>, Stop) {
     let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, capacity, &Device::Cpu).unwrap();
     let mut ids = Vec::new();
-    let request = Request { prompt, max_tokens, eos, sampling };
+    let request = Request { prompt, max_tokens, ends, sampling };
     let receive = |id| {
         ids.push(id);
         Ok(true)
@@ -152,7 +152,7 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
         let last = logits.get(ids.len() - 1).unwrap();
         ids.push(last.argmax(0).unwrap().to_scalar::<u32>().unwrap());
     }
-    let (cached, stop) = tokens(&model, 128, &ids[..3], 40, None, &GREEDY);
+    let (cached, stop) = tokens(&model, 128, &ids[..3], 40, &[], &GREEDY);
     assert_eq!((cached.as_slice(), stop), (&ids[3..], Stop::MaxTokens));
 
     // What training shows is the same text.
@@ -169,7 +169,7 @@ fn equal_seeds_give_equal_texts_and_others_do_not() {
     for (top_k, top_p) in [(None, None), (Some(40), None), (None, Some(0.9)), (Some(40), Some(0.9))] {
         let of = |seed| {
             let sampling = Sampling { temperature: 2.0, top_k, top_p, seed, ..Sampling::default() };
-            tokens(&model, 64, &[1], 30, None, &sampling).0
+            tokens(&model, 64, &[1], 30, &[], &sampling).0
         };
         assert_eq!(of(1), of(1));
         assert_ne!(of(1), of(2), "top-k {top_k:?}, top-p {top_p:?}");
@@ -179,28 +179,28 @@ fn equal_seeds_give_equal_texts_and_others_do_not() {
 #[test]
 fn one_likeliest_token_is_greedy_and_a_penalty_ends_repetition() {
     let model = tiny(PrecisionPolicy::FP32);
-    let greedy = tokens(&model, 128, &[5], 60, None, &GREEDY).0;
+    let greedy = tokens(&model, 128, &[5], 60, &[], &GREEDY).0;
     let narrow = Sampling { top_k: Some(1), ..Sampling::default() };
-    assert_eq!(tokens(&model, 128, &[5], 60, None, &narrow).0, greedy);
+    assert_eq!(tokens(&model, 128, &[5], 60, &[], &narrow).0, greedy);
     let distinct = |ids: &[u32]| ids.iter().collect::<std::collections::BTreeSet<_>>().len();
-    let penalised = tokens(&model, 128, &[5], 60, None, &Sampling { repetition_penalty: 50.0, ..GREEDY }).0;
+    let penalised = tokens(&model, 128, &[5], 60, &[], &Sampling { repetition_penalty: 50.0, ..GREEDY }).0;
     assert!(distinct(&penalised) > distinct(&greedy), "{penalised:?} against {greedy:?}");
 }
 
 #[test]
 fn the_end_of_text_token_ends_it_and_is_not_told() {
     let model = tiny(PrecisionPolicy::FP32);
-    let (ids, _) = tokens(&model, 64, &[1], 20, None, &GREEDY);
+    let (ids, _) = tokens(&model, 64, &[1], 20, &[], &GREEDY);
     let eos = ids[7];
     let first = ids.iter().position(|&id| id == eos).unwrap();
-    assert_eq!(tokens(&model, 64, &[1], 20, Some(eos), &GREEDY), (ids[..first].to_vec(), Stop::EndOfText));
+    assert_eq!(tokens(&model, 64, &[1], 20, &[300, eos], &GREEDY), (ids[..first].to_vec(), Stop::EndOfText));
 }
 
 #[test]
 fn a_full_context_ends_it() {
     let model = tiny(PrecisionPolicy::FP32);
     // Ten places: three for the prompt, seven for tokens that are looked at, and one more token is chosen from them.
-    let (ids, stop) = tokens(&model, 10, &[1, 2, 3], 100, None, &GREEDY);
+    let (ids, stop) = tokens(&model, 10, &[1, 2, 3], 100, &[], &GREEDY);
     assert_eq!((ids.len(), stop), (8, Stop::ContextFull));
 }
 
@@ -208,7 +208,7 @@ fn a_full_context_ends_it() {
 fn who_wants_no_more_gets_no_more() {
     let (model, weights) = tiny(PrecisionPolicy::FP32);
     let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 20, &Device::Cpu).unwrap();
-    let request = Request { prompt: &[1], max_tokens: 9, eos: None, sampling: &GREEDY };
+    let request = Request { prompt: &[1], max_tokens: 9, ends: &[], sampling: &GREEDY };
     let mut count = 0;
     let stop = generate(&model, &weights, &mut cache, request, |_| {
         count += 1;

@@ -100,7 +100,7 @@ fn metadata_is_read_by_its_type() {
     assert_eq!(gguf.required_count("llama.block_count").unwrap(), 1);
     assert_eq!(gguf.number("llama.attention.layer_norm_rms_epsilon").unwrap(), Some(f64::from(1e-5_f32)));
     assert_eq!((gguf.count("no").unwrap(), gguf.flag("no").unwrap(), gguf.number("no").unwrap()), (None, None, None));
-    assert_eq!((gguf.chat_template(), gguf.eos_id().unwrap()), (Some("{{ messages }}"), Some(0)));
+    assert_eq!((gguf.chat_template(), gguf.eos_ids().unwrap()), (Some("{{ messages }}"), vec![0]));
     for (error, expected) in [
         (
             gguf.count("general.architecture").map(drop),
@@ -283,7 +283,7 @@ fn a_real_file_is_read_as_python_reads_it() {
     let gguf = Gguf::open(PathBuf::from(expected["path"].as_str().unwrap())).unwrap();
     assert_eq!((gguf.architecture().unwrap(), gguf.required_count("llama.block_count").unwrap()), ("llama", 30));
     assert!(gguf.chat_template().unwrap().contains("<|im_start|>"));
-    assert_eq!(gguf.eos_id().unwrap(), Some(2));
+    assert_eq!(gguf.eos_ids().unwrap(), [2]);
 
     let tokenizer = gguf.tokenizer().unwrap();
     for (text, ids) in TEXTS.iter().zip(expected["ids"].as_array().unwrap()) {

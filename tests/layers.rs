@@ -117,7 +117,8 @@ fn embeddings() {
             let out = like(&flat(dy)?)?;
             let gradients = inputs.iter().map(like).collect::<Result<Vec<_>>>()?;
             let (table, positions) = (&inputs[0], Some(&inputs[1]));
-            let embedding = Embedding { table, positions, ids: &ids, seq_len, documents: None, scale: 1.0, dropout: None };
+            let embedding =
+                Embedding { table, positions, ids: &ids, seq_len, documents: None, scale: 1.0, dropout: None };
             kernels.embed(embedding, &out)?;
             let mut order = vec![0; ids.len()];
             kernels.embed_backward(embedding, &flat(dy)?, &mut order, &gradients[0], Some(&gradients[1]))?;

@@ -112,7 +112,12 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     let text = std::fs::read_to_string(&settings.data).unwrap();
     std::fs::write(&settings.data, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
     let mut told = Vec::new();
-    Trainer::new(settings.clone(), &mut |event| if let Preparing::Proof(proof) = event { told.push(proof) }).unwrap();
+    Trainer::new(settings.clone(), &mut |event| {
+        if let Preparing::Proof(proof) = event {
+            told.push(proof)
+        }
+    })
+    .unwrap();
     assert_eq!((told.len(), told[0].counts.dropped, told[0].rows), (1, 400, 320));
     let (_, events, _) = run(settings.clone(), None);
     assert!(steps(&events).count() == 12 && steps(&events).all(|step| step.loss > 0.0));

@@ -2,8 +2,8 @@
 
     python onnx_logits.py MODEL IDS
 
-IDS is a JSON list of rows of token ids, all equally long. Prints one JSON object: `logits`, all values in row-major order,
-and `axes`, the names of the input's axes.
+IDS is a JSON list of rows of token ids, all equally long; a graph with a KV cache gets them in three pieces. Prints one JSON
+object: `logits`, all values in row-major order, and `axes`, the names of the input's axes.
 """
 
 import json
@@ -15,5 +15,16 @@ import onnxruntime
 session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
 with open(sys.argv[2]) as file:
     ids = numpy.array(json.load(file), dtype=numpy.int64)
-[logits] = session.run(["logits"], {"input_ids": ids})
+pasts = [tensor for tensor in session.get_inputs() if tensor.name.startswith("past_key_values.")]
+if pasts:
+    names = [tensor.name for tensor in session.get_outputs()]
+    state = {past.name: numpy.zeros((len(ids), past.shape[1], 0, past.shape[3]), numpy.float32) for past in pasts}
+    pieces = []
+    for piece in numpy.split(ids, [ids.shape[1] - 2, ids.shape[1] - 1], axis=1):
+        found = dict(zip(names, session.run(names, {"input_ids": piece, **state})))
+        pieces.append(found["logits"])
+        state = {past.name: found[past.name.replace("past_key_values", "present")] for past in pasts}
+    logits = numpy.concatenate(pieces, axis=1)
+else:
+    [logits] = session.run(["logits"], {"input_ids": ids})
 print(json.dumps({"logits": logits.flatten().tolist(), "axes": session.get_inputs()[0].shape}))

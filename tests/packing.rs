@@ -60,8 +60,7 @@ fn batches(samples: &[Vec<(u32, bool)>], seq_len: usize, packing: bool, rows: us
 fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Keep) -> Engine {
     let mut engine = case.engine(policy, shape.0);
     let spec = engine.model.spec();
-    engine.workspace =
-        Workspace::for_training(spec, policy, shape, keep, &Device::Cpu).unwrap();
+    engine.workspace = Workspace::for_training(spec, policy, shape, keep, &Device::Cpu).unwrap();
     engine.grads = Gradients::new(&engine.state.weights, policy, 2).unwrap();
     engine
 }

@@ -9,7 +9,7 @@ mod common {
 
 use common::python::{python, run_script};
 use finetune::data::{
-    ChatFiles, ChatFormat, Conversation, IGNORE_INDEX, Loader, LossOn, Reading, Source, TemplateTokens, Tokenizer,
+    ChatFormat, Conversation, IGNORE_INDEX, Loader, LossOn, Reading, Source, TemplateTokens, Tokenizer, named_template,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -26,8 +26,7 @@ const FAMILIES: [(&str, &str); 7] = [
 ];
 
 /// SmolLM2's, as its model file holds it.
-const SMOLLM2: &str =
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful \
+const SMOLLM2: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful \
      AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + \
      message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
@@ -45,15 +44,29 @@ fn conversations() -> Vec<Value> {
     vec![
         case(json!([say("user", "Hi"), say("assistant", "Hello!")]), Value::Null),
         case(
-            json!([say("system", "Täglich \"kurz\" 你好"), say("user", "a\nb\n"), say("assistant", ""), say("user", " c "), say("assistant", " the end\n")]),
+            json!([
+                say("system", "Täglich \"kurz\" 你好"),
+                say("user", "a\nb\n"),
+                say("assistant", ""),
+                say("user", " c "),
+                say("assistant", " the end\n")
+            ]),
             Value::Null,
         ),
         case(json!([say("user", "one"), say("user", "two"), say("assistant", "so 🙂")]), Value::Null),
         case(
-            json!([say("user", "x"), say("assistant", "<think>\nhm\n</think>\n\nso 🙂"), say("user", "y"), say("assistant", "<think>\nwell\n</think>\n\n12")]),
+            json!([
+                say("user", "x"),
+                say("assistant", "<think>\nhm\n</think>\n\nso 🙂"),
+                say("user", "y"),
+                say("assistant", "<think>\nwell\n</think>\n\n12")
+            ]),
             Value::Null,
         ),
-        case(json!([say("user", "{{ not a template }} {% nor this %}"), say("assistant", "<b>&amp;</b> 'quoted'\n\n")]), Value::Null),
+        case(
+            json!([say("user", "{{ not a template }} {% nor this %}"), say("assistant", "<b>&amp;</b> 'quoted'\n\n")]),
+            Value::Null,
+        ),
         case(json!([say("system", "s"), say("assistant", "I begin"), say("user", "u")]), Value::Null),
         case(json!([say("user", "1+2?"), call, say("tool", "3"), say("assistant", "It is 3.")]), tools.clone()),
         case(json!([say("system", "Use tools."), say("user", "1+2?"), say("assistant", "3")]), tools),
@@ -73,8 +86,15 @@ fn tokenizer() -> Vec<u8> {
     }
     json["model"]["vocab"]["!!"] = 256.into();
     let names = [
-        "<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-        "<start_of_turn>", "<end_of_turn>",
+        "<|endoftext|>",
+        "<s>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<start_of_turn>",
+        "<end_of_turn>",
     ];
     let special = names.iter().enumerate().map(|(i, name)| {
         json!({"id": next + i, "content": name, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true})
@@ -88,7 +108,7 @@ fn tokens() -> TemplateTokens {
 }
 
 fn built_in(name: &str) -> String {
-    ChatFiles::default().with_template(Some(name)).unwrap().template.unwrap()
+    named_template(name).unwrap()
 }
 
 /// The ids and the mask that training has of one conversation.
@@ -126,8 +146,9 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
     let (mut same_texts, mut same_masks, mut refusals) = (0, 0, 0);
     for (case, result) in conversations().iter().zip(results) {
         let conversation = Conversation::from_json(&case["messages"].to_string()).unwrap();
-        let tools: Option<minijinja::Value> =
-            Some(&case["tools"]).filter(|tools| !tools.is_null()).map(|tools| serde_json::from_str(&tools.to_string()).unwrap());
+        let tools: Option<minijinja::Value> = Some(&case["tools"])
+            .filter(|tools| !tools.is_null())
+            .map(|tools| serde_json::from_str(&tools.to_string()).unwrap());
         for (published, name) in FAMILIES {
             let theirs = &result["published"][published];
             let chat = ChatFormat::new(found["published"][published].as_str().unwrap(), published, tokens());
@@ -150,11 +171,18 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
                 continue;
             }
             let (ids, learned) = trained(folder.path(), &tokenizer, case, chat);
-            assert_eq!((json!(ids), json!(learned)), (theirs["ids"].clone(), theirs["learned"].clone()), "{name}: {case}");
+            assert_eq!(
+                (json!(ids), json!(learned)),
+                (theirs["ids"].clone(), theirs["learned"].clone()),
+                "{name}: {case}"
+            );
             same_masks += 1;
         }
     }
-    assert!(same_texts >= 40 && same_masks >= 50 && refusals >= 3, "{same_texts} texts, {same_masks} masks, {refusals} refusals");
+    assert!(
+        same_texts >= 40 && same_masks >= 50 && refusals >= 3,
+        "{same_texts} texts, {same_masks} masks, {refusals} refusals"
+    );
 }
 
 #[test]
@@ -176,9 +204,17 @@ fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
     assert_eq!(chat.render(&conversation, None, true).unwrap().text, "user> a\n");
     // One that is like another but for some conversations is found out by the first of these.
     let source = built_in("chatml").replace("{%- generation %}", "").replace("{%- endgeneration %}", "");
-    let chat = ChatFormat::new(&source.replace("{{- message.role", "{{- ('>' if 'x' in message.content) ~ message.role").replace("message.content + '<|im_end|>\\n'", "message.content | replace('x', 'y') + '<|im_end|>\\n'"), "like", tokens());
+    let chat = ChatFormat::new(
+        &source
+            .replace("{{- message.role", "{{- ('>' if 'x' in message.content) ~ message.role")
+            .replace("message.content + '<|im_end|>\\n'", "message.content | replace('x', 'y') + '<|im_end|>\\n'"),
+        "like",
+        tokens(),
+    );
     assert_eq!(chat.name(), "the training template `chatml`");
-    let conversation = Conversation::from_json(r#"[{"role": "user", "content": "x"}, {"role": "assistant", "content": "b"}]"#).unwrap();
+    let conversation =
+        Conversation::from_json(r#"[{"role": "user", "content": "x"}, {"role": "assistant", "content": "b"}]"#)
+            .unwrap();
     let message = chat.render(&conversation, None, false).unwrap_err().to_string();
     assert!(message.contains("writes") && message.contains("`chatml`, which marks the answers"), "{message}");
 }

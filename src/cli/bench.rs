@@ -10,7 +10,7 @@ use crate::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use crate::engine::model::ModelSpec;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
-use crate::store::ModelFolder;
+use crate::store::StoredModel;
 use crate::telemetry::ProcessStats;
 use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
 use crate::{Error, Result};
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// Flags of `finetune bench`. Tokens and weights are random.
 #[derive(Args, Debug)]
 pub(super) struct BenchArgs {
-    /// An architecture's name, or a Hugging Face folder that defines the shape
+    /// An architecture's name, or a Hugging Face folder or .gguf file that defines the shape
     #[arg(long, default_value = "distilgpt2")]
     model: String,
     /// Number of layers [default: the model's]
@@ -94,10 +94,10 @@ impl BenchArgs {
     fn shape(&self) -> Result<ModelSpec> {
         let mut shape = match ModelSpec::named(&self.model) {
             Some(shape) => shape,
-            None if Path::new(&self.model).is_dir() => ModelFolder::open(&self.model)?.config().clone(),
+            None if Path::new(&self.model).exists() => StoredModel::shape(Path::new(&self.model))?,
             None => {
                 let names = ModelSpec::names().join(", ");
-                let message = format!("`{}` is neither a folder nor one of {names}", self.model);
+                let message = format!("`{}` is neither a folder, nor a `.gguf` file, nor one of {names}", self.model);
                 return Err(Error::config("--model", message));
             }
         };

@@ -142,14 +142,14 @@ impl Speaker<'_> {
         }
         let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
         let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &weights.device())?;
-        let request = Request { prompt: &prompt, max_tokens: args.max_tokens, eos: None, sampling };
+        let request = Request { prompt: &prompt, max_tokens: args.max_tokens, ends: &chat.ends, sampling };
         let (mut stream, mut answer) = (TextStream::new(&trained.tokenizer), String::new());
         let mut say = |answer: &mut String, piece: &str| {
             answer.push_str(piece);
             out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
         };
         let stop = generate(model, weights, &mut cache, request, |id| {
-            if chat.ends.contains(&id) || (chat.plain && answer.contains(LINE_END)) {
+            if chat.plain && answer.contains(LINE_END) {
                 return Ok(false);
             }
             say(&mut answer, &stream.push(id)?)?;

@@ -3,10 +3,10 @@
 use crate::cli::flags::read;
 use crate::cli::model::ModelArgs;
 use crate::cli::tell::Teller;
-use crate::data::{ChatFiles, TokenSource};
+use crate::data::TokenSource;
+use crate::inference::answers::{Answers, exact_answers};
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
 use crate::inference::trained::TrainedModel;
-use crate::inference::answers::{Answers, exact_answers};
 use crate::train::{Config, Layers, dataset, dialogues, whole_text};
 use crate::{Error, Result};
 use clap::Args;
@@ -100,7 +100,8 @@ struct Text {
 /// The whole text that the user named.
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
     let teller = Teller::start();
-    let (tokens, bytes_per_token) = whole_text(&data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
+    let (tokens, bytes_per_token) =
+        whole_text(&data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
@@ -112,7 +113,7 @@ fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
     })?;
     let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
     let teller = Teller::start();
-    let chat = ChatFiles::of_folder(&trained.path)?;
+    let chat = trained.companions.chat()?;
     let set = dataset(&config, &chat, &trained.tokenizer, &mut |event| teller.tell(event))?;
     let data = match &config.val {
         Some(val) => val.clone(),

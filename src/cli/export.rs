@@ -1,7 +1,7 @@
 //! `finetune export`: writes a trained model for other programs.
 
 use crate::cli::model::NameArgs;
-use crate::inference::export::{Format, export};
+use crate::inference::export::{Encoding, Format, OnnxOptions, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
@@ -19,9 +19,15 @@ pub(super) struct ExportArgs {
     /// The format [default: by the name of OUT]
     #[arg(long, value_enum)]
     format: Option<FormatName>,
-    /// Type of the weights; fp32 is a checkpoint's masters
+    /// Type of the weights; fp32 is a checkpoint's masters, `q8_0` and `q4_k` are for GGUF files
     #[arg(long, value_enum, default_value = "fp32")]
     dtype: DtypeName,
+    /// ONNX: products in INT8, with a scale for each output of a weight
+    #[arg(long)]
+    int8: bool,
+    /// ONNX: keys and values of earlier tokens as inputs, of all tokens as outputs
+    #[arg(long)]
+    kv_cache: bool,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -39,6 +45,10 @@ enum DtypeName {
     Fp32,
     Fp16,
     Bf16,
+    #[value(name = "q8_0")]
+    Q8_0,
+    #[value(name = "q4_k")]
+    Q4K,
 }
 
 /// Exports the model and prints the written files to `out`, one per line.
@@ -47,15 +57,26 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
         None => Format::of(&args.out),
         Some(FormatName::Hf) => Format::HuggingFace,
         Some(FormatName::Gguf) => Format::Gguf,
-        Some(FormatName::Onnx) => Format::Onnx,
+        Some(FormatName::Onnx) => Format::Onnx(OnnxOptions::default()),
     };
-    let dtype = match args.dtype {
-        DtypeName::Fp32 => Dtype::F32,
-        DtypeName::Fp16 => Dtype::F16,
-        DtypeName::Bf16 => Dtype::BF16,
+    let options = OnnxOptions { kv_cache: args.kv_cache, int8: args.int8 };
+    let format = match format {
+        Format::Onnx(_) => Format::Onnx(options),
+        other if options == OnnxOptions::default() => other,
+        _ => {
+            let flag = if args.int8 { "--int8" } else { "--kv-cache" };
+            return Err(Error::config(flag, "is for ONNX; give OUT a name that ends in `.onnx`"));
+        }
+    };
+    let encoding = match args.dtype {
+        DtypeName::Fp32 => Encoding::Plain(Dtype::F32),
+        DtypeName::Fp16 => Encoding::Plain(Dtype::F16),
+        DtypeName::Bf16 => Encoding::Plain(Dtype::BF16),
+        DtypeName::Q8_0 => Encoding::Q8_0,
+        DtypeName::Q4K => Encoding::Q4K,
     };
     let trained = args.model.open()?;
-    for path in export(&trained, dtype, format, &args.out)? {
+    for path in export(&trained, encoding, format, &args.out)? {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
     }
     Ok(())

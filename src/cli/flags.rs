@@ -15,8 +15,8 @@ pub(crate) struct ConfigArgs {
     /// A configuration file (TOML); see configs/
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     pub(crate) config: Option<PathBuf>,
-    /// `tiny`, a model of the Hugging Face Hub, a folder, or an architecture with `--init random` [default: tiny]
-    #[arg(long, short, value_name = "NAME|FOLDER", help_heading = "Model and text")]
+    /// `tiny`, a model of the Hugging Face Hub, a folder, a .gguf file, or an architecture with `--init random` [default: tiny]
+    #[arg(long, short, value_name = "NAME|PATH", help_heading = "Model and text")]
     pub(crate) model: Option<String>,
     /// The Hub's branch, tag or commit
     #[arg(long, value_name = "REVISION", help_heading = "Model and text")]

@@ -54,7 +54,8 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         return Err(Error::config("--seq-len", message));
     }
     let teller = Teller::start();
-    let (tokens, _) = whole_text(&args.data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
+    let (tokens, _) =
+        whole_text(&args.data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
     drop(teller);
     let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
     let watched = stderr().is_terminal();

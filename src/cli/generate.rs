@@ -57,8 +57,8 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     let (model, weights) = trained.load(args.model.dtype, &open)?;
     let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
     let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &open.device)?;
-    let eos = trained.tokenizer.eos_id().or(trained.config.eos_token_id);
-    let request = Request { prompt: &prompt, max_tokens: args.max_tokens, eos, sampling: &sampling };
+    let ends = trained.ends()?;
+    let request = Request { prompt: &prompt, max_tokens: args.max_tokens, ends: &ends, sampling: &sampling };
 
     let mut stream = TextStream::new(&trained.tokenizer);
     let (began, mut count) = (Instant::now(), 0);

@@ -18,7 +18,8 @@ use std::path::{Path, PathBuf};
 /// The flags that select a model.
 #[derive(Args, Debug)]
 pub(super) struct NameArgs {
-    /// A run by name or folder, a checkpoint in it, a Hugging Face folder, or a model of the Hugging Face Hub
+    /// A run by name or folder, a checkpoint in it, a Hugging Face folder, a .gguf file, or one of these on the Hub:
+    /// `owner/name`, `hf://owner/name/file.gguf`
     #[arg(value_name = "MODEL")]
     name: String,
     /// The folder of all runs
@@ -50,7 +51,7 @@ impl NameArgs {
         let folder = if self.revision.is_none() && named != Path::new(&self.name) {
             named
         } else {
-            locate(&self.name, self.revision.as_deref(), &mut |event| teller.tell(event))?.folder
+            locate(&self.name, self.revision.as_deref(), &mut |event| teller.tell(event))?.path
         };
         let folder = if self.best {
             if !folder.join("config.toml").is_file() {

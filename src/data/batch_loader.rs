@@ -192,7 +192,9 @@ impl BatchLoader {
         // A batch with fewer rows is the epoch's last one and stays where it is.
         let whole = rows.len() / self.batch_size;
         let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER, epoch.wrapping_mul(1 << 32) + first);
-        let order = (0..whole).map(|batch| batches.at(batch as u64) as usize).chain(whole..rows.len().div_ceil(self.batch_size));
+        let order = (0..whole)
+            .map(|batch| batches.at(batch as u64) as usize)
+            .chain(whole..rows.len().div_ceil(self.batch_size));
         let batch = |batch: usize| rows[batch * self.batch_size..].iter().take(self.batch_size).copied();
         self.sorted = Sorted { of: Some((epoch, first)), rows: order.flat_map(batch).collect() };
     }

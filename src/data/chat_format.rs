@@ -9,8 +9,8 @@ use std::path::Path;
 use minijinja::Value;
 use serde_json::Value as Json;
 
-use super::tokenizer::Tokenizer;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
+use super::tokenizer::Tokenizer;
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
@@ -60,73 +60,31 @@ const PROBES: [(&str, Option<&str>); 3] = [
     ),
 ];
 
-/// What a model folder says of conversations.
+/// What a model says of conversations.
 #[derive(Clone, Debug, Default)]
-pub struct ChatFiles {
+pub struct ChatSettings {
     /// The model's template.
     pub template: Option<String>,
     /// The tokens that templates name.
     pub tokens: TemplateTokens,
-    /// End tokens of `generation_config.json`.
-    pub ends: Vec<u32>,
-    /// `tokenizer_config.json` and `generation_config.json` as they stand, for the checkpoints.
-    pub carried: Vec<(&'static str, Vec<u8>)>,
 }
 
-/// The files about conversations that go from a model's folder into a checkpoint's, unchanged.
-pub const CARRIED: [&str; 2] = ["tokenizer_config.json", GENERATION_CONFIG];
-/// Holds the tokens that end an answer.
-pub const GENERATION_CONFIG: &str = "generation_config.json";
-/// The template's own file.
-pub const TEMPLATE_FILE: &str = "chat_template.jinja";
-
-impl ChatFiles {
-    /// Reads the files of `folder`, none of which has to exist.
-    ///
-    /// # Errors
-    /// [`Error::Io`] or [`Error::Model`] for a file that is there and cannot be read or parsed.
-    pub fn of_folder(folder: &Path) -> Result<Self> {
-        let mut carried = Vec::new();
-        let mut json = |name: &'static str| -> Result<Json> {
-            let path = folder.join(name);
-            if !path.is_file() {
-                return Ok(Json::Null);
-            }
-            let bytes = read_at_most(&path, MAX_FILE)?;
-            let value = serde_json::from_slice(&bytes)
-                .map_err(|error| Error::model(path.display(), format!("not JSON: {error}")))?;
-            carried.push((name, bytes));
-            Ok(value)
-        };
-        let [config, generation] = [json(CARRIED[0])?, json(CARRIED[1])?];
-        let file = folder.join(TEMPLATE_FILE);
-        let template = if file.is_file() { Some(text_file(&file)?) } else { template_in(&config) };
-        let tokens = TemplateTokens { bos: special(&config, "bos_token"), eos: special(&config, "eos_token") };
-        let ids = &generation["eos_token_id"];
-        let ids = ids.as_array().cloned().unwrap_or_else(|| vec![ids.clone()]);
-        let ends = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect();
-        Ok(Self { template, tokens, ends, carried })
+/// The template that a user names: one of ours, or a file.
+///
+/// # Errors
+/// [`Error::Config`] if it is neither; [`Error::Io`] or [`Error::Model`] if the file cannot be read.
+pub fn named_template(named: &str) -> Result<String> {
+    match built_in(named) {
+        Some(source) => Ok(source),
+        None if Path::new(named).is_file() => text_file(Path::new(named)),
+        None => {
+            let known = BUILT_IN.map(|(name, _, _)| format!("`{name}`")).join(", ");
+            Err(Error::config("chat_template", format!("`{named}` is neither a file nor one of {known}")))
+        }
     }
 }
 
-impl ChatFiles {
-    /// Takes the template that a user names, one of ours or a file, in place of the model's.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if it is neither; [`Error::Io`] or [`Error::Model`] if the file cannot be read.
-    pub fn with_template(mut self, named: Option<&str>) -> Result<Self> {
-        let Some(named) = named else { return Ok(self) };
-        self.template = Some(match built_in(named) {
-            Some(source) => source,
-            None if Path::new(named).is_file() => text_file(Path::new(named))?,
-            None => {
-                let known = BUILT_IN.map(|(name, _, _)| format!("`{name}`")).join(", ");
-                return Err(Error::config("chat_template", format!("`{named}` is neither a file nor one of {known}")));
-            }
-        });
-        Ok(self)
-    }
-
+impl ChatSettings {
     /// How conversations are written: by the model's template, or one line a message where it brings none. `model` names it in
     /// errors.
     pub fn format(&self, model: &str, tokenizer: &Tokenizer) -> ChatFormat {
@@ -135,19 +93,6 @@ impl ChatFiles {
             None => ChatFormat::plain(tokenizer.eos_id().and_then(|id| tokenizer.token(id)).as_deref()),
         }
     }
-}
-
-/// The template in `tokenizer_config.json`: a text, or the one of several that is named `default`.
-fn template_in(config: &Json) -> Option<String> {
-    let template = &config["chat_template"];
-    let named = template.as_array().into_iter().flatten().find(|entry| entry["name"] == "default");
-    let text = template.as_str().or_else(|| named.and_then(|entry| entry["template"].as_str()));
-    text.map(str::to_owned)
-}
-
-/// A special token, which files give as a text or as an object.
-fn special(config: &Json, key: &str) -> Option<String> {
-    config[key].as_str().or_else(|| config[key]["content"].as_str()).map(str::to_owned)
 }
 
 /// The text of a template's file.

@@ -113,7 +113,9 @@ impl Document {
             }
             if let Some(at) = text.find('\0') {
                 let (line, position) = (line + line_feeds(&buffer[..at]), position + at);
-                return Err(self.error(format!("byte {position} (line {line}) is zero: this is a binary file, not text")));
+                return Err(
+                    self.error(format!("byte {position} (line {line}) is zero: this is a binary file, not text"))
+                );
             }
             let cut = if ended { text.len() } else { seam(text).unwrap_or(0) };
             let cut = if cut == 0 && text.len() >= MAX_PIECE_BYTES { text.len() } else { cut };
@@ -186,10 +188,10 @@ fn line_feeds(bytes: &[u8]) -> usize {
 #[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::super::row::Reading;
-    use std::path::Path;
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use super::*;
     use proptest::prelude::*;
+    use std::path::Path;
     use std::sync::LazyLock;
 
     fn read(name: &str, content: &[u8]) -> Result<Vec<Piece>> {
@@ -243,13 +245,28 @@ mod tests {
             let pieces = read(name, content.as_bytes()).unwrap();
             shape(&pieces).into_iter().map(|(text, learned, starts)| (text.to_owned(), learned, starts)).collect()
         };
-        let expected =
-            [("1+1=", false, true), ("2", true, false), ("", true, false), ("a \"b\",\nc", false, true), ("é", true, false), ("", true, false)];
+        let expected = [
+            ("1+1=", false, true),
+            ("2", true, false),
+            ("", true, false),
+            ("a \"b\",\nc", false, true),
+            ("é", true, false),
+            ("", true, false),
+        ];
         let expected = expected.map(|(text, learned, starts)| (text.to_owned(), learned, starts));
         let rows = [
-            ("a.jsonl", "\u{feff}{\"prompt\": \"1+1=\", \"completion\": \"2\"}\n\n\r\n{\"completion\": \"é\", \"prompt\": \"a \\\"b\\\",\\nc\"}"),
-            ("a.json", "\u{feff} [{\"prompt\": \"1+1=\", \"completion\": \"2\"},\n {\"id\": 7, \"prompt\": \"a \\\"b\\\",\\nc\", \"completion\": \"é\"}]\n"),
-            ("b.json", "{\"prompt\": \"1+1=\", \"completion\": \"2\"}\n{\"prompt\": \"a \\\"b\\\",\\nc\", \"completion\": \"é\"}\n"),
+            (
+                "a.jsonl",
+                "\u{feff}{\"prompt\": \"1+1=\", \"completion\": \"2\"}\n\n\r\n{\"completion\": \"é\", \"prompt\": \"a \\\"b\\\",\\nc\"}",
+            ),
+            (
+                "a.json",
+                "\u{feff} [{\"prompt\": \"1+1=\", \"completion\": \"2\"},\n {\"id\": 7, \"prompt\": \"a \\\"b\\\",\\nc\", \"completion\": \"é\"}]\n",
+            ),
+            (
+                "b.json",
+                "{\"prompt\": \"1+1=\", \"completion\": \"2\"}\n{\"prompt\": \"a \\\"b\\\",\\nc\", \"completion\": \"é\"}\n",
+            ),
             ("a.csv", "\u{feff}prompt,completion\r\n1+1=,2\r\n\"a \"\"b\"\",\nc\",é\r\n"),
             ("a.tsv", "id\tcompletion\tprompt\n1\t2\t1+1=\n2\té\t\"a \"\"b\"\",\nc\"\n"),
         ];
@@ -274,7 +291,10 @@ mod tests {
             assert_eq!((parts.len(), piece.end), (1, End::Complete));
         }
         let row = r#"{"instruction": "do", "input": "it", "output": "done", "system": "be"}"#;
-        assert_eq!(read("a.jsonl", row.as_bytes()).unwrap()[0].text, "system: be\nuser: do\n\nit\nassistant: done<|endoftext|>\n");
+        assert_eq!(
+            read("a.jsonl", row.as_bytes()).unwrap()[0].text,
+            "system: be\nuser: do\n\nit\nassistant: done<|endoftext|>\n"
+        );
     }
 
     #[test]

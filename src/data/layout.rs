@@ -83,7 +83,9 @@ impl Layout {
         let mut spans = Vec::new();
         for document in tokens.documents() {
             let inputs = document.start..document.end - 1;
-            spans.extend(inputs.clone().step_by(seq_len).map(|start| Span { start, len: seq_len.min(inputs.end - start) }));
+            spans.extend(
+                inputs.clone().step_by(seq_len).map(|start| Span { start, len: seq_len.min(inputs.end - start) }),
+            );
         }
         let learned = spans.iter().map(|span| span.len as u64).sum();
         let rows = pack(spans, seq_len);
@@ -273,7 +275,10 @@ mod tests {
         let counts = Counts { samples: 5, tokens: 38, learned: 3, cut: 1, cut_tokens: 11, dropped: 2 };
         assert_eq!(layout.counts(), counts);
         let message = Layout::new(samples(&[20, 30]), 8, false, "a.jsonl").unwrap_err().to_string();
-        assert!(message.contains("a.jsonl: nothing to learn: of 2 samples, 2 are longer than `--seq-len 8`"), "{message}");
+        assert!(
+            message.contains("a.jsonl: nothing to learn: of 2 samples, 2 are longer than `--seq-len 8`"),
+            "{message}"
+        );
     }
 
     #[test]

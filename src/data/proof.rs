@@ -33,12 +33,7 @@ impl Proof {
     ///
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) if the tokens cannot be read or decoded.
-    pub fn new(
-        layout: &Layout,
-        number: Option<u64>,
-        tokenizer: &Tokenizer,
-        chat: Option<&ChatFormat>,
-    ) -> Result<Self> {
+    pub fn new(layout: &Layout, number: Option<u64>, tokenizer: &Tokenizer, chat: Option<&ChatFormat>) -> Result<Self> {
         let mut sample: Vec<(String, bool)> = Vec::new();
         let Some(tokens) = layout.sample(number) else {
             let message = format!("there are {} samples, counted from 1", layout.counts().samples);
@@ -79,8 +74,7 @@ impl Proof {
         if let Some(marked_by) = &self.marked_by {
             _ = write!(out, "; answers are marked by {}", untrusted::line(marked_by));
         }
-        let (how, open, close) =
-            if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
+        let (how, open, close) = if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
         let which = self.number.map_or_else(|| "the first sample".to_owned(), |number| format!("sample {number}"));
         _ = write!(out, "\n{which}, with what is learned in {how}:\n");
         let total: usize = self.sample.iter().map(|(text, _)| text.len()).sum();

@@ -62,18 +62,8 @@ pub struct Reading {
 }
 
 /// Fields that say by their names what they are.
-const CONVENTIONAL: [&str; 10] = [
-    "text",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "messages",
-    "conversations",
-    "tools",
-];
+const CONVENTIONAL: [&str; 10] =
+    ["text", "prompt", "completion", "instruction", "input", "output", "system", "messages", "conversations", "tools"];
 
 /// Roles that a message may have.
 const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
@@ -296,8 +286,7 @@ impl<'a> RowReader<'a> {
 }
 
 /// What a row may be, and how to say it.
-pub(super) const EXPECTED: &str =
-    "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
+pub(super) const EXPECTED: &str = "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
      other fields with `--text-field`, or `--prompt-field` and `--completion-field`";
 
 /// A list, or one written as JSON text, as tables hold it.
@@ -306,8 +295,13 @@ fn list(value: Value) -> Result<Value, String> {
         ValueKind::Seq => Ok(value),
         ValueKind::String => {
             let text = value.as_str().unwrap_or_default();
-            let read: Value = serde_json::from_str(text).map_err(|error| format!("is text that is no JSON: {error}"))?;
-            if read.kind() == ValueKind::Seq { Ok(read) } else { Err(format!("is {}, and a list is needed", kind_of(&read))) }
+            let read: Value =
+                serde_json::from_str(text).map_err(|error| format!("is text that is no JSON: {error}"))?;
+            if read.kind() == ValueKind::Seq {
+                Ok(read)
+            } else {
+                Err(format!("is {}, and a list is needed", kind_of(&read)))
+            }
         }
         _ => Err(format!("is {}, and a list is needed", kind_of(&value))),
     }

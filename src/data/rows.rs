@@ -130,7 +130,8 @@ impl Document {
 
     fn read_table(&self, separator: u8, take: &mut Take<'_>) -> Result<()> {
         // Where lines end with CR LF, the reader counts a line's end with the record after it.
-        let lag = u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
+        let lag =
+            u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
         let wrong = |error: csv::Error| self.table_error(&error, lag);
         let budget = Budget::default();
         let source = Bounded { file: self.open()?, budget: budget.clone() };

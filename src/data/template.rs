@@ -164,12 +164,7 @@ impl Template {
     }
 
     /// [`Self::render`] with tools that were read already.
-    pub fn render_with(
-        &self,
-        conversation: &Conversation,
-        tools: Option<&Value>,
-        reply: bool,
-    ) -> Result<Rendered> {
+    pub fn render_with(&self, conversation: &Conversation, tools: Option<&Value>, reply: bool) -> Result<Rendered> {
         let fail = |error: minijinja::Error| explain(&self.origin, &error);
         let TemplateTokens { bos, eos } = &self.tokens;
         let template = self.environment.get_template(NAME).map_err(fail)?;
@@ -183,7 +178,8 @@ impl Template {
             variables.extend(token.iter().map(|token| (name, Value::from(token.as_str()))));
         }
         if self.marks && conversation.messages.iter().any(holds_mark) {
-            let message = "a message holds U+FDD0 or U+FDD1, which are no characters and mark answers here; take them out";
+            let message =
+                "a message holds U+FDD0 or U+FDD1, which are no characters and mark answers here; take them out";
             return Err(Error::model(&self.origin, message));
         }
         let marked = template.render(variables).map_err(fail)?;

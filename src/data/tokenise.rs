@@ -93,7 +93,8 @@ impl<'a> Tokenise<'a> {
     fn flush(&mut self) -> Result<()> {
         let pieces = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;
-        let encoded: Vec<Result<Vec<(u32, bool)>>> = pieces.par_iter().map(|piece| encode(self.tokenizer, piece)).collect();
+        let encoded: Vec<Result<Vec<(u32, bool)>>> =
+            pieces.par_iter().map(|piece| encode(self.tokenizer, piece)).collect();
         for (piece, ids) in pieces.iter().zip(encoded) {
             let mut ids = ids?;
             if let (true, Some(eos)) = (piece.end == End::EndOfText, self.tokenizer.eos_id()) {
@@ -111,23 +112,22 @@ impl<'a> Tokenise<'a> {
         }
         Ok(())
     }
-
 }
 
 /// The piece's ids, each with whether it is learned.
 fn encode(tokenizer: &Tokenizer, piece: &Piece) -> Result<Vec<(u32, bool)>> {
-        let parts = match &piece.learned {
-            Learned::Parts(parts) => parts,
-            all_or_none => {
-                let learned = *all_or_none == Learned::All;
-                return Ok(tokenizer.encode(&piece.text)?.into_iter().map(|id| (id, learned)).collect());
-            }
-        };
-        let spans = tokenizer.encode_with_spans(&piece.text)?;
-        // A token that an answer shares with what is before or behind it is part of the answer, as in transformers.
-        let overlaps = |span: &std::ops::Range<usize>| {
-            let next = parts.partition_point(|part| part.end <= span.start);
-            parts.get(next).is_some_and(|part| part.start < span.end)
-        };
-        Ok(spans.into_iter().map(|(id, span)| (id, overlaps(&span))).collect())
+    let parts = match &piece.learned {
+        Learned::Parts(parts) => parts,
+        all_or_none => {
+            let learned = *all_or_none == Learned::All;
+            return Ok(tokenizer.encode(&piece.text)?.into_iter().map(|id| (id, learned)).collect());
+        }
+    };
+    let spans = tokenizer.encode_with_spans(&piece.text)?;
+    // A token that an answer shares with what is before or behind it is part of the answer, as in transformers.
+    let overlaps = |span: &std::ops::Range<usize>| {
+        let next = parts.partition_point(|part| part.end <= span.start);
+        parts.get(next).is_some_and(|part| part.start < span.end)
+    };
+    Ok(spans.into_iter().map(|(id, span)| (id, overlaps(&span))).collect())
 }

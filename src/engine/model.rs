@@ -5,6 +5,7 @@ mod architecture;
 mod decoder;
 mod dora;
 mod gemma3;
+mod gguf;
 mod gpt2;
 mod hook;
 mod layers;
@@ -19,6 +20,7 @@ mod spec;
 mod workspace;
 
 pub use decoder::{Decoder, KvCache, Mode, Tokens};
+pub use gguf::{GgufHeader, GgufWords, ROPE_FACTORS, gguf_name};
 pub use hook::{Hook, Part, Place};
 pub use lora::{ALL_LINEAR, Lora, set_output_norms};
 pub use parameters::Parameters;

@@ -48,12 +48,9 @@ pub fn exact_answers(
         }
         let capacity = context.min(ids.len() + max_tokens);
         let mut cache = KvCache::new(&trained.config, policy, capacity, &weights.device())?;
-        let request = Request { prompt: &ids, max_tokens, eos: None, sampling: &sampling };
+        let request = Request { prompt: &ids, max_tokens, ends: &chat.ends, sampling: &sampling };
         let (mut stream, mut said) = (TextStream::new(&trained.tokenizer), String::new());
         generate(model, weights, &mut cache, request, |id| {
-            if chat.ends.contains(&id) {
-                return Ok(false);
-            }
             said += &stream.push(id)?;
             Ok(true)
         })?;

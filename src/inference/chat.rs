@@ -1,7 +1,7 @@
 //! A conversation with a model: its template, its history, and the tokens that end a turn.
 
 use crate::Result;
-use crate::data::{ChatFiles, Conversation, Template, text_file};
+use crate::data::{Conversation, Template, text_file};
 use crate::inference::trained::TrainedModel;
 use std::path::Path;
 
@@ -23,18 +23,16 @@ impl Chat {
     /// # Errors
     /// [`Error::Model`] or [`Error::Io`] for a template that cannot be read or parsed.
     pub fn new(trained: &TrainedModel, file: Option<&Path>) -> Result<Self> {
-        let files = ChatFiles::of_folder(&trained.path)?;
+        let chat = trained.companions.chat()?;
         let (source, origin) = match file {
             Some(file) => (Some(text_file(file)?), file.display().to_string()),
-            None => (files.template.clone(), trained.path.display().to_string()),
+            None => (chat.template.clone(), trained.path.display().to_string()),
         };
         let plain = source.is_none();
-        let source = source.unwrap_or_else(|| files.format(&origin, &trained.tokenizer).source().to_owned());
-        let mut ends = files.ends;
-        ends.extend(trained.config.eos_token_id);
-        ends.extend(trained.tokenizer.eos_id());
+        let source = source.unwrap_or_else(|| chat.format(&origin, &trained.tokenizer).source().to_owned());
+        let ends = trained.ends()?;
         Ok(Self {
-            template: Template::new(&source, &origin, files.tokens)?,
+            template: Template::new(&source, &origin, chat.tokens)?,
             plain,
             ends,
             history: Conversation::default(),

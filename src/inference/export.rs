@@ -7,6 +7,8 @@ mod hugging_face;
 mod onnx;
 mod protobuf;
 
+pub use onnx::OnnxOptions;
+
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
 use crate::{Error, Result};
@@ -21,7 +23,7 @@ pub enum Format {
     /// One file for llama.cpp and its kin, tokenizer included.
     Gguf,
     /// A graph with free batch and sequence axes, and its weights in a second file, `.data`.
-    Onnx,
+    Onnx(OnnxOptions),
 }
 
 impl Format {
@@ -29,31 +31,59 @@ impl Format {
     pub fn of(out: &Path) -> Self {
         match out.extension().and_then(|extension| extension.to_str()) {
             Some("gguf") => Self::Gguf,
-            Some("onnx") => Self::Onnx,
+            Some("onnx") => Self::Onnx(OnnxOptions::default()),
             _ => Self::HuggingFace,
         }
     }
 }
 
-/// Writes `trained` with weights of `dtype` to `out`, which must not be there yet. Returns what was written.
+/// How weights are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encoding {
+    /// Number by number.
+    Plain(Dtype),
+    /// Blocks of 32 numbers of 8 bits with a scale; GGUF only.
+    Q8_0,
+    /// Mostly blocks of 256 numbers of 4 bits in 8 groups, each with a scale and a minimum; GGUF only.
+    Q4K,
+}
+
+impl From<Dtype> for Encoding {
+    fn from(dtype: Dtype) -> Self {
+        Self::Plain(dtype)
+    }
+}
+
+/// Writes `trained` with weights of `encoding` to `out`, which must not be there yet. Returns what was written.
 ///
 /// # Errors
-/// [`Error::Config`] where `out` exists; [`Error::Model`] where `dtype` cannot hold the weights or the format cannot hold
+/// [`Error::Config`] where `out` exists or the format has no such encoding; [`Error::Model`] where the type cannot hold the weights or the format cannot hold
 /// the tokenizer; [`Error::Io`].
-pub fn export(trained: &TrainedModel, dtype: Dtype, format: Format, out: &Path) -> Result<Vec<PathBuf>> {
+pub fn export(
+    trained: &TrainedModel,
+    encoding: impl Into<Encoding>,
+    format: Format,
+    out: &Path,
+) -> Result<Vec<PathBuf>> {
+    let encoding = encoding.into();
+    let dtype = match encoding {
+        Encoding::Plain(dtype) => dtype,
+        Encoding::Q8_0 | Encoding::Q4K if format == Format::Gguf => Dtype::F32,
+        Encoding::Q8_0 | Encoding::Q4K => {
+            return Err(Error::config(
+                "--dtype",
+                "only GGUF files have such blocks; give OUT a name that ends in `.gguf`",
+            ));
+        }
+    };
     let name = out.file_name().and_then(|name| name.to_str());
     let name = name.ok_or_else(|| Error::config("OUT", format!("`{}` names no file or folder", out.display())))?;
     let files = match format {
         Format::HuggingFace | Format::Gguf => vec![out.to_path_buf()],
-        Format::Onnx => vec![out.with_file_name(format!("{name}.data")), out.to_path_buf()],
+        Format::Onnx(_) => vec![out.with_file_name(format!("{name}.data")), out.to_path_buf()],
     };
     if let Some(there) = files.iter().find(|file| file.exists()) {
         let message = format!("`{}` exists; remove it first, or give another name", there.display());
-        return Err(Error::config("OUT", message));
-    }
-    let family = trained.config.family.model_type();
-    if format != Format::HuggingFace && family != "gpt2" {
-        let message = format!("only `gpt2` is written as GGUF or ONNX, not `{family}`; export it as a folder");
         return Err(Error::config("OUT", message));
     }
     let weights = trained.weights(dtype)?;
@@ -67,8 +97,8 @@ pub fn export(trained: &TrainedModel, dtype: Dtype, format: Format, out: &Path) 
             std::fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
             hugging_face::write(trained, &weights, dtype, &folder)?;
         }
-        Format::Gguf => gguf::write(trained, &weights, dtype, name, &work.path().join(name))?,
-        Format::Onnx => onnx::write(&trained.config, &weights, &work.path().join(name))?,
+        Format::Gguf => gguf::write(trained, &weights, encoding, name, &work.path().join(name))?,
+        Format::Onnx(onnx) => onnx::write(&trained.config, &weights, onnx, &work.path().join(name))?,
     }
     settle(&work, &files)?;
     Ok(files)

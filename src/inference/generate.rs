@@ -109,8 +109,8 @@ pub struct Request<'a> {
     pub prompt: &'a [u32],
     /// Maximum number of tokens to generate.
     pub max_tokens: usize,
-    /// The token that ends a text.
-    pub eos: Option<u32>,
+    /// The tokens that end a text.
+    pub ends: &'a [u32],
     /// How tokens are sampled.
     pub sampling: &'a Sampling,
 }
@@ -121,8 +121,8 @@ pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
     Ok(if ids.is_empty() { vec![tokenizer.eos_id().unwrap_or(0)] } else { ids })
 }
 
-/// Generates text, overwriting `cache`. Calls `receive` with each token except end-of-text; it returns whether to continue.
-/// Equal weights and requests give equal tokens.
+/// Generates text, overwriting `cache`. Calls `receive` with each token except the one that ends the text; it returns whether
+/// to continue. Equal weights and requests give equal tokens.
 ///
 /// # Errors
 /// [`Error::Model`] if the model's logits are not finite; errors of `receive`.
@@ -147,7 +147,7 @@ pub fn generate(
         let logits = host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
         let logits = penalised(logits, request.sampling.repetition_penalty, &seen)?;
         let next = processor.sample(&request.sampling.prepared(&logits)?)?;
-        if request.eos == Some(next) {
+        if request.ends.contains(&next) {
             return Ok(Stop::EndOfText);
         }
         if !receive(next)? {

@@ -1,13 +1,13 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
-use crate::data::{ChatFiles, Reading, Tokenizer};
+use crate::data::{Reading, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
-use crate::store::ModelFolder;
 use crate::store::base::check_range;
 use crate::store::checkpoint::{Checkpoint, Damage, newest_good, verify};
+use crate::store::{Companions, StoredModel};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::path::{Path, PathBuf};
@@ -15,12 +15,14 @@ use std::path::{Path, PathBuf};
 /// A model with its tokenizer, before its weights are read.
 #[derive(Debug)]
 pub struct TrainedModel {
-    /// The folder of the weights.
+    /// The folder of the weights, or the GGUF file.
     pub path: PathBuf,
     /// The model's shape.
     pub config: ModelSpec,
     /// Its tokenizer.
     pub tokenizer: Tokenizer,
+    /// The files beside its weights.
+    pub companions: Companions,
     /// Damaged newer checkpoints of the run, which were skipped.
     pub damaged: Vec<Damage>,
     weights: Weights,
@@ -28,20 +30,20 @@ pub struct TrainedModel {
 
 #[derive(Debug)]
 enum Weights {
-    Folder(Box<ModelFolder>),
+    Stored(StoredModel),
     /// A full checkpoint, which has the FP32 masters.
     Checkpoint(Box<Checkpoint>),
 }
 
 impl TrainedModel {
-    /// Opens `path`: a folder with `config.json`, a `step-*` or `weights-*` folder (verified first), or a run's folder.
-    /// `tokenizer` replaces the model's own.
+    /// Opens `path`: a folder with `config.json`, a GGUF file, a `step-*` or `weights-*` folder (verified first), or a run's
+    /// folder. `tokenizer` replaces the model's own.
     ///
     /// # Errors
     /// [`Error::Model`] or [`Error::Checkpoint`] if there is no model, it is damaged, or the tokenizer does not fit.
     pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
-        if !path.is_dir() {
-            return Err(Error::model(format!("`{}`", path.display()), "there is no such folder"));
+        if !path.exists() {
+            return Err(Error::model(format!("`{}`", path.display()), "there is no such folder or file"));
         }
         let mut damaged = Vec::new();
         let weights = if path.join("manifest.json").is_file() {
@@ -51,20 +53,41 @@ impl TrainedModel {
             damaged = found.damaged;
             Weights::Checkpoint(Box::new(found.checkpoint))
         } else {
-            Weights::Folder(Box::new(ModelFolder::open(path)?))
+            Weights::Stored(StoredModel::open(path)?)
         };
-        let (path, config, own) = match &weights {
-            Weights::Folder(folder) => (folder.path(), folder.config(), folder.tokenizer()),
-            Weights::Checkpoint(checkpoint) => (checkpoint.path(), checkpoint.config(), Some(checkpoint.tokenizer())),
+        let (path, config) = match &weights {
+            Weights::Stored(model) => (model.path(), model.config()),
+            Weights::Checkpoint(checkpoint) => (checkpoint.path(), checkpoint.config()),
         };
         let (path, config) = (path.to_path_buf(), config.clone());
-        let Some(file) = tokenizer.map(Path::to_path_buf).or(own) else {
+        let own = match (tokenizer, &weights) {
+            (Some(file), _) => Some(Tokenizer::from_file(file)?),
+            (None, Weights::Stored(model)) => model.tokenizer()?,
+            (None, Weights::Checkpoint(checkpoint)) => Some(Tokenizer::from_file(checkpoint.tokenizer())?),
+        };
+        let companions = match &weights {
+            Weights::Stored(model) => model.companions()?,
+            Weights::Checkpoint(checkpoint) => Companions::of_folder(checkpoint.path())?,
+        };
+        let file = match tokenizer {
+            Some(file) => file.to_path_buf(),
+            None if path.is_dir() => path.join("tokenizer.json"),
+            None => path.clone(),
+        };
+        let Some(tokenizer) = own else {
             let message = "it has no `tokenizer.json`; give one with `--tokenizer FILE`";
             return Err(Error::model(path.display(), message));
         };
-        let tokenizer = Tokenizer::from_file(&file)?;
         check_vocabulary(&tokenizer, &file, &config)?;
-        Ok(Self { path, config, tokenizer, damaged, weights })
+        Ok(Self { path, config, tokenizer, companions, damaged, weights })
+    }
+
+    /// The tokens that end a text: those of the configuration, of `generation_config.json` and of the tokenizer.
+    pub fn ends(&self) -> Result<Vec<u32>> {
+        let mut ends = self.config.eos_token_ids.clone();
+        ends.extend(self.companions.eos_ids()?);
+        ends.extend(self.tokenizer.eos_id());
+        Ok(ends)
     }
 
     /// How text is read for it, without a configuration: rows by their usual fields, conversations by its template.
@@ -72,7 +95,7 @@ impl TrainedModel {
     /// # Errors
     /// [`Error::Io`] or [`Error::Model`] where the files about conversations cannot be read.
     pub fn reading(&self) -> Result<Reading> {
-        let chat = ChatFiles::of_folder(&self.path)?.format(&self.path.display().to_string(), &self.tokenizer);
+        let chat = self.companions.chat()?.format(&self.path.display().to_string(), &self.tokenizer);
         Ok(Reading { chat, ..Reading::default() })
     }
 
@@ -80,7 +103,7 @@ impl TrainedModel {
     pub fn masters(&self) -> Result<Parameters> {
         let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
         match &self.weights {
-            Weights::Folder(folder) => folder.read_parameters(&masters)?,
+            Weights::Stored(model) => model.read_parameters(&masters)?,
             Weights::Checkpoint(checkpoint) => checkpoint.read_masters(&masters)?,
         }
         Ok(masters)
@@ -124,7 +147,7 @@ fn open_step(path: &Path) -> Result<Weights> {
     }
     match verify(path).into_iter().next() {
         Some(damage) => Err(damage.into()),
-        None => Ok(Weights::Folder(Box::new(ModelFolder::open(path)?))),
+        None => Ok(Weights::Stored(StoredModel::open(path)?)),
     }
 }
 

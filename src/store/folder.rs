@@ -12,6 +12,7 @@ use crate::engine::model::{Layer, ModelSpec, Op, Parameters};
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
+const CONFIG: &str = "config.json";
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
@@ -39,21 +40,31 @@ impl ModelFolder {
     /// outside the folder; a missing or extra tensor, or one of the wrong shape.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let file = path.join("config.json");
-        let text = read_at_most(&file, MAX_JSON).map_err(|error| match error {
-            Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
-                Error::model(path.display(), "there is no `config.json`: not a model folder")
-            }
-            other => other,
-        })?;
-        let config = ModelSpec::from_json(&text, &file.display().to_string())?;
+        let config = Self::read_config(&path)?;
         let files = weight_files(&path)?;
-        check_depth(&config, files.iter().map(|file| file.tensors().len()).sum(), &file)?;
+        check_depth(&config, files.iter().map(|file| file.tensors().len()).sum(), &path.join(CONFIG))?;
         let places = places(&files, &config)?;
         let mut folder = Self { path, config, files, places };
         folder.settle_head()?;
         folder.check_parameters()?;
         Ok(folder)
+    }
+
+    /// The shape that the folder's configuration asks for; weights need not be there.
+    pub fn read_config(folder: &Path) -> Result<ModelSpec> {
+        let file = folder.join(CONFIG);
+        let text = read_at_most(&file, MAX_JSON).map_err(|error| match error {
+            Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+                Error::model(folder.display(), "there is no `config.json`: not a model folder")
+            }
+            other => other,
+        })?;
+        ModelSpec::from_json(&text, &file.display().to_string())
+    }
+
+    /// The folder's tokenizer, if there is one.
+    pub fn tokenizer_in(folder: &Path) -> Option<PathBuf> {
+        Some(folder.join("tokenizer.json")).filter(|path| path.is_file())
     }
 
     /// The folder's path.
@@ -68,7 +79,7 @@ impl ModelFolder {
 
     /// `tokenizer.json` beside the weights, if it is there.
     pub fn tokenizer(&self) -> Option<PathBuf> {
-        Some(self.path.join("tokenizer.json")).filter(|path| path.is_file())
+        Self::tokenizer_in(&self.path)
     }
 
     /// The tensor of a parameter, named as in [`ModelSpec::parameters`].

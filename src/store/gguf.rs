@@ -3,7 +3,11 @@
 //! candle's reader parses the file; it believes some numbers too readily, so everything that a tensor's reading relies on is
 //! checked here when the file is opened: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
+mod model;
 mod tokenizer;
+
+pub use model::GgufModel;
+pub use tokenizer::{TokenKind, word_pattern};
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -171,9 +175,18 @@ impl Gguf {
         self.text("tokenizer.chat_template").ok()
     }
 
-    /// The token that ends a text or a turn.
-    pub fn eos_id(&self) -> Result<Option<u32>> {
-        Ok(self.count("tokenizer.ggml.eos_token_id")?.and_then(|id| u32::try_from(id).ok()))
+    /// The tokens that end a text or a turn.
+    pub fn eos_ids(&self) -> Result<Vec<u32>> {
+        let mut ids = Vec::new();
+        for key in ["eos_token_id", "eot_token_id"] {
+            let id = self.token_id(&format!("tokenizer.ggml.{key}"))?;
+            ids.extend(id.filter(|id| !ids.contains(id)));
+        }
+        Ok(ids)
+    }
+
+    fn token_id(&self, key: &str) -> Result<Option<u32>> {
+        Ok(self.count(key)?.and_then(|id| u32::try_from(id).ok()))
     }
 
     /// The tokenizer, in Hugging Face's terms.

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use crate::data::{Fetch, Remote};
 use crate::digest::read_at_most;
+use crate::store::companions::Companions;
 use crate::{Error, Result};
 
 use cache::RepoCache;
@@ -30,9 +31,6 @@ const ALIASES: [(&str, &str); 5] = [
     ("gpt2-large", "openai-community/gpt2-large"),
     ("gpt2-xl", "openai-community/gpt2-xl"),
 ];
-
-/// Files of a model that may be missing.
-const OPTIONAL_FILES: [&str; 3] = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
 
 /// Maximum size of configurations and shard indices, which are read whole.
 const MAX_JSON: u64 = 16 << 20;
@@ -141,7 +139,7 @@ impl<'a> Hub<'a> {
         let commit = config.commit;
         repo.revision.clone_from(&commit);
         self.file(&repo, "tokenizer.json")?;
-        for file in OPTIONAL_FILES {
+        for file in Companions::NAMES {
             match self.fetch_file(&repo, file) {
                 // The file is optional: skip it if it does not exist or the network is down.
                 Err(failure) if failure.is_absence() || failure.is_network() => {}
@@ -151,6 +149,12 @@ impl<'a> Hub<'a> {
         self.weights(&repo)?;
         let folder = config.path.parent().map(Path::to_path_buf).unwrap_or_default();
         Ok(ModelFiles { folder, repo: repo.id, commit })
+    }
+
+    /// One file of model `name` at `revision`, which is `main` if not given, and the commit it comes from.
+    pub fn model_file(&mut self, name: &str, revision: Option<&str>, file: &str) -> Result<(PathBuf, String)> {
+        let found = self.file(&Repo::new(Kind::Model, name, revision.unwrap_or("main"))?, file)?;
+        Ok((found.path, found.commit))
     }
 
     /// `model.safetensors`, or the files that its index names.

@@ -13,6 +13,7 @@ pub struct Sampler {
     prompt: Vec<u32>,
     tokens: usize,
     temperature: f64,
+    ends: Vec<u32>,
     cache: KvCache,
 }
 
@@ -36,10 +37,11 @@ impl Sampler {
         }
         let tokens = tokens.min(context - prompt.len());
         let cache = KvCache::new(model.spec(), policy, prompt.len() + tokens, device)?;
-        Ok(Self { prompt, tokens, temperature, cache })
+        let ends = model.spec().eos_token_ids.iter().copied().chain(tokenizer.eos_id()).collect();
+        Ok(Self { prompt, tokens, temperature, ends, cache })
     }
 
-    /// Generates a text; equal weights and seeds give equal texts. Stops at the end-of-text token, and at logits that are
+    /// Generates a text; equal weights and seeds give equal texts. Stops at a token that ends a text, and at logits that are
     /// not finite, which training itself reports.
     pub fn generate(
         &mut self,
@@ -49,8 +51,8 @@ impl Sampler {
         seed: u64,
     ) -> Result<String> {
         let sampling = Sampling { temperature: self.temperature, seed, ..Sampling::default() };
-        let Self { prompt, tokens, cache, .. } = self;
-        let request = Request { prompt, max_tokens: *tokens, eos: tokenizer.eos_id(), sampling: &sampling };
+        let Self { prompt, tokens, ends, cache, .. } = self;
+        let request = Request { prompt, max_tokens: *tokens, ends, sampling: &sampling };
         let mut ids = Vec::with_capacity(*tokens);
         let receive = |id| {
             ids.push(id);

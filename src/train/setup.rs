@@ -1,16 +1,18 @@
 //! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
 
 use crate::data::{
-    ChatFiles, Dataset, Dialogue, LoadEvent, Loader, Proof, Reading, Source, TokenSource, Tokenizer, names_in, nearest,
+    ChatSettings, Dataset, Dialogue, LoadEvent, Loader, Proof, Reading, Source, TokenSource, Tokenizer, named_template,
+    names_in, nearest,
 };
 use crate::engine::device::OpenDevice;
-use crate::engine::kernels::{Kernels, view};
+use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{Fallback, GradScaler};
-use crate::store::ModelFolder;
 use crate::store::checkpoint::Checkpoint;
+use crate::store::companions::CHAT_TEMPLATE;
 use crate::store::hub::{self, Hub, Settings};
+use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, is_gguf};
 use crate::telemetry::available_bytes;
 use crate::train::config::{Config, Init};
 use crate::train::fp8::Fp8Layer;
@@ -59,8 +61,8 @@ pub struct ModelSource {
     pub config: ModelSpec,
     /// Its tokenizer, or the one given in its place.
     pub tokenizer: Tokenizer,
-    /// How it wants conversations to be written.
-    pub chat: ChatFiles,
+    /// The files beside its weights.
+    pub companions: Companions,
     /// The commit of the Hub's files.
     pub commit: Option<String>,
     weights: Weights,
@@ -70,7 +72,7 @@ pub struct ModelSource {
 #[derive(Debug)]
 enum Weights {
     Random,
-    Folder(Box<ModelFolder>),
+    Stored(StoredModel),
     /// A checkpoint brings them.
     Later,
 }
@@ -79,7 +81,9 @@ impl ModelSource {
     /// Finds the model of a configuration; downloads it if it is neither built in nor a folder.
     pub fn open(config: &Config, report: &mut Report<'_>) -> Result<Self> {
         let mut source = Self::find(config, report)?;
-        source.chat = source.chat.with_template(config.chat_template.as_deref())?;
+        if let Some(named) = &config.chat_template {
+            source.companions.insert(CHAT_TEMPLATE, named_template(named)?);
+        }
         Ok(source)
     }
 
@@ -88,45 +92,40 @@ impl ModelSource {
         let named = ModelSpec::named(&config.model);
         if config.model == "tiny" {
             let shape = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
-            return Self::checked(config, shape, given.or_else(|| Some(Tokenizer::byte())), None, Weights::Random);
+            let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
+            return Self::checked(config, shape, tokenizer, Companions::default(), None, Weights::Random);
         }
         if config.init == Init::Random && !Path::new(&config.model).exists() {
             let shape = named.ok_or_else(|| unknown_architecture(&config.model))?;
-            return Self::checked(config, shape, given, None, Weights::Random);
+            return Self::checked(config, shape, given, Companions::default(), None, Weights::Random);
         }
-        let Located { folder, commit } = locate(&config.model, config.revision.as_deref(), report)?;
-        Self::in_folder(config, ModelFolder::open(folder)?, given, commit)
+        let Located { path, commit } = locate(&config.model, config.revision.as_deref(), report)?;
+        let (shape, own, companions, weights) = if config.init == Init::Random && path.is_dir() {
+            let own = ModelFolder::tokenizer_in(&path).map(Tokenizer::from_file).transpose()?;
+            (ModelFolder::read_config(&path)?, own, Companions::of_folder(&path)?, Weights::Random)
+        } else {
+            let model = StoredModel::open(&path)?;
+            let own = if given.is_some() { None } else { model.tokenizer()? };
+            let companions = model.companions()?;
+            let shape = model.config().clone();
+            let weights = if config.init == Init::Random { Weights::Random } else { Weights::Stored(model) };
+            (shape, own, companions, weights)
+        };
+        Self::checked(config, shape, given.or(own), companions, commit, weights)
     }
 
     /// The model of a run that goes on: shape and tokenizer as the checkpoint has them, so that nothing else is needed.
     pub fn of_checkpoint(config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
         let tokenizer = Tokenizer::from_file(checkpoint.tokenizer())?;
-        let (shape, commit) = (checkpoint.config().clone(), config.revision.clone());
-        let source = Self::checked(config, shape, Some(tokenizer), commit, Weights::Later)?;
-        // Its template is the run's, whatever has become of the file that was named.
-        Ok(Self { chat: ChatFiles::of_folder(checkpoint.path())?, ..source })
-    }
-
-    fn in_folder(
-        config: &Config,
-        folder: ModelFolder,
-        given: Option<Tokenizer>,
-        commit: Option<String>,
-    ) -> Result<Self> {
-        let tokenizer = match (given, folder.tokenizer()) {
-            (None, Some(path)) => Some(Tokenizer::from_file(path)?),
-            (given, _) => given,
-        };
-        let shape = folder.config().clone();
-        let chat = ChatFiles::of_folder(folder.path())?;
-        let weights = if config.init == Init::Random { Weights::Random } else { Weights::Folder(Box::new(folder)) };
-        Ok(Self { chat, ..Self::checked(config, shape, tokenizer, commit, weights)? })
+        let (shape, companions) = (checkpoint.config().clone(), Companions::of_folder(checkpoint.path())?);
+        Self::checked(config, shape, Some(tokenizer), companions, config.revision.clone(), Weights::Later)
     }
 
     fn checked(
         config: &Config,
         mut shape: ModelSpec,
         tokenizer: Option<Tokenizer>,
+        companions: Companions,
         commit: Option<String>,
         weights: Weights,
     ) -> Result<Self> {
@@ -148,8 +147,7 @@ impl ModelSource {
             let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.context);
             return Err(Error::config("train.seq_len", message));
         }
-        let chat = ChatFiles::default();
-        Ok(Self { name: config.model.clone(), config: shape, tokenizer, chat, commit, weights })
+        Ok(Self { name: config.model.clone(), config: shape, tokenizer, companions, commit, weights })
     }
 
     /// The initial weights, in FP32.
@@ -160,10 +158,8 @@ impl ModelSource {
         }
         report(Preparing::Phase("reading weights".into()));
         let masters = Parameters::zeros(&self.config.parameters(), DType::F32, device)?;
-        if let Weights::Folder(folder) = &self.weights {
-            for (name, tensor) in masters.iter() {
-                view::write_f32(tensor, |out| folder.read_f32(name, out))??;
-            }
+        if let Weights::Stored(model) = &self.weights {
+            model.read_parameters(&masters)?;
         }
         Ok(masters)
     }
@@ -172,40 +168,73 @@ impl ModelSource {
 /// Where a model's files are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Located {
-    /// The folder that holds them.
-    pub folder: PathBuf,
+    /// The folder that holds them, or a GGUF file.
+    pub path: PathBuf,
     /// The commit of the Hub's files.
     pub commit: Option<String>,
 }
 
-/// Finds the model called `name`: a local folder, or else a model of the Hub, which is downloaded unless it is cached.
+/// Finds the model called `name`: a local folder or GGUF file, or else a model of the Hub, which is downloaded unless it is
+/// cached: `owner/name`, or a GGUF file in it, `hf://owner/name/file.gguf`.
 ///
 /// # Errors
 /// [`Error::Model`] or [`Error::Hub`] saying what `name` is, or why it cannot be had and what to do instead.
 pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Result<Located> {
     let path = Path::new(name);
     let wrong = |message: &str| Err(Error::model(format!("`{name}`"), message));
-    if path.is_dir() {
+    if path.is_dir() || is_gguf(path) {
         if revision.is_some() {
-            return Err(Error::config("revision", format!("`{name}` is a local folder, which has none; leave it out")));
+            let what = if path.is_dir() { "folder" } else { "file" };
+            return Err(Error::config("revision", format!("`{name}` is a local {what}, which has none; leave it out")));
         }
-        return Ok(Located { folder: path.to_path_buf(), commit: None });
+        return Ok(Located { path: path.to_path_buf(), commit: None });
     }
     if path.exists() {
-        return wrong("this is a file; give the folder that `config.json` and the weights are in");
+        return wrong(NO_MODEL_FILE);
+    }
+    let remote = match name.strip_prefix("hf://").map(hub_file) {
+        Some(None) => {
+            return wrong("a model of the Hub is `owner/name`, a GGUF file there `hf://owner/name/file.gguf`");
+        }
+        Some(remote) => remote,
+        None => None,
+    };
+    if let Some((repo, file)) = remote {
+        return from_hub(name, report, |hub| {
+            let (path, commit) = hub.model_file(repo, revision, file)?;
+            Ok(Located { path, commit: Some(commit) })
+        });
     }
     if path.ancestors().skip(1).any(|above| !above.as_os_str().is_empty() && above.is_dir()) {
         return wrong("there is no such folder");
     }
     refuse_misspelling(name, names_in(Path::new(".")).into_iter().filter(|name| Path::new(name).is_dir()))?;
+    from_hub(name, report, |hub| {
+        let files = hub.model(name, revision)?;
+        Ok(Located { path: files.folder, commit: Some(files.commit) })
+    })
+}
+
+/// `owner/name` and the file of `owner/name/file.gguf`.
+fn hub_file(name: &str) -> Option<(&str, &str)> {
+    let (at, _) = name.match_indices('/').nth(1)?;
+    let (repo, file) = (&name[..at], &name[at + 1..]);
+    file.to_ascii_lowercase().ends_with(".gguf").then_some((repo, file))
+}
+
+/// What `find` finds on the Hub, or in its cache where there is no network.
+fn from_hub(
+    name: &str,
+    report: &mut Report<'_>,
+    find: impl FnOnce(&mut Hub<'_>) -> Result<Located>,
+) -> Result<Located> {
     report(Preparing::Phase(format!("resolving {name}")));
     let (settings, no_network) = hub_settings();
     let mut progress = |progress| report(progress_of(progress));
-    let files = Hub::new(settings).report_to(&mut progress).model(name, revision);
+    let found = find(&mut Hub::new(settings).report_to(&mut progress));
     let ways = "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random weights \
                 (`--init random`)";
-    let files = without_network(files, no_network, name, ways, report)?;
-    Ok(Located { folder: files.folder, commit: Some(files.commit) })
+    without_network(found, no_network, name, ways, report)
 }
 
 /// What was found in the cache where there is no network, with a notice; or the error that says so.
@@ -261,7 +290,7 @@ fn progress_of(progress: hub::Progress) -> Preparing {
 }
 
 /// How a configuration reads its text, for a model that writes conversations as `chat` says.
-pub fn reading(config: &Config, chat: &ChatFiles, tokenizer: &Tokenizer) -> Reading {
+pub fn reading(config: &Config, chat: &ChatSettings, tokenizer: &Tokenizer) -> Reading {
     let chat = chat.format(&config.model, tokenizer);
     Reading { format: config.format, fields: config.fields.clone(), loss_on: config.train.loss_on, chat }
 }
@@ -269,7 +298,7 @@ pub fn reading(config: &Config, chat: &ChatFiles, tokenizer: &Tokenizer) -> Read
 /// The tokens of a configuration's training and validation text; downloads what has to be.
 pub fn dataset(
     config: &Config,
-    chat: &ChatFiles,
+    chat: &ChatSettings,
     tokenizer: &Tokenizer,
     report: &mut Report<'_>,
 ) -> Result<Dataset> {

@@ -3,12 +3,13 @@
 mod events;
 mod saving;
 
-use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, TEMPLATE_FILE, Tokenizer};
+use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::model::Parameters;
 use crate::precision::{Fallback, GradScaler};
 use crate::store::base::check_range;
 use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
+use crate::store::companions::{CHAT_TEMPLATE, Companions};
 use crate::telemetry::{
     Activity, Amount, Command, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Trouble, Validation,
 };
@@ -34,8 +35,7 @@ pub struct Trainer {
     /// The device's name, for people.
     device: String,
     tokenizer: Tokenizer,
-    /// The files that say how conversations are written, for checkpoints.
-    chat: Vec<(&'static str, Vec<u8>)>,
+    companions: Companions,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
     eval: EvalBatches,
@@ -117,7 +117,8 @@ impl Trainer {
         OpenDevice { device, name, kernels }: OpenDevice,
         report: &mut Report<'_>,
     ) -> Result<Self> {
-        let dataset = setup::dataset(&config, &source.chat, &source.tokenizer, report)?;
+        let chat = source.companions.chat()?;
+        let dataset = setup::dataset(&config, &chat, &source.tokenizer, report)?;
         // Pin the commit that `main` was today, so that the run can be repeated.
         config.revision = source.commit.or(config.revision);
         let train = &config.train;
@@ -125,7 +126,7 @@ impl Trainer {
         let loader = Layout::new(dataset.train.clone(), seq_len, packing, "training data")?;
         let loader = BatchLoader::over(loader, batch_size, config.seed)?;
         let chats = dataset.train.kind() == Documents::Chats;
-        let format = setup::reading(&config, &source.chat, &source.tokenizer).chat;
+        let format = setup::reading(&config, &chat, &source.tokenizer).chat;
         if dataset.train.is_samples() {
             let proof = Proof::new(loader.layout(), None, &source.tokenizer, chats.then_some(&format))?;
             report(Preparing::Proof(Box::new(proof)));
@@ -134,9 +135,9 @@ impl Trainer {
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
         let eval = Layout::new(dataset.validation.clone(), seq_len, packing, held_out)?;
         let eval = EvalBatches::over(eval, batch_size, limit)?;
-        let mut chat = source.chat.carried;
-        if chats || source.chat.template.is_some() {
-            chat.push((TEMPLATE_FILE, format.source().as_bytes().to_vec()));
+        let mut companions = source.companions;
+        if chats || chat.template.is_some() {
+            companions.insert(CHAT_TEMPLATE, format.source());
         }
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
@@ -163,7 +164,7 @@ impl Trainer {
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
             eval_batch: loader.batch(),
             tokenizer: source.tokenizer,
-            chat,
+            companions,
             sampler,
             engine,
             loader,

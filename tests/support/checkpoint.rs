@@ -9,6 +9,7 @@ use finetune::Result;
 use finetune::data::Cursor;
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::precision::ScalerState;
+use finetune::store::Companions;
 use finetune::store::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State};
 use finetune::telemetry::Activity;
 use tempfile::TempDir;
@@ -19,6 +20,7 @@ pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
 /// Everything a checkpoint of `step` is made of; another step has other values in every tensor.
 pub(crate) struct Sample {
     pub(crate) config: ModelSpec,
+    pub(crate) companions: Companions,
     pub(crate) state: State,
     pub(crate) weights: Parameters,
     pub(crate) masters: Parameters,
@@ -66,7 +68,8 @@ impl Sample {
         }
         let (exp_avg, exp_avg_sq) = (fill(config, 0.01 * step as f32), fill(config, 0.001 * step as f32));
         let activity = Activity::default();
-        Self { config: config.clone(), state, weights, masters, exp_avg, exp_avg_sq, activity }
+        let companions = Companions::default();
+        Self { config: config.clone(), state, companions, weights, masters, exp_avg, exp_avg_sq, activity }
     }
 
     /// With a validation loss.
@@ -80,8 +83,8 @@ impl Sample {
         Contents {
             state: &self.state,
             config: &self.config,
-            chat: &[],
             tokenizer: TOKENIZER,
+            companions: &self.companions,
             weights: &self.weights,
             masters: &self.masters,
             exp_avg: &self.exp_avg,

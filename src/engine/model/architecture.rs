@@ -122,12 +122,25 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The first of a list of tokens, or the only one.
-    pub(super) fn first_token(&self, key: &str, default: Option<u32>) -> Result<Option<u32>, String> {
-        let Some(Value::Array(tokens)) = self.0.get(key) else { return self.token(key, default) };
-        let ids: Option<Vec<u32>> = tokens.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect();
-        let ids = ids.filter(|ids| !ids.is_empty());
-        let wrong = || format!("`{key}` is {}; it must be a token id or a list of some", Value::from(tokens.clone()));
-        ids.map(|ids| ids.first().copied()).ok_or_else(wrong)
+    /// A list of tokens, or the only one; `null` means that there is none.
+    pub(super) fn tokens(&self, key: &str, default: &[u32]) -> Result<Vec<u32>, String> {
+        let found = match self.0.get(key) {
+            None => return Ok(default.to_vec()),
+            Some(Value::Null) => return Ok(Vec::new()),
+            Some(found) => found,
+        };
+        let ids = found.as_array().map_or(std::slice::from_ref(found), Vec::as_slice);
+        let ids: Option<Vec<u32>> = ids.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect();
+        ids.filter(|ids| !ids.is_empty())
+            .ok_or_else(|| format!("`{key}` is {found}; it must be a token id or a list of some"))
+    }
+}
+
+/// How configurations write a list of tokens: one as itself.
+pub(super) fn one_or_more(ids: &[u32]) -> Value {
+    match ids {
+        [] => Value::Null,
+        [id] => (*id).into(),
+        ids => ids.into(),
     }
 }

@@ -252,7 +252,8 @@ impl Decoder {
         block.qkv.forward(kernels, weights, &acts.attention_norm.out, &acts.qkv, adapters, hook)?;
         let places = (&ws.rotations, ws.positions());
         let qkv = self.prepare_heads(i, weights, (&acts.qkv, acts.heads.as_ref()), places, hook)?;
-        let operands = Operands { qkv, documents: ws.documents(), dropout: mode.dropout(rates.attention, site.attention) };
+        let operands =
+            Operands { qkv, documents: ws.documents(), dropout: mode.dropout(rates.attention, site.attention) };
         kernels.attention(&self.shape(i, ws.batch, ws.seq_len), &operands, &acts.attended, &acts.lse)?;
         hook.part(Layer::inner(i, Op::Attention), Part::Output, &acts.attended)?;
         let close = |linear: &Linear, x: &Tensor, norm: usize, kept: Option<&BranchNorm>, hook: &mut dyn Hook| {

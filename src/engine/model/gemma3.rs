@@ -38,7 +38,7 @@ fn default() -> ModelSpec {
         scaled_embedding: true,
         tied: true,
         bos_token_id: Some(2),
-        eos_token_id: Some(1),
+        eos_token_ids: vec![1],
         ..llama::default()
     }
 }

@@ -1,7 +1,7 @@
 //! GPT-2 (Radford et al., 2019): learned positions, layer norms with biases, packed queries, keys and values in `[in, out]`
 //! weights, GELU in its tanh form.
 
-use super::architecture::{Architecture, Keys};
+use super::architecture::{Architecture, Keys, one_or_more};
 use super::spec::{Biases, DropoutRates, Family, Layer, LinearRole, ModelSpec, NormRole, Op};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use serde_json::{Value, json};
@@ -38,7 +38,7 @@ fn default() -> ModelSpec {
         dropout: DropoutRates { embedding: 0.1, residual: 0.1, attention: 0.1 },
         initializer_range: 0.02,
         bos_token_id: Some(50256),
-        eos_token_id: Some(50256),
+        eos_token_ids: vec![50256],
         lora: None,
     }
 }
@@ -65,7 +65,7 @@ impl Architecture for Gpt2 {
         };
         let spec = ModelSpec { dropout: DropoutRates::default(), ..default().resized(layers, width, heads) };
         Some(if name == "tiny" {
-            ModelSpec { vocab_size: 257, context: 128, bos_token_id: Some(256), eos_token_id: Some(256), ..spec }
+            ModelSpec { vocab_size: 257, context: 128, bos_token_id: Some(256), eos_token_ids: vec![256], ..spec }
         } else {
             spec
         })
@@ -103,7 +103,7 @@ impl Architecture for Gpt2 {
             },
             tied: keys.flag("tie_word_embeddings", default.tied)?,
             bos_token_id: keys.token("bos_token_id", default.bos_token_id)?,
-            eos_token_id: keys.token("eos_token_id", default.eos_token_id)?,
+            eos_token_ids: keys.tokens("eos_token_id", &default.eos_token_ids)?,
             ..default.clone().resized(keys.size("n_layer", default.layers)?, width, heads)
         })
     }
@@ -115,7 +115,7 @@ impl Architecture for Gpt2 {
             "attn_pdrop": spec.dropout.attention,
             "bos_token_id": spec.bos_token_id,
             "embd_pdrop": spec.dropout.embedding,
-            "eos_token_id": spec.eos_token_id,
+            "eos_token_id": one_or_more(&spec.eos_token_ids),
             "initializer_range": spec.initializer_range,
             "layer_norm_epsilon": spec.norm_eps,
             "model_type": self.model_type(),
@@ -228,7 +228,7 @@ mod tests {
     fn missing_keys_take_the_defaults_of_transformers() {
         assert_eq!(read(&json!({"model_type": "gpt2"})).unwrap(), default());
         let narrow = read(&json!({"model_type": "gpt2", "n_embd": 24, "n_inner": null, "eos_token_id": null})).unwrap();
-        assert_eq!((narrow.inner, narrow.eos_token_id, narrow.bos_token_id), (96, None, Some(50256)));
+        assert_eq!((narrow.inner, narrow.eos_token_ids, narrow.bos_token_id), (96, Vec::new(), Some(50256)));
     }
 
     #[test]
@@ -248,7 +248,7 @@ mod tests {
             ("vocab_size", json!(1_u64 << 40), "`vocab_size` is 1099511627776"),
             ("resid_pdrop", json!(1.0), "`resid_pdrop` is 1"),
             ("layer_norm_epsilon", json!(0), "`layer_norm_epsilon` is 0; it must be positive"),
-            ("eos_token_id", json!([1, 2]), "`eos_token_id` is [1,2]; it must be a token id"),
+            ("eos_token_id", json!([1, -2]), "`eos_token_id` is [1,-2]; it must be a token id or a list of some"),
         ] {
             let mut config = json!({"model_type": "gpt2"});
             config[key] = value;

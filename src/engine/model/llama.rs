@@ -1,7 +1,7 @@
 //! Llama (Touvron et al., 2023), and what its relatives share with it: RMS norms, rotary positions, grouped queries, an MLP
 //! gated by SiLU, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 are of this family.
 
-use super::architecture::{Architecture, Keys};
+use super::architecture::{Architecture, Keys, one_or_more};
 use super::rope::{Rope, RopeType};
 use super::spec::{Biases, DropoutRates, Family, Layer, LinearRole, ModelSpec, NormRole, Op};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
@@ -39,7 +39,7 @@ pub(super) fn default() -> ModelSpec {
         dropout: DropoutRates::default(),
         initializer_range: 0.02,
         bos_token_id: Some(1),
-        eos_token_id: Some(2),
+        eos_token_ids: vec![2],
         lora: None,
     }
 }
@@ -65,7 +65,7 @@ pub(super) fn read(keys: &Keys<'_>, default: ModelSpec, kv_heads: Option<usize>)
         initializer_range: keys.positive("initializer_range", default.initializer_range)?,
         tied: keys.flag("tie_word_embeddings", default.tied)?,
         bos_token_id: keys.token("bos_token_id", default.bos_token_id)?,
-        eos_token_id: keys.first_token("eos_token_id", default.eos_token_id)?,
+        eos_token_ids: keys.tokens("eos_token_id", &default.eos_token_ids)?,
         ..default
     })
 }
@@ -114,7 +114,7 @@ pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
         "architectures": [class],
         "attention_dropout": spec.dropout.attention,
         "bos_token_id": spec.bos_token_id,
-        "eos_token_id": spec.eos_token_id,
+        "eos_token_id": one_or_more(&spec.eos_token_ids),
         "head_dim": spec.head_dim,
         "hidden_act": "silu",
         "hidden_size": spec.width,
@@ -219,7 +219,7 @@ impl Architecture for Llama {
             rope: Some(Rope::plain(1e5)),
             tied: true,
             bos_token_id: Some(0),
-            eos_token_id: Some(0),
+            eos_token_ids: vec![0],
             ..default()
         };
         Some(match name {
@@ -246,7 +246,7 @@ impl Architecture for Llama {
                 }),
                 tied: true,
                 bos_token_id: Some(128_000),
-                eos_token_id: Some(128_001),
+                eos_token_ids: vec![128_001],
                 ..default()
             },
             _ => return None,

@@ -18,13 +18,21 @@ pub(super) fn default(family: Family) -> ModelSpec {
         context: 32_768,
         inner: 22_016,
         bos_token_id: None,
-        eos_token_id: None,
+        eos_token_ids: Vec::new(),
         ..llama::default()
     }
 }
 
+/// What Qwen 2 and 3 read alike; `head` is the width of a head where no key says it.
+pub(super) fn read(keys: &Keys<'_>, family: Family, head: Option<usize>, biases: Biases) -> Result<ModelSpec, String> {
+    only_silu(keys)?;
+    let spec = llama::read(keys, default(family), Some(32))?;
+    let spec = ModelSpec { head_dim: head_dim(keys, &spec, head)?, biases, ..spec };
+    with_windows(keys, with_rope(keys, spec, 1e4)?)
+}
+
 /// `spec` with the windows of Qwen 2 and 3.
-pub(super) fn with_windows(keys: &Keys<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
+fn with_windows(keys: &Keys<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
     let windows = keys.flag("use_sliding_window", false)? && keys.0.get("sliding_window") != Some(&Value::Null);
     let from = keys.whole("max_window_layers", 28)?;
     let layers = sliding_layers(keys, spec.layers, |layer| windows && layer >= from)?;
@@ -68,17 +76,13 @@ impl Architecture for Qwen2 {
             rope: Some(Rope::plain(1e6)),
             tied: true,
             bos_token_id: Some(151_643),
-            eos_token_id: Some(151_643),
+            eos_token_ids: vec![151_643],
             ..default(Family(&Qwen2))
         })
     }
 
     fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
-        only_silu(keys)?;
-        let spec = llama::read(keys, default(Family(&Qwen2)), Some(32))?;
-        let biases = Biases { qkv: true, out: false, mlp: false };
-        let spec = ModelSpec { head_dim: head_dim(keys, &spec, None)?, biases, ..spec };
-        with_windows(keys, with_rope(keys, spec, 1e4)?)
+        read(keys, Family(&Qwen2), None, Biases { qkv: true, out: false, mlp: false })
     }
 
     fn write(&self, spec: &ModelSpec) -> Value {

@@ -1,10 +1,9 @@
 //! Qwen 3 (Yang et al., 2025): Llama with a norm on each head of queries and keys, and heads of 128 whatever the width.
 
 use super::architecture::{Architecture, Keys};
-use super::llama::{self, head_dim, only_silu, with_rope};
-use super::qwen2::{self, with_windows};
 use super::rope::Rope;
 use super::spec::{Biases, Family, Layer, ModelSpec};
+use super::{llama, qwen2};
 use serde_json::Value;
 
 /// The family.
@@ -33,18 +32,15 @@ impl Architecture for Qwen3 {
             rope: Some(Rope::plain(1e6)),
             tied: true,
             bos_token_id: Some(151_643),
-            eos_token_id: Some(151_645),
+            eos_token_ids: vec![151_645],
             ..qwen2::default(Family(&Qwen3))
         })
     }
 
     fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
-        only_silu(keys)?;
-        let spec = llama::read(keys, qwen2::default(Family(&Qwen3)), Some(32))?;
         let attention = keys.flag("attention_bias", false)?;
         let biases = Biases { qkv: attention, out: attention, mlp: false };
-        let spec = ModelSpec { head_dim: head_dim(keys, &spec, Some(128))?, biases, qk_norm: true, ..spec };
-        with_windows(keys, with_rope(keys, spec, 1e4)?)
+        Ok(ModelSpec { qk_norm: true, ..qwen2::read(keys, Family(&Qwen3), Some(128), biases)? })
     }
 
     fn write(&self, spec: &ModelSpec) -> Value {

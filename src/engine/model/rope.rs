@@ -91,7 +91,7 @@ impl Rope {
 
     /// The rotary embeddings of a configuration in which they are the same for all layers.
     pub(super) fn flat(config: &Map<String, Value>, theta: f64, max_position: usize) -> Result<Self, String> {
-        let theta = Keys(config).number("rope_theta", theta)?;
+        let theta = base(&Keys(config), "rope_theta", theta)?;
         Self::refuse_partial(config)?;
         match parameters(config)? {
             Some((key, found)) if found.values().any(Value::is_object) => {
@@ -110,7 +110,7 @@ impl Rope {
         max_position: usize,
     ) -> Result<[Self; 2], String> {
         let keys = Keys(config);
-        let theta = [keys.number("rope_theta", theta[0])?, keys.number("rope_local_base_freq", theta[1])?];
+        let theta = [base(&keys, "rope_theta", theta[0])?, base(&keys, "rope_local_base_freq", theta[1])?];
         let plain = theta.map(Self::plain);
         Self::refuse_partial(config)?;
         let Some((key, found)) = parameters(config)? else { return Ok(plain) };
@@ -162,10 +162,7 @@ impl Rope {
                 Err(format!("`{key}` is {value}; it must be positive"))
             }
         };
-        let theta = positive("rope_theta", keys.number("rope_theta", theta)?)?;
-        if theta <= 1.0 {
-            return Err(format!("`rope_theta` is {theta}; it must be above 1"));
-        }
+        let theta = base(&keys, "rope_theta", theta)?;
         let original = keys.size("original_max_position_embeddings", max_position)?;
         let factor = || match parameters.get("factor") {
             Some(Value::Null) | None if name == "yarn" => positive("factor", max_position as f64 / original as f64),
@@ -318,6 +315,12 @@ impl Rope {
             _ => 1.0,
         }
     }
+}
+
+/// The base of the frequencies.
+fn base(keys: &Keys<'_>, key: &str, default: f64) -> Result<f64, String> {
+    let theta = keys.number(key, default)?;
+    if theta.is_finite() && theta > 1.0 { Ok(theta) } else { Err(format!("`{key}` is {theta}; it must be above 1")) }
 }
 
 /// A key and the object it has.

@@ -139,8 +139,8 @@ pub struct ModelSpec {
     pub initializer_range: f64,
     /// Starts a text.
     pub bos_token_id: Option<u32>,
-    /// Ends a text.
-    pub eos_token_id: Option<u32>,
+    /// The tokens that end a text or a turn.
+    pub eos_token_ids: Vec<u32>,
     /// What is trained in place of the parameters themselves.
     pub lora: Option<Lora>,
 }

@@ -1,9 +1,9 @@
 //! A Hugging Face folder, in any dtype.
 
-use crate::data::{ChatFiles, GENERATION_CONFIG, TEMPLATE_FILE, TemplateTokens};
 use crate::engine::model::Parameters;
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
+use crate::store::companions::TOKENIZER_CONFIG;
 use crate::store::tensor_file::write_tensors;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -25,14 +25,11 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
     };
     save("config.json", trained.config.to_json(torch_dtype).as_bytes())?;
     save("tokenizer.json", trained.tokenizer.json())?;
-    let chat = ChatFiles::of_folder(&trained.path)?;
-    save("tokenizer_config.json", format!("{:#}\n", tokenizer_config(trained, &chat.tokens)).as_bytes())?;
-    if let Some(template) = &chat.template {
-        save(TEMPLATE_FILE, template.as_bytes())?;
+    let mut companions = trained.companions.clone();
+    if companions.get(TOKENIZER_CONFIG).is_none() {
+        companions.insert(TOKENIZER_CONFIG, format!("{:#}\n", tokenizer_config(trained)));
     }
-    if let Some((name, bytes)) = chat.carried.iter().find(|(name, _)| *name == GENERATION_CONFIG) {
-        save(name, bytes)?;
-    }
+    companions.iter().try_for_each(|(name, text)| save(name, text))?;
     let named = |(name, tensor): (&str, &Tensor)| (trained.config.family.stored_name(name), tensor.clone());
     let tensors: Vec<(String, Tensor)> = weights.iter().map(named).collect();
     let path = folder.join("model.safetensors");
@@ -42,13 +39,13 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
 }
 
 /// What `AutoTokenizer` wants to know beside `tokenizer.json`.
-fn tokenizer_config(trained: &TrainedModel, tokens: &TemplateTokens) -> serde_json::Value {
+fn tokenizer_config(trained: &TrainedModel) -> serde_json::Value {
     let end = trained.tokenizer.eos_id().and_then(|id| trained.tokenizer.token(id));
     json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": trained.config.context,
         "clean_up_tokenization_spaces": false,
-        "bos_token": tokens.bos.as_ref().or(end.as_ref()),
-        "eos_token": tokens.eos.as_ref().or(end.as_ref()),
+        "bos_token": end,
+        "eos_token": end,
     })
 }

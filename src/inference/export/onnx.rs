@@ -1,76 +1,89 @@
-//! ONNX: `input_ids [batch, sequence]` in, `logits [batch, sequence, vocabulary]` out, both axes free.
+//! ONNX: `input_ids [batch, sequence]` in, `logits [batch, sequence, vocabulary]` out, both axes free; with a KV cache the
+//! keys and values of earlier tokens in and those of all tokens out, under the names that Optimum gives them.
 //!
 //! The graph (operator set 20) is small and goes into one file; the weights lie beside it in `.data`, which has no limit
 //! of 2 GB. Weights of 16 bits are widened as they are read and everything is computed in FP32, so that the graph runs
-//! wherever ONNX does. Field numbers are those of `onnx.proto`.
+//! wherever ONNX does. The graph walks the layers of the spec, as the decoder does.
 
-use super::protobuf::Message;
-use crate::engine::model::{ModelSpec, Parameters};
+mod graph;
+
+use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, Graph, INT8, INT64};
+use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::engine::model::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, Parameters, Rope, RopeType};
 use crate::store::tensor_file::write_values;
 use crate::{Error, Result};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-const OPERATOR_SET: i64 = 20;
-/// The version of the format that came with that operator set.
-const IR_VERSION: i64 = 9;
-/// Element types.
-const FLOAT: i64 = 1;
-const INT64: i64 = 7;
 /// Weights begin at multiples of this, so that they can be memory-mapped.
 const ALIGNMENT: u64 = 64;
 
+/// What a graph has beside the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OnnxOptions {
+    /// Keys and values of earlier tokens as inputs, of all tokens as outputs.
+    pub kv_cache: bool,
+    /// Products in INT8: weights with a scale for each output, activations quantised as they come.
+    pub int8: bool,
+}
+
 /// Writes the graph to `path` and the weights to `path` with `.data` at its end.
-pub(super) fn write(config: &ModelSpec, weights: &Parameters, path: &Path) -> Result<()> {
+pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptions, path: &Path) -> Result<()> {
+    if let Some(Rope { kind: RopeType::Dynamic { .. }, .. }) = &config.rope {
+        let message = "rotary embeddings of the type `dynamic` change with the length of the text, which a graph cannot; \
+                       export it as a folder";
+        return Err(Error::model(config.family.model_type(), message));
+    }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let location = format!("{name}.data");
-    let mut graph = Graph::default();
-    write_weights(&mut graph, weights, &location, &path.with_file_name(&location))?;
-    let logits = gpt2(&mut graph, config);
-    let model = graph.model(&logits, config.vocab_size);
+    let data = Data::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
+    let mut builder = Builder { config, options, graph: Graph::default(), data, quantised: HashMap::new() };
+    builder.weights(weights)?;
+    builder.decoder();
+    let Builder { graph, mut data, .. } = builder;
+    data.file.flush().map_err(Error::io("write", &data.path))?;
+    let model = graph.model(config.family.model_type());
     std::fs::write(path, model.bytes()).map_err(Error::io("write", path))
 }
 
-/// Streams the weights into `path` and declares each as an initializer of the graph, widened where it is not FP32.
-fn write_weights(graph: &mut Graph, weights: &Parameters, location: &str, path: &Path) -> Result<()> {
-    let mut file = BufWriter::new(File::create(path).map_err(Error::io("create", path))?);
-    let mut at = 0_u64;
-    for (name, tensor) in weights.iter() {
-        let padding = at.next_multiple_of(ALIGNMENT) - at;
-        file.write_all(&[0; ALIGNMENT as usize][..padding as usize]).map_err(Error::io("write", path))?;
-        at += padding;
-        let bytes = (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
-        let entry = |key: &str, value: String| Message::default().put(1, key).put(2, value);
-        let stored = Message::default()
-            .each(tensor.dims(), |message, &dim| message.int(1, dim as i64))
-            .int(2, element_type(tensor.dtype())?)
-            .put(8, if tensor.dtype() == DType::F32 { wide(name) } else { name.to_owned() })
-            .message(13, &entry("location", location.to_owned()))
-            .message(13, &entry("offset", at.to_string()))
-            .message(13, &entry("length", bytes.to_string()))
-            .int(14, 1);
-        graph.initializers.push(stored);
-        write_values(&mut file, path, tensor)?;
-        at += bytes;
+/// The file of the weights.
+struct Data {
+    path: PathBuf,
+    /// Its name as the graph has it.
+    location: String,
+    file: BufWriter<File>,
+    at: u64,
+}
+
+impl Data {
+    fn create(path: PathBuf, location: String) -> Result<Self> {
+        let file = BufWriter::new(File::create(&path).map_err(Error::io("create", &path))?);
+        Ok(Self { path, location, file, at: 0 })
     }
-    file.flush().map_err(Error::io("write", path))?;
-    for (name, tensor) in weights.iter() {
-        // FP32 weights are what the operations read: onnxruntime's dynamic quantiser takes a product whose operand is an
-        // initializer, and none behind another node.
-        if tensor.dtype() != DType::F32 {
-            graph.op_as(&wide(name), "Cast", &[name], &[Attribute::Int("to", FLOAT)]);
-        }
+
+    /// Appends `length` bytes that `write` writes, and says where they are.
+    fn append(
+        &mut self,
+        length: u64,
+        write: impl FnOnce(&mut BufWriter<File>, &Path) -> Result<()>,
+    ) -> Result<[u64; 2]> {
+        let padding = self.at.next_multiple_of(ALIGNMENT) - self.at;
+        let zeros = &[0; ALIGNMENT as usize][..padding as usize];
+        self.file.write_all(zeros).map_err(Error::io("write", &self.path))?;
+        write(&mut self.file, &self.path)?;
+        let offset = self.at + padding;
+        self.at = offset + length;
+        Ok([offset, length])
     }
-    Ok(())
 }
 
 fn element_type(dtype: DType) -> Result<i64> {
     match dtype {
         DType::F32 => Ok(FLOAT),
-        DType::F16 => Ok(10),
-        DType::BF16 => Ok(16),
+        DType::F16 => Ok(FLOAT16),
+        DType::BF16 => Ok(BFLOAT16),
         other => Err(Error::model("ONNX", format!("weights of {} cannot be written", other.as_str()))),
     }
 }
@@ -80,168 +93,346 @@ fn wide(name: &str) -> String {
     format!("{name}.f32")
 }
 
-/// The whole model; returns the name of the logits.
-fn gpt2(graph: &mut Graph, config: &ModelSpec) -> String {
-    let shape = graph.op("Shape", &["input_ids"], &[]);
-    let (zero, one) = (graph.int("zero", &[], &[0]), graph.int("one", &[], &[1]));
-    let length = graph.op("Gather", &[&shape, &one], &[]);
-    let positions = graph.op("Range", &[&zero, &length, &one], &[]);
-    let token = graph.op("Gather", &[&wide("wte.weight"), "input_ids"], &[]);
-    let position = graph.op("Gather", &[&wide("wpe.weight"), &positions], &[]);
-    let mut stream = graph.op("Add", &[&token, &position], &[]);
-
-    let (first, second) = (graph.int("first_axis", &[1], &[0]), graph.int("second_axis", &[1], &[1]));
-    let (row, column) =
-        (graph.op("Unsqueeze", &[&positions, &second], &[]), graph.op("Unsqueeze", &[&positions, &first], &[]));
-    let mask = graph.op("GreaterOrEqual", &[&row, &column], &[]);
-    let head_size = config.head_dim;
-    // A 0 in a shape copies the input's dimension.
-    graph.int("by_head", &[4], &[0, 0, config.heads as i64, head_size as i64]);
-    graph.int("joined", &[3], &[0, 0, config.width as i64]);
-    graph.float("softmax_scale", 1.0 / (head_size as f32).sqrt());
-    graph.float("masked", f32::MIN);
-
-    for layer in 0..config.layers {
-        let name = |part: &str| format!("h.{layer}.{part}");
-        let normed = graph.layer_norm(&stream, &name("ln_1"), config);
-        let attended = attention(graph, &normed, &name("attn"), &mask);
-        stream = graph.op("Add", &[&stream, &attended], &[]);
-        let normed = graph.layer_norm(&stream, &name("ln_2"), config);
-        let inner = graph.linear(&normed, &name("mlp.c_fc"));
-        let inner = graph.op("Gelu", &[&inner], &[Attribute::Text("approximate", "tanh")]);
-        let branch = graph.linear(&inner, &name("mlp.c_proj"));
-        stream = graph.op("Add", &[&stream, &branch], &[]);
-    }
-    let normed = graph.layer_norm(&stream, "ln_f", config);
-    let head = wide(if config.tied { "wte.weight" } else { "lm_head.weight" });
-    let head = graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
-    graph.op_as("logits", "MatMul", &[&normed, &head], &[]);
-    "logits".into()
+/// Positions, and what depends on them alone.
+struct Positions {
+    /// `[T]`, whole numbers.
+    ids: String,
+    /// `[T, S]`: which tokens attend to which, in layers without and with a window.
+    masks: [String; 2],
+    /// Cosines and sines `[T, head_dim / 2]` of layers without and with a window.
+    rotations: [Option<[String; 2]>; 2],
 }
 
-fn attention(graph: &mut Graph, x: &str, name: &str, mask: &str) -> String {
-    let qkv = graph.linear(x, &format!("{name}.c_attn"));
-    let [q, k, v] = graph.split3(&qkv);
-    let mut by_head = |part: &str, order: &[i64]| {
-        let apart = graph.op("Reshape", &[part, "by_head"], &[]);
-        graph.op("Transpose", &[&apart], &[Attribute::Ints("perm", order)])
-    };
-    let (q, k, v) = (by_head(&q, &[0, 2, 1, 3]), by_head(&k, &[0, 2, 3, 1]), by_head(&v, &[0, 2, 1, 3]));
-    let scores = graph.op("MatMul", &[&q, &k], &[]);
-    let scores = graph.op("Mul", &[&scores, "softmax_scale"], &[]);
-    let scores = graph.op("Where", &[mask, &scores, "masked"], &[]);
-    let weights = graph.op("Softmax", &[&scores], &[Attribute::Int("axis", -1)]);
-    let heads = graph.op("MatMul", &[&weights, &v], &[]);
-    let heads = graph.op("Transpose", &[&heads], &[Attribute::Ints("perm", &[0, 2, 1, 3])]);
-    let joined = graph.op("Reshape", &[&heads, "joined"], &[]);
-    graph.linear(&joined, &format!("{name}.c_proj"))
+struct Builder<'a> {
+    config: &'a ModelSpec,
+    options: OnnxOptions,
+    graph: Graph,
+    data: Data,
+    /// Activations that are there in INT8 already: values, scale and zero point.
+    quantised: HashMap<String, [String; 3]>,
 }
 
-enum Attribute<'a> {
-    Float(&'a str, f32),
-    Int(&'a str, i64),
-    Text(&'a str, &'a str),
-    Ints(&'a str, &'a [i64]),
-}
-
-impl Attribute<'_> {
-    fn message(&self) -> Message {
-        let empty = Message::default();
-        match *self {
-            Self::Float(name, value) => empty.put(1, name).float(2, value).int(20, 1),
-            Self::Int(name, value) => empty.put(1, name).int(3, value).int(20, 2),
-            Self::Text(name, value) => empty.put(1, name).put(4, value).int(20, 3),
-            Self::Ints(name, values) => {
-                empty.put(1, name).each(values, |message, &value| message.int(8, value)).int(20, 7)
+impl Builder<'_> {
+    /// Streams the weights into their file and declares each, widened where it is not FP32. A product's weight is `[in, out]`.
+    fn weights(&mut self, weights: &Parameters) -> Result<()> {
+        let config = self.config;
+        for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
+            let product = matches!(entry.layer.op, Op::Linear(_)) && entry.role == ParamRole::Weight;
+            let turned = product && config.weight_layout == WeightLayout::OutIn;
+            let tensor = if turned { tensor.t()?.contiguous()? } else { tensor.clone() };
+            if product && self.options.int8 {
+                self.int8(&entry.name, &tensor)?;
+                continue;
+            }
+            let head = entry.layer.op == Op::Head || (config.tied && entry.layer.op == Op::Embedding);
+            if head && self.options.int8 {
+                self.int8(&self.config.layer_name(Layer::outer(Op::Head)), &tensor.t()?.contiguous()?)?;
+                if entry.layer.op == Op::Head {
+                    continue;
+                }
+            }
+            let name = if tensor.dtype() == DType::F32 { wide(&entry.name) } else { entry.name.clone() };
+            self.store(&name, &tensor)?;
+            // FP32 weights are what the operations read: onnxruntime's dynamic quantiser takes a product whose operand is an
+            // initializer, and none behind another node.
+            if tensor.dtype() != DType::F32 {
+                self.graph.op_as(&wide(&entry.name), "Cast", &[&entry.name], &[Attribute::Int("to", FLOAT)]);
             }
         }
-    }
-}
-
-/// A graph under construction: operations in the order in which they run, and constants.
-#[derive(Default)]
-struct Graph {
-    nodes: Vec<Message>,
-    initializers: Vec<Message>,
-}
-
-impl Graph {
-    /// Appends an operation; returns the name of its result.
-    fn op(&mut self, kind: &str, inputs: &[&str], attributes: &[Attribute<'_>]) -> String {
-        let name = format!("{kind}_{}", self.nodes.len());
-        self.op_as(&name, kind, inputs, attributes);
-        name
+        Ok(())
     }
 
-    /// Appends an operation whose result has a given name.
-    fn op_as(&mut self, name: &str, kind: &str, inputs: &[&str], attributes: &[Attribute<'_>]) {
-        self.node(kind, inputs, &[name], attributes);
+    fn store(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
+        let bytes = (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
+        let place = self.data.append(bytes, |file, path| write_values(file, path, tensor))?;
+        self.graph.external(name, tensor.dims(), element_type(tensor.dtype())?, &self.data.location, place);
+        Ok(())
     }
 
-    fn node(&mut self, kind: &str, inputs: &[&str], outputs: &[&str], attributes: &[Attribute<'_>]) {
-        let node = Message::default()
-            .each(inputs, |message, input| message.put(1, input))
-            .each(outputs, |message, output| message.put(2, output))
-            .put(3, format!("node_{}", self.nodes.len()))
-            .put(4, kind)
-            .each(attributes, |message, attribute| message.message(5, &attribute.message()));
-        self.nodes.push(node);
+    /// Writes a weight `[in, out]` in INT8 with a scale for each column.
+    fn int8(&mut self, name: &str, weight: &Tensor) -> Result<()> {
+        let weight = weight.to_dtype(DType::F32)?;
+        let columns = weight.dim(1)?;
+        let values = weight.flatten_all()?.to_vec1::<f32>()?;
+        let mut scales = vec![0.0_f32; columns];
+        for row in values.chunks(columns) {
+            scales.iter_mut().zip(row).for_each(|(scale, value)| *scale = scale.max(value.abs()));
+        }
+        // A column of zeros has any scale.
+        for scale in &mut scales {
+            *scale = if *scale > 0.0 { *scale / 127.0 } else { 1.0 };
+        }
+        let rounded = |(index, value): (usize, &f32)| (value / scales[index % columns]).round() as i8;
+        let bytes: Vec<u8> = values.iter().enumerate().map(rounded).map(i8::cast_unsigned).collect();
+        let place = self
+            .data
+            .append(bytes.len() as u64, |file, path| file.write_all(&bytes).map_err(Error::io("write", path)))?;
+        self.graph.external(&format!("{name}.int8"), weight.dims(), INT8, &self.data.location, place);
+        self.graph.floats(&format!("{name}.scale"), &scales);
+        Ok(())
     }
 
-    fn split3(&mut self, x: &str) -> [String; 3] {
-        let names = ["q", "k", "v"].map(|part| format!("{part}_{}", self.nodes.len()));
-        let attributes = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 3)];
-        self.node("Split", &[x], &names.each_ref().map(String::as_str), &attributes);
-        names
+    /// The whole model.
+    fn decoder(&mut self) {
+        let config = self.config;
+        self.graph.input("input_ids", INT64, &[Dim::Free("batch"), Dim::Free("sequence")]);
+        let vocabulary = [Dim::Free("batch"), Dim::Free("sequence"), Dim::Fixed(config.vocab_size)];
+        self.graph.output("logits", FLOAT, &vocabulary);
+        let positions = self.positions();
+        self.shapes();
+
+        let table = wide(&format!("{}.weight", config.layer_name(Layer::outer(Op::Embedding))));
+        let mut stream = self.graph.op("Gather", &[&table, "input_ids"], &[]);
+        if config.scaled_embedding {
+            self.graph.float("embedding_scale", (config.width as f32).sqrt());
+            stream = self.graph.op("Mul", &[&stream, "embedding_scale"], &[]);
+        }
+        if config.learned_positions {
+            let table = wide(&format!("{}.weight", config.layer_name(Layer::outer(Op::Positions))));
+            let rows = self.graph.op("Gather", &[&table, &positions.ids], &[]);
+            stream = self.graph.op("Add", &[&stream, &rows], &[]);
+        }
+        for block in 0..config.layers {
+            let normed = self.norm(&stream, Layer::inner(block, Op::Norm(NormRole::Attention)));
+            let attended = self.attention(&normed, block, &positions);
+            stream = self.join(&stream, &attended, block, NormRole::AttentionBranch);
+            let normed = self.norm(&stream, Layer::inner(block, Op::Norm(NormRole::Mlp)));
+            let branch = self.mlp(&normed, block);
+            stream = self.join(&stream, &branch, block, NormRole::MlpBranch);
+        }
+        let normed = self.norm(&stream, Layer::outer(Op::Norm(NormRole::Final)));
+        if self.options.int8 {
+            let head = config.layer_name(Layer::outer(Op::Head));
+            self.integer_product(&normed, &head, Some("logits"));
+            return;
+        }
+        let head = Layer::outer(if config.tied { Op::Embedding } else { Op::Head });
+        let head = wide(&format!("{}.weight", config.layer_name(head)));
+        let head = self.graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
+        self.graph.op_as("logits", "MatMul", &[&normed, &head], &[]);
     }
 
-    fn linear(&mut self, x: &str, name: &str) -> String {
-        let product = self.op("MatMul", &[x, &wide(&format!("{name}.weight"))], &[]);
-        self.op("Add", &[&product, &wide(&format!("{name}.bias"))], &[])
+    /// Shapes and numbers that all blocks use. A 0 in a shape copies the input's dimension.
+    fn shapes(&mut self) {
+        let config = self.config;
+        let [heads, kv_heads, head_dim] = [config.heads, config.kv_heads, config.head_dim].map(|size| size as i64);
+        self.graph.int("by_query_head", &[4], &[0, 0, heads, head_dim]);
+        self.graph.int("by_key_head", &[4], &[0, 0, kv_heads, head_dim]);
+        self.graph.int("by_group", &[5], &[0, kv_heads, heads / kv_heads, -1, head_dim]);
+        self.graph.int("ungrouped", &[4], &[0, heads, -1, head_dim]);
+        self.graph.int("joined", &[3], &[0, 0, heads * head_dim]);
+        self.graph.int("group_axis", &[1], &[2]);
+        self.graph.int("last_axis", &[1], &[-1]);
+        let scale = config.attention_scale.unwrap_or_else(|| 1.0 / (config.head_dim as f64).sqrt());
+        self.graph.float("softmax_scale", scale as f32);
+        self.graph.float("masked", f32::MIN);
+        self.graph.float("norm_epsilon", config.norm_eps as f32);
+        self.graph.float("unit", 1.0);
     }
 
-    fn layer_norm(&mut self, x: &str, name: &str, config: &ModelSpec) -> String {
-        let (weight, bias) = (wide(&format!("{name}.weight")), wide(&format!("{name}.bias")));
-        let epsilon = config.norm_eps as f32;
-        let attributes = [Attribute::Int("axis", -1), Attribute::Float("epsilon", epsilon)];
-        self.op("LayerNormalization", &[x, &weight, &bias], &attributes)
-    }
-
-    /// A constant of integers; returns its name.
-    fn int(&mut self, name: &str, dims: &[i64], values: &[i64]) -> String {
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let dims = Message::default().each(dims, |message, &dim| message.int(1, dim));
-        self.initializers.push(dims.int(2, INT64).put(8, name).put(9, bytes));
-        name.to_owned()
-    }
-
-    /// A constant number.
-    fn float(&mut self, name: &str, value: f32) {
-        self.initializers.push(Message::default().int(2, FLOAT).put(8, name).put(9, value.to_le_bytes()));
-    }
-
-    /// The finished model.
-    fn model(self, logits: &str, vocab: usize) -> Message {
-        let free = |name: &str| Message::default().put(2, name);
-        let value = |name: &str, element: i64, dims: &[Message]| {
-            let shape = Message::default().each(dims, |message, dim| message.message(1, dim));
-            let tensor = Message::default().int(1, element).message(2, &shape);
-            Message::default().put(1, name).message(2, &Message::default().message(1, &tensor))
+    fn positions(&mut self) -> Positions {
+        let config = self.config;
+        let graph = &mut self.graph;
+        let (zero, one) = (graph.int("zero", &[], &[0]), graph.int("one", &[], &[1]));
+        let (first, second) = (graph.int("first_axis", &[1], &[0]), graph.int("second_axis", &[1], &[1]));
+        let shape = graph.op("Shape", &["input_ids"], &[]);
+        let length = graph.op("Gather", &[&shape, &one], &[]);
+        let (past, total) = if self.options.kv_cache {
+            let shape = graph.op("Shape", &["past_key_values.0.key"], &[]);
+            let two = graph.int("two", &[], &[2]);
+            let past = graph.op("Gather", &[&shape, &two], &[]);
+            let total = graph.op("Add", &[&past, &length], &[]);
+            (past, total)
+        } else {
+            (zero.clone(), length)
         };
-        let input = value("input_ids", INT64, &[free("batch"), free("sequence")]);
-        let vocab = Message::default().int(1, vocab as i64);
-        let output = value(logits, FLOAT, &[free("batch"), free("sequence"), vocab]);
-        let graph = Message::default()
-            .each(&self.nodes, |message, node| message.message(1, node))
-            .put(2, "gpt2")
-            .each(&self.initializers, |message, tensor| message.message(5, tensor))
-            .message(11, &input)
-            .message(12, &output);
-        Message::default()
-            .int(1, IR_VERSION)
-            .put(2, "finetune")
-            .put(3, env!("CARGO_PKG_VERSION"))
-            .message(7, &graph)
-            .message(8, &Message::default().put(1, "").int(2, OPERATOR_SET))
+        let ids = graph.op("Range", &[&past, &total, &one], &[]);
+        let keys = graph.op("Range", &[&zero, &total, &one], &[]);
+        let row = graph.op("Unsqueeze", &[&ids, &second], &[]);
+        let column = graph.op("Unsqueeze", &[&keys, &first], &[]);
+        let causal = graph.op("GreaterOrEqual", &[&row, &column], &[]);
+        let mut masks = [causal.clone(), causal.clone()];
+        if let Some(sliding) = &config.sliding {
+            let window = graph.int("window", &[], &[sliding.window as i64]);
+            let end = graph.op("Add", &[&column, &window], &[]);
+            let near = graph.op("Less", &[&row, &end], &[]);
+            masks[1] = graph.op("And", &[&causal, &near], &[]);
+        }
+        let place = graph.op("Cast", &[&row], &[Attribute::Int("to", FLOAT)]);
+        let ropes = [config.rope.as_ref(), config.sliding.as_ref().map(|sliding| &sliding.rope)];
+        let mut rotation = |(index, rope): (usize, Option<&Rope>)| -> Option<[String; 2]> {
+            let rope = rope.filter(|_| config.rope.is_some())?;
+            let frequencies = rope.frequencies(config.head_dim, config.context);
+            let frequencies = graph.floats(&format!("frequencies_{index}"), &frequencies);
+            let angles = graph.op("Mul", &[&place, &frequencies], &[]);
+            let factor = rope.attention_factor() as f32;
+            Some(["Cos", "Sin"].map(|kind| {
+                let values = graph.op(kind, &[&angles], &[]);
+                if factor == 1.0 {
+                    return values;
+                }
+                let scale = format!("rotation_scale_{index}_{kind}");
+                graph.float(&scale, factor);
+                graph.op("Mul", &[&values, &scale], &[])
+            }))
+        };
+        let [full, sliding] = ropes;
+        let rotations = [rotation((0, full)), rotation((1, sliding))];
+        Positions { ids, masks, rotations }
     }
+
+    /// Adds a branch to the residual stream, normalised where the family does that.
+    fn join(&mut self, stream: &str, branch: &str, block: usize, role: NormRole) -> String {
+        let normed = self.config.branch_norms.then(|| self.norm(branch, Layer::inner(block, Op::Norm(role))));
+        self.graph.op("Add", &[stream, normed.as_deref().unwrap_or(branch)], &[])
+    }
+
+    fn norm(&mut self, x: &str, layer: Layer) -> String {
+        let name = self.config.layer_name(layer);
+        let (weight, bias) = (wide(&format!("{name}.weight")), wide(&format!("{name}.bias")));
+        let graph = &mut self.graph;
+        let Norm::Rms { unit_offset } = self.config.norm else {
+            let epsilon = Attribute::Float("epsilon", self.config.norm_eps as f32);
+            return graph.op("LayerNormalization", &[x, &weight, &bias], &[Attribute::Int("axis", -1), epsilon]);
+        };
+        let squares = graph.op("Mul", &[x, x], &[]);
+        let mean = graph.op("ReduceMean", &[&squares, "last_axis"], &[Attribute::Int("keepdims", 1)]);
+        let mean = graph.op("Add", &[&mean, "norm_epsilon"], &[]);
+        let root = graph.op("Sqrt", &[&mean], &[]);
+        let normed = graph.op("Div", &[x, &root], &[]);
+        let weight = if unit_offset { graph.op("Add", &[&weight, "unit"], &[]) } else { weight };
+        graph.op("Mul", &[&normed, &weight], &[])
+    }
+
+    fn linear(&mut self, x: &str, block: usize, role: LinearRole) -> String {
+        let name = self.config.layer_name(Layer::inner(block, Op::Linear(role)));
+        let product = if self.options.int8 {
+            self.integer_product(x, &name_of_weight(&name), None)
+        } else {
+            self.graph.op("MatMul", &[x, &wide(&format!("{name}.weight"))], &[])
+        };
+        let biases = self.config.biases;
+        let has_bias = match role {
+            LinearRole::Qkv | LinearRole::Query | LinearRole::Key | LinearRole::Value => biases.qkv,
+            LinearRole::Out => biases.out,
+            LinearRole::GateUp | LinearRole::Gate | LinearRole::Up | LinearRole::Down => biases.mlp,
+        };
+        if has_bias { self.graph.op("Add", &[&product, &wide(&format!("{name}.bias"))], &[]) } else { product }
+    }
+
+    /// A product of INT8 weights with activations that are quantised as a whole.
+    fn integer_product(&mut self, x: &str, name: &str, result: Option<&str>) -> String {
+        if !self.quantised.contains_key(x) {
+            let parts = self.graph.split("DynamicQuantizeLinear", x, &[]);
+            self.quantised.insert(x.to_owned(), parts);
+        }
+        let [values, scale, zero] = self.quantised[x].clone();
+        let graph = &mut self.graph;
+        let sums = graph.op("MatMulInteger", &[&values, &format!("{name}.int8"), &zero], &[]);
+        let sums = graph.op("Cast", &[&sums], &[Attribute::Int("to", FLOAT)]);
+        let scales = graph.op("Mul", &[&scale, &format!("{name}.scale")], &[]);
+        match result {
+            Some(result) => {
+                graph.op_as(result, "Mul", &[&sums, &scales], &[]);
+                result.to_owned()
+            }
+            None => graph.op("Mul", &[&sums, &scales], &[]),
+        }
+    }
+
+    fn attention(&mut self, x: &str, block: usize, positions: &Positions) -> String {
+        let config = self.config;
+        let [q, k, v] = if config.packed_qkv {
+            let qkv = self.linear(x, block, LinearRole::Qkv);
+            self.graph.split("Split", &qkv, &[Attribute::Int("axis", -1), Attribute::Int("num_outputs", 3)])
+        } else {
+            [LinearRole::Query, LinearRole::Key, LinearRole::Value].map(|role| self.linear(x, block, role))
+        };
+        let sliding = usize::from(config.is_sliding(block));
+        let rotation = positions.rotations[sliding].as_ref();
+        let q = self.heads(&q, "by_query_head", block, Some(NormRole::Query), rotation);
+        let k = self.heads(&k, "by_key_head", block, Some(NormRole::Key), rotation);
+        let v = self.heads(&v, "by_key_head", block, None, None);
+        let (k, v) = (self.cached(k, block, "key"), self.cached(v, block, "value"));
+
+        // Queries that share a head of keys are a dimension of their own: nothing is copied.
+        let graph = &mut self.graph;
+        let q = graph.op("Reshape", &[&q, "by_group"], &[]);
+        let k = graph.op("Transpose", &[&k], &[Attribute::Ints("perm", &[0, 1, 3, 2])]);
+        let (k, v) = (graph.op("Unsqueeze", &[&k, "group_axis"], &[]), graph.op("Unsqueeze", &[&v, "group_axis"], &[]));
+        let scores = graph.op("MatMul", &[&q, &k], &[]);
+        let scores = graph.op("Mul", &[&scores, "softmax_scale"], &[]);
+        let scores = graph.op("Where", &[&positions.masks[sliding], &scores, "masked"], &[]);
+        let weights = graph.op("Softmax", &[&scores], &[Attribute::Int("axis", -1)]);
+        let heads = graph.op("MatMul", &[&weights, &v], &[]);
+        let heads = graph.op("Reshape", &[&heads, "ungrouped"], &[]);
+        let heads = graph.op("Transpose", &[&heads], &[Attribute::Ints("perm", &[0, 2, 1, 3])]);
+        let joined = graph.op("Reshape", &[&heads, "joined"], &[]);
+        self.linear(&joined, block, LinearRole::Out)
+    }
+
+    /// `[B, heads, T, head_dim]` of `[B, T, heads · head_dim]`: each head normalised and rotated as the family has it.
+    fn heads(
+        &mut self,
+        x: &str,
+        shape: &str,
+        block: usize,
+        norm: Option<NormRole>,
+        rotation: Option<&[String; 2]>,
+    ) -> String {
+        let mut x = self.graph.op("Reshape", &[x, shape], &[]);
+        if let Some(role) = norm.filter(|_| self.config.qk_norm) {
+            x = self.norm(&x, Layer::inner(block, Op::Norm(role)));
+        }
+        let graph = &mut self.graph;
+        let x = graph.op("Transpose", &[&x], &[Attribute::Ints("perm", &[0, 2, 1, 3])]);
+        let Some([cos, sin]) = rotation else { return x };
+        let halves = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 2)];
+        let [a, b] = graph.split("Split", &x, &halves);
+        let mut product = |half: &str, factor: &str| graph.op("Mul", &[half, factor], &[]);
+        let (ac, bs, bc, as_) = (product(&a, cos), product(&b, sin), product(&b, cos), product(&a, sin));
+        let (low, high) = (graph.op("Sub", &[&ac, &bs], &[]), graph.op("Add", &[&bc, &as_], &[]));
+        graph.op("Concat", &[&low, &high], &[Attribute::Int("axis", -1)])
+    }
+
+    /// Keys or values behind those of earlier tokens, if there is a cache.
+    fn cached(&mut self, new: String, block: usize, what: &str) -> String {
+        if !self.options.kv_cache {
+            return new;
+        }
+        let (past, present) = (format!("past_key_values.{block}.{what}"), format!("present.{block}.{what}"));
+        let dims = |length| {
+            let (heads, size) = (Dim::Fixed(self.config.kv_heads), Dim::Fixed(self.config.head_dim));
+            [Dim::Free("batch"), heads, Dim::Free(length), size]
+        };
+        self.graph.input(&past, FLOAT, &dims("past"));
+        self.graph.output(&present, FLOAT, &dims("total"));
+        self.graph.op_as(&present, "Concat", &[&past, &new], &[Attribute::Int("axis", 2)]);
+        present
+    }
+
+    fn mlp(&mut self, x: &str, block: usize) -> String {
+        let activation = self.config.activation;
+        let entrance = if activation.is_gated() { LinearRole::Gate } else { LinearRole::Up };
+        let inner = self.linear(x, block, entrance);
+        let mut active = match activation {
+            Activation::Gelu | Activation::GatedGelu => {
+                self.graph.op("Gelu", &[&inner], &[Attribute::Text("approximate", "tanh")])
+            }
+            Activation::GatedSilu => {
+                let sigmoid = self.graph.op("Sigmoid", &[&inner], &[]);
+                self.graph.op("Mul", &[&inner, &sigmoid], &[])
+            }
+        };
+        if activation.is_gated() {
+            let up = self.linear(x, block, LinearRole::Up);
+            active = self.graph.op("Mul", &[&active, &up], &[]);
+        }
+        self.linear(&active, block, LinearRole::Down)
+    }
+}
+
+/// A layer's weight.
+fn name_of_weight(layer: &str) -> String {
+    format!("{layer}.weight")
 }

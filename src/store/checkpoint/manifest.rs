@@ -6,8 +6,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::state::{FORMAT_VERSION, check_version};
-use crate::data::{CARRIED, TEMPLATE_FILE};
 use crate::digest::{Digest, read_at_most};
+use crate::store::companions::Companions;
 use crate::{Error, Result};
 
 /// The manifest.
@@ -24,9 +24,6 @@ pub(super) const WEIGHTS: &str = "model.safetensors";
 pub(super) const MASTERS: &str = "master.safetensors";
 /// Adam's moments.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
-
-/// Optional files that say how conversations are written.
-pub(super) const OPTIONAL: [&str; 3] = [CARRIED[0], CARRIED[1], TEMPLATE_FILE];
 
 /// Larger sequences are rejected as forged, because incrementing them could overflow.
 pub(super) const MAX_SEQUENCE: u64 = u64::MAX / 2;
@@ -48,7 +45,7 @@ impl Kind {
     /// Both kinds.
     pub const ALL: [Self; 2] = [Self::Full, Self::Weights];
 
-    /// The files of such a checkpoint in writing order, without the manifest, which comes last.
+    /// The files of such a checkpoint in writing order, without the [`Companions`] and the manifest, which come last.
     pub fn files(self) -> &'static [&'static str] {
         match self {
             Self::Full => &[CONFIG, TOKENIZER, WEIGHTS, MASTERS, OPTIMIZER, STATE],
@@ -98,8 +95,8 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    /// Reads the manifest of a step directory, and checks that it belongs to this directory and lists exactly the files of its
-    /// kind.
+    /// Reads the manifest of a step directory, and checks that it belongs to this directory and lists the files of its kind, and
+    /// no others but [`Companions`].
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the manifest and what is wrong with it.
@@ -148,10 +145,11 @@ impl Manifest {
             return Err(format!("the sequence number {} is too large", manifest.sequence));
         }
         let expected = manifest.kind.files();
+        let known = |name: &str| expected.contains(&name) || Companions::NAMES.contains(&name);
         if let Some(name) = expected.iter().find(|name| !manifest.files.contains_key(**name)) {
             return Err(format!("it does not list `{name}`"));
         }
-        if let Some(name) = manifest.files.keys().find(|name| !expected.iter().chain(&OPTIONAL).any(|known| known == name)) {
+        if let Some(name) = manifest.files.keys().find(|name| !known(name)) {
             return Err(format!("it lists `{name}`, which is not part of a checkpoint"));
         }
         Ok(manifest)

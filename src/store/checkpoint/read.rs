@@ -148,7 +148,7 @@ impl Checkpoint {
         self.path.join(TOKENIZER)
     }
 
-    /// The compute-dtype weights under their Hugging Face names, including `transformer.`.
+    /// The compute-dtype weights under their Hugging Face names, including the prefix.
     pub fn weights(&self) -> &TensorFile {
         &self.weights
     }

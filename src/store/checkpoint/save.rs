@@ -12,6 +12,7 @@ use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, Manifest, OPTIMIZER, STAT
 use super::state::State;
 use crate::digest::Digest;
 use crate::engine::model::{ModelSpec, Parameters};
+use crate::store::companions::Companions;
 use crate::store::tensor_file::write_tensors;
 use crate::telemetry::{Activity, Amount};
 use crate::{Error, Result};
@@ -25,8 +26,8 @@ pub struct Contents<'a> {
     pub config: &'a ModelSpec,
     /// The text of `tokenizer.json`.
     pub tokenizer: &'a [u8],
-    /// Names and bytes of the files about conversations.
-    pub chat: &'a [(&'static str, Vec<u8>)],
+    /// What lies beside the weights of the model that the run began with.
+    pub companions: &'a Companions,
     /// The weights in the compute dtype.
     pub weights: &'a Parameters,
     /// The FP32 master weights.
@@ -49,9 +50,9 @@ impl Contents<'_> {
         for name in kind.files() {
             files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name, kind, &mut done)?);
         }
-        for (name, bytes) in self.chat {
+        for (name, text) in self.companions.iter() {
             let path = directory.join(name);
-            files.insert((*name).to_owned(), disk.write_file(&path, |out| write_bytes(out, &path, bytes))?);
+            files.insert(name.to_owned(), disk.write_file(&path, |out| write_bytes(out, &path, text))?);
         }
         let manifest = Manifest {
             kind,
@@ -74,7 +75,7 @@ impl Contents<'_> {
             match name {
                 CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
                 TOKENIZER => write_bytes(out, path, self.tokenizer),
-                WEIGHTS => write_tensors(out, path, &named(self.weights, hugging_face_name)),
+                WEIGHTS => write_tensors(out, path, &named(self.weights, |name| self.config.family.stored_name(name))),
                 MASTERS => write_tensors(out, path, &named(self.masters, str::to_owned)),
                 OPTIMIZER => {
                     let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
@@ -108,11 +109,6 @@ impl Contents<'_> {
             () => "float32",
         }
     }
-}
-
-/// The parameter's name in `GPT2LMHeadModel`, the architecture in `config.json`.
-fn hugging_face_name(name: &str) -> String {
-    if name == "lm_head.weight" { name.to_owned() } else { format!("transformer.{name}") }
 }
 
 /// The tensors under other names, without copying values.

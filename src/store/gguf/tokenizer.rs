@@ -12,10 +12,26 @@ use super::Gguf;
 use crate::Result;
 
 /// Kinds of tokens, by llama.cpp's numbers.
-const NORMAL: i64 = 1;
-const UNKNOWN: i64 = 2;
-const CONTROL: i64 = 3;
-const USER_DEFINED: i64 = 4;
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenKind {
+    /// Made by merges.
+    Normal = 1,
+    /// Stands for what has no token.
+    Unknown,
+    /// Steers the model; no text has it.
+    Control,
+    /// Found in the text before it is cut into words.
+    UserDefined,
+    /// A row of the embedding without a token.
+    Unused,
+    /// A byte of what has no token.
+    Byte,
+}
+
+const NORMAL: i64 = TokenKind::Normal as i64;
+const UNKNOWN: i64 = TokenKind::Unknown as i64;
+const CONTROL: i64 = TokenKind::Control as i64;
+const USER_DEFINED: i64 = TokenKind::UserDefined as i64;
 
 /// The word pattern of Llama 3.
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -86,34 +102,71 @@ impl Vocabulary<'_> {
 fn byte_level(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     let merges = gguf.list("tokenizer.ggml.merges", "a list of texts", text)?;
     let merges = merges.ok_or_else(|| gguf.wrong("tokenizer.ggml.merges", "a list of texts", None))?;
-    let split = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
-    let bytes = |use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex});
-    let sequence = |parts: [Json; 2]| json!({"type": "Sequence", "pretokenizers": parts});
     let name = gguf.text("tokenizer.ggml.pre")?;
-    let (normalizer, pre_tokenizer, ignore_merges) = match name {
-        "gpt-2" | "gpt2" => (Json::Null, bytes(true), false),
-        "smollm" => (Json::Null, sequence([json!({"type": "Digits", "individual_digits": true}), bytes(true)]), false),
-        "llama-bpe" | "llama3" | "llama-v3" => (Json::Null, sequence([split(LLAMA_3), bytes(false)]), true),
-        "qwen2" => (json!({"type": "NFC"}), sequence([split(QWEN_2), bytes(false)]), false),
-        _ => {
-            let name = name.escape_debug();
-            let message = format!(
-                "its tokenizer cuts words as `{name}` does; built are `gpt-2`, `smollm`, `llama-bpe`, `qwen2`; give the \
-                 model's folder from the Hub instead"
-            );
-            return Err(gguf.error(message));
-        }
+    let known = match name {
+        "gpt2" => "gpt-2",
+        "llama3" | "llama-v3" => "llama-bpe",
+        other => other,
     };
+    let Some(pre_tokenizer) = pre_tokenizer(known) else {
+        let (name, built) = (name.escape_debug(), WORD_PATTERNS.join("`, `"));
+        let message = format!(
+            "its tokenizer cuts words as `{name}` does; built are `{built}`; give the model's folder from the Hub instead"
+        );
+        return Err(gguf.error(message));
+    };
+    let normalizer = if known == "qwen2" { json!({"type": "NFC"}) } else { Json::Null };
+    let ignore_merges = known == "llama-bpe";
     Ok(json!({
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
-        "decoder": bytes(true),
+        "decoder": byte_step(true),
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": ignore_merges,
             "vocab": vocabulary.ids(), "merges": merges,
         },
     }))
+}
+
+/// The ways to cut words that have a name in GGUF and are built.
+const WORD_PATTERNS: [&str; 4] = ["gpt-2", "smollm", "llama-bpe", "qwen2"];
+
+/// The step of Hugging Face's that cuts words as llama.cpp does by this name.
+fn pre_tokenizer(name: &str) -> Option<Json> {
+    let split = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+    let sequence = |parts: [Json; 2]| Some(json!({"type": "Sequence", "pretokenizers": parts}));
+    match name {
+        "gpt-2" => Some(byte_step(true)),
+        "smollm" => sequence([json!({"type": "Digits", "individual_digits": true}), byte_step(true)]),
+        "llama-bpe" => sequence([split(LLAMA_3), byte_step(false)]),
+        "qwen2" => sequence([split(QWEN_2), byte_step(false)]),
+        _ => None,
+    }
+}
+
+fn byte_step(use_regex: bool) -> Json {
+    json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex})
+}
+
+/// GGUF's name for the way in which a step of Hugging Face's cuts words.
+pub fn word_pattern(step: &Json) -> Option<&'static str> {
+    WORD_PATTERNS.into_iter().find(|name| pre_tokenizer(name).is_some_and(|known| plain(step) == plain(&known)))
+}
+
+/// A step without what does not change the words, and with what its absence means.
+fn plain(step: &Json) -> Json {
+    let mut step = step.clone();
+    if let Some(parts) = step["pretokenizers"].as_array_mut() {
+        for part in parts {
+            *part = plain(part);
+        }
+    }
+    if let Some(object) = step.as_object_mut().filter(|object| object.get("type") == Some(&json!("ByteLevel"))) {
+        object.remove("trim_offsets");
+        object.entry("use_regex").or_insert(Json::Bool(true));
+    }
+    step
 }
 
 fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
@@ -185,7 +238,7 @@ fn begin_of_text(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     }))
 }
 
-fn text(value: &Value) -> Option<&str> {
+pub(super) fn text(value: &Value) -> Option<&str> {
     match value {
         Value::String(text) => Some(text),
         _ => None,

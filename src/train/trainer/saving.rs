@@ -85,7 +85,7 @@ impl Trainer {
             state: &state,
             config: self.engine.model.spec(),
             tokenizer: self.tokenizer.json(),
-            chat: &self.chat,
+            companions: &self.companions,
             weights: &train.weights,
             masters: train.masters.parameters(),
             exp_avg: &train.adamw.exp_avg,

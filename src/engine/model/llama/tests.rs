@@ -46,9 +46,11 @@ fn qwens_windows_begin_where_its_configuration_says() {
 }
 
 #[test]
-fn a_list_of_ends_gives_its_first() {
+fn a_list_of_ends_is_kept() {
     let config = json!({"model_type": "llama", "eos_token_id": [7, 9]});
-    assert_eq!(read(&config).unwrap().eos_token_id, Some(7));
+    let spec = read(&config).unwrap();
+    assert_eq!(spec.eos_token_ids, [7, 9]);
+    assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec);
 }
 
 #[test]

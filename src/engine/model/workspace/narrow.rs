@@ -58,8 +58,9 @@ fn normed(normed: &Normed, rows: Rows<'_>) -> Result<Normed> {
 }
 
 fn activations(block: &Activations, rows: Rows<'_>) -> Result<Activations> {
-    let branch =
-        |norm: &BranchNorm| -> Result<BranchNorm> { Ok(BranchNorm { input: rows(&norm.input)?, rstd: rows(&norm.rstd)? }) };
+    let branch = |norm: &BranchNorm| -> Result<BranchNorm> {
+        Ok(BranchNorm { input: rows(&norm.input)?, rstd: rows(&norm.rstd)? })
+    };
     let heads = |heads: &HeadNorms| -> Result<HeadNorms> {
         let [queries, keys] = &heads.rstd;
         Ok(HeadNorms { out: rows(&heads.out)?, rstd: [rows(queries)?, rows(keys)?] })

@@ -1,0 +1,469 @@
+//! The families in GGUF's words: keys of the metadata, names of tensors, and how values lie there.
+//!
+//! A key of the metadata stands for one of `config.json`, in both directions. A family reads and writes its configuration in
+//! its own file alone; here it is only translated. Names, orders of rows and offsets are those of llama.cpp's converter.
+
+use super::architecture::Keys;
+use super::rope::{Rope, RopeType};
+use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec};
+use crate::engine::kernels::{Norm, WeightLayout};
+use crate::{Error, Result};
+use candle_core::Tensor;
+use serde_json::{Map, Value, json};
+
+/// What a GGUF file says of its model, but for the values of its tensors.
+pub struct GgufHeader<'a> {
+    /// `general.architecture`.
+    pub architecture: &'a str,
+    /// The metadata whose keys begin with the architecture's name, without it.
+    pub keys: Map<String, Value>,
+    /// Begins a text.
+    pub bos: Option<u32>,
+    /// End a text or a turn.
+    pub eos: Vec<u32>,
+    /// The shape of a tensor, outermost dimension first.
+    pub shape: &'a dyn Fn(&str) -> Option<Vec<usize>>,
+    /// The values of [`ROPE_FACTORS`], if it is there.
+    pub rope_factors: Option<Vec<f32>>,
+}
+
+/// What an exported file says of its model.
+#[derive(Debug)]
+pub struct GgufWords {
+    /// `general.architecture`.
+    pub architecture: &'static str,
+    /// Metadata, without the architecture's name before the keys.
+    pub keys: Vec<(&'static str, Value)>,
+    /// The values of [`ROPE_FACTORS`], where frequencies are divided one by one.
+    pub rope_factors: Option<Vec<f32>>,
+}
+
+/// A tensor that divides the frequencies of rotary embeddings: how files say `llama3`.
+pub const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// A key of the metadata, what it is in `config.json`, and whether a file must have it.
+type Word = (&'static str, &'static str, bool);
+
+/// An architecture of GGUF's.
+struct Words {
+    architecture: &'static str,
+    /// The families that go by it; the first one reads it.
+    families: &'static [&'static str],
+    keys: &'static [Word],
+    /// Whether the two halves of each head of queries and keys are interleaved, row by row.
+    interleaved: bool,
+}
+
+const GPT2: [Word; 6] = [
+    ("context_length", "n_positions", true),
+    ("embedding_length", "n_embd", true),
+    ("feed_forward_length", "n_inner", true),
+    ("block_count", "n_layer", true),
+    ("attention.head_count", "n_head", true),
+    ("attention.layer_norm_epsilon", "layer_norm_epsilon", true),
+];
+const LLAMA: [Word; 10] = [
+    ("context_length", "max_position_embeddings", true),
+    ("embedding_length", "hidden_size", true),
+    ("feed_forward_length", "intermediate_size", true),
+    ("block_count", "num_hidden_layers", true),
+    ("attention.head_count", "num_attention_heads", true),
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
+    ("attention.head_count_kv", "num_key_value_heads", false),
+    ("attention.key_length", "head_dim", false),
+    ("rope.freq_base", "rope_theta", false),
+    ("attention.sliding_window", "sliding_window", false),
+];
+const ARCHITECTURES: [Words; 5] = [
+    Words { architecture: "gpt2", families: &["gpt2"], keys: &GPT2, interleaved: false },
+    Words { architecture: "llama", families: &["llama", "mistral"], keys: &LLAMA, interleaved: true },
+    Words { architecture: "qwen2", families: &["qwen2"], keys: &LLAMA, interleaved: false },
+    Words { architecture: "qwen3", families: &["qwen3"], keys: &LLAMA, interleaved: false },
+    Words { architecture: "gemma3", families: &["gemma3_text"], keys: &LLAMA, interleaved: false },
+];
+
+/// llama.cpp takes every sixth layer of Gemma 3 for one without a window, and this base for the others' embeddings.
+const GEMMA_PATTERN: usize = 6;
+const GEMMA_LOCAL_BASE: f64 = 1e4;
+/// The depth by which llama.cpp knows Gemma 3 27B, whose scores are divided by another root.
+const GEMMA_27B_LAYERS: usize = 62;
+/// Those of every model with the type `llama3` there is.
+const LLAMA3: (f64, f64, usize) = (1.0, 4.0, 8192);
+
+impl ModelSpec {
+    /// Reads the model of a GGUF file; `origin` is its path, for messages.
+    ///
+    /// # Errors
+    /// [`Error::Model`] naming the key: an unknown architecture, a key that is missing, of another type or not understood.
+    pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
+        let fail = |message: String| Error::model(origin, message);
+        let json = config(header).map_err(fail)?;
+        let spec = Self::from_json(Value::Object(json).to_string().as_bytes(), origin)?;
+        check_heads(&spec, header).map_err(fail)?;
+        Ok(spec)
+    }
+
+    /// The model in GGUF's words.
+    ///
+    /// # Errors
+    /// [`Error::Model`] for what llama.cpp has no word for, and would compute otherwise.
+    pub fn to_gguf(&self) -> Result<GgufWords> {
+        let fail = |message: String| Error::model(self.family.model_type(), message);
+        let words = self.gguf_words().map_err(fail)?;
+        let json = self.family.0.write(self);
+        let mut keys: Vec<(&'static str, Value)> = Vec::new();
+        for (theirs, ours, _) in words.keys {
+            keys.extend(Some(&json[*ours]).filter(|value| !value.is_null()).map(|value| (*theirs, value.clone())));
+        }
+        let mut rope_factors = None;
+        if let Some(rope) = &self.rope {
+            keys.retain(|(key, _)| *key != "rope.freq_base");
+            keys.push(("rope.freq_base", json!(rope.theta)));
+            keys.push(("rope.dimension_count", self.head_dim.into()));
+            keys.push(("attention.value_length", self.head_dim.into()));
+            rope_factors = self.write_rope(rope, &mut keys).map_err(fail)?;
+        }
+        self.write_windows(&mut keys).map_err(fail)?;
+        Ok(GgufWords { architecture: words.architecture, keys, rope_factors })
+    }
+
+    fn gguf_words(&self) -> Result<&'static Words, String> {
+        let family = self.family.model_type();
+        let known = ARCHITECTURES.iter().find(|words| words.families.contains(&family));
+        known.ok_or_else(|| format!("`{family}` is no architecture of GGUF's"))
+    }
+
+    /// Writes how the frequencies are changed, and returns what each is divided by where no key says it.
+    fn write_rope(&self, rope: &Rope, keys: &mut Vec<(&'static str, Value)>) -> Result<Option<Vec<f32>>, String> {
+        let kind = rope.to_json();
+        let name = kind["rope_type"].as_str().unwrap_or_default().to_owned();
+        let refuse = |why: &str| Err(format!("llama.cpp has no rotary embeddings of the type `{name}`{why}"));
+        match &rope.kind {
+            RopeType::Default => {}
+            RopeType::Linear { factor } => {
+                keys.push(("rope.scaling.type", name.into()));
+                keys.push(("rope.scaling.factor", json!(factor)));
+            }
+            RopeType::Llama3 { original_max_position_embeddings, .. } => {
+                keys.push(("rope.scaling.original_context_length", (*original_max_position_embeddings).into()));
+                let plain = Rope::plain(rope.theta).frequencies(self.head_dim, self.context);
+                let scaled = rope.frequencies(self.head_dim, self.context);
+                return Ok(Some(plain.iter().zip(scaled).map(|(plain, scaled)| plain / scaled).collect()));
+            }
+            RopeType::Yarn {
+                factor,
+                attention_factor,
+                beta_fast,
+                beta_slow,
+                original_max_position_embeddings,
+                truncate,
+            } => {
+                if !truncate {
+                    return refuse(" without `truncate`");
+                }
+                if (attention_factor - (0.1 * factor.max(1.0).ln() + 1.0)).abs() > 1e-6 {
+                    return refuse(&format!(" with an `attention_factor` of {attention_factor}"));
+                }
+                keys.push(("rope.scaling.type", name.into()));
+                keys.push(("rope.scaling.factor", json!(factor)));
+                keys.push(("rope.scaling.original_context_length", (*original_max_position_embeddings).into()));
+                keys.push(("rope.scaling.yarn_beta_fast", json!(beta_fast)));
+                keys.push(("rope.scaling.yarn_beta_slow", json!(beta_slow)));
+            }
+            RopeType::Dynamic { .. } => return refuse(""),
+        }
+        Ok(None)
+    }
+
+    /// Refuses windows and scales that llama.cpp would take for others.
+    fn write_windows(&self, keys: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
+        let family = self.family.model_type();
+        if family != "gemma3_text" {
+            return match &self.sliding {
+                Some(sliding) if family != "mistral" || sliding.layers.contains(&false) => {
+                    Err(format!("GGUF has no key for the windows of `{family}`; export it as a folder"))
+                }
+                _ => Ok(()),
+            };
+        }
+        let scale = gemma_scale(self.layers, self.width, self.heads, self.head_dim);
+        if self.attention_scale.is_none_or(|ours| (ours * scale.sqrt() - 1.0).abs() > 1e-9) {
+            return Err(format!("llama.cpp takes `query_pre_attn_scalar` to be {scale}, which this model's is not"));
+        }
+        let Some(sliding) = &self.sliding else { return Ok(()) };
+        if sliding.rope != Rope::plain(GEMMA_LOCAL_BASE) {
+            return Err("llama.cpp has no key for the rotary embeddings of layers with a window".into());
+        }
+        let pattern = |layers: &[bool], n: usize| layers.iter().enumerate().all(|(i, s)| *s == ((i + 1) % n != 0));
+        match (1..=sliding.layers.len() + 1).rev().find(|n| pattern(&sliding.layers, *n)) {
+            _ if pattern(&sliding.layers, GEMMA_PATTERN) => {}
+            Some(n) => keys.push(("attention.sliding_window_pattern", n.into())),
+            None => return Err("its layers with a window follow no pattern that GGUF can name".into()),
+        }
+        Ok(())
+    }
+
+    /// A parameter's values as GGUF has them.
+    pub fn into_gguf(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
+        match self.form(entry) {
+            Form::Same => Ok(values.clone()),
+            Form::Transposed => values.t()?.contiguous(),
+            Form::PlusOne => values + 1.0,
+            Form::Interleaved { heads } => swap_pairs(values, heads, [2, self.head_dim / 2]),
+        }
+    }
+
+    /// A parameter from its values in GGUF: the inverse of [`Self::into_gguf`].
+    pub fn out_of_gguf(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
+        match self.form(entry) {
+            Form::Same => Ok(values.clone()),
+            Form::Transposed => values.t()?.contiguous(),
+            Form::PlusOne => values - 1.0,
+            Form::Interleaved { heads } => swap_pairs(values, heads, [self.head_dim / 2, 2]),
+        }
+    }
+
+    /// The shape of a parameter in GGUF, outermost dimension first.
+    pub fn gguf_shape(&self, entry: &ParamSpec) -> Vec<usize> {
+        let mut shape = entry.shape.clone();
+        if matches!(self.form(entry), Form::Transposed) {
+            shape.reverse();
+        }
+        shape
+    }
+
+    fn form(&self, entry: &ParamSpec) -> Form {
+        let interleaved = self.gguf_words().is_ok_and(|words| words.interleaved);
+        match entry.layer.op {
+            Op::Linear(LinearRole::Query) if interleaved => Form::Interleaved { heads: self.heads },
+            Op::Linear(LinearRole::Key) if interleaved => Form::Interleaved { heads: self.kv_heads },
+            Op::Linear(_) if self.weight_layout == WeightLayout::InOut && entry.role == ParamRole::Weight => {
+                Form::Transposed
+            }
+            Op::Norm(_) if self.norm == (Norm::Rms { unit_offset: true }) => Form::PlusOne,
+            _ => Form::Same,
+        }
+    }
+}
+
+/// How a parameter's values differ from ours.
+enum Form {
+    Same,
+    /// `[out, in]` there, `[in, out]` here.
+    Transposed,
+    /// A norm multiplies by its weight there, by 1 + weight here.
+    PlusOne,
+    /// Element `i` of both halves of a head lie side by side there, half by half here.
+    Interleaved {
+        heads: usize,
+    },
+}
+
+/// Exchanges the two dimensions that the rows of each head consist of.
+fn swap_pairs(values: &Tensor, heads: usize, [outer, inner]: [usize; 2]) -> candle_core::Result<Tensor> {
+    let rest = values.elem_count() / (heads * outer * inner);
+    let swapped = values.reshape((heads, outer, inner, rest))?.transpose(1, 2)?.contiguous()?;
+    swapped.reshape(values.dims())
+}
+
+/// The name of a parameter in GGUF.
+pub fn gguf_name(entry: &ParamSpec) -> String {
+    let Layer { block, op } = entry.layer;
+    let name = match op {
+        Op::Embedding => "token_embd",
+        Op::Positions => "position_embd",
+        Op::Head => "output",
+        Op::Norm(NormRole::Final) => "output_norm",
+        Op::Norm(NormRole::Attention) => "attn_norm",
+        Op::Norm(NormRole::Query) => "attn_q_norm",
+        Op::Norm(NormRole::Key) => "attn_k_norm",
+        Op::Norm(NormRole::AttentionBranch) => "post_attention_norm",
+        Op::Norm(NormRole::Mlp) => "ffn_norm",
+        Op::Norm(NormRole::MlpBranch) => "post_ffw_norm",
+        Op::Linear(LinearRole::Qkv) => "attn_qkv",
+        Op::Linear(LinearRole::Query) => "attn_q",
+        Op::Linear(LinearRole::Key) => "attn_k",
+        Op::Linear(LinearRole::Value) => "attn_v",
+        Op::Linear(LinearRole::Out) => "attn_output",
+        Op::Linear(LinearRole::Gate | LinearRole::GateUp) => "ffn_gate",
+        Op::Linear(LinearRole::Up) => "ffn_up",
+        Op::Linear(LinearRole::Down) => "ffn_down",
+        Op::Attention | Op::AttentionSum | Op::Activation | Op::MlpSum => "none",
+    };
+    let ending = if entry.role == ParamRole::Bias { "bias" } else { "weight" };
+    block.map_or_else(|| format!("{name}.{ending}"), |block| format!("blk.{block}.{name}.{ending}"))
+}
+
+/// What Gemma 3's scores are divided by the root of, as llama.cpp has it.
+fn gemma_scale(layers: usize, width: usize, heads: usize, head_dim: usize) -> f64 {
+    if layers == GEMMA_27B_LAYERS { width as f64 / heads as f64 } else { head_dim as f64 }
+}
+
+/// The `config.json` that the metadata stands for.
+fn config(header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
+    let name = header.architecture;
+    let Some(words) = ARCHITECTURES.iter().find(|words| words.architecture == name) else {
+        let known = ARCHITECTURES.map(|words| words.architecture).join("`, `");
+        return Err(format!("`general.architecture` is `{}`; supported: `{known}`", name.escape_debug()));
+    };
+    let mut keys = header.keys.clone();
+    let mut json = Map::new();
+    for (theirs, ours, required) in words.keys {
+        match keys.remove(*theirs) {
+            Some(value) => drop(json.insert((*ours).to_owned(), value)),
+            None if *required => return Err(format!("metadata `{name}.{theirs}` is missing")),
+            None => {}
+        }
+    }
+    let has = |tensor: &str| (header.shape)(tensor).is_some();
+    let embedding = (header.shape)("token_embd.weight").ok_or("tensor `token_embd.weight` is missing")?;
+    let rows = embedding.first().copied().unwrap_or_default();
+    if let Some(said) = keys.remove("vocab_size").filter(|said| *said != json!(rows)) {
+        return Err(format!("metadata `{name}.vocab_size` is {said}, but `token_embd.weight` has {rows} rows"));
+    }
+    json.insert("vocab_size".into(), rows.into());
+    json.insert("tie_word_embeddings".into(), (!has("output.weight")).into());
+    json.insert("bos_token_id".into(), header.bos.into());
+    json.insert("eos_token_id".into(), super::architecture::one_or_more(&header.eos));
+    let mut family = words.families[0];
+    if family == "llama" {
+        json.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
+        if json.contains_key("sliding_window") {
+            family = "mistral";
+        }
+    }
+    json.insert("model_type".into(), family.into());
+    if family != "gpt2" {
+        json.insert("attention_bias".into(), (family != "qwen2" && has("blk.0.attn_q.bias")).into());
+        let number = |json: &Map<String, Value>, key: &str| json.get(key).and_then(Value::as_u64);
+        let (width, heads) = (number(&json, "hidden_size"), number(&json, "num_attention_heads"));
+        if let (Some(width), Some(heads @ 1..)) = (width, heads) {
+            json.entry("num_key_value_heads").or_insert_with(|| heads.into());
+            json.entry("head_dim").or_insert_with(|| (width / heads).into());
+        }
+        if let Some(scaling) = rope_scaling(name, &mut keys)? {
+            json.insert("rope_scaling".into(), scaling);
+        }
+        if let Some(factors) = &header.rope_factors {
+            let scaling = llama3(factors, &json, keys.remove("rope.scaling.original_context_length").as_ref())?;
+            json.insert("rope_scaling".into(), scaling);
+        }
+    }
+    if family == "gemma3_text" {
+        read_gemma(&mut json, &mut keys);
+    }
+    refuse_unknown(name, &keys)?;
+    Ok(json)
+}
+
+fn read_gemma(json: &mut Map<String, Value>, keys: &mut Map<String, Value>) {
+    let number = |key: &str| json.get(key).and_then(Value::as_u64).unwrap_or(1).max(1) as usize;
+    let [layers, width, heads, head_dim] =
+        ["num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim"].map(number);
+    json.insert("query_pre_attn_scalar".into(), json!(gemma_scale(layers, width, heads, head_dim)));
+    for (theirs, ours) in [
+        ("attention.sliding_window_pattern", "sliding_window_pattern"),
+        ("rope.freq_base_swa", "rope_local_base_freq"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ] {
+        if let Some(value) = keys.remove(theirs) {
+            json.insert(ours.into(), value);
+        }
+    }
+}
+
+/// The older spelling of rotary embeddings in `config.json`.
+fn rope_scaling(name: &str, keys: &mut Map<String, Value>) -> Result<Option<Value>, String> {
+    keys.remove("rope.scaling.finetuned");
+    let kind = keys.remove("rope.scaling.type");
+    let factor = keys.remove("rope.scaling.factor");
+    let older = keys.remove("rope.scale_linear");
+    let kind = match kind.as_ref().map(|kind| kind.as_str()) {
+        None if older.is_some() => "linear",
+        None | Some(Some("none")) => return Ok(None),
+        Some(Some(kind @ ("linear" | "yarn"))) => kind,
+        Some(_) => {
+            let kind = kind.unwrap_or_default();
+            return Err(format!("metadata `{name}.rope.scaling.type` is {kind}; supported: `none`, `linear`, `yarn`"));
+        }
+    };
+    let mut scaling = Map::from_iter([("rope_type".to_owned(), kind.into())]);
+    scaling.extend(factor.or(older).map(|factor| ("factor".to_owned(), factor)));
+    if kind == "yarn" {
+        for (theirs, ours) in [
+            ("original_context_length", "original_max_position_embeddings"),
+            ("yarn_beta_fast", "beta_fast"),
+            ("yarn_beta_slow", "beta_slow"),
+        ] {
+            scaling.extend(keys.remove(&format!("rope.scaling.{theirs}")).map(|value| (ours.to_owned(), value)));
+        }
+    }
+    Ok(Some(scaling.into()))
+}
+
+/// The parameters of `llama3` from which a file's factors come.
+fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) -> Result<Value, String> {
+    let (low_freq_factor, high_freq_factor, usual) = LLAMA3;
+    let factor = f64::from(factors.iter().copied().fold(1.0, f32::max)).round();
+    let theta = Keys(json).number("rope_theta", 1e4)?;
+    let head_dim = Keys(json).size("head_dim", 1)?;
+    let original = original.and_then(Value::as_u64).map_or(usual, |original| original as usize);
+    let kind = RopeType::Llama3 {
+        factor,
+        low_freq_factor,
+        high_freq_factor,
+        original_max_position_embeddings: original.max(1),
+    };
+    let rope = Rope { theta, kind };
+    let plain = Rope::plain(theta).frequencies(head_dim, 1);
+    let expected = plain.iter().zip(rope.frequencies(head_dim, 1)).map(|(plain, scaled)| plain / scaled);
+    let near = |(a, b): (f32, &f32)| (a - b).abs() <= 1e-4 * a.abs();
+    if factors.len() != plain.len() || !expected.zip(factors).all(near) {
+        let message = "its values are not those of `llama3` with frequency factors of 1 and 4";
+        return Err(format!("tensor `{ROPE_FACTORS}`: {message}"));
+    }
+    let mut json = rope.to_json();
+    if let Some(object) = json.as_object_mut() {
+        object.remove("rope_theta");
+    }
+    Ok(json)
+}
+
+/// Refuses keys that may change what the model computes. A number of 0 and a plain factor switch nothing on.
+fn refuse_unknown(name: &str, keys: &Map<String, Value>) -> Result<(), String> {
+    const HARMLESS: [&str; 4] = [
+        "attention.value_length",
+        "rope.dimension_count",
+        "tensor_data_layout",
+        "rope.scaling.original_context_length",
+    ];
+    let off = |value: &Value| value == &Value::Bool(false) || value.as_f64() == Some(0.0);
+    let on = |key: &str, value: &Value| match key {
+        "attention.causal" => value == &Value::Bool(true),
+        "rope.scaling.attn_factor" => value.as_f64() == Some(1.0),
+        _ => HARMLESS.contains(&key),
+    };
+    match keys.iter().find(|(key, value)| !off(value) && !on(key, value)) {
+        None => Ok(()),
+        Some((key, value)) => {
+            Err(format!("metadata `{name}.{}` is {value}, which is not understood", key.escape_debug()))
+        }
+    }
+}
+
+/// Heads of values must be as wide as those of keys, and rotated whole.
+fn check_heads(spec: &ModelSpec, header: &GgufHeader<'_>) -> Result<(), String> {
+    for key in ["attention.value_length", "rope.dimension_count"] {
+        match header.keys.get(key) {
+            Some(value) if spec.rope.is_some() && *value != json!(spec.head_dim) => {
+                let (name, head_dim) = (header.architecture, spec.head_dim);
+                return Err(format!(
+                    "metadata `{name}.{key}` is {value}; only the head's whole width, {head_dim}, is built"
+                ));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}

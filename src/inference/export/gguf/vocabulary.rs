@@ -1,0 +1,163 @@
+//! A tokenizer in llama.cpp's terms: the two kinds that `store::gguf` reads, and no other.
+
+use crate::inference::trained::TrainedModel;
+use crate::store::gguf::{TokenKind, word_pattern};
+use crate::{Error, Result};
+use candle_core::quantized::gguf_file::Value;
+use serde_json::Value as Json;
+use std::collections::{BTreeMap, HashMap};
+
+type Keys = Vec<(String, Value)>;
+
+/// The tokenizer, its special tokens and the chat template.
+pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
+    let fail = |message: &str| Error::model("tokenizer.json", format!("{message}, so it cannot go into a GGUF file"));
+    let json: Json = serde_json::from_slice(trained.tokenizer.json()).map_err(|error| fail(&error.to_string()))?;
+    let model = &json["model"];
+    // Older files leave the type out where it is BPE.
+    if !matches!(model["type"].as_str(), None | Some("BPE")) {
+        return Err(fail("it is not a BPE"));
+    }
+    let merges: Vec<[String; 2]> = model["merges"].as_array().into_iter().flatten().filter_map(merge).collect();
+    let sentence_piece = model["byte_fallback"] == true;
+    let vocabulary = Vocabulary::new(trained, &json, sentence_piece).ok_or_else(|| fail("it has no vocabulary"))?;
+    let mut keys = Keys::new();
+    let mut put = |key: &str, value: Value| keys.push((format!("tokenizer.ggml.{key}"), value));
+    if sentence_piece {
+        let prefix = space_prefix(&json).ok_or_else(|| fail("it treats spaces in a way that GGUF has no name for"))?;
+        put("model", Value::String("llama".into()));
+        put("pre", Value::String("default".into()));
+        put("add_space_prefix", Value::Bool(prefix));
+        put("scores", vocabulary.scores(&merges));
+    } else {
+        if !is_byte_level(&json) {
+            return Err(fail("it is not a byte-level BPE"));
+        }
+        let pattern = word_pattern(&json["pre_tokenizer"]);
+        // Without merges a word's bounds change nothing.
+        let pattern = pattern.or(merges.is_empty().then_some("gpt-2"));
+        let pattern = pattern.ok_or_else(|| fail("it cuts words in a way that GGUF has no name for"))?;
+        put("model", Value::String("gpt2".into()));
+        put("pre", Value::String(pattern.into()));
+        put("merges", Value::Array(merges.iter().map(|[a, b]| Value::String(format!("{a} {b}"))).collect()));
+    }
+    let texts = vocabulary.tokens.iter().map(|(text, _)| Value::String(text.clone()));
+    put("tokens", Value::Array(texts.collect()));
+    let kinds = vocabulary.tokens.iter().map(|(_, kind)| Value::I32(*kind as i32));
+    put("token_type", Value::Array(kinds.collect()));
+
+    let begin = first_special(&json["post_processor"]).and_then(|text| vocabulary.id(text));
+    put("add_bos_token", Value::Bool(begin.is_some()));
+    let config = &trained.config;
+    let mut ends = config.eos_token_ids.clone();
+    ends.extend(trained.tokenizer.eos_id());
+    ends.retain(|id| (*id as usize) < config.vocab_size);
+    if let Some(id) = begin.or(config.bos_token_id).or(ends.first().copied()) {
+        put("bos_token_id", Value::U32(id));
+    }
+    if let Some(id) = ends.first() {
+        put("eos_token_id", Value::U32(*id));
+    }
+    // A second end has a key of its own.
+    if let Some(id) = config.eos_token_ids.get(1) {
+        put("eot_token_id", Value::U32(*id));
+    }
+    if let Some(id) = model["unk_token"].as_str().and_then(|text| vocabulary.id(text)) {
+        put("unknown_token_id", Value::U32(id));
+    }
+    if let Some(template) = trained.companions.chat_template()? {
+        keys.push(("tokenizer.chat_template".to_owned(), Value::String(template)));
+    }
+    Ok(keys)
+}
+
+/// Text and kind of every row of the embedding.
+struct Vocabulary {
+    tokens: Vec<(String, TokenKind)>,
+}
+
+impl Vocabulary {
+    fn new(trained: &TrainedModel, json: &Json, byte_tokens: bool) -> Option<Self> {
+        let mut tokens: BTreeMap<usize, (String, TokenKind)> = BTreeMap::new();
+        let mut put = |id: &Json, text: &str, kind| {
+            id.as_u64().map(|id| tokens.insert(id as usize, (text.to_owned(), kind)));
+        };
+        let unknown = json["model"]["unk_token"].as_str();
+        for (text, id) in json["model"]["vocab"].as_object()? {
+            let byte = byte_tokens && text.len() == 6 && text.starts_with("<0x") && text.ends_with('>');
+            let kind = match () {
+                () if byte => TokenKind::Byte,
+                () if Some(text.as_str()) == unknown => TokenKind::Unknown,
+                () => TokenKind::Normal,
+            };
+            put(id, text, kind);
+        }
+        for token in json["added_tokens"].as_array().into_iter().flatten() {
+            let text = token["content"].as_str().unwrap_or_default();
+            let kind = match () {
+                () if Some(text) == unknown => TokenKind::Unknown,
+                () if token["special"] == true => TokenKind::Control,
+                () => TokenKind::UserDefined,
+            };
+            put(&token["id"], text, kind);
+        }
+        // A row of the embedding without a token still needs a name.
+        let unused = |id| (format!("[PAD{id}]"), TokenKind::Unused);
+        let rows = 0..trained.config.vocab_size;
+        Some(Self { tokens: rows.map(|id| tokens.remove(&id).unwrap_or_else(|| unused(id))).collect() })
+    }
+
+    fn id(&self, text: &str) -> Option<u32> {
+        self.tokens.iter().position(|(token, _)| token == text).map(|id| id as u32)
+    }
+
+    /// Scores that order merges as the tokenizer has them: the earliest merge that makes a token is its score, below which
+    /// are the tokens that no merge makes.
+    fn scores(&self, merges: &[[String; 2]]) -> Value {
+        let mut ranks: HashMap<String, usize> = HashMap::new();
+        for (rank, [left, right]) in merges.iter().enumerate() {
+            ranks.entry(format!("{left}{right}")).or_insert(rank);
+        }
+        let score = |(id, (text, kind)): (usize, &(String, TokenKind))| match kind {
+            TokenKind::Normal => -(ranks.get(text).copied().unwrap_or(merges.len() + id) as f32),
+            _ => 0.0,
+        };
+        Value::Array(self.tokens.iter().enumerate().map(score).map(Value::F32).collect())
+    }
+}
+
+/// Whether a text begins with a space that was not there; `None` where spaces become something else than `▁`.
+fn space_prefix(json: &Json) -> Option<bool> {
+    let (normalizer, words) = (&json["normalizer"], &json["pre_tokenizer"]);
+    if words["type"] == "Metaspace" {
+        let scheme = words["prepend_scheme"].as_str();
+        return Some(scheme.map_or(words["add_prefix_space"] != false, |scheme| scheme != "never"));
+    }
+    let parts = normalizer["normalizers"].as_array().map_or(std::slice::from_ref(normalizer), Vec::as_slice);
+    let has = |kind: &str| parts.iter().any(|part| part["type"] == kind);
+    has("Replace").then(|| has("Prepend"))
+}
+
+/// The token that a post-processor puts before a text.
+fn first_special(step: &Json) -> Option<&str> {
+    if let Some(parts) = step["processors"].as_array() {
+        return parts.iter().find_map(first_special);
+    }
+    step["single"][0]["SpecialToken"]["id"].as_str()
+}
+
+/// Whether the step before the merges writes bytes as printable characters, alone or as one of a sequence.
+fn is_byte_level(json: &Json) -> bool {
+    let step = &json["pre_tokenizer"];
+    let parts = step["pretokenizers"].as_array().into_iter().flatten();
+    parts.chain([step]).any(|part| part["type"] == "ByteLevel")
+}
+
+/// `"a b"`, which newer files write as `["a", "b"]`.
+fn merge(value: &Json) -> Option<[String; 2]> {
+    match value {
+        Json::String(pair) => pair.split_once(' ').map(|(a, b)| [a.to_owned(), b.to_owned()]),
+        Json::Array(pair) => Some([pair.first()?.as_str()?.to_owned(), pair.get(1)?.as_str()?.to_owned()]),
+        _ => None,
+    }
+}

@@ -1,0 +1,96 @@
+//! The small files beside a model's weights that are not needed to compute, but to converse and to stop.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::data::{ChatSettings, TemplateTokens};
+use crate::digest::read_at_most;
+use crate::{Error, Result};
+
+/// Special tokens, and in older models the chat template.
+pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+/// Tokens that end a text.
+pub const GENERATION_CONFIG: &str = "generation_config.json";
+/// How a chat is written, in Jinja.
+pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// Each is small.
+const MAX_FILE: u64 = 16 << 20;
+
+/// Those that a model has, each as it was read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Companions(BTreeMap<&'static str, Vec<u8>>);
+
+impl Companions {
+    /// Their names.
+    pub const NAMES: [&'static str; 3] = [TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE];
+
+    /// Reads those of a folder.
+    pub fn of_folder(folder: &Path) -> Result<Self> {
+        let mut found = Self::default();
+        for name in Self::NAMES {
+            let path = folder.join(name);
+            if path.is_file() {
+                found.0.insert(name, read_at_most(&path, MAX_FILE)?);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Puts a file there, or another in its place.
+    pub fn insert(&mut self, name: &'static str, text: impl Into<Vec<u8>>) {
+        self.0.insert(name, text.into());
+    }
+
+    /// Each file that is there, with its bytes.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, &[u8])> {
+        self.0.iter().map(|(name, bytes)| (*name, bytes.as_slice()))
+    }
+
+    /// The bytes of one.
+    pub fn get(&self, name: &str) -> Option<&[u8]> {
+        self.0.get(name).map(Vec::as_slice)
+    }
+
+    /// The chat template: the file's, or the one in `tokenizer_config.json`: a text, or of several the one named `default`.
+    ///
+    /// # Errors
+    /// [`Error::Model`] for a file that is not UTF-8 or not JSON.
+    pub fn chat_template(&self) -> Result<Option<String>> {
+        if let Some(bytes) = self.get(CHAT_TEMPLATE) {
+            let text = String::from_utf8(bytes.to_vec()).map_err(|_| Error::model(CHAT_TEMPLATE, "not UTF-8"))?;
+            return Ok(Some(text));
+        }
+        let template = &self.json(TOKENIZER_CONFIG)?["chat_template"];
+        let named = template.as_array().into_iter().flatten().find(|entry| entry["name"] == "default");
+        let text = template.as_str().or_else(|| named.and_then(|entry| entry["template"].as_str()));
+        Ok(text.map(str::to_owned))
+    }
+
+    /// What the files say of conversations.
+    pub fn chat(&self) -> Result<ChatSettings> {
+        let tokens = TemplateTokens { bos: self.special_token("bos_token")?, eos: self.special_token("eos_token")? };
+        Ok(ChatSettings { template: self.chat_template()?, tokens })
+    }
+
+    /// The text of a special token, such as `bos_token`, which files give as a text or as an object.
+    pub fn special_token(&self, key: &str) -> Result<Option<String>> {
+        let value = &self.json(TOKENIZER_CONFIG)?[key];
+        Ok(value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned))
+    }
+
+    /// The end tokens of `generation_config.json`: one or a list.
+    pub fn eos_ids(&self) -> Result<Vec<u32>> {
+        let config = self.json(GENERATION_CONFIG)?;
+        let ids = &config["eos_token_id"];
+        let ids = ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice);
+        Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
+    }
+
+    fn json(&self, name: &str) -> Result<Value> {
+        let Some(bytes) = self.get(name) else { return Ok(Value::Null) };
+        serde_json::from_slice(bytes).map_err(|error| Error::model(name, format!("not JSON: {error}")))
+    }
+}

@@ -1,0 +1,140 @@
+//! A model in a GGUF file: its shape, its parameters under our names, and the files that would lie beside it in a folder.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use candle_core::quantized::gguf_file::Value;
+use serde_json::{Map, Value as Json, json};
+
+use super::Gguf;
+use crate::Result;
+use crate::engine::kernels::view;
+use crate::engine::model::{GgufHeader, ModelSpec, Parameters, ROPE_FACTORS, gguf_name};
+use crate::store::companions::{CHAT_TEMPLATE, Companions, GENERATION_CONFIG, TOKENIZER_CONFIG};
+
+/// A GGUF file whose every parameter has been found, with the right shape.
+#[derive(Debug)]
+pub struct GgufModel {
+    gguf: Gguf,
+    config: ModelSpec,
+}
+
+impl GgufModel {
+    /// Opens the file and checks it from end to end, without reading the values of weights.
+    ///
+    /// # Errors
+    /// [`Error::Model`] that names the file and the first thing wrong: what [`Gguf::open`] refuses; an architecture or a key
+    /// that is not understood; a missing, extra or misshapen tensor.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let gguf = Gguf::open(path.as_ref())?;
+        let architecture = gguf.architecture()?;
+        let prefix = format!("{architecture}.");
+        let own = gguf.content.metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?, value)));
+        let keys: Map<String, Json> = own.map(|(key, value)| (key.to_owned(), json_of(value))).collect();
+        let shape = |name: &str| gguf.content.tensor_infos.get(name).map(|info| info.shape.dims().to_vec());
+        let rope_factors = match shape(ROPE_FACTORS) {
+            Some(_) => Some(gguf.tensor(ROPE_FACTORS)?.flatten_all()?.to_vec1::<f32>()?),
+            None => None,
+        };
+        let bos = gguf.token_id("tokenizer.ggml.bos_token_id")?;
+        let header = GgufHeader { architecture, keys, bos, eos: gguf.eos_ids()?, shape: &shape, rope_factors };
+        let config = ModelSpec::from_gguf(&header, &gguf.path.display().to_string())?;
+        let model = Self { gguf, config };
+        model.check()?;
+        Ok(model)
+    }
+
+    fn check(&self) -> Result<()> {
+        let Self { gguf, config } = self;
+        let tensors = gguf.content.tensor_infos.len();
+        // Before anything is made for each block.
+        if config.layers > tensors {
+            return Err(gguf.error(format!("it has {} blocks by its metadata, but {tensors} tensors", config.layers)));
+        }
+        let mut names = BTreeSet::from([ROPE_FACTORS.to_owned()]);
+        for entry in config.parameters() {
+            let (name, expected) = (gguf_name(&entry), config.gguf_shape(&entry));
+            let Some(info) = gguf.content.tensor_infos.get(&name) else {
+                return Err(gguf.error(format!("tensor `{name}` of shape {expected:?} is missing")));
+            };
+            if info.shape.dims() != expected {
+                let found = info.shape.dims();
+                return Err(
+                    gguf.error(format!("tensor `{name}`: shape {found:?}, but the metadata asks for {expected:?}"))
+                );
+            }
+            names.insert(name);
+        }
+        let extra = gguf.content.tensor_infos.keys().filter(|name| !names.contains(*name)).min();
+        extra.map_or(Ok(()), |name| {
+            Err(gguf.error(format!("tensor `{}` belongs to no part of this model", name.escape_debug())))
+        })
+    }
+
+    /// The file.
+    pub fn gguf(&self) -> &Gguf {
+        &self.gguf
+    }
+
+    /// The model's shape. `tied` is what the tensors say.
+    pub fn config(&self) -> &ModelSpec {
+        &self.config
+    }
+
+    /// Reads every parameter, dequantised, into the FP32 tensors of [`ModelSpec::parameters`].
+    pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
+        for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
+            let stored = self.gguf.tensor(&gguf_name(entry))?;
+            let values = self.config.out_of_gguf(entry, &stored)?.flatten_all()?.to_vec1::<f32>()?;
+            view::write_f32(tensor, |out| out.copy_from_slice(&values))?;
+        }
+        Ok(())
+    }
+
+    /// What lies beside the weights in a Hugging Face folder, made of the metadata.
+    pub fn companions(&self) -> Result<Companions> {
+        let Self { gguf, config } = self;
+        let token = |id: Option<u32>| -> Result<Json> {
+            let tokens = gguf.list("tokenizer.ggml.tokens", "a list of texts", super::tokenizer::text)?;
+            let text = id.zip(tokens).and_then(|(id, tokens)| tokens.get(id as usize).map(|text| (*text).to_owned()));
+            Ok(text.into())
+        };
+        let eos = &config.eos_token_ids;
+        let tokenizer = json!({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config.context,
+            "clean_up_tokenization_spaces": false,
+            "bos_token": token(config.bos_token_id)?,
+            "eos_token": token(eos.first().copied())?,
+        });
+        let mut companions = Companions::default();
+        companions.insert(TOKENIZER_CONFIG, format!("{tokenizer:#}\n"));
+        if !eos.is_empty() {
+            companions.insert(GENERATION_CONFIG, format!("{:#}\n", json!({"eos_token_id": eos})));
+        }
+        if let Some(template) = gguf.chat_template() {
+            companions.insert(CHAT_TEMPLATE, template);
+        }
+        Ok(companions)
+    }
+}
+
+/// A value of the metadata in JSON; a number of 32 bits as the shortest decimal that it is the nearest to, because that is
+/// what was written in the configuration it comes from.
+fn json_of(value: &Value) -> Json {
+    match value {
+        Value::U8(x) => (*x).into(),
+        Value::I8(x) => (*x).into(),
+        Value::U16(x) => (*x).into(),
+        Value::I16(x) => (*x).into(),
+        Value::U32(x) => (*x).into(),
+        Value::I32(x) => (*x).into(),
+        Value::U64(x) => (*x).into(),
+        Value::I64(x) => (*x).into(),
+        Value::F32(x) => x.to_string().parse::<f64>().map_or(Json::Null, Json::from),
+        Value::F64(x) => (*x).into(),
+        Value::Bool(x) => (*x).into(),
+        Value::String(x) => x.as_str().into(),
+        Value::Array(values) => values.iter().map(json_of).collect(),
+    }
+}

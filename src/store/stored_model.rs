@@ -1,0 +1,88 @@
+//! A model on disk, whichever form it has: a Hugging Face folder or a GGUF file.
+
+use std::path::Path;
+
+use super::companions::Companions;
+use super::{GgufModel, ModelFolder};
+use crate::data::Tokenizer;
+use crate::engine::model::{ModelSpec, Parameters};
+use crate::{Error, Result};
+
+/// A model whose every tensor has been found, with the right shape.
+#[derive(Debug)]
+pub enum StoredModel {
+    /// A Hugging Face folder.
+    Folder(Box<ModelFolder>),
+    /// A GGUF file.
+    Gguf(Box<GgufModel>),
+}
+
+impl StoredModel {
+    /// Opens a folder or a file.
+    ///
+    /// # Errors
+    /// As [`ModelFolder::open`] and [`GgufModel::open`].
+    pub fn open(path: &Path) -> Result<Self> {
+        if is_gguf(path) {
+            return Ok(Self::Gguf(Box::new(GgufModel::open(path)?)));
+        }
+        if path.is_file() {
+            return Err(Error::model(format!("`{}`", path.display()), NO_MODEL_FILE));
+        }
+        Ok(Self::Folder(Box::new(ModelFolder::open(path)?)))
+    }
+
+    /// The shape of the model at `path`; a folder needs no weights for it.
+    pub fn shape(path: &Path) -> Result<ModelSpec> {
+        if path.is_dir() { ModelFolder::read_config(path) } else { Ok(Self::open(path)?.config().clone()) }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Folder(folder) => folder.path(),
+            Self::Gguf(model) => model.gguf().path(),
+        }
+    }
+
+    /// The model's shape. `tied` is what the tensors say.
+    pub fn config(&self) -> &ModelSpec {
+        match self {
+            Self::Folder(folder) => folder.config(),
+            Self::Gguf(model) => model.config(),
+        }
+    }
+
+    /// Its tokenizer, if it brings one.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
+        match self {
+            Self::Folder(folder) => folder.tokenizer().map(Tokenizer::from_file).transpose(),
+            Self::Gguf(model) => model.gguf().tokenizer().map(Some),
+        }
+    }
+
+    /// What lies beside its weights.
+    pub fn companions(&self) -> Result<Companions> {
+        match self {
+            Self::Folder(folder) => Companions::of_folder(folder.path()),
+            Self::Gguf(model) => model.companions(),
+        }
+    }
+
+    /// Reads every parameter into the FP32 tensors of [`ModelSpec::parameters`].
+    pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
+        match self {
+            Self::Folder(folder) => folder.read_parameters(into),
+            Self::Gguf(model) => model.read_parameters(into),
+        }
+    }
+}
+
+/// What a file that is no GGUF file is refused with.
+pub const NO_MODEL_FILE: &str =
+    "this is a file; give a `.gguf` file, or the folder that `config.json` and the weights are in";
+
+/// Whether `path` is a file that says it is GGUF.
+pub fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && path.is_file()
+}

@@ -46,7 +46,7 @@ fn ours(spec: &ModelSpec, weights: &Parameters, ids: &[u32], kernels: Arc<dyn Ke
     let model = Decoder::new(spec, weights, kernels).unwrap();
     let shape = (1, ids.len());
     let mut workspace = Workspace::for_evaluation(spec, PrecisionPolicy::FP32, shape, &Device::Cpu).unwrap();
-    model.forward(weights, Tokens { ids, seq_len: ids.len() }, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.forward(weights, Tokens::new(ids, ids.len()), Mode::Eval, &mut workspace, &mut ()).unwrap();
     let last = workspace.hidden().narrow(0, ids.len() - 1, 1).unwrap();
     model.logits(weights, &last).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }

@@ -233,7 +233,9 @@ impl RunState {
                 self.pace.interrupt();
             }
             Event::Resumed { .. } => self.phase = Phase::Running,
-            Event::Warning(_) | Event::Diverged(_) | Event::Variances(_) => {}
+            Event::Variances(variances) => self.tensors.spread(variances, s),
+            Event::Touched(touched) => self.tensors.touched(touched),
+            Event::Warning(_) | Event::Diverged(_) | Event::LayerMaxima(_) => {}
             Event::Finished(finished) => {
                 let peak = &mut self.tally.figures.peak_rss;
                 *peak = (*peak).max(finished.peak_rss_bytes);
@@ -405,9 +407,25 @@ impl RunState {
     pub fn layers(&self) -> Vec<Layer> {
         let mut layers = self.tensors.layers();
         for layer in &mut layers {
-            layer.in_fallback = self.fallback.contains_key(&Unit::of(&layer.name).to_string());
+            layer.retyped = self.fallback.get(&Unit::of(&layer.name).to_string()).cloned();
         }
         layers
+    }
+
+    /// The type that a tensor or layer computes in now.
+    pub fn computes_in(&self, name: &str) -> String {
+        let retyped = self.fallback.get(&Unit::of(name).to_string()).cloned();
+        retyped.unwrap_or_else(|| self.policy().compute.to_string())
+    }
+
+    /// The block whose products take FP8 while its gradient's variance is low: up to the first variance it enters, beyond the
+    /// second it leaves.
+    pub fn fp8_thresholds(&self) -> Option<(Unit, [f64; 2])> {
+        let block = self.setting("/precision/fp8/layer")?.as_u64()?;
+        let enters = self.setting("/precision/fp8/switch_variance")?.as_f64()?;
+        // Older runs had a single threshold.
+        let hysteresis = self.setting("/precision/fp8/switch_hysteresis").and_then(Value::as_f64).unwrap_or(1.0);
+        Some((Unit::Block(usize::try_from(block).ok()?), [enters, enters * hysteresis]))
     }
 }
 

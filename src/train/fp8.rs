@@ -119,7 +119,7 @@ impl Fp8Layer {
     pub(super) fn switch(&mut self, variance: f64) -> Option<bool> {
         let mean = self.state.variance.map_or(variance, |mean| mean + SMOOTHING * (variance - mean));
         self.state.variance = Some(mean);
-        let active = mean <= self.config.switch_variance?;
+        let active = self.config.switched(self.state.active, mean);
         let moved = active != self.state.active;
         if moved {
             // The history is too old to scale by.

@@ -43,6 +43,8 @@ fn help(view: &ViewModel, pad: &mut Pad) {
         (" at the format's minimum  ", Role::Text),
         ("▴", Role::Subnormal),
         (" wider type  ", Role::Text),
+        ("8", Role::Subnormal),
+        (" FP8  ", Role::Text),
         ("✕", Role::Overflow),
         (" overflow", Role::Text),
     ];

@@ -13,6 +13,7 @@ mod flags;
 mod fp16_check;
 mod generate;
 mod lab;
+mod mismatch;
 mod model;
 mod notify;
 mod report;
@@ -82,6 +83,8 @@ enum Command {
     Eval(Box<eval::EvalArgs>),
     /// Check whether a model can train in FP16, by measuring every tensor of its passes on a text
     Fp16Check(Box<fp16_check::Fp16CheckArgs>),
+    /// Measure how far training and generation are apart in each type: probabilities of the same tokens
+    Mismatch(Box<mismatch::MismatchArgs>),
     /// Export a model for other programs: a Hugging Face folder, GGUF or ONNX
     Export(Box<export::ExportArgs>),
     /// List, show, verify, prune and compare checkpoints
@@ -191,6 +194,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut on_terminal()))),
         Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut Clean::new(stdout())))),
         Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut Clean::new(stdout())),
+        Some(Command::Mismatch(args)) => done(mismatch::run(&args, &mut Clean::new(stdout()))),
         Some(Command::Export(args)) => done(export::run(&args, &mut Clean::new(stdout()))),
         Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut Clean::new(stdout()))),
         Some(Command::Report(args)) => done(report::run(&args, &mut in_pipe())),

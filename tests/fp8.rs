@@ -199,38 +199,6 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
     assert_eq!(switched(variance * 1e-9), (vec![], false), "it begins in FP16 and stays");
 }
 
-/// A block whose variance stays between the two thresholds stays in FP8, through a checkpoint too; with a single threshold
-/// it leaves.
-#[test]
-fn hysteresis_keeps_a_block_where_it_is_through_a_resume() {
-    let folder = tempfile::tempdir().unwrap();
-    // The running mean of block 1's variance over the first steps, from an FP16 run.
-    let mut plain = config(Fp8Config::default());
-    plain.telemetry.variance_every = 1;
-    let variances: Vec<f64> = train(plain, 12)
-        .1
-        .iter()
-        .filter_map(|event| if let Event::Variances(v) = event { Some(v.layers["h.1"]) } else { None })
-        .collect();
-    let top = variances.iter().copied().fold(0.0, f64::max);
-    let after = |switch_hysteresis: f64| {
-        let threshold = Some(variances[0] * 1.001);
-        let config = config(Fp8Config { switch_variance: threshold, switch_hysteresis, ..fp8(1) });
-        let proof = verify_resume(&config, 12, 6, &folder.path().join(switch_hysteresis.to_string())).unwrap();
-        assert!(proof.differences.is_empty(), "{:?}", proof.differences);
-        let (trainer, events) = train(config, 12);
-        let moves: Vec<_> = events
-            .iter()
-            .filter_map(|event| if let Event::Retyped(moved) = event { Some(moved.to.clone()) } else { None })
-            .collect();
-        (moves, trainer.engine().state.fp8.as_ref().unwrap().active().is_some())
-    };
-    assert!(top > variances[0] * 1.1, "it has to grow to leave: {variances:?}");
-    let (moves, _) = after(1.0);
-    assert_eq!(moves[..2], ["fp8", "f16"], "{variances:?}");
-    assert_eq!(after(100.0), (vec!["fp8".to_owned()], true));
-}
-
 #[test]
 fn what_cannot_be_is_refused_by_key() {
     let refused = |settings: &[(&str, &str)]| {

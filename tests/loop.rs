@@ -221,8 +221,10 @@ fn the_largest_gradient_of_each_layer_is_recorded() {
     let mut config = config(PrecisionPolicy::FP16, 6);
     (config.telemetry.layer_maxima_every, config.telemetry.tensors_every) = (3, 1);
     let (trainer, events, _) = run(config, None);
-    let maxima: Vec<_> =
-        events.iter().filter_map(|event| if let Event::LayerMaxima(maxima) = event { Some(maxima) } else { None }).collect();
+    let maxima: Vec<_> = events
+        .iter()
+        .filter_map(|event| if let Event::LayerMaxima(maxima) = event { Some(maxima) } else { None })
+        .collect();
     assert_eq!(maxima.iter().map(|maxima| maxima.step).collect::<Vec<_>>(), [3, 6]);
     for maxima in maxima {
         let step = steps(&events).find(|step| step.step == maxima.step).unwrap();

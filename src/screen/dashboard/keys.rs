@@ -120,9 +120,13 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new("u", &[(Char('u'), Action::TrueMagnitudes)], "magnitudes as stored, or divided by the loss scale")
         .footer("scaled/true", "scaled/true")
         .tabs(&[0, 1, 2]),
-    Binding::new("v", &[(Char('v'), Action::Layers)], "layers in place of tensors: their types and gradients' variances")
-        .footer("layers", "layers")
-        .tabs(&[2]),
+    Binding::new(
+        "v",
+        &[(Char('v'), Action::Layers)],
+        "layers in place of tensors: their types and gradients' variances",
+    )
+    .footer("layers", "layers")
+    .tabs(&[2]),
     Binding::new("p", &[(Char('p'), Action::Probe)], "repeat the next batch's backward pass in FP32")
         .footer("probe", "FP32 probe"),
     Binding::new("o", &[(Char('o'), Action::Sort)], "sort the tensors by the next column")

@@ -6,7 +6,8 @@ use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, sca
 use crate::precision::{ScalerPolicy, Unit};
 use crate::telemetry::pace::Pace;
 use crate::telemetry::{
-    Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, Record, Retyped, ScaleCause, ScaleMove, Started, StepRecord,
+    Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, Record, Retyped, ScaleCause, ScaleMove, Started,
+    StepRecord,
 };
 use crate::untrusted::line;
 use std::io::{self, Write};
@@ -250,14 +251,11 @@ fn retyped_line(retyped: &Retyped) -> String {
 }
 
 fn maxima_line(maxima: &LayerMaxima) -> String {
-    let mut line = format!("maxima step={} scale={}", maxima.step, maxima.loss_scale);
     // Blocks by number, what is outside of them last: as the units are ordered.
     let mut layers: Vec<_> = maxima.layers.iter().collect();
     layers.sort_by_key(|(layer, _)| Unit::of(layer));
-    for (layer, largest) in layers {
-        line += &format!(" {layer}={}", magnitude(Some(*largest)));
-    }
-    line
+    let layers = layers.into_iter().map(|(layer, largest)| format!("{layer}={}", magnitude(Some(*largest))));
+    format!("maxima step={} scale={} {}", maxima.step, maxima.loss_scale, layers.collect::<Vec<_>>().join(" "))
 }
 
 fn origin_pair(origin: &Origin) -> String {

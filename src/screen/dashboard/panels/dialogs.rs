@@ -40,7 +40,7 @@ fn help(view: &ViewModel, pad: &mut Pad) {
         ("├ ● ┤", Role::Train),
         (" min, RMS, max  ", Role::Text),
         ("▾", Role::Subnormal),
-        (" at the format's minimum  ", Role::Text),
+        (" format's minimum  ", Role::Text),
         ("▴", Role::Subnormal),
         (" wider type  ", Role::Text),
         ("8", Role::Subnormal),

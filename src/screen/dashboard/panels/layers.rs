@@ -16,8 +16,8 @@ const LABELS: u16 = 26;
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let run = view.run();
     let thresholds = run.fp8_thresholds();
-    let legend = thresholds.map_or_else(String::new, |(unit, at)| format!("   ┊ {unit} {}", in_words(at)));
-    let mut inner = pad.frame(&[("Layers, variance of the unscaled gradient", Role::Title), (&legend, Role::Dim)]);
+    let legend = thresholds.map_or_else(String::new, |(unit, at)| format!("   ┊ {unit}: {}", in_words(at)));
+    let mut inner = pad.frame(&[("Layers, gradient variance", Role::Title), (&legend, Role::Dim)]);
     inner.text(1, 0, &format!("{:<7}{:<6}{:<10}├ least  ● now  ┤ most", "layer", "type", "variance"), Role::Dim);
     let measured = &run.tensors.variances;
     let units = units(run);
@@ -74,7 +74,8 @@ struct Axis {
 /// The axis of all variances and the threshold; `None` where nothing was measured.
 fn axis(run: &RunState, width: u16) -> Option<Axis> {
     let histories = run.tensors.variances.values().filter(|(_, history)| !history.is_empty());
-    let (mut low, mut high) = histories.map(|(_, history)| extreme(history)).reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)))?;
+    let (mut low, mut high) =
+        histories.map(|(_, history)| extreme(history)).reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)))?;
     for threshold in run.fp8_thresholds().iter().flat_map(|(_, at)| at) {
         (low, high) = (low.min(threshold.log2()), high.max(threshold.log2()));
     }
@@ -108,7 +109,7 @@ pub(super) fn history(view: &ViewModel, tensor: &str, pad: &mut Pad) {
     let Some((newest, series)) = run.tensors.variances.get(&unit) else { return };
     let thresholds = run.fp8_thresholds().filter(|(block, _)| *block == unit).map(|(_, at)| at);
     let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", in_words(at)));
-    pad.text(1, 0, &format!("variance of {unit}'s unscaled gradient, now {newest:.1e}{line}"), Role::Dim);
+    pad.text(1, 0, &format!("gradient variance of {unit}, now {newest:.1e}{line}"), Role::Dim);
     let (width, height) = (pad.width(), pad.height().saturating_sub(1));
     let limits: Vec<f64> = thresholds.into_iter().flatten().map(f64::log2).collect();
     let (low, high) = limits.iter().fold(extreme(series), |(low, high), limit| (low.min(*limit), high.max(*limit)));
@@ -116,7 +117,9 @@ pub(super) fn history(view: &ViewModel, tensor: &str, pad: &mut Pad) {
     let y_label = |y: f64| format!("2^{y:.0}");
     let axes = Axes { x, y, x_label: &x_label(view.time_axis), y_label: &y_label };
     axes.draw(&mut pad.part(0, 1, width, height), |plot| {
-        limits.iter().for_each(|limit| dotted(plot, x, *limit));
+        for limit in &limits {
+            dotted(plot, x, *limit);
+        }
         let mean = |bucket: &Bucket| (x_of(bucket, view.time_axis), bucket.mean().unwrap_or(bucket.min));
         edge(plot, series, first_step(view), mean);
     });
@@ -124,5 +127,5 @@ pub(super) fn history(view: &ViewModel, tensor: &str, pad: &mut Pad) {
 
 /// Where a block enters FP8 and where it leaves it.
 fn in_words([enters, leaves]: [f64; 2]) -> String {
-    format!("FP8 from {enters:.1e} down, out above {leaves:.1e}")
+    format!("FP8 up to {enters:.1e}, out above {leaves:.1e}")
 }

@@ -170,7 +170,7 @@ fn history(view: &ViewModel, pad: &mut Pad) {
     };
     inner.text(1, 0, &format!("computes in {}{first}", run.computes_in(&row.name)), Role::Text);
     let (width, rows) = (inner.width(), inner.height().saturating_sub(1));
-    let variance = if layers::is_measured(run, &row.name) { rows / 3 } else { 0 };
+    let variance = if layers::is_measured(run, &row.name) { rows * 2 / 5 } else { 0 };
     layers::history(view, &row.name, &mut inner.part(0, 1 + rows - variance, width, variance));
     let mut inner = inner.part(0, 1, width, rows - variance);
     let (low, high) = (&row.history.0, &row.history.1);

@@ -220,6 +220,7 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
 fn the_largest_gradient_of_each_layer_is_recorded() {
     let mut config = config(PrecisionPolicy::FP16, 6);
     (config.telemetry.layer_maxima_every, config.telemetry.tensors_every) = (3, 1);
+    config.scaler.init_scale = 65536.0;
     let (trainer, events, _) = run(config, None);
     let maxima: Vec<_> = events
         .iter()

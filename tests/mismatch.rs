@@ -75,7 +75,8 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
     let of = |policy| measured(&model, policy, &sequences);
     let (fp32, fp16, bf16) = (of(PrecisionPolicy::FP32), of(PrecisionPolicy::FP16), of(PrecisionPolicy::BF16));
     assert!(fp32.largest < 1e-5, "{fp32:?}");
-    assert!(fp32.mean < fp16.mean / 20.0 && fp16.mean < bf16.mean / 3.0, "{fp32:?} {fp16:?} {bf16:?}");
+    assert!(2.0 * fp32.mean < fp16.mean && 2.0 * fp16.mean < bf16.mean, "{fp32:?} {fp16:?} {bf16:?}");
+    assert!(10.0 * fp32.largest < fp16.largest && 2.0 * fp16.largest < bf16.largest, "{fp32:?} {fp16:?} {bf16:?}");
     assert!(fp16.kl > 0.0 && fp16.kl < bf16.kl && bf16.kl < 1e-2, "{fp16:?} {bf16:?}");
     assert!(bf16.token_ratio.min < 1.0 && bf16.token_ratio.max > 1.0 && bf16.largest < 0.5, "{bf16:?}");
     // The same cache and the same pass twice give the same figures.

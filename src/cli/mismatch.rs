@@ -75,15 +75,17 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
 }
 
 fn as_text(found: &[(String, Mismatch)], sequences: usize, tokens: usize) -> String {
-    let mut text = String::from(
-        "                         |log p(training) - log p(generation)|             p(training) / p(generation)\n\
-         type                       mean     largest       KL        of a token            of a sequence\n",
+    let width = found.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(5);
+    let mut text = format!(
+        "{:<width$}  |log p(training) - log p(generation)|   p(training) / p(generation)\n\
+         {:<width$} {:>9} {:>9} {:>9}   {:<18}   of a sequence\n",
+        "", "type", "mean", "largest", "KL", "of a token"
     );
     for (name, found) in found {
-        let span = |ratios: Ratios| format!("{:.6} to {:.6}", ratios.min, ratios.max);
+        let span = |ratios: Ratios| format!("{:.5} to {:.5}", ratios.min, ratios.max);
         let _ = writeln!(
             text,
-            "{name:<24} {:>9.2e} {:>9.2e} {:>10.2e}   {}   {}",
+            "{name:<width$} {:>9.2e} {:>9.2e} {:>9.1e}   {:<18}   {}",
             found.mean,
             found.largest,
             found.kl,
@@ -93,9 +95,9 @@ fn as_text(found: &[(String, Mismatch)], sequences: usize, tokens: usize) -> Str
     }
     let _ = write!(
         text,
-        "\n{sequences} sequences of {tokens} tokens, sampled in FP32, went through the training forward pass and token by token \
-         through\ngeneration with its KV cache. KL is that of the whole distributions, in nats a token. A step of reinforcement \
-         learning\nweighs what it learns from a token by the ratio: in exact arithmetic it is 1."
+        "\n{sequences} sequences of {tokens} tokens, sampled in FP32, went through the training forward pass and, token by \
+         token,\nthrough generation with its KV cache. KL is that of the whole distributions, in nats a token. A step of\n\
+         reinforcement learning weighs what it learns from a token by the ratio: in exact arithmetic it is 1."
     );
     text
 }

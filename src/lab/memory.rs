@@ -181,22 +181,24 @@ pub struct Setup {
     pub budget: Option<u64>,
     /// Rank of the adapters.
     pub rank: usize,
+    /// What the forward pass keeps.
+    pub keep: Keep,
     /// Whether FP32 probes run between the steps.
     pub probes: bool,
-    /// What the program takes by itself.
+    /// What the program takes by itself, with its tokenizer.
     pub process: u64,
 }
 
 impl Memory {
     /// Reckons every recipe.
     pub fn new(model: &str, config: &ModelSpec, setup: Setup) -> Result<Self> {
-        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, probes, process } = setup;
+        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, probes, process } = setup;
         let with_process = |mut items: Vec<Item>| {
             items.push(Item { group: Group::Process, bytes: process });
             items
         };
         let engine = |policy, batch| -> Result<Vec<Item>> {
-            let mut items = Self::engine(config, policy, batch, seq_len, grad_accum)?;
+            let mut items = Self::engine(config, policy, [batch, seq_len, grad_accum], keep)?;
             if probes {
                 // A probe has an FP32 workspace and FP32 gradients of its own.
                 let exact = EngineBytes::new(config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All)?;
@@ -243,14 +245,8 @@ impl Memory {
     }
 
     /// The bytes of this engine's buffers, as the types that allocate them tell.
-    pub fn engine(
-        config: &ModelSpec,
-        policy: PrecisionPolicy,
-        batch: usize,
-        seq_len: usize,
-        grad_accum: usize,
-    ) -> Result<Vec<Item>> {
-        let bytes = EngineBytes::new(config, policy, [batch, seq_len, grad_accum], Keep::All)?;
+    pub fn engine(config: &ModelSpec, policy: PrecisionPolicy, shape: [usize; 3], keep: Keep) -> Result<Vec<Item>> {
+        let bytes = EngineBytes::new(config, policy, shape, keep)?;
         let item = |group, bytes| Item { group, bytes };
         Ok(vec![
             item(Group::Weights, bytes.weights),
@@ -513,7 +509,7 @@ mod tests {
     use super::*;
 
     fn setup(shape: [usize; 3], budget: Option<u64>) -> Setup {
-        Setup { shape, budget, rank: 16, probes: false, process: 0 }
+        Setup { shape, budget, rank: 16, keep: Keep::All, probes: false, process: 0 }
     }
 
     fn distilgpt2(budget: Option<u64>) -> Memory {
@@ -573,7 +569,7 @@ mod tests {
         let config = model_named("distilgpt2").unwrap();
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
-        let bytes = |batch| total(&Memory::engine(&config, PrecisionPolicy::FP16, batch, 32, 1).unwrap());
+        let bytes = |batch| total(&Memory::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Keep::All).unwrap());
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);
         assert_eq!(distilgpt2(Some(1000)).plans[0].largest_batch, (None, None));
     }

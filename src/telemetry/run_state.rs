@@ -75,6 +75,8 @@ pub struct RunState {
     marks: VecDeque<Mark>,
     /// Every valid step, if they are kept.
     pub steps: Option<Vec<StepRecord>>,
+    /// With the steps: the largest unscaled gradient that an FP32 probe found, by step.
+    pub largest: BTreeMap<u64, f32>,
 }
 
 /// The state at a checkpoint that cannot be recovered from the curves.
@@ -132,6 +134,7 @@ impl RunState {
             tally: Tally::default(),
             marks: VecDeque::new(),
             steps: None,
+            largest: BTreeMap::new(),
         }
     }
 
@@ -221,6 +224,9 @@ impl RunState {
             Event::Probe(probe) => {
                 self.tensors.flushed(&probe);
                 self.tally.probe(&probe);
+                if self.steps.is_some() {
+                    self.largest.insert(probe.step, probe.grads.max_abs);
+                }
                 self.probe = Some(*probe);
             }
             Event::Saved(saved) if saved.weights_only => {}
@@ -260,6 +266,7 @@ impl RunState {
         if let Some(steps) = &mut self.steps {
             steps.retain(|one| one.step <= step);
         }
+        self.largest.retain(|at, _| *at <= step);
         self.marks.retain(|mark| mark.step.step <= step);
         if self.step.step > step {
             match self.marks.back().filter(|mark| mark.step.step == step) {

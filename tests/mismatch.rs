@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use finetune::data::TokenSource;
+use finetune::engine::device::OpenDevice;
 use finetune::engine::model::{Decoder, KvCache, Mode, Parameters, Tokens, Workspace};
 use finetune::inference::evaluate::{Windows, evaluate};
 use finetune::inference::mismatch::{Mismatch, Sequences, log_probs};
@@ -29,7 +30,7 @@ fn trained() -> tempfile::TempDir {
 }
 
 fn measured(model: &TrainedModel, policy: PrecisionPolicy, sequences: &Sequences) -> Mismatch {
-    let (decoder, weights) = model.load(policy).unwrap();
+    let (decoder, weights) = model.load(policy, &OpenDevice::cpu()).unwrap();
     Mismatch::new(&log_probs(&decoder, &weights, policy, sequences).unwrap(), TOKENS)
 }
 
@@ -50,7 +51,7 @@ fn after(model: &Decoder, weights: &Parameters, past: &[u32], id: u32) -> f64 {
 fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
     let folder = trained();
     let model = TrainedModel::open(&folder.path().join("checkpoints/r"), None).unwrap();
-    let (decoder, weights) = model.load(PrecisionPolicy::FP32).unwrap();
+    let (decoder, weights) = model.load(PrecisionPolicy::FP32, &OpenDevice::cpu()).unwrap();
     let prompt: Vec<u32> = "The ".bytes().map(u32::from).collect();
     let sequences = Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7).unwrap();
     assert!(sequences.ids.iter().all(|ids| ids.len() == 4 + TOKENS && ids.starts_with(&prompt)));

@@ -1,6 +1,6 @@
 //! `finetune mismatch`: how far training and generation are apart in each type.
 
-use crate::cli::model::{NameArgs, Policies};
+use crate::cli::model::{DeviceArgs, NameArgs, Policies};
 use crate::inference::generate::prompt_ids;
 use crate::inference::mismatch::{Mismatch, Ratios, Sequences, log_probs};
 use crate::precision::PrecisionPolicy;
@@ -15,6 +15,8 @@ use std::io::Write;
 pub(super) struct MismatchArgs {
     #[command(flatten)]
     model: NameArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
     /// The types to compare: fp32, fp16, bf16, or one policy such as p=f32,c=f16,g=f16,r=f32
     #[arg(long, value_name = "DTYPE,…", default_value = "fp32,bf16,fp16")]
     dtype: Policies,
@@ -50,12 +52,12 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
         return Err(Error::config("--max-tokens", message));
     }
     let sequences = {
-        let (model, weights) = trained.load(PrecisionPolicy::FP32)?;
+        let (model, weights) = trained.load(PrecisionPolicy::FP32, &args.device.open(PrecisionPolicy::FP32)?)?;
         Sequences::sample(&model, &weights, PrecisionPolicy::FP32, &prompt, (args.sequences, tokens), args.seed)?
     };
     let mut found = Vec::new();
     for (name, policy) in &args.dtype.0 {
-        let (model, weights) = trained.load(*policy)?;
+        let (model, weights) = trained.load(*policy, &args.device.open(*policy)?)?;
         found.push((name.clone(), Mismatch::new(&log_probs(&model, &weights, *policy, &sequences)?, tokens)));
     }
     let text = if args.json {

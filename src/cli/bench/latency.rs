@@ -2,9 +2,11 @@
 
 use super::BenchArgs;
 use crate::Result;
+use crate::cli::model::tell_notice;
 use crate::engine::kernels::isa::Isa;
-use crate::engine::kernels::view::{self, host};
+use crate::engine::kernels::view::host;
 use crate::engine::model::{Decoder, KvCache, Mode, Tokens, Workspace, candle_dtype};
+use crate::engine::optim::MasterWeights;
 use crate::random::{Domain, Stream};
 use crate::telemetry::ProcessStats;
 use crate::train::{Config, TrainState};
@@ -19,14 +21,11 @@ const WARM_UP: usize = 3;
 /// it from the KV cache.
 pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result<serde_json::Value> {
     let (shape, seq_len, policy) = (args.shape()?, args.seq_len, config.dtype);
-    let open = config.place()?.open(policy, &mut |_| ())?;
+    let open = config.place()?.open(policy, config.kernels, &mut |notice| tell_notice(&notice))?;
     let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
-    let weights = masters.zeros_like(candle_dtype(policy.compute))?;
-    for (master, weight) in masters.tensors().iter().zip(weights.tensors()) {
-        view::copy(&host(master)?, weight)?;
-    }
-    let model = Decoder::new(&shape, &weights, config.kernels.on(&open.device)?)?;
+    let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute), &*open.kernels)?;
     drop(masters);
+    let model = Decoder::new(&shape, &weights, open.kernels.clone())?;
     let stream = Stream::new(config.seed, Domain::Bench);
     let ids: Vec<u32> = (0..seq_len as u32).map(|at| stream.block(0, 0, at)[0] % shape.vocab_size as u32).collect();
 

@@ -14,6 +14,7 @@ mod flags;
 mod fp16_check;
 mod generate;
 mod lab;
+mod mismatch;
 mod model;
 mod notify;
 mod report;
@@ -85,6 +86,8 @@ enum Command {
     Data(data::DataArgs),
     /// Check whether a model can train in FP16, by measuring every tensor of its passes on a text
     Fp16Check(Box<fp16_check::Fp16CheckArgs>),
+    /// Measure how far training and generation are apart in each type: probabilities of the same tokens
+    Mismatch(Box<mismatch::MismatchArgs>),
     /// Export a model for other programs: a Hugging Face folder, GGUF or ONNX
     Export(Box<export::ExportArgs>),
     /// List, show, verify, prune and compare checkpoints
@@ -193,6 +196,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut Clean::new(stdout())))),
         Some(Command::Data(args)) => done(data::run(&args, &mut stdout())),
         Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut Clean::new(stdout())),
+        Some(Command::Mismatch(args)) => done(mismatch::run(&args, &mut Clean::new(stdout()))),
         Some(Command::Export(args)) => done(export::run(&args, &mut Clean::new(stdout()))),
         Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut Clean::new(stdout()))),
         Some(Command::Report(args)) => done(report::run(&args, &mut in_pipe())),

@@ -6,4 +6,5 @@ pub mod evaluate;
 pub mod export;
 pub mod fp16_check;
 pub mod generate;
+pub mod mismatch;
 pub mod trained;

@@ -22,9 +22,9 @@ pub use activity::{Activity, Amount, PhaseLines, PhaseNow};
 pub use command::Command;
 pub use emitter::{Emitter, Sink};
 pub use event::{
-    ActivationMax, Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, ModelShape, Origin, Outcome,
-    Overflow, Pass, Probe, Record, Retyped, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started,
-    StepRecord, StepTime, TensorRecord, Trouble, VERSION, Validation, Variances,
+    ActivationMax, Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, LayerMaxima, ModelShape,
+    Origin, Outcome, Overflow, Pass, Probe, Record, Retyped, SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings,
+    Started, StepRecord, StepTime, TensorRecord, Touched, Trouble, VERSION, Validation, Variances,
 };
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, read, read_whole};

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use candle_core::Device;
 use common::engine::{Settings, engine};
 use finetune::data::{BatchLoader, TokenSource, grammar};
-use finetune::engine::model::ModelSpec;
+use finetune::engine::model::{Keep, ModelSpec};
 use finetune::engine::optim::AdamWConfig;
 use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
@@ -82,7 +82,7 @@ fn a_steady_state_step_allocates_at_most_64_kb() {
             let before = ALLOCATED.load(Relaxed);
             let mut engine = engine(&config, masters, settings);
             // The masters were there before.
-            let items = Memory::engine(&config, policy, 4, 64, grad_accum).unwrap();
+            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Keep::All).unwrap();
             let told: u64 = items.iter().filter(|item| item.group != Group::Masters).map(|item| item.bytes).sum();
             let allocated = ALLOCATED.load(Relaxed) - before;
             let untold = allocated.checked_sub(told as usize);

@@ -28,9 +28,12 @@ struct Invented {
     /// The validation loss at the end.
     validation: f64,
     retries: bool,
+    /// Steps that each overflow skips in a row.
+    streak: u64,
 }
 
-const RUN: Invented = Invented { name: "one", interval: 20, seed: 1, worse: 0.0, validation: 0.6, retries: false };
+const RUN: Invented =
+    Invented { name: "one", interval: 20, seed: 1, worse: 0.0, validation: 0.6, retries: false, streak: 1 };
 
 impl Runs {
     fn new() -> Self {
@@ -68,9 +71,11 @@ impl Runs {
             }),
             ..Started::default()
         })));
-        let (mut scale, mut clean, mut updates) = (65536.0f32, 0, 0);
+        let (mut scale, mut clean, mut updates, mut left) = (65536.0f32, 0, 0, 0);
         for step in 1..=60 {
-            let overflow = scale > 131_072.0;
+            left = if scale > 131_072.0 && left == 0 { run.streak } else { left };
+            let overflow = left > 0;
+            left = left.saturating_sub(1);
             let from = scale;
             clean = if overflow { 0 } else { clean + 1 };
             updates += u64::from(!overflow);
@@ -233,6 +238,35 @@ fn the_verdict_needs_the_whole_interval() {
     assert_eq!(verdict(0.7, &difference.to_string()).1, "undecided");
     let text = two_arms(0.61).text(&["a-1", "b-1", "--bound", "2.0"]);
     assert!(text.contains("each arm needs") && text.contains("undecided"), "{text}");
+}
+
+/// The second bound, in the experiment's words: the switch adds more than three consecutive skips, or it does not.
+#[test]
+fn more_than_three_consecutive_skips_falsify_the_claim() {
+    let verdict = |streaks: [u64; 3]| {
+        let runs = Runs::new();
+        let arm = |names: [&'static str; 3], interval, streaks: [u64; 3]| {
+            for ((seed, name), streak) in (1..).zip(names).zip(streaks) {
+                runs.invent(&Invented { name, interval, seed, streak, ..RUN });
+            }
+        };
+        arm(["a-1", "a-2", "a-3"], 20, [1, 1, 2]);
+        arm(["b-1", "b-2", "b-3"], 19, streaks);
+        let arguments = [&SIX[..], &["--skip-bound", "3"]].concat();
+        let (json, text) = (runs.json(&arguments), runs.text(&[&arguments[..], &["--width", "200"]].concat()));
+        let said = text.lines().find(|line| line.starts_with("skipped in a row")).unwrap().to_owned();
+        (json["skip_bound"]["verdict"].as_str().unwrap().to_owned(), said)
+    };
+    let (found, said) = verdict([6, 7, 7]);
+    assert_eq!(found, "exceeded");
+    assert_eq!(said, "skipped in a row: +5.3 on average; `B adds at most 3 consecutive skips`: falsified");
+    let (found, said) = verdict([2, 2, 3]);
+    assert!(found == "not exceeded" && said.ends_with("`B adds at most 3 consecutive skips`: not falsified"), "{said}");
+    let (found, said) = verdict([4, 4, 6]);
+    assert!(found == "undecided" && said.ends_with("undecided; run more seeds"), "{said}");
+    let runs = two_arms(0.6);
+    runs.invent(&Invented { name: "c", interval: 50, ..RUN });
+    assert!(runs.complaint(&["a-1", "b-1", "c", "--skip-bound", "3"]).contains("--skip-bound: is for two"));
 }
 
 #[test]

@@ -66,13 +66,15 @@ fn the_libraries_compute_the_same_figures() {
     }
 }
 
-/// Fed a run's largest gradients, the closed loop has the run's overflows: the same steps, the same scales.
+/// Fed a run's largest gradients, the closed loop has the run's overflows: the same steps, the same scales. An FP32 probe
+/// before each step measures max|g| whether the step then overflows or not, so that nothing but scale × max|g| decides. Without
+/// probes an overflow tells only that its scale was too large.
 #[test]
 fn the_loop_reproduces_a_runs_overflows() {
     let folder = tempfile::tempdir().unwrap();
     let config = "model = \"tiny\"\ndata = \"grammar\"\ndtype = \"fp16\"\n[train]\nbatch_size = 2\nseq_len = 32\nsteps = 90\n\
                   eval_every = 0\nsample_tokens = 0\n[scaler]\ninit_scale = 16777216.0\ngrowth_interval = 8\n\
-                  [checkpoint]\nsave_every = 0\n";
+                  [checkpoint]\nsave_every = 0\n[telemetry]\nprobe_every = 1\n";
     std::fs::write(folder.path().join("run.toml"), config).unwrap();
     finetune(folder.path(), &["--config", "run.toml", "--run", "run", "--plain"]);
     let log = std::fs::read_to_string(folder.path().join("checkpoints/run/events.jsonl")).unwrap();
@@ -86,14 +88,79 @@ fn the_loop_reproduces_a_runs_overflows() {
         .collect();
     let overflows = steps.iter().filter(|(.., applied)| !applied).count();
     assert!(steps.len() == 90 && overflows >= 5, "{overflows} overflows in {} steps", steps.len());
-    let replay = report(folder.path(), "scaler --run checkpoints/run");
-    let attempts = replay["trajectories"][0]["attempts"].as_array().unwrap();
-    let replayed: Vec<(u64, f64, bool)> = attempts
-        .iter()
-        .map(|attempt| {
+    let replay = |run: &str| -> (Vec<(u64, f64, bool)>, f64) {
+        let replay = report(folder.path(), &format!("scaler --run {run}"));
+        let attempts = replay["trajectories"][0]["attempts"].as_array().unwrap().iter();
+        let largest = attempts.clone().filter_map(|attempt| attempt["largest"].as_f64()).fold(0.0, f64::max);
+        let steps = attempts.map(|attempt| {
             let finite = attempt["finite"].as_bool().unwrap();
             (attempt["step"].as_u64().unwrap(), attempt["scale"].as_f64().unwrap(), finite)
-        })
-        .collect();
+        });
+        (steps.collect(), largest)
+    };
+    let (replayed, largest) = replay("checkpoints/run");
     assert_eq!(replayed, steps);
+    let probed = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let probed =
+        probed.filter(|event| event["event"] == "probe").map(|probe| probe["grads"]["max_abs"].as_f64().unwrap());
+    let measured = probed.fold(0.0, f64::max);
+    assert!((largest / measured - 1.0).abs() < 1e-6, "the series is the probes': {largest} {measured}");
+
+    std::fs::create_dir(folder.path().join("unprobed")).unwrap();
+    let kept: Vec<&str> = log.lines().filter(|line| !line.contains(r#""event":"probe""#)).collect();
+    std::fs::write(folder.path().join("unprobed/events.jsonl"), kept.join("\n") + "\n").unwrap();
+    assert_eq!(replay("unprobed").0, steps);
+}
+
+/// Each of the views that can begins with a run's own numbers.
+#[test]
+fn views_take_their_numbers_from_a_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let train = "--run r --plain --steps 8 --batch-size 2 --seq-len 48 --dtype bf16 --lr 2e-4 --set train.eval_batches=1 \
+                 --set telemetry.probe_every=3";
+    finetune(folder.path(), &train.split_whitespace().collect::<Vec<_>>());
+    let run = folder.path().join("checkpoints/r");
+    let log = std::fs::read_to_string(run.join("events.jsonl")).unwrap();
+    let events: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let of = |view: &str| report(folder.path(), &format!("{view} --run checkpoints/r"));
+    let all = |event: &'static str| events.iter().filter(move |one| one["event"] == event);
+    let started = all("started").next().unwrap();
+
+    let sums = of("sums");
+    let inner = 4 * started["shape"]["n_embd"].as_u64().unwrap();
+    assert_eq!(sums["lengths"].as_array().unwrap().last().unwrap(), inner, "{}", sums["lengths"]);
+
+    let logits = all("probe").flat_map(|probe| probe["activations"].as_array().unwrap());
+    let logits =
+        logits.filter(|activation| activation["name"] == "lm_head").map(|logit| logit["max_abs"].as_f64().unwrap());
+    let softmax = of("softmax");
+    assert_eq!(softmax["length"], 48);
+    let largest = logits.fold(0.0, f64::max);
+    assert!(largest > 0.0 && (softmax["logit"].as_f64().unwrap() / largest - 1.0).abs() < 1e-6, "{softmax}");
+
+    let gradients = |key: &'static str| all("step").map(move |step| step["grads"][key].as_f64().unwrap());
+    let crises = of("crises");
+    let close = |key: &str, expected: f64| {
+        let found = crises[key].as_f64().unwrap();
+        assert!((found / expected - 1.0).abs() < 1e-6, "{key}: {found} {expected}");
+    };
+    close("small", gradients("min_abs").fold(f64::INFINITY, f64::min));
+    close("large", gradients("max_abs").fold(0.0, f64::max));
+    close("update", all("step").map(|step| step["lr"].as_f64().unwrap()).fold(0.0, f64::max));
+    close("scale", 1.0);
+
+    let casts = of("casts");
+    assert_eq!(casts["policy"], started["policy"]);
+    assert!(casts["policy"].as_str().unwrap().contains("c=bf16"));
+
+    // The matrix is the checkpoint's, bit for bit.
+    let blocks = of("blocks");
+    let (name, _) = blocks["source"].as_str().unwrap().split_once(" of ").unwrap();
+    let latest = std::fs::read_to_string(run.join("latest")).unwrap();
+    let masters = std::fs::read(run.join(latest.trim()).join("master.safetensors")).unwrap();
+    let masters = safetensors::SafeTensors::deserialize(&masters).unwrap();
+    let matrix = masters.tensor(name).unwrap();
+    let values = matrix.data().as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes)));
+    let shown = blocks["tensor"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap());
+    assert!(values.eq(shown), "{name} is another");
 }

@@ -6,10 +6,11 @@ use finetune::data::Batch;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Keep, ModelSpec, Workspace};
-use finetune::precision::PrecisionPolicy;
+use finetune::precision::{PrecisionPolicy, Unit};
 use finetune::store::checkpoint::{Run, newest_good};
 use finetune::telemetry::{Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
 use finetune::train::{Config, Layers, Preparing, TrainState, Trainer, engine, verify_resume};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::mpsc;
 
@@ -183,4 +184,66 @@ fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
     let saved = newest_good(&folder.path().join("verify-resume")).unwrap().checkpoint;
     let error = Trainer::resume(everything_on(Choice::Auto), &saved, &mut |_| ()).err().unwrap().to_string();
     assert!(error.contains("`kernels` was `candle` and is now `fused`"), "{error}");
+}
+
+/// The first step in which each tensor's gradient held 2^-24 is told once in a run, whatever is resumed.
+#[test]
+fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = config(PrecisionPolicy::FP16, 12);
+    (config.telemetry.tensors_every, config.scaler.init_scale) = (1, 1024.0);
+    let train = |mut trainer: Trainer, steps: u64| {
+        let mut emitter = Emitter::new(None);
+        let events = emitter.connect();
+        trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+        trainer.advance(steps).unwrap();
+        trainer.save().unwrap();
+        events.try_iter().map(|record: Record| record.event).collect::<Vec<_>>()
+    };
+    let mut events = train(Trainer::new(config.clone(), &mut |_| ()).unwrap(), 5);
+    let saved = newest_good(&folder.path().join("run")).unwrap().checkpoint;
+    events.extend(train(Trainer::resume(config.clone(), &saved, &mut |_| ()).unwrap(), 7));
+    let mut told = BTreeMap::new();
+    for event in &events {
+        if let Event::Touched(touched) = event {
+            for name in &touched.tensors {
+                assert_eq!(told.insert(name.clone(), touched.step), None, "{name} is named twice");
+            }
+        }
+    }
+    // The tables of all tensors, which every step has here, say the same.
+    let mut seen = BTreeMap::new();
+    for step in steps(&events) {
+        for tensor in step.tensors.iter().filter(|tensor| tensor.stats.min_abs == Some(2f32.powi(-24))) {
+            seen.entry(tensor.name.clone()).or_insert(step.step);
+        }
+    }
+    assert_eq!(told, seen);
+    assert!(told.values().any(|step| *step == 1) && told.values().any(|step| *step > 5), "{told:?}");
+    config.dtype = PrecisionPolicy::BF16;
+    let (_, events, _) = run(config, None);
+    assert!(!events.iter().any(|event| matches!(event, Event::Touched(_))), "BF16's gradients have room");
+}
+
+#[test]
+fn the_largest_gradient_of_each_layer_is_recorded() {
+    let mut config = config(PrecisionPolicy::FP16, 6);
+    (config.telemetry.layer_maxima_every, config.telemetry.tensors_every) = (3, 1);
+    config.scaler.init_scale = 65536.0;
+    let (trainer, events, _) = run(config, None);
+    let maxima: Vec<_> = events
+        .iter()
+        .filter_map(|event| if let Event::LayerMaxima(maxima) = event { Some(maxima) } else { None })
+        .collect();
+    assert_eq!(maxima.iter().map(|maxima| maxima.step).collect::<Vec<_>>(), [3, 6]);
+    for maxima in maxima {
+        let step = steps(&events).find(|step| step.step == maxima.step).unwrap();
+        assert_eq!(maxima.loss_scale.to_bits(), step.loss_scale.to_bits());
+        assert_eq!(maxima.layers.len(), trainer.engine().model.spec().layers + 1);
+        for (layer, largest) in &maxima.layers {
+            let of_layer = step.tensors.iter().filter(|tensor| Unit::of(&tensor.name).to_string() == *layer);
+            let expected = of_layer.map(|tensor| tensor.stats.max_abs).fold(0.0, f32::max);
+            assert_eq!(largest.to_bits(), expected.to_bits(), "{layer}");
+        }
+    }
 }

@@ -5,10 +5,13 @@
     reason = "a test stops at the first thing that is not as it should be"
 )]
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::process::Command;
 
+use candle_core::{DType, Device, Tensor};
 use finetune::data::{Tokenizer, grammar};
+use finetune::engine::model::{ModelSpec, Parameters};
 use serde_json::Value;
 
 /// How far a prediction may be off.
@@ -24,11 +27,24 @@ fn finetune(folder: &Path, arguments: &[&str]) -> String {
 /// Trains, asks the laboratory, and compares with the peak that the kernel has counted.
 fn check(arguments: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    finetune(
-        folder.path(),
-        &[arguments, &["--run", "run", "--plain", "--steps", "3", "--init-scale", "65536"]].concat(),
-    );
-    let report = finetune(folder.path(), &["lab", "memory", "--run", "checkpoints/run", "--json"]);
+    train(folder.path(), arguments);
+    predict(folder.path(), arguments);
+}
+
+/// The same of a run whose second process went on from a checkpoint.
+fn check_resumed(arguments: &[&str]) {
+    let folder = tempfile::tempdir().unwrap();
+    train(folder.path(), arguments);
+    finetune(folder.path(), &["--resume", "run", "--steps", "6", "--plain"]);
+    predict(folder.path(), arguments);
+}
+
+fn train(folder: &Path, arguments: &[&str]) {
+    finetune(folder, &[arguments, &["--run", "run", "--plain", "--steps", "3", "--init-scale", "65536"]].concat());
+}
+
+fn predict(folder: &Path, arguments: &[&str]) {
+    let report = finetune(folder, &["lab", "memory", "--run", "checkpoints/run", "--json"]);
     let report: Value = serde_json::from_str(&report).unwrap();
     let (policy, measured) = (&report["measured"][0], report["measured"][1].as_f64().unwrap());
     let recipe = if arguments.contains(&"fp32") {
@@ -60,6 +76,58 @@ fn tiny() {
         check(&["--dtype", dtype]);
     }
     check(&["--dtype", "fp16", "--grad-accum", "2"]);
+    check(&["--dtype", "fp16", "--set", "telemetry.probe_every=1"]);
+    check(&["--dtype", "bf16", "--batch-size", "32", "--set", "train.recompute=block"]);
+}
+
+/// A vocabulary of 50,257 tokens over a model of a few million weights: the tokenizer takes as much as a third of the whole.
+/// Once from a folder, whose file is mapped while its weights are read, once with FP32 probes, once resumed.
+#[test]
+fn a_large_vocabulary_with_and_without_probes() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    let vocabulary = 50_257;
+    let spec = ModelSpec { vocab_size: vocabulary, ..ModelSpec::named("distilgpt2").unwrap().resized(2, 64, 2) };
+    std::fs::write(model.join("config.json"), spec.to_json("float32")).unwrap();
+    std::fs::write(model.join("tokenizer.json"), tokenizer(vocabulary)).unwrap();
+    let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
+    weights.initialise(1).unwrap();
+    let named: HashMap<String, Tensor> =
+        weights.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
+    candle_core::safetensors::save(&named, model.join("model.safetensors")).unwrap();
+    let path = model.display().to_string();
+    let shape = ["--model", &path, "--data", "grammar", "--dtype", "fp16", "--batch-size", "2", "--seq-len", "32"];
+    check(&shape);
+    check(&[&shape[..], &["--set", "telemetry.probe_every=2"]].concat());
+    check_resumed(&shape);
+}
+
+/// A byte-level BPE of so many tokens: the bytes, and pairs of what was there before.
+fn tokenizer(tokens: usize) -> String {
+    let mut json: Value = serde_json::from_slice(Tokenizer::byte().json()).unwrap();
+    let mut vocabulary = json["model"]["vocab"].as_object().unwrap().clone();
+    let mut names: Vec<String> = vocabulary.keys().filter(|name| name.chars().count() == 1).cloned().collect();
+    names.sort();
+    let mut merges = Vec::new();
+    let bytes = names.len();
+    'grown: for second in 0.. {
+        for first in 0..bytes * bytes {
+            if vocabulary.len() == tokens {
+                break 'grown;
+            }
+            let pair = (names[first % names.len()].clone(), names[(first / bytes + second) % bytes].clone());
+            let name = format!("{}{}", pair.0, pair.1);
+            if !vocabulary.contains_key(&name) {
+                vocabulary.insert(name.clone(), vocabulary.len().into());
+                merges.push(Value::from(vec![pair.0, pair.1]));
+                names.push(name);
+            }
+        }
+    }
+    json["model"]["vocab"] = vocabulary.into();
+    json["model"]["merges"] = merges.into();
+    json.to_string()
 }
 
 /// The real architecture, with random weights and a tokenizer that needs no download.

@@ -87,7 +87,7 @@ fn last_logits(trained: &TrainedModel, prompt: &[u32]) -> Vec<f32> {
     let (model, weights) = trained.load(FP32, &OpenDevice::cpu()).unwrap();
     let shape = (1, prompt.len());
     let mut workspace = Workspace::for_evaluation(&trained.config, FP32, shape, &Device::Cpu).unwrap();
-    let tokens = Tokens { ids: prompt, seq_len: prompt.len() };
+    let tokens = Tokens::new(prompt, prompt.len());
     model.forward(&weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
     let last: Tensor = workspace.hidden().narrow(0, prompt.len() - 1, 1).unwrap();
     model.logits(&weights, &last).unwrap().flatten_all().unwrap().to_vec1().unwrap()

@@ -1,6 +1,9 @@
 //! `finetune bench`: measures training speed on this machine, and its share of the arithmetic peak.
 
-use crate::cli::model::tell_notice;
+mod latency;
+mod table;
+
+use crate::cli::model::{Policies, tell_notice};
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
 use crate::engine::kernels::Choice;
@@ -36,9 +39,9 @@ pub(super) struct BenchArgs {
     /// Tokens in a sequence
     #[arg(long, value_name = "N", default_value_t = 32)]
     seq_len: usize,
-    /// fp16, bf16, fp32, or a policy such as `p=f32,c=f16,g=f32,r=f32`
-    #[arg(long, default_value = "fp16")]
-    dtype: PrecisionPolicy,
+    /// fp16, bf16, fp32, or a policy such as `p=f32,c=f16,g=f32,r=f32`; several types, `fp32,fp16,bf16`, for a table
+    #[arg(long, value_name = "DTYPE,…", default_value = "fp16", overrides_with = "dtype")]
+    dtype: Policies,
     /// Batches in a step
     #[arg(long, value_name = "N", default_value_t = 1)]
     grad_accum: usize,
@@ -57,29 +60,45 @@ pub(super) struct BenchArgs {
     /// Threads [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
+    /// Measure latency instead, N times: of a forward pass over one sequence, and of a token generated after it
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "100")]
+    latency: Option<usize>,
     /// Do not count the exponents of gradients
     #[arg(long)]
     no_histogram: bool,
 }
 
-/// Measures and prints one JSON object.
+/// Measures and prints one JSON object; for several types a table.
 pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
     if args.steps == 0 {
         return Err(Error::config("--steps", "must be at least 1"));
     }
-    let config = args.config();
-    config.validate()?;
-    let report = thread_pool(&config)?.install(|| measure(args, &config))?;
-    writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))?;
+    if args.latency == Some(0) {
+        return Err(Error::config("--latency", "at least one pass has to be measured"));
+    }
+    args.shape()?;
+    let text = match &args.dtype.0[..] {
+        [(_, policy)] => {
+            let config = args.config(*policy);
+            config.validate()?;
+            let measured = |args: &BenchArgs| match args.latency {
+                Some(count) => latency::measure(args, &config, count),
+                None => measure(args, &config),
+            };
+            thread_pool(&config)?.install(|| measured(args))?.to_string()
+        }
+        types => table::of(args, types)?,
+    };
+    writeln!(out, "{text}").map_err(Error::io("write to", "standard output"))?;
     Ok(ExitCode::SUCCESS)
 }
 
 impl BenchArgs {
-    fn config(&self) -> Config {
+    fn config(&self, dtype: PrecisionPolicy) -> Config {
         let mut config = Config {
             model: self.model.clone(),
             init: Init::Random,
-            dtype: self.dtype,
+            dtype,
             device: self.device.clone(),
             kernels: self.kernels,
             threads: self.threads,
@@ -132,7 +151,7 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let mut refill = |batches: &mut [Batch]| {
         batches.iter_mut().zip(&mut draws).for_each(|(batch, draw)| fill(batch, shape.vocab_size, draw));
     };
-    let peak: Option<fn() -> Peak> = match args.dtype.compute {
+    let peak: Option<fn() -> Peak> = match config.dtype.compute {
         _ if !open.device.is_cpu() => None,
         Dtype::BF16 => Some(measure_peak_bf16),
         _ => Some(measure_peak_f32),
@@ -142,9 +161,12 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
         timed_step(&mut engine, &batches, peak)
     };
     let mut samples = (0..args.warmup + args.steps).map(|_| step()).collect::<Result<Vec<_>>>()?;
+    let first_loss = samples.first().map(|sample| sample.report.loss);
     let first_step = samples.first().filter(|_| args.warmup > 0).map(|sample| sample.wall);
     let samples = samples.split_off(args.warmup);
     let mut report = summary(args, &shape, &samples);
+    report["dtype"] = json!(config.dtype.to_string());
+    report["loss_first"] = json!(first_loss);
     report["device"] = json!(open.name);
     report["kernels"] = json!(engine.model.kernels().name());
     report["first_step_ms"] = json!(first_step.map(millis));
@@ -192,7 +214,6 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "version": env!("CARGO_PKG_VERSION"),
         "model": args.model,
         "layers": shape.layers,
-        "dtype": args.dtype.to_string(),
         "batch": args.batch_size,
         "seq": args.seq_len,
         "grad_accum": args.grad_accum,

@@ -12,7 +12,8 @@ use self::args::{
     BitsArgs, BlocksArgs, CastsArgs, CrisesArgs, MemoryArgs, RangesArgs, ScalerArgs, ScalingArgs, SoftmaxArgs,
     SumsArgs, UlpArgs, View,
 };
-use crate::engine::model::ModelSpec;
+use crate::data::Tokenizer;
+use crate::engine::model::{Keep, ModelSpec};
 use crate::lab::guide::{self, about};
 use crate::lab::screen::{self, Theme};
 use crate::lab::{
@@ -100,6 +101,8 @@ struct Bench {
     read: Option<(PathBuf, RunFigures)>,
     /// The program's own memory, in bytes.
     program: u64,
+    /// What the run's tokenizer takes, once it was read.
+    tokenizer: Option<u64>,
 }
 
 impl Bench {
@@ -107,11 +110,14 @@ impl Bench {
         // What training needs in addition, measured with `tiny` in each type: about 5 MB of code and tables that this command
         // does not use, packed operands, thread stacks, text, tokenizer, and memory that the allocator retains.
         const TRAINING: u64 = 10 << 20;
-        Self { read: None, program: ProcessStats::now().rss_bytes.unwrap_or(0) + TRAINING }
+        Self { read: None, program: ProcessStats::now().rss_bytes.unwrap_or(0) + TRAINING, tokenizer: None }
     }
 
     fn report(&mut self, view: &View, run: Option<&Path>) -> Result<Report> {
-        let program = self.program;
+        if let (View::Memory(_), Some(path)) = (view, run) {
+            self.read_tokenizer(path)?;
+        }
+        let program = self.program + run.and(self.tokenizer).unwrap_or(0);
         let run = run.map(|path| self.read(path)).transpose()?;
         Ok(match view {
             View::Bits(args) => Report::new(args.report()?, Bits::page),
@@ -130,13 +136,29 @@ impl Bench {
 
     fn read(&mut self, path: &Path) -> Result<&RunFigures> {
         if self.read.as_ref().is_none_or(|(read, _)| read != path) {
-            self.read = None;
+            (self.read, self.tokenizer) = (None, None);
         }
         let (_, figures) = match self.read.take() {
             Some(kept) => self.read.insert(kept),
             None => self.read.insert((path.to_path_buf(), RunFigures::read(path)?)),
         };
         Ok(figures)
+    }
+}
+
+impl Bench {
+    /// Measures what a run's tokenizer takes by reading it as training does: one of 50,000 tokens takes as much as the whole of a
+    /// small model.
+    fn read_tokenizer(&mut self, run: &Path) -> Result<()> {
+        let file = self.read(run)?.tokenizer();
+        if self.tokenizer.is_none() {
+            let resident = || ProcessStats::now().rss_bytes.unwrap_or(0);
+            let before = resident();
+            let read = file.map(Tokenizer::from_file).transpose()?;
+            self.tokenizer = Some(resident().saturating_sub(before));
+            drop(read);
+        }
+        Ok(())
     }
 }
 
@@ -169,7 +191,7 @@ impl UlpArgs {
 impl SumsArgs {
     fn report(&self, run: Option<&RunFigures>) -> Result<Sums> {
         // The longest sum in a block is over the MLP's inner width.
-        let deepest = run.map(|run| 4 * run.started.shape.n_embd);
+        let deepest = run.map(shape_of).transpose()?.map(|shape| shape.inner);
         Sums::new(self.terms, self.dot, self.length.or(deepest).unwrap_or(16384), self.seed)
     }
 }
@@ -310,6 +332,7 @@ impl MemoryArgs {
             shape: [batch, seq, accum],
             budget: self.memory,
             rank: self.rank,
+            keep: run.map_or(Keep::All, RunFigures::keep),
             probes: run.is_some_and(|run| run.probed.nonzero > 0),
             process: program,
         };

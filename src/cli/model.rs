@@ -14,6 +14,7 @@ use crate::{Error, Result};
 use clap::Args;
 use std::io::{Write, stderr};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 /// The flags that select a model.
 #[derive(Args, Debug)]
@@ -93,6 +94,28 @@ pub(super) fn tell_notice(notice: &str) {
     writeln!(stderr(), "note: {}", untrusted::line(notice)).ok();
 }
 
+/// One type or policy, or several types: `fp32,fp16,bf16`. Each with its name as it was typed.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Policies(pub(super) Vec<(String, PrecisionPolicy)>);
+
+impl FromStr for Policies {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        // A policy in full has commas of its own.
+        let names: Vec<&str> = if text.contains('=') { vec![text] } else { text.split(',').map(str::trim).collect() };
+        let mut policies: Vec<(String, PrecisionPolicy)> = Vec::new();
+        for name in names {
+            let policy = name.parse()?;
+            if policies.iter().any(|(_, other)| *other == policy) {
+                return Err(Error::config("--dtype", format!("`{name}` stands twice")));
+            }
+            policies.push((name.to_owned(), policy));
+        }
+        Ok(Self(policies))
+    }
+}
+
 /// The flags that select a model, its precision, its device and its threads.
 #[derive(Args, Debug)]
 pub(super) struct ModelArgs {
@@ -123,5 +146,22 @@ impl ModelArgs {
             .build()
             .map_err(|error| Error::config("--threads", error.to_string()))?
             .install(work)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    #[test]
+    fn types_are_listed_and_a_policy_stands_alone() {
+        let names = |text: &str| -> Vec<String> {
+            text.parse::<Policies>().unwrap().0.into_iter().map(|(name, _)| name).collect()
+        };
+        assert_eq!(names("fp32, bf16,half"), ["fp32", "bf16", "half"]);
+        assert_eq!(names("p=f32,c=f16,g=f32,r=f32"), ["p=f32,c=f16,g=f32,r=f32"]);
+        assert!("fp16,half".parse::<Policies>().unwrap_err().to_string().contains("`half` stands twice"));
+        assert!("fp32,".parse::<Policies>().is_err() && "fp32,int8".parse::<Policies>().is_err());
     }
 }

@@ -181,22 +181,24 @@ pub struct Setup {
     pub budget: Option<u64>,
     /// Rank of the adapters.
     pub rank: usize,
+    /// What the forward pass keeps.
+    pub keep: Keep,
     /// Whether FP32 probes run between the steps.
     pub probes: bool,
-    /// The program's own memory in bytes.
+    /// The memory of the program itself with its tokenizer, in bytes.
     pub process: u64,
 }
 
 impl Memory {
     /// Computes every recipe.
     pub fn new(model: &str, config: &ModelSpec, setup: Setup) -> Result<Self> {
-        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, probes, process } = setup;
+        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, probes, process } = setup;
         let with_process = |mut items: Vec<Item>| {
             items.push(Item { group: Group::Process, bytes: process });
             items
         };
         let engine = |policy, batch| -> Result<Vec<Item>> {
-            let mut items = Self::engine(config, policy, batch, seq_len, grad_accum)?;
+            let mut items = Self::engine(config, policy, [batch, seq_len, grad_accum], keep)?;
             if probes {
                 // A probe has its own FP32 workspace and gradients.
                 let exact = EngineBytes::new(config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All)?;
@@ -242,15 +244,10 @@ impl Memory {
         })
     }
 
-    /// The bytes of this engine's buffers, from the types that allocate them.
-    pub fn engine(
-        config: &ModelSpec,
-        policy: PrecisionPolicy,
-        batch: usize,
-        seq_len: usize,
-        grad_accum: usize,
-    ) -> Result<Vec<Item>> {
-        let bytes = EngineBytes::new(config, policy, [batch, seq_len, grad_accum], Keep::All)?;
+    /// The bytes of this engine's buffers, from the types that allocate them. `shape` is batch, sequence length and
+    /// micro-batches.
+    pub fn engine(config: &ModelSpec, policy: PrecisionPolicy, shape: [usize; 3], keep: Keep) -> Result<Vec<Item>> {
+        let bytes = EngineBytes::new(config, policy, shape, keep)?;
         let item = |group, bytes| Item { group, bytes };
         Ok(vec![
             item(Group::Weights, bytes.weights),
@@ -513,7 +510,7 @@ mod tests {
     use super::*;
 
     fn setup(shape: [usize; 3], budget: Option<u64>) -> Setup {
-        Setup { shape, budget, rank: 16, probes: false, process: 0 }
+        Setup { shape, budget, rank: 16, keep: Keep::All, probes: false, process: 0 }
     }
 
     fn distilgpt2(budget: Option<u64>) -> Memory {
@@ -573,7 +570,7 @@ mod tests {
         let config = model_named("distilgpt2").unwrap();
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
-        let bytes = |batch| total(&Memory::engine(&config, PrecisionPolicy::FP16, batch, 32, 1).unwrap());
+        let bytes = |batch| total(&Memory::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Keep::All).unwrap());
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);
         assert_eq!(distilgpt2(Some(1000)).plans[0].largest_batch, (None, None));
     }

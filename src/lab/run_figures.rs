@@ -1,9 +1,11 @@
 //! A run's figures for the lab: its events, and the weights of its newest checkpoint.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::ranges::Extent;
 use super::scaler::{Overflows, Visit};
+use crate::engine::model::Keep;
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, PrecisionPolicy, TensorStats};
 use crate::store::tensor_file::TensorFile;
 use crate::telemetry::{Outcome, ProbeTotals, RunState, Started, StepRecord};
@@ -20,6 +22,8 @@ pub struct RunFigures {
     pub steps: Vec<StepRecord>,
     /// Totals over all FP32 probes.
     pub probed: ProbeTotals,
+    /// The largest unscaled gradient that an FP32 probe found, by step.
+    pub largest: BTreeMap<u64, f32>,
     /// The largest reported resident memory, in bytes.
     pub peak_rss_bytes: Option<u64>,
 }
@@ -32,10 +36,11 @@ impl RunFigures {
         } else {
             (path.parent().unwrap_or(Path::new("")).to_path_buf(), path.to_path_buf())
         };
-        let (state, _) = RunState::default().keeping_steps().read(&log)?;
+        let (mut state, _) = RunState::default().keeping_steps().read(&log)?;
         Ok(Self {
             folder,
             probed: state.probed().clone(),
+            largest: std::mem::take(&mut state.largest),
             peak_rss_bytes: state.figures().peak_rss,
             started: state.started.unwrap_or_default(),
             steps: state.steps.unwrap_or_default(),
@@ -57,12 +62,30 @@ impl RunFigures {
         self.started.config.pointer(path)?.as_u64()
     }
 
-    /// The run's steps, for the scaler's replay.
+    /// What the run's forward passes keep for the backward pass.
+    pub fn keep(&self) -> Keep {
+        let keep = self.started.config.pointer("/train/recompute").cloned();
+        keep.and_then(|keep| serde_json::from_value(keep).ok()).unwrap_or(Keep::All)
+    }
+
+    /// The tokenizer of its newest checkpoint.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        let latest = std::fs::read_to_string(self.folder.join("latest")).ok()?;
+        Some(self.folder.join(latest.trim()).join("tokenizer.json")).filter(|file| file.is_file())
+    }
+
+    /// The run's steps, for the scaler's replay. Where an FP32 probe has measured a step's largest gradient, that decides at
+    /// which scales it overflows; an overflow without one tells only that its scale was too large.
     pub fn overflows(&self) -> Overflows {
+        // A probe measures the first micro-batch only.
+        let probed = if self.setting("/train/grad_accum") == Some(1) { &self.largest } else { &BTreeMap::new() };
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
         let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
         let visit = |step: &StepRecord| {
             let finite = step.outcome == Outcome::Applied;
+            if let Some(largest) = probed.get(&step.step).filter(|largest| step.loss.is_finite() && **largest > 0.0) {
+                return Visit::Limit((format.max() / f64::from(*largest)) as f32);
+            }
             Visit::of_step(step.loss_scale, step.grads.max_abs, finite, step.loss.is_finite(), format)
         };
         let first = self.steps.first().map_or(0, |step| step.step);
@@ -113,15 +136,19 @@ impl RunFigures {
         };
         let (low, high) = fold(&mut applied().filter_map(unscaled));
         push("gradients, true", low, high);
-        for (label, layer) in [
-            ("QKV, maxima", "attn.c_attn"),
-            ("MLP, maxima", "mlp.c_fc"),
-            ("residual, maxima", "mlp.residual"),
-            ("logits, maximum", "lm_head"),
+        // As GPT-2 calls them, and as Llama and its relatives do.
+        for (label, layers) in [
+            ("QKV, maxima", ["attn.c_attn", "self_attn.qkv"]),
+            ("MLP, maxima", ["mlp.c_fc", "mlp.gate_up"]),
+            ("residual, maxima", ["mlp.residual"; 2]),
+            ("logits, maximum", ["lm_head"; 2]),
         ] {
             // `h.3.mlp.c_fc` is `mlp.c_fc` of a block.
-            let within = |name: &str| name.strip_prefix("h.")?.split_once('.').map(|(_, layer)| layer.to_owned());
-            let of_kind = |name: &str| within(name).as_deref().unwrap_or(name) == layer;
+            let within = |name: &str| {
+                let rest = name.strip_prefix("h.").or_else(|| name.strip_prefix("layers."))?;
+                rest.split_once('.').map(|(_, layer)| layer.to_owned())
+            };
+            let of_kind = |name: &str| layers.contains(&within(name).as_deref().unwrap_or(name));
             let maxima =
                 self.probed.activations.iter().filter(|(name, _)| of_kind(name)).map(|(_, max)| f64::from(*max));
             let (low, high) = fold(&mut maxima.map(|max| (max, max)));

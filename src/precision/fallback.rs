@@ -249,7 +249,7 @@ mod tests {
         fallback_window: 10,
         fallback_scale: 65536.0,
         fallback_quiet: 4,
-        fp8: Fp8Config { layer: None, history: 16, switch_variance: None },
+        fp8: Fp8Config { layer: None, history: 16, switch_variance: None, switch_hysteresis: 2.0 },
     };
 
     fn fallback(config: PrecisionConfig) -> Fallback {

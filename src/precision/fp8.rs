@@ -18,14 +18,16 @@ pub struct Fp8Config {
     pub layer: Option<usize>,
     /// Number of steps whose maxima determine a scale.
     pub history: usize,
-    /// Use FP8 only while the running mean of the block's gradient variance is at most this; always if not set.
+    /// The block enters FP8 when the running mean of its gradient variance is at most this; it always uses FP8 if not set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub switch_variance: Option<f64>,
+    /// It leaves FP8 where that mean exceeds `switch_variance` times this: 1 for a single threshold.
+    pub switch_hysteresis: f64,
 }
 
 impl Default for Fp8Config {
     fn default() -> Self {
-        Self { layer: None, history: 16, switch_variance: None }
+        Self { layer: None, history: 16, switch_variance: None, switch_hysteresis: 2.0 }
     }
 }
 
@@ -38,7 +40,16 @@ impl Fp8Config {
         if self.switch_variance.is_some_and(|variance| !(variance > 0.0 && variance.is_finite())) {
             return Err(Error::config("precision.fp8.switch_variance", "must be finite and positive"));
         }
+        if !(self.switch_hysteresis >= 1.0 && self.switch_hysteresis.is_finite()) {
+            return Err(Error::config("precision.fp8.switch_hysteresis", "must be finite and at least 1"));
+        }
         Ok(())
+    }
+
+    /// Whether the block is in FP8 from now on, given whether it was and the running mean of its gradient's variance.
+    pub fn switched(&self, active: bool, mean: f64) -> bool {
+        let leaves = if active { self.switch_hysteresis } else { 1.0 };
+        self.switch_variance.is_none_or(|enters| mean <= enters * leaves)
     }
 }
 
@@ -148,5 +159,24 @@ mod tests {
         assert!(complaint(Fp8Config { history: 0, ..Fp8Config::default() }).starts_with("precision.fp8.history: "));
         let variance = Fp8Config { switch_variance: Some(f64::NAN), ..Fp8Config::default() };
         assert!(complaint(variance).starts_with("precision.fp8.switch_variance: "));
+        let hysteresis = Fp8Config { switch_hysteresis: 0.5, ..Fp8Config::default() };
+        assert!(complaint(hysteresis).starts_with("precision.fp8.switch_hysteresis: "));
+    }
+
+    #[test]
+    fn a_mean_that_hovers_around_the_threshold_switches_once() {
+        let moves = |switch_hysteresis, means: &[f64]| {
+            let config = Fp8Config { switch_variance: Some(1.0), switch_hysteresis, ..Fp8Config::default() };
+            let mut active = false;
+            let states = means.iter().map(|mean| {
+                active = config.switched(active, *mean);
+                active
+            });
+            let states: Vec<bool> = std::iter::once(false).chain(states).collect();
+            states.windows(2).filter(|pair| pair[0] != pair[1]).count()
+        };
+        let hovering: Vec<f64> = (0..26).map(|i| if i % 2 == 0 { 0.9 } else { 1.1 }).collect();
+        assert_eq!([1.0, 1.05, 2.0].map(|hysteresis| moves(hysteresis, &hovering)), [26, 26, 1]);
+        assert_eq!(moves(2.0, &[0.9, 2.0, 2.1, 1.1, 1.0]), 3, "in, out above 2, in again at 1");
     }
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 pub use safetensors::Dtype;
 
 pub use self::header::{Entry, Header, MAX_HEADER_BYTES};
@@ -64,6 +64,8 @@ impl TensorFile {
     fn view<'a>(&'a self, entry: &'a Entry) -> TensorView<'a> {
         TensorView {
             file: &self.path,
+            map: &self.map,
+            begin: entry.begin,
             name: &entry.name,
             dtype: entry.dtype,
             shape: &entry.shape,
@@ -76,6 +78,9 @@ impl TensorFile {
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
     file: &'a Path,
+    map: &'a Mmap,
+    /// Where its values begin in the file.
+    begin: usize,
     /// Its name in the file.
     pub name: &'a str,
     /// The type of its elements on disk.
@@ -115,7 +120,16 @@ impl TensorView<'_> {
             Dtype::BF16 => widen(self.bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
             other => return Err(self.error(format!("dtype {other} is not one of F32, F16, BF16"))),
         }
+        self.release();
         Ok(())
+    }
+
+    /// Lets go of the pages that were read: until the file is closed they would count as memory of this process, beside the
+    /// tensors that they were read into.
+    fn release(&self) {
+        // SAFETY: the map is of a file and read-only, so that a page that is let go has the same bytes when it is read again.
+        // A failure costs memory and nothing else.
+        _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, self.begin, self.bytes.len()) };
     }
 
     /// Like [`TensorView::read_f32`], into a new vector.

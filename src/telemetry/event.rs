@@ -14,7 +14,7 @@ mod overflow;
 mod started;
 mod step;
 
-pub use gradients::{GradStats, TensorRecord, Variances};
+pub use gradients::{GradStats, LayerMaxima, TensorRecord, Touched, Variances};
 pub use measurement::{ActivationMax, FlushedTensor, Probe, SampleText, Validation};
 pub use outcome::{FinishReason, Finished, Saved, Trouble};
 pub use overflow::{Origin, Overflow, Pass, Retyped};
@@ -54,6 +54,10 @@ pub enum Event {
     Retyped(Retyped),
     /// The variance of each layer's gradient.
     Variances(Variances),
+    /// The largest gradient of each layer.
+    LayerMaxima(LayerMaxima),
+    /// Gradients that reached FP16's least magnitude for the first time.
+    Touched(Touched),
     /// The validation loss was computed.
     Eval(Validation),
     /// Text was generated.
@@ -89,6 +93,8 @@ impl Event {
             Self::Overflow(overflow) => overflow.step,
             Self::Retyped(retyped) => retyped.step,
             Self::Variances(variances) => variances.step,
+            Self::LayerMaxima(maxima) => maxima.step,
+            Self::Touched(touched) => touched.step,
             Self::Eval(eval) => eval.step,
             Self::Sample(sample) => sample.step,
             Self::Probe(probe) => probe.step,

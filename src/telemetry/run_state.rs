@@ -75,6 +75,8 @@ pub struct RunState {
     marks: VecDeque<Mark>,
     /// Every valid step, if they are kept.
     pub steps: Option<Vec<StepRecord>>,
+    /// With the steps: the largest unscaled gradient that an FP32 probe found, by step.
+    pub largest: BTreeMap<u64, f32>,
 }
 
 /// The state at a checkpoint that cannot be recovered from the curves.
@@ -132,6 +134,7 @@ impl RunState {
             tally: Tally::default(),
             marks: VecDeque::new(),
             steps: None,
+            largest: BTreeMap::new(),
         }
     }
 
@@ -221,6 +224,9 @@ impl RunState {
             Event::Probe(probe) => {
                 self.tensors.flushed(&probe);
                 self.tally.probe(&probe);
+                if self.steps.is_some() {
+                    self.largest.insert(probe.step, probe.grads.max_abs);
+                }
                 self.probe = Some(*probe);
             }
             Event::Saved(saved) if saved.weights_only => {}
@@ -233,7 +239,9 @@ impl RunState {
                 self.pace.interrupt();
             }
             Event::Resumed { .. } => self.phase = Phase::Running,
-            Event::Warning(_) | Event::Diverged(_) | Event::Variances(_) => {}
+            Event::Variances(variances) => self.tensors.spread(variances, s),
+            Event::Touched(touched) => self.tensors.touched(touched),
+            Event::Warning(_) | Event::Diverged(_) | Event::LayerMaxima(_) => {}
             Event::Finished(finished) => {
                 let peak = &mut self.tally.figures.peak_rss;
                 *peak = (*peak).max(finished.peak_rss_bytes);
@@ -258,6 +266,7 @@ impl RunState {
         if let Some(steps) = &mut self.steps {
             steps.retain(|one| one.step <= step);
         }
+        self.largest.retain(|at, _| *at <= step);
         self.marks.retain(|mark| mark.step.step <= step);
         if self.step.step > step {
             match self.marks.back().filter(|mark| mark.step.step == step) {
@@ -405,9 +414,25 @@ impl RunState {
     pub fn layers(&self) -> Vec<Layer> {
         let mut layers = self.tensors.layers();
         for layer in &mut layers {
-            layer.in_fallback = self.fallback.contains_key(&Unit::of(&layer.name).to_string());
+            layer.retyped = self.fallback.get(&Unit::of(&layer.name).to_string()).cloned();
         }
         layers
+    }
+
+    /// The type that a tensor or layer computes in now.
+    pub fn computes_in(&self, name: &str) -> String {
+        let retyped = self.fallback.get(&Unit::of(name).to_string()).cloned();
+        retyped.unwrap_or_else(|| self.policy().compute.to_string())
+    }
+
+    /// The block whose products take FP8 while its gradient's variance is low: up to the first variance it enters, beyond the
+    /// second it leaves.
+    pub fn fp8_thresholds(&self) -> Option<(Unit, [f64; 2])> {
+        let block = self.setting("/precision/fp8/layer")?.as_u64()?;
+        let enters = self.setting("/precision/fp8/switch_variance")?.as_f64()?;
+        // Older runs had a single threshold.
+        let hysteresis = self.setting("/precision/fp8/switch_hysteresis").and_then(Value::as_f64).unwrap_or(1.0);
+        Some((Unit::Block(usize::try_from(block).ok()?), [enters, enters * hysteresis]))
     }
 }
 

@@ -119,7 +119,7 @@ impl Fp8Layer {
     pub(super) fn switch(&mut self, variance: f64) -> Option<bool> {
         let mean = self.state.variance.map_or(variance, |mean| mean + SMOOTHING * (variance - mean));
         self.state.variance = Some(mean);
-        let active = mean <= self.config.switch_variance?;
+        let active = self.config.switched(self.state.active, mean);
         let moved = active != self.state.active;
         if moved {
             // The history is too old to scale by.
@@ -197,6 +197,26 @@ mod tests {
     use crate::engine::model::ModelSpec;
     use crate::train::TrainState;
     use candle_core::{DType, Device};
+
+    /// Between the two thresholds a block stays where it is, and where that is, is part of a checkpoint's state.
+    #[test]
+    fn hysteresis_keeps_a_block_where_it_is_through_a_checkpoint() {
+        let resumed = |active, switch_hysteresis| {
+            let config =
+                Fp8Config { layer: Some(1), switch_variance: Some(1e-6), switch_hysteresis, ..Fp8Config::default() };
+            let mut before = Fp8Layer::new(config, None).unwrap();
+            let entered = before.switch(if active { 0.9e-6 } else { 1.1e-6 });
+            assert_eq!(entered, active.then_some(true));
+            let saved = serde_json::to_string(before.state()).unwrap();
+            Fp8Layer::new(config, Some(serde_json::from_str(&saved).unwrap())).unwrap()
+        };
+        // A tenth of the way to 3e-6 from 0.9e-6 is a mean of 1.11e-6.
+        assert_eq!(resumed(true, 2.0).switch(3e-6), None);
+        assert_eq!(resumed(true, 1.0).switch(3e-6), Some(false));
+        assert_eq!(resumed(true, 2.0).switch(30e-6), Some(false));
+        assert_eq!(resumed(false, 2.0).switch(1.1e-6), None, "it enters at the lower threshold alone");
+        assert_eq!(resumed(false, 2.0).switch(1e-9), Some(true));
+    }
 
     #[test]
     fn weights_are_rounded_for_a_step_and_then_restored_from_the_masters() {

@@ -3,11 +3,13 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::precision::{Dtype, FallbackRule, PrecisionPolicy, ScaleChange, ScalerPolicy, Unit};
-use crate::telemetry::{Event, Origin};
+use crate::precision::{Dtype, FallbackRule, FloatFormat, PrecisionPolicy, ScaleChange, ScalerPolicy, Unit};
+use crate::telemetry::{self, Event, Origin};
 use crate::train::config::Config;
 use crate::train::step::{Engine, Outcome, StepReport};
 use crate::train::{attribution, fallback, fp8, headroom};
+use candle_core::DType;
+use std::collections::BTreeMap;
 
 /// A finished step; observers read it and add to it.
 pub(super) struct Taken<'a> {
@@ -42,6 +44,11 @@ pub(super) trait StepObserver: Send {
 /// The observers of a configuration in the order they run. Those that read the step's gradients come first.
 pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
     let mut observers: Vec<Box<dyn StepObserver>> = Vec::new();
+    observers.push(Box::new(Touched));
+    let maxima_every = config.telemetry.layer_maxima_every;
+    if maxima_every > 0 {
+        observers.push(Box::new(Maxima { every: maxima_every }));
+    }
     let variance_every = config.telemetry.variance_every;
     if variance_every > 0 || config.precision.fp8.layer.is_some() {
         observers.push(Box::new(Variances { compute: config.dtype.compute, every: variance_every }));
@@ -57,6 +64,50 @@ pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
         observers.push(Box::new(PredictiveScale));
     }
     observers
+}
+
+/// The first step in which a gradient holds FP16's least magnitude: what is smaller was flushed to zero.
+struct Touched;
+
+impl StepObserver for Touched {
+    fn after(&mut self, engine: &mut Engine, taken: &mut Taken<'_>) -> Result<()> {
+        let Engine { state, grads, survey, .. } = engine;
+        let least = 2f32.powi(FloatFormat::FP16.min_subnormal_exponent());
+        let mut tensors = Vec::new();
+        for ((name, grad), looked) in grads.micro_batch().iter().zip(&survey.tensors) {
+            let touches = grad.dtype() == DType::F16 && looked.stats.min_nonzero.is_some_and(|min| min <= least);
+            if touches && !state.touched.contains(name) {
+                state.touched.insert(name.to_owned());
+                tensors.push(name.to_owned());
+            }
+        }
+        if !tensors.is_empty() {
+            taken.events.push(Event::Touched(telemetry::Touched { step: state.counters.step, tensors }));
+        }
+        Ok(())
+    }
+}
+
+/// The largest gradient of each layer, now and then.
+struct Maxima {
+    every: u64,
+}
+
+impl StepObserver for Maxima {
+    fn after(&mut self, engine: &mut Engine, taken: &mut Taken<'_>) -> Result<()> {
+        let step = engine.state.counters.step;
+        if !step.is_multiple_of(self.every) {
+            return Ok(());
+        }
+        let mut layers: BTreeMap<String, f32> = BTreeMap::new();
+        for (entry, looked) in engine.state.weights.layout().iter().zip(&engine.survey.tensors) {
+            let largest = layers.entry(entry.layer.unit().to_string()).or_default();
+            *largest = largest.max(looked.stats.max_abs);
+        }
+        let loss_scale = taken.report.scale;
+        taken.events.push(Event::LayerMaxima(telemetry::LayerMaxima { step, loss_scale, layers }));
+        Ok(())
+    }
 }
 
 /// Reports the variance of each layer's gradient, and uses it to move a block into and out of FP8.

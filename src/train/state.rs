@@ -6,7 +6,7 @@ use crate::engine::model::{ModelSpec, Parameters, candle_dtype};
 use crate::engine::optim::{AdamW, AdamWConfig, MasterWeights};
 use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
 use crate::train::fp8::Fp8Layer;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The state that training changes. Runs with equal state, data and settings continue bit for bit the same.
 #[derive(Debug)]
@@ -23,6 +23,8 @@ pub struct TrainState {
     pub fallback: Fallback,
     /// The block in simulated FP8.
     pub fp8: Option<Fp8Layer>,
+    /// The parameters whose gradients have held FP16's least magnitude, by name.
+    pub touched: BTreeSet<String>,
     /// Steps, updates and tokens so far.
     pub counters: Counters,
 }
@@ -67,7 +69,8 @@ impl TrainState {
         let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute), kernels)?;
         let adamw = AdamW::new(adamw, masters.parameters())?;
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
-        Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, counters: Counters::default() })
+        let (touched, counters) = (BTreeSet::new(), Counters::default());
+        Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, touched, counters })
     }
 
     /// Random initial weights for `spec`, in FP32.

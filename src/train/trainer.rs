@@ -241,6 +241,7 @@ impl Trainer {
         }
         self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
         self.engine.state.fp8 = Fp8Layer::new(self.config.precision.fp8, state.fp8.clone());
+        self.engine.state.touched.clone_from(&state.touched);
         let units: Vec<_> = self.engine.state.fallback.active().collect();
         for unit in units {
             self.engine.retype(unit, self.config.precision.fallback_dtype)?;

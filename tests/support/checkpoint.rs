@@ -55,6 +55,7 @@ impl Sample {
             },
             fallback: std::collections::BTreeMap::new(),
             fp8: None,
+            touched: std::collections::BTreeSet::new(),
             cursor: Cursor { epoch: 0, window: step },
             schedule: serde_json::Value::Null,
             validation_loss: None,

@@ -13,8 +13,8 @@ pub(super) fn glyph(event: &Event) -> (char, Role) {
         Event::Started(_) | Event::Resumed { .. } => ('▶', Role::Good),
         Event::Overflow(_) | Event::Diverged(_) => ('✕', Role::Overflow),
         Event::Eval(_) => ('◆', Role::Validation),
-        Event::Sample(_) | Event::Variances(_) => ('∙', Role::Text),
-        Event::Probe(_) => ('▾', Role::Subnormal),
+        Event::Sample(_) | Event::Variances(_) | Event::LayerMaxima(_) => ('∙', Role::Text),
+        Event::Probe(_) | Event::Touched(_) => ('▾', Role::Subnormal),
         Event::Saved(_) => ('●', Role::Good),
         Event::Paused { .. } => ('‖', Role::Subnormal),
         Event::Warning(_) | Event::Retyped(_) => ('▴', Role::Subnormal),
@@ -31,6 +31,7 @@ pub(super) fn text(row: &EventRow) -> String {
             None => format!("started {}: {} on {}", started.model, started.program, started.device),
         },
         Event::Overflow(overflow) => overflow_text(overflow, row.more),
+        Event::Touched(touched) => format!("first at 2^-24, FP16's least: {}", touched.tensors.join(", ")),
         other => announcement(other).unwrap_or_default(),
     };
     // The row has a column for the step.

@@ -27,6 +27,8 @@ pub(super) enum Action {
     PageDown,
     PageUp,
     Details,
+    /// The layers in place of their tensors.
+    Layers,
     /// Moves the charts' cursor by this many 200ths of the x axis.
     Cursor(i32),
     Range,
@@ -118,6 +120,13 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new("u", &[(Char('u'), Action::TrueMagnitudes)], "magnitudes as stored, or divided by the loss scale")
         .footer("scaled/true", "scaled/true")
         .tabs(&[0, 1, 2]),
+    Binding::new(
+        "v",
+        &[(Char('v'), Action::Layers)],
+        "layers in place of tensors: their types and gradients' variances",
+    )
+    .footer("layers", "layers")
+    .tabs(&[2]),
     Binding::new("p", &[(Char('p'), Action::Probe)], "repeat the next batch's backward pass in FP32")
         .footer("probe", "FP32 probe"),
     Binding::new("o", &[(Char('o'), Action::Sort)], "sort the tensors by the next column")

@@ -54,7 +54,7 @@ fn clicked(view: &mut ViewModel, at: Position) {
     } else if areas.body.contains(at) {
         match view.tab {
             0 => overview(view, areas.body, size, at),
-            TENSORS if view.detail.is_none() => {
+            TENSORS if view.detail.is_none() && !view.layers => {
                 if let Some(row) = tensors::row_at(view, areas.body, at.y) {
                     let again = view.cursors[TENSORS] == row;
                     view.cursors[TENSORS] = row;
@@ -91,7 +91,7 @@ fn overview(view: &mut ViewModel, body: Rect, size: Size, at: Position) {
         if name.is_some() {
             show_tab(view, TENSORS);
             view.cursors[TENSORS] = row.unwrap_or(0);
-            view.detail = name;
+            (view.layers, view.detail) = (false, name);
         }
     } else if let Some(step) = step_at(view, panel, area, at.x) {
         view.cursor = Some(step);

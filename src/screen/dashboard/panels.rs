@@ -7,6 +7,7 @@ pub(super) mod event_detail;
 pub(super) mod events;
 pub(super) mod gradients;
 pub(super) mod header;
+pub(super) mod layers;
 pub(super) mod loss;
 pub(super) mod overflows;
 pub(super) mod readout;

@@ -3,10 +3,11 @@
 //! A step is one line of `key=value` pairs every `log_every` steps; other events are printed at once.
 
 use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
-use crate::precision::ScalerPolicy;
+use crate::precision::{ScalerPolicy, Unit};
 use crate::telemetry::pace::Pace;
 use crate::telemetry::{
-    Event, FinishReason, Finished, Origin, Overflow, Record, Retyped, ScaleCause, ScaleMove, Started, StepRecord,
+    Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, Record, Retyped, ScaleCause, ScaleMove, Started,
+    StepRecord,
 };
 use crate::untrusted::line;
 use std::io::{self, Write};
@@ -53,8 +54,9 @@ impl<W: Write> Plain<W> {
                 if step.loss.is_finite() {
                     self.losses = (self.losses.0 + f64::from(step.loss), self.losses.1 + 1);
                 }
-                let last = step.step == self.total_steps;
-                if !step.step.is_multiple_of(self.log_every) && !last {
+                // The first says what the run begins with, the last what it came to.
+                let edge = step.step == 1 || step.step == self.total_steps;
+                if !step.step.is_multiple_of(self.log_every) && !edge {
                     return Ok(());
                 }
                 self.step_line(step)
@@ -69,7 +71,11 @@ impl<W: Write> Plain<W> {
     }
 
     fn step_line(&mut self, step: &StepRecord) -> String {
-        let (sum, count) = std::mem::take(&mut self.losses);
+        let (sum, count) = self.losses;
+        // The line for step 1 comes out of turn, and the next one's mean has it too.
+        if step.step.is_multiple_of(self.log_every) {
+            self.losses = (0.0, 0);
+        }
         let mut pairs = vec![
             // A log read from its middle has no `Started` event.
             if self.total_steps == 0 {
@@ -163,7 +169,8 @@ pub(super) fn announcement(event: &Event) -> Option<String> {
 
 fn words(event: &Event) -> Option<String> {
     Some(match event {
-        Event::Started(_) | Event::Step(_) | Event::Variances(_) => return None,
+        Event::Started(_) | Event::Step(_) | Event::Variances(_) | Event::Touched(_) => return None,
+        Event::LayerMaxima(maxima) => maxima_line(maxima),
         Event::Overflow(overflow) => overflow_line(overflow),
         Event::Retyped(retyped) => retyped_line(retyped),
         Event::Eval(eval) => format!(
@@ -241,6 +248,14 @@ fn retyped_line(retyped: &Retyped) -> String {
     line.extend(overflows.map(|overflows| format!(" overflows={overflows}")));
     line.extend(variance.map(|variance| format!(" variance={variance:.2e}")));
     line + if *back { " back" } else { "" }
+}
+
+fn maxima_line(maxima: &LayerMaxima) -> String {
+    // Blocks by number, what is outside of them last: as the units are ordered.
+    let mut layers: Vec<_> = maxima.layers.iter().collect();
+    layers.sort_by_key(|(layer, _)| Unit::of(layer));
+    let layers = layers.into_iter().map(|(layer, largest)| format!("{layer}={}", magnitude(Some(*largest))));
+    format!("maxima step={} scale={} {}", maxima.step, maxima.loss_scale, layers.collect::<Vec<_>>().join(" "))
 }
 
 fn origin_pair(origin: &Origin) -> String {
@@ -330,13 +345,21 @@ mod tests {
     #[test]
     fn a_step_line_comes_every_log_every_steps_with_every_figure() {
         let found = lines(4, (1..=9).map(step).collect());
-        assert_eq!(found.len(), 2);
+        assert_eq!(found.len(), 3);
+        assert!(found[0].starts_with("step=1 ") && found[0].contains(" loss_avg=1.000 "), "{}", found[0]);
         assert_eq!(
-            found[0],
+            found[1],
             "step=4 epoch=0.00 loss=4.000 loss_avg=2.500 scale=65536 grad_min=6.0e-8 grad_max=3.1e1 norm_scaled=5.4e4 \
              norm=0.830 lr=4.1e-5 updates=3 skipped=1 success=75.0% tokens_per_s=41200 step_ms=0"
         );
-        assert!(found[1].contains("step=8 ") && found[1].contains("loss_avg=6.500"), "{}", found[1]);
+        assert!(found[2].contains("step=8 ") && found[2].contains("loss_avg=6.500"), "{}", found[2]);
+    }
+
+    #[test]
+    fn maxima_are_a_line_in_the_order_of_layers() {
+        let layers = [("head", 5e-4), ("h.10", 2.0), ("h.2", 31.0)].map(|(layer, max)| (layer.to_owned(), max)).into();
+        let found = lines(128, vec![Event::LayerMaxima(LayerMaxima { step: 20, loss_scale: 65536.0, layers })]);
+        assert_eq!(found, ["maxima step=20 scale=65536 h.2=3.1e1 h.10=2.0e0 head=5.0e-4"]);
     }
 
     #[test]

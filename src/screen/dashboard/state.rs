@@ -208,6 +208,8 @@ pub(super) struct ViewModel {
     pub(super) typing: bool,
     /// The selected row, by tab; counted from the newest in events and samples.
     pub(super) cursors: [usize; TABS.len()],
+    /// Whether the third tab shows layers.
+    pub(super) layers: bool,
     /// The tensor whose history is open.
     pub(super) detail: Option<String>,
     /// The event that is open.
@@ -266,6 +268,7 @@ impl ViewModel {
             filters: Default::default(),
             typing: false,
             cursors: [0; TABS.len()],
+            layers: false,
             detail: None,
             event: None,
             event_top: 0,
@@ -505,6 +508,7 @@ pub(super) fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
         Action::Slower => play(view, |playback| playback.speed /= 2.0),
         Action::Faster => play(view, |playback| playback.speed *= 2.0),
         Action::TrueMagnitudes => view.true_magnitudes = !view.true_magnitudes,
+        Action::Layers => (view.layers, view.detail) = (view.tab == TENSORS && !view.layers, None),
         Action::Sort => view.sort = view.sort.next(),
         Action::Filter => view.typing = matches!(view.tab, TENSORS | EVENTS),
         Action::Down | Action::PageDown if view.event.is_some() && view.tab == EVENTS => view.event_top += 1,
@@ -515,7 +519,7 @@ pub(super) fn act(view: &mut ViewModel, action: Action) -> Option<Command> {
         Action::Up => scroll(view, -1),
         Action::PageDown => scroll(view, PAGE as isize),
         Action::PageUp => scroll(view, -(PAGE as isize)),
-        Action::Details if view.tab == TENSORS => {
+        Action::Details if view.tab == TENSORS && !view.layers => {
             view.detail = view.chosen_tensor().map(|row| row.name.clone());
         }
         Action::Details if view.tab == EVENTS => open_event(view),
@@ -599,6 +603,7 @@ fn close(view: &mut ViewModel) {
     if view.dialog.take().is_some()
         || view.event.take().is_some()
         || view.detail.take().is_some()
+        || std::mem::take(&mut view.layers)
         || view.cursor.take().is_some()
         || view.zoom.take().is_some()
     {

@@ -14,7 +14,7 @@ use super::view;
 use super::watch::Watched;
 use crate::telemetry::{
     self, Command, Event, EventLog, FinishReason, GpuStats, Origin, Overflow, Pass, ProcessStats, Record, Retyped,
-    Saved, Started, StepRecord, VERSION,
+    Saved, Started, StepRecord, Touched, VERSION, Variances,
 };
 use invented::{Invented, InventedRun};
 use ratatui::buffer::{Buffer, Cell};
@@ -146,6 +146,51 @@ fn layers_in_fallback_are_named_and_marked() {
     let started = Started { resumed_from: Some(1700), fallback, ..Started::default() };
     update(&mut view, record(Event::Started(Box::new(started))));
     assert_eq!(view.run().in_fallback(), "f32 h.2");
+}
+
+/// The third tab says what each layer computes in, when a tensor first held 2^-24, and how a layer's variance stands to
+/// the line at which a block enters FP8.
+#[test]
+fn layers_have_types_variances_and_the_threshold() {
+    let mut view = running();
+    let config =
+        serde_json::json!({"precision": {"fp8": {"layer": 3, "switch_variance": 6e-6, "switch_hysteresis": 2.0}}});
+    let started = Started { resumed_from: Some(1779), config, ..Started::default() };
+    update(&mut view, record(Event::Started(Box::new(started))));
+    for step in 0..60 {
+        let variance = |unit: usize| 2f64.powi(-14 - unit as i32) * (1.0 + (step % 7) as f64) / 4.0;
+        let layers = (0..6).map(|unit| (format!("h.{unit}"), variance(unit))).collect();
+        update(&mut view, record(Event::Variances(Variances { step: 1780 + step, layers })));
+    }
+    let (layer, from, to) = ("h.3".into(), "f16".into(), "fp8".into());
+    update(&mut view, record(Event::Retyped(Retyped { step: 1840, layer, from, to, ..Retyped::default() })));
+    let tensors = vec!["wte.weight".to_owned(), "h.3.mlp.c_fc.weight".to_owned()];
+    update(&mut view, record(Event::Touched(Touched { step: 1840, tensors })));
+    // Once said, it stays.
+    let again = Touched { step: 1841, tensors: vec!["wte.weight".to_owned()] };
+    update(&mut view, record(Event::Touched(again)));
+    let overview = picture(&view, FULL);
+    assert!(overview.contains("h.3   8 2^") && !overview.contains('▴'), "FP8 is no wider type: {overview}");
+    press(&mut view, "3");
+    let table = picture(&view, FULL);
+    let row = table.lines().find(|line| line.contains("h.3.mlp.c_fc.weight")).unwrap();
+    assert!(row.contains(" fp8     1840 "), "{row}");
+    assert!(table.lines().any(|line| line.contains("wte.weight") && line.contains(" f16     1840 ")), "{table}");
+    press(&mut view, "v");
+    snapshots("layers", &view);
+    press(&mut view, "v/h.3.mlp");
+    key(&mut view, KeyCode::Enter);
+    key(&mut view, KeyCode::Enter);
+    snapshots("layer_variance", &view);
+    key(&mut view, KeyCode::Esc);
+    press(&mut view, "4");
+    assert!(picture(&view, FULL).contains("▾ first at 2^-24, FP16's least: wte.weight, h.3.mlp.c_fc.weight"));
+    // A resume from before all this forgets it.
+    let started = Started { resumed_from: Some(1700), ..Started::default() };
+    update(&mut view, record(Event::Started(Box::new(started))));
+    assert!(view.run().tensors.touched.is_empty());
+    press(&mut view, "3v");
+    snapshots("layers_unmeasured", &view);
 }
 
 #[test]

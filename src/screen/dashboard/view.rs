@@ -5,7 +5,7 @@ use super::keys::{Action, KEYS};
 use super::layout::{Areas, Overview, Size, precision};
 use super::pad::Pad;
 use super::panels::{
-    curve, dialogs, events, gradients, header, loss, overflows, readout, samples, status, tensors, what_if,
+    curve, dialogs, events, gradients, header, layers, loss, overflows, readout, samples, status, tensors, what_if,
 };
 use super::state::{Dialog, Panel, ViewModel};
 use super::theme::{Role, Theme};
@@ -68,6 +68,7 @@ fn body(view: &ViewModel, theme: Theme, area: Rect, size: Size, buffer: &mut Buf
             pad(ruler, &gradients::draw_large);
             pad(table, &what_if::draw);
         }
+        (2, _) if view.layers => pad(area, &layers::draw),
         (2, _) => pad(area, &tensors::draw),
         (3, _) => pad(area, &events::draw),
         _ => pad(area, &samples::draw),

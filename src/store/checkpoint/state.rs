@@ -1,6 +1,6 @@
 //! `state.json`: everything besides tensors that a run needs to resume bit for bit.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -38,6 +38,9 @@ pub struct State {
     /// The state of a block in simulated FP8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fp8: Option<Fp8State>,
+    /// The parameters whose gradients have held FP16's least magnitude, 2^-24, so that the log says it once.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub touched: BTreeSet<String>,
     /// Where the next training batch starts.
     pub cursor: Cursor,
     /// The schedule's settings that the run has used so far.
@@ -145,6 +148,7 @@ mod tests {
             },
             fallback: BTreeMap::from([(Unit::Block(1), UnitRecord { since: Some(9), ..UnitRecord::default() })]),
             fp8: None,
+            touched: BTreeSet::new(),
             cursor: Cursor { epoch: 1, window: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),

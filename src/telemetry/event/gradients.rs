@@ -68,6 +68,29 @@ pub struct TensorRecord {
     pub stats: GradStats,
 }
 
+/// The largest gradient of each layer in a step.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LayerMaxima {
+    /// The step.
+    pub step: u64,
+    /// Its loss scale.
+    pub loss_scale: f32,
+    /// The largest finite magnitude of the scaled gradient's elements, by layer: a block, `h.3`, or `head`.
+    pub layers: BTreeMap<String, f32>,
+}
+
+/// Tensors whose gradient held 2^-24, the least magnitude of FP16, for the first time in the run: what is smaller was
+/// flushed to zero.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Touched {
+    /// The step.
+    pub step: u64,
+    /// The parameters' names, in order.
+    pub tensors: Vec<String>,
+}
+
 /// The variance of each layer's gradient in an applied step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]

@@ -1,7 +1,8 @@
 //! The gradient of each of the model's tensors, now and over time, and their totals by layer.
 
-use crate::telemetry::{GradStats, Overflow, Probe, Series, TensorRecord};
-use std::collections::{BTreeSet, HashMap};
+use crate::precision::Unit;
+use crate::telemetry::{GradStats, Overflow, Probe, Series, TensorRecord, Touched, Variances};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Total number of buckets in all tensors' histories.
 const HISTORIES: usize = 1 << 16;
@@ -18,6 +19,10 @@ pub struct Tensors {
     by_name: HashMap<String, usize>,
     /// The tensors of the newest overflow.
     pub last_overflow: BTreeSet<String>,
+    /// The first step in which a tensor's gradient held FP16's least magnitude, 2^-24.
+    pub touched: BTreeMap<String, u64>,
+    /// The variance of each unit's unscaled gradient: the newest, and log2 of all of them.
+    pub variances: BTreeMap<Unit, (f64, Series)>,
 }
 
 /// A tensor's gradient, now and over time.
@@ -65,6 +70,25 @@ impl Tensors {
         }
     }
 
+    pub(super) fn spread(&mut self, variances: Variances, s: f64) {
+        let capacity = (HISTORIES / variances.layers.len().max(1)).clamp(32, 512);
+        for (layer, variance) in variances.layers {
+            // A name that is no layer's is from a damaged log.
+            let Ok(unit) = layer.parse::<Unit>() else { continue };
+            let (newest, history) = self.variances.entry(unit).or_insert_with(|| (0.0, Series::new(capacity)));
+            *newest = variance;
+            if variance > 0.0 {
+                history.push(variances.step, s, variance.log2());
+            }
+        }
+    }
+
+    pub(super) fn touched(&mut self, touched: Touched) {
+        for name in touched.tensors {
+            self.touched.entry(name).or_insert(touched.step);
+        }
+    }
+
     fn row(&mut self, name: String, capacity: usize) -> &mut TensorRow {
         let next = self.rows.len();
         let at = *self.by_name.entry(name.clone()).or_insert(next);
@@ -80,6 +104,8 @@ impl Tensors {
             row.history.0.cut(step);
             row.history.1.cut(step);
         }
+        self.touched.retain(|_, first| *first <= step);
+        self.variances.values_mut().for_each(|(_, history)| history.cut(step));
     }
 
     /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`.
@@ -132,8 +158,8 @@ pub struct Layer {
     pub count: u64,
     /// Whether the newest overflow was in this layer.
     pub overflowed: bool,
-    /// Whether it computes in another type than the policy's.
-    pub in_fallback: bool,
+    /// The type that it computes in, where that is another than the policy's.
+    pub retyped: Option<String>,
 }
 
 impl Layer {
@@ -154,7 +180,9 @@ impl Layer {
         self.sum_squares += next.sum_squares;
         self.count += next.count;
         self.overflowed |= next.overflowed;
-        self.in_fallback |= next.in_fallback;
+        if self.retyped.is_none() {
+            self.retyped.clone_from(&next.retyped);
+        }
     }
 
     /// Root mean square of its elements.

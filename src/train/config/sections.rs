@@ -126,6 +126,8 @@ pub struct TelemetrySection {
     pub probe_every: u64,
     /// Steps between two measurements of each layer's gradient variance; 0 for none.
     pub variance_every: u64,
+    /// Steps between two records, and printed lines, of each layer's largest gradient; 0 for none.
+    pub layer_maxima_every: u64,
     /// Whether the passes of an overflowing step run once more, to find the tensor where it began.
     pub attribute_overflows: bool,
     /// Whether scalars and histograms are written for TensorBoard too, into `tensorboard` in the run's folder.
@@ -189,6 +191,7 @@ impl Default for TelemetrySection {
             exponents_every: 1,
             probe_every: 0,
             variance_every: 0,
+            layer_maxima_every: 0,
             attribute_overflows: true,
             tensorboard: false,
         }

@@ -151,6 +151,7 @@ impl Trainer {
             scaler: self.engine.state.scaler.state(),
             fallback: self.engine.state.fallback.units().clone(),
             fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
+            touched: self.engine.state.touched.clone(),
             cursor,
             schedule: json!({
                 "total_steps": self.total_steps,

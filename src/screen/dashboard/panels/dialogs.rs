@@ -40,9 +40,11 @@ fn help(view: &ViewModel, pad: &mut Pad) {
         ("├ ● ┤", Role::Train),
         (" min, RMS, max  ", Role::Text),
         ("▾", Role::Subnormal),
-        (" at the format's minimum  ", Role::Text),
+        (" format's minimum  ", Role::Text),
         ("▴", Role::Subnormal),
         (" wider type  ", Role::Text),
+        ("8", Role::Subnormal),
+        (" FP8  ", Role::Text),
         ("✕", Role::Overflow),
         (" overflow", Role::Text),
     ];

@@ -158,10 +158,11 @@ fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &
     if let Some(min) = layer.min_abs {
         let low = exponent_of(min);
         let at_edge = low <= format.min_subnormal_exponent();
-        let mark = match (layer.in_fallback, at_edge) {
-            (true, _) => "▴",
-            (false, true) => "▾",
-            (false, false) => " ",
+        let mark = match (layer.retyped.as_deref(), at_edge) {
+            (Some("fp8"), _) => "8",
+            (Some(_), _) => "▴",
+            (None, true) => "▾",
+            (None, false) => " ",
         };
         pad.text(7, y, mark, Role::Subnormal);
         pad.text(9, y, &format!("2^{}", low - shift), Role::Dim);

@@ -1,20 +1,20 @@
 //! The table of tensors, and the history of one of them.
 
 use super::chart::{first_step, x_label, x_range};
+use super::layers;
 use crate::screen::dashboard::format;
 use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::plot::{Axes, Plot};
 use crate::screen::dashboard::state::{TENSORS, ViewModel};
 use crate::screen::dashboard::theme::Role;
-use crate::telemetry::TensorRow;
-use crate::telemetry::{Bucket, Series};
+use crate::telemetry::{Bucket, RunState, Series, TensorRow};
 use ratatui::layout::Rect;
 
 /// Columns right of the name, in the first tab's narrow table and in the third tab's.
 const NARROW: usize = 33;
-const WIDE: usize = 68;
+const WIDE: usize = 81;
 /// The width of the columns that the third tab's table drops first, so that names stay readable.
-const SPARE: usize = 19;
+const SPARE: usize = 32;
 /// The length of the longest GPT-2 tensor name, which must be readable.
 const NAME: usize = 24;
 
@@ -58,7 +58,11 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let rows = view.tensors();
     let table = Table::new(view, inner.width().into());
     let (min, max) = headings(view);
-    let spare = if table.spare { format!("{:>9} {:>8} ", "elements", "norm") } else { String::new() };
+    let spare = if table.spare {
+        format!("{:<4} {:>7} {:>9} {:>8} ", "type", "2^-24", "elements", "norm")
+    } else {
+        String::new()
+    };
     let name = table.name;
     let heading =
         format!("  {:<name$}{spare}{min:>8} {max:>8} {:>7} {:>7} {:>7} {:>4}", "tensor", "zero", "sub", "under", "✕");
@@ -69,7 +73,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let cursor = view.cursors[TENSORS].min(rows.len().saturating_sub(1));
     let first = first_row(view, inner.height());
     for (y, (at, row)) in (1..inner.height()).zip(rows.iter().enumerate().skip(first)) {
-        table.row(&mut inner, y, row);
+        table.row(view.run(), &mut inner, y, row);
         if at == cursor {
             inner.text(0, y, "▸", Role::Title);
             inner.highlight(y, Role::Selected);
@@ -111,11 +115,15 @@ impl Table {
         Self { name: width.saturating_sub(figures).clamp(8, 40), spare, divisor: divisor(view) }
     }
 
-    fn row(&self, pad: &mut Pad, y: u16, row: &TensorRow) {
+    fn row(&self, run: &RunState, pad: &mut Pad, y: u16, row: &TensorRow) {
         let (stats, name, divisor) = (&row.stats, self.name, self.divisor);
-        let norm = format::short(stats.norm / f64::from(divisor));
-        let spare =
-            if self.spare { format!("{:>9} {norm:>8} ", format::count(stats.count as f64)) } else { String::new() };
+        let spare = if self.spare {
+            let (dtype, touched) = (run.computes_in(&row.name), touched(run, &row.name));
+            let (count, norm) = (format::count(stats.count as f64), format::short(stats.norm / f64::from(divisor)));
+            format!("{dtype:<4} {touched:>7} {count:>9} {norm:>8} ")
+        } else {
+            String::new()
+        };
         let figures = format!(
             "  {:<name$}{spare}{:>8} {:>8} {:>7} ",
             shortened(&row.name, name.saturating_sub(1)),
@@ -142,7 +150,13 @@ fn headings(view: &ViewModel) -> (&'static str, &'static str) {
     if view.true_magnitudes { ("true min", "true max") } else { ("min|g|", "max|g|") }
 }
 
-/// The selected tensor's smallest and largest magnitude over the run, with the format's limits.
+/// The first step in which a tensor's gradient held 2^-24, as the table has it.
+fn touched(run: &RunState, name: &str) -> String {
+    run.tensors.touched.get(name).map_or_else(|| "-".into(), u64::to_string)
+}
+
+/// The selected tensor's smallest and largest magnitude over the run, with the format's limits, and the variance of its
+/// layer's gradient where it was measured.
 fn history(view: &ViewModel, pad: &mut Pad) {
     let run = view.run();
     let Some(row) = view.chosen_tensor() else { return };
@@ -150,6 +164,15 @@ fn history(view: &ViewModel, pad: &mut Pad) {
     let (least, normal) = (format.min_subnormal_exponent(), format.min_exponent());
     let legend = format!("   min and max |g| as stored, log2   ┄ 2^{least} 2^{normal}");
     let mut inner = pad.frame(&[(&row.name, Role::Title), (&legend, Role::Dim)]);
+    let first = match touched(run, &row.name).as_str() {
+        "-" => String::new(),
+        step => format!(", first at 2^-24 in step {step}"),
+    };
+    inner.text(1, 0, &format!("computes in {}{first}", run.computes_in(&row.name)), Role::Text);
+    let (width, rows) = (inner.width(), inner.height().saturating_sub(1));
+    let variance = if layers::is_measured(run, &row.name) { rows * 2 / 5 } else { 0 };
+    layers::history(view, &row.name, &mut inner.part(0, 1 + rows - variance, width, variance));
+    let mut inner = inner.part(0, 1, width, rows - variance);
     let (low, high) = (&row.history.0, &row.history.1);
     if low.is_empty() {
         inner.text(1, 0, "no history", Role::Dim);
@@ -173,7 +196,7 @@ fn history(view: &ViewModel, pad: &mut Pad) {
 }
 
 /// A line through one point of each bucket from a step on.
-fn edge(plot: &mut Plot, series: &Series, first: u64, point: impl Fn(&Bucket) -> (f64, f64)) {
+pub(super) fn edge(plot: &mut Plot, series: &Series, first: u64, point: impl Fn(&Bucket) -> (f64, f64)) {
     let points: Vec<_> = series.buckets().iter().filter(|bucket| bucket.last_step >= first).map(point).collect();
     if let [only] = points[..] {
         plot.line(only, only, Role::Train);
@@ -183,7 +206,7 @@ fn edge(plot: &mut Plot, series: &Series, first: u64, point: impl Fn(&Bucket) ->
     }
 }
 
-fn dotted(plot: &mut Plot, x: (f64, f64), y: f64) {
+pub(super) fn dotted(plot: &mut Plot, x: (f64, f64), y: f64) {
     let dots = plot.resolution();
     for dot in (0..dots).step_by(3) {
         let at = x.0 + (x.1 - x.0) * dot as f64 / dots as f64;
@@ -191,7 +214,7 @@ fn dotted(plot: &mut Plot, x: (f64, f64), y: f64) {
     }
 }
 
-fn extreme(series: &Series) -> (f64, f64) {
+pub(super) fn extreme(series: &Series) -> (f64, f64) {
     let buckets = series.buckets().iter();
     buckets.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), bucket| (low.min(bucket.min), high.max(bucket.max)))
 }

@@ -1,0 +1,106 @@
+//! `finetune bench --latency`: how long one answer takes, and how long in the worst cases.
+
+use super::BenchArgs;
+use crate::Result;
+use crate::cli::model::tell_notice;
+use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::view::host;
+use crate::engine::model::{Decoder, KvCache, Mode, Tokens, Workspace, candle_dtype};
+use crate::engine::optim::MasterWeights;
+use crate::random::{Domain, Stream};
+use crate::telemetry::ProcessStats;
+use crate::train::{Config, TrainState};
+use candle_core::{DType, Tensor};
+use serde_json::json;
+use std::time::Instant;
+
+/// Passes before those that are measured.
+const WARM_UP: usize = 3;
+
+/// Measures `count` forward passes over one sequence, with the logits of all its places, and `count` times the next token after
+/// it from the KV cache.
+pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result<serde_json::Value> {
+    let (shape, seq_len, policy) = (args.shape()?, args.seq_len, config.dtype);
+    let open = config.place()?.open(policy, config.kernels, &mut |notice| tell_notice(&notice))?;
+    let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
+    let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute), &*open.kernels)?;
+    drop(masters);
+    let model = Decoder::new(&shape, &weights, open.kernels.clone())?;
+    let stream = Stream::new(config.seed, Domain::Bench);
+    let ids: Vec<u32> = (0..seq_len as u32).map(|at| stream.block(0, 0, at)[0] % shape.vocab_size as u32).collect();
+
+    let mut workspace = Workspace::for_evaluation(&shape, policy, (1, seq_len), &open.device)?;
+    let forward = timed(count, || {
+        model.forward(&weights, Tokens::new(&ids, seq_len), Mode::Eval, &mut workspace, &mut ())?;
+        arrived(&model.logits(&weights, workspace.hidden())?)
+    })?;
+    let mut cache = KvCache::new(&shape, policy, seq_len, &open.device)?;
+    let past = seq_len - 1;
+    if past > 0 {
+        model.decode(&weights, &ids[..past], &mut cache)?;
+    }
+    let token = timed(count, || {
+        cache.truncate(past);
+        let hidden = model.decode(&weights, &ids[past..], &mut cache)?;
+        arrived(&model.logits(&weights, hidden)?)
+    })?;
+    Ok(json!({
+        "who": "finetune",
+        "version": env!("CARGO_PKG_VERSION"),
+        "model": args.model,
+        "layers": shape.layers,
+        "dtype": policy.to_string(),
+        "seq": seq_len,
+        "device": open.name,
+        "kernels": model.kernels().name(),
+        "threads": rayon::current_num_threads(),
+        "isa": Isa::current().to_string(),
+        "passes": count,
+        "forward_ms": percentiles(forward),
+        "token_ms": percentiles(token),
+        "peak_rss_mib": ProcessStats::now().peak_rss_bytes.map(|bytes| bytes >> 20),
+    }))
+}
+
+/// Waits until a result is there: a device computes on while its host goes ahead.
+fn arrived(logits: &Tensor) -> Result<()> {
+    if !logits.device().is_cpu() {
+        let last = logits.narrow(0, logits.dim(0)? - 1, 1)?;
+        host(&last.to_dtype(DType::F32)?)?;
+    }
+    Ok(())
+}
+
+/// Milliseconds of each of `count` calls.
+fn timed(count: usize, mut pass: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+    (0..WARM_UP).try_for_each(|_| pass())?;
+    (0..count)
+        .map(|_| {
+            let clock = Instant::now();
+            pass()?;
+            Ok(clock.elapsed().as_secs_f64() * 1e3)
+        })
+        .collect()
+}
+
+/// The time within which half, 95 % and 99 % of the passes were done.
+fn percentiles(mut times: Vec<f64>) -> serde_json::Value {
+    times.sort_unstable_by(f64::total_cmp);
+    let within = |percent: usize| {
+        let rank = (times.len() * percent).div_ceil(100).max(1);
+        (times[rank - 1] * 1e4).round() / 1e4
+    };
+    json!({ "p50": within(50), "p95": within(95), "p99": within(99) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_percentile_is_the_time_within_which_so_many_were_done() {
+        let times: Vec<f64> = (1..=200).rev().map(f64::from).collect();
+        assert_eq!(percentiles(times), json!({ "p50": 100.0, "p95": 190.0, "p99": 198.0 }));
+        assert_eq!(percentiles(vec![3.0]), json!({ "p50": 3.0, "p95": 3.0, "p99": 3.0 }));
+    }
+}

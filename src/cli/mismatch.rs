@@ -1,0 +1,105 @@
+//! `finetune mismatch`: how far training and generation are apart in each type.
+
+use crate::cli::model::{DeviceArgs, NameArgs, Policies};
+use crate::inference::generate::prompt_ids;
+use crate::inference::mismatch::{Mismatch, Ratios, Sequences, log_probs};
+use crate::precision::PrecisionPolicy;
+use crate::{Error, Result};
+use clap::Args;
+use serde_json::json;
+use std::fmt::Write as _;
+use std::io::Write;
+
+/// Flags of `finetune mismatch`.
+#[derive(Args, Debug)]
+pub(super) struct MismatchArgs {
+    #[command(flatten)]
+    model: NameArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// The types to compare: fp32, fp16, bf16, or one policy such as p=f32,c=f16,g=f16,r=f32
+    #[arg(long, value_name = "DTYPE,…", default_value = "fp32,bf16,fp16")]
+    dtype: Policies,
+    /// What each sequence begins with; without it texts of the model's own
+    #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    prompt: String,
+    /// Tokens that each sequence predicts [default: 128, or what the context has room for]
+    #[arg(long, short = 'n', value_name = "N")]
+    max_tokens: Option<usize>,
+    /// Sequences, sampled in FP32 for all types
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    sequences: usize,
+    /// Equal seeds sample equal sequences
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Measures and writes the table to `out`.
+pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
+    if args.sequences == 0 {
+        return Err(Error::config("--sequences", "must be at least 1"));
+    }
+    let trained = args.model.open()?;
+    let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
+    let context = trained.config.context;
+    let room = context.saturating_sub(prompt.len());
+    let tokens = args.max_tokens.unwrap_or(128.min(room));
+    if tokens == 0 || tokens > room {
+        let message = format!("a prompt of {} tokens and {tokens} more for a context of {context}", prompt.len());
+        return Err(Error::config("--max-tokens", message));
+    }
+    let sequences = {
+        let (model, weights) = trained.load(PrecisionPolicy::FP32, &args.device.open(PrecisionPolicy::FP32)?)?;
+        Sequences::sample(&model, &weights, PrecisionPolicy::FP32, &prompt, (args.sequences, tokens), args.seed)?
+    };
+    let mut found = Vec::new();
+    for (name, policy) in &args.dtype.0 {
+        let (model, weights) = trained.load(*policy, &args.device.open(*policy)?)?;
+        found.push((name.clone(), Mismatch::new(&log_probs(&model, &weights, *policy, &sequences)?, tokens)));
+    }
+    let text = if args.json {
+        let types: serde_json::Map<_, _> = found.iter().map(|(name, found)| (name.clone(), json!(found))).collect();
+        json!({
+            "model": trained.path.display().to_string(),
+            "sequences": args.sequences,
+            "tokens_each": tokens,
+            "seed": args.seed,
+            "types": types,
+        })
+        .to_string()
+    } else {
+        as_text(&found, args.sequences, tokens)
+    };
+    writeln!(out, "{text}").map_err(Error::io("write to", "standard output"))
+}
+
+fn as_text(found: &[(String, Mismatch)], sequences: usize, tokens: usize) -> String {
+    let width = found.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(5);
+    let mut text = format!(
+        "{:<width$}  |log p(training) - log p(generation)|   p(training) / p(generation)\n\
+         {:<width$} {:>9} {:>9} {:>9}   {:<18}   of a sequence\n",
+        "", "type", "mean", "largest", "KL", "of a token"
+    );
+    for (name, found) in found {
+        let span = |ratios: Ratios| format!("{:.5} to {:.5}", ratios.min, ratios.max);
+        let _ = writeln!(
+            text,
+            "{name:<width$} {:>9.2e} {:>9.2e} {:>9.1e}   {:<18}   {}",
+            found.mean,
+            found.largest,
+            found.kl,
+            span(found.token_ratio),
+            span(found.sequence_ratio)
+        );
+    }
+    let _ = write!(
+        text,
+        "\n{sequences} sequences of {tokens} tokens, sampled in FP32, went through the training forward pass and, token by \
+         token,\nthrough generation with its KV cache. KL is that of the whole distributions, in nats a token. A step of\n\
+         reinforcement learning weighs what it learns from a token by the ratio: in exact arithmetic it is 1."
+    );
+    text
+}

@@ -39,7 +39,7 @@ fn after(model: &Decoder, weights: &Parameters, past: &[u32], id: u32) -> f64 {
     let device = candle_core::Device::Cpu;
     let shape = (1, past.len());
     let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &device).unwrap();
-    let tokens = Tokens { ids: past, seq_len: past.len() };
+    let tokens = Tokens::new(past, past.len());
     model.forward(weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
     let last = workspace.hidden().narrow(0, past.len() - 1, 1).unwrap();
     let logits: Vec<f32> = model.logits(weights, &last).unwrap().to_vec2().unwrap().remove(0);

@@ -138,7 +138,7 @@ fn promise_2_a_new_run_never_touches_a_folder_that_has_checkpoints() {
     let before = fs::read(run.join("events.jsonl")).unwrap();
     let output = finetune(folder.path(), &format!("{line} --seed 9"));
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-    assert!(said(&output).contains("holds a run already"), "{}", said(&output));
+    assert!(said(&output).contains("already contains a run"), "{}", said(&output));
     assert_eq!(list(&run).unwrap().len(), 2);
     assert_eq!(fs::read(run.join("events.jsonl")).unwrap(), before);
 }

@@ -1,4 +1,4 @@
-//! `--notify COMMAND`: a program of the user's that is run when something worth a message happens.
+//! `--notify COMMAND`: runs a program at important events.
 
 use crate::telemetry::{Event, Record, Sink};
 use crate::{Error, Result};
@@ -17,7 +17,7 @@ pub(super) struct Notify {
 }
 
 impl Notify {
-    /// Takes the command apart at spaces.
+    /// Splits the command at spaces.
     pub(super) fn new(command: &str) -> Result<Self> {
         let words: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
         let Some(program) = words.first() else {

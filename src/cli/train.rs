@@ -1,4 +1,4 @@
-//! `finetune` itself: train, in a thread of its own, and show what it tells.
+//! `finetune` without a command: trains on a separate thread and shows the run.
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::notify::Notify;
@@ -19,21 +19,21 @@ use std::sync::mpsc::channel;
 /// Flags of a training run.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct TrainArgs {
-    /// What the run is.
+    /// The run's configuration.
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    #[expect(clippy::option_option, reason = "the flag may stand without a value")]
-    /// Go on from the newest good checkpoint of the newest run, or of the run given by its name or folder, or from a step folder
+    #[expect(clippy::option_option, reason = "the flag's value is optional")]
+    /// Continue from the newest good checkpoint of the newest run, or of the run given by name or folder, or from a step folder
     #[arg(long, value_name = "RUN", num_args = 0..=1)]
     pub(crate) resume: Option<Option<PathBuf>>,
-    /// Serve the newest figures to Prometheus at /metrics, on this machine alone unless an address stands before the port
+    /// Serve metrics to Prometheus at /metrics, only on this machine unless an address precedes the port
     #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = metrics_port)]
     pub(crate) metrics_port: Option<SocketAddr>,
     /// Run a program at a new best validation loss, at divergence and at the end; it gets the event, the run's name and a
     /// sentence as its last arguments, and no shell is involved
     #[arg(long, value_name = "COMMAND", help_heading = "Along the way")]
     pub(crate) notify: Option<String>,
-    /// What is seen of it.
+    /// How the run is shown.
     #[command(flatten)]
     pub(crate) show: ShowArgs,
 }
@@ -44,10 +44,10 @@ fn metrics_port(text: &str) -> Result<SocketAddr, String> {
     address.map_err(|_| "is a port such as 9464, or an address with a port such as 0.0.0.0:9464".into())
 }
 
-/// What a resumed run goes on from.
+/// The starting point of a resumed run.
 struct Resumed {
     run: Run,
-    /// None if the run was killed before its first.
+    /// `None` if the run was killed before its first checkpoint.
     checkpoint: Option<Checkpoint>,
     warnings: Vec<String>,
 }
@@ -90,17 +90,17 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     run.write_config(&trainer.config().to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
     let history = RunState::history(log.path())?;
-    trainer.recall(&history);
+    trainer.restore_last_loss(&history);
     let mut emitter = Emitter::new(Some(log));
     let records = emitter.connect();
     if let Some(metrics) = metrics {
-        emitter.also(Box::new(metrics));
+        emitter.add_sink(Box::new(metrics));
     }
     if config.telemetry.tensorboard {
-        emitter.also(Box::new(TensorBoard::create(&run.path().join("tensorboard"))?));
+        emitter.add_sink(Box::new(TensorBoard::create(&run.path().join("tensorboard"))?));
     }
     if let Some(notify) = notify {
-        emitter.also(Box::new(notify.below(best)));
+        emitter.add_sink(Box::new(notify.below(best)));
     }
     for message in warnings {
         emitter.emit(Event::Warning(Trouble { step: 0, message }))?;
@@ -108,10 +108,10 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     trainer.attach(run, emitter);
     let (commands, orders) = channel();
     trainer.listen(orders);
-    let wishes = commands.clone();
-    // A run that is over has nothing to save.
+    let save_commands = commands.clone();
+    // A finished run has nothing to save.
     signals.attach(trainer.interrupt(), move || {
-        wishes.send(Command::SaveNow).ok();
+        save_commands.send(Command::SaveNow).ok();
     });
     let activity = trainer.activity();
     let training = std::thread::Builder::new()
@@ -155,7 +155,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, teller: &Teller) -> Result<Resumed
     };
     let folder = folder.unwrap_or_default();
     if !folder.join("config.toml").is_file() {
-        return Err(Error::checkpoint(&folder, "is no run's folder: it has no `config.toml`"));
+        return Err(Error::checkpoint(&folder, "not a run's folder: it has no `config.toml`"));
     }
     let run = Run::open(&folder)?;
     if let Some(step) = step {
@@ -166,11 +166,11 @@ fn find(run: Option<&Path>, args: &TrainArgs, teller: &Teller) -> Result<Resumed
         return Ok(Resumed { run, checkpoint: None, warnings });
     }
     let found = newest_good(&folder)?;
-    let warnings = found.damaged.iter().map(|damage| format!("damaged and passed over: {damage}")).collect();
+    let warnings = found.damaged.iter().map(|damage| format!("skipped a damaged checkpoint: {damage}")).collect();
     Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }
 
-/// Looks for room for the checkpoints: none for even one is an error, none for all that are kept at once a warning.
+/// Checks the disk's free space: too little for one checkpoint is an error, too little for all that are kept a warning.
 fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>> {
     let Some(free) = free_bytes(run) else { return Ok(None) };
     let there = list(run)?.iter().filter(|one| one.kind == Kind::Full).count() as u64;
@@ -185,28 +185,28 @@ fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>>
     );
     match () {
         () if free < bytes => {
-            let advice = "make room, or give another folder with --checkpoint-dir";
+            let advice = "free some space, or choose another folder with --checkpoint-dir";
             Err(Error::config("checkpoint.dir", format!("{message}; {advice}")))
         }
-        () if free < bytes.saturating_mul(most) => Ok(Some(format!("{message}; make room, or keep fewer"))),
+        () if free < bytes.saturating_mul(most) => Ok(Some(format!("{message}; free some space, or keep fewer"))),
         () => Ok(None),
     }
 }
 
-/// A new folder for a run: the one asked for, which must not hold a run yet, or the next free number.
+/// Creates a new run's folder: the requested one, which must not contain a run, or the next free number.
 fn new_run(config: &Config) -> Result<Run> {
     let dir = &config.checkpoint.dir;
     if let Some(name) = &config.checkpoint.run {
         let path = dir.join(name);
         let refused = || {
-            let message = "holds a run already; continue it with --resume, or give another --run name";
+            let message = "already contains a run; continue it with --resume, or choose another --run name";
             Err(Error::checkpoint(&path, message))
         };
         if Run::is_begun(&path) {
             return refused();
         }
         let run = Run::open(&path)?;
-        // Another process may have begun it between the look and the lock.
+        // Another process may have started a run between the check and the lock.
         return if Run::is_begun(&path) { refused() } else { Ok(run) };
     }
     let model = Path::new(&config.model).file_name().map_or("model".into(), |name| name.to_string_lossy());
@@ -216,5 +216,5 @@ fn new_run(config: &Config) -> Result<Run> {
             return Ok(run);
         }
     }
-    Err(Error::checkpoint(dir, "every number for a new run is taken; give it a name with --run"))
+    Err(Error::checkpoint(dir, "every number for a new run is taken; choose a name with --run"))
 }

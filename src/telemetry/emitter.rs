@@ -52,7 +52,7 @@ impl Emitter {
     }
 
     /// Sends every event from now on to `sink` as well.
-    pub fn also(&mut self, sink: Box<dyn Sink>) {
+    pub fn add_sink(&mut self, sink: Box<dyn Sink>) {
         self.sinks.push(sink);
     }
 
@@ -187,7 +187,7 @@ mod tests {
     fn a_failing_sink_is_reported_once_and_dropped() {
         let mut emitter = Emitter::new(None);
         let screen = emitter.connect();
-        emitter.also(Box::new(Broken));
+        emitter.add_sink(Box::new(Broken));
         emitter.emit(Event::Paused { step: 1 }).unwrap();
         emitter.emit(Event::Paused { step: 2 }).unwrap();
         let events: Vec<_> = screen.try_iter().map(|record| record.event).collect();

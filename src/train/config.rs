@@ -42,20 +42,20 @@ pub struct Config {
     /// The Hub's branch, tag or commit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
-    /// Where initial weights come from.
+    /// The source of initial weights.
     pub init: Init,
-    /// A `tokenizer.json`, in place of the model's own.
+    /// A `tokenizer.json` to use instead of the model's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
     /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`.
     pub data: String,
-    /// Validation text; without it the last tenth of the training text.
+    /// Validation text; by default the last tenth of the training text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val: Option<String>,
-    /// The format of all text, in place of what the files' names say: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
+    /// The format of all text, instead of by the files' names: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format: Option<Format>,
-    /// How conversations are written, in place of the model's own template: a file, or `chatml`, `smollm2`, `qwen2.5`, `qwen3`,
+    /// The chat template to use instead of the model's: a file, or `chatml`, `smollm2`, `qwen2.5`, `qwen3`,
     /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3` or `plain`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
@@ -63,32 +63,32 @@ pub struct Config {
     pub dtype: PrecisionPolicy,
     /// The seed of every random stream.
     pub seed: u64,
-    /// Where to compute: `cpu`, `cuda` or `cuda:N`; or `auto`, a GPU where this program can use one.
+    /// Device: `cpu`, `cuda`, `cuda:N`, or `auto` for a GPU if this program can use one.
     pub device: String,
     /// `auto`, `candle` for candle's own operations, or `fused` for the project's. It is for comparisons; what a user wants
     /// is `auto`, which is left out of files.
     #[serde(skip_serializing_if = "is_auto")]
     pub kernels: Choice,
-    /// Threads that compute; all processors by default. Sums do not depend on it.
+    /// Compute threads; all processors by default. The numbers do not depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
-    /// Names of the fields that hold text, where they are not the usual ones.
+    /// Names of the fields with text, if they are not the usual ones.
     pub fields: Fields,
-    /// Batches, length, and what happens along the way.
+    /// Batches, length of the run, evaluation and samples.
     pub train: TrainSection,
     /// AdamW and clipping.
     pub optimizer: OptimizerSection,
     /// The learning rate over time.
     pub schedule: ScheduleSection,
-    /// The dynamic loss scale; in force where the policy computes in FP16.
+    /// The loss scale, which is used if the policy computes in FP16.
     pub scaler: GradScalerConfig,
     /// Layers that compute in another type than the policy's.
     pub precision: PrecisionConfig,
     /// Dropout rates; off by default.
     pub dropout: DropoutSection,
-    /// What is written where.
+    /// Checkpoints: where, when, and how many to keep.
     pub checkpoint: CheckpointSection,
-    /// What is looked at, and how often.
+    /// What is measured and logged, and how often.
     pub telemetry: TelemetrySection,
 }
 
@@ -121,27 +121,27 @@ impl Default for Config {
     }
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "what serde calls")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
 fn is_auto(choice: &Choice) -> bool {
     *choice == Choice::Auto
 }
 
-/// Top-level keys of earlier versions, which a run's saved configuration may still hold. They change nothing.
+/// Top-level keys of earlier versions, which a run's saved configuration may contain. They are ignored.
 const RETIRED: [&str; 1] = ["cuda_graph"];
 
-/// Layers of settings, each over the ones before.
+/// Layers of settings; each overrides the previous ones.
 #[derive(Clone, Debug, Default)]
 pub struct Layers {
     /// A configuration file's name and text.
     pub file: Option<(String, String)>,
-    /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, of which `steps` counted.
+    /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, and `steps` took precedence.
     pub saved: bool,
-    /// Dotted keys with their values, from flags and `--set`, in the order in which they were typed.
+    /// Dotted keys with their values, from flags and `--set`, in the order they were typed.
     pub overrides: Vec<(String, toml::Value)>,
 }
 
 impl Config {
-    /// The configuration that `layers` make over the defaults, checked.
+    /// Applies `layers` to the defaults and validates the result.
     pub fn resolve(layers: &Layers) -> Result<Self> {
         let mut said = toml::Table::new();
         if let Some((origin, text)) = &layers.file {
@@ -157,7 +157,7 @@ impl Config {
         }
         let mut typed = toml::Table::new();
         for (key, value) in &layers.overrides {
-            // Checked before it becomes a table, which a key of a thousand parts would make too deep to handle.
+            // Check keys before building a table, which a key of a thousand parts would nest too deeply.
             let mut keys: Vec<String> =
                 value.as_table().map(leaves).into_iter().flatten().map(|(rest, _)| format!("{key}.{rest}")).collect();
             if keys.is_empty() {
@@ -183,7 +183,7 @@ impl Config {
         let read = serde_path_to_error::deserialize(toml::Value::Table(table.clone()));
         read.map_err(|error: serde_path_to_error::Error<toml::de::Error>| {
             let path = error.path().to_string();
-            // An element of a list is reported as the list.
+            // Report an element of a list as the list.
             let key = path.split('[').next().unwrap_or_default();
             let value = all.iter().find(|(leaf, _)| leaf == key).map(|(_, value)| format!("`{value}` does not fit: "));
             if all.iter().any(|(leaf, value)| leaf == key && value.as_integer().is_some_and(|value| value < 0)) {
@@ -193,7 +193,7 @@ impl Config {
         })
     }
 
-    /// The text that resolves to this configuration again.
+    /// TOML text that resolves to this configuration.
     pub fn to_toml(&self) -> Result<String> {
         toml::to_string(self).map_err(|error| Error::config("configuration", error.to_string()))
     }
@@ -209,7 +209,7 @@ impl Config {
         AdamWConfig { betas, eps, weight_decay }
     }
 
-    /// The scaler's settings; disabled where the compute type is not FP16.
+    /// The scaler's settings; disabled if the compute type is not FP16.
     pub fn grad_scaler(&self) -> GradScalerConfig {
         GradScalerConfig { enabled: self.scaler.enabled && self.dtype.needs_loss_scale(), ..self.scaler }
     }
@@ -226,7 +226,7 @@ impl Config {
         }
     }
 
-    /// Refuses to go on with `saved`'s run where that would train something else. Says which other settings have changed.
+    /// Rejects changes from the `saved` configuration that need a new run; returns the other changed settings.
     pub fn check_continues(&self, saved: &Self) -> Result<Vec<String>> {
         let tables = [saved, self].map(|config| toml::Table::try_from(config).unwrap_or_default());
         let value = |table: &toml::Table, key: &str| {
@@ -268,18 +268,18 @@ impl Config {
         Ok(changes)
     }
 
-    /// Where the run computes.
+    /// The device to compute on.
     pub fn place(&self) -> Result<Place> {
         self.device.parse().map_err(|message: String| Error::config("device", message))
     }
 
-    /// Refuses what makes no sense; [`Config::resolve`] has called it already.
+    /// Rejects invalid settings; [`Config::resolve`] calls it.
     pub fn validate(&self) -> Result<()> {
         self.place()?;
         let positive = |key: &str, value: usize| match value {
-            0 => Err(Error::config(key, "0 makes no sense here; use 1 or more")),
+            0 => Err(Error::config(key, "must be at least 1")),
             1..=MOST => Ok(()),
-            _ => Err(Error::config(key, format!("{value} is more than {MOST}, the most that makes sense"))),
+            _ => Err(Error::config(key, format!("{value} is more than the maximum of {MOST}"))),
         };
         positive("train.batch_size", self.train.batch_size)?;
         positive("train.seq_len", self.train.seq_len)?;
@@ -318,12 +318,12 @@ impl Config {
             [("log_every", log_every), ("tensors_every", tensors_every), ("exponents_every", exponents_every)]
         {
             if every == 0 {
-                let message = "0 makes no sense here; use 1 or more, more than there are steps for never";
+                let message = "must be at least 1; use more than the number of steps for never";
                 return Err(Error::config(format!("telemetry.{key}"), message));
             }
         }
         self.scaler.validate().map_err(|error| {
-            // The scaler's own message begins with the key.
+            // The scaler's own message starts with the key.
             let message = error.to_string();
             let (key, message) = message.split_once(": ").unwrap_or(("scaler", &message));
             Error::config(key, message)
@@ -338,21 +338,21 @@ impl Config {
     }
 }
 
-/// No machine computes faster with more threads, and starting many takes long.
+/// Upper limit on threads; more are not faster and take long to start.
 const MOST_THREADS: usize = 1024;
 
-/// Refuses a number of threads that makes no sense; `key` names the flag or key.
+/// Rejects an invalid number of threads; `key` names the flag or key.
 pub fn check_threads(key: &str, threads: Option<usize>) -> Result<()> {
     match threads {
-        Some(0) => Err(Error::config(key, "0 makes no sense here; use 1 or more")),
+        Some(0) => Err(Error::config(key, "must be at least 1")),
         Some(threads) if threads > MOST_THREADS => {
-            Err(Error::config(key, format!("{threads} is more than {MOST_THREADS}, the most that makes sense")))
+            Err(Error::config(key, format!("{threads} is more than the maximum of {MOST_THREADS}")))
         }
         _ => Ok(()),
     }
 }
 
-/// Whether `[train]` says `key`.
+/// Whether `[train]` has `key`.
 fn says(table: &toml::Table, key: &str) -> bool {
     table.get("train").and_then(toml::Value::as_table).is_some_and(|train| train.contains_key(key))
 }
@@ -363,11 +363,11 @@ fn forget(table: &mut toml::Table, key: &str) {
     }
 }
 
-/// Lays `over` over `base`. `epochs` and `steps` both say how long a run is, so either takes the place of the other.
+/// Merges `over` into `base`. `epochs` and `steps` both set a run's length, so either replaces the other.
 fn add_layer(base: &mut toml::Table, over: toml::Table, origin: &str) -> Result<()> {
     match (says(&over, "epochs"), says(&over, "steps")) {
         (true, true) => {
-            let message = format!("{origin} gives both `epochs` and `steps`; give the one that you mean");
+            let message = format!("{origin} sets both `epochs` and `steps`; set only one");
             return Err(Error::config("train.epochs", message));
         }
         (true, false) => forget(base, "steps"),
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_an_older_version_says_both_and_means_its_steps() {
+    fn a_run_of_an_older_version_with_both_uses_its_steps() {
         let file = Some(("config.toml".into(), "[train]\nepochs = 1.0\nsteps = 7".into()));
         let layers = Layers { file, saved: true, overrides: Vec::new() };
         assert_eq!(Config::resolve(&layers).unwrap().train.steps, Some(7));
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_by_key() {
+    fn invalid_settings_are_rejected_by_key() {
         for (file, key) in [
             ("[train]\nbatch_size = 0", "train.batch_size"),
             ("[optimizer]\nlr = -1.0", "optimizer.lr"),

@@ -1,5 +1,5 @@
-//! The recipe of mixed-precision training (Micikevicius et al., 2018), one step of it. FP32, FP16 and BF16 differ by the
-//! policy and by `GradScaler::disabled()` alone.
+//! One step of mixed-precision training (Micikevicius et al., 2018). FP32, FP16 and BF16 differ only in the policy and in
+//! `GradScaler::disabled()`.
 
 use crate::data::Batch;
 use crate::engine::model::{Decoder, Mode, Workspace};
@@ -9,12 +9,12 @@ use crate::train::state::TrainState;
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
-/// Everything one step needs beside its batches.
+/// Everything a step needs besides its batches.
 #[derive(Debug)]
 pub struct Engine {
     /// The architecture.
     pub model: Decoder,
-    /// What the step moves.
+    /// The state that steps change.
     pub state: TrainState,
     /// The learning rate.
     pub schedule: LrSchedule,
@@ -28,27 +28,27 @@ pub struct Engine {
     pub workspace: Workspace,
     /// Gradients of the last step, scaled.
     pub grads: Gradients,
-    /// What they looked like.
+    /// Statistics of the last step's gradients.
     pub survey: Survey,
 }
 
-/// What became of a step.
+/// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Outcome {
     /// The masters were updated.
     Applied {
         /// Global norm after unscaling, before clipping.
         grad_norm: f64,
-        /// What clipping multiplied the gradients with.
+        /// The factor from clipping.
         clip: f64,
         /// The learning rate of the update.
         lr: f64,
     },
-    /// A gradient was not finite: nothing but the scaler has changed.
+    /// A gradient was not finite: only the scaler has changed.
     Skipped,
 }
 
-/// A step's figures, beside [`Engine::survey`].
+/// A step's figures, besides [`Engine::survey`].
 #[derive(Clone, Copy, Debug)]
 pub struct StepReport {
     /// Mean loss over the targets of all micro-batches, in nats.
@@ -59,7 +59,7 @@ pub struct StepReport {
     pub scale: f32,
     /// Whether it was applied.
     pub outcome: Outcome,
-    /// What became of the scale.
+    /// The change of the scale.
     pub change: ScaleChange,
     /// Wall time of the parts.
     pub time: PartTimes,
@@ -72,14 +72,14 @@ pub struct PartTimes {
     pub forward: Duration,
     /// The head with its own backward pass, and the model's backward passes.
     pub backward: Duration,
-    /// The look at the gradients.
+    /// The survey of the gradients.
     pub survey: Duration,
     /// Unscaling, clipping, AdamW, the new working copy.
     pub optimizer: Duration,
 }
 
 impl Engine {
-    /// One step over `micro_batches`, whose losses weigh by their numbers of targets.
+    /// Runs one step over `micro_batches`, whose losses are weighted by their numbers of targets.
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
         let Self { model, state, workspace, grads, survey, .. } = self;
         let kernels = model.kernels();
@@ -115,14 +115,14 @@ impl Engine {
             time.backward += clock.elapsed();
         }
         time.backward -= time.forward;
-        // 3. Look at the gradients before anything rescales them.
+        // 3. Survey the gradients before anything rescales them.
         let clock = Instant::now();
         grads.survey(self.exponents, survey, kernels)?;
         time.survey = clock.elapsed();
         let stats = &survey.total.stats;
         let unscale = state.scaler.inverse();
         let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
-        // 4. Update the FP32 masters, or skip: an overflow leaves no trace.
+        // 4. Update the FP32 masters, or skip the step after an overflow.
         let clock = Instant::now();
         let outcome = if finite {
             let grad_norm = stats.norm() * f64::from(unscale);
@@ -137,11 +137,11 @@ impl Engine {
             Outcome::Skipped
         };
         time.optimizer = clock.elapsed();
-        // 5. Move the scale: back off after an overflow; grow after a quiet stretch, or to where there is headroom.
+        // 5. Adjust the scale: back off after an overflow; grow after enough clean steps, or into the headroom.
         let change = state.scaler.update_measured(finite, survey.largest);
         if let Some(fp8) = &mut state.fp8 {
             fp8.end_step();
-            // An applied step has rounded the working copy anew.
+            // An applied step has already refreshed the working copy.
             if outcome == Outcome::Skipped {
                 fp8.restore(state.masters.parameters(), &state.weights)?;
             }
@@ -151,8 +151,8 @@ impl Engine {
         Ok(StepReport { loss: loss / targets as f64, targets, scale, outcome, change, time })
     }
 
-    /// Mean loss over the targets of batches drawn from `next` until it returns `false`, without dropout; and their
-    /// number. Uses the training buffers and leaves no trace.
+    /// The mean loss, without dropout, over the targets of batches from `next` until it returns `false`, and the number of targets.
+    /// Uses the training buffers, but changes nothing that outlives a step.
     pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<(f64, u64)> {
         let (mut loss, mut targets) = (0.0, 0u64);
         while next(batch) {

@@ -270,7 +270,7 @@ impl Trainer {
     }
 
     /// Restores the last step's loss from the run's log, for a run that resumes with no step left.
-    pub fn recall(&mut self, history: &RunState) {
+    pub fn restore_last_loss(&mut self, history: &RunState) {
         let step = self.engine.state.counters.step;
         let known = history.curves.loss.at(step).filter(|bucket| bucket.step == step && bucket.last_step == step);
         self.progress.last_loss = known.and_then(|bucket| bucket.mean());

@@ -1,4 +1,4 @@
-//! A configuration with what each key means, taken from the comments of the structs that define the keys.
+//! Prints a configuration with an explanation of each key, from the comments of the structs that define the keys.
 
 use super::Config;
 use super::keys::{leaves, template};
@@ -28,7 +28,7 @@ impl Config {
         let values: BTreeMap<_, _> = leaves(&table).into_iter().collect();
         let comments = comments();
         let (mut text, mut section) = (String::new(), String::new());
-        // The template has every key, in the order in which the file is written.
+        // The template has every key, in file order.
         for line in template().to_toml()?.lines() {
             if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
                 name.clone_into(&mut section);

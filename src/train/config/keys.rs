@@ -1,4 +1,4 @@
-//! Dotted keys of a configuration: which there are, and tables made of them.
+//! The dotted keys of a configuration, and tables built from them.
 
 use super::Config;
 use crate::data::{Fields, Format};
@@ -6,7 +6,7 @@ use crate::engine::kernels::Choice;
 use crate::{Error, Result};
 use std::path::PathBuf;
 
-/// Every key there is, with a value of its type.
+/// A configuration with a value for every key.
 pub(super) fn template() -> Config {
     let mut config = Config {
         revision: Some(String::new()),

@@ -1,4 +1,4 @@
-//! The sections of a configuration file with their defaults. `finetune config --explain` prints the comments of the fields.
+//! The sections of a configuration file with their defaults. `finetune config --explain` prints the fields' comments.
 
 use crate::data::LossOn;
 use crate::engine::model::Keep;
@@ -6,7 +6,7 @@ use crate::engine::optim::ScheduleKind;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Batches, length, and what happens along the way.
+/// Batches, length of the run, evaluation and samples.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSection {
@@ -16,32 +16,32 @@ pub struct TrainSection {
     pub seq_len: usize,
     /// Micro-batches in a step.
     pub grad_accum: usize,
-    /// What the backward pass computes again instead of keeping it: `none`, or `block` for all inside a block (gradient
-    /// checkpointing). The numbers are the same; memory falls and a step takes about a third longer.
+    /// What the backward pass recomputes instead of keeping it: `none`, or `block` for everything inside a block (gradient
+    /// checkpointing). The numbers are the same; a step takes less memory and about a third longer.
     pub recompute: Keep,
-    /// What of chats and of prompts with their answers is learned: `answers`, `last_answer`, or `all`.
+    /// The part of chats and of prompts with answers that is trained on: `answers`, `last_answer`, or `all`.
     pub loss_on: LossOn,
-    /// Whether several short documents share a row. Attention stays within a document, and positions begin anew in each.
+    /// Whether to pack several short documents into a row. Attention stays within each document, and positions restart in each.
     pub packing: bool,
-    /// Passes over the training text, in place of `steps`; 1 where neither is given.
+    /// Passes over the training text, instead of `steps`; 1 if neither is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<f64>,
-    /// Steps to attempt, in place of `epochs`.
+    /// Number of steps, instead of `epochs`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
-    /// Steps between two looks at the validation text; 0 for one at the end only.
+    /// Steps between two validations; 0 for only one at the end.
     pub eval_every: u64,
-    /// Validation batches looked at, at most; 0 for all.
+    /// Maximum number of validation batches; 0 for all.
     pub eval_batches: u64,
-    /// Steps between two text samples; 0 for one at the end only.
+    /// Steps between two text samples; 0 for only one at the end.
     pub sample_every: u64,
     /// Tokens of a sample.
     pub sample_tokens: usize,
     /// Sampling temperature; 0 takes the likeliest token.
     pub temperature: f64,
-    /// What a sample begins with.
+    /// The prompt of a sample.
     pub prompt: String,
-    /// Evaluations without a new best validation loss after which training stops; 0 for never.
+    /// Stop after this many evaluations without a new best validation loss; 0 for never.
     pub early_stopping: u64,
 }
 
@@ -57,7 +57,7 @@ pub struct OptimizerSection {
     pub eps: f64,
     /// Decoupled decay of parameters of two or more dimensions.
     pub weight_decay: f64,
-    /// Global gradient norm to clip to; 0 for no clipping.
+    /// Clip gradients to this global norm; 0 for no clipping.
     pub max_grad_norm: f64,
 }
 
@@ -67,12 +67,12 @@ pub struct OptimizerSection {
 pub struct ScheduleSection {
     /// `constant`, `linear` or `cosine`.
     pub kind: ScheduleKind,
-    /// Share of the run's steps that warm up.
+    /// Warm-up as a share of the run's steps.
     pub warmup_ratio: f64,
-    /// Steps that warm up, in place of the share.
+    /// Warm-up steps, instead of the share.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warmup_steps: Option<u64>,
-    /// The final learning rate over the highest.
+    /// Ratio of the final learning rate to the highest.
     pub min_lr_ratio: f64,
 }
 
@@ -80,15 +80,15 @@ pub struct ScheduleSection {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DropoutSection {
-    /// Of the embeddings' sum.
+    /// For the sum of the embeddings.
     pub embedding: f64,
-    /// Of what joins the residual stream.
+    /// For the branches added to the residual stream.
     pub residual: f64,
-    /// Of the attention weights.
+    /// For the attention weights.
     pub attention: f64,
 }
 
-/// What is written where.
+/// Checkpoints: where, when, and how many to keep.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointSection {
@@ -97,28 +97,27 @@ pub struct CheckpointSection {
     /// The run's folder within; by default named after model and dtype, with a number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run: Option<String>,
-    /// Steps between two checkpoints; 0 for one at the end only.
+    /// Steps between two checkpoints; 0 for only one at the end.
     pub save_every: u64,
-    /// Checkpoints kept; older ones go when a newer one is complete.
+    /// Number of checkpoints to keep; older ones are removed when a newer one is complete.
     pub keep_last: usize,
-    /// Whether the one with the best validation loss is kept too.
+    /// Whether to keep the checkpoint with the best validation loss too.
     pub keep_best: bool,
-    /// Steps between two checkpoints of the weights alone, which are small and of no use to `--resume`; 0 for none.
+    /// Steps between two weights-only checkpoints, which are small but cannot be resumed; 0 for none.
     pub weights_every: u64,
-    /// Of those, how many are kept, and the best one where `keep_best` says so.
+    /// Number of weights-only checkpoints to keep, besides the best one with `keep_best`.
     pub keep_weights: usize,
-    /// Seconds for which the last checkpoint of a run is tried again where the disk refuses it, before the weights alone are
-    /// tried.
+    /// Seconds to retry a failing last checkpoint of a run, before trying the weights alone.
     pub retry_s: u64,
 }
 
-/// What is looked at, and how often.
+/// What is measured and logged, and how often.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TelemetrySection {
-    /// Steps between two printed lines where there is no dashboard.
+    /// Steps between two printed lines without a dashboard.
     pub log_every: u64,
-    /// Steps between two looks at every tensor (each overflow is looked at anyway).
+    /// Steps between two tables of all tensors (every overflow has one too).
     pub tensors_every: u64,
     /// Steps between two counts of gradient exponents.
     pub exponents_every: u64,

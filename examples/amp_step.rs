@@ -1,11 +1,11 @@
 //! Training steps of a `Linear(512, 512)` under a mean squared error, all in FP16, with and without a loss scale,
 //! then in FP32, FP16 and BF16.
 //!
-//! The model starts close to its target, as fine-tuning does: its gradients are those FP16 cannot hold.
+//! The model starts close to its target, as in fine-tuning, so its gradients underflow in FP16.
 //!
 //! `cargo run --example amp_step`
 
-#![expect(clippy::print_stdout, reason = "printing is what it is for")]
+#![expect(clippy::print_stdout, reason = "the example prints its results")]
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module, ParamsAdamW, loss::mse};
@@ -18,7 +18,7 @@ const WIDTH: usize = 512;
 const BATCH: usize = 256;
 const STEPS: usize = 10;
 
-/// What a run ends with.
+/// The results of a run.
 struct Outcome {
     first_loss: f32,
     last_loss: f32,
@@ -41,7 +41,7 @@ fn main() -> Result {
     assert_eq!((without.applied, with.applied), (STEPS, STEPS));
     assert!(with.last_loss < 0.5 * with.first_loss, "the scaled run learns");
     assert!(with.last_loss < 0.5 * without.last_loss, "the other one lags behind");
-    // The same step in each type: only FP16 needs the scale, and the loop does not change.
+    // The same loop in each type; only FP16 needs the scale.
     for (dtype, enabled) in [(DType::F32, false), (DType::F16, true), (DType::BF16, false)] {
         let outcome = run(dtype, GradScalerConfig { enabled, ..GradScalerConfig::default() })?;
         let (first, last, zeros) = (outcome.first_loss, outcome.last_loss, 100.0 * outcome.zeros);
@@ -81,7 +81,7 @@ fn share_of_zeros(tensor: &Tensor) -> Result<f32> {
     Ok(tensor.eq(0.0)?.to_dtype(DType::F32)?.mean_all()?.to_scalar()?)
 }
 
-/// Values in [-1, 1] without a pattern that a layer could learn by heart; the same in every run.
+/// Reproducible values in [-1, 1] without a pattern that a layer could memorize.
 fn wave(frequency: f64, shape: &[usize]) -> Result<Tensor> {
     let count = shape.iter().product::<usize>() as u32;
     let phase = (Tensor::arange(0, count, &Device::Cpu)?.to_dtype(DType::F64)? * frequency)?;

@@ -1,9 +1,9 @@
 //! Linear regression with a forward pass in BF16 over FP32 masters, under a loss scale of 128 that doubles after 50
-//! clean steps. The same regression with BF16 weights only shows what the masters are for.
+//! clean steps. The same regression with only BF16 weights shows the purpose of the masters.
 //!
 //! `cargo run --example bf16_linear_regression`
 
-#![expect(clippy::print_stdout, reason = "printing is what it is for")]
+#![expect(clippy::print_stdout, reason = "the example prints its results")]
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, SGD, loss::mse};
@@ -48,7 +48,7 @@ fn main() -> Result {
     Ok(())
 }
 
-/// The size that texts have: 16 features, 1,024 points, 200 epochs, a line every 20.
+/// The size used in tutorials: 16 features, 1,024 points, 200 epochs, a line every 20.
 fn of_the_texts_size() -> Result {
     const FEATURES: usize = 16;
     const POINTS: usize = 1024;
@@ -81,7 +81,7 @@ fn of_the_texts_size() -> Result {
     Ok(())
 }
 
-/// The product in BF16, the mean of squares in FP32.
+/// The mean squared error: product in BF16, mean in FP32.
 fn loss(x: &Tensor, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
     Ok(mse(&x.matmul(weight)?.to_dtype(DType::F32)?, y)?)
 }

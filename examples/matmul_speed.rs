@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release --example matmul_speed [filter] [tokens]`
 
-#![expect(clippy::print_stdout, reason = "printing is what it is for")]
+#![expect(clippy::print_stdout, reason = "the example prints its results")]
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ const WEIGHTS: [(&str, usize, usize, usize); 5] = [
     ("head", 768, 50257, 1),
 ];
 
-/// As in the program, whose matrices lie on huge pages.
+/// As in the program, whose matrices use huge pages.
 #[global_allocator]
 static ALLOCATOR: finetune::engine::kernels::allocator::Allocator = finetune::engine::kernels::allocator::Allocator;
 
@@ -28,7 +28,7 @@ fn main() {
     let mut arguments = std::env::args().skip(1);
     let filter = arguments.next().unwrap_or_default();
     let tokens = arguments.next().and_then(|tokens| tokens.parse().ok()).unwrap_or(1024);
-    // As training does: work that begins on a thread of the pool needs no other thread to be woken for it.
+    // Run inside the pool, like training, so that no other thread must be woken to start.
     rayon::scope(|_| {
         step::<f32>("f32", tokens, measure_peak_f32, &filter);
         step::<f16>("f16", tokens, measure_peak_f32, &filter);
@@ -78,7 +78,7 @@ fn step<T: Element>(dtype: &str, tokens: usize, peak: fn() -> Peak, filter: &str
     println!("{dtype:5} all products of a step: {:.1} % of the peak", 100.0 * work / at_peak);
 }
 
-/// The median share of the peak that a product of `gflop` reaches, each run held against the peak right after it.
+/// The median share of the peak for a product of `gflop`, each run compared with the peak measured right after it.
 fn share(gflop: f64, peak: fn() -> Peak, mut run: impl FnMut()) -> f64 {
     let start = Instant::now();
     let mut shares = Vec::new();

@@ -1,9 +1,9 @@
-//! The three ways FP16 loses a training run, each with its cure: gradients that underflow, gradients that overflow, and
-//! updates that vanish in the weight.
+//! The three ways FP16 training fails, each with its remedy: gradients that underflow, gradients that overflow, and updates
+//! too small for the weight.
 //!
 //! `cargo run --example three_crises`
 
-#![expect(clippy::print_stdout, reason = "printing is what it is for")]
+#![expect(clippy::print_stdout, reason = "the example prints its results")]
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, SGD};
@@ -29,7 +29,7 @@ fn single(tensor: &Tensor) -> Result<f32> {
     Ok(tensor.to_dtype(DType::F32)?.sum_all()?.to_scalar()?)
 }
 
-/// A gradient of 1e-8 lies below FP16's smallest value, 6e-8. The cure: the loss times 65536.
+/// A gradient of 1e-8 is below FP16's smallest value, 6e-8. The remedy: scale the loss by 65536.
 fn underflow() -> Result {
     let (weight, loss) = weight_and_loss(1e-8)?;
     let lost = single(&loss.backward()?.get(&weight).expect("the loss depends on it").clone())?;
@@ -46,7 +46,7 @@ fn underflow() -> Result {
     Ok(())
 }
 
-/// A gradient of 3 times 65536 is beyond FP16's largest value, 65504. The cure: skip such a step and halve the scale.
+/// A gradient of 3 times 65536 is beyond FP16's largest value, 65504. The remedy: skip the step and halve the scale.
 fn overflow() -> Result {
     let (weight, loss) = weight_and_loss(3.0)?;
     let mut optimizer = AdamW::new(vec![weight.clone()], ParamsAdamW { lr: 0.5, ..ParamsAdamW::default() })?;
@@ -73,8 +73,8 @@ fn overflow() -> Result {
     Ok(())
 }
 
-/// Three updates of 5e-5 to a weight of 1. FP16's next value below 1 is 1 - 4.9e-4, so each is rounded away. The cure:
-/// a master in FP32 that takes the updates, whatever the products compute in.
+/// Three updates of 5e-5 to a weight of 1. FP16's next value below 1 is 1 - 4.9e-4, so each is rounded away. The remedy:
+/// an FP32 master that accumulates the updates.
 fn vanishing_update() -> Result {
     let weight = Var::ones(1, DType::F16, &Device::Cpu)?;
     let master = Var::ones(1, DType::F32, &Device::Cpu)?;

@@ -1,6 +1,6 @@
-//! A steady-state training step allocates next to nothing: its buffers exist once, from the first step on.
+//! A steady-state training step allocates almost nothing, because its buffers are allocated in the first step.
 //!
-//! A binary of its own, because the counting allocator counts for the whole process.
+//! It is a separate binary, because the counting allocator is global.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 mod common {
@@ -22,7 +22,7 @@ use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::train::TrainState;
 
-/// Bytes handed out since the start, by all threads; freeing does not lower it.
+/// Bytes allocated since the start by all threads, not reduced by freeing.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
 struct Counting;
@@ -57,9 +57,9 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const LIMIT: usize = 64 << 10;
-/// What an engine allocates beside its buffers, at most: the survey's histogram for each parameter, and names.
+/// Limit on an engine's allocations besides its buffers: the survey's histogram for each parameter, and names.
 const SMALL_THINGS: usize = 128 << 10;
-/// After these, every thread has worked at every part of a step, and has the scratch it takes.
+/// After these steps, every thread has its scratch memory for every part of a step.
 const WARM_UP: usize = 20;
 
 #[test]

@@ -1,8 +1,8 @@
 //! The dependency order of the modules, and a few habits of the source tree, read from `src/**/*.rs`.
 //!
 //! A module may name only modules that stand above it in [`ORDER`]. The reader is a scanner, not a parser: it removes
-//! comments and string literals, then follows every path that begins with `crate` or climbs with `super`, through the
-//! braces of `use` trees. The tests at the end feed it sources that break each rule, so a rule that no longer bites shows.
+//! comments and string literals, then follows every path that begins with `crate` or `super`, including `use` trees. The tests
+//! at the end check it against sources that break each rule.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::fmt::Write as _;
@@ -32,9 +32,9 @@ const ORDER: [&str; 19] = [
 ];
 /// Modules that must not know the other, whatever their place in the order.
 const STRANGERS: [(&str, &str); 2] = [("screen", "train"), ("train", "screen")];
-/// Modules that stand on their own arithmetic and must not name candle.
+/// Modules that must not use candle.
 const WITHOUT_CANDLE: [&str; 5] = ["error", "untrusted", "precision", "telemetry", "screen"];
-/// `error` wraps candle's error type in one variant, and that is all it may name.
+/// `error` may only use candle's error type, which it wraps in a variant.
 const CANDLE_ERROR: &str = "candle_core::Error";
 /// Names the crate root re-exports from `error`.
 const ROOT_NAMES: [&str; 2] = ["Error", "Result"];
@@ -56,7 +56,7 @@ impl Source {
     }
 }
 
-/// Every rule against every file; one line for each breach.
+/// Checks every rule on every file; returns one line for each breach.
 fn breaches(sources: &[Source]) -> Vec<String> {
     sources.iter().flat_map(|source| [dependencies(source), habits(source)].concat()).collect()
 }
@@ -88,7 +88,7 @@ fn dependencies(source: &Source) -> Vec<String> {
     found
 }
 
-/// The breaches of the habits that need no reading of code.
+/// The breaches of rules about files.
 fn habits(source: &Source) -> Vec<String> {
     let (path, lines) = (source.path.display(), source.text.lines().count());
     let mut found = Vec::new();
@@ -308,7 +308,7 @@ fn a_module_that_uses_one_below_it_is_found_in_every_spelling() {
 }
 
 #[test]
-fn what_stands_above_comments_and_strings_are_no_breach() {
+fn higher_modules_comments_and_strings_are_no_breach() {
     for body in [
         "use crate::{Error, Result, error, precision::Dtype};",
         "use crate::engine::kernels::matmul;",
@@ -332,7 +332,7 @@ fn super_from_a_top_module_reaches_its_siblings() {
 }
 
 #[test]
-fn training_and_dashboard_are_strangers() {
+fn training_and_dashboard_do_not_import_each_other() {
     assert_eq!(judge("screen.rs", "use crate::train;"), ["screen.rs: `screen` must not use `train`"]);
     assert_eq!(judge("train/step.rs", "use crate::screen::dashboard;").len(), 1);
     assert_eq!(judge("cli/run.rs", "use crate::{screen, train};"), [""; 0]);

@@ -1,6 +1,6 @@
-//! What a user gets for a mistake: one clear message, exit code 2, and nothing written.
+//! Invalid input: one clear message, exit code 2, and nothing written.
 //!
-//! A test runs the program in a folder full of broken things and keeps each command line with its message in a snapshot.
+//! Each test runs the program in a folder with broken files and stores the command lines and messages in a snapshot.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::collections::BTreeMap;
@@ -11,11 +11,11 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-/// What a preparation that takes longer than a moment tells.
+/// Messages of a slow preparation.
 const PHASES: [&str; 6] =
     ["drawing weights", "reading weights", "reading the text", "tokenising", "preparing the first step", "verifying"];
 
-/// A working folder, and what was said in it.
+/// A working folder, and the messages so far.
 struct Desk {
     folder: tempfile::TempDir,
     said: String,
@@ -72,8 +72,8 @@ impl Desk {
         command
     }
 
-    /// Every file with its contents, but for caches of tokens, which depend on nothing but the text, and for the note in a
-    /// run's lock, which says who looked at it last.
+    /// Every file with its contents, except token caches, which depend only on the text, and lock files, which contain the last
+    /// process's id.
     fn tree(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         fn walk(folder: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
             for entry in fs::read_dir(folder).unwrap() {
@@ -92,13 +92,13 @@ impl Desk {
         found
     }
 
-    /// Runs a line that must be refused, and notes what it says.
+    /// Runs a command line that must fail, and records its message.
     fn refuse(&mut self, line: &str) {
         let arguments: Vec<&str> = line.split(' ').map(|word| if word == "''" { "" } else { word }).collect();
         let before = self.tree();
         let output = self.command(&arguments).output().unwrap();
         let (said, complaint) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        // On a slow machine, what took long before the mistake was found has been told.
+        // On a slow machine, slow phases before the error have been reported.
         let is_phase = |line: &&str| PHASES.iter().any(|phase| line.starts_with(phase));
         let complaint: String = complaint.lines().skip_while(is_phase).map(|line| line.to_owned() + "\n").collect();
         assert_eq!(output.status.code(), Some(2), "finetune {line}\n{said}{complaint}");
@@ -125,7 +125,7 @@ impl Desk {
 }
 
 #[test]
-fn nonsense_in_a_flag() {
+fn invalid_flags() {
     let mut desk = Desk::new();
     desk.refuse_all(&[
         "--no-such-flag",
@@ -172,7 +172,7 @@ fn nonsense_in_a_flag() {
 }
 
 #[test]
-fn nonsense_in_a_configuration() {
+fn invalid_configurations() {
     let mut desk = Desk::new();
     desk.write("unknown-key.toml", "[train]\nseqlen = 8\n");
     desk.write("unknown-section.toml", "[trainer]\nsteps = 8\n");
@@ -276,7 +276,7 @@ fn a_model_that_is_none() {
 }
 
 #[test]
-fn a_text_that_is_none() {
+fn invalid_texts() {
     let mut desk = Desk::new();
     fs::create_dir(desk.path("nothing")).unwrap();
     desk.write("middling.txt", "a tenth of this is too short ".repeat(10));
@@ -304,7 +304,7 @@ fn a_text_that_is_none() {
 }
 
 #[test]
-fn a_resume_into_something_else() {
+fn invalid_resumes() {
     let mut desk = Desk::new();
     desk.model("other", |_| {});
     desk.write("other.txt", "some other words to learn from ".repeat(40));
@@ -344,7 +344,7 @@ fn a_resume_into_something_else() {
 }
 
 #[test]
-fn a_model_that_cannot_be_used() {
+fn unusable_models() {
     let mut desk = Desk::new();
     desk.run("good", &[]);
     desk.run("broken", &[]);
@@ -389,7 +389,7 @@ fn a_model_that_cannot_be_used() {
     insta::assert_snapshot!("use", desk.said);
 }
 
-/// What a newcomer and a daily user got wrong in a day's work with the program (issue N).
+/// Mistakes of new and of daily users.
 #[test]
 fn mistakes_of_daily_use() {
     let mut desk = Desk::new();
@@ -453,7 +453,7 @@ fn mistakes_of_daily_use() {
 }
 
 #[test]
-fn nonsense_in_the_environment() {
+fn invalid_environments() {
     let mut desk = Desk::new();
     let mut command = desk.command(&[]);
     let output = command.env("FINETUNE_ISA", "mmx").output().unwrap();

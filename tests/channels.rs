@@ -1,5 +1,5 @@
-//! Promise 6: text from outside reaches no terminal, log line or page with characters that steer it. Every channel by which
-//! a name or a value comes back to the user is given six payloads.
+//! Guarantee 6: untrusted text reaches no terminal, log line or page with control characters. Six payloads are sent through
+//! every channel by which a name or a value is printed.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -21,7 +21,7 @@ use finetune::untrusted::is_unsafe;
 use serde_json::{Value, json};
 use support::{Sample, folder};
 
-/// What a title, a screen, a C1 sequence, a line of its own, an override and a deletion would do.
+/// Payloads: set the title, clear the screen, a C1 sequence, a forged line, a bidirectional override, a deletion.
 const PAYLOADS: [&str; 6] = [
     "x\u{1b}]0;OWNED\u{7}",
     "x\u{1b}[2J\u{1b}[Hgone",
@@ -31,7 +31,7 @@ const PAYLOADS: [&str; 6] = [
     "x\u{8}\u{8}\u{7f}\u{b}\u{c}y",
 ];
 
-/// A folder in which every name and value that can hold the payload does.
+/// A folder with the payload in every possible name and value.
 struct Trap<'a> {
     folder: &'a Path,
     payload: &'a str,
@@ -93,7 +93,7 @@ impl Trap<'_> {
         self.log();
     }
 
-    /// A log in which every text is the payload, as a foreign program may write it.
+    /// A log with the payload in every text, as another program may write it.
     fn log(&self) {
         let p = self.payload.to_owned();
         let tensor = TensorRecord { name: p.clone(), stats: GradStats::default() };
@@ -126,7 +126,7 @@ impl Trap<'_> {
         for event in events {
             log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
         }
-        // Our own writer escapes; others need not.
+        // Our own writer escapes; others may not.
         let text = fs::read_to_string(&path).unwrap();
         assert!(!text.replace('\n', "").contains(is_unsafe));
         let raw = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap().to_string() + "\n");
@@ -135,7 +135,7 @@ impl Trap<'_> {
         fs::write(&path, raw).unwrap();
     }
 
-    /// The command lines by which it may come back, words apart.
+    /// The command lines that may print it.
     fn channels(&self) -> Vec<Vec<String>> {
         let p = self.payload;
         let (run, step) = (format!("runs-{p}/{p}"), |step: u64| format!("runs-{p}/{p}/step-{step:06}"));
@@ -211,7 +211,7 @@ fn has_controls(text: &str) -> bool {
     text.contains(|c| is_unsafe(c) && !matches!(c, '\n' | '\t'))
 }
 
-/// Whether a text would steer a terminal, or holds a line that is not ours.
+/// Whether a text would control a terminal, or contains a forged line.
 fn steers(text: &str) -> bool {
     has_controls(text)
         || text.lines().any(|line| line.starts_with("error: forged") || line.starts_with("step=1 forged"))
@@ -230,13 +230,13 @@ fn promise_6_no_channel_passes_on_what_steers_a_terminal() {
             command.current_dir(folder.path()).args(&words).stdin(Stdio::null());
             command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", folder.path().join(payload)).env_remove("FINETUNE_ISA");
             let output = command.output().unwrap();
-            // clap quotes what was typed; what is typed is not from outside.
+            // clap quotes the command line, which is not untrusted.
             let typed = words.iter().any(|word| word.contains(payload)) && output.status.code() == Some(2);
             for (stream, bytes) in [("out", output.stdout), ("err", output.stderr)] {
                 let text = String::from_utf8(bytes).unwrap();
                 assert!(!text.contains("panicked"), "{words:?}:\n{text}");
                 let by_clap = typed && text.contains("For more information, try");
-                // `config` writes TOML, whose strings of several lines hold what was typed.
+                // `config` writes TOML, whose multi-line strings contain typed text.
                 let steered = if words[0] == "config" { has_controls(&text) } else { steers(&text) };
                 assert!(by_clap || !steered, "{words:?} lets it through on std{stream}:\n{text:?}");
             }

@@ -1,4 +1,4 @@
-//! Chat templates against transformers, and `finetune chat` as a person uses it.
+//! Chat templates compared with transformers, and `finetune chat` as a user runs it.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 mod common {
@@ -13,7 +13,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Templates in the manner of the families', each with the constructs that theirs use.
+/// Templates like those of the families, each with the constructs that they use.
 const TEMPLATES: [(&str, &str); 4] = [
     (
         "chatml",
@@ -96,7 +96,7 @@ fn templates_give_the_text_that_transformers_gives() {
             Ok(rendered) => {
                 assert_eq!(rendered.text, expected["text"], "{case}");
                 texts += 1;
-                // Characters, as transformers counts them.
+                // Offsets in characters, as in transformers.
                 let learned: Vec<[usize; 2]> = rendered
                     .learned
                     .iter()
@@ -118,7 +118,7 @@ fn templates_give_the_text_that_transformers_gives() {
     assert!(texts > 50 && refusals > 3, "{texts} texts and {refusals} refusals");
 }
 
-/// A model of random weights over bytes, with a template of its own where one is given.
+/// A model with random weights and a byte vocabulary, with the template if one is given.
 fn model(folder: &Path, template: Option<&str>) -> String {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
     let path = folder.join("model");
@@ -133,7 +133,7 @@ fn model(folder: &Path, template: Option<&str>) -> String {
     path.display().to_string()
 }
 
-/// What a conversation of these lines writes to standard output and standard error.
+/// Standard output and standard error of a conversation with these lines.
 fn chat(folder: &Path, arguments: &[&str], lines: &[&str]) -> (String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
     command.current_dir(folder).arg("chat").args(arguments).args(["-n", "4", "--temperature", "0", "--threads", "1"]);
@@ -147,7 +147,7 @@ fn chat(folder: &Path, arguments: &[&str], lines: &[&str]) -> (String, String) {
 }
 
 #[test]
-fn a_conversation_is_held_saved_and_begun_anew() {
+fn a_conversation_is_held_saved_and_restarted() {
     let folder = tempfile::tempdir().unwrap();
     let name = model(folder.path(), Some("{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"));
     let lines = [
@@ -184,7 +184,7 @@ fn a_conversation_is_held_saved_and_begun_anew() {
 }
 
 #[test]
-fn what_a_template_or_the_context_refuses_was_not_said() {
+fn messages_rejected_by_the_template_or_the_context_are_dropped() {
     let folder = tempfile::tempdir().unwrap();
     let name = model(
         folder.path(),
@@ -197,7 +197,7 @@ fn what_a_template_or_the_context_refuses_was_not_said() {
 }
 
 #[test]
-fn without_a_template_turns_are_lines_and_it_is_said() {
+fn without_a_template_turns_are_lines_and_a_notice_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let name = model(folder.path(), None);
     let (_, notes) = chat(folder.path(), &[&name], &["hello"]);

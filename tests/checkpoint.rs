@@ -1,4 +1,4 @@
-//! What checkpoints promise where nothing goes wrong but files: order, rotation, damage named, fallback, the lock.
+//! Guarantees of checkpoints: order, rotation, damage reports, fallback, locking.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -84,7 +84,7 @@ fn latest_and_the_newest_good_are_the_last_save() {
     assert_eq!(fs::read_to_string(run.path().join("latest")).unwrap(), "step-000300\n");
     assert_eq!(newest_good(run.path()).unwrap().checkpoint.state().step, 300);
 
-    // Going back to step 100 and on from there: 200 comes again, and is newer than what was 300 of the other future.
+    // Resume from step 100: the new step 200 is newer than the old step 300.
     Sample::with_loss(200, 1.5).save(&mut run).unwrap();
     let found = newest_good(run.path()).unwrap();
     assert_eq!(found.checkpoint.state().validation_loss, Some(1.5));
@@ -105,7 +105,7 @@ fn the_newest_run_is_the_one_that_saved_last_whatever_the_clock_says() {
         }
         assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join(name));
     }
-    // Looking after an old run makes it no newer, and neither is a folder that was never made a run.
+    // Opening an old run does not make it newer, and a folder that was never a run does not count.
     for name in ["zebra", "without-a-configuration"] {
         Run::open(folder.path().join(name)).unwrap();
         assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("monkey"));
@@ -182,7 +182,7 @@ fn rotation_keeps_the_last_and_the_best_of_each_kind() {
 }
 
 #[test]
-fn rotation_does_not_count_what_is_torn() {
+fn rotation_does_not_count_torn_checkpoints() {
     let folder = tempdir().unwrap();
     let mut run = Run::open(folder.path()).unwrap();
     for step in 1..=4 {
@@ -330,14 +330,14 @@ fn what_a_kill_left_behind_is_cleared_and_nothing_else() {
     }
     fs::write(at(".latest.tmp"), "step-0").unwrap();
     fs::write(at(".config.toml.tmp"), "[tra").unwrap();
-    // Killed between the two renames of a save that replaces step 9: the old one must come back.
+    // Killed between the two renames of a save that replaces step 9: the old one must be restored.
     fs::create_dir(at(".step-000009.old")).unwrap();
     Run::open(folder.path()).unwrap();
     assert_eq!(names(folder.path()), [".lock", ".mine.tmp", "latest", "notes", "step-000001", "step-000009"]);
 }
 
 #[test]
-fn two_do_not_work_in_one_run() {
+fn two_processes_cannot_use_one_run() {
     let folder = tempdir().unwrap();
     let run = Run::open(folder.path()).unwrap();
     let message = Run::open(folder.path()).unwrap_err().to_string();

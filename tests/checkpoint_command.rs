@@ -63,7 +63,7 @@ fn list_shows_runs_with_the_latest_and_the_best() {
 }
 
 #[test]
-fn show_tells_what_a_checkpoint_holds() {
+fn show_prints_the_contents_of_a_checkpoint() {
     let folder = runs();
     let (code, out, _) = finetune(folder.path(), "show one");
     assert_eq!(code, 0);
@@ -117,7 +117,7 @@ fn prune_keeps_the_last_the_best_and_what_a_run_can_be_resumed_from() {
     assert_eq!((code, out.as_str()), (0, "would delete one/step-000001\nwould delete one/step-000003\n"));
     assert_eq!(names(&folder.path().join("one")).len(), 2 + 5);
 
-    // The newest is damaged in a way that its size does not show: the one before it must stay.
+    // The newest is damaged without a change of size: the previous one must stay.
     flip(&folder.path().join("one/step-000004/master.safetensors"));
     let (code, out, _) = finetune(folder.path(), "prune one --keep-last 1");
     assert_eq!((code, out.as_str()), (0, "deleted one/step-000001\n"));
@@ -129,7 +129,7 @@ fn prune_keeps_the_last_the_best_and_what_a_run_can_be_resumed_from() {
 }
 
 #[test]
-fn prune_refuses_what_is_no_run_at_rest() {
+fn prune_rejects_running_runs_and_other_folders() {
     let folder = runs();
     let (code, _, err) = finetune(folder.path(), "prune .");
     assert_eq!(code, 2);

@@ -1,4 +1,4 @@
-//! What is typed, from end to end: the commands on input that is fine.
+//! End-to-end tests of the commands on valid input.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::fs;
@@ -39,7 +39,7 @@ fn text(output: Output, line: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What `finetune LINE` writes to standard output.
+/// The standard output of `finetune LINE`.
 fn said(desk: &TempDir, line: &str) -> String {
     text(command(desk, line).output().unwrap(), line)
 }
@@ -100,7 +100,7 @@ fn standard_input_is_a_text_like_any_other() {
     said_of(&desk, &training("piped", "--steps 3").replace("text.txt", "-"), &input);
     let weights = |run: &str| fs::read(desk.path().join(format!("checkpoints/{run}/step-000003/master.safetensors")));
     assert_eq!(weights("piped").unwrap(), weights("file").unwrap());
-    // It goes on where the text is given again, and only there.
+    // It resumes only if the text is given again.
     let resume = "--resume checkpoints/piped --steps 4 --plain";
     said_of(&desk, resume, &input);
     let other = command(&desk, resume).output().unwrap();
@@ -127,7 +127,7 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
         assert_eq!(model(name), model("step-000008"));
     }
 
-    // The newest checkpoint of all holds weights alone: it is used, but not gone on from.
+    // The newest checkpoint has only weights: it can be used, but not resumed.
     said(&desk, &format!("--resume checkpoints/r --steps 12 --plain {}", weights.replace("every=2", "every=5")));
     assert_eq!(folders(), ["step-000009", "step-000012", "weights-000008", "weights-000010"]);
     fs::remove_dir_all(run.join("step-000012")).unwrap();
@@ -188,7 +188,7 @@ fn the_doctor_answers_in_json() {
 }
 
 #[test]
-fn shells_and_the_manual_know_every_command() {
+fn completions_and_the_manual_have_every_command() {
     let desk = desk();
     let commands = [
         "generate",

@@ -1,4 +1,4 @@
-//! `finetune compare`, on logs made by hand and on the experiment in `configs/experiments`, in small.
+//! `finetune compare` on synthetic logs, and on a small version of the experiment in `configs/experiments`.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::path::{Path, PathBuf};
@@ -132,7 +132,7 @@ impl Runs {
         serde_json::from_str(&self.text(&[arguments, &["--json"]].concat())).unwrap()
     }
 
-    /// What the program says of a mistake.
+    /// The program's error message.
     fn complaint(&self, arguments: &[&str]) -> String {
         let output = self.compare(arguments);
         assert_eq!(output.status.code(), Some(2), "{}", String::from_utf8_lossy(&output.stdout));
@@ -270,7 +270,7 @@ fn more_than_three_consecutive_skips_falsify_the_claim() {
 }
 
 #[test]
-fn a_run_that_broke_is_shown_as_it_is() {
+fn a_diverged_run_is_compared() {
     let runs = Runs::new();
     runs.invent(&Invented { validation: f64::NAN, ..RUN });
     runs.invent(&Invented { name: "other", interval: 40, worse: f64::NAN, ..RUN });
@@ -325,7 +325,7 @@ fn invalid_input_is_one_clear_error() {
     }
 }
 
-/// Well-formed, self-contained, and safe whatever a run is called.
+/// Well-formed, self-contained, and safe for any run name.
 #[test]
 fn the_html_page_stands_alone() {
     let runs = two_arms(0.61);
@@ -372,7 +372,7 @@ fn the_growth_interval_experiment_runs_from_beginning_to_end() {
     assert_well_formed(&std::fs::read_to_string(runs.0.path().join("page.html")).unwrap());
 }
 
-/// The table of the documentation is what the runs of the growth interval came to.
+/// The table in the documentation matches the results of the growth-interval runs.
 #[test]
 fn the_documented_figures_of_the_growth_interval_are_the_results() {
     let results: Value =

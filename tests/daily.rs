@@ -1,5 +1,4 @@
-//! Daily use: what annoyed or misled somebody who worked with the program for a day. Each test is named after its line of
-//! issue N.
+//! Regressions from daily use, named by their number in a list.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::fs;
@@ -66,7 +65,7 @@ fn n1_a_model_without_a_text_learns_shakespeare_without_a_network() {
 #[test]
 fn n3_no_network_is_found_out_in_two_seconds() {
     let desk = desk();
-    // An address for documentation, to which no packet finds a way, and a port where nobody listens.
+    // An unroutable documentation address, and a port without a listener.
     for endpoint in ["http://192.0.2.1:80", "http://127.0.0.1:9"] {
         for line in ["generate owner/name", "--model owner/name", "--data hf://datasets/o/n/f.txt"] {
             let began = Instant::now();
@@ -129,7 +128,7 @@ fn n5_epochs_win_over_the_presets_steps() {
 #[test]
 fn n6_the_best_checkpoint_is_kept_and_used() {
     let desk = desk();
-    // So high a rate makes everything worse after the first steps.
+    // At this high rate the loss rises after the first steps.
     let worse = "--data text.txt --steps 40 --eval-every 2 --lr 0.3 --schedule constant --warmup-steps 4 --keep-last 1";
     let lines = said(&desk, &training("r", &format!("{worse} --early-stopping 3 --save-every 1000")));
     assert!(lines.contains("finished reason=early_stopped"), "{lines}");
@@ -181,7 +180,7 @@ fn n9_a_run_that_applies_no_step_says_so_and_fails() {
 }
 
 #[test]
-fn n10_a_reader_that_has_seen_enough_is_no_error() {
+fn n10_a_closed_pipe_is_not_an_error() {
     let desk = desk();
     let mut child = command(&desk, "man").spawn().unwrap();
     let mut line = String::new();

@@ -1,7 +1,7 @@
-//! The dashboard and the laboratory in a real terminal, tmux's: whatever ends them, the shell is as it was before.
+//! The dashboard and the lab in a real terminal (tmux), which must be restored however they end.
 //!
-//! The program under test is `examples/dashboard_demo`, the dashboard over an invented run, and `finetune watch`. Where
-//! there is no tmux these tests say so and pass, except in CI, where it is a failure.
+//! The programs under test are `examples/dashboard_demo`, the dashboard over a synthetic run, and `finetune watch`. Without
+//! tmux these tests are skipped with a message, except in CI, where they fail.
 
 #![allow(clippy::unwrap_used, clippy::print_stderr, reason = "tests: a failed unwrap fails, a skip is said")]
 
@@ -227,7 +227,7 @@ fn a_signal_makes_training_stop_and_restores() {
         terminal.start_demo("");
         terminal.signal(&[signal]);
         terminal.wait_for("exit: Terminated");
-        // The flag and the screen's wish mean the same; training takes the one that it sees first.
+        // The flag and the screen's command mean the same; training serves the first one.
         terminal.wait_until("interrupted", |screen| screen.to_lowercase().contains("told: interrupt"));
         terminal.assert_restored();
     }
@@ -325,7 +325,7 @@ fn real_training_shows_itself_and_stops_when_told() {
     let log = std::fs::read_to_string(terminal.folder.path().join("checkpoints/t/events.jsonl")).unwrap();
     assert!(log.contains(r#""event":"saved""#) && log.contains(r#""reason":"stopped""#), "{log}");
 
-    // Who overflowed, and how the scale fell, can be read off afterwards.
+    // The overflowed tensors and the falling scale are visible afterwards.
     terminal.run(&format!("clear; {} watch t", env!("CARGO_BIN_EXE_finetune")));
     terminal.wait_for("■ stopped");
     terminal.keys(&["z", "z", "z", "z"]);

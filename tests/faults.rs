@@ -1,4 +1,4 @@
-//! The fault matrix: what a run survives, and what it says. `docs/faults.md` has the table.
+//! The fault matrix: the faults that a run survives, and its messages. `docs/faults.md` has the table.
 //!
 //! Faults come from `checkpoint::Disk`, through which a save makes all of its changes: a hook refuses an operation, or
 //! kills the process before it. A process to kill is this test program again, started for [`child`] alone.
@@ -37,7 +37,7 @@ fn with_run() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// What a run does at a step where a checkpoint is due.
+/// Saves and rotates, as at a step where a checkpoint is due.
 fn save_and_rotate(run: &mut Run, step: u64) -> Result<()> {
     let saved = Sample::new(step).save(run)?;
     run.rotate(Kind::Full, KEEP)?;
@@ -52,7 +52,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Every checkpoint that can be seen is good, there are two at least, and the run can go on.
+/// Every visible checkpoint is good, there are at least two, and the run can continue.
 fn assert_unharmed(path: &Path, newest: std::ops::RangeInclusive<u64>, context: &str) {
     let mut run = Run::open(path).unwrap();
     assert!(names(path).iter().all(|name| !name.starts_with('.') || name == ".lock"), "{context}: {:?}", names(path));
@@ -70,7 +70,7 @@ fn assert_unharmed(path: &Path, newest: std::ops::RangeInclusive<u64>, context: 
     assert_eq!(newest_good(path).unwrap().checkpoint.state().step, 9, "{context}");
 }
 
-/// Not a test of its own: what the other tests start in a process that they can lose.
+/// Not a test itself: other tests run it in a child process that they kill.
 #[test]
 #[ignore = "started by the other tests"]
 fn child() {
@@ -338,7 +338,7 @@ fn a_second_process_is_kept_out_until_the_first_is_gone_however_it_went() {
     assert!(lines.any(|line| line.unwrap().contains("locked")));
     let message = Run::open(&path).unwrap_err().to_string();
     assert!(message.contains(&format!("process {} is using this run", holder.id())), "{message}");
-    // Reading is open to all.
+    // Reading needs no lock.
     assert_eq!(newest_good(&path).unwrap().checkpoint.state().step, 2);
     holder.kill().unwrap();
     holder.wait().unwrap();

@@ -1,4 +1,4 @@
-//! The verdict of `fp16-check` against what training then shows.
+//! The verdict of `fp16-check` compared with actual training.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use finetune::data::{TokenSource, grammar};
@@ -19,7 +19,7 @@ fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
     (output.status.code().unwrap(), text)
 }
 
-/// `tiny`, trained for a moment, as a Hugging Face folder.
+/// `tiny`, briefly trained, as a Hugging Face folder.
 fn trained(folder: &Path) -> PathBuf {
     let (code, text) = finetune(folder, &["--run", "r", "--steps", "30", "--plain", "--set", "train.eval_batches=1"]);
     assert_eq!(code, 0, "{text}");

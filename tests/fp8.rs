@@ -68,7 +68,7 @@ impl Bits {
 }
 
 #[test]
-fn what_enters_the_blocks_products_is_fp8_and_nothing_else_is() {
+fn only_the_inputs_of_the_blocks_products_are_fp8() {
     let (trainer, _) = train(config(fp8(1)), 3);
     let engine = trainer.engine();
     let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch());
@@ -135,7 +135,7 @@ fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
 }
 
 #[test]
-fn what_is_remembered_of_another_block_is_void() {
+fn the_state_of_another_block_is_discarded() {
     let (trainer, _) = train(config(fp8(1)), 2);
     let state = trainer.engine().state.fp8.as_ref().unwrap().state();
     let again = |layer| Fp8Layer::new(fp8(layer), Some(state.clone())).unwrap();
@@ -200,7 +200,7 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_by_key() {
+fn invalid_settings_are_rejected_by_key() {
     let refused = |settings: &[(&str, &str)]| {
         let overrides = settings.iter().map(|(key, value)| {
             let table: toml::Table = format!("v = {value}").parse().unwrap();
@@ -249,7 +249,7 @@ fn the_experiment_runs_and_is_compared() {
     assert!(log.contains(r#""fallback":{"h.0":"fp8"}"#) && log.contains(r#""event":"variances""#));
 }
 
-/// The table of the documentation is what the runs came to.
+/// The table in the documentation matches the results.
 #[test]
 fn the_documented_figures_are_the_results() {
     let results: serde_json::Value =

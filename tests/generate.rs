@@ -1,4 +1,4 @@
-//! The cached forward pass is the training one, token for token, and generating from it is repeatable and ends as said.
+//! The cached forward pass equals the training one, and generation is reproducible and stops as specified.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::path::Path;
@@ -188,7 +188,7 @@ fn one_likeliest_token_is_greedy_and_a_penalty_ends_repetition() {
 }
 
 #[test]
-fn the_end_of_text_token_ends_it_and_is_not_told() {
+fn the_end_of_text_token_ends_it_and_is_not_returned() {
     let model = tiny(PrecisionPolicy::FP32);
     let (ids, _) = tokens(&model, 64, &[1], 20, &[], &GREEDY);
     let eos = ids[7];
@@ -205,7 +205,7 @@ fn a_full_context_ends_it() {
 }
 
 #[test]
-fn who_wants_no_more_gets_no_more() {
+fn the_receiver_can_stop_generation() {
     let (model, weights) = tiny(PrecisionPolicy::FP32);
     let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 20, &Device::Cpu).unwrap();
     let request = Request { prompt: &[1], max_tokens: 9, ends: &[], sampling: &GREEDY };

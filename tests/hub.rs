@@ -1,4 +1,4 @@
-//! The Hub as a local server plays it: every way it can misbehave, and what is left in the cache afterwards.
+//! The Hub client against a local server that misbehaves in every way, and the state of the cache afterwards.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::format_collect, clippy::assigning_clones, reason = "a test may take the short way")]
@@ -21,7 +21,7 @@ const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const OPTIONAL: [&str; 3] = ["ASK tokenizer_config.json", "ASK generation_config.json", "ASK chat_template.jinja"];
 const LATER_COMMIT: &str = "89abcdef0123456789abcdef0123456789abcdef";
 
-/// What the server does with a file's content instead of sending it.
+/// The server's fault for a file.
 #[derive(Clone)]
 enum Fault {
     /// Answers every request with a status line and headers.
@@ -400,7 +400,7 @@ fn refusals_by_status_say_what_to_do_and_leave_nothing() {
 }
 
 #[test]
-fn a_passing_illness_is_outlived() {
+fn a_temporary_failure_is_retried() {
     let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
     server.fault("config.json", Fault::StatusFor(2, "500 Internal Server Error"));
     server.fault("tokenizer.json", Fault::StatusFor(1, "429 Too Many Requests\r\nRetry-After: 1"));
@@ -671,8 +671,8 @@ const ATTACKS: [(&str, &str, &str, &str); 56] = [
     ("config.json", "", "200 X\r\nContent-Length: 22\r\n\r\n{…", "no usable connection"),
 ];
 
-/// Whatever a Hub does: one error, soon; nothing wrong in the cache and nothing outside of it, no request and no token to
-/// another host; and once it has come to its senses, the model.
+/// For every attack: one quick error, nothing wrong in the cache and nothing outside of it, no request and no token to another
+/// host; and the model once the server behaves again.
 #[test]
 fn attacks_by_a_hub_are_refused() {
     let attack = |(file, ask, get, expected): (&str, &str, &str, &str)| {
@@ -707,7 +707,7 @@ fn attacks_by_a_hub_are_refused() {
     });
 }
 
-/// An index is outside data too.
+/// An index is untrusted too.
 #[test]
 fn an_index_that_harms_is_refused() {
     let many = (0..5000).map(|i| format!("\"{i}\": \"{i}.safetensors\"")).collect::<Vec<_>>().join(",");

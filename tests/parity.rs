@@ -1,4 +1,4 @@
-//! The engine against PyTorch: logits, loss, every gradient, twenty steps of AdamW, and FP16 with its loss scale.
+//! The engine compared with PyTorch: logits, loss, every gradient, twenty steps of AdamW, and FP16 with its loss scale.
 //!
 //! The values are those of `tests/golden`, and of `../shared/golden` where that folder is there.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
@@ -132,9 +132,9 @@ fn micro_batches_make_the_same_step_as_the_whole_batch() {
     }
 }
 
-/// A gradient type of FP32 keeps the products' accumulators: closer to PyTorch's FP32 than gradients born in FP16.
+/// A gradient type of FP32 keeps the products' accumulators: closer to PyTorch's FP32 than FP16 gradients.
 #[test]
-fn gradients_born_in_fp32_are_closer_than_those_born_in_fp16() {
+fn fp32_gradients_are_closer_than_fp16_gradients() {
     let distance = |case: &Case, grads: Dtype| -> f64 {
         let mut engine = case.engine(PrecisionPolicy { grads, ..PrecisionPolicy::FP16 }, case.rows());
         engine.state.scaler.set_scale(1024.0).unwrap();

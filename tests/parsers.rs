@@ -1,4 +1,4 @@
-//! Bytes from outside, whatever they are: every parser of them reads or refuses, without a panic and in bounded memory.
+//! Untrusted bytes: every parser accepts or rejects them, without a panic and in bounded memory.
 //!
 //! Each parser is given any bytes, and good ones that were changed: bytes overwritten, parts removed or repeated, JSON values
 //! replaced. The inputs are short, so memory beyond [`LIMIT`] means that a number in them was believed. The long form is in
@@ -84,7 +84,7 @@ fn bounded<T>(parse: impl FnOnce() -> T) -> T {
     result
 }
 
-/// What damage and malice do to a text.
+/// Modifications of a valid text.
 #[derive(Clone, Debug)]
 enum Change {
     Byte(u8),
@@ -475,7 +475,7 @@ proptest! {
     }
 }
 
-/// The goods are good, or else their changes prove little.
+/// The unmodified inputs must be valid.
 #[test]
 fn unchanged_ones_are_accepted() {
     for good in GOOD_TOKENIZERS.iter() {

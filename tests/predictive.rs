@@ -113,7 +113,7 @@ fn spiked(folder: &Path, every: u32) -> String {
 
 /// The short version of the first run: what the long ones show must already be seen here.
 #[test]
-fn measuring_overflows_less_than_trying() {
+fn the_predictive_rule_overflows_less_than_the_dynamic_one() {
     let mut config = tiny();
     (config.train.batch_size, config.train.seq_len) = (1, 32);
     let [dynamic, predictive] = compare("tiny, 60 steps", &config, 60);

@@ -1,4 +1,4 @@
-//! The FP32 probe looks and does not touch: a run is bit for bit the same with and without it.
+//! The FP32 probe has no side effects: a run is bit for bit the same with and without it.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

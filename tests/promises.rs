@@ -1,6 +1,6 @@
-//! What a run promises whatever becomes of its log, its disk, its terminal and its neighbours: the list in `docs/faults.md`.
+//! The guarantees listed in `docs/faults.md`, under failures of a run's log, disk, terminal and sibling processes.
 //!
-//! Each test runs the program as a user does. Limits and signals come from the shell that starts it.
+//! Each test runs the program like a user. Limits and signals come from the shell that starts it.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]

@@ -1,4 +1,4 @@
-//! The program is there at once: what prints or draws without training starts in under a tenth of a second.
+//! Start-up time: commands that print or draw without training start in under a tenth of a second.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test; the time is its result")]
 
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// Unoptimised tests wait longer.
 const LIMIT: Duration = Duration::from_millis(if cfg!(debug_assertions) { 400 } else { 100 });
 
-/// The shortest of ten: other programs can only make it longer.
+/// The shortest of ten, because other load can only make it longer.
 #[test]
 fn it_starts_in_a_tenth_of_a_second() {
     for arguments in [&["--help"][..], &["lab", "bits", "1"], &["lab", "memory", "--model", "gpt2-xl"]] {

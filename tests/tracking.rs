@@ -1,5 +1,5 @@
-//! What the recipe is for: training in FP16 with FP32 masters and a loss scale ends where FP32 ends, and without them it
-//! does not. `docs/mixed-precision.md` quotes these figures; `cargo test --test tracking -- --nocapture` prints them.
+//! Training in FP16 with FP32 masters and a loss scale reaches FP32's loss, and without them it does not.
+//! `docs/mixed-precision.md` quotes these figures; `cargo test --test tracking -- --nocapture` prints them.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test; its figures are quoted in the documentation")]
 
 mod common {

@@ -1,4 +1,4 @@
-//! An invented run: records of the shape a real one has, from a seed, at once. For the dashboard's demonstration and tests.
+//! A synthetic run: realistic records generated from a seed, for the dashboard's demonstration and tests.
 
 use super::telemetry::{
     Cpu, Event, FinishReason, Finished, FlushedTensor, GradStats, ModelShape, Outcome, Overflow, Probe, Record,
@@ -6,10 +6,10 @@ use super::telemetry::{
     Validation,
 };
 
-/// What to invent.
+/// Settings of the synthetic run.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Invented {
-    /// Steps of the whole run.
+    /// Total number of steps.
     pub total_steps: u64,
     /// log2 of the first loss scale.
     pub init_scale: i32,
@@ -27,7 +27,7 @@ impl Default for Invented {
     }
 }
 
-/// A run that is being invented: an iterator over its records.
+/// An iterator over the records of a synthetic run.
 pub(super) struct InventedRun {
     settings: Invented,
     step: u64,
@@ -60,7 +60,7 @@ const TENSORS: [(&str, u64, i32); 16] = [
 ];
 
 impl InventedRun {
-    /// The run of these settings.
+    /// A run with these settings.
     pub(super) fn new(settings: Invented) -> Self {
         let mut run = Self {
             settings,
@@ -93,7 +93,7 @@ impl InventedRun {
         })
     }
 
-    /// A number from 0 to 1, the next of a fixed sequence.
+    /// The next pseudorandom number from 0 to 1.
     fn random(&mut self) -> f64 {
         self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.seed >> 33) as f64 / f64::from(1u32 << 31)
@@ -102,7 +102,7 @@ impl InventedRun {
     fn invent_step(&mut self) {
         self.step += 1;
         let at = self.step;
-        // Most steps have their largest gradient seven binades over the usual, one in a few hundred has it higher.
+        // Most steps have their largest gradient seven binades above the typical one; one in a few hundred has it higher.
         let peak = if self.random() < 0.004 { 11 } else { 8 };
         let tensors: Vec<_> =
             TENSORS.iter().map(|(name, count, exponent)| tensor(name, *count, exponent + self.scale, peak)).collect();
@@ -195,7 +195,7 @@ impl InventedRun {
         ScaleMove { cause, from, to: 2f32.powi(self.scale) }
     }
 
-    /// The same gradients in FP32, unscaled: with what FP16 flushed still there.
+    /// The same gradients in FP32, unscaled, including what FP16 flushed.
     fn probe(&self, step: u64) -> Probe {
         let mut grads = GradStats::default();
         let mut tensors = Vec::new();
@@ -260,7 +260,7 @@ fn started(settings: Invented) -> Started {
     }
 }
 
-/// `count` values around 2^exponent: a bell over the exponents that ends `peak` binades above.
+/// `count` values around 2^exponent: a bell curve over the exponents that ends `peak` binades above.
 fn spread(count: u64, exponent: i32, peak: i32) -> Vec<(i32, u64)> {
     let weight = |distance: i32| (-0.5 * (f64::from(distance) / 4.5).powi(2)).exp();
     let all: f64 = (-18..=peak).map(weight).sum();
@@ -289,7 +289,7 @@ fn stats(count: u64, counts: &[(i32, u64)], least: i32, top: i32) -> GradStats {
 fn tensor(name: &str, count: u64, exponent: i32, peak: i32) -> TensorRecord {
     let mut stats = stats(count, &spread(count, exponent, peak), -24, 15);
     if name == "wte.weight" {
-        // The rows of tokens that the batch does not hold: true zeros.
+        // True zeros: the rows of tokens that are not in the batch.
         stats.count *= 4;
         stats.zero += count * 3;
     }

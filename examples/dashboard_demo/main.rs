@@ -1,9 +1,9 @@
-//! The dashboard over an invented run: to look at it without training anything, and for `tests/dashboard_tmux.rs`.
+//! The dashboard over a synthetic run, to try it without training, and for `tests/dashboard_tmux.rs`.
 //!
 //! `cargo run --example dashboard_demo [-- --panic training|screen] [--log FILE] [--stubborn] [--ascii]`
 //!
-//! The run goes on for ever, a hundred steps a second. It answers every command, and prints what it was told and how the
-//! dashboard ended. A stubborn one does not stop when it is told, like a step that takes very long.
+//! The run never ends, at a hundred steps a second. It serves every command, and prints its commands and how the dashboard
+//! ended. With `--stubborn` it does not stop when told to, like a very long step.
 
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 
@@ -61,7 +61,7 @@ fn say(line: &str) {
     writeln!(stdout(), "{line}").ok();
 }
 
-/// What the invented training listens to, and how it behaves.
+/// The inputs and the behaviour of the synthetic training.
 struct Trained {
     orders: Receiver<Command>,
     interrupt: Arc<AtomicBool>,
@@ -69,7 +69,7 @@ struct Trained {
     panic_at: u64,
 }
 
-/// Emits invented steps and does as it is told; gives what that was.
+/// Emits synthetic steps and serves commands; returns the commands.
 fn train(mut emitter: Emitter, trained: &Trained) -> Vec<String> {
     let mut told = Vec::new();
     let mut run = InventedRun::new(Invented { total_steps: 1_000_000, ..Invented::default() });
@@ -117,7 +117,7 @@ fn train(mut emitter: Emitter, trained: &Trained) -> Vec<String> {
     }
 }
 
-/// Standard output that panics once, after so many frames, as a bug in drawing would.
+/// Standard output that panics once after a number of frames, like a bug in drawing.
 struct PanickingWriter {
     frames: usize,
 }

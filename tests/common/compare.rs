@@ -1,5 +1,5 @@
-//! How far two tensors are apart, and what a test does where something it needs is missing.
-#![allow(dead_code, reason = "each test binary uses its part")]
+//! Distances between tensors, and skipping tests whose requirements are missing.
+#![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::collections::BTreeMap;
 
@@ -28,8 +28,8 @@ pub(crate) fn relative(value: &Tensor, truth: &Tensor) -> f64 {
 
 /// `tensors` with the key third of every `c_attn.bias` under a name of its own, `….c_attn.bias[key]`.
 ///
-/// Softmax does not see a constant added to all scores of a row, so this third's true gradient is zero, and what is
-/// computed is rounding noise, which Adam divides by itself.
+/// Softmax is invariant to a constant added to all scores of a row, so this third's true gradient is zero, and the computed
+/// one is rounding noise, which Adam divides by itself.
 pub(crate) fn key_bias_apart(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     let mut apart = BTreeMap::new();
     for (name, tensor) in tensors {
@@ -73,8 +73,8 @@ fn distance(value: &Tensor, truth: &Tensor) -> f64 {
     norm(&(value.to_dtype(DType::F64).unwrap() - truth.to_dtype(DType::F64).unwrap()).unwrap())
 }
 
-/// Ends a test that lacks something: it says so and passes, but fails where `CI=true`, so that CI never skips it unseen.
-#[expect(clippy::print_stderr, reason = "a test has nowhere else to say it")]
+/// Skips a test with a message, but fails if `CI=true`, so that CI never skips it silently.
+#[expect(clippy::print_stderr, reason = "a test has no other output")]
 pub(crate) fn skip(reason: &str) {
     assert!(std::env::var("CI").as_deref() != Ok("true"), "skipped in CI: {reason}");
     eprintln!("skipped: {reason}");

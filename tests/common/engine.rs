@@ -1,4 +1,4 @@
-//! The engine set up for a test: a model with its state, batches as the engine takes them, and its tensors by name.
+//! Sets up the engine for a test: a model with its state, the engine's batches, and its tensors by name.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use finetune::train::{Engine, TrainState};
 
 use super::golden::{Case, Trajectory};
 
-/// What a run needs beside its initial weights.
+/// The settings of a run besides its initial weights.
 pub(crate) struct Settings {
     pub(crate) policy: PrecisionPolicy,
     pub(crate) scaler: GradScaler,
@@ -104,7 +104,7 @@ impl Case {
         engine_of(self.kernels.clone(), config, masters, settings)
     }
 
-    /// Batch `step` as the engine takes it, in micro-batches of `rows` rows.
+    /// Batch `step` in micro-batches of `rows` rows.
     pub(crate) fn micro_batches(&self, step: usize, rows: usize) -> Vec<Batch> {
         let (inputs, targets) = &self.batches[step];
         let seq_len = inputs.dim(1).unwrap();

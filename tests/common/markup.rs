@@ -1,4 +1,4 @@
-//! Pages that the program writes.
+//! Checks of the HTML pages that the program writes.
 
 /// Every tag is closed, in order, and no attribute is without quotes. Not all of XML, but what a slip here would break.
 pub(crate) fn assert_well_formed(html: &str) {

@@ -1,4 +1,4 @@
-//! A small model's checkpoint that tests can make in a millisecond.
+//! A small model's checkpoint that tests can create in a millisecond.
 
 #![allow(clippy::unwrap_used, dead_code, reason = "a test fails by panicking; not every test uses all of it")]
 

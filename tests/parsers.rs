@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use finetune::Error;
-use finetune::data::{Loader, Source, Tokenizer};
+use finetune::data::{Conversation, Loader, Source, Template, TemplateTokens, Tokenizer};
 use finetune::engine::model::ModelSpec;
 use finetune::store::tensor_file::Header;
 use finetune::telemetry::{Event, EventLog, Record, Trouble, VERSION, read};
@@ -400,6 +400,34 @@ const GOOD_ROWS: &str = concat!(
     "\n",
 );
 
+const GOOD_CHATS: &str = concat!(
+    r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho\n"}], "tools": "[]"}"#,
+    "\n",
+    r#"{"messages": [{"role": "system", "content": ""}, {"role": "assistant", "content": "naïve"}]}"#,
+    "\n",
+);
+
+const GOOD_ARRAY: &str = r#"[{"prompt": "1+1=", "completion": "2"}, {"id": [1, {"a": null}], "prompt": "é", "completion": "\u00e9"}]"#;
+
+const GOOD_TABLE: &str = "id,prompt,completion\r\n1,\"a, \"\"b\"\"\",c\r\n2,\"two\nlines\",d\r\n";
+
+const GOOD_TEMPLATE: &str = include_str!("../src/data/templates/qwen.jinja");
+
+/// A template that is accepted then writes conversations.
+fn template(bytes: &[u8]) {
+    let Ok(source) = std::str::from_utf8(bytes) else { return };
+    let template = match bounded(|| Template::new(source, "t", TemplateTokens::default())) {
+        Ok(template) => template,
+        Err(error) => return assert!(matches!(error, Error::Model { .. }), "{error}"),
+    };
+    let chat = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c", "tool_calls": [{"name": "f", "arguments": {"x": [1]}}]}, {"role": "tool", "content": "d"}]"#;
+    let chat = Conversation::from_json(chat).unwrap();
+    match bounded(|| template.render(&chat, Some(r#"[{"name": "f"}]"#), true)) {
+        Ok(rendered) => assert!(rendered.learned.iter().all(|range| rendered.text.get(range.clone()).is_some())),
+        Err(error) => assert!(matches!(error, Error::Model { .. }), "{error}"),
+    }
+}
+
 const GOOD_HEADER: &str = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
     "a":{"dtype":"BF16","shape":[1,3],"data_offsets":[8,14]}}"#;
 
@@ -452,8 +480,28 @@ proptest! {
     }
 
     #[test]
-    fn jsonl_changed(changes in changes()) {
-        documents("a.jsonl", &changed(GOOD_ROWS.as_bytes(), &changes));
+    fn tables_and_arrays_of_any_bytes(bytes in any_bytes(), name in r"a\.(json|csv|tsv)") {
+        documents(&name, &bytes);
+    }
+
+    #[test]
+    fn arrays_changed(changes in changes()) {
+        documents("a.json", &changed(GOOD_ARRAY.as_bytes(), &changes));
+    }
+
+    #[test]
+    fn tables_changed(changes in changes()) {
+        documents("a.csv", &changed(GOOD_TABLE.as_bytes(), &changes));
+    }
+
+    #[test]
+    fn templates_changed(changes in changes()) {
+        template(&changed(GOOD_TEMPLATE.as_bytes(), &changes));
+    }
+
+    #[test]
+    fn jsonl_changed(good in select(&[GOOD_ROWS, GOOD_CHATS][..]), changes in changes()) {
+        documents("a.jsonl", &changed(good.as_bytes(), &changes));
     }
 
     #[test]
@@ -489,9 +537,12 @@ fn unchanged_ones_are_accepted() {
     let path = folder().join("events.jsonl");
     fs::write(&path, GOOD_EVENTS.as_bytes()).unwrap();
     assert_eq!(read(&path).unwrap().len(), 6);
-    let path = folder().join("b.jsonl");
-    fs::write(&path, GOOD_ROWS).unwrap();
-    Loader::new(folder().join("good")).load_whole(&Source::Path(path), &Tokenizer::byte()).unwrap();
+    for (name, rows) in [("b.jsonl", GOOD_ROWS), ("c.jsonl", GOOD_CHATS), ("d.json", GOOD_ARRAY), ("e.csv", GOOD_TABLE)] {
+        let path = folder().join(name);
+        fs::write(&path, rows).unwrap();
+        Loader::new(folder().join("good")).load_whole(&Source::Path(path), &Tokenizer::byte()).unwrap();
+    }
+    template(GOOD_TEMPLATE.as_bytes());
     assert_eq!(Header::parse(&tensors(GOOD_HEADER.as_bytes())).unwrap().entries().len(), 2);
     ModelSpec::from_json(GOOD_MODEL.as_bytes(), "config.json").unwrap();
 }

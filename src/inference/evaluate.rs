@@ -139,6 +139,8 @@ fn evaluate_samples(
     Windows { seq_len, batch_size, .. }: Windows,
     mut progress: impl FnMut(usize),
 ) -> Result<Evaluation> {
+    let longest = tokens.documents().map(|sample| sample.len() - 1).max().unwrap_or(0);
+    let seq_len = seq_len.min(longest.max(1));
     let mut batches = EvalBatches::new(tokens.clone(), batch_size, seq_len, None)?;
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &weights.device())?;
     let mut batch = Batch::new(batch_size, seq_len);

@@ -223,3 +223,51 @@ fn completions_and_the_manual_have_every_command() {
         assert!(sections.contains(&section.as_str()), "{section}");
     }
 }
+
+#[test]
+fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
+    let desk = desk();
+    let template = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}|{% endgeneration %}\
+                    {% else %}{{ m.content }}>{% endif %}{% endfor %}";
+    let config = serde_json::json!({"chat_template": template, "eos_token": "|"}).to_string();
+    fs::write(desk.path().join("model/tokenizer_config.json"), &config).unwrap();
+    let row = |i: u32| {
+        format!(
+            "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{i}\"}}, {{\"role\": \"assistant\", \"content\": \"{}\"}}]}}\n",
+            i * i
+        )
+    };
+    fs::write(desk.path().join("chats.jsonl"), (0..20).map(row).collect::<String>()).unwrap();
+    let what = "--model model --data chats.jsonl --seq-len 16 --batch-size 2";
+    assert_eq!(
+        said(&desk, &format!("data show {what} --sample 13")),
+        "18 samples in 18 rows, 102 tokens, 58 of them learned; answers are marked by the template's generation blocks\n\
+         sample 13, with what is learned in [brackets]:\n  12>[144|]\n"
+    );
+    let stats = |more: &str| -> serde_json::Value {
+        serde_json::from_str(&said(&desk, &format!("data stats {what} --json {more}"))).unwrap()
+    };
+    let (alone, packed) = (stats(""), stats("--packing"));
+    assert_eq!((&alone["rows"], &alone["steps_per_epoch"], &alone["learned"]), (&18.into(), &9.into(), &58.into()));
+    assert_eq!((&packed["rows"], &packed["learned"]), (&6.into(), &58.into()), "{packed}");
+    assert_eq!(stats("--loss-on all")["learned"], 84);
+
+    let run = format!("{what} --packing --run r --steps 4 --threads 1 --plain --set train.sample_tokens=0");
+    let output = command(&desk, &run).output().unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && told.contains("18 samples in 6 rows") && told.contains("  0>[0|]\n"), "{told}");
+    let step = desk.path().join("checkpoints/r/step-000004");
+    assert_eq!(fs::read_to_string(step.join("chat_template.jinja")).unwrap(), template);
+    assert_eq!(fs::read_to_string(step.join("tokenizer_config.json")).unwrap(), config);
+    // What the model brought may be gone by now.
+    fs::remove_dir_all(desk.path().join("model")).unwrap();
+    said(&desk, "--resume r --steps 6 --plain");
+    let exact = said(&desk, "eval r --data chats.jsonl --answers");
+    assert!(exact.starts_with("exact answers   ") && exact.contains(" of 20 ("), "{exact}");
+    let loss: serde_json::Value = serde_json::from_str(&said(&desk, "eval r --data chats.jsonl --json")).unwrap();
+    assert_eq!((&loss["windows"], &loss["tokens"]), (&20.into(), &66.into()));
+    said(&desk, "export r out");
+    assert_eq!(fs::read_to_string(desk.path().join("out/chat_template.jinja")).unwrap(), template);
+    let out = "--model out --data chats.jsonl --seq-len 16 --batch-size 2 --packing --steps 6";
+    assert!(said(&desk, &format!("verify-resume {out}")).starts_with("bit-identical"));
+}

@@ -407,7 +407,8 @@ const GOOD_CHATS: &str = concat!(
     "\n",
 );
 
-const GOOD_ARRAY: &str = r#"[{"prompt": "1+1=", "completion": "2"}, {"id": [1, {"a": null}], "prompt": "é", "completion": "\u00e9"}]"#;
+const GOOD_ARRAY: &str =
+    r#"[{"prompt": "1+1=", "completion": "2"}, {"id": [1, {"a": null}], "prompt": "é", "completion": "\u00e9"}]"#;
 
 const GOOD_TABLE: &str = "id,prompt,completion\r\n1,\"a, \"\"b\"\"\",c\r\n2,\"two\nlines\",d\r\n";
 
@@ -537,7 +538,8 @@ fn unchanged_ones_are_accepted() {
     let path = folder().join("events.jsonl");
     fs::write(&path, GOOD_EVENTS.as_bytes()).unwrap();
     assert_eq!(read(&path).unwrap().len(), 6);
-    for (name, rows) in [("b.jsonl", GOOD_ROWS), ("c.jsonl", GOOD_CHATS), ("d.json", GOOD_ARRAY), ("e.csv", GOOD_TABLE)] {
+    for (name, rows) in [("b.jsonl", GOOD_ROWS), ("c.jsonl", GOOD_CHATS), ("d.json", GOOD_ARRAY), ("e.csv", GOOD_TABLE)]
+    {
         let path = folder().join(name);
         fs::write(&path, rows).unwrap();
         Loader::new(folder().join("good")).load_whole(&Source::Path(path), &Tokenizer::byte()).unwrap();

@@ -58,6 +58,12 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
             let steps = loader.steps_per_epoch(config.train.grad_accum);
             let cells = loader.windows_per_epoch() * config.train.seq_len as u64;
             let filled = 100.0 * loader.inputs_per_epoch() as f64 / cells.max(1) as f64;
+            // A batch of samples is only as wide as they are.
+            let rows = if loader.layout().kind() != Documents::Texts && !config.train.packing {
+                format!("{}, of up to {} tokens", proof.rows, proof.seq_len)
+            } else {
+                format!("{} of {} tokens, {filled:.1} % filled", proof.rows, proof.seq_len)
+            };
             if args.json {
                 let report = json!({
                     "samples": counts.samples, "tokens": counts.tokens, "learned": counts.learned, "cut": counts.cut,
@@ -68,8 +74,7 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
             } else {
                 format!(
                     "samples          {}\ntokens           {}\nlearned          {} ({:.1} %)\ncut              {} samples, by {} \
-                     tokens\ndropped          {} samples, of which nothing would be learned\nrows             {} of {} tokens, \
-                     {filled:.1} % filled\nsteps an epoch   {steps}\n",
+                     tokens\ndropped          {} samples, of which nothing would be learned\nrows             {rows}\nsteps an epoch   {steps}\n",
                     counts.samples,
                     counts.tokens,
                     counts.learned,
@@ -77,8 +82,6 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
                     counts.cut,
                     counts.cut_tokens,
                     counts.dropped,
-                    proof.rows,
-                    proof.seq_len,
                 )
             }
         }

@@ -149,6 +149,7 @@ impl ChatFormat {
         let made = Self::choose(source, origin, &tokens);
         let (name, ready) = match made {
             Ok((name, ready)) => (name, Ok(ready)),
+            Err(Error::Model { message, .. }) => (String::new(), Err(message)),
             Err(error) => (String::new(), Err(error.to_string())),
         };
         Self { source: source.to_owned(), name, ready, origin: origin.to_owned() }

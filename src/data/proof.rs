@@ -76,7 +76,7 @@ impl Proof {
         }
         let (how, open, close) = if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
         let which = self.number.map_or_else(|| "the first sample".to_owned(), |number| format!("sample {number}"));
-        _ = write!(out, "\n{which}, with what is learned in {how}:\n");
+        _ = write!(out, "\n{which}, with what is learned in {how}:\n  ");
         let total: usize = self.sample.iter().map(|(text, _)| text.len()).sum();
         let mut at = 0;
         for (text, learned) in &self.sample {
@@ -85,9 +85,9 @@ impl Proof {
             let clean = untrusted::block(&shown);
             _ = if *learned { write!(out, "{open}{clean}{close}") } else { write!(out, "{clean}") };
         }
-        if !out.ends_with('\n') {
-            out.push('\n');
-        }
+        // Its lines are indented, so that none can be taken for a message.
+        out.truncate(out.trim_end().len());
+        out.push('\n');
         out
     }
 }

@@ -103,8 +103,7 @@ impl Document {
             _ => "",
         };
         // The parser sees one line at a time, so its own line number says nothing.
-        let (message, column) = (told(error), error.column());
-        self.error(format!("line {line}, column {column}: {message}{advice}"))
+        self.error(format!("line {line}{}: {}{advice}", column(error), told(error)))
     }
 
     fn read_array(&self, take: &mut Take<'_>) -> Result<()> {
@@ -122,8 +121,8 @@ impl Document {
             (None, Ok(())) => Ok(()),
             (None, Err(error)) if error.is_io() => Err(self.error(error.to_string())),
             (None, Err(error)) => {
-                let (line, column) = (error.line(), error.column());
-                Err(self.error(format!("line {line}, column {column}: {}", told(&error))))
+                let line = error.line();
+                Err(self.error(format!("line {line}{}: {}", column(&error), told(&error))))
             }
         }
     }
@@ -188,6 +187,11 @@ const MARK: &[u8] = b"\xEF\xBB\xBF";
 
 fn without_mark(text: &[u8]) -> &[u8] {
     text.strip_prefix(MARK).unwrap_or(text)
+}
+
+/// The column of a parser's message, if it has one.
+fn column(error: &serde_json::Error) -> String {
+    if error.column() == 0 { String::new() } else { format!(", column {}", error.column()) }
 }
 
 /// A parser's message without its place.

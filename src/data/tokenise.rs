@@ -97,6 +97,8 @@ impl<'a> Tokenise<'a> {
             pieces.par_iter().map(|piece| encode(self.tokenizer, piece)).collect();
         for (piece, ids) in pieces.iter().zip(encoded) {
             let mut ids = ids?;
+            // Ends alone teach nothing.
+            self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
             if let (true, Some(eos)) = (piece.end == End::EndOfText, self.tokenizer.eos_id()) {
                 ids.push((eos, true));
             }
@@ -106,7 +108,6 @@ impl<'a> Tokenise<'a> {
                 }
                 self.writer.start();
             }
-            self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
             self.writer.extend(ids)?;
             self.running = piece.end == End::Open;
         }

@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(message(None, None, None), "fine");
         assert!(message(Some(9), None, None).starts_with("--seq-len: 9 exceeds the model's context of 8"));
         assert!(message(Some(4), Some(5), None).starts_with("--stride: 5 exceeds the window of 4"));
-        assert!(message(None, Some(0), None).starts_with("--stride: 0"));
-        assert!(message(None, None, Some(0)).starts_with("--batch-size: 0"));
+        assert!(message(None, Some(0), None).starts_with("--stride: must be"));
+        assert!(message(None, None, Some(0)).starts_with("--batch-size: must be"));
     }
 }

@@ -291,7 +291,8 @@ fn progress_of(progress: hub::Progress) -> Preparing {
 
 /// How a configuration reads its text, for a model that writes conversations as `chat` says.
 pub fn reading(config: &Config, chat: &ChatSettings, tokenizer: &Tokenizer) -> Reading {
-    let chat = chat.format(&config.model, tokenizer);
+    let origin = config.chat_template.as_ref().unwrap_or(&config.model);
+    let chat = chat.format(origin, tokenizer);
     Reading { format: config.format, fields: config.fields.clone(), loss_on: config.train.loss_on, chat }
 }
 

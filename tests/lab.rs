@@ -177,7 +177,10 @@ fn the_commands_of_the_folklore_show_what_it_says() {
         ("scaling --scale 30", "overflow 2.28 %"),
         ("bits 100000", "inf by overflow"),
         ("sums --terms tenths --length 65536", "BF16 one by one stands still at 32 from term 276 on"),
-        ("sums --terms tenths --length 1048576", "BF16  Kahan               0 %      0 %   0.49 %   0.98 %  68.78 %  92.20 %"),
+        (
+            "sums --terms tenths --length 1048576",
+            "BF16  Kahan               0 %      0 %   0.49 %   0.98 %  68.78 %  92.20 %",
+        ),
         ("memory --model 7b --batch 10 --seq 2048", "FP16 or BF16 10.0 GiB"),
         ("memory --model 7b --batch 1 --seq 2048 --memory 80G", "-19.2G   none"),
         ("memory --model gpt2", "–   475M   475M   949M"),

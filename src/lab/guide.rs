@@ -465,7 +465,11 @@ pub fn instruments(run: &str) -> Vec<Instrument> {
                 run(),
             ],
         ),
-        instrument("ulp", ULP, vec![field("center", "1", Scale).of_run(), field("update", "5e-5", Scale).of_run(), run()]),
+        instrument(
+            "ulp",
+            ULP,
+            vec![field("center", "1", Scale).of_run(), field("update", "5e-5", Scale).of_run(), run()],
+        ),
         Instrument { keys: SCALER_KEYS, play: Some(play), ..instrument("scaler", SCALER, scaler) },
         instrument(
             "scaling",

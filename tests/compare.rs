@@ -254,7 +254,7 @@ fn more_than_three_consecutive_skips_falsify_the_claim() {
         arm(["b-1", "b-2", "b-3"], 19, streaks);
         let arguments = [&SIX[..], &["--skip-bound", "3"]].concat();
         let (json, text) = (runs.json(&arguments), runs.text(&[&arguments[..], &["--width", "200"]].concat()));
-        let said = text.lines().find(|line| line.starts_with("skipped in a row")).unwrap().to_owned();
+        let said = text.lines().find(|line| line.starts_with("skipped in a row:")).unwrap().to_owned();
         (json["skip_bound"]["verdict"].as_str().unwrap().to_owned(), said)
     };
     let (found, said) = verdict([6, 7, 7]);

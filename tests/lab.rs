@@ -160,7 +160,42 @@ fn views_take_their_numbers_from_a_run() {
     let masters = std::fs::read(run.join(latest.trim()).join("master.safetensors")).unwrap();
     let masters = safetensors::SafeTensors::deserialize(&masters).unwrap();
     let matrix = masters.tensor(name).unwrap();
-    let values = matrix.data().as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes)));
-    let shown = blocks["tensor"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap());
+    let values = matrix.data().as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+    let shown = blocks["tensor"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap() as f32);
     assert!(values.eq(shown), "{name} is another");
+}
+
+/// Each entry of the page on what texts get wrong has a command that shows the truth.
+#[test]
+fn the_commands_of_the_folklore_show_what_it_says() {
+    const SHOWN: [(&str, &str); 14] = [
+        ("bits pi", "stored  3.140625  error 9.677e-4"),
+        ("bits 0.99995", "stored  1  error 5.000e-5"),
+        ("ranges 6e-8 6.1e-5", "6e-8                 ● normal    ◐ subn"),
+        ("ulp --center 1 --update 0.001", "BF16           2^-7 ✕ lost"),
+        ("scaler --base growth_interval=50 --seeds 100", "31.00 ± 0.21"),
+        ("scaling --scale 30", "overflow 2.28 %"),
+        ("bits 100000", "inf by overflow"),
+        ("sums --terms tenths --length 65536", "BF16 one by one stands still at 32 from term 276 on"),
+        (
+            "sums --terms tenths --length 1048576",
+            "BF16  Kahan               0 %      0 %   0.49 %   0.98 %  68.78 %  92.20 %",
+        ),
+        ("memory --model 7b --batch 10 --seq 2048", "FP16 or BF16 10.0 GiB"),
+        ("memory --model 7b --batch 1 --seq 2048 --memory 80G", "-19.2G   none"),
+        ("memory --model gpt2", "–   475M   475M   949M"),
+        ("softmax --logit 2 --length 65536", "2.644e-4"),
+        ("softmax --position 4095", "BF16              2^12      -0.59375"),
+    ];
+    let folklore = include_str!("../docs/folklore.md");
+    let entries = folklore.lines().filter(|line| line.contains("`finetune lab")).count();
+    // One is for a run with probes; its figures are those of `views_take_their_numbers_from_a_run`.
+    assert_eq!(entries, SHOWN.len() + 1);
+    let folder = tempfile::tempdir().unwrap();
+    for (view, shown) in SHOWN {
+        assert!(folklore.contains(&format!("`finetune lab {view}` |")), "no entry has `{view}`");
+        let arguments: Vec<&str> = ["lab"].into_iter().chain(view.split(' ')).collect();
+        let text = finetune(folder.path(), &arguments);
+        assert!(text.contains(shown), "`{view}` does not show `{shown}`:\n{text}");
+    }
 }

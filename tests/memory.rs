@@ -113,7 +113,8 @@ fn tokenizer(tokens: usize) -> String {
     let bytes = names.len();
     'grown: for second in 0.. {
         for first in 0..bytes * bytes {
-            if vocabulary.len() == tokens {
+            // The end-of-text token comes last.
+            if vocabulary.len() + 1 == tokens {
                 break 'grown;
             }
             let pair = (names[first % names.len()].clone(), names[(first / bytes + second) % bytes].clone());

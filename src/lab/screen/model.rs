@@ -73,10 +73,17 @@ impl Instrument {
         }
     }
 
+    /// Whether a parameter has the value of the run that is read.
+    pub(super) fn is_of_run(&self, field: &Field) -> bool {
+        field.of_run && !field.chosen && !self.value("run").is_empty()
+    }
+
     fn load(&mut self, scenario: &Scenario) {
         for field in &mut self.fields {
             if field.flag != "run" {
                 field.value.clone_from(&field.first);
+                // A scenario describes what will be seen, whatever run is read.
+                field.chosen = true;
             }
         }
         for (flag, value) in scenario.set {
@@ -96,6 +103,10 @@ pub struct Field {
     first: String,
     /// How the arrow keys change it.
     pub adjust: Adjust,
+    /// Whether a run has a value for it, which counts until another one is chosen.
+    of_run: bool,
+    /// Whether its value was chosen: by a key, by typing, or by a scenario.
+    chosen: bool,
 }
 
 /// How the arrow keys change a value.
@@ -118,11 +129,19 @@ pub enum Adjust {
 impl Field {
     /// A parameter at its initial value.
     pub fn new(flag: &'static str, value: &str, adjust: Adjust) -> Self {
-        Self { flag, value: value.to_owned(), first: value.to_owned(), adjust }
+        let (value, first) = (value.to_owned(), value.to_owned());
+        Self { flag, value, first, adjust, of_run: false, chosen: false }
+    }
+
+    /// The same, but a run's value takes the place of its first one.
+    #[must_use]
+    pub fn of_run(self) -> Self {
+        Self { of_run: true, ..self }
     }
 
     /// Changes the value; `other` selects the other step: fine for values, coarse for counts.
     fn step(&mut self, up: bool, other: bool) {
+        self.chosen = true;
         let sign = if up { 1.0 } else { -1.0 };
         self.value = match self.adjust {
             Adjust::Typed => return,
@@ -225,6 +244,7 @@ impl Model {
         // Apply typed text immediately if it is valid.
         let current = |(i, field): (usize, &'_ Field)| match &self.typed {
             Some(typed) if i == self.field => (field.flag, typed.clone()),
+            _ if instrument.is_of_run(field) => (field.flag, String::new()),
             _ => (field.flag, field.value.clone()),
         };
         let given: Vec<_> = instrument.fields.iter().enumerate().map(current).collect();
@@ -344,7 +364,10 @@ impl Model {
         match key.code {
             KeyCode::Enter => {
                 let value = std::mem::take(typed);
-                self.instruments[self.tab].fields[self.field].value = value;
+                let field = &mut self.instruments[self.tab].fields[self.field];
+                // What is cleared is the run's again.
+                field.chosen = !value.is_empty();
+                field.value = value;
                 (self.typed, self.stale, self.scroll) = (None, true, 0);
             }
             KeyCode::Esc => (self.typed, self.stale) = (None, true),
@@ -422,6 +445,39 @@ mod tests {
         assert!(press(&mut model, &[Char('q')]).is_break());
         model.typed = Some(String::new());
         assert!(model.press(KeyEvent::new(Char('c'), KeyModifiers::CONTROL)).is_break());
+    }
+
+    /// With a run, a parameter that the run knows is the run's until another value is chosen.
+    #[test]
+    fn a_runs_values_count_until_others_are_chosen() {
+        use KeyCode::{Char, Down, Enter, Right};
+        const SCENARIOS: &[Scenario] = &[Scenario { name: "one", set: &[("scale", "8")], text: "" }];
+        let fields = |run| {
+            vec![
+                Field::new("logit", "12", Adjust::By(1.0)).of_run(),
+                Field::new("scale", "4", Adjust::Scale),
+                Field::new("run", run, Adjust::Typed),
+            ]
+        };
+        let given = |model: &mut Model| {
+            let mut seen = Vec::new();
+            model.evaluate(80, &mut |_, values, _| {
+                seen = values.iter().map(|(flag, value)| format!("{flag}={value}")).collect();
+                Ok(Page::new())
+            });
+            seen
+        };
+        let model = |run| Model::new(vec![Instrument { scenarios: SCENARIOS, ..Instrument::new("one", fields(run)) }]);
+        assert_eq!(given(&mut model("")), ["logit=12", "scale=4"]);
+        let mut of_run = model("r");
+        assert_eq!(given(&mut of_run), ["scale=4", "run=r"]);
+        assert!(press(&mut of_run, &[Right]).is_continue());
+        assert_eq!(given(&mut of_run), ["logit=13", "scale=4", "run=r"]);
+        let mut typed = model("");
+        assert!(press(&mut typed, &[Down, Down, Enter, Char('r'), Enter]).is_continue());
+        assert_eq!(given(&mut typed), ["scale=4", "run=r"]);
+        assert!(press(&mut typed, &[Char('a')]).is_continue());
+        assert_eq!(given(&mut typed), ["logit=12", "scale=8", "run=r"]);
     }
 
     #[test]

@@ -148,7 +148,11 @@ fn scenario_line(model: &Model) -> Option<Line> {
 fn field_lines(model: &Model, width: usize) -> Vec<Line> {
     let (mut lines, mut line, mut used) = (Vec::new(), Line::new(), 1);
     for (i, field) in model.instrument().fields.iter().enumerate() {
-        let value = if field.value.is_empty() { "–" } else { &field.value };
+        let value = match &field.value {
+            _ if model.instrument().is_of_run(field) => "the run's",
+            value if value.is_empty() => "–",
+            value => value,
+        };
         let is_chosen = i == model.field;
         let (open, close) = if is_chosen { ('[', ']') } else { (' ', ' ') };
         let length = field.flag.len() + value.chars().count() + 5;

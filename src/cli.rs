@@ -26,6 +26,8 @@ mod verify_resume;
 mod watch;
 
 use crate::data::{names_in, nearest, parquet_rows};
+#[cfg(feature = "cuda")]
+use crate::engine::kernels::cuda::preflight;
 use crate::engine::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
 use crate::untrusted::{Clean, block};
@@ -155,6 +157,16 @@ fn tip(error: &clap::Error) -> Option<&'static str> {
 pub fn main() -> ExitCode {
     // Otherwise a log that outgrows `ulimit -f` would kill the run.
     crate::screen::terminal::outlive_file_size_limit().ok();
+    #[cfg(feature = "cuda")]
+    {
+        let arguments: Vec<_> = std::env::args_os().skip(1).collect();
+        if let [first, rest @ ..] = &arguments[..]
+            && first == preflight::ARGUMENT
+        {
+            return preflight::serve(rest);
+        }
+        preflight::can_serve();
+    }
     let mut arguments = std::env::args_os().skip(1);
     if arguments.next().is_some_and(|first| first == parquet_rows::ARGUMENT) {
         return parquet_rows::serve(arguments);

@@ -53,7 +53,7 @@ impl Stream {
     }
 
     /// The generator's key.
-    #[cfg(all(test, feature = "emulator"))]
+    #[cfg(any(feature = "cuda", all(test, feature = "emulator")))]
     pub(crate) fn key(self) -> [u32; 2] {
         self.key
     }

@@ -11,11 +11,16 @@ mod common {
 }
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 use common::engine::{Settings, engine};
 use finetune::data::{BatchLoader, TokenSource, grammar};
+use finetune::engine::kernels::attention::{Operands, Shape};
+use finetune::engine::kernels::columns::Columns;
+use finetune::engine::kernels::dropout::Dropout;
+use finetune::engine::kernels::{Kernels, Plain};
 use finetune::engine::model::{Keep, ModelSpec};
 use finetune::engine::optim::AdamWConfig;
 use finetune::lab::{Group, Memory};
@@ -24,30 +29,40 @@ use finetune::train::TrainState;
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+/// Bytes in use, and the most since somebody has set it back.
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+fn count(bytes: usize) {
+    ALLOCATED.fetch_add(bytes, Relaxed);
+    PEAK.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+}
 
 struct Counting;
 
 // SAFETY: every call goes to `System` unchanged; counting touches no memory but the counter.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATED.fetch_add(layout.size(), Relaxed);
+        count(layout.size());
         // SAFETY: the caller's promises are passed on.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        ALLOCATED.fetch_add(layout.size(), Relaxed);
+        count(layout.size());
         // SAFETY: the caller's promises are passed on.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, old: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        ALLOCATED.fetch_add(new_size, Relaxed);
+        count(new_size);
+        LIVE.fetch_sub(layout.size(), Relaxed);
         // SAFETY: the caller's promises are passed on.
         unsafe { System.realloc(old, layout, new_size) }
     }
 
     unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
         // SAFETY: the caller's promises are passed on.
         unsafe { System.dealloc(old, layout) }
     }
@@ -62,8 +77,12 @@ const SMALL_THINGS: usize = 128 << 10;
 /// After these steps, every thread has its scratch memory for every part of a step.
 const WARM_UP: usize = 20;
 
+/// The counters count for all tests.
+static ALONE: Mutex<()> = Mutex::new(());
+
 #[test]
 fn a_steady_state_step_allocates_at_most_64_kb() {
+    let _alone = ALONE.lock().unwrap();
     let config = ModelSpec::named("tiny").unwrap();
     let text = grammar::text(1, 60_000);
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
@@ -82,7 +101,7 @@ fn a_steady_state_step_allocates_at_most_64_kb() {
             let before = ALLOCATED.load(Relaxed);
             let mut engine = engine(&config, masters, settings);
             // The masters were there before.
-            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Keep::All).unwrap();
+            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Keep::All, false).unwrap();
             let told: u64 = items.iter().filter(|item| item.group != Group::Masters).map(|item| item.bytes).sum();
             let allocated = ALLOCATED.load(Relaxed) - before;
             let untold = allocated.checked_sub(told as usize);
@@ -102,5 +121,32 @@ fn a_steady_state_step_allocates_at_most_64_kb() {
             let most = (0..WARM_UP + 20).map(|_| step()).skip(WARM_UP).max().unwrap();
             assert!(most <= LIMIT, "{policy}, {grad_accum} micro-batches: a step allocated {most} bytes");
         }
+    }
+}
+
+/// What the memory check counts for attention on a GPU, measured where the same operations of candle's run on the CPU.
+#[test]
+fn stored_scores_take_what_is_predicted() {
+    let _alone = ALONE.lock().unwrap();
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
+    for (shape, dropout) in [
+        (Shape::new(2, 256, 4, 16), Dropout::new(0.1, 1, 2, 3)),
+        (Shape { softcap: Some(30.0), ..Shape::new(1, 384, 2, 16) }, None),
+    ] {
+        let (tokens, width) = (shape.batch * shape.seq_len, shape.heads * shape.head_size);
+        let (qkv, dqkv) = (zeros(&[tokens, 3 * width], DType::F32), zeros(&[tokens, 3 * width], DType::F32));
+        let (out, lse) = (zeros(&[tokens, width], DType::F32), zeros(&[tokens * shape.heads], DType::F32));
+        let operands = Operands::packed(&shape, &qkv, dropout).unwrap();
+        let kernels = Plain::new();
+        let predicted = kernels.score_bytes(&shape).unwrap() as usize;
+        let before = LIVE.load(Relaxed);
+        PEAK.store(before, Relaxed);
+        kernels.attention(&shape, &operands, &out, &lse).unwrap();
+        let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
+        kernels.attention_backward(&shape, &operands, &out, &out, &lse, gradients).unwrap();
+        let measured = PEAK.load(Relaxed) - before;
+        // Beside the scores there are heads and a mask of a byte an element.
+        let share = measured as f64 / predicted as f64;
+        assert!((0.8..1.15).contains(&share), "{shape:?}: {measured} bytes, predicted {predicted}");
     }
 }

@@ -63,8 +63,8 @@ fn compare(config: &Value, mut theirs: impl FnMut(VarBuilder<'static>, &Tensor) 
         let input = Tensor::new(&ids[..], &Device::Cpu).unwrap().unsqueeze(0).unwrap();
         let expected = theirs(builder, &input).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let largest = expected.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-        for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain)] {
-            let name = kernels.name();
+        for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain::new())] {
+            let name = kernels.name().to_owned();
             for (found, expected) in ours(&spec, &weights, &ids, kernels).iter().zip(&expected) {
                 let error = (found - expected).abs() / largest;
                 assert!(error < 1e-5, "{} by {name}, {length} tokens: {found} {expected}", config["model_type"]);

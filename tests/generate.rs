@@ -83,8 +83,8 @@ fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
             let length = model.spec().context;
             let ids: Vec<u32> = (0..length).map(|i| (7 * i as u32 + 3) % model.spec().vocab_size as u32).collect();
             let truth = full_logits(&model, &weights, policy, &ids);
-            for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain)] {
-                let by = kernels.name();
+            for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain::new())] {
+                let by = kernels.name().to_owned();
                 let model = Decoder::new(model.spec(), &weights, kernels).unwrap();
                 let mut cache = KvCache::new(model.spec(), policy, length, &Device::Cpu).unwrap();
                 for pieces in [vec![length], vec![1; length], vec![3, length - 5, 1, 1], vec![length - 1, 1]] {

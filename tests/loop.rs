@@ -175,6 +175,19 @@ fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
     }
 }
 
+/// On a GPU a count copies all gradients to the host, so that between two counts there must be none.
+#[test]
+fn exponents_are_counted_only_every_so_many_steps() {
+    for kernels in [Choice::Fused, Choice::Candle] {
+        let mut settings = config(PrecisionPolicy::BF16, 7);
+        (settings.kernels, settings.telemetry.exponents_every) = (kernels, 3);
+        let (_, events, _) = run(settings, None);
+        let counted: Vec<u64> =
+            steps(&events).filter(|step| !step.grads.exponents.is_empty()).map(|step| step.step).collect();
+        assert_eq!(counted, [3, 6]);
+    }
+}
+
 #[test]
 fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
     let folder = tempfile::tempdir().unwrap();

@@ -78,7 +78,7 @@ fn train(mut emitter: Emitter, trained: &Trained) -> Vec<String> {
     loop {
         if trained.interrupt.load(Ordering::Relaxed) && !trained.stubborn {
             told.push("interrupt".into());
-            emitter.emit(run.finished(FinishReason::Interrupted)).expect("the log can be written");
+            emitter.emit(run.finished(FinishReason::Interrupted));
             return told;
         }
         for order in trained.orders.try_iter().filter(|_| !trained.stubborn) {
@@ -87,18 +87,18 @@ fn train(mut emitter: Emitter, trained: &Trained) -> Vec<String> {
                 Command::Pause | Command::Resume => {
                     paused = order == Command::Pause;
                     let event = if paused { Event::Paused { step } } else { Event::Resumed { step } };
-                    emitter.emit(event).expect("the log can be written");
+                    emitter.emit(event);
                 }
                 Command::SaveNow => {
                     let saved = Saved { step, path: "nowhere".into(), ..Saved::default() };
-                    emitter.emit(Event::Saved(saved)).expect("the log can be written");
+                    emitter.emit(Event::Saved(saved));
                 }
                 Command::Interrupt => {
-                    emitter.emit(run.finished(FinishReason::Interrupted)).expect("the log can be written");
+                    emitter.emit(run.finished(FinishReason::Interrupted));
                     return told;
                 }
                 Command::Stop { .. } => {
-                    emitter.emit(run.finished(FinishReason::Stopped)).expect("the log can be written");
+                    emitter.emit(run.finished(FinishReason::Stopped));
                     return told;
                 }
                 _ => {}
@@ -111,7 +111,7 @@ fn train(mut emitter: Emitter, trained: &Trained) -> Vec<String> {
             }
             step = record.event.step().unwrap_or(step);
             assert!(step < trained.panic_at, "an invented panic in training");
-            emitter.emit(record.event).expect("the log can be written");
+            emitter.emit(record.event);
         }
         thread::sleep(Duration::from_millis(10));
     }

@@ -335,6 +335,7 @@ impl MemoryArgs {
             keep: run.map_or(Keep::All, RunFigures::keep),
             probes: run.is_some_and(|run| run.probed.nonzero > 0),
             process: program,
+            stores_scores: self.gpu || run.is_some_and(|run| run.started.device.starts_with("cuda")),
         };
         let mut memory = Memory::new(&name, &config, setup)?;
         let as_it_ran = self.model.is_none() && self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();

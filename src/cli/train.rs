@@ -103,7 +103,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         emitter.add_sink(Box::new(notify.below(best)));
     }
     for message in warnings {
-        emitter.emit(Event::Warning(Trouble { step: 0, message }))?;
+        emitter.emit(Event::Warning(Trouble { step: 0, message }));
     }
     trainer.attach(run, emitter);
     let (commands, orders) = channel();

@@ -7,14 +7,14 @@ use candle_core::Device;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// Where a run computes.
+/// The device a configuration asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// On the first GPU if there is one that this program can use, else on the CPU.
+    /// On the first GPU if this program can use it, otherwise on the CPU.
     Auto,
     /// On the CPU.
     Cpu,
-    /// On the GPU that CUDA counts so.
+    /// On the GPU with this CUDA ordinal.
     Cuda(usize),
 }
 
@@ -48,6 +48,11 @@ impl OpenDevice {
     pub fn cpu() -> Self {
         Self { device: Device::Cpu, name: "cpu".into(), kernels: Arc::new(Fused) }
     }
+
+    /// Free memory of a GPU, in bytes.
+    pub fn free_bytes(&self) -> Option<u64> {
+        free_bytes(&self.device)
+    }
 }
 
 impl Place {
@@ -67,7 +72,7 @@ impl Place {
             }),
             Self::Auto | Self::Cpu => (Device::Cpu, "cpu".into()),
         };
-        let kernels = choice.on(&device)?;
+        let kernels = choice.on(&device, notice)?;
         Ok(OpenDevice { device, name, kernels })
     }
 }
@@ -83,6 +88,17 @@ fn gpu(_: usize, _: PrecisionPolicy) -> std::result::Result<(Device, String), St
     Err("this program was built without GPU support; build it with `--features cuda`, see README.md".into())
 }
 
+#[cfg(not(feature = "cuda"))]
+fn free_bytes(_: &Device) -> Option<u64> {
+    None
+}
+
+#[cfg(feature = "cuda")]
+fn free_bytes(device: &Device) -> Option<u64> {
+    let (free, _) = device.as_cuda_device().ok()?.cuda_stream().context().mem_get_info().ok()?;
+    Some(free as u64)
+}
+
 /// GPU `ordinal` and its name, or why it cannot be used.
 #[cfg(feature = "cuda")]
 fn gpu(ordinal: usize, policy: PrecisionPolicy) -> std::result::Result<(Device, String), String> {
@@ -95,7 +111,7 @@ fn gpu(ordinal: usize, policy: PrecisionPolicy) -> std::result::Result<(Device, 
     check_driver(driver_version()?, sys::CUDA_VERSION)?;
     let device = Device::new_cuda_with_stream(ordinal).map_err(|error| said(&error))?;
     let cuda = device.as_cuda_device().map_err(|error| said(&error))?;
-    // SAFETY: every tensor of this device is made, used and freed in its one stream.
+    // SAFETY: every tensor of this device is created, used and freed on its one stream.
     unsafe { cuda.disable_event_tracking() };
     let stream = cuda.cuda_stream();
     let context = stream.context();
@@ -119,7 +135,7 @@ fn driver_version() -> std::result::Result<u32, String> {
     u32::try_from(version).map_err(|error| error.to_string())
 }
 
-/// A driver runs the PTX of its own CUDA version and of earlier ones.
+/// A driver runs PTX of its own CUDA version and of earlier versions.
 #[cfg(any(test, feature = "cuda"))]
 fn check_driver(driver: u32, toolkit: u32) -> std::result::Result<(), String> {
     if driver >= toolkit {
@@ -132,7 +148,7 @@ fn check_driver(driver: u32, toolkit: u32) -> std::result::Result<(), String> {
     ))
 }
 
-/// Lets the driver keep freed memory for the next allocation instead of giving it back at each synchronisation.
+/// Lets the driver keep freed memory for later allocations instead of releasing it at each synchronisation.
 #[cfg(feature = "cuda")]
 fn keep_freed_memory(
     device: candle_core::cuda_backend::cudarc::driver::sys::CUdevice,
@@ -147,7 +163,7 @@ fn keep_freed_memory(
     }
 }
 
-/// Forbids cuBLAS to round the partial sums of FP16 and BF16 products to 16 bits.
+/// Stops cuBLAS from rounding partial sums of FP16 and BF16 products to 16 bits.
 #[cfg(feature = "cuda")]
 fn keep_sums_wide(
     blas: &candle_core::cuda_backend::cudarc::cublas::CudaBlas,

@@ -1,7 +1,7 @@
-//! What a decoder is computed with: the operations as the trait [`Kernels`], and who implements them.
+//! The operations a decoder is computed with, as the trait [`Kernels`], and its implementations.
 //!
-//! An operation reads and writes whole candle tensors of one device; their storage may be FP32, FP16 or BF16. What is not
-//! linear, and every sum, is computed in FP32. Softmax, norms' statistics and losses never exist in half precision.
+//! An operation reads and writes whole candle tensors of one device, stored in FP32, FP16 or BF16. Nonlinear functions and sums
+//! are computed in FP32. Softmax, normalisation statistics and losses are never in half precision.
 
 #![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
 
@@ -11,7 +11,7 @@ pub mod attention;
 pub mod columns;
 pub mod convert;
 pub mod cross_entropy;
-#[cfg(all(test, feature = "emulator"))]
+#[cfg(any(feature = "cuda", all(test, feature = "emulator")))]
 pub(crate) mod cuda;
 pub mod decode_attention;
 pub mod dropout;
@@ -55,16 +55,16 @@ use std::sync::Arc;
 use survey::TensorSurvey;
 use view::Allocate;
 
-/// Which kernels compute, as a configuration says it.
+/// The kernels a configuration asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Choice {
-    /// The fastest of the device: [`Fused`] on a CPU, [`Plain`] elsewhere.
+    /// [`Fused`] on a CPU, [`Plain`] elsewhere.
     #[default]
     Auto,
     /// [`Plain`].
     Candle,
-    /// [`Fused`].
+    /// The project's own: [`Fused`] on a CPU; on a GPU [`Plain`] with those CUDA kernels that have passed a preflight.
     Fused,
 }
 
@@ -82,20 +82,29 @@ impl FromStr for Choice {
 }
 
 impl Choice {
-    /// The kernels for tensors of `device`.
-    ///
-    /// # Errors
-    /// [`Error::Config`](crate::Error::Config) for `kernels` where there are none of this kind for the device.
-    pub fn on(self, device: &Device) -> crate::Result<Arc<dyn Kernels>> {
-        match (self, device.is_cpu()) {
-            (Self::Auto | Self::Fused, true) => Ok(Arc::new(Fused)),
-            (Self::Candle, _) | (Self::Auto, false) => Ok(Arc::new(Plain)),
-            (Self::Fused, false) => {
-                let message = "the fused kernels compute on a CPU only; use `auto` or `candle`, or `--device cpu`";
-                Err(crate::Error::config("kernels", message))
-            }
-        }
+    /// The kernels for tensors of `device`; `notice` is told of own CUDA kernels that are not used.
+    pub fn on(self, device: &Device, notice: &mut dyn FnMut(String)) -> Result<Arc<dyn Kernels>> {
+        Ok(match self {
+            Self::Auto | Self::Fused if device.is_cpu() => Arc::new(Fused),
+            Self::Auto | Self::Candle => Arc::new(Plain::new()),
+            Self::Fused => Arc::new(with_own(device, notice)?),
+        })
     }
+}
+
+/// candle's operations, but for those whose own kernels have passed the preflight.
+#[cfg(feature = "cuda")]
+fn with_own(device: &Device, notice: &mut dyn FnMut(String)) -> Result<Plain> {
+    let operations = cuda::preflight::passed(device, notice);
+    if operations.is_empty() {
+        return Ok(Plain::new());
+    }
+    Ok(Plain::with(Arc::new(cuda::own::Own::new(device, operations)?)))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn with_own(device: &Device, _: &mut dyn FnMut(String)) -> Result<Plain> {
+    candle_core::bail!("there are no kernels of our own for {:?}", device.location())
 }
 
 /// The normalisation in front of attention, MLP and head.
@@ -110,7 +119,7 @@ pub enum Norm {
     },
 }
 
-/// What the MLP applies between its products.
+/// The MLP's activation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// GELU in its tanh form (Hendrycks and Gimpel, 2016).
@@ -122,12 +131,12 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Whether the first product has a gate beside it.
+    /// Whether the activation is gated.
     pub const fn is_gated(self) -> bool {
         self.gate().is_some()
     }
 
-    /// What is applied to the gate.
+    /// The function applied to the gate.
     pub(crate) const fn gate(self) -> Option<Gate> {
         match self {
             Self::Gelu => None,
@@ -151,7 +160,7 @@ pub enum WeightLayout {
 pub struct NormSettings {
     /// The formula.
     pub norm: Norm,
-    /// What is added under the root.
+    /// Added to the variance under the square root.
     pub eps: f32,
 }
 
@@ -186,7 +195,7 @@ impl<T> Normed<T> {
     }
 }
 
-/// What tokens become vectors with.
+/// The operands of an embedding.
 #[derive(Clone, Copy, Debug)]
 pub struct Embedding<'a> {
     /// `[V, D]`.
@@ -201,7 +210,7 @@ pub struct Embedding<'a> {
     pub documents: Option<&'a [u32]>,
     /// Factor of the tokens' rows.
     pub scale: f32,
-    /// Acts on the sum.
+    /// Applied to the sum.
     pub dropout: Option<Dropout>,
 }
 
@@ -212,14 +221,14 @@ impl<'a> Embedding<'a> {
     }
 }
 
-/// Is called with what the head computes, and the row of the whole that its first row is.
+/// Called with each tensor the head computes and the index of its first row.
 pub type HeadHook<'a> = &'a mut dyn FnMut(HeadTensor, usize, &Tensor) -> Result<()>;
 
-/// The operations of a decoder. Results go into tensors that exist already; N counts tokens. Every implementation rounds
-/// where the storage type of a result asks for it, and nowhere else.
+/// The operations of a decoder. Results are written into existing tensors; N is the number of tokens. Implementations round
+/// only when they store a result.
 pub trait Kernels: fmt::Debug + Send + Sync {
     /// The name of this set of kernels in configurations and checkpoints.
-    fn name(&self) -> &'static str;
+    fn name(&self) -> &str;
 
     /// `x = 0`.
     fn zero(&self, x: &Tensor) -> Result<()>;
@@ -245,7 +254,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         dpositions: Option<&Tensor>,
     ) -> Result<()>;
 
-    /// Normalises each row of `x [N, D]` (residual type); `bias` is there for layer norms only.
+    /// Normalises each row of `x [N, D]` (residual type). Only layer norms have a `bias`.
     fn norm(
         &self,
         settings: NormSettings,
@@ -255,7 +264,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         to: &Normed,
     ) -> Result<()>;
 
-    /// Adds the gradient with respect to `x` to `dx [N, D]`, or writes it, and writes those of weight and bias.
+    /// Adds the gradient with respect to `x` to `dx [N, D]`, or overwrites it, and writes the gradients of weight and bias.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
     fn norm_backward(
         &self,
@@ -279,7 +288,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         rstd: &Tensor,
     ) -> Result<()>;
 
-    /// Writes the gradients with respect to `x` and the weight, given that of the output, `dy`.
+    /// Writes the gradients with respect to `x` and the weight, given the output's gradient `dy`.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
     fn head_norm_backward(
         &self,
@@ -325,6 +334,12 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     /// log-sum-exp.
     fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()>;
 
+    /// Bytes that [`Kernels::attention`] and its backward pass allocate for scores, at most.
+    fn score_bytes(&self, shape: &Shape) -> Result<u64> {
+        let _ = shape;
+        Ok(0)
+    }
+
     /// The gradients of queries, keys and values from `dout` and the forward pass's operands and results.
     fn attention_backward(
         &self,
@@ -346,11 +361,11 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         out: &Tensor,
     ) -> Result<()>;
 
-    /// `y [N, F] = activation(x)`; a gated one takes `x [N, 2·F]`, the gate in front.
+    /// `y [N, F] = activation(x)`; if it is gated, `x` is `[N, 2·F]` with the gate first.
     fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<()>;
 
-    /// The gradient with respect to `x` into `dx`, given that of the output, `dy`. Without a gate `dx` is `dy`, and the
-    /// gradient is formed in place.
+    /// Writes the gradient with respect to `x` into `dx`, given the output's gradient `dy`. Without a gate `dx` is `dy`: the
+    /// gradient is computed in place.
     fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()>;
 
     /// `out = stream + dropout(branch)`, all `[N, D]`; the sum is formed in FP32 and rounded to the residual type.
@@ -377,8 +392,8 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     /// The sum of a tensor's values.
     fn sum(&self, tensor: &Tensor) -> Result<f64>;
 
-    /// One update of AdamW. `weight`, the working copy, takes the new master rounded; `None` where the master itself is the
-    /// working copy.
+    /// One AdamW update. The new master is rounded into `weight`, the working copy; `None` means that the master is the working
+    /// copy.
     fn adamw(
         &self,
         numbers: AdamWStep,

@@ -1,4 +1,4 @@
-//! What turns gradients into updates: masters, AdamW, clipping, the learning-rate schedule.
+//! From gradients to updates: masters, AdamW, clipping, the learning-rate schedule.
 
 mod adamw;
 mod gradients;

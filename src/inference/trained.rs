@@ -130,7 +130,7 @@ impl TrainedModel {
     pub fn load(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
         let mut weights = self.weights(policy.compute)?;
         if !open.device.is_cpu() {
-            let there = Parameters::zeros(&self.config.parameters(), candle_dtype(policy.compute), &open.device)?;
+            let there = Parameters::zeros(weights.layout(), candle_dtype(policy.compute), &open.device)?;
             for (from, to) in weights.tensors().iter().zip(there.tensors()) {
                 to.slice_set(&from.to_device(&open.device)?, 0, 0)?;
             }

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::page::{Line, Page, Role};
+use crate::engine::kernels::{Fused, Kernels, Plain};
 use crate::engine::model::{Keep, ModelSpec};
 use crate::precision::PrecisionPolicy;
 use crate::train::{EngineBytes, largest_batch};
@@ -187,21 +188,24 @@ pub struct Setup {
     pub probes: bool,
     /// The memory of the program itself with its tokenizer, in bytes.
     pub process: u64,
+    /// Whether attention's scores are stored, as by candle's operations on a GPU.
+    pub stores_scores: bool,
 }
 
 impl Memory {
     /// Computes every recipe.
     pub fn new(model: &str, config: &ModelSpec, setup: Setup) -> Result<Self> {
-        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, probes, process } = setup;
+        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, probes, process, stores_scores } = setup;
         let with_process = |mut items: Vec<Item>| {
             items.push(Item { group: Group::Process, bytes: process });
             items
         };
         let engine = |policy, batch| -> Result<Vec<Item>> {
-            let mut items = Self::engine(config, policy, [batch, seq_len, grad_accum], keep)?;
+            let mut items = Self::engine(config, policy, [batch, seq_len, grad_accum], keep, stores_scores)?;
             if probes {
                 // A probe has its own FP32 workspace and gradients.
-                let exact = EngineBytes::new(config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All)?;
+                let shape = [batch, seq_len, 1];
+                let exact = EngineBytes::new(config, PrecisionPolicy::FP32, shape, Keep::All, &Fused)?;
                 let bytes = exact.activations + exact.scratch + exact.gradients;
                 items.push(Item { group: Group::Probe, bytes });
             }
@@ -244,10 +248,17 @@ impl Memory {
         })
     }
 
-    /// The bytes of this engine's buffers, from the types that allocate them. `shape` is batch, sequence length and
-    /// micro-batches.
-    pub fn engine(config: &ModelSpec, policy: PrecisionPolicy, shape: [usize; 3], keep: Keep) -> Result<Vec<Item>> {
-        let bytes = EngineBytes::new(config, policy, shape, keep)?;
+    /// The bytes of this engine's buffers, from the types that allocate them, and of attention's scores if they are stored.
+    /// `shape` is batch, sequence length and micro-batches.
+    pub fn engine(
+        config: &ModelSpec,
+        policy: PrecisionPolicy,
+        shape: [usize; 3],
+        keep: Keep,
+        stores_scores: bool,
+    ) -> Result<Vec<Item>> {
+        let kernels: &dyn Kernels = if stores_scores { &Plain::new() } else { &Fused };
+        let bytes = EngineBytes::new(config, policy, shape, keep, kernels)?;
         let item = |group, bytes| Item { group, bytes };
         Ok(vec![
             item(Group::Weights, bytes.weights),
@@ -255,7 +266,7 @@ impl Memory {
             item(Group::Gradients, bytes.gradients),
             item(Group::Adam, bytes.adam),
             item(Group::Activations, bytes.activations),
-            item(Group::Buffers, bytes.scratch),
+            item(Group::Buffers, bytes.scratch + bytes.scores),
         ])
     }
 
@@ -510,7 +521,7 @@ mod tests {
     use super::*;
 
     fn setup(shape: [usize; 3], budget: Option<u64>) -> Setup {
-        Setup { shape, budget, rank: 16, keep: Keep::All, probes: false, process: 0 }
+        Setup { shape, budget, rank: 16, keep: Keep::All, probes: false, process: 0, stores_scores: false }
     }
 
     fn distilgpt2(budget: Option<u64>) -> Memory {
@@ -522,6 +533,15 @@ mod tests {
         insta::assert_snapshot!("memory_distilgpt2", distilgpt2(Some(4 << 30)).page(80).text());
         let large = Memory::new("7b", &model_named("7b").unwrap(), setup([1, 2048, 8], Some(80 << 30))).unwrap();
         insta::assert_snapshot!("memory_7b", large.page(80).text());
+    }
+
+    /// Six matrices of 4 heads × 256² scores for each of 8 sequences, in FP32.
+    #[test]
+    fn a_gpus_stored_scores_are_counted() {
+        let config = ModelSpec { heads: 4, ..model_named("distilgpt2").unwrap() };
+        let bytes =
+            |scores| total(&Memory::engine(&config, PrecisionPolicy::FP16, [8, 256, 1], Keep::All, scores).unwrap());
+        assert_eq!(bytes(true) - bytes(false), 6 * 8 * 4 * 256 * 256 * 4);
     }
 
     /// The textbook's 16 bytes a parameter, whether in FP32 or mixed precision.
@@ -570,7 +590,10 @@ mod tests {
         let config = model_named("distilgpt2").unwrap();
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
-        let bytes = |batch| total(&Memory::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Keep::All).unwrap());
+        let bytes = |batch| {
+            let items = Memory::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Keep::All, false);
+            total(&items.unwrap())
+        };
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);
         assert_eq!(distilgpt2(Some(1000)).plans[0].largest_batch, (None, None));
     }

@@ -63,10 +63,7 @@ impl Emitter {
 
     /// Emits an event that happened just now. A failing log or a closed screen is not an error, because training continues
     /// without them; the first failed write and the recovery are logged as warnings.
-    ///
-    /// # Errors
-    /// None today.
-    pub fn emit(&mut self, event: Event) -> Result<()> {
+    pub fn emit(&mut self, event: Event) {
         let step = event.step().unwrap_or(0);
         let record = self.stamp(event);
         let mut failed = Vec::new();
@@ -78,7 +75,9 @@ impl Emitter {
             }
         });
         self.write(record, step);
-        failed.into_iter().try_for_each(|message| self.emit(Event::Warning(Trouble { step, message })))
+        for message in failed {
+            self.emit(Event::Warning(Trouble { step, message }));
+        }
     }
 
     /// Appends a record to the log and sends it to the screen.
@@ -134,10 +133,10 @@ mod tests {
         let mut emitter = Emitter::new(None);
         let screen = emitter.connect();
         for step in 0..QUEUE as u64 + 5 {
-            emitter.emit(Event::Paused { step }).unwrap();
+            emitter.emit(Event::Paused { step });
         }
         assert_eq!(screen.try_iter().count(), QUEUE);
-        emitter.emit(Event::Paused { step: 0 }).unwrap();
+        emitter.emit(Event::Paused { step: 0 });
         let Event::Warning(Trouble { message, .. }) = screen.recv().unwrap().event else { panic!("no warning") };
         assert!(message.contains("5 events"), "{message}");
         assert_eq!(screen.recv().unwrap().event, Event::Paused { step: 0 });
@@ -151,10 +150,10 @@ mod tests {
         let screen = emitter.connect();
         let good = emitter.log.as_mut().unwrap().write_to(std::fs::File::open(&path).unwrap());
         for step in 1..=3 {
-            emitter.emit(Event::Paused { step }).unwrap();
+            emitter.emit(Event::Paused { step });
         }
         emitter.log.as_mut().unwrap().write_to(good);
-        emitter.emit(Event::Resumed { step: 4 }).unwrap();
+        emitter.emit(Event::Resumed { step: 4 });
         let logged = super::super::read(&path).unwrap();
         let shown: Vec<Record> = screen.try_iter().collect();
         assert_eq!(shown, logged);
@@ -188,8 +187,8 @@ mod tests {
         let mut emitter = Emitter::new(None);
         let screen = emitter.connect();
         emitter.add_sink(Box::new(Broken));
-        emitter.emit(Event::Paused { step: 1 }).unwrap();
-        emitter.emit(Event::Paused { step: 2 }).unwrap();
+        emitter.emit(Event::Paused { step: 1 });
+        emitter.emit(Event::Paused { step: 2 });
         let events: Vec<_> = screen.try_iter().map(|record| record.event).collect();
         let [Event::Paused { step: 1 }, Event::Warning(Trouble { message, .. }), Event::Paused { step: 2 }] =
             &events[..]
@@ -203,7 +202,7 @@ mod tests {
     fn a_closed_screen_is_not_an_error() {
         let mut emitter = Emitter::new(None);
         drop(emitter.connect());
-        emitter.emit(Event::Paused { step: 1 }).unwrap();
-        emitter.emit(Event::Paused { step: 2 }).unwrap();
+        emitter.emit(Event::Paused { step: 1 });
+        emitter.emit(Event::Paused { step: 2 });
     }
 }

@@ -150,7 +150,7 @@ mod tests {
             })
             .unwrap();
         }
-        engine(&config, &shape, masters, kernels.on(&Device::Cpu).unwrap(), 10).unwrap()
+        engine(&config, &shape, masters, kernels.on(&Device::Cpu, &mut |_| ()).unwrap(), 10).unwrap()
     }
 
     fn tiny() -> ModelSpec {

@@ -1,8 +1,11 @@
 //! The memory that training's buffers take, summed from the types that allocate them.
 
+use crate::engine::kernels::Kernels;
+use crate::engine::kernels::attention::Shape;
 use crate::engine::model::{Keep, ModelSpec, Workspace, WorkspaceBytes};
 use crate::engine::optim::{AdamW, Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
+use crate::train::config::Config;
 use crate::{Error, Result};
 
 /// Bytes by purpose.
@@ -20,6 +23,8 @@ pub struct EngineBytes {
     pub activations: u64,
     /// Buffers that are reused: a tile of logits, gradients of activations.
     pub scratch: u64,
+    /// Attention's scores, where the kernels store them: candle's do, and so a GPU.
+    pub scores: u64,
 }
 
 impl EngineBytes {
@@ -29,18 +34,20 @@ impl EngineBytes {
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
         keep: Keep,
+        kernels: &dyn Kernels,
     ) -> Result<Self> {
         let parameters = spec.parameter_count();
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
         let (masters, weights) = MasterWeights::bytes(parameters, policy.compute);
         let gradients = Gradients::bytes(parameters, policy, grad_accum);
-        Ok(Self { weights, masters, gradients, adam: AdamW::bytes(parameters), activations, scratch })
+        let scores = kernels.score_bytes(&Shape::new(batch, seq_len, spec.heads, spec.head_dim))?;
+        Ok(Self { weights, masters, gradients, adam: AdamW::bytes(parameters), activations, scratch, scores })
     }
 
     /// The sum.
     pub fn total(&self) -> u64 {
-        let Self { weights, masters, gradients, adam, activations, scratch } = self;
-        weights + masters + gradients + adam + activations + scratch
+        let Self { weights, masters, gradients, adam, activations, scratch, scores } = self;
+        weights + masters + gradients + adam + activations + scratch + scores
     }
 }
 
@@ -48,10 +55,11 @@ impl EngineBytes {
 ///
 /// # Errors
 /// [`Error::Config`] with the bytes needed and available.
-pub(super) fn check_fits(spec: &ModelSpec, policy: PrecisionPolicy, sizes: [usize; 3], available: u64) -> Result<()> {
-    let [batch, seq_len, grad_accum] = sizes;
+pub(super) fn check_fits(config: &Config, spec: &ModelSpec, kernels: &dyn Kernels, available: u64) -> Result<()> {
+    let train = &config.train;
+    let (batch, seq_len, grad_accum, recompute) = (train.batch_size, train.seq_len, train.grad_accum, train.recompute);
     let need = |batch| {
-        let bytes = EngineBytes::new(spec, policy, [batch, seq_len, grad_accum], Keep::All);
+        let bytes = EngineBytes::new(spec, config.dtype, [batch, seq_len, grad_accum], recompute, kernels);
         bytes.map_or(u64::MAX, |bytes| bytes.total())
     };
     if need(batch) <= available {

@@ -366,14 +366,10 @@ pub(super) fn device(config: &Config, report: &mut Report<'_>) -> Result<OpenDev
     config.place()?.open(config.dtype, config.kernels, &mut |notice| report(Preparing::Notice(notice)))
 }
 
-/// Refuses a run on the CPU for which there is not enough memory.
-pub(super) fn check_memory(config: &Config, shape: &ModelSpec, device: &Device) -> Result<()> {
-    if !device.is_cpu() {
-        return Ok(());
-    }
-    let train = &config.train;
-    let sizes = [train.batch_size, train.seq_len, train.grad_accum];
-    available_bytes().map_or(Ok(()), |available| check_fits(shape, config.dtype, sizes, available))
+/// Rejects a run for which the device has not enough memory.
+pub(super) fn check_memory(config: &Config, shape: &ModelSpec, open: &OpenDevice) -> Result<()> {
+    let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
+    available.map_or(Ok(()), |available| check_fits(config, shape, &*open.kernels, available))
 }
 
 /// An engine for `config` at its first step, from FP32 initial weights, on their device and with its `kernels`.

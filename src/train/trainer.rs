@@ -92,7 +92,7 @@ impl Trainer {
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
         let open = setup::device(&config, report)?;
         let source = ModelSource::open(&config, report)?;
-        setup::check_memory(&config, &source.config, &open.device)?;
+        setup::check_memory(&config, &source.config, &open)?;
         let masters = source.masters(config.seed, &open.device, report)?;
         check_range(&masters, &config.model, config.dtype.compute)?;
         Self::with_parts(config, source, masters, open, report)
@@ -103,7 +103,7 @@ impl Trainer {
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
         let open = setup::device(&config, report)?;
         let source = ModelSource::of_checkpoint(&config, checkpoint)?;
-        setup::check_memory(&config, &source.config, &open.device)?;
+        setup::check_memory(&config, &source.config, &open)?;
         let masters = source.masters(config.seed, &open.device, report)?;
         let mut trainer = Self::with_parts(config, source, masters, open, report)?;
         trainer.load(checkpoint)?;
@@ -288,9 +288,9 @@ impl Trainer {
         let ordinal = if let Ok(Place::Cuda(ordinal)) = self.config.place() { ordinal } else { 0 };
         self.gpu = GpuSampler::start(ordinal);
         let started = self.started(resumed_from);
-        self.emitter.emit(Event::Started(Box::new(started)))?;
+        self.emitter.emit(Event::Started(Box::new(started)));
         for change in std::mem::take(&mut self.progress.changes) {
-            self.warn(format!("resumed with a setting that differs from the checkpoint's: {change}"))?;
+            self.warn(format!("resumed with a setting that differs from the checkpoint's: {change}"));
         }
         let reason = self.steps();
         let reason = match reason {
@@ -301,13 +301,13 @@ impl Trainer {
                     self.save_last()?;
                 }
                 if let Error::Diverged { .. } = &error {
-                    self.emitter.emit(Event::Diverged(Trouble { step, message: error.to_string() }))?;
-                    self.finish(FinishReason::Diverged, began)?;
+                    self.emitter.emit(Event::Diverged(Trouble { step, message: error.to_string() }));
+                    self.finish(FinishReason::Diverged, began);
                 }
                 return Err(error);
             }
         };
-        self.finish(reason, began)?;
+        self.finish(reason, began);
         Ok(reason)
     }
 
@@ -329,7 +329,7 @@ impl Trainer {
                 break;
             }
             if sample {
-                self.sample()?;
+                self.sample();
             }
             if save_weights {
                 self.warn_on_failure(Self::save_weights)?;
@@ -342,7 +342,7 @@ impl Trainer {
         // Save even if this evaluation fails.
         let evaluated = if unevaluated { self.evaluate().map(drop) } else { Ok(()) };
         if self.progress.sampled_at != Some(self.engine.state.counters.step) {
-            self.sample()?;
+            self.sample();
         }
         self.save_last()?;
         evaluated?;
@@ -383,16 +383,16 @@ impl Trainer {
                 None => return Ok(None),
                 Some(Command::Pause) if !paused => {
                     paused = true;
-                    self.emitter.emit(Event::Paused { step })?;
+                    self.emitter.emit(Event::Paused { step });
                 }
                 Some(Command::Resume | Command::Detach) if paused => {
                     paused = false;
-                    self.emitter.emit(Event::Resumed { step })?;
+                    self.emitter.emit(Event::Resumed { step });
                 }
                 Some(Command::Pause | Command::Resume | Command::Detach) => {}
                 Some(Command::SaveNow) => self.warn_on_failure(Self::save)?,
                 Some(Command::EvalNow) => drop(self.validate()?),
-                Some(Command::SampleNow) => self.sample()?,
+                Some(Command::SampleNow) => self.sample(),
                 Some(Command::ProbeNow) => *probe = true,
                 Some(Command::Stop { save }) => {
                     if save {
@@ -432,8 +432,10 @@ impl Trainer {
         let mut taken = Taken { batches, report, origin: None, events: Vec::new() };
         self.observers.iter_mut().try_for_each(|observer| observer.after(&mut self.engine, &mut taken))?;
         let Taken { report, origin, events, .. } = taken;
-        let diverged = self.log_step(cursor, &report, origin.map(|(origin, _)| origin), began)?;
-        events.into_iter().try_for_each(|event| self.emitter.emit(event))?;
+        let diverged = self.log_step(cursor, &report, origin.map(|(origin, _)| origin), began);
+        for event in events {
+            self.emitter.emit(event);
+        }
         diverged.map_or(Ok(()), Err)
     }
 
@@ -464,7 +466,7 @@ impl Trainer {
         self.eval.check()?;
         let evaluation = Best { step, loss };
         self.progress.validation = Some(evaluation);
-        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }))?;
+        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }));
         Ok(evaluation)
     }
 
@@ -487,26 +489,30 @@ impl Trainer {
         Ok(patience > 0 && self.progress.evaluations_without_best >= patience)
     }
 
-    fn sample(&mut self) -> Result<()> {
+    fn sample(&mut self) {
         let step = self.engine.state.counters.step;
         self.progress.sampled_at = Some(step);
-        let Some(sampler) = &mut self.sampler else { return Ok(()) };
+        let Some(sampler) = &mut self.sampler else { return };
         let (model, weights) = (&self.engine.model, &self.engine.state.weights);
         self.activity.begin("sampling");
         let text = sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step);
         self.activity.end();
         let text = match text {
             Ok(text) => text,
-            Err(error) => return self.warn(format!("no text sample: {error}")),
+            Err(error) => {
+                self.warn(format!("no text sample: {error}"));
+                return;
+            }
         };
         let prompt = self.config.train.prompt.clone();
-        self.emitter.emit(Event::Sample(SampleText { step, prompt, text }))
+        self.emitter.emit(Event::Sample(SampleText { step, prompt, text }));
     }
 
     /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so the
     /// run's numbers do not change.
     fn probe(&mut self) -> Result<()> {
         let probe = probe::probe(&mut self.engine, &self.micro_batches[0])?;
-        self.emitter.emit(Event::Probe(Box::new(probe)))
+        self.emitter.emit(Event::Probe(Box::new(probe)));
+        Ok(())
     }
 }

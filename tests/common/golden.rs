@@ -37,7 +37,7 @@ pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep
 
 /// Every set of kernels that computes on a CPU.
 pub(crate) fn all_kernels() -> [Arc<dyn Kernels>; 2] {
-    [Arc::new(Fused), Arc::new(Plain)]
+    [Arc::new(Fused), Arc::new(Plain::new())]
 }
 
 /// A model, batches for it, and what PyTorch makes of them.

@@ -12,7 +12,7 @@ use finetune::engine::kernels::view::zeros;
 use finetune::engine::kernels::{Fused, Kernels, Plain};
 
 /// Every set of kernels that computes on a CPU.
-pub(crate) const KERNELS: [&dyn Kernels; 2] = [&Fused, &Plain];
+pub(crate) const KERNELS: [&dyn Kernels; 2] = [&Fused, &Plain::new()];
 
 /// A layer's forward value, and its inputs' gradients in the order of the inputs.
 pub(crate) type Outcome = (Tensor, Vec<Tensor>);

@@ -258,4 +258,7 @@ pub(super) struct MemoryArgs {
     /// Memory to fit in: `16G`, `512M`
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub(super) memory: Option<u64>,
+    /// Count attention's scores, which candle's operations on a GPU store [default: as the run did]
+    #[arg(long)]
+    pub(super) gpu: bool,
 }

@@ -1,47 +1,32 @@
-// AdamW on all tensors in one launch: the twin of adamw.rs. G is the gradients' type, W the working copy's.
-#include "cuda/chunks.cuh"
+// AdamW on one tensor: the twin of adamw.rs. G is the gradient's type, W the working copy's.
 #include "cuda/common.cuh"
 
-struct AdamWTensor {
+struct AdamW {
     const void* grad;  // G
     float *master, *exp_avg, *exp_avg_sq;
     void* weight;  // W; null where the master is the working copy
     u64 len;
-    float weight_decay;
-    unsigned unused;
-};
-
-struct AdamW {
-    const AdamWTensor* tensors;
-    const Chunk* chunks;
     float lr;
     float betas[2];
     float shares[2];  // 1 - beta, rounded once
-    float eps;
+    float eps, weight_decay;
     float bias_corrections[2];
     float grad_factor;
-    unsigned unused;
 };
 
 constexpr unsigned THREADS = 256;
 constexpr int N = 4;
 
 template <class G, class W> __device__ void adamw(const AdamW& a) {
-    const Chunk chunk = load(a.chunks, blockIdx.x);
-    const AdamWTensor tensor = load(a.tensors, chunk.tensor);
-    const Span span = span_of(chunk, tensor.len);
-    const float decay = 1.0f - a.lr * tensor.weight_decay;
+    const float decay = 1.0f - a.lr * a.weight_decay;
     const float step_size = a.lr / a.bias_corrections[0];
     const float inverse_root = 1.0f / sqrtf(a.bias_corrections[1]);
-    for (unsigned i = threadIdx.x * N; i < span.count; i += THREADS * N) {
-        const unsigned count = min(span.count - i, static_cast<unsigned>(N));
-        const bool whole = count == N;
-        const size_t at = span.first + i;
+    for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
         float g[N], p[N], m[N], v[N];
-        load_pack<G>(tensor.grad, at, whole, count, g);
-        load_pack<float>(tensor.master, at, whole, count, p);
-        load_pack<float>(tensor.exp_avg, at, whole, count, m);
-        load_pack<float>(tensor.exp_avg_sq, at, whole, count, v);
+        load_pack<G>(a.grad, at, whole, count, g);
+        load_pack<float>(a.master, at, whole, count, p);
+        load_pack<float>(a.exp_avg, at, whole, count, m);
+        load_pack<float>(a.exp_avg_sq, at, whole, count, v);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             g[k] *= a.grad_factor;
@@ -49,11 +34,11 @@ template <class G, class W> __device__ void adamw(const AdamW& a) {
             v[k] = v[k] * a.betas[1] + g[k] * g[k] * a.shares[1];
             p[k] = p[k] * decay - step_size * m[k] / (sqrtf(v[k]) * inverse_root + a.eps);
         }
-        store_pack<float>(tensor.master, at, whole, count, p);
-        store_pack<float>(tensor.exp_avg, at, whole, count, m);
-        store_pack<float>(tensor.exp_avg_sq, at, whole, count, v);
-        if (tensor.weight != nullptr) store_pack<W>(tensor.weight, at, whole, count, p);
-    }
+        store_pack<float>(a.master, at, whole, count, p);
+        store_pack<float>(a.exp_avg, at, whole, count, m);
+        store_pack<float>(a.exp_avg_sq, at, whole, count, v);
+        if (a.weight != nullptr) store_pack<W>(a.weight, at, whole, count, p);
+    });
 }
 
 ENTRIES_WIDE_FIRST(adamw, THREADS, AdamW)

@@ -21,7 +21,7 @@ pub struct AdamWStep {
     pub grad_factor: f32,
 }
 
-/// Adam's moments of one tensor, FP32.
+/// Adam's moments of one tensor, in FP32.
 #[derive(Clone, Copy, Debug)]
 pub struct Moments<'a> {
     /// The first.

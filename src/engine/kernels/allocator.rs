@@ -1,7 +1,7 @@
-//! The program's allocator: the system's, with huge pages for large blocks and a count of what was asked for.
+//! The program's allocator: the system's, with huge pages for large blocks and a count of allocations.
 //!
-//! Weights, gradients and moments are read front to back in every step, far faster than the processor can look up pages
-//! of 4 kB. A program opts in with `#[global_allocator]`.
+//! Each step streams through weights, gradients and moments, and with 4 kB pages address translation would limit its speed.
+//! A program opts in with `#[global_allocator]`.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ static BYTES: AtomicU64 = AtomicU64::new(0);
 #[derive(Debug)]
 pub struct Allocator;
 
-/// How much was allocated since the program began.
+/// Allocations since the program started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Allocations {
     /// Blocks.
@@ -43,7 +43,7 @@ fn count(bytes: usize) {
     BYTES.fetch_add(bytes as u64, Ordering::Relaxed);
 }
 
-/// The layout that is asked of the system: blocks that fill huge pages begin on one.
+/// The layout requested from the system: blocks that fill huge pages start on one.
 fn aligned(layout: Layout) -> Layout {
     if layout.size() < HUGE_PAGE {
         return layout;
@@ -51,7 +51,7 @@ fn aligned(layout: Layout) -> Layout {
     layout.align_to(HUGE_PAGE).unwrap_or(layout)
 }
 
-/// Asks the system to back a block by huge pages; it is free to refuse.
+/// Advises the system to back a block with huge pages; it may ignore this.
 fn advise(start: *mut u8, bytes: usize) {
     #[cfg(target_os = "linux")]
     if bytes >= HUGE_PAGE && !start.is_null() {
@@ -78,8 +78,8 @@ unsafe impl GlobalAlloc for Allocator {
             // SAFETY: the caller's promise.
             return unsafe { System.alloc_zeroed(layout) };
         }
-        // With an alignment like this the system's `alloc_zeroed` clears by hand, page fault by page fault; so it is done
-        // here, after the advice.
+        // For this alignment the system's `alloc_zeroed` clears the memory itself, faulting in small pages; so clear it here,
+        // after the advice.
         // SAFETY: the caller's promise; the block has this size.
         unsafe {
             let start = self.alloc(layout);

@@ -124,7 +124,7 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
     const H head(a.shape);
     SHARED(float, memory);
     float *q = memory, *kv = q + ROWS * H::LD, *p = kv + ROWS * H::LD;
-    // The tiles with the most keys begin first.
+    // Start with the tiles that have the most keys.
     const unsigned first = (gridDim.x - 1 - blockIdx.x) * ROWS, stride = 3 * head.width();
     head.load_tile(a.qkv, stride, 0, first, a.shape.softmax_scale, q);
     float out[R][C] = {}, top[R], total[R];
@@ -144,7 +144,7 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
                 s[i][j] = column + j <= row ? s[i][j] : -INFINITY;
                 highest = fmaxf(highest, s[i][j]);
             }
-            // Each row sees at least one key of its first tile, so from then on its maximum is no -∞.
+            // Each row attends to at least one key of its first tile, so its maximum is finite from then on.
             const float now = fmaxf(top[i], side_max(highest));
             const float shrink = expf(top[i] - now);
             float sum = 0.0f;

@@ -1,9 +1,9 @@
-//! Causal self-attention, with grouped queries, sliding windows and documents that do not see each other.
+//! Causal self-attention with grouped queries, sliding windows and document boundaries.
 //!
-//! A head's scores never exist as a whole: the forward pass keeps each row's log-sum-exp, and the backward pass
+//! A head's full score matrix is never stored: the forward pass keeps each row's log-sum-exp, and the backward pass
 //! recomputes the probabilities from it (Dao et al., "`FlashAttention`", 2022). Scores, softmax and sums are FP32.
-//! Keys and values are not repeated for the heads that share them; the gradients of these heads are summed in FP32, in
-//! the order of the heads. Keys that no query of a block can attend to are skipped.
+//! Keys and values are not copied for the heads that share them; the gradients of these heads are summed in FP32, in head
+//! order. Keys that no query of a block attends to are skipped.
 
 use crate::engine::kernels::columns::{Columns, Source, Target, write_columns};
 use crate::engine::kernels::dropout::Dropout;
@@ -29,7 +29,7 @@ pub struct Shape {
     pub head_size: usize,
     /// Factor of the scores.
     pub scale: f32,
-    /// How many keys a query attends to at most, its own and those just before it.
+    /// The most keys a query attends to: its own position and those just before it.
     pub window: Option<usize>,
     /// Scores `s` become `cap * tanh(s / cap)`.
     pub softcap: Option<f32>,
@@ -47,7 +47,7 @@ impl Shape {
         [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_size)
     }
 
-    /// The first key that row `i` of a sequence may attend to by the window alone.
+    /// The first key within the window of row `i` of a sequence.
     pub(crate) fn first_in_window(&self, i: usize) -> usize {
         self.window.map_or(0, |window| (i + 1).saturating_sub(window))
     }
@@ -64,14 +64,14 @@ impl Shape {
     }
 }
 
-/// What attention reads.
+/// The inputs of attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Operands<'a> {
     /// Queries `[B·T, H·head_size]`, keys and values `[B·T, kv_heads·head_size]`.
     pub qkv: [Columns<'a>; 3],
-    /// For each row, the row of its sequence that its document starts in: attention does not cross it.
+    /// For each row, the row of its sequence at which its document starts; earlier rows are masked.
     pub documents: Option<&'a [u32]>,
-    /// Acts on the softmax's output.
+    /// Applied to the softmax's output.
     pub dropout: Option<Dropout>,
 }
 
@@ -97,9 +97,9 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// Queries worked on together: their scores against all keys stay in the second-level cache.
+/// Queries processed together: their scores against all keys fit in the L2 cache.
 const QUERIES: usize = 16;
-/// Scratch matrices have a multiple of this many rows and columns, filled up with zeros, so that loops have no tails.
+/// Rows and columns of scratch matrices are zero-padded to a multiple of this, so that loops have no tails.
 const PAD: usize = 16;
 
 /// One sequence, with padded sizes.
@@ -133,7 +133,7 @@ impl<'a> Sequence<'a> {
         self.documents.map_or(0, |starts| starts[i] as usize).max(self.shape.first_in_window(i))
     }
 
-    /// Where the keys begin that queries from `first` on are multiplied with.
+    /// The first key needed by queries from `first` on, rounded down to the padding.
     #[inline(always)]
     fn first_block_key(self, first: usize) -> usize {
         self.first_key(first) / PAD * PAD
@@ -190,11 +190,11 @@ struct Matrix<'a> {
     column_stride: usize,
 }
 
-/// `c (+)= a · b` for `a` of `rows` × `inner`, and `b`, `c` with rows of `ldb` and `ldc` elements of which `columns` take
-/// part; `rows` and `inner` are multiples of 4.
+/// `c (+)= a · b` for `a` of `rows` × `inner`. Rows of `b` and `c` are `ldb` and `ldc` elements apart, and `columns` of them
+/// are used; `rows` and `inner` are multiples of 4.
 ///
-/// Four rows of `b` are folded into four rows of `c` at a time: plain loops that compilers turn into vectors, at half of
-/// the arithmetic's peak for the sizes of a head.
+/// Four rows of `b` are multiplied into four rows of `c` at a time, in plain loops that the compiler vectorises; they reach
+/// half of peak arithmetic for typical head sizes.
 #[inline(always)]
 fn multiply(
     [rows, inner, columns]: [usize; 3],
@@ -400,7 +400,7 @@ fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_
                 let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
                 sequence.load(queries, head, scale, q);
                 sequence.load(saved.dout, head, 1.0, dout);
-                // Until its block is reached, dq holds the forward pass's output.
+                // dq holds the forward pass's output until its block is processed.
                 sequence.load(saved.out, head, 1.0, dq);
                 for first in (0..seq_len).step_by(QUERIES) {
                     let lowest = sequence.first_block_key(first);
@@ -480,7 +480,7 @@ fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_
     );
 }
 
-/// Lends `f` scratch matrices of the given lengths, with old contents.
+/// Passes `f` scratch matrices of the given lengths, with arbitrary contents.
 #[inline(always)]
 fn with_matrices<const N: usize>(lengths: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
     with_scratch(

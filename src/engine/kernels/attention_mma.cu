@@ -245,7 +245,7 @@ template <class T, int SIZE> struct Queries {
             float highest = top[half];
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
-            // Each row sees at least one key of its first tile, so from then on its maximum is no -∞.
+            // Each row attends to at least one key of its first tile, so its maximum is finite from then on.
             highest = row_max(highest);
             const float shrink = exp2f((top[half] - highest) * scale), offset = highest * scale;
             float sum = 0.0f;
@@ -289,7 +289,7 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
         commit_copies();
     };
     const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len;
-    // The tiles with the most keys begin first.
+    // Start with the tiles that have the most keys.
     const unsigned block_first = (gridDim.x - 1 - blockIdx.x) * ROWS, first = block_first + warp * WARP_ROWS;
     Queries<T, SIZE> queries{a, tiles, first, {}};
     tiles.template fetch<ROWS>(a.qkv, 3 * tiles.width(), 0, block_first, stage(1));
@@ -418,7 +418,7 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
         }
         commit_copies();
     };
-    // The tiles with the most to do begin first.
+    // Start with the tiles that have the most work.
     const unsigned block_first = (KEYS_AT_REST ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * ROWS;
     const unsigned begin = KEYS_AT_REST ? block_first : 0, end = KEYS_AT_REST ? seq_len : min(block_first + ROWS, seq_len);
     const unsigned first = block_first + warp * WARP_ROWS;

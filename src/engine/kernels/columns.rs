@@ -6,16 +6,16 @@ use crate::engine::kernels::view::{Interleaved, Read, View, write};
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 
-/// What happens to a gradient's buffer.
+/// How a gradient is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Store {
-    /// The gradient is added to what it holds, in FP32 and with one rounding.
+    /// Added to the buffer's content, in FP32 with one rounding.
     Add,
-    /// What it holds is not read.
+    /// The buffer's content is overwritten.
     Overwrite,
 }
 
-/// Some columns of a matrix, the same of every row.
+/// A range of columns of a matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Columns<'a> {
     tensor: &'a Tensor,
@@ -149,8 +149,7 @@ impl Target<'_> {
     }
 }
 
-/// Lends `f` columns for writing. Parts of one tensor are opened together; parts of different tensors that share storage
-/// are not allowed.
+/// Gives `f` write access to columns. Parts of one tensor are opened together; tensors that share storage are not allowed.
 pub(crate) fn write_columns<const N: usize, R>(
     columns: [Columns<'_>; N],
     f: impl FnOnce([Target<'_>; N]) -> R,

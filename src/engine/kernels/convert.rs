@@ -15,8 +15,7 @@ pub trait Element: candle_core::WithDType + Default {
     /// Widens `source` into `target`, which has the same length; exact.
     fn load(source: &[Self], target: &mut [f32]);
 
-    /// Rounds `source` to nearest even into `target`, which has the same length. What is too large becomes infinite,
-    /// NaN stays NaN.
+    /// Rounds `source` to nearest even into `target`, which has the same length. Overflow becomes infinity, and NaN stays NaN.
     fn store(source: &[f32], target: &mut [Self]);
 
     /// Widens one element; exact.
@@ -25,7 +24,7 @@ pub trait Element: candle_core::WithDType + Default {
     /// Rounds one element to nearest even.
     fn from_f32(value: f32) -> Self;
 
-    /// The elements as FP32: themselves where they are, else widened into `scratch`, which has the same length.
+    /// The elements as FP32: borrowed if they are FP32, otherwise widened into `scratch`, which has the same length.
     #[inline(always)]
     fn widened<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
         Self::load(source, scratch);
@@ -94,7 +93,7 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
-        // Half of the last place kept, less one where that place is even: a carry rounds up, into infinity if need be.
+        // Half a unit in the last kept place, minus one if that place is even; the carry rounds up, possibly to infinity.
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let quiet_nan = bits >> 16 | 0x40;
@@ -161,7 +160,7 @@ mod avx512 {
     pub(super) unsafe fn load_f16(source: &[f16], target: &mut [f32]) {
         let whole = source.len() / LANES * LANES;
         let (from, to) = (source.as_ptr(), target.as_mut_ptr());
-        // Without a mask where none is needed: what a masked store wrote reaches the next load late.
+        // Avoid masks where possible: store forwarding from masked stores is slow.
         for start in (0..whole).step_by(LANES) {
             // SAFETY: `start + LANES` is at most the length of both slices.
             unsafe {

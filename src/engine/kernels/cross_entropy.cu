@@ -1,23 +1,13 @@
 // Softmax, loss and gradient of rows of logits: the twin of `loss_rows` in cross_entropy.rs.
-//
-// Rows are `stride` elements apart and only the first `vocab` count; the others, which pad the product to whole tiles of
-// the tensor cores, get a gradient of zero.
 #include "cuda/common.cuh"
 
 struct CrossEntropy {
-    void* logits;             // [rows, stride], T; the gradient takes their place
+    void* logits;             // [rows, vocab], T; the gradient takes their place
     const unsigned* targets;  // [rows]
     float* losses;            // [rows]
-    unsigned rows, vocab, stride;
+    unsigned rows, vocab;
     unsigned has_gradient;  // 0 for the loss alone
     float seed;             // the gradient of a row's loss
-    unsigned unused;
-};
-
-struct SumLosses {
-    const float* losses;
-    double* total;  // added to
-    u64 rows;
 };
 
 constexpr unsigned THREADS = 512;
@@ -29,28 +19,28 @@ constexpr unsigned IGNORE = 0xffffffffu;
 template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
     SHARED(float, scratch);  // [WARPS]
     const unsigned row = blockIdx.x, target = load(a.targets, row);
-    const size_t start = static_cast<size_t>(row) * a.stride;
-    const bool whole = a.stride % N == 0;
+    const size_t start = static_cast<size_t>(row) * a.vocab;
+    const bool whole = a.vocab % N == 0;
     float x[N];
     if (target == IGNORE) {
         if (a.has_gradient) {
 #pragma unroll
             for (int i = 0; i < N; ++i) x[i] = 0.0f;
-            for (unsigned c = threadIdx.x * N; c < a.stride; c += THREADS * N) store_pack<T>(a.logits, start + c, whole, a.stride - c, x);
+            for (unsigned c = threadIdx.x * N; c < a.vocab; c += THREADS * N) store_pack<T>(a.logits, start + c, whole, a.vocab - c, x);
         }
         if (threadIdx.x == 0) store(a.losses, row, 0.0f);
         return;
     }
     float top = -INFINITY, sum = 0.0f;
     for (unsigned c = threadIdx.x * N; c < a.vocab; c += THREADS * N) {
-        load_pack<T>(a.logits, start + c, whole, a.stride - c, x);
+        load_pack<T>(a.logits, start + c, whole, a.vocab - c, x);
         float highest = top;
 #pragma unroll
         for (unsigned i = 0; i < N; ++i) {
             x[i] = c + i < a.vocab ? x[i] : -INFINITY;
             highest = fmaxf(highest, x[i]);
         }
-        // Until a thread has met a number, its maximum is -∞, whose distance from itself would be NaN.
+        // A thread's maximum starts at -∞, and -∞ - (-∞) would be NaN.
         const float center = highest == -INFINITY ? 0.0f : highest;
         sum *= expf(top - center);
 #pragma unroll
@@ -66,25 +56,15 @@ template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
     if (!a.has_gradient) return;
     __syncthreads();  // the target's logit is read
     const float seed = a.seed, factor = seed / total;
-    for (unsigned c = threadIdx.x * N; c < a.stride; c += THREADS * N) {
-        load_pack<T>(a.logits, start + c, whole, a.stride - c, x);
+    for (unsigned c = threadIdx.x * N; c < a.vocab; c += THREADS * N) {
+        load_pack<T>(a.logits, start + c, whole, a.vocab - c, x);
 #pragma unroll
         for (unsigned i = 0; i < N; ++i) {
             x[i] = c + i < a.vocab ? expf(x[i] - highest) * factor : 0.0f;
             if (c + i == target) x[i] -= seed;
         }
-        store_pack<T>(a.logits, start + c, whole, a.stride - c, x);
+        store_pack<T>(a.logits, start + c, whole, a.vocab - c, x);
     }
 }
 
-// One block for all rows, in f64.
-__device__ void total_loss(const SumLosses& a) {
-    SHARED(double, scratch);  // [WARPS]
-    double sum = 0.0;
-    for (u64 row = threadIdx.x; row < a.rows; row += THREADS) sum += load(a.losses, row);
-    sum = block_sum<WARPS>(sum, scratch);
-    if (threadIdx.x == 0) store(a.total, 0, load(a.total, 0) + sum);
-}
-
 ENTRIES(cross_entropy, THREADS, CrossEntropy)
-ENTRY(sum_losses, THREADS, SumLosses, total_loss)

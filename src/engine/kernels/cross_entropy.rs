@@ -12,27 +12,27 @@ use crate::engine::kernels::rows::{Rows, for_each_part, max, sum, with_scratch};
 use crate::engine::kernels::view::{Allocate, ViewMut, copy, read, with_element, write, write_f32};
 use candle_core::{DType, Result, Tensor, bail};
 
-/// A target that takes no part in the loss: padding, or a prompt that is not trained on.
+/// A target excluded from the loss: padding, or a prompt that is not trained on.
 pub const IGNORE: u32 = u32::MAX;
 
-/// What the head needs beside its operands: a tile of logits and a place to sum over tiles.
+/// The head's buffers: a tile of logits and a sum over tiles.
 #[derive(Debug)]
 pub struct HeadWorkspace<T = Tensor> {
     /// `[tile, V]`, compute type.
     pub(crate) logits: T,
-    /// `[V, D]` FP32, where the gradient is of a narrower type and takes more than one tile to sum.
+    /// `[V, D]`, FP32; only if the gradient has a narrower type and is summed over more than one tile.
     pub(crate) weight_sum: Option<T>,
     /// One loss a row, FP32.
     pub(crate) losses: T,
 }
 
-/// Rows of a tile at least, whatever they take: with fewer, reading the weight and adding to its gradient for each tile
-/// would cost more than the products. For vocabularies of 262,144 they take a fifth of what the embedding's masters,
-/// moments and gradient do.
+/// The fewest rows of a tile. With fewer, reading the weight and adding to its gradient for each tile would cost more than
+/// the products. For a vocabulary of 262,144 a tile takes a fifth of the memory of the embedding's masters, moments and
+/// gradient.
 const MIN_TILE: usize = 256;
 
-/// Bytes of a tile of logits at most, which bounds the head's memory whatever the batch. Tiles of an FP32 gradient are
-/// summed in the gradient itself, so that more of them take no more memory; each costs about 2 % of a step's time.
+/// The most bytes of a tile of logits, which bounds the head's memory for any batch. Tiles of an FP32 gradient are summed in
+/// the gradient itself and take no extra memory; each tile costs about 2 % of a step's time.
 fn tile_bytes(grads: Option<DType>) -> usize {
     if grads == Some(DType::F32) { 1 << 26 } else { 1 << 27 }
 }
@@ -52,7 +52,7 @@ impl<T> HeadWorkspace<T> {
         Self::with_tiles(tokens.div_ceil(tile), [tokens, vocab, width], compute, grads, allocate)
     }
 
-    /// As [`HeadWorkspace::lay_out`], for so many tiles of about equal size.
+    /// Like [`HeadWorkspace::lay_out`], with this number of tiles of about equal size.
     pub fn with_tiles(
         tiles: usize,
         [tokens, vocab, width]: [usize; 3],
@@ -70,7 +70,7 @@ impl<T> HeadWorkspace<T> {
     }
 }
 
-/// Where the head's gradients go, and from which seed.
+/// The outputs of the head's backward pass, and the gradient it starts from.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadGradient<'a> {
     /// dL/d(row's loss): the loss scale over the number of targets.

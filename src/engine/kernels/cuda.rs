@@ -1,18 +1,23 @@
-//! CUDA kernels of our own: the `.cu` files beside their CPU twins, and how each is launched.
+//! CUDA kernels of our own, which take the place of single operations of candle's: the `.cu` files beside their CPU twins, and
+//! how each is launched.
 //!
-//! They are to replace single operations of candle's on GPUs where they are faster. Until then they are compiled with nvcc
-//! and run by their tests only: a [`Queue`](launch::Queue) takes launches in order, and the tests' is an emulator, which runs
-//! the kernels on a CPU and watches every access. They have never run on a GPU.
+//! A [`Queue`](launch::Queue) takes launches in order: candle's stream on a GPU; or in tests an emulator, which runs the kernels
+//! on a CPU and checks every access. They have never run on a GPU, so a run uses them only where it is told to, and after
+//! [`preflight`].
 
-pub(crate) mod adamw;
-pub(crate) mod attention;
-pub(crate) mod cross_entropy;
-pub(crate) mod elementwise;
-pub(crate) mod embedding;
-pub(crate) mod emulator;
-pub(crate) mod launch;
-pub(crate) mod layer_norm;
-pub(crate) mod sums;
-pub(crate) mod survey;
-
+mod adamw;
+mod attention;
+mod cross_entropy;
+#[cfg(all(test, feature = "emulator"))]
+mod emulator;
+mod launch;
+mod layer_norm;
+#[cfg(feature = "cuda")]
+pub(crate) mod own;
+#[cfg(feature = "cuda")]
+pub(crate) mod preflight;
+#[cfg(feature = "cuda")]
+mod queue;
+mod survey;
+#[cfg(all(test, feature = "emulator"))]
 mod tests;

@@ -25,7 +25,7 @@ impl KeyValues {
         Ok(Self { keys: zeros()?, values: zeros()? })
     }
 
-    /// Makes it store `dtype`; where it did not, it is empty afterwards.
+    /// Changes the storage type to `dtype`, which discards the content unless the type is unchanged.
     pub fn retype(&mut self, dtype: DType) -> Result<()> {
         if self.keys.dtype() != dtype {
             let (kv_heads, capacity, head_size) = self.keys.dims3()?;
@@ -34,8 +34,8 @@ impl KeyValues {
         Ok(())
     }
 
-    /// Stores the keys and values of `shape.seq_len` new tokens behind those of the first `past` tokens, and attends with
-    /// their queries: `out [n, H·head_size] = softmax(scale · Q Kᵀ, causal) V`. The batch is one sequence.
+    /// Appends the keys and values of `shape.seq_len` new tokens to those of the first `past` tokens, and computes attention for
+    /// the new queries: `out [n, H·head_size] = softmax(scale · Q Kᵀ, causal) V`. The batch is one sequence.
     pub fn attend(&self, shape: &Shape, past: usize, qkv: [Columns<'_>; 3], out: &Tensor) -> Result<()> {
         let (kv_heads, capacity, head_size) = self.keys.dims3()?;
         let new = shape.seq_len;
@@ -86,7 +86,7 @@ impl KeyValues {
         })
     }
 
-    /// Moves keys and values to their places.
+    /// Copies new keys and values into the cache.
     fn append(&self, past: usize, new: usize, parts: [Columns<'_>; 2]) -> Result<()> {
         let (heads, capacity, head_size) = self.keys.dims3()?;
         for (part, store) in parts.into_iter().zip([&self.keys, &self.values]) {

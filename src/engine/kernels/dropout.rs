@@ -1,4 +1,4 @@
-//! Dropout masks that are never stored: redrawn from the counter wherever they are needed.
+//! Dropout masks, recomputed from a counter-based generator wherever they are needed instead of stored.
 
 use crate::random::{Domain, Stream};
 
@@ -25,10 +25,10 @@ impl Dropout {
         })
     }
 
-    /// Key, site, threshold and the factor of what is kept: the mask as the CUDA kernels take it.
-    #[cfg(all(test, feature = "emulator"))]
-    pub(crate) fn numbers(&self) -> ([u32; 2], u32, u32, f32) {
-        (self.stream.key(), self.site, self.threshold, self.keep_scale)
+    /// Draw, key, site, threshold and the scale of kept elements, for the CUDA kernels.
+    #[cfg(any(feature = "cuda", all(test, feature = "emulator")))]
+    pub(crate) fn numbers(&self) -> (u64, [u32; 2], u32, u32, f32) {
+        (self.draw, self.stream.key(), self.site, self.threshold, self.keep_scale)
     }
 
     /// Multiplies `values`, the elements from index `first` on, by the mask.

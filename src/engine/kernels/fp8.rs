@@ -1,5 +1,5 @@
-//! Rounding a tensor in place through a format that is narrower than its storage: operands in FP8 on a machine without FP8.
-//! Meant for looking at numbers, not for speed.
+//! Simulates FP8 operands: rounds a tensor in place to a format narrower than its storage. It is for experiments, not for
+//! speed.
 
 use crate::engine::kernels::rows::{Rows, for_each_part};
 use crate::engine::kernels::view::{float_format, write};
@@ -20,7 +20,7 @@ pub fn round_through(tensor: &Tensor, format: FloatFormat, scale: f32) -> Result
                 let values = &mut values[..WIDTH.min(len - start)];
                 out.view.as_view().load(start, values);
                 for value in values.iter_mut() {
-                    // Rounding up must not make an infinity of what the tensor could hold.
+                    // Rounding must not turn a finite value into infinity.
                     if value.is_finite() {
                         *value = format.round_scaled(*value, scale).clamp(-top, top);
                     }

@@ -1,4 +1,4 @@
-//! The CPU's own kernels: one pass over memory for each operation, on all threads, with the same bits for any number.
+//! Our CPU kernels: each operation is one multithreaded pass over memory, with the same bits for any number of threads.
 
 use super::adamw::{self, AdamWStep, Moments};
 use super::attention::{self, Operands, Shape};
@@ -17,7 +17,7 @@ use super::{
 use crate::precision::FloatFormat;
 use candle_core::{Result, Tensor, bail};
 
-/// The CPU's own kernels.
+/// Our CPU kernels.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fused;
 

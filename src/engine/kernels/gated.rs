@@ -1,4 +1,4 @@
-//! The gated activation of an MLP, `act(gate) * up` (Shazeer, 2020), inside in FP32 whatever the storage type.
+//! The gated activation of an MLP, `act(gate) * up` (Shazeer, 2020), computed in FP32 for any storage type.
 
 use crate::engine::kernels::columns::{Columns, write_columns};
 use crate::engine::kernels::math;
@@ -6,12 +6,12 @@ use crate::engine::kernels::rows::{Rows, for_each_part};
 use crate::engine::kernels::view::{read, write};
 use candle_core::{Result, Tensor, bail};
 
-/// Elements converted at a time: rows of this length stay in the first-level cache.
+/// Elements converted at a time: rows of this length stay in the L1 cache.
 const WIDTH: usize = 1024;
-/// Elements a task takes, about.
+/// Approximate number of elements of a task.
 const GRAIN: usize = 8 * WIDTH;
 
-/// What is applied to the gate.
+/// The function applied to the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gate {
     /// x / (1 + exp(-x)).
@@ -20,7 +20,7 @@ pub enum Gate {
     Gelu,
 }
 
-/// Calls `$body` with `$function` and `$derivative` standing for the gate's, so that each gets a loop of its own.
+/// Expands `$body` once for each gate, with `$function` and `$derivative` bound to it, so that each gets its own loop.
 macro_rules! with_gate {
     ($gate:expr, ($function:ident, $derivative:ident) => $body:expr) => {
         match $gate {
@@ -74,8 +74,8 @@ pub fn forward(kind: Gate, gate: Columns<'_>, up: Columns<'_>, y: &Tensor) -> Re
     })
 }
 
-/// The gradients with respect to gate and up, given that of the output, `dy [N, F]`; `dgate` and `dup` may be the halves of
-/// one buffer, but none of the others.
+/// The gradients with respect to gate and up, given the output's gradient `dy [N, F]`. `dgate` and `dup` may be halves of one
+/// buffer, but must not alias the other operands.
 pub fn backward(
     kind: Gate,
     gate: Columns<'_>,

@@ -1,11 +1,11 @@
-//! GELU in its tanh form (Hendrycks and Gimpel, 2016), inside in FP32 whatever the storage type.
+//! GELU in its tanh form (Hendrycks and Gimpel, 2016), computed in FP32 for any storage type.
 
 use crate::engine::kernels::math;
 use crate::engine::kernels::rows::{Rows, for_each_part};
 use crate::engine::kernels::view::{read, write};
 use candle_core::{Result, Tensor};
 
-/// Elements a task converts at a time; two such rows stay in the first-level cache.
+/// Elements a task converts at a time; two such rows stay in the L1 cache.
 const WIDTH: usize = 1024;
 
 /// `y = gelu(x)`, elementwise.
@@ -32,7 +32,7 @@ pub fn forward(x: &Tensor, y: &Tensor) -> Result<()> {
     })
 }
 
-/// `dy *= gelu'(x)`, elementwise and in place: on return `dy` is the gradient with respect to `x`.
+/// `dy *= gelu'(x)`, elementwise and in place: afterwards `dy` is the gradient with respect to `x`.
 pub fn backward(x: &Tensor, dy: &Tensor) -> Result<()> {
     let x = read(x)?;
     let x = x.view();

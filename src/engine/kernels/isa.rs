@@ -1,4 +1,4 @@
-//! Which vector instructions the kernels use: found once, or pinned by `FINETUNE_ISA` so that tests reach every path.
+//! The vector instructions the kernels use: detected once, or set by `FINETUNE_ISA` so that tests can cover every path.
 //!
 //! [`vectorize`] compiles an ordinary Rust loop once for each instruction set and picks the copy at run time. No copy
 //! fuses a multiplication with an addition on its own, so such loops give the same bits on every instruction set.
@@ -15,7 +15,7 @@ pub const ISA_VARIABLE: &str = "FINETUNE_ISA";
 /// An instruction set the kernels are written for, from the narrowest to the widest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// Whatever the compiler's target guarantees.
+    /// The compiler target's baseline.
     Portable,
     /// 256-bit vectors with FMA and FP16 conversions.
     Avx2,
@@ -42,15 +42,15 @@ impl Isa {
         }
     }
 
-    /// What [`Isa::detect`] found on its first call from here; where it failed, the fastest this CPU has.
+    /// The result of the first call of [`Isa::detect`] from here, or the fastest of this CPU if that failed.
     #[inline]
     pub fn current() -> Self {
         static CURRENT: OnceLock<Isa> = OnceLock::new();
         *CURRENT.get_or_init(|| Self::detect().unwrap_or_else(|_| Self::fastest()))
     }
 
-    /// The widest, but for BF16 dot products where they are slow. Measured against FP32 multiply-adds, they do 1.9 times the
-    /// work on AMD's Zen 5, but half of it on Intel's Emerald Rapids, where widening pays.
+    /// The widest, except for BF16 dot products where they are slow: compared with FP32 multiply-adds they are 1.9 times as fast on
+    /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better.
     fn fastest() -> Self {
         match Self::widest() {
             Self::Avx512Bf16 if !has_fast_bf16_dots() => Self::Avx512,
@@ -90,7 +90,7 @@ impl Isa {
 
 #[cfg(target_arch = "x86_64")]
 fn has_fast_bf16_dots() -> bool {
-    // The vendor's name comes in this order of registers.
+    // The vendor's name is in these registers, in this order.
     let vendor = std::arch::x86_64::__cpuid(0);
     [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
 }
@@ -124,8 +124,8 @@ impl FromStr for Isa {
 
 /// Runs `body` compiled for the current instruction set.
 ///
-/// What `body` calls must be inlined into it to profit, so write `vectorize(#[inline(always)] || …)` and mark the
-/// helpers it calls `#[inline(always)]` or keep them tiny.
+/// Only code inlined into `body` benefits, so write `vectorize(#[inline(always)] || …)` and mark its helpers
+/// `#[inline(always)]`, or keep them tiny.
 #[inline]
 pub fn vectorize<R>(body: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]

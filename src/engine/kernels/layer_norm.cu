@@ -1,29 +1,29 @@
-// Layer normalisation with what surrounds it in a block: the twin of layer_norm.rs and residual.rs. Forward, a branch is added
-// to the residual stream on the way; backward, the stream's gradient goes on to the branch before. X is the stream's type, Y
-// that of the products.
-#include "cuda/random.cuh"
+// Layer normalisation: the twin of layer_norm.rs. X is the residual stream's type, Y that of the products.
+#include "cuda/common.cuh"
 
 struct LayerNormForward {
-    const void *x, *branch;       // X, Y; the branch may be null
-    const void *weight, *bias;    // Y
-    void* sum;                    // X: x + dropout(branch), which is normalised; null without a branch
-    void* y;                      // Y
+    const void* x;              // X
+    const void *weight, *bias;  // Y
+    void* y;                    // Y
     float *mean, *rstd;
     unsigned rows, width;
     float eps;
     unsigned unused;
-    Dropout dropout;
 };
 
 struct LayerNormBackward {
     const void *dy, *x, *weight;  // dy, weight: Y; x: X
     const float *mean, *rstd;
     void* dx;        // X, added to, or where it is fresh overwritten
-    void* branch;    // Y: dropout(dx) for the branch that was added last; may be null
     float* partial;  // [blocks, 2, width]: this block's part of the gradients of weight and bias
     unsigned rows, width, rows_per_block;
     unsigned fresh;
-    Dropout dropout;
+};
+
+struct SumParts {
+    const float* partial;  // [parts, 2, columns]
+    void* out[2];          // [columns] each, T
+    unsigned parts, columns;
 };
 
 constexpr unsigned THREADS = 256;
@@ -56,26 +56,17 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_forward(con
     if (row >= a.rows) return;
     const size_t start = static_cast<size_t>(row) * a.width;
     const bool whole = a.width % N == 0;
-    const void* const normed = a.branch == nullptr ? a.x : a.sum;
     float x[PLACES][N];
     float sum = 0.0f;
     for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
         load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
-        if (a.branch != nullptr) {
-            float branch[N];
-            load_pack<Y>(a.branch, start + c, whole, a.width - c, branch);
-            apply_dropout(a.dropout, start + c, branch);
-#pragma unroll
-            for (int i = 0; i < N; ++i) x[k][i] = to_float(from_float<X>(x[k][i] + branch[i]));
-            store_pack<X>(a.sum, start + c, whole, a.width - c, x[k]);
-        }
 #pragma unroll
         for (int i = 0; i < N; ++i) sum += x[k][i];
     });
     const float mean = warp_sum(sum) / a.width;
     float squares = 0.0f;
     for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
-        if constexpr (PACKS == 0) load_pack<X>(normed, start + c, whole, a.width - c, x[k]);
+        if constexpr (PACKS == 0) load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
 #pragma unroll
         for (unsigned i = 0; i < N; ++i) {
             const float distance = whole || c + i < a.width ? x[k][i] - mean : 0.0f;
@@ -85,7 +76,7 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_forward(con
     const float rstd = 1.0f / sqrtf(warp_sum(squares) / a.width + a.eps);
     for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
         float weight[N], bias[N];
-        if constexpr (PACKS == 0) load_pack<X>(normed, start + c, whole, a.width - c, x[k]);
+        if constexpr (PACKS == 0) load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
         load_pack<Y>(a.weight, c, whole, a.width - c, weight);
         load_pack<Y>(a.bias, c, whole, a.width - c, bias);
 #pragma unroll
@@ -163,13 +154,9 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_backward(co
             if (!a.fresh) load_pack<X>(a.dx, start + c, whole, a.width - c, dx);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                dx[i] = to_float(from_float<X>(dx[i] + rstd * (g[k][i] - mean_g - x[k][i] * mean_gx)));
+                dx[i] += rstd * (g[k][i] - mean_g - x[k][i] * mean_gx);
             }
             store_pack<X>(a.dx, start + c, whole, a.width - c, dx);
-            if (a.branch != nullptr) {
-                apply_dropout(a.dropout, start + c, dx);
-                store_pack<Y>(a.branch, start + c, whole, a.width - c, dx);
-            }
         });
     }
     if constexpr (PACKS > 0) {
@@ -198,6 +185,25 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_backward(co
     }
 }
 
+// A block finishes 32 columns: warp k adds the parts k, k + 8, ….
+template <class T> __device__ void sum_parts(const SumParts& a) {
+    SHARED(float, lanes);  // [WARPS, WARP]
+    const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const unsigned column = blockIdx.x * WARP + lane, row = 2 * a.columns;
+    float sum = 0.0f;
+    if (column < row) {
+#pragma unroll 4
+        for (unsigned part = warp; part < a.parts; part += WARPS) sum += load(a.partial, static_cast<size_t>(part) * row + column);
+    }
+    lanes[threadIdx.x] = sum;
+    __syncthreads();
+    if (warp == 0 && column < row) {
+#pragma unroll
+        for (unsigned i = 1; i < WARPS; ++i) sum += lanes[i * WARP + lane];
+        store_rounded<T>(a.out[column / a.columns], column % a.columns, sum);
+    }
+}
+
 // Elements of a lane that are kept: rows of 768.
 constexpr int KEPT = 24;
 
@@ -218,3 +224,4 @@ ENTRIES_WIDE_FIRST(layer_norm_forward_kept, THREADS, LayerNormForward)
 ENTRIES_WIDE_FIRST(layer_norm_forward_wide, THREADS, LayerNormForward)
 ENTRIES_WIDE_FIRST(layer_norm_backward_kept, BACKWARD_KEPT_THREADS, LayerNormBackward)
 ENTRIES_WIDE_FIRST(layer_norm_backward_wide, BACKWARD_WIDE_THREADS, LayerNormBackward)
+ENTRIES(sum_parts, THREADS, SumParts)

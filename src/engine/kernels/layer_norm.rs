@@ -6,7 +6,7 @@ use crate::engine::kernels::rows::{
 use crate::engine::kernels::view::{View, ViewMut, read, write, write_f32};
 use candle_core::{Result, Tensor};
 
-/// Rows a task takes.
+/// Rows of a task.
 const GRAIN: usize = 16;
 
 /// `y = (x - mean) / sqrt(var + eps) * weight + bias` for each row of `x [N, D]` (residual type) into `y [N, D]`
@@ -62,7 +62,7 @@ pub fn forward(
     })??
 }
 
-/// Adds the gradient with respect to `x` to `dx [N, D]` (residual type) and writes those of `weight` and `bias`.
+/// Adds the gradient with respect to `x` to `dx [N, D]` (residual type) and writes the gradients of `weight` and `bias`.
 /// `dy [N, D]` is of the compute type; `x`, `mean` and `rstd` are the forward pass's.
 #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
 pub fn backward(

@@ -1,7 +1,7 @@
 //! Vectorisable FP32 `exp`, `tanh`, GELU and SiLU.
 //!
-//! Branch-free on purpose, so that loops over them compile to vector code (the standard library's versions are calls),
-//! and free of fused multiply-adds, so that every instruction set gives the same bits. NaN in gives NaN out.
+//! They have no branches, so that loops over them compile to vector code (the standard library's versions are calls), and no
+//! fused multiply-adds, so that all instruction sets give the same bits. NaN inputs give NaN.
 
 use super::isa::vectorize;
 
@@ -49,7 +49,7 @@ pub fn exp(x: f32) -> f32 {
     let x = if x > 89.0 { 89.0 } else { x };
     let x = if x < -104.0 { -104.0 } else { x };
     let (n, expm1) = reduce(x);
-    // In two steps, since 2^n itself may be no normal float.
+    // In two steps, because 2^n may not be a normal number.
     let half = n >> 1;
     (expm1 + 1.0) * exp2i(half) * exp2i(n - half)
 }
@@ -76,8 +76,8 @@ pub fn tanh(x: f32) -> f32 {
     result.copysign(x)
 }
 
-/// GELU's gate (1 + tanh(u)) / 2 at the already limited `x`, as a logistic function of 2u so that small gates keep their
-/// relative accuracy, and of its magnitude so that the exponential never overflows.
+/// GELU's gate (1 + tanh(u)) / 2 at `x`, which is already clamped. It is computed as the logistic function of 2u, which keeps
+/// the relative accuracy of small gates, from |2u|, so that the exponential cannot overflow.
 #[inline(always)]
 fn gelu_gate(x: f32) -> f32 {
     let u = SQRT_2_OVER_PI * (x + GELU_CUBIC * (x * x * x));
@@ -137,7 +137,7 @@ fn map(values: &mut [f32], function: impl Fn(f32) -> f32) {
     vectorize(
         #[inline(always)]
         || {
-            // A loop and not `for_each`, whose closure is not always inlined and then misses the vector instructions.
+            // A loop instead of `for_each`, whose closure is not always inlined and then is not vectorised.
             for value in values.iter_mut() {
                 *value = function(*value);
             }

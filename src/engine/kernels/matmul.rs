@@ -1,9 +1,9 @@
 //! The matrix product C = α A·B (+ bias) (+ C): inputs FP32, FP16 or BF16, every sum in FP32, one rounding at the end.
 //!
-//! The scheme is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with its
-//! loops arranged for caches that stream: a micro-kernel keeps a small tile of C in registers and runs along the whole
-//! depth of two packed panels. The smaller operand is packed once, by all threads, and shared; each task packs a piece
-//! of the larger one into its own memory, small enough for the L2 cache, and multiplies it with all that is shared.
+//! The scheme follows Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), with loops arranged
+//! for streaming: a micro-kernel keeps a small tile of C in registers and runs along the whole depth of two packed panels.
+//! All threads pack the smaller operand once and share it; each task packs pieces of the larger one, small enough for the L2
+//! cache, and multiplies them with the shared operand.
 //!
 //! | elements | `avx512bf16` | `avx512`, `avx2`, `portable` |
 //! |---|---|---|
@@ -32,7 +32,7 @@ mod pack;
 mod tests;
 mod vector;
 
-/// Units of depth that are multiplied at a time. A panel of B of this depth fills a third of a 1 MB L2 cache.
+/// Depth multiplied at a time, in units. A panel of B of this depth fills a third of a 1 MB L2 cache.
 const DEPTH_UNITS: usize = 1536;
 /// Lines of the shared operand that are packed at a time.
 const SHARED_LINES: usize = 2016;
@@ -40,9 +40,9 @@ const SHARED_LINES: usize = 2016;
 const PRIVATE_WORDS: usize = 128 << 10;
 /// Floats for partial sums, where C cannot hold them.
 const PARTIAL_FLOATS: usize = 4 << 20;
-/// Multiply-adds below which waking other threads costs more than it brings.
+/// With fewer multiply-adds than this, waking other threads costs more than it saves.
 const SERIAL_WORK: usize = 1 << 18;
-/// Tasks a thread should find, so that one slow thread does not keep the others waiting for long.
+/// Tasks per thread, so that one slow thread does not delay the others for long.
 const TASKS_PER_THREAD: usize = 8;
 
 /// A matrix in a slice, read at any row and column stride, so that a transpose costs nothing.
@@ -89,14 +89,14 @@ impl<'a, T> Operand<'a, T> {
     }
 }
 
-/// What happens to a sum on its way into C: C = α sum (+ bias) (+ C), all in FP32, then one rounding.
+/// How a sum is stored in C: C = α sum (+ bias) (+ C), all in FP32, then one rounding.
 #[derive(Clone, Copy, Debug)]
 pub struct Epilogue<'a> {
     /// The factor α of the product.
     pub alpha: f32,
     /// One value a column, added to every row.
     pub bias: Option<&'a [f32]>,
-    /// Whether C's old value is added, or else overwritten unread.
+    /// Whether C's old value is added or overwritten.
     pub accumulate: bool,
 }
 
@@ -147,7 +147,7 @@ fn matmul_on<A: Element, C: Element>(
     with_workspace(|workspace| product.run(workspace));
 }
 
-/// A product, ready to be cut up.
+/// A product, ready to be divided into tasks.
 struct Product<'a, A, C> {
     kernel: MicroKernel,
     a: Lines<'a, A>,
@@ -174,7 +174,7 @@ enum Shared {
 }
 
 impl<A: Element, C: Element> Product<'_, A, C> {
-    /// The smaller operand is shared: it has to stay in a cache longest.
+    /// The smaller operand is shared, because it has to stay in a cache longest.
     fn shared(&self) -> Shared {
         if self.a.count <= self.b.count { Shared::A } else { Shared::B }
     }

@@ -1,6 +1,6 @@
-//! What this machine's arithmetic can do at best, measured by a loop that touches no memory.
+//! The machine's peak arithmetic rate, measured by a loop that does not touch memory.
 //!
-//! The engine's speed is reported as a share of it.
+//! `finetune bench` reports the engine's speed as a share of it.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use super::isa::Isa;
 const SUMS: usize = 12;
 /// Multiply-adds of each sum in one measurement.
 const ROUNDS: usize = 1 << 18;
-/// How long one look at the peak takes.
+/// Duration of one measurement.
 const PATIENCE: Duration = Duration::from_millis(40);
 
 /// A loop of multiply-adds, and the floating-point operations it does in one round.
@@ -23,11 +23,11 @@ struct Loop {
 
 /// GFLOP/s of all threads of the rayon pool together, over a short while.
 ///
-/// A CPU's clock follows its load and its neighbours', by tens of percent within a second. So what is held against a peak
-/// is to be held against the peaks measured right before and after it.
+/// A CPU's clock changes with its load and its neighbours' by tens of percent within a second, so compare a rate only with
+/// peaks measured right before and after it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peak {
-    /// The median of many bursts: what the CPU keeps up.
+    /// The median of many bursts: the sustained rate.
     pub held: f64,
     /// The best burst.
     pub best: f64,
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn a_cpu_does_a_billion_operations_a_second_and_bf16_is_no_slower() {
-        // The best of several looks in turn: on a busy machine one look may fall on a moment without a core.
+        // The best of several measurements: on a busy machine a single one may be preempted.
         let (mut f32, mut bf16) = (0f64, 0f64);
         for _ in 0..25 {
             f32 = f32.max(measure_peak_f32().best);

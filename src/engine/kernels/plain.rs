@@ -22,18 +22,97 @@ use super::survey::TensorSurvey;
 use super::{Activation, Embedding, HeadHook, Kernels, NormSettings, Normed, WeightLayout};
 use crate::precision::FloatFormat;
 use candle_core::{Result, Tensor};
+#[cfg(feature = "cuda")]
+pub(super) use head::cross_entropy;
+use std::fmt;
+use std::sync::Arc;
 use tensors::{
     accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, store, store_columns, widen,
     widen_columns,
 };
 
 /// candle's own operations.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Plain;
+#[derive(Clone, Debug, Default)]
+pub struct Plain {
+    own: Option<Arc<dyn Replacements>>,
+}
+
+/// Kernels that take the place of single operations. Each either computes what the method of the same name in [`Kernels`] does,
+/// or answers that it cannot, for a type, a layout or a shape that it was not made for; then candle computes.
+pub(crate) trait Replacements: fmt::Debug + Send + Sync {
+    /// See [`Kernels::name`].
+    fn name(&self) -> &str;
+
+    fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<bool>;
+
+    fn attention_backward(
+        &self,
+        shape: &Shape,
+        operands: &Operands<'_>,
+        dout: &Tensor,
+        out: &Tensor,
+        lse: &Tensor,
+        gradients: [Columns<'_>; 3],
+    ) -> Result<bool>;
+
+    fn norm(
+        &self,
+        settings: NormSettings,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        to: &Normed,
+    ) -> Result<bool>;
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
+    fn norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: &Tensor,
+        x: &Tensor,
+        weight: &Tensor,
+        normed: &Normed,
+        dx: (&Tensor, Store),
+        dweight: &Tensor,
+        dbias: Option<&Tensor>,
+    ) -> Result<bool>;
+
+    /// The loss of each row of logits, and with a `seed` their gradient in their place. The targets have been checked.
+    fn cross_entropy(&self, targets: &[u32], logits: &Tensor, losses: &Tensor, seed: Option<f32>) -> Result<bool>;
+
+    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Option<TensorSurvey>>;
+
+    fn adamw(
+        &self,
+        numbers: AdamWStep,
+        grad: &Tensor,
+        master: &Tensor,
+        moments: Moments<'_>,
+        weight: Option<&Tensor>,
+    ) -> Result<bool>;
+}
+
+impl Plain {
+    /// candle's operations alone.
+    pub const fn new() -> Self {
+        Self { own: None }
+    }
+
+    /// candle's operations, but for those that `own` computes.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with(own: Arc<dyn Replacements>) -> Self {
+        Self { own: Some(own) }
+    }
+
+    /// What `replacement` answers, if there is somebody to ask.
+    fn replaced(&self, replacement: impl FnOnce(&dyn Replacements) -> Result<bool>) -> Result<bool> {
+        self.own.as_deref().map_or(Ok(false), replacement)
+    }
+}
 
 impl Kernels for Plain {
-    fn name(&self) -> &'static str {
-        "candle"
+    fn name(&self) -> &str {
+        self.own.as_deref().map_or("candle", Replacements::name)
     }
 
     fn zero(&self, x: &Tensor) -> Result<()> {
@@ -72,6 +151,9 @@ impl Kernels for Plain {
         bias: Option<&Tensor>,
         to: &Normed,
     ) -> Result<()> {
+        if self.replaced(|own| own.norm(settings, x, weight, bias, to))? {
+            return Ok(());
+        }
         norm::forward(settings, x, weight, bias, to)
     }
 
@@ -86,6 +168,9 @@ impl Kernels for Plain {
         dweight: &Tensor,
         dbias: Option<&Tensor>,
     ) -> Result<()> {
+        if self.replaced(|own| own.norm_backward(settings, dy, x, weight, normed, dx, dweight, dbias))? {
+            return Ok(());
+        }
         norm::backward(settings, dy, x, weight, normed, dx, dweight, dbias)
     }
 
@@ -165,7 +250,14 @@ impl Kernels for Plain {
     }
 
     fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {
+        if self.replaced(|own| own.attention(shape, operands, out, lse))? {
+            return Ok(());
+        }
         attention::forward(shape, operands, out, lse)
+    }
+
+    fn score_bytes(&self, shape: &Shape) -> Result<u64> {
+        attention::score_bytes(shape)
     }
 
     fn attention_backward(
@@ -177,6 +269,9 @@ impl Kernels for Plain {
         lse: &Tensor,
         gradients: [Columns<'_>; 3],
     ) -> Result<()> {
+        if self.replaced(|own| own.attention_backward(shape, operands, dout, out, lse, gradients))? {
+            return Ok(());
+        }
         attention::backward(shape, operands, dout, out, lse, gradients)
     }
 
@@ -222,11 +317,18 @@ impl Kernels for Plain {
         gradient: Option<HeadGradient<'_>>,
         hook: HeadHook<'_>,
     ) -> Result<f64> {
-        head::head(x, weight, targets, workspace, gradient, hook)
+        let rows = |targets: &[u32], logits: &Tensor, losses: &Tensor, seed| {
+            if self.replaced(|own| own.cross_entropy(targets, logits, losses, seed))? {
+                return Ok(());
+            }
+            head::cross_entropy(targets, logits, losses, seed)
+        };
+        head::head(x, weight, targets, workspace, gradient, hook, &rows)
     }
 
     fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
-        survey::survey(tensor, format, exponents)
+        let own = self.own.as_deref().map(|own| own.survey(tensor, format, exponents)).transpose()?;
+        own.flatten().map_or_else(|| survey::survey(tensor, format, exponents), Ok)
     }
 
     fn sum(&self, tensor: &Tensor) -> Result<f64> {
@@ -241,6 +343,9 @@ impl Kernels for Plain {
         moments: Moments<'_>,
         weight: Option<&Tensor>,
     ) -> Result<()> {
+        if self.replaced(|own| own.adamw(numbers, grad, master, moments, weight))? {
+            return Ok(());
+        }
         let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = numbers;
         let grad = (widen(grad)? * f64::from(grad_factor))?;
         let (m, v) = (moments.exp_avg, moments.exp_avg_sq);

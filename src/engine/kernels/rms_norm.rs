@@ -1,13 +1,13 @@
 //! RMS normalisation over rows or over the heads within rows, statistics in FP32 (Zhang and Sennrich, 2019).
 //!
-//! A row is cut into groups of the weight's width: one for a whole row, or one for each head.
+//! A row consists of groups as wide as the weight: one group for a whole row, or one for each head.
 
 use crate::engine::kernels::columns::{Columns, Store};
 use crate::engine::kernels::rows::{Rows, STRIPE, column_sums, dot, for_each_part, with_scratch};
 use crate::engine::kernels::view::{View, read, write, write_f32};
 use candle_core::{Result, Tensor, bail};
 
-/// Elements a task takes, about.
+/// Approximate number of elements of a task.
 const GRAIN: usize = 16 << 10;
 
 /// What normalised elements are multiplied by.
@@ -86,8 +86,8 @@ pub fn forward(x: Columns<'_>, gain: Gain<'_>, eps: f32, y: Columns<'_>, rstd: &
     })?
 }
 
-/// The gradient with respect to `x` goes into `dx`, that of the weight is written to `dweight`. `x` and `rstd` are the
-/// forward pass's; `dx` is another tensor than `dy` and `x`.
+/// Stores the gradient with respect to `x` in `dx` and writes the weight's to `dweight`. `x` and `rstd` are the forward
+/// pass's; `dx` must not alias `dy` or `x`.
 pub fn backward(
     dy: Columns<'_>,
     x: Columns<'_>,

@@ -8,7 +8,7 @@ use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
 use crate::engine::kernels::view::{read, write};
 use candle_core::{Device, Result, Tensor, bail};
 
-/// Elements a task takes, about.
+/// Approximate number of elements of a task.
 const GRAIN: usize = 16 << 10;
 
 /// Cosines and sines of every position's angles, FP32.
@@ -23,8 +23,8 @@ pub struct Table {
 impl Table {
     /// Angles of `positions` positions at the given frequencies; `factor` multiplies cosines and sines.
     ///
-    /// An angle is the FP32 product of position and frequency, as transformers has it and as models were trained, so that
-    /// results agree at large positions too. Its cosine and sine are rounded once.
+    /// An angle is the FP32 product of position and frequency, as in transformers, so that results agree at large positions too.
+    /// Its cosine and sine are rounded once.
     pub fn new(frequencies: &[f32], factor: f64, positions: usize, device: &Device) -> Result<Self> {
         let half = frequencies.len();
         let mut tables = [Vec::with_capacity(positions * half), Vec::with_capacity(positions * half)];
@@ -41,7 +41,7 @@ impl Table {
         Ok(Self { cos: cos?, sin: sin? })
     }
 
-    /// Positions there are angles for.
+    /// Number of positions in the table.
     pub fn positions(&self) -> usize {
         self.cos.dims()[0]
     }
@@ -66,12 +66,12 @@ impl Positions<'_> {
     }
 }
 
-/// Which way to turn.
+/// The direction of rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// By the positions' angles: the forward pass.
     Forward,
-    /// Back by them: the gradient of the forward pass.
+    /// By their negatives: the backward pass.
     Backward,
 }
 

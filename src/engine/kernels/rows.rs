@@ -1,7 +1,7 @@
 //! Work on rows in parallel, with the same result for any number of threads.
 //!
-//! Rows are independent, so how they are cut does not show. Sums over rows (a bias's gradient) are instead cut by
-//! columns, and each column is summed in row order, in blocks, by one thread.
+//! Rows are independent, so their division among threads does not affect results. Sums over rows (a bias's gradient) are
+//! divided by columns: one thread sums a column in row order, in blocks.
 
 use crate::engine::kernels::isa;
 use crate::engine::kernels::view::ViewMut;
@@ -36,7 +36,7 @@ impl<T: Send> SplitRows for Rows<&mut [T]> {
     }
 }
 
-/// Rows that `f` writes by other means.
+/// Rows that the closure writes by other means.
 impl SplitRows for () {
     fn split_rows(self, _: usize) -> (Self, Self) {
         ((), ())
@@ -93,8 +93,8 @@ thread_local! {
     static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Lends `f` an FP32 buffer of `len` elements with old contents. The thread keeps the buffer, one for each depth of
-/// nesting, so that steady state allocates nothing.
+/// Passes `f` an FP32 buffer of `len` elements with arbitrary contents. Each thread keeps one buffer per nesting depth, so
+/// that nothing is allocated in steady state.
 #[inline(always)]
 pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     let mut buffer = SCRATCH.with_borrow_mut(Vec::pop).unwrap_or_default();

@@ -1,31 +1,26 @@
-// One look at all gradients before anything rescales them: the twin of survey.rs and of TensorStats.
+// Statistics of a gradient before anything rescales it: the twin of survey.rs and of TensorStats.
 //
-// Chunks first, then each tensor from its chunks; step.cu adds up the tensors. Counts are integers, so that their atomic
-// sums have one result; squares are added in f64 along fixed trees.
-#include "cuda/chunks.cuh"
+// First by chunks, then merged. Counts are integers, so their atomic sums are deterministic; squares are added in f64 along
+// fixed trees.
 #include "cuda/stats.cuh"
 
-struct SurveyedTensor {
-    const void* data;  // T
-    u64 len;
-    unsigned first_chunk, chunks;
-};
-
 struct SurveyChunks {
-    const SurveyedTensor* tensors;
-    const Chunk* chunks;
+    const void* data;     // T
     ChunkStats* partial;  // [chunks]
-    unsigned* exponents;  // [tensors, 256] by FP32's exponent field, zeros at the start; null for no histogram
+    unsigned* exponents;  // [256] by FP32's exponent field, zeros at the start; null for no histogram
+    u64 len;
     unsigned min_normal;  // FP32 pattern of the storage type's smallest normal number
     unsigned unused;
 };
 
-struct SurveyTensors {
-    const SurveyedTensor* tensors;
+struct SurveyTensor {
     const ChunkStats* partial;
-    TensorStats* stats;  // [tensors]
+    TensorStats* stats;
+    u64 len;
 };
 
+// Elements of a chunk, and so of a block.
+constexpr unsigned CHUNK = 1 << 14;
 constexpr unsigned THREADS = 256;
 constexpr unsigned WARPS = THREADS / WARP;
 constexpr unsigned BINS = 256;
@@ -33,23 +28,22 @@ constexpr int N = 8;
 constexpr unsigned INF = 0x7f800000u;
 
 template <class T> __device__ void survey_chunks(const SurveyChunks& a) {
-    // A histogram for each warp, since neighbours are often of one size and would queue for one counter.
+    // A histogram for each warp, because neighbours often have the same exponent and would contend for one counter.
     SHARED(unsigned, counters);  // [WARPS, BINS], then scratch [WARPS] for f64
     double* const scratch = reinterpret_cast<double*>(counters + WARPS * BINS);
     unsigned* const own = counters + threadIdx.x / WARP * BINS;
-    const Chunk chunk = load(a.chunks, blockIdx.x);
-    const SurveyedTensor tensor = load(a.tensors, chunk.tensor);
-    const Span span = span_of(chunk, tensor.len);
+    const size_t first = static_cast<size_t>(blockIdx.x) * CHUNK;
+    const unsigned here = static_cast<unsigned>(a.len - first < CHUNK ? a.len - first : CHUNK);
     if (a.exponents != nullptr) {
         for (unsigned i = threadIdx.x; i < WARPS * BINS; i += THREADS) counters[i] = 0;
         __syncthreads();
     }
     unsigned zero = 0, subnormal = 0, inf = 0, nan = 0, least = EVERY_LANE, most = 0;
     double squares = 0.0;
-    for (unsigned i = threadIdx.x * N; i < span.count; i += THREADS * N) {
-        const unsigned count = min(span.count - i, static_cast<unsigned>(N));
+    for (unsigned i = threadIdx.x * N; i < here; i += THREADS * N) {
+        const unsigned count = min(here - i, static_cast<unsigned>(N));
         float x[N];
-        load_pack<T>(tensor.data, span.first + i, count == N, count, x);
+        load_pack<T>(a.data, first + i, count == N, count, x);
 #pragma unroll
         for (unsigned k = 0; k < N; ++k) {
             if (k >= count) continue;
@@ -59,7 +53,7 @@ template <class T> __device__ void survey_chunks(const SurveyChunks& a) {
             subnormal += bits != 0 && bits < a.min_normal;
             inf += bits == INF;
             nan += bits > INF;
-            // The smallest pattern minus one, so that zero, wrapping, is the largest.
+            // The smallest pattern minus one, so that zero wraps around to the largest.
             least = min(least, finite ? bits - 1 : EVERY_LANE);
             most = max(most, finite ? bits : 0u);
             const double value = finite ? x[k] : 0.0f;
@@ -73,29 +67,29 @@ template <class T> __device__ void survey_chunks(const SurveyChunks& a) {
         block_reduce<WARPS>(least, Min(), scratch), block_reduce<WARPS>(most, Max(), scratch),
         block_reduce<WARPS>(squares, Add(), scratch)};
     if (threadIdx.x == 0) store(a.partial, blockIdx.x, stats);
-    // The reductions' barriers stand between the counting and this.
+    // The reductions' barriers separate the counting from this.
     if (a.exponents != nullptr) {
         unsigned sum = 0;
         for (unsigned warp = 0; warp < WARPS; ++warp) sum += counters[warp * BINS + threadIdx.x];
-        unsigned* const total = a.exponents + static_cast<size_t>(chunk.tensor) * BINS + threadIdx.x;
+        unsigned* const total = a.exponents + threadIdx.x;
         CHECK_WRITE(total, sizeof(*total));
         if (sum > 0) atomicAdd(total, sum);
     }
 }
 
-// One block a tensor.
-__device__ void merge_chunks(const SurveyTensors& a) {
+// One block.
+__device__ void merge_chunks(const SurveyTensor& a) {
     SHARED(double, scratch);  // [WARPS]
-    const SurveyedTensor tensor = load(a.tensors, blockIdx.x);
+    const size_t chunks = (a.len + CHUNK - 1) / CHUNK;
     TensorStats sum = nothing();
-    for (unsigned i = threadIdx.x; i < tensor.chunks; i += THREADS) {
-        const ChunkStats part = load(a.partial, tensor.first_chunk + i);
+    for (size_t i = threadIdx.x; i < chunks; i += THREADS) {
+        const ChunkStats part = load(a.partial, i);
         merge(sum, {0, part.zero, part.subnormal, part.inf, part.nan, part.least, part.most, part.squares});
     }
     sum = block_merge<WARPS>(sum, scratch);
-    sum.count = tensor.len;
-    if (threadIdx.x == 0) store(a.stats, blockIdx.x, sum);
+    sum.count = a.len;
+    if (threadIdx.x == 0) store(a.stats, 0, sum);
 }
 
 ENTRIES(survey_chunks, THREADS, SurveyChunks)
-ENTRY(survey_tensors, THREADS, SurveyTensors, merge_chunks)
+ENTRY(survey_tensor, THREADS, SurveyTensor, merge_chunks)

@@ -1,4 +1,4 @@
-//! One look at a gradient before anything rescales it: is it finite, how large is it, and what did its type lose?
+//! Statistics of a gradient before anything rescales it: whether it is finite, its magnitude, and what its type lost.
 
 use crate::engine::kernels::isa;
 use crate::engine::kernels::view::{View, host, read};
@@ -22,7 +22,7 @@ impl TensorSurvey {
     }
 }
 
-/// Elements a task looks at. The tree in which parts are merged depends on this alone, and so do the sums' bits.
+/// Elements of a task. The tree in which parts are merged, and so the sums' bits, depend only on this.
 const PART: usize = 1 << 16;
 
 /// Surveys `tensor` on the host; a value counts as subnormal below the smallest normal value of `format`.

@@ -1,7 +1,7 @@
-//! Typed slices of candle tensors, the only way in and out of their CPU storage.
+//! Typed slices of candle tensors: the only access to their CPU storage.
 //!
-//! A [`View`] knows its element type at run time and hands rows out as FP32: kernels do their arithmetic on FP32 rows
-//! and need no copy for each combination of storage types. One match per row costs nothing beside the row's work.
+//! A [`View`] knows its element type at run time and loads rows as FP32, so kernels compute on FP32 rows and need no copy for
+//! each combination of storage types. The match for each row costs nothing compared with the row's work.
 
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part};
@@ -12,7 +12,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// The elements of a contiguous CPU tensor, to read.
+/// The elements of a contiguous CPU tensor, for reading.
 #[derive(Clone, Copy, Debug)]
 pub enum View<'a> {
     /// FP32 storage.
@@ -23,7 +23,7 @@ pub enum View<'a> {
     BF16(&'a [bf16]),
 }
 
-/// The elements of a contiguous CPU tensor, to write.
+/// The elements of a contiguous CPU tensor, for writing.
 #[derive(Debug)]
 pub enum ViewMut<'a> {
     /// FP32 storage.
@@ -105,7 +105,7 @@ impl ViewMut<'_> {
         }
     }
 
-    /// A shorter loan of the same elements.
+    /// Reborrows the same elements.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         match self {
             Self::F32(s) => ViewMut::F32(s),
@@ -155,7 +155,7 @@ impl<'a> ViewMut<'a> {
     }
 }
 
-/// A view whose parts several threads write at once, where the parts are interleaved and cannot be split off as slices.
+/// A view that several threads write at once, for interleaved parts that cannot be split into slices.
 #[derive(Clone, Copy)]
 pub struct Interleaved<'a> {
     pointer: Pointer,
@@ -170,7 +170,7 @@ enum Pointer {
     BF16(*mut bf16),
 }
 
-// SAFETY: the pointer stands for a unique loan of plain numbers, and writing through it is `unsafe` on its own.
+// SAFETY: the pointer represents a unique borrow of plain numbers, and writing through it is `unsafe`.
 unsafe impl Send for Interleaved<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Interleaved<'_> {}
@@ -217,12 +217,12 @@ pub struct Read<'a> {
     range: Range<usize>,
 }
 
-/// `tensor` where the host can read it: itself on the CPU, else a copy.
+/// `tensor` in host memory: itself if it is on the CPU, otherwise a copy.
 pub fn host(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)
 }
 
-/// Opens `tensor` for reading. An error unless it is contiguous, on the CPU and of FP32, FP16 or BF16.
+/// Opens `tensor` for reading; an error unless it is contiguous, on the CPU, and FP32, FP16 or BF16.
 pub fn read(tensor: &Tensor) -> Result<Read<'_>> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous(layout)?;
@@ -261,8 +261,8 @@ fn contiguous(layout: &Layout) -> Result<Range<usize>> {
     }
 }
 
-/// Lends `tensor`'s elements to `f` for writing; the tensor must not be open for reading meanwhile. A tensor of another
-/// device is copied to the host and back.
+/// Gives `f` write access to `tensor`'s elements; the tensor must not be open for reading. A tensor on another device is
+/// copied to the host and back.
 pub fn write<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
     if tensor.device().is_cpu() {
         return write_on_host(tensor, f);
@@ -299,7 +299,7 @@ fn write_on_host<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result
     lend.result.take().ok_or_else(|| Error::Msg("a CPU kernel was called on another device".into()))
 }
 
-/// Lends an FP32 tensor's elements to `f` for writing.
+/// Gives `f` write access to an FP32 tensor's elements.
 pub fn write_f32<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<R> {
     write(tensor, |view| match view {
         ViewMut::F32(slice) => Ok(f(slice)),
@@ -354,10 +354,10 @@ pub fn zeros(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
     Tensor::zeros(shape, dtype, device)
 }
 
-/// Makes a buffer of a shape and type: a tensor of zeros, or only its count where no more than the size is asked.
+/// Creates a buffer of a shape and type: a tensor of zeros, or its size where only sizes are counted.
 pub type Allocate<'a, T> = &'a dyn Fn(&[usize], DType) -> Result<T>;
 
-/// What tensors of a type can hold.
+/// The number format of a type.
 pub fn float_format(dtype: DType) -> FloatFormat {
     match dtype {
         DType::F16 => FloatFormat::FP16,

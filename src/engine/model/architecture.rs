@@ -1,4 +1,4 @@
-//! What a family of models has to say of itself, and the list of those there are.
+//! The interface of a model family, and the list of families.
 
 use super::gemma3::Gemma3;
 use super::gpt2::Gpt2;
@@ -26,7 +26,7 @@ pub(super) trait Architecture: Sync {
     /// A stored tensor's name as a parameter's; `None` for a buffer that is no parameter.
     fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str>;
 
-    /// What transformers puts in front of the name of every parameter but the head's.
+    /// The prefix that transformers gives every parameter except the head's.
     fn prefix(&self) -> &'static str;
 
     /// Architectures that go by a name of their own.
@@ -39,7 +39,7 @@ pub(super) trait Architecture: Sync {
 const FAMILIES: [Family; 6] =
     [Family(&Gpt2), Family(&Llama), Family(&Mistral), Family(&Qwen2), Family(&Qwen3), Family(&Gemma3)];
 
-/// No dimension of a model that fits this world's memories is larger; products of three stay within 64 bits.
+/// The largest dimension accepted; products of three stay within 64 bits.
 const LARGEST: u64 = 1 << 20;
 
 /// The family that a `config.json` names.
@@ -105,7 +105,7 @@ impl<'a> Keys<'a> {
         self.get(key, default, "a string", Value::as_str)
     }
 
-    /// Refuses a flag that the engine has one value of only.
+    /// Rejects a flag whose value the engine does not support.
     pub(super) fn only(&self, key: &str, supported: bool) -> Result<(), String> {
         if self.flag(key, supported)? == supported {
             Ok(())

@@ -1,5 +1,5 @@
-//! Gemma 3, text only (Gemma Team, 2025): norms before and behind attention and MLP that multiply by 1 + weight, norms of
-//! heads, embeddings times `√width`, an MLP gated by GELU, and layers with a window that have rotary embeddings of their own.
+//! Gemma 3, text only (Gemma Team, 2025): norms before and after attention and MLP that multiply by 1 + weight, head norms,
+//! embeddings scaled by `√width`, a GELU-gated MLP, and sliding-window layers with their own rotary embeddings.
 
 use super::architecture::{Architecture, Keys};
 use super::llama::{self, head_dim, layer_types, sliding_layers};
@@ -13,10 +13,10 @@ pub(super) struct Gemma3;
 
 /// Bases of the rotary embeddings of layers without and with a window.
 const THETA: [f64; 2] = [1e6, 1e4];
-/// One layer of so many has no window.
+/// One layer in this many has no window.
 const PATTERN: usize = 6;
 
-/// What transformers puts in for a missing key.
+/// The defaults of transformers for missing keys.
 fn default() -> ModelSpec {
     ModelSpec {
         family: Family(&Gemma3),

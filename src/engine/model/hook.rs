@@ -3,10 +3,10 @@
 use super::spec::Layer;
 use candle_core::{Result, Tensor};
 
-/// What of a layer was computed.
+/// A tensor of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// What it makes of its input; a row for each token.
+    /// Its output; a row for each token.
     Output,
     /// What its adapter's first factor makes of its input; a row for each token.
     LowRank,
@@ -52,13 +52,13 @@ impl Part {
 pub struct Place {
     /// The layer.
     pub layer: Layer,
-    /// What of it.
+    /// The tensor of that layer.
     pub part: Part,
     /// The token of its first row, where rows are tokens: the head computes a tile at a time.
     pub first_token: usize,
 }
 
-/// Is called with tensors as they are computed. `()` does nothing.
+/// Called with tensors as they are computed. `()` does nothing.
 pub trait Hook {
     /// `tensor`, at `place`, does not change before the next call, but may be overwritten later. The pass continues with
     /// whatever the hook writes into it.
@@ -84,7 +84,7 @@ impl<H: Hook> Hook for Option<H> {
     }
 }
 
-/// Two hooks in turn; the second is called with what the first leaves.
+/// Two hooks, called in order; the second receives what the first has left.
 impl<A: Hook + ?Sized, B: Hook + ?Sized> Hook for (&mut A, &mut B) {
     fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
         self.0.record(place, tensor)?;

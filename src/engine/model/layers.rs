@@ -1,5 +1,5 @@
-//! The layers with parameters. A layer knows which tensors are its own; its `forward` writes what its `backward` needs into
-//! buffers that the caller keeps, and its `backward` writes its parameters' gradients.
+//! The layers with parameters. A layer knows its tensors; `forward` writes what `backward` needs into the caller's buffers, and
+//! `backward` writes the gradients of its parameters.
 
 use super::adapter::{Adapter, AdapterPass};
 use super::hook::{Hook, Part};
@@ -48,8 +48,8 @@ impl NormLayer {
         hook.part(self.layer, Part::Output, &normed.out)
     }
 
-    /// Adds to `dx` the gradient with respect to `x`, or writes it there, given that of the output, `dy`. A frozen norm's own
-    /// gradients go into buffers that nobody reads.
+    /// Adds the gradient with respect to `x` to `dx`, or overwrites it, given the output's gradient `dy`. A frozen norm's own
+    /// gradients are written to buffers that are never read.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward(
         &self,

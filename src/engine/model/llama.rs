@@ -1,5 +1,5 @@
-//! Llama (Touvron et al., 2023), and what its relatives share with it: RMS norms, rotary positions, grouped queries, an MLP
-//! gated by SiLU, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 are of this family.
+//! Llama (Touvron et al., 2023), and what related families share with it: RMS norms, rotary positions, grouped queries, a
+//! SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
 
 use super::architecture::{Architecture, Keys, one_or_more};
 use super::rope::{Rope, RopeType};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 /// The family.
 pub(super) struct Llama;
 
-/// What transformers puts in for a missing key.
+/// The defaults of transformers for missing keys.
 pub(super) fn default() -> ModelSpec {
     ModelSpec {
         family: Family(&Llama),
@@ -85,7 +85,7 @@ pub(super) fn head_dim(keys: &Keys<'_>, spec: &ModelSpec, default: Option<usize>
     }
 }
 
-/// Refuses an activation that is not `silu`.
+/// Rejects activations other than `silu`.
 pub(super) fn only_silu(keys: &Keys<'_>) -> Result<(), String> {
     match keys.text("hidden_act", "silu")? {
         "silu" | "swish" => Ok(()),
@@ -96,7 +96,7 @@ pub(super) fn only_silu(keys: &Keys<'_>) -> Result<(), String> {
 /// `spec` with the rotary embeddings of a configuration in which they are the same for all layers.
 pub(super) fn with_rope(keys: &Keys<'_>, spec: ModelSpec, theta: f64) -> Result<ModelSpec, String> {
     let rope = Rope::flat(keys.0, theta, spec.context)?;
-    // The base grows with the sequence: it may be longer than the context, as far as the factor says.
+    // The base grows with the sequence, which may be longer than the context by the factor.
     let context = match rope.kind {
         RopeType::Dynamic { factor, .. } => (spec.context as f64 * factor) as usize,
         _ => spec.context,

@@ -10,7 +10,7 @@ use serde_json::Value;
 /// The family.
 pub(super) struct Qwen2;
 
-/// What transformers puts in for a missing key of Qwen 2 and 3.
+/// The defaults of transformers for missing keys of Qwen 2 and 3.
 pub(super) fn default(family: Family) -> ModelSpec {
     ModelSpec {
         family,

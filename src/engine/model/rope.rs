@@ -1,8 +1,8 @@
 //! A model's rotary position embeddings: read from its configuration, and their frequencies.
 //!
-//! Configurations spell them in two ways: `rope_parameters`, flat or nested by type of layer, and the older `rope_theta`
-//! with `rope_scaling`, whose `type` is now `rope_type`. The formulas are those of transformers, in FP32 where it has FP32,
-//! because models were trained with the frequencies as rounded there.
+//! Configurations have two spellings: `rope_parameters`, flat or nested by layer type, and the older `rope_theta` with
+//! `rope_scaling`, whose `type` is now `rope_type`. The formulas are those of transformers, in FP32 where it uses FP32,
+//! because models were trained with frequencies rounded that way.
 
 use super::architecture::Keys;
 use serde_json::{Map, Value, json};

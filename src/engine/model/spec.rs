@@ -1,4 +1,4 @@
-//! A decoder as data: its dimensions, which operations a block is made of, and every parameter with its role.
+//! A decoder described as data: its dimensions, the operations of a block, and every parameter with its role.
 //!
 //! A family (`gpt2.rs` and its siblings) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
 
@@ -27,12 +27,12 @@ impl Family {
         if parameter.starts_with("lm_head.") { parameter.to_owned() } else { format!("{}{parameter}", self.0.prefix()) }
     }
 
-    /// What transformers puts in front of the name of every parameter but the head's.
+    /// The prefix that transformers gives every parameter except the head's.
     pub(super) fn prefix(self) -> &'static str {
         self.0.prefix()
     }
 
-    /// A tensor's name as parameters have it: without the prefix some files give it. `None` for a buffer that is no parameter.
+    /// A stored tensor's name without the prefix that some files use; `None` for a buffer that is not a parameter.
     pub fn parameter_name(self, tensor: &str) -> Option<&str> {
         self.0.parameter_name(tensor)
     }
@@ -55,7 +55,7 @@ impl fmt::Debug for Family {
 pub struct Biases {
     /// Queries, keys and values.
     pub qkv: bool,
-    /// The projection behind attention.
+    /// The projection after attention.
     pub out: bool,
     /// The MLP's products.
     pub mlp: bool,
@@ -107,11 +107,11 @@ pub struct ModelSpec {
     pub inner: usize,
     /// The normalisation.
     pub norm: Norm,
-    /// What it adds under the root.
+    /// Added to its variance under the square root.
     pub norm_eps: f64,
     /// The MLP's activation.
     pub activation: Activation,
-    /// How weights lie.
+    /// The layout of weights.
     pub weight_layout: WeightLayout,
     /// Whether queries, keys and values are one tensor in files.
     pub packed_qkv: bool,
@@ -212,11 +212,11 @@ pub enum Op {
     Linear(LinearRole),
     /// Attention itself.
     Attention,
-    /// The residual stream behind attention.
+    /// The residual stream after attention.
     AttentionSum,
     /// The MLP's activation.
     Activation,
-    /// The residual stream behind the MLP.
+    /// The residual stream after the MLP.
     MlpSum,
     /// The language-model head.
     Head,
@@ -248,7 +248,7 @@ impl Layer {
     }
 }
 
-/// What a parameter starts from.
+/// A parameter's initial values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// Zeros.
@@ -289,7 +289,7 @@ pub struct ParamSpec {
     pub layer: Layer,
     /// What it is to that layer.
     pub role: ParamRole,
-    /// What it starts from.
+    /// Its initial values.
     pub init: Init,
     /// Whether weight decay acts on it.
     pub decay: bool,

@@ -26,7 +26,7 @@ pub enum Keep {
     BlockInput,
 }
 
-/// What normalising the heads of queries and keys leaves.
+/// Normalised heads of queries and keys.
 #[derive(Debug)]
 pub(super) struct HeadNorms<T = Tensor> {
     /// Queries and keys, normalised.
@@ -100,9 +100,9 @@ pub(super) struct Activations<T = Tensor> {
     /// The residual stream between attention and MLP.
     pub(super) middle: T,
     pub(super) mlp_norm: Normed<T>,
-    /// What enters the activation.
+    /// The activation's input.
     pub(super) up: T,
-    /// What leaves it.
+    /// Its output.
     pub(super) activated: T,
     pub(super) mlp_branch: Option<BranchNorm<T>>,
 }
@@ -142,7 +142,7 @@ pub(super) struct StreamGradient<T = Tensor> {
     pub(super) order: Vec<u32>,
 }
 
-/// What the layers of one compute type overwrite in turn.
+/// Scratch buffers of the layers of one compute type.
 #[derive(Debug)]
 pub(super) struct Scratch<T = Tensor> {
     compute: DType,
@@ -187,7 +187,7 @@ impl<T> BranchGradients<T> {
 pub struct WorkspaceBytes {
     /// What the forward pass keeps for the backward pass.
     pub activations: u64,
-    /// What is overwritten in turn: a tile of logits, gradients of activations.
+    /// Scratch buffers: a tile of logits, gradients of activations.
     pub scratch: u64,
 }
 
@@ -304,7 +304,7 @@ impl<T> Workspace<T> {
         })
     }
 
-    /// The buffers that layers of type `compute` overwrite in turn.
+    /// The scratch buffers of layers of type `compute`.
     pub(super) fn scratch(&self, compute: DType) -> Result<&Scratch<T>> {
         match self.scratch.iter().find(|scratch| scratch.compute == compute) {
             Some(scratch) => Ok(scratch),
@@ -348,7 +348,7 @@ impl<T> Workspace<T> {
 }
 
 impl Workspace<()> {
-    /// What a workspace for training would take, without making one.
+    /// The size of a workspace for training.
     pub fn bytes(
         spec: &ModelSpec,
         policy: PrecisionPolicy,

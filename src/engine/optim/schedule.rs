@@ -31,7 +31,7 @@ pub struct LrSchedule {
 }
 
 impl LrSchedule {
-    /// The rate of the update after `updates` applied ones. A skipped step asks again with the same number.
+    /// The rate of the update that follows `updates` applied ones. A skipped step does not advance it.
     pub fn lr(&self, updates: u64) -> f64 {
         if updates < self.warmup_updates {
             return self.peak_lr * (updates + 1) as f64 / self.warmup_updates as f64;

@@ -1,6 +1,7 @@
 //! The events that the trainer emits, and the checks for divergence.
 
 use super::Trainer;
+use crate::Error;
 use crate::data::Cursor;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::model::{Layer, Op, ParamSpec};
@@ -12,7 +13,6 @@ use crate::telemetry::{
 };
 use crate::train::records;
 use crate::train::step::{Outcome, StepReport};
-use crate::{Error, Result};
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,7 @@ impl Trainer {
         report: &StepReport,
         origin: Option<Origin>,
         began: Instant,
-    ) -> Result<Option<Error>> {
+    ) -> Option<Error> {
         let skipped = report.outcome == Outcome::Skipped;
         let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
@@ -44,11 +44,11 @@ impl Trainer {
         let overflow = skipped.then(|| records::overflow(report, step, layout, survey, origin));
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
         let diverged = diverged.or_else(|| self.far_above_chance(report.loss));
-        self.record(report, overflow, began.elapsed())?;
-        Ok(diverged)
+        self.record(report, overflow, began.elapsed());
+        diverged
     }
 
-    fn record(&mut self, report: &StepReport, overflow: Option<Overflow>, elapsed: Duration) -> Result<()> {
+    fn record(&mut self, report: &StepReport, overflow: Option<Overflow>, elapsed: Duration) {
         let engine = &self.engine;
         let state = &engine.state;
         let seconds = self
@@ -69,10 +69,9 @@ impl Trainer {
         if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {
             record.tensors = records::tensor_records(state.weights.layout(), &engine.survey);
         }
-        self.emitter.emit(Event::Step(Box::new(record)))?;
-        match overflow {
-            Some(overflow) => self.emitter.emit(Event::Overflow(overflow)),
-            None => Ok(()),
+        self.emitter.emit(Event::Step(Box::new(record)));
+        if let Some(overflow) = overflow {
+            self.emitter.emit(Event::Overflow(overflow));
         }
     }
 
@@ -189,7 +188,7 @@ impl Trainer {
         }
     }
 
-    pub(super) fn finish(&mut self, reason: FinishReason, began: Instant) -> Result<()> {
+    pub(super) fn finish(&mut self, reason: FinishReason, began: Instant) {
         let counters = self.engine.state.counters;
         self.emitter.emit(Event::Finished(Finished {
             reason,
@@ -203,6 +202,6 @@ impl Trainer {
             seconds: began.elapsed().as_secs_f64(),
             peak_rss_bytes: ProcessStats::now().peak_rss_bytes,
             checkpoint: self.progress.checkpoint.as_ref().map(|path| path.display().to_string()),
-        }))
+        }));
     }
 }

@@ -14,7 +14,8 @@ impl Trainer {
         match save(self) {
             Err(error @ (Error::Io { .. } | Error::Checkpoint { .. })) => {
                 let step = self.engine.state.counters.step;
-                self.warn(format!("no checkpoint at step {step}: {error}; *training continues"))
+                self.warn(format!("no checkpoint at step {step}: {error}; *training continues"));
+                Ok(())
             }
             other => other,
         }
@@ -39,20 +40,20 @@ impl Trainer {
                     Err(error) => format!("nor could its weights: {error}"),
                 };
                 let seconds = limit.as_secs();
-                self.warn(format!("the checkpoint of step {step} could not be written within {seconds} s; {weights}"))?;
+                self.warn(format!("the checkpoint of step {step} could not be written within {seconds} s; {weights}"));
                 return Err(error);
             }
             if !std::mem::replace(&mut warned, true) {
                 let seconds = limit.as_secs();
-                self.warn(format!("no checkpoint at step {step} yet: {error}; trying again for {seconds} s"))?;
+                self.warn(format!("no checkpoint at step {step} yet: {error}; trying again for {seconds} s"));
             }
             std::thread::sleep(left.min(Duration::from_secs(1)));
         }
     }
 
-    pub(super) fn warn(&mut self, message: String) -> Result<()> {
+    pub(super) fn warn(&mut self, message: String) {
         let step = self.engine.state.counters.step;
-        self.emitter.emit(Event::Warning(Trouble { step, message }))
+        self.emitter.emit(Event::Warning(Trouble { step, message }));
     }
 
     /// Writes a checkpoint of this step, unless it exists already or there is no run to write it into.
@@ -96,12 +97,12 @@ impl Trainer {
         let rotated = run.rotate(kind, Keep { last, best: self.config.checkpoint.keep_best });
         let (bytes, seconds) = (manifest.bytes(), began.elapsed().as_secs_f64());
         let (weights_only, name) = (kind == Kind::Weights, path.display().to_string());
-        self.emitter.emit(Event::Saved(Saved { step, path: name, bytes, seconds, weights_only }))?;
+        self.emitter.emit(Event::Saved(Saved { step, path: name, bytes, seconds, weights_only }));
         if let Some(error) = trouble {
-            self.warn(format!("the checkpoint of step {step} is complete, but {error}"))?;
+            self.warn(format!("the checkpoint of step {step} is complete, but {error}"));
         }
         if let Err(error) = rotated {
-            self.warn(format!("an older checkpoint could not be removed: {error}; *training continues"))?;
+            self.warn(format!("an older checkpoint could not be removed: {error}; *training continues"));
         }
         Ok(Some(path))
     }
@@ -127,9 +128,10 @@ impl Trainer {
         if let was = was.unwrap_or("fused")
             && was != now
         {
+            let kind = was.split(':').next().unwrap_or(was);
             let message = format!(
-                "`kernels` was `{was}` and is now `{now}`, which rounds differently; resume with `--kernels {was}` on a \
-                device that has them, or start a new run"
+                "`kernels` was `{was}` and is now `{now}`, which rounds otherwise; resume with `--kernels {kind}` on a device \
+                 that has them, or start a new run"
             );
             return Err(Error::checkpoint(checkpoint.path(), message));
         }

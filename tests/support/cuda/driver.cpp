@@ -5,6 +5,7 @@
 // of GPUs: whoever reads too early gets other numbers. Memory ends at a page that cannot be accessed, and so does what was
 // freed, so that an access outside ends the program.
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdarg>
 #include <cstdio>
@@ -20,6 +21,7 @@
 #include "candle.h"
 #include "stream.h"
 
+extern "C" size_t emulator_argument_bytes(const char* name);
 extern "C" int emulator_launch(const char* name, const unsigned grid[3], const unsigned block[3], size_t shared_bytes,
                                const void* arguments, size_t argument_bytes, const void* buffers, size_t buffer_count,
                                unsigned order, char* message, size_t message_bytes);
@@ -30,7 +32,7 @@ using namespace stand_in;
 
 namespace {
 
-constexpr size_t TOTAL = size_t(8) << 30, PAGE = 4096, ALIGNMENT = 256, SHARED_WITHOUT_ASKING = 48 << 10;
+constexpr size_t TOTAL = size_t(8) << 30, PAGE = 4096, ALIGNMENT = 256, SHARED_WITHOUT_ASKING = 48 << 10, SHARED_WHEN_ASKED = 99 << 10;
 // Work is done without anybody waiting once this much memory is in use: frees take their turn in the stream.
 constexpr size_t PATIENCE = size_t(512) << 20;
 
@@ -48,6 +50,7 @@ struct Module {
 struct Function {
     std::string name;
     std::vector<unsigned> sizes;
+    unsigned shared_bytes = SHARED_WITHOUT_ASKING;
 };
 
 std::recursive_mutex lock;
@@ -294,25 +297,46 @@ EXPORT Status cuModuleGetFunction(Function** out, Module* of, const char* name) 
     }
     const emulator::Signature* host = emulator::signatures;
     while (host != nullptr && host->name != function.name) host = host->next;
-    if (host == nullptr) return complain("`%s` was not compiled for the host", name);
-    if (!std::equal(function.sizes.begin(), function.sizes.end(), host->sizes, host->sizes + host->count)) {
+    // Our own kernels take one struct.
+    const unsigned char own = static_cast<unsigned char>(emulator_argument_bytes(name));
+    if (host == nullptr && own == 0) return complain("`%s` was not compiled for the host", name);
+    const unsigned char *first = host == nullptr ? &own : host->sizes, *last = first + (host == nullptr ? 1 : host->count);
+    if (!std::equal(function.sizes.begin(), function.sizes.end(), first, last)) {
         return complain("`%s` has other parameters on the host", name);
     }
     *out = &(functions[name] = function);
+    return OK;
+}
+EXPORT Status cuFuncSetAttribute(Function* function, int attribute, int value) {
+    // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    if (attribute != 8 || value > static_cast<int>(SHARED_WHEN_ASKED)) return complain("a kernel's attribute");
+    function->shared_bytes = value;
     return OK;
 }
 EXPORT Status cuLaunchKernel(Function* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                              unsigned shared_bytes, void* it, void** parameters, void** extra) {
     Guard guard;
     if (!of_stream(it) || extra != nullptr) return broken != OK ? broken : complain("launches something odd");
-    if (shared_bytes > SHARED_WITHOUT_ASKING) return complain("takes more shared memory than a kernel has without asking");
+    if (shared_bytes > function->shared_bytes) return complain("takes more shared memory than a kernel has without asking");
     // Arguments are copied now, whenever the kernel runs.
-    std::vector<uint64_t> arguments(function->sizes.size());
-    for (size_t i = 0; i < arguments.size(); ++i) std::memcpy(&arguments[i], parameters[i], function->sizes[i]);
+    std::vector<uint64_t> arguments;
+    for (size_t i = 0; i < function->sizes.size(); ++i) {
+        const size_t at = arguments.size();
+        arguments.resize(at + (function->sizes[i] + sizeof(uint64_t) - 1) / sizeof(uint64_t));
+        std::memcpy(&arguments[at], parameters[i], function->sizes[i]);
+    }
     return enqueue([=, name = function->name, arguments = std::move(arguments)]() -> Status {
         static const char* const said = std::getenv("STAND_IN_ORDER");
         static const unsigned order = said != nullptr ? std::atoi(said) : 0;
         const unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
+        // Faults on purpose, in kernels whose names begin so: one that does nothing, one that never ends, one that crashes.
+        const auto has = [&](const char* fault) {
+            const char* const kernel = std::getenv(fault);
+            return kernel != nullptr && name.rfind(kernel, 0) == 0;
+        };
+        if (has("STAND_IN_SKIPS")) return OK;
+        while (has("STAND_IN_HANGS")) sleep(1);
+        if (has("STAND_IN_CRASHES")) std::abort();
         char message[600];
         if (emulator_launch(name.c_str(), grid, block, shared_bytes, arguments.data(), arguments.size() * sizeof(uint64_t),
                             nullptr, 0, order, message, sizeof(message)) == 0) {

@@ -1,92 +1,68 @@
 //! The launch of `adamw.cu`.
 
 use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
-use super::survey::Chunk;
 use crate::engine::kernels::adamw::AdamWStep;
 use candle_core::{DType, Result};
 
-const THREADS: u32 = 256;
+const THREADS: usize = 256;
+/// Elements a thread takes at a time.
+const PACK: usize = 4;
+/// Blocks, at most: what keeps the largest GPUs busy. The threads then go round.
+const MAX_BLOCKS: usize = 132 * 8;
 
-/// A parameter as the update reads and writes it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct AdamWTensor {
+#[derive(Clone, Copy)]
+struct AdamW {
     grad: u64,
     master: u64,
     exp_avg: u64,
     exp_avg_sq: u64,
     weight: u64,
     len: u64,
-    weight_decay: f32,
-    unused: u32,
-}
-
-impl AdamWTensor {
-    /// Of a parameter's gradient, master, moments and working copy; `None` where the master is the working copy.
-    pub(crate) fn new(
-        grad: Buffer,
-        [master, exp_avg, exp_avg_sq]: [Buffer; 3],
-        weight: Option<Buffer>,
-        weight_decay: f32,
-    ) -> Result<Self> {
-        let len = grad.len;
-        Ok(Self {
-            grad: grad.of("grad", len)?,
-            master: master.expect("master", DType::F32, len)?,
-            exp_avg: exp_avg.expect("exp_avg", DType::F32, len)?,
-            exp_avg_sq: exp_avg_sq.expect("exp_avg_sq", DType::F32, len)?,
-            weight: weight.map_or(Ok(0), |weight| weight.of("weight", len))?,
-            len: len as u64,
-            weight_decay,
-            unused: 0,
-        })
-    }
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct AdamW {
-    tensors: u64,
-    chunks: u64,
     lr: f32,
     betas: [f32; 2],
     shares: [f32; 2],
     eps: f32,
+    weight_decay: f32,
     bias_corrections: [f32; 2],
     grad_factor: f32,
-    unused: u32,
 }
 // SAFETY: mirrors `AdamW`.
 unsafe impl Arguments for AdamW {}
 
-/// Updates all parameters of a table of [`AdamWTensor`]s, cut by a table of [`Chunk`]s. The gradients are of one type, and
-/// the working copies of another. Weight decay is the tensors', not that of `numbers`.
+/// See [`adamw::step`](crate::engine::kernels::adamw::step): updates a master and its moments, and with them the working copy
+/// unless the master is that itself.
 pub(crate) fn step(
     queue: &impl Queue,
-    [grads, weights]: [DType; 2],
-    tensors: Buffer,
-    chunks: Buffer,
     numbers: AdamWStep,
+    grad: Buffer,
+    [master, exp_avg, exp_avg_sq]: [Buffer; 3],
+    weight: Option<Buffer>,
 ) -> Result<()> {
-    let AdamWStep { lr, betas, eps, bias_corrections, grad_factor, .. } = numbers;
+    let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = numbers;
+    let len = grad.len;
     let arguments = AdamW {
-        tensors: tensors.of("tensors", size_of::<AdamWTensor>())?,
-        chunks: chunks.of("chunks", size_of::<Chunk>())?,
+        grad: grad.of("grad", len)?,
+        master: master.expect("master", DType::F32, len)?,
+        exp_avg: exp_avg.expect("exp_avg", DType::F32, len)?,
+        exp_avg_sq: exp_avg_sq.expect("exp_avg_sq", DType::F32, len)?,
+        weight: weight.map_or(Ok(0), |weight| weight.of("weight", len))?,
+        len: len as u64,
         lr,
         betas: betas.map(|beta| beta as f32),
         shares: betas.map(|beta| (1.0 - beta) as f32),
         eps,
+        weight_decay,
         bias_corrections,
         grad_factor,
-        unused: 0,
     };
     let launch = Launch {
         module: "adamw",
-        kernel: entry("adamw", &[grads, weights])?,
-        grid: [word(chunks.len / size_of::<Chunk>())?, 1, 1],
-        threads: THREADS,
+        kernel: entry("adamw", &[grad.dtype, weight.map_or(DType::F32, |weight| weight.dtype)])?,
+        grid: [word(len.div_ceil(PACK * THREADS).min(MAX_BLOCKS))?, 1, 1],
+        threads: THREADS as u32,
         shared_bytes: 0,
     };
-    // SAFETY: the tables describe buffers of this device, and their length gives the grid.
+    // SAFETY: every buffer was found large enough.
     unsafe { queue.launch(&launch, &arguments) }
 }

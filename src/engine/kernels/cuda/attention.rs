@@ -1,7 +1,6 @@
 //! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for what tensor cores multiply.
 
-use super::elementwise::Mask;
-use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use super::launch::{Arguments, Buffer, Launch, Mask, Queue, entry, word};
 use crate::engine::kernels::attention::Shape;
 use crate::engine::kernels::dropout::Dropout;
 use candle_core::{DType, Result, bail};
@@ -65,6 +64,13 @@ enum Pass {
     BackwardQueries,
 }
 
+/// Whether there are kernels for attention of this shape: no grouped queries, windows or soft caps, and no large heads.
+pub(crate) fn serves(shape: &Shape) -> bool {
+    let Shape { heads, kv_heads, head_size, seq_len, window, softcap, .. } = *shape;
+    let sees_all = window.is_none_or(|window| window >= seq_len);
+    kv_heads == heads && head_size <= SIZES[3] && sees_all && softcap.is_none()
+}
+
 /// One call's sizes, and the kernels that serve them.
 #[derive(Clone, Copy)]
 struct Plan {
@@ -76,10 +82,10 @@ struct Plan {
 
 impl Plan {
     fn new(shape: Shape, dtype: DType) -> Result<Self> {
-        let Some(&size) = SIZES.iter().find(|&&size| size >= shape.head_size) else {
-            bail!("the GPU's attention has heads of at most {} elements, not {}", SIZES[3], shape.head_size);
-        };
-        Ok(Self { shape, dtype, size })
+        match SIZES.into_iter().find(|&size| size >= shape.head_size) {
+            Some(size) if serves(&shape) => Ok(Self { shape, dtype, size }),
+            _ => bail!("there is no CUDA kernel for attention of {shape:?}"),
+        }
     }
 
     fn elements(self) -> usize {
@@ -91,10 +97,7 @@ impl Plan {
     }
 
     fn arguments(self) -> Result<AttentionShape> {
-        let Shape { batch, seq_len, heads, kv_heads, head_size, scale, window, softcap } = self.shape;
-        if kv_heads != heads || window.is_some() || softcap.is_some() {
-            bail!("the CUDA attention kernels have no grouped queries, windows or soft caps");
-        }
+        let Shape { batch, seq_len, heads, head_size, scale, .. } = self.shape;
         Ok(AttentionShape {
             batch: word(batch)?,
             seq_len: word(seq_len)?,
@@ -155,7 +158,6 @@ pub(crate) fn forward(
     shape: Shape,
     qkv: Buffer,
     dropout: Option<Dropout>,
-    draw: Buffer,
     out: Buffer,
     lse: Buffer,
 ) -> Result<()> {
@@ -165,7 +167,7 @@ pub(crate) fn forward(
         out: out.expect("out", qkv.dtype, plan.elements())?,
         lse: lse.expect("lse", DType::F32, plan.stat_len())?,
         shape: plan.arguments()?,
-        dropout: Mask::new(dropout, draw)?,
+        dropout: Mask::new(dropout),
     };
     // SAFETY: every buffer was found large enough.
     unsafe { queue.launch(&plan.launch(Pass::Forward)?, &arguments) }
@@ -177,11 +179,10 @@ pub(crate) fn backward(
     shape: Shape,
     [dout, qkv, out, lse]: [Buffer; 4],
     dropout: Option<Dropout>,
-    draw: Buffer,
     dqkv: Buffer,
 ) -> Result<()> {
     let plan = Plan::new(shape, qkv.dtype)?;
-    let delta = queue.scratch(plan.stat_len())?;
+    let (delta, _owner) = queue.scratch(plan.stat_len())?;
     let products = RowProducts {
         dout: dout.expect("dout", qkv.dtype, plan.elements())?,
         out: out.expect("out", qkv.dtype, plan.elements())?,
@@ -195,7 +196,7 @@ pub(crate) fn backward(
         delta: delta.address,
         dqkv: dqkv.expect("dqkv", qkv.dtype, 3 * plan.elements())?,
         shape: products.shape,
-        dropout: Mask::new(dropout, draw)?,
+        dropout: Mask::new(dropout),
     };
     let by_rows = Launch::warp_a_row("attention", entry("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
     // SAFETY: every buffer was found large enough.

@@ -10,7 +10,7 @@
 #include <cuda_fp16.h>
 #define CHECK_READ(pointer, bytes)
 #define CHECK_WRITE(pointer, bytes)
-// The block's shared memory, whose size the host gives with the launch.
+// The block's shared memory; the host passes its size with the launch.
 #define SHARED(type, name)                                        \
     extern __shared__ __align__(16) unsigned char shared_bytes[]; \
     type* const name = reinterpret_cast<type*>(shared_bytes)
@@ -33,19 +33,13 @@ typedef __half f16;
     ENTRY(name##_f16, threads, Args, name<f16>)   \
     ENTRY(name##_bf16, threads, Args, name<bf16>)
 // One for each pair that a precision policy allows where the first type is the second or FP32: the residual stream and the
-// matrix products' type, gradients and the type they are born beside.
+// matrix products' type, or the gradients' and the working copy's.
 #define ENTRIES_WIDE_FIRST(name, threads, Args)              \
     ENTRY(name##_f32_f32, threads, Args, name<float, float>) \
     ENTRY(name##_f32_f16, threads, Args, name<float, f16>)   \
     ENTRY(name##_f16_f16, threads, Args, name<f16, f16>)     \
     ENTRY(name##_f32_bf16, threads, Args, name<float, bf16>) \
     ENTRY(name##_bf16_bf16, threads, Args, name<bf16, bf16>)
-// One for each pair in which no two narrow types meet.
-#define ENTRIES_ANY_PAIR(name, threads, Args)              \
-    ENTRIES_WIDE_FIRST(name, threads, Args)                \
-    ENTRY(name##_f16_f32, threads, Args, name<f16, float>) \
-    ENTRY(name##_bf16_f32, threads, Args, name<bf16, float>)
-
 constexpr unsigned WARP = 32;
 constexpr unsigned EVERY_LANE = 0xffffffffu;
 

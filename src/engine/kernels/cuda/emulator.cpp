@@ -29,7 +29,7 @@ constexpr size_t GUARD_BYTES = 4096;
 
 enum class State { Ready, AtBarrier, InExchange, Done };
 
-// A copy that has begun. Nobody may rely on when it is done before it was waited for, so it is done then.
+// A copy that was started. It is performed when it is waited for, so that code that does not wait fails.
 struct Copy {
     unsigned char* target;
     const void* source;
@@ -41,7 +41,7 @@ struct Fiber {
     ucontext_t context;
     jmp_buf resume;
     bool started = false;
-    // Whether its thread has not run yet in this block, so that another fiber may as well run it.
+    // Whether its thread has not run yet in this block, so that another fiber can run it.
     bool fresh = false;
     State state = State::Done;
     int line = 0;
@@ -75,7 +75,7 @@ void leave() {
     if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
 }
 
-// Ends the launch with a message; a fiber that calls it never runs on.
+// Ends the launch with a message; the calling fiber does not resume.
 void fail(const char* format, ...) {
     char text[512];
     va_list arguments;
@@ -85,7 +85,7 @@ void fail(const char* format, ...) {
     if (failure.empty()) failure = text;
 }
 
-// The same for a fiber's own doing: it ends here.
+// The same for an error of the current fiber, which ends here.
 template <class... Arguments> void stop(const char* format, Arguments... arguments) {
     fail(format, arguments...);
     current->state = State::Done;

@@ -1,9 +1,9 @@
 // CUDA's device side on a CPU, as far as kernels use it: the tests run the same .cu files with it, ours and candle's.
 //
 // The threads of a block are fibers on one thread of the host. A fiber runs until it meets a barrier or an exchange within
-// its warp; who meets another one than its neighbours, or none, is an error with both lines. Blocks run one after the
-// other. The order of fibers and blocks can be turned round, and how far a warp gets before the next, so that a result that
-// depends on it shows. Every access to global memory is checked against the buffers that the launch names.
+// its warp; meeting a different one than its neighbours, or none, is an error that names both lines. Blocks run one after the
+// other. The order of fibers and blocks, and how far a warp runs before the next, can be varied to expose results that depend
+// on it. Every access to global memory is checked against the buffers that the launch names.
 #pragma once
 
 #include <cmath>

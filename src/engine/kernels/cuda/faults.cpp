@@ -164,4 +164,6 @@ template <class X, class Y> void convert(const Converted& a) {
     for (size_t i = threadIdx.x; i < a.len; i += THREADS) store_rounded<Y>(a.out, i, load_as_float<X>(a.in, i));
 }
 
-ENTRIES_ANY_PAIR(convert, THREADS, Converted)
+ENTRIES_WIDE_FIRST(convert, THREADS, Converted)
+ENTRY(convert_f16_f32, THREADS, Converted, convert<f16, float>)
+ENTRY(convert_bf16_f32, THREADS, Converted, convert<bf16, float>)

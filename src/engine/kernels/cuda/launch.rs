@@ -1,9 +1,9 @@
 //! What a launch consists of, and who takes it.
 
+use crate::engine::kernels::dropout::Dropout;
 use candle_core::{DType, Result, bail};
-use std::ffi::c_void;
 
-/// Elements in the memory of a device, contiguous and aligned to 16 bytes.
+/// Elements in the memory of a device, contiguous and aligned to [`ALIGNMENT`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Buffer {
     /// Where they begin.
@@ -14,24 +14,28 @@ pub(crate) struct Buffer {
     pub(crate) len: usize,
 }
 
+/// Bytes that a buffer's address is a multiple of: the widest access of a kernel.
+pub(crate) const ALIGNMENT: u64 = 16;
+
 impl Buffer {
     /// Where `len` elements of type `dtype` begin; an error if this is not what the buffer holds.
     pub(crate) fn expect(self, what: &str, dtype: DType, len: usize) -> Result<u64> {
         if self.dtype != dtype || self.len < len {
             bail!("a kernel's `{what}` must hold {len} of {dtype:?}, not {} of {:?}", self.len, self.dtype);
         }
-        if !self.address.is_multiple_of(16) {
-            bail!("a kernel's `{what}` is not aligned to 16 bytes");
+        if !self.address.is_multiple_of(ALIGNMENT) {
+            bail!("a kernel's `{what}` is not aligned to {ALIGNMENT} bytes");
         }
         Ok(self.address)
     }
 
-    /// The same for a row kernel's operand of whatever type.
+    /// The same for an operand of any type.
     pub(crate) fn of(self, what: &str, len: usize) -> Result<u64> {
         self.expect(what, self.dtype, len)
     }
 
     /// How many bytes its elements take.
+    #[cfg(all(test, feature = "emulator"))]
     pub(crate) fn bytes(self) -> usize {
         self.len * self.dtype.size_in_bytes()
     }
@@ -47,7 +51,7 @@ pub(crate) unsafe trait Arguments: Copy {}
 #[derive(Clone, Debug)]
 pub(crate) struct Launch {
     /// The `.cu` file.
-    #[expect(dead_code, reason = "the emulator has all kernels in one library")]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the emulator has all kernels in one library"))]
     pub(crate) module: &'static str,
     /// The entry in it.
     pub(crate) kernel: String,
@@ -75,24 +79,39 @@ impl Launch {
 
 /// Takes launches and runs them in order.
 pub(crate) trait Queue {
-    /// # Safety
-    /// `arguments` points to the `size` bytes of the struct that the kernel takes, and the addresses in it are those of
-    /// buffers of this device, as large as the kernel expects.
-    unsafe fn launch_raw(&self, launch: &Launch, arguments: *const c_void, size: usize) -> Result<()>;
-
-    /// Memory for `len` FP32 numbers that is free until the next call: what is launched later runs later.
-    fn scratch(&self, len: usize) -> Result<Buffer>;
-
-    /// Launches a kernel.
+    /// Launches a kernel; a grid without blocks is nothing to do.
     ///
     /// # Safety
     /// The addresses in `arguments` are those of buffers of this device, as large as the kernel expects.
-    unsafe fn launch<A: Arguments>(&self, launch: &Launch, arguments: &A) -> Result<()> {
-        if launch.grid.contains(&0) {
-            return Ok(());
-        }
-        // SAFETY: the caller's promise.
-        unsafe { self.launch_raw(launch, std::ptr::from_ref(arguments).cast(), size_of::<A>()) }
+    unsafe fn launch<A: Arguments>(&self, launch: &Launch, arguments: &A) -> Result<()>;
+
+    /// Owns scratch memory.
+    type Scratch;
+
+    /// Memory for `len` FP32 numbers, and its owner, which may go once the kernels that use it are launched.
+    fn scratch(&self, len: usize) -> Result<(Buffer, Self::Scratch)>;
+}
+
+/// A dropout mask as the kernels take it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mask {
+    draw: [u32; 2],
+    key: [u32; 2],
+    site: u32,
+    threshold: u32,
+    keep_scale: f32,
+    unused: u32,
+}
+
+impl Mask {
+    /// The mask of `dropout`; `None` drops nothing.
+    pub(super) fn new(dropout: Option<Dropout>) -> Self {
+        let Some(dropout) = dropout else {
+            return Self { draw: [0; 2], key: [0; 2], site: 0, threshold: 0, keep_scale: 1.0, unused: 0 };
+        };
+        let (draw, key, site, threshold, keep_scale) = dropout.numbers();
+        Self { draw: [draw as u32, (draw >> 32) as u32], key, site, threshold, keep_scale, unused: 0 }
     }
 }
 

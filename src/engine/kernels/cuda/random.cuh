@@ -1,12 +1,11 @@
-// Dropout masks: the twin of src/random.rs and dropout.rs, which see for what is drawn and why. The bits are the same.
+// Dropout masks: the twin of src/random.rs and dropout.rs, which explain them. The bits are the same.
 #pragma once
 
 #include "common.cuh"
 
-// One layer's mask; a threshold of 0 drops nothing. The draw, which changes with every micro-batch, is in device memory, so
-// that a captured graph draws anew when it is replayed.
+// One layer's mask for one micro-batch; a threshold of 0 drops nothing.
 struct Dropout {
-    const unsigned* draw;  // two words, the low one first
+    unsigned draw[2];  // the low word first
     unsigned key[2];
     unsigned site;
     unsigned threshold;
@@ -32,8 +31,8 @@ __device__ inline Words philox(Words counter, unsigned key0, unsigned key1) {
 }
 
 __device__ inline Words draw_block(const Dropout& dropout, size_t block) {
-    const unsigned low = load(dropout.draw, 0), high = load(dropout.draw, 1);
-    return philox({{static_cast<unsigned>(block), dropout.site, low, high}}, dropout.key[0], dropout.key[1]);
+    const unsigned counter = static_cast<unsigned>(block);
+    return philox({{counter, dropout.site, dropout.draw[0], dropout.draw[1]}}, dropout.key[0], dropout.key[1]);
 }
 
 // Multiplies `N` neighbours, the first of them at `index`, by the mask. Four elements share a draw.

@@ -62,7 +62,7 @@ __device__ inline void load_transposed(unsigned (&fragments)[4], const void* row
 template <unsigned BYTES> __device__ inline void copy_async(void* target, const void* source, bool inside) {
     static_assert(BYTES == 4 || BYTES == 16, "the sizes in use");
     if constexpr (BYTES == 16) {
-        // Past the first-level cache, which has no use for it.
+        // Bypass the L1 cache.
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(inside ? 16 : 0)
                      : "memory");
     } else {
@@ -70,9 +70,9 @@ template <unsigned BYTES> __device__ inline void copy_async(void* target, const 
                      : "memory");
     }
 }
-// Makes a group of the copies that this thread has begun.
+// Commits the copies that this thread has started as a group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most LEFT groups of this thread are under way. What other threads copied is there after a barrier.
+// Waits until at most LEFT groups of this thread are pending. Copies of other threads are visible after a barrier.
 template <unsigned LEFT> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
 #else

@@ -3,10 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 mod attention;
+mod cross_entropy;
 mod emulator;
+mod layer_norm;
 mod optimizer;
-mod passes;
-mod sums;
 
 use super::emulator::Emulator;
 use super::launch::Buffer;
@@ -89,14 +89,4 @@ fn assert_within(allowed: f64, what: &str, found: &[f32], expected: &[f32], dtyp
         let error = f64::from(found - expected).abs() / f64::from(expected.abs()).max(typical).max(f64::MIN_POSITIVE);
         assert!(error <= allowed, "{what} in {dtype:?}: element {i} is {found}, not {expected}");
     }
-}
-
-/// A draw that nothing is drawn from.
-fn no_draw(gpu: &Emulator) -> Buffer {
-    gpu.words(&[0, 0])
-}
-
-/// `draw` as kernels find it.
-fn draw_words(gpu: &Emulator, draw: u64) -> Buffer {
-    gpu.words(&[draw as u32, (draw >> 32) as u32])
 }

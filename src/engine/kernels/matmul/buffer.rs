@@ -1,7 +1,7 @@
 //! Reusable, aligned memory for packed operands and partial sums.
 //!
-//! Buffers only grow and are kept, so a product of a shape seen before allocates nothing. They lie on huge pages where
-//! the system grants them: a packed operand is read front to back, far faster than small pages can be looked up.
+//! Buffers only grow and are kept, so a product of a shape seen before allocates nothing. They use huge pages if the system
+//! grants them: packed operands are streamed, and with small pages address translation would limit the speed.
 
 use std::alloc::{GlobalAlloc, Layout, handle_alloc_error};
 use std::cell::RefCell;
@@ -75,7 +75,7 @@ pub(super) struct Workspace {
     pub(super) partial: Buffer,
 }
 
-/// Lends a workspace to `body`. Products that run at the same time get different ones.
+/// Passes a workspace to `body`. Concurrent products get different ones.
 pub(super) fn with_workspace<R>(body: impl FnOnce(&mut Workspace) -> R) -> R {
     static IDLE: Mutex<Vec<Workspace>> = Mutex::new(Vec::new());
     let idle = || IDLE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -86,7 +86,7 @@ pub(super) fn with_workspace<R>(body: impl FnOnce(&mut Workspace) -> R) -> R {
     result
 }
 
-/// Lends this thread's own buffer to `body`, which must not ask for it again.
+/// Passes this thread's buffer to `body`, which must not request it again.
 pub(super) fn with_thread_buffer<R>(body: impl FnOnce(&mut Buffer) -> R) -> R {
     thread_local! {
         static OWN: RefCell<Buffer> = const { RefCell::new(Buffer::new()) };

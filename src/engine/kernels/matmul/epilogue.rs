@@ -45,7 +45,7 @@ impl<C: Element> Output<C> {
     /// The cache lines of an area.
     #[inline]
     pub(super) fn fetch(self, area: Area, ahead: &mut Ahead) {
-        // One more than its length fills: a row may begin anywhere in a line.
+        // One more than the length fills, because a row may start anywhere in a line.
         let lines = (area.cols * size_of::<C>()).div_ceil(CACHE_LINE) + 1;
         for i in 0..area.rows {
             ahead.push_lines(self.start.wrapping_add((area.row + i) * self.stride + area.col), lines);

@@ -20,15 +20,15 @@ pub(super) struct Tile(pub(super) [f32; MAX_TILE]);
 /// The most addresses of [`Ahead`].
 const MAX_AHEAD: usize = 160;
 
-/// What will be needed soon, to be fetched into the caches while a tile is computed: its place in C, whose lines a store
-/// would otherwise wait for, and what is packed next. One by one, because a burst of fetches would stall the kernel.
+/// Addresses to prefetch while a tile is computed: its place in C, whose cache lines a store would otherwise wait for, and what
+/// is packed next. They are spread out, because a burst of prefetches would stall the kernel.
 #[derive(Clone, Debug)]
 pub(super) struct Ahead {
     addresses: [*const i8; MAX_AHEAD],
     len: usize,
 }
 
-/// Units to be multiplied after the fetch of an address.
+/// Units multiplied between two prefetches.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug)]
 struct Span {
@@ -58,7 +58,7 @@ impl Ahead {
         self.len += count;
     }
 
-    /// The addresses, evenly spread over `units`. There is at least one, if only of nothing.
+    /// The addresses, evenly spread over `units`. There is always at least one, possibly of nothing.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn spread_over(&self, units: usize) -> impl Iterator<Item = Span> {

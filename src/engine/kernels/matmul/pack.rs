@@ -1,9 +1,9 @@
 //! Packing: copies of operands in the order in which the micro-kernels read them.
 //!
-//! Seen from a product, A's rows and B's columns are the same thing, here called lines: `depth` elements that are
-//! multiplied with those of the other operand's lines. A panel holds `width` lines interleaved: the first unit of each
-//! line, then the second unit of each, …. A unit is one FP32 value or, for the BF16 dot product, two BF16 neighbours.
-//! Lines and units that do not exist are zeros.
+//! A's rows and B's columns play the same part and are called lines here: `depth` elements that are multiplied with those of
+//! the other operand's lines. A panel holds `width` lines interleaved: the first unit of each line, then the second unit of
+//! each, and so on. A unit is one FP32 value or, for the BF16 dot product, two adjacent BF16 values. Missing lines and units
+//! are zeros.
 
 use std::ops::Range;
 
@@ -74,7 +74,7 @@ const BLOCK: usize = 64;
 /// make them compete for the same place in the L1 cache.
 const SPAN: usize = 64;
 
-/// Rows of elements that are fetched ahead of their use: the hardware does not foresee the next row.
+/// Rows prefetched ahead of their use; the hardware prefetcher does not predict the next row.
 const AHEAD: usize = 24;
 
 /// Packs `panels.len() / (width * units)` panels from line `first` on, of the elements `depth` of each line.
@@ -389,7 +389,7 @@ fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
     unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) }
 }
 
-/// Brings elements of an operand into the caches a little at a time, while something else is computed.
+/// Prefetches elements of an operand a little at a time, while something else is computed.
 pub(super) struct Prefetch<'a, T> {
     /// The rest of the operand from the current run of neighbouring elements on.
     data: &'a [T],
@@ -441,7 +441,7 @@ impl<'a, T> Prefetch<'a, T> {
 /// Bytes in a cache line.
 pub(super) const CACHE_LINE: usize = 64;
 
-/// Asks for `len` elements from `start` on to be brought into the L1 cache; they need not exist.
+/// Prefetches `len` elements from `start` on into the L1 cache; they need not exist.
 #[inline(always)]
 fn prefetch<T>(data: &[T], start: usize, len: usize) {
     for offset in (0..len * size_of::<T>()).step_by(CACHE_LINE) {
@@ -449,7 +449,7 @@ fn prefetch<T>(data: &[T], start: usize, len: usize) {
     }
 }
 
-/// Asks for a cache line to be brought into the L1 cache; it need not exist.
+/// Prefetches a cache line into the L1 cache; it need not exist.
 #[inline(always)]
 pub(super) fn fetch(address: *const i8) {
     #[cfg(target_arch = "x86_64")]

@@ -1,6 +1,6 @@
 //! One row times a matrix, as in generating text: each weight is used once, so packing it would cost more than the product.
 //!
-//! The matrix is read as it is stored, and nothing but memory sets the pace. Columns are shared out, a column's sum never is.
+//! The matrix is read as it is stored, so speed is bound by memory. Columns are divided among threads; a column's sum never is.
 
 use super::super::convert::Element;
 use super::super::rows::{Rows, axpy, dot, for_each_part, with_scratch};

@@ -1,4 +1,4 @@
-//! Causal attention with stored scores, FP32 throughout: scores of whole sequences exist at a time, as many as fit a budget.
+//! Causal attention with stored scores, in FP32, for as many whole sequences at a time as fit a budget.
 
 use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows};
 use crate::engine::kernels::attention::{Operands, Shape};
@@ -7,10 +7,20 @@ use crate::engine::kernels::decode_attention::KeyValues;
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 
-/// Bytes of one matrix of scores at most, unless one sequence takes more. A pass has about four of them at a time.
+/// Bytes of one matrix of scores at most, unless one sequence takes more.
 const SCORE_BYTES: usize = 256 << 20;
+/// Matrices of a score's shape that exist at once in the backward pass, and the further ones of a soft cap's derivative.
+const MATRICES: usize = 6;
+const MATRICES_OF_CAP: usize = 3;
 
-/// Sequences worked on together.
+/// See [`Kernels::score_bytes`](crate::engine::kernels::Kernels::score_bytes).
+pub(super) fn score_bytes(shape: &Shape) -> Result<u64> {
+    let scores = sequences_at_a_time(shape)? * shape.heads * shape.seq_len * shape.seq_len;
+    let matrices = MATRICES + if shape.softcap.is_some() { MATRICES_OF_CAP } else { 0 };
+    Ok((matrices * scores * size_of::<f32>()) as u64)
+}
+
+/// Sequences processed together.
 fn sequences_at_a_time(shape: &Shape) -> Result<usize> {
     let Shape { heads, seq_len, .. } = *shape;
     let scores = heads * seq_len * seq_len;
@@ -85,8 +95,8 @@ fn merge_heads(heads: &Tensor, (sequences, shape): (usize, &Shape)) -> Result<Te
     heads.transpose(1, 2)?.contiguous()?.reshape((sequences * shape.seq_len, ()))
 }
 
-/// Which of `past + T` keys each of T queries attends to: `[sequences, 1, T, past + T]`, U8; one for all sequences where no
-/// documents tell them apart.
+/// Which of `past + T` keys each of T queries attends to: `[sequences, 1, T, past + T]`, U8. Without documents one mask serves
+/// all sequences.
 fn visible(shape: &Shape, past: usize, documents: Option<&[u32]>, device: &Device) -> Result<Tensor> {
     let (queries, keys) = (shape.seq_len, past + shape.seq_len);
     let rows = documents.map_or(queries, <[u32]>::len);
@@ -109,14 +119,12 @@ fn scores(shape: &Shape, queries: &Tensor, keys: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Scores of keys that a query does not attend to become -∞. They are replaced, not added to: a NaN of a later token must
-/// not reach an earlier one.
+/// Sets the scores of masked keys to -∞. Adding -∞ instead would let a NaN of a later token reach an earlier one.
 fn masked(scores: &Tensor, visible: &Tensor) -> Result<Tensor> {
     select(visible, scores, f32::NEG_INFINITY)
 }
 
-/// The softmax of each row and the logarithm of its sum of exponentials. A NaN among the scores is lost in the maximum on
-/// CUDA and comes back in the sum.
+/// The softmax of each row and its log-sum-exp. On CUDA the maximum drops a NaN, but the sum keeps it.
 fn softmax(scores: &Tensor) -> Result<(Tensor, Tensor)> {
     let top = scores.max_keepdim(D::Minus1)?;
     let exponentials = scores.broadcast_sub(&top)?.exp()?;

@@ -1,11 +1,14 @@
-//! The language-model head with its cross-entropy loss, a tile of logits at a time: softmax and loss are FP32.
+//! The language-model head with its cross-entropy loss, one tile of logits at a time; softmax and loss are FP32.
 
 use super::tensors::{accumulate, indices, product, require_contiguous, select, store, widen};
 use crate::engine::kernels::HeadHook;
 use crate::engine::kernels::cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace, IGNORE};
 use candle_core::{Result, Tensor, bail};
 
-/// See [`Kernels::head`](crate::engine::kernels::Kernels::head).
+/// A function such as [`cross_entropy`].
+type CrossEntropy<'a> = dyn Fn(&[u32], &Tensor, &Tensor, Option<f32>) -> Result<()> + 'a;
+
+/// See [`Kernels::head`](crate::engine::kernels::Kernels::head); `cross_entropy` is the function below or its replacement.
 pub(super) fn head(
     x: &Tensor,
     weight: &Tensor,
@@ -13,6 +16,7 @@ pub(super) fn head(
     workspace: &HeadWorkspace,
     gradient: Option<HeadGradient<'_>>,
     hook: HeadHook<'_>,
+    cross_entropy: &CrossEntropy<'_>,
 ) -> Result<f64> {
     let (rows, vocab) = (x.dim(0)?, weight.dim(0)?);
     if let Some(target) = targets.iter().find(|&&t| t != IGNORE && t as usize >= vocab) {
@@ -25,8 +29,7 @@ pub(super) fn head(
         store(&product(&x, &weight.t()?, logits.dtype())?, &logits)?;
         hook(HeadTensor::Logits, first, &logits)?;
         let losses = workspace.losses.narrow(0, first, count)?;
-        let targets = Targets::new(&targets[first..first + count], &logits)?;
-        targets.losses(&logits, &losses, gradient.map(|gradient| gradient.seed))?;
+        cross_entropy(&targets[first..first + count], &logits, &losses, gradient.map(|gradient| gradient.seed))?;
         if let Some(gradient) = gradient {
             hook(HeadTensor::LogitsGradient, first, &logits)?;
             let dx = gradient.dx.narrow(0, first, count)?;
@@ -49,6 +52,25 @@ pub(super) fn head(
     Ok(losses.into_iter().map(f64::from).sum())
 }
 
+/// Each row's loss, and with a `seed` the logits' gradient in their place.
+pub(crate) fn cross_entropy(targets: &[u32], logits: &Tensor, losses: &Tensor, seed: Option<f32>) -> Result<()> {
+    let targets = Targets::new(targets, logits)?;
+    let values = widen(logits)?;
+    require_contiguous(&targets.ids)?;
+    let picked = values.gather(&targets.ids, 1)?;
+    let top = values.max_keepdim(1)?;
+    let exponentials = values.broadcast_sub(&top)?.exp()?;
+    let total = exponentials.sum_keepdim(1)?;
+    let loss = (total.log()? + (top - picked)?)?;
+    store(&targets.only_valid(&loss)?.squeeze(1)?, losses)?;
+    let Some(seed) = seed else { return Ok(()) };
+    let factor = (total.recip()? * f64::from(seed))?;
+    let grad = exponentials.broadcast_mul(&factor)?;
+    let at_targets = Tensor::full(-seed, targets.ids.shape(), logits.device())?;
+    grad.scatter_add_set(&targets.ids, &at_targets, 1)?;
+    store(&targets.only_valid(&grad)?, logits)
+}
+
 /// The targets of a tile.
 struct Targets {
     /// `[n, 1]`, U32; 0 where there is none.
@@ -67,26 +89,8 @@ impl Targets {
         Ok(Self { ids, valid })
     }
 
-    /// `x` with zeros in the rows without a target, whatever stands there.
+    /// `x` with zeros in the rows without a target.
     fn only_valid(&self, x: &Tensor) -> Result<Tensor> {
         self.valid.as_ref().map_or_else(|| Ok(x.clone()), |valid| select(valid, x, 0.0))
-    }
-
-    /// Each row's loss, and with a `seed` the logits' gradient in their place.
-    fn losses(&self, logits: &Tensor, losses: &Tensor, seed: Option<f32>) -> Result<()> {
-        let values = widen(logits)?;
-        require_contiguous(&self.ids)?;
-        let picked = values.gather(&self.ids, 1)?;
-        let top = values.max_keepdim(1)?;
-        let exponentials = values.broadcast_sub(&top)?.exp()?;
-        let total = exponentials.sum_keepdim(1)?;
-        let loss = (total.log()? + (top - picked)?)?;
-        store(&self.only_valid(&loss)?.squeeze(1)?, losses)?;
-        let Some(seed) = seed else { return Ok(()) };
-        let factor = (total.recip()? * f64::from(seed))?;
-        let grad = exponentials.broadcast_mul(&factor)?;
-        let at_targets = Tensor::full(-seed, self.ids.shape(), logits.device())?;
-        grad.scatter_add_set(&self.ids, &at_targets, 1)?;
-        store(&self.only_valid(&grad)?, logits)
     }
 }

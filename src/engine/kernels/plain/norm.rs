@@ -1,4 +1,4 @@
-//! Layer and RMS normalisation, written out in FP32: candle's fused norms round in half precision.
+//! Layer and RMS normalisation in FP32; candle's own norms round in half precision.
 
 use super::tensors::{accumulate, column_sums, store, store_columns, widen, widen_columns};
 use crate::engine::kernels::columns::{Columns, Store};
@@ -19,7 +19,7 @@ fn gain(norm: Norm, weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Rows of FP32 times their gain over their root mean square, and the inverse of that: `[N, 1]`.
+/// FP32 rows divided by their root mean square and multiplied by the gain; and the inverse root mean square, `[N, 1]`.
 fn normalise(settings: NormSettings, x: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor)> {
     let rstd = (row_means(&x.sqr()?)? + f64::from(settings.eps))?.sqrt()?.recip()?;
     Ok((x.broadcast_mul(&rstd)?.broadcast_mul(&gain(settings.norm, weight)?)?, rstd))

@@ -1,4 +1,4 @@
-//! Rotary position embeddings: each head's halves turned by the angles of its row's position.
+//! Rotary position embeddings: rotates each head's halves by the angles of the row's position.
 
 use super::tensors::{rows_at, store_columns, widen_columns};
 use crate::engine::kernels::columns::Columns;

@@ -1,4 +1,4 @@
-//! Statistics of a tensor where it is: rows of it are reduced on the device, and the rows' figures on the host.
+//! Statistics of a tensor: its rows are reduced on the device, and the rows' figures on the host.
 
 use super::tensors::{require_contiguous, select, widen};
 use crate::engine::kernels::survey::{self, TensorSurvey};
@@ -7,7 +7,7 @@ use candle_core::{D, DType, Result, Tensor};
 
 /// Elements reduced on the device: counts of them, and sums of their squares, are exact enough in FP32.
 const WIDTH: usize = 1024;
-/// Largest magnitudes whose squares neither overflow nor vanish in FP32 before they matter in a sum.
+/// Range of the largest magnitude in which FP32 sums of squares neither overflow nor underflow.
 const SQUARES: std::ops::RangeInclusive<f32> = 1e-12..=1e15;
 
 /// See [`Kernels::survey`](crate::engine::kernels::Kernels::survey). Exponents are counted on the host: candle has no
@@ -32,7 +32,7 @@ pub(super) fn sum(tensor: &Tensor) -> Result<f64> {
     Ok(sum)
 }
 
-/// The elements as a matrix with rows of [`WIDTH`], and what is left.
+/// The elements as a matrix with rows of [`WIDTH`], and the remainder.
 fn by_rows(tensor: &Tensor) -> Result<Vec<Tensor>> {
     require_contiguous(tensor)?;
     let flat = tensor.flatten_all()?;
@@ -82,7 +82,7 @@ fn of_rows(rows: &Tensor, format: FloatFormat) -> Result<TensorStats> {
     })
 }
 
-/// The sum of squares of finite values whose own squares leave FP32's range.
+/// The sum of squares of finite values whose squares are outside FP32's range.
 fn scaled_squares(x: &Tensor, max_abs: f32) -> Result<f64> {
     // A power of two that FP32 holds, subnormal maxima included.
     let factor = 2f64.powi(-(max_abs.log2().floor() as i32).clamp(-126, 127));

@@ -1,5 +1,5 @@
-//! candle's operations as the other files of `plain` use them: FP32 inside, one rounding at the end, and the layout contract
-//! of candle's CUDA back end asserted on every device, because the CPU back end accepts layouts that CUDA refuses.
+//! Helpers for `plain`: FP32 inside, one rounding at the end. They assert the layouts that candle's CUDA back end requires on
+//! every device, because the CPU back end accepts others.
 
 use crate::engine::kernels::columns::Columns;
 use crate::engine::kernels::dropout::Dropout;
@@ -81,8 +81,7 @@ pub(super) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.matmul(b)
 }
 
-/// `a · b` in FP32, for two matrices of one storage type; either may be transposed. `out` is the type that the result will be
-/// stored in.
+/// `a · b` in FP32 for two matrices of one storage type; either may be transposed. `out` is the storage type of the result.
 ///
 /// On a GPU a product whose result is stored in the operands' half type runs in that type: cuBLAS sums in FP32 and rounds
 /// once. candle's CPU back end rounds partial sums to FP16, so there the operands are widened first.
@@ -93,7 +92,7 @@ pub(super) fn product(a: &Tensor, b: &Tensor, out: DType) -> Result<Tensor> {
     matmul(a, b)?.to_dtype(DType::F32)
 }
 
-/// [`widen`] for a matrix that may be transposed, and stays so.
+/// [`widen`] for a matrix that may be transposed; the layout is kept.
 fn widen_matrix(x: &Tensor) -> Result<Tensor> {
     if x.is_contiguous() { widen(x) } else { widen(&x.t()?)?.t() }
 }
@@ -115,7 +114,7 @@ pub(super) fn indices(values: &[u32], device: &Device) -> Result<Tensor> {
     Tensor::new(values, device)
 }
 
-/// The rows of `table [V, D]` with these indices, which are below V: on a GPU another one would be an illegal access.
+/// The rows of `table [V, D]` with these indices. They are checked: on a GPU a bad index is an illegal access.
 pub(super) fn rows_at(table: &Tensor, rows: &[u32]) -> Result<Tensor> {
     require_contiguous(table)?;
     let count = table.dim(0)?;
@@ -127,8 +126,8 @@ pub(super) fn rows_at(table: &Tensor, rows: &[u32]) -> Result<Tensor> {
 
 /// The mask of `dropout` for the elements from index `first` on, in the shape of `x`, multiplied with `x`.
 ///
-/// The project's random stream is not a candle operation: the mask is drawn on the host and uploaded, so that it is the same
-/// for all kernels.
+/// The mask is computed on the host and uploaded: our random stream is not a candle operation, and all kernels must use the
+/// same mask.
 pub(super) fn drop(dropout: Option<Dropout>, first: usize, x: Tensor) -> Result<Tensor> {
     const PART: usize = 1 << 16;
     let Some(dropout) = dropout else { return Ok(x) };

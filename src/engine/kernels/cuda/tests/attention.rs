@@ -41,9 +41,9 @@ fn on_the_device(
     let (tokens, width) = (batch * seq_len, heads * head_size);
     let (qkv, dout) = (gpu.input(qkv, dtype), gpu.input(dout, dtype));
     let (out, dqkv) = (gpu.output(tokens * width, dtype), gpu.output(tokens * 3 * width, dtype));
-    let (lse, draw) = (gpu.output(tokens * heads, DType::F32), draw_words(gpu, DRAW));
-    device_attention::forward(gpu, shape, qkv, dropout, draw, out, lse).unwrap();
-    device_attention::backward(gpu, shape, [dout, qkv, out, lse], dropout, draw, dqkv).unwrap();
+    let lse = gpu.output(tokens * heads, DType::F32);
+    device_attention::forward(gpu, shape, qkv, dropout, out, lse).unwrap();
+    device_attention::backward(gpu, shape, [dout, qkv, out, lse], dropout, dqkv).unwrap();
     [out, lse, dqkv].map(|buffer| gpu.read(buffer))
 }
 
@@ -220,10 +220,18 @@ fn an_overflow_in_between_shows() {
 }
 
 #[test]
-fn a_head_that_is_too_large_is_refused() {
+fn what_there_is_no_kernel_for_is_refused() {
     let gpu = Emulator::new(0);
-    let (buffer, draw) = (gpu.output(1, DType::F32), no_draw(&gpu));
-    let shape = Shape::new(1, 1, 1, 129);
-    let error = device_attention::forward(&gpu, shape, buffer, None, draw, buffer, buffer).unwrap_err().to_string();
-    assert!(error.contains("at most 128 elements, not 129"), "{error}");
+    let buffer = gpu.output(1, DType::F32);
+    let shape = Shape::new(1, 1, 2, 8);
+    assert!(device_attention::serves(&shape) && device_attention::serves(&Shape { window: Some(1), ..shape }));
+    for shape in [
+        Shape::new(1, 1, 1, 129),
+        Shape { kv_heads: 1, ..shape },
+        Shape { seq_len: 2, window: Some(1), ..shape },
+        Shape { softcap: Some(50.0), ..shape },
+    ] {
+        let error = device_attention::forward(&gpu, shape, buffer, None, buffer, buffer).unwrap_err().to_string();
+        assert!(!device_attention::serves(&shape) && error.contains("no CUDA kernel"), "{error}");
+    }
 }

@@ -1,7 +1,6 @@
 //! The survey, AdamW.
 
-use super::super::adamw::{self, AdamWTensor};
-use super::super::survey::{self, BINS, CHUNK_STATS_BYTES, RawStats, SurveyBuffers, chunks};
+use super::super::{adamw, survey};
 use super::*;
 use crate::engine::kernels::adamw::AdamWStep;
 use crate::engine::kernels::survey::TensorSurvey;
@@ -24,34 +23,13 @@ fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// The device's survey of `gradients`.
-fn surveyed(
-    gpu: &Emulator,
-    gradients: &[Vec<f32>],
-    dtype: DType,
-    format: FloatFormat,
-    exponents: bool,
-) -> Vec<TensorSurvey> {
-    let buffers: Vec<Buffer> = gradients.iter().map(|values| gpu.input(values, dtype)).collect();
-    let table = chunks(buffers.iter().map(|buffer| buffer.len));
-    let counters =
-        exponents.then(|| Buffer { dtype: DType::U32, ..gpu.state(&vec![0.0; buffers.len() * BINS], DType::F32) });
-    let stats = gpu.structs(&vec![RawStats::default(); buffers.len()], true);
-    let buffers = SurveyBuffers {
-        tensors: gpu.structs(&survey::tensors(&buffers).unwrap(), false),
-        chunks: gpu.structs(&table, false),
-        partial: gpu.structs(&vec![0xffu8; table.len() * CHUNK_STATS_BYTES], true),
-        stats,
-        exponents: counters,
-    };
-    survey::survey(gpu, dtype, format, buffers).unwrap();
-    let counted: Vec<u32> =
-        counters.map_or_else(Vec::new, |counters| gpu.read(counters).into_iter().map(f32::to_bits).collect());
-    let raw = gpu.read_structs::<RawStats>(stats);
-    raw.iter()
-        .enumerate()
-        .map(|(i, raw)| raw.survey(counted.get(i * BINS..(i + 1) * BINS).unwrap_or_default()))
-        .collect()
+/// The device's survey of a gradient.
+fn surveyed(gpu: &Emulator, values: &[f32], dtype: DType, format: FloatFormat, exponents: bool) -> TensorSurvey {
+    let figures = gpu.structs(&[0u32; survey::WORDS], true);
+    let figures = Buffer { dtype: DType::U32, len: survey::WORDS, ..figures };
+    survey::survey(gpu, gpu.input(values, dtype), format, exponents, figures).unwrap();
+    let words: Vec<u32> = gpu.read_structs(figures);
+    survey::decode(words.as_slice().try_into().unwrap(), exponents)
 }
 
 #[test]
@@ -60,10 +38,9 @@ fn surveys() {
         [(DType::F32, FloatFormat::FP16), (DType::F16, FloatFormat::FP16), (DType::BF16, FloatFormat::BF16)]
     {
         for (broken, exponents) in [(false, true), (true, true), (true, false)] {
-            let gradients = gradients(dtype, broken);
-            let [first, others @ ..] =
-                Emulator::ORDERS.map(|order| surveyed(&Emulator::new(order), &gradients, dtype, format, exponents));
-            for (i, (found, values)) in first.iter().zip(&gradients).enumerate() {
+            for values in &gradients(dtype, broken) {
+                let [found, others @ ..] =
+                    Emulator::ORDERS.map(|order| surveyed(&Emulator::new(order), values, dtype, format, exponents));
                 let cpu = tensor(values, &[values.len()], dtype);
                 let expected = crate::engine::kernels::survey::survey(&cpu, format, exponents).unwrap();
                 assert_eq!(found.exponents, expected.exponents);
@@ -73,7 +50,7 @@ fn surveys() {
                 stats.sum_squares = squares;
                 assert_eq!(stats, expected.stats);
                 for other in &others {
-                    assert_eq!(other[i].stats, found.stats, "the order of threads shows");
+                    assert_eq!(other.stats, found.stats, "the order of threads shows");
                 }
             }
         }
@@ -113,16 +90,15 @@ fn updates() {
         }
 
         let found = in_every_order(|gpu| {
-            let (mut table, mut results) = (Vec::new(), Vec::new());
+            let mut results = Vec::new();
             for i in 0..lens.len() {
                 let grad = gpu.input(&gradients[i], grads);
                 let state = [&masters, &exp_avg, &exp_avg_sq].map(|values| gpu.state(&values[i], DType::F32));
                 let weight = keeps_copy.then(|| gpu.output(lens[i], compute));
-                table.push(AdamWTensor::new(grad, state, weight, decays[i]).unwrap());
+                let decayed = AdamWStep { weight_decay: decays[i], ..step };
+                adamw::step(gpu, decayed, grad, state, weight).unwrap();
                 results.extend(state.into_iter().chain(weight));
             }
-            let (tensors, cut) = (gpu.structs(&table, false), gpu.structs(&chunks(lens), false));
-            adamw::step(gpu, [grads, compute], tensors, cut, step).unwrap();
             results.into_iter().map(|buffer| gpu.read(buffer)).collect()
         });
         for (found, expected) in found.iter().zip(&expected) {

@@ -1,0 +1,213 @@
+//! Our own kernels in the place of single operations of candle's.
+
+use super::launch::Buffer;
+use super::queue::CudaQueue;
+use super::{adamw, attention, cross_entropy, layer_norm, survey};
+use crate::engine::kernels::adamw::{AdamWStep, Moments};
+use crate::engine::kernels::attention::{Operands, Shape};
+use crate::engine::kernels::columns::{Columns, Store};
+use crate::engine::kernels::plain::Replacements;
+use crate::engine::kernels::survey::TensorSurvey;
+use crate::engine::kernels::{Norm, NormSettings, Normed};
+use crate::precision::FloatFormat;
+use candle_core::{DType, Device, Result, Tensor};
+use std::collections::BTreeSet;
+
+/// An operation that we have kernels for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Operation {
+    AdamW,
+    Attention,
+    CrossEntropy,
+    LayerNorm,
+    Survey,
+}
+
+impl Operation {
+    pub(crate) const ALL: [Self; 5] = [Self::AdamW, Self::Attention, Self::CrossEntropy, Self::LayerNorm, Self::Survey];
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::AdamW => "adamw",
+            Self::Attention => "attention",
+            Self::CrossEntropy => "cross_entropy",
+            Self::LayerNorm => "layer_norm",
+            Self::Survey => "survey",
+        }
+    }
+}
+
+/// The kernels of some operations, on one GPU.
+#[derive(Debug)]
+pub(crate) struct Own {
+    queue: CudaQueue,
+    operations: BTreeSet<Operation>,
+    name: String,
+}
+
+impl Own {
+    pub(crate) fn new(device: &Device, operations: BTreeSet<Operation>) -> Result<Self> {
+        let names: Vec<&str> = operations.iter().map(|operation| operation.name()).collect();
+        let name = format!("fused:{}", names.join(","));
+        Ok(Self { queue: CudaQueue::new(device.as_cuda_device()?), operations, name })
+    }
+
+    /// The memory of tensors that an operation's kernels can take; `None` where candle has to compute.
+    fn buffers<const N: usize>(&self, operation: Operation, tensors: [&Tensor; N]) -> Result<Option<[Buffer; N]>> {
+        if !self.operations.contains(&operation) {
+            return Ok(None);
+        }
+        let mut buffers = [Buffer { address: 0, dtype: DType::F32, len: 0 }; N];
+        for (tensor, slot) in tensors.into_iter().zip(&mut buffers) {
+            let Some(buffer) = self.queue.buffer(tensor)? else { return Ok(None) };
+            *slot = buffer;
+        }
+        Ok(Some(buffers))
+    }
+}
+
+/// Whether there are kernels for this pair of types, of which the first is the second or FP32.
+fn is_pair([wide, narrow]: [DType; 2]) -> bool {
+    let is_stored = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    (wide == DType::F32 || wide == narrow) && is_stored(narrow)
+}
+
+/// The tensor in which queries, keys and values lie side by side, and nothing else.
+fn packed<'a>(shape: &Shape, [queries, keys, values]: [Columns<'a>; 3]) -> Option<&'a Tensor> {
+    let width = shape.heads * shape.head_size;
+    let tensor = queries.tensor();
+    let side_by_side = [queries, keys, values].iter().zip([0, width, 2 * width]).all(|(columns, first)| {
+        columns.tensor().id() == tensor.id() && (columns.first(), columns.stride()) == (first, 3 * width)
+    });
+    side_by_side.then_some(tensor)
+}
+
+impl Replacements for Own {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<bool> {
+        operands.check(shape, out, lse)?;
+        let Some(qkv) = packed(shape, operands.qkv) else { return Ok(false) };
+        let Some([qkv, out, lse]) = self.buffers(Operation::Attention, [qkv, out, lse])? else { return Ok(false) };
+        if !attention::serves(shape) || operands.documents.is_some() || out.dtype != qkv.dtype {
+            return Ok(false);
+        }
+        attention::forward(&self.queue, *shape, qkv, operands.dropout, out, lse).map(|()| true)
+    }
+
+    fn attention_backward(
+        &self,
+        shape: &Shape,
+        operands: &Operands<'_>,
+        dout: &Tensor,
+        out: &Tensor,
+        lse: &Tensor,
+        gradients: [Columns<'_>; 3],
+    ) -> Result<bool> {
+        operands.check(shape, out, lse)?;
+        operands.check(shape, dout, lse)?;
+        shape.check(gradients)?;
+        let (Some(qkv), Some(dqkv)) = (packed(shape, operands.qkv), packed(shape, gradients)) else {
+            return Ok(false);
+        };
+        let tensors = [dout, qkv, out, lse, dqkv];
+        let Some([dout, qkv, out, lse, dqkv]) = self.buffers(Operation::Attention, tensors)? else {
+            return Ok(false);
+        };
+        let one_type = [dout, out, dqkv].iter().all(|buffer| buffer.dtype == qkv.dtype);
+        if !attention::serves(shape) || operands.documents.is_some() || !one_type {
+            return Ok(false);
+        }
+        let saved = [dout, qkv, out, lse];
+        attention::backward(&self.queue, *shape, saved, operands.dropout, dqkv).map(|()| true)
+    }
+
+    fn norm(
+        &self,
+        settings: NormSettings,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        to: &Normed,
+    ) -> Result<bool> {
+        let shape @ [_, width] = <[usize; 2]>::from(x.dims2()?);
+        let (Norm::Layer, Some(bias), Some(mean)) = (settings.norm, bias, &to.mean) else { return Ok(false) };
+        let tensors = [x, weight, bias, &to.out, mean, &to.rstd];
+        let Some([x, weight, bias, y, mean, rstd]) = self.buffers(Operation::LayerNorm, tensors)? else {
+            return Ok(false);
+        };
+        let one_type = [weight, bias].iter().all(|buffer| buffer.dtype == y.dtype);
+        if !layer_norm::serves(width) || !is_pair([x.dtype, y.dtype]) || !one_type {
+            return Ok(false);
+        }
+        let statistics = layer_norm::Statistics { mean, rstd };
+        layer_norm::forward(&self.queue, shape, x, [weight, bias], settings.eps, y, statistics).map(|()| true)
+    }
+
+    fn norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: &Tensor,
+        x: &Tensor,
+        weight: &Tensor,
+        normed: &Normed,
+        (dx, how): (&Tensor, Store),
+        dweight: &Tensor,
+        dbias: Option<&Tensor>,
+    ) -> Result<bool> {
+        let shape @ [_, width] = <[usize; 2]>::from(x.dims2()?);
+        let (Norm::Layer, Some(dbias), Some(mean)) = (settings.norm, dbias, &normed.mean) else { return Ok(false) };
+        let tensors = [dy, x, weight, mean, &normed.rstd, dx, dweight, dbias];
+        let Some([dy, x, weight, mean, rstd, dx, dweight, dbias]) = self.buffers(Operation::LayerNorm, tensors)? else {
+            return Ok(false);
+        };
+        let types = weight.dtype == dy.dtype && dx.dtype == x.dtype && dweight.dtype == dbias.dtype;
+        if !layer_norm::serves(width) || !is_pair([x.dtype, dy.dtype]) || !types {
+            return Ok(false);
+        }
+        let (statistics, fresh) = (layer_norm::Statistics { mean, rstd }, how == Store::Overwrite);
+        let operands = [dy, x, weight];
+        layer_norm::backward(&self.queue, shape, operands, statistics, dx, fresh, [dweight, dbias]).map(|()| true)
+    }
+
+    fn cross_entropy(&self, targets: &[u32], logits: &Tensor, losses: &Tensor, seed: Option<f32>) -> Result<bool> {
+        let shape = <[usize; 2]>::from(logits.dims2()?);
+        let targets = Tensor::new(targets, logits.device())?;
+        let Some([targets, logits, losses]) = self.buffers(Operation::CrossEntropy, [&targets, logits, losses])? else {
+            return Ok(false);
+        };
+        cross_entropy::rows(&self.queue, shape, logits, targets, losses, seed).map(|()| true)
+    }
+
+    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Option<TensorSurvey>> {
+        let Some([tensor]) = self.buffers(Operation::Survey, [tensor])? else { return Ok(None) };
+        let device = self.queue.device();
+        let words = device.alloc_zeros::<u32>(survey::WORDS)?;
+        let figures = Buffer { address: self.queue.address(&words), dtype: DType::U32, len: survey::WORDS };
+        survey::survey(&self.queue, tensor, format, exponents, figures)?;
+        let mut counted = [0; survey::WORDS];
+        device.memcpy_dtoh(&words, &mut counted)?;
+        Ok(Some(survey::decode(&counted, exponents)))
+    }
+
+    fn adamw(
+        &self,
+        numbers: AdamWStep,
+        grad: &Tensor,
+        master: &Tensor,
+        moments: Moments<'_>,
+        weight: Option<&Tensor>,
+    ) -> Result<bool> {
+        let tensors = [grad, master, moments.exp_avg, moments.exp_avg_sq, weight.unwrap_or(master)];
+        let Some([grad, master, exp_avg, exp_avg_sq, copy]) = self.buffers(Operation::AdamW, tensors)? else {
+            return Ok(false);
+        };
+        if !is_pair([grad.dtype, copy.dtype]) {
+            return Ok(false);
+        }
+        let state = [master, exp_avg, exp_avg_sq];
+        adamw::step(&self.queue, numbers, grad, state, weight.map(|_| copy)).map(|()| true)
+    }
+}

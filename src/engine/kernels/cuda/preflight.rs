@@ -1,0 +1,367 @@
+//! Whether our own kernels compute on a GPU what candle's operations compute.
+//!
+//! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each operation
+//! ([`serve`]), with a time limit. An operation that disagrees, crashes or does not end stays candle's.
+
+use super::own::{Operation, Own};
+use crate::engine::device::Place;
+use crate::engine::kernels::adamw::{AdamWStep, Moments};
+use crate::engine::kernels::attention::{Operands, Shape};
+use crate::engine::kernels::columns::{Columns, Store};
+use crate::engine::kernels::cross_entropy::IGNORE;
+use crate::engine::kernels::dropout::Dropout;
+use crate::engine::kernels::plain::{Plain, Replacements};
+use crate::engine::kernels::{Choice, Kernels, Norm, NormSettings, Normed};
+use crate::precision::{FloatFormat, PrecisionPolicy};
+use crate::random::{Domain, Stream};
+use candle_core::{DType, Device, DeviceLocation, Result, Tensor, bail};
+use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// The first argument that makes the program call [`serve`].
+pub(crate) const ARGUMENT: &str = "__preflight";
+/// For one operation: opening the device, compiling its kernels for the GPU, and all checks.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Between two looks at a child.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// The program that can be started again.
+static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+
+/// Declares that this program calls [`serve`] for [`ARGUMENT`].
+pub(crate) fn can_serve() {
+    if let Ok(program) = std::env::current_exe() {
+        let _ = PROGRAM.set(program);
+    }
+}
+
+/// The operations whose kernels have passed on `device`; `notice` is told once of those that have not.
+pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<Operation> {
+    let (Some(program), DeviceLocation::Cuda { gpu_id }) = (PROGRAM.get(), device.location()) else {
+        notice("no preflight: only the program `finetune` can run one, so candle's kernels are used".into());
+        return BTreeSet::new();
+    };
+    let (mut passed, mut failed) = (BTreeSet::new(), Vec::new());
+    for operation in Operation::ALL {
+        match run(program, gpu_id, operation) {
+            Ok(()) => drop(passed.insert(operation)),
+            Err(why) => failed.push(format!("{} {why}", operation.name())),
+        }
+    }
+    if !failed.is_empty() {
+        notice(format!("kernels that failed their preflight, so candle's are used: {}", failed.join("; ")));
+    }
+    passed
+}
+
+/// Tries one operation in another process.
+fn run(program: &Path, ordinal: usize, operation: Operation) -> std::result::Result<(), String> {
+    let mut command = Command::new(program);
+    command.args([OsStr::new(ARGUMENT), ordinal.to_string().as_ref(), operation.name().as_ref()]);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = command.spawn().map_err(|error| format!("could not be tried: {error}"))?;
+    let began = Instant::now();
+    loop {
+        match child.try_wait() {
+            Ok(None) if began.elapsed() < LIMIT => std::thread::sleep(PAUSE),
+            Ok(None) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(format!("did not end within {} s", LIMIT.as_secs()));
+            }
+            Ok(Some(status)) => {
+                let mut said = String::new();
+                if let Some(out) = &mut child.stdout {
+                    let _ = out.read_to_string(&mut said);
+                }
+                return judge(status, said.lines().next());
+            }
+            Err(error) => return Err(format!("could not be tried: {error}")),
+        }
+    }
+}
+
+fn judge(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), String> {
+    match (status.code(), said) {
+        (Some(0), _) => Ok(()),
+        (Some(_), Some(said)) => Err(said.to_owned()),
+        _ => Err(format!("crashed ({status})")),
+    }
+}
+
+/// Tries the operation that `arguments` name after the GPU's number, and says on standard output what is wrong with it.
+pub(crate) fn serve(arguments: &[OsString]) -> ExitCode {
+    let texts: Vec<&str> = arguments.iter().filter_map(|argument| argument.to_str()).collect();
+    let [ordinal, name] = texts[..] else { return ExitCode::from(2) };
+    let operation = Operation::ALL.into_iter().find(|operation| operation.name() == name);
+    let (Ok(ordinal), Some(operation)) = (ordinal.parse(), operation) else { return ExitCode::from(2) };
+    let tried = Place::Cuda(ordinal)
+        .open(PrecisionPolicy::FP32, Choice::Candle, &mut |_| ())
+        .map_err(|error| error.to_string())
+        .and_then(|open| check(operation, &open.device).map_err(|error| error.to_string()));
+    match tried {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let mut out = std::io::stdout();
+            let line = error.lines().next().unwrap_or_default();
+            let _ = std::io::Write::write_all(&mut out, format!("{line}\n").as_bytes());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Compares one operation's kernels with candle's operations, on numbers that no earlier check has seen.
+fn check(operation: Operation, device: &Device) -> Result<()> {
+    let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
+    let own = Own::new(device, BTreeSet::from([operation]))?;
+    let bench = Bench { own, candle: Plain::new(), device: device.clone(), seed };
+    match operation {
+        Operation::AdamW => bench.adamw(),
+        Operation::Attention => bench.attention(),
+        Operation::CrossEntropy => bench.cross_entropy(),
+        Operation::LayerNorm => bench.layer_norm(),
+        Operation::Survey => bench.survey(),
+    }
+}
+
+/// Types of the residual stream and of the products, or of gradients and working copies.
+const PAIRS: [[DType; 2]; 5] = [
+    [DType::F32, DType::F32],
+    [DType::F32, DType::F16],
+    [DType::F16, DType::F16],
+    [DType::F32, DType::BF16],
+    [DType::BF16, DType::BF16],
+];
+
+/// How far two roundings of nearly the same number may be apart, relatively.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 1e-5,
+        DType::F16 => 2e-3,
+        _ => 2e-2,
+    }
+}
+
+/// Fails unless our kernels have computed.
+fn require(computed: bool, what: &str) -> Result<()> {
+    if computed { Ok(()) } else { bail!("has no kernel for {what}") }
+}
+
+/// One way of updating a master, its moments and its working copy.
+type Update<'a> = dyn Fn(&Tensor, Moments<'_>, Option<&Tensor>) -> Result<()> + 'a;
+
+/// Both ways of computing, and the numbers they are tried on.
+struct Bench {
+    own: Own,
+    candle: Plain,
+    device: Device,
+    seed: u64,
+}
+
+impl Bench {
+    /// Numbers between -1 and 1.
+    fn numbers(&self, salt: u64, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let mut values = vec![0.0f32; shape.iter().product()];
+        let stream = Stream::new(self.seed, Domain::Bench);
+        for (block, values) in values.chunks_mut(4).enumerate() {
+            let random = stream.block(1, salt, block as u32);
+            values.iter_mut().zip(random).for_each(|(value, word)| *value = word as f32 / 2_147_483_648.0 - 1.0);
+        }
+        Tensor::from_vec(values, shape, &self.device)?.to_dtype(dtype)
+    }
+
+    /// Room for a result, full of NaN.
+    fn poisoned(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        Tensor::full(f32::NAN, shape, &self.device)?.to_dtype(dtype)?.contiguous()
+    }
+
+    /// Fails unless `found` is `expected` within `allowed`, relative to an element or to the tensor's root mean square.
+    fn compare(&self, what: &str, found: &Tensor, expected: &Tensor, allowed: f64) -> Result<()> {
+        let host = |x: &Tensor| x.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>();
+        let (found, expected) = (host(found)?, host(expected)?);
+        let squares: f64 = expected.iter().map(|x| f64::from(*x).powi(2)).sum();
+        let typical = (squares / expected.len().max(1) as f64).sqrt().max(f64::MIN_POSITIVE);
+        for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            let error = f64::from(found - expected).abs() / f64::from(expected.abs()).max(typical);
+            if error.is_nan() || error > allowed {
+                bail!(
+                    "computes otherwise than candle: {what}, element {i} is {found}, not {expected} (seed {})",
+                    self.seed
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn adamw(&self) -> Result<()> {
+        let numbers = AdamWStep {
+            lr: 0.01,
+            betas: [0.9, 0.999],
+            eps: 1e-8,
+            weight_decay: 0.1,
+            bias_corrections: [0.1, 0.001],
+            grad_factor: 0.125,
+        };
+        for ([grads, copies], len) in PAIRS.into_iter().zip([5003, 70_001, 8, 1, 130]) {
+            let grad = self.numbers(1, &[len], grads)?;
+            let run = |update: &Update<'_>| -> Result<[Tensor; 4]> {
+                let [master, exp_avg, root] = [2, 3, 4].map(|salt| self.numbers(salt, &[len], DType::F32));
+                let (master, exp_avg, exp_avg_sq) = (master?, exp_avg?, root?.sqr()?);
+                let copy = self.poisoned(&[len], copies)?;
+                let moments = Moments { exp_avg: &exp_avg, exp_avg_sq: &exp_avg_sq };
+                update(&master, moments, (copies != DType::F32).then_some(&copy))?;
+                let copy = if copies == DType::F32 { master.clone() } else { copy };
+                Ok([master, exp_avg, exp_avg_sq, copy])
+            };
+            let expected = run(&|master, moments, copy| self.candle.adamw(numbers, &grad, master, moments, copy))?;
+            let found = run(&|master, moments, copy| {
+                require(self.own.adamw(numbers, &grad, master, moments, copy)?, "the update")
+            })?;
+            let names = ["master", "exp_avg", "exp_avg_sq", "working copy"];
+            for ((what, found), expected) in names.into_iter().zip(&found).zip(&expected) {
+                self.compare(what, found, expected, tolerance(expected.dtype()))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn attention(&self) -> Result<()> {
+        // Within a tile, over its end, and with heads of every size that there are kernels for.
+        let shapes = [(2, 33, 3, 32), (1, 130, 2, 64), (2, 40, 2, 80), (1, 70, 1, 128), (1, 65, 2, 20)]
+            .map(|(b, t, h, s)| Shape::new(b, t, h, s));
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (i, shape) in shapes.iter().enumerate() {
+                self.attention_of(shape, dtype, Dropout::new(0.2, self.seed, 4, 5).filter(|_| i % 2 == 0))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn attention_of(&self, shape: &Shape, dtype: DType, dropout: Option<Dropout>) -> Result<()> {
+        let (tokens, width) = (shape.batch * shape.seq_len, shape.heads * shape.head_size);
+        let (qkv, dout) = (self.numbers(1, &[tokens, 3 * width], dtype)?, self.numbers(2, &[tokens, width], dtype)?);
+        let operands = Operands::packed(shape, &qkv, dropout)?;
+        let results = || -> Result<[Tensor; 3]> {
+            let lse = self.poisoned(&[tokens * shape.heads], DType::F32)?;
+            Ok([self.poisoned(&[tokens, width], dtype)?, lse, self.poisoned(&[tokens, 3 * width], dtype)?])
+        };
+        let [out, lse, dqkv] = &results()?;
+        self.candle.attention(shape, &operands, out, lse)?;
+        let split = |gradient| Columns::split(gradient, shape.widths());
+        self.candle.attention_backward(shape, &operands, &dout, out, lse, split(dqkv)?)?;
+        let [own_out, own_lse, own_dqkv] = &results()?;
+        require(self.own.attention(shape, &operands, own_out, own_lse)?, "attention")?;
+        let backward = self.own.attention_backward(shape, &operands, &dout, own_out, own_lse, split(own_dqkv)?)?;
+        require(backward, "attention's gradient")?;
+        let Shape { batch, seq_len, heads, head_size, .. } = shape;
+        let of =
+            |what: &str| format!("{what} of {batch} × {seq_len} tokens with {heads} heads of {head_size} in {dtype:?}");
+        self.compare(&of("the output"), own_out, out, tolerance(dtype))?;
+        self.compare(&of("the log-sum-exp"), own_lse, lse, tolerance(DType::F32))?;
+        // Tensor cores take scores and their gradients rounded.
+        self.compare(&of("the gradient"), own_dqkv, dqkv, 3.0 * tolerance(dtype))
+    }
+
+    fn cross_entropy(&self) -> Result<()> {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (rows, vocab) in [(5, 5003), (3, 97), (4, 64)] {
+                let mut targets: Vec<u32> = (0..rows).map(|row| (row * 31 % vocab) as u32).collect();
+                targets[1] = IGNORE;
+                for seed in [None, Some(256.0)] {
+                    let logits = || (self.numbers(1, &[rows, vocab], DType::F32)? * 8.0)?.to_dtype(dtype);
+                    let [candle, own] = [logits()?, logits()?];
+                    let [losses, own_losses] = [(); 2].map(|()| self.poisoned(&[rows], DType::F32));
+                    let (losses, own_losses) = (losses?, own_losses?);
+                    crate::engine::kernels::plain::cross_entropy(&targets, &candle, &losses, seed)?;
+                    require(self.own.cross_entropy(&targets, &own, &own_losses, seed)?, "the loss")?;
+                    self.compare("the losses", &own_losses, &losses, tolerance(DType::F32))?;
+                    self.compare(&format!("the gradient in {dtype:?}"), &own, &candle, tolerance(dtype))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn layer_norm(&self) -> Result<()> {
+        let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
+        for [stream, compute] in PAIRS {
+            for (shape @ [rows, width], how) in
+                [([70, 768], Store::Add), ([9, 1000], Store::Overwrite), ([33, 65], Store::Add)]
+            {
+                // Away from zero, so that a variance by differences of squares would show.
+                let x = (self.numbers(1, &shape, DType::F32)? + 3.0)?.to_dtype(stream)?;
+                let [weight, bias] = [2, 3].map(|salt| self.numbers(salt, &[width], compute));
+                let (weight, bias, dy) = (weight?, bias?, self.numbers(4, &shape, compute)?);
+                let results = || -> Result<(Normed, [Tensor; 3])> {
+                    let statistics = || self.poisoned(&[rows], DType::F32);
+                    let normed =
+                        Normed { out: self.poisoned(&shape, compute)?, mean: Some(statistics()?), rstd: statistics()? };
+                    let dx = self.numbers(5, &shape, stream)?;
+                    Ok((normed, [dx, self.poisoned(&[width], compute)?, self.poisoned(&[width], compute)?]))
+                };
+                let (normed, [dx, dweight, dbias]) = &results()?;
+                self.candle.norm(settings, &x, &weight, Some(&bias), normed)?;
+                self.candle.norm_backward(settings, &dy, &x, &weight, normed, (dx, how), dweight, Some(dbias))?;
+                let (own, [own_dx, own_dweight, own_dbias]) = &results()?;
+                require(self.own.norm(settings, &x, &weight, Some(&bias), own)?, "the norm")?;
+                let to = (own_dx, how);
+                let done = self.own.norm_backward(settings, &dy, &x, &weight, own, to, own_dweight, Some(own_dbias))?;
+                require(done, "the norm's gradient")?;
+                let (mean, own_mean) = (normed.mean.as_ref().unwrap_or(dx), own.mean.as_ref().unwrap_or(dx));
+                let pairs = [
+                    ("the output", &own.out, &normed.out),
+                    ("the mean", own_mean, mean),
+                    ("the deviation", &own.rstd, &normed.rstd),
+                    ("dx", own_dx, dx),
+                    ("dweight", own_dweight, dweight),
+                    ("dbias", own_dbias, dbias),
+                ];
+                for (what, found, expected) in pairs {
+                    let what = format!("{what} of {rows} × {width} in {stream:?} and {compute:?}");
+                    self.compare(&what, found, expected, tolerance(expected.dtype()))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn survey(&self) -> Result<()> {
+        for (dtype, format) in
+            [(DType::F32, FloatFormat::FP32), (DType::F16, FloatFormat::FP16), (DType::BF16, FloatFormat::BF16)]
+        {
+            for (len, broken) in [(70_001, false), (3001, true), (8, false)] {
+                let mut values: Vec<f32> = self.numbers(1, &[len], DType::F32)?.to_vec1()?;
+                for (i, value) in values.iter_mut().enumerate() {
+                    *value *= if i % 9 == 0 { 0.0 } else { 2f32.powi(-((i % 40) as i32)) };
+                }
+                if broken {
+                    (values[7], values[50], values[len - 1]) = (f32::INFINITY, f32::NEG_INFINITY, f32::NAN);
+                }
+                let tensor = Tensor::new(values, &self.device)?.to_dtype(dtype)?;
+                for exponents in [false, true] {
+                    let expected = self.candle.survey(&tensor, format, exponents)?;
+                    let Some(mut found) = self.own.survey(&tensor, format, exponents)? else {
+                        return require(false, "the survey");
+                    };
+                    let (squares, own) = (expected.stats.sum_squares, found.stats.sum_squares);
+                    found.stats.sum_squares = squares;
+                    let close = (squares - own).abs() <= 1e-5 * squares.abs();
+                    if !close || found.stats != expected.stats || found.exponents != expected.exponents {
+                        let (found, expected) = (found.stats, expected.stats);
+                        bail!(
+                            "computes otherwise than candle: {len} of {dtype:?} are {found:?} with squares of {own}, not \
+                             {expected:?} (seed {})",
+                            self.seed
+                        );
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

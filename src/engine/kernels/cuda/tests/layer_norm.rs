@@ -1,0 +1,82 @@
+//! Layer norm.
+
+use super::super::layer_norm as device;
+use super::*;
+use crate::engine::kernels::layer_norm;
+
+/// Forward, and backward on top of a gradient or afresh.
+#[test]
+fn layer_norms() {
+    for types in STREAM_AND_COMPUTE {
+        for shape in [[1, 8], [7, 24], [40, 65], [9, 1], [2, 768]] {
+            layer_norm(types, shape, true);
+            layer_norm(types, shape, false);
+        }
+        // Too wide for the registers, and no whole number of packs.
+        layer_norm(types, [2, 1000], false);
+        layer_norm(types, [3, 771], false);
+    }
+    // More rows than a block takes.
+    layer_norm([DType::F32, DType::F16], [300, 12], true);
+    layer_norm([DType::F32, DType::F16], [1100, 8], false);
+}
+
+const EPSILON: f32 = 1e-5;
+
+fn layer_norm([stream, compute]: [DType; 2], shape @ [rows, width]: [usize; 2], fresh: bool) {
+    let len = rows * width;
+    // Away from zero, so that a variance by differences of squares would show.
+    let x = rounded(pattern(len, 1, DType::F32).into_iter().map(|x| x + 3.0).collect(), stream);
+    let (weight, bias) = (pattern(width, 2, compute), pattern(width, 3, compute));
+    let (dy, before) = (pattern(len, 4, compute), pattern(len, 5, stream));
+
+    let cpu_x = tensor(&x, &shape, stream);
+    let [cpu_weight, cpu_bias] = [&weight, &bias].map(|values| tensor(values, &[width], compute));
+    let dx = tensor(&if fresh { vec![0.0; len] } else { before.clone() }, &shape, stream);
+    let y = poisoned(&shape, compute);
+    let [mean, rstd] = [(); 2].map(|()| poisoned(&[rows], DType::F32));
+    let [dweight, dbias] = [(); 2].map(|()| poisoned(&[width], compute));
+    layer_norm::forward(&cpu_x, &cpu_weight, &cpu_bias, EPSILON, &y, &mean, &rstd).unwrap();
+    let cpu_dy = tensor(&dy, &shape, compute);
+    layer_norm::backward(&cpu_dy, &cpu_x, &cpu_weight, &mean, &rstd, &dx, &dweight, &dbias).unwrap();
+
+    let found = in_every_order(|gpu| {
+        let (x, dy) = (gpu.input(&x, stream), gpu.input(&dy, compute));
+        let [weight, bias] = [&weight, &bias].map(|values| gpu.input(values, compute));
+        let (y, dx) =
+            (gpu.output(len, compute), if fresh { gpu.output(len, stream) } else { gpu.state(&before, stream) });
+        let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
+        let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, compute));
+        let statistics = device::Statistics { mean, rstd };
+        device::forward(gpu, shape, x, [weight, bias], EPSILON, y, statistics).unwrap();
+        device::backward(gpu, shape, [dy, x, weight], statistics, dx, fresh, [dweight, dbias]).unwrap();
+        [y, mean, rstd, dx, dweight, dbias].map(|buffer| gpu.read(buffer)).to_vec()
+    });
+    let names = ["value", "mean", "rstd", "dx", "dweight", "dbias"];
+    let dtypes = [compute, DType::F32, DType::F32, stream, compute, compute];
+    let truth = [&y, &mean, &rstd, &dx, &dweight, &dbias].map(numbers);
+    for (((name, found), truth), dtype) in names.iter().zip(&found).zip(&truth).zip(dtypes) {
+        assert_close(&format!("layer norm {rows}×{width}: {name}"), found, truth, dtype);
+    }
+}
+
+#[test]
+fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
+    let (shape @ [rows, width], dtype) = ([3, 24], DType::F16);
+    let mut x = vec![0.5; rows * width];
+    x[width + 5] = f32::NAN;
+    let gpu = Emulator::new(0);
+    let (values, ones) = (gpu.input(&x, dtype), gpu.input(&vec![1.0; rows * width], dtype));
+    let [y, dx] = [(); 2].map(|()| gpu.output(rows * width, dtype));
+    let [weight, bias] = [1.0, 0.0].map(|value| gpu.input(&vec![value; width], dtype));
+    let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
+    let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, dtype));
+    let statistics = device::Statistics { mean, rstd };
+    device::forward(&gpu, shape, values, [weight, bias], EPSILON, y, statistics).unwrap();
+    device::backward(&gpu, shape, [ones, values, weight], statistics, dx, true, [dweight, dbias]).unwrap();
+    for buffer in [y, dx] {
+        let nans: Vec<bool> = gpu.read(buffer).iter().map(|x| x.is_nan()).collect();
+        assert_eq!(nans, (0..rows * width).map(|i| i / width == 1).collect::<Vec<_>>());
+    }
+    assert!(gpu.read(dweight).iter().all(|x| x.is_nan()) && gpu.read(dbias).iter().all(|&x| x == 3.0));
+}

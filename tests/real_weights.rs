@@ -26,7 +26,7 @@ use finetune::engine::device::OpenDevice;
 use finetune::engine::model::{KvCache, Mode, Tokens, Workspace};
 use finetune::inference::chat::Chat;
 use finetune::inference::evaluate::{Windows, evaluate};
-use finetune::inference::export::{Encoding, Format, export};
+use finetune::inference::export::{Encoding, Format, Parts, export};
 use finetune::inference::generate::{Request, Sampling, generate};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
@@ -149,7 +149,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
     // FP32 keeps every bit of what was dequantised, whichever way the rows of queries and keys went.
     for name in ["folder", "whole.gguf"] {
         let out = bench.path(name);
-        export(trained, Dtype::F32, Format::of(&out), &out).unwrap();
+        export(trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
         let theirs = bench.transformers(&out, &prompt, 1);
         let error = distance(&numbers(&theirs["logits"]), &ours);
         assert!(error < 1e-5, "{name}: logits differ by {error:.1e}");
@@ -179,7 +179,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
 
     for (encoding, tolerance) in [(Encoding::Plain(Dtype::F16), 1e-2), (Encoding::Q8_0, 5e-2), (Encoding::Q4K, 0.3)] {
         let out = bench.path(&format!("{encoding:?}.gguf"));
-        export(trained, encoding, Format::Gguf, &out).unwrap();
+        export(trained, encoding, Format::Gguf, Parts::Merged, &out).unwrap();
         let again = last_logits(&TrainedModel::open(&out, None).unwrap(), &prompt);
         let theirs = bench.transformers(&out, &prompt, 1);
         let read_alike = distance(&numbers(&theirs["logits"]), &again);

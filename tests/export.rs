@@ -381,7 +381,7 @@ fn onnxruntime_decodes_with_a_cache_and_in_int8() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
         for (kv_cache, int8, tolerance) in [(true, false, 1e-5), (false, true, 0.1), (true, true, 0.1)] {
             let out = trained.path.with_extension(format!("{kv_cache}-{int8}.onnx"));
-            export(&trained, Dtype::F32, Format::Onnx(OnnxOptions { kv_cache, int8 }), &out).unwrap();
+            export(&trained, Dtype::F32, Format::Onnx(OnnxOptions { kv_cache, int8 }), Parts::Merged, &out).unwrap();
             let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
             let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
             let error = distance(&theirs, &exact);

@@ -19,7 +19,7 @@ import statistics
 import time
 
 MODELS = {"tiny": (4, 128, 4, 257, 128), "distilgpt2": (6, 768, 12, 50257, 1024), "gpt2": (12, 768, 12, 50257, 1024)}
-# Of this family there is transformers' own implementation alone.
+# This family has only transformers' own implementation.
 LLAMAS = {"smollm2-135m": (30, 576, 9, 49152, 8192)}
 MODELS |= LLAMAS
 AUTOCAST = {"f32": None, "bf16_amp": "bfloat16", "f16_amp": "float16"}

@@ -178,7 +178,7 @@ const CONFIGURATIONS: [(&str, Configure); 24] = [
     ("rotary embeddings without a factor", |config| config["rope_scaling"] = json!({"type": "linear"})),
     ("rotary embeddings that are a number", |config| config["rope_parameters"] = 7.into()),
     ("rotary embeddings with an unknown key", |config| {
-        config["rope_parameters"] = json!({"rope_type": "yarn", "z": 1})
+        config["rope_parameters"] = json!({"rope_type": "yarn", "z": 1});
     }),
     ("rotary embeddings by type of layer", |config| config["rope_parameters"] = json!({"full_attention": {}})),
     ("heads rotated in part", |config| config["partial_rotary_factor"] = 0.5.into()),

@@ -230,8 +230,10 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
 /// The golden families that GGUF can say; the scale of Gemma's scores is the one that llama.cpp knows.
 fn families(folder: &Path) -> Vec<TrainedModel> {
     let names = ["llama", "llama-biases", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3"];
-    let mut models: Vec<TrainedModel> = names.iter().map(|name| model(&format!("families/{name}"), folder)).collect();
-    models.push(changed_model("families/gemma3", folder, &[("query_pre_attn_scalar", 6.into())]));
+    let ends = ("eos_token_id", serde_json::json!([27, 3]));
+    let with_ends = |name: &str| changed_model(&format!("families/{name}"), folder, std::slice::from_ref(&ends));
+    let mut models: Vec<TrainedModel> = names.into_iter().map(with_ends).collect();
+    models.push(changed_model("families/gemma3", folder, &[("query_pre_attn_scalar", 6.into()), ends]));
     models
 }
 
@@ -242,7 +244,7 @@ fn every_family_comes_back_from_a_gguf_file() {
         let ids = ids(&trained, 36);
         let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
         for (encoding, tolerance) in
-            [(Encoding::Plain(Dtype::F32), 1e-6), (Encoding::Plain(Dtype::F16), 4e-3), (Encoding::Q8_0, 4e-3)]
+            [(Encoding::Plain(Dtype::F32), 1e-6), (Encoding::Plain(Dtype::F16), 4e-3), (Encoding::Q8_0, 2e-2)]
         {
             let out = trained.path.with_extension(format!("{encoding:?}.gguf"));
             export(&trained, encoding, Format::of(&out), Parts::Merged, &out).unwrap();
@@ -280,10 +282,14 @@ fn what_gguf_has_no_word_for_is_refused() {
 fn transformers_reads_every_familys_gguf_file_as_we_do() {
     let Some(python) = python().filter(|python| has_module(python, "gguf")) else { return };
     let folder = tempfile::tempdir().unwrap();
-    let mut models = families(folder.path());
-    models.push(model("untied", folder.path()));
-    // transformers leaves out the biases that a Llama in GGUF may have.
-    models.retain(|trained| !trained.config.biases.qkv || trained.config.family.model_type() != "llama");
+    // Without what transformers does not read in a GGUF file: rope types, a Llama's biases and windows, the pattern of Gemma's.
+    let plain = |theta: f64| serde_json::json!({"rope_type": "default", "rope_theta": theta});
+    let ropes = serde_json::json!({"full_attention": plain(1e6), "sliding_attention": plain(1e4)});
+    let types = serde_json::json!(["sliding_attention"; 3]);
+    let gemma = [("query_pre_attn_scalar", 6.into()), ("rope_parameters", ropes), ("layer_types", types)];
+    let mut models = vec![changed_model("families/gemma3", folder.path(), &gemma)];
+    let names = ["untied", "families/llama", "families/qwen2", "families/qwen3"];
+    models.extend(names.map(|name| model(name, folder.path())));
     for trained in models {
         let ids = ids(&trained, 12);
         let out = trained.path.with_extension("gguf");

@@ -573,6 +573,16 @@ fn generate_eval_and_export_take_names_of_the_hub() {
     assert!(desk.path().join("hf/hub/models--distilbert--distilgpt2/snapshots").join(COMMIT).is_dir());
     assert!(server.requests().contains(&"GET model.safetensors".to_owned()));
 
+    // A GGUF file of a repository, and nothing else of it.
+    assert_eq!(finetune("export local there.gguf", "0").0, 0);
+    server.put("files/model.gguf", &fs::read(desk.path().join("there.gguf")).unwrap());
+    let gguf = generate("hf://owner/name/files/model.gguf");
+    for offline in ["0", "1"] {
+        assert_eq!(finetune(&gguf, offline), (0, expected.clone(), String::new()));
+        let asked = server.requests();
+        assert!(asked.iter().all(|request| request.ends_with("files/model.gguf")), "{asked:?}");
+    }
+
     // From here on the cache serves, on a network and without one.
     assert_eq!(finetune(&generate("distilbert/distilgpt2"), "0").1, expected);
     assert!(!server.requests().iter().any(|request| request.starts_with("GET")));

@@ -10,7 +10,7 @@ use crate::engine::kernels::Choice;
 use crate::engine::kernels::allocator::Allocations;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
-use crate::engine::model::ModelSpec;
+use crate::engine::model::{ModelSpec, Op};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::StoredModel;
@@ -196,9 +196,11 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
 /// Floating-point operations of a step by the usual count: six per matrix weight and token, plus those of causal attention.
 fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
-    let (layers, width, vocab) = (shape.layers, shape.width, shape.vocab_size);
-    let weights = layers * (4 * width * width + 2 * width * shape.inner) + width * vocab;
-    (6.0 * weights as f64 + 6.0 * (layers * width * args.seq_len) as f64) * tokens as f64
+    let products = shape.parameters().into_iter();
+    let products = products.filter(|entry| matches!(entry.layer.op, Op::Linear(_)) && entry.shape.len() == 2);
+    let weights: usize = products.map(|entry| entry.shape.iter().product::<usize>()).sum();
+    let weights = weights + shape.width * shape.vocab_size;
+    (6.0 * weights as f64 + 6.0 * (shape.layers * shape.attended_width() * args.seq_len) as f64) * tokens as f64
 }
 
 /// The report: the figures over all measured steps.

@@ -47,14 +47,14 @@ impl Format {
     }
 }
 
-/// How weights are stored.
+/// The encoding of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encoding {
-    /// Number by number.
+    /// Plain numbers.
     Plain(Dtype),
-    /// Blocks of 32 numbers of 8 bits with a scale; GGUF only.
+    /// Blocks of 32 8-bit numbers with a scale; GGUF only.
     Q8_0,
-    /// Mostly blocks of 256 numbers of 4 bits in 8 groups, each with a scale and a minimum; GGUF only.
+    /// Mostly blocks of 256 4-bit numbers in 8 groups, each with a scale and a minimum; GGUF only.
     Q4K,
 }
 

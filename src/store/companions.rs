@@ -1,4 +1,4 @@
-//! The small files beside a model's weights that are not needed to compute, but to converse and to stop.
+//! The small files beside a model's weights that chat and generation need.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,25 +9,25 @@ use crate::data::{ChatSettings, TemplateTokens};
 use crate::digest::read_at_most;
 use crate::{Error, Result};
 
-/// Special tokens, and in older models the chat template.
+/// Special tokens; in older models also the chat template.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-/// Tokens that end a text.
+/// The tokens that end a text.
 pub const GENERATION_CONFIG: &str = "generation_config.json";
-/// How a chat is written, in Jinja.
+/// The Jinja template of a chat.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// Each is small.
+/// Maximum size of each file.
 const MAX_FILE: u64 = 16 << 20;
 
-/// Those that a model has, each as it was read.
+/// The companion files of a model, byte for byte.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Companions(BTreeMap<&'static str, Vec<u8>>);
 
 impl Companions {
-    /// Their names.
+    /// The names of all companion files.
     pub const NAMES: [&'static str; 3] = [TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE];
 
-    /// Reads those of a folder.
+    /// Reads the companion files of a folder.
     pub fn of_folder(folder: &Path) -> Result<Self> {
         let mut found = Self::default();
         for name in Self::NAMES {
@@ -39,22 +39,23 @@ impl Companions {
         Ok(found)
     }
 
-    /// Puts a file there, or another in its place.
+    /// Adds or replaces a file.
     pub fn insert(&mut self, name: &'static str, text: impl Into<Vec<u8>>) {
         self.0.insert(name, text.into());
     }
 
-    /// Each file that is there, with its bytes.
+    /// Each file's name and bytes.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, &[u8])> {
         self.0.iter().map(|(name, bytes)| (*name, bytes.as_slice()))
     }
 
-    /// The bytes of one.
+    /// A file's bytes.
     pub fn get(&self, name: &str) -> Option<&[u8]> {
         self.0.get(name).map(Vec::as_slice)
     }
 
-    /// The chat template: the file's, or the one in `tokenizer_config.json`: a text, or of several the one named `default`.
+    /// The chat template: `chat_template.jinja`, or the one in `tokenizer_config.json`: a string, or the one named `default` in a
+    /// list.
     ///
     /// # Errors
     /// [`Error::Model`] for a file that is not UTF-8 or not JSON.
@@ -69,19 +70,19 @@ impl Companions {
         Ok(text.map(str::to_owned))
     }
 
-    /// What the files say of conversations.
+    /// The chat template and its special tokens.
     pub fn chat(&self) -> Result<ChatSettings> {
         let tokens = TemplateTokens { bos: self.special_token("bos_token")?, eos: self.special_token("eos_token")? };
         Ok(ChatSettings { template: self.chat_template()?, tokens })
     }
 
-    /// The text of a special token, such as `bos_token`, which files give as a text or as an object.
+    /// A special token such as `bos_token`, stored as a string or an object.
     pub fn special_token(&self, key: &str) -> Result<Option<String>> {
         let value = &self.json(TOKENIZER_CONFIG)?[key];
         Ok(value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned))
     }
 
-    /// The end tokens of `generation_config.json`: one or a list.
+    /// The end tokens in `generation_config.json`: one or a list.
     pub fn eos_ids(&self) -> Result<Vec<u32>> {
         let config = self.json(GENERATION_CONFIG)?;
         let ids = &config["eos_token_id"];

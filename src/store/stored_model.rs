@@ -1,4 +1,4 @@
-//! A model on disk, whichever form it has: a Hugging Face folder or a GGUF file.
+//! A model on disk: a Hugging Face folder or a GGUF file.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::data::Tokenizer;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::{Error, Result};
 
-/// A model whose every tensor has been found, with the right shape.
+/// A model in which every tensor was found with the right shape.
 #[derive(Debug)]
 pub enum StoredModel {
     /// A Hugging Face folder.
@@ -32,12 +32,12 @@ impl StoredModel {
         Ok(Self::Folder(Box::new(ModelFolder::open(path)?)))
     }
 
-    /// The shape of the model at `path`; a folder needs no weights for it.
+    /// The shape of the model at `path`; a folder does not need weights.
     pub fn shape(path: &Path) -> Result<ModelSpec> {
         if path.is_dir() { ModelFolder::read_config(path) } else { Ok(Self::open(path)?.config().clone()) }
     }
 
-    /// Where it is.
+    /// The path of the folder or file.
     pub fn path(&self) -> &Path {
         match self {
             Self::Folder(folder) => folder.path(),
@@ -45,7 +45,7 @@ impl StoredModel {
         }
     }
 
-    /// The model's shape. `tied` is what the tensors say.
+    /// The model's shape; `tied` follows the tensors.
     pub fn config(&self) -> &ModelSpec {
         match self {
             Self::Folder(folder) => folder.config(),
@@ -53,7 +53,7 @@ impl StoredModel {
         }
     }
 
-    /// Its tokenizer, if it brings one.
+    /// The model's tokenizer, if it has one.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
         match self {
             Self::Folder(folder) => folder.tokenizer().map(Tokenizer::from_file).transpose(),
@@ -61,7 +61,7 @@ impl StoredModel {
         }
     }
 
-    /// What lies beside its weights.
+    /// The files beside its weights.
     pub fn companions(&self) -> Result<Companions> {
         match self {
             Self::Folder(folder) => Companions::of_folder(folder.path()),
@@ -78,11 +78,11 @@ impl StoredModel {
     }
 }
 
-/// What a file that is no GGUF file is refused with.
+/// The message for a file that is not GGUF.
 pub const NO_MODEL_FILE: &str =
     "this is a file; give a `.gguf` file, or the folder that `config.json` and the weights are in";
 
-/// Whether `path` is a file that says it is GGUF.
+/// Whether `path` is a file with the extension `.gguf`.
 pub fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && path.is_file()
 }

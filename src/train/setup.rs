@@ -199,7 +199,7 @@ impl ModelSource {
 /// Where a model's files are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Located {
-    /// The folder that holds them, or a GGUF file.
+    /// The folder, or the GGUF file.
     pub path: PathBuf,
     /// The commit of the Hub's files.
     pub commit: Option<String>,
@@ -253,7 +253,7 @@ fn hub_file(name: &str) -> Option<(&str, &str)> {
     file.to_ascii_lowercase().ends_with(".gguf").then_some((repo, file))
 }
 
-/// What `find` finds on the Hub, or in its cache where there is no network.
+/// Runs `find` on the Hub, or on its cache if there is no network.
 fn from_hub(
     name: &str,
     report: &mut Report<'_>,

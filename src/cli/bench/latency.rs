@@ -1,11 +1,12 @@
 //! `finetune bench --latency`: how long one answer takes, and how long in the worst cases.
 
-use super::BenchArgs;
+use super::{BenchArgs, round};
 use crate::Result;
 use crate::cli::model::tell_notice;
 use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::peak::measure_bandwidth;
 use crate::engine::kernels::view::host;
-use crate::engine::model::{Decoder, KvCache, Mode, Tokens, Workspace};
+use crate::engine::model::{Decoder, KvCache, Mode, ModelSpec, Op, Parameters, Tokens, Workspace, candle_dtype};
 use crate::engine::optim::MasterWeights;
 use crate::random::{Domain, Stream};
 use crate::telemetry::ProcessStats;
@@ -44,6 +45,11 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
         let hidden = model.decode(&weights, &ids[past..], &mut cache)?;
         arrived(&model.logits(&weights, hidden)?)
     })?;
+    // A token reads every weight once and computes little, so memory bandwidth limits its speed.
+    let bytes = bytes_of_a_token(&shape, &weights, past);
+    let bandwidth = open.device.is_cpu().then(measure_bandwidth);
+    let token = percentiles(token);
+    let rate = token["p50"].as_f64().map(|ms| bytes as f64 / ms / 1e6);
     Ok(json!({
         "who": "finetune",
         "version": env!("CARGO_PKG_VERSION"),
@@ -57,9 +63,30 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
         "isa": Isa::current().to_string(),
         "passes": count,
         "forward_ms": percentiles(forward),
-        "token_ms": percentiles(token),
+        "token_ms": token,
+        "token_bytes": bytes,
+        "token_gb_per_s": rate.map(round),
+        "memory_gb_per_s": bandwidth.map(|peak| round(peak.held)),
+        "share_of_bandwidth": rate.zip(bandwidth).map(|(rate, peak)| round(rate / peak.held)),
         "peak_rss_mib": ProcessStats::now().peak_rss_bytes.map(|bytes| bytes >> 20),
     }))
+}
+
+/// Bytes read for a token after `past` others: the weights, except tables of which it needs one row, and the KV cache.
+fn bytes_of_a_token(shape: &ModelSpec, weights: &Parameters, past: usize) -> u64 {
+    let is_read = |op: Op| match op {
+        Op::Embedding => shape.tied,
+        op => op != Op::Positions,
+    };
+    let read = weights.layout().iter().zip(weights.tensors()).filter(|(entry, _)| is_read(entry.layer.op));
+    let stored: usize = read.map(|(_, tensor)| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
+    let size = weights.tensors().first().map_or(0, |tensor| tensor.dtype().size_in_bytes());
+    let attended = |block: usize| match &shape.sliding {
+        Some(sliding) if shape.is_sliding(block) => past.min(sliding.window),
+        _ => past,
+    };
+    let rows: usize = (0..shape.layers).map(attended).sum();
+    (stored + 2 * rows * shape.kv_heads * shape.head_dim * size) as u64
 }
 
 /// Waits until a result is there: a device computes on while its host goes ahead.
@@ -96,6 +123,15 @@ fn percentiles(mut times: Vec<f64>) -> serde_json::Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_token_reads_the_weights_and_the_cache() {
+        let shape = ModelSpec::named("tiny").unwrap_or_else(|| unreachable!());
+        let weights = Parameters::zeros(&shape.parameters(), DType::BF16, &candle_core::Device::Cpu);
+        let read = weights.map(|weights| bytes_of_a_token(&shape, &weights, 12)).unwrap_or_default();
+        // All parameters but the positions, and keys and values of 4 heads of 32 in 4 blocks.
+        assert_eq!(read, 2 * (shape.parameter_count() - 128 * 128) + 2 * 2 * 4 * 12 * 128);
+    }
 
     #[test]
     fn a_percentile_is_the_time_within_which_so_many_were_done() {

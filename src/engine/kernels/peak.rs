@@ -5,6 +5,8 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use rayon::prelude::*;
+
 use super::isa::Isa;
 
 /// Independent sums: enough to hide the latency of a multiply-add, few enough for the registers of every CPU.
@@ -21,7 +23,7 @@ struct Loop {
     operations: usize,
 }
 
-/// GFLOP/s of all threads of the rayon pool together, over a short while.
+/// GFLOP/s, or GB/s of memory, of all threads of the rayon pool together over a short while.
 ///
 /// A CPU's clock changes with its load and its neighbours' by tens of percent within a second, so compare a rate only with
 /// peaks measured right before and after it.
@@ -41,6 +43,22 @@ pub fn measure_peak_f32() -> Peak {
 /// The peak in products of BF16 values summed in FP32: by dot products where these are in use, else widened to FP32.
 pub fn measure_peak_bf16() -> Peak {
     measure(bf16_loop(Isa::current()))
+}
+
+/// GB/s of reading memory with all threads of the rayon pool, from a buffer larger than the caches.
+pub fn measure_bandwidth() -> Peak {
+    const WORDS: usize = 32 << 20;
+    let buffer = vec![1_u64; WORDS];
+    let mut bursts: Vec<Duration> = Vec::new();
+    for _ in 0..5 {
+        let begin = Instant::now();
+        let add = |part: &[u64]| part.iter().fold(0_u64, |sum, x| sum.wrapping_add(*x));
+        black_box(buffer.par_chunks(1 << 18).map(add).sum::<u64>());
+        bursts.push(begin.elapsed());
+    }
+    bursts.sort_unstable();
+    let rate = |burst: Duration| (WORDS * size_of::<u64>()) as f64 / burst.as_secs_f64() / 1e9;
+    Peak { held: rate(bursts[bursts.len() / 2]), best: rate(bursts[0]) }
 }
 
 fn measure(work: Loop) -> Peak {

@@ -1,9 +1,9 @@
-//! The families in GGUF's words: keys of the metadata, names of tensors, and how values lie there.
+//! Translates between GGUF and the model families: metadata keys, tensor names and the layout of values.
 //!
-//! A key of the metadata stands for one of `config.json`, in both directions. A family reads and writes its configuration in
-//! its own file alone; here it is only translated. Names, orders of rows and offsets are those of llama.cpp's converter.
+//! Each metadata key maps to a key of `config.json`, in both directions, so each family still reads and writes its
+//! configuration in its own file only. Names, row orders and offsets follow llama.cpp's converter.
 
-use super::architecture::Keys;
+use super::architecture::{Keys, family_of, one_or_more};
 use super::rope::{Rope, RopeType};
 use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec};
 use crate::engine::kernels::{Norm, WeightLayout};
@@ -11,15 +11,15 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use serde_json::{Map, Value, json};
 
-/// What a GGUF file says of its model, but for the values of its tensors.
+/// The description of a model in a GGUF file, without tensor values.
 pub struct GgufHeader<'a> {
     /// `general.architecture`.
     pub architecture: &'a str,
-    /// The metadata whose keys begin with the architecture's name, without it.
+    /// The metadata keys that start with the architecture's name, without that prefix.
     pub keys: Map<String, Value>,
-    /// Begins a text.
+    /// The token that starts a text.
     pub bos: Option<u32>,
-    /// End a text or a turn.
+    /// The tokens that end a text or a turn.
     pub eos: Vec<u32>,
     /// The shape of a tensor, outermost dimension first.
     pub shape: &'a dyn Fn(&str) -> Option<Vec<usize>>,
@@ -27,30 +27,30 @@ pub struct GgufHeader<'a> {
     pub rope_factors: Option<Vec<f32>>,
 }
 
-/// What an exported file says of its model.
+/// The description of a model for an exported file.
 #[derive(Debug)]
 pub struct GgufWords {
     /// `general.architecture`.
     pub architecture: &'static str,
-    /// Metadata, without the architecture's name before the keys.
+    /// Metadata, without the architecture's name in front of the keys.
     pub keys: Vec<(&'static str, Value)>,
-    /// The values of [`ROPE_FACTORS`], where frequencies are divided one by one.
+    /// The values of [`ROPE_FACTORS`] if each frequency has its own divisor.
     pub rope_factors: Option<Vec<f32>>,
 }
 
-/// A tensor that divides the frequencies of rotary embeddings: how files say `llama3`.
+/// The tensor of divisors for rotary frequencies, which is how GGUF stores the rope type `llama3`.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 
-/// A key of the metadata, what it is in `config.json`, and whether a file must have it.
+/// A metadata key, the corresponding key of `config.json`, and whether it is required.
 type Word = (&'static str, &'static str, bool);
 
-/// An architecture of GGUF's.
+/// A GGUF architecture.
 struct Words {
     architecture: &'static str,
-    /// The families that go by it; the first one reads it.
+    /// The families that use this name; the first one is the default when reading.
     families: &'static [&'static str],
     keys: &'static [Word],
-    /// Whether the two halves of each head of queries and keys are interleaved, row by row.
+    /// Whether the rows of the two halves of each query and key head are interleaved.
     interleaved: bool,
 }
 
@@ -82,12 +82,12 @@ const ARCHITECTURES: [Words; 5] = [
     Words { architecture: "gemma3", families: &["gemma3_text"], keys: &LLAMA, interleaved: false },
 ];
 
-/// llama.cpp takes every sixth layer of Gemma 3 for one without a window, and this base for the others' embeddings.
+/// llama.cpp assumes that every sixth layer of Gemma 3 has full attention, and this rope base for the other layers.
 const GEMMA_PATTERN: usize = 6;
 const GEMMA_LOCAL_BASE: f64 = 1e4;
-/// The depth by which llama.cpp knows Gemma 3 27B, whose scores are divided by another root.
+/// The layer count by which llama.cpp recognises Gemma 3 27B, which scales its scores differently.
 const GEMMA_27B_LAYERS: usize = 62;
-/// Those of every model with the type `llama3` there is.
+/// Low and high frequency factor and original context of the published `llama3` models.
 const LLAMA3: (f64, f64, usize) = (1.0, 4.0, 8192);
 
 impl ModelSpec {
@@ -98,15 +98,17 @@ impl ModelSpec {
     pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
         let json = config(header).map_err(fail)?;
-        let spec = Self::from_json(Value::Object(json).to_string().as_bytes(), origin)?;
+        let keys = Keys(&json);
+        let read = family_of(&keys).and_then(|family| family.0.read(&keys));
+        let spec = read.map_err(|message| fail(in_gguf_terms(header.architecture, message)))?;
         check_heads(&spec, header).map_err(fail)?;
         Ok(spec)
     }
 
-    /// The model in GGUF's words.
+    /// The model's GGUF description.
     ///
     /// # Errors
-    /// [`Error::Model`] for what llama.cpp has no word for, and would compute otherwise.
+    /// [`Error::Model`] for features that GGUF cannot express, which llama.cpp would compute differently.
     pub fn to_gguf(&self) -> Result<GgufWords> {
         let fail = |message: String| Error::model(self.family.model_type(), message);
         let words = self.gguf_words().map_err(fail)?;
@@ -133,7 +135,7 @@ impl ModelSpec {
         known.ok_or_else(|| format!("`{family}` is no architecture of GGUF's"))
     }
 
-    /// Writes how the frequencies are changed, and returns what each is divided by where no key says it.
+    /// Adds the rope scaling keys; returns a divisor for each frequency if no key can express the type.
     fn write_rope(&self, rope: &Rope, keys: &mut Vec<(&'static str, Value)>) -> Result<Option<Vec<f32>>, String> {
         let kind = rope.to_json();
         let name = kind["rope_type"].as_str().unwrap_or_default().to_owned();
@@ -175,7 +177,7 @@ impl ModelSpec {
         Ok(None)
     }
 
-    /// Refuses windows and scales that llama.cpp would take for others.
+    /// Adds keys for windows; rejects windows and scales that llama.cpp would read differently.
     fn write_windows(&self, keys: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
         let family = self.family.model_type();
         if family != "gemma3_text" {
@@ -203,7 +205,7 @@ impl ModelSpec {
         Ok(())
     }
 
-    /// A parameter's values as GGUF has them.
+    /// Converts a parameter's values to GGUF's layout.
     pub fn into_gguf(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
         match self.form(entry) {
             Form::Same => Ok(values.clone()),
@@ -213,7 +215,7 @@ impl ModelSpec {
         }
     }
 
-    /// A parameter from its values in GGUF: the inverse of [`Self::into_gguf`].
+    /// Converts values from GGUF's layout: the inverse of [`Self::into_gguf`].
     pub fn out_of_gguf(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
         match self.form(entry) {
             Form::Same => Ok(values.clone()),
@@ -246,20 +248,20 @@ impl ModelSpec {
     }
 }
 
-/// How a parameter's values differ from ours.
+/// How GGUF's layout of a parameter differs from ours.
 enum Form {
     Same,
     /// `[out, in]` there, `[in, out]` here.
     Transposed,
-    /// A norm multiplies by its weight there, by 1 + weight here.
+    /// GGUF stores 1 + weight of a norm.
     PlusOne,
-    /// Element `i` of both halves of a head lie side by side there, half by half here.
+    /// GGUF interleaves the rows of the two halves of each head.
     Interleaved {
         heads: usize,
     },
 }
 
-/// Exchanges the two dimensions that the rows of each head consist of.
+/// Swaps the two dimensions that make up the rows of each head.
 fn swap_pairs(values: &Tensor, heads: usize, [outer, inner]: [usize; 2]) -> candle_core::Result<Tensor> {
     let rest = values.elem_count() / (heads * outer * inner);
     let swapped = values.reshape((heads, outer, inner, rest))?.transpose(1, 2)?.contiguous()?;
@@ -294,12 +296,21 @@ pub fn gguf_name(entry: &ParamSpec) -> String {
     block.map_or_else(|| format!("{name}.{ending}"), |block| format!("blk.{block}.{name}.{ending}"))
 }
 
-/// What Gemma 3's scores are divided by the root of, as llama.cpp has it.
+/// The `query_pre_attn_scalar` that llama.cpp assumes for Gemma 3.
 fn gemma_scale(layers: usize, width: usize, heads: usize, head_dim: usize) -> f64 {
     if layers == GEMMA_27B_LAYERS { width as f64 / heads as f64 } else { head_dim as f64 }
 }
 
-/// The `config.json` that the metadata stands for.
+/// Replaces keys of `config.json` in a message by the metadata keys they come from.
+fn in_gguf_terms(architecture: &str, message: String) -> String {
+    let words = ARCHITECTURES.iter().filter(|words| words.architecture == architecture).flat_map(|words| words.keys);
+    let scaling = [("rope.scaling", "rope_scaling"), ("rope.scaling.factor", "factor")].map(|(a, b)| (a, b, false));
+    words.chain(&scaling).fold(message, |message, (theirs, ours, _)| {
+        message.replace(&format!("`{ours}`"), &format!("`{architecture}.{theirs}`"))
+    })
+}
+
+/// Translates the metadata to a `config.json`.
 fn config(header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
     let name = header.architecture;
     let Some(words) = ARCHITECTURES.iter().find(|words| words.architecture == name) else {
@@ -324,7 +335,7 @@ fn config(header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
     json.insert("vocab_size".into(), rows.into());
     json.insert("tie_word_embeddings".into(), (!has("output.weight")).into());
     json.insert("bos_token_id".into(), header.bos.into());
-    json.insert("eos_token_id".into(), super::architecture::one_or_more(&header.eos));
+    json.insert("eos_token_id".into(), one_or_more(&header.eos));
     let mut family = words.families[0];
     if family == "llama" {
         json.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
@@ -373,7 +384,7 @@ fn read_gemma(json: &mut Map<String, Value>, keys: &mut Map<String, Value>) {
     }
 }
 
-/// The older spelling of rotary embeddings in `config.json`.
+/// Translates the rope scaling keys to `rope_scaling`.
 fn rope_scaling(name: &str, keys: &mut Map<String, Value>) -> Result<Option<Value>, String> {
     keys.remove("rope.scaling.finetuned");
     let kind = keys.remove("rope.scaling.type");
@@ -402,7 +413,7 @@ fn rope_scaling(name: &str, keys: &mut Map<String, Value>) -> Result<Option<Valu
     Ok(Some(scaling.into()))
 }
 
-/// The parameters of `llama3` from which a file's factors come.
+/// Recovers the `llama3` parameters from a file's divisors.
 fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) -> Result<Value, String> {
     let (low_freq_factor, high_freq_factor, usual) = LLAMA3;
     let factor = f64::from(factors.iter().copied().fold(1.0, f32::max)).round();
@@ -430,7 +441,7 @@ fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) 
     Ok(json)
 }
 
-/// Refuses keys that may change what the model computes. A number of 0 and a plain factor switch nothing on.
+/// Rejects unknown keys, which may change what the model computes. Values of 0 and `false` leave a feature off.
 fn refuse_unknown(name: &str, keys: &Map<String, Value>) -> Result<(), String> {
     const HARMLESS: [&str; 4] = [
         "attention.value_length",
@@ -447,12 +458,12 @@ fn refuse_unknown(name: &str, keys: &Map<String, Value>) -> Result<(), String> {
     match keys.iter().find(|(key, value)| !off(value) && !on(key, value)) {
         None => Ok(()),
         Some((key, value)) => {
-            Err(format!("metadata `{name}.{}` is {value}, which is not understood", key.escape_debug()))
+            Err(format!("metadata `{name}.{}` is {value}, which is not supported", key.escape_debug()))
         }
     }
 }
 
-/// Heads of values must be as wide as those of keys, and rotated whole.
+/// Rejects value heads of another width than key heads, and partial rotation.
 fn check_heads(spec: &ModelSpec, header: &GgufHeader<'_>) -> Result<(), String> {
     for key in ["attention.value_length", "rope.dimension_count"] {
         match header.keys.get(key) {

@@ -1,5 +1,4 @@
-//! GGUF of every family, as llama.cpp reads it: the families' words are in `engine::model`, the tokenizer's in
-//! [`vocabulary`].
+//! Exports every family as GGUF, as llama.cpp reads it. `engine::model` translates the model, [`vocabulary`] the tokenizer.
 
 mod vocabulary;
 
@@ -19,7 +18,7 @@ use std::path::Path;
 /// The version of the block types' layouts.
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// Writes the file `path`; `name` is what the model is called inside it.
+/// Writes the file `path`; `name` is the model's name in the metadata.
 pub(super) fn write(
     trained: &TrainedModel,
     weights: &Parameters,
@@ -41,7 +40,7 @@ pub(super) fn write(
     metadata.extend(vocabulary::keys(trained)?);
 
     let convert = |(entry, tensor): (&ParamSpec, &Tensor)| -> Result<(String, QTensor)> {
-        // candle quantises a tensor's whole storage, of which a parameter may be a part.
+        // candle quantises a tensor's whole storage, and a parameter may be a view of a part of it.
         let values = trained.config.into_gguf(entry, &tensor.to_dtype(DType::F32)?)?.force_contiguous()?;
         let columns = values.dims().last().copied().unwrap_or_default();
         Ok((gguf_name(entry), QTensor::quantize(&values, block_type(entry, columns, encoding))?))
@@ -59,7 +58,7 @@ pub(super) fn write(
     file.flush().map_err(Error::io("write", path))
 }
 
-/// llama.cpp's number for what most of the weights are.
+/// llama.cpp's number for the type of most weights.
 fn file_type(encoding: Encoding) -> u32 {
     match encoding {
         Encoding::Plain(Dtype::F32) => 0,
@@ -70,8 +69,8 @@ fn file_type(encoding: Encoding) -> u32 {
     }
 }
 
-/// How a parameter is stored: vectors and positions in FP32; the embedding and the head in more bits than the rest. Rows that
-/// are no whole blocks take the types that llama.cpp takes for them.
+/// The type a parameter is stored in: vectors and positions in FP32, embedding and head in more bits than the rest. If rows do
+/// not divide into whole blocks, the same fallback types as in llama.cpp.
 fn block_type(entry: &ParamSpec, columns: usize, encoding: Encoding) -> GgmlDType {
     let table = matches!(entry.layer.op, Op::Embedding | Op::Head);
     let whole = |block: usize| columns.is_multiple_of(block);
@@ -87,7 +86,7 @@ fn block_type(entry: &ParamSpec, columns: usize, encoding: Encoding) -> GgmlDTyp
     }
 }
 
-/// A value of the metadata: counts and numbers have 32 bits in GGUF.
+/// A metadata value; counts and numbers have 32 bits.
 fn value_of(value: &Json) -> Option<Value> {
     match value {
         Json::Bool(flag) => Some(Value::Bool(*flag)),

@@ -1,9 +1,10 @@
-//! ONNX: `input_ids [batch, sequence]` in, `logits [batch, sequence, vocabulary]` out, both axes free; with a KV cache the
-//! keys and values of earlier tokens in and those of all tokens out, under the names that Optimum gives them.
+//! ONNX export: input `input_ids [batch, sequence]`, output `logits [batch, sequence, vocabulary]`, with dynamic batch and
+//! sequence. With a KV cache, keys and values of earlier tokens are inputs too, and those of all tokens outputs, under
+//! Optimum's names.
 //!
-//! The graph (operator set 20) is small and goes into one file; the weights lie beside it in `.data`, which has no limit
-//! of 2 GB. Weights of 16 bits are widened as they are read and everything is computed in FP32, so that the graph runs
-//! wherever ONNX does. The graph walks the layers of the spec, as the decoder does.
+//! The graph (operator set 20) is one small file; the weights are in a second file, `.data`, which avoids the limit of 2 GB.
+//! 16-bit weights are widened and everything is computed in FP32, so the graph runs on every ONNX runtime. The export walks
+//! the layers of the spec, as the decoder does.
 
 mod graph;
 
@@ -21,12 +22,12 @@ use std::path::{Path, PathBuf};
 /// Weights begin at multiples of this, so that they can be memory-mapped.
 const ALIGNMENT: u64 = 64;
 
-/// What a graph has beside the model.
+/// Options of a graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OnnxOptions {
     /// Keys and values of earlier tokens as inputs, of all tokens as outputs.
     pub kv_cache: bool,
-    /// Products in INT8: weights with a scale for each output, activations quantised as they come.
+    /// INT8 matrix products: weights with a scale per output, activations quantised dynamically.
     pub int8: bool,
 }
 
@@ -63,7 +64,7 @@ impl Data {
         Ok(Self { path, location, file, at: 0 })
     }
 
-    /// Appends `length` bytes that `write` writes, and says where they are.
+    /// Appends `length` bytes that `write` writes; returns offset and length.
     fn append(
         &mut self,
         length: u64,
@@ -88,16 +89,16 @@ fn element_type(dtype: DType) -> Result<i64> {
     }
 }
 
-/// What a weight is called in FP32.
+/// The name of a weight in FP32.
 fn wide(name: &str) -> String {
     format!("{name}.f32")
 }
 
-/// Positions, and what depends on them alone.
+/// Positions and what depends only on them.
 struct Positions {
     /// `[T]`, whole numbers.
     ids: String,
-    /// `[T, S]`: which tokens attend to which, in layers without and with a window.
+    /// Attention masks `[T, S]` of layers without and with a window.
     masks: [String; 2],
     /// Cosines and sines `[T, head_dim / 2]` of layers without and with a window.
     rotations: [Option<[String; 2]>; 2],
@@ -108,12 +109,13 @@ struct Builder<'a> {
     options: OnnxOptions,
     graph: Graph,
     data: Data,
-    /// Activations that are there in INT8 already: values, scale and zero point.
+    /// Activations already quantised: values, scale and zero point.
     quantised: HashMap<String, [String; 3]>,
 }
 
 impl Builder<'_> {
-    /// Streams the weights into their file and declares each, widened where it is not FP32. A product's weight is `[in, out]`.
+    /// Streams the weights into their file and declares each of them, widened if it is not FP32. Linear weights are stored as
+    /// `[in, out]`.
     fn weights(&mut self, weights: &Parameters) -> Result<()> {
         let config = self.config;
         for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
@@ -149,7 +151,7 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Writes a weight `[in, out]` in INT8 with a scale for each column.
+    /// Writes a weight `[in, out]` in INT8 with a scale per column.
     fn int8(&mut self, name: &str, weight: &Tensor) -> Result<()> {
         let weight = weight.to_dtype(DType::F32)?;
         let columns = weight.dim(1)?;
@@ -158,7 +160,6 @@ impl Builder<'_> {
         for row in values.chunks(columns) {
             scales.iter_mut().zip(row).for_each(|(scale, value)| *scale = scale.max(value.abs()));
         }
-        // A column of zeros has any scale.
         for scale in &mut scales {
             *scale = if *scale > 0.0 { *scale / 127.0 } else { 1.0 };
         }
@@ -212,7 +213,7 @@ impl Builder<'_> {
         self.graph.op_as("logits", "MatMul", &[&normed, &head], &[]);
     }
 
-    /// Shapes and numbers that all blocks use. A 0 in a shape copies the input's dimension.
+    /// Constants shared by all blocks. A 0 in a shape copies the input's dimension.
     fn shapes(&mut self) {
         let config = self.config;
         let [heads, kv_heads, head_dim] = [config.heads, config.kv_heads, config.head_dim].map(|size| size as i64);
@@ -281,7 +282,7 @@ impl Builder<'_> {
         Positions { ids, masks, rotations }
     }
 
-    /// Adds a branch to the residual stream, normalised where the family does that.
+    /// Adds a branch to the residual stream, after the family's norm if there is one.
     fn join(&mut self, stream: &str, branch: &str, block: usize, role: NormRole) -> String {
         let normed = self.config.branch_norms.then(|| self.norm(branch, Layer::inner(block, Op::Norm(role))));
         self.graph.op("Add", &[stream, normed.as_deref().unwrap_or(branch)], &[])
@@ -320,7 +321,7 @@ impl Builder<'_> {
         if has_bias { self.graph.op("Add", &[&product, &wide(&format!("{name}.bias"))], &[]) } else { product }
     }
 
-    /// A product of INT8 weights with activations that are quantised as a whole.
+    /// An INT8 product; activations are quantised per tensor.
     fn integer_product(&mut self, x: &str, name: &str, result: Option<&str>) -> String {
         if !self.quantised.contains_key(x) {
             let parts = self.graph.split("DynamicQuantizeLinear", x, &[]);
@@ -355,7 +356,7 @@ impl Builder<'_> {
         let v = self.heads(&v, "by_key_head", block, None, None);
         let (k, v) = (self.cached(k, block, "key"), self.cached(v, block, "value"));
 
-        // Queries that share a head of keys are a dimension of their own: nothing is copied.
+        // Queries that share a key head get their own dimension, so that keys and values broadcast.
         let graph = &mut self.graph;
         let q = graph.op("Reshape", &[&q, "by_group"], &[]);
         let k = graph.op("Transpose", &[&k], &[Attribute::Ints("perm", &[0, 1, 3, 2])]);
@@ -371,7 +372,7 @@ impl Builder<'_> {
         self.linear(&joined, block, LinearRole::Out)
     }
 
-    /// `[B, heads, T, head_dim]` of `[B, T, heads · head_dim]`: each head normalised and rotated as the family has it.
+    /// Reshapes `[B, T, heads · head_dim]` to `[B, heads, T, head_dim]`; normalises and rotates each head if the family does.
     fn heads(
         &mut self,
         x: &str,
@@ -395,7 +396,7 @@ impl Builder<'_> {
         graph.op("Concat", &[&low, &high], &[Attribute::Int("axis", -1)])
     }
 
-    /// Keys or values behind those of earlier tokens, if there is a cache.
+    /// Appends keys or values to the cache, if there is one.
     fn cached(&mut self, new: String, block: usize, what: &str) -> String {
         if !self.options.kv_cache {
             return new;
@@ -432,7 +433,7 @@ impl Builder<'_> {
     }
 }
 
-/// A layer's weight.
+/// The name of a layer's weight.
 fn name_of_weight(layer: &str) -> String {
     format!("{layer}.weight")
 }

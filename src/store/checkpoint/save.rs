@@ -28,7 +28,7 @@ pub struct Contents<'a> {
     pub config: &'a ModelSpec,
     /// The text of `tokenizer.json`.
     pub tokenizer: &'a [u8],
-    /// What lies beside the weights of the model that the run began with.
+    /// The files beside the weights of the model that the run started from.
     pub companions: &'a Companions,
     /// The weights in the compute dtype.
     pub weights: &'a Parameters,

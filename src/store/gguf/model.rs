@@ -1,4 +1,4 @@
-//! A model in a GGUF file: its shape, its parameters under our names, and the files that would lie beside it in a folder.
+//! A model in a GGUF file: its shape, its parameters, and the companion files derived from its metadata.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::engine::kernels::view;
 use crate::engine::model::{GgufHeader, ModelSpec, Parameters, ROPE_FACTORS, gguf_name};
 use crate::store::companions::{CHAT_TEMPLATE, Companions, GENERATION_CONFIG, TOKENIZER_CONFIG};
 
-/// A GGUF file whose every parameter has been found, with the right shape.
+/// A GGUF file in which every parameter was found with the right shape.
 #[derive(Debug)]
 pub struct GgufModel {
     gguf: Gguf,
@@ -20,11 +20,11 @@ pub struct GgufModel {
 }
 
 impl GgufModel {
-    /// Opens the file and checks it from end to end, without reading the values of weights.
+    /// Opens the file and checks it without reading the weights.
     ///
     /// # Errors
-    /// [`Error::Model`] that names the file and the first thing wrong: what [`Gguf::open`] refuses; an architecture or a key
-    /// that is not understood; a missing, extra or misshapen tensor.
+    /// [`Error::Model`] with the file and the first problem: an error of [`Gguf::open`]; an unsupported architecture or key; a
+    /// missing or extra tensor, or one of the wrong shape.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let gguf = Gguf::open(path.as_ref())?;
         let architecture = gguf.architecture()?;
@@ -47,7 +47,7 @@ impl GgufModel {
     fn check(&self) -> Result<()> {
         let Self { gguf, config } = self;
         let tensors = gguf.content.tensor_infos.len();
-        // Before anything is made for each block.
+        // Checked before anything is allocated per block.
         if config.layers > tensors {
             return Err(gguf.error(format!("it has {} blocks by its metadata, but {tensors} tensors", config.layers)));
         }
@@ -91,7 +91,7 @@ impl GgufModel {
         Ok(())
     }
 
-    /// What lies beside the weights in a Hugging Face folder, made of the metadata.
+    /// The companion files of a Hugging Face folder, derived from the metadata.
     pub fn companions(&self) -> Result<Companions> {
         let Self { gguf, config } = self;
         let token = |id: Option<u32>| -> Result<Json> {
@@ -119,8 +119,8 @@ impl GgufModel {
     }
 }
 
-/// A value of the metadata in JSON; a number of 32 bits as the shortest decimal that it is the nearest to, because that is
-/// what was written in the configuration it comes from.
+/// A metadata value as JSON. FP32 numbers become the shortest decimal that rounds to them, which is the number in the original
+/// configuration.
 fn json_of(value: &Value) -> Json {
     match value {
         Value::U8(x) => (*x).into(),

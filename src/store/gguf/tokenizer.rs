@@ -16,15 +16,15 @@ use crate::Result;
 pub enum TokenKind {
     /// Made by merges.
     Normal = 1,
-    /// Stands for what has no token.
+    /// Stands for text without a token.
     Unknown,
-    /// Steers the model; no text has it.
+    /// Controls the model; does not occur in text.
     Control,
-    /// Found in the text before it is cut into words.
+    /// Matched before the text is split into words.
     UserDefined,
     /// A row of the embedding without a token.
     Unused,
-    /// A byte of what has no token.
+    /// A byte of text without a token.
     Byte,
 }
 
@@ -129,10 +129,10 @@ fn byte_level(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     }))
 }
 
-/// The ways to cut words that have a name in GGUF and are built.
+/// The supported word patterns, by their names in GGUF.
 const WORD_PATTERNS: [&str; 4] = ["gpt-2", "smollm", "llama-bpe", "qwen2"];
 
-/// The step of Hugging Face's that cuts words as llama.cpp does by this name.
+/// The Hugging Face pre-tokenizer of a word pattern.
 fn pre_tokenizer(name: &str) -> Option<Json> {
     let split = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
     let sequence = |parts: [Json; 2]| Some(json!({"type": "Sequence", "pretokenizers": parts}));
@@ -149,12 +149,12 @@ fn byte_step(use_regex: bool) -> Json {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex})
 }
 
-/// GGUF's name for the way in which a step of Hugging Face's cuts words.
+/// The GGUF name of a Hugging Face pre-tokenizer's word pattern.
 pub fn word_pattern(step: &Json) -> Option<&'static str> {
     WORD_PATTERNS.into_iter().find(|name| pre_tokenizer(name).is_some_and(|known| plain(step) == plain(&known)))
 }
 
-/// A step without what does not change the words, and with what its absence means.
+/// A pre-tokenizer without settings that do not affect the words, and with its defaults filled in.
 fn plain(step: &Json) -> Json {
     let mut step = step.clone();
     if let Some(parts) = step["pretokenizers"].as_array_mut() {

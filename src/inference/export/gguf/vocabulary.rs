@@ -1,4 +1,4 @@
-//! A tokenizer in llama.cpp's terms: the two kinds that `store::gguf` reads, and no other.
+//! Translates a tokenizer to llama.cpp's metadata: the two kinds that `store::gguf` reads.
 
 use crate::inference::trained::TrainedModel;
 use crate::store::gguf::{TokenKind, word_pattern};
@@ -34,7 +34,7 @@ pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
             return Err(fail("it is not a byte-level BPE"));
         }
         let pattern = word_pattern(&json["pre_tokenizer"]);
-        // Without merges a word's bounds change nothing.
+        // Without merges the word pattern has no effect.
         let pattern = pattern.or(merges.is_empty().then_some("gpt-2"));
         let pattern = pattern.ok_or_else(|| fail("it cuts words in a way that GGUF has no name for"))?;
         put("model", Value::String("gpt2".into()));
@@ -51,15 +51,16 @@ pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
     let config = &trained.config;
     let mut ends = config.eos_token_ids.clone();
     ends.extend(trained.tokenizer.eos_id());
-    ends.retain(|id| (*id as usize) < config.vocab_size);
+    let known = |id: &u32| (*id as usize) < trained.tokenizer.vocab_size();
+    ends.retain(known);
     if let Some(id) = begin.or(config.bos_token_id).or(ends.first().copied()) {
         put("bos_token_id", Value::U32(id));
     }
     if let Some(id) = ends.first() {
         put("eos_token_id", Value::U32(*id));
     }
-    // A second end has a key of its own.
-    if let Some(id) = config.eos_token_ids.get(1) {
+    // A second end token has its own key.
+    if let Some(id) = config.eos_token_ids.get(1).filter(|id| known(id)) {
         put("eot_token_id", Value::U32(*id));
     }
     if let Some(id) = model["unk_token"].as_str().and_then(|text| vocabulary.id(text)) {
@@ -71,7 +72,7 @@ pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
     Ok(keys)
 }
 
-/// Text and kind of every row of the embedding.
+/// The token and its kind for every row of the embedding.
 struct Vocabulary {
     tokens: Vec<(String, TokenKind)>,
 }
@@ -101,7 +102,7 @@ impl Vocabulary {
             };
             put(&token["id"], text, kind);
         }
-        // A row of the embedding without a token still needs a name.
+        // Rows of the embedding without a token need a name too.
         let unused = |id| (format!("[PAD{id}]"), TokenKind::Unused);
         let rows = 0..trained.config.vocab_size;
         Some(Self { tokens: rows.map(|id| tokens.remove(&id).unwrap_or_else(|| unused(id))).collect() })
@@ -111,8 +112,8 @@ impl Vocabulary {
         self.tokens.iter().position(|(token, _)| token == text).map(|id| id as u32)
     }
 
-    /// Scores that order merges as the tokenizer has them: the earliest merge that makes a token is its score, below which
-    /// are the tokens that no merge makes.
+    /// Scores that give the tokenizer's order of merges: the negative rank of the first merge that makes a token; lower scores for
+    /// tokens that no merge makes.
     fn scores(&self, merges: &[[String; 2]]) -> Value {
         let mut ranks: HashMap<String, usize> = HashMap::new();
         for (rank, [left, right]) in merges.iter().enumerate() {
@@ -126,7 +127,7 @@ impl Vocabulary {
     }
 }
 
-/// Whether a text begins with a space that was not there; `None` where spaces become something else than `▁`.
+/// Whether a space is prepended to the text; `None` if spaces are not replaced by `▁`.
 fn space_prefix(json: &Json) -> Option<bool> {
     let (normalizer, words) = (&json["normalizer"], &json["pre_tokenizer"]);
     if words["type"] == "Metaspace" {
@@ -138,7 +139,7 @@ fn space_prefix(json: &Json) -> Option<bool> {
     has("Replace").then(|| has("Prepend"))
 }
 
-/// The token that a post-processor puts before a text.
+/// The token that the post-processor puts in front of a text.
 fn first_special(step: &Json) -> Option<&str> {
     if let Some(parts) = step["processors"].as_array() {
         return parts.iter().find_map(first_special);
@@ -146,7 +147,7 @@ fn first_special(step: &Json) -> Option<&str> {
     step["single"][0]["SpecialToken"]["id"].as_str()
 }
 
-/// Whether the step before the merges writes bytes as printable characters, alone or as one of a sequence.
+/// Whether the pre-tokenizer maps bytes to printable characters, alone or in a sequence.
 fn is_byte_level(json: &Json) -> bool {
     let step = &json["pre_tokenizer"];
     let parts = step["pretokenizers"].as_array().into_iter().flatten();

@@ -95,7 +95,7 @@ impl Graph {
         name.to_owned()
     }
 
-    /// A constant whose values lie in a file of their own, at `offset`.
+    /// A constant whose values are in the data file, at `offset`.
     pub(super) fn external(
         &mut self,
         name: &str,
@@ -126,7 +126,7 @@ impl Graph {
         self.outputs.push(value(name, element, dims));
     }
 
-    /// The finished model, `name` being what its graph is called.
+    /// The finished model with the graph's name.
     pub(super) fn model(self, name: &str) -> Message {
         let graph = Message::default()
             .each(&self.nodes, |message, node| message.message(1, node))

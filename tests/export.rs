@@ -285,7 +285,7 @@ fn transformers_reads_every_familys_gguf_file_as_we_do() {
     // Without what transformers does not read in a GGUF file: rope types, a Llama's biases and windows, the pattern of Gemma's.
     let plain = |theta: f64| serde_json::json!({"rope_type": "default", "rope_theta": theta});
     let ropes = serde_json::json!({"full_attention": plain(1e6), "sliding_attention": plain(1e4)});
-    let types = serde_json::json!(["sliding_attention"; 3]);
+    let types = serde_json::json!(vec!["sliding_attention"; 3]);
     let gemma = [("query_pre_attn_scalar", 6.into()), ("rope_parameters", ropes), ("layer_types", types)];
     let mut models = vec![changed_model("families/gemma3", folder.path(), &gemma)];
     let names = ["untied", "families/llama", "families/qwen2", "families/qwen3"];

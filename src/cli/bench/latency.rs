@@ -6,7 +6,7 @@ use crate::cli::model::tell_notice;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::peak::measure_bandwidth;
 use crate::engine::kernels::view::host;
-use crate::engine::model::{Decoder, KvCache, Mode, ModelSpec, Op, Parameters, Tokens, Workspace, candle_dtype};
+use crate::engine::model::{Decoder, KvCache, Mode, ModelSpec, Op, Parameters, Tokens, Workspace};
 use crate::engine::optim::MasterWeights;
 use crate::random::{Domain, Stream};
 use crate::telemetry::ProcessStats;

@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 use common::compare::{assert_close, max_difference, relative, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::{Keep, KvCache, Lora, Mode, ModelSpec, Workspace};
+use finetune::engine::model::{Keep, KvCache, Lora, Mode, ModelSpec, Parameters, Workspace};
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};

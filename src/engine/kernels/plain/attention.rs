@@ -9,15 +9,13 @@ use std::ops::Range;
 
 /// Bytes of one matrix of scores at most, unless one sequence takes more.
 const SCORE_BYTES: usize = 256 << 20;
-/// Matrices of a score's shape that exist at once in the backward pass, and the further ones of a soft cap's derivative.
-const MATRICES: usize = 6;
-const MATRICES_OF_CAP: usize = 3;
+/// Matrices of a score's shape that exist at once in the backward pass, with dropout or a soft cap.
+const MATRICES: usize = 7;
 
 /// See [`Kernels::score_bytes`](crate::engine::kernels::Kernels::score_bytes).
 pub(super) fn score_bytes(shape: &Shape) -> Result<u64> {
     let scores = sequences_at_a_time(shape)? * shape.heads * shape.seq_len * shape.seq_len;
-    let matrices = MATRICES + if shape.softcap.is_some() { MATRICES_OF_CAP } else { 0 };
-    Ok((matrices * scores * size_of::<f32>()) as u64)
+    Ok((MATRICES * scores * size_of::<f32>()) as u64)
 }
 
 /// Sequences processed together.

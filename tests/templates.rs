@@ -151,7 +151,7 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
             .map(|tools| serde_json::from_str(&tools.to_string()).unwrap());
         for (published, name) in FAMILIES {
             let theirs = &result["published"][published];
-            let chat = ChatFormat::new(found["published"][published].as_str().unwrap(), published, tokens());
+            let chat = ChatFormat::new(found["published"][published].as_str().unwrap(), published, &tokens());
             assert_eq!(chat.name(), format!("the training template `{name}`"));
             match chat.render(&conversation, tools.as_ref(), false) {
                 Ok(rendered) => {
@@ -166,7 +166,7 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
         }
         for name in &training {
             let theirs = &result["training"][name];
-            let chat = ChatFormat::new(&built_in(name), name, tokens());
+            let chat = ChatFormat::new(&built_in(name), name, &tokens());
             if !theirs["refused"].is_null() || !theirs["learned"].as_array().unwrap().contains(&1.into()) {
                 continue;
             }
@@ -187,7 +187,7 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
 
 #[test]
 fn smollm2s_template_is_known_by_what_it_does() {
-    let chat = ChatFormat::new(SMOLLM2, "model", tokens());
+    let chat = ChatFormat::new(SMOLLM2, "model", &tokens());
     assert_eq!(chat.name(), "the training template `smollm2`");
     let conversation = Conversation::from_json(&conversations()[1]["messages"].to_string()).unwrap();
     let rendered = chat.render(&conversation, None, false).unwrap();
@@ -197,7 +197,7 @@ fn smollm2s_template_is_known_by_what_it_does() {
 
 #[test]
 fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
-    let chat = ChatFormat::new("{% for m in messages %}{{ m.role }}> {{ m.content }}\n{% endfor %}", "odd", tokens());
+    let chat = ChatFormat::new("{% for m in messages %}{{ m.role }}> {{ m.content }}\n{% endfor %}", "odd", &tokens());
     let conversation = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
     let message = chat.render(&conversation, None, false).unwrap_err().to_string();
     assert!(message.contains("odd: its chat template has no `{% generation %}` blocks"), "{message}");
@@ -209,7 +209,7 @@ fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
             .replace("{{- message.role", "{{- ('>' if 'x' in message.content) ~ message.role")
             .replace("message.content + '<|im_end|>\\n'", "message.content | replace('x', 'y') + '<|im_end|>\\n'"),
         "like",
-        tokens(),
+        &tokens(),
     );
     assert_eq!(chat.name(), "the training template `chatml`");
     let conversation =

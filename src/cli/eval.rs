@@ -84,7 +84,7 @@ fn answers(args: &EvalArgs, trained: &TrainedModel, data: &str, out: &mut dyn Wr
         let mut report = format!("exact answers   {exact} of {asked} ({share:.1} %)");
         for (expected, said) in wrong {
             let [expected, said] = [expected, said].map(|text| crate::untrusted::line(text));
-            report += &format!("\n  expected: {expected}\n  said:     {said}");
+            report.extend(["\n  expected: ", &expected, "\n  said:     ", &said]);
         }
         report
     };

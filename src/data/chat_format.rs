@@ -89,7 +89,7 @@ impl ChatSettings {
     /// errors.
     pub fn format(&self, model: &str, tokenizer: &Tokenizer) -> ChatFormat {
         match &self.template {
-            Some(source) => ChatFormat::new(source, model, self.tokens.clone()),
+            Some(source) => ChatFormat::new(source, model, &self.tokens),
             None => ChatFormat::plain(tokenizer.eos_id().and_then(|id| tokenizer.token(id)).as_deref()),
         }
     }
@@ -141,12 +141,12 @@ impl ChatFormat {
     /// One line a message; `eos` ends the answers.
     pub fn plain(eos: Option<&str>) -> Self {
         let set = eos.map_or_else(String::new, |eos| format!("{{%- set eos_token = {} %}}", Json::from(eos)));
-        Self::new(&format!("{set}{PLAIN}"), "the plain template", TemplateTokens::default())
+        Self::new(&format!("{set}{PLAIN}"), "the plain template", &TemplateTokens::default())
     }
 
     /// The format of `source`, a template that `origin` names.
-    pub fn new(source: &str, origin: &str, tokens: TemplateTokens) -> Self {
-        let made = Self::choose(source, origin, &tokens);
+    pub fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Self {
+        let made = Self::choose(source, origin, tokens);
         let (name, ready) = match made {
             Ok((name, ready)) => (name, Ok(ready)),
             Err(Error::Model { message, .. }) => (String::new(), Err(message)),
@@ -200,11 +200,11 @@ impl ChatFormat {
             return Ok(own);
         }
         if !ready.marks {
-            return Err(wrong(format!(
-                "its chat template has no `{{% generation %}}` blocks, and no training template writes the same text, so that its \
+            return Err(wrong(
+                "its chat template has no `{% generation %}` blocks, and no training template writes the same text, so that its \
                  answers cannot be told apart; mark them in a template of your own and give it with `--chat-template FILE`, \
                  or learn every token with `--loss-on all`"
-            )));
+                .to_owned()));
         }
         let Some(marking) = &ready.marking else { return Ok(own) };
         let marked = marking.render_with(conversation, tools, false)?;

@@ -52,7 +52,7 @@ pub(super) enum End {
     /// More of the document, or another one: then the end-of-text token separates them.
     Open,
     /// The end-of-text token, which is learned.
-    EndOfText,
+    Marked,
     /// Nothing: a chat template has ended the document.
     Complete,
 }
@@ -60,7 +60,7 @@ pub(super) enum End {
 impl Piece {
     /// The end of a document, without text.
     pub(super) fn end() -> Self {
-        Self { text: String::new(), learned: Learned::All, starts_document: false, end: End::EndOfText }
+        Self { text: String::new(), learned: Learned::All, starts_document: false, end: End::Marked }
     }
 }
 
@@ -149,7 +149,7 @@ impl Document {
 }
 
 /// Passes a text of any length on in pieces, of which all or nothing is learned.
-pub(super) fn emit(mut text: &str, learned: Learned, mut starts_document: bool, sink: &mut Sink) -> Result<()> {
+pub(super) fn emit(mut text: &str, learned: &Learned, mut starts_document: bool, sink: &mut Sink) -> Result<()> {
     while !text.is_empty() {
         let limit = text.floor_char_boundary(PIECE_BYTES);
         let cut =

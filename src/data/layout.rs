@@ -88,7 +88,7 @@ impl Layout {
             );
         }
         let learned = spans.iter().map(|span| span.len as u64).sum();
-        let rows = pack(spans, seq_len);
+        let rows = pack(&spans, seq_len);
         Self { tokens, seq_len, rows, counts: Counts { learned, ..counts } }
     }
 
@@ -124,7 +124,7 @@ impl Layout {
             return Err(Error::data(origin, message));
         }
         let rows = if packing {
-            pack(spans, seq_len)
+            pack(&spans, seq_len)
         } else {
             let ends = (1..=spans.len() as u32).collect();
             Rows::Spans { spans, ends, packed: false }
@@ -216,7 +216,7 @@ impl Layout {
 
 /// Best fit, the longest first: each span goes into the row with the least room that still takes it. Of several such rows it
 /// is the last that was begun, so that the result depends on the lengths alone.
-fn pack(spans: Vec<Span>, seq_len: usize) -> Rows {
+fn pack(spans: &[Span], seq_len: usize) -> Rows {
     let mut order: Vec<usize> = (0..spans.len()).collect();
     order.sort_by_key(|&i| (std::cmp::Reverse(spans[i].len), i));
     let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -225,17 +225,14 @@ fn pack(spans: Vec<Span>, seq_len: usize) -> Rows {
     for i in order {
         let len = spans[i].len;
         let fitting = room.range_mut(len..).next().and_then(|(&left, rows)| Some((left, rows.pop()?, rows.is_empty())));
-        let (left, row) = match fitting {
-            Some((left, row, last)) => {
-                if last {
-                    room.remove(&left);
-                }
-                (left, row)
+        let (left, row) = if let Some((left, row, last)) = fitting {
+            if last {
+                room.remove(&left);
             }
-            None => {
-                rows.push(Vec::new());
-                (seq_len, rows.len() - 1)
-            }
+            (left, row)
+        } else {
+            rows.push(Vec::new());
+            (seq_len, rows.len() - 1)
         };
         rows[row].push(i);
         if left > len {

@@ -186,11 +186,11 @@ impl<'a> RowReader<'a> {
         let content = self.content(row, || format!("`{origin}`, {place},")).map_err(wrong)?;
         let Reading { chat, loss_on, .. } = self.reading;
         let (conversation, tools) = match content {
-            Content::Text(text) => return emit(&text, Learned::All, true, sink),
+            Content::Text(text) => return emit(&text, &Learned::All, true, sink),
             Content::Completion(prompt, completion) => {
                 let learned = if *loss_on == LossOn::All { Learned::All } else { Learned::None };
-                emit(&prompt, learned, true, sink)?;
-                emit(&completion, Learned::All, prompt.is_empty(), sink)?;
+                emit(&prompt, &learned, true, sink)?;
+                emit(&completion, &Learned::All, prompt.is_empty(), sink)?;
                 return sink(Piece::end());
             }
             Content::Conversation(conversation, tools) => (conversation, tools),

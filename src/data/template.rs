@@ -209,7 +209,7 @@ fn with_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let Some(length) = rest[start..].find("%}").map(|end| end + 2) else { break };
+        let Some(length) = rest[start + 2..].find("%}").map(|end| end + 4) else { break };
         let tag = &rest[start..start + length];
         let inner = &tag[2..length - 2];
         let word = inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();

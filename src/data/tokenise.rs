@@ -99,7 +99,7 @@ impl<'a> Tokenise<'a> {
             let mut ids = ids?;
             // Ends alone teach nothing.
             self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
-            if let (true, Some(eos)) = (piece.end == End::EndOfText, self.tokenizer.eos_id()) {
+            if let (true, Some(eos)) = (piece.end == End::Marked, self.tokenizer.eos_id()) {
                 ids.push((eos, true));
             }
             if piece.starts_document {

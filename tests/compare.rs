@@ -266,7 +266,7 @@ fn more_than_three_consecutive_skips_falsify_the_claim() {
     assert!(found == "undecided" && said.ends_with("undecided; run more seeds"), "{said}");
     let runs = two_arms(0.6);
     runs.invent(&Invented { name: "c", interval: 50, ..RUN });
-    assert!(runs.complaint(&["a-1", "b-1", "c", "--skip-bound", "3"]).contains("--skip-bound: is for two"));
+    assert!(runs.complaint(&["a-1", "b-1", "c", "--skip-bound", "3"]).contains("--skip-bound: requires two"));
 }
 
 #[test]

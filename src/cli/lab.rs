@@ -502,7 +502,7 @@ mod tests {
         for (typed, part) in [
             ("bits one", "cannot read `one`"),
             ("scaler --rate 2", "--rate: 2 is not a share"),
-            ("scaler --setting a=1", "`a` is no option of the scaler"),
+            ("scaler --setting a=1", "`a` is not an option of the scaler"),
             ("scaler --setting= --setting= --setting= --setting=", "four settings"),
             ("scaling --sigma 0", "above 0"),
             ("memory --model bert", "`bert` is not one of"),

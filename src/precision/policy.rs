@@ -244,7 +244,11 @@ mod tests {
 
     #[test]
     fn errors_name_the_field_and_what_is_allowed() {
-        assert_eq!(message("p=f16,c=f16,g=f16,r=f32"), "policy.params: `f16` is not allowed: master weights are `f32`");
+        let allowed = "master weights are `f32`, or `bf16` where compute is `bf16`";
+        for (text, refused) in [("p=f16,c=f16,g=f16,r=f32", "f16"), ("p=bf16,c=f16,g=f16,r=f32", "bf16")] {
+            assert_eq!(message(text), format!("policy.params: `{refused}` is not allowed: {allowed}"));
+        }
+        assert!("p=bf16,c=bf16,g=bf16,r=f32".parse::<PrecisionPolicy>().is_ok());
         assert_eq!(message("p=f32,c=f64,g=f16,r=f32"), "policy.compute: `f64` is not one of `f32`, `f16`, `bf16`");
         assert_eq!(
             message("p=f32,c=f16,g=bf16,r=f32"),

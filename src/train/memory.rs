@@ -78,14 +78,12 @@ pub(super) fn check_fits(config: &Config, spec: &ModelSpec, kernels: &dyn Kernel
         return Ok(());
     }
     let mut ways = Vec::new();
-    if let Some(largest) = largest_batch(available, |batch| need(config, spec, batch, keep)) {
-        ways.push(format!("`--batch-size {largest}` and `--grad-accum` for several micro-batches a step"));
-    }
+    let largest = largest_batch(available, |batch| need(config, spec, batch, keep));
     if keep == Keep::All {
         match largest_batch(available, |batch| need(config, spec, batch, Keep::BlockInput)).map(|most| most.min(batch))
         {
             Some(fits) if fits == batch => ways.push("`--set train.recompute=block`".into()),
-            Some(fits) if ways.is_empty() => {
+            Some(fits) if largest.is_none() => {
                 ways.push(format!("`--set train.recompute=block` with `--batch-size {fits}`"));
             }
             _ => {}
@@ -101,13 +99,17 @@ pub(super) fn check_fits(config: &Config, spec: &ModelSpec, kernels: &dyn Kernel
     {
         ways.push("`--lora r=16,alpha=32`".into());
     }
-    let advice = match ways.is_empty() {
-        true => {
-            "no setting of batch, recomputation, optimizer or LoRA fits; use a shorter `--seq-len` or a smaller model"
-                .to_owned()
+    let mut advice = match largest {
+        Some(largest) => {
+            format!("the largest batch that fits is {largest}, use `--grad-accum` for several micro-batches a step")
         }
-        false => format!("these fit: {}", ways.join("; ")),
+        None => "not even a batch of 1 fits".into(),
     };
+    match (ways.is_empty(), largest) {
+        (false, _) => advice += &format!("; what fits as well: {}", ways.join("; ")),
+        (true, None) => advice += "; use a shorter `--seq-len` or a smaller model",
+        (true, Some(_)) => {}
+    }
     let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
     let message = format!(
         "{batch} sequences of {} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}",

@@ -14,6 +14,7 @@ mod flags;
 mod fp16_check;
 mod generate;
 mod lab;
+mod merge;
 mod mismatch;
 mod model;
 mod notify;
@@ -90,6 +91,8 @@ enum Command {
     Mismatch(Box<mismatch::MismatchArgs>),
     /// Export a model for other programs: a Hugging Face folder, GGUF or ONNX
     Export(Box<export::ExportArgs>),
+    /// Merge adapters into the weights of their base, and print how far the merged model's logits are off
+    Merge(Box<merge::MergeArgs>),
     /// List, show, verify, prune and compare checkpoints
     Checkpoint(checkpoint::CheckpointArgs),
     /// Export a run's figures: CSV, JSON Lines, or TensorBoard event files
@@ -198,6 +201,7 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut Clean::new(stdout())),
         Some(Command::Mismatch(args)) => done(mismatch::run(&args, &mut Clean::new(stdout()))),
         Some(Command::Export(args)) => done(export::run(&args, &mut Clean::new(stdout()))),
+        Some(Command::Merge(args)) => done(merge::run(&args, &mut Clean::new(stdout()))),
         Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut Clean::new(stdout()))),
         Some(Command::Report(args)) => done(report::run(&args, &mut in_pipe())),
         Some(Command::Config(args)) => {

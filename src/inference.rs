@@ -1,10 +1,12 @@
 //! Uses a trained model: opens it, generates text, evaluates, exports.
 
+mod adapted;
 pub mod answers;
 pub mod chat;
 pub mod evaluate;
 pub mod export;
 pub mod fp16_check;
 pub mod generate;
+pub mod merge;
 pub mod mismatch;
 pub mod trained;

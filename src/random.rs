@@ -23,6 +23,8 @@ pub enum Domain {
     Corpus = 5,
     /// Random tokens of a benchmark.
     Bench = 6,
+    /// Stochastic rounding; the site is a hash of the parameter's name, the draw the update.
+    Rounding = 7,
 }
 
 /// One domain's numbers for one seed.

@@ -20,7 +20,7 @@ use common::python::{has_module, python, run_script};
 use finetune::data::Tokenizer;
 use finetune::engine::kernels::Fused;
 use finetune::engine::model::{Mode, Parameters, Tokens, Workspace};
-use finetune::inference::export::{Encoding, Format, OnnxOptions, export};
+use finetune::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
 
@@ -104,7 +104,10 @@ fn a_hugging_face_folder_computes_the_same_in_every_dtype() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 10));
         for (dtype, tolerance) in DTYPES {
             let out = folder.path().join(format!("out/{name}-{dtype}"));
-            assert_eq!(export(&trained, dtype, Format::of(&out), &out).unwrap(), std::slice::from_ref(&out));
+            assert_eq!(
+                export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap(),
+                std::slice::from_ref(&out)
+            );
             let again = TrainedModel::open(&out, None).unwrap();
             assert_eq!(again.config, trained.config);
             assert_eq!(again.tokenizer.json(), trained.tokenizer.json());
@@ -121,12 +124,13 @@ fn what_is_there_is_not_overwritten_and_nothing_half_done_stays() {
     let trained = model("deep", folder.path());
     let out = folder.path().join("x.gguf");
     std::fs::write(&out, "precious").unwrap();
-    let message = export(&trained, Dtype::F32, Format::Gguf, &out).unwrap_err().to_string();
+    let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
     assert!(message.contains("exists"), "{message}");
     assert_eq!(std::fs::read(&out).unwrap(), b"precious");
     let data = folder.path().join("y.onnx.data");
     std::fs::write(&data, "precious").unwrap();
-    export(&trained, Dtype::F32, Format::of(Path::new("y.onnx")), &folder.path().join("y.onnx")).unwrap_err();
+    export(&trained, Dtype::F32, Format::of(Path::new("y.onnx")), Parts::Merged, &folder.path().join("y.onnx"))
+        .unwrap_err();
     let mut names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["deep", "x.gguf", "y.onnx.data"]);
@@ -188,7 +192,7 @@ fn a_gguf_file_read_back_computes_the_same() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 10));
         for (dtype, tolerance) in DTYPES {
             let out = folder.path().join(format!("{name}-{dtype}.gguf"));
-            export(&trained, dtype, Format::of(&out), &out).unwrap();
+            export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap();
             let (content, weights) = from_gguf(&out, &trained);
             let distance = distance(&values(&logits_of(&trained, &weights, &ids, 10)), &exact);
             assert!(distance < tolerance, "{name}, {dtype}: {distance}");
@@ -219,7 +223,7 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     std::fs::write(&file, words).unwrap();
     let trained = TrainedModel::open(&trained.path, Some(&file)).unwrap();
     let out = folder.path().join("x.gguf");
-    let message = export(&trained, Dtype::F32, Format::Gguf, &out).unwrap_err().to_string();
+    let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
     assert!(message.contains("it is not a BPE, so") && !out.exists(), "{message}");
 }
 
@@ -241,7 +245,7 @@ fn every_family_comes_back_from_a_gguf_file() {
             [(Encoding::Plain(Dtype::F32), 1e-6), (Encoding::Plain(Dtype::F16), 4e-3), (Encoding::Q8_0, 4e-3)]
         {
             let out = trained.path.with_extension(format!("{encoding:?}.gguf"));
-            export(&trained, encoding, Format::of(&out), &out).unwrap();
+            export(&trained, encoding, Format::of(&out), Parts::Merged, &out).unwrap();
             let again = TrainedModel::open(&out, None).unwrap();
             let distance = distance(&values(&logits(&again, Dtype::F32, &ids, 12)), &exact);
             assert!(distance < tolerance, "{}: {distance:.1e}", out.display());
@@ -262,12 +266,13 @@ fn what_gguf_has_no_word_for_is_refused() {
     ] {
         let trained = model(&format!("families/{name}"), folder.path());
         let out = folder.path().join(format!("{name}.gguf"));
-        let message = export(&trained, Dtype::F32, Format::Gguf, &out).unwrap_err().to_string();
+        let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
         assert!(message.contains(expected) && !out.exists(), "{message}");
     }
     let trained = model("deep", folder.path());
-    let message =
-        export(&trained, Encoding::Q4K, Format::of(Path::new("x.onnx")), Path::new("x.onnx")).unwrap_err().to_string();
+    let message = export(&trained, Encoding::Q4K, Format::of(Path::new("x.onnx")), Parts::Merged, Path::new("x.onnx"))
+        .unwrap_err()
+        .to_string();
     assert!(message.contains("only GGUF files have such blocks"), "{message}");
 }
 
@@ -282,7 +287,7 @@ fn transformers_reads_every_familys_gguf_file_as_we_do() {
     for trained in models {
         let ids = ids(&trained, 12);
         let out = trained.path.with_extension("gguf");
-        export(&trained, Dtype::F32, Format::of(&out), &out).unwrap();
+        export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
         let file = folder.path().join("ids.json");
         std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
         let arguments =
@@ -302,7 +307,7 @@ fn the_gguf_package_reads_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let trained = model("untied", folder.path());
     let out = folder.path().join("x.gguf");
-    export(&trained, Dtype::F16, Format::Gguf, &out).unwrap();
+    export(&trained, Dtype::F16, Format::Gguf, Parts::Merged, &out).unwrap();
     let script = "import json, sys, gguf\nreader = gguf.GGUFReader(sys.argv[1])\n\
                   print(json.dumps({t.name: [int(n) for n in t.shape] for t in reader.tensors}))";
     let output = std::process::Command::new(python).args(["-c", script]).arg(&out).output().unwrap();
@@ -344,7 +349,7 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
         let dtypes = if name == "deep" { &DTYPES[..] } else { &DTYPES[..1] };
         for &(dtype, tolerance) in dtypes {
             let out = folder.path().join(format!("{name}-{dtype}.onnx"));
-            assert_eq!(export(&trained, dtype, Format::of(&out), &out).unwrap().len(), 2);
+            assert_eq!(export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap().len(), 2);
             for (rows, length) in [(1, 1), (3, 12)] {
                 let ids = ids(&trained, rows * length);
                 let file = folder.path().join("ids.json");
@@ -376,7 +381,7 @@ fn onnxruntime_decodes_with_a_cache_and_in_int8() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
         for (kv_cache, int8, tolerance) in [(true, false, 1e-5), (false, true, 0.1), (true, true, 0.1)] {
             let out = trained.path.with_extension(format!("{kv_cache}-{int8}.onnx"));
-            export(&trained, Dtype::F32, Format::Onnx(OnnxOptions { kv_cache, int8 }), &out).unwrap();
+            export(&trained, Dtype::F32, Format::Onnx(OnnxOptions { kv_cache, int8 }), Parts::Merged, &out).unwrap();
             let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
             let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
             let error = distance(&theirs, &exact);
@@ -392,7 +397,7 @@ fn a_graph_cannot_change_its_base_with_the_length() {
     let folder = tempfile::tempdir().unwrap();
     let trained = model("families/llama-dynamic", folder.path());
     let out = folder.path().join("x.onnx");
-    let message = export(&trained, Dtype::F32, Format::of(&out), &out).unwrap_err().to_string();
+    let message = export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap_err().to_string();
     assert!(message.contains("of the type `dynamic`") && !out.exists(), "{message}");
 }
 
@@ -408,7 +413,7 @@ fn onnxruntimes_dynamic_quantiser_takes_every_linear_layer() {
     for (name, linears) in [("deep", 4), ("families/llama", 7)] {
         let trained = model(name, folder.path());
         let out = trained.path.with_extension("onnx");
-        export(&trained, Dtype::F32, Format::of(&out), &out).unwrap();
+        export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
         let file = folder.path().join("ids.json");
         std::fs::write(&file, serde_json::to_string(&[ids(&trained, 24)]).unwrap()).unwrap();
         let report = run_script(&python, "onnx_quantised.py", &[out.as_os_str(), file.as_os_str()]);

@@ -30,7 +30,7 @@ fn engine(case: &Case, policy: PrecisionPolicy, rows: usize) -> Engine {
     let adapter = AdapterFolder::open(case.adapter.as_ref().unwrap()).unwrap();
     let base = ModelFolder::open(&case.folder).unwrap();
     let spec = adapter.spec(base.config()).unwrap();
-    let read = |name: &str, out: &mut [f32]| base.read_f32(name, out);
+    let read = |into: &Parameters| base.read_parameters(into);
     let over = over_base(&spec, policy.compute, 1, &Device::Cpu, "base", read).unwrap();
     adapter.read_parameters(&spec, &over.parameters).unwrap();
     case.engine_over(&spec, over.parameters, policy, rows)
@@ -254,7 +254,7 @@ fn a_written_adapter_reads_back() {
         let read = AdapterFolder::open(folder.path()).unwrap();
         let base = ModelFolder::open(&case.folder).unwrap();
         assert_eq!(&read.spec(base.config()).unwrap(), spec, "{name}");
-        let over = over_base(spec, Dtype::F32, 9, &Device::Cpu, "base", |name, out| base.read_f32(name, out)).unwrap();
+        let over = over_base(spec, Dtype::F32, 9, &Device::Cpu, "base", |into| base.read_parameters(into)).unwrap();
         read.read_parameters(spec, &over.parameters).unwrap();
         let same = |(name, tensor): (&str, &Tensor)| assert_eq!(values(tensor), values(masters.get(name).unwrap()));
         over.parameters.iter().for_each(same);

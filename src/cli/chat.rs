@@ -141,7 +141,7 @@ impl Speaker<'_> {
             return Err(Error::config("chat", message));
         }
         let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
-        let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &weights.device())?;
+        let mut cache = KvCache::new(model.spec(), args.model.dtype, capacity, &weights.device())?;
         let request = Request { prompt: &prompt, max_tokens: args.max_tokens, ends: &chat.ends, sampling };
         let (mut stream, mut answer) = (TextStream::new(&trained.tokenizer), String::new());
         let mut say = |answer: &mut String, piece: &str| {

@@ -1,7 +1,7 @@
 //! `finetune export`: writes a trained model for other programs.
 
 use crate::cli::model::NameArgs;
-use crate::inference::export::{Encoding, Format, OnnxOptions, export};
+use crate::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
@@ -28,10 +28,13 @@ pub(super) struct ExportArgs {
     /// ONNX: keys and values of earlier tokens as inputs, of all tokens as outputs
     #[arg(long)]
     kv_cache: bool,
+    /// Of a model with adapters, write the whole with the adapters merged, not the adapters in PEFT's format
+    #[arg(long)]
+    merge: bool,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum FormatName {
+pub(super) enum FormatName {
     /// A Hugging Face folder
     Hf,
     /// One file for llama.cpp and compatible programs
@@ -41,7 +44,7 @@ enum FormatName {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum DtypeName {
+pub(super) enum DtypeName {
     Fp32,
     Fp16,
     Bf16,
@@ -51,16 +54,32 @@ enum DtypeName {
     Q4K,
 }
 
+impl FormatName {
+    pub(super) fn format(self) -> Format {
+        match self {
+            Self::Hf => Format::HuggingFace,
+            Self::Gguf => Format::Gguf,
+            Self::Onnx => Format::Onnx(OnnxOptions::default()),
+        }
+    }
+}
+
+impl DtypeName {
+    pub(super) fn encoding(self) -> Encoding {
+        match self {
+            Self::Fp32 => Encoding::Plain(Dtype::F32),
+            Self::Fp16 => Encoding::Plain(Dtype::F16),
+            Self::Bf16 => Encoding::Plain(Dtype::BF16),
+            Self::Q8_0 => Encoding::Q8_0,
+            Self::Q4K => Encoding::Q4K,
+        }
+    }
+}
+
 /// Exports the model and prints the written files to `out`, one per line.
 pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
-    let format = match args.format {
-        None => Format::of(&args.out),
-        Some(FormatName::Hf) => Format::HuggingFace,
-        Some(FormatName::Gguf) => Format::Gguf,
-        Some(FormatName::Onnx) => Format::Onnx(OnnxOptions::default()),
-    };
     let options = OnnxOptions { kv_cache: args.kv_cache, int8: args.int8 };
-    let format = match format {
+    let format = match args.format.map_or_else(|| Format::of(&args.out), FormatName::format) {
         Format::Onnx(_) => Format::Onnx(options),
         other if options == OnnxOptions::default() => other,
         _ => {
@@ -68,15 +87,9 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
             return Err(Error::config(flag, "is for ONNX; give OUT a name that ends in `.onnx`"));
         }
     };
-    let encoding = match args.dtype {
-        DtypeName::Fp32 => Encoding::Plain(Dtype::F32),
-        DtypeName::Fp16 => Encoding::Plain(Dtype::F16),
-        DtypeName::Bf16 => Encoding::Plain(Dtype::BF16),
-        DtypeName::Q8_0 => Encoding::Q8_0,
-        DtypeName::Q4K => Encoding::Q4K,
-    };
+    let parts = if args.merge { Parts::Merged } else { Parts::Adapters };
     let trained = args.model.open()?;
-    for path in export(&trained, encoding, format, &args.out)? {
+    for path in export(&trained, args.dtype.encoding(), format, parts, &args.out)? {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
     }
     Ok(())

@@ -75,6 +75,9 @@ pub(crate) struct ConfigArgs {
     /// Put several short documents into a row, each with attention and positions of its own
     #[arg(long, help_heading = "Training")]
     pub(crate) packing: bool,
+    /// Cut a batch that does not fit into memory into micro-batches, and recompute blocks if need be
+    #[arg(long, help_heading = "Training")]
+    pub(crate) auto_batch: bool,
     /// Micro-batches in a step [default: 1]
     #[arg(long, value_name = "N", help_heading = "Training")]
     pub(crate) grad_accum: Option<i64>,
@@ -93,6 +96,13 @@ pub(crate) struct ConfigArgs {
     /// Clip gradients to this global norm; 0 to disable [default: 1]
     #[arg(long, value_name = "X", help_heading = "Training")]
     pub(crate) max_grad_norm: Option<f64>,
+    /// Train low-rank adapters in place of the model: `r=16,alpha=32`, and `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`,
+    /// `save=norm`
+    #[arg(long, value_name = "SETTINGS", help_heading = "Training")]
+    pub(crate) lora: Option<String>,
+    /// How Adam's moments are stored: adamw (FP32) or adamw8bit [default: adamw]
+    #[arg(long, value_name = "KIND", help_heading = "Training")]
+    pub(crate) optimizer: Option<String>,
     /// Learning-rate schedule: constant, linear or cosine [default: cosine]
     #[arg(long, value_name = "KIND", help_heading = "Training")]
     pub(crate) schedule: Option<String>,
@@ -191,6 +201,8 @@ impl ConfigArgs {
             ("optimizer.lr", float(&self.lr)),
             ("optimizer.weight_decay", float(&self.weight_decay)),
             ("optimizer.max_grad_norm", float(&self.max_grad_norm)),
+            ("train.auto_batch", self.auto_batch.then_some(true.into())),
+            ("train.optimizer", text(&self.optimizer)),
             ("schedule.kind", text(&self.schedule)),
             ("schedule.warmup_steps", int(&self.warmup_steps)),
             ("scaler.init_scale", float(&self.init_scale)),
@@ -203,6 +215,9 @@ impl ConfigArgs {
             ("telemetry.log_every", int(&self.log_every)),
         ];
         let mut out: Vec<_> = flags.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();
+        if let Some(settings) = &self.lora {
+            out.extend(lora(settings)?);
+        }
         for pair in &self.set {
             let Some((key, value)) = pair.split_once('=').filter(|(key, _)| !key.trim().is_empty()) else {
                 return Err(Error::config("--set", format!("`{pair}` is not of the form key=value")));
@@ -213,6 +228,31 @@ impl ConfigArgs {
         }
         Ok(out)
     }
+}
+
+/// The keys that `--lora` sets.
+fn lora(settings: &str) -> Result<Vec<(String, toml::Value)>> {
+    let wrong = |message: String| Err(Error::config("--lora", message));
+    let mut out = Vec::new();
+    for setting in settings.split(',').map(str::trim) {
+        let (key, value) = setting.split_once('=').map_or((setting, None), |(key, value)| (key, Some(value)));
+        let names = |value: &str| value.split('+').map(toml::Value::from).collect::<Vec<_>>();
+        let (key, value) = match (key, value) {
+            ("r", Some(value)) => ("r", value.parse::<i64>().map(toml::Value::from).ok()),
+            ("alpha" | "dropout", Some(value)) => (key, value.parse::<f64>().map(toml::Value::from).ok()),
+            ("targets", Some(value)) => ("targets", Some(names(value).into())),
+            ("save", Some(value)) => ("modules_to_save", Some(names(value).into())),
+            ("rslora" | "dora", None) => (key, Some(true.into())),
+            _ => {
+                let known =
+                    "`r=16`, `alpha=32`, `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`";
+                return wrong(format!("`{setting}` is not one of {known}"));
+            }
+        };
+        let Some(value) = value else { return wrong(format!("`{setting}` has no number behind `=`")) };
+        out.push((format!("lora.{key}"), value));
+    }
+    Ok(out)
 }
 
 /// The name and text of a configuration file.

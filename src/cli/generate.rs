@@ -56,7 +56,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     let open = args.model.open_device()?;
     let (model, weights) = trained.load(args.model.dtype, &open)?;
     let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
-    let mut cache = KvCache::new(&trained.config, args.model.dtype, capacity, &open.device)?;
+    let mut cache = KvCache::new(model.spec(), args.model.dtype, capacity, &open.device)?;
     let ends = trained.ends()?;
     let request = Request { prompt: &prompt, max_tokens: args.max_tokens, ends: &ends, sampling: &sampling };
 

@@ -29,6 +29,9 @@ pub(super) struct NameArgs {
     /// Use the run's checkpoint with the lowest validation loss instead of the newest one
     #[arg(long)]
     best: bool,
+    /// Adapters in PEFT's format, to be used over the model
+    #[arg(long, value_name = "FOLDER")]
+    adapter: Option<PathBuf>,
     /// The Hub's branch, tag or commit
     #[arg(long, value_name = "REVISION")]
     revision: Option<String>,
@@ -62,7 +65,12 @@ impl NameArgs {
         } else {
             folder
         };
-        let trained = TrainedModel::open(&folder, self.tokenizer.as_deref())?;
+        let mut find =
+            |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| teller.tell(event))?.path);
+        let mut trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find)?;
+        if let Some(adapter) = &self.adapter {
+            trained = trained.with_adapters(adapter)?;
+        }
         for damage in &trained.damaged {
             let damage = damage.to_string();
             writeln!(stderr(), "warning: skipped a damaged checkpoint: {}", untrusted::line(&damage)).ok();

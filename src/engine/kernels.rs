@@ -31,6 +31,7 @@ pub mod residual;
 pub mod rms_norm;
 pub mod rope;
 pub mod rows;
+pub mod stochastic;
 pub mod survey;
 pub mod view;
 

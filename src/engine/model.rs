@@ -22,7 +22,7 @@ mod workspace;
 pub use decoder::{Decoder, KvCache, Mode, Tokens};
 pub use gguf::{GgufHeader, GgufWords, ROPE_FACTORS, gguf_name};
 pub use hook::{Hook, Part, Place};
-pub use lora::{ALL_LINEAR, Lora, set_output_norms};
+pub use lora::{ALL_LINEAR, Lora, merge, set_output_norms};
 pub use parameters::Parameters;
 pub use rope::{Rope, RopeType};
 pub use spec::{

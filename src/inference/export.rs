@@ -5,6 +5,7 @@
 mod gguf;
 mod hugging_face;
 mod onnx;
+mod peft;
 mod protobuf;
 
 pub use onnx::OnnxOptions;
@@ -24,6 +25,15 @@ pub enum Format {
     Gguf,
     /// A graph with free batch and sequence axes, and its weights in a second file, `.data`.
     Onnx(OnnxOptions),
+}
+
+/// What of a model with adapters is written; of one without, there is only the whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Parts {
+    /// The adapters alone, in PEFT's format.
+    Adapters,
+    /// The whole model, adapters merged into its weights in FP32.
+    Merged,
 }
 
 impl Format {
@@ -63,6 +73,7 @@ pub fn export(
     trained: &TrainedModel,
     encoding: impl Into<Encoding>,
     format: Format,
+    parts: Parts,
     out: &Path,
 ) -> Result<Vec<PathBuf>> {
     let encoding = encoding.into();
@@ -86,7 +97,11 @@ pub fn export(
         let message = format!("`{}` exists; remove it first, or give another name", there.display());
         return Err(Error::config("OUT", message));
     }
-    let weights = trained.weights(dtype)?;
+    let adapters = if parts == Parts::Adapters { trained.over_base(Dtype::F32)? } else { None };
+    if adapters.is_some() && format != Format::HuggingFace {
+        let message = "adapters alone are written as a folder only; add `--merge` for a whole model in this format";
+        return Err(Error::config("OUT", message));
+    }
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
     let work = tempfile::Builder::new().prefix(".export-").tempdir_in(parent);
@@ -95,10 +110,13 @@ pub fn export(
         Format::HuggingFace => {
             let folder = work.path().join(name);
             std::fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
-            hugging_face::write(trained, &weights, dtype, &folder)?;
+            match &adapters {
+                Some((spec, adapters)) => peft::write(trained, (spec, adapters), dtype, &folder)?,
+                None => hugging_face::write(trained, &trained.weights(dtype)?, dtype, &folder)?,
+            }
         }
-        Format::Gguf => gguf::write(trained, &weights, encoding, name, &work.path().join(name))?,
-        Format::Onnx(onnx) => onnx::write(&trained.config, &weights, onnx, &work.path().join(name))?,
+        Format::Gguf => gguf::write(trained, &trained.weights(dtype)?, encoding, name, &work.path().join(name))?,
+        Format::Onnx(onnx) => onnx::write(&trained.config, &trained.weights(dtype)?, onnx, &work.path().join(name))?,
     }
     settle(&work, &files)?;
     Ok(files)

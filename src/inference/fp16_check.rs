@@ -181,7 +181,7 @@ pub fn fp16_check(
     if !matches!(verdict, Verdict::Bf16 { .. }) {
         // Verify in FP16.
         let policy = PrecisionPolicy::FP16;
-        let (masters, mut weights) = MasterWeights::new(masters, candle_dtype(policy.compute), kernels)?;
+        let (masters, mut weights) = MasterWeights::new(masters, policy, kernels)?;
         let mut passes = Passes::new(model, policy, &weights, (batch_size, seq_len))?;
         for &unit in &wide {
             passes.workspace.retype(spec, unit, Dtype::F32)?;

@@ -1,12 +1,14 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
+use super::adapted::{self, Adapters, merged};
 use crate::data::{Reading, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
+use crate::store::adapter::AdapterFolder;
 use crate::store::base::check_range;
-use crate::store::checkpoint::{Checkpoint, Damage, newest_good, verify};
+use crate::store::checkpoint::{Base, Checkpoint, Damage, newest_good, verify};
 use crate::store::{Companions, StoredModel};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
@@ -26,6 +28,7 @@ pub struct TrainedModel {
     /// Damaged newer checkpoints of the run, which were skipped.
     pub damaged: Vec<Damage>,
     weights: Weights,
+    adapters: Option<Adapters>,
 }
 
 #[derive(Debug)]
@@ -33,44 +36,80 @@ enum Weights {
     Stored(StoredModel),
     /// A full checkpoint, which has the FP32 masters.
     Checkpoint(Box<Checkpoint>),
+    /// Drawn from this seed, as the base of a run with random weights was.
+    Drawn(u64),
+}
+
+/// Finds a base by its name and revision.
+pub type Locate<'a> = dyn FnMut(&str, Option<&str>) -> Result<PathBuf> + 'a;
+
+/// Finds a base that is a local folder.
+fn locally(name: &str, _: Option<&str>) -> Result<PathBuf> {
+    Ok(PathBuf::from(name))
 }
 
 impl TrainedModel {
-    /// Opens `path`: a folder with `config.json`, a GGUF file, a `step-*` or `weights-*` folder (verified first), or a run's
-    /// folder. `tokenizer` replaces the model's own.
+    /// Opens `path`: a folder with `config.json`, a GGUF file, a `step-*` or `weights-*` folder (verified first), a run's folder,
+    /// or adapters whose base is on this machine. `tokenizer` replaces the model's own.
     ///
     /// # Errors
     /// [`Error::Model`] or [`Error::Checkpoint`] if there is no model, it is damaged, or the tokenizer does not fit.
     pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
+        Self::open_with(path, tokenizer, &mut locally)
+    }
+
+    /// The same; `locate` finds the base of adapters.
+    pub fn open_with(path: &Path, tokenizer: Option<&Path>, locate: &mut Locate<'_>) -> Result<Self> {
         if !path.exists() {
             return Err(Error::model(format!("`{}`", path.display()), "there is no such folder or file"));
         }
         let mut damaged = Vec::new();
-        let weights = if path.join("manifest.json").is_file() {
+        let found = if path.join("manifest.json").is_file() {
             open_step(path)?
         } else if path.join("config.toml").is_file() {
             let found = newest_good(path)?;
             damaged = found.damaged;
-            Weights::Checkpoint(Box::new(found.checkpoint))
+            of_checkpoint(found.checkpoint)
+        } else if AdapterFolder::is_one(path) {
+            Found::Adapters(Adapters::Folder(Box::new(AdapterFolder::open(path)?)))
         } else {
-            Weights::Stored(StoredModel::open(path)?)
+            Found::Whole(Weights::Stored(StoredModel::open(path)?))
         };
-        let (path, config) = match &weights {
-            Weights::Stored(model) => (model.path(), model.config()),
-            Weights::Checkpoint(checkpoint) => (checkpoint.path(), checkpoint.config()),
+        let (weights, config, adapters) = match found {
+            Found::Whole(weights) => {
+                let config = weights.config(path)?;
+                (weights, config, None)
+            }
+            Found::Adapters(adapters) => {
+                let (weights, config) = base_of(&adapters, locate)?;
+                adapters.spec(&config)?;
+                (weights, config, Some(adapters))
+            }
         };
-        let (path, config) = (path.to_path_buf(), config.clone());
-        let own = match (tokenizer, &weights) {
+        let place = match (&adapters, &weights) {
+            (Some(adapters), _) => adapters.path(),
+            (None, Weights::Stored(model)) => model.path(),
+            (None, Weights::Checkpoint(checkpoint)) => checkpoint.path(),
+            (None, Weights::Drawn(_)) => path,
+        };
+        let path = place.to_path_buf();
+        // A folder of adapters may leave it to the base.
+        let beside = Some(path.join("tokenizer.json")).filter(|file| adapters.is_some() && file.is_file());
+        let file = tokenizer.map(Path::to_path_buf).or(beside);
+        let own = match (&file, &weights) {
             (Some(file), _) => Some(Tokenizer::from_file(file)?),
             (None, Weights::Stored(model)) => model.tokenizer()?,
             (None, Weights::Checkpoint(checkpoint)) => Some(Tokenizer::from_file(checkpoint.tokenizer())?),
+            (None, Weights::Drawn(_)) => None,
         };
         let companions = match &weights {
+            _ if matches!(adapters, Some(Adapters::Checkpoint(_))) => Companions::of_folder(&path)?,
             Weights::Stored(model) => model.companions()?,
             Weights::Checkpoint(checkpoint) => Companions::of_folder(checkpoint.path())?,
+            Weights::Drawn(_) => Companions::default(),
         };
-        let file = match tokenizer {
-            Some(file) => file.to_path_buf(),
+        let file = match file {
+            Some(file) => file,
             None if path.is_dir() => path.join("tokenizer.json"),
             None => path.clone(),
         };
@@ -79,7 +118,7 @@ impl TrainedModel {
             return Err(Error::model(path.display(), message));
         };
         check_vocabulary(&tokenizer, &file, &config)?;
-        Ok(Self { path, config, tokenizer, companions, damaged, weights })
+        Ok(Self { path, config, tokenizer, companions, damaged, weights, adapters })
     }
 
     /// The tokens that end a text: those of the configuration, of `generation_config.json` and of the tokenizer.
@@ -99,14 +138,49 @@ impl TrainedModel {
         Ok(Reading { chat, ..Reading::default() })
     }
 
-    /// The weights in FP32: a checkpoint's masters, or the folder's weights widened.
-    pub fn masters(&self) -> Result<Parameters> {
-        let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
-        match &self.weights {
-            Weights::Stored(model) => model.read_parameters(&masters)?,
-            Weights::Checkpoint(checkpoint) => checkpoint.read_masters(&masters)?,
+    /// The same model with the adapters in `folder`, in PEFT's format.
+    ///
+    /// # Errors
+    /// [`Error::Model`] naming what does not fit; [`Error::Config`] where the model has adapters already.
+    pub fn with_adapters(self, folder: &Path) -> Result<Self> {
+        if self.adapters.is_some() {
+            return Err(Error::config(
+                "--adapter",
+                "the model has adapters already; merge them first, or omit the flag",
+            ));
         }
-        Ok(masters)
+        let adapters = Adapters::Folder(Box::new(AdapterFolder::open(folder)?));
+        adapters.spec(&self.config)?;
+        Ok(Self { adapters: Some(adapters), ..self })
+    }
+
+    /// The model with its adapters; `None` without.
+    pub fn adapted(&self) -> Result<Option<ModelSpec>> {
+        self.adapters.as_ref().map(|adapters| adapters.spec(&self.config)).transpose()
+    }
+
+    /// The name and revision of the base that adapters were trained over.
+    pub fn base(&self) -> Option<Base> {
+        self.adapters.as_ref().and_then(Adapters::base)
+    }
+
+    /// The adapters in FP32 over their base in `compute`, on the CPU; `None` without adapters.
+    pub fn over_base(&self, compute: Dtype) -> Result<Option<(ModelSpec, Parameters)>> {
+        let Some(adapters) = &self.adapters else { return Ok(None) };
+        let origin = self.path.display().to_string();
+        adapters.over(&self.config, compute, &origin, |into| self.weights.read(into)).map(Some)
+    }
+
+    /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
+    pub fn masters(&self) -> Result<Parameters> {
+        match self.over_base(Dtype::F32)? {
+            Some((spec, adapters)) => Ok(merged(&spec, &adapters)?.1),
+            None => {
+                let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
+                self.weights.read(&masters)?;
+                Ok(masters)
+            }
+        }
     }
 
     /// The weights rounded to `dtype`.
@@ -128,6 +202,9 @@ impl TrainedModel {
 
     /// The model, and its weights in the policy's compute type, on an open device.
     pub fn load(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
+        if let Some((spec, adapters)) = self.over_base(policy.compute)? {
+            return adapted::load(&spec, &adapters, policy, open);
+        }
         let mut weights = self.weights(policy.compute)?;
         if !open.device.is_cpu() {
             let there = Parameters::zeros(&self.config.parameters(), candle_dtype(policy.compute), &open.device)?;
@@ -140,15 +217,72 @@ impl TrainedModel {
     }
 }
 
-fn open_step(path: &Path) -> Result<Weights> {
+impl Weights {
+    /// The shape of the model at `path` that they are of.
+    fn config(&self, path: &Path) -> Result<ModelSpec> {
+        match self {
+            Self::Stored(model) => Ok(model.config().clone()),
+            Self::Checkpoint(checkpoint) => Ok(checkpoint.config().clone()),
+            Self::Drawn(_) => Err(Error::model(path.display(), "there are no weights")),
+        }
+    }
+
+    /// Reads the FP32 tensors of `into`, all parameters or some.
+    fn read(&self, into: &Parameters) -> Result<()> {
+        match self {
+            Self::Stored(model) => model.read_parameters(into),
+            Self::Checkpoint(checkpoint) => checkpoint.read_masters(into),
+            Self::Drawn(seed) => Ok(into.initialise(*seed)?),
+        }
+    }
+}
+
+/// What was found at a path.
+enum Found {
+    Whole(Weights),
+    Adapters(Adapters),
+}
+
+fn of_checkpoint(checkpoint: Checkpoint) -> Found {
+    let checkpoint = Box::new(checkpoint);
+    if checkpoint.manifest().has_adapters() {
+        Found::Adapters(Adapters::Checkpoint(checkpoint))
+    } else {
+        Found::Whole(Weights::Checkpoint(checkpoint))
+    }
+}
+
+fn open_step(path: &Path) -> Result<Found> {
     let is_full = path.join("state.json").exists() || path.join("master.safetensors").exists();
     if is_full {
-        return Ok(Weights::Checkpoint(Box::new(Checkpoint::open(path)?)));
+        return Ok(of_checkpoint(Checkpoint::open(path)?));
     }
-    match verify(path).into_iter().next() {
-        Some(damage) => Err(damage.into()),
-        None => Ok(Weights::Stored(StoredModel::open(path)?)),
+    if let Some(damage) = verify(path).into_iter().next() {
+        return Err(damage.into());
     }
+    if AdapterFolder::is_one(path) {
+        return Ok(Found::Adapters(Adapters::Folder(Box::new(AdapterFolder::open(path)?))));
+    }
+    Ok(Found::Whole(Weights::Stored(StoredModel::open(path)?)))
+}
+
+/// The base that adapters name, and its shape.
+fn base_of(adapters: &Adapters, locate: &mut Locate<'_>) -> Result<(Weights, ModelSpec)> {
+    let Some(Base { name, revision, .. }) = adapters.base().filter(|base| !base.name.is_empty()) else {
+        let message = "the adapters do not name their base; give the base as MODEL and this folder with `--adapter`";
+        return Err(Error::model(adapters.path().display(), message));
+    };
+    if let (Some(shape), Some(seed), false) = (ModelSpec::named(&name), adapters.seed(), Path::new(&name).exists()) {
+        return Ok((Weights::Drawn(seed), shape));
+    }
+    let path = locate(&name, revision.as_deref())?;
+    if !path.exists() {
+        let message = format!("its base `{name}` is not here; give the base as MODEL and this folder with `--adapter`");
+        return Err(Error::model(adapters.path().display(), message));
+    }
+    let model = StoredModel::open(&path)?;
+    let shape = model.config().clone();
+    Ok((Weights::Stored(model), shape))
 }
 
 fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &ModelSpec) -> Result<()> {

@@ -7,9 +7,7 @@ use serde::Serialize;
 
 use super::page::{Line, Page, Role};
 use crate::engine::kernels::Fused;
-use crate::engine::model::{
-    Decoder, Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace, candle_dtype,
-};
+use crate::engine::model::{Decoder, Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace};
 use crate::engine::optim::{Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -71,7 +69,7 @@ impl Casts {
         let spec = ModelSpec::named("tiny").ok_or_else(|| Error::config("model", "there is no `tiny`"))?;
         let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu)?;
         masters.initialise(0)?;
-        let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute), &Fused)?;
+        let (masters, weights) = MasterWeights::new(masters, policy, &Fused)?;
         let model = Decoder::new(&spec, &weights, Arc::new(Fused))?;
         let mut workspace = Workspace::for_training(&spec, policy, (1, TOKENS), Keep::All, &Device::Cpu)?;
         let grads = Gradients::new(&weights, policy, 1)?;

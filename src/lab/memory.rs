@@ -1,10 +1,12 @@
 //! Training's memory by purpose: this engine's buffers next to the textbook estimate.
 
 use serde::Serialize;
+use std::collections::BTreeSet;
 
 use super::page::{Line, Page, Role};
-use crate::engine::model::{Keep, ModelSpec};
-use crate::precision::PrecisionPolicy;
+use crate::engine::model::{ALL_LINEAR, Keep, Lora, ModelSpec};
+use crate::engine::optim::OptimizerKind;
+use crate::precision::{Dtype, PrecisionPolicy};
 use crate::train::{EngineBytes, largest_batch};
 use crate::{Error, Result};
 
@@ -138,9 +140,22 @@ impl Recipe {
         match self {
             Self::Fp32 => Some(PrecisionPolicy::FP32),
             Self::Fp16Amp => Some(PrecisionPolicy::FP16),
-            Self::Bf16Amp => Some(PrecisionPolicy::BF16),
-            _ => None,
+            Self::Bf16Amp | Self::Adam8bit | Self::Checkpointing | Self::Lora => Some(PrecisionPolicy::BF16),
+            Self::Bf16Pure => Some(PrecisionPolicy { params: Dtype::BF16, ..PrecisionPolicy::BF16 }),
+            Self::Fp8 | Self::Qlora => None,
         }
+    }
+
+    /// What else the engine does: what it keeps, how it stores moments, and the adapters it trains.
+    fn setting(self, config: &ModelSpec, rank: usize) -> Result<(ModelSpec, Keep, OptimizerKind)> {
+        let keep = if self == Self::Checkpointing { Keep::BlockInput } else { Keep::All };
+        let kind = if self == Self::Adam8bit { OptimizerKind::AdamW8bit } else { OptimizerKind::AdamW };
+        let lora = || -> Result<Lora> {
+            let (targets, saved) = (Lora::targets(config, &[ALL_LINEAR])?, BTreeSet::new());
+            Ok(Lora { r: rank, alpha: rank as f64, dropout: 0.0, rslora: false, dora: false, targets, saved })
+        };
+        let lora = (self == Self::Lora).then(lora).transpose()?;
+        Ok((ModelSpec { lora, ..config.clone() }, keep, kind))
     }
 }
 
@@ -197,11 +212,13 @@ impl Memory {
             items.push(Item { group: Group::Process, bytes: process });
             items
         };
-        let engine = |policy, batch| -> Result<Vec<Item>> {
-            let mut items = Self::engine(config, policy, [batch, seq_len, grad_accum], keep)?;
+        let engine = |recipe: Recipe, policy, batch| -> Result<Vec<Item>> {
+            let (config, recipe_keep, kind) = recipe.setting(config, rank)?;
+            let keep = if recipe_keep == Keep::BlockInput { recipe_keep } else { keep };
+            let mut items = items(EngineBytes::new(&config, policy, [batch, seq_len, grad_accum], keep, kind)?);
             if probes {
                 // A probe has its own FP32 workspace and gradients.
-                let exact = EngineBytes::new(config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All)?;
+                let exact = EngineBytes::new(&config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All, kind)?;
                 let bytes = exact.activations + exact.scratch + exact.gradients;
                 items.push(Item { group: Group::Probe, bytes });
             }
@@ -213,8 +230,8 @@ impl Memory {
             budget.map(|budget| budget as i64 - fixed as i64)
         };
         let plan = |recipe: Recipe| -> Result<Plan> {
-            let bytes = |policy, batch| engine(policy, batch).map_or(u64::MAX, |items| total(&items));
-            let ours = recipe.policy().map(|policy| engine(policy, batch)).transpose()?;
+            let bytes = |policy, batch| engine(recipe, policy, batch).map_or(u64::MAX, |items| total(&items));
+            let ours = recipe.policy().map(|policy| engine(recipe, policy, batch)).transpose()?;
             let theirs = textbook(recipe, batch);
             Ok(Plan {
                 recipe,
@@ -247,16 +264,7 @@ impl Memory {
     /// The bytes of this engine's buffers, from the types that allocate them. `shape` is batch, sequence length and
     /// micro-batches.
     pub fn engine(config: &ModelSpec, policy: PrecisionPolicy, shape: [usize; 3], keep: Keep) -> Result<Vec<Item>> {
-        let bytes = EngineBytes::new(config, policy, shape, keep)?;
-        let item = |group, bytes| Item { group, bytes };
-        Ok(vec![
-            item(Group::Weights, bytes.weights),
-            item(Group::Masters, bytes.masters),
-            item(Group::Gradients, bytes.gradients),
-            item(Group::Adam, bytes.adam),
-            item(Group::Activations, bytes.activations),
-            item(Group::Buffers, bytes.scratch),
-        ])
+        Ok(items(EngineBytes::new(config, policy, shape, keep, OptimizerKind::AdamW)?))
     }
 
     /// The predicted total for the measured run, if there is one.
@@ -387,6 +395,19 @@ impl Memory {
 /// A recipe's name, and whether the figures are this engine's.
 fn label(recipe: Recipe, ours: bool) -> String {
     format!("{}{}", recipe.name(), if ours { " (ours)" } else { "" })
+}
+
+/// The engine's bytes by group.
+fn items(bytes: EngineBytes) -> Vec<Item> {
+    let item = |group, bytes| Item { group, bytes };
+    vec![
+        item(Group::Weights, bytes.weights),
+        item(Group::Masters, bytes.masters),
+        item(Group::Gradients, bytes.gradients),
+        item(Group::Adam, bytes.adam),
+        item(Group::Activations, bytes.activations),
+        item(Group::Buffers, bytes.scratch),
+    ]
 }
 
 /// The sum of all items.

@@ -68,7 +68,8 @@ impl FromStr for Dtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct PrecisionPolicy {
-    /// Master weights and optimizer state: always FP32, because updates vanish in anything narrower.
+    /// Master weights: FP32, because updates vanish in anything narrower; or BF16 with stochastic rounding, where they do not
+    /// vanish on average. Adam's moments are not of this type.
     pub params: Dtype,
     /// The working copy of the weights, activations and matrix products (which always accumulate in FP32).
     pub compute: Dtype,
@@ -103,8 +104,8 @@ impl PrecisionPolicy {
         let refuse = |field: &str, value: Dtype, allowed: &str| {
             Err(Error::config(format!("policy.{field}"), format!("`{value}` is not allowed: {allowed}")))
         };
-        if self.params != Dtype::F32 {
-            return refuse("params", self.params, "master weights are `f32`");
+        if self.params != Dtype::F32 && (self.params, self.compute) != (Dtype::BF16, Dtype::BF16) {
+            return refuse("params", self.params, "master weights are `f32`, or `bf16` where compute is `bf16`");
         }
         for (field, value) in [("grads", self.grads), ("residual", self.residual)] {
             if value != self.compute && value != Dtype::F32 {
@@ -160,7 +161,7 @@ impl FromStr for PrecisionPolicy {
                 .ok_or_else(|| malformed(format!("`{}` is not a field of a policy", key.trim())))?;
             let (short, field) = FIELDS[index];
             let dtype = value.trim().parse().map_err(|_| {
-                let allowed = if short == "p" { "`f32`" } else { "`f32`, `f16`, `bf16`" };
+                let allowed = if short == "p" { "`f32`, `bf16`" } else { "`f32`, `f16`, `bf16`" };
                 Error::config(format!("policy.{field}"), format!("`{}` is not one of {allowed}", value.trim()))
             })?;
             if dtypes[index].replace(dtype).is_some() {
@@ -243,7 +244,11 @@ mod tests {
 
     #[test]
     fn errors_name_the_field_and_what_is_allowed() {
-        assert_eq!(message("p=f16,c=f16,g=f16,r=f32"), "policy.params: `f16` is not allowed: master weights are `f32`");
+        let allowed = "master weights are `f32`, or `bf16` where compute is `bf16`";
+        for (text, refused) in [("p=f16,c=f16,g=f16,r=f32", "f16"), ("p=bf16,c=f16,g=f16,r=f32", "bf16")] {
+            assert_eq!(message(text), format!("policy.params: `{refused}` is not allowed: {allowed}"));
+        }
+        assert!("p=bf16,c=bf16,g=bf16,r=f32".parse::<PrecisionPolicy>().is_ok());
         assert_eq!(message("p=f32,c=f64,g=f16,r=f32"), "policy.compute: `f64` is not one of `f32`, `f16`, `bf16`");
         assert_eq!(
             message("p=f32,c=f16,g=bf16,r=f32"),

@@ -62,6 +62,7 @@ struct AdapterConfig {
     rslora: bool,
     dora: bool,
     base: Option<String>,
+    revision: Option<String>,
 }
 
 impl AdapterFolder {
@@ -101,6 +102,11 @@ impl AdapterFolder {
     /// What the configuration calls the base.
     pub fn base(&self) -> Option<&str> {
         self.config.base.as_deref()
+    }
+
+    /// The commit of the base's files.
+    pub fn revision(&self) -> Option<&str> {
+        self.config.revision.as_deref()
     }
 
     /// `base` with these adapters.
@@ -232,6 +238,7 @@ impl AdapterConfig {
             },
         };
         let flag = |key: &str| json.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let text = |key: &str| json.get(key).and_then(Value::as_str).map(ToOwned::to_owned);
         let rank = |r: f64| r.fract() == 0.0 && (1.0..=f64::from(1 << 20)).contains(&r);
         Ok(Self {
             r: number("r", 8.0, &rank, "a whole number from 1")? as usize,
@@ -239,7 +246,8 @@ impl AdapterConfig {
             dropout: number("lora_dropout", 0.0, &|rate| (0.0..1.0).contains(&rate), "a number in [0, 1)")?,
             rslora: flag("use_rslora"),
             dora: flag("use_dora"),
-            base: json.get("base_model_name_or_path").and_then(Value::as_str).map(ToOwned::to_owned),
+            base: text("base_model_name_or_path"),
+            revision: text("revision"),
         })
     }
 }

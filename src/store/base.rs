@@ -2,7 +2,7 @@
 
 use crate::digest::DigestWriter;
 use crate::engine::kernels::survey::survey;
-use crate::engine::kernels::view::{self, read};
+use crate::engine::kernels::view::read;
 use crate::engine::model::{ModelSpec, Parameters, candle_dtype, set_output_norms};
 use crate::precision::{Dtype, FloatFormat};
 use crate::{Error, Result};
@@ -19,29 +19,30 @@ pub struct OverBase {
     pub sha256: String,
 }
 
-/// The trained parameters of `spec`, drawn from `seed`, over its base, whose FP32 values `read_f32` gives by name. `origin` is
+/// The trained parameters of `spec`, drawn from `seed`, over its base, of which `read_one` reads one tensor at a time, in FP32. `origin` is
 /// the base's name, for messages.
 ///
 /// # Errors
-/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_f32` says.
+/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_one` says.
 pub fn over_base(
     spec: &ModelSpec,
     compute: Dtype,
     seed: u64,
     device: &Device,
     origin: &str,
-    mut read_f32: impl FnMut(&str, &mut [f32]) -> Result<()>,
+    mut read_one: impl FnMut(&Parameters) -> Result<()>,
 ) -> Result<OverBase> {
     let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
     own.initialise(seed)?;
     let base = Parameters::zeros(&spec.frozen_parameters(), candle_dtype(compute), device)?;
     let mut digest = DigestWriter::new(sink());
     for entry in spec.base_parameters() {
-        let wide = Tensor::zeros(entry.shape.as_slice(), DType::F32, &Device::Cpu)?;
-        view::write_f32(&wide, |out| read_f32(&entry.name, out))??;
-        check_tensor(&entry.name, &wide, origin, compute)?;
+        let one = Parameters::zeros(std::slice::from_ref(&entry), DType::F32, &Device::Cpu)?;
+        read_one(&one)?;
+        let wide = &one[0];
+        check_tensor(&entry.name, wide, origin, compute)?;
         digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
-        let bytes: Vec<u8> = read(&wide)?.typed::<f32>()?.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let bytes: Vec<u8> = read(wide)?.typed::<f32>()?.iter().flat_map(|value| value.to_le_bytes()).collect();
         digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
         let Some(tensor) = own.get(&entry.name).or_else(|| base.get(&entry.name)) else { continue };
         tensor.slice_set(&wide.to_dtype(tensor.dtype())?.to_device(device)?, 0, 0)?;

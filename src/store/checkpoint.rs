@@ -31,4 +31,4 @@ pub use manifest::{Kind, Manifest};
 pub use read::{Checkpoint, Damage, verify};
 pub use run::{Run, Saved};
 pub use save::Contents;
-pub use state::{Best, FORMAT_VERSION, Identity, State};
+pub use state::{Base, Best, FORMAT_VERSION, Identity, State};

@@ -7,11 +7,13 @@ mod sections;
 use crate::data::{Fields, Format, Source};
 pub use crate::engine::device::Place;
 use crate::engine::kernels::Choice;
-use crate::engine::optim::{AdamWConfig, LrSchedule};
-use crate::precision::{GradScalerConfig, PrecisionConfig, PrecisionPolicy};
+use crate::engine::model::{Lora, ModelSpec};
+use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
+use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy};
 use crate::{Error, Result};
 pub use keys::known_keys;
 use keys::{check_keys, leaves, merge, nested};
+use sections::LoraSection;
 use sections::{CheckpointSection, DropoutSection, OptimizerSection, ScheduleSection, TelemetrySection, TrainSection};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -76,6 +78,8 @@ pub struct Config {
     pub fields: Fields,
     /// Batches, length of the run, evaluation and samples.
     pub train: TrainSection,
+    /// Low-rank adapters, trained in place of the model's parameters.
+    pub lora: LoraSection,
     /// AdamW and clipping.
     pub optimizer: OptimizerSection,
     /// The learning rate over time.
@@ -110,6 +114,7 @@ impl Default for Config {
             threads: None,
             fields: Fields::default(),
             train: TrainSection::default(),
+            lora: LoraSection::default(),
             optimizer: OptimizerSection::default(),
             schedule: ScheduleSection::default(),
             scaler: GradScalerConfig::default(),
@@ -209,6 +214,25 @@ impl Config {
         AdamWConfig { betas, eps, weight_decay }
     }
 
+    /// The optimizer with the way it stores its moments.
+    pub fn optimizer(&self) -> OptimizerConfig {
+        OptimizerConfig { adamw: self.adamw(), kind: self.train.optimizer, seed: self.seed }
+    }
+
+    /// `spec` with the adapters of this configuration, if there are any.
+    pub fn adapted(&self, spec: ModelSpec) -> Result<ModelSpec> {
+        let LoraSection { r, alpha, dropout, rslora, dora, targets, modules_to_save } = &self.lora;
+        let (Some(r), Some(alpha)) = (*r, *alpha) else { return Ok(spec) };
+        let targets = Lora::targets(&spec, targets)?;
+        let saved = Lora::saved(&spec, modules_to_save)?;
+        if let Some(both) = saved.intersection(&targets).next() {
+            let message = format!("`{}` has an adapter already; name it in one place", spec.layer_name(*both));
+            return Err(Error::config("lora.modules_to_save", message));
+        }
+        let lora = Lora { r, alpha, dropout: *dropout, rslora: *rslora, dora: *dora, targets, saved };
+        Ok(ModelSpec { lora: Some(lora), ..spec })
+    }
+
     /// The scaler's settings; disabled if the compute type is not FP16.
     pub fn grad_scaler(&self) -> GradScalerConfig {
         GradScalerConfig { enabled: self.scaler.enabled && self.dtype.needs_loss_scale(), ..self.scaler }
@@ -252,6 +276,13 @@ impl Config {
             "train.seq_len",
             "train.loss_on",
             "train.packing",
+            "train.optimizer",
+            "lora.r",
+            "lora.alpha",
+            "lora.rslora",
+            "lora.dora",
+            "lora.targets",
+            "lora.modules_to_save",
         ];
         let mut changes = Vec::new();
         for key in known_keys() {
@@ -329,6 +360,13 @@ impl Config {
             Error::config(key, message)
         })?;
         self.precision.validate(self.dtype.compute)?;
+        self.lora.validate()?;
+        let narrowed = self.lora.r.is_some() || self.dtype.params != Dtype::F32;
+        if narrowed && (self.precision.fallback != FallbackRule::Off || self.precision.fp8.layer.is_some()) {
+            let key = if self.precision.fp8.layer.is_some() { "precision.fp8.layer" } else { "precision.fallback" };
+            let message = "needs FP32 masters of every weight; leave it out, or train without `lora` and with `p=f32`";
+            return Err(Error::config(key, message));
+        }
         if let Some(run) = &self.checkpoint.run
             && (run.is_empty() || run.starts_with('.') || run.contains(['/', '\\', '\0']))
         {

@@ -1,8 +1,9 @@
 //! The memory that training's buffers take, summed from the types that allocate them.
 
-use crate::engine::model::{Keep, ModelSpec, Workspace, WorkspaceBytes};
-use crate::engine::optim::{AdamW, Gradients, MasterWeights};
+use crate::engine::model::{Keep, ModelSpec, ParamSpec, Workspace, WorkspaceBytes};
+use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind};
 use crate::precision::PrecisionPolicy;
+use crate::train::config::Config;
 use crate::{Error, Result};
 
 /// Bytes by purpose.
@@ -29,12 +30,19 @@ impl EngineBytes {
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
         keep: Keep,
+        optimizer: OptimizerKind,
     ) -> Result<Self> {
-        let parameters = spec.parameter_count();
+        let elements = |entries: Vec<ParamSpec>| -> Vec<u64> {
+            entries.iter().map(|entry| entry.shape.iter().product::<usize>() as u64).collect()
+        };
+        let trained = elements(spec.parameters());
+        let parameters: u64 = trained.iter().sum();
+        let frozen = elements(spec.frozen_parameters()).iter().sum::<u64>() * policy.compute.size_in_bytes() as u64;
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
-        let (masters, weights) = MasterWeights::bytes(parameters, policy.compute);
+        let (masters, weights) = MasterWeights::bytes(parameters, policy);
         let gradients = Gradients::bytes(parameters, policy, grad_accum);
-        Ok(Self { weights, masters, gradients, adam: AdamW::bytes(parameters), activations, scratch })
+        let adam = AdamW::bytes(optimizer, policy, trained);
+        Ok(Self { weights: weights + frozen, masters, gradients, adam, activations, scratch })
     }
 
     /// The sum.
@@ -44,32 +52,101 @@ impl EngineBytes {
     }
 }
 
-/// Rejects a batch that does not fit into memory before anything is allocated, and names the largest that fits.
+/// What this configuration takes with other sizes.
+fn need(config: &Config, spec: &ModelSpec, batch: usize, keep: Keep) -> u64 {
+    let train = &config.train;
+    let sizes = [batch, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
+    let bytes = EngineBytes::new(spec, config.dtype, sizes, keep, train.optimizer);
+    bytes.map_or(u64::MAX, |bytes| bytes.total())
+}
+
+/// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would fit.
 ///
 /// # Errors
 /// [`Error::Config`] with the bytes needed and available.
-pub(super) fn check_fits(spec: &ModelSpec, policy: PrecisionPolicy, sizes: [usize; 3], available: u64) -> Result<()> {
-    let [batch, seq_len, grad_accum] = sizes;
-    let need = |batch| {
-        let bytes = EngineBytes::new(spec, policy, [batch, seq_len, grad_accum], Keep::All);
-        bytes.map_or(u64::MAX, |bytes| bytes.total())
-    };
-    if need(batch) <= available {
+pub(super) fn check_fits(config: &Config, spec: &ModelSpec, available: u64) -> Result<()> {
+    let train = &config.train;
+    let (batch, keep) = (train.batch_size, train.recompute);
+    if need(config, spec, batch, keep) <= available {
         return Ok(());
     }
-    let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
-    let advice = match largest_batch(available, need) {
+    let mut ways = Vec::new();
+    let largest = largest_batch(available, |batch| need(config, spec, batch, keep));
+    if keep == Keep::All {
+        match largest_batch(available, |batch| need(config, spec, batch, Keep::BlockInput)).map(|most| most.min(batch))
+        {
+            Some(fits) if fits == batch => ways.push("`--set train.recompute=block`".into()),
+            Some(fits) if largest.is_none() => {
+                ways.push(format!("`--set train.recompute=block` with `--batch-size {fits}`"));
+            }
+            _ => {}
+        }
+    }
+    let narrow = with_narrow_moments(config);
+    if narrow != *config && need(&narrow, spec, batch, keep) <= available {
+        ways.push("`--optimizer adamw8bit`".into());
+    }
+    let lora = with_lora(config);
+    if config.lora.r.is_none()
+        && lora.adapted(spec.clone()).is_ok_and(|spec| need(&lora, &spec, batch, keep) <= available)
+    {
+        ways.push("`--lora r=16,alpha=32`".into());
+    }
+    let mut advice = match largest {
         Some(largest) => {
             format!("the largest batch that fits is {largest}, use `--grad-accum` for several micro-batches a step")
         }
-        None => "not even a batch of 1 fits; use a shorter `--seq-len` or a smaller model".into(),
+        None => "not even a batch of 1 fits".into(),
     };
+    match (ways.is_empty(), largest) {
+        (false, _) => advice += &format!("; what fits as well: {}", ways.join("; ")),
+        (true, None) => advice += "; use a shorter `--seq-len` or a smaller model",
+        (true, Some(_)) => {}
+    }
+    let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
     let message = format!(
-        "{batch} sequences of {seq_len} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}",
-        gib(need(batch)),
+        "{batch} sequences of {} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}",
+        train.seq_len,
+        gib(need(config, spec, batch, keep)),
         gib(available)
     );
     Err(Error::config("train.batch_size", message))
+}
+
+fn with_narrow_moments(config: &Config) -> Config {
+    let mut config = config.clone();
+    config.train.optimizer = OptimizerKind::AdamW8bit;
+    config
+}
+
+fn with_lora(config: &Config) -> Config {
+    let mut config = config.clone();
+    (config.lora.r, config.lora.alpha) = (Some(16), Some(32.0));
+    config
+}
+
+/// `config` with as many sequences a step in smaller micro-batches or, where not one sequence fits, with recomputation: the
+/// first that fits, and what was changed in words. Unchanged where nothing has to be or can be.
+pub(super) fn fitted(config: &Config, spec: &ModelSpec, available: u64) -> (Config, Option<String>) {
+    let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
+    let keeps = [config.train.recompute, Keep::BlockInput];
+    for keep in keeps {
+        let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
+        for smaller in divisors {
+            if need(config, spec, smaller, keep) > available {
+                continue;
+            }
+            let mut fitted = config.clone();
+            let train = &mut fitted.train;
+            (train.batch_size, train.grad_accum, train.recompute) = (smaller, batch / smaller * accum, keep);
+            let recompute = if keep == config.train.recompute { "" } else { ", train.recompute = block" };
+            let said =
+                format!("to fit into memory: batch_size = {smaller}, grad_accum = {}{recompute}", train.grad_accum);
+            let changed = fitted != *config;
+            return (fitted, changed.then_some(said));
+        }
+    }
+    (config.clone(), None)
 }
 
 /// The largest batch whose `bytes` are within the budget; `None` if one sequence is too large.

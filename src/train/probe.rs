@@ -6,16 +6,19 @@
 
 use crate::Result;
 use crate::data::Batch;
+use crate::engine::kernels::Kernels;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view::{host, read};
-use crate::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Workspace};
+use crate::engine::model::{Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Probe};
+use crate::train::TrainState;
 use crate::train::passes::passes;
 use crate::train::records::grad_stats;
 use crate::train::step::Engine;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+use std::sync::Arc;
 
 /// Elements compared at a time.
 const WIDTH: usize = 1024;
@@ -35,7 +38,7 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
     let Engine { model, state, grads, workspace: stored, .. } = engine;
     let grads = grads.micro_batch();
     passes(model, &state.weights, &mut state.fp8, batch, mode, seed(scale), stored, grads, &mut ())?;
-    let masters = state.masters.parameters();
+    let masters = &wide(state, model.kernels())?;
     let mut maxima = Maxima { spec: model.spec(), maxima: Vec::new() };
     passes(model, masters, &mut None, batch, mode, seed(1.0), &mut workspace, exact.micro_batch(), &mut maxima)?;
 
@@ -52,6 +55,21 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
 }
 
 /// The largest magnitude of each layer's output.
+/// The weights in FP32: the masters, over their base.
+fn wide(state: &TrainState, kernels: &dyn Kernels) -> Result<Parameters> {
+    let widened = |parameters: &Parameters| -> Result<Parameters> {
+        if parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32) {
+            return Ok(parameters.clone());
+        }
+        let wide = parameters.zeros_like(DType::F32)?;
+        let mut pairs = parameters.tensors().iter().zip(wide.tensors());
+        pairs.try_for_each(|(from, to)| kernels.copy(from, to))?;
+        Ok(wide)
+    };
+    let base = state.weights.base().map(|base| widened(base)).transpose()?;
+    Ok(widened(state.masters.parameters())?.over(base.map(Arc::new)))
+}
+
 struct Maxima<'a> {
     spec: &'a ModelSpec,
     maxima: Vec<ActivationMax>,

@@ -8,15 +8,16 @@ use crate::engine::device::OpenDevice;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, Survey};
-use crate::precision::{Fallback, GradScaler};
-use crate::store::checkpoint::Checkpoint;
+use crate::precision::{Dtype, Fallback, GradScaler};
+use crate::store::base::{OverBase, over_base};
+use crate::store::checkpoint::{Base, Checkpoint};
 use crate::store::companions::CHAT_TEMPLATE;
 use crate::store::hub::{self, Hub, Settings};
 use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, is_gguf};
 use crate::telemetry::available_bytes;
 use crate::train::config::{Config, Init};
 use crate::train::fp8::Fp8Layer;
-use crate::train::memory::check_fits;
+use crate::train::memory::{check_fits, fitted};
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
 use crate::{Error, Result};
@@ -68,6 +69,15 @@ pub struct ModelSource {
     weights: Weights,
 }
 
+/// Weights to begin with.
+#[derive(Debug)]
+pub struct Initial {
+    /// What is trained, in FP32, over its base if it has one.
+    pub parameters: Parameters,
+    /// What the base is known by.
+    pub base: Option<Base>,
+}
+
 /// Where initial weights come from.
 #[derive(Debug)]
 enum Weights {
@@ -115,21 +125,28 @@ impl ModelSource {
     }
 
     /// The model of a run that goes on: shape and tokenizer as the checkpoint has them, so that nothing else is needed.
-    pub fn of_checkpoint(config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
-        let tokenizer = Tokenizer::from_file(checkpoint.tokenizer())?;
+    pub fn of_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
+        let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
         let (shape, companions) = (checkpoint.config().clone(), Companions::of_folder(checkpoint.path())?);
-        Self::checked(config, shape, Some(tokenizer), companions, config.revision.clone(), Weights::Later)
+        let (commit, weights) = if shape.lora.is_some() {
+            let base = Self::open(config, report)?;
+            (base.commit, base.weights)
+        } else {
+            (config.revision.clone(), Weights::Later)
+        };
+        Self::checked(config, shape, tokenizer, companions, commit, weights)
     }
 
     fn checked(
         config: &Config,
-        mut shape: ModelSpec,
+        shape: ModelSpec,
         tokenizer: Option<Tokenizer>,
         companions: Companions,
         commit: Option<String>,
         weights: Weights,
     ) -> Result<Self> {
         let rates = &config.dropout;
+        let mut shape = config.adapted(ModelSpec { lora: None, ..shape })?;
         shape.dropout =
             DropoutRates { embedding: rates.embedding, residual: rates.residual, attention: rates.attention };
         let Some(tokenizer) = tokenizer else {
@@ -150,18 +167,32 @@ impl ModelSource {
         Ok(Self { name: config.model.clone(), config: shape, tokenizer, companions, commit, weights })
     }
 
-    /// The initial weights, in FP32.
-    pub fn masters(&self, seed: u64, device: &Device, report: &mut Report<'_>) -> Result<Parameters> {
-        if let Weights::Random = self.weights {
-            report(Preparing::Phase("drawing weights".into()));
-            return TrainState::random_masters(&self.config, seed, device);
+    /// The initial weights, in FP32; those of adapters over their base in the `compute` type.
+    pub fn masters(&self, compute: Dtype, seed: u64, device: &Device, report: &mut Report<'_>) -> Result<Initial> {
+        let random = matches!(self.weights, Weights::Random);
+        report(Preparing::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
+        if self.config.lora.is_some() {
+            return self.over_base(compute, seed, device);
         }
-        report(Preparing::Phase("reading weights".into()));
-        let masters = Parameters::zeros(&self.config.parameters(), DType::F32, device)?;
+        if random {
+            return Ok(Initial { parameters: TrainState::random_masters(&self.config, seed, device)?, base: None });
+        }
+        let parameters = Parameters::zeros(&self.config.parameters(), DType::F32, device)?;
         if let Weights::Stored(model) = &self.weights {
-            model.read_parameters(&masters)?;
+            model.read_parameters(&parameters)?;
         }
-        Ok(masters)
+        Ok(Initial { parameters, base: None })
+    }
+
+    fn over_base(&self, compute: Dtype, seed: u64, device: &Device) -> Result<Initial> {
+        let read = |into: &Parameters| match &self.weights {
+            Weights::Stored(model) => model.read_parameters(into),
+            Weights::Random => Ok(into.initialise(seed)?),
+            Weights::Later => Err(Error::model(&self.name, "adapters need their base")),
+        };
+        let OverBase { parameters, sha256 } = over_base(&self.config, compute, seed, device, &self.name, read)?;
+        let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
+        Ok(Initial { parameters, base: Some(base) })
     }
 }
 
@@ -365,14 +396,22 @@ pub(super) fn device(config: &Config, report: &mut Report<'_>) -> Result<OpenDev
     config.place()?.open(config.dtype, config.kernels, &mut |notice| report(Preparing::Notice(notice)))
 }
 
-/// Refuses a run on the CPU for which there is not enough memory.
-pub(super) fn check_memory(config: &Config, shape: &ModelSpec, device: &Device) -> Result<()> {
-    if !device.is_cpu() {
-        return Ok(());
+/// Rejects a run on the CPU that does not fit into memory; with `train.auto_batch`, changes it so that it does.
+pub(super) fn fit_memory(
+    config: Config,
+    shape: &ModelSpec,
+    device: &Device,
+    report: &mut Report<'_>,
+) -> Result<Config> {
+    let Some(available) = available_bytes().filter(|_| device.is_cpu()) else { return Ok(config) };
+    let mut config = config;
+    if std::mem::take(&mut config.train.auto_batch) {
+        let (fitted, said) = fitted(&config, shape, available);
+        said.into_iter().for_each(|said| report(Preparing::Notice(said)));
+        config = fitted;
     }
-    let train = &config.train;
-    let sizes = [train.batch_size, train.seq_len, train.grad_accum];
-    available_bytes().map_or(Ok(()), |available| check_fits(shape, config.dtype, sizes, available))
+    check_fits(&config, shape, available)?;
+    Ok(config)
 }
 
 /// An engine for `config` at its first step, from FP32 initial weights, on their device and with its `kernels`.
@@ -387,7 +426,7 @@ pub fn engine(
     let model = Decoder::new(shape, &masters, kernels)?;
     let (policy, train) = (config.dtype, &config.train);
     let mut state =
-        TrainState::new(masters, policy, config.adamw(), GradScaler::new(config.grad_scaler())?, model.kernels())?;
+        TrainState::new(masters, policy, config.optimizer(), GradScaler::new(config.grad_scaler())?, model.kernels())?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
     state.fp8 = Fp8Layer::new(config.precision.fp8, None);
     if let Some(block) = config.precision.fp8.layer.filter(|block| *block >= shape.layers) {

@@ -2,8 +2,8 @@
 
 use crate::Result;
 use crate::engine::kernels::Kernels;
-use crate::engine::model::{ModelSpec, Parameters, candle_dtype};
-use crate::engine::optim::{AdamW, AdamWConfig, MasterWeights};
+use crate::engine::model::{ModelSpec, Parameters};
+use crate::engine::optim::{AdamW, MasterWeights, OptimizerConfig};
 use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
 use crate::train::fp8::Fp8Layer;
 use std::collections::{BTreeMap, BTreeSet};
@@ -62,12 +62,12 @@ impl TrainState {
     pub fn new(
         masters: Parameters,
         policy: PrecisionPolicy,
-        adamw: AdamWConfig,
+        optimizer: impl Into<OptimizerConfig>,
         scaler: GradScaler,
         kernels: &dyn Kernels,
     ) -> Result<Self> {
-        let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute), kernels)?;
-        let adamw = AdamW::new(adamw, masters.parameters())?;
+        let (masters, weights) = MasterWeights::new(masters, policy, kernels)?;
+        let adamw = AdamW::new(optimizer, masters.parameters())?;
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
         let (touched, counters) = (BTreeSet::new(), Counters::default());
         Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, touched, counters })

@@ -6,9 +6,10 @@ mod saving;
 use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::model::Parameters;
+use crate::engine::optim::Blockwise;
 use crate::precision::{Fallback, GradScaler};
 use crate::store::base::check_range;
-use crate::store::checkpoint::{Best, Checkpoint, Identity, Run};
+use crate::store::checkpoint::{Base, Best, Checkpoint, Identity, Run};
 use crate::store::companions::{CHAT_TEMPLATE, Companions};
 use crate::telemetry::{
     Activity, Amount, Command, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Trouble, Validation,
@@ -18,7 +19,7 @@ use crate::train::fp8::Fp8Layer;
 use crate::train::observer::{StepObserver, Taken, observers};
 use crate::train::probe;
 use crate::train::sample::Sampler;
-use crate::train::setup::{self, ModelSource, Preparing, Report};
+use crate::train::setup::{self, Initial, ModelSource, Preparing, Report};
 use crate::train::state::Counters;
 use crate::train::step::Engine;
 use crate::{Error, Result};
@@ -42,6 +43,8 @@ pub struct Trainer {
     eval_batch: Batch,
     sampler: Option<Sampler>,
     identity: Identity,
+    /// The base of adapters.
+    base: Option<Base>,
     /// A description of the training text.
     data: String,
     total_steps: u64,
@@ -92,9 +95,9 @@ impl Trainer {
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
         let open = setup::device(&config, report)?;
         let source = ModelSource::open(&config, report)?;
-        setup::check_memory(&config, &source.config, &open.device)?;
-        let masters = source.masters(config.seed, &open.device, report)?;
-        check_range(&masters, &config.model, config.dtype.compute)?;
+        let config = setup::fit_memory(config, &source.config, &open.device, report)?;
+        let masters = source.masters(config.dtype.compute, config.seed, &open.device, report)?;
+        check_range(&masters.parameters, &config.model, config.dtype.compute)?;
         Self::with_parts(config, source, masters, open, report)
     }
 
@@ -102,9 +105,9 @@ impl Trainer {
     /// the saved run's.
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
         let open = setup::device(&config, report)?;
-        let source = ModelSource::of_checkpoint(&config, checkpoint)?;
-        setup::check_memory(&config, &source.config, &open.device)?;
-        let masters = source.masters(config.seed, &open.device, report)?;
+        let source = ModelSource::of_checkpoint(&config, checkpoint, report)?;
+        let config = setup::fit_memory(config, &source.config, &open.device, report)?;
+        let masters = source.masters(config.dtype.compute, config.seed, &open.device, report)?;
         let mut trainer = Self::with_parts(config, source, masters, open, report)?;
         trainer.load(checkpoint)?;
         Ok(trainer)
@@ -113,7 +116,7 @@ impl Trainer {
     pub(super) fn with_parts(
         mut config: Config,
         source: ModelSource,
-        masters: Parameters,
+        masters: Initial,
         OpenDevice { device, name, kernels }: OpenDevice,
         report: &mut Report<'_>,
     ) -> Result<Self> {
@@ -142,7 +145,7 @@ impl Trainer {
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(Preparing::Phase("preparing the first step".into()));
-        let engine = setup::engine(&config, &source.config, masters, kernels, total_steps)?;
+        let engine = setup::engine(&config, &source.config, masters.parameters, kernels, total_steps)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
                 let (prompt, tokens) = (&train.prompt, train.sample_tokens);
@@ -170,6 +173,7 @@ impl Trainer {
             loader,
             eval,
             identity,
+            base: masters.base,
             total_steps,
             run: None,
             emitter: Emitter::new(None),
@@ -206,9 +210,11 @@ impl Trainer {
 
     /// Bytes of one full checkpoint without its small files.
     pub fn checkpoint_bytes(&self) -> u64 {
-        let (parameters, compute) = (self.engine.model.spec().parameter_count(), self.config.dtype.compute);
-        // Weights, masters and two moments.
-        parameters * (compute.size_in_bytes() as u64 + 12) + self.tokenizer.json().len() as u64
+        let state = &self.engine.state;
+        let quantised = state.adamw.quantised().iter().flat_map(|tensor| &tensor.moments);
+        let quantised: u64 = quantised.map(|moment| Blockwise::bytes(moment.len() as u64)).sum();
+        let exact = [&state.weights, state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq];
+        exact.map(Parameters::bytes).iter().sum::<u64>() + quantised + self.tokenizer.json().len() as u64
     }
 
     /// The newest checkpoint written or read.
@@ -234,6 +240,7 @@ impl Trainer {
     /// Loads a checkpoint's state.
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();
+        self.check_base(checkpoint)?;
         state.check_identity(&self.identity, checkpoint.path())?;
         self.progress.changes = self.check_settings(checkpoint)?;
         if checkpoint.config().parameters() != self.engine.model.spec().parameters() {
@@ -254,6 +261,7 @@ impl Trainer {
         checkpoint.read_masters(train.masters.parameters())?;
         checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
         checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
+        checkpoint.read_quantised(train.adamw.quantised_mut())?;
         train.masters.write_compute_copy(&train.weights, self.engine.model.kernels())?;
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;

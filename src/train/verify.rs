@@ -55,6 +55,13 @@ pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
     compare_all("masters", a.masters.parameters(), b.masters.parameters(), &mut proof)?;
     compare_all("exp_avg", &a.adamw.exp_avg, &b.adamw.exp_avg, &mut proof)?;
     compare_all("exp_avg_sq", &a.adamw.exp_avg_sq, &b.adamw.exp_avg_sq, &mut proof)?;
+    for (a, b) in a.adamw.quantised().iter().zip(b.adamw.quantised()) {
+        proof.tensors += 2;
+        proof.elements += 2 * a.moments[0].len() as u64;
+        if a.moments != b.moments {
+            proof.differences.push(format!("moments in 8 bits of `{}` differ", a.name));
+        }
+    }
     let mut field = |what: &str, a: String, b: String| {
         if a != b {
             proof.differences.push(format!("{what}: {a} uninterrupted, {b} resumed"));

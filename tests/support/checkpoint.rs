@@ -56,6 +56,7 @@ impl Sample {
             fallback: std::collections::BTreeMap::new(),
             fp8: None,
             touched: std::collections::BTreeSet::new(),
+            base: None,
             cursor: Cursor { epoch: 0, window: step },
             schedule: serde_json::Value::Null,
             validation_loss: None,
@@ -90,6 +91,7 @@ impl Sample {
             masters: &self.masters,
             exp_avg: &self.exp_avg,
             exp_avg_sq: &self.exp_avg_sq,
+            quantised: &[],
             activity: &self.activity,
         }
     }

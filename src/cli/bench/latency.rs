@@ -5,7 +5,7 @@ use crate::Result;
 use crate::cli::model::tell_notice;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::view::host;
-use crate::engine::model::{Decoder, KvCache, Mode, Tokens, Workspace, candle_dtype};
+use crate::engine::model::{Decoder, KvCache, Mode, Tokens, Workspace};
 use crate::engine::optim::MasterWeights;
 use crate::random::{Domain, Stream};
 use crate::telemetry::ProcessStats;
@@ -23,7 +23,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
     let (shape, seq_len, policy) = (args.shape()?, args.seq_len, config.dtype);
     let open = config.place()?.open(policy, config.kernels, &mut |notice| tell_notice(&notice))?;
     let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
-    let (masters, weights) = MasterWeights::new(masters, candle_dtype(policy.compute), &*open.kernels)?;
+    let (masters, weights) = MasterWeights::new(masters, policy, &*open.kernels)?;
     drop(masters);
     let model = Decoder::new(&shape, &weights, open.kernels.clone())?;
     let stream = Stream::new(config.seed, Domain::Bench);

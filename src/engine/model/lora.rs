@@ -6,7 +6,9 @@
 use super::dora;
 use super::parameters::Parameters;
 use super::spec::{Init, Layer, LinearRole, ModelSpec, Op, ParamRole, ParamSpec};
+use crate::engine::kernels::WeightLayout;
 use crate::{Error, Result};
+use candle_core::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What stands for every linear layer of the blocks.
@@ -185,6 +187,29 @@ pub fn set_output_norms(spec: &ModelSpec, parameters: &Parameters) -> candle_cor
         if let Some((_, first, count)) = place {
             magnitude.slice_set(&dora::initial(weight, spec.weight_layout, first, count)?, 0, 0)?;
         }
+    }
+    Ok(())
+}
+
+/// Adds the adapters of `parameters` to the weights of their base in `into`, all FP32 on the CPU. Each weight is computed in FP32
+/// from the base's and the factors.
+pub fn merge(spec: &ModelSpec, parameters: &Parameters, into: &Parameters) -> candle_core::Result<()> {
+    let Some(lora) = &spec.lora else { return Ok(()) };
+    for layer in &lora.targets {
+        let name = spec.layer_name(*layer);
+        let tensor = |suffix: &str| parameters.get(&format!("{name}.{suffix}"));
+        let (Some(a), Some(b)) = (tensor("lora_A.weight"), tensor("lora_B.weight")) else { continue };
+        let Some(weight) = into.get(&format!("{name}.weight")) else { continue };
+        let transposed = |x: &Tensor| match spec.weight_layout {
+            WeightLayout::OutIn => Ok(x.clone()),
+            WeightLayout::InOut => x.t()?.contiguous(),
+        };
+        let mut sum = (transposed(weight)? + (b.matmul(a)? * lora.scale())?)?;
+        if let Some(magnitude) = tensor("lora_magnitude_vector") {
+            let lengths = sum.sqr()?.sum_keepdim(1)?.sqrt()?;
+            sum = sum.broadcast_mul(&(magnitude.unsqueeze(1)? / lengths)?)?;
+        }
+        weight.slice_set(&transposed(&sum)?, 0, 0)?;
     }
     Ok(())
 }

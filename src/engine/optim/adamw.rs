@@ -1,11 +1,41 @@
-//! AdamW over FP32 masters: the update of the mixed-precision recipe.
+//! AdamW over FP32 masters: the update of the mixed-precision recipe. Or, to save memory, with moments of 8 bits, and over BF16
+//! weights that are rounded stochastically.
 
+use super::blockwise::{Blockwise, SMALLEST};
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
-use crate::engine::kernels::{Kernels, view};
-use crate::engine::model::{ParamSpec, Parameters};
-use crate::precision::Dtype;
-use candle_core::{DType, Result};
+use crate::engine::kernels::{Kernels, stochastic, view};
+use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
+use crate::precision::{Dtype, PrecisionPolicy};
+use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
+
+/// How Adam's moments are stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    /// In FP32.
+    #[default]
+    AdamW,
+    /// In 8 bits, with a magnitude for each block of 256.
+    AdamW8bit,
+}
+
+/// An optimizer: its settings, how it stores moments, and the seed of stochastic rounding.
+#[derive(Clone, Copy, Debug)]
+pub struct OptimizerConfig {
+    /// AdamW's settings.
+    pub adamw: AdamWConfig,
+    /// How moments are stored.
+    pub kind: OptimizerKind,
+    /// The run's seed.
+    pub seed: u64,
+}
+
+impl From<AdamWConfig> for OptimizerConfig {
+    fn from(adamw: AdamWConfig) -> Self {
+        Self { adamw, kind: OptimizerKind::AdamW, seed: 0 }
+    }
+}
 
 /// AdamW's settings.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,20 +55,74 @@ impl AdamWConfig {
     }
 }
 
-/// Adam's moments, in FP32.
+/// Adam's moments.
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
-    /// First moments.
+    seed: u64,
+    /// First moments in FP32.
     pub exp_avg: Parameters,
-    /// Second moments.
+    /// Second moments in FP32.
     pub exp_avg_sq: Parameters,
+    /// Both moments of the other parameters.
+    quantised: Vec<Quantised>,
+    /// Where the moments of each parameter are, in order.
+    places: Vec<Place>,
+    /// FP32 values of the tensor whose turn it is: its moments, and its weight where that is not FP32.
+    scratch: [Option<Tensor>; 3],
+}
+
+/// The moments of a parameter in 8 bits.
+#[derive(Debug)]
+pub struct Quantised {
+    /// The parameter's name.
+    pub name: String,
+    /// First and second moment.
+    pub moments: [Blockwise; 2],
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Exact(usize),
+    Quantised(usize),
 }
 
 impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
-    pub fn new(config: AdamWConfig, masters: &Parameters) -> Result<Self> {
-        Ok(Self { config, exp_avg: masters.zeros_like(DType::F32)?, exp_avg_sq: masters.zeros_like(DType::F32)? })
+    pub fn new(config: impl Into<OptimizerConfig>, masters: &Parameters) -> Result<Self> {
+        let OptimizerConfig { adamw, kind, seed } = config.into();
+        let elements = |entry: &ParamSpec| entry.shape.iter().product::<usize>();
+        let narrow = |entry: &&ParamSpec| kind == OptimizerKind::AdamW8bit && elements(entry) >= SMALLEST;
+        let exact: Vec<ParamSpec> = masters.layout().iter().filter(|entry| !narrow(entry)).cloned().collect();
+        let moments = || match kind {
+            OptimizerKind::AdamW => masters.zeros_like(DType::F32),
+            OptimizerKind::AdamW8bit => Parameters::zeros(&exact, DType::F32, &masters.device()),
+        };
+        let zeros = |entry: &ParamSpec| Quantised {
+            name: entry.name.clone(),
+            moments: [true, false].map(|signed| Blockwise::zeros(elements(entry), signed)),
+        };
+        let quantised: Vec<Quantised> = masters.layout().iter().filter(narrow).map(zeros).collect();
+        let (mut exact, mut narrowed) = (0.., 0..);
+        let place = |entry: &ParamSpec| {
+            if narrow(&entry) { narrowed.next().map(Place::Quantised) } else { exact.next().map(Place::Exact) }
+        };
+        let places = masters.layout().iter().filter_map(place).collect();
+        let largest = quantised.iter().map(|tensor| tensor.moments[0].len()).max();
+        let widest = masters.tensors().iter().filter(|master| master.dtype() != DType::F32);
+        let widest = widest.map(Tensor::elem_count).max();
+        let scratch = |elements: Option<usize>| {
+            elements.map(|elements| view::zeros(&[elements], DType::F32, &masters.device())).transpose()
+        };
+        Ok(Self {
+            config: adamw,
+            seed,
+            exp_avg: moments()?,
+            exp_avg_sq: moments()?,
+            quantised,
+            places,
+            scratch: [scratch(largest)?, scratch(largest)?, scratch(widest)?],
+        })
     }
 
     /// Its settings.
@@ -46,9 +130,30 @@ impl AdamW {
         self.config
     }
 
-    /// What [`AdamW::new`] allocates for so many parameters, in bytes.
-    pub fn bytes(parameters: u64) -> u64 {
-        2 * parameters * Dtype::F32.size_in_bytes() as u64
+    /// The moments in 8 bits.
+    pub fn quantised(&self) -> &[Quantised] {
+        &self.quantised
+    }
+
+    /// The moments in 8 bits, to be restored.
+    pub fn quantised_mut(&mut self) -> &mut [Quantised] {
+        &mut self.quantised
+    }
+
+    /// What [`AdamW::new`] allocates for parameters of these numbers of elements, in bytes.
+    pub fn bytes(kind: OptimizerKind, policy: PrecisionPolicy, tensors: impl IntoIterator<Item = u64>) -> u64 {
+        let (mut bytes, mut largest, mut widest) = (0, 0, 0);
+        for elements in tensors {
+            widest = widest.max(elements);
+            if kind == OptimizerKind::AdamW8bit && elements >= SMALLEST as u64 {
+                largest = largest.max(elements);
+                bytes += 2 * Blockwise::bytes(elements);
+            } else {
+                bytes += 2 * elements * Dtype::F32.size_in_bytes() as u64;
+            }
+        }
+        let widened = if policy.params == Dtype::F32 { 0 } else { widest };
+        bytes + (2 * largest + widened) * Dtype::F32.size_in_bytes() as u64
     }
 
     /// Update number `updates` + 1 of `masters` from `grads · grad_factor`, rounded into the working copy `weights`.
@@ -64,48 +169,87 @@ impl AdamW {
         weights: &mut Parameters,
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
-        for (i, entry) in grads.layout().iter().enumerate() {
+        let Self { config, seed, exp_avg, exp_avg_sq, quantised, places, scratch } = self;
+        for (i, (entry, place)) in grads.layout().iter().zip(places).enumerate() {
             let numbers = AdamWStep {
                 lr: lr as f32,
-                betas: self.config.betas,
-                eps: self.config.eps as f32,
-                weight_decay: self.config.decay_of(entry),
-                bias_corrections: self.config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
+                betas: config.betas,
+                eps: config.eps as f32,
+                weight_decay: config.decay_of(entry),
+                bias_corrections: config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
                 grad_factor,
             };
-            let weight = Some(&weights[i]).filter(|weight| weight.dtype() != DType::F32);
-            let moments = Moments { exp_avg: &self.exp_avg[i], exp_avg_sq: &self.exp_avg_sq[i] };
-            kernels.adamw(numbers, &grads[i], &masters.parameters()[i], moments, weight)?;
+            let master = &masters.parameters()[i];
+            let widened = |slot: usize| -> Result<Tensor> {
+                let Some(scratch) = &scratch[slot] else { bail!("the optimizer has no buffer for `{}`", entry.name) };
+                scratch.narrow(0, 0, master.elem_count())?.reshape(master.shape())
+            };
+            let (mut weight, mut updated) = (Some(&weights[i]), master.clone());
+            if master.dtype() != DType::F32 {
+                weight = None;
+                updated = widened(2)?;
+                kernels.copy(master, &updated)?;
+            }
+            let weight = weight.filter(|weight| weight.dtype() != DType::F32);
+            match *place {
+                Place::Exact(at) => {
+                    let moments = Moments { exp_avg: &exp_avg[at], exp_avg_sq: &exp_avg_sq[at] };
+                    kernels.adamw(numbers, &grads[i], &updated, moments, weight)?;
+                }
+                Place::Quantised(at) => {
+                    let values = [widened(0)?, widened(1)?];
+                    let moments = &mut quantised[at].moments;
+                    for (moment, values) in moments.iter().zip(&values) {
+                        moment.load(values)?;
+                    }
+                    let moments_now = Moments { exp_avg: &values[0], exp_avg_sq: &values[1] };
+                    kernels.adamw(numbers, &grads[i], &updated, moments_now, weight)?;
+                    for (moment, values) in moments.iter_mut().zip(&values) {
+                        moment.store(values)?;
+                    }
+                }
+            }
+            if master.dtype() != DType::F32 {
+                stochastic::round(&updated, master, *seed, &entry.name, updates)?;
+            }
         }
         Ok(())
     }
 }
 
-/// The FP32 weights that updates accumulate in. A working copy in the compute type is rounded from them.
+/// The weights that updates accumulate in: FP32, with a working copy in the compute type that is rounded from them; or BF16,
+/// rounded stochastically, which is its own working copy.
 #[derive(Debug)]
 pub struct MasterWeights {
     parameters: Parameters,
 }
 
 impl MasterWeights {
-    /// Takes FP32 `parameters`, whose base stays with the working copy, and rounds that copy of `compute` type from them. In FP32 there is no second copy:
-    /// the working copy is the masters' own storage.
-    pub fn new(parameters: Parameters, compute: DType, kernels: &dyn Kernels) -> Result<(Self, Parameters)> {
+    /// Takes FP32 `parameters`, whose base stays with the working copy, and rounds a working copy of the policy's compute type
+    /// from them. Where masters and working copy are of one type, they share their storage.
+    pub fn new(parameters: Parameters, policy: PrecisionPolicy, kernels: &dyn Kernels) -> Result<(Self, Parameters)> {
         let base = parameters.base().cloned();
-        let parameters = parameters.over(None);
-        let weights = if compute == DType::F32 { parameters.clone() } else { parameters.zeros_like(compute)? };
+        let mut parameters = parameters.over(None);
+        if policy.params != Dtype::F32 {
+            let rounded = parameters.zeros_like(candle_dtype(policy.params))?;
+            copy_all(&parameters, &rounded, kernels)?;
+            parameters = rounded;
+        }
+        let shared = policy.compute == policy.params;
+        let compute = candle_dtype(policy.compute);
+        let weights = if shared { parameters.clone() } else { parameters.zeros_like(compute)? };
         let masters = Self { parameters };
         masters.write_compute_copy(&weights, kernels)?;
         Ok((masters, weights.over(base)))
     }
 
     /// What masters and working copy of so many parameters take, in bytes.
-    pub fn bytes(parameters: u64, compute: Dtype) -> (u64, u64) {
-        let copy = if compute == Dtype::F32 { 0 } else { compute.size_in_bytes() };
-        (parameters * Dtype::F32.size_in_bytes() as u64, parameters * copy as u64)
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy) -> (u64, u64) {
+        let copy = if policy.compute == policy.params { 0 } else { policy.compute.size_in_bytes() };
+        (parameters * policy.params.size_in_bytes() as u64, parameters * copy as u64)
     }
 
-    /// The FP32 tensors.
+    /// The tensors.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
@@ -123,12 +267,12 @@ impl MasterWeights {
 
     /// Rounds every master into `weights`.
     pub fn write_compute_copy(&self, weights: &Parameters, kernels: &dyn Kernels) -> Result<()> {
-        for (master, weight) in self.parameters.tensors().iter().zip(weights.tensors()) {
-            // In FP32 they are one tensor.
-            if weight.dtype() != DType::F32 {
-                kernels.copy(master, weight)?;
-            }
-        }
-        Ok(())
+        copy_all(&self.parameters, weights, kernels)
     }
+}
+
+/// Copies each tensor to that of the same place. Those of one type are one tensor already.
+fn copy_all(from: &Parameters, to: &Parameters, kernels: &dyn Kernels) -> Result<()> {
+    let mut pairs = from.tensors().iter().zip(to.tensors()).filter(|(from, to)| from.dtype() != to.dtype());
+    pairs.try_for_each(|(from, to)| kernels.copy(from, to))
 }

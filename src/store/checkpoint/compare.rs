@@ -8,7 +8,8 @@ use serde_json::Value;
 
 use super::manifest::{CONFIG, MASTERS, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
 use crate::digest::read_at_most;
-use crate::store::tensor_file::{TensorFile, TensorView};
+use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
+use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
 /// One difference.
@@ -35,7 +36,7 @@ impl fmt::Display for Difference {
 /// [`Error::Io`] or [`Error::Model`] if a file cannot be read. Does not check checksums; see [`verify`](super::verify).
 pub fn compare(a: &Path, b: &Path) -> Result<Vec<Difference>> {
     let mut differences = Vec::new();
-    for file in [CONFIG, STATE] {
+    for file in [CONFIG, ADAPTER_CONFIG, STATE] {
         each_side(a, b, file, &mut differences, |a, b, found| {
             json(&read_json(a)?, &read_json(b)?, "", found);
             Ok(())
@@ -47,7 +48,7 @@ pub fn compare(a: &Path, b: &Path) -> Result<Vec<Difference>> {
         }
         Ok(())
     })?;
-    for file in [WEIGHTS, MASTERS, OPTIMIZER] {
+    for file in [WEIGHTS, ADAPTER_WEIGHTS, MASTERS, OPTIMIZER] {
         each_side(a, b, file, &mut differences, |a, b, found| {
             tensors(&TensorFile::open(a)?, &TensorFile::open(b)?, found)
         })?;
@@ -122,6 +123,10 @@ fn values(a: &TensorView<'_>, b: &TensorView<'_>) -> Result<Option<String>> {
     }
     if a.bytes == b.bytes {
         return Ok(None);
+    }
+    if a.dtype == Dtype::U8 {
+        let count = a.bytes.iter().zip(b.bytes).filter(|(a, b)| a != b).count();
+        return Ok(Some(format!("{count} of {} codes differ", a.bytes.len())));
     }
     // Compare bits, so that identical NaNs are equal and 0 and -0 are not.
     let (left, right) = (a.to_f32()?, b.to_f32()?);

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::state::{FORMAT_VERSION, check_version};
 use crate::digest::{Digest, read_at_most};
+use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use crate::store::companions::Companions;
 use crate::{Error, Result};
 
@@ -24,6 +25,8 @@ pub(super) const WEIGHTS: &str = "model.safetensors";
 pub(super) const MASTERS: &str = "master.safetensors";
 /// Adam's moments.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
+/// What the names of both moments begin with there.
+pub(super) const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
 /// Larger sequences are rejected as forged, because incrementing them could overflow.
 pub(super) const MAX_SEQUENCE: u64 = u64::MAX / 2;
@@ -46,10 +49,12 @@ impl Kind {
     pub const ALL: [Self; 2] = [Self::Full, Self::Weights];
 
     /// The files of such a checkpoint in writing order, without the [`Companions`] and the manifest, which come last.
-    pub fn files(self) -> &'static [&'static str] {
-        match self {
-            Self::Full => &[CONFIG, TOKENIZER, WEIGHTS, MASTERS, OPTIMIZER, STATE],
-            Self::Weights => &[CONFIG, TOKENIZER, WEIGHTS],
+    pub fn files(self, adapters: bool) -> &'static [&'static str] {
+        match (self, adapters) {
+            (Self::Full, false) => &[CONFIG, TOKENIZER, WEIGHTS, MASTERS, OPTIMIZER, STATE],
+            (Self::Full, true) => &[CONFIG, TOKENIZER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, MASTERS, OPTIMIZER, STATE],
+            (Self::Weights, false) => &[CONFIG, TOKENIZER, WEIGHTS],
+            (Self::Weights, true) => &[CONFIG, TOKENIZER, ADAPTER_CONFIG, ADAPTER_WEIGHTS],
         }
     }
 
@@ -118,6 +123,11 @@ impl Manifest {
         }
     }
 
+    /// Whether it is of adapters, in PEFT's format, without their base.
+    pub fn has_adapters(&self) -> bool {
+        self.files.contains_key(ADAPTER_CONFIG)
+    }
+
     /// The text of the file.
     pub(super) fn to_json(&self) -> serde_json::Result<Vec<u8>> {
         let sealed = Sealed { format_version: FORMAT_VERSION, manifest: self.clone(), seal: self.seal()? };
@@ -144,7 +154,7 @@ impl Manifest {
         if manifest.sequence > MAX_SEQUENCE {
             return Err(format!("the sequence number {} is too large", manifest.sequence));
         }
-        let expected = manifest.kind.files();
+        let expected = manifest.kind.files(manifest.has_adapters());
         let known = |name: &str| expected.contains(&name) || Companions::NAMES.contains(&name);
         if let Some(name) = expected.iter().find(|name| !manifest.files.contains_key(**name)) {
             return Err(format!("it does not list `{name}`"));
@@ -185,7 +195,7 @@ mod tests {
     use super::*;
 
     fn manifest(kind: Kind) -> Manifest {
-        let files = kind.files().iter().map(|name| ((*name).to_owned(), Digest::of(name.as_bytes()))).collect();
+        let files = kind.files(false).iter().map(|name| ((*name).to_owned(), Digest::of(name.as_bytes()))).collect();
         Manifest { kind, step: 128, sequence: 3, validation_loss: Some(2.5), files }
     }
 

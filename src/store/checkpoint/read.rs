@@ -3,17 +3,21 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::manifest::{CONFIG, Kind, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or};
+use super::manifest::{CONFIG, Kind, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or};
 use super::state::State;
 use crate::digest::{Digest, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, Parameters};
+use crate::engine::optim::Quantised;
+use crate::store::adapter::{ADAPTER_WEIGHTS, AdapterFolder};
 use crate::store::folder::check_depth;
-use crate::store::tensor_file::TensorFile;
+use crate::store::tensor_file::{Dtype, TensorFile};
 use crate::{Error, Result};
 
 /// Maximum size of configuration and state.
 const MAX_JSON: u64 = 16 << 20;
+/// Blocks of a base at most, where the base is not there to tell.
+const MOST_BLOCKS: usize = 1024;
 
 /// A file of a checkpoint that does not match the manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -110,8 +114,11 @@ impl Checkpoint {
         let file = path.join(CONFIG);
         let text = read_at_most(&file, MAX_JSON)?;
         let config = ModelSpec::from_json(&text, &file.display().to_string())?;
-        let weights = TensorFile::open(path.join(WEIGHTS))?;
-        check_depth(&config, weights.tensors().len(), &file)?;
+        let weights = TensorFile::open(path.join(if manifest.has_adapters() { ADAPTER_WEIGHTS } else { WEIGHTS }))?;
+        // Adapters may be those of a few layers; of no model there are that many.
+        let most = if manifest.has_adapters() { MOST_BLOCKS } else { weights.tensors().len() };
+        check_depth(&config, most, &file)?;
+        let config = if manifest.has_adapters() { AdapterFolder::open(&path)?.spec(&config)? } else { config };
         Ok(Self {
             config,
             weights,
@@ -167,16 +174,31 @@ impl Checkpoint {
     pub fn read_exp_avg_sq(&self, into: &Parameters) -> Result<()> {
         read_all(&self.optimizer, into, "exp_avg_sq.")
     }
+
+    /// Reads the moments in 8 bits.
+    pub fn read_quantised(&self, into: &mut [Quantised]) -> Result<()> {
+        for Quantised { name, moments } in into {
+            for (kind, moment) in MOMENTS.iter().zip(moments) {
+                let codes = self.optimizer.require(&format!("{kind}.{name}"))?;
+                let absmax = self.optimizer.require(&format!("{kind}.{name}.absmax"))?.to_f32()?;
+                if codes.dtype != Dtype::U8 || !moment.restore(codes.bytes, absmax) {
+                    return Err(codes.error("it does not hold the moments of this parameter in 8 bits"));
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
-/// Fills every FP32 tensor of `into` from the tensor in `file` with the prefixed name.
+/// Fills every tensor of `into` from the tensor in `file` with the prefixed name.
 fn read_all(file: &TensorFile, into: &Parameters, prefix: &str) -> Result<()> {
     for (name, tensor) in into.iter() {
         let stored = file.require(&format!("{prefix}{name}"))?;
         if stored.shape != tensor.dims() {
             return Err(stored.error(format!("shape {:?}, but the model's is {:?}", stored.shape, tensor.dims())));
         }
-        view::write_f32(tensor, |out| stored.read_f32(out))??;
+        let values = stored.to_f32()?;
+        view::write(tensor, |mut out| out.store(0, &values))?;
     }
     Ok(())
 }

@@ -8,10 +8,12 @@ use candle_core::{DType, Tensor};
 use serde::Serialize;
 
 use super::disk::Disk;
-use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
+use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
 use super::state::State;
 use crate::digest::Digest;
 use crate::engine::model::{ModelSpec, Parameters};
+use crate::engine::optim::Quantised;
+use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
 use crate::store::companions::Companions;
 use crate::store::tensor_file::write_tensors;
 use crate::telemetry::{Activity, Amount};
@@ -36,6 +38,8 @@ pub struct Contents<'a> {
     pub exp_avg: &'a Parameters,
     /// Adam's second moments, FP32.
     pub exp_avg_sq: &'a Parameters,
+    /// Adam's moments in 8 bits, of the parameters that have no others.
+    pub quantised: &'a [Quantised],
     /// Receives the number of bytes written.
     pub activity: &'a Activity,
 }
@@ -47,7 +51,7 @@ impl Contents<'_> {
         disk.create_folder(directory)?;
         let mut files = BTreeMap::new();
         let mut done = 0;
-        for name in kind.files() {
+        for name in kind.files(self.config.lora.is_some()) {
             files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name, kind, &mut done)?);
         }
         for (name, text) in self.companions.iter() {
@@ -75,11 +79,16 @@ impl Contents<'_> {
             match name {
                 CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
                 TOKENIZER => write_bytes(out, path, self.tokenizer),
+                ADAPTER_CONFIG => write_bytes(out, path, self.adapter_config().as_bytes()),
+                ADAPTER_WEIGHTS => write_adapter(out, path, self.config, self.weights),
                 WEIGHTS => write_tensors(out, path, &named(self.weights, |name| self.config.family.stored_name(name))),
                 MASTERS => write_tensors(out, path, &named(self.masters, str::to_owned)),
                 OPTIMIZER => {
                     let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
                     moments.extend(named(self.exp_avg_sq, |name| format!("exp_avg_sq.{name}")));
+                    for tensor in self.quantised {
+                        moments.extend(quantised(tensor)?);
+                    }
                     write_tensors(out, path, &moments)
                 }
                 STATE => write_json(out, path, self.state),
@@ -100,6 +109,13 @@ impl Contents<'_> {
         }
     }
 
+    /// What PEFT reads beside the adapters.
+    fn adapter_config(&self) -> String {
+        let (base, revision) =
+            self.state.base.as_ref().map_or(("", None), |base| (&base.name, base.revision.as_deref()));
+        self.config.lora.as_ref().map_or_else(String::new, |lora| adapter_config(self.config, lora, base, revision))
+    }
+
     /// The weights' dtype in torch's terms; for mixed weights the widest, which they are loaded in.
     fn torch_dtype(&self) -> &'static str {
         let all = |dtype| self.weights.tensors().iter().all(|tensor| tensor.dtype() == dtype);
@@ -114,6 +130,17 @@ impl Contents<'_> {
 /// The tensors under other names, without copying values.
 fn named(parameters: &Parameters, name: impl Fn(&str) -> String) -> Vec<(String, Tensor)> {
     parameters.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
+}
+
+/// Moments in 8 bits as tensors with names.
+fn quantised(tensor: &Quantised) -> Result<Vec<(String, Tensor)>> {
+    let mut tensors = Vec::new();
+    for (kind, moment) in MOMENTS.iter().zip(&tensor.moments) {
+        let [codes, absmax] = moment.to_tensors()?;
+        tensors.push((format!("{kind}.{}", tensor.name), codes));
+        tensors.push((format!("{kind}.{}.absmax", tensor.name), absmax));
+    }
+    Ok(tensors)
 }
 
 /// A writer that reports its progress.

@@ -30,6 +30,9 @@ pub struct State {
     pub seed: u64,
     /// What must not change when a run is resumed.
     pub identity: Identity,
+    /// What adapters were trained over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<Base>,
     /// The loss scaler's state.
     pub scaler: ScalerState,
     /// The layers that overflowed recently or compute in a wider type.
@@ -62,6 +65,19 @@ pub struct Best {
     pub step: u64,
     /// In nats per token.
     pub loss: f64,
+}
+
+/// The frozen base of adapters, which a checkpoint does not contain.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Base {
+    /// The model as the user named it.
+    pub name: String,
+    /// The commit of the Hub's files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revision: Option<String>,
+    /// SHA-256 of its values in FP32, in the order of their names.
+    pub sha256: String,
 }
 
 /// What must not change between a run and its resumption.
@@ -149,6 +165,7 @@ mod tests {
             fallback: BTreeMap::from([(Unit::Block(1), UnitRecord { since: Some(9), ..UnitRecord::default() })]),
             fp8: None,
             touched: BTreeSet::new(),
+            base: None,
             cursor: Cursor { epoch: 1, window: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 
 /// Writes `tensors` in order as one safetensors file into `out`, whose `path` is for messages.
 ///
-/// Values keep their dtype (F32, F16 or BF16); a tensor on another device is copied just before it is written. The metadata
+/// Values keep their dtype (F32, F16, BF16 or U8); a tensor on another device is copied just before it is written. The metadata
 /// has `format: pt`, which transformers requires.
 ///
 /// # Errors
@@ -42,7 +42,8 @@ fn header(path: &Path, tensors: &[(String, Tensor)]) -> Result<Vec<u8>> {
             candle_core::DType::F32 => Dtype::F32,
             candle_core::DType::F16 => Dtype::F16,
             candle_core::DType::BF16 => Dtype::BF16,
-            other => return fail(format!("dtype {} cannot be saved, only f32, f16 and bf16", other.as_str())),
+            candle_core::DType::U8 => Dtype::U8,
+            other => return fail(format!("dtype {} cannot be saved, only f32, f16, bf16 and u8", other.as_str())),
         };
         let end = at + tensor.elem_count() * dtype.bitsize() / 8;
         let entry = json!({"dtype": dtype, "shape": tensor.dims(), "data_offsets": [at, end]});
@@ -64,6 +65,7 @@ fn write_storage(out: &mut dyn Write, tensor: &Tensor) -> candle_core::Result<io
         Storage::Cpu(CpuStorage::F32(values)) => write_le(out, &values[range], |value: f32| value.to_le_bytes()),
         Storage::Cpu(CpuStorage::F16(values)) => write_le(out, &values[range], |value: f16| value.to_le_bytes()),
         Storage::Cpu(CpuStorage::BF16(values)) => write_le(out, &values[range], |value: bf16| value.to_le_bytes()),
+        Storage::Cpu(CpuStorage::U8(values)) => out.write_all(&values[range]),
         _ => candle_core::bail!("a tensor left the CPU or changed its dtype while it was being saved"),
     })
 }

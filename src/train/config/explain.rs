@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 /// The struct behind each section, and the source that holds it.
-const SECTIONS: [(&str, &str, &str); 11] = [
+const SECTIONS: [(&str, &str, &str); 12] = [
     ("", "Config", include_str!("../config.rs")),
     ("fields", "Fields", include_str!("../../data/row.rs")),
     ("train", "TrainSection", include_str!("sections.rs")),
+    ("lora", "LoraSection", include_str!("sections.rs")),
     ("optimizer", "OptimizerSection", include_str!("sections.rs")),
     ("schedule", "ScheduleSection", include_str!("sections.rs")),
     ("scaler", "GradScalerConfig", include_str!("../../precision/scaler_config.rs")),

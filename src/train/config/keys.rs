@@ -19,6 +19,7 @@ pub(super) fn template() -> Config {
         kernels: Choice::Candle,
         ..Config::default()
     };
+    (config.lora.r, config.lora.alpha) = (Some(1), Some(1.0));
     config.train.epochs = Some(1.0);
     config.train.steps = Some(1);
     config.schedule.warmup_steps = Some(1);

@@ -1,8 +1,10 @@
 //! The sections of a configuration file with their defaults. `finetune config --explain` prints the fields' comments.
 
 use crate::data::LossOn;
+use crate::engine::model::ALL_LINEAR;
 use crate::engine::model::Keep;
-use crate::engine::optim::ScheduleKind;
+use crate::engine::optim::{OptimizerKind, ScheduleKind};
+use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -23,6 +25,11 @@ pub struct TrainSection {
     pub loss_on: LossOn,
     /// Whether to pack several short documents into a row. Attention stays within each document, and positions restart in each.
     pub packing: bool,
+    /// Whether a batch that does not fit into memory is cut into smaller micro-batches, and blocks recomputed if need be; what was
+    /// chosen is what the run saves.
+    pub auto_batch: bool,
+    /// How Adam's moments are stored: `adamw` in FP32, `adamw8bit` in 8 bits with a magnitude for each block of 256.
+    pub optimizer: OptimizerKind,
     /// Passes over the training text, instead of `steps`; 1 if neither is given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<f64>,
@@ -43,6 +50,66 @@ pub struct TrainSection {
     pub prompt: String,
     /// Stop after this many evaluations without a new best validation loss; 0 for never.
     pub early_stopping: u64,
+}
+
+/// Low-rank adapters, trained in place of the model's parameters. Their base is kept once, in the compute type, and not changed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LoraSection {
+    /// The rank; without one the model itself is trained.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub r: Option<usize>,
+    /// Factor of the adapters' output, divided by the rank; twice the rank is usual.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub alpha: Option<f64>,
+    /// Dropout of the adapters' input.
+    pub dropout: f64,
+    /// Whether the factor is divided by the root of the rank instead (rsLoRA).
+    pub rslora: bool,
+    /// Whether the length of each output's weights is trained too (DoRA).
+    pub dora: bool,
+    /// The linear layers that have an adapter, by the ends of their names; `all-linear` for all within the blocks.
+    pub targets: Vec<String>,
+    /// Other layers that are trained as they are.
+    pub modules_to_save: Vec<String>,
+}
+
+impl Default for LoraSection {
+    fn default() -> Self {
+        let targets = vec![ALL_LINEAR.to_owned()];
+        Self { r: None, alpha: None, dropout: 0.0, rslora: false, dora: false, targets, modules_to_save: Vec::new() }
+    }
+}
+
+impl LoraSection {
+    pub(super) fn validate(&self) -> Result<()> {
+        const LARGEST: usize = 1 << 16;
+        match (self.r, self.alpha) {
+            (None, None) => {}
+            (None, Some(_)) => {
+                return Err(Error::config("lora.r", "is missing beside `lora.alpha`; give the rank, such as 16"));
+            }
+            (Some(r), _) if r == 0 || r > LARGEST => {
+                return Err(Error::config("lora.r", format!("`{r}` is not a rank from 1 to {LARGEST}")));
+            }
+            (Some(r), None) => {
+                let message = format!("is missing beside `lora.r`; twice the rank is usual: `alpha={}`", 2 * r);
+                return Err(Error::config("lora.alpha", message));
+            }
+            (_, Some(alpha)) if !(alpha > 0.0 && alpha <= 1e6) => {
+                return Err(Error::config("lora.alpha", format!("`{alpha}` is not a number above 0 and up to 1e6")));
+            }
+            _ => {}
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return Err(Error::config("lora.dropout", format!("`{}` is not a probability in [0, 1)", self.dropout)));
+        }
+        if self.targets.is_empty() {
+            let message = format!("names no layer; give names such as `q_proj`, or `{ALL_LINEAR}`");
+            return Err(Error::config("lora.targets", message));
+        }
+        Ok(())
+    }
 }
 
 /// AdamW and clipping.
@@ -151,6 +218,8 @@ impl Default for TrainSection {
             recompute: Keep::All,
             loss_on: LossOn::Answers,
             packing: false,
+            auto_batch: false,
+            optimizer: OptimizerKind::AdamW,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Saves the trainer's checkpoints.
 
 use super::Trainer;
-use crate::store::checkpoint::{self, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, State};
+use crate::store::checkpoint::{self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, State};
 use crate::telemetry::{Event, Saved, Trouble};
 use crate::{Error, Result};
 use serde_json::json;
@@ -90,6 +90,7 @@ impl Trainer {
             masters: train.masters.parameters(),
             exp_avg: &train.adamw.exp_avg,
             exp_avg_sq: &train.adamw.exp_avg_sq,
+            quantised: train.adamw.quantised(),
             activity: &self.activity,
         };
         let checkpoint::Saved { path, manifest, trouble } = run.save(&contents, kind)?;
@@ -137,6 +138,25 @@ impl Trainer {
         Ok(batch.into_iter().filter_map(|(key, now)| differs(key, now as u64)).collect())
     }
 
+    /// Rejects adapters over another base than that of the checkpoint.
+    pub(super) fn check_base(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let (was, now) = (&checkpoint.state().base, &self.base);
+        if was.as_ref().map(|base| &base.sha256) == now.as_ref().map(|base| &base.sha256) {
+            return Ok(());
+        }
+        let hash = |base: &Option<Base>| {
+            base.as_ref()
+                .map_or("none".into(), |base| format!("SHA-256 {}…", &base.sha256[..12.min(base.sha256.len())]))
+        };
+        let message = format!(
+            "its adapters were trained over another base: `{}` had {} and now has {}; restore that model, or start a new run",
+            was.as_ref().map_or(self.config.model.as_str(), |base| &base.name),
+            hash(was),
+            hash(now)
+        );
+        Err(Error::checkpoint(checkpoint.path(), message))
+    }
+
     fn checkpoint_state(&self) -> State {
         let counters = self.engine.state.counters;
         let cursor = self.progress.retry.unwrap_or_else(|| self.loader.cursor());
@@ -152,6 +172,7 @@ impl Trainer {
             fallback: self.engine.state.fallback.units().clone(),
             fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
             touched: self.engine.state.touched.clone(),
+            base: self.base.clone(),
             cursor,
             schedule: json!({
                 "total_steps": self.total_steps,

@@ -1,0 +1,45 @@
+//! `finetune merge`: writes a model with its adapters merged into its weights.
+
+use crate::cli::export::{DtypeName, FormatName};
+use crate::cli::model::{DeviceArgs, NameArgs};
+use crate::inference::export::{Encoding, Format, Parts, export};
+use crate::inference::merge::merge_difference;
+use crate::precision::{Dtype, PrecisionPolicy};
+use crate::{Error, Result};
+use clap::Args;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// Flags of `finetune merge`.
+#[derive(Args, Debug)]
+pub(super) struct MergeArgs {
+    #[command(flatten)]
+    model: NameArgs,
+    /// A folder, or a file that ends in .gguf or .onnx
+    #[arg(value_name = "OUT")]
+    out: PathBuf,
+    /// The format [default: by the name of OUT]
+    #[arg(long, value_enum)]
+    format: Option<FormatName>,
+    /// Type of the weights, rounded once from the sum in FP32
+    #[arg(long, value_enum, default_value = "fp32")]
+    dtype: DtypeName,
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+/// Merges, writes, and prints what was written and the largest difference of logits.
+pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
+    let trained = args.model.open()?;
+    let encoding = args.dtype.encoding();
+    // Blocks are made from weights in FP32.
+    let dtype = if let Encoding::Plain(dtype) = encoding { dtype } else { Dtype::F32 };
+    let format = args.format.map_or_else(|| Format::of(&args.out), FormatName::format);
+    let found = merge_difference(&trained, dtype, &args.device.open(PrecisionPolicy::FP32)?)?;
+    for path in export(&trained, encoding, format, Parts::Merged, &args.out)? {
+        writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
+    }
+    let (largest, logit, tokens) = (found.largest, found.logit, found.tokens);
+    let line = format!("largest difference of logits: {largest:.1e} of {logit:.1}, on {tokens} random tokens");
+    writeln!(out, "{line}").map_err(Error::io("write to", "standard output"))
+}

@@ -1,0 +1,37 @@
+"""The logits of an adapter over a model by PEFT, the adapter saved again, and a fresh adapter of PEFT's with its logits.
+
+    python peft_logits.py MODEL ADAPTER AGAIN IDS
+"""
+
+import json
+import sys
+import warnings
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+warnings.simplefilter("ignore")
+transformers.logging.set_verbosity_error()
+model, adapter, again, ids = sys.argv[1:]
+ids = torch.tensor([[int(token) for token in ids.split(",")]])
+
+
+def base():
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(ids).logits[0].flatten().tolist()
+
+
+ours = PeftModel.from_pretrained(base(), adapter)
+ours.save_pretrained(again)
+torch.manual_seed(3)
+config = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn", "c_proj"], use_rslora=True, use_dora=True,
+                    init_lora_weights=False, task_type="CAUSAL_LM")
+fresh = get_peft_model(base(), config)
+fresh.save_pretrained(again + "-fresh")
+print(json.dumps({"logits": logits(ours), "fresh": logits(fresh)}))

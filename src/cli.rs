@@ -18,15 +18,19 @@ mod merge;
 mod mismatch;
 mod model;
 mod notify;
+mod processes;
 mod report;
 mod runs;
 mod show;
 mod tell;
 mod train;
+#[cfg(feature = "mpi")]
+mod verify_distributed;
 mod verify_resume;
 mod watch;
 
 use crate::data::{names_in, nearest, parquet_rows};
+use crate::engine::collective::Collective;
 #[cfg(feature = "cuda")]
 use crate::engine::kernels::cuda::preflight;
 use crate::engine::kernels::isa::Isa;
@@ -39,6 +43,7 @@ use flags::ConfigArgs;
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`.
 fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
@@ -105,6 +110,9 @@ enum Command {
     Compare(compare::CompareArgs),
     /// Prove on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
+    /// Prove on this machine that a run's results do not depend on the number of processes
+    #[cfg(feature = "mpi")]
+    VerifyDistributed(Box<verify_distributed::VerifyDistributedArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigCommand>),
     /// Explore and predict the effects of number formats
@@ -175,19 +183,30 @@ pub fn main() -> ExitCode {
         return parquet_rows::serve(arguments);
     }
     parquet_rows::can_serve();
+    let world = processes::join();
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
+            if world.is_ok_and(|world| !world.leads()) {
+                processes::leave();
+                return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
+            }
             // clap chooses the stream; ignore a closed one.
             error.print().ok();
+            processes::leave();
             if let Some(tip) = tip(&error) {
                 writeln!(stderr(), "\n  tip: {tip}").ok();
             }
             return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
         }
     };
-    match dispatch(cli) {
+    let done = world.and_then(|world| dispatch(cli, &world));
+    if let Err(error) = &done {
+        processes::end_with(&error.to_string(), error.exit_code());
+    }
+    processes::leave();
+    match done {
         Ok(code) => code,
         // The reader closed the pipe, as in `finetune man | head`.
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
@@ -198,10 +217,14 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn dispatch(cli: Cli) -> Result<ExitCode> {
+fn dispatch(cli: Cli, world: &Arc<dyn Collective>) -> Result<ExitCode> {
     Isa::detect()?;
+    if cli.command.is_some() && !world.leads() {
+        // What is not training is done by one process.
+        return Ok(ExitCode::SUCCESS);
+    }
     match cli.command {
-        None => Ok(match train::run(&cli.train)? {
+        None => Ok(match train::run(&cli.train, world)? {
             FinishReason::Done | FinishReason::EarlyStopped | FinishReason::Stopped => ExitCode::SUCCESS,
             FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
@@ -233,6 +256,8 @@ fn dispatch(cli: Cli) -> Result<ExitCode> {
         Some(Command::Runs(args)) => done(runs::run(&args, &mut Clean::new(stdout()))),
         Some(Command::Checkpoint(args)) => checkpoint::run(&args, &mut Clean::new(stdout())),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut Clean::new(stdout())),
+        #[cfg(feature = "mpi")]
+        Some(Command::VerifyDistributed(args)) => verify_distributed::run(&args, &mut Clean::new(stdout())),
         Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }
 }

@@ -1,5 +1,6 @@
 //! What trains and runs a model: kernels, the decoder over them, optimizer.
 
+pub mod collective;
 pub mod device;
 pub mod kernels;
 pub mod model;

@@ -73,6 +73,9 @@ pub enum Error {
         /// The pass and tensor that were not finite, and the last checkpoint.
         message: String,
     },
+    /// The processes of a run cannot go on together.
+    #[error("{0}")]
+    Collective(String),
     /// An operation of the engine or of candle failed.
     #[error(transparent)]
     Kernel(#[from] candle_core::Error),
@@ -116,7 +119,7 @@ impl Error {
             Self::Config { .. } | Self::Data { .. } | Self::Model { .. } | Self::Checkpoint { .. } => 2,
             Self::Diverged { .. } => 3,
             Self::Io { source, .. } if is_wrong_path(source.kind()) => 2,
-            Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Kernel(_) => 1,
+            Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Collective(_) | Self::Kernel(_) => 1,
         }
     }
 }

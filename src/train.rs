@@ -25,5 +25,5 @@ pub(crate) use setup::refuse_misspelling;
 pub use setup::{Located, ModelSource, Preparing, Report, dataset, dialogues, engine, locate, reading, whole_text};
 pub use state::{Counters, TrainState};
 pub use step::{Engine, Outcome, PartTimes, StepReport};
-pub use trainer::Trainer;
+pub use trainer::{Beginning, StillHere, Trainer};
 pub use verify::{ResumeProof, verify_resume};

@@ -85,7 +85,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
                 Some(count) => latency::measure(args, &config, count),
                 None => measure(args, &config),
             };
-            thread_pool(&config)?.install(|| measured(args))?.to_string()
+            thread_pool(&config, 1)?.install(|| measured(args))?.to_string()
         }
         types => table::of(args, types)?,
     };

@@ -5,15 +5,19 @@ use crate::cli::notify::Notify;
 use crate::cli::show::{ShowArgs, show};
 use crate::cli::tell::Teller;
 use crate::cli::{did_you_mean, run_or_path};
-use crate::screen::terminal::Interruption;
+use crate::engine::collective::Collective;
+use crate::screen::terminal::{Interruption, hold_signals};
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::store::hub::free_bytes;
-use crate::telemetry::{Command, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, Trouble};
-use crate::train::{Config, Preparing, Trainer};
+use crate::telemetry::{
+    Command, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, Trouble, is_bound,
+};
+use crate::train::{Beginning, Config, Preparing, StillHere, Trainer};
 use crate::{Error, Result};
 use clap::Args;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 /// Flags of a training run.
@@ -53,7 +57,10 @@ struct Resumed {
 }
 
 /// Trains. Returns how the run ended.
-pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
+pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<FinishReason> {
+    if !world.leads() {
+        return follow(world);
+    }
     let notify = args.notify.as_deref().map(Notify::new).transpose()?;
     let signals = Interruption::listen().map_err(Error::io("listen to signals in", "."))?;
     let teller = Teller::start();
@@ -67,14 +74,25 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
         None => args.config.resolve()?,
     };
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
-    let pool = thread_pool(&config)?;
+    if world.world() > 1 && config.data == "-" {
+        let message = "standard input reaches one process only; give a file that all of them can read";
+        return Err(Error::config("data", message));
+    }
+    let pool = thread_pool(&config, world.beside())?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
-    let mut tell = |event| teller.tell(event);
-    let mut trainer = pool.install(|| match checkpoint {
-        Some(checkpoint) => Trainer::resume(config.clone(), checkpoint, &mut tell),
-        None => Trainer::new(config.clone(), &mut tell),
-    })?;
+    let still_here = StillHere::default();
+    let mut tell = |event| {
+        teller.tell(event);
+        // If it fails, so will what follows.
+        still_here.say(&**world).ok();
+    };
+    let mut trainer = pool.install(|| Trainer::among(world.clone(), config.clone(), checkpoint, &mut tell))?;
+    // What is downloaded or tokenised is in the cache by now.
+    let beginning =
+        Beginning { config: trainer.config().clone(), checkpoint: checkpoint.map(|it| it.path().to_path_buf()) };
+    beginning.tell(&**world)?;
+    trainer.agree()?;
     drop(teller);
     let (run, warnings) = match resumed {
         Some(resumed) => {
@@ -124,10 +142,26 @@ pub(crate) fn run(args: &TrainArgs) -> Result<FinishReason> {
     })
 }
 
-/// A pool of the configured number of threads.
-pub(crate) fn thread_pool(config: &Config) -> Result<rayon::ThreadPool> {
+/// Takes part in the run that process 0 leads.
+fn follow(world: &Arc<dyn Collective>) -> Result<FinishReason> {
+    hold_signals().map_err(Error::io("listen to signals in", "."))?;
+    let Some(Beginning { config, checkpoint }) = Beginning::hear(&**world)? else { return Ok(FinishReason::Done) };
+    let checkpoint = checkpoint.map(Checkpoint::open_verified).transpose()?;
+    thread_pool(&config, world.beside())?.install(|| {
+        let mut trainer = Trainer::among(world.clone(), config, checkpoint.as_ref(), &mut |_| ())?;
+        trainer.agree()?;
+        trainer.follow()
+    })?;
+    Ok(FinishReason::Done)
+}
+
+/// A pool of the configured number of threads, or one a core; `beside` processes share this machine's cores, unless their
+/// launcher has bound each to its own.
+pub(crate) fn thread_pool(config: &Config, beside: usize) -> Result<rayon::ThreadPool> {
+    let own = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let shared = if beside > 1 && !is_bound() { (own / beside).max(1) } else { 0 };
     rayon::ThreadPoolBuilder::new()
-        .num_threads(config.threads.unwrap_or(0))
+        .num_threads(config.threads.unwrap_or(shared))
         .thread_name(|i| format!("compute-{i}"))
         .build()
         .map_err(|error| Error::config("threads", error.to_string()))

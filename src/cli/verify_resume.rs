@@ -27,7 +27,7 @@ pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCo
     let steps = args.config.steps.map_or(STEPS, |steps| steps.max(0) as u64);
     let at = args.at.unwrap_or(steps / 2);
     let folder = tempfile::tempdir().map_err(Error::io("create a temporary folder in", std::env::temp_dir()))?;
-    let proof = thread_pool(&config)?.install(|| verify_resume(&config, steps, at, folder.path()))?;
+    let proof = thread_pool(&config, 1)?.install(|| verify_resume(&config, steps, at, folder.path()))?;
     let mut say = |text: String| writeln!(out, "{text}").map_err(Error::io("write to", "standard output"));
     for difference in &proof.differences {
         say(format!("differs: {difference}"))?;

@@ -10,4 +10,4 @@ pub(crate) use keys::Binding;
 pub(crate) use palette::Palette;
 pub(crate) use screen::Screen;
 pub(crate) use signals::Ending;
-pub use signals::{Interruption, outlive_file_size_limit};
+pub use signals::{Interruption, hold_signals, outlive_file_size_limit};

@@ -15,7 +15,7 @@ use memmap2::{Mmap, UncheckedAdvice};
 pub use safetensors::Dtype;
 
 pub use self::header::{Entry, Header, MAX_HEADER_BYTES};
-pub use self::write::{write_tensors, write_values};
+pub use self::write::{write_header, write_tensors, write_values};
 use crate::{Error, Result, untrusted};
 
 /// A memory-mapped safetensors file: values are read from disk on access.

@@ -16,7 +16,7 @@ mod step;
 
 pub use gradients::{GradStats, LayerMaxima, TensorRecord, Touched, Variances};
 pub use measurement::{ActivationMax, FlushedTensor, Probe, SampleText, Validation};
-pub use outcome::{FinishReason, Finished, Saved, Trouble};
+pub use outcome::{FinishReason, Finished, ProcessRate, Processes, Saved, Trouble};
 pub use overflow::{Origin, Overflow, Pass, Retyped};
 pub use started::{Cpu, ModelShape, ScalerSettings, Started};
 pub use step::{GpuStats, Outcome, ScaleCause, ScaleMove, StepRecord, StepTime};
@@ -66,6 +66,8 @@ pub enum Event {
     Probe(Box<Probe>),
     /// A checkpoint was written.
     Saved(Saved),
+    /// How fast the processes of the run are.
+    Processes(Processes),
     /// Training paused on request.
     Paused {
         /// Steps attempted so far.
@@ -99,6 +101,7 @@ impl Event {
             Self::Sample(sample) => sample.step,
             Self::Probe(probe) => probe.step,
             Self::Saved(saved) => saved.step,
+            Self::Processes(processes) => processes.step,
             Self::Paused { step } | Self::Resumed { step } => *step,
             Self::Warning(trouble) | Self::Diverged(trouble) => trouble.step,
             Self::Finished(finished) => finished.step,

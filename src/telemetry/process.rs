@@ -143,6 +143,14 @@ fn cpu_seconds(stat: &str) -> Option<f64> {
     Some((ticks.next()?.ok()? + ticks.next()?.ok()?) / TICKS_PER_SECOND)
 }
 
+/// Whether this process may use some of the machine's processors only, as a launcher of several processes has it.
+pub fn is_bound() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let own = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok();
+    matches!((own, online), (Some(own), Some(online)) if own.trim() != online.trim())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

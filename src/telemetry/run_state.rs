@@ -241,7 +241,7 @@ impl RunState {
             Event::Resumed { .. } => self.phase = Phase::Running,
             Event::Variances(variances) => self.tensors.spread(variances, s),
             Event::Touched(touched) => self.tensors.touched(touched),
-            Event::Warning(_) | Event::Diverged(_) | Event::LayerMaxima(_) => {}
+            Event::Warning(_) | Event::Diverged(_) | Event::LayerMaxima(_) | Event::Processes(_) => {}
             Event::Finished(finished) => {
                 let peak = &mut self.tally.figures.peak_rss;
                 *peak = (*peak).max(finished.peak_rss_bytes);

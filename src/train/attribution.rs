@@ -24,11 +24,29 @@ pub(super) fn origin(
     with_step_weights(engine, |engine| search(engine, micro_batches, report))
 }
 
+/// The first of all processes, in the order of the micro-batches.
 fn search(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> Result<Option<(Origin, Unit)>> {
+    let found = search_share(engine, micro_batches, report)?;
+    if engine.world.world() == 1 {
+        return Ok(found);
+    }
+    let text = serde_json::to_vec(&found).map_err(candle_core::Error::wrap)?;
+    for theirs in engine.world.all_gather(&text)? {
+        // Shares follow each other in the order of ranks.
+        let theirs: Option<(Origin, Unit)> = serde_json::from_slice(&theirs).map_err(candle_core::Error::wrap)?;
+        if theirs.is_some() {
+            return Ok(theirs);
+        }
+    }
+    Ok(None)
+}
+
+fn search_share(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> Result<Option<(Origin, Unit)>> {
     let Engine { model, state, workspace, grads, seed, .. } = engine;
     let before = state.counters.before_skipped();
     let loss_seed = report.scale / report.targets.max(1) as f32;
-    for (micro_batch, batch) in micro_batches.iter().enumerate() {
+    let share = grads.share(micro_batches.len());
+    for (micro_batch, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
         let mode = Mode::Train { seed: *seed, draw: before.draw(micro_batch) };
         let mut search = Search { seq_len: batch.seq_len, found: None };
         let grads = grads.micro_batch();

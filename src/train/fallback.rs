@@ -59,11 +59,15 @@ pub(super) fn after_step(
         moves.extend(state.fallback.clean(fits).into_iter().map(|unit| (unit, wide, policy.compute, None)));
     }
     let mut events = Vec::new();
+    let moved = !moves.is_empty();
     for (unit, from, to, overflows) in moves {
         engine.retype(unit, to)?;
         let (layer, from, to) = (unit.to_string(), from.to_string(), to.to_string());
         let back = overflows.is_none();
         events.push(Retyped { step, layer, from, to, overflows, back, ..Retyped::default() });
+    }
+    if moved && engine.state.masters.parameters().shards().is_some() {
+        engine.state.copy_to_weights(engine.model.kernels(), &*engine.world)?;
     }
     Ok(events)
 }

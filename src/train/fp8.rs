@@ -5,6 +5,7 @@
 //! a run without FP8 pays nothing.
 
 use crate::Result;
+use crate::engine::collective::Collective;
 use crate::engine::kernels::fp8::round_through;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view;
@@ -46,6 +47,8 @@ pub struct Fp8Layer {
     scales: Vec<Option<f32>>,
     /// This step's maxima.
     amax: Vec<f32>,
+    /// The block's weights before they were rounded.
+    kept: Vec<Tensor>,
 }
 
 impl Fp8Layer {
@@ -60,7 +63,7 @@ impl Fp8Layer {
             amax: vec![AmaxHistory::default(); tensors],
         };
         let state = state.filter(|state| state.layer == block && state.amax.len() == tensors).unwrap_or_else(fresh);
-        Some(Self { config, block, state, scales: vec![None; tensors], amax: vec![0.0; tensors] })
+        Some(Self { config, block, state, scales: vec![None; tensors], amax: vec![0.0; tensors], kept: Vec::new() })
     }
 
     /// The state that a checkpoint saves.
@@ -81,12 +84,13 @@ impl Fp8Layer {
         }
     }
 
-    /// Rounds the block's weights from the masters, with the step's scales.
-    pub(super) fn round_weights(&mut self, masters: &Parameters, weights: &Parameters) -> Result<()> {
+    /// Rounds the block's weights, with the step's scales.
+    pub(super) fn round_weights(&mut self, weights: &Parameters) -> Result<()> {
         if !self.state.active {
             return Ok(());
         }
-        self.restore(masters, weights)?;
+        let tensors = WEIGHTS.iter().flat_map(|roles| of_block(self.block, roles, weights));
+        self.kept = tensors.map(Tensor::force_contiguous).collect::<candle_core::Result<_>>()?;
         for (i, roles) in WEIGHTS.iter().enumerate() {
             for weight in of_block(self.block, roles, weights) {
                 self.round(INPUTS.len() + i, E4M3, weight)?;
@@ -95,23 +99,24 @@ impl Fp8Layer {
         Ok(())
     }
 
-    /// Makes the weights unrounded copies of the masters again.
-    pub(super) fn restore(&self, masters: &Parameters, weights: &Parameters) -> Result<()> {
-        for roles in WEIGHTS {
-            for (master, weight) in of_block(self.block, roles, masters).zip(of_block(self.block, roles, weights)) {
-                view::copy(&view::host(master)?, weight)?;
-            }
+    /// Undoes the rounding.
+    pub(super) fn restore(&mut self, weights: &Parameters) -> Result<()> {
+        let tensors = WEIGHTS.iter().flat_map(|roles| of_block(self.block, roles, weights));
+        for (weight, kept) in tensors.zip(self.kept.drain(..)) {
+            view::copy(&view::host(&kept)?, weight)?;
         }
         Ok(())
     }
 
-    /// Adds the step's maxima to the amax history.
-    pub(super) fn end_step(&mut self) {
+    /// Adds the step's maxima, those of all processes, to the amax history.
+    pub(super) fn end_step(&mut self, world: &dyn Collective) -> Result<()> {
         if self.state.active {
+            world.max(&mut self.amax)?;
             for (history, amax) in self.state.amax.iter_mut().zip(&self.amax) {
                 history.push(*amax, self.config.history);
             }
         }
+        Ok(())
     }
 
     /// Adds the variance of an applied step to the mean. `Some(true)` if that moves the block into FP8, `Some(false)` if out
@@ -162,14 +167,14 @@ pub(super) fn after_step(
     report: &StepReport,
     variance_every: u64,
 ) -> Result<Vec<Event>> {
-    let Engine { model, state, grads, survey, .. } = engine;
+    let Engine { world, model, state, grads, survey, .. } = engine;
     let step = state.counters.step;
     let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
     let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.switch_variance.is_some());
     if report.outcome == Outcome::Skipped || !(wanted || switches) {
         return Ok(Vec::new());
     }
-    let mut variances = grads.variances(survey, model.kernels())?;
+    let mut variances = grads.variances(survey, model.kernels(), &**world)?;
     for variance in variances.values_mut() {
         *variance /= f64::from(report.scale).powi(2);
     }
@@ -233,7 +238,7 @@ mod tests {
         }
         let in_fp16 = read("h.1.mlp.c_fc.weight");
         layer.begin_step();
-        layer.round_weights(&masters, &weights).unwrap();
+        layer.round_weights(&weights).unwrap();
         for name in ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"] {
             let coarse =
                 |block: usize| read(&format!("h.{block}.{name}.weight")).iter().all(|x| x.to_bits() << 12 == 0);
@@ -242,7 +247,7 @@ mod tests {
         // The scale comes from the largest weight, so nothing that FP8 could hold saturates or flushes.
         let errors = in_fp16.iter().zip(read("h.1.mlp.c_fc.weight")).map(|(x, y)| (x - y).abs() / x.abs().max(1e-4));
         assert!(errors.fold(0.0, f32::max) <= 1.0 / 16.0);
-        layer.restore(&masters, &weights).unwrap();
+        layer.restore(&weights).unwrap();
         assert_eq!(read("h.1.mlp.c_fc.weight"), in_fp16);
     }
 }

@@ -27,21 +27,25 @@ pub(super) fn largest_gradient(
 }
 
 fn search(engine: &mut Engine, micro_batches: &[Batch], counters: Counters, scale: f32) -> Result<Option<f32>> {
-    let Engine { model, state, workspace, grads, seed, .. } = engine;
+    let Engine { world, model, state, workspace, grads, seed, .. } = engine;
+    let share = grads.share(micro_batches.len());
     let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
     let lowest = state.scaler.config().min_scale;
     let mut tried = scale;
     while tried > lowest {
         tried = (tried / STEP_DOWN).max(lowest);
         let mut largest = Largest { max_abs: 0.0, finite: true };
-        for (i, batch) in micro_batches.iter().enumerate() {
+        for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
             let mode = Mode::Train { seed: *seed, draw: counters.draw(i) };
             let loss_seed = tried / targets.max(1) as f32;
             let grads = grads.micro_batch();
             passes(model, &state.weights, &mut state.fp8, batch, mode, loss_seed, workspace, grads, &mut largest)?;
         }
-        if largest.finite {
-            return Ok(Some(largest.max_abs / tried));
+        // What all processes agree on.
+        let mut seen = [largest.max_abs, if largest.finite { 0.0 } else { 1.0 }];
+        world.max(&mut seen)?;
+        if seen[1] == 0.0 {
+            return Ok(Some(seen[0] / tried));
         }
     }
     Ok(None)

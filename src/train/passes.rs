@@ -30,12 +30,12 @@ pub(super) fn passes(
 pub(super) fn with_step_weights<R>(engine: &mut Engine, f: impl FnOnce(&mut Engine) -> Result<R>) -> Result<R> {
     let state = &mut engine.state;
     if let Some(fp8) = &mut state.fp8 {
-        fp8.round_weights(state.masters.parameters(), &state.weights)?;
+        fp8.round_weights(&state.weights)?;
     }
     let result = f(engine);
-    let state = &engine.state;
-    if let Some(fp8) = &state.fp8 {
-        fp8.restore(state.masters.parameters(), &state.weights)?;
+    let state = &mut engine.state;
+    if let Some(fp8) = &mut state.fp8 {
+        fp8.restore(&state.weights)?;
     }
     result
 }

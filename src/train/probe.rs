@@ -6,6 +6,7 @@
 
 use crate::Result;
 use crate::data::Batch;
+use crate::engine::collective::Solo;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view::{host, read};
@@ -24,8 +25,9 @@ use std::sync::Arc;
 const WIDTH: usize = 1024;
 
 /// Compares the gradients of `batch` in the run's precision with its loss scale with those in FP32 without one.
+/// `masters` are all of them, where this process holds a part.
 /// Overwrites the engine's buffers and gradients, and nothing that outlives a step.
-pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
+pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Parameters>) -> Result<Probe> {
     let spec = engine.model.spec();
     let device = engine.state.weights.device();
     let shape = (batch.batch_size, batch.seq_len);
@@ -38,12 +40,18 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch) -> Result<Probe> {
     let Engine { model, state, grads, workspace: stored, .. } = engine;
     let grads = grads.micro_batch();
     passes(model, &state.weights, &mut state.fp8, batch, mode, seed(scale), stored, grads, &mut ())?;
-    let masters = &wide(state, model.kernels())?;
+    let own;
+    let masters = if let Some(masters) = masters {
+        masters
+    } else {
+        own = wide(state, model.kernels())?;
+        &own
+    };
     let mut maxima = Maxima { spec: model.spec(), maxima: Vec::new() };
     passes(model, masters, &mut None, batch, mode, seed(1.0), &mut workspace, exact.micro_batch(), &mut maxima)?;
 
     let mut survey = Survey::default();
-    exact.survey(true, &mut survey, model.kernels())?;
+    exact.survey(true, &mut survey, model.kernels(), &Solo)?;
     let layout = masters.layout();
     let tensors = layout
         .iter()

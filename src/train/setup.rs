@@ -4,10 +4,11 @@ use crate::data::{
     ChatSettings, Dataset, Dialogue, LoadEvent, Loader, Proof, Reading, Source, TokenSource, Tokenizer, named_template,
     names_in, nearest,
 };
+use crate::engine::collective::{Collective, Solo};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
-use crate::engine::optim::{Gradients, Survey};
+use crate::engine::optim::{Gradients, OptimizerKind, Survey};
 use crate::precision::{Dtype, Fallback, GradScaler};
 use crate::store::base::{OverBase, over_base};
 use crate::store::checkpoint::{Base, Checkpoint};
@@ -402,10 +403,12 @@ pub(super) fn fit_memory(
     config: Config,
     shape: &ModelSpec,
     open: &OpenDevice,
+    world: &dyn Collective,
     report: &mut Report<'_>,
 ) -> Result<Config> {
     let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
     let Some(available) = available else { return Ok(config) };
+    let available = available / world.beside() as u64;
     let mut config = config;
     if std::mem::take(&mut config.train.auto_batch) {
         let (fitted, said) = fitted(&config, shape, &*open.kernels, available);
@@ -424,11 +427,32 @@ pub fn engine(
     kernels: Arc<dyn Kernels>,
     total_steps: u64,
 ) -> Result<Engine> {
+    engine_among(Arc::new(Solo), config, shape, masters, kernels, total_steps)
+}
+
+/// The engine of one of the processes that train together.
+pub(super) fn engine_among(
+    world: Arc<dyn Collective>,
+    config: &Config,
+    shape: &ModelSpec,
+    masters: Parameters,
+    kernels: Arc<dyn Kernels>,
+    total_steps: u64,
+) -> Result<Engine> {
     let device = masters.device();
     let model = Decoder::new(shape, &masters, kernels)?;
+    if world.world() > 1 && model.kernels().name() != "fused" {
+        let message =
+            "several processes train with the fused kernels on CPUs; use `auto` and `--device cpu`, or one process";
+        return Err(Error::config("kernels", message));
+    }
     let (policy, train) = (config.dtype, &config.train);
-    let mut state =
-        TrainState::new(masters, policy, config.optimizer(), GradScaler::new(config.grad_scaler())?, model.kernels())?;
+    if world.world() > 1 && (policy.params != Dtype::F32 || config.optimizer().kind != OptimizerKind::AdamW) {
+        let message = "several processes train with FP32 masters and `adamw` only; use those, or one process";
+        return Err(Error::config("train.optimizer", message));
+    }
+    let scaler = GradScaler::new(config.grad_scaler())?;
+    let mut state = TrainState::new(masters, policy, config.optimizer(), scaler, model.kernels(), &*world)?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
     state.fp8 = Fp8Layer::new(config.precision.fp8, None);
     if let Some(block) = config.precision.fp8.layer.filter(|block| *block >= shape.layers) {
@@ -437,7 +461,12 @@ pub fn engine(
     }
     Ok(Engine {
         workspace: Workspace::for_training(shape, policy, (train.batch_size, train.seq_len), train.recompute, &device)?,
-        grads: Gradients::new(&state.weights, policy, train.grad_accum)?,
+        grads: match state.masters.parameters().shards() {
+            Some(shards) => Gradients::sharded(&state.weights, policy, train.grad_accum, shards, world.rank())?,
+            None => Gradients::new(&state.weights, policy, train.grad_accum)?,
+        },
+        world,
+        times: Vec::new(),
         state,
         model,
         schedule: config.lr_schedule(total_steps),

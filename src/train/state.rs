@@ -1,12 +1,14 @@
 //! The training state: everything a checkpoint saves, and nothing else.
 
 use crate::Result;
+use crate::engine::collective::{Collective, Shards, gather};
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{AdamW, MasterWeights, OptimizerConfig};
 use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
 use crate::train::fp8::Fp8Layer;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// The state that training changes. Runs with equal state, data and settings continue bit for bit the same.
 #[derive(Debug)]
@@ -65,12 +67,26 @@ impl TrainState {
         optimizer: impl Into<OptimizerConfig>,
         scaler: GradScaler,
         kernels: &dyn Kernels,
+        world: &dyn Collective,
     ) -> Result<Self> {
-        let (masters, weights) = MasterWeights::new(masters, policy, kernels)?;
+        let (mut masters, weights) = MasterWeights::new(masters, policy, kernels)?;
+        if world.world() > 1 {
+            let lengths = weights.tensors().iter().map(candle_core::Tensor::elem_count);
+            let shards = Arc::new(Shards::new(lengths, world.world()));
+            masters = masters.shard(&shards, world.rank(), &weights)?;
+        }
         let adamw = AdamW::new(optimizer, masters.parameters())?;
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
         let (touched, counters) = (BTreeSet::new(), Counters::default());
         Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, touched, counters })
+    }
+
+    /// Makes the working copy of all processes that of their masters.
+    pub(super) fn copy_to_weights(&self, kernels: &dyn Kernels, world: &dyn Collective) -> Result<()> {
+        let counterpart = self.masters.counterpart(&self.weights, world.rank())?;
+        self.masters.write_compute_copy(&counterpart, kernels)?;
+        let shards = self.masters.parameters().shards();
+        shards.map_or(Ok(()), |shards| gather::all_gather(&self.weights, shards, world))
     }
 
     /// Random initial weights for `spec`, in FP32.

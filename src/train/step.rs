@@ -2,16 +2,22 @@
 //! `GradScaler::disabled()`.
 
 use crate::data::Batch;
+use crate::engine::collective::{Collective, gather};
 use crate::engine::model::{Decoder, Mode, Workspace};
 use crate::engine::optim::{Gradients, LrSchedule, Survey};
 use crate::precision::ScaleChange;
 use crate::train::state::TrainState;
 use crate::{Error, Result};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Everything a step needs besides its batches.
 #[derive(Debug)]
 pub struct Engine {
+    /// The processes that take the step together; each computes its share of the micro-batches.
+    pub world: Arc<dyn Collective>,
+    /// Of the last step in each process: seconds of its passes, seconds of all exchanges so far, micro-batches.
+    pub times: Vec<[f64; 3]>,
     /// The architecture.
     pub model: Decoder,
     /// The state that steps change.
@@ -74,14 +80,16 @@ pub struct PartTimes {
     pub backward: Duration,
     /// The survey of the gradients.
     pub survey: Duration,
-    /// Unscaling, clipping, AdamW, the new working copy.
+    /// Unscaling, clipping, AdamW, the new working copy; of several processes also its exchange.
     pub optimizer: Duration,
+    /// What several processes send each other, waiting for the last included.
+    pub exchange: Duration,
 }
 
 impl Engine {
     /// Runs one step over `micro_batches`, whose losses are weighted by their numbers of targets.
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
-        let Self { model, state, workspace, grads, survey, .. } = self;
+        let Self { world, times, model, state, workspace, grads, survey, .. } = self;
         let kernels = model.kernels();
         let scale = state.scaler.scale();
         let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
@@ -92,13 +100,13 @@ impl Engine {
             ));
         }
         let mut time = PartTimes::default();
-        let mut loss = 0.0;
-        grads.begin(micro_batches.len());
+        let share = grads.begin(micro_batches.len())?;
+        let mut losses = Vec::with_capacity(share.len());
         if let Some(fp8) = &mut state.fp8 {
             fp8.begin_step();
-            fp8.round_weights(state.masters.parameters(), &state.weights)?;
+            fp8.round_weights(&state.weights)?;
         }
-        for (i, batch) in micro_batches.iter().enumerate() {
+        for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
             let (tokens, mut narrow) = (batch.tokens(), None);
             let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
             let mode = Mode::Train { seed: self.seed, draw: state.counters.draw(i) };
@@ -108,16 +116,22 @@ impl Engine {
             time.forward += clock.elapsed();
             // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
             let (seed, out) = (scale / targets as f32, grads.micro_batch());
-            loss +=
+            let loss =
                 model.loss_and_head_gradient(&state.weights, &batch.targets, seed, workspace, out, &mut state.fp8)?;
             model.backward(&state.weights, tokens, mode, workspace, out, &mut state.fp8)?;
+            losses.push(loss);
             grads.accumulate(kernels, state.scaler.is_predictive())?;
             time.backward += clock.elapsed();
         }
         time.backward -= time.forward;
+        // Of several processes each sums its shard of the gradients, in an order that hangs on no number of processes.
+        let clock = Instant::now();
+        grads.reduce(&**world)?;
+        let loss = sum_losses(&losses, &time, &**world, times)?;
+        time.exchange = clock.elapsed();
         // 3. Survey the gradients before anything rescales them.
         let clock = Instant::now();
-        grads.survey(self.exponents, survey, kernels)?;
+        grads.survey(self.exponents, survey, kernels, &**world)?;
         time.survey = clock.elapsed();
         let stats = &survey.total.stats;
         let unscale = state.scaler.inverse();
@@ -130,7 +144,13 @@ impl Engine {
             let lr = self.schedule.lr(state.counters.updates);
             let factor = (f64::from(unscale) * clip) as f32;
             let TrainState { adamw, masters, weights, counters, .. } = state;
-            adamw.step(kernels, grads.total(), factor, lr, counters.updates, masters, weights)?;
+            let updated = masters.counterpart(weights, world.rank())?;
+            adamw.step(kernels, grads.total(), factor, lr, counters.updates, masters, &updated)?;
+            if let Some(shards) = masters.parameters().shards() {
+                let clock = Instant::now();
+                gather::all_gather(weights, shards, &**world)?;
+                time.exchange += clock.elapsed();
+            }
             counters.updates += 1;
             Outcome::Applied { grad_norm, clip, lr }
         } else {
@@ -140,10 +160,10 @@ impl Engine {
         // 5. Adjust the scale: back off after an overflow; grow after enough clean steps, or into the headroom.
         let change = state.scaler.update_measured(finite, survey.largest);
         if let Some(fp8) = &mut state.fp8 {
-            fp8.end_step();
+            fp8.end_step(&**world)?;
             // An applied step has already refreshed the working copy.
             if outcome == Outcome::Skipped {
-                fp8.restore(state.masters.parameters(), &state.weights)?;
+                fp8.restore(&state.weights)?;
             }
         }
         state.counters.step += 1;
@@ -154,14 +174,49 @@ impl Engine {
     /// The mean loss, without dropout, over the targets of batches from `next` until it returns `false`, and the number of targets.
     /// Uses the training buffers, but changes nothing that outlives a step.
     pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<(f64, u64)> {
-        let (mut loss, mut targets) = (0.0, 0u64);
-        while next(batch) {
+        let (mut losses, mut targets) = (Vec::new(), 0u64);
+        let (rank, count) = (self.world.rank() as u64, self.world.world() as u64);
+        for index in 0u64.. {
+            if !next(batch) {
+                break;
+            }
+            targets += batch.target_count as u64;
+            if index % count != rank {
+                continue;
+            }
             let mut narrow = None;
             let workspace = self.workspace.fitted(batch.seq_len, &mut narrow)?;
             self.model.forward(&self.state.weights, batch.tokens(), Mode::Eval, workspace, &mut ())?;
-            loss += self.model.loss(&self.state.weights, &batch.targets, workspace)?;
-            targets += batch.target_count as u64;
+            losses.push(self.model.loss(&self.state.weights, &batch.targets, workspace)?);
         }
+        // In the order of the batches, which processes take in turn.
+        let bytes: Vec<u8> = losses.iter().flat_map(|loss: &f64| loss.to_ne_bytes()).collect();
+        let all = self.world.all_gather(&bytes)?;
+        let batches = all.iter().map(|losses| losses.len() / 8).sum::<usize>();
+        let of_batch = |index: usize| {
+            let losses = all[index % all.len()].as_chunks::<8>().0;
+            losses.get(index / all.len()).map_or(f64::NAN, |bytes| f64::from_ne_bytes(*bytes))
+        };
+        let loss: f64 = (0..batches).map(of_batch).sum();
         Ok((loss / targets.max(1) as f64, targets))
     }
+}
+
+/// The sum of all processes' losses in the order of the micro-batches, and what the step took in each process.
+fn sum_losses(losses: &[f64], time: &PartTimes, world: &dyn Collective, times: &mut Vec<[f64; 3]>) -> Result<f64> {
+    if world.world() == 1 {
+        return Ok(losses.iter().sum());
+    }
+    let compute = (time.forward + time.backward).as_secs_f64();
+    let own = [compute, world.waited().as_secs_f64()];
+    let bytes: Vec<u8> = own.iter().chain(losses).flat_map(|value| value.to_ne_bytes()).collect();
+    times.clear();
+    let mut loss = 0.0;
+    for theirs in world.all_gather(&bytes)? {
+        let mut values = theirs.as_chunks::<8>().0.iter().map(|bytes| f64::from_ne_bytes(*bytes));
+        let [compute, waited] = [values.next(), values.next()].map(Option::unwrap_or_default);
+        times.push([compute, waited, values.len() as f64]);
+        values.for_each(|value| loss += value);
+    }
+    Ok(loss)
 }

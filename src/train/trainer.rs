@@ -1,9 +1,14 @@
 //! The training loop: reads batches, emits events, writes checkpoints, and serves commands and signals between steps.
 
 mod events;
+mod processes;
 mod saving;
 
+use processes::Rates;
+pub use processes::{Beginning, StillHere};
+
 use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, Tokenizer};
+use crate::engine::collective::{Collective, Solo};
 use crate::engine::device::OpenDevice;
 use crate::engine::model::Parameters;
 use crate::engine::optim::Blockwise;
@@ -59,6 +64,8 @@ pub struct Trainer {
     gpu: Option<GpuSampler>,
     progress: Progress,
     observers: Vec<Box<dyn StepObserver>>,
+    rates: Rates,
+    still_here: StillHere,
 }
 
 /// The loop's own state, next to the [`TrainState`](super::TrainState).
@@ -93,27 +100,50 @@ fn is_multiple(step: u64, every: u64) -> bool {
 impl Trainer {
     /// A run of `config` before its first step. It writes nothing until [`Trainer::attach`].
     pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
+        Self::among(Arc::new(Solo), config, None, report)
+    }
+
+    /// A run of `config` in the processes `world`, from its first step or continued from `checkpoint`.
+    pub fn among(
+        world: Arc<dyn Collective>,
+        config: Config,
+        checkpoint: Option<&Checkpoint>,
+        report: &mut Report<'_>,
+    ) -> Result<Self> {
+        if let Some(checkpoint) = checkpoint {
+            return Self::resume_among(world, config, checkpoint, report);
+        }
         let open = setup::device(&config, report)?;
         let source = ModelSource::open(&config, report)?;
-        let config = setup::fit_memory(config, &source.config, &open, report)?;
+        let config = setup::fit_memory(config, &source.config, &open, &*world, report)?;
         let masters = source.masters(config.dtype.compute, config.seed, &open.device, report)?;
         check_range(&masters.parameters, &config.model, config.dtype.compute)?;
-        Self::with_parts(config, source, masters, open, report)
+        Self::with_parts(world, config, source, masters, open, report)
     }
 
     /// The run of `config`, continued from `checkpoint`. An error names the field in which model, policy or data differ from
     /// the saved run's.
     pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
+        Self::resume_among(Arc::new(Solo), config, checkpoint, report)
+    }
+
+    fn resume_among(
+        world: Arc<dyn Collective>,
+        config: Config,
+        checkpoint: &Checkpoint,
+        report: &mut Report<'_>,
+    ) -> Result<Self> {
         let open = setup::device(&config, report)?;
         let source = ModelSource::of_checkpoint(&config, checkpoint, report)?;
-        let config = setup::fit_memory(config, &source.config, &open, report)?;
+        let config = setup::fit_memory(config, &source.config, &open, &*world, report)?;
         let masters = source.masters(config.dtype.compute, config.seed, &open.device, report)?;
-        let mut trainer = Self::with_parts(config, source, masters, open, report)?;
+        let mut trainer = Self::with_parts(world, config, source, masters, open, report)?;
         trainer.load(checkpoint)?;
         Ok(trainer)
     }
 
     pub(super) fn with_parts(
+        world: Arc<dyn Collective>,
         mut config: Config,
         source: ModelSource,
         masters: Initial,
@@ -145,7 +175,7 @@ impl Trainer {
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(Preparing::Phase("preparing the first step".into()));
-        let engine = setup::engine(&config, &source.config, masters.parameters, kernels, total_steps)?;
+        let engine = setup::engine_among(world, &config, &source.config, masters.parameters, kernels, total_steps)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
                 let (prompt, tokens) = (&train.prompt, train.sample_tokens);
@@ -183,6 +213,8 @@ impl Trainer {
             gpu: None,
             progress: Progress::default(),
             observers: observers(&config),
+            rates: Rates::default(),
+            still_here: StillHere::default(),
             config,
         })
     }
@@ -262,7 +294,12 @@ impl Trainer {
         checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
         checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
         checkpoint.read_quantised(train.adamw.quantised_mut())?;
-        train.masters.write_compute_copy(&train.weights, self.engine.model.kernels())?;
+        if train.masters.parameters().shards().is_some() {
+            // Process by process, so that nobody waits for another here.
+            checkpoint.read_masters_rounded(&train.weights)?;
+        } else {
+            train.copy_to_weights(self.engine.model.kernels(), &Solo)?;
+        }
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;
         self.progress.evaluations_without_best = state.evaluations_without_best;
@@ -291,6 +328,14 @@ impl Trainer {
 
     /// Trains until the run's steps are done or something stops it, and saves the last state, also on an interrupt.
     pub fn run(&mut self) -> Result<FinishReason> {
+        let result = self.run_to_end();
+        if matches!(result, Ok(_) | Err(Error::Diverged { .. })) {
+            self.dismiss()?;
+        }
+        result
+    }
+
+    fn run_to_end(&mut self) -> Result<FinishReason> {
         let began = Instant::now();
         let resumed_from = self.progress.saved_at;
         let ordinal = if let Ok(Place::Cuda(ordinal)) = self.config.place() { ordinal } else { 0 };
@@ -376,6 +421,7 @@ impl Trainer {
     fn serve_commands(&mut self, probe: &mut bool) -> Result<Option<FinishReason>> {
         let mut paused = false;
         loop {
+            self.still_here()?;
             if self.interrupt.load(Ordering::Relaxed) {
                 self.save_last()?;
                 return Ok(Some(FinishReason::Interrupted));
@@ -430,7 +476,9 @@ impl Trainer {
             self.loader.seek(cursor)?;
             return Err(error);
         }
-        if probe || is_multiple(next, self.config.telemetry.probe_every) {
+        let probe = probe || is_multiple(next, self.config.telemetry.probe_every);
+        self.order_step(probe)?;
+        if probe {
             self.probe()?;
         }
         self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
@@ -440,6 +488,7 @@ impl Trainer {
         let mut taken = Taken { batches, report, origin: None, events: Vec::new() };
         self.observers.iter_mut().try_for_each(|observer| observer.after(&mut self.engine, &mut taken))?;
         let Taken { report, origin, events, .. } = taken;
+        self.log_processes(report.targets);
         let diverged = self.log_step(cursor, &report, origin.map(|(origin, _)| origin), began);
         for event in events {
             self.emitter.emit(event);
@@ -462,6 +511,7 @@ impl Trainer {
 
     /// Computes the validation loss and emits it.
     fn validate(&mut self) -> Result<Best> {
+        self.order_evaluation()?;
         let step = self.engine.state.counters.step;
         self.eval.rewind();
         let total = self.eval.remaining();
@@ -519,7 +569,11 @@ impl Trainer {
     /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so the
     /// run's numbers do not change.
     fn probe(&mut self) -> Result<()> {
-        let probe = probe::probe(&mut self.engine, &self.micro_batches[0])?;
+        let masters = if self.is_shared() { self.whole_masters()? } else { None };
+        if !self.engine.world.leads() {
+            return Ok(());
+        }
+        let probe = probe::probe(&mut self.engine, &self.micro_batches[0], masters.as_ref())?;
         self.emitter.emit(Event::Probe(Box::new(probe)));
         Ok(())
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
+use finetune::engine::collective::Solo;
 use finetune::engine::kernels::{Fused, Kernels, view};
 use finetune::engine::model::{Decoder, Keep, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, ScheduleKind, Survey};
@@ -37,8 +38,10 @@ pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings
 fn engine_of(kernels: Arc<dyn Kernels>, config: &ModelSpec, masters: Parameters, settings: Settings) -> Engine {
     let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
     let model = Decoder::new(config, &masters, kernels).unwrap();
-    let state = TrainState::new(masters, policy, adamw, scaler, model.kernels()).unwrap();
+    let state = TrainState::new(masters, policy, adamw, scaler, model.kernels(), &Solo).unwrap();
     Engine {
+        world: Arc::new(Solo),
+        times: Vec::new(),
         model,
         schedule: LrSchedule {
             kind: ScheduleKind::Constant,

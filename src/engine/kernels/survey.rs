@@ -4,6 +4,7 @@ use crate::engine::kernels::isa;
 use crate::engine::kernels::view::{View, host, read};
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
 use candle_core::{Result, Tensor};
+use rayon::prelude::*;
 
 /// A tensor's statistics and its histogram of exponents.
 #[derive(Clone, Debug, Default)]
@@ -23,7 +24,7 @@ impl TensorSurvey {
 }
 
 /// Elements of a task. The tree in which parts are merged, and so the sums' bits, depend only on this.
-const PART: usize = 1 << 16;
+pub const PART: usize = 1 << 16;
 
 /// Surveys `tensor` on the host; a value counts as subnormal below the smallest normal value of `format`.
 pub fn survey(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
@@ -31,18 +32,47 @@ pub fn survey(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<T
     Ok(by_parts(read(&tensor)?.view(), format, exponents))
 }
 
-/// The sum of a tensor's values, in f64 in the order of its elements.
+/// The sum of a tensor's values, in f64: that of its [`part_sums`] in their order.
 pub fn sum(tensor: &Tensor) -> Result<f64> {
+    Ok(part_sums(tensor)?.into_iter().sum())
+}
+
+/// The sum of each part's values, in f64 in the order of its elements.
+pub(crate) fn part_sums(tensor: &Tensor) -> Result<Vec<f64>> {
     const WIDTH: usize = 1024;
     let tensor = read(tensor)?;
     let view = tensor.view();
-    let (mut values, mut sum) = ([0.0; WIDTH], 0.0);
-    for start in (0..view.len()).step_by(WIDTH) {
-        let values = &mut values[..WIDTH.min(view.len() - start)];
-        view.load(start, values);
-        sum += values.iter().map(|x| f64::from(*x)).sum::<f64>();
+    let part = |start: usize| {
+        let (mut values, mut sum) = ([0.0; WIDTH], 0.0);
+        let end = view.len().min(start + PART);
+        for start in (start..end).step_by(WIDTH) {
+            let values = &mut values[..WIDTH.min(end - start)];
+            view.load(start, values);
+            sum += values.iter().map(|x| f64::from(*x)).sum::<f64>();
+        }
+        sum
+    };
+    Ok((0..view.len()).step_by(PART).map(part).collect())
+}
+
+/// Surveys part after part of `tensor`, the whole of a parameter or parts of it from [`PART`] to [`PART`].
+pub(crate) fn parts(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Vec<TensorSurvey>> {
+    let tensor = read(tensor)?;
+    let view = tensor.view();
+    let count = view.len().div_ceil(PART);
+    let part = |i: usize| by_parts(view.slice(i * PART..view.len().min((i + 1) * PART)), format, exponents);
+    Ok((0..count).into_par_iter().map(part).collect())
+}
+
+/// The statistics of a tensor of `len` elements from those of its parts, merged as [`survey`] does.
+pub(crate) fn merge_parts(len: usize, parts: &mut impl Iterator<Item = TensorStats>) -> TensorStats {
+    if len <= PART {
+        return parts.next().unwrap_or_default();
     }
-    Ok(sum)
+    let cut = (len / 2).next_multiple_of(PART).min(len - 1);
+    let mut low = merge_parts(cut, parts);
+    low.merge(&merge_parts(len - cut, parts));
+    low
 }
 
 fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSurvey {

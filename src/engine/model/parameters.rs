@@ -6,10 +6,12 @@
 //! gradients: [`Slot`] says on which side of the line a pack is.
 
 use super::spec::{Init, Layer, ParamRole, ParamSpec};
+use crate::engine::collective::Shards;
 use crate::engine::kernels::view;
 use crate::precision::Unit;
 use crate::random::{Domain, Stream, site_of};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Which parameters there are and which of them lie in one tensor.
@@ -61,6 +63,8 @@ pub struct Parameters {
     tensors: Vec<Tensor>,
     packs: Vec<Tensor>,
     base: Option<Arc<Parameters>>,
+    /// Where the tensors are not whole: the shards they are of, and which.
+    shard: Option<(Arc<Shards>, usize)>,
 }
 
 /// Where a pack is.
@@ -80,6 +84,9 @@ impl Parameters {
 
     /// Zeros of `dtype` in the same layout.
     pub fn zeros_like(&self, dtype: DType) -> Result<Self> {
+        if self.shard.is_some() {
+            return self.map(|tensor| view::zeros(tensor.dims(), dtype, tensor.device()));
+        }
         Self::of_layout(self.layout.clone(), dtype, &self.device())
     }
 
@@ -94,10 +101,46 @@ impl Parameters {
         self.base.as_ref()
     }
 
+    /// What process `rank` owns of whole parameters: of each a row of elements, which may be empty, in the same memory.
+    pub fn shard(&self, shards: &Arc<Shards>, rank: usize) -> Result<Self> {
+        let mut parts = self.clone();
+        parts.shard = Some((shards.clone(), rank));
+        parts.packs.clear();
+        for (index, tensor) in parts.tensors.iter_mut().enumerate() {
+            let range = shards.of(rank, index);
+            *tensor = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
+        }
+        Ok(parts)
+    }
+
+    /// The same in memory of its own.
+    pub fn copied(&self) -> Result<Self> {
+        self.map(Tensor::force_contiguous)
+    }
+
+    fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let mut mapped = self.clone();
+        mapped.tensors.iter_mut().try_for_each(|tensor| f(tensor).map(|new| *tensor = new))?;
+        Ok(mapped)
+    }
+
+    /// The elements of parameter `index` that are here.
+    pub fn range(&self, index: usize) -> Range<usize> {
+        match &self.shard {
+            Some((shards, rank)) => shards.of(*rank, index),
+            None => 0..self.layout.entries[index].shape.iter().product(),
+        }
+    }
+
+    /// The shards that this is one of; `None` where all is here.
+    pub fn shards(&self) -> Option<&Arc<Shards>> {
+        self.shard.as_ref().map(|(shards, _)| shards)
+    }
+
     fn of_layout(layout: Arc<Layout>, dtype: DType, device: &Device) -> Result<Self> {
         let packs: Vec<Tensor> =
             layout.packs.iter().map(|pack| view::zeros(&pack.shape, dtype, device)).collect::<Result<_>>()?;
-        let mut parameters = Self { tensors: packs.clone(), packs, layout, base: None };
+        let mut parameters = Self { tensors: packs.clone(), packs, layout, base: None, shard: None };
         parameters.tensors.resize(parameters.layout.entries.len(), Tensor::zeros(0, dtype, &Device::Cpu)?);
         for pack in 0..parameters.packs.len() {
             parameters.view_members(pack)?;

@@ -2,12 +2,14 @@
 //! weights that are rounded stochastically.
 
 use super::blockwise::{Blockwise, SMALLEST};
+use crate::engine::collective::Shards;
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
 use crate::engine::kernels::{Kernels, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// How Adam's moments are stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -166,7 +168,7 @@ impl AdamW {
         lr: f64,
         updates: u64,
         masters: &mut MasterWeights,
-        weights: &mut Parameters,
+        weights: &Parameters,
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
         let Self { config, seed, exp_avg, exp_avg_sq, quantised, places, scratch } = self;
@@ -190,7 +192,7 @@ impl AdamW {
                 updated = widened(2)?;
                 kernels.copy(master, &updated)?;
             }
-            let weight = weight.filter(|weight| weight.dtype() != DType::F32);
+            let weight = weight.filter(|weight| !masters.is_working_copy(weight));
             match *place {
                 Place::Exact(at) => {
                     let moments = Moments { exp_avg: &exp_avg[at], exp_avg_sq: &exp_avg_sq[at] };
@@ -222,6 +224,8 @@ impl AdamW {
 #[derive(Debug)]
 pub struct MasterWeights {
     parameters: Parameters,
+    /// Whether a shard is a part of the working copy itself.
+    in_place: bool,
 }
 
 impl MasterWeights {
@@ -238,9 +242,27 @@ impl MasterWeights {
         let shared = policy.compute == policy.params;
         let compute = candle_dtype(policy.compute);
         let weights = if shared { parameters.clone() } else { parameters.zeros_like(compute)? };
-        let masters = Self { parameters };
+        let masters = Self { parameters, in_place: false };
         masters.write_compute_copy(&weights, kernels)?;
         Ok((masters, weights.over(base)))
+    }
+
+    /// Keeps what process `rank` owns. In FP32 that is a part of `weights`, which all processes have whole.
+    pub fn shard(self, shards: &Arc<Shards>, rank: usize, weights: &Parameters) -> Result<Self> {
+        let parameters = self.parameters.shard(shards, rank)?;
+        let in_place = weights.tensors().iter().all(|weight| weight.dtype() == DType::F32);
+        let parameters = if in_place { parameters } else { parameters.copied()? };
+        Ok(Self { parameters, in_place })
+    }
+
+    /// The part of the working copy that updates are rounded into.
+    pub fn counterpart(&self, weights: &Parameters, rank: usize) -> Result<Parameters> {
+        self.parameters.shards().map_or_else(|| Ok(weights.clone()), |shards| weights.shard(shards, rank))
+    }
+
+    /// Whether this tensor of the counterpart and its master are one.
+    fn is_working_copy(&self, weight: &Tensor) -> bool {
+        weight.dtype() == DType::F32 && (self.in_place || self.parameters.shards().is_none())
     }
 
     /// What masters and working copy of so many parameters take, in bytes.
@@ -256,6 +278,12 @@ impl MasterWeights {
 
     /// Gives pack `index` a working copy of another type in `weights`; in FP32 that is the master itself.
     pub fn retype(&self, index: usize, compute: DType, weights: &mut Parameters, kernels: &dyn Kernels) -> Result<()> {
+        if self.parameters.shards().is_some() {
+            // The values come when all processes have rounded theirs.
+            let pack = weights.pack_at(index);
+            let weight = view::zeros(pack.dims(), compute, pack.device())?;
+            return weights.replace_pack(index, weight);
+        }
         let master = self.parameters.pack_at(index);
         if compute == DType::F32 {
             return weights.replace_pack(index, master.clone());
@@ -265,9 +293,17 @@ impl MasterWeights {
         weights.replace_pack(index, weight)
     }
 
-    /// Rounds every master into `weights`.
+    /// Rounds every master into its tensor of `weights`, the [`counterpart`](Self::counterpart).
     pub fn write_compute_copy(&self, weights: &Parameters, kernels: &dyn Kernels) -> Result<()> {
-        copy_all(&self.parameters, weights, kernels)
+        if self.parameters.shards().is_none() {
+            return copy_all(&self.parameters, weights, kernels);
+        }
+        for (master, weight) in self.parameters.tensors().iter().zip(weights.tensors()) {
+            if !self.is_working_copy(weight) {
+                kernels.copy(master, weight)?;
+            }
+        }
+        Ok(())
     }
 }
 

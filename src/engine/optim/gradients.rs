@@ -1,13 +1,18 @@
 //! Gradients: as the backward pass writes them, summed over micro-batches, and the survey that decides whether they are used.
 
+mod reduce;
+
+use crate::engine::collective::{Collective, Shards};
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::kernels::{Kernels, view};
 use crate::engine::model::{Parameters, candle_dtype};
-use crate::engine::optim::tree::{Nodes, Placed};
+use crate::engine::optim::tree::{Nodes, Placed, share};
 use crate::precision::{Dtype, PrecisionPolicy, Unit};
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// The gradient of every parameter.
 ///
@@ -21,6 +26,10 @@ pub struct Gradients {
     /// FP32, one for each node that can be open at a time; none where a step has one micro-batch.
     sums: Vec<Parameters>,
     nodes: Nodes,
+    /// Whether a step may have several micro-batches, so that its sum is FP32.
+    accumulates: bool,
+    /// Which of several processes this is, and the sum of the step's gradients over all of them in its own shard.
+    shard: Option<(usize, Parameters)>,
     /// The largest magnitude in the micro-batches' gradients, if it was measured.
     largest: Option<f32>,
     policy: PrecisionPolicy,
@@ -37,9 +46,10 @@ pub struct Survey {
     pub largest: f32,
 }
 
-/// The FP32 sums that a step of so many micro-batches takes.
-fn sums(micro_batches: usize) -> usize {
-    if micro_batches > 1 { Nodes::most_open(0..micro_batches, micro_batches) } else { 0 }
+/// The FP32 sums that a process takes for its share in a step of so many micro-batches.
+fn sums(micro_batches: usize, rank: usize, world: usize) -> usize {
+    let share = share(rank, world, micro_batches);
+    if share.len() > 1 { Nodes::most_open(share, micro_batches) } else { 0 }
 }
 
 impl Gradients {
@@ -47,13 +57,30 @@ impl Gradients {
     /// micro-batches.
     pub fn new(like: &Parameters, policy: PrecisionPolicy, grad_accum: usize) -> Result<Self> {
         let grads = like.zeros_like(candle_dtype(policy.grads))?;
-        let sums = (0..sums(grad_accum)).map(|_| grads.zeros_like(DType::F32)).collect::<Result<_>>()?;
-        Ok(Self { grads, sums, nodes: Nodes::default(), largest: None, policy })
+        let sums = (0..sums(grad_accum, 0, 1)).map(|_| grads.zeros_like(DType::F32)).collect::<Result<_>>()?;
+        let accumulates = grad_accum > 1;
+        Ok(Self { grads, sums, nodes: Nodes::default(), accumulates, shard: None, largest: None, policy })
+    }
+
+    /// [`Gradients::new`] for process `rank` of several, of which each owns one of `shards`.
+    pub fn sharded(
+        like: &Parameters,
+        policy: PrecisionPolicy,
+        grad_accum: usize,
+        shards: &Arc<Shards>,
+        rank: usize,
+    ) -> Result<Self> {
+        let mut grads = Self::new(like, policy, 1)?;
+        grads.accumulates = grad_accum > 1;
+        let total = grads.grads.shard(shards, rank)?;
+        let total = if grads.accumulates { total.zeros_like(DType::F32)? } else { total.copied()? };
+        grads.shard = Some((rank, total));
+        Ok(grads)
     }
 
     /// What [`Gradients::new`] allocates for so many parameters, in bytes.
     pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize) -> u64 {
-        let sums = sums(grad_accum) * Dtype::F32.size_in_bytes();
+        let sums = sums(grad_accum, 0, 1) * Dtype::F32.size_in_bytes();
         parameters * (policy.grads.size_in_bytes() + sums) as u64
     }
 
@@ -62,13 +89,43 @@ impl Gradients {
         let dtype = candle_dtype(self.policy.with_compute(compute).grads);
         let grad = self.grads.pack_at(index);
         let retyped = view::zeros(grad.dims(), dtype, grad.device())?;
-        self.grads.replace_pack(index, retyped)
+        self.grads.replace_pack(index, retyped)?;
+        // One micro-batch's gradients keep their type, also in the shard.
+        if let Some((rank, total)) = self.shard.as_mut().filter(|_| !self.accumulates)
+            && let Some(shards) = total.shards().cloned()
+        {
+            *total = self.grads.shard(&shards, *rank)?.copied()?;
+        }
+        Ok(())
     }
 
-    /// Forgets the last step's gradients; the next step has so many micro-batches.
-    pub fn begin(&mut self, micro_batches: usize) {
-        self.nodes.begin(0..micro_batches, micro_batches);
+    /// Forgets the last step's gradients; the next step has so many micro-batches. Returns those that are for this process.
+    pub fn begin(&mut self, micro_batches: usize) -> Result<Range<usize>> {
+        let (rank, world) = self.place();
+        let share = self.share(micro_batches);
+        self.nodes.begin(share.clone(), micro_batches);
         self.largest = None;
+        while self.sums.len() < sums(micro_batches, rank, world) {
+            self.sums.push(self.grads.zeros_like(DType::F32)?);
+        }
+        Ok(share)
+    }
+
+    /// Of so many micro-batches those that this process computes.
+    pub fn share(&self, micro_batches: usize) -> Range<usize> {
+        let (rank, world) = self.place();
+        share(rank, world, micro_batches)
+    }
+
+    /// Which of how many processes this is.
+    fn place(&self) -> (usize, usize) {
+        let world = self.shard.as_ref().and_then(|(_, total)| total.shards()).map_or(1, |shards| shards.world());
+        (self.shard.as_ref().map_or(0, |(rank, _)| *rank), world)
+    }
+
+    /// Whether this step's gradients here are those of one micro-batch, as the backward pass wrote them.
+    fn is_leaf(&self) -> bool {
+        if self.shard.is_some() { self.nodes.share().len() <= 1 } else { self.sums.is_empty() }
     }
 
     /// Where a backward pass writes: the gradients of one micro-batch.
@@ -80,15 +137,15 @@ impl Gradients {
     /// micro-batches' gradients: their FP32 sum says nothing of the room that each had in its own type.
     pub fn accumulate(&mut self, kernels: &dyn Kernels, measure: bool) -> Result<()> {
         let Placed { at, adds, merges } = self.nodes.push();
-        if self.sums.is_empty() {
-            return Ok(());
-        }
-        if measure {
+        if measure && self.accumulates {
             let policy = candle_dtype(self.policy.grads);
             for grad in self.grads.tensors().iter().filter(|grad| grad.dtype() == policy) {
                 let stats = kernels.survey(grad, view::float_format(policy), false)?.stats;
                 self.largest = Some(self.largest.unwrap_or(0.0).max(stats.max_abs));
             }
+        }
+        if self.is_leaf() {
+            return Ok(());
         }
         let add = |from: &Parameters, to: &Parameters, adds: bool| {
             from.tensors()
@@ -100,14 +157,24 @@ impl Gradients {
         (0..merges).try_for_each(|merged| add(&self.sums[at - merged], &self.sums[at - merged - 1], true))
     }
 
-    /// The step's gradients, times the loss scale.
+    /// The step's gradients, times the loss scale; of several processes the shard of this one.
     pub fn total(&self) -> &Parameters {
-        self.sums.first().unwrap_or(&self.grads)
+        let whole = self.sums.first().unwrap_or(&self.grads);
+        self.shard.as_ref().map_or(whole, |(_, total)| total)
     }
 
     /// The variance of the elements of each unit's gradient, scaled as they are, given the look at them.
-    pub fn variances(&self, survey: &Survey, kernels: &dyn Kernels) -> Result<BTreeMap<Unit, f64>> {
-        let sums = self.total().tensors().par_iter().map(|grad| kernels.sum(grad)).collect::<Result<Vec<f64>>>()?;
+    pub fn variances(
+        &self,
+        survey: &Survey,
+        kernels: &dyn Kernels,
+        world: &dyn Collective,
+    ) -> crate::Result<BTreeMap<Unit, f64>> {
+        let sums = if self.shard.is_some() {
+            self.shared_sums(world)?
+        } else {
+            self.total().tensors().par_iter().map(|grad| kernels.sum(grad)).collect::<Result<Vec<f64>>>()?
+        };
         let mut units: BTreeMap<Unit, [f64; 3]> = BTreeMap::new();
         for ((entry, looked), sum) in self.grads.layout().iter().zip(&survey.tensors).zip(sums) {
             let of_unit = units.entry(entry.layer.unit()).or_default();
@@ -120,7 +187,33 @@ impl Gradients {
     }
 
     /// Looks at every gradient in one pass; with `exponents` it also counts them by binade.
-    pub fn survey(&self, exponents: bool, survey: &mut Survey, kernels: &dyn Kernels) -> Result<()> {
+    pub fn survey(
+        &self,
+        exponents: bool,
+        survey: &mut Survey,
+        kernels: &dyn Kernels,
+        world: &dyn Collective,
+    ) -> crate::Result<()> {
+        let mut largest = self.largest;
+        if self.shard.is_some() {
+            largest = self.survey_together(exponents, survey, world)?;
+        } else {
+            self.survey_here(exponents, survey, kernels)?;
+        }
+        survey.total = TensorSurvey::default();
+        survey.largest = 0.0;
+        let policy = candle_dtype(self.policy.grads);
+        for (tensor, grad) in survey.tensors.iter().zip(self.grads.tensors()) {
+            survey.total.merge(tensor);
+            if grad.dtype() == policy {
+                survey.largest = survey.largest.max(tensor.stats.max_abs);
+            }
+        }
+        survey.largest = largest.unwrap_or(survey.largest);
+        Ok(())
+    }
+
+    fn survey_here(&self, exponents: bool, survey: &mut Survey, kernels: &dyn Kernels) -> Result<()> {
         let tensors = self.total().tensors();
         survey.tensors.resize(tensors.len(), TensorSurvey::default());
         let grads = self.grads.tensors();
@@ -129,17 +222,6 @@ impl Gradients {
                 *out = kernels.survey(tensor, view::float_format(grad.dtype()), exponents)?;
                 Ok(())
             },
-        )?;
-        survey.total = TensorSurvey::default();
-        survey.largest = 0.0;
-        let policy = candle_dtype(self.policy.grads);
-        for (tensor, grad) in survey.tensors.iter().zip(grads) {
-            survey.total.merge(tensor);
-            if grad.dtype() == policy {
-                survey.largest = survey.largest.max(tensor.stats.max_abs);
-            }
-        }
-        survey.largest = self.largest.unwrap_or(survey.largest);
-        Ok(())
+        )
     }
 }

@@ -56,6 +56,16 @@ impl Nodes {
         (self.next, self.share, self.of) = (share.start, share, of);
     }
 
+    /// The micro-batches of the step.
+    pub(crate) fn of(&self) -> usize {
+        self.of
+    }
+
+    /// Those that are summed here.
+    pub(crate) fn share(&self) -> Range<usize> {
+        self.share.clone()
+    }
+
     /// Takes in the next micro-batch.
     pub(crate) fn push(&mut self) -> Placed {
         let leaf = self.next..self.next + 1;
@@ -76,7 +86,6 @@ impl Nodes {
         Placed { at, adds, merges }
     }
 
-    #[cfg(test)]
     /// The nodes left when a share has been summed, left to right.
     pub(crate) fn of_share(share: Range<usize>, of: usize) -> Vec<Range<usize>> {
         Self::summed(share, of).0
@@ -97,10 +106,10 @@ impl Nodes {
     }
 }
 
-#[cfg(test)]
-/// The micro-batches of process `rank` among `world`, of a step of `of`: as even as can be, without gaps.
+/// The micro-batches of process `rank` among `world`, of a step of `of`: as even as can be, without gaps. Process 0 always has the
+/// first.
 pub(crate) fn share(rank: usize, world: usize, of: usize) -> Range<usize> {
-    rank * of / world..(rank + 1) * of / world
+    (rank * of).div_ceil(world)..((rank + 1) * of).div_ceil(world)
 }
 
 #[cfg(test)]

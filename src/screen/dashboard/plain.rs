@@ -6,8 +6,8 @@ use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, sca
 use crate::precision::{ScalerPolicy, Unit};
 use crate::telemetry::pace::Pace;
 use crate::telemetry::{
-    Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, Record, Retyped, ScaleCause, ScaleMove, Started,
-    StepRecord,
+    Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, Processes, Record, Retyped, ScaleCause, ScaleMove,
+    Started, StepRecord,
 };
 use crate::untrusted::line;
 use std::io::{self, Write};
@@ -203,12 +203,23 @@ fn words(event: &Event) -> Option<String> {
                 saved.seconds
             )
         }
+        Event::Processes(processes) => processes_line(processes),
         Event::Paused { step } => format!("paused step={step}"),
         Event::Resumed { step } => format!("resumed step={step}"),
         Event::Warning(trouble) => format!("warning step={} {}", trouble.step, trouble.message),
         Event::Diverged(trouble) => format!("diverged step={} {}", trouble.step, trouble.message),
         Event::Finished(finished) => finished_line(finished),
     })
+}
+
+fn processes_line(processes: &Processes) -> String {
+    let each = processes
+        .processes
+        .iter()
+        .map(|one| format!("{}: {:.0} tokens/s, {:.0} % waiting", one.name, one.tokens_per_s, 100.0 * one.waiting));
+    let each = each.collect::<Vec<_>>().join("; ");
+    let slow = if processes.slow.is_empty() { String::new() } else { format!(" slow: {}", processes.slow.join(", ")) };
+    format!("processes step={} {each}{slow}", processes.step)
 }
 
 fn overflow_line(overflow: &Overflow) -> String {

@@ -34,6 +34,15 @@ struct Handlers {
     save: Box<dyn Fn() + Send + Sync>,
 }
 
+/// Lets the signals that end a run pass by a process that another one leads: that one hears them, saves and ends all.
+pub fn hold_signals() -> io::Result<()> {
+    let heard = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM, SIGHUP, SIGXCPU, SIGUSR1] {
+        flag::register(signal, heard.clone())?;
+    }
+    Ok(())
+}
+
 impl Interruption {
     /// Listens from now on.
     ///

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use candle_core::DType;
+
 use super::manifest::{CONFIG, Kind, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or};
 use super::state::State;
 use crate::digest::{Digest, read_at_most};
@@ -103,6 +105,16 @@ impl Checkpoint {
         Self::read(path, manifest)
     }
 
+    /// Opens a step directory that another process of the run has just verified.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] if it is not there or cannot be read.
+    pub fn open_verified(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let manifest = Manifest::read(&path)?;
+        Self::read(path, manifest)
+    }
+
     /// Opens a step directory whose files have just been verified.
     pub(super) fn read(path: PathBuf, manifest: Manifest) -> Result<Self> {
         if manifest.kind != Kind::Full {
@@ -160,8 +172,13 @@ impl Checkpoint {
         &self.weights
     }
 
-    /// Reads the FP32 master weights into tensors of the same names and shapes.
+    /// Reads the FP32 master weights into tensors of the same names and shapes, or into shards of them.
     pub fn read_masters(&self, into: &Parameters) -> Result<()> {
+        read_all(&self.masters, into, "")
+    }
+
+    /// Reads the master weights rounded to each tensor's type.
+    pub fn read_masters_rounded(&self, into: &Parameters) -> Result<()> {
         read_all(&self.masters, into, "")
     }
 
@@ -192,13 +209,18 @@ impl Checkpoint {
 
 /// Fills every tensor of `into` from the tensor in `file` with the prefixed name.
 fn read_all(file: &TensorFile, into: &Parameters, prefix: &str) -> Result<()> {
-    for (name, tensor) in into.iter() {
-        let stored = file.require(&format!("{prefix}{name}"))?;
-        if stored.shape != tensor.dims() {
-            return Err(stored.error(format!("shape {:?}, but the model's is {:?}", stored.shape, tensor.dims())));
+    for (index, (entry, tensor)) in into.layout().iter().zip(into.tensors()).enumerate() {
+        let stored = file.require(&format!("{prefix}{}", entry.name))?;
+        if stored.shape != entry.shape {
+            return Err(stored.error(format!("shape {:?}, but the model's is {:?}", stored.shape, entry.shape)));
         }
-        let values = stored.to_f32()?;
-        view::write(tensor, |mut out| out.store(0, &values))?;
+        let range = into.range(index);
+        if tensor.dtype() == DType::F32 && range.len() == stored.len() {
+            view::write_f32(tensor, |out| stored.read_f32(out))??;
+        } else if !range.is_empty() {
+            let values = stored.to_f32()?;
+            view::write(tensor, |mut out| out.store(0, &values[range]))?;
+        }
     }
     Ok(())
 }

@@ -15,12 +15,34 @@ use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::Quantised;
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
 use crate::store::companions::Companions;
-use crate::store::tensor_file::write_tensors;
+use crate::store::tensor_file::{write_header, write_tensors};
 use crate::telemetry::{Activity, Amount};
 use crate::{Error, Result};
 
+/// What a process may hold a part of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Held {
+    /// FP32 master weights.
+    Masters,
+    /// First moments.
+    ExpAvg,
+    /// Second moments.
+    ExpAvgSq,
+}
+
+impl Held {
+    /// All of it.
+    pub const ALL: [Self; 3] = [Self::Masters, Self::ExpAvg, Self::ExpAvgSq];
+}
+
+/// FP32 values that several processes hold parts of.
+pub trait Spread {
+    /// Writes those of a parameter, little-endian and in row-major order.
+    fn write(&self, held: Held, parameter: usize, out: &mut dyn Write, path: &Path) -> Result<()>;
+}
+
 /// The contents of a checkpoint.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub struct Contents<'a> {
     /// The figures of the run.
     pub state: &'a State,
@@ -40,6 +62,8 @@ pub struct Contents<'a> {
     pub exp_avg_sq: &'a Parameters,
     /// Adam's moments in 8 bits, of the parameters that have no others.
     pub quantised: &'a [Quantised],
+    /// Where masters and moments come from if they are not whole here.
+    pub spread: Option<&'a dyn Spread>,
     /// Receives the number of bytes written.
     pub activity: &'a Activity,
 }
@@ -82,6 +106,11 @@ impl Contents<'_> {
                 ADAPTER_CONFIG => write_bytes(out, path, self.adapter_config().as_bytes()),
                 ADAPTER_WEIGHTS => write_adapter(out, path, self.config, self.weights),
                 WEIGHTS => write_tensors(out, path, &named(self.weights, |name| self.config.family.stored_name(name))),
+                MASTERS if self.spread.is_some() => self.write_spread(out, path, &[(Held::Masters, "")]),
+                OPTIMIZER if self.spread.is_some() => {
+                    let moments = [(Held::ExpAvg, "exp_avg."), (Held::ExpAvgSq, "exp_avg_sq.")];
+                    self.write_spread(out, path, &moments)
+                }
                 MASTERS => write_tensors(out, path, &named(self.masters, str::to_owned)),
                 OPTIMIZER => {
                     let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
@@ -97,6 +126,19 @@ impl Contents<'_> {
         })
     }
 
+    /// A file of FP32 tensors that are not whole here.
+    fn write_spread(&self, out: &mut dyn Write, path: &Path, files: &[(Held, &str)]) -> Result<()> {
+        let layout = self.weights.layout();
+        let entries = files.iter().flat_map(|(_, prefix)| {
+            layout.iter().map(move |entry| (format!("{prefix}{}", entry.name), DType::F32, entry.shape.as_slice()))
+        });
+        write_header(out, path, entries)?;
+        let Some(spread) = self.spread else { return Ok(()) };
+        files.iter().try_for_each(|(held, _)| {
+            (0..layout.len()).try_for_each(|parameter| spread.write(*held, parameter, out, path))
+        })
+    }
+
     /// The size of the tensors, which make up most of a checkpoint.
     fn tensor_bytes(&self, kind: Kind) -> u64 {
         let bytes = |parameters: &Parameters| -> u64 {
@@ -104,7 +146,8 @@ impl Contents<'_> {
             sizes.map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
         };
         match kind {
-            Kind::Full => [self.weights, self.masters, self.exp_avg, self.exp_avg_sq].map(bytes).iter().sum(),
+            // Masters and two moments in FP32, which may not all be here.
+            Kind::Full => bytes(self.weights) + 12 * self.weights.elements(),
             Kind::Weights => bytes(self.weights),
         }
     }

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use candle_core::{CpuStorage, Device, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use serde_json::{Map, json};
@@ -18,10 +18,19 @@ use crate::{Error, Result};
 /// # Errors
 /// [`Error::Io`] from `out`; [`Error::Model`] for an unsupported dtype or a duplicate name.
 pub fn write_tensors(out: &mut dyn Write, path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
+    write_header(out, path, tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dtype(), tensor.dims())))?;
+    tensors.iter().try_for_each(|(_, tensor)| write_values(out, path, tensor))
+}
+
+/// Writes what stands in front of the values: of tensors with these names, types and shapes, in this order.
+pub fn write_header<'a>(
+    out: &mut dyn Write,
+    path: &Path,
+    tensors: impl IntoIterator<Item = (String, DType, &'a [usize])>,
+) -> Result<()> {
     let header = header(path, tensors)?;
     let start = [&(header.len() as u64).to_le_bytes(), header.as_slice()].concat();
-    out.write_all(&start).map_err(Error::io("write", path))?;
-    tensors.iter().try_for_each(|(_, tensor)| write_values(out, path, tensor))
+    out.write_all(&start).map_err(Error::io("write", path))
 }
 
 /// Writes the values of an F32, F16 or BF16 tensor, little-endian and in row-major order, into `out`, whose `path` is for
@@ -32,21 +41,21 @@ pub fn write_values(out: &mut dyn Write, path: &Path, tensor: &Tensor) -> Result
 }
 
 /// The JSON header, padded with spaces so that the values start at a multiple of 8.
-fn header(path: &Path, tensors: &[(String, Tensor)]) -> Result<Vec<u8>> {
+fn header<'a>(path: &Path, tensors: impl IntoIterator<Item = (String, DType, &'a [usize])>) -> Result<Vec<u8>> {
     let mut header = Map::new();
     header.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut at = 0;
-    for (name, tensor) in tensors {
+    for (name, dtype, shape) in tensors {
         let fail = |message: String| Err(Error::model(path.display(), format!("tensor `{name}`: {message}")));
-        let dtype = match tensor.dtype() {
-            candle_core::DType::F32 => Dtype::F32,
-            candle_core::DType::F16 => Dtype::F16,
-            candle_core::DType::BF16 => Dtype::BF16,
-            candle_core::DType::U8 => Dtype::U8,
+        let dtype = match dtype {
+            DType::F32 => Dtype::F32,
+            DType::F16 => Dtype::F16,
+            DType::BF16 => Dtype::BF16,
+            DType::U8 => Dtype::U8,
             other => return fail(format!("dtype {} cannot be saved, only f32, f16, bf16 and u8", other.as_str())),
         };
-        let end = at + tensor.elem_count() * dtype.bitsize() / 8;
-        let entry = json!({"dtype": dtype, "shape": tensor.dims(), "data_offsets": [at, end]});
+        let end = at + shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [at, end]});
         if header.insert(name.clone(), entry).is_some() {
             return fail("the name is used twice".into());
         }
@@ -83,8 +92,6 @@ fn write_le<T: Copy, const N: usize>(out: &mut dyn Write, values: &[T], bytes: f
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    use candle_core::DType;
-
     use super::*;
     use crate::store::tensor_file::TensorFile;
 

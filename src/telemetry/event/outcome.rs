@@ -29,6 +29,30 @@ pub struct Trouble {
     pub message: String,
 }
 
+/// How fast the processes of a run are.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Processes {
+    /// The last step that was measured.
+    pub step: u64,
+    /// Each, by rank.
+    pub processes: Vec<ProcessRate>,
+    /// Those whose passes take much longer than most, by name.
+    pub slow: Vec<String>,
+}
+
+/// One process's share in the last steps.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ProcessRate {
+    /// Its rank and host.
+    pub name: String,
+    /// Tokens a second of its passes.
+    pub tokens_per_s: f64,
+    /// The share of its time that went into exchanges, waiting for others included.
+    pub waiting: f64,
+}
+
 /// Why a process stopped training.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,6 +1,7 @@
 //! Saves the trainer's checkpoints.
 
 use super::Trainer;
+use super::processes::Shared;
 use crate::store::checkpoint::{self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, State};
 use crate::telemetry::{Event, Saved, Trouble};
 use crate::{Error, Result};
@@ -47,6 +48,7 @@ impl Trainer {
                 let seconds = limit.as_secs();
                 self.warn(format!("no checkpoint at step {step} yet: {error}; trying again for {seconds} s"));
             }
+            self.still_here()?;
             std::thread::sleep(left.min(Duration::from_secs(1)));
         }
     }
@@ -82,6 +84,7 @@ impl Trainer {
         let (step, state) = (self.engine.state.counters.step, self.checkpoint_state());
         let Some(run) = &mut self.run else { return Ok(None) };
         let train = &self.engine.state;
+        let shared = Shared { world: &*self.engine.world, state: train };
         let contents = Contents {
             state: &state,
             config: self.engine.model.spec(),
@@ -93,6 +96,7 @@ impl Trainer {
             exp_avg_sq: &train.adamw.exp_avg_sq,
             quantised: train.adamw.quantised(),
             activity: &self.activity,
+            spread: train.masters.parameters().shards().is_some().then_some(&shared as &dyn checkpoint::Spread),
         };
         let checkpoint::Saved { path, manifest, trouble } = run.save(&contents, kind)?;
         let rotated = run.rotate(kind, Keep { last, best: self.config.checkpoint.keep_best });

@@ -1,0 +1,112 @@
+//! `finetune verify-distributed`.
+
+use crate::cli::flags::ConfigArgs;
+use crate::store::checkpoint::{compare, newest_good};
+use crate::telemetry::{Event, StepTime, read};
+use crate::{Error, Result};
+use clap::Args;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+/// Flags of the proof; what to train is said as for a run.
+#[derive(Args, Debug)]
+pub(crate) struct VerifyDistributedArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// What starts several processes; `-n`, their number and the program follow
+    #[arg(long, value_name = "COMMAND", default_value = "mpirun --oversubscribe")]
+    launcher: String,
+}
+
+const STEPS: u64 = 20;
+/// Micro-batches of a step, and the numbers of processes that share them.
+const MICRO_BATCHES: usize = 4;
+const PROCESSES: [usize; 3] = [1, 2, 4];
+
+/// Trains the same with each number of processes and says what differs; exit code 1 if anything does.
+pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<ExitCode> {
+    let mut config = args.config.resolve()?;
+    let folder = tempfile::tempdir().map_err(Error::io("create a temporary folder in", std::env::temp_dir()))?;
+    let steps = args.config.steps.map_or(STEPS, |steps| steps.max(1) as u64);
+    config.train.steps = Some(steps);
+    config.train.grad_accum = config.train.grad_accum.max(MICRO_BATCHES);
+    (config.telemetry.tensors_every, config.telemetry.exponents_every) = (1, 1);
+    config.checkpoint.dir = folder.path().to_path_buf();
+    config.checkpoint.run = None;
+    let file = folder.path().join("config.toml");
+    std::fs::write(&file, config.to_toml()?).map_err(Error::io("write", &file))?;
+    for count in PROCESSES {
+        train(&args.launcher, count, &file)?;
+    }
+    let mut say = |text: String| writeln!(out, "{text}").map_err(Error::io("write to", "standard output"));
+    let run = |count: usize| folder.path().join(name(count));
+    let whole = newest_good(&run(1))?.checkpoint;
+    let first = figures(&run(1))?;
+    let mut differs = false;
+    for count in PROCESSES.into_iter().skip(1) {
+        let shared = newest_good(&run(count))?.checkpoint;
+        let mut differences: Vec<String> =
+            compare(whole.path(), shared.path())?.iter().map(ToString::to_string).collect();
+        let figures = figures(&run(count))?;
+        let at = first.iter().zip(&figures).position(|(a, b)| a != b);
+        if let Some(at) = at.or((first.len() != figures.len()).then_some(first.len().min(figures.len()))) {
+            differences.push(format!("log: line {} of its steps, evaluations and overflows", at + 1));
+        }
+        for difference in &differences {
+            say(format!("differs, 1 process against {count}: {difference}"))?;
+        }
+        differs |= !differences.is_empty();
+    }
+    let verdict = if differs { "NOT identical" } else { "bit-identical" };
+    say(format!(
+        "{verdict}: {steps} steps of {} micro-batches by 1, 2 and 4 processes: {} tensors of weights, masters and moments, \
+         and {} lines of losses, scales, norms and histograms",
+        config.train.grad_accum,
+        4 * whole.weights().tensors().len(),
+        first.len()
+    ))?;
+    Ok(if differs { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn name(count: usize) -> String {
+    format!("by-{count}")
+}
+
+fn train(launcher: &str, count: usize, config: &Path) -> Result<()> {
+    let program = std::env::current_exe().map_err(Error::io("find", "this program"))?;
+    let mut words = launcher.split_whitespace();
+    let (Some(first), true) = (words.next(), count > 1) else {
+        return finish(Command::new(program).args(["--plain", "--run", &name(count), "--config"]).arg(config));
+    };
+    let mut command = Command::new(first);
+    command.args(words).args(["-n", &count.to_string()]);
+    if first.ends_with("mpirun") && rustix::process::getuid().is_root() {
+        command.arg("--allow-run-as-root");
+    }
+    finish(command.arg(program).args(["--plain", "--run", &name(count), "--config"]).arg(config))
+}
+
+fn finish(command: &mut Command) -> Result<()> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().map_err(Error::io("start", &program))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    Err(Error::Collective(format!("`{program}` ended with {}: {}", output.status, said.trim())))
+}
+
+/// What a run's log says but for times and what is about single processes; as text, in which NaN equals itself.
+fn figures(run: &Path) -> Result<Vec<String>> {
+    let mut events: Vec<Event> = read(run.join("events.jsonl"))?.into_iter().map(|record| record.event).collect();
+    events.retain(|event| matches!(event, Event::Step(_) | Event::Eval(_) | Event::Overflow(_) | Event::Retyped(_)));
+    for event in &mut events {
+        if let Event::Step(step) = event {
+            step.time = StepTime::default();
+            (step.tokens_per_s, step.gpu) = (0.0, None);
+            (step.rss_bytes, step.peak_rss_bytes, step.cpu_seconds) = (None, None, None);
+        }
+    }
+    Ok(events.iter().map(|event| format!("{event:?}")).collect())
+}

@@ -1,0 +1,141 @@
+//! Processes that train one model together: who they are, how bytes go between them, and what is agreed on by that.
+//!
+//! There is one primitive, [`Collective::exchange`]. No library reduction is used: those choose their order of summation by
+//! the number of processes, and results would hang on it. Everything that is summed here is summed by us, in one order.
+
+pub mod gather;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+pub mod shards;
+mod wire;
+
+pub use shards::Shards;
+pub(crate) use wire::{Reader, Writer, range_bytes, write_range};
+
+use crate::Result;
+use std::fmt;
+use std::time::Duration;
+
+/// The processes of a run.
+pub trait Collective: fmt::Debug + Send + Sync {
+    /// This one, from 0 on. Process 0 leads: it decides, writes and shows.
+    fn rank(&self) -> usize;
+
+    /// How many there are.
+    fn world(&self) -> usize;
+
+    /// Sends `out[r]` to every process `r` and fills `into[r]` with what it sends to this one. Both sides know the lengths;
+    /// where there is nothing to send, nothing is. What a process has for itself stays where it is.
+    ///
+    /// # Errors
+    /// If a process cannot be reached, or sends nothing for too long; it is named.
+    fn exchange(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()>;
+
+    /// A process in words.
+    fn name(&self, rank: usize) -> String {
+        format!("process {rank}")
+    }
+
+    /// How many run on this machine.
+    fn beside(&self) -> usize {
+        1
+    }
+
+    /// How long exchanges have taken so far, waiting for others included.
+    fn waited(&self) -> Duration {
+        Duration::ZERO
+    }
+}
+
+/// A process alone.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Solo;
+
+impl Collective for Solo {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn world(&self) -> usize {
+        1
+    }
+
+    fn exchange(&self, _: &[&[u8]], _: &mut [&mut [u8]]) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl dyn Collective + '_ {
+    /// Whether this process leads.
+    pub fn leads(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// What every process has, by rank.
+    pub fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let (rank, world) = (self.rank(), self.world());
+        if world == 1 {
+            return Ok(vec![own.to_vec()]);
+        }
+        let to_others = |bytes| (0..world).map(|other| if other == rank { &[] as &[u8] } else { bytes }).collect();
+        let others = |all: &'_ mut Vec<Vec<u8>>, out: Vec<&[u8]>| {
+            let mut into: Vec<&mut [u8]> = all.iter_mut().map(Vec::as_mut_slice).collect();
+            self.exchange(&out, &mut into)
+        };
+        let length = (own.len() as u64).to_le_bytes();
+        let mut lengths: Vec<_> = (0..world).map(|other| vec![0; if other == rank { 0 } else { 8 }]).collect();
+        others(&mut lengths, to_others(&length))?;
+        let mut all = Vec::with_capacity(world);
+        for length in &lengths {
+            let length: [u8; 8] = length.as_slice().try_into().unwrap_or_default();
+            all.push(vec![0; u64::from_le_bytes(length) as usize]);
+        }
+        others(&mut all, to_others(own))?;
+        all[rank] = own.to_vec();
+        Ok(all)
+    }
+
+    /// The same bytes from process 0 to all: `bytes` is what it sends, or where it arrives.
+    pub fn broadcast(&self, bytes: &mut [u8]) -> Result<()> {
+        let world = self.world();
+        let mut none: Vec<&mut [u8]> = (0..world).map(|_| &mut [] as &mut [u8]).collect();
+        if self.leads() {
+            let out: Vec<&[u8]> = (0..world).map(|other| if other == 0 { &[] } else { &*bytes }).collect();
+            return self.exchange(&out, &mut none);
+        }
+        none[0] = bytes;
+        self.exchange(&vec![&[] as &[u8]; world], &mut none)
+    }
+
+    /// Sends bytes to one process.
+    pub fn send(&self, to: usize, bytes: &[u8]) -> Result<()> {
+        let mut out = vec![&[] as &[u8]; self.world()];
+        out[to] = bytes;
+        self.exchange(&out, &mut (0..self.world()).map(|_| &mut [] as &mut [u8]).collect::<Vec<_>>())
+    }
+
+    /// Receives bytes from one process.
+    pub fn receive(&self, from: usize, bytes: &mut [u8]) -> Result<()> {
+        let mut into: Vec<&mut [u8]> = (0..self.world()).map(|_| &mut [] as &mut [u8]).collect();
+        into[from] = bytes;
+        self.exchange(&vec![&[] as &[u8]; self.world()], &mut into)
+    }
+
+    /// The largest of all processes' values, element by element; NaN counts for nothing.
+    pub fn max(&self, values: &mut [f32]) -> Result<()> {
+        let own: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        for other in self.all_gather(&own)? {
+            for (value, bytes) in values.iter_mut().zip(other.as_chunks::<4>().0) {
+                *value = value.max(f32::from_le_bytes(*bytes));
+            }
+        }
+        Ok(())
+    }
+
+    /// The values of all processes one after the other, in the order of their ranks.
+    pub fn concatenate(&self, own: &[f64]) -> Result<Vec<f64>> {
+        let own: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let all = self.all_gather(&own)?.concat();
+        Ok(all.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect())
+    }
+}

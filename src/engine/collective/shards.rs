@@ -1,0 +1,111 @@
+//! Which elements of which parameters a process owns: their masters and moments are nowhere else (`ZeRO` stage 1).
+//!
+//! All parameters, one after the other in their order, are cut into as many ranges as there are processes. Cuts fall on
+//! whole blocks of a parameter, those that a survey looks at, so that statistics merge in the order that one process has.
+
+use crate::engine::kernels::survey::PART;
+use std::ops::Range;
+
+/// The shards of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shards {
+    /// Where each parameter begins, and behind them all.
+    starts: Vec<usize>,
+    /// Where each shard begins, and behind them all.
+    cuts: Vec<usize>,
+}
+
+impl Shards {
+    /// For parameters of so many elements each, among `world` processes.
+    pub fn new(lengths: impl IntoIterator<Item = usize>, world: usize) -> Self {
+        let mut starts = vec![0];
+        for length in lengths {
+            starts.push(starts[starts.len() - 1] + length);
+        }
+        let total = starts[starts.len() - 1];
+        let cut = |rank: usize| {
+            let ideal = (total as u128 * rank as u128 / world as u128) as usize;
+            let parameter = starts.partition_point(|start| *start <= ideal) - 1;
+            let Some(end) = starts.get(parameter + 1) else { return total };
+            let within = (ideal - starts[parameter] + PART / 2) / PART * PART;
+            // The last block of a parameter is shorter.
+            let within = if ideal - starts[parameter] > (end - starts[parameter]) / PART * PART {
+                let block = starts[parameter] + (end - starts[parameter]) / PART * PART;
+                if ideal - block >= end - ideal { end - starts[parameter] } else { block - starts[parameter] }
+            } else {
+                within
+            };
+            (starts[parameter] + within).min(*end)
+        };
+        let cuts = (0..=world).map(cut).collect();
+        Self { starts, cuts }
+    }
+
+    /// How many there are.
+    pub fn world(&self) -> usize {
+        self.cuts.len() - 1
+    }
+
+    /// Elements of a shard.
+    pub fn len(&self, rank: usize) -> usize {
+        self.cuts[rank + 1] - self.cuts[rank]
+    }
+
+    /// What process `rank` owns of a parameter; may be empty.
+    pub fn of(&self, rank: usize, parameter: usize) -> Range<usize> {
+        let (start, end) = (self.starts[parameter], self.starts[parameter + 1]);
+        let within = |at: usize| at.clamp(start, end) - start;
+        within(self.cuts[rank])..within(self.cuts[rank + 1])
+    }
+
+    /// The parts of parameters that the elements `range` of a shard are: each with the elements of the parameter.
+    pub fn pieces(&self, rank: usize, range: Range<usize>) -> Vec<(usize, Range<usize>)> {
+        let end = (self.cuts[rank] + range.end).min(self.cuts[rank + 1]);
+        let mut at = (self.cuts[rank] + range.start).min(end);
+        let mut pieces = Vec::new();
+        while at < end {
+            let parameter = self.starts.partition_point(|start| *start <= at) - 1;
+            let start = self.starts[parameter];
+            let until = self.starts[parameter + 1].min(end);
+            pieces.push((parameter, at - start..until - start));
+            at = until;
+        }
+        pieces
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_cover_everything_once_in_order_and_are_even() {
+        let lengths = [3, 0, 200, 40 * PART + 7, PART, 5, PART - 1, 2 * PART + 1, 9];
+        let total: usize = lengths.iter().sum();
+        for world in 1..=9 {
+            let shards = Shards::new(lengths, world);
+            assert_eq!((0..world).map(|rank| shards.len(rank)).sum::<usize>(), total);
+            for (parameter, length) in lengths.into_iter().enumerate() {
+                let mut next = 0;
+                for rank in 0..world {
+                    let range = shards.of(rank, parameter);
+                    if !range.is_empty() {
+                        assert_eq!(range.start, next);
+                        assert!(range.start.is_multiple_of(PART), "a cut inside of a block: {range:?}");
+                        next = range.end;
+                    }
+                }
+                assert_eq!(next, length);
+            }
+            for rank in 0..world {
+                assert!(shards.len(rank).abs_diff(total / world) <= PART, "{world} processes: {}", shards.len(rank));
+                let pieces = shards.pieces(rank, 0..usize::MAX / 2);
+                let all: Vec<_> = (0..lengths.len()).map(|i| (i, shards.of(rank, i))).collect();
+                assert_eq!(pieces, all.into_iter().filter(|(_, range)| !range.is_empty()).collect::<Vec<_>>());
+                let chunks: Vec<_> =
+                    (0..shards.len(rank)).step_by(1000).flat_map(|at| shards.pieces(rank, at..at + 1000)).collect();
+                assert_eq!(chunks.iter().map(|(_, range)| range.len()).sum::<usize>(), shards.len(rank));
+            }
+        }
+    }
+}

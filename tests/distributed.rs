@@ -1,0 +1,161 @@
+//! Several processes as threads of one: what they compute together has the bits of what one computes, whatever their number.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+
+mod common {
+    pub(crate) mod processes;
+}
+
+use common::processes::together;
+use finetune::engine::collective::{Collective, Solo};
+use finetune::engine::kernels::view::{View, read};
+use finetune::store::checkpoint::{Checkpoint, Run, compare};
+use finetune::telemetry::{Emitter, Event, Record, StepTime};
+use finetune::train::{Config, Layers, Trainer};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+
+/// Seven micro-batches of `tiny` with dropout, from a scale that overflows at first.
+fn config(dtype: &str) -> Config {
+    let overrides = [
+        ("train.steps", "8"),
+        ("train.batch_size", "1"),
+        ("train.seq_len", "16"),
+        ("train.grad_accum", "7"),
+        ("train.eval_every", "3"),
+        ("train.eval_batches", "5"),
+        ("train.sample_tokens", "0"),
+        ("dropout.residual", "0.1"),
+        ("scaler.init_scale", "1048576.0"),
+        ("telemetry.tensors_every", "1"),
+        ("telemetry.exponents_every", "1"),
+        ("telemetry.probe_every", "4"),
+        ("telemetry.variance_every", "2"),
+        ("checkpoint.save_every", "4"),
+        ("checkpoint.keep_last", "10"),
+    ];
+    let value = |text: &str| format!("x = {text}").parse::<toml::Table>().unwrap().remove("x").unwrap();
+    let mut overrides: Vec<_> = overrides.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect();
+    overrides.push(("dtype".into(), toml::Value::String(dtype.into())));
+    Config::resolve(&Layers { overrides, ..Layers::default() }).unwrap()
+}
+
+/// Trains in `world` processes, in `folder`, and gives what the log was told without times.
+fn train(world: usize, config: &Config, folder: &Path, checkpoint: Option<&Path>) -> Vec<Event> {
+    let told = together(world, |process: Arc<dyn Collective>| {
+        let checkpoint = checkpoint.map(|path| Checkpoint::open(path).unwrap());
+        let mut trainer = Trainer::among(process.clone(), config.clone(), checkpoint.as_ref(), &mut |_| ()).unwrap();
+        trainer.agree().unwrap();
+        if !process.leads() {
+            trainer.follow().unwrap();
+            return Vec::new();
+        }
+        let mut emitter = Emitter::new(None);
+        let records: Receiver<Record> = emitter.connect();
+        trainer.attach(Run::open(folder).unwrap(), emitter);
+        trainer.run().unwrap();
+        drop(trainer);
+        records.iter().map(|record| record.event).collect()
+    });
+    let mut events = told.into_iter().next().unwrap();
+    events.retain(|event| {
+        !matches!(event, Event::Started(_) | Event::Saved(_) | Event::Finished(_) | Event::Processes(_))
+    });
+    for event in &mut events {
+        if let Event::Step(step) = event {
+            step.time = StepTime::default();
+            (step.tokens_per_s, step.gpu) = (0.0, None);
+            (step.rss_bytes, step.peak_rss_bytes, step.cpu_seconds) = (None, None, None);
+        }
+    }
+    events
+}
+
+#[test]
+fn any_number_of_processes_gives_the_same_log_and_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    for (dtype, worlds) in [("fp16", &[2, 3, 4, 9][..]), ("fp32", &[3]), ("bf16", &[3])] {
+        let config = config(dtype);
+        let one = train(1, &config, &path(&format!("{dtype}-1")), None);
+        let overflows = one.iter().filter(|event| matches!(event, Event::Overflow(_))).count();
+        assert_eq!(overflows > 0, dtype == "fp16", "{overflows} overflows");
+        for world in worlds {
+            let name = format!("{dtype}-{world}");
+            let events = train(*world, &config, &path(&name), None);
+            // As text, where NaN equals itself.
+            assert_eq!(format!("{events:#?}"), format!("{one:#?}"), "{name}");
+            let last = |name: &str| path(name).join("step-000008");
+            assert_eq!(compare(&last(&format!("{dtype}-1")), &last(&name)).unwrap(), [], "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_run_resumes_with_another_number_of_processes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (config, path) = (config("fp16"), |name: &str| folder.path().join(name));
+    train(3, &config, &path("three"), None);
+    for world in [1, 2, 4] {
+        let name = path(&format!("resumed-{world}"));
+        train(world, &config, &name, Some(&path("three").join("step-000004")));
+        let differences = compare(&path("three").join("step-000008"), &name.join("step-000008")).unwrap();
+        assert_eq!(differences, [], "{world} processes");
+    }
+}
+
+/// The sum of the micro-batches is that of the tree, for one process as well.
+#[test]
+fn a_step_sums_its_micro_batches_along_the_tree() {
+    let mut config = config("fp32");
+    config.dropout.residual = 0.0;
+    let gradients = |trainer: &Trainer| -> Vec<f32> {
+        let mut all = Vec::new();
+        for tensor in trainer.engine().grads.total().tensors() {
+            let tensor = read(tensor).unwrap();
+            let View::F32(values) = tensor.view() else { panic!("not FP32") };
+            all.extend_from_slice(values);
+        }
+        all
+    };
+    config.train.grad_accum = 4;
+    let trainer = |config: &Config| Trainer::among(Arc::new(Solo), config.clone(), None, &mut |_| ()).unwrap();
+    let mut whole = trainer(&config);
+    whole.advance(1).unwrap();
+    // Each micro-batch alone: the same windows, since four of one make a step of four. Its gradient is four times as large.
+    config.train.grad_accum = 1;
+    config.optimizer.lr = 0.0;
+    config.optimizer.weight_decay = 0.0;
+    let mut single = trainer(&config);
+    let parts: Vec<Vec<f32>> = (0..4)
+        .map(|_| {
+            single.advance(1).unwrap();
+            gradients(&single)
+        })
+        .collect();
+    let sums = |i: usize| (parts[0][i] / 4.0 + parts[1][i] / 4.0) + (parts[2][i] / 4.0 + parts[3][i] / 4.0);
+    let serial = |i: usize| parts[0][i] / 4.0 + parts[1][i] / 4.0 + parts[2][i] / 4.0 + parts[3][i] / 4.0;
+    let found = gradients(&whole);
+    assert!((0..found.len()).all(|i| found[i].to_bits() == sums(i).to_bits()), "not the tree's sum");
+    assert!((0..found.len()).any(|i| found[i].to_bits() != serial(i).to_bits()), "nothing tells the two apart");
+}
+
+/// Masters and moments of four processes are a quarter each.
+#[test]
+fn each_process_holds_its_shard_of_masters_and_moments() {
+    let bytes = |world: usize| {
+        together(world, |process: Arc<dyn Collective>| {
+            let trainer = Trainer::among(process, config("fp16"), None, &mut |_| ()).unwrap();
+            let state = &trainer.engine().state;
+            [state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq]
+                .iter()
+                .map(|parameters| parameters.bytes())
+                .sum::<u64>()
+        })
+    };
+    let whole = bytes(1)[0];
+    let parts = bytes(4);
+    assert_eq!(parts.iter().sum::<u64>(), whole);
+    // As even as blocks of 65,536 elements allow.
+    assert!(parts.iter().all(|part| part.abs_diff(whole / 4) <= 12 * 65_536), "{parts:?} of {whole}");
+}

@@ -245,7 +245,7 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
          sample 13, with what is learned in [brackets]:\n  12>[144|]\n"
     );
     let stats = |more: &str| -> serde_json::Value {
-        serde_json::from_str(&said(&desk, &format!("data stats {what} --json {more}"))).unwrap()
+        serde_json::from_str(&said(&desk, format!("data stats {what} --json {more}").trim_end())).unwrap()
     };
     let (alone, packed) = (stats(""), stats("--packing"));
     assert_eq!((&alone["rows"], &alone["steps_per_epoch"], &alone["learned"]), (&18.into(), &9.into(), &58.into()));

@@ -115,7 +115,7 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     let mut told = Vec::new();
     Trainer::new(settings.clone(), &mut |event| {
         if let Preparing::Proof(proof) = event {
-            told.push(proof)
+            told.push(proof);
         }
     })
     .unwrap();

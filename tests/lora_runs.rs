@@ -21,6 +21,7 @@ use finetune::store::checkpoint::{compare, newest_good};
 use finetune::telemetry::{Event, read};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::fmt::Write;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -103,7 +104,7 @@ fn killed_runs_resume_bit_for_bit() {
         let mut child = command(folder, &all(&small(&killed, "30"), flags)).stdout(Stdio::null()).spawn().unwrap();
         let saved = run_folder(folder, &killed).join("step-000010");
         let began = Instant::now();
-        while !saved.exists() && began.elapsed() < Duration::from_secs(60) && child.try_wait().unwrap().is_none() {
+        while !saved.exists() && began.elapsed() < Duration::from_mins(1) && child.try_wait().unwrap().is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }
         child.kill().unwrap();
@@ -370,7 +371,7 @@ fn nonsense_is_refused() {
         assert_eq!(output.status.code(), Some(2), "finetune {line}\n{complaint}");
         let errors: Vec<&str> = complaint.lines().skip_while(|line| !line.starts_with("error: ")).collect();
         assert!(!errors.is_empty() && !complaint.contains("panicked"), "finetune {line}\n{complaint}");
-        said += &format!("$ finetune {line}\n{}\n\n", errors.join("\n"));
+        writeln!(said, "$ finetune {line}\n{}\n", errors.join("\n")).unwrap();
     }
     insta::assert_snapshot!(said);
 }

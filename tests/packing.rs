@@ -31,7 +31,8 @@ struct Masked {
 
 #[derive(Deserialize)]
 struct Samples {
-    samples: Vec<Vec<(u32, bool)>>,
+    #[serde(rename = "samples")]
+    tokens: Vec<Vec<(u32, bool)>>,
     loss: f64,
     targets: usize,
 }
@@ -68,7 +69,7 @@ fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Kee
 #[test]
 fn masked_cut_packed_and_accumulated_samples_have_pytorchs_loss_and_gradients() {
     let (masked, gradients) = masked();
-    for (name, Samples { samples, loss, targets }) in &masked.cases {
+    for (name, Samples { tokens: samples, loss, targets }) in &masked.cases {
         let prefix = format!("{name}/");
         let expected: BTreeMap<String, Tensor> = gradients
             .iter()
@@ -97,7 +98,7 @@ fn packed_samples_are_learned_as_if_alone_in_half_precision() {
     let (masked, _) = masked();
     for policy in [PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
         for name in ["deep", "families/gemma3"] {
-            let samples = &masked.cases[name].samples;
+            let samples = &masked.cases[name].tokens;
             let case = Case::own(name);
             let step = |packing: bool, rows: usize| {
                 let mut engine = engine(&case, policy, (rows, masked.seq_len), Keep::All);
@@ -119,7 +120,7 @@ fn packed_samples_are_learned_as_if_alone_in_half_precision() {
 #[test]
 fn a_packed_row_without_its_bounds_is_another_text() {
     let (masked, _) = masked();
-    let Samples { samples, loss, .. } = &masked.cases["families/llama"];
+    let Samples { tokens: samples, loss, .. } = &masked.cases["families/llama"];
     let case = Case::own("families/llama");
     let mut leaking = batches(samples, masked.seq_len, true, 5);
     for batch in &mut leaking {

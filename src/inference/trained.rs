@@ -43,11 +43,6 @@ enum Weights {
 /// Finds a base by its name and revision.
 pub type Locate<'a> = dyn FnMut(&str, Option<&str>) -> Result<PathBuf> + 'a;
 
-/// Finds a base that is a local folder.
-fn locally(name: &str, _: Option<&str>) -> Result<PathBuf> {
-    Ok(PathBuf::from(name))
-}
-
 impl TrainedModel {
     /// Opens `path`: a folder with `config.json`, a GGUF file, a `step-*` or `weights-*` folder (verified first), a run's folder,
     /// or adapters whose base is on this machine. `tokenizer` replaces the model's own.
@@ -55,7 +50,7 @@ impl TrainedModel {
     /// # Errors
     /// [`Error::Model`] or [`Error::Checkpoint`] if there is no model, it is damaged, or the tokenizer does not fit.
     pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
-        Self::open_with(path, tokenizer, &mut locally)
+        Self::open_with(path, tokenizer, &mut |name, _| Ok(PathBuf::from(name)))
     }
 
     /// The same; `locate` finds the base of adapters.
@@ -173,13 +168,12 @@ impl TrainedModel {
 
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
     pub fn masters(&self) -> Result<Parameters> {
-        match self.over_base(Dtype::F32)? {
-            Some((spec, adapters)) => Ok(merged(&spec, &adapters)?.1),
-            None => {
-                let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
-                self.weights.read(&masters)?;
-                Ok(masters)
-            }
+        if let Some((spec, adapters)) = self.over_base(Dtype::F32)? {
+            Ok(merged(&spec, &adapters)?.1)
+        } else {
+            let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
+            self.weights.read(&masters)?;
+            Ok(masters)
         }
     }
 

@@ -99,20 +99,20 @@ pub(super) fn check_fits(config: &Config, spec: &ModelSpec, kernels: &dyn Kernel
     {
         ways.push("`--lora r=16,alpha=32`".into());
     }
-    let mut advice = match largest {
+    let advice = match largest {
         Some(largest) => {
             format!("the largest batch that fits is {largest}, use `--grad-accum` for several micro-batches a step")
         }
         None => "not even a batch of 1 fits".into(),
     };
-    match (ways.is_empty(), largest) {
-        (false, _) => advice += &format!("; what fits as well: {}", ways.join("; ")),
-        (true, None) => advice += "; use a shorter `--seq-len` or a smaller model",
-        (true, Some(_)) => {}
-    }
+    let more = match (ways.is_empty(), largest) {
+        (false, _) => format!("; what fits as well: {}", ways.join("; ")),
+        (true, None) => "; use a shorter `--seq-len` or a smaller model".into(),
+        (true, Some(_)) => String::new(),
+    };
     let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
     let message = format!(
-        "{batch} sequences of {} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}",
+        "{batch} sequences of {} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}{more}",
         train.seq_len,
         gib(need(config, spec, batch, keep)),
         gib(available)

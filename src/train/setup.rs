@@ -412,7 +412,9 @@ pub(super) fn fit_memory(
     let mut config = config;
     if std::mem::take(&mut config.train.auto_batch) {
         let (fitted, said) = fitted(&config, shape, &*open.kernels, available);
-        said.into_iter().for_each(|said| report(Preparing::Notice(said)));
+        if let Some(said) = said {
+            report(Preparing::Notice(said));
+        }
         config = fitted;
     }
     check_fits(&config, shape, &*open.kernels, available)?;

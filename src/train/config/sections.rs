@@ -85,7 +85,6 @@ impl LoraSection {
     pub(super) fn validate(&self) -> Result<()> {
         const LARGEST: usize = 1 << 16;
         match (self.r, self.alpha) {
-            (None, None) => {}
             (None, Some(_)) => {
                 return Err(Error::config("lora.r", "is missing beside `lora.alpha`; give the rank, such as 16"));
             }

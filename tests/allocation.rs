@@ -98,10 +98,10 @@ fn a_steady_state_step_allocates_at_most_64_kb() {
                 batch: (4, 64),
                 grad_accum,
             };
+            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Keep::All, false).unwrap();
             let before = ALLOCATED.load(Relaxed);
             let mut engine = engine(&config, masters, settings);
             // The masters were there before.
-            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Keep::All, false).unwrap();
             let told: u64 = items.iter().filter(|item| item.group != Group::Masters).map(|item| item.bytes).sum();
             let allocated = ALLOCATED.load(Relaxed) - before;
             let untold = allocated.checked_sub(told as usize);

@@ -117,10 +117,9 @@ fn killed_runs_resume_bit_for_bit() {
         let last = |run: &str| newest_good(&run_folder(folder, run)).unwrap().checkpoint.path().to_path_buf();
         assert_eq!(compare(&last(&undisturbed), &last(&killed)).unwrap(), [], "{way}");
         let losses: Vec<f32> = expected.values().map(|bits| f32::from_bits(*bits)).collect();
-        assert!(
-            losses[29] < losses[0] && losses.iter().all(|loss| loss.is_finite()),
-            "{way} learns nothing: {losses:?}"
-        );
+        // Steps that overflow have a loss of their own, so the best of the last ones counts.
+        let best = losses[20..].iter().copied().fold(f32::INFINITY, f32::min);
+        assert!(best < losses[0] && losses.iter().all(|loss| loss.is_finite()), "{way} learns nothing: {losses:?}");
     }
 }
 
@@ -140,8 +139,8 @@ fn verify_resume_holds_for_every_way() {
 fn a_checkpoint_of_adapters_is_small_and_in_pefts_format() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    finetune(folder, &all(&small("lora", "5"), &["--lora", "r=4,alpha=8"]));
-    finetune(folder, &all(&small("whole", "5"), &[]));
+    finetune(folder, &all(&small("lora", "5"), &["--lora", "r=4,alpha=8", "--init-scale", "1024"]));
+    finetune(folder, &all(&small("whole", "5"), &["--init-scale", "1024"]));
     let files = |run: &str| -> BTreeMap<String, u64> {
         let files = fs::read_dir(run_folder(folder, run).join("step-000005")).unwrap();
         files
@@ -230,8 +229,8 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     finetune(folder, &["merge", "run", "merged16", "--dtype", "bf16"]);
     finetune(folder, &["export", "run", "exported", "--merge"]);
     // The base's name is relative to where the run was started.
-    std::env::set_current_dir(folder).unwrap();
-    let open = |path: &str| TrainedModel::open(Path::new(path), None).unwrap();
+    let open =
+        |path: &str| TrainedModel::open_with(&folder.join(path), None, &mut |name, _| Ok(folder.join(name))).unwrap();
     let whole = logits(&open("model"), &IDS);
     let run = logits(&open("checkpoints/run"), &IDS);
     assert!(furthest(&whole, &run) > 1e-2, "the adapters do nothing");
@@ -239,7 +238,7 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
         let difference = furthest(&run, &logits(&open(path), &IDS));
         assert!(difference <= bound, "{path}: {difference:.1e}");
     }
-    let with = open("model").with_adapters(Path::new("adapter")).unwrap();
+    let with = open("model").with_adapters(&folder.join("adapter")).unwrap();
     assert_eq!(furthest(&run, &logits(&with, &IDS)), 0.0);
     let generated = |arguments: &[&str]| {
         finetune(

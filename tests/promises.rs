@@ -314,7 +314,7 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
     let rows = |bytes: &[u8]| {
         fs::write(&path, bytes).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
-        command.arg(finetune::data::parquet_rows::ARGUMENT).arg(&path);
+        command.arg(finetune::data::parquet_rows::ARGUMENT).arg(&path).arg("text");
         command.stdin(Stdio::null()).output().unwrap()
     };
     let output = rows(&good);

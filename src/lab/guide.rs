@@ -216,7 +216,7 @@ const MEMORY: &[Scenario] = &[
     scenario(
         "checkpointing",
         &[("model", "gpt2-xl"), ("batch", "8"), ("seq", "1024"), ("memory", "40G")],
-        "Activations dominate: compare BF16 AMP with checkpointing, which keeps one input a layer for one more forward pass.",
+        "Activations dominate: compare BF16 AMP with recomputation, which keeps one input a layer for one more forward pass.",
     ),
     scenario(
         "LoRA",

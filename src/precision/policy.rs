@@ -221,7 +221,8 @@ mod tests {
                 }
             }
         }
-        assert_eq!(allowed, 1 + 4 + 4);
+        // BF16 twice: over FP32 masters and without.
+        assert_eq!(allowed, 1 + 4 + 4 + 4);
     }
 
     #[test]

@@ -20,11 +20,12 @@ pub(crate) fn python() -> Option<PathBuf> {
 
 /// Whether `python` can import `module`; says so where it cannot.
 pub(crate) fn has_module(python: &Path, module: &str) -> bool {
-    let there = Command::new(python).args(["-c", &format!("import {module}")]).output().unwrap().status.success();
-    if !there {
-        skip(&format!("the Python in `FINETUNE_PYTHON` has no `{module}`"));
+    let output = Command::new(python).args(["-c", &format!("import {module}")]).output().unwrap();
+    if !output.status.success() {
+        let why = String::from_utf8_lossy(&output.stderr);
+        skip(&format!("the Python in `FINETUNE_PYTHON` has no `{module}`: {}", why.trim()));
     }
-    there
+    output.status.success()
 }
 
 /// The JSON object that a script under `tests/` prints on its last line.

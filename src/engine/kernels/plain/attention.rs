@@ -10,7 +10,7 @@ use std::ops::Range;
 /// Bytes of one matrix of scores at most, unless one sequence takes more.
 const SCORE_BYTES: usize = 256 << 20;
 /// Matrices of a score's shape that exist at once in the backward pass, with dropout or a soft cap.
-const MATRICES: usize = 7;
+const MATRICES: usize = 8;
 
 /// See [`Kernels::score_bytes`](crate::engine::kernels::Kernels::score_bytes).
 pub(super) fn score_bytes(shape: &Shape) -> Result<u64> {

@@ -31,8 +31,10 @@ __device__ inline Words philox(Words counter, unsigned key0, unsigned key1) {
 }
 
 __device__ inline Words draw_block(const Dropout& dropout, size_t block) {
-    const unsigned counter = static_cast<unsigned>(block);
-    return philox({{counter, dropout.site, dropout.draw[0], dropout.draw[1]}}, dropout.key[0], dropout.key[1]);
+    unsigned low = dropout.draw[0];
+    // Hides that the draw is the same for every block: hoisting the first round out of loops makes attention spill registers.
+    asm volatile("" : "+r"(low));
+    return philox({{static_cast<unsigned>(block), dropout.site, low, dropout.draw[1]}}, dropout.key[0], dropout.key[1]);
 }
 
 // Multiplies `N` neighbours, the first of them at `index`, by the mask. Four elements share a draw.

@@ -21,7 +21,7 @@ impl Chat {
     /// A conversation with `trained`, with the template in `file`, else the model's own, else one line per turn.
     ///
     /// # Errors
-    /// [`Error::Model`] or [`Error::Io`] for a template that cannot be read or parsed.
+    /// [`Error::Model`](crate::Error::Model) or [`Error::Io`](crate::Error::Io) for a template that cannot be read or parsed.
     pub fn new(trained: &TrainedModel, file: Option<&Path>) -> Result<Self> {
         let chat = trained.companions.chat()?;
         let (source, origin) = match file {

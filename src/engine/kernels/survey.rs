@@ -32,7 +32,7 @@ pub fn survey(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<T
     Ok(by_parts(read(&tensor)?.view(), format, exponents))
 }
 
-/// The sum of a tensor's values, in f64: that of its [`part_sums`] in their order.
+/// The sum of a tensor's values, in f64: that of its `part_sums` in their order.
 pub fn sum(tensor: &Tensor) -> Result<f64> {
     Ok(part_sums(tensor)?.into_iter().sum())
 }

@@ -17,9 +17,7 @@ use std::sync::Arc;
 /// The gradient of every parameter.
 ///
 /// A backward pass writes each gradient once, rounded to the policy's type. Where several micro-batches make a step,
-/// they are summed in FP32 along a fixed binary [tree], which keeps a sum for each of its open nodes.
-///
-/// [tree]: crate::engine::optim::tree
+/// they are summed in FP32 along a fixed binary tree, which keeps a sum for each of its open nodes.
 #[derive(Debug)]
 pub struct Gradients {
     grads: Parameters,

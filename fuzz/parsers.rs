@@ -61,7 +61,7 @@ fn gguf(bytes: &[u8]) {
     for name in names {
         let _ = gguf.tensor(&name);
     }
-    let _ = (gguf.architecture().map(drop), gguf.eos_id(), gguf.tokenizer());
+    let _ = (gguf.architecture().map(drop), gguf.eos_ids(), gguf.tokenizer());
 }
 
 fn rows(name: &str, bytes: &[u8]) {

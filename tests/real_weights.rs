@@ -220,7 +220,7 @@ fn validation(run: &Path) -> f64 {
     let events = read(run.join("events.jsonl")).unwrap().into_iter();
     events
         .filter_map(|record| if let Event::Eval(eval) = record.event { Some(eval.loss) } else { None })
-        .last()
+        .next_back()
         .unwrap()
 }
 

@@ -29,7 +29,7 @@ mod verify_distributed;
 mod verify_resume;
 mod watch;
 
-use crate::data::{names_in, nearest, parquet_rows};
+use crate::data::{apart, names_in, nearest, parquet_rows, template_process};
 use crate::engine::collective::Collective;
 #[cfg(feature = "cuda")]
 use crate::engine::kernels::cuda::preflight;
@@ -179,10 +179,14 @@ pub fn main() -> ExitCode {
         preflight::can_serve();
     }
     let mut arguments = std::env::args_os().skip(1);
-    if arguments.next().is_some_and(|first| first == parquet_rows::ARGUMENT) {
-        return parquet_rows::serve(arguments);
+    match arguments.next() {
+        Some(first) if first == parquet_rows::ARGUMENT => return parquet_rows::serve(arguments),
+        Some(first) if first == template_process::ARGUMENT => return template_process::serve(),
+        _ => (),
     }
-    parquet_rows::can_serve();
+    if let Ok(program) = std::env::current_exe() {
+        apart::can_serve(&program);
+    }
     let world = processes::join();
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {

@@ -4,6 +4,7 @@
 //! [`BatchLoader`] cuts those into windows, in an order that is a pure function of seed, epoch and position, so that
 //! a [`Cursor`] of two numbers in a checkpoint is enough to go on exactly where a run stopped.
 
+pub mod apart;
 pub mod batch_loader;
 mod bpe;
 mod cache;
@@ -23,6 +24,7 @@ mod rows;
 pub mod shuffle;
 pub mod source;
 mod template;
+pub mod template_process;
 mod tokenise;
 pub mod tokenizer;
 pub mod tokens;

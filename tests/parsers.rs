@@ -416,9 +416,10 @@ const GOOD_TEMPLATE: &str = include_str!("../src/data/templates/qwen.jinja");
 
 /// A template that is accepted then writes conversations.
 fn template(bytes: &[u8]) {
+    finetune::data::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
     let Ok(source) = std::str::from_utf8(bytes) else { return };
     let template = match bounded(|| Template::new(source, "t", TemplateTokens::default())) {
-        Ok(template) => template,
+        Ok(template) => template.apart(source),
         Err(error) => return assert!(matches!(error, Error::Model { .. }), "{error}"),
     };
     let chat = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c", "tool_calls": [{"name": "f", "arguments": {"x": [1]}}]}, {"role": "tool", "content": "d"}]"#;
@@ -547,6 +548,27 @@ fn unchanged_ones_are_accepted() {
     template(GOOD_TEMPLATE.as_bytes());
     assert_eq!(Header::parse(&tensors(GOOD_HEADER.as_bytes())).unwrap().entries().len(), 2);
     ModelSpec::from_json(GOOD_MODEL.as_bytes(), "config.json").unwrap();
+}
+
+/// The same for a template. Filters in a row each double the text; so do sums of a variable with itself.
+#[test]
+fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
+    finetune::data::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
+    let doubled = "{% set x = x + x %}".repeat(45);
+    let cases = [
+        (format!("{{{{ messages{} }}}}", " | tojson".repeat(99)), "more than 2 GiB of memory"),
+        (format!("{{% set x = 'a' %}}{doubled}{{{{ x }}}}"), "more than 2 GiB of memory"),
+        (
+            "{% set x = 'a' * 90000000 %}{% for i in range(99999) %}{% set y = x + x %}{% endfor %}".into(),
+            "more than 10 s",
+        ),
+    ];
+    for (source, expected) in cases {
+        let template = Template::new(&source, "t", TemplateTokens::default()).unwrap().apart(&source);
+        let chat = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
+        let error = bounded(|| template.render(&chat, None, true)).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 /// A key of 100,000 parts would nest as many tables.

@@ -156,7 +156,7 @@ impl ChatFormat {
     }
 
     fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, Ready)> {
-        let own = Template::new(source, origin, tokens.clone())?;
+        let own = Template::new(source, origin, tokens.clone())?.apart(source);
         if own.marks() {
             return Ok(("the template's generation blocks".into(), Ready { own, marking: None, marks: true }));
         }

@@ -1,14 +1,11 @@
 //! Reads the rows of a Parquet file in a separate process with a memory limit.
 //!
-//! The Parquet crate trusts the sizes in a file: a few hundred bytes can make it allocate gigabytes, and a failed allocation
-//! aborts the process. So the program starts itself again to read the file ([`serve`]), and only that process aborts. In
-//! another program that uses this library, the file is read in place.
+//! The Parquet crate trusts the sizes in a file: a few hundred bytes can make it allocate gigabytes.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
-use std::sync::OnceLock;
+use std::path::Path;
+use std::process::{Command, ExitCode};
 
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -16,19 +13,15 @@ use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::apart;
 use super::contain::contained;
 use super::row::EXPECTED;
 use crate::{Error, untrusted};
 
 /// The first argument that makes the program call [`serve`].
 pub const ARGUMENT: &str = "__parquet-rows";
-/// Address space of the reading process. A typical page has 1 MiB, the largest in data sets some hundred.
-const MEMORY: u64 = 2 << 30;
 /// Limit on a row: that of a line of JSON, with room for escapes.
 const MAX_LINE: u64 = 256 << 20;
-
-/// The program that can be started again.
-static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
 /// Takes a row.
 type Take<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
@@ -50,17 +43,10 @@ enum Message {
     End,
 }
 
-/// Declares that this program calls [`serve`] for [`ARGUMENT`], so that files can be read in a separate process.
-pub fn can_serve() {
-    if let Ok(program) = std::env::current_exe() {
-        let _ = PROGRAM.set(program);
-    }
-}
-
 /// Passes every row to `row`, as a line of JSON would be, with those of its columns that are among `fields`.
 pub(super) fn read(path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
-    match PROGRAM.get() {
-        Some(program) => apart(program, path, fields, row),
+    match apart::command(ARGUMENT) {
+        Some(command) => read_apart(command, path, fields, row),
         None => here(path, fields, row),
     }
 }
@@ -71,12 +57,7 @@ pub fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.collect();
     let Some((path, fields)) = arguments.split_first() else { return ExitCode::FAILURE };
     let fields: Vec<&str> = fields.iter().filter_map(|field| field.to_str()).collect();
-    #[cfg(unix)]
-    {
-        let limit = rustix::process::Rlimit { current: Some(MEMORY), maximum: Some(MEMORY) };
-        // Best effort: without the limit the file is still read.
-        let _ = rustix::process::setrlimit(rustix::process::Resource::As, limit);
-    }
+    apart::limit_memory();
     let mut out = BufWriter::new(std::io::stdout().lock());
     let mut say = |message: &Message| -> std::io::Result<()> {
         serde_json::to_writer(&mut out, message)?;
@@ -93,10 +74,9 @@ pub fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     if say(&last).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn apart(program: &Path, path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
+fn read_apart(mut command: Command, path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
     let file = |message: &str| Failure::File(message.to_owned());
-    let mut command = Command::new(program);
-    command.arg(ARGUMENT).arg(path).args(fields).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command.arg(path).args(fields);
     let mut child = command.spawn().map_err(|error| Failure::File(format!("it cannot be read apart: {error}")))?;
     let result = child.stdout.take().map_or(Err(file("it cannot be read apart")), |out| {
         let (mut out, mut line) = (BufReader::with_capacity(1 << 18, out), Vec::new());

@@ -7,9 +7,11 @@
 //! A template may mark what the model has to learn with `{% generation %}` … `{% endgeneration %}`. The engine knows no such
 //! block; it is replaced by expressions that print a mark, and the marks become ranges of the text.
 
+use super::template_process::TemplateProcess;
 use crate::{Error, Result};
 use minijinja::value::{Rest, Value};
 use minijinja::{Environment, ErrorKind, context};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -23,7 +25,8 @@ const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const NAME: &str = "chat template";
 
 /// A conversation's messages, each an object with `role` and `content` and whatever else its template reads.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(transparent)]
 pub struct Conversation {
     messages: Vec<Value>,
 }
@@ -90,7 +93,7 @@ pub struct Dialogue {
 }
 
 /// A conversation as text.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rendered {
     /// The text, special tokens included: it is tokenised without adding any.
     pub text: String,
@@ -99,7 +102,7 @@ pub struct Rendered {
 }
 
 /// The special tokens that templates name.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TemplateTokens {
     /// `bos_token`.
     pub bos: Option<String>,
@@ -114,6 +117,7 @@ pub struct Template {
     origin: String,
     tokens: TemplateTokens,
     marks: bool,
+    apart: Option<TemplateProcess>,
 }
 
 impl Template {
@@ -135,7 +139,7 @@ impl Template {
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
-        let template = Self { environment, origin: origin.to_owned(), tokens, marks: false };
+        let template = Self { environment, origin: origin.to_owned(), tokens, marks: false, apart: None };
         template.with_source(source)
     }
 
@@ -144,6 +148,14 @@ impl Template {
         self.marks = source.contains(MARKS[0]);
         self.environment.add_template_owned(NAME, source).map_err(|error| explain(&self.origin, &error))?;
         Ok(self)
+    }
+
+    /// Renders in a separate process with limits on memory and time, if this program can be started again. For templates that a
+    /// model brings.
+    #[must_use]
+    pub fn apart(mut self, source: &str) -> Self {
+        self.apart = TemplateProcess::new(source, &self.origin, &self.tokens);
+        self
     }
 
     /// Writes `conversation` as text; `tools` is a JSON array, and `reply` asks for the start of the model's next answer.
@@ -165,6 +177,13 @@ impl Template {
 
     /// [`Self::render`] with tools that were read already.
     pub fn render_with(&self, conversation: &Conversation, tools: Option<&Value>, reply: bool) -> Result<Rendered> {
+        match &self.apart {
+            Some(process) => process.render(conversation, tools, reply),
+            None => self.render_here(conversation, tools, reply),
+        }
+    }
+
+    fn render_here(&self, conversation: &Conversation, tools: Option<&Value>, reply: bool) -> Result<Rendered> {
         let fail = |error: minijinja::Error| explain(&self.origin, &error);
         let TemplateTokens { bos, eos } = &self.tokens;
         let template = self.environment.get_template(NAME).map_err(fail)?;

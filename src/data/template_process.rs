@@ -1,0 +1,179 @@
+//! Renders a model's chat template in a separate process with limits on memory and time.
+//!
+//! A template's fuel bounds its instructions, not what each of them allocates: forty times `{% set x = x + x %}` asks for
+//! terabytes.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ExitCode, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use minijinja::Value;
+use serde::{Deserialize, Serialize};
+
+use super::apart;
+use super::template::{Conversation, Rendered, Template, TemplateTokens};
+use crate::{Error, Result};
+
+/// The first argument that makes the program call [`serve`].
+pub const ARGUMENT: &str = "__chat-template";
+/// For one conversation; the longest take milliseconds.
+const LIMIT: Duration = Duration::from_secs(10);
+/// Limit on a line between the processes.
+const MAX_LINE: u64 = 1 << 30;
+
+/// The first line to the process.
+#[derive(Debug, Serialize, Deserialize)]
+struct Setup {
+    source: String,
+    origin: String,
+    tokens: TemplateTokens,
+}
+
+/// Every other line to it.
+#[derive(Serialize, Deserialize)]
+struct Request {
+    conversation: Conversation,
+    tools: Option<Value>,
+    reply: bool,
+}
+
+/// A line from it: a text, or why there is none.
+type Response = std::result::Result<Rendered, String>;
+
+/// Renders one template's conversations. The process starts with the first of them.
+#[derive(Debug)]
+pub(super) struct TemplateProcess {
+    setup: Setup,
+    running: Mutex<Option<Running>>,
+}
+
+#[derive(Debug)]
+struct Running {
+    child: Child,
+    out: BufReader<std::process::ChildStdout>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl TemplateProcess {
+    /// For the template `source`; `None` if the program cannot be started again.
+    pub(super) fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Option<Self> {
+        apart::command(ARGUMENT)?;
+        let setup = Setup { source: source.to_owned(), origin: origin.to_owned(), tokens: tokens.clone() };
+        Some(Self { setup, running: Mutex::new(None) })
+    }
+
+    /// As [`Template::render_with`].
+    pub(super) fn render(&self, conversation: &Conversation, tools: Option<&Value>, reply: bool) -> Result<Rendered> {
+        let request = Request { conversation: conversation.clone(), tools: tools.cloned(), reply };
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let alive = |mut process: Running| matches!(process.child.try_wait(), Ok(None)).then_some(process);
+        let mut process = match running.take().and_then(alive) {
+            Some(process) => process,
+            None => self.start().map_err(|error| self.wrong(&format!("cannot be rendered: {error}")))?,
+        };
+        let answer = write_line(&mut process.child, &request).and_then(|()| {
+            let mut line = Vec::new();
+            (&mut process.out).take(MAX_LINE).read_until(b'\n', &mut line)?;
+            Ok(serde_json::from_slice::<Response>(&line)?)
+        });
+        match answer {
+            Ok(answer) => {
+                *running = Some(process);
+                answer.map_err(|message| Error::model(&self.setup.origin, message))
+            }
+            // It has aborted.
+            Err(_) => Err(self.wrong("takes more than 2 GiB of memory for a conversation")),
+        }
+    }
+
+    fn start(&self) -> std::io::Result<Running> {
+        let mut command = apart::command(ARGUMENT).ok_or(std::io::ErrorKind::NotFound)?;
+        let mut child = command.stdin(Stdio::piped()).spawn()?;
+        let out = child.stdout.take().map(BufReader::new).ok_or(std::io::ErrorKind::BrokenPipe)?;
+        let mut running = Running { child, out };
+        write_line(&mut running.child, &self.setup)?;
+        Ok(running)
+    }
+
+    fn wrong(&self, message: &str) -> Error {
+        Error::model(&self.setup.origin, format!("its chat template {message}"))
+    }
+}
+
+fn write_line(child: &mut Child, value: &impl Serialize) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(value)?;
+    line.push(b'\n');
+    child.stdin.as_mut().ok_or(std::io::ErrorKind::BrokenPipe)?.write_all(&line)
+}
+
+/// Reads a template and conversations from standard input and writes each one's text to standard output, within the limits.
+pub fn serve() -> ExitCode {
+    apart::limit_memory();
+    match answer_all() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+fn answer_all() -> std::io::Result<()> {
+    let mut lines = std::io::stdin().lock().lines();
+    let Some(setup) = lines.next() else { return Ok(()) };
+    let Setup { source, origin, tokens } = serde_json::from_str(&setup?)?;
+    let template = Template::new(&source, &origin, tokens);
+    let clock = watch();
+    for line in lines {
+        let Request { conversation, tools, reply } = serde_json::from_str(&line?)?;
+        let _ = clock.send(());
+        let rendered = match &template {
+            Ok(template) => template.render_with(&conversation, tools.as_ref(), reply).map_err(message),
+            Err(error) => Err(message_of(error)),
+        };
+        let _ = clock.send(());
+        say(&rendered)?;
+    }
+    Ok(())
+}
+
+/// Ends the process [`LIMIT`] after a first message that no second one follows.
+fn watch() -> mpsc::Sender<()> {
+    let (clock, ticks) = mpsc::channel();
+    std::thread::spawn(move || {
+        while ticks.recv().is_ok() {
+            if ticks.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+                let _ =
+                    say(&Err(format!("its chat template takes more than {} s for a conversation", LIMIT.as_secs())));
+                std::process::exit(1);
+            }
+        }
+    });
+    clock
+}
+
+fn say(answer: &Response) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(answer)?;
+    line.push(b'\n');
+    let mut out = std::io::stdout().lock();
+    out.write_all(&line)?;
+    out.flush()
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "for `map_err`")]
+fn message(error: Error) -> String {
+    message_of(&error)
+}
+
+/// An error's text without its origin, which the other process adds.
+fn message_of(error: &Error) -> String {
+    match error {
+        Error::Model { message, .. } => message.clone(),
+        error => error.to_string(),
+    }
+}

@@ -9,6 +9,7 @@ use half::{bf16, f16};
 #[cfg(target_arch = "x86_64")]
 use super::isa::Isa;
 use super::isa::vectorize;
+use super::rows;
 
 /// An element type of the engine's buffers: `f32`, `f16` or `bf16`.
 pub trait Element: candle_core::WithDType + Default {
@@ -29,6 +30,12 @@ pub trait Element: candle_core::WithDType + Default {
     fn widened<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
         Self::load(source, scratch);
         scratch
+    }
+
+    /// [`rows::dot`] with the widened elements, the same bits; `scratch` has their length.
+    #[inline(always)]
+    fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
+        rows::dot(row, Self::widened(stored, scratch))
     }
 }
 
@@ -99,6 +106,17 @@ impl Element for bf16 {
         let quiet_nan = bits >> 16 | 0x40;
         Self::from_bits(if value.is_nan() { quiet_nan } else { rounded } as u16)
     }
+
+    #[inline]
+    fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
+        assert_eq!(row.len(), stored.len());
+        #[cfg(target_arch = "x86_64")]
+        if Isa::current() >= Isa::Avx512 {
+            // SAFETY: the CPU has AVX-512, both slices have the same length, and an element is 16 bits.
+            return unsafe { avx512::dot::<true>(row, stored.as_ptr().cast()) };
+        }
+        rows::dot(row, Self::widened(stored, scratch))
+    }
 }
 
 impl Element for f16 {
@@ -133,25 +151,78 @@ impl Element for f16 {
     fn from_f32(value: f32) -> Self {
         Self::from_f32(value)
     }
+
+    #[inline]
+    fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
+        assert_eq!(row.len(), stored.len());
+        #[cfg(target_arch = "x86_64")]
+        if Isa::current() >= Isa::Avx512 {
+            // SAFETY: the CPU has AVX-512, both slices have the same length, and an element is 16 bits.
+            return unsafe { avx512::dot::<false>(row, stored.as_ptr().cast()) };
+        }
+        rows::dot(row, Self::widened(stored, scratch))
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[expect(clippy::cast_ptr_alignment, reason = "these loads and stores take any address")]
 mod avx512 {
     use std::arch::x86_64::{
-        __m256i, _MM_FROUND_TO_NEAREST_INT, _mm256_loadu_si256, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16,
-        _mm256_storeu_si256, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_loadu_ps, _mm512_mask_storeu_ps,
-        _mm512_maskz_loadu_ps, _mm512_storeu_ps,
+        __m256i, __m512, _MM_FROUND_TO_NEAREST_INT, _mm256_loadu_si256, _mm256_mask_storeu_epi16,
+        _mm256_maskz_loadu_epi16, _mm256_storeu_si256, _mm512_add_ps, _mm512_castsi512_ps, _mm512_cvtepu16_epi32,
+        _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_loadu_ps, _mm512_mask_add_ps, _mm512_mask_storeu_ps,
+        _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
     };
 
     use half::f16;
 
-    const LANES: usize = 16;
+    use super::rows;
+    use super::rows::LANES;
 
     /// The first `count` lanes, of 1 to 15.
     #[inline(always)]
     fn mask(count: usize) -> u16 {
         (1 << count) - 1
+    }
+
+    /// 16 BF16 or FP16 elements as FP32.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    fn widen<const BF16: bool>(bits: __m256i) -> __m512 {
+        if BF16 {
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+        } else {
+            _mm512_cvtph_ps(bits)
+        }
+    }
+
+    /// As [`rows::dot`] sums, without storing what is widened: reading memory is all that takes time.
+    ///
+    /// # Safety
+    /// `stored` must point to as many elements as `row` has.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    pub(super) unsafe fn dot<const BF16: bool>(row: &[f32], stored: *const u16) -> f32 {
+        let whole = row.len() / LANES * LANES;
+        let mut sums = _mm512_setzero_ps();
+        for start in (0..whole).step_by(LANES) {
+            // SAFETY: `start + LANES` is at most the number of elements of both.
+            let (x, bits) =
+                unsafe { (_mm512_loadu_ps(row.as_ptr().add(start)), _mm256_loadu_si256(stored.add(start).cast())) };
+            sums = _mm512_add_ps(sums, _mm512_mul_ps(x, widen::<BF16>(bits)));
+        }
+        if whole < row.len() {
+            let mask = mask(row.len() - whole);
+            // SAFETY: the mask keeps both accesses inside their slices.
+            let (x, bits) = unsafe {
+                let x = _mm512_maskz_loadu_ps(mask, row.as_ptr().add(whole));
+                (x, _mm256_maskz_loadu_epi16(mask, stored.add(whole).cast()))
+            };
+            sums = _mm512_mask_add_ps(sums, mask, sums, _mm512_mul_ps(x, widen::<BF16>(bits)));
+        }
+        let mut lanes = [0.0; LANES];
+        // SAFETY: there is room for 16 elements.
+        unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), sums) };
+        rows::lane_total(lanes)
     }
 
     /// # Safety
@@ -217,6 +288,23 @@ mod tests {
                 [value, middle, middle.next_up(), middle.next_down(), value.next_up(), value.next_down()]
             })
             .collect()
+    }
+
+    #[test]
+    fn dot_products_have_the_bits_of_the_widened_elements() {
+        fn check<T: Element>() {
+            for len in 0..70 {
+                let at = |index: usize, step: usize| ((index * step) % 23) as f32 / 7.0 - 1.5;
+                let row: Vec<f32> = (0..len).map(|index| at(index, 5)).collect();
+                let stored: Vec<T> = (0..len).map(|index| <T as Element>::from_f32(at(index, 11))).collect();
+                let wide: Vec<f32> = stored.iter().map(|x| Element::to_f32(*x)).collect();
+                let dot = T::dot(&row, &stored, &mut vec![0.0; len]);
+                assert_eq!(dot.to_bits(), rows::dot(&row, &wide).to_bits(), "{len} elements");
+            }
+        }
+        check::<f32>();
+        check::<f16>();
+        check::<bf16>();
     }
 
     #[test]

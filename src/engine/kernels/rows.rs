@@ -138,7 +138,8 @@ pub fn column_sums<const N: usize>(
     total
 }
 
-const LANES: usize = 16;
+/// Partial sums of a row's sum.
+pub const LANES: usize = 16;
 
 /// `Σ f(i)` over equally long slices in 16 lanes and a fixed order.
 #[inline(always)]
@@ -155,6 +156,12 @@ fn lane_sum<const N: usize>(inputs: [&[f32]; N], f: impl Fn([f32; N]) -> f32) ->
     for i in whole..len {
         lanes[i - whole] += f(inputs.map(|s| s[i]));
     }
+    lane_total(lanes)
+}
+
+/// The sum of the lanes, in a fixed order.
+#[inline(always)]
+pub fn lane_total(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for lane in 0..width {

@@ -3,7 +3,7 @@
 //! The matrix is read as it is stored, so speed is bound by memory. Columns are divided among threads; a column's sum never is.
 
 use super::super::convert::Element;
-use super::super::rows::{Rows, axpy, dot, for_each_part, with_scratch};
+use super::super::rows::{Rows, axpy, for_each_part, with_scratch};
 use super::{Epilogue, Operand, SERIAL_WORK};
 
 /// Columns summed at a time: the sums and the rows added to them stay in the L1 cache.
@@ -36,7 +36,8 @@ pub(super) fn multiply<A: Element, C: Element>(
     };
     let (depth, columns) = (b.rows, b.cols);
     let tasks = if depth * columns < SERIAL_WORK { 1 } else { 2 * rayon::current_num_threads() };
-    let span = columns.div_ceil(tasks).next_multiple_of(MIN_SPAN).min(SPAN);
+    let least = if stored == Stored::ByRow { MIN_SPAN } else { 1 };
+    let span = columns.div_ceil(tasks).next_multiple_of(least).min(SPAN);
     with_scratch(depth, |row| {
         for (wide, index) in row.iter_mut().zip(0..) {
             *wide = a.data[index * a.col_stride].to_f32();
@@ -106,7 +107,7 @@ fn sum_columns<T: Element>(row: &[f32], b: Operand<'_, T>, first: usize, sums: &
         |scratch| {
             for (sum, column) in sums.iter_mut().zip(first..) {
                 let stored = &b.data[column * b.col_stride..][..row.len()];
-                *sum = dot(row, T::widened(stored, scratch));
+                *sum = T::dot(row, stored, scratch);
             }
         },
     );

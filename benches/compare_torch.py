@@ -3,6 +3,10 @@
 
     benches/compare_torch.py --python PATH/python3 --shapes 32x32,8x128 --dtypes fp32,bf16,fp16 --rounds 5
 
+    benches/compare_torch.py --python PATH/python3 --model smollm2-135m --lora 16 --shapes 4x256 --dtypes fp32,bf16
+
+With `--lora R` both train adapters of rank R at every linear layer, the peer PEFT's.
+
 The peer is PyTorch at its best: with tcmalloc where it is installed, scaled dot product attention and fused AdamW, and for each
 shape and type with or without `--compile`, whichever a trial shows to be faster. `--plain-peer` takes PyTorch as it comes.
 
@@ -38,6 +42,7 @@ def arguments():
     parser.add_argument("--peer-dtype", default="", help="the peer's dtype, where not the usual one")
     parser.add_argument("--shapes", default="32x32", help="batch x sequence, separated by commas")
     parser.add_argument("--dtypes", default="fp32,bf16,fp16", help="ours, separated by commas")
+    parser.add_argument("--lora", help="train adapters of this rank over a frozen base")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -57,6 +62,7 @@ def ours(a, batch, seq, dtype):
     return run(
         [a.finetune, "bench", "--model", a.model, "--dtype", dtype, "--batch-size", batch, "--seq-len", seq]
         + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads), "--device", a.device]
+        + (["--lora", a.lora] if a.lora else [])
     )
 
 
@@ -71,6 +77,7 @@ def theirs(a, batch, seq, dtype, flags):
         [a.python, a.peer, "--model", a.model, "--dtype", dtype, "--batch", batch, "--seq", seq]
         + ["--steps", str(a.steps), "--warmup", "2", "--threads", str(a.threads)]
         + (["--device", a.device] if a.device != "cpu" else [])
+        + (["--lora", a.lora] if a.lora else [])
         + flags,
         environment,
     )

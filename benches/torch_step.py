@@ -3,6 +3,7 @@
 
     benches/torch_step.py --model distilgpt2 --batch 32 --seq 32 --dtype bf16_amp --steps 5
     benches/torch_step.py --model smollm2-135m --batch 8 --seq 128 --dtype bf16_amp
+    benches/torch_step.py --model smollm2-135m --batch 4 --seq 256 --dtype bf16_amp --lora 16
     benches/torch_step.py --device cuda --pad-vocab --compile --compile-mode reduce-overhead
 
 Random weights, random tokens, no dropout, fused AdamW with its state in FP32, and the loss in FP32. Prints one JSON object:
@@ -34,6 +35,8 @@ parser.add_argument("--warmup", type=int, default=2)
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--device", default="cpu", help="cpu or cuda")
 parser.add_argument("--impl", choices=("nano", "hf"), default="nano", help="the model below, or transformers' own")
+parser.add_argument("--lora", type=int, metavar="R", help="train PEFT's adapters of this rank at every linear layer, over a frozen base")
+parser.add_argument("--frozen-dtype", choices=("f32", "bf16"), default="bf16", help="the type of the frozen base, with --lora")
 parser.add_argument("--pad-vocab", action="store_true", help="fill the vocabulary up to a multiple of 64")
 parser.add_argument("--compile", action="store_true", help="with torch.compile")
 parser.add_argument("--compile-mode", choices=("default", "reduce-overhead", "max-autotune"), default="default")
@@ -125,9 +128,28 @@ def llama():
     return model, lambda ids, _: model(input_ids=ids, labels=ids).loss
 
 
+def adapted(model):
+    """The model with PEFT's adapters in FP32, and the mean loss as a function of ids and targets."""
+    from peft import LoraConfig, get_peft_model
+
+    if args.dtype != "f32" and args.frozen_dtype == "bf16":
+        # So that autocast does not convert the frozen weights in every step.
+        model = model.to(torch.bfloat16)
+    config = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model, lambda ids, _: model(input_ids=ids, labels=ids).loss
+
+
 def main():
     model, loss_of = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if args.lora:
+        if args.model not in LLAMAS and args.impl != "hf":
+            parser.error("--lora is for transformers' own models: --impl hf, or a Llama")
+        model, loss_of = adapted(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
     # From a scale at which nothing overflows, so that every step is a whole one.
     scaler = torch.amp.GradScaler(args.device, init_scale=2.0**14, enabled=args.dtype == "f16_amp")
     if args.compile:
@@ -157,6 +179,7 @@ def main():
         "model": args.model,
         "impl": "hf" if args.model in LLAMAS else args.impl,
         "dtype": args.dtype,
+        "lora": args.lora,
         "device": torch.cuda.get_device_name() if ON_GPU else args.device,
         "compile": args.compile_mode if args.compile else None,
         "padded_vocab": args.pad_vocab,

@@ -6,6 +6,7 @@
 mod common {
     pub(crate) mod compare;
     pub(crate) mod engine;
+    pub(crate) mod gguf;
     pub(crate) mod golden;
     pub(crate) mod oracle;
 }
@@ -14,17 +15,21 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+use candle_core::quantized::GgmlDType::{Q4_1, Q8_0};
 use candle_core::{DType, Device, Tensor};
 use common::engine::{Settings, engine};
+use common::gguf::{with_lora, write_random};
 use finetune::data::{BatchLoader, TokenSource, grammar};
 use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::Columns;
 use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{Kernels, Plain};
-use finetune::engine::model::{Keep, ModelSpec};
+use finetune::engine::model::{Keep, ModelSpec, Parameters};
 use finetune::engine::optim::AdamWConfig;
 use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
+use finetune::store::GgufModel;
+use finetune::store::base::over_base;
 use finetune::train::TrainState;
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
@@ -122,6 +127,56 @@ fn a_steady_state_step_allocates_at_most_64_kb() {
             assert!(most <= LIMIT, "{policy}, {grad_accum} micro-batches: a step allocated {most} bytes");
         }
     }
+}
+
+/// QLoRA: what a base in blocks holds are the blocks, and a run over it takes what the memory check counts.
+#[test]
+fn a_base_in_blocks_holds_its_blocks() {
+    let _alone = ALONE.lock().unwrap();
+    let shape = ModelSpec { vocab_size: 1024, ..ModelSpec::named("tiny").unwrap().resized(2, 256, 4) };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    write_random(&shape, &[Q4_1, Q8_0], &path);
+    let file = GgufModel::open(&path).unwrap();
+    let (spec, policy) = (with_lora(file.config(), false), PrecisionPolicy::BF16);
+    let in_blocks: u64 = file
+        .gguf()
+        .tensors()
+        .filter(|(_, dtype, _)| dtype.block_size() > 1)
+        .map(|(_, dtype, shape)| (shape.iter().product::<usize>() / dtype.block_size() * dtype.type_size()) as u64)
+        .sum();
+    let before = LIVE.load(Relaxed);
+    let read = |into: &Parameters| file.read_parameters(into);
+    let over = over_base(&spec, policy.compute, 3, &Device::Cpu, "base", Some(&file), read).unwrap();
+    let held = (LIVE.load(Relaxed) - before) as u64 - over.parameters.bytes();
+    let (bytes, dense) = over.parameters.base().unwrap().saved_by_blocks().unwrap();
+    // The positions' table and the norms are not quantised.
+    assert!(bytes >= in_blocks && bytes < in_blocks + (dense >> 3), "{bytes} held, {in_blocks} of them in blocks");
+    assert!(bytes * 2 < dense + in_blocks && held.abs_diff(bytes) < SMALL_THINGS as u64, "{held} {bytes} {dense}");
+
+    let items = Memory::engine(&spec, policy, [4, 64, 1], Keep::All, false).unwrap();
+    let told: u64 = items.iter().map(|item| item.bytes).sum();
+    let settings = Settings {
+        policy,
+        scaler: GradScaler::disabled(),
+        adamw: AdamWConfig { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
+        lr: 1e-3,
+        max_grad_norm: Some(1.0),
+        batch: (4, 64),
+        grad_accum: 1,
+    };
+    let mut engine = engine(&spec, over.parameters, settings);
+    let tokens = TokenSource::from_ids(grammar::text(1, 60_000).bytes().map(u32::from).collect());
+    let mut loader = BatchLoader::new(tokens, 4, 64, 5).unwrap();
+    let mut batch = loader.batch();
+    loader.next_batch(&mut batch);
+    engine.step(std::slice::from_ref(&batch)).unwrap();
+    let base = engine.state.weights.base().unwrap();
+    assert!(base.buffer_bytes() <= 2 * 1024 * 1024, "the buffer holds one matrix: {}", base.buffer_bytes());
+    let live = (LIVE.load(Relaxed) - before) as u64;
+    let share = live as f64 / told as f64;
+    // Beside the buffers each thread has scratch memory for packing.
+    assert!((0.95..1.6).contains(&share), "{live} bytes in use, {told} told");
 }
 
 /// What the memory check counts for attention on a GPU, measured where the same operations of candle's run on the CPU.

@@ -15,33 +15,17 @@ use candle_core::{Device, Tensor};
 use common::compare::{assert_close, max_difference, relative, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::{Keep, KvCache, Mode, ModelSpec, Workspace};
+use finetune::engine::model::{Keep, KvCache, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
-use finetune::train::{Engine, Outcome, StepReport};
+use finetune::train::Outcome;
 
 const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
-
-fn norm_of(report: &StepReport) -> Option<f64> {
-    match report.outcome {
-        Outcome::Applied { grad_norm, .. } => Some(grad_norm),
-        Outcome::Skipped => None,
-    }
-}
-
-/// The logits `[B,T,V]` of a case's first batch.
-fn logits(case: &Case, engine: &mut Engine) -> Tensor {
-    let batch = &case.whole_batch(0)[0];
-    let tokens = batch.tokens();
-    engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
-    let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
-    logits.reshape(case.logits.shape()).unwrap()
-}
 
 #[test]
 fn logits_agree_with_transformers() {
     for case in Case::families() {
         let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        let difference = max_difference(&logits(&case, &mut engine), &case.logits);
+        let difference = max_difference(&case.logits_of(&mut engine), &case.logits);
         assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
     }
 }
@@ -50,12 +34,7 @@ fn logits_agree_with_transformers() {
 fn loss_and_every_gradient_agree_with_transformers() {
     for case in Case::families() {
         let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        let report = engine.step(&case.whole_batch(0)).unwrap();
-        let expected = &case.trajectory.fp32[0];
-        assert!((report.loss - expected.loss).abs() < 2e-6 * expected.loss, "{}: loss {}", case.name, report.loss);
-        let norm = norm_of(&report).unwrap();
-        assert!((norm / expected.norm.unwrap() - 1.0).abs() < 1e-5, "{}: norm {norm}", case.name);
-        assert_close(&case.name, &unscaled(&engine, 1.0), &case.gradients, 1e-5, 1e-5);
+        case.assert_first_step(&mut engine);
     }
 }
 
@@ -63,15 +42,7 @@ fn loss_and_every_gradient_agree_with_transformers() {
 fn twenty_adamw_steps_agree_with_transformers() {
     for case in Case::families() {
         let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        for (step, expected) in case.trajectory.fp32.iter().enumerate() {
-            let report = engine.step(&case.whole_batch(step)).unwrap();
-            let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
-            assert!(error < 1e-5 * expected.loss, "{}: loss {} at step {step}", case.name, report.loss);
-            let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
-            assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", case.name);
-        }
-        let masters = by_name(engine.state.masters.parameters());
-        assert_close(&case.name, &masters, &case.final_parameters, 2e-5, 1e-3);
+        case.assert_twenty_steps(&mut engine);
     }
 }
 
@@ -131,7 +102,7 @@ fn decoding_with_a_cache_is_the_forward_pass() {
     for case in Case::families() {
         for (policy, tolerance) in POLICIES.into_iter().zip([2e-6, 2e-3, 2e-2]) {
             let mut engine = case.engine(policy, case.rows());
-            let whole = logits(&case, &mut engine);
+            let whole = case.logits_of(&mut engine);
             let batch = &case.whole_batch(0)[0];
             let ids = &batch.inputs[..batch.seq_len];
             let mut cache = KvCache::new(engine.model.spec(), policy, ids.len(), &Device::Cpu).unwrap();

@@ -20,7 +20,7 @@ use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
 use finetune::store::base::over_base;
-use finetune::train::{Engine, Outcome, StepReport};
+use finetune::train::Engine;
 use std::path::Path;
 
 const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
@@ -31,32 +31,16 @@ fn engine(case: &Case, policy: PrecisionPolicy, rows: usize) -> Engine {
     let base = ModelFolder::open(&case.folder).unwrap();
     let spec = adapter.spec(base.config()).unwrap();
     let read = |into: &Parameters| base.read_parameters(into);
-    let over = over_base(&spec, policy.compute, 1, &Device::Cpu, "base", read).unwrap();
+    let over = over_base(&spec, policy.compute, 1, &Device::Cpu, "base", None, read).unwrap();
     adapter.read_parameters(&spec, &over.parameters).unwrap();
     case.engine_over(&spec, over.parameters, policy, rows)
-}
-
-fn norm_of(report: &StepReport) -> Option<f64> {
-    match report.outcome {
-        Outcome::Applied { grad_norm, .. } => Some(grad_norm),
-        Outcome::Skipped => None,
-    }
-}
-
-/// The logits `[B,T,V]` of a case's first batch.
-fn logits(case: &Case, engine: &mut Engine) -> Tensor {
-    let batch = &case.whole_batch(0)[0];
-    let tokens = batch.tokens();
-    engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
-    let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
-    logits.reshape(case.logits.shape()).unwrap()
 }
 
 #[test]
 fn logits_agree_with_peft() {
     for case in Case::lora() {
         let difference =
-            max_difference(&logits(&case, &mut engine(&case, PrecisionPolicy::FP32, case.rows())), &case.logits);
+            max_difference(&case.logits_of(&mut engine(&case, PrecisionPolicy::FP32, case.rows())), &case.logits);
         assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
     }
 }
@@ -65,12 +49,7 @@ fn logits_agree_with_peft() {
 fn loss_and_every_gradient_agree_with_peft() {
     for case in Case::lora() {
         let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
-        let report = engine.step(&case.whole_batch(0)).unwrap();
-        let expected = &case.trajectory.fp32[0];
-        assert!((report.loss - expected.loss).abs() < 2e-6 * expected.loss, "{}: loss {}", case.name, report.loss);
-        let norm = norm_of(&report).unwrap();
-        assert!((norm / expected.norm.unwrap() - 1.0).abs() < 1e-5, "{}: norm {norm}", case.name);
-        assert_close(&case.name, &unscaled(&engine, 1.0), &case.gradients, 1e-5, 1e-5);
+        case.assert_first_step(&mut engine);
     }
 }
 
@@ -78,15 +57,7 @@ fn loss_and_every_gradient_agree_with_peft() {
 fn twenty_adamw_steps_agree_with_peft() {
     for case in Case::lora() {
         let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
-        for (step, expected) in case.trajectory.fp32.iter().enumerate() {
-            let report = engine.step(&case.whole_batch(step)).unwrap();
-            let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
-            assert!(error < 1e-5 * expected.loss, "{}: loss {} at step {step}", case.name, report.loss);
-            let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
-            assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", case.name);
-        }
-        let masters = by_name(engine.state.masters.parameters());
-        assert_close(&case.name, &masters, &case.final_parameters, 2e-5, 1e-3);
+        case.assert_twenty_steps(&mut engine);
     }
 }
 
@@ -199,7 +170,7 @@ fn gradients_under_dropout_are_those_of_the_loss() {
 fn decoding_computes_what_the_whole_pass_does() {
     for case in Case::lora() {
         let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
-        let whole = logits(&case, &mut engine);
+        let whole = case.logits_of(&mut engine);
         let batch = &case.whole_batch(0)[0];
         let spec = engine.model.spec();
         let mut cache = KvCache::new(spec, PrecisionPolicy::FP32, batch.seq_len, &Device::Cpu).unwrap();
@@ -254,7 +225,8 @@ fn a_written_adapter_reads_back() {
         let read = AdapterFolder::open(folder.path()).unwrap();
         let base = ModelFolder::open(&case.folder).unwrap();
         assert_eq!(&read.spec(base.config()).unwrap(), spec, "{name}");
-        let over = over_base(spec, Dtype::F32, 9, &Device::Cpu, "base", |into| base.read_parameters(into)).unwrap();
+        let over =
+            over_base(spec, Dtype::F32, 9, &Device::Cpu, "base", None, |into| base.read_parameters(into)).unwrap();
         read.read_parameters(spec, &over.parameters).unwrap();
         let same = |(name, tensor): (&str, &Tensor)| assert_eq!(values(tensor), values(masters.get(name).unwrap()));
         over.parameters.iter().for_each(same);

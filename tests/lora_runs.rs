@@ -28,8 +28,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// The ways to save memory that a resumed run must not show.
-const WAYS: [(&str, &[&str]); 5] = [
+/// The ways to save memory that a resumed run must not show. `model.gguf` is [`quantised`].
+const WAYS: [(&str, &[&str]); 6] = [
+    ("qlora", &["--model", "model.gguf", "--lora", "r=4,alpha=8,dropout=0.1,dora", "--dtype", "bf16"]),
     ("lora", &["--lora", "r=4,alpha=8,dropout=0.1", "--dtype", "fp16"]),
     ("dora", &["--lora", "r=2,alpha=8,targets=c_attn+mlp.c_proj,rslora,dora,save=ln_f", "--dtype", "bf16"]),
     ("adamw8bit", &["--optimizer", "adamw8bit", "--dtype", "fp16"]),
@@ -94,9 +95,17 @@ fn losses(folder: &Path, run: &str) -> BTreeMap<u64, u32> {
     records.into_iter().filter_map(|record| step(record.event)).collect()
 }
 
+/// A folder with `model.gguf`: the default model in blocks of Q8_0.
+fn quantised() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    finetune(folder.path(), &all(&small("first", "1"), &["--init-scale", "1024"]));
+    finetune(folder.path(), &["export", "first", "model.gguf", "--dtype", "q8_0"]);
+    folder
+}
+
 #[test]
 fn killed_runs_resume_bit_for_bit() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = quantised();
     let folder = folder.path();
     for (way, flags) in WAYS {
         let (undisturbed, killed) = (format!("{way}-undisturbed"), format!("{way}-killed"));
@@ -125,7 +134,7 @@ fn killed_runs_resume_bit_for_bit() {
 
 #[test]
 fn verify_resume_holds_for_every_way() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = quantised();
     for (way, flags) in WAYS {
         let more = ["verify-resume", "--steps", "8", "--at", "5", "--batch-size", "2", "--seq-len", "16"];
         let flags: Vec<&str> = flags.iter().copied().filter(|flag| *flag != "--steps").collect();
@@ -249,6 +258,40 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     };
     assert_eq!(generated(&["run"]), generated(&["model", "--adapter", "adapter"]));
     finetune(folder, &["eval", "model", "--adapter", "adapter", "--data", "text.txt", "--seq-len", "16"]);
+}
+
+/// Adapters over a base in blocks are those of any base: used, exported and merged.
+#[test]
+fn a_quantised_base_stays_in_blocks_and_its_adapters_are_used_and_merged() {
+    let desk = quantised();
+    let folder = desk.path();
+    let more = ["--model", "model.gguf", "--lora", "r=3,alpha=6", "--lr", "1e-2", "--dtype", "bf16"];
+    let output = finetune(folder, &all(&small("run", "10"), &more));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("stays in its quantised blocks (QLoRA)"), "{said}");
+    let state = fs::read(run_folder(folder, "run").join("step-000010/state.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&state).unwrap()["base"]["name"], "model.gguf");
+    finetune(folder, &["export", "run", "adapter"]);
+    let said = finetune(folder, &["merge", "model.gguf", "merged", "--adapter", "adapter"]).stdout;
+    assert!(String::from_utf8_lossy(&said).contains("largest difference of logits: "));
+    let open =
+        |path: &str| TrainedModel::open_with(&folder.join(path), None, &mut |name, _| Ok(folder.join(name))).unwrap();
+    let (base, run) = (logits(&open("model.gguf"), &IDS), logits(&open("checkpoints/run"), &IDS));
+    assert!(furthest(&base, &run) > 1e-2, "the adapters do nothing");
+    let with = open("model.gguf").with_adapters(&folder.join("adapter")).unwrap();
+    assert_eq!(furthest(&run, &logits(&with, &IDS)), 0.0);
+    let difference = furthest(&run, &logits(&open("merged"), &IDS));
+    assert!(difference <= 1e-4, "merged: {difference:.1e}");
+    let said = |arguments: &[&str]| finetune(folder, arguments).stdout;
+    let generate = ["--prompt", "the", "--temperature", "0", "--max-tokens", "8"];
+    assert_eq!(
+        said(&[&["generate", "run"], &generate[..]].concat()),
+        said(&[&["generate", "model.gguf", "--adapter", "adapter"], &generate[..]].concat())
+    );
+    said(&["eval", "model.gguf", "--adapter", "adapter", "--data", "grammar", "--seq-len", "64", "--dtype", "bf16"]);
+    let memory = said(&["lab", "memory", "--model", "model.gguf", "--seq", "16", "--batch", "2"]);
+    let memory = String::from_utf8_lossy(&memory).into_owned();
+    assert!(memory.contains("LoRA (ours)") && memory.contains("QLoRA (ours)"), "{memory}");
 }
 
 /// PEFT reads what we export, and we read what PEFT saves, with the same logits.

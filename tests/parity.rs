@@ -13,9 +13,8 @@ mod common {
 use common::compare::{assert_close, max_difference, relative, skip, values};
 use common::engine::{by_name, unscaled};
 use common::golden::Case;
-use finetune::engine::model::Mode;
 use finetune::precision::{Dtype, PrecisionPolicy};
-use finetune::train::{Outcome, StepReport};
+use finetune::train::Outcome;
 
 const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
 
@@ -31,11 +30,7 @@ fn cases() -> Vec<Case> {
 fn logits_agree_with_pytorch() {
     for case in cases() {
         let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        let batch = &case.whole_batch(0)[0];
-        let tokens = batch.tokens();
-        engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
-        let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
-        let difference = max_difference(&logits.reshape(case.logits.shape()).unwrap(), &case.logits);
+        let difference = max_difference(&case.logits_of(&mut engine), &case.logits);
         assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
     }
 }
@@ -44,12 +39,7 @@ fn logits_agree_with_pytorch() {
 fn loss_and_every_gradient_agree_with_pytorch() {
     for case in cases() {
         let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        let report = engine.step(&case.whole_batch(0)).unwrap();
-        let expected = &case.trajectory.fp32[0];
-        assert!((report.loss - expected.loss).abs() < 2e-6 * expected.loss, "{}: loss {}", case.name, report.loss);
-        let norm = norm_of(&report).unwrap();
-        assert!((norm / expected.norm.unwrap() - 1.0).abs() < 1e-5, "{}: norm {norm}", case.name);
-        assert_close(&case.name, &unscaled(&engine, 1.0), &case.gradients, 1e-5, 1e-5);
+        case.assert_first_step(&mut engine);
     }
 }
 
@@ -87,15 +77,7 @@ fn every_parameter_receives_a_gradient() {
 fn twenty_adamw_steps_agree_with_pytorch() {
     for case in cases() {
         let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        for (step, expected) in case.trajectory.fp32.iter().enumerate() {
-            let report = engine.step(&case.whole_batch(step)).unwrap();
-            let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
-            assert!(error < 1e-5 * expected.loss, "{}: loss {} at step {step}", case.name, report.loss);
-            let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
-            assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", case.name);
-        }
-        let masters = by_name(engine.state.masters.parameters());
-        assert_close(&case.name, &masters, &case.final_parameters, 2e-5, 1e-3);
+        case.assert_twenty_steps(&mut engine);
     }
 }
 
@@ -159,12 +141,5 @@ fn a_step_is_deterministic() {
             (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
         };
         assert!(run() == run(), "{} {policy}: two runs differ", case.name);
-    }
-}
-
-fn norm_of(report: &StepReport) -> Option<f64> {
-    match report.outcome {
-        Outcome::Applied { grad_norm, .. } => Some(grad_norm),
-        Outcome::Skipped => None,
     }
 }

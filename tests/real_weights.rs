@@ -224,6 +224,39 @@ fn validation(run: &Path) -> f64 {
         .unwrap()
 }
 
+/// Answers to the letter of `chats-held-back`, of 40.
+fn exact_answers(bench: &Bench, model: &Path, dtype: &str) -> u64 {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    command.current_dir(bench.folder.path()).arg("eval").arg(model);
+    command.args(["--data", "chats-held-back", "--answers", "--json", "--dtype", dtype]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(found["asked"], 40);
+    found["exact"].as_u64().unwrap()
+}
+
+/// Over a folder's weights in FP16 and BF16, and over the file's own blocks.
+#[test]
+#[ignore = "minutes"]
+fn lora_learns_the_drawers_of_the_built_in_chats() {
+    let Some(bench) = Bench::new() else { return };
+    let (folder, config) =
+        (bench.path("model"), Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/smollm2-chats-lora.toml"));
+    export(&bench.trained, Dtype::F32, Format::of(&folder), Parts::Merged, &folder).unwrap();
+    let base = exact_answers(&bench, &bench.file, "bf16");
+    assert!(base < 4, "the base answers {base} of 40 already");
+    for (run, model, dtype) in [("fp16", &folder, "fp16"), ("bf16", &folder, "bf16"), ("qlora", &bench.file, "bf16")] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        command.current_dir(bench.folder.path()).arg("--config").arg(&config).arg("--model").arg(model);
+        command.args(["--dtype", dtype, "--run", run, "--plain"]).stdout(Stdio::null()).stderr(Stdio::piped());
+        finish(command.spawn().unwrap());
+        let exact = exact_answers(&bench, &bench.path("checkpoints").join(run), dtype);
+        eprintln!("{run}: {exact} of 40 answers, {base} before");
+        assert!(exact >= 36, "{run}: {exact} of 40 answers");
+    }
+}
+
 /// 8 GB on disk.
 #[test]
 #[ignore = "minutes"]

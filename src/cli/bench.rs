@@ -10,10 +10,11 @@ use crate::engine::kernels::Choice;
 use crate::engine::kernels::allocator::Allocations;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
-use crate::engine::model::{ModelSpec, Op};
+use crate::engine::model::{ModelSpec, Op, Parameters};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::StoredModel;
+use crate::store::base::over_base;
 use crate::telemetry::ProcessStats;
 use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
 use crate::{Error, Result};
@@ -45,6 +46,9 @@ pub(super) struct BenchArgs {
     /// Batches in a step
     #[arg(long, value_name = "N", default_value_t = 1)]
     grad_accum: usize,
+    /// Train adapters of this rank at every linear layer, over a frozen base, in place of the model
+    #[arg(long, value_name = "R", conflicts_with = "latency")]
+    lora: Option<usize>,
     /// Measured steps
     #[arg(long, value_name = "N", default_value_t = 6)]
     steps: usize,
@@ -107,6 +111,8 @@ impl BenchArgs {
         config.train.batch_size = self.batch_size;
         config.train.seq_len = self.seq_len;
         config.train.grad_accum = self.grad_accum;
+        config.lora.r = self.lora;
+        config.lora.alpha = self.lora.map(|r| 2.0 * r as f64);
         config
     }
 
@@ -140,9 +146,15 @@ struct Sample {
 
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
-    let shape = args.shape()?;
+    let shape = config.adapted(args.shape()?)?;
     let open = config.place()?.open(config.dtype, config.kernels, &mut |notice| tell_notice(&notice))?;
-    let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
+    let masters = match shape.lora {
+        None => TrainState::random_masters(&shape, config.seed, &open.device)?,
+        Some(_) => {
+            let draw = |into: &Parameters| Ok(into.initialise(config.seed)?);
+            over_base(&shape, config.dtype.compute, config.seed, &open.device, &args.model, None, draw)?.parameters
+        }
+    };
     let mut engine = engine(config, &shape, masters, open.kernels.clone(), (args.warmup + args.steps) as u64)?;
     engine.exponents = !args.no_histogram;
     let startup = begin.elapsed();
@@ -193,14 +205,16 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
     batch.target_count = batch.targets.len();
 }
 
-/// Floating-point operations of a step by the usual count: six per matrix weight and token, plus those of causal attention.
+/// Floating-point operations of a step by the usual count: six per matrix weight and token, four of a frozen one, plus those of causal attention.
 fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
-    let products = shape.parameters().into_iter();
+    let products = shape.base_parameters().into_iter();
     let products = products.filter(|entry| matches!(entry.layer.op, Op::Linear(_)) && entry.shape.len() == 2);
     let weights: usize = products.map(|entry| entry.shape.iter().product::<usize>()).sum();
     let weights = weights + shape.width * shape.vocab_size;
-    (6.0 * weights as f64 + 6.0 * (shape.layers * shape.attended_width() * args.seq_len) as f64) * tokens as f64
+    // Frozen weights have no gradient; their adapters' products are not counted.
+    let of_weight = if shape.lora.is_some() { 4.0 } else { 6.0 };
+    (of_weight * weights as f64 + 6.0 * (shape.layers * shape.attended_width() * args.seq_len) as f64) * tokens as f64
 }
 
 /// The report: the figures over all measured steps.
@@ -219,6 +233,7 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "batch": args.batch_size,
         "seq": args.seq_len,
         "grad_accum": args.grad_accum,
+        "lora": args.lora,
         "threads": rayon::current_num_threads(),
         "isa": Isa::current().to_string(),
         "tokens_per_s": round(tokens as f64 / step.as_secs_f64()),

@@ -21,6 +21,7 @@ use crate::lab::{
     Scaling, Setup, Softmax, Sums, UlpGrid, apply_setting, log_normal, model_named, normal_tensor, parse_value,
 };
 use crate::precision::PrecisionPolicy;
+use crate::store::StoredModel;
 use crate::telemetry::ProcessStats;
 use crate::{Error, Result};
 
@@ -319,7 +320,8 @@ impl MemoryArgs {
             (None, Some(run)) => (run.started.model.clone(), shape_of(run)?),
             (name, _) => {
                 let name = name.as_deref().unwrap_or("distilgpt2");
-                (name.to_owned(), model_named(name)?)
+                let path = Path::new(name);
+                (name.to_owned(), if path.exists() { StoredModel::shape(path)? } else { model_named(name)? })
             }
         };
         if [batch, seq, accum].contains(&0) {

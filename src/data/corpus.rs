@@ -1,7 +1,9 @@
 //! From a [`Source`] to training and validation tokens, by way of the token cache.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use super::batch_loader::IGNORE_INDEX;
 use super::cache::{TokenFile, TokenWriter, Width};
 use super::document::Document;
 use super::format::Format;
@@ -30,7 +32,8 @@ pub struct Dataset {
     pub validation: TokenSource,
     /// Bytes of text behind each training token in the loss, on average: turns nats per token into bits per byte.
     pub bytes_per_token: f64,
-    /// The same of the validation text; of its last tenth, the average of the whole.
+    /// The same of the validation text. Of a held-out tail it is exact where tokens are bytes, as in byte-level BPE; otherwise it
+    /// is the average of the whole text.
     pub validation_bytes_per_token: f64,
     /// The least loss attainable in nats per token, where that is known.
     pub entropy_per_token: Option<f64>,
@@ -60,6 +63,25 @@ struct Corpus {
     bytes_per_token: f64,
     /// Tokenizer and content.
     key: String,
+}
+
+/// Bytes of text behind each token that an evaluation predicts, on average; `None` where tokens are not bytes of the text.
+fn bytes_per_predicted(tokens: &TokenSource, tokenizer: &Tokenizer) -> Option<f64> {
+    const CHUNK: usize = 1 << 16;
+    // The first token of a text is not predicted, nor is that of a sample.
+    let firsts: BTreeSet<usize> =
+        if tokens.is_samples() { tokens.documents().map(|sample| sample.start).collect() } else { [0].into() };
+    let (mut bytes, mut count) = (0, 0_u64);
+    for start in (0..tokens.len()).step_by(CHUNK) {
+        let mut ids = vec![0; CHUNK.min(tokens.len() - start)];
+        tokens.read_targets(start, &mut ids);
+        for (_, id) in ids.iter().enumerate().filter(|(at, id)| **id != IGNORE_INDEX && !firsts.contains(&(start + at)))
+        {
+            bytes += tokenizer.token_bytes(*id)?;
+            count += 1;
+        }
+    }
+    (count > 0 && bytes > 0).then(|| bytes as f64 / count as f64)
 }
 
 impl<'a> Loader<'a> {
@@ -93,16 +115,18 @@ impl<'a> Loader<'a> {
     pub fn load(&mut self, source: &Source, validation: Option<&Source>, tokenizer: &Tokenizer) -> Result<Dataset> {
         let corpus = self.corpus(source, tokenizer)?;
         let bytes_per_token = corpus.bytes_per_token;
-        let mut validation_bytes_per_token = bytes_per_token;
         let mut keys = corpus.key;
-        let (train, validation) = match validation {
+        let (train, validation, validation_bytes_per_token) = match validation {
             Some(validation) => {
                 let validation = self.corpus(validation, tokenizer)?;
                 keys += &validation.key;
-                validation_bytes_per_token = validation.bytes_per_token;
-                (corpus.tokens, validation.tokens)
+                (corpus.tokens, validation.tokens, validation.bytes_per_token)
             }
-            None => corpus.tokens.hold_out(TRAIN_PERCENT),
+            None => {
+                let (train, tail) = corpus.tokens.hold_out(TRAIN_PERCENT);
+                let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(bytes_per_token);
+                (train, tail, bytes)
+            }
         };
         let entropy_per_token = (*source == Source::Grammar && tokenizer.is_byte()).then(grammar::entropy_per_token);
         Ok(Dataset {
@@ -216,5 +240,28 @@ impl<'a> Loader<'a> {
         if let Some(report) = &mut self.report {
             report(LoadEvent::Notice(text));
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+mod tests {
+    use super::*;
+    use crate::data::tokenizer::tests::byte_level_bpe;
+
+    /// The tail of a text has longer tokens than the rest; its first token is not predicted.
+    #[test]
+    fn bytes_of_a_validation_tail_are_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("text.txt");
+        std::fs::write(&path, format!("{}{}", "x".repeat(900), " the".repeat(100))).unwrap();
+        let tokenizer = Tokenizer::from_json(byte_level_bpe(), "a test's").unwrap();
+        let source = path.display().to_string().parse().unwrap();
+        let set = Loader::new(folder.path()).load(&source, None, &tokenizer).unwrap();
+        assert_eq!((set.train.len(), set.validation.len()), (900, 100));
+        assert_eq!(set.validation_bytes_per_token, 4.0);
+        assert_eq!(set.bytes_per_token, 1.3);
+        let byte = Loader::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
+        assert_eq!(byte.validation_bytes_per_token, 1.0);
     }
 }

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
+use tokenizers::DecoderWrapper;
 
 use super::bpe::FastBpe;
 use super::contain::contained;
@@ -197,6 +198,19 @@ impl Tokenizer {
             Kind::Byte => u8::try_from(id).ok().map(|byte| byte_level_char(byte).to_string()),
             Kind::HuggingFace { inner, .. } => inner.id_to_token(id),
         }
+    }
+
+    /// The bytes of text that a token stands for, where each stands for bytes; the end of text stands for none.
+    pub(super) fn token_bytes(&self, id: u32) -> Option<usize> {
+        let byte_level = match &self.kind {
+            Kind::Byte => true,
+            Kind::HuggingFace { inner, .. } => matches!(inner.get_decoder(), Some(DecoderWrapper::ByteLevel(_))),
+        };
+        if !byte_level {
+            return None;
+        }
+        // A byte-level vocabulary has a character for each byte.
+        if self.eos_id() == Some(id) { Some(0) } else { Some(self.token(id)?.chars().count()) }
     }
 
     /// The `tokenizer.json` to write beside a model's weights, byte for byte as it was read.

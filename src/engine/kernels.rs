@@ -27,6 +27,7 @@ pub mod math;
 pub mod matmul;
 pub mod peak;
 mod plain;
+pub mod quantised;
 pub mod residual;
 pub mod rms_norm;
 pub mod rope;

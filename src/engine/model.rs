@@ -2,6 +2,7 @@
 
 mod adapter;
 mod architecture;
+mod blocks;
 mod decoder;
 mod dora;
 mod gemma3;

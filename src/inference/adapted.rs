@@ -4,6 +4,7 @@ use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view::{self, host};
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge};
 use crate::precision::{Dtype, PrecisionPolicy};
+use crate::store::GgufModel;
 use crate::store::adapter::AdapterFolder;
 use crate::store::base::{OverBase, check_range, over_base};
 use crate::store::checkpoint::{Base, Checkpoint};
@@ -70,7 +71,7 @@ impl Adapters {
         }
     }
 
-    /// The adapters in FP32 over their base in `compute`, on the CPU.
+    /// The adapters in FP32 over their base in `compute`, on the CPU; matrices stay in the blocks that `gguf` has.
     ///
     /// # Errors
     /// [`Error::Model`] where the base is not the one of the checkpoint.
@@ -79,10 +80,11 @@ impl Adapters {
         base: &ModelSpec,
         compute: Dtype,
         origin: &str,
+        gguf: Option<&GgufModel>,
         read: impl FnMut(&Parameters) -> Result<()>,
     ) -> Result<(ModelSpec, Parameters)> {
         let spec = self.spec(base)?;
-        let OverBase { parameters, sha256 } = over_base(&spec, compute, 0, &Device::Cpu, origin, read)?;
+        let OverBase { parameters, sha256 } = over_base(&spec, compute, 0, &Device::Cpu, origin, gguf, read)?;
         if let Some(Base { name, sha256: wanted, .. }) = self.base().filter(|base| !base.sha256.is_empty())
             && wanted != sha256
         {
@@ -100,7 +102,7 @@ impl Adapters {
     }
 }
 
-/// A decoder of `spec` with these FP32 adapters over their base, in the policy's compute type, on an open device.
+/// A decoder of `spec` with these FP32 adapters, in the policy's compute type, over their base, which is in it, on an open device.
 pub(super) fn load(
     spec: &ModelSpec,
     adapters: &Parameters,
@@ -114,8 +116,11 @@ pub(super) fn load(
         }
         Ok(there)
     };
-    let base = adapters.base().map(|base| there(base, base.layout())).transpose()?;
-    let weights = there(adapters, adapters.layout())?.over(base.map(Arc::new));
+    let base = match adapters.base() {
+        Some(base) if !open.device.is_cpu() => Some(Arc::new(there(base, base.layout())?)),
+        base => base.cloned(),
+    };
+    let weights = there(adapters, adapters.layout())?.over(base);
     Ok((Decoder::new(spec, &weights, open.kernels.clone())?, weights))
 }
 

@@ -9,7 +9,7 @@ use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::adapter::AdapterFolder;
 use crate::store::base::check_range;
 use crate::store::checkpoint::{Base, Checkpoint, Damage, newest_good, verify};
-use crate::store::{Companions, StoredModel};
+use crate::store::{Companions, GgufModel, StoredModel};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::path::{Path, PathBuf};
@@ -161,9 +161,13 @@ impl TrainedModel {
 
     /// The adapters in FP32 over their base in `compute`, on the CPU; `None` without adapters.
     pub fn over_base(&self, compute: Dtype) -> Result<Option<(ModelSpec, Parameters)>> {
+        self.adapters_over(compute, None)
+    }
+
+    fn adapters_over(&self, compute: Dtype, gguf: Option<&GgufModel>) -> Result<Option<(ModelSpec, Parameters)>> {
         let Some(adapters) = &self.adapters else { return Ok(None) };
         let origin = self.path.display().to_string();
-        adapters.over(&self.config, compute, &origin, |into| self.weights.read(into)).map(Some)
+        adapters.over(&self.config, compute, &origin, gguf, |into| self.weights.read(into)).map(Some)
     }
 
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
@@ -196,7 +200,9 @@ impl TrainedModel {
 
     /// The model, and its weights in the policy's compute type, on an open device.
     pub fn load(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
-        if let Some((spec, adapters)) = self.over_base(policy.compute)? {
+        let gguf = if let Weights::Stored(model) = &self.weights { model.gguf() } else { None };
+        let gguf = gguf.filter(|_| open.device.is_cpu());
+        if let Some((spec, adapters)) = self.adapters_over(policy.compute, gguf)? {
             return adapted::load(&spec, &adapters, policy, open);
         }
         let mut weights = self.weights(policy.compute)?;

@@ -31,7 +31,8 @@ pub enum Recipe {
     Checkpointing,
     /// Frozen BF16 weights; FP32 low-rank adapters at every linear layer of the blocks.
     Lora,
-    /// LoRA with weights in NF4 with double quantization; embeddings stay BF16.
+    /// LoRA over weights in blocks. This engine does it with a GGUF file's; the textbook has NF4 with double quantization, and
+    /// embeddings in BF16.
     Qlora,
 }
 
@@ -141,10 +142,17 @@ impl Recipe {
         match self {
             Self::Fp32 => Some(PrecisionPolicy::FP32),
             Self::Fp16Amp => Some(PrecisionPolicy::FP16),
-            Self::Bf16Amp | Self::Adam8bit | Self::Checkpointing | Self::Lora => Some(PrecisionPolicy::BF16),
+            Self::Bf16Amp | Self::Adam8bit | Self::Checkpointing | Self::Lora | Self::Qlora => {
+                Some(PrecisionPolicy::BF16)
+            }
             Self::Bf16Pure => Some(PrecisionPolicy { params: Dtype::BF16, ..PrecisionPolicy::BF16 }),
-            Self::Fp8 | Self::Qlora => None,
+            Self::Fp8 => None,
         }
+    }
+
+    /// The engine's policy for a model: only one that is quantised can stay in its blocks.
+    fn policy_for(self, config: &ModelSpec) -> Option<PrecisionPolicy> {
+        self.policy().filter(|_| self != Self::Qlora || !config.quantised.is_empty())
     }
 
     /// What else the engine does: what it keeps, how it stores moments, and the adapters it trains.
@@ -155,8 +163,12 @@ impl Recipe {
             let (targets, saved) = (Lora::targets(config, &[ALL_LINEAR])?, BTreeSet::new());
             Ok(Lora { r: rank, alpha: rank as f64, dropout: 0.0, rslora: false, dora: false, targets, saved })
         };
-        let lora = (self == Self::Lora).then(lora).transpose()?;
-        Ok((ModelSpec { lora, ..config.clone() }, keep, kind))
+        let lora = matches!(self, Self::Lora | Self::Qlora).then(lora).transpose()?;
+        let mut spec = ModelSpec { lora, ..config.clone() };
+        if self != Self::Qlora {
+            spec.quantised.clear();
+        }
+        Ok((spec, keep, kind))
     }
 }
 
@@ -237,7 +249,8 @@ impl Memory {
         };
         let plan = |recipe: Recipe| -> Result<Plan> {
             let bytes = |policy, batch| engine(recipe, policy, batch).map_or(u64::MAX, |items| total(&items));
-            let ours = recipe.policy().map(|policy| engine(recipe, policy, batch)).transpose()?;
+            let policy = recipe.policy_for(config);
+            let ours = policy.map(|policy| engine(recipe, policy, batch)).transpose()?;
             let theirs = textbook(recipe, batch);
             Ok(Plan {
                 recipe,
@@ -245,7 +258,7 @@ impl Memory {
                 engine: ours,
                 textbook: theirs,
                 largest_batch: (
-                    recipe.policy().and_then(|policy| largest(budget, |batch| bytes(policy, batch))),
+                    policy.and_then(|policy| largest(budget, |batch| bytes(policy, batch))),
                     largest(budget, |batch| total(&textbook(recipe, batch))),
                 ),
             })
@@ -283,7 +296,7 @@ impl Memory {
     /// The predicted total for the measured run, if there is one.
     pub fn predicted(&self) -> Option<u64> {
         let (policy, _) = self.measured?;
-        let plan = self.plans.iter().find(|plan| plan.recipe.policy() == Some(policy))?;
+        let plan = self.plans.iter().find(|plan| plan.recipe.policy() == Some(policy) && plan.engine.is_some())?;
         plan.engine.as_deref().map(total)
     }
 

@@ -1,26 +1,30 @@
-//! The frozen base of adapters: read once, rounded to the compute type, and known by a digest of its values.
+//! The frozen base of adapters: read once, kept in the compute type or in a file's blocks, and known by a digest of its values.
 
 use crate::digest::DigestWriter;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view::read;
 use crate::engine::model::{ModelSpec, Parameters, candle_dtype, set_output_norms};
 use crate::precision::{Dtype, FloatFormat};
+use crate::store::GgufModel;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use std::io::{Write as _, sink};
 use std::sync::Arc;
 
+/// Values hashed at a time.
+const CHUNK: usize = 1 << 16;
+
 /// Parameters over their base.
 #[derive(Debug)]
 pub struct OverBase {
-    /// What is trained, in FP32, over the base in the compute type. Adapters have their initial values.
+    /// What is trained, in FP32, over the base in the compute type or in blocks. Adapters have their initial values.
     pub parameters: Parameters,
     /// SHA-256 of the base's values in FP32, in the order of their names: the same however they are stored.
     pub sha256: String,
 }
 
-/// The trained parameters of `spec`, drawn from `seed`, over its base, of which `read_one` reads one tensor at a time, in FP32. `origin` is
-/// the base's name, for messages.
+/// The trained parameters of `spec`, drawn from `seed`, over its base, of which `read_one` reads one tensor at a time, in FP32. On a
+/// CPU matrices stay in the blocks that `gguf` has. `origin` is the base's name, for messages.
 ///
 /// # Errors
 /// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_one` says.
@@ -30,11 +34,21 @@ pub fn over_base(
     seed: u64,
     device: &Device,
     origin: &str,
+    gguf: Option<&GgufModel>,
     mut read_one: impl FnMut(&Parameters) -> Result<()>,
 ) -> Result<OverBase> {
     let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
     own.initialise(seed)?;
-    let base = Parameters::zeros(&spec.frozen_parameters(), candle_dtype(compute), device)?;
+    let (frozen, dtype) = (spec.frozen_parameters(), candle_dtype(compute));
+    let base = match gguf {
+        Some(gguf) if device.is_cpu() => {
+            let in_blocks = spec.in_blocks();
+            let in_blocks = frozen.iter().filter(|entry| in_blocks.contains_key(&entry.name));
+            let quantised = in_blocks.map(|entry| Ok((entry.name.clone(), gguf.blocks(entry)?)));
+            Parameters::with_blocks(&frozen, dtype, quantised.collect::<Result<_>>()?)?
+        }
+        _ => Parameters::zeros(&frozen, dtype, device)?,
+    };
     let mut digest = DigestWriter::new(sink());
     for entry in spec.base_parameters() {
         let one = Parameters::zeros(std::slice::from_ref(&entry), DType::F32, &Device::Cpu)?;
@@ -42,9 +56,14 @@ pub fn over_base(
         let wide = &one[0];
         check_tensor(&entry.name, wide, origin, compute)?;
         digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
-        let bytes: Vec<u8> = read(wide)?.typed::<f32>()?.iter().flat_map(|value| value.to_le_bytes()).collect();
-        digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
+        for values in read(wide)?.typed::<f32>()?.chunks(CHUNK) {
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
+        }
         let Some(tensor) = own.get(&entry.name).or_else(|| base.get(&entry.name)) else { continue };
+        if tensor.elem_count() == 0 {
+            continue;
+        }
         tensor.slice_set(&wide.to_dtype(tensor.dtype())?.to_device(device)?, 0, 0)?;
     }
     let parameters = own.over(Some(Arc::new(base)));

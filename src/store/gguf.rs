@@ -109,6 +109,20 @@ impl Gguf {
         read().map_err(|error| self.error(format!("tensor `{name}`: {}", first_line(&error.to_string()))))
     }
 
+    /// The blocks of a tensor as they are in the file.
+    fn blocks(&self, name: &str) -> Result<Vec<u8>> {
+        let Some(info) = self.content.tensor_infos.get(name) else {
+            return Err(self.error(format!("tensor `{name}` is missing")));
+        };
+        let count = info.shape.elem_count() / info.ggml_dtype.block_size();
+        let mut blocks = vec![0; count * info.ggml_dtype.type_size()];
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        file.seek(SeekFrom::Start(self.content.tensor_data_offset + info.offset))
+            .and_then(|_| file.read_exact(&mut blocks))
+            .map_err(Error::io("read", &self.path))?;
+        Ok(blocks)
+    }
+
     /// `general.architecture`: `llama`, `qwen2`, ….
     pub fn architecture(&self) -> Result<&str> {
         self.text("general.architecture")

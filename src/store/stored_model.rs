@@ -69,6 +69,14 @@ impl StoredModel {
         }
     }
 
+    /// The GGUF file, whose matrices may be in blocks.
+    pub fn gguf(&self) -> Option<&GgufModel> {
+        match self {
+            Self::Folder(_) => None,
+            Self::Gguf(model) => Some(model),
+        }
+    }
+
     /// Reads every parameter into the FP32 tensors of [`ModelSpec::parameters`].
     pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
         match self {

@@ -2,11 +2,12 @@
 
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::attention::Shape;
-use crate::engine::model::{Keep, ModelSpec, ParamSpec, Workspace, WorkspaceBytes};
+use crate::engine::model::{Keep, Layer, ModelSpec, ParamSpec, Workspace, WorkspaceBytes};
 use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind};
 use crate::precision::PrecisionPolicy;
 use crate::train::config::Config;
 use crate::{Error, Result};
+use std::collections::BTreeMap;
 
 /// Bytes by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,19 +43,46 @@ impl EngineBytes {
         };
         let trained = elements(spec.parameters());
         let parameters: u64 = trained.iter().sum();
-        let frozen = elements(spec.frozen_parameters()).iter().sum::<u64>() * policy.compute.size_in_bytes() as u64;
+        let frozen = Frozen::new(spec, policy);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
         let (masters, weights) = MasterWeights::bytes(parameters, policy);
         let gradients = Gradients::bytes(parameters, policy, grad_accum);
         let scores = kernels.score_bytes(&Shape::new(batch, seq_len, spec.heads, spec.head_dim))?;
         let adam = AdamW::bytes(optimizer, policy, trained);
-        Ok(Self { weights: weights + frozen, masters, gradients, adam, activations, scratch, scores })
+        let (weights, scratch) = (weights + frozen.held, scratch + frozen.buffer);
+        Ok(Self { weights, masters, gradients, adam, activations, scratch, scores })
     }
 
     /// The sum.
     pub fn total(&self) -> u64 {
         let Self { weights, masters, gradients, adam, activations, scratch, scores } = self;
         weights + masters + gradients + adam + activations + scratch + scores
+    }
+}
+
+/// Bytes of a frozen base.
+#[derive(Default)]
+struct Frozen {
+    held: u64,
+    /// For the largest of the matrices in blocks, dequantised.
+    buffer: u64,
+}
+
+impl Frozen {
+    fn new(spec: &ModelSpec, policy: PrecisionPolicy) -> Self {
+        let (in_blocks, size) = (spec.in_blocks(), policy.compute.size_in_bytes() as u64);
+        let (mut held, mut products) = (0, BTreeMap::<Layer, u64>::new());
+        for ParamSpec { name, shape, pack, .. } in spec.frozen_parameters() {
+            let elements = shape.iter().product::<usize>() as u64;
+            held += match in_blocks.get(&name) {
+                Some(dtype) => {
+                    *products.entry(pack).or_default() += elements * size;
+                    elements / dtype.block_size() as u64 * dtype.type_size() as u64
+                }
+                None => elements * size,
+            };
+        }
+        Self { held, buffer: products.into_values().max().unwrap_or(0) }
     }
 }
 

@@ -74,7 +74,7 @@ fn wide(state: &TrainState, kernels: &dyn Kernels) -> Result<Parameters> {
         pairs.try_for_each(|(from, to)| kernels.copy(from, to))?;
         Ok(wide)
     };
-    let base = state.weights.base().map(|base| widened(base)).transpose()?;
+    let base = state.weights.base().map(|base| base.converted(DType::F32)).transpose()?;
     Ok(widened(state.masters.parameters())?.over(base.map(Arc::new)))
 }
 

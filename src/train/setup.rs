@@ -173,7 +173,13 @@ impl ModelSource {
         let random = matches!(self.weights, Weights::Random);
         report(Preparing::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
         if self.config.lora.is_some() {
-            return self.over_base(compute, seed, device);
+            let initial = self.over_base(compute, seed, device)?;
+            if let Some((held, dense)) = initial.parameters.base().and_then(|base| base.saved_by_blocks()) {
+                let mib = |bytes: u64| bytes >> 20;
+                let message = "the base stays in its quantised blocks (QLoRA)";
+                report(Preparing::Notice(format!("{message}: {} MiB instead of {} MiB", mib(held), mib(dense))));
+            }
+            return Ok(initial);
         }
         if random {
             return Ok(Initial { parameters: TrainState::random_masters(&self.config, seed, device)?, base: None });
@@ -191,7 +197,8 @@ impl ModelSource {
             Weights::Random => Ok(into.initialise(seed)?),
             Weights::Later => Err(Error::model(&self.name, "adapters need their base")),
         };
-        let OverBase { parameters, sha256 } = over_base(&self.config, compute, seed, device, &self.name, read)?;
+        let gguf = if let Weights::Stored(model) = &self.weights { model.gguf() } else { None };
+        let OverBase { parameters, sha256 } = over_base(&self.config, compute, seed, device, &self.name, gguf, read)?;
         let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
         Ok(Initial { parameters, base: Some(base) })
     }
@@ -409,7 +416,12 @@ pub(super) fn fit_memory(
     let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
     let Some(available) = available else { return Ok(config) };
     let available = available / world.beside() as u64;
-    let mut config = config;
+    let (mut config, mut shape) = (config, shape.clone());
+    if !open.device.is_cpu() {
+        // Blocks are a CPU's.
+        shape.quantised.clear();
+    }
+    let shape = &shape;
     if std::mem::take(&mut config.train.auto_batch) {
         let (fitted, said) = fitted(&config, shape, &*open.kernels, available);
         if let Some(said) = said {

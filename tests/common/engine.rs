@@ -9,12 +9,13 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
 use finetune::engine::collective::Solo;
 use finetune::engine::kernels::{Fused, Kernels, view};
-use finetune::engine::model::{Decoder, Keep, ModelSpec, Parameters, Workspace};
+use finetune::engine::model::{Decoder, Keep, Mode, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, ScheduleKind, Survey};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
-use finetune::train::{Engine, TrainState};
+use finetune::train::{Engine, Outcome, StepReport, TrainState};
 
+use super::compare::assert_close;
 use super::golden::{Case, Trajectory};
 
 /// The settings of a run besides its initial weights.
@@ -35,7 +36,12 @@ pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings
 }
 
 /// The same, computed with `kernels`.
-fn engine_of(kernels: Arc<dyn Kernels>, config: &ModelSpec, masters: Parameters, settings: Settings) -> Engine {
+pub(crate) fn engine_of(
+    kernels: Arc<dyn Kernels>,
+    config: &ModelSpec,
+    masters: Parameters,
+    settings: Settings,
+) -> Engine {
     let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
     let model = Decoder::new(config, &masters, kernels).unwrap();
     let state = TrainState::new(masters, policy, adamw, scaler, model.kernels(), &Solo).unwrap();
@@ -130,9 +136,49 @@ impl Case {
         self.micro_batches(step, self.rows())
     }
 
+    /// The logits `[B,T,V]` that `engine` computes for the first batch.
+    pub(crate) fn logits_of(&self, engine: &mut Engine) -> Tensor {
+        let batch = &self.whole_batch(0)[0];
+        let tokens = batch.tokens();
+        engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
+        let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
+        logits.reshape(self.logits.shape()).unwrap()
+    }
+
+    /// Asserts that the first FP32 step has this case's loss and gradients.
+    pub(crate) fn assert_first_step(&self, engine: &mut Engine) {
+        let report = engine.step(&self.whole_batch(0)).unwrap();
+        let expected = &self.trajectory.fp32[0];
+        assert!((report.loss - expected.loss).abs() < 2e-6 * expected.loss, "{}: loss {}", self.name, report.loss);
+        let norm = norm_of(&report).unwrap();
+        assert!((norm / expected.norm.unwrap() - 1.0).abs() < 1e-5, "{}: norm {norm}", self.name);
+        assert_close(&self.name, &unscaled(engine, 1.0), &self.gradients, 1e-5, 1e-5);
+    }
+
+    /// Asserts that twenty FP32 steps have this case's losses and end in its parameters.
+    pub(crate) fn assert_twenty_steps(&self, engine: &mut Engine) {
+        for (step, expected) in self.trajectory.fp32.iter().enumerate() {
+            let report = engine.step(&self.whole_batch(step)).unwrap();
+            let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
+            assert!(error < 1e-5 * expected.loss, "{}: loss {} at step {step}", self.name, report.loss);
+            let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
+            assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", self.name);
+        }
+        let masters = by_name(engine.state.masters.parameters());
+        assert_close(&self.name, &masters, &self.final_parameters, 2e-5, 1e-3);
+    }
+
     /// Rows of a batch.
     pub(crate) fn rows(&self) -> usize {
         self.batches[0].0.dim(0).unwrap()
+    }
+}
+
+/// The norm of an applied step's gradients.
+fn norm_of(report: &StepReport) -> Option<f64> {
+    match report.outcome {
+        Outcome::Applied { grad_norm, .. } => Some(grad_norm),
+        Outcome::Skipped => None,
     }
 }
 

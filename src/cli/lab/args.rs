@@ -240,7 +240,7 @@ pub(super) struct ScalingArgs {
 
 #[derive(Args, Debug)]
 pub(super) struct MemoryArgs {
-    /// `tiny`, `distilgpt2`, `gpt2`, …, `gpt2-xl`, `7b`, or a number of parameters such as `350M`
+    /// `tiny`, `distilgpt2`, `gpt2`, …, `gpt2-xl`, `7b`, a number of parameters such as `350M`, or a folder or .gguf file
     #[arg(long)]
     pub(super) model: Option<String>,
     /// Sequences in a micro-batch

@@ -147,6 +147,11 @@ impl Adapter {
         }))
     }
 
+    /// Whether [`Self::backward`] writes the whole product's input gradient: DoRA's lengths act on the product's output.
+    pub(super) fn writes_input_gradient(&self) -> bool {
+        self.members.iter().any(|member| member.magnitude.is_some())
+    }
+
     /// Adds to `y` what the adapters make of `x`.
     pub(super) fn forward(
         &self,
@@ -168,8 +173,8 @@ impl Adapter {
         Ok(())
     }
 
-    /// Writes the gradients of the factors, and adds to `dx` the gradient of `x`, given that of the output, `dy`. With DoRA,
-    /// `dx` becomes the whole product's.
+    /// Writes the gradients of the factors, and adds to `dx` the gradient of `x`, given that of the output, `dy`. With DoRA
+    /// it writes the whole product's to `dx`.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward(
         &self,
@@ -188,7 +193,9 @@ impl Adapter {
         let mut dy = dy.clone();
         if let Some(lengths) = self.lengths(weights)? {
             let output = matrix(pass.buffers()?.output.as_ref(), rows, dy.dim(1)?)?;
-            kernels.linear(self.layout, x, weights.pack(self.weight), None, &output)?;
+            let weight = weights.operand(self.weight)?;
+            kernels.linear(weight.layout(self.layout), x, &weight, None, &output)?;
+            drop(weight);
             self.add(kernels, weights, &low, &output)?;
             for (i, member) in self.members.iter().enumerate() {
                 if let Some(dmagnitude) = member.magnitude.and_then(|slot| grads.own(slot)) {
@@ -198,7 +205,8 @@ impl Adapter {
             }
             kernels.copy(&dy, &output)?;
             lengths.apply(&output, None)?;
-            kernels.linear_input_gradient(self.layout, &output, weights.pack(self.weight), dx)?;
+            let weight = weights.operand(self.weight)?;
+            kernels.linear_input_gradient(weight.layout(self.layout), &output, &weight, dx)?;
             dy = output;
         }
         let dlow = matrix(pass.buffers()?.low_gradient.as_ref(), rows, columns)?;
@@ -261,7 +269,11 @@ impl Adapter {
 
     /// What DoRA's lengths do to the output, if there are any.
     fn lengths(&self, weights: &Parameters) -> Result<Option<Lengths>> {
-        let (a, weight) = (weights.pack(self.a), weights.pack(self.weight));
-        dora::lengths(weights, &self.members, (weight, self.layout), a, (self.r, self.scale))
+        if !self.writes_input_gradient() {
+            return Ok(None);
+        }
+        let weight = weights.operand(self.weight)?;
+        let weight = (&*weight, weight.layout(self.layout));
+        dora::lengths(weights, &self.members, weight, weights.pack(self.a), (self.r, self.scale)).map(Some)
     }
 }

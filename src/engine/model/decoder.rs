@@ -207,6 +207,15 @@ impl Decoder {
         }
     }
 
+    /// Embeds tokens. Of a table in blocks only their rows are dequantised.
+    fn embed_into(&self, weights: &Parameters, embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
+        let Some(rows) = weights.gathered(self.embedding, embedding.ids)? else {
+            return self.kernels.embed(embedding, out);
+        };
+        let ids: Vec<u32> = (0..embedding.ids.len() as u32).collect();
+        self.kernels.embed(Embedding { table: &rows, ids: &ids, ..embedding }, out)
+    }
+
     /// From tokens to the head's input, [`Workspace::hidden`].
     pub fn forward(
         &self,
@@ -219,7 +228,7 @@ impl Decoder {
         self.check(tokens, ws)?;
         ws.documents.clear();
         ws.documents.extend_from_slice(tokens.documents.unwrap_or_default());
-        self.kernels.embed(self.embed(weights, tokens, mode), &ws.stream[0])?;
+        self.embed_into(weights, self.embed(weights, tokens, mode), &ws.stream[0])?;
         hook.part(EMBEDDING, Part::Output, &ws.stream[0])?;
         for (i, block) in self.blocks.iter().enumerate() {
             self.forward_block(i, weights, mode, ws, hook)?;
@@ -321,7 +330,8 @@ impl Decoder {
 
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
     pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
-        self.kernels.head(ws.hidden(), weights.pack(self.head), targets, &ws.head, None, &mut |_, _, _| Ok(()))
+        let weight = weights.operand(self.head)?;
+        self.kernels.head(ws.hidden(), &weight, targets, &ws.head, None, &mut |_, _, _| Ok(()))
     }
 
     /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target.
@@ -345,7 +355,8 @@ impl Decoder {
             };
             hook.record(Place { layer: Layer::outer(Op::Head), part, first_token }, values)
         };
-        self.kernels.head(ws.hidden(), weights.pack(self.head), targets, &ws.head, Some(gradient), &mut record)
+        let weight = weights.operand(self.head)?;
+        self.kernels.head(ws.hidden(), &weight, targets, &ws.head, Some(gradient), &mut record)
     }
 
     /// From the head's input back to the embeddings, after [`Self::loss_and_head_gradient`]; writes every gradient.
@@ -474,9 +485,9 @@ impl Decoder {
 
     /// The logits `[rows, V]` (compute type) of `hidden [rows, D]`, a part of [`Workspace::hidden`].
     pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
-        let weight = weights.pack(self.head);
+        let weight = weights.operand(self.head)?;
         let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;
-        self.kernels.linear(WeightLayout::OutIn, hidden, weight, None, &logits)?;
+        self.kernels.linear(WeightLayout::OutIn, hidden, &weight, None, &logits)?;
         Ok(logits)
     }
 

@@ -17,17 +17,14 @@ pub(super) struct Lengths {
     members: Vec<(usize, Tensor)>,
 }
 
-/// The lengths of a product's outputs; `None` without DoRA. `a` holds the members' first factors, stacked.
+/// The lengths of a product's outputs. `a` holds the members' first factors, stacked.
 pub(super) fn lengths(
     weights: &Parameters,
     members: &[Member],
     (weight, layout): (&Tensor, WeightLayout),
     a: &Tensor,
     (r, scale): (usize, f32),
-) -> Result<Option<Lengths>> {
-    if members.iter().all(|member| member.magnitude.is_none()) {
-        return Ok(None);
-    }
+) -> Result<Lengths> {
     let outputs = weight.dim(usize::from(layout == WeightLayout::InOut))?;
     let (mut factors, mut lengths, mut end) = (Vec::new(), Vec::new(), 0);
     let ones = |count| Tensor::ones(count, DType::F32, weight.device());
@@ -46,7 +43,7 @@ pub(super) fn lengths(
     if outputs > end {
         factors.push(ones(outputs - end)?);
     }
-    Ok(Some(Lengths { factors: Tensor::cat(&factors, 0)?, members: lengths }))
+    Ok(Lengths { factors: Tensor::cat(&factors, 0)?, members: lengths })
 }
 
 /// The lengths of `count` outputs' weights from `first` on: where trained lengths begin.

@@ -234,6 +234,22 @@ impl ModelSpec {
         shape
     }
 
+    /// The rows of GGUF's matrix in our order.
+    pub fn gguf_rows(&self, entry: &ParamSpec) -> Vec<usize> {
+        let count = self.gguf_shape(entry)[0];
+        match self.form(entry) {
+            Form::Interleaved { .. } => {
+                let half = self.head_dim / 2;
+                let place = |row: usize| {
+                    let (head, row) = (row / self.head_dim, row % self.head_dim);
+                    head * self.head_dim + row % half * 2 + row / half
+                };
+                (0..count).map(place).collect()
+            }
+            Form::Same | Form::Transposed | Form::PlusOne => (0..count).collect(),
+        }
+    }
+
     fn form(&self, entry: &ParamSpec) -> Form {
         let interleaved = self.gguf_words().is_ok_and(|words| words.interleaved);
         match entry.layer.op {

@@ -5,6 +5,7 @@ use super::architecture::{Architecture, Keys, one_or_more};
 use super::spec::{Biases, DropoutRates, Family, Layer, LinearRole, ModelSpec, NormRole, Op};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// The family.
 pub(super) struct Gpt2;
@@ -40,6 +41,7 @@ fn default() -> ModelSpec {
         bos_token_id: Some(50256),
         eos_token_ids: vec![50256],
         lora: None,
+        quantised: BTreeMap::new(),
     }
 }
 

@@ -173,7 +173,9 @@ impl Linear {
         hook: &mut dyn Hook,
     ) -> Result<()> {
         let bias = self.bias.map(|bias| weights.pack(bias));
-        kernels.linear(self.layout, x, weights.pack(self.weight), bias, y)?;
+        let weight = weights.operand(self.weight)?;
+        kernels.linear(weight.layout(self.layout), x, &weight, bias, y)?;
+        drop(weight);
         if let Some(adapter) = &self.adapter {
             adapter.forward(kernels, weights, x, y, adapters, hook)?;
         }
@@ -198,7 +200,10 @@ impl Linear {
             kernels.linear_weight_gradient(self.layout, x, dy, dweight, dbias)?;
         }
         record_gradients(self.layer, self.weight, self.bias, grads, hook)?;
-        kernels.linear_input_gradient(self.layout, dy, weights.pack(self.weight), dx)?;
+        if self.adapter.as_ref().is_none_or(|adapter| !adapter.writes_input_gradient()) {
+            let weight = weights.operand(self.weight)?;
+            kernels.linear_input_gradient(weight.layout(self.layout), dy, &weight, dx)?;
+        }
         if let Some(adapter) = &self.adapter {
             adapter.backward(kernels, weights, x, dy, dx, grads, adapters, hook)?;
         }

@@ -6,6 +6,7 @@ use super::rope::{Rope, RopeType};
 use super::spec::{Biases, DropoutRates, Family, Layer, LinearRole, ModelSpec, NormRole, Op};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// The family.
 pub(super) struct Llama;
@@ -41,6 +42,7 @@ pub(super) fn default() -> ModelSpec {
         bos_token_id: Some(1),
         eos_token_ids: vec![2],
         lora: None,
+        quantised: BTreeMap::new(),
     }
 }
 

@@ -182,10 +182,12 @@ pub(super) fn dropout_site(block: usize, role: LinearRole) -> usize {
 pub fn set_output_norms(spec: &ModelSpec, parameters: &Parameters) -> candle_core::Result<()> {
     for (layer, pack, _) in spec.linear_layers() {
         let Some(magnitude) = parameters.of_layer(layer, ParamRole::Magnitude) else { continue };
-        let Some(weight) = parameters.of_layer(pack, ParamRole::Weight) else { continue };
+        let Some(weight) = parameters.find_pack(pack, ParamRole::Weight) else { continue };
+        let weight = parameters.operand(weight)?;
         let place = parts(spec, pack).into_iter().find(|(part, ..)| *part == layer);
         if let Some((_, first, count)) = place {
-            magnitude.slice_set(&dora::initial(weight, spec.weight_layout, first, count)?, 0, 0)?;
+            let layout = weight.layout(spec.weight_layout);
+            magnitude.slice_set(&dora::initial(&weight, layout, first, count)?, 0, 0)?;
         }
     }
     Ok(())

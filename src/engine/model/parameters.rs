@@ -5,12 +5,15 @@
 //! and up) are views of one tensor, their *pack*. Beneath adapters lies a frozen base, which has no masters, moments or
 //! gradients: [`Slot`] says on which side of the line a pack is.
 
+use super::blocks::{Blocks, Operand};
 use super::spec::{Init, Layer, ParamRole, ParamSpec};
 use crate::engine::collective::Shards;
+use crate::engine::kernels::quantised::Quantised;
 use crate::engine::kernels::view;
 use crate::precision::Unit;
 use crate::random::{Domain, Stream, site_of};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -63,6 +66,8 @@ pub struct Parameters {
     tensors: Vec<Tensor>,
     packs: Vec<Tensor>,
     base: Option<Arc<Parameters>>,
+    /// The packs that are held in blocks; their tensors are empty.
+    blocks: Option<Arc<Blocks>>,
     /// Where the tensors are not whole: the shards they are of, and which.
     shard: Option<(Arc<Shards>, usize)>,
 }
@@ -79,7 +84,39 @@ pub(crate) enum Slot {
 impl Parameters {
     /// Zeros of `dtype` for each parameter.
     pub fn zeros(entries: &[ParamSpec], dtype: DType, device: &Device) -> Result<Self> {
-        Self::of_layout(Arc::new(Layout::new(entries.to_vec())), dtype, device)
+        Self::of_layout(Arc::new(Layout::new(entries.to_vec())), dtype, device, None)
+    }
+
+    /// The same on the CPU, for a frozen base; the matrices that `quantised` has by name are held in their blocks. They are all
+    /// of a product, or none.
+    pub fn with_blocks(
+        entries: &[ParamSpec],
+        dtype: DType,
+        mut quantised: BTreeMap<String, Quantised>,
+    ) -> Result<Self> {
+        let layout = Arc::new(Layout::new(entries.to_vec()));
+        let mut matrices = BTreeMap::new();
+        for (index, pack) in layout.packs.iter().enumerate() {
+            let names = pack.members.iter().map(|&member| &layout.entries[member].name);
+            let parts: Vec<_> = names.filter_map(|name| quantised.remove(name)).collect();
+            match parts.len() {
+                0 => {}
+                count if count == pack.members.len() => drop(matrices.insert(index, Quantised::stack(parts)?)),
+                _ => bail!("only some parts of {:?} are in blocks", pack.layer),
+            }
+        }
+        let blocks = if matrices.is_empty() { None } else { Some(Arc::new(Blocks::new(matrices, dtype)?)) };
+        Self::of_layout(layout, dtype, &Device::Cpu, blocks)
+    }
+
+    /// A frozen base in another compute type: its blocks are shared, other tensors converted.
+    pub fn converted(&self, dtype: DType) -> Result<Self> {
+        let blocks = self.blocks.as_ref().map(|blocks| blocks.converted(dtype)).transpose()?.map(Arc::new);
+        let converted = Self::of_layout(self.layout.clone(), dtype, &self.device(), blocks)?;
+        for (from, to) in self.packs.iter().zip(&converted.packs).filter(|(from, _)| from.elem_count() > 0) {
+            to.slice_set(&from.to_dtype(dtype)?, 0, 0)?;
+        }
+        Ok(converted)
     }
 
     /// Zeros of `dtype` in the same layout.
@@ -87,7 +124,7 @@ impl Parameters {
         if self.shard.is_some() {
             return self.map(|tensor| view::zeros(tensor.dims(), dtype, tensor.device()));
         }
-        Self::of_layout(self.layout.clone(), dtype, &self.device())
+        Self::of_layout(self.layout.clone(), dtype, &self.device(), None)
     }
 
     /// The same tensors over a frozen `base`.
@@ -137,12 +174,17 @@ impl Parameters {
         self.shard.as_ref().map(|(shards, _)| shards)
     }
 
-    fn of_layout(layout: Arc<Layout>, dtype: DType, device: &Device) -> Result<Self> {
-        let packs: Vec<Tensor> =
-            layout.packs.iter().map(|pack| view::zeros(&pack.shape, dtype, device)).collect::<Result<_>>()?;
-        let mut parameters = Self { tensors: packs.clone(), packs, layout, base: None, shard: None };
-        parameters.tensors.resize(parameters.layout.entries.len(), Tensor::zeros(0, dtype, &Device::Cpu)?);
-        for pack in 0..parameters.packs.len() {
+    fn of_layout(layout: Arc<Layout>, dtype: DType, device: &Device, blocks: Option<Arc<Blocks>>) -> Result<Self> {
+        let in_blocks = |index| blocks.as_ref().is_some_and(|blocks| blocks.has(index));
+        let empty = Tensor::zeros(0, dtype, &Device::Cpu)?;
+        let pack = |(index, pack): (usize, &Pack)| {
+            if in_blocks(index) { Ok(empty.clone()) } else { view::zeros(&pack.shape, dtype, device) }
+        };
+        let packs: Vec<Tensor> = layout.packs.iter().enumerate().map(pack).collect::<Result<_>>()?;
+        let dense: Vec<usize> = (0..packs.len()).filter(|&index| !in_blocks(index)).collect();
+        let tensors = vec![empty; layout.entries.len()];
+        let mut parameters = Self { tensors, packs, layout, base: None, blocks, shard: None };
+        for pack in dense {
             parameters.view_members(pack)?;
         }
         Ok(parameters)
@@ -206,9 +248,23 @@ impl Parameters {
         self.tensors.iter().map(|tensor| tensor.elem_count() as u64).sum()
     }
 
-    /// Bytes of all tensors.
+    /// Bytes of all tensors and blocks.
     pub fn bytes(&self) -> u64 {
-        self.tensors.iter().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
+        let tensors = self.tensors.iter().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
+        tensors.sum::<u64>() + self.blocks.as_ref().map_or(0, |blocks| blocks.bytes())
+    }
+
+    /// The bytes of a base that is in blocks, and what it would take without them.
+    pub fn saved_by_blocks(&self) -> Option<(u64, u64)> {
+        self.blocks.as_ref()?;
+        let size = self.tensors.first()?.dtype().size_in_bytes() as u64;
+        let elements = self.layout.entries.iter().map(|entry| entry.shape.iter().product::<usize>() as u64);
+        Some((self.bytes(), elements.sum::<u64>() * size))
+    }
+
+    /// Bytes of the buffer in which matrices in blocks are dequantised: those of the largest that was used.
+    pub fn buffer_bytes(&self) -> u64 {
+        self.blocks.as_ref().map_or(0, |blocks| blocks.buffer_bytes())
     }
 
     /// What each parameter is, in order.
@@ -244,7 +300,27 @@ impl Parameters {
         })
     }
 
-    /// The tensor of a layer: the weight of its product, in one piece.
+    /// The blocks of a pack, if it is in blocks, and its index.
+    fn blocks_of(&self, slot: Slot) -> Option<(&Blocks, usize)> {
+        let Slot::Base(index) = slot else { return None };
+        let blocks = self.base.as_ref()?.blocks.as_ref()?;
+        blocks.has(index).then_some((&**blocks, index))
+    }
+
+    /// The matrix of a layer, for one operation: dequantised, if it is in blocks.
+    pub(crate) fn operand(&self, slot: Slot) -> Result<Operand<'_>> {
+        match self.blocks_of(slot) {
+            Some((blocks, index)) => blocks.dequantise(index),
+            None => Ok(Operand::Held(self.pack(slot))),
+        }
+    }
+
+    /// Rows `ids` of a table that is in blocks, dequantised; `None` for one that is not.
+    pub(crate) fn gathered(&self, slot: Slot, ids: &[u32]) -> Result<Option<Operand<'_>>> {
+        self.blocks_of(slot).map(|(blocks, index)| blocks.gather(index, ids)).transpose()
+    }
+
+    /// The tensor of a layer: the weight of its product, in one piece. It is empty, but has the right type, if it is in blocks.
     ///
     /// # Panics
     /// If it is in the base and there is none.

@@ -8,8 +8,9 @@ use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::precision::Unit;
 use crate::{Error, Result};
+use candle_core::quantized::GgmlDType;
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// What a family of models shares: the words of its `config.json` and the names of its tensors.
@@ -143,6 +144,8 @@ pub struct ModelSpec {
     pub eos_token_ids: Vec<u32>,
     /// What is trained in place of the parameters themselves.
     pub lora: Option<Lora>,
+    /// The matrices that the model's file has in quantised blocks, by name. A frozen base keeps them so.
+    pub quantised: BTreeMap<String, GgmlDType>,
 }
 
 /// The norms of a block, and the last one.
@@ -435,6 +438,19 @@ impl ModelSpec {
     pub fn frozen_parameters(&self) -> Vec<ParamSpec> {
         let Some(lora) = &self.lora else { return Vec::new() };
         self.base_parameters().into_iter().filter(|entry| !lora.saved.contains(&entry.layer)).collect()
+    }
+
+    /// The frozen matrices that stay in blocks: those of products whose every part is quantised.
+    pub fn in_blocks(&self) -> BTreeMap<String, GgmlDType> {
+        let frozen = self.frozen_parameters();
+        let quantised = |entry: &&ParamSpec| self.quantised.contains_key(&entry.name);
+        let dense: BTreeSet<Layer> = frozen
+            .iter()
+            .filter(|entry| entry.role == ParamRole::Weight && !quantised(entry))
+            .map(|entry| entry.pack)
+            .collect();
+        let whole = frozen.iter().filter(quantised).filter(|entry| !dense.contains(&entry.pack));
+        whole.map(|entry| (entry.name.clone(), self.quantised[&entry.name])).collect()
     }
 
     /// The parameters of the model without adapters. A head's matrix of its own is there only where it is not tied.

@@ -1,15 +1,17 @@
 //! A model in a GGUF file: its shape, its parameters, and the companion files derived from its metadata.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use serde_json::{Map, Value as Json, json};
 
 use super::Gguf;
 use crate::Result;
+use crate::engine::kernels::quantised::Quantised;
 use crate::engine::kernels::view;
-use crate::engine::model::{GgufHeader, ModelSpec, Parameters, ROPE_FACTORS, gguf_name};
+use crate::engine::model::{GgufHeader, ModelSpec, Op, ParamSpec, Parameters, ROPE_FACTORS, gguf_name};
 use crate::store::companions::{CHAT_TEMPLATE, Companions, GENERATION_CONFIG, TOKENIZER_CONFIG};
 
 /// A GGUF file in which every parameter was found with the right shape.
@@ -39,9 +41,31 @@ impl GgufModel {
         let bos = gguf.token_id("tokenizer.ggml.bos_token_id")?;
         let header = GgufHeader { architecture, keys, bos, eos: gguf.eos_ids()?, shape: &shape, rope_factors };
         let config = ModelSpec::from_gguf(&header, &gguf.path.display().to_string())?;
-        let model = Self { gguf, config };
+        let mut model = Self { gguf, config };
         model.check()?;
+        model.config.quantised = model.quantised();
         Ok(model)
+    }
+
+    /// The matrices in quantised blocks, by the parameter's name.
+    fn quantised(&self) -> BTreeMap<String, GgmlDType> {
+        let stored = self.config.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
+        let stored = stored.filter_map(|entry| {
+            let dtype = self.gguf.content.tensor_infos.get(&gguf_name(&entry))?.ggml_dtype;
+            (dtype.block_size() > 1 && entry.layer.op != Op::Positions).then_some((entry.name, dtype))
+        });
+        stored.collect()
+    }
+
+    /// A matrix in the blocks that the file has, its rows in our order.
+    pub fn blocks(&self, entry: &ParamSpec) -> Result<Quantised> {
+        let name = gguf_name(entry);
+        let (blocks, dtype) = (self.gguf.blocks(&name)?, self.gguf.content.tensor_infos[&name].ggml_dtype);
+        let rows = self.config.gguf_rows(entry);
+        let row = blocks.len() / rows.len();
+        let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[from * row..(from + 1) * row]).copied().collect();
+        let columns = row / dtype.type_size() * dtype.block_size();
+        Ok(Quantised::new(dtype, ours, [rows.len(), columns])?)
     }
 
     fn check(&self) -> Result<()> {
@@ -85,8 +109,7 @@ impl GgufModel {
     pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
         for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
             let stored = self.gguf.tensor(&gguf_name(entry))?;
-            let values = self.config.out_of_gguf(entry, &stored)?.flatten_all()?.to_vec1::<f32>()?;
-            view::write_f32(tensor, |out| out.copy_from_slice(&values))?;
+            view::copy(&self.config.out_of_gguf(entry, &stored)?, tensor)?;
         }
         Ok(())
     }

@@ -157,7 +157,7 @@ impl Decoder {
         // Positions count from the sequence's start.
         let positions = self.positions.map(|table| weights.pack(table).narrow(0, past, rows)).transpose()?;
         let embedding = self.embed(weights, Tokens::new(ids, rows), Mode::Eval);
-        kernels.embed(Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
+        self.embed_into(weights, Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
         let places = Positions { seq_len: rows, past, documents: None };
         for (i, ((block, layer), dtype)) in self.blocks.iter().zip(layers).zip(&compute).enumerate() {
             let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter } =

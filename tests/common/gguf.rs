@@ -1,0 +1,54 @@
+//! Writes a model as a GGUF file, its matrices in block types of the test's choice.
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+use std::fs::File;
+use std::path::Path;
+
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::{DType, Device, Tensor};
+use finetune::engine::model::{ALL_LINEAR, Lora, ModelSpec, Parameters, gguf_name};
+use finetune::train::TrainState;
+use serde_json::Value as Json;
+
+/// Random weights of `spec` in a file without a tokenizer: matrices take their types in turn, everything else is FP32.
+pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
+    let words = spec.to_gguf().unwrap();
+    let mut metadata = vec![("general.architecture".to_owned(), Value::String(words.architecture.into()))];
+    let number = |json: &Json| match json {
+        Json::Bool(value) => Value::Bool(*value),
+        Json::Number(value) => value
+            .as_u64()
+            .map_or_else(|| Value::F32(value.as_f64().unwrap() as f32), |value| Value::U32(value.try_into().unwrap())),
+        other => Value::String(other.as_str().unwrap().into()),
+    };
+    metadata.extend(words.keys.iter().map(|(key, value)| (format!("{}.{key}", words.architecture), number(value))));
+    let weights: Parameters = TrainState::random_masters(spec, 7, &Device::Cpu).unwrap();
+    let mut types = types.iter().cycle();
+    let tensor = |(entry, tensor)| {
+        let values = spec.into_gguf(entry, tensor).unwrap().to_dtype(DType::F32).unwrap();
+        let dtype = if entry.shape.len() == 2 { *types.next().unwrap() } else { GgmlDType::F32 };
+        (gguf_name(entry), quantised(&values, dtype))
+    };
+    let tensors: Vec<_> = weights.layout().iter().zip(weights.tensors()).map(tensor).collect();
+    let metadata: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    gguf_file::write(&mut File::create(path).unwrap(), &metadata, &tensors).unwrap();
+}
+
+fn quantised(values: &Tensor, dtype: GgmlDType) -> QTensor {
+    if dtype != GgmlDType::F32 {
+        return QTensor::quantize(values, dtype).unwrap();
+    }
+    // candle's own way fails for a large tensor.
+    let flat = values.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let bytes: Vec<u8> = flat.iter().flat_map(|value| value.to_le_bytes()).collect();
+    QTensor::new(QStorage::from_data(bytes.into(), &Device::Cpu, dtype).unwrap(), values.dims()).unwrap()
+}
+
+/// `base` with adapters of rank 4 at every linear layer.
+pub(crate) fn with_lora(base: &ModelSpec, dora: bool) -> ModelSpec {
+    let targets = Lora::targets(base, &[ALL_LINEAR]).unwrap();
+    let lora = Lora { r: 4, alpha: 8.0, dropout: 0.1, rslora: false, dora, targets, saved: [].into() };
+    ModelSpec { lora: Some(lora), ..base.clone() }
+}

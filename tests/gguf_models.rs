@@ -75,6 +75,7 @@ fn a_run_from_a_gguf_file_needs_it_no_more_and_carries_what_a_chat_needs() {
         "eval model.gguf --data text.txt --seq-len 16",
         "export model.gguf folder",
         "bench --model model.gguf --batch-size 1 --seq-len 8 --steps 1 --warmup 0",
+        "bench --model model.gguf --lora 4 --batch-size 1 --seq-len 8 --steps 1 --warmup 0",
     ] {
         assert!(!desk.say(line).is_empty(), "{line}");
     }

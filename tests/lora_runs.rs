@@ -95,7 +95,7 @@ fn losses(folder: &Path, run: &str) -> BTreeMap<u64, u32> {
     records.into_iter().filter_map(|record| step(record.event)).collect()
 }
 
-/// A folder with `model.gguf`: the default model in blocks of Q8_0.
+/// A folder with `model.gguf`: the default model in blocks of `Q8_0`.
 fn quantised() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     finetune(folder.path(), &all(&small("first", "1"), &["--init-scale", "1024"]));

@@ -148,12 +148,11 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
     let shape = config.adapted(args.shape()?)?;
     let open = config.place()?.open(config.dtype, config.kernels, &mut |notice| tell_notice(&notice))?;
-    let masters = match shape.lora {
-        None => TrainState::random_masters(&shape, config.seed, &open.device)?,
-        Some(_) => {
-            let draw = |into: &Parameters| Ok(into.initialise(config.seed)?);
-            over_base(&shape, config.dtype.compute, config.seed, &open.device, &args.model, None, draw)?.parameters
-        }
+    let masters = if shape.lora.is_none() {
+        TrainState::random_masters(&shape, config.seed, &open.device)?
+    } else {
+        let draw = |into: &Parameters| Ok(into.initialise(config.seed)?);
+        over_base(&shape, config.dtype.compute, config.seed, &open.device, &args.model, None, draw)?.parameters
     };
     let mut engine = engine(config, &shape, masters, open.kernels.clone(), (args.warmup + args.steps) as u64)?;
     engine.exponents = !args.no_histogram;

@@ -116,17 +116,14 @@ impl<'a> Loader<'a> {
         let corpus = self.corpus(source, tokenizer)?;
         let bytes_per_token = corpus.bytes_per_token;
         let mut keys = corpus.key;
-        let (train, validation, validation_bytes_per_token) = match validation {
-            Some(validation) => {
-                let validation = self.corpus(validation, tokenizer)?;
-                keys += &validation.key;
-                (corpus.tokens, validation.tokens, validation.bytes_per_token)
-            }
-            None => {
-                let (train, tail) = corpus.tokens.hold_out(TRAIN_PERCENT);
-                let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(bytes_per_token);
-                (train, tail, bytes)
-            }
+        let (train, validation, validation_bytes_per_token) = if let Some(validation) = validation {
+            let validation = self.corpus(validation, tokenizer)?;
+            keys += &validation.key;
+            (corpus.tokens, validation.tokens, validation.bytes_per_token)
+        } else {
+            let (train, tail) = corpus.tokens.hold_out(TRAIN_PERCENT);
+            let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(bytes_per_token);
+            (train, tail, bytes)
         };
         let entropy_per_token = (*source == Source::Grammar && tokenizer.is_byte()).then(grammar::entropy_per_token);
         Ok(Dataset {

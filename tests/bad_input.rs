@@ -535,3 +535,28 @@ fn nonsense_in_rows() {
     ]);
     insta::assert_snapshot!("rows", desk.said);
 }
+
+/// As many runs of the same would begin, or wait for each other.
+#[cfg(not(feature = "mpi"))]
+#[test]
+fn a_build_for_one_process_refuses_to_be_one_of_several() {
+    let desk = Desk::new();
+    let before = desk.tree();
+    for (size, rank) in [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")] {
+        for process in ["0", "1"] {
+            let mut command = desk.command(&["--model", "model", "--data", "text.txt", "--steps", "1"]);
+            let output = command.env(size, "2").env(rank, process).output().unwrap();
+            assert_eq!(output.status.code(), Some(2));
+            let said = String::from_utf8(output.stderr).unwrap();
+            match process {
+                "0" => {
+                    assert!(said.starts_with(&format!("error: {size}: ")) && said.contains("--features mpi"), "{said}");
+                }
+                _ => assert_eq!(said, "", "process 0 says it for all"),
+            }
+        }
+        let mut alone = desk.command(&["config"]);
+        assert!(alone.env(size, "2").env(rank, "0").output().unwrap().status.success(), "only training is refused");
+    }
+    assert_eq!(desk.tree(), before);
+}

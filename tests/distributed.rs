@@ -91,6 +91,30 @@ fn any_number_of_processes_gives_the_same_log_and_checkpoint() {
     }
 }
 
+/// Adapters are shared out like any other parameters.
+#[test]
+fn any_number_of_processes_trains_the_same_adapters() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    for dora in [false, true] {
+        let mut config = config("fp16");
+        (config.lora.r, config.lora.alpha, config.lora.dropout) = (Some(3), Some(6.0), 0.1);
+        if dora {
+            (config.lora.dora, config.lora.modules_to_save) = (true, vec!["ln_f".into()]);
+        }
+        let run = |world: usize| {
+            let name = path(&format!("{dora}-{world}"));
+            (train(world, &config, &name, None), name.join("step-000008"))
+        };
+        let one = run(1);
+        for world in [2, 3, 4] {
+            let many = run(world);
+            assert_eq!(format!("{:#?}", many.0), format!("{:#?}", one.0), "DoRA: {dora}, {world} processes");
+            assert_eq!(compare(&one.1, &many.1).unwrap(), [], "DoRA: {dora}, {world} processes");
+        }
+    }
+}
+
 #[test]
 fn a_run_resumes_with_another_number_of_processes() {
     let folder = tempfile::tempdir().unwrap();

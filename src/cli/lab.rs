@@ -22,7 +22,7 @@ use crate::lab::{
 };
 use crate::precision::PrecisionPolicy;
 use crate::store::StoredModel;
-use crate::telemetry::ProcessStats;
+use crate::telemetry::{ProcessStats, Started};
 use crate::{Error, Result};
 
 /// Flags of the lab.
@@ -192,7 +192,7 @@ impl UlpArgs {
 impl SumsArgs {
     fn report(&self, run: Option<&RunFigures>) -> Result<Sums> {
         // The longest sum in a block is over the MLP's inner width.
-        let deepest = run.map(shape_of).transpose()?.map(|shape| shape.inner);
+        let deepest = run.map(|run| shape_of(&run.started)).transpose()?.map(|shape| shape.inner);
         Sums::new(self.terms, self.dot, self.length.or(deepest).unwrap_or(16384), self.seed)
     }
 }
@@ -317,7 +317,7 @@ impl MemoryArgs {
         let seq = self.seq.or_else(|| setting("/train/seq_len")).unwrap_or(32);
         let accum = self.grad_accum.or_else(|| setting("/train/grad_accum")).unwrap_or(1);
         let (name, config) = match (&self.model, run) {
-            (None, Some(run)) => (run.started.model.clone(), shape_of(run)?),
+            (None, Some(run)) => (run.started.model.clone(), shape_of(&run.started)?),
             (name, _) => {
                 let name = name.as_deref().unwrap_or("distilgpt2");
                 let path = Path::new(name);
@@ -349,12 +349,12 @@ impl MemoryArgs {
 }
 
 /// The shape of a run's model: from its `config.json`, or in an older log from the dimensions of a GPT-2.
-fn shape_of(run: &RunFigures) -> Result<ModelSpec> {
+fn shape_of(started: &Started) -> Result<ModelSpec> {
     const MOST: usize = 1 << 20;
-    if run.started.model_config.is_object() {
-        return ModelSpec::from_json(run.started.model_config.to_string().as_bytes(), "the run's log");
+    if started.model_config.is_object() {
+        return ModelSpec::from_json(started.model_config.to_string().as_bytes(), "the run's log");
     }
-    let shape = run.started.shape;
+    let shape = started.shape;
     let sizes = [shape.vocab_size, shape.n_positions, shape.n_embd, shape.n_layer, shape.n_head];
     if sizes.iter().any(|size| !(1..=MOST).contains(size)) {
         return Err(Error::data("the run's log", format!("no model has the sizes {sizes:?}; name one with --model")));
@@ -362,7 +362,7 @@ fn shape_of(run: &RunFigures) -> Result<ModelSpec> {
     let (vocab_size, context) = (shape.vocab_size, shape.n_positions);
     let base = model_named("gpt2")?.resized(shape.n_layer, shape.n_embd, shape.n_head);
     let spec = ModelSpec { vocab_size, context, ..base };
-    let tied = run.started.parameters <= spec.parameter_count();
+    let tied = started.parameters <= spec.parameter_count();
     Ok(ModelSpec { tied, ..spec })
 }
 
@@ -441,6 +441,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
+    use crate::telemetry::ModelShape;
 
     #[derive(Parser)]
     struct Lab {
@@ -453,6 +454,18 @@ mod tests {
         let mut out = Vec::new();
         run(&args, &mut out)?;
         Ok(String::from_utf8(out).unwrap())
+    }
+
+    #[test]
+    fn a_log_with_sizes_that_no_model_has_is_refused() {
+        let shape = ModelShape { n_layer: 6, n_head: 12, n_embd: 768, n_positions: 1024, vocab_size: 50257 };
+        let read = |shape| shape_of(&Started { shape, ..Started::default() });
+        assert_eq!(read(shape).unwrap().layers, 6);
+        for vocab_size in [0, usize::MAX] {
+            let message = read(ModelShape { vocab_size, ..shape }).unwrap_err().to_string();
+            assert!(message.contains("no model has the sizes"), "{message}");
+        }
+        read(ModelShape { n_layer: 1 << 40, ..shape }).unwrap_err();
     }
 
     /// Every tab of the screen shows what the command line prints, at both sizes, without an error.

@@ -35,6 +35,12 @@ mod job {
         Mpi::abort(code)
     }
 
+    /// Whatever their number, they train together.
+    #[expect(clippy::unnecessary_wraps, reason = "a build for one process refuses to be one of several")]
+    pub(crate) fn check() -> Result<()> {
+        Ok(())
+    }
+
     /// Ends the job, if this process is one of several, with this error.
     pub(crate) fn end_with(message: &str, code: u8) {
         if RANK.get().is_some() {
@@ -53,10 +59,30 @@ mod job {
 #[cfg(not(feature = "mpi"))]
 mod job {
     use super::{Arc, Collective, Result, Solo};
+    use crate::Error;
+    use crate::engine::collective::Launched;
+    use std::time::Duration;
+
+    /// How long the others leave it to process 0 to say why; launchers end all when one fails.
+    const DEFERENCE: Duration = Duration::from_secs(2);
 
     #[expect(clippy::unnecessary_wraps, reason = "joining others can fail")]
     pub(crate) fn join() -> Result<Arc<dyn Collective>> {
         Ok(Arc::new(Solo))
+    }
+
+    /// Refuses to train where a launcher has started several processes, which would be as many runs of the same. Process 0 says so.
+    pub(crate) fn check() -> Result<()> {
+        let Some(Launched { variable, world, rank }) = Launched::detect() else { return Ok(()) };
+        if rank > 0 {
+            std::thread::sleep(DEFERENCE);
+            std::process::exit(2);
+        }
+        let message = format!(
+            "it says that this is one of {world} processes, but this program was built for one; build it with `--features mpi` \
+             to train in {world}, or remove the variable for {world} separate runs"
+        );
+        Err(Error::config(variable, message))
     }
 
     pub(crate) fn end_with(_: &str, _: u8) {}
@@ -64,4 +90,4 @@ mod job {
     pub(crate) fn leave() {}
 }
 
-pub(crate) use job::{end_with, join, leave};
+pub(crate) use job::{check, end_with, join, leave};

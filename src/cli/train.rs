@@ -4,7 +4,7 @@ use crate::cli::flags::ConfigArgs;
 use crate::cli::notify::Notify;
 use crate::cli::show::{ShowArgs, show};
 use crate::cli::tell::Teller;
-use crate::cli::{did_you_mean, run_or_path};
+use crate::cli::{did_you_mean, processes, run_or_path};
 use crate::engine::collective::Collective;
 use crate::screen::terminal::{Interruption, hold_signals};
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
@@ -58,6 +58,7 @@ struct Resumed {
 
 /// Trains. Returns how the run ended.
 pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<FinishReason> {
+    processes::check()?;
     if !world.leads() {
         return follow(world);
     }
@@ -78,6 +79,7 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         let message = "standard input reaches one process only; give a file that all of them can read";
         return Err(Error::config("data", message));
     }
+    let idle = world.world().saturating_sub(config.train.grad_accum);
     let pool = thread_pool(&config, world.beside())?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
@@ -104,6 +106,12 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         None => (new_run(&config)?, Vec::new()),
     };
     let mut warnings = warnings;
+    if idle > 0 {
+        let (world, micro_batches) = (world.world(), config.train.grad_accum);
+        warnings.push(format!(
+            "{idle} of {world} processes have no micro-batch: a step has {micro_batches}; set `--grad-accum` to {world} or more"
+        ));
+    }
     warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
     run.write_config(&trainer.config().to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
@@ -209,6 +217,11 @@ fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>>
     let Some(free) = free_bytes(run) else { return Ok(None) };
     let there = list(run)?.iter().filter(|one| one.kind == Kind::Full).count() as u64;
     let most = (config.checkpoint.keep_last as u64 + 1).saturating_sub(there).max(1);
+    has_room(run, bytes, most, free)
+}
+
+/// Whether `free` bytes are enough for `most` checkpoints.
+fn has_room(run: &Path, bytes: u64, most: u64, free: u64) -> Result<Option<String>> {
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let message = format!(
         "a checkpoint takes {:.1} MiB, up to {most} more are written before an older one goes, and {:.1} MiB are free \
@@ -251,4 +264,22 @@ fn new_run(config: &Config) -> Result<Run> {
         }
     }
     Err(Error::checkpoint(dir, "every number for a new run is taken; choose a name with --run"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn room_for_every_checkpoint_that_is_kept_is_looked_at() {
+        let judge = |free| has_room(Path::new("r"), 100, 3, free);
+        let refused = judge(99).unwrap_err();
+        assert!(refused.to_string().starts_with("checkpoint.dir: ") && refused.exit_code() == 2, "{refused}");
+        assert!(judge(100).unwrap().unwrap().contains("up to 3 more"));
+        assert!(judge(299).unwrap().is_some());
+        assert_eq!(judge(300).unwrap(), None);
+        assert!(has_room(Path::new("r"), u64::MAX, 3, u64::MAX).unwrap().is_none());
+    }
 }

@@ -16,6 +16,36 @@ use crate::Result;
 use std::fmt;
 use std::time::Duration;
 
+/// A process that a launcher has started as one of several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launched {
+    /// The launcher's variable that says how many there are.
+    pub variable: &'static str,
+    /// How many there are.
+    pub world: usize,
+    /// Which of them this is.
+    pub rank: usize,
+}
+
+impl Launched {
+    /// What `mpirun`, `srun` or a Kubernetes MPI job says in the variables of this process.
+    pub fn detect() -> Option<Self> {
+        Self::from_variables(|name| std::env::var(name).ok())
+    }
+
+    fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
+        let number = |name| variable(name)?.parse().ok();
+        [
+            ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+            ("PMI_SIZE", "PMI_RANK"),
+            ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ]
+        .into_iter()
+        .find_map(|(variable, rank)| Some(Self { variable, world: number(variable)?, rank: number(rank).unwrap_or(0) }))
+        .filter(|launched| launched.world > 1)
+    }
+}
+
 /// The processes of a run.
 pub trait Collective: fmt::Debug + Send + Sync {
     /// This one, from 0 on. Process 0 leads: it decides, writes and shows.
@@ -137,5 +167,30 @@ impl dyn Collective + '_ {
         let own: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).collect();
         let all = self.all_gather(&own)?.concat();
         Ok(all.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn launchers_say_how_many_processes_there_are() {
+        let launched = |variables: &[(&str, &str)]| {
+            let find =
+                |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            Launched::from_variables(find).map(|it| (it.variable, it.world, it.rank))
+        };
+        assert_eq!(launched(&[]), None);
+        assert_eq!(
+            launched(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]),
+            None,
+            "`sbatch` alone starts one process"
+        );
+        assert_eq!(launched(&[("OMPI_COMM_WORLD_SIZE", "1"), ("OMPI_COMM_WORLD_RANK", "0")]), None);
+        let open_mpi = [("OMPI_COMM_WORLD_SIZE", "3"), ("OMPI_COMM_WORLD_RANK", "2")];
+        assert_eq!(launched(&open_mpi), Some(("OMPI_COMM_WORLD_SIZE", 3, 2)));
+        let slurm = [("SLURM_STEP_NUM_TASKS", "8"), ("SLURM_PROCID", "5")];
+        assert_eq!(launched(&slurm), Some(("SLURM_STEP_NUM_TASKS", 8, 5)));
     }
 }

@@ -180,6 +180,15 @@ mod tests {
         }
     }
 
+    /// Otherwise a model with a context of 2^20 would pad 5 kB of text to it.
+    #[test]
+    fn a_window_is_no_longer_than_the_text() {
+        let windows = Windows::new(1 << 20, None, None, None).unwrap().within(4700);
+        assert_eq!((windows.seq_len, windows.stride, windows.count(4700)), (4699, 4699, 1));
+        let windows = Windows::new(8, None, Some(4), None).unwrap();
+        assert_eq!(windows.within(4700), windows);
+    }
+
     #[test]
     fn invalid_windows_are_rejected_by_flag() {
         let message = |seq_len, stride, batch| {

@@ -40,15 +40,9 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Paramet
     let Engine { model, state, grads, workspace: stored, .. } = engine;
     let grads = grads.micro_batch();
     passes(model, &state.weights, &mut state.fp8, batch, mode, seed(scale), stored, grads, &mut ())?;
-    let own;
-    let masters = if let Some(masters) = masters {
-        masters
-    } else {
-        own = wide(state, model.kernels())?;
-        &own
-    };
+    let masters = wide(state, masters.unwrap_or(state.masters.parameters()), model.kernels())?;
     let mut maxima = Maxima { spec: model.spec(), maxima: Vec::new() };
-    passes(model, masters, &mut None, batch, mode, seed(1.0), &mut workspace, exact.micro_batch(), &mut maxima)?;
+    passes(model, &masters, &mut None, batch, mode, seed(1.0), &mut workspace, exact.micro_batch(), &mut maxima)?;
 
     let mut survey = Survey::default();
     exact.survey(true, &mut survey, model.kernels(), &Solo)?;
@@ -64,7 +58,7 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Paramet
 
 /// The largest magnitude of each layer's output.
 /// The weights in FP32: the masters, over their base.
-fn wide(state: &TrainState, kernels: &dyn Kernels) -> Result<Parameters> {
+fn wide(state: &TrainState, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
     let widened = |parameters: &Parameters| -> Result<Parameters> {
         if parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32) {
             return Ok(parameters.clone());
@@ -75,7 +69,7 @@ fn wide(state: &TrainState, kernels: &dyn Kernels) -> Result<Parameters> {
         Ok(wide)
     };
     let base = state.weights.base().map(|base| base.converted(DType::F32)).transpose()?;
-    Ok(widened(state.masters.parameters())?.over(base.map(Arc::new)))
+    Ok(widened(masters)?.over(base.map(Arc::new)))
 }
 
 struct Maxima<'a> {

@@ -3,7 +3,7 @@
 //! MPI is started only where a launcher has set its variables, so the same program runs alone as ever. Nothing waits without
 //! limit: a process that sends nothing for too long is named, and the job ends.
 
-use super::Collective;
+use super::{Collective, Launched};
 use crate::{Error, Result};
 use mpi::Threading;
 use mpi::environment::{Universe, processor_name};
@@ -15,8 +15,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Variables in which launchers tell the number of processes.
-const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
 /// Seconds that a process may send nothing for, if not these.
 const LIMIT: &str = "FINETUNE_MPI_TIMEOUT_S";
 const DEFAULT_LIMIT: u64 = 600;
@@ -49,8 +47,7 @@ impl Mpi {
     /// # Errors
     /// If MPI does not start, or not for several threads.
     pub fn join(give_up: fn(&str) -> !) -> Result<Option<Self>> {
-        let size = |name: &&str| std::env::var(name).ok()?.parse::<usize>().ok();
-        if SIZES.iter().find_map(size).is_none_or(|size| size < 2) {
+        if Launched::detect().is_none() {
             return Ok(None);
         }
         let seconds = match std::env::var(LIMIT) {

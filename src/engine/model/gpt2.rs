@@ -234,6 +234,13 @@ mod tests {
     }
 
     #[test]
+    fn all_names_of_the_tanh_gelu_are_known() {
+        for name in ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"] {
+            assert_eq!(read(&json!({"model_type": "gpt2", "activation_function": name})).unwrap(), default(), "{name}");
+        }
+    }
+
+    #[test]
     fn what_the_engine_has_not_is_refused_by_name() {
         for (key, value, expected) in [
             ("model_type", json!("bert"), "`model_type` is `bert`; supported: `gpt2`, `llama`"),

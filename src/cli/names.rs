@@ -31,7 +31,7 @@ pub(super) fn run_folder(run: &Path, runs: &Path) -> Result<PathBuf> {
 pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
     let Some(run) = run else {
         let message = format!("no run in `{}` yet; `finetune` starts one", runs.display());
-        return newest_log(runs).ok_or_else(|| Error::config("RUN", message));
+        return newest_log(runs).ok_or_else(|| Error::config("runs", message));
     };
     let candidates = [run.to_path_buf(), run.join("events.jsonl"), runs.join(run).join("events.jsonl")];
     candidates.into_iter().find(|path| path.is_file()).ok_or_else(|| {

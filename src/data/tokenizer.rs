@@ -12,7 +12,6 @@ use serde_json::{Value, json};
 use super::bpe::FastBpe;
 use super::contain::contained;
 use crate::digest::{Digest, read_at_most};
-use crate::engine::kernels::allocator::release_freed;
 use crate::{Error, Result};
 
 /// Names that the end-of-text token goes by; the first one found in a vocabulary is it.
@@ -84,11 +83,8 @@ impl Tokenizer {
         }
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
         super::growth::check(&value).map_err(unusable)?;
-        drop(value);
         let read =
             contained(|| Kind::hugging_face(&json)).unwrap_or_else(|| Err("its parts do not fit together".into()));
-        // Parsing 50,000 tokens leaves tens of megabytes of freed blocks.
-        release_freed();
         Ok(Self { kind: read.map_err(unusable)?, json: json.into() })
     }
 

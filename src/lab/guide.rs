@@ -49,8 +49,8 @@ pub fn about(view: &str) -> &'static str {
         }
         "memory" => {
             "Training holds the weights, a gradient for each, Adam's two moments and, in mixed precision, FP32 masters: 16 bytes \
-             a parameter in FP32 and in mixed precision alike. Half precision shrinks the activations, which grow with batch and \
-             sequence length. Rows marked `ours` show this program's buffers, the others the textbook's formula."
+             a parameter either way. Half precision shrinks the activations, which grow with batch and sequence. Rows marked \
+             `ours` show this program's buffers, the others the textbook's formula."
         }
         "sums" => {
             "A narrow accumulator stops growing once a term is smaller than half its ULP. Pairwise summation adds numbers of \

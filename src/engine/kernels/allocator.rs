@@ -38,15 +38,6 @@ impl Allocations {
     }
 }
 
-/// Returns freed memory that the system's allocator has kept, such as after a large file was parsed.
-pub fn release_freed() {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: it has no precondition, and changes no block in use.
-    unsafe {
-        libc::malloc_trim(0);
-    }
-}
-
 fn count(bytes: usize) {
     COUNT.fetch_add(1, Ordering::Relaxed);
     BYTES.fetch_add(bytes as u64, Ordering::Relaxed);

@@ -34,7 +34,7 @@ pub struct RunFigures {
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
     /// Its number.
-    pub step: u64,
+    pub number: u64,
     /// Its loss scale.
     pub loss_scale: f32,
     applied: bool,
@@ -48,7 +48,7 @@ pub struct Step {
 impl Step {
     fn of(step: &StepRecord) -> Self {
         Self {
-            step: step.step,
+            number: step.step,
             loss_scale: step.loss_scale,
             applied: step.outcome == Outcome::Applied,
             loss_is_finite: step.loss.is_finite(),
@@ -128,12 +128,12 @@ impl RunFigures {
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
         let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
         let visit = |step: &Step| {
-            if let Some(largest) = probed.get(&step.step).filter(|largest| step.loss_is_finite && **largest > 0.0) {
+            if let Some(largest) = probed.get(&step.number).filter(|largest| step.loss_is_finite && **largest > 0.0) {
                 return Visit::Limit((format.max() / f64::from(*largest)) as f32);
             }
             Visit::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite, format)
         };
-        let first = self.steps.first().map_or(0, |step| step.step);
+        let first = self.steps.first().map_or(0, |step| step.number);
         Overflows {
             source: format!("replayed from {}", self.name()),
             first,

@@ -17,19 +17,21 @@ mod lab;
 mod merge;
 mod mismatch;
 mod model;
+mod names;
 mod notify;
 mod processes;
 mod report;
+mod reporter;
 mod runs;
 mod show;
-mod tell;
+
 mod train;
 #[cfg(feature = "mpi")]
 mod verify_distributed;
 mod verify_resume;
 mod watch;
 
-use crate::data::{apart, names_in, nearest, parquet_rows, template_process};
+use crate::data::{apart, parquet_rows, template_process};
 use crate::engine::collective::Collective;
 #[cfg(feature = "cuda")]
 use crate::engine::kernels::cuda::preflight;
@@ -41,21 +43,8 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use flags::ConfigArgs;
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-
-/// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`.
-fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
-    let run = runs.join(name);
-    if !name.exists() && run.is_dir() { run } else { name.to_path_buf() }
-}
-
-/// "; did you mean …?" if a run in `runs` has a name similar to the missing `name`.
-fn did_you_mean(name: &Path, runs: &Path) -> String {
-    let near = nearest(&name.to_string_lossy(), names_in(runs));
-    near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"))
-}
 
 /// Printed at the end of `finetune --help`.
 const EXAMPLES: &str = "\
@@ -158,7 +147,7 @@ fn tip(error: &clap::Error) -> Option<&'static str> {
         "resume" | "continue" => Some("`finetune --resume` continues the newest run, `--resume NAME` another"),
         "list" | "ls" => Some("`finetune runs` lists the runs"),
         "test" | "evaluate" => Some("`finetune eval MODEL` evaluates a model on a text"),
-        "sample" | "predict" | "infer" | "chat" => Some("`finetune generate MODEL` generates text"),
+        "sample" | "predict" | "infer" => Some("`finetune generate MODEL` generates text"),
         _ => None,
     }
 }

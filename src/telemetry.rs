@@ -22,13 +22,13 @@ pub use activity::{Activity, Amount, PhaseLines, PhaseNow};
 pub use command::Command;
 pub use emitter::{Emitter, Sink};
 pub use event::{
-    ActivationMax, Cpu, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, LayerMaxima, ModelShape,
-    Origin, Outcome, Overflow, Pass, Probe, ProcessRate, Processes, Record, Retyped, SampleText, Saved, ScaleCause,
-    ScaleMove, ScalerSettings, Started, StepRecord, StepTime, TensorRecord, Touched, Trouble, VERSION, Validation,
+    ActivationMax, Cpu, Diagnostic, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, LayerMaxima,
+    ModelShape, Origin, Outcome, Overflow, Pass, Probe, ProcessRate, Processes, Record, Retyped, SampleText, Saved,
+    ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord, StepTime, TensorRecord, Touched, VERSION, Validation,
     Variances,
 };
 pub use gpu::GpuSampler;
-pub use log::{EventLog, Poll, Tail, read, read_whole};
+pub use log::{EventLog, Poll, Tail, for_each, read};
 pub use process::{MachineMemory, ProcessId, ProcessStats, available_bytes, cpu_name, is_bound, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{

@@ -12,8 +12,8 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 /// Messages of a slow preparation.
-const PHASES: [&str; 6] =
-    ["drawing weights", "reading weights", "reading the text", "tokenising", "preparing the first step", "verifying"];
+const PHASES: [&str; 8] =
+    ["drawing", "reading", "tokenising", "preparing", "verifying", "computing", "measuring", "exporting"];
 
 /// A working folder, and the messages so far.
 struct Desk {
@@ -448,6 +448,13 @@ fn mistakes_of_daily_use() {
         "export good",
         "bench --steps 0",
         "config --explain --steps many",
+        "lab scaler --run goood",
+        "lab memory --run nowhere/events.jsonl",
+        "verify-resume goood",
+        "verify-resume good --config missing.toml",
+        "export-metrics goood",
+        "report goood",
+        "compare good goood",
     ]);
     insta::assert_snapshot!("daily_use", desk.said);
 }

@@ -14,7 +14,7 @@ use std::process::{Command, Stdio};
 use finetune::data::Tokenizer;
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{
-    Event, EventLog, Finished, GradStats, Overflow, Record, SampleText, Started, StepRecord, TensorRecord, Trouble,
+    Diagnostic, Event, EventLog, Finished, GradStats, Overflow, Record, SampleText, Started, StepRecord, TensorRecord,
     VERSION,
 };
 use finetune::untrusted::is_unsafe;
@@ -115,9 +115,9 @@ impl Trap<'_> {
             Event::Started(Box::new(started)),
             Event::Step(Box::new(StepRecord { step: 1, tensors: vec![tensor], ..StepRecord::default() })),
             Event::Overflow(overflow),
-            Event::Warning(Trouble { step: 1, message: p.clone() }),
+            Event::Warning(Diagnostic { step: 1, message: p.clone() }),
             Event::Sample(SampleText { step: 1, prompt: p.clone(), text: p.clone() }),
-            Event::Diverged(Trouble { step: 1, message: p.clone() }),
+            Event::Diverged(Diagnostic { step: 1, message: p.clone() }),
             Event::Finished(Finished { checkpoint: Some(p), ..Finished::default() }),
         ];
         let path = self.folder.join("log/events.jsonl");

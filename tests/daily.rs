@@ -9,7 +9,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use finetune::data::Tokenizer;
-use finetune::telemetry::{Event, Record, StepRecord, VERSION, read};
+use finetune::telemetry::{Event, ProcessId, Record, StepRecord, VERSION, read};
 use tempfile::TempDir;
 
 /// A working folder with a model folder, `model`, and a text, `text.txt`.
@@ -81,6 +81,43 @@ fn n3_no_network_is_found_out_in_two_seconds() {
             assert!(began.elapsed() < Duration::from_secs(6), "{line}: {:?}", began.elapsed());
         }
     }
+}
+
+/// Whoever watches from another terminal reads in the log what the run is busy with.
+#[test]
+fn n3_phases_are_in_the_log_and_shown_to_those_who_watch() {
+    let desk = desk();
+    said(
+        &desk,
+        &training("r", "--data text.txt --steps 4 --eval-every 2 --set train.sample_tokens=2 --sample-every 4"),
+    );
+    let log = desk.path().join("checkpoints/r/events.jsonl");
+    let records = read(&log).unwrap();
+    let begun = |record: &Record| match &record.event {
+        Event::Phase { step, what } => Some((*step, what.clone())),
+        _ => None,
+    };
+    let phases: Vec<_> = records.iter().filter_map(begun).collect();
+    let of = |step: u64, what: &str| (step, what.to_owned());
+    assert!(phases.starts_with(&[of(2, "evaluating"), of(2, "saving")]), "{phases:?}");
+    for what in ["evaluating", "saving", "sampling"] {
+        assert!(phases.contains(&of(4, what)), "{phases:?}");
+    }
+
+    // As if the run were saving now: its process is this test.
+    let saving = records.iter().rposition(|record| begun(record).is_some_and(|(_, what)| what == "saving")).unwrap();
+    let mut records = records[..=saving].to_vec();
+    if let Event::Started(started) = &mut records[0].event {
+        started.process = ProcessId::own();
+    }
+    fs::write(&log, records.iter().map(|record| serde_json::to_string(record).unwrap() + "\n").collect::<String>())
+        .unwrap();
+    let mut watching = command(&desk, "watch r --plain").spawn().unwrap();
+    let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
+    let shown = lines.find(|line| line.as_ref().unwrap().starts_with("saving for "));
+    watching.kill().unwrap();
+    watching.wait().unwrap();
+    assert!(shown.is_some());
 }
 
 #[test]
@@ -234,6 +271,9 @@ fn n11_runs_go_by_their_names_everywhere() {
         said(&desk, &format!("checkpoint {line}"));
     }
     said(&desk, "watch r --plain");
+    assert!(said(&desk, "lab scaler --run r").contains("replayed from run r"));
+    assert!(said(&desk, "lab memory --run checkpoints/r/events.jsonl").contains("model: "));
+    assert!(said(&desk, "verify-resume r --steps 4").contains("bit-identical: 4 steps against 2 + save + load + 2"));
     said(&desk, "--resume r/step-000002 --plain");
     said(&desk, "eval r/step-000002");
     let (code, _, complaint) = output(&desk, "--resume r --run other");

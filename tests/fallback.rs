@@ -24,7 +24,7 @@ use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionConfig, PrecisionPolicy, Unit};
 use finetune::store::checkpoint::{Run, compare, newest_good};
 use finetune::store::tensor_file::TensorFile;
-use finetune::telemetry::{Emitter, Event, Outcome, Record, Retyped, read};
+use finetune::telemetry::{Activity, Emitter, Event, Outcome, Record, Retyped, read};
 use finetune::train::{Config, Engine, Layers, TrainState, Trainer, verify_resume};
 
 /// `tiny` with random weights, of which one hidden unit of block 1's MLP is 2^10 times as large and what reads it as much
@@ -174,7 +174,7 @@ fn a_run_resumes_bit_for_bit_with_a_layer_in_fallback_and_through_its_return() {
         (config.train.batch_size, config.train.seq_len) = (1, 16);
         config.precision.fallback_quiet = quiet;
         let run = folder.path().join(format!("{quiet}-{at}"));
-        let proof = verify_resume(&config, 10, at, &run).unwrap();
+        let proof = verify_resume(&config, 10, at, &run, &Activity::default()).unwrap();
         assert!(proof.differences.is_empty(), "{:?}", proof.differences);
         assert!(proof.skipped >= 3, "nothing fell back");
     }

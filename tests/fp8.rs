@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use finetune::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Tokens, Workspace};
 use finetune::precision::{Fp8Config, PrecisionPolicy};
 use finetune::store::checkpoint::Run;
-use finetune::telemetry::{Emitter, Event, Record};
+use finetune::telemetry::{Activity, Emitter, Event, Record};
 use finetune::train::{Config, Fp8Layer, Layers, Trainer, verify_resume};
 
 fn config(fp8: Fp8Config) -> Config {
@@ -128,7 +128,7 @@ fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
         let mut config = config(Fp8Config { history: 3, switch_variance, ..fp8(1) });
         // The first steps overflow.
         config.scaler.init_scale = 2f32.powi(19);
-        let proof = verify_resume(&config, 14, 7, &folder.path().join(name)).unwrap();
+        let proof = verify_resume(&config, 14, 7, &folder.path().join(name), &Activity::default()).unwrap();
         assert!(proof.differences.is_empty(), "{name}: {:?}", proof.differences);
         assert!(proof.skipped > 0);
     }

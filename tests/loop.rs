@@ -8,7 +8,7 @@ use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Keep, ModelSpec, Workspace};
 use finetune::precision::{PrecisionPolicy, Unit};
 use finetune::store::checkpoint::{Run, newest_good};
-use finetune::telemetry::{Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
+use finetune::telemetry::{Activity, Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
 use finetune::train::{Config, Layers, Preparing, TrainState, Trainer, engine, verify_resume};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -191,7 +191,7 @@ fn exponents_are_counted_only_every_so_many_steps() {
 #[test]
 fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
     let folder = tempfile::tempdir().unwrap();
-    let proof = verify_resume(&everything_on(Choice::Candle), 6, 4, folder.path()).unwrap();
+    let proof = verify_resume(&everything_on(Choice::Candle), 6, 4, folder.path(), &Activity::default()).unwrap();
     assert_eq!(proof.differences, [""; 0]);
     assert!(proof.skipped > 0);
     let saved = newest_good(&folder.path().join("verify-resume")).unwrap().checkpoint;

@@ -19,7 +19,7 @@ use finetune::Error;
 use finetune::data::{Conversation, Loader, Source, Template, TemplateTokens, Tokenizer};
 use finetune::engine::model::ModelSpec;
 use finetune::store::tensor_file::Header;
-use finetune::telemetry::{Event, EventLog, Record, Trouble, VERSION, read};
+use finetune::telemetry::{Diagnostic, Event, EventLog, Record, VERSION, read};
 use finetune::train::{Config, Layers};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -116,7 +116,7 @@ fn events(bytes: &[u8]) {
     fs::write(&path, bytes).unwrap();
     let before = bounded(|| read(&path)).unwrap();
     let mut log = bounded(|| EventLog::open(&path)).unwrap();
-    let event = Event::Warning(Trouble { step: 0, message: "the last".into() });
+    let event = Event::Warning(Diagnostic { step: 0, message: "the last".into() });
     log.append(&Record { v: VERSION, t: 0, s: log.last_seconds(), event: event.clone() }).unwrap();
     let after = read(&path).unwrap();
     assert_eq!(after.last().unwrap().event, event);
@@ -176,6 +176,7 @@ static GOOD_EVENTS: LazyLock<String> = LazyLock::new(|| {
         json!({"event": "eval", "step": 1, "loss": 3.0, "perplexity": 20.1, "tokens": 99}),
         json!({"event": "started", "resumed_from": 1}),
         json!({"event": "finished", "reason": "done", "step": 1, "val_loss": null}),
+        json!({"event": "phase", "step": 1, "what": "saving"}),
     ]
     .map(|mut event| {
         for (key, value) in [("v", json!(1)), ("t", json!(1_700_000_000_000_u64)), ("s", json!(0.5))] {

@@ -15,7 +15,7 @@ use finetune::engine::model::ModelSpec;
 use finetune::precision::ScalerPolicy;
 use finetune::random::{Domain, Stream};
 use finetune::store::checkpoint::Run;
-use finetune::telemetry::{Emitter, Event, Outcome, ScaleCause};
+use finetune::telemetry::{Activity, Emitter, Event, Outcome, ScaleCause};
 use finetune::train::{Config, Layers, TrainState, Trainer, verify_resume};
 
 /// What a run comes to.
@@ -128,7 +128,7 @@ fn a_run_resumes_bit_for_bit_with_what_was_measured() {
     (config.train.batch_size, config.train.seq_len) = (1, 16);
     config.scaler.policy = ScalerPolicy::Predictive;
     let folder = tempfile::tempdir().unwrap();
-    let proof = verify_resume(&config, 16, 9, folder.path()).unwrap();
+    let proof = verify_resume(&config, 16, 9, folder.path(), &Activity::default()).unwrap();
     assert!(proof.differences.is_empty(), "{:?}", proof.differences);
 }
 

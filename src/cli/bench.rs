@@ -4,6 +4,7 @@ mod latency;
 mod table;
 
 use crate::cli::model::{Policies, tell_notice};
+use crate::cli::reporter::Reporter;
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
 use crate::engine::kernels::Choice;
@@ -81,6 +82,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
         return Err(Error::config("--latency", "at least one pass has to be measured"));
     }
     args.shape()?;
+    let reporter = Reporter::of("measuring");
     let text = match &args.dtype.0[..] {
         [(_, policy)] => {
             let config = args.config(*policy);
@@ -93,6 +95,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
         }
         types => table::of(args, types)?,
     };
+    drop(reporter);
     writeln!(out, "{text}").map_err(Error::io("write to", "standard output"))?;
     Ok(ExitCode::SUCCESS)
 }

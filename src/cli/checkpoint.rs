@@ -1,6 +1,7 @@
 //! `finetune checkpoint`: list, show, verify, prune and compare checkpoints.
 
-use crate::cli::run_or_path;
+use crate::cli::names::run_or_path;
+use crate::cli::reporter::Reporter;
 use crate::screen::dashboard::format::scale;
 use crate::store::checkpoint::{
     Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify,
@@ -87,6 +88,7 @@ pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode
     let runs = &args.checkpoint_dir;
     let named = |path: &Path| run_or_path(path, runs);
     let some_or_all = |path: &Option<PathBuf>| path.as_deref().map_or_else(|| runs.clone(), named);
+    let reporter = Reporter::of("reading checkpoints");
     let (lines, fine) = match &args.command {
         CheckpointCommand::List { path } => (listing(&some_or_all(path))?, true),
         CheckpointCommand::Show { path } => (description(&named(path))?, true),
@@ -94,6 +96,7 @@ pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode
         CheckpointCommand::Prune(args) => (prune(args, &named(&args.run))?, true),
         CheckpointCommand::Diff { a, b } => difference(&named(a), &named(b))?,
     };
+    drop(reporter);
     for line in lines {
         writeln!(out, "{}", untrusted::line(&line)).map_err(Error::io("write to", "standard output"))?;
     }

@@ -1,6 +1,8 @@
 //! `finetune compare`: compares runs, as text, JSON or an HTML page.
 
-use crate::cli::{lab::terminal_width, watch::find_log};
+use crate::cli::lab::terminal_width;
+use crate::cli::names::find_log;
+use crate::cli::reporter::Reporter;
 use crate::compare::{Report, RunSummary};
 use crate::{Error, Result};
 use clap::Args;
@@ -45,8 +47,13 @@ fn positive(text: &str) -> Result<f64, String> {
 
 /// Reads the runs and writes the comparison.
 pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
-    let read = |run: &PathBuf| RunSummary::read(&find_log(Some(run), &args.checkpoint_dir)?);
+    let reporter = Reporter::start();
+    let read = |run: &PathBuf| {
+        reporter.activity().begin(&format!("reading `{}`", run.display()));
+        RunSummary::read(&find_log(Some(run), &args.checkpoint_dir)?)
+    };
     let report = Report::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound)?;
+    drop(reporter);
     let report = report.with_skip_bound(args.skip_bound)?;
     if let Some(file) = &args.html {
         std::fs::write(file, report.html()).map_err(Error::io("write", file))?;

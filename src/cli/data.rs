@@ -1,7 +1,7 @@
 //! `finetune data`: what training would read, without training.
 
 use crate::cli::flags::ConfigArgs;
-use crate::cli::tell::{Teller, may_colour};
+use crate::cli::reporter::{Reporter, may_colour};
 use crate::data::{BatchLoader, Documents, Layout, Proof};
 use crate::train::{ModelSource, dataset, reading};
 use crate::{Error, Result};
@@ -92,8 +92,8 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
 /// The training rows of a configuration, and what is learned of them.
 fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, Proof)> {
     let config = args.resolve()?;
-    let teller = Teller::start();
-    let mut tell = |event| teller.tell(event);
+    let reporter = Reporter::start();
+    let mut tell = |event| reporter.report(event);
     let source = ModelSource::open(&config, &mut tell)?;
     let chat = source.companions.chat()?;
     let data = dataset(&config, &chat, &source.tokenizer, &mut tell)?;

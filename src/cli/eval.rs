@@ -2,7 +2,7 @@
 
 use crate::cli::flags::read;
 use crate::cli::model::ModelArgs;
-use crate::cli::tell::Teller;
+use crate::cli::reporter::Reporter;
 use crate::data::TokenSource;
 use crate::inference::answers::{Answers, exact_answers};
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
@@ -99,9 +99,9 @@ struct Text {
 
 /// The whole text that the user named.
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
-    let teller = Teller::start();
+    let reporter = Reporter::start();
     let (tokens, bytes_per_token) =
-        whole_text(&data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
+        whole_text(&data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| reporter.report(event))?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
@@ -112,9 +112,9 @@ fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
         Error::config("--data", "this model is not from a run, so a text is needed: `grammar` or a file")
     })?;
     let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
-    let teller = Teller::start();
+    let reporter = Reporter::start();
     let chat = trained.companions.chat()?;
-    let set = dataset(&config, &chat, &trained.tokenizer, &mut |event| teller.tell(event))?;
+    let set = dataset(&config, &chat, &trained.tokenizer, &mut |event| reporter.report(event))?;
     let data = match &config.val {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),

@@ -1,6 +1,7 @@
 //! `finetune export`: writes a trained model for other programs.
 
 use crate::cli::model::NameArgs;
+use crate::cli::reporter::Reporter;
 use crate::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
@@ -89,7 +90,10 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     };
     let parts = if args.merge { Parts::Merged } else { Parts::Adapters };
     let trained = args.model.open()?;
-    for path in export(&trained, args.dtype.encoding(), format, parts, &args.out)? {
+    let reporter = Reporter::of("exporting");
+    let written = export(&trained, args.dtype.encoding(), format, parts, &args.out)?;
+    drop(reporter);
+    for path in written {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
     }
     Ok(())

@@ -1,7 +1,8 @@
 //! `finetune export-metrics`: exports a run's figures as a table or as TensorBoard event files.
 
-use crate::cli::watch::find_log;
-use crate::telemetry::{Event, Outcome, Record, Sink, StepRecord, TensorBoard, Validation, float, read};
+use crate::cli::names::find_log;
+use crate::cli::reporter::Reporter;
+use crate::telemetry::{Event, Outcome, Sink, StepRecord, Tail, TensorBoard, Validation, float, for_each};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -105,45 +106,67 @@ impl Row {
 /// Writes the figures, without steps that a resume made void.
 pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
-    let records = read(&log)?;
-    if !records.iter().any(|record| matches!(record.event, Event::Step(_))) {
-        return Err(Error::data(log.display(), "the log has no step yet; wait for the first one"));
-    }
+    check_has_steps(&log)?;
     match (args.format, &args.output) {
         (Format::Tensorboard, folder) => {
             let beside = || log.parent().unwrap_or(Path::new("")).join("tensorboard");
-            tensorboard(&records, &folder.clone().unwrap_or_else(beside), out)
+            tensorboard(&log, &folder.clone().unwrap_or_else(beside), out)
         }
         (format, Some(file)) => {
+            let _reporter = Reporter::of("reading the log");
             let mut writer = BufWriter::new(File::create(file).map_err(Error::io("create", file))?);
-            table(&records, format, &mut writer).and_then(|()| writer.flush()).map_err(Error::io("write", file))
+            let failed = || Error::io("write", file);
+            table(&log, format, &mut writer, failed)?;
+            writer.flush().map_err(failed())
         }
         (format, None) => {
             let mut writer = BufWriter::new(out);
-            let written = table(&records, format, &mut writer).and_then(|()| writer.flush());
-            written.map_err(Error::io("write to", "standard output"))
+            let failed = || Error::io("write to", "standard output");
+            table(&log, format, &mut writer, failed)?;
+            writer.flush().map_err(failed())
         }
     }
 }
 
-fn tensorboard(records: &[Record], folder: &Path, out: &mut dyn Write) -> Result<()> {
+/// Fails if the log has no step yet, before anything is written.
+fn check_has_steps(log: &Path) -> Result<()> {
+    let mut tail = Tail::new(log);
+    loop {
+        let poll = tail.poll()?;
+        if poll.records.iter().any(|record| matches!(record.event, Event::Step(_))) {
+            return Ok(());
+        }
+        if !poll.more {
+            return Err(Error::data(log.display(), "the log has no step yet; wait for the first one"));
+        }
+    }
+}
+
+fn tensorboard(log: &Path, folder: &Path, out: &mut dyn Write) -> Result<()> {
     let mut board = TensorBoard::create(folder)?;
-    records.iter().try_for_each(|record| board.take(record))?;
+    let reporter = Reporter::of("reading the log");
+    for_each(log, |record| board.take(&record))?;
+    drop(reporter);
     let written =
         writeln!(out, "wrote {}; view it with `tensorboard --logdir {}`", board.path().display(), folder.display());
     written.map_err(Error::io("write to", "standard output"))
 }
 
-fn table(records: &[Record], format: Format, out: &mut dyn Write) -> std::io::Result<()> {
+fn table<F: FnOnce(std::io::Error) -> Error>(
+    log: &Path,
+    format: Format,
+    out: &mut dyn Write,
+    failed: impl Fn() -> F,
+) -> Result<()> {
     let mut row: Option<Row> = None;
     let mut first = true;
-    let mut finish = |row: Option<Row>, out: &mut dyn Write| match row {
-        Some(row) => write_row(&row, format, std::mem::take(&mut first), out),
+    let mut finish = |row: Option<Row>| match row {
+        Some(row) => write_row(&row, format, std::mem::take(&mut first), out).map_err(failed()),
         None => Ok(()),
     };
-    for record in records {
+    for_each(log, |record| {
         match &record.event {
-            Event::Step(step) => finish(row.replace(Row::new(record.t, record.s, step)), out)?,
+            Event::Step(step) => finish(row.replace(Row::new(record.t, record.s, step)))?,
             Event::Eval(Validation { step, loss, perplexity, .. }) => {
                 if let Some(row) = row.as_mut().filter(|row| row.step == *step) {
                     (row.val_loss, row.val_perplexity) = (Some(*loss), Some(*perplexity));
@@ -151,8 +174,9 @@ fn table(records: &[Record], format: Format, out: &mut dyn Write) -> std::io::Re
             }
             _ => {}
         }
-    }
-    finish(row, out)
+        Ok(())
+    })?;
+    finish(row)
 }
 
 fn write_row(row: &Row, format: Format, first: bool, out: &mut dyn Write) -> std::io::Result<()> {

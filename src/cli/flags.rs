@@ -161,10 +161,21 @@ impl ConfigArgs {
             return Err(Error::config("--config", message));
         }
         let file = Some(read(&folder.join("config.toml"))?);
-        let saved = Config::resolve(&Layers { file: file.clone(), overrides: Vec::new(), saved: true })?;
-        let config = Config::resolve(&Layers { file, overrides: self.overrides()?, saved: true })?;
+        let saved = Config::resolve(&Layers { file, overrides: Vec::new(), saved: true })?;
+        let config = self.resolve_like(folder)?;
         let changes = config.check_continues(&saved)?;
         Ok((config, changes))
+    }
+
+    /// The configuration of the run in `folder` with the flags applied, for another run.
+    pub(crate) fn resolve_like(&self, folder: &Path) -> Result<Config> {
+        let file = Some(read(&folder.join("config.toml"))?);
+        Config::resolve(&Layers { file, overrides: self.overrides()?, saved: true })
+    }
+
+    /// The folder of all runs.
+    pub(crate) fn runs(&self) -> &Path {
+        Path::new(self.checkpoint_dir.as_deref().unwrap_or("checkpoints"))
     }
 
     fn overrides(&self) -> Result<Vec<(String, toml::Value)>> {

@@ -1,7 +1,7 @@
 //! `finetune fp16-check`: measures whether a model can train in FP16.
 
 use crate::cli::model::{DeviceArgs, NameArgs};
-use crate::cli::tell::Teller;
+use crate::cli::reporter::Reporter;
 use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
 use crate::precision::{PrecisionPolicy, Unit};
 use crate::train::whole_text;
@@ -53,10 +53,10 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         let message = format!("{seq_len} is not between 1 and the model's context of {}", trained.config.context);
         return Err(Error::config("--seq-len", message));
     }
-    let teller = Teller::start();
+    let reporter = Reporter::start();
     let (tokens, _) =
-        whole_text(&args.data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| teller.tell(event))?;
-    drop(teller);
+        whole_text(&args.data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| reporter.report(event))?;
+    drop(reporter);
     let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
     let watched = stderr().is_terminal();
     let open = args.device.open(PrecisionPolicy::FP16)?;

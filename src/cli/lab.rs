@@ -12,6 +12,8 @@ use self::args::{
     BitsArgs, BlocksArgs, CastsArgs, CrisesArgs, MemoryArgs, RangesArgs, ScalerArgs, ScalingArgs, SoftmaxArgs,
     SumsArgs, UlpArgs, View,
 };
+use crate::cli::names::find_log;
+use crate::cli::reporter::Reporter;
 use crate::data::Tokenizer;
 use crate::engine::model::{Keep, ModelSpec};
 use crate::lab::guide::{self, about};
@@ -40,15 +42,24 @@ pub(crate) struct LabArgs {
     /// Width of the text [default: the terminal's, or 80]
     #[arg(long, value_name = "COLUMNS", global = true)]
     width: Option<usize>,
-    /// A run's folder or `events.jsonl`, to start from its numbers
-    // A separate id, because clap would otherwise also pass a global value to training's `--run`.
+    /// A run by name or folder, or its `events.jsonl`, to start from its numbers
+    // Separate ids, because clap would otherwise also pass global values to the flags of training.
     #[arg(id = "lab_run", long = "run", value_name = "RUN", global = true)]
     run: Option<PathBuf>,
+    /// The folder of all runs
+    #[arg(
+        id = "lab_runs",
+        long = "checkpoint-dir",
+        value_name = "FOLDER",
+        default_value = "checkpoints",
+        global = true
+    )]
+    checkpoint_dir: PathBuf,
 }
 
 /// Prints a view, or shows the screen if none is named.
 pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
-    let mut bench = Bench::new();
+    let mut bench = Bench::new(&args.checkpoint_dir);
     let terminal = std::io::stdout().is_terminal();
     let Some(view) = &args.view else {
         if !terminal || !std::io::stdin().is_terminal() || args.json {
@@ -57,7 +68,9 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
         }
         return show_screen(args, &mut bench);
     };
+    let reporter = Reporter::of("computing");
     let report = bench.report(view, args.run.as_deref())?;
+    drop(reporter);
     let text = if args.json {
         crate::untrusted::lines(&(report.json()? + "\n")).into_owned()
     } else {
@@ -100,6 +113,8 @@ impl Report {
 /// Makes reports and caches the run it has read.
 struct Bench {
     read: Option<(PathBuf, RunFigures)>,
+    /// The folder of all runs.
+    runs: PathBuf,
     /// The program's own memory, in bytes.
     program: u64,
     /// What the run's tokenizer takes, once it was read.
@@ -107,11 +122,12 @@ struct Bench {
 }
 
 impl Bench {
-    fn new() -> Self {
+    fn new(runs: &Path) -> Self {
         // What training needs in addition, measured with `tiny` in each type: about 5 MB of code and tables that this command
         // does not use, packed operands, thread stacks, text, tokenizer, and memory that the allocator retains.
         const TRAINING: u64 = 10 << 20;
-        Self { read: None, program: ProcessStats::now().rss_bytes.unwrap_or(0) + TRAINING, tokenizer: None }
+        let program = ProcessStats::now().rss_bytes.unwrap_or(0) + TRAINING;
+        Self { read: None, runs: runs.to_path_buf(), program, tokenizer: None }
     }
 
     fn report(&mut self, view: &View, run: Option<&Path>) -> Result<Report> {
@@ -141,7 +157,7 @@ impl Bench {
         }
         let (_, figures) = match self.read.take() {
             Some(kept) => self.read.insert(kept),
-            None => self.read.insert((path.to_path_buf(), RunFigures::read(path)?)),
+            None => self.read.insert((path.to_path_buf(), RunFigures::read(&find_log(Some(path), &self.runs)?)?)),
         };
         Ok(figures)
     }
@@ -475,7 +491,8 @@ mod tests {
             let given = instrument.fields.iter().filter(|field| !field.value.is_empty());
             let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
             for width in [78, 118] {
-                let page = evaluate(&mut Bench::new(), instrument.name, &fields, width).unwrap();
+                let page =
+                    evaluate(&mut Bench::new(Path::new("checkpoints")), instrument.name, &fields, width).unwrap();
                 let widest = page.text().lines().map(|line| line.chars().count()).max().unwrap();
                 assert!(widest <= width, "{}: {widest} > {width}\n{}", instrument.name, page.text());
                 assert!(page.lines.len() <= 44, "{}: {} lines", instrument.name, page.lines.len());
@@ -487,7 +504,7 @@ mod tests {
     fn pictures() {
         for (width, height) in [(80, 24), (120, 36)] {
             for (tab, instrument) in guide::instruments("").into_iter().enumerate() {
-                let mut bench = Bench { program: 24 << 20, ..Bench::new() };
+                let mut bench = Bench { program: 24 << 20, ..Bench::new(Path::new("checkpoints")) };
                 let evaluate = |view: &str, fields: &[(&str, &str)], width| evaluate(&mut bench, view, fields, width);
                 let picture = screen::picture(guide::instruments(""), tab, (width, height), evaluate);
                 insta::assert_snapshot!(format!("{}_{width}x{height}", instrument.name), picture);

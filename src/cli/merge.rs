@@ -2,6 +2,7 @@
 
 use crate::cli::export::{DtypeName, FormatName};
 use crate::cli::model::{DeviceArgs, NameArgs};
+use crate::cli::reporter::Reporter;
 use crate::inference::export::{Encoding, Format, Parts, export};
 use crate::inference::merge::merge_difference;
 use crate::precision::{Dtype, PrecisionPolicy};
@@ -35,8 +36,12 @@ pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
     // Blocks are made from weights in FP32.
     let dtype = if let Encoding::Plain(dtype) = encoding { dtype } else { Dtype::F32 };
     let format = args.format.map_or_else(|| Format::of(&args.out), FormatName::format);
+    let reporter = Reporter::of("comparing logits");
     let found = merge_difference(&trained, dtype, &args.device.open(PrecisionPolicy::FP32)?)?;
-    for path in export(&trained, encoding, format, Parts::Merged, &args.out)? {
+    reporter.activity().begin("exporting");
+    let written = export(&trained, encoding, format, Parts::Merged, &args.out)?;
+    drop(reporter);
+    for path in written {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
     }
     let (largest, logit, tokens) = (found.largest, found.logit, found.tokens);

@@ -1,6 +1,7 @@
 //! `finetune mismatch`: how far training and generation are apart in each type.
 
 use crate::cli::model::{DeviceArgs, NameArgs, Policies};
+use crate::cli::reporter::Reporter;
 use crate::inference::generate::prompt_ids;
 use crate::inference::mismatch::{Mismatch, Ratios, Sequences, log_probs};
 use crate::precision::PrecisionPolicy;
@@ -51,15 +52,18 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
         let message = format!("a prompt of {} tokens and {tokens} more for a context of {context}", prompt.len());
         return Err(Error::config("--max-tokens", message));
     }
+    let reporter = Reporter::of("sampling");
     let sequences = {
         let (model, weights) = trained.load(PrecisionPolicy::FP32, &args.device.open(PrecisionPolicy::FP32)?)?;
         Sequences::sample(&model, &weights, PrecisionPolicy::FP32, &prompt, (args.sequences, tokens), args.seed)?
     };
     let mut found = Vec::new();
     for (name, policy) in &args.dtype.0 {
+        reporter.activity().begin(&format!("measuring {name}"));
         let (model, weights) = trained.load(*policy, &args.device.open(*policy)?)?;
         found.push((name.clone(), Mismatch::new(&log_probs(&model, &weights, *policy, &sequences)?, tokens)));
     }
+    drop(reporter);
     let text = if args.json {
         let types: serde_json::Map<_, _> = found.iter().map(|(name, found)| (name.clone(), json!(found))).collect();
         json!({

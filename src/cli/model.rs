@@ -1,7 +1,7 @@
 //! Flags shared by the commands that use a model: which one, in which precision, on how many threads.
 
-use crate::cli::run_or_path;
-use crate::cli::tell::Teller;
+use crate::cli::names::run_or_path;
+use crate::cli::reporter::Reporter;
 use crate::data::names_in;
 use crate::engine::device::{OpenDevice, Place};
 use crate::engine::kernels::Choice;
@@ -47,7 +47,7 @@ impl NameArgs {
             let message = "the built-in model has no weights of its own; train it, and give the run's folder";
             return Err(Error::model("`tiny`", message));
         }
-        let teller = Teller::start();
+        let reporter = Reporter::start();
         let named = run_or_path(Path::new(&self.name), &self.checkpoint_dir);
         if named == Path::new(&self.name) && !named.exists() && self.revision.is_none() {
             refuse_misspelling(&self.name, names_in(&self.checkpoint_dir))?;
@@ -55,7 +55,7 @@ impl NameArgs {
         let folder = if self.revision.is_none() && named != Path::new(&self.name) {
             named
         } else {
-            locate(&self.name, self.revision.as_deref(), &mut |event| teller.tell(event))?.path
+            locate(&self.name, self.revision.as_deref(), &mut |event| reporter.report(event))?.path
         };
         let folder = if self.best {
             if !folder.join("config.toml").is_file() {
@@ -66,7 +66,7 @@ impl NameArgs {
             folder
         };
         let mut find =
-            |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| teller.tell(event))?.path);
+            |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.path);
         let mut trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find)?;
         if let Some(adapter) = &self.adapter {
             trained = trained.with_adapters(adapter)?;

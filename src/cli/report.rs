@@ -1,6 +1,7 @@
 //! `finetune report`: reports a run as one HTML page.
 
-use crate::cli::watch::find_log;
+use crate::cli::names::find_log;
+use crate::cli::reporter::Reporter;
 use crate::{Error, Result, report};
 use clap::Args;
 use std::io::Write;
@@ -23,6 +24,8 @@ pub(crate) struct ReportArgs {
 pub(crate) fn run(args: &ReportArgs, out: &mut dyn Write) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
     let file = args.output.clone().unwrap_or_else(|| log.with_file_name("report.html"));
+    let reporter = Reporter::of("reading the log");
     std::fs::write(&file, report::page(&log)?).map_err(Error::io("write", &file))?;
+    drop(reporter);
     writeln!(out, "wrote {}", file.display()).map_err(Error::io("write to", "standard output"))
 }

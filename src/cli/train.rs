@@ -1,16 +1,17 @@
 //! `finetune` without a command: trains on a separate thread and shows the run.
 
 use crate::cli::flags::ConfigArgs;
+use crate::cli::names::{did_you_mean, run_or_path};
 use crate::cli::notify::Notify;
+use crate::cli::processes;
+use crate::cli::reporter::Reporter;
 use crate::cli::show::{ShowArgs, show};
-use crate::cli::tell::Teller;
-use crate::cli::{did_you_mean, processes, run_or_path};
 use crate::engine::collective::Collective;
 use crate::screen::terminal::{Interruption, hold_signals};
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
-    Command, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, Trouble, is_bound,
+    Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
 };
 use crate::train::{Beginning, Config, Preparing, StillHere, Trainer};
 use crate::{Error, Result};
@@ -64,8 +65,8 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
     }
     let notify = args.notify.as_deref().map(Notify::new).transpose()?;
     let signals = Interruption::listen().map_err(Error::io("listen to signals in", "."))?;
-    let teller = Teller::start();
-    let mut resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args, &teller)).transpose()?;
+    let reporter = Reporter::start();
+    let mut resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args, &reporter)).transpose()?;
     let config = match &mut resumed {
         Some(resumed) => {
             let (config, changes) = args.config.resolve_over(resumed.run.path())?;
@@ -85,7 +86,7 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
     let still_here = StillHere::default();
     let mut tell = |event| {
-        teller.tell(event);
+        reporter.report(event);
         // If it fails, so will what follows.
         still_here.say(&**world).ok();
     };
@@ -95,7 +96,6 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         Beginning { config: trainer.config().clone(), checkpoint: checkpoint.map(|it| it.path().to_path_buf()) };
     beginning.tell(&**world)?;
     trainer.agree()?;
-    drop(teller);
     let (run, warnings) = match resumed {
         Some(resumed) => {
             if resumed.checkpoint.is_none() {
@@ -115,8 +115,10 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
     warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
     run.write_config(&trainer.config().to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
+    reporter.report(Preparing::Phase("reading the log".into()));
     let history = RunState::history(log.path())?;
     trainer.restore_last_loss(&history);
+    drop(reporter);
     let mut emitter = Emitter::new(Some(log));
     let records = emitter.connect();
     if let Some(metrics) = metrics {
@@ -129,7 +131,7 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         emitter.add_sink(Box::new(notify.below(best)));
     }
     for message in warnings {
-        emitter.emit(Event::Warning(Trouble { step: 0, message }));
+        emitter.emit(Event::Warning(Diagnostic { step: 0, message }));
     }
     trainer.attach(run, emitter);
     let (commands, orders) = channel();
@@ -175,13 +177,13 @@ pub(crate) fn thread_pool(config: &Config, beside: usize) -> Result<rayon::Threa
         .map_err(|error| Error::config("threads", error.to_string()))
 }
 
-fn find(run: Option<&Path>, args: &TrainArgs, teller: &Teller) -> Result<Resumed> {
-    teller.tell(Preparing::Phase("verifying the checkpoint".into()));
+fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Resumed> {
+    reporter.report(Preparing::Phase("verifying the checkpoint".into()));
     if let (Some(run), Some(name)) = (run, &args.config.run) {
         let message = format!("`--resume {}` says which run already; leave `--run {name}` out", run.display());
         return Err(Error::config("--run", message));
     }
-    let dir = Path::new(args.config.checkpoint_dir.as_deref().unwrap_or("checkpoints"));
+    let dir = args.config.runs();
     let path = run.map(|run| run_or_path(run, dir));
     let path = path.as_deref();
     let step = path.filter(|path| path.join("manifest.json").is_file());

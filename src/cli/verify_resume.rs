@@ -1,16 +1,23 @@
 //! `finetune verify-resume`.
 
 use crate::cli::flags::ConfigArgs;
+use crate::cli::names::run_folder;
+use crate::cli::reporter::Reporter;
 use crate::cli::train::thread_pool;
 use crate::train::verify_resume;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Flags of `verify-resume`, including those that define a run.
 #[derive(Args, Debug)]
 pub(crate) struct VerifyResumeArgs {
+    /// A run whose configuration is used, by name or folder; the run itself stays as it is
+    // Not `run`, which is the id of a flag below.
+    #[arg(value_name = "RUN", conflicts_with = "config")]
+    like: Option<PathBuf>,
     #[command(flatten)]
     config: ConfigArgs,
     /// Save and load after this many of the steps [default: half]
@@ -23,11 +30,17 @@ const STEPS: u64 = 100;
 
 /// Runs the proof and prints the result; exit code 1 if anything differs.
 pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCode> {
-    let config = args.config.resolve()?;
+    let config = match &args.like {
+        Some(run) => args.config.resolve_like(&run_folder(run, args.config.runs())?)?,
+        None => args.config.resolve()?,
+    };
     let steps = args.config.steps.map_or(STEPS, |steps| steps.max(0) as u64);
     let at = args.at.unwrap_or(steps / 2);
     let folder = tempfile::tempdir().map_err(Error::io("create a temporary folder in", std::env::temp_dir()))?;
-    let proof = thread_pool(&config, 1)?.install(|| verify_resume(&config, steps, at, folder.path()))?;
+    let reporter = Reporter::start();
+    let activity = reporter.activity();
+    let proof = thread_pool(&config, 1)?.install(|| verify_resume(&config, steps, at, folder.path(), activity))?;
+    drop(reporter);
     let mut say = |text: String| writeln!(out, "{text}").map_err(Error::io("write to", "standard output"));
     for difference in &proof.differences {
         say(format!("differs: {difference}"))?;

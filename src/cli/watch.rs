@@ -1,12 +1,13 @@
 //! `finetune watch`: the dashboard of a run in another process, or of a finished one.
 
-use crate::cli::did_you_mean;
+use crate::cli::names::find_log;
+use crate::cli::reporter::Reporter;
 use crate::cli::show::LookArgs;
 use crate::screen::dashboard::{self, Format, Output, Terminal};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::stdout;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Flags of `watch`.
 #[derive(Args, Clone, Debug)]
@@ -51,6 +52,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     };
     for (file, format) in [(&args.svg, Format::Svg), (&args.png, Format::Png)] {
         let Some(file) = file else { continue };
+        let _reporter = Reporter::of("reading the log");
         let picture = dashboard::picture(&logs, &args.keys, args.size, args.look.theme().look(), format)?;
         return std::fs::write(file, picture).map_err(Error::io("write", file));
     }
@@ -71,49 +73,4 @@ fn size(text: &str) -> Result<(u16, u16), String> {
     let pair = text.split_once('x').and_then(|(columns, rows)| Some((columns.parse().ok()?, rows.parse().ok()?)));
     let fits = |(columns, rows): &(u16, u16)| (1..=500).contains(columns) && (1..=300).contains(rows);
     pair.filter(fits).ok_or_else(|| "must be COLUMNSxROWS up to 500x300, such as 120x36".to_owned())
-}
-
-/// The events file of a run given as a file, as a folder, or by its name in `runs`.
-pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
-    let Some(run) = run else {
-        let message = format!("no run in `{}` yet; `finetune` starts one", runs.display());
-        return newest_log(runs).ok_or_else(|| Error::config("watch", message));
-    };
-    let candidates = [run.to_path_buf(), run.join("events.jsonl"), runs.join(run).join("events.jsonl")];
-    candidates.into_iter().find(|path| path.is_file()).ok_or_else(|| {
-        let message = format!(
-            "is not an events file, a run's folder, or the name of a run in `{}`{}",
-            runs.display(),
-            did_you_mean(run, runs)
-        );
-        Error::config(format!("`{}`", run.display()), message)
-    })
-}
-
-/// The most recently written events file of all runs, even of a run without a checkpoint.
-fn newest_log(runs: &Path) -> Option<PathBuf> {
-    let logs = std::fs::read_dir(runs).ok()?.filter_map(|entry| Some(entry.ok()?.path().join("events.jsonl")));
-    logs.filter_map(|log| Some((log.metadata().ok()?.modified().ok()?, log))).max().map(|(_, log)| log)
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-    use super::*;
-
-    #[test]
-    fn a_run_is_found_by_file_folder_or_name() {
-        let runs = tempfile::tempdir().unwrap();
-        let folder = runs.path().join("0007");
-        let log = folder.join("events.jsonl");
-        std::fs::create_dir(&folder).unwrap();
-        std::fs::write(&log, "").unwrap();
-        for run in [&log, &folder, Path::new("0007")] {
-            assert_eq!(find_log(Some(run), runs.path()).unwrap(), log);
-        }
-        assert_eq!(find_log(None, runs.path()).unwrap(), log);
-        assert!(find_log(None, &folder).unwrap_err().to_string().contains("no run in"));
-        let error = find_log(Some(Path::new("0008")), runs.path()).unwrap_err();
-        assert_eq!((error.exit_code(), error.to_string().contains("`0008`")), (2, true), "{error}");
-    }
 }

@@ -199,7 +199,7 @@ impl BatchLoader {
         self.sorted = Sorted { of: Some((epoch, first)), rows: order.flat_map(batch).collect() };
     }
 
-    /// Fails if a batch holds no text, because its tokens could not be read.
+    /// Fails if an earlier batch has no text because its tokens could not be read.
     pub fn check(&self) -> Result<()> {
         self.layout.tokens.check()
     }
@@ -281,7 +281,7 @@ impl EvalBatches {
         true
     }
 
-    /// Fails if a batch held no text, because its tokens could not be read.
+    /// Fails if an earlier batch has no text because its tokens could not be read.
     pub fn check(&self) -> Result<()> {
         self.layout.tokens.check()
     }

@@ -81,7 +81,7 @@ impl FastBpe {
         Ok(ids)
     }
 
-    /// Where the word that begins at `start` ends. White space in front of a word leaves its last character to that.
+    /// Where the word that begins at `start` ends. The last white-space character before a word belongs to that word.
     fn word_end(&self, text: &str, start: usize) -> usize {
         // Every character starts some word, so the match begins at `start`.
         let end = self.words.find_at(text, start).map_or(text.len(), |found| found.end());
@@ -100,7 +100,7 @@ impl FastBpe {
     }
 }
 
-/// Where the word that begins at `start` ends, if only ASCII has a say in it.
+/// Where the word that begins at `start` ends, if ASCII characters alone determine it.
 fn ascii_word_end(text: &[u8], start: usize) -> Option<usize> {
     let rest = &text[start..];
     if rest[0] == b'\'' {

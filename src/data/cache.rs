@@ -53,7 +53,7 @@ const UNFINISHED: &str = ".tokens-";
 /// A writer locks its file within less than this.
 const YOUNG: Duration = Duration::from_mins(1);
 
-/// Removes what killed writers have left in `folder`.
+/// Removes incomplete files that killed writers have left in `folder`.
 fn sweep(folder: &Path, young: Duration) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for entry in entries.filter_map(std::result::Result::ok) {

@@ -1,8 +1,8 @@
-//! How conversations are written for training: the model's own template says the text, and which parts of it are answers is
-//! known from the template's `{% generation %}` blocks or, where it has none, from a template of ours that gives the same text.
+//! How conversations are written for training. The model's own template determines the text. Its `{% generation %}` blocks mark
+//! the answers; if it has none, one of our templates that gives the same text does.
 //!
-//! A template of ours is chosen by what it does and not by a model's name: it has to give the model's text for a few
-//! conversations, and later for every one that is trained on. Where it does not, that is an error, never a wrong mask.
+//! Such a template is chosen by its output, not by the model's name: it must give the model's text for a few conversations, and
+//! later for every conversation of the training data. If it does not, that is an error, so a mask is never wrong.
 
 use std::path::Path;
 

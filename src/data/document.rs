@@ -148,7 +148,7 @@ impl Document {
     }
 }
 
-/// Passes a text of any length on in pieces, of which all or nothing is learned.
+/// Passes a text of any length to `sink` in pieces. Either all of it is learned or none.
 pub(super) fn emit(mut text: &str, learned: &Learned, mut starts_document: bool, sink: &mut Sink) -> Result<()> {
     while !text.is_empty() {
         let limit = text.floor_char_boundary(PIECE_BYTES);

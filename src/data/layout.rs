@@ -3,7 +3,7 @@
 //! A text is cut into windows: window `w` takes the tokens `w*T .. w*T + T` as inputs and the token after each as target, and
 //! the next one starts where its inputs end. A sample is a row of its own, cut at `T` inputs. Packing puts as many documents
 //! into a row as fit, the longest first, each where it leaves the least room (best fit); a text's documents are cut into
-//! pieces of `T` before, a sample's rest is cut off.
+//! pieces of `T` first, and longer samples are cut off.
 
 use std::collections::BTreeMap;
 

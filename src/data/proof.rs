@@ -1,5 +1,5 @@
-//! What is learned of a set of samples, to be seen before the first step: counts, and the first sample with its learned tokens
-//! marked.
+//! What a run will learn from a set of samples, shown before the first step: counts, and the first sample with its learned
+//! tokens marked.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use super::layout::{Counts, Layout};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result, untrusted};
 
-/// Bytes of the sample that are shown at most: of a longer one the beginning and the end.
+/// Maximum number of bytes of a sample that are shown; the middle of a longer one is left out.
 const SHOWN: usize = 2400;
 
 /// Proof of the mask.

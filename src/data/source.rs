@@ -82,7 +82,7 @@ pub enum LoadEvent {
         /// Bytes of all files.
         total: u64,
     },
-    /// Something the user should know and need not act on.
+    /// A notice that needs no action.
     Notice(String),
 }
 
@@ -162,7 +162,7 @@ fn meant(path: &Path) -> String {
 /// The files of a source.
 pub(super) struct Files {
     pub(super) documents: Vec<Document>,
-    /// Keeps the temporary file of a text that is no file of the user's, until it has been read.
+    /// The temporary copy of a text that comes from a pipe, deleted once it has been read.
     _spool: Option<TempPath>,
 }
 
@@ -220,7 +220,7 @@ impl Document {
     }
 }
 
-/// Copies what is no file to one, because text is read twice: once for its hash, once for its tokens.
+/// Copies a pipe to a file, because text is read twice: once for its hash, once for its tokens.
 fn spool(from: impl Read, origin: &str, asked: Option<Format>) -> Result<Files> {
     let mut spool = NamedTempFile::new().map_err(Error::io("create a file in", std::env::temp_dir()))?;
     let copied = std::io::copy(&mut from.take(MAX_SPOOL), &mut spool)

@@ -93,7 +93,7 @@ impl TokenSource {
         }
     }
 
-    /// Fails if tokens that were read are none, because their file could not be read.
+    /// Fails if an earlier read returned no tokens because the file could not be read.
     pub fn check(&self) -> Result<()> {
         let Store::File(file) = &*self.store else { return Ok(()) };
         file.failure().map_or(Ok(()), |failure| {

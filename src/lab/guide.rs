@@ -28,9 +28,9 @@ pub fn about(view: &str) -> &'static str {
              further, one with more mantissa bits is finer."
         }
         "ranges" => {
-            "Each bar is what a format can hold. Below the normal numbers the subnormal ones have fewer significant bits the \
-             smaller they are; below those is only zero, above the largest only infinity or NaN. BF16 has FP32's range with \
-             fewer digits; FP16 has more digits and a range that gradients leave."
+            "Each bar shows what a format can represent. Subnormal numbers, below the smallest normal one, have fewer significant \
+             bits the smaller they are. What is smaller still becomes zero; what is larger than the largest number becomes \
+             infinity or NaN. BF16 has FP32's range with fewer digits. FP16 has more digits, but gradients can leave its range."
         }
         "ulp" => {
             "A weight moves only if the update exceeds half the distance to the next number of its format. A master weight in \
@@ -38,44 +38,44 @@ pub fn about(view: &str) -> &'static str {
              than half the spacing is lost at every step."
         }
         "scaler" => {
-            "A step overflows where scale × max|g| exceeds 65504; the scaler then skips it and halves the scale, and after \
-             growth_interval clean steps it doubles it and tries again. So the scale saws along its ceiling: a short interval \
-             follows the gradients closely and loses more steps, a long one loses fewer and runs lower."
+            "A step overflows if scale × max|g| exceeds 65504. The scaler then skips the step and halves the scale; after \
+             growth_interval clean steps it doubles the scale again. The scale therefore moves as a sawtooth below its ceiling. A \
+             short interval keeps it near the ceiling and loses more steps; a long one loses fewer and keeps it lower."
         }
         "scaling" => {
-            "The loss scale multiplies every gradient with 2^S, which slides the histogram to the right without changing its \
-             shape. Left of the format's window gradients become zero, in its subnormal part they lose digits, right of it they \
-             are infinite and the step is lost. The best scale keeps the most in full precision without overflow."
+            "The loss scale multiplies every gradient by 2^S, which shifts the histogram to the right and keeps its shape. \
+             Gradients left of the format's window become zero, those in its subnormal part lose digits, and those right of it \
+             become infinite, which costs the step. The best scale keeps the most gradients in full precision without overflow."
         }
         "memory" => {
-            "Training holds the weights, a gradient each, Adam's two moments and, in mixed precision, FP32 masters: 16 bytes a \
-             parameter either way. What shrinks in half precision is the activations, which grow with batch and sequence. \
-             Rows marked `ours` are this program's buffers, the others the textbook's formula."
+            "Training holds the weights, a gradient for each, Adam's two moments and, in mixed precision, FP32 masters: 16 bytes \
+             a parameter either way. Half precision shrinks the activations, which grow with batch and sequence. Rows marked \
+             `ours` show this program's buffers, the others the textbook's formula."
         }
         "sums" => {
-            "A narrow accumulator stops once a term is under half the sum's ULP. Pairwise sums keep both sides alike, Kahan's \
-             carries the lost part along, stochastic rounding loses it at random and so not on average; a tensor core sums in \
-             FP32 and rounds once. This is why every product here accumulates in FP32."
+            "A narrow accumulator stops growing once a term is smaller than half its ULP. Pairwise summation adds numbers of \
+             similar size, Kahan's method carries the lost part along, and stochastic rounding is right on average. A tensor core \
+             sums in FP32 and rounds once, as does every product in this program."
         }
         "blocks" => {
-            "amax → scale → codes → error: a format of few bits needs a scale that brings the largest value to its top. The more \
-             values share a scale, the more an outlier costs them; smaller blocks cost bits for scales. Delayed scaling takes \
-             the scale from past steps and cuts off what grew since."
+            "A format with few bits needs a scale that maps the largest value (amax) to the format's largest number. The more \
+             values share a scale, the more an outlier costs them; smaller blocks need more scales. Delayed scaling takes the \
+             scale from earlier steps and clips values that have grown since."
         }
         "softmax" => {
-            "FP16's exp is infinite above 11.09 and zero below -17.33. Subtracting the largest logit cures the overflow, an FP32 \
-             sum the rest. Positions beyond 2048 (FP16) or 256 (BF16) are no longer whole numbers, so their sines belong to \
-             another token: compute angles in FP32."
+            "FP16's exp is infinite above 11.09 and zero below -17.33. Subtracting the largest logit prevents the overflow; a sum \
+             in FP32 prevents the rest. FP16 cannot represent every whole number beyond 2048, nor BF16 beyond 256, so later \
+             positions get the sine of another token: compute angles in FP32."
         }
         "crises" => {
-            "FP16 fails in three ways, and mixed precision is the three cures together: a loss scale against underflow, \
-             skipping and backing off against overflow, FP32 master weights against vanishing updates. BF16 has FP32's range \
-             and needs only the last."
+            "FP16 fails in three ways, and mixed precision combines three remedies: a loss scale against underflow, skipping the \
+             step and backing off against overflow, and FP32 master weights against vanishing updates. BF16 has FP32's range and \
+             needs only the last one."
         }
         "casts" => {
-            "A policy does not say `everything in FP16`: products take narrow operands, and what is a sum or not linear stays \
-             wide inside. The list is read off a forward and backward pass of this engine under the policy: the type in which \
-             each tensor was stored."
+            "A policy does not mean `everything in FP16`: products take narrow operands, while sums and nonlinear functions stay \
+             wide inside. The list shows the type in which each tensor was stored, as recorded in a forward and a backward pass \
+             of this engine."
         }
         _ => "",
     }
@@ -95,7 +95,7 @@ const BITS: &[Scenario] = &[
     scenario(
         "flip a bit",
         &[("value", "1"), ("cursor", "1")],
-        "Flip (f) the first exponent bit of 1: its binade jumps by 2^16 and more. Then flip the last mantissa bit: one ULP.",
+        "Press f: with its first exponent bit set, 1 becomes infinity. Press f again, then mark the last bit with → and flip it: one ULP.",
     ),
     scenario(
         "FP8 overflow",
@@ -131,7 +131,7 @@ const ULP: &[Scenario] = &[
     scenario(
         "lost update",
         &[("center", "1"), ("update", "5e-5")],
-        "A learning rate's worth beside 1. FP16 and BF16 lose it. Press l on update until ▲ passes a ┴: then it survives.",
+        "An update the size of the learning rate, next to a weight of 1: FP16 and BF16 lose it. Press l on update until ▲ passes a ┴: then it survives.",
     ),
     scenario(
         "downwards",
@@ -150,20 +150,22 @@ const ULP: &[Scenario] = &[
     ),
 ];
 
+// A run would take the place of the gradients that these scenarios describe.
 const SCALER: &[Scenario] = &[
     scenario(
         "sawtooth",
-        &[("growth_interval", "50")],
+        &[("run", ""), ("growth_interval", "50")],
         "Press space. The scale climbs every 50 clean steps until it meets the ceiling (·) and falls by half: about 31 overflows in 2000 steps.",
     ),
     scenario(
         "drift and jump",
-        &[("drift", "-2"), ("jump-at", "1200"), ("jump", "6"), ("growth_interval", "50")],
-        "Gradients shrink by 2 binades per 1000 steps, then jump by 6 at step 1200. The scale follows up slowly and down at once: watch the skipped steps after the jump.",
+        &[("run", ""), ("drift", "-2"), ("jump-at", "1200"), ("jump", "6"), ("growth_interval", "50")],
+        "Gradients shrink by 2 binades per 1000 steps, then jump by 6 at step 1200. The scale rises slowly and falls at once: watch the skipped steps after the jump.",
     ),
     scenario(
         "spikes",
         &[
+            ("run", ""),
             ("spikes", "0.01"),
             ("spike", "8"),
             ("setting-2", "hysteresis=2"),
@@ -174,7 +176,14 @@ const SCALER: &[Scenario] = &[
     ),
     scenario(
         "20 steps",
-        &[("level", "none"), ("steps", "20"), ("overflow-at", "10"), ("init_scale", "32768"), ("growth_interval", "5")],
+        &[
+            ("run", ""),
+            ("level", "none"),
+            ("steps", "20"),
+            ("overflow-at", "10"),
+            ("init_scale", "32768"),
+            ("growth_interval", "5"),
+        ],
         "A textbook's example: no gradient overflows by itself, step 10 is injected. Step with . and inject your own with o.",
     ),
 ];
@@ -182,22 +191,22 @@ const SCALER: &[Scenario] = &[
 const SCALING: &[Scenario] = &[
     scenario(
         "lost tail",
-        &[("scale", "0"), ("mu", "-22"), ("sigma", "4")],
+        &[("run", ""), ("scale", "0"), ("mu", "-22"), ("sigma", "4")],
         "Unscaled gradients of a fine-tuning: the red left tail is zero in FP16. Press l on scale and watch it move into the window.",
     ),
     scenario(
         "too far",
-        &[("scale", "30"), ("mu", "-22"), ("sigma", "4")],
+        &[("run", ""), ("scale", "30"), ("mu", "-22"), ("sigma", "4")],
         "Scaled by 2^30 the right tail overflows: a single red value there loses the whole step. Press h.",
     ),
     scenario(
         "wide",
-        &[("scale", "0"), ("mu", "-18"), ("sigma", "8")],
+        &[("run", ""), ("scale", "0"), ("mu", "-18"), ("sigma", "8")],
         "Wider than FP16's window: no scale saves both tails. Change format to bf16: everything fits.",
     ),
     scenario(
         "FP8 gradients",
-        &[("scale", "12"), ("mu", "-20"), ("sigma", "3"), ("format", "e5m2")],
+        &[("run", ""), ("scale", "12"), ("mu", "-20"), ("sigma", "3"), ("format", "e5m2")],
         "E5M2 has FP16's range with two mantissa bits; E4M3 (change format) has room for half of it: hence scales by tensor.",
     ),
 ];
@@ -251,22 +260,22 @@ const SUMS: &[Scenario] = &[
 const BLOCKS: &[Scenario] = &[
     scenario(
         "calm",
-        &[("outlier", "1")],
+        &[("run", ""), ("outlier", "1")],
         "No outlier: one scale serves the whole tensor, and blocks gain little. NVFP4 pays for its 4 bits with three times the error.",
     ),
     scenario(
         "outlier",
-        &[("outlier", "10000")],
+        &[("run", ""), ("outlier", "10000")],
         "One value a row is 10000 times larger. INT8 loses all others, FP8 the smallest; blocks of 32 or 16 confine the harm. Raise outlier.",
     ),
     scenario(
         "delayed",
-        &[("remembered", "0.25"), ("scheme", "delayed")],
+        &[("run", ""), ("remembered", "0.25"), ("scheme", "delayed")],
         "The tensor grew fourfold since its scale was taken: delayed scaling cuts values off. At 4 instead it wastes two binades.",
     ),
     scenario(
         "NVFP4",
-        &[("outlier", "30"), ("scheme", "nvfp4")],
+        &[("run", ""), ("outlier", "30"), ("scheme", "nvfp4")],
         "Two scales: E4M3 a block of 16, FP32 for the tensor. Follow a value: / scale, code, back.",
     ),
 ];

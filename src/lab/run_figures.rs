@@ -8,7 +8,7 @@ use super::scaler::{Overflows, Visit};
 use crate::engine::model::Keep;
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, PrecisionPolicy, TensorStats};
 use crate::store::tensor_file::TensorFile;
-use crate::telemetry::{Outcome, ProbeTotals, RunState, Started, StepRecord};
+use crate::telemetry::{Event, Outcome, ProbeTotals, RunState, Started, StepRecord};
 use crate::{Error, Result};
 
 /// A run's figures, read from its folder or its `events.jsonl`.
@@ -19,13 +19,50 @@ pub struct RunFigures {
     /// The newest `Started` event.
     pub started: Started,
     /// Every valid step.
-    pub steps: Vec<StepRecord>,
+    pub steps: Vec<Step>,
+    /// The gradients of every applied step as stored, unscaled.
+    stored: ExponentHistogram,
     /// Totals over all FP32 probes.
     pub probed: ProbeTotals,
     /// The largest unscaled gradient that an FP32 probe found, by step.
     pub largest: BTreeMap<u64, f32>,
     /// The largest reported resident memory, in bytes.
     pub peak_rss_bytes: Option<u64>,
+}
+
+/// What the lab needs of a step: little, because a run may have millions.
+#[derive(Clone, Copy, Debug)]
+pub struct Step {
+    /// Its number.
+    pub number: u64,
+    /// Its loss scale.
+    pub loss_scale: f32,
+    applied: bool,
+    loss_is_finite: bool,
+    lr: f64,
+    /// The smallest and the largest scaled gradient.
+    min_abs: Option<f32>,
+    max_abs: f32,
+}
+
+impl Step {
+    fn of(step: &StepRecord) -> Self {
+        Self {
+            number: step.step,
+            loss_scale: step.loss_scale,
+            applied: step.outcome == Outcome::Applied,
+            loss_is_finite: step.loss.is_finite(),
+            lr: step.lr,
+            min_abs: step.grads.min_abs,
+            max_abs: step.grads.max_abs,
+        }
+    }
+
+    /// The smallest and the largest true gradient.
+    fn unscaled(&self) -> Option<(f64, f64)> {
+        let scale = f64::from(self.loss_scale);
+        Some((f64::from(self.min_abs?) / scale, f64::from(self.max_abs) / scale))
+    }
 }
 
 impl RunFigures {
@@ -36,15 +73,24 @@ impl RunFigures {
         } else {
             (path.parent().unwrap_or(Path::new("")).to_path_buf(), path.to_path_buf())
         };
-        let (mut state, _) = RunState::default().keeping_steps().read(&log)?;
-        Ok(Self {
-            folder,
-            probed: state.probed().clone(),
-            largest: std::mem::take(&mut state.largest),
-            peak_rss_bytes: state.figures().peak_rss,
-            started: state.started.unwrap_or_default(),
-            steps: state.steps.unwrap_or_default(),
-        })
+        let (mut steps, mut stored, mut largest) = (Vec::new(), ExponentHistogram::new(), BTreeMap::new());
+        let (state, _) = RunState::default().read_with(&log, |record| match &record.event {
+            Event::Started(started) if started.resumed_from.is_none() => {
+                // Another run in the same log.
+                (steps, stored, largest) = Default::default();
+            }
+            Event::Step(step) => {
+                steps.push(Step::of(step));
+                if step.outcome == Outcome::Applied {
+                    stored.merge(&histogram(&step.grads.exponents, -(step.loss_scale.log2().round() as i32)));
+                }
+            }
+            Event::Probe(probe) => drop(largest.insert(probe.step, probe.grads.max_abs)),
+            _ => {}
+        })?;
+        let (probed, peak_rss_bytes) = (state.probed().clone(), state.figures().peak_rss);
+        let started = state.started.unwrap_or_default();
+        Ok(Self { folder, started, steps, stored, probed, largest, peak_rss_bytes })
     }
 
     /// The run's precision policy; FP16 if it is not known.
@@ -81,14 +127,13 @@ impl RunFigures {
         let probed = if self.setting("/train/grad_accum") == Some(1) { &self.largest } else { &BTreeMap::new() };
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
         let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
-        let visit = |step: &StepRecord| {
-            let finite = step.outcome == Outcome::Applied;
-            if let Some(largest) = probed.get(&step.step).filter(|largest| step.loss.is_finite() && **largest > 0.0) {
+        let visit = |step: &Step| {
+            if let Some(largest) = probed.get(&step.number).filter(|largest| step.loss_is_finite && **largest > 0.0) {
                 return Visit::Limit((format.max() / f64::from(*largest)) as f32);
             }
-            Visit::of_step(step.loss_scale, step.grads.max_abs, finite, step.loss.is_finite(), format)
+            Visit::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite, format)
         };
-        let first = self.steps.first().map_or(0, |step| step.step);
+        let first = self.steps.first().map_or(0, |step| step.number);
         Overflows {
             source: format!("replayed from {}", self.name()),
             first,
@@ -103,22 +148,18 @@ impl RunFigures {
         if self.probed.exponents.total() > 0 {
             return Ok((format!("FP32 probes of {}", self.name()), self.probed.exponents.clone()));
         }
-        let mut all = ExponentHistogram::new();
-        for step in self.steps.iter().filter(|step| step.outcome == Outcome::Applied) {
-            all.merge(&histogram(&step.grads.exponents, -(step.loss_scale.log2().round() as i32)));
-        }
-        if all.total() == 0 {
+        if self.stored.total() == 0 {
             let message = "no step has a histogram of its gradients; record some with `telemetry.exponents_every`";
             return Err(Error::data(self.folder.display(), message));
         }
-        Ok((format!("gradients that {} kept in {}", self.name(), self.gradient_format().name), all))
+        Ok((format!("gradients that {} kept in {}", self.name(), self.gradient_format().name), self.stored.clone()))
     }
 
     /// Magnitudes of the run's gradients, of activations if there was a probe (the smallest and the largest of the blocks'
     /// maxima), and of the weights if there is a checkpoint.
     pub fn extents(&self) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
-        let applied = || self.steps.iter().filter(|step| step.outcome == Outcome::Applied);
+        let applied = || self.steps.iter().filter(|step| step.applied);
         let mut push = |label: &str, low: f64, high: f64| {
             if low <= high && high > 0.0 {
                 extents.push(Extent { label: label.to_owned(), low, high });
@@ -127,14 +168,10 @@ impl RunFigures {
         let fold = |values: &mut dyn Iterator<Item = (f64, f64)>| {
             values.fold((f64::INFINITY, 0.0f64), |(low, high), (min, max)| (low.min(min), high.max(max)))
         };
-        let scaled = |step: &StepRecord| Some((f64::from(step.grads.min_abs?), f64::from(step.grads.max_abs)));
+        let scaled = |step: &Step| Some((f64::from(step.min_abs?), f64::from(step.max_abs)));
         let (low, high) = fold(&mut applied().filter_map(scaled));
         push("gradients, scaled", low, high);
-        let unscaled = |step: &StepRecord| {
-            let scale = f64::from(step.loss_scale);
-            scaled(step).map(|(low, high)| (low / scale, high / scale))
-        };
-        let (low, high) = fold(&mut applied().filter_map(unscaled));
+        let (low, high) = fold(&mut applied().filter_map(Step::unscaled));
         push("gradients, true", low, high);
         // As GPT-2 calls them, and as Llama and its relatives do.
         for (label, layers) in [
@@ -162,12 +199,8 @@ impl RunFigures {
 
     /// The smallest and the largest true gradient of all applied steps, if recorded.
     pub fn true_gradients(&self) -> Option<(f64, f64)> {
-        let applied = self.steps.iter().filter(|step| step.outcome == Outcome::Applied);
-        let of_step = |step: &StepRecord| {
-            let scale = f64::from(step.loss_scale);
-            Some((f64::from(step.grads.min_abs?) / scale, f64::from(step.grads.max_abs) / scale))
-        };
-        applied.filter_map(of_step).reduce(|(low, high), (l, h)| (low.min(l), high.max(h)))
+        let applied = self.steps.iter().filter(|step| step.applied);
+        applied.filter_map(Step::unscaled).reduce(|(low, high), (l, h)| (low.min(l), high.max(h)))
     }
 
     /// The largest learning rate of any step.
@@ -231,7 +264,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::telemetry::{ActivationMax, Event, EventLog, GradStats, Probe, Record, VERSION};
+    use crate::telemetry::{ActivationMax, EventLog, GradStats, Probe, Record, VERSION};
 
     /// A run of three steps, the second of which overflowed at 2^16.
     fn run() -> (tempfile::TempDir, RunFigures) {

@@ -170,13 +170,17 @@ impl Scaling {
                 *cell = c;
             }
         }
-        let zone =
-            |label: &str, from: usize, to: usize| format!("{label:^width$.width$}", width = to.saturating_sub(from));
+        // The longest of the names that fits.
+        let zone = |names: &[&str], from: usize, to: usize| {
+            let width = to.saturating_sub(from);
+            let fits = names.iter().find(|name| name.len() < width).copied().unwrap_or_default();
+            format!("{fits:^width$}")
+        };
         let zones = [
-            (Role::Bad, zone("flushed", 0, column(least))),
-            (Role::Warn, zone("subnormal", column(least), column(normal))),
-            (Role::Good, zone(&format!("{} normal", self.format), column(normal), column(top) + 1)),
-            (Role::Bad, zone("overflow", column(top) + 1, columns.len())),
+            (Role::Bad, zone(&["flushed", "zero", "0"], 0, column(least))),
+            (Role::Warn, zone(&["subnormal", "subn.", "sub"], column(least), column(normal))),
+            (Role::Good, zone(&[&format!("{} normal", self.format), "normal"], column(normal), column(top) + 1)),
+            (Role::Bad, zone(&["overflow", "over", "inf"], column(top) + 1, columns.len())),
         ];
         page.push(Line::new().plain(" ".repeat(8)).dim(marks.into_iter().collect::<String>()));
         page.push(Line::new().plain(" ".repeat(8)).dim(labels.into_iter().collect::<String>().trim_end().to_owned()));

@@ -1,6 +1,6 @@
 //! GGUF files: llama.cpp's format for a whole model, weights, shape, tokenizer and chat template in one file.
 //!
-//! candle's reader parses the file; it believes some numbers too readily, so everything that a tensor's reading relies on is
+//! candle's reader parses the file without checking every number, so everything that reading a tensor relies on is
 //! checked here when the file is opened: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
 mod model;

@@ -1,6 +1,6 @@
 //! Distributes training's events: to the log, the screen and other sinks.
 
-use super::event::{Event, Record, Trouble, VERSION};
+use super::event::{Diagnostic, Event, Record, VERSION};
 use super::log::EventLog;
 use crate::Result;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -76,7 +76,7 @@ impl Emitter {
         });
         self.write(record, step);
         for message in failed {
-            self.emit(Event::Warning(Trouble { step, message }));
+            self.emit(Event::Warning(Diagnostic { step, message }));
         }
     }
 
@@ -93,7 +93,7 @@ impl Emitter {
             _ => return,
         };
         self.refused = !self.refused;
-        let warning = self.stamp(Event::Warning(Trouble { step, message }));
+        let warning = self.stamp(Event::Warning(Diagnostic { step, message }));
         if let Some(log) = &mut self.log {
             // A failure to write this one has been reported already.
             let _ = log.append(&warning);
@@ -111,7 +111,7 @@ impl Emitter {
         if self.missed > 0 {
             let step = record.event.step().unwrap_or(0);
             let message = format!("the screen fell behind: {} events are only in `events.jsonl`", self.missed);
-            if screen.try_send(self.stamp(Event::Warning(Trouble { step, message }))).is_ok() {
+            if screen.try_send(self.stamp(Event::Warning(Diagnostic { step, message }))).is_ok() {
                 self.missed = 0;
             }
         }
@@ -137,7 +137,7 @@ mod tests {
         }
         assert_eq!(screen.try_iter().count(), QUEUE);
         emitter.emit(Event::Paused { step: 0 });
-        let Event::Warning(Trouble { message, .. }) = screen.recv().unwrap().event else { panic!("no warning") };
+        let Event::Warning(Diagnostic { message, .. }) = screen.recv().unwrap().event else { panic!("no warning") };
         assert!(message.contains("5 events"), "{message}");
         assert_eq!(screen.recv().unwrap().event, Event::Paused { step: 0 });
     }
@@ -160,7 +160,7 @@ mod tests {
         let warnings: Vec<_> = logged
             .iter()
             .filter_map(|record| match &record.event {
-                Event::Warning(Trouble { message, .. }) => Some(message.as_str()),
+                Event::Warning(Diagnostic { message, .. }) => Some(message.as_str()),
                 _ => None,
             })
             .collect();
@@ -190,7 +190,7 @@ mod tests {
         emitter.emit(Event::Paused { step: 1 });
         emitter.emit(Event::Paused { step: 2 });
         let events: Vec<_> = screen.try_iter().map(|record| record.event).collect();
-        let [Event::Paused { step: 1 }, Event::Warning(Trouble { message, .. }), Event::Paused { step: 2 }] =
+        let [Event::Paused { step: 1 }, Event::Warning(Diagnostic { message, .. }), Event::Paused { step: 2 }] =
             &events[..]
         else {
             panic!("{events:?}")

@@ -16,7 +16,7 @@ mod step;
 
 pub use gradients::{GradStats, LayerMaxima, TensorRecord, Touched, Variances};
 pub use measurement::{ActivationMax, FlushedTensor, Probe, SampleText, Validation};
-pub use outcome::{FinishReason, Finished, ProcessRate, Processes, Saved, Trouble};
+pub use outcome::{Diagnostic, FinishReason, Finished, ProcessRate, Processes, Saved};
 pub use overflow::{Origin, Overflow, Pass, Retyped};
 pub use started::{Cpu, ModelShape, ScalerSettings, Started};
 pub use step::{GpuStats, Outcome, ScaleCause, ScaleMove, StepRecord, StepTime};
@@ -68,6 +68,13 @@ pub enum Event {
     Saved(Saved),
     /// How fast the processes of the run are.
     Processes(Processes),
+    /// A phase between two steps began that may be slow. The next event ends it.
+    Phase {
+        /// Steps attempted so far.
+        step: u64,
+        /// What is being done, such as "evaluating".
+        what: String,
+    },
     /// Training paused on request.
     Paused {
         /// Steps attempted so far.
@@ -79,9 +86,9 @@ pub enum Event {
         step: u64,
     },
     /// A problem that does not end the run.
-    Warning(Trouble),
+    Warning(Diagnostic),
     /// Training diverged; a `Finished` follows.
-    Diverged(Trouble),
+    Diverged(Diagnostic),
     /// The process stopped training.
     Finished(Finished),
 }
@@ -102,8 +109,8 @@ impl Event {
             Self::Probe(probe) => probe.step,
             Self::Saved(saved) => saved.step,
             Self::Processes(processes) => processes.step,
-            Self::Paused { step } | Self::Resumed { step } => *step,
-            Self::Warning(trouble) | Self::Diverged(trouble) => trouble.step,
+            Self::Phase { step, .. } | Self::Paused { step } | Self::Resumed { step } => *step,
+            Self::Warning(diagnostic) | Self::Diverged(diagnostic) => diagnostic.step,
             Self::Finished(finished) => finished.step,
         })
     }

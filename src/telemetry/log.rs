@@ -141,33 +141,47 @@ fn repair(file: &mut File) -> std::io::Result<Option<Record>> {
 /// # Errors
 /// If there is no such file or it cannot be read.
 pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
-    Ok(read_whole(path)?.records)
+    let mut records = Vec::new();
+    for_each(path, |record| {
+        records.push(record);
+        Ok(())
+    })?;
+    Ok(records)
 }
 
-/// Like [`read`], with the number of unreadable lines.
+/// Passes each record of [`read`] to `take`, in memory that does not grow with the log, and returns the number of unreadable
+/// lines.
 ///
 /// # Errors
-/// If there is no such file or it cannot be read.
-pub fn read_whole(path: impl AsRef<Path>) -> Result<Poll> {
+/// If there is no such file, it cannot be read, or `take` fails.
+pub fn for_each(path: impl AsRef<Path>, mut take: impl FnMut(Record) -> Result<()>) -> Result<usize> {
     let path = path.as_ref();
     untrusted::open(path).map_err(Error::io("read", path))?;
-    let mut tail = Tail::new(path);
-    let mut read = Poll::default();
-    loop {
-        let poll = tail.poll()?;
-        read.unreadable += poll.unreadable;
-        for record in poll.records {
-            if let Event::Started(started) = &record.event
-                && let Some(cut) = started.resumed_from
-            {
-                read.records.retain(|earlier| earlier.event.step().is_none_or(|step| step <= cut));
-            }
-            read.records.push(record);
+    // The last step that a later resume leaves valid, from before each start on.
+    let mut cuts = Vec::new();
+    let mut starts = Tail { only_starts: true, ..Tail::new(path) };
+    starts.drain(&mut |record| {
+        if let Event::Started(started) = record.event {
+            cuts.push(started.resumed_from.unwrap_or(u64::MAX));
         }
-        if !poll.more {
-            return Ok(read);
-        }
+        Ok(true)
+    })?;
+    for at in (1..cuts.len()).rev() {
+        cuts[at - 1] = cuts[at - 1].min(cuts[at]);
     }
+    let mut begun = 0;
+    Tail::new(path).drain(&mut |record| {
+        begun += usize::from(matches!(record.event, Event::Started(_)));
+        if begun > cuts.len() {
+            // The run was resumed in the meantime.
+            return Ok(false);
+        }
+        let valid = cuts.get(begun).copied().unwrap_or(u64::MAX);
+        if record.event.step().is_none_or(|step| step <= valid) {
+            take(record)?;
+        }
+        Ok(true)
+    })
 }
 
 /// The result of reading from a log.
@@ -195,6 +209,8 @@ pub struct Tail {
     offset: u64,
     /// Whether to skim the early lines of a long log.
     skimming: bool,
+    /// Whether to read only the records of starts.
+    only_starts: bool,
     /// End of the last line with the table of tensors that was read in full.
     table: u64,
 }
@@ -209,7 +225,15 @@ const TABLES: u64 = 1000;
 impl Tail {
     /// A reader at the start of the log at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into(), file: None, head: Vec::new(), offset: 0, skimming: false, table: 0 }
+        Self {
+            path: path.into(),
+            file: None,
+            head: Vec::new(),
+            offset: 0,
+            skimming: false,
+            only_starts: false,
+            table: 0,
+        }
     }
 
     /// Skims a long log, which is ten times faster: reads only its last megabytes in full, and of earlier steps the leading
@@ -231,6 +255,23 @@ impl Tail {
     /// If the file exists but cannot be read.
     pub fn poll(&mut self) -> Result<Poll> {
         self.try_poll().map_err(Error::io("read", &self.path))
+    }
+
+    /// Reads to the end, or until `take` returns `false`, and returns the number of unreadable lines.
+    fn drain(&mut self, take: &mut dyn FnMut(Record) -> Result<bool>) -> Result<usize> {
+        let mut unreadable = 0;
+        loop {
+            let poll = self.poll()?;
+            unreadable += poll.unreadable;
+            for record in poll.records {
+                if !take(record)? {
+                    return Ok(unreadable);
+                }
+            }
+            if !poll.more {
+                return Ok(unreadable);
+            }
+        }
     }
 
     fn try_poll(&mut self) -> std::io::Result<Poll> {
@@ -307,12 +348,15 @@ impl Tail {
         let mut poll = Poll { more: bytes.len() == chunk, ..Poll::default() };
         for line in bytes[..whole].split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
             at += line.len() as u64 + 1;
+            if self.only_starts && !is_start(line) {
+                continue;
+            }
             let wanted = has_table(line) && at - self.table > len / TABLES;
             if wanted {
                 self.table = at;
             }
             let skimmed = if distant && !wanted { skim(line) } else { None };
-            match skimmed.or_else(|| serde_json::from_slice(line).ok()) {
+            match skimmed.or_else(|| parse(line)) {
                 Some(record) => poll.records.push(record),
                 None => poll.unreadable += 1,
             }
@@ -326,17 +370,34 @@ fn has_table(line: &[u8]) -> bool {
     line.ends_with(b"]}")
 }
 
-/// Parses the leading fields of a step's line as [`Event`] writes them. `None` for any other line, which must be read in
-/// full.
-fn skim(line: &[u8]) -> Option<Record> {
+/// Whether a line may be the record of a start.
+fn is_start(line: &[u8]) -> bool {
+    // Logs of older programs may have another order of fields, but the kind is among the first.
+    let head = &line[..line.len().min(256)];
+    head.windows(9).any(|part| part == b"\"started\"")
+}
+
+/// Parses a line. Steps, which are nearly all of a log, are parsed without [`Event`], whose fields serde buffers.
+fn parse(line: &[u8]) -> Option<Record> {
+    let step = || {
+        let (v, t, s, _) = step_head(line)?;
+        let step = serde_json::from_slice(line).ok()?;
+        Some(Record { v, t, s, event: Event::Step(step) })
+    };
+    step().or_else(|| serde_json::from_slice(line).ok())
+}
+
+/// Version, times and the rest of a step's line as [`Event`] writes it; `None` for any other line.
+fn step_head(line: &[u8]) -> Option<(u32, u64, f64, Fields<'_>)> {
     let line = &line[..line.len().min(512)];
     let mut fields = Fields(std::str::from_utf8(line).ok()?.strip_prefix('{')?);
-    let v = fields.number("v")?;
-    let t = fields.number("t")?;
-    let s = fields.number("s")?;
-    if fields.text("event")? != "\"step\"" {
-        return None;
-    }
+    let (v, t, s) = (fields.number("v")?, fields.number("t")?, fields.number("s")?);
+    (fields.text("event")? == "\"step\"").then_some((v, t, s, fields))
+}
+
+/// Parses the leading fields of a step's line. `None` for any other line, which must be read in full.
+fn skim(line: &[u8]) -> Option<Record> {
+    let (v, t, s, mut fields) = step_head(line)?;
     let step = StepRecord {
         step: fields.number("step")?,
         loss: fields.number("loss")?,
@@ -447,7 +508,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events.jsonl");
         let message = "\u{1b}]0;OWNED\u{7}\u{9b}2J\r\n\u{202e}".to_owned();
-        let record = Record { event: Event::Warning(super::super::Trouble { step: 1, message }), ..step(1, 1.0) };
+        let record = Record { event: Event::Warning(super::super::Diagnostic { step: 1, message }), ..step(1, 1.0) };
         EventLog::open(&path).unwrap().append(&record).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(!text.trim_end().contains(untrusted::is_unsafe), "{text:?}");
@@ -481,6 +542,13 @@ mod tests {
         let records = read(&path).unwrap();
         assert_eq!(steps(&records), [1, 2]);
         assert_eq!(records.last(), Some(&step(2, 2.5)));
+        // A second resume from an earlier step voids what the first one had left.
+        for record in [step(3, 3.5), started(Some(2)), step(3, 4.0), started(Some(1)), step(2, 5.0)] {
+            log.append(&record).unwrap();
+        }
+        let records = read(&path).unwrap();
+        assert_eq!(steps(&records), [1, 2]);
+        assert_eq!((records.len(), records.last()), (6, Some(&step(2, 5.0))));
     }
 
     #[test]
@@ -514,8 +582,8 @@ mod tests {
         write(&path, &format!("{}{{\"v\":1,\u{0}\n{}", line(&step(1, 1.0)), line(&step(2, 1.0))));
         let poll = Tail::new(&path).poll().unwrap();
         assert_eq!((steps(&poll.records), poll.unreadable), (vec![1, 2], 1));
-        let whole = read_whole(&path).unwrap();
-        assert_eq!((steps(&whole.records), whole.unreadable), (vec![1, 2], 1));
+        assert_eq!(steps(&read(&path).unwrap()), [1, 2]);
+        assert_eq!(for_each(&path, |_| Ok(())).unwrap(), 1);
     }
 
     #[test]

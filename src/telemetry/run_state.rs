@@ -13,7 +13,7 @@ pub use figures::{Figures, ProbeTotals, SMOOTHING, smoothing_for};
 pub use rows::{EventRow, OverflowRow, SampleRow};
 pub use tensors::{Layer, TensorRow, Tensors};
 
-use super::log::{Poll, Tail, read_whole};
+use super::log::{Tail, for_each};
 use super::pace::Pace;
 use super::{Event, FinishReason, Finished, GradStats, Probe, Record, Saved, Started, StepRecord};
 use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, Unit};
@@ -73,10 +73,6 @@ pub struct RunState {
     tally: Tally,
     /// The state at the newest checkpoints, oldest first.
     marks: VecDeque<Mark>,
-    /// Every valid step, if they are kept.
-    pub steps: Option<Vec<StepRecord>>,
-    /// With the steps: the largest unscaled gradient that an FP32 probe found, by step.
-    pub largest: BTreeMap<u64, f32>,
 }
 
 /// The state at a checkpoint that cannot be recovered from the curves.
@@ -133,27 +129,24 @@ impl RunState {
             last_s: 0.0,
             tally: Tally::default(),
             marks: VecDeque::new(),
-            steps: None,
-            largest: BTreeMap::new(),
         }
-    }
-
-    /// Keeps every step, with its tables, in [`RunState::steps`].
-    #[must_use]
-    pub fn keeping_steps(mut self) -> Self {
-        self.steps = Some(Vec::new());
-        self
     }
 
     /// Reads a whole log; also returns the number of unreadable lines.
     ///
     /// # Errors
     /// If the file cannot be read, is not a run's log, or has no step yet.
-    pub fn read(mut self, log: &Path) -> Result<(Self, usize)> {
-        let Poll { records, unreadable, .. } = read_whole(log)?;
-        for record in records {
+    pub fn read(self, log: &Path) -> Result<(Self, usize)> {
+        self.read_with(log, |_| ())
+    }
+
+    /// Like [`RunState::read`]; `note` gets each record first.
+    pub(crate) fn read_with(mut self, log: &Path, mut note: impl FnMut(&Record)) -> Result<(Self, usize)> {
+        let unreadable = for_each(log, |record| {
+            note(&record);
             self.apply(record);
-        }
+            Ok(())
+        })?;
         if self.started.is_none() && unreadable > 0 {
             let message = "this is not a run's log: no record of a start in it";
             return Err(Error::data(log.display(), message));
@@ -224,9 +217,6 @@ impl RunState {
             Event::Probe(probe) => {
                 self.tensors.flushed(&probe);
                 self.tally.probe(&probe);
-                if self.steps.is_some() {
-                    self.largest.insert(probe.step, probe.grads.max_abs);
-                }
                 self.probe = Some(*probe);
             }
             Event::Saved(saved) if saved.weights_only => {}
@@ -241,7 +231,11 @@ impl RunState {
             Event::Resumed { .. } => self.phase = Phase::Running,
             Event::Variances(variances) => self.tensors.spread(variances, s),
             Event::Touched(touched) => self.tensors.touched(touched),
-            Event::Warning(_) | Event::Diverged(_) | Event::LayerMaxima(_) | Event::Processes(_) => {}
+            Event::Warning(_)
+            | Event::Diverged(_)
+            | Event::LayerMaxima(_)
+            | Event::Processes(_)
+            | Event::Phase { .. } => {}
             Event::Finished(finished) => {
                 let peak = &mut self.tally.figures.peak_rss;
                 *peak = (*peak).max(finished.peak_rss_bytes);
@@ -253,9 +247,7 @@ impl RunState {
     /// A new run discards the previous one in the log; a resumed one discards the steps it will repeat.
     fn begin(&mut self, resumed_from: Option<u64>) {
         let Some(step) = resumed_from else {
-            let steps = self.steps.is_some();
             *self = Self::new(self.capacity);
-            self.steps = steps.then(Vec::new);
             return;
         };
         self.configs.retain(|(from, _)| *from == 0 || *from < step);
@@ -263,10 +255,6 @@ impl RunState {
         self.tensors.cut(step);
         self.overflows.retain(|row| row.step <= step);
         self.samples.retain(|row| row.step <= step);
-        if let Some(steps) = &mut self.steps {
-            steps.retain(|one| one.step <= step);
-        }
-        self.largest.retain(|at, _| *at <= step);
         self.marks.retain(|mark| mark.step.step <= step);
         if self.step.step > step {
             match self.marks.back().filter(|mark| mark.step.step == step) {
@@ -293,9 +281,6 @@ impl RunState {
     fn step(&mut self, mut step: StepRecord, s: f64) {
         if matches!(self.phase, Phase::Waiting | Phase::Lost) {
             self.phase = Phase::Running;
-        }
-        if let Some(steps) = &mut self.steps {
-            steps.push(step.clone());
         }
         self.tally.step(&step, self.started.as_ref());
         self.curves.step(&step, s, std::array::from_fn(|window| self.tally.smoothed(window)));
@@ -497,7 +482,7 @@ mod tests {
     }
 
     fn fold(events: impl IntoIterator<Item = Event>) -> RunState {
-        let mut state = RunState::default().keeping_steps();
+        let mut state = RunState::default();
         for (at, event) in events.into_iter().enumerate() {
             state.apply(record(at as f64, event));
         }
@@ -523,14 +508,14 @@ mod tests {
             for (at, event) in resumed().into_iter().enumerate() {
                 log.append(&record(at as f64, event))?;
             }
-            RunState::default().keeping_steps().read(&path)
+            RunState::default().read(&path)
         };
         let (read, unreadable) = write().unwrap_or_else(|error| panic!("{error}"));
         let live = fold(resumed());
         assert_eq!((live.figures(), unreadable), (read.figures(), 0));
         assert_eq!((live.figures().steps, live.figures().skipped), (25, 2));
         assert_eq!((live.step.step, live.smoothed_loss(1)), (25, read.smoothed_loss(1)));
-        let steps = |state: &RunState| state.steps.iter().flatten().map(|step| step.step).collect::<Vec<_>>();
+        let steps = |state: &RunState| state.curves.loss.since(0).iter().map(|one| one.step).collect::<Vec<_>>();
         assert_eq!(steps(&live), (1..=25).collect::<Vec<_>>());
         assert_eq!(steps(&live), steps(&read));
     }

@@ -56,7 +56,6 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Paramet
     Ok(Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 
-/// The largest magnitude of each layer's output.
 /// The weights in FP32: the masters, over their base.
 fn wide(state: &TrainState, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
     let widened = |parameters: &Parameters| -> Result<Parameters> {
@@ -72,6 +71,7 @@ fn wide(state: &TrainState, masters: &Parameters, kernels: &dyn Kernels) -> Resu
     Ok(widened(masters)?.over(base.map(Arc::new)))
 }
 
+/// The largest magnitude of each layer's output.
 struct Maxima<'a> {
     spec: &'a ModelSpec,
     maxima: Vec<ActivationMax>,

@@ -34,7 +34,7 @@ const DATA_FOLDER: &str = "data";
 /// What happens while a run is prepared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Preparing {
-    /// Something begins whose progress is not known; it lasts until the next event.
+    /// A phase of unknown length begins; it lasts until the next event.
     Phase(String),
     /// Bytes of a file have arrived, or of a text been tokenised.
     Progress {
@@ -45,13 +45,13 @@ pub enum Preparing {
         /// Bytes in all.
         total: u64,
     },
-    /// Something the user should know and need not act on.
+    /// A notice that needs no action.
     Notice(String),
     /// What is learned of samples.
     Proof(Box<Proof>),
 }
 
-/// Hears of it.
+/// Receives what happens during preparation.
 pub type Report<'a> = dyn FnMut(Preparing) + 'a;
 
 /// A model as its source describes it, before any weight is read.

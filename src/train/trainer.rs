@@ -17,7 +17,7 @@ use crate::store::base::check_range;
 use crate::store::checkpoint::{Base, Best, Checkpoint, Identity, Run};
 use crate::store::companions::{CHAT_TEMPLATE, Companions};
 use crate::telemetry::{
-    Activity, Amount, Command, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Trouble, Validation,
+    Activity, Amount, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Validation,
 };
 use crate::train::config::{Config, Place};
 use crate::train::fp8::Fp8Layer;
@@ -85,6 +85,8 @@ struct Progress {
     changes: Vec<String>,
     /// Consecutive steps whose loss was far above chance.
     far_above_chance: u32,
+    /// The phase that was logged last, and its step.
+    phase: Option<(u64, &'static str)>,
 }
 
 /// The number of micro-batches in the step: up to the one that ends the epoch.
@@ -354,7 +356,7 @@ impl Trainer {
                     self.save_last()?;
                 }
                 if let Error::Diverged { .. } = &error {
-                    self.emitter.emit(Event::Diverged(Trouble { step, message: error.to_string() }));
+                    self.emitter.emit(Event::Diverged(Diagnostic { step, message: error.to_string() }));
                     self.finish(FinishReason::Diverged, began);
                 }
                 return Err(error);
@@ -509,9 +511,19 @@ impl Trainer {
         cursor
     }
 
+    /// Shows a phase here, and in the log to those who watch from elsewhere; once if it is tried again.
+    pub(super) fn begin_phase(&mut self, what: &'static str) {
+        let step = self.engine.state.counters.step;
+        self.activity.begin(what);
+        if self.progress.phase.replace((step, what)) != Some((step, what)) {
+            self.emitter.emit(Event::Phase { step, what: what.to_owned() });
+        }
+    }
+
     /// Computes the validation loss and emits it.
     fn validate(&mut self) -> Result<Best> {
         self.order_evaluation()?;
+        self.begin_phase("evaluating");
         let step = self.engine.state.counters.step;
         self.eval.rewind();
         let total = self.eval.remaining();
@@ -550,9 +562,11 @@ impl Trainer {
     fn sample(&mut self) {
         let step = self.engine.state.counters.step;
         self.progress.sampled_at = Some(step);
+        if self.sampler.is_some() {
+            self.begin_phase("sampling");
+        }
         let Some(sampler) = &mut self.sampler else { return };
         let (model, weights) = (&self.engine.model, &self.engine.state.weights);
-        self.activity.begin("sampling");
         let text = sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step);
         self.activity.end();
         let text = match text {

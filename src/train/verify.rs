@@ -3,7 +3,7 @@
 use crate::engine::kernels::view::{View, host, read};
 use crate::engine::model::Parameters;
 use crate::store::checkpoint::{Checkpoint, Run};
-use crate::telemetry::Emitter;
+use crate::telemetry::{Activity, Amount, Emitter};
 use crate::train::config::Config;
 use crate::train::fp8::Fp8Layer;
 use crate::train::state::TrainState;
@@ -26,25 +26,36 @@ pub struct ResumeProof {
 }
 
 /// Trains `steps` steps of `config` uninterrupted, and again with a save and a load in `folder` after `at` steps, and
-/// compares masters, weights, moments, scaler and counters bit for bit.
-pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path) -> Result<ResumeProof> {
+/// compares masters, weights, moments, scaler and counters bit for bit. `activity` shows how far it is.
+pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activity: &Activity) -> Result<ResumeProof> {
     if at == 0 || at >= steps {
         return Err(Error::config("--at", format!("{at} is not between 1 and {}", steps.saturating_sub(1))));
     }
     let mut config = config.clone();
     config.train.steps = Some(steps);
+    let advance = |trainer: &mut Trainer, from: u64, to: u64, what: &str| {
+        (from..to).try_for_each(|step| {
+            activity.advance(what, Amount::Items(step, steps));
+            trainer.advance(1)
+        })
+    };
+    activity.begin("preparing");
     let mut straight = Trainer::new(config.clone(), &mut |_| ())?;
-    straight.advance(steps)?;
+    advance(&mut straight, 0, steps, "training without a break")?;
 
+    activity.begin("preparing");
     let mut first = Trainer::new(config.clone(), &mut |_| ())?;
     first.attach(Run::open(folder.join("verify-resume"))?, Emitter::new(None));
-    first.advance(at)?;
+    advance(&mut first, 0, at, "training up to the save")?;
+    activity.begin("saving");
     first.save()?;
     let saved = first.checkpoint().map(Path::to_path_buf);
     drop(first);
     let Some(saved) = saved else { return Err(Error::checkpoint(folder, "no checkpoint was written")) };
+    activity.begin("loading");
     let mut second = Trainer::resume(config, &Checkpoint::open(&saved)?, &mut |_| ())?;
-    second.advance(steps - at)?;
+    advance(&mut second, at, steps, "training, resumed")?;
+    activity.begin("comparing");
     compare(&straight, &second)
 }
 

@@ -69,13 +69,13 @@ pub(super) const KEYS: &[Binding<Action>] = &[
             (KeyCode::Left, Action::Decrease { other: false }),
             (KeyCode::Right, Action::Increase { other: false }),
         ],
-        "change the parameter; left and right too, if the view has no cursor",
+        "change it; left and right too, if the view has no cursor",
     )
     .footer("less, more", "less, more"),
     Binding::new(
         "H L",
         &[(Char('H'), Action::Decrease { other: true }), (Char('L'), Action::Increase { other: true })],
-        "change it by the other step: finer for a value, ten times for a count",
+        "change it by another step: finer values, tenfold counts",
     )
     .footer("other step", "other step"),
     Binding::new(

@@ -13,7 +13,9 @@ pub(super) fn glyph(event: &Event) -> (char, Role) {
         Event::Started(_) | Event::Resumed { .. } => ('▶', Role::Good),
         Event::Overflow(_) | Event::Diverged(_) => ('✕', Role::Overflow),
         Event::Eval(_) => ('◆', Role::Validation),
-        Event::Sample(_) | Event::Variances(_) | Event::LayerMaxima(_) | Event::Processes(_) => ('∙', Role::Text),
+        Event::Sample(_) | Event::Variances(_) | Event::LayerMaxima(_) | Event::Processes(_) | Event::Phase { .. } => {
+            ('∙', Role::Text)
+        }
         Event::Probe(_) | Event::Touched(_) => ('▾', Role::Subnormal),
         Event::Saved(_) => ('●', Role::Good),
         Event::Paused { .. } => ('‖', Role::Subnormal),

@@ -47,6 +47,16 @@ impl<'a> Pad<'a> {
         end - self.area.x
     }
 
+    /// Like [`Pad::text`], but text that does not fit ends with `…`.
+    pub(super) fn shortened(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
+        let end = self.text(x, y, text, role);
+        let room = usize::from(self.area.width.saturating_sub(x));
+        if room > 0 && Span::raw(line(text)).width() > room {
+            self.glyph(self.area.width - 1, y, '…', role);
+        }
+        end
+    }
+
     /// Writes several spans in sequence; returns the column after them.
     pub(super) fn spans(&mut self, x: u16, y: u16, spans: &[(&str, Role)]) -> u16 {
         spans.iter().fold(x, |x, (text, role)| self.text(x, y, text, *role))

@@ -149,7 +149,7 @@ fn environment(started: &Started) -> String {
         (
             "length",
             format!(
-                "{} steps of {} tokens, {} tokens an epoch, {:.2} epochs",
+                "{} steps of up to {} tokens, {} tokens an epoch, {:.2} epochs",
                 started.total_steps, started.tokens_per_step, started.tokens_per_epoch, started.epochs
             ),
         ),
@@ -169,7 +169,9 @@ pub(super) fn announcement(event: &Event) -> Option<String> {
 
 fn words(event: &Event) -> Option<String> {
     Some(match event {
-        Event::Started(_) | Event::Step(_) | Event::Variances(_) | Event::Touched(_) => return None,
+        Event::Started(_) | Event::Step(_) | Event::Variances(_) | Event::Touched(_) | Event::Phase { .. } => {
+            return None;
+        }
         Event::LayerMaxima(maxima) => maxima_line(maxima),
         Event::Overflow(overflow) => overflow_line(overflow),
         Event::Retyped(retyped) => retyped_line(retyped),
@@ -206,8 +208,8 @@ fn words(event: &Event) -> Option<String> {
         Event::Processes(processes) => processes_line(processes),
         Event::Paused { step } => format!("paused step={step}"),
         Event::Resumed { step } => format!("resumed step={step}"),
-        Event::Warning(trouble) => format!("warning step={} {}", trouble.step, trouble.message),
-        Event::Diverged(trouble) => format!("diverged step={} {}", trouble.step, trouble.message),
+        Event::Warning(warning) => format!("warning step={} {}", warning.step, warning.message),
+        Event::Diverged(why) => format!("diverged step={} {}", why.step, why.message),
         Event::Finished(finished) => finished_line(finished),
     })
 }

@@ -1,10 +1,10 @@
 //! The dashboard over a log instead of a channel: of a run in another process, or of a finished one.
 
-use super::event_loop::{Source, show};
+use super::event_loop::{Source, show, wall_clock};
 use super::plain::Plain;
 use super::state::{Exit, Mode, Msg, Other, Playback, ViewModel};
 use super::theme::Theme;
-use crate::telemetry::{Event, ProcessId, Record, Tail, Trouble, VERSION};
+use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, Tail, VERSION};
 use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::fs::File;
@@ -38,6 +38,9 @@ pub fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) ->
 pub fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: u64) -> Result<()> {
     let mut plain = Plain::new(out, log_every);
     let mut source = Watched::new(&[log.to_path_buf()], speed);
+    // A skimmed step lacks most of its line's figures.
+    source.tail = Tail::new(log);
+    let mut said = None;
     loop {
         let mut over = false;
         let mut failure = None;
@@ -55,6 +58,12 @@ pub fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: 
         if (over || source.is_replayed()) && !more {
             return Ok(());
         }
+        if !more && source.phase != said {
+            source.activity().map_or(Ok(()), |text| {
+                said.clone_from(&source.phase);
+                plain.line(&text).map_err(Error::io("write", "standard output"))
+            })?;
+        }
         if !more {
             sleep(if speed.is_some() { REPLAY } else { CHECK_INTERVAL });
         }
@@ -69,6 +78,8 @@ pub(super) struct Watched {
     replay: Option<Replay>,
     /// The training process from the log, until it has finished.
     process: Option<ProcessId>,
+    /// The slow phase that the process is in, and when it was logged, in wall-clock milliseconds.
+    phase: Option<(String, u64)>,
     checked: Instant,
 }
 
@@ -149,7 +160,7 @@ impl Watched {
         let tail = Tail::new(log);
         let tail = if replay.is_some() { tail } else { tail.skimming() };
         let others = logs.iter().skip(1).map(|log| Tail::new(log).skimming()).collect();
-        Self { tail, others, replay, process: None, checked: Instant::now() }
+        Self { tail, others, replay, process: None, phase: None, checked: Instant::now() }
     }
 
     /// Passes on the records of the other runs; `true` if there are more already.
@@ -178,6 +189,10 @@ impl Watched {
                 Event::Finished(_) => self.process = None,
                 _ => {}
             }
+            self.phase = match &record.event {
+                Event::Phase { what, .. } => Some((what.clone(), record.t)),
+                _ => None,
+            };
             pass(Msg::Record(Box::new(record)));
         }
         if poll.unreadable > 0 {
@@ -186,7 +201,7 @@ impl Watched {
         if quiet && !poll.more && self.checked.elapsed() >= CHECK_INTERVAL {
             self.checked = Instant::now();
             if self.process.as_ref().and_then(ProcessId::is_alive) == Some(false) {
-                self.process = None;
+                (self.process, self.phase) = (None, None);
                 // The process may have written its last records between the poll and the check.
                 let last = self.tail.poll()?.records;
                 let finished = last.iter().any(|record| matches!(record.event, Event::Finished(_)));
@@ -238,13 +253,19 @@ impl Source for Watched {
     fn clock(&self) -> u64 {
         match &self.replay {
             Some(replay) => replay.clock,
-            None => super::event_loop::wall_clock(),
+            None => wall_clock(),
         }
+    }
+
+    fn activity(&self) -> Option<String> {
+        let (what, since) = self.phase.as_ref()?;
+        let lasts = Duration::from_millis(wall_clock().saturating_sub(*since));
+        (lasts >= PhaseLines::FIRST).then(|| format!("{what} for {} s", lasts.as_secs()))
     }
 }
 
 /// A warning about unreadable lines, at the time and step of their neighbours.
 fn unreadable(lines: usize, (t, s, step): (u64, f64, u64)) -> Record {
     let message = format!("{lines} lines of the log could not be read: damaged, or written by a newer program");
-    Record { v: VERSION, t, s, event: Event::Warning(Trouble { step, message }) }
+    Record { v: VERSION, t, s, event: Event::Warning(Diagnostic { step, message }) }
 }

@@ -22,7 +22,7 @@ pub struct Saved {
 /// A message about a step.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Trouble {
+pub struct Diagnostic {
     /// The step; 0 before the first.
     pub step: u64,
     /// What happened and what to do.

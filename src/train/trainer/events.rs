@@ -179,7 +179,7 @@ impl Trainer {
             data: self.data.clone(),
             tokens_per_step,
             tokens_per_epoch,
-            epochs: (self.total_steps * tokens_per_step) as f64 / tokens_per_epoch.max(1) as f64,
+            epochs: self.total_steps as f64 / self.loader.steps_per_epoch(self.config.train.grad_accum).max(1) as f64,
             total_steps: self.total_steps,
             seed: config.seed,
             resumed_from,

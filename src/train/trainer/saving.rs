@@ -3,7 +3,7 @@
 use super::Trainer;
 use super::processes::Shared;
 use crate::store::checkpoint::{self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, State};
-use crate::telemetry::{Event, Saved, Trouble};
+use crate::telemetry::{Diagnostic, Event, Saved};
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
@@ -55,7 +55,7 @@ impl Trainer {
 
     pub(super) fn warn(&mut self, message: String) {
         let step = self.engine.state.counters.step;
-        self.emitter.emit(Event::Warning(Trouble { step, message }));
+        self.emitter.emit(Event::Warning(Diagnostic { step, message }));
     }
 
     /// Writes a checkpoint of this step, unless it exists already or there is no run to write it into.
@@ -81,6 +81,9 @@ impl Trainer {
     /// run.
     fn write(&mut self, kind: Kind, last: usize) -> Result<Option<PathBuf>> {
         let began = Instant::now();
+        if self.run.is_some() {
+            self.begin_phase("saving");
+        }
         let (step, state) = (self.engine.state.counters.step, self.checkpoint_state());
         let Some(run) = &mut self.run else { return Ok(None) };
         let train = &self.engine.state;

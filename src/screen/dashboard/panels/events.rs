@@ -30,7 +30,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         let x = inner.text(x + 1, y, &format!("{:>7} ", row.step), Role::Dim);
         let (glyph, role) = event_text::glyph(&row.event);
         inner.glyph(x, y, glyph, role);
-        inner.text(x + 2, y, &format::printable(&event_text::text(row)), Role::Text);
+        inner.shortened(x + 2, y, &format::printable(&event_text::text(row)), Role::Text);
         if at == cursor && cursor > 0 {
             inner.highlight(y, Role::Selected);
         }

@@ -53,13 +53,12 @@ fn names(row: &OverflowRow, pad: &mut Pad, x: u16, y: u16) {
         named += 1;
     }
     let more = row.more + row.tensors.len() - named;
-    let x = pad.text(x, y, if text.is_empty() { "-" } else { &text }, Role::Text);
-    if more > 0 {
-        // Overwrite the end of a long name: the number of others matters more.
-        let more = format!(" +{more}");
-        let at = x.min(pad.width().saturating_sub(more.len() as u16));
-        pad.text(at, y, &more, Role::Dim);
-    }
+    let text = if text.is_empty() { "-" } else { &text };
+    // The number of the others takes precedence over the end of a long name.
+    let more = if more > 0 { format!(" +{more}") } else { String::new() };
+    let room = pad.width().saturating_sub(more.len() as u16);
+    let x = pad.part(0, y, room, 1).shortened(x, 0, text, Role::Text);
+    pad.text(x, y, &more, Role::Dim);
 }
 
 /// `2^16→2^15`, or `→2^15` in a narrow panel.

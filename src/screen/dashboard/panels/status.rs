@@ -16,6 +16,10 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     }
     let wide = pad.width() >= 110;
     progress(run, pad);
+    if run.step.step == 0 && !run.is_over() {
+        pad.text(1, 1, "the first step has not ended yet", Role::Dim);
+        return;
+    }
     let narrow = pad.width() < 60;
     items(pad, 1, &learning(view, run, wide, narrow));
     items(pad, 2, &cost(view, run, wide));

@@ -26,24 +26,24 @@ pub(crate) fn may_colour() -> bool {
 }
 
 /// Reports the preparation on its own thread until it is dropped.
-pub(crate) struct Teller {
+pub(crate) struct Reporter {
     activity: Activity,
     /// `None` only while it is being dropped.
     notices: Option<Sender<Notice>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Teller {
+impl Reporter {
     /// Starts the thread.
     pub(crate) fn start() -> Self {
         let activity = Activity::default();
-        let (notices, said) = channel::<Notice>();
+        let (notices, waiting) = channel::<Notice>();
         let watched = activity.clone();
-        let tell = move || {
+        let show = move || {
             let (mut line, terminal) = (StatusLine::default(), stderr().is_terminal());
             let mut lines = PhaseLines::default();
             loop {
-                match said.recv_timeout(UPDATE_INTERVAL) {
+                match waiting.recv_timeout(UPDATE_INTERVAL) {
                     Ok(Notice::Line(notice)) => line.above(&notice),
                     Ok(Notice::Clean(text)) => line.above_clean(&text),
                     Err(RecvTimeoutError::Disconnected) => break line.clear(),
@@ -53,12 +53,24 @@ impl Teller {
             }
         };
         // The reports are optional, so failing to start the thread is not an error.
-        let thread = std::thread::Builder::new().name("teller".into()).spawn(tell).ok();
+        let thread = std::thread::Builder::new().name("reporter".into()).spawn(show).ok();
         Self { activity, notices: Some(notices), thread }
     }
 
+    /// Starts the thread in a phase.
+    pub(crate) fn of(phase: &str) -> Self {
+        let reporter = Self::start();
+        reporter.activity.begin(phase);
+        reporter
+    }
+
+    /// The phase that is shown.
+    pub(crate) fn activity(&self) -> &Activity {
+        &self.activity
+    }
+
     /// Reports an event.
-    pub(crate) fn tell(&self, event: Preparing) {
+    pub(crate) fn report(&self, event: Preparing) {
         match event {
             Preparing::Phase(what) => self.activity.begin(&what),
             Preparing::Notice(notice) => self.notice(notice),
@@ -89,7 +101,7 @@ impl Teller {
     }
 }
 
-impl Drop for Teller {
+impl Drop for Reporter {
     fn drop(&mut self) {
         drop(self.notices.take());
         self.thread.take().map(JoinHandle::join);

@@ -1,0 +1,73 @@
+//! Finds what the user names: a run by name, folder or events file.
+
+use crate::data::{names_in, nearest};
+use crate::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`.
+pub(super) fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
+    let run = runs.join(name);
+    if !name.exists() && run.is_dir() { run } else { name.to_path_buf() }
+}
+
+/// "; did you mean …?" if a run in `runs` has a name similar to the missing `name`.
+pub(super) fn did_you_mean(name: &Path, runs: &Path) -> String {
+    let near = nearest(&name.to_string_lossy(), names_in(runs));
+    near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"))
+}
+
+/// The folder of a run given by name or folder.
+pub(super) fn run_folder(run: &Path, runs: &Path) -> Result<PathBuf> {
+    let folder = run_or_path(run, runs);
+    if folder.join("config.toml").is_file() {
+        return Ok(folder);
+    }
+    let near = did_you_mean(run, runs);
+    let message = format!("is not a run's folder, or the name of a run in `{}`{near}", runs.display());
+    Err(Error::config(format!("`{}`", run.display()), message))
+}
+
+/// The events file of a run given as a file, as a folder, or by its name in `runs`.
+pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
+    let Some(run) = run else {
+        let message = format!("no run in `{}` yet; `finetune` starts one", runs.display());
+        return newest_log(runs).ok_or_else(|| Error::config("runs", message));
+    };
+    let candidates = [run.to_path_buf(), run.join("events.jsonl"), runs.join(run).join("events.jsonl")];
+    candidates.into_iter().find(|path| path.is_file()).ok_or_else(|| {
+        let message = format!(
+            "is not an events file, a run's folder, or the name of a run in `{}`{}",
+            runs.display(),
+            did_you_mean(run, runs)
+        );
+        Error::config(format!("`{}`", run.display()), message)
+    })
+}
+
+/// The most recently written events file of all runs, even of a run without a checkpoint.
+fn newest_log(runs: &Path) -> Option<PathBuf> {
+    let logs = std::fs::read_dir(runs).ok()?.filter_map(|entry| Some(entry.ok()?.path().join("events.jsonl")));
+    logs.filter_map(|log| Some((log.metadata().ok()?.modified().ok()?, log))).max().map(|(_, log)| log)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    #[test]
+    fn a_run_is_found_by_file_folder_or_name() {
+        let runs = tempfile::tempdir().unwrap();
+        let folder = runs.path().join("0007");
+        let log = folder.join("events.jsonl");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(&log, "").unwrap();
+        for run in [&log, &folder, Path::new("0007")] {
+            assert_eq!(find_log(Some(run), runs.path()).unwrap(), log);
+        }
+        assert_eq!(find_log(None, runs.path()).unwrap(), log);
+        assert!(find_log(None, &folder).unwrap_err().to_string().contains("no run in"));
+        let error = find_log(Some(Path::new("0008")), runs.path()).unwrap_err();
+        assert_eq!((error.exit_code(), error.to_string().contains("`0008`")), (2, true), "{error}");
+    }
+}

@@ -133,7 +133,7 @@ pub(crate) struct ConfigArgs {
     /// Full checkpoints to keep besides the best one [default: 2]
     #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) keep_last: Option<i64>,
-    /// Steps between two printed lines [default: 128]
+    /// Steps between two printed lines; slow steps have one every 10 s [default: 128]
     #[arg(long, value_name = "N", help_heading = "Along the way")]
     pub(crate) log_every: Option<i64>,
     /// The folder of all runs [default: checkpoints]

@@ -82,7 +82,7 @@ impl RunFigures {
             Event::Step(step) => {
                 steps.push(Step::of(step));
                 if step.outcome == Outcome::Applied {
-                    stored.merge(&histogram(&step.grads.exponents, -(step.loss_scale.log2().round() as i32)));
+                    stored.merge(&histogram(&step.grads.exponents, (-step.loss_scale.log2()).round() as i32));
                 }
             }
             Event::Probe(probe) => drop(largest.insert(probe.step, probe.grads.max_abs)),
@@ -256,7 +256,9 @@ impl RunFigures {
 
 /// A record's exponents, shifted by `shift` binades.
 fn histogram(exponents: &[(i16, u64)], shift: i32) -> ExponentHistogram {
-    ExponentHistogram::from_counts(exponents.iter().map(|&(exponent, count)| (i32::from(exponent) + shift, count)))
+    ExponentHistogram::from_counts(
+        exponents.iter().map(|&(exponent, count)| (i32::from(exponent).saturating_add(shift), count)),
+    )
 }
 
 #[cfg(test)]

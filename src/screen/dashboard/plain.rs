@@ -1,6 +1,7 @@
 //! Prints a run as lines of text, for pipes, log files and simple terminals.
 //!
-//! A step is one line of `key=value` pairs every `log_every` steps; other events are printed at once.
+//! A step is one line of `key=value` pairs every `log_every` steps, and at least every ten seconds; other events are printed at
+//! once.
 
 use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
 use crate::precision::{ScalerPolicy, Unit};
@@ -12,6 +13,9 @@ use crate::telemetry::{
 use crate::untrusted::line;
 use std::io::{self, Write};
 
+/// The longest time without a line for a step, in seconds: slow models shall not be silent for minutes.
+const LONGEST_SILENCE: f64 = 10.0;
+
 /// Writes a run's records as lines.
 #[derive(Debug)]
 pub struct Plain<W> {
@@ -21,12 +25,14 @@ pub struct Plain<W> {
     pace: Pace,
     /// Sum and number of the finite losses since the last step line.
     losses: (f64, u32),
+    /// When the last step line was due, in seconds of the run.
+    due_at: f64,
 }
 
 impl<W: Write> Plain<W> {
-    /// Writes to `out` a line for every `log_every`-th step.
+    /// Writes to `out` a line for every `log_every`-th step, and for others where steps are slow.
     pub fn new(out: W, log_every: u64) -> Self {
-        Self { out, log_every: log_every.max(1), total_steps: 0, pace: Pace::default(), losses: (0.0, 0) }
+        Self { out, log_every: log_every.max(1), total_steps: 0, pace: Pace::default(), losses: (0.0, 0), due_at: 0.0 }
     }
 
     /// Writes any other line.
@@ -47,6 +53,7 @@ impl<W: Write> Plain<W> {
             Event::Started(started) => {
                 self.total_steps = started.total_steps;
                 self.pace.interrupt();
+                self.due_at = record.s;
                 environment(started)
             }
             Event::Step(step) => {
@@ -56,10 +63,16 @@ impl<W: Write> Plain<W> {
                 }
                 // The first says what the run begins with, the last what it came to.
                 let edge = step.step == 1 || step.step == self.total_steps;
-                if !step.step.is_multiple_of(self.log_every) && !edge {
+                let due = step.step.is_multiple_of(self.log_every) || record.s - self.due_at >= LONGEST_SILENCE;
+                if !due && !edge {
                     return Ok(());
                 }
-                self.step_line(step)
+                let text = self.step_line(step);
+                // The line for step 1 comes out of turn, and the next one's mean has it too.
+                if due {
+                    (self.losses, self.due_at) = ((0.0, 0), record.s);
+                }
+                text
             }
             other => match announcement(other) {
                 Some(line) => line,
@@ -70,12 +83,8 @@ impl<W: Write> Plain<W> {
         self.out.flush()
     }
 
-    fn step_line(&mut self, step: &StepRecord) -> String {
+    fn step_line(&self, step: &StepRecord) -> String {
         let (sum, count) = self.losses;
-        // The line for step 1 comes out of turn, and the next one's mean has it too.
-        if step.step.is_multiple_of(self.log_every) {
-            self.losses = (0.0, 0);
-        }
         let mut pairs = vec![
             // A log read from its middle has no `Started` event.
             if self.total_steps == 0 {
@@ -366,6 +375,15 @@ mod tests {
              norm=0.830 lr=4.1e-5 updates=3 skipped=1 success=75.0% tokens_per_s=41200 step_ms=0"
         );
         assert!(found[2].contains("step=8 ") && found[2].contains("loss_avg=6.500"), "{}", found[2]);
+    }
+
+    /// The records are a second apart.
+    #[test]
+    fn slow_steps_have_a_line_every_ten_seconds() {
+        let found = lines(128, (1..=25).map(step).collect());
+        let shown: Vec<&str> = found.iter().filter_map(|line| line.split(' ').next()).collect();
+        assert_eq!(shown, ["step=1", "step=11", "step=21"]);
+        assert!(found[1].contains("loss_avg=6.000") && found[2].contains("loss_avg=16.500"), "{found:?}");
     }
 
     #[test]

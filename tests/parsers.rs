@@ -399,7 +399,7 @@ fn unchanged_ones_are_accepted() {
     resolve(GOOD_CONFIG).unwrap();
     let path = folder().join("events.jsonl");
     fs::write(&path, GOOD_EVENTS.as_bytes()).unwrap();
-    assert_eq!(read(&path).unwrap().len(), 6);
+    assert_eq!(read(&path).unwrap().len(), 7);
     for (name, rows) in [("b.jsonl", GOOD_ROWS), ("c.jsonl", GOOD_CHATS), ("d.json", GOOD_ARRAY), ("e.csv", GOOD_TABLE)]
     {
         let path = folder().join(name);

@@ -372,9 +372,8 @@ fn has_table(line: &[u8]) -> bool {
 
 /// Whether a line may be the record of a start.
 fn is_start(line: &[u8]) -> bool {
-    // Logs of older programs may have another order of fields, but the kind is among the first.
-    let head = &line[..line.len().min(256)];
-    head.windows(9).any(|part| part == b"\"started\"")
+    // Other programs may write the fields in another order, so the kind may be anywhere.
+    step_head(line).is_none() && line.windows(9).any(|part| part == b"\"started\"")
 }
 
 /// Parses a line. Steps, which are nearly all of a log, are parsed without [`Event`], whose fields serde buffers.

@@ -428,7 +428,8 @@ fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
         let template = Template::new(&source, "t", TemplateTokens::default()).unwrap().apart(&source);
         let chat = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
         let error = bounded(|| template.render(&chat, None, true)).unwrap_err().to_string();
-        assert!(error.contains(expected), "{error}");
+        // On a slow machine the time may end before the memory does.
+        assert!(error.contains(expected) || error.contains("more than 10 s"), "{error}");
     }
 }
 

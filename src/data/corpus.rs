@@ -71,15 +71,19 @@ fn bytes_per_predicted(tokens: &TokenSource, tokenizer: &Tokenizer) -> Option<f6
     // The first token of a text is not predicted, nor is that of a sample.
     let firsts: BTreeSet<usize> =
         if tokens.is_samples() { tokens.documents().map(|sample| sample.start).collect() } else { [0].into() };
-    let (mut bytes, mut count) = (0, 0_u64);
+    let mut counts = vec![0_u64; tokenizer.vocab_size()];
     for start in (0..tokens.len()).step_by(CHUNK) {
         let mut ids = vec![0; CHUNK.min(tokens.len() - start)];
         tokens.read_targets(start, &mut ids);
         for (_, id) in ids.iter().enumerate().filter(|(at, id)| **id != IGNORE_INDEX && !firsts.contains(&(start + at)))
         {
-            bytes += tokenizer.token_bytes(*id)?;
-            count += 1;
+            *counts.get_mut(*id as usize)? += 1;
         }
+    }
+    let (mut bytes, mut count) = (0, 0);
+    for (id, times) in (0..).zip(counts).filter(|(_, times)| *times > 0) {
+        bytes += times * tokenizer.token_bytes(id)? as u64;
+        count += times;
     }
     (count > 0 && bytes > 0).then(|| bytes as f64 / count as f64)
 }

@@ -4,7 +4,7 @@
 //! terabytes.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ExitCode, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, ExitCode, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -52,7 +52,8 @@ pub(super) struct TemplateProcess {
 #[derive(Debug)]
 struct Running {
     child: Child,
-    out: BufReader<std::process::ChildStdout>,
+    requests: ChildStdin,
+    answers: BufReader<ChildStdout>,
 }
 
 impl Drop for Running {
@@ -79,9 +80,9 @@ impl TemplateProcess {
             Some(process) => process,
             None => self.start().map_err(|error| self.wrong(&format!("cannot be rendered: {error}")))?,
         };
-        let answer = write_line(&mut process.child, &request).and_then(|()| {
+        let answer = write_line(&mut process.requests, &request).and_then(|()| {
             let mut line = Vec::new();
-            (&mut process.out).take(MAX_LINE).read_until(b'\n', &mut line)?;
+            (&mut process.answers).take(MAX_LINE).read_until(b'\n', &mut line)?;
             Ok(serde_json::from_slice::<Response>(&line)?)
         });
         match answer {
@@ -97,9 +98,11 @@ impl TemplateProcess {
     fn start(&self) -> std::io::Result<Running> {
         let mut command = apart::command(ARGUMENT).ok_or(std::io::ErrorKind::NotFound)?;
         let mut child = command.stdin(Stdio::piped()).spawn()?;
-        let out = child.stdout.take().map(BufReader::new).ok_or(std::io::ErrorKind::BrokenPipe)?;
-        let mut running = Running { child, out };
-        write_line(&mut running.child, &self.setup)?;
+        let (Some(requests), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(std::io::ErrorKind::BrokenPipe.into());
+        };
+        let mut running = Running { child, requests, answers: BufReader::new(answers) };
+        write_line(&mut running.requests, &self.setup)?;
         Ok(running)
     }
 
@@ -108,10 +111,11 @@ impl TemplateProcess {
     }
 }
 
-fn write_line(child: &mut Child, value: &impl Serialize) -> std::io::Result<()> {
+fn write_line(mut to: impl Write, value: &impl Serialize) -> std::io::Result<()> {
     let mut line = serde_json::to_vec(value)?;
     line.push(b'\n');
-    child.stdin.as_mut().ok_or(std::io::ErrorKind::BrokenPipe)?.write_all(&line)
+    to.write_all(&line)?;
+    to.flush()
 }
 
 /// Reads a template and conversations from standard input and writes each one's text to standard output, within the limits.
@@ -133,8 +137,8 @@ fn answer_all() -> std::io::Result<()> {
         let Request { conversation, tools, reply } = serde_json::from_str(&line?)?;
         let _ = clock.send(());
         let rendered = match &template {
-            Ok(template) => template.render_with(&conversation, tools.as_ref(), reply).map_err(message),
-            Err(error) => Err(message_of(error)),
+            Ok(template) => template.render_with(&conversation, tools.as_ref(), reply).map_err(|error| message(&error)),
+            Err(error) => Err(message(error)),
         };
         let _ = clock.send(());
         say(&rendered)?;
@@ -158,20 +162,11 @@ fn watch() -> mpsc::Sender<()> {
 }
 
 fn say(answer: &Response) -> std::io::Result<()> {
-    let mut line = serde_json::to_vec(answer)?;
-    line.push(b'\n');
-    let mut out = std::io::stdout().lock();
-    out.write_all(&line)?;
-    out.flush()
-}
-
-#[expect(clippy::needless_pass_by_value, reason = "for `map_err`")]
-fn message(error: Error) -> String {
-    message_of(&error)
+    write_line(std::io::stdout().lock(), answer)
 }
 
 /// An error's text without its origin, which the other process adds.
-fn message_of(error: &Error) -> String {
+fn message(error: &Error) -> String {
     match error {
         Error::Model { message, .. } => message.clone(),
         error => error.to_string(),

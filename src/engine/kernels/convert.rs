@@ -109,13 +109,7 @@ impl Element for bf16 {
 
     #[inline]
     fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
-        assert_eq!(row.len(), stored.len());
-        #[cfg(target_arch = "x86_64")]
-        if Isa::current() >= Isa::Avx512 {
-            // SAFETY: the CPU has AVX-512, both slices have the same length, and an element is 16 bits.
-            return unsafe { avx512::dot::<true>(row, stored.as_ptr().cast()) };
-        }
-        rows::dot(row, Self::widened(stored, scratch))
+        dot_16_bits::<Self, true>(row, stored, scratch)
     }
 }
 
@@ -154,14 +148,21 @@ impl Element for f16 {
 
     #[inline]
     fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
-        assert_eq!(row.len(), stored.len());
-        #[cfg(target_arch = "x86_64")]
-        if Isa::current() >= Isa::Avx512 {
-            // SAFETY: the CPU has AVX-512, both slices have the same length, and an element is 16 bits.
-            return unsafe { avx512::dot::<false>(row, stored.as_ptr().cast()) };
-        }
-        rows::dot(row, Self::widened(stored, scratch))
+        dot_16_bits::<Self, false>(row, stored, scratch)
     }
+}
+
+/// [`Element::dot`] of BF16 or FP16.
+#[inline]
+fn dot_16_bits<T: Element, const BF16: bool>(row: &[f32], stored: &[T], scratch: &mut [f32]) -> f32 {
+    const { assert!(size_of::<T>() == 2) };
+    assert_eq!(row.len(), stored.len());
+    #[cfg(target_arch = "x86_64")]
+    if Isa::current() >= Isa::Avx512 {
+        // SAFETY: the CPU has AVX-512, both slices have the same length, and an element is 16 bits.
+        return unsafe { avx512::dot::<BF16>(row, stored.as_ptr().cast()) };
+    }
+    rows::dot(row, T::widened(stored, scratch))
 }
 
 #[cfg(target_arch = "x86_64")]

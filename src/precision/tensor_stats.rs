@@ -136,18 +136,17 @@ fn survey<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&
     let mut block = [0; BLOCK];
     let mut filled_up = 0;
     for chunk in values.chunks(BLOCK) {
-        if let Ok(full) = <&[T; BLOCK]>::try_from(chunk) {
-            for (bits, value) in block.iter_mut().zip(full) {
-                *bits = value.magnitude_bits();
-            }
+        let largest = if let Ok(full) = <&[T; BLOCK]>::try_from(chunk) {
+            widen(full, &mut block)
         } else {
             block.fill(0);
             for (bits, value) in block.iter_mut().zip(chunk) {
                 *bits = value.magnitude_bits();
             }
             filled_up = (BLOCK - chunk.len()) as u64;
-        }
-        if largest(&block) >= INF {
+            block.into_iter().fold(0, u32::max)
+        };
+        if largest >= INF {
             let (inf, nan) = remove_non_finite(&mut block);
             stats.inf += inf;
             stats.nan += nan;
@@ -162,13 +161,14 @@ fn survey<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&
     stats
 }
 
-/// The largest pattern of a block.
+/// Fills a block with the values' patterns and returns the largest.
 #[inline(always)]
-fn largest(block: &[u32; BLOCK]) -> u32 {
+fn widen<T: Element>(values: &[T; BLOCK], block: &mut [u32; BLOCK]) -> u32 {
     let mut max = [0; LANES];
-    for lanes in block.as_chunks::<LANES>().0 {
-        for (max, bits) in max.iter_mut().zip(lanes) {
-            *max = bits.max(max).to_owned();
+    for (lanes, values) in block.as_chunks_mut::<LANES>().0.iter_mut().zip(values.as_chunks::<LANES>().0) {
+        for i in 0..LANES {
+            lanes[i] = values[i].magnitude_bits();
+            max[i] = max[i].max(lanes[i]);
         }
     }
     max.into_iter().fold(0, u32::max)

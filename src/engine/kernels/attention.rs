@@ -5,6 +5,7 @@
 //! Keys and values are not copied for the heads that share them; the gradients of these heads are summed in FP32, in head
 //! order. Keys that no query of a block attends to are skipped.
 
+use self::product::{by_columns, by_rows, multiply};
 use crate::engine::kernels::columns::{Columns, Source, Target, write_columns};
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::isa;
@@ -13,6 +14,8 @@ use crate::engine::kernels::rows::{dot, max, sum, with_scratch};
 use crate::engine::kernels::view::{read, write_f32};
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
+
+mod product;
 
 /// The shape of one attention call, and which keys a query attends to.
 #[derive(Clone, Copy, Debug)]
@@ -180,74 +183,6 @@ impl<'a> Sequence<'a> {
     fn mask_row(self, head: usize, i: usize) -> usize {
         ((self.b * self.shape.heads + head) * self.shape.seq_len + i) * self.shape.seq_len
     }
-}
-
-/// A matrix of FP32 in scratch memory, read at any strides.
-#[derive(Clone, Copy)]
-struct Matrix<'a> {
-    data: &'a [f32],
-    row_stride: usize,
-    column_stride: usize,
-}
-
-/// `c (+)= a · b` for `a` of `rows` × `inner`. Rows of `b` and `c` are `ldb` and `ldc` elements apart, and `columns` of them
-/// are used; `rows` and `inner` are multiples of 4.
-///
-/// Four rows of `b` are multiplied into four rows of `c` at a time, in plain loops that the compiler vectorises; they reach
-/// half of peak arithmetic for typical head sizes.
-#[inline(always)]
-fn multiply(
-    [rows, inner, columns]: [usize; 3],
-    a: Matrix<'_>,
-    (b, ldb): (&[f32], usize),
-    (c, ldc): (&mut [f32], usize),
-    accumulate: bool,
-) {
-    for (block, c) in c.chunks_mut(4 * ldc).take(rows / 4).enumerate() {
-        for k in (0..inner).step_by(4) {
-            let at = |r: usize, i: usize| a.data[(4 * block + r) * a.row_stride + (k + i) * a.column_stride];
-            let factors: [[f32; 4]; 4] = std::array::from_fn(|r| std::array::from_fn(|i| at(r, i)));
-            let b = &b[k * ldb..];
-            let b = [&b[..columns], &b[ldb..][..columns], &b[2 * ldb..][..columns], &b[3 * ldb..][..columns]];
-            if k == 0 && !accumulate {
-                fold::<true>(factors, b, c, ldc);
-            } else {
-                fold::<false>(factors, b, c, ldc);
-            }
-        }
-    }
-}
-
-/// Adds the products of four rows of `b` to four rows of `c`; overwrites those if they are `FRESH`.
-#[inline(always)]
-fn fold<const FRESH: bool>(factors: [[f32; 4]; 4], [b0, b1, b2, b3]: [&[f32]; 4], c: &mut [f32], ldc: usize) {
-    let columns = b0.len();
-    let (c0, rest) = c.split_at_mut(ldc);
-    let (c1, rest) = rest.split_at_mut(ldc);
-    let (c2, c3) = rest.split_at_mut(ldc);
-    let (c0, c1, c2, c3) = (&mut c0[..columns], &mut c1[..columns], &mut c2[..columns], &mut c3[..columns]);
-    let (b1, b2, b3) = (&b1[..columns], &b2[..columns], &b3[..columns]);
-    let [f0, f1, f2, f3] = factors;
-    for j in 0..columns {
-        let b = [b0[j], b1[j], b2[j], b3[j]];
-        let sum = |f: [f32; 4]| (f[0] * b[0] + f[1] * b[1]) + (f[2] * b[2] + f[3] * b[3]);
-        c0[j] = if FRESH { sum(f0) } else { c0[j] + sum(f0) };
-        c1[j] = if FRESH { sum(f1) } else { c1[j] + sum(f1) };
-        c2[j] = if FRESH { sum(f2) } else { c2[j] + sum(f2) };
-        c3[j] = if FRESH { sum(f3) } else { c3[j] + sum(f3) };
-    }
-}
-
-/// A matrix by rows of `width`.
-#[inline(always)]
-fn by_rows(data: &[f32], width: usize) -> Matrix<'_> {
-    Matrix { data, row_stride: width, column_stride: 1 }
-}
-
-/// The transpose of a matrix with rows of `width`.
-#[inline(always)]
-fn by_columns(data: &[f32], width: usize) -> Matrix<'_> {
-    Matrix { data, row_stride: 1, column_stride: width }
 }
 
 /// `out [B·T, H·head_size] = softmax(scale · Q Kᵀ, causal) V`; `lse [B·H·T]` (FP32) receives each row's log-sum-exp.

@@ -20,16 +20,16 @@ pub enum Gate {
     Gelu,
 }
 
-/// Expands `$body` once for each gate, with `$function` and `$derivative` bound to it, so that each gets its own loop.
+/// Expands `$body` once for each gate, with `$function` bound to its first or second function, so that each gets its own loop.
 macro_rules! with_gate {
-    ($gate:expr, ($function:ident, $derivative:ident) => $body:expr) => {
+    ($gate:expr, $silu:path, $gelu:path, |$function:ident| $body:expr) => {
         match $gate {
             Gate::Silu => {
-                let ($function, $derivative) = (math::silu, math::silu_derivative);
+                let $function = $silu;
                 $body
             }
             Gate::Gelu => {
-                let ($function, $derivative) = (math::gelu, math::gelu_derivative);
+                let $function = $gelu;
                 $body
             }
         }
@@ -62,7 +62,7 @@ pub fn forward(kind: Gate, gate: Columns<'_>, up: Columns<'_>, y: &Tensor) -> Re
                     let gates = &mut gates[..count];
                     gate.load(first + i, start, gates);
                     let ups = up.widened(first + i, start, &mut ups[..count]);
-                    with_gate!(kind, (function, _derivative) => {
+                    with_gate!(kind, math::silu, math::gelu, |function| {
                         for (gate, up) in gates.iter_mut().zip(ups) {
                             *gate = function(*gate) * up;
                         }
@@ -103,9 +103,10 @@ pub fn backward(
                     gate.load(row, start, gates);
                     up.load(row, start, ups);
                     let grads = dy.widened(row * width + start, &mut grads[..count]);
-                    with_gate!(kind, (function, derivative) => {
+                    with_gate!(kind, math::silu_with_derivative, math::gelu_with_derivative, |functions| {
                         for ((gate, up), dy) in gates.iter_mut().zip(ups.iter_mut()).zip(grads) {
-                            let (dgate, dup) = (dy * *up * derivative(*gate), dy * function(*gate));
+                            let (value, derivative) = functions(*gate);
+                            let (dgate, dup) = (dy * *up * derivative, dy * value);
                             (*gate, *up) = (dgate, dup);
                         }
                     });

@@ -98,13 +98,19 @@ pub fn gelu(x: f32) -> f32 {
     x * gelu_gate(limit(x))
 }
 
-/// The derivative of [`gelu`]; finite for every number.
+/// [`gelu`] and its derivative, which is finite for every number.
+#[inline(always)]
+pub fn gelu_with_derivative(x: f32) -> (f32, f32) {
+    let limited = limit(x);
+    let gate = gelu_gate(limited);
+    let slope = 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * (limited * limited));
+    (x * gate, gate + gate * (1.0 - gate) * (limited * slope))
+}
+
+/// The derivative of [`gelu`].
 #[inline(always)]
 pub fn gelu_derivative(x: f32) -> f32 {
-    let x = limit(x);
-    let gate = gelu_gate(x);
-    let slope = 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * (x * x));
-    gate + gate * (1.0 - gate) * (x * slope)
+    gelu_with_derivative(x).1
 }
 
 /// The logistic function of `x` and its complement, each with its full relative accuracy.
@@ -118,17 +124,19 @@ fn logistic(x: f32) -> (f32, f32) {
 /// SiLU, x / (1 + exp(-x)). Of -∞ it is NaN, as in PyTorch.
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
-    x * logistic(x).0
+    let small = exp(-x.abs());
+    let numerator = if x < 0.0 { small } else { 1.0 };
+    x * (numerator / (1.0 + small))
 }
 
-/// The derivative of [`silu`]; finite for every number.
+/// [`silu`] and its derivative, which is finite for every number.
 #[inline(always)]
-pub fn silu_derivative(x: f32) -> f32 {
+pub fn silu_with_derivative(x: f32) -> (f32, f32) {
     // Beyond this magnitude the complement is 0.
     let limited = if x > 128.0 { 128.0 } else { x };
     let limited = if limited < -128.0 { -128.0 } else { limited };
     let (gate, complement) = logistic(limited);
-    gate + gate * complement * limited
+    (x * gate, gate + gate * complement * limited)
 }
 
 /// Replaces each element by `function` of it, in vector code.
@@ -263,7 +271,7 @@ mod tests {
             ("gelu", gelu, exact_gelu),
             ("gelu_derivative", gelu_derivative, exact_gelu_derivative),
             ("silu", silu, exact_silu),
-            ("silu_derivative", silu_derivative, exact_silu_derivative),
+            ("silu_derivative", |x| silu_with_derivative(x).1, exact_silu_derivative),
         ];
         for function in functions {
             let widen = |bits| f16::from_bits(bits).to_f32();
@@ -285,9 +293,9 @@ mod tests {
         assert!([f32::MAX, f32::INFINITY, 1e20, 50.0].iter().all(|&x| gelu_derivative(x) == 1.0));
         assert!([f32::MAX, f32::INFINITY, 1e20, 50.0].iter().all(|&x| gelu_derivative(-x) == 0.0));
         assert_eq!([silu(f32::MAX), silu(f32::INFINITY)], [f32::MAX, f32::INFINITY]);
-        assert!([f32::MAX, f32::INFINITY, 1e20].iter().all(|&x| silu_derivative(x) == 1.0));
-        assert!([f32::MAX, f32::INFINITY, 1e20].iter().all(|&x| silu_derivative(-x) == 0.0));
-        for function in [exp, tanh, gelu, gelu_derivative, silu, silu_derivative] {
+        assert!([f32::MAX, f32::INFINITY, 1e20].iter().all(|&x| silu_with_derivative(x).1 == 1.0));
+        assert!([f32::MAX, f32::INFINITY, 1e20].iter().all(|&x| silu_with_derivative(-x).1 == 0.0));
+        for function in [exp, tanh, gelu, gelu_derivative, silu, |x| silu_with_derivative(x).1] {
             assert!(function(f32::NAN).is_nan());
         }
     }

@@ -18,7 +18,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use self::buffer::{Workspace, with_thread_buffer, with_workspace};
-use self::epilogue::{Area, Output};
+use self::epilogue::{Area, Output, Scratch};
 use self::micro::{Ahead, MAX_TILE, MicroKernel, Tile};
 use self::pack::{Lines, Prefetch, pack};
 use super::convert::Element;
@@ -301,6 +301,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let MicroKernel { rows, cols, .. } = self.kernel;
         let mut tile = Tile([0.0; MAX_TILE]);
         let mut ahead = Ahead::new();
+        let (mut scratch, mut partial_scratch) = (Scratch::new(), Scratch::new());
         let (part_rows, part_cols) = self.area(part);
         for (b, col) in panels(b, cols * units).zip((first_col..part_cols.end).step_by(cols)) {
             for (a, row) in panels(a, rows * units).zip((first_row..part_rows.end).step_by(rows)) {
@@ -312,13 +313,20 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                 }
                 prefetch.step(&mut ahead);
                 self.kernel.run(a, b, &ahead, &mut tile);
-                self.finish(&mut tile, area, part, partial);
+                self.finish(&mut tile, area, part, partial, (&mut scratch, &mut partial_scratch));
             }
         }
     }
 
     /// Adds a tile to what earlier parts of the depth gave and, after the last one, writes C.
-    fn finish(&self, tile: &mut Tile, area: Area, part: &Part, partial: Option<Output<f32>>) {
+    fn finish(
+        &self,
+        tile: &mut Tile,
+        area: Area,
+        part: &Part,
+        partial: Option<Output<f32>>,
+        (scratch, partial_scratch): (&mut Scratch<C>, &mut Scratch<f32>),
+    ) {
         let width = self.kernel.cols;
         let is_first = part.depth.start == 0;
         let is_last = part.depth.end == self.depth;
@@ -326,19 +334,19 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             let later = Epilogue { alpha: self.epilogue.alpha, bias: None, accumulate: true };
             let epilogue = if is_first { self.epilogue } else { later };
             // SAFETY: `matmul` checked that C has all areas; each belongs to one task of a part, and parts run in turn.
-            return unsafe { self.c.finish(tile, width, area, epilogue) };
+            return unsafe { self.c.finish(tile, width, area, epilogue, scratch) };
         };
         let (rows, cols) = self.area(part);
         let inside = area.relative_to(&rows, &cols);
         // SAFETY: as above; the partial sums have the size of the part.
         unsafe {
             if !is_first {
-                partial.add_to(tile, width, inside);
+                partial.add_to(tile, width, inside, partial_scratch);
             }
             if is_last {
-                self.c.finish(tile, width, area, self.epilogue);
+                self.c.finish(tile, width, area, self.epilogue, scratch);
             } else {
-                partial.store(tile, width, inside);
+                partial.store(tile, width, inside, partial_scratch);
             }
         }
     }

@@ -21,6 +21,18 @@ unsafe impl<C: Send> Send for Output<C> {}
 // SAFETY: as above.
 unsafe impl<C: Send> Sync for Output<C> {}
 
+/// A tile in C's type, and its old values widened; kept from tile to tile, because zeroing it takes longer than using it.
+pub(super) struct Scratch<C> {
+    narrow: [C; MAX_TILE],
+    wide: [f32; MAX_TILE],
+}
+
+impl<C: Element> Scratch<C> {
+    pub(super) fn new() -> Self {
+        Self { narrow: [C::zero(); MAX_TILE], wide: [0.0; MAX_TILE] }
+    }
+}
+
 /// The part of a matrix that a tile covers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Area {
@@ -75,9 +87,22 @@ impl<C: Element> Output<C> {
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
-    pub(super) unsafe fn add_to(self, tile: &mut Tile, width: usize, area: Area) {
-        let mut narrow = [C::zero(); MAX_TILE];
-        let mut wide = [0f32; MAX_TILE];
+    pub(super) unsafe fn add_to(self, tile: &mut Tile, width: usize, area: Area, scratch: &mut Scratch<C>) {
+        if let Some(floats) = self.as_floats() {
+            return vectorize(
+                #[inline(always)]
+                || {
+                    for (i, sums) in tile.0.chunks_exact_mut(width).enumerate().take(area.rows) {
+                        // SAFETY: the caller's promise.
+                        let row = unsafe { floats.row(area, i) };
+                        for (sum, old) in sums.iter_mut().zip(row) {
+                            *sum += *old;
+                        }
+                    }
+                },
+            );
+        }
+        let Scratch { narrow, wide } = scratch;
         let count = area.rows * width;
         for (i, target) in narrow.chunks_exact_mut(width).enumerate().take(area.rows) {
             // SAFETY: the caller's promise.
@@ -98,7 +123,7 @@ impl<C: Element> Output<C> {
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
-    pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: Area) {
+    pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: Area, scratch: &mut Scratch<C>) {
         if let Some(floats) = self.as_floats() {
             return vectorize(
                 #[inline(always)]
@@ -110,7 +135,7 @@ impl<C: Element> Output<C> {
                 },
             );
         }
-        let mut narrow = [C::zero(); MAX_TILE];
+        let narrow = &mut scratch.narrow;
         let count = area.rows * width;
         C::store(&tile.0[..count], &mut narrow[..count]);
         for (i, source) in narrow.chunks_exact(width).enumerate().take(area.rows) {
@@ -123,7 +148,14 @@ impl<C: Element> Output<C> {
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
-    pub(super) unsafe fn finish(self, tile: &mut Tile, width: usize, area: Area, epilogue: Epilogue<'_>) {
+    pub(super) unsafe fn finish(
+        self,
+        tile: &mut Tile,
+        width: usize,
+        area: Area,
+        epilogue: Epilogue<'_>,
+        scratch: &mut Scratch<C>,
+    ) {
         if epilogue.alpha != 1.0 {
             vectorize(
                 #[inline(always)]
@@ -150,9 +182,9 @@ impl<C: Element> Output<C> {
         // SAFETY: the caller's promise.
         unsafe {
             if epilogue.accumulate {
-                self.add_to(tile, width, area);
+                self.add_to(tile, width, area, scratch);
             }
-            self.store(tile, width, area);
+            self.store(tile, width, area, scratch);
         }
     }
 }

@@ -127,7 +127,7 @@ fn pack_panels<T: Element, const WIDTH: usize>(
     }
 }
 
-/// Packs at most `SPAN` lines that lie side by side: row after row is spread over the panels.
+/// Packs at most `SPAN` lines that lie side by side.
 fn pack_side_by_side<T: Element, const WIDTH: usize>(
     lines: Lines<'_, T>,
     present: Range<usize>,
@@ -136,31 +136,78 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
     panels: &mut [u32],
     panel_words: usize,
 ) {
-    let row = |k: usize| &lines.data[k * lines.depth_stride..][present.clone()];
-    let end = depth.end;
     vectorize(
         #[inline(always)]
-        || {
-            let mut words = [0u32; SPAN];
-            let words = &mut words[..present.len()];
-            for (index, k) in depth.step_by(unit.elements()).enumerate() {
-                prefetch(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
-                let panels = &mut panels[index * WIDTH..];
-                if let Some(floats) = as_float_patterns(row(k)) {
-                    spread::<WIDTH>(floats, panels, panel_words);
-                    continue;
-                }
-                match unit {
-                    Unit::Float => T::load(row(k), as_floats(words)),
-                    Unit::Bf16Pair if k + 1 < end => interleave(as_bf16(row(k)), as_bf16(row(k + 1)), words),
-                    Unit::Bf16Pair => {
-                        words.iter_mut().zip(as_bf16(row(k))).for_each(|(word, low)| *word = pair(*low, bf16::ZERO));
-                    }
-                }
-                spread::<WIDTH>(words, panels, panel_words);
+        || match unit {
+            Unit::Float => spread_rows::<T, WIDTH>(lines, present, depth, panels, panel_words),
+            Unit::Bf16Pair => {
+                let data = as_bf16(lines.data);
+                pair_rows::<WIDTH>(data, lines.depth_stride, present, depth, panels, panel_words);
             }
         },
     );
+}
+
+/// Spreads one row of FP32 values after another over the panels.
+#[inline(always)]
+fn spread_rows<T: Element, const WIDTH: usize>(
+    lines: Lines<'_, T>,
+    present: Range<usize>,
+    depth: Range<usize>,
+    panels: &mut [u32],
+    panel_words: usize,
+) {
+    let mut words = [0u32; SPAN];
+    let words = &mut words[..present.len()];
+    for (index, k) in depth.enumerate() {
+        prefetch(lines.data, (k + AHEAD) * lines.depth_stride + present.start, present.len());
+        let panels = &mut panels[index * WIDTH..];
+        let row = &lines.data[k * lines.depth_stride..][present.clone()];
+        if let Some(floats) = as_float_patterns(row) {
+            spread::<WIDTH>(floats, panels, panel_words);
+        } else {
+            T::load(row, as_floats(words));
+            spread::<WIDTH>(words, panels, panel_words);
+        }
+    }
+}
+
+/// Packs pairs of rows, one panel after another: a panel is written in order, while the rows stay in the L1 cache.
+#[inline(always)]
+fn pair_rows<const WIDTH: usize>(
+    data: &[bf16],
+    stride: usize,
+    present: Range<usize>,
+    depth: Range<usize>,
+    panels: &mut [u32],
+    panel_words: usize,
+) {
+    static ZEROS: [bf16; SPAN] = [bf16::ZERO; SPAN];
+    for (block, start) in depth.clone().step_by(2 * BLOCK).enumerate() {
+        let rows = start..depth.end.min(start + 2 * BLOCK);
+        for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
+            let first = present.start + index * WIDTH;
+            let width = WIDTH.min(present.end.saturating_sub(first));
+            let (targets, _) = panel[block * BLOCK * WIDTH..].as_chunks_mut::<WIDTH>();
+            for (k, target) in rows.clone().step_by(2).zip(targets) {
+                if index == 0 {
+                    for k in [k + AHEAD, k + 1 + AHEAD] {
+                        prefetch(data, k * stride + present.start, present.len());
+                    }
+                }
+                let low = &data[k * stride + first..][..width];
+                let high = if k + 1 < depth.end { &data[(k + 1) * stride + first..][..width] } else { &ZEROS[..width] };
+                match (low.first_chunk::<WIDTH>(), high.first_chunk::<WIDTH>()) {
+                    (Some(low), Some(high)) => {
+                        for i in 0..WIDTH {
+                            target[i] = pair(low[i], high[i]);
+                        }
+                    }
+                    _ => target.iter_mut().zip(low).zip(high).for_each(|((to, low), high)| *to = pair(*low, *high)),
+                }
+            }
+        }
+    }
 }
 
 /// Copies each `WIDTH` words to the start of the next panel.
@@ -174,17 +221,6 @@ fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: us
     if let (false, Some(target)) = (rest.is_empty(), targets.next()) {
         target[..rest.len()].copy_from_slice(rest);
     }
-}
-
-fn interleave(low: &[bf16], high: &[bf16], pairs: &mut [u32]) {
-    vectorize(
-        #[inline(always)]
-        || {
-            for ((to, low), high) in pairs.iter_mut().zip(low).zip(high) {
-                *to = pair(*low, *high);
-            }
-        },
-    );
 }
 
 /// Packs lines that lie anywhere: blocks of them are gathered line by line and then transposed.

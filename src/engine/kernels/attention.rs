@@ -169,12 +169,13 @@ impl<'a> Sequence<'a> {
         }
     }
 
-    /// `out [head_size, T] = rowsᵀ`.
+    /// `out [head_size, T] = rowsᵀ`, in squares: whole columns lie so far apart that they evict each other from the cache.
     #[inline(always)]
     fn transpose(self, rows: &[f32], out: &mut [f32]) {
-        for (t, row) in rows.chunks_exact(self.size).enumerate() {
-            for (d, &x) in row.iter().enumerate() {
-                out[d * self.tokens + t] = x;
+        for (t, rows) in rows.chunks_exact(PAD * self.size).enumerate() {
+            for d in 0..self.size {
+                let column: [f32; PAD] = std::array::from_fn(|i| rows[i * self.size + d]);
+                out[d * self.tokens + t * PAD..][..PAD].copy_from_slice(&column);
             }
         }
     }

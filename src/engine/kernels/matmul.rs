@@ -143,7 +143,11 @@ fn matmul_on<A: Element, C: Element>(
     }
     let kernel = MicroKernel::of::<A>(isa);
     let (a, b) = (Lines::rows(a), Lines::columns(b));
-    let product = Product { kernel, a, b, depth: k, c: Output::new(c, ldc), epilogue, serial: m * n * k < SERIAL_WORK };
+    let padded = |rows: usize, cols: usize| rows.next_multiple_of(kernel.rows) * cols.next_multiple_of(kernel.cols);
+    let turned = 5 * padded(n, m) < 4 * padded(m, n);
+    let (a, b) = if turned { (b, a) } else { (a, b) };
+    let serial = m * n * k < SERIAL_WORK;
+    let product = Product { kernel, a, b, turned, depth: k, c: Output::new(c, ldc), epilogue, serial };
     with_workspace(|workspace| product.run(workspace));
 }
 
@@ -152,6 +156,9 @@ struct Product<'a, A, C> {
     kernel: MicroKernel,
     a: Lines<'a, A>,
     b: Lines<'a, A>,
+    /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. Tiles are
+    /// then transposed before they are stored.
+    turned: bool,
     depth: usize,
     c: Output<C>,
     epilogue: Epilogue<'a>,
@@ -309,11 +316,27 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                 ahead.clear();
                 match partial {
                     Some(partial) => partial.fetch(area.relative_to(&part_rows, &part_cols), &mut ahead),
-                    None => self.c.fetch(area, &mut ahead),
+                    None => self.c.fetch(if self.turned { area.transposed() } else { area }, &mut ahead),
                 }
                 prefetch.step(&mut ahead);
                 self.kernel.run(a, b, &ahead, &mut tile);
                 self.finish(&mut tile, area, part, partial, (&mut scratch, &mut partial_scratch));
+            }
+        }
+    }
+
+    /// Rounds a tile into C.
+    ///
+    /// # Safety
+    /// As [`Output::finish`].
+    unsafe fn write(&self, tile: &mut Tile, area: Area, epilogue: Epilogue<'_>, scratch: &mut Scratch<C>) {
+        let MicroKernel { rows, cols, .. } = self.kernel;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.turned {
+                self.c.finish(&mut tile.transposed(rows, cols), rows, area.transposed(), epilogue, scratch);
+            } else {
+                self.c.finish(tile, cols, area, epilogue, scratch);
             }
         }
     }
@@ -334,7 +357,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             let later = Epilogue { alpha: self.epilogue.alpha, bias: None, accumulate: true };
             let epilogue = if is_first { self.epilogue } else { later };
             // SAFETY: `matmul` checked that C has all areas; each belongs to one task of a part, and parts run in turn.
-            return unsafe { self.c.finish(tile, width, area, epilogue, scratch) };
+            return unsafe { self.write(tile, area, epilogue, scratch) };
         };
         let (rows, cols) = self.area(part);
         let inside = area.relative_to(&rows, &cols);
@@ -344,7 +367,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                 partial.add_to(tile, width, inside, partial_scratch);
             }
             if is_last {
-                self.c.finish(tile, width, area, self.epilogue, scratch);
+                self.write(tile, area, self.epilogue, scratch);
             } else {
                 partial.store(tile, width, inside, partial_scratch);
             }

@@ -43,6 +43,11 @@ pub(super) struct Area {
 }
 
 impl Area {
+    /// The area of the transposed matrix.
+    pub(super) fn transposed(self) -> Self {
+        Self { row: self.col, col: self.row, rows: self.cols, cols: self.rows }
+    }
+
     /// This area as a part of these rows and columns.
     pub(super) fn relative_to(self, rows: &Range<usize>, cols: &Range<usize>) -> Self {
         Self { row: self.row - rows.start, col: self.col - cols.start, ..self }

@@ -17,6 +17,19 @@ pub(super) const MAX_TILE: usize = 8 * 48;
 #[repr(C, align(64))]
 pub(super) struct Tile(pub(super) [f32; MAX_TILE]);
 
+impl Tile {
+    /// This tile of `rows` × `cols` as one of `cols` × `rows`.
+    pub(super) fn transposed(&self, rows: usize, cols: usize) -> Self {
+        let mut out = Self([0.0; MAX_TILE]);
+        for (col, out) in out.0.chunks_exact_mut(rows).enumerate().take(cols) {
+            for (row, out) in out.iter_mut().enumerate() {
+                *out = self.0[row * cols + col];
+            }
+        }
+        out
+    }
+}
+
 /// The most addresses of [`Ahead`].
 const MAX_AHEAD: usize = 160;
 

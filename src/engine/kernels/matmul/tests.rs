@@ -106,6 +106,9 @@ fn all_shapes_layouts_and_types_agree_with_f64() {
         (61, 5, 30),
         (130, 63, 50),
         (50, 64, 145),
+        (100, 33, 1),
+        (100, 70, 16),
+        (97, 64, 50),
     ];
     for isa in supported() {
         for (m, k, n) in shapes {
@@ -122,6 +125,7 @@ fn the_epilogue_scales_adds_the_bias_and_the_old_value() {
             let epilogue = Epilogue { alpha: -0.75, bias: Some(&bias), accumulate };
             check_all_types(isa, 20, 33, 51, epilogue);
             check_all_types(isa, 1, 33, 51, epilogue);
+            check_all_types(isa, 150, 33, 9, Epilogue { bias: Some(&bias[..9]), ..epilogue });
         }
     }
 }
@@ -138,6 +142,7 @@ fn a_product_rounds_once_whatever_its_depth() {
             let epilogue = Epilogue { alpha: 0.5, bias: Some(&bias), accumulate: true };
             check_layouts::<bf16, bf16>(isa, 60, k, 50, epilogue);
             check_layouts::<f16, f32>(isa, 60, k, 50, epilogue);
+            check_layouts::<bf16, bf16>(isa, 100, k, 7, Epilogue { bias: Some(&bias[..7]), ..epilogue });
         }
     }
 }

@@ -31,13 +31,13 @@ mod verify_distributed;
 mod verify_resume;
 mod watch;
 
-use crate::data::{apart, parquet_rows, template_process};
+use crate::data::{parquet_rows, template_process};
 use crate::engine::collective::Collective;
 #[cfg(feature = "cuda")]
 use crate::engine::kernels::cuda::preflight;
 use crate::engine::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
-use crate::untrusted::{Clean, block};
+use crate::untrusted::{Clean, apart, block};
 use crate::{Error, Result};
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -157,20 +157,12 @@ fn tip(error: &clap::Error) -> Option<&'static str> {
 pub fn main() -> ExitCode {
     // Otherwise a log that outgrows `ulimit -f` would kill the run.
     crate::screen::terminal::outlive_file_size_limit().ok();
-    #[cfg(feature = "cuda")]
-    {
-        let arguments: Vec<_> = std::env::args_os().skip(1).collect();
-        if let [first, rest @ ..] = &arguments[..]
-            && first == preflight::ARGUMENT
-        {
-            return preflight::serve(rest);
-        }
-        preflight::can_serve();
-    }
     let mut arguments = std::env::args_os().skip(1);
     match arguments.next() {
         Some(first) if first == parquet_rows::ARGUMENT => return parquet_rows::serve(arguments),
         Some(first) if first == template_process::ARGUMENT => return template_process::serve(),
+        #[cfg(feature = "cuda")]
+        Some(first) if first == preflight::ARGUMENT => return preflight::serve(arguments),
         _ => (),
     }
     if let Ok(program) = std::env::current_exe() {

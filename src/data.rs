@@ -4,7 +4,6 @@
 //! [`BatchLoader`] cuts those into windows, in an order that is a pure function of seed, epoch and position, so that
 //! a [`Cursor`] of two numbers in a checkpoint is enough to go on exactly where a run stopped.
 
-pub mod apart;
 pub mod batch_loader;
 mod bpe;
 mod cache;

@@ -25,7 +25,7 @@ pub use bits::{Bits, Fate, Stored};
 pub use blocks::{Blocks, Quantised, Scheme, normal_tensor};
 pub use casts::{Cast, Casts};
 pub use crises::{Crises, Outcome};
-pub use memory::{Group, Item, Memory, Plan, Recipe, Setup, model_named};
+pub use memory::{Group, Item, Measured, Memory, Plan, Recipe, Setup, model_named};
 pub use number::{parse_format, parse_value};
 pub use page::{Line, Page, Role, Span};
 pub use ranges::{Extent, RangeRow, Ranges};

@@ -1,6 +1,9 @@
-//! Untrusted input: files that may be pipes or devices, and text that must be escaped before it reaches a terminal.
+//! Untrusted input: files that may be pipes or devices, text that must be escaped before it reaches a terminal, and work that
+//! may ruin its process.
 //!
 //! Text is escaped by the writers, not by the readers: [`Clean`] wraps a stream, [`line()`] and [`block()`] escape a message.
+
+pub mod apart;
 
 use std::borrow::Cow;
 use std::fmt::Write as _;

@@ -357,6 +357,7 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
                 std::fs::write(&file, serde_json::to_string(&ids.chunks(length).collect::<Vec<_>>()).unwrap()).unwrap();
                 let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
                 assert_eq!(report["axes"], serde_json::json!(["batch", "sequence"]));
+                assert_eq!(report["unused"], serde_json::json!([]), "{name}");
                 let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
                 // From the same rounded weights, and from the exact ones.
                 let same = distance(&theirs, &values(&logits(&trained, dtype, &ids, length)));
@@ -385,6 +386,7 @@ fn onnxruntime_decodes_with_a_cache_and_in_int8() {
             export(&trained, Dtype::F32, Format::Onnx(OnnxOptions { kv_cache, int8 }), Parts::Merged, &out).unwrap();
             let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
             let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
+            assert_eq!(report["unused"], serde_json::json!([]), "{name}");
             let error = distance(&theirs, &exact);
             assert!(error < tolerance, "{name}, cache {kv_cache}, int8 {int8}: {error:.1e}");
             // Rounded to 8 bits, and not left as it was.

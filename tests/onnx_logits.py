@@ -3,16 +3,26 @@
     python onnx_logits.py MODEL IDS
 
 IDS is a JSON list of rows of token ids, all equally long; a graph with a KV cache gets them in three pieces. Prints one JSON
-object: `logits`, all values in row-major order, and `axes`, the names of the input's axes.
+object: `logits`, all values in row-major order, `axes`, the names of the input's axes, and `unused`, onnxruntime's warnings about
+initializers that no operation reads.
 """
 
 import json
+import os
 import sys
+import tempfile
 
 import numpy
 import onnxruntime
 
-session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+# onnxruntime writes warnings to the file descriptor.
+with tempfile.TemporaryFile() as said:
+    stderr = os.dup(2)
+    os.dup2(said.fileno(), 2)
+    session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+    os.dup2(stderr, 2)
+    said.seek(0)
+    unused = [line for line in said.read().decode().splitlines() if "initializer" in line]
 with open(sys.argv[2]) as file:
     ids = numpy.array(json.load(file), dtype=numpy.int64)
 pasts = [tensor for tensor in session.get_inputs() if tensor.name.startswith("past_key_values.")]
@@ -27,4 +37,4 @@ if pasts:
     logits = numpy.concatenate(pieces, axis=1)
 else:
     [logits] = session.run(["logits"], {"input_ids": ids})
-print(json.dumps({"logits": logits.flatten().tolist(), "axes": session.get_inputs()[0].shape}))
+print(json.dumps({"logits": logits.flatten().tolist(), "axes": session.get_inputs()[0].shape, "unused": unused}))

@@ -277,7 +277,7 @@ const GOOD_TEMPLATE: &str = include_str!("../src/data/templates/qwen.jinja");
 
 /// A template that is accepted then writes conversations.
 fn template(bytes: &[u8]) {
-    finetune::data::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
+    finetune::untrusted::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
     let Ok(source) = std::str::from_utf8(bytes) else { return };
     let template = match bounded(|| Template::new(source, "t", TemplateTokens::default())) {
         Ok(template) => template.apart(source),
@@ -414,7 +414,7 @@ fn unchanged_ones_are_accepted() {
 /// The same for a template. Filters in a row each double the text; so do sums of a variable with itself.
 #[test]
 fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
-    finetune::data::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
+    finetune::untrusted::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
     let doubled = "{% set x = x + x %}".repeat(45);
     let cases = [
         (format!("{{{{ messages{} }}}}", " | tojson".repeat(99)), "more than 2 GiB of memory"),

@@ -143,7 +143,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
     let Some(bench) = Bench::new() else { return };
     let (trained, prompt) = (&bench.trained, bench.prompt());
     let ours = last_logits(trained, &prompt);
-    let template = trained.companions.chat_template().unwrap();
+    let template = trained.chat.template.clone();
     assert!(template.as_ref().unwrap().contains("<|im_start|>"));
 
     // FP32 keeps every bit of what was dequantised, whichever way the rows of queries and keys went.
@@ -154,7 +154,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
         let error = distance(&numbers(&theirs["logits"]), &ours);
         assert!(error < 1e-5, "{name}: logits differ by {error:.1e}");
         let again = TrainedModel::open(&out, None).unwrap();
-        assert_eq!(again.companions.chat_template().unwrap(), template, "{name}");
+        assert_eq!(again.chat.template, template, "{name}");
         assert_eq!(
             again.tokenizer.encode("In 1984, don't  stop!").unwrap(),
             trained.tokenizer.encode("In 1984, don't  stop!").unwrap()

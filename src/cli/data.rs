@@ -95,10 +95,9 @@ fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, Proof)> 
     let reporter = Reporter::start();
     let mut tell = |event| reporter.report(event);
     let source = ModelSource::open(&config, &mut tell)?;
-    let chat = source.companions.chat()?;
-    let data = dataset(&config, &chat, &source.tokenizer, &mut tell)?;
+    let data = dataset(&config, &source.chat, &source.tokenizer, &mut tell)?;
     let layout = Layout::new(data.train, config.train.seq_len, config.train.packing, &config.data)?;
-    let chat = reading(&config, &chat, &source.tokenizer).chat;
+    let chat = reading(&config, &source.chat, &source.tokenizer).chat;
     let chat = (layout.kind() == Documents::Chats).then_some(&chat);
     let proof = Proof::new(&layout, sample, &source.tokenizer, chat)?;
     Ok((BatchLoader::over(layout, config.train.batch_size, config.seed)?, proof))

@@ -67,7 +67,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 
 /// Counts the questions of `data` that are answered to the letter.
 fn answers(args: &EvalArgs, trained: &TrainedModel, data: &str, out: &mut dyn Write) -> Result<()> {
-    let dialogues = dialogues(&data.parse()?, trained.reading()?, &mut |_| ())?;
+    let dialogues = dialogues(&data.parse()?, trained.reading(), &mut |_| ())?;
     let open = args.model.open_device()?;
     let (model, weights) = trained.load(args.model.dtype, &open)?;
     let (count, watched) = (dialogues.len(), stderr().is_terminal());
@@ -101,7 +101,7 @@ struct Text {
 fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
     let reporter = Reporter::start();
     let (tokens, bytes_per_token) =
-        whole_text(&data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| reporter.report(event))?;
+        whole_text(&data.parse()?, trained.reading(), &trained.tokenizer, &mut |event| reporter.report(event))?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
@@ -113,8 +113,7 @@ fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
     })?;
     let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
     let reporter = Reporter::start();
-    let chat = trained.companions.chat()?;
-    let set = dataset(&config, &chat, &trained.tokenizer, &mut |event| reporter.report(event))?;
+    let set = dataset(&config, &trained.chat, &trained.tokenizer, &mut |event| reporter.report(event))?;
     let data = match &config.val {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),

@@ -55,7 +55,7 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
     }
     let reporter = Reporter::start();
     let (tokens, _) =
-        whole_text(&args.data.parse()?, trained.reading()?, &trained.tokenizer, &mut |event| reporter.report(event))?;
+        whole_text(&args.data.parse()?, trained.reading(), &trained.tokenizer, &mut |event| reporter.report(event))?;
     drop(reporter);
     let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
     let watched = stderr().is_terminal();

@@ -2,11 +2,12 @@
 
 mod args;
 
-use std::io::{IsTerminal, Write};
+use std::io::{BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use clap::{Args, Parser};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use self::args::{
     BitsArgs, BlocksArgs, CastsArgs, CrisesArgs, MemoryArgs, RangesArgs, ScalerArgs, ScalingArgs, SoftmaxArgs,
@@ -16,15 +17,19 @@ use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
 use crate::data::Tokenizer;
 use crate::engine::model::{Keep, ModelSpec};
+use crate::engine::optim::OptimizerKind;
 use crate::lab::guide::{self, about};
 use crate::lab::screen::{self, Theme};
 use crate::lab::{
-    Bits, Blocks, Casts, Comparison, Crises, Extent, GradientModel, Memory, Overflows, Page, Ranges, Role, RunFigures,
-    Scaling, Setup, Softmax, Sums, UlpGrid, apply_setting, log_normal, model_named, normal_tensor, parse_value,
+    Bits, Blocks, Casts, Comparison, Crises, Extent, GradientModel, Measured, Memory, Overflows, Page, Ranges, Role,
+    RunFigures, Scaling, Setup, Softmax, Sums, UlpGrid, apply_setting, log_normal, model_named, normal_tensor,
+    parse_value,
 };
 use crate::precision::PrecisionPolicy;
 use crate::store::StoredModel;
 use crate::telemetry::{ProcessStats, Started};
+use crate::train::Config;
+use crate::untrusted::Clean;
 use crate::{Error, Result};
 
 /// Flags of the lab.
@@ -71,14 +76,15 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let reporter = Reporter::of("computing");
     let report = bench.report(view, args.run.as_deref())?;
     drop(reporter);
-    let text = if args.json {
-        crate::untrusted::lines(&(report.json()? + "\n")).into_owned()
+    let written = if args.json {
+        let mut out = BufWriter::new(Clean::new(out));
+        (report.json)(&mut out).map_err(Into::into).and_then(|()| writeln!(out)).and_then(|()| out.flush())
     } else {
         let page = explained(view.name(), &report, args.width.unwrap_or_else(terminal_width));
         let page = if args.ascii { page.ascii() } else { page };
-        page.printed(terminal)
+        out.write_all(page.printed(terminal).as_bytes())
     };
-    out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+    written.map_err(Error::io("write to", "standard output"))
 }
 
 pub(super) fn terminal_width() -> usize {
@@ -97,16 +103,17 @@ fn explained(view: &str, report: &Report, width: usize) -> Page {
 /// A report before rendering.
 struct Report {
     page: Box<dyn Fn(usize) -> Page>,
-    json: serde_json::Result<String>,
+    json: Box<dyn Fn(&mut dyn Write) -> serde_json::Result<()>>,
 }
 
 impl Report {
     fn new<T: Serialize + 'static>(report: T, page: fn(&T, usize) -> Page) -> Self {
-        Self { json: serde_json::to_string_pretty(&report), page: Box::new(move |width| page(&report, width)) }
-    }
-
-    fn json(self) -> Result<String> {
-        self.json.map_err(|error| Error::config("json", error.to_string()))
+        let report = Rc::new(report);
+        let same = Rc::clone(&report);
+        Self {
+            page: Box::new(move |width| page(&report, width)),
+            json: Box::new(move |out| serde_json::to_writer_pretty(out, &*same)),
+        }
     }
 }
 
@@ -254,7 +261,7 @@ impl CrisesArgs {
     fn report(&self, run: Option<&RunFigures>) -> Result<Crises> {
         let gradients = run.and_then(RunFigures::true_gradients);
         let rate = run.and_then(RunFigures::largest_rate);
-        let scale = run.and_then(|run| run.steps.first()).map(|step| f64::from(step.loss_scale));
+        let scale = run.and_then(RunFigures::first_scale).map(f64::from);
         let small = self.small.or(gradients.map(|(low, _)| low)).unwrap_or(1e-8);
         let large = self.large.or(gradients.map(|(_, high)| high)).unwrap_or(3.0);
         let scale = self.scale.or(scale).unwrap_or(65536.0);
@@ -278,7 +285,7 @@ impl ScalerArgs {
         if self.steps > Self::LONGEST {
             return Err(Error::config("--steps", format!("{} are too many; {} at most", self.steps, Self::LONGEST)));
         }
-        let started = run.and_then(|run| serde_json::from_value(run.started.config.get("scaler")?.clone()).ok());
+        let started = run.and_then(RunFigures::scaler);
         let base = apply_setting(started.unwrap_or_default(), &self.base)?;
         let model = if self.level.trim() == "none" { None } else { Some(self.gradients()?) };
         let steps = |seed| match (run, model) {
@@ -357,11 +364,40 @@ impl MemoryArgs {
         };
         let mut memory = Memory::new(&name, &config, setup)?;
         let as_it_ran = self.model.is_none() && self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();
-        if as_it_ran && let Some(run) = run {
-            memory.measured = run.peak_rss_bytes.map(|peak| (run.policy(), peak));
+        if let Some(run) = run
+            && let Some(peak) = run.peak_rss_bytes.filter(|_| as_it_ran)
+        {
+            let (spec, kind, recipe) = recipe_of(run, config)?;
+            let engine = setup.engine(&spec, run.policy(), kind)?;
+            memory.measured = Some(Measured { policy: run.policy(), recipe, peak, engine });
         }
         Ok(memory)
     }
+}
+
+/// A run's model with its adapters, its optimizer, and both in words where they are not a whole model and AdamW.
+fn recipe_of(run: &RunFigures, spec: ModelSpec) -> Result<(ModelSpec, OptimizerKind, String)> {
+    // An older log may have settings that are no more.
+    let Ok(config) = Config::deserialize(&run.started.config) else {
+        return Ok((spec, OptimizerKind::AdamW, String::new()));
+    };
+    let mut recipe = String::new();
+    let mut spec = config.adapted(spec)?;
+    if let Some(lora) = &spec.lora {
+        let base = Path::new(&config.model);
+        if base.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) {
+            let missing = "the run's base is not there; run this where it is, or name a model with --model";
+            let found = base.is_file().then(|| StoredModel::shape(base));
+            spec.quantised = found.ok_or_else(|| Error::data(&config.model, missing))??.quantised;
+        }
+        let kind = if spec.quantised.is_empty() { "LoRA" } else { "QLoRA" };
+        recipe = format!(", {kind} of rank {}", lora.r);
+    }
+    let kind = config.train.optimizer;
+    if kind == OptimizerKind::AdamW8bit {
+        recipe += ", 8-bit Adam";
+    }
+    Ok((spec, kind, recipe))
 }
 
 /// The shape of a run's model: from its `config.json`, or in an older log from the dimensions of a GPT-2.

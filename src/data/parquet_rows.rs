@@ -13,9 +13,9 @@ use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::apart;
 use super::contain::contained;
 use super::row::EXPECTED;
+use crate::untrusted::apart::{self, End};
 use crate::{Error, untrusted};
 
 /// The first argument that makes the program call [`serve`].
@@ -89,8 +89,11 @@ fn read_apart(mut command: Command, path: &Path, fields: &[&str], row: &mut Take
                 Some(Message::End) => return Ok(()),
                 None if line.len() as u64 == MAX_LINE => return Err(file("a row is longer than 256 MiB")),
                 None => {
-                    let message = "not a readable Parquet file: reading it takes more than 2 GiB of memory";
-                    return Err(file(message));
+                    let why = match apart::end(&mut child) {
+                        End::OutOfMemory => "reading it takes more than 2 GiB of memory".to_owned(),
+                        End::Otherwise(how) => format!("its process {how}"),
+                    };
+                    return Err(Failure::File(format!("not a readable Parquet file: {why}")));
                 }
             }
         }

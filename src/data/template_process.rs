@@ -12,8 +12,8 @@ use std::time::Duration;
 use minijinja::Value;
 use serde::{Deserialize, Serialize};
 
-use super::apart;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
+use crate::untrusted::apart::{self, End};
 use crate::{Error, Result};
 
 /// The first argument that makes the program call [`serve`].
@@ -90,8 +90,10 @@ impl TemplateProcess {
                 *running = Some(process);
                 answer.map_err(|message| Error::model(&self.setup.origin, message))
             }
-            // It has aborted.
-            Err(_) => Err(self.wrong("takes more than 2 GiB of memory for a conversation")),
+            Err(_) => Err(match apart::end(&mut process.child) {
+                End::OutOfMemory => self.wrong("takes more than 2 GiB of memory for a conversation"),
+                End::Otherwise(how) => self.wrong(&format!("cannot be rendered: its process {how}")),
+            }),
         }
     }
 

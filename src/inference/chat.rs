@@ -23,7 +23,7 @@ impl Chat {
     /// # Errors
     /// [`Error::Model`](crate::Error::Model) or [`Error::Io`](crate::Error::Io) for a template that cannot be read or parsed.
     pub fn new(trained: &TrainedModel, file: Option<&Path>) -> Result<Self> {
-        let chat = trained.companions.chat()?;
+        let chat = &trained.chat;
         let (source, origin) = match file {
             Some(file) => (Some(text_file(file)?), file.display().to_string()),
             None => (chat.template.clone(), trained.path.display().to_string()),
@@ -32,7 +32,7 @@ impl Chat {
         let source = source.unwrap_or_else(|| chat.format(&origin, &trained.tokenizer).source().to_owned());
         let ends = trained.ends()?;
         Ok(Self {
-            template: Template::new(&source, &origin, chat.tokens)?.apart(&source),
+            template: Template::new(&source, &origin, chat.tokens.clone())?.apart(&source),
             plain,
             ends,
             history: Conversation::default(),

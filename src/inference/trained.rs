@@ -1,7 +1,7 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
 use super::adapted::{self, Adapters, merged};
-use crate::data::{Reading, Tokenizer};
+use crate::data::{ChatSettings, Reading, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
@@ -25,6 +25,8 @@ pub struct TrainedModel {
     pub tokenizer: Tokenizer,
     /// The files beside its weights.
     pub companions: Companions,
+    /// Their template and its special tokens.
+    pub chat: ChatSettings,
     /// Damaged newer checkpoints of the run, which were skipped.
     pub damaged: Vec<Damage>,
     weights: Weights,
@@ -113,7 +115,8 @@ impl TrainedModel {
             return Err(Error::model(path.display(), message));
         };
         check_vocabulary(&tokenizer, &file, &config)?;
-        Ok(Self { path, config, tokenizer, companions, damaged, weights, adapters })
+        let chat = companions.chat()?;
+        Ok(Self { path, config, tokenizer, companions, chat, damaged, weights, adapters })
     }
 
     /// The tokens that end a text: those of the configuration, of `generation_config.json` and of the tokenizer.
@@ -125,12 +128,9 @@ impl TrainedModel {
     }
 
     /// How text is read for it, without a configuration: rows by their usual fields, conversations by its template.
-    ///
-    /// # Errors
-    /// [`Error::Io`] or [`Error::Model`] where the files about conversations cannot be read.
-    pub fn reading(&self) -> Result<Reading> {
-        let chat = self.companions.chat()?.format(&self.path.display().to_string(), &self.tokenizer);
-        Ok(Reading { chat, ..Reading::default() })
+    pub fn reading(&self) -> Reading {
+        let chat = self.chat.format(&self.path.display().to_string(), &self.tokenizer);
+        Reading { chat, ..Reading::default() }
     }
 
     /// The same model with the adapters in `folder`, in PEFT's format.

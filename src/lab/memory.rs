@@ -82,6 +82,19 @@ pub struct Plan {
     pub for_activations: (Option<i64>, Option<i64>),
 }
 
+/// What a run took, and what this engine's buffers take with its settings.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Measured {
+    /// The run's policy.
+    pub policy: PrecisionPolicy,
+    /// Its recipe in words, where it is not full fine-tuning with AdamW.
+    pub recipe: String,
+    /// Its peak, in bytes.
+    pub peak: u64,
+    /// The prediction.
+    pub engine: Vec<Item>,
+}
+
 /// The memory of training a model, by recipe.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Memory {
@@ -105,8 +118,8 @@ pub struct Memory {
     pub adapters: u64,
     /// Bytes of a KV cache of these sequences, by format.
     pub kv_cache: Vec<(&'static str, u64)>,
-    /// Peak memory of a real run of this shape, with its policy.
-    pub measured: Option<(PrecisionPolicy, u64)>,
+    /// A real run of this shape.
+    pub measured: Option<Measured>,
 }
 
 impl Recipe {
@@ -219,30 +232,38 @@ pub struct Setup {
     pub stores_scores: bool,
 }
 
+impl Setup {
+    /// This engine's memory, the program's own included. `config` has the adapters, if there are any.
+    pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<Item>> {
+        let kernels: &dyn Kernels = if self.stores_scores { &Plain::new() } else { &Fused };
+        let mut items = items(EngineBytes::new(config, policy, self.shape, self.keep, kind, kernels)?);
+        if self.probes {
+            // A probe has its own FP32 workspace and gradients, and of a frozen base an FP32 copy.
+            let [batch, seq_len, _] = self.shape;
+            let exact = EngineBytes::new(config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All, kind, &Fused)?;
+            let base = if config.lora.is_some() && policy.compute != Dtype::F32 { exact.weights } else { 0 };
+            let bytes = exact.activations + exact.scratch + exact.gradients + base;
+            items.push(Item { group: Group::Probe, bytes });
+        }
+        items.push(Item { group: Group::Process, bytes: self.process });
+        Ok(items)
+    }
+}
+
 impl Memory {
     /// Computes every recipe.
     pub fn new(model: &str, config: &ModelSpec, setup: Setup) -> Result<Self> {
-        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, probes, process, stores_scores } = setup;
-        let with_process = |mut items: Vec<Item>| {
-            items.push(Item { group: Group::Process, bytes: process });
-            items
-        };
-        let kernels: &dyn Kernels = if stores_scores { &Plain::new() } else { &Fused };
+        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
         let engine = |recipe: Recipe, policy, batch| -> Result<Vec<Item>> {
             let (config, recipe_keep, kind) = recipe.setting(config, rank)?;
             let keep = if recipe_keep == Keep::BlockInput { recipe_keep } else { keep };
-            let shape = [batch, seq_len, grad_accum];
-            let mut items = items(EngineBytes::new(&config, policy, shape, keep, kind, kernels)?);
-            if probes {
-                // A probe has its own FP32 workspace and gradients.
-                let shape = [batch, seq_len, 1];
-                let exact = EngineBytes::new(&config, PrecisionPolicy::FP32, shape, Keep::All, kind, &Fused)?;
-                let bytes = exact.activations + exact.scratch + exact.gradients;
-                items.push(Item { group: Group::Probe, bytes });
-            }
-            Ok(with_process(items))
+            Setup { shape: [batch, seq_len, grad_accum], keep, ..setup }.engine(&config, policy, kind)
         };
-        let textbook = |recipe, batch| with_process(textbook(config, recipe, [batch, seq_len, rank]));
+        let textbook = |recipe, batch| {
+            let mut items = textbook(config, recipe, [batch, seq_len, rank]);
+            items.push(Item { group: Group::Process, bytes: process });
+            items
+        };
         let left = |items: &[Item]| {
             let fixed: u64 = items.iter().filter(|item| item.group != Group::Activations).map(|item| item.bytes).sum();
             budget.map(|budget| budget as i64 - fixed as i64)
@@ -291,13 +312,6 @@ impl Memory {
     ) -> Result<Vec<Item>> {
         let kernels: &dyn Kernels = if stores_scores { &Plain::new() } else { &Fused };
         Ok(items(EngineBytes::new(config, policy, shape, keep, OptimizerKind::AdamW, kernels)?))
-    }
-
-    /// The predicted total for the measured run, if there is one.
-    pub fn predicted(&self) -> Option<u64> {
-        let (policy, _) = self.measured?;
-        let plan = self.plans.iter().find(|plan| plan.recipe.policy() == Some(policy) && plan.engine.is_some())?;
-        plan.engine.as_deref().map(total)
     }
 
     /// The report as text, `width` columns wide.
@@ -406,15 +420,14 @@ impl Memory {
     }
 
     fn conclusion(&self, page: &mut Page) {
-        if let (Some((policy, measured)), Some(predicted)) = (self.measured, self.predicted()) {
-            let error = predicted as f64 / measured as f64 - 1.0;
-            page.push(Line::new().plain(format!(
-                "measured peak of the run ({policy}): {}, predicted {}: {:+.1} %",
-                bytes(measured),
-                bytes(predicted),
-                error * 100.0
-            )));
-        }
+        let Some(Measured { policy, recipe, peak, engine }) = &self.measured else { return };
+        let predicted = total(engine);
+        page.push(Line::new().plain(format!(
+            "measured peak of the run ({policy}{recipe}): {}, predicted {}: {:+.1} %",
+            bytes(*peak),
+            bytes(predicted),
+            (predicted as f64 / *peak as f64 - 1.0) * 100.0
+        )));
     }
 }
 

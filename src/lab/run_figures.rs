@@ -1,12 +1,12 @@
 //! A run's figures for the lab: its events, and the weights of its newest checkpoint.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 
 use super::ranges::Extent;
 use super::scaler::{Overflows, Visit};
 use crate::engine::model::Keep;
-use crate::precision::{Dtype, ExponentHistogram, FloatFormat, PrecisionPolicy, TensorStats};
+use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, PrecisionPolicy, TensorStats};
 use crate::store::tensor_file::TensorFile;
 use crate::telemetry::{Event, Outcome, ProbeTotals, RunState, Started, StepRecord};
 use crate::{Error, Result};
@@ -18,79 +18,113 @@ pub struct RunFigures {
     pub folder: PathBuf,
     /// The newest `Started` event.
     pub started: Started,
-    /// Every valid step.
-    pub steps: Vec<Step>,
-    /// The gradients of every applied step as stored, unscaled.
-    stored: ExponentHistogram,
+    sums: Sums,
     /// Totals over all FP32 probes.
     pub probed: ProbeTotals,
-    /// The largest unscaled gradient that an FP32 probe found, by step.
-    pub largest: BTreeMap<u64, f32>,
     /// The largest reported resident memory, in bytes.
     pub peak_rss_bytes: Option<u64>,
 }
 
-/// What the lab needs of a step: little, because a run may have millions.
+/// Steps that the scaler's replay keeps: a run may have millions.
+const MOST_STEPS: usize = 1 << 18;
+
+/// What the scaler's replay needs of a step.
 #[derive(Clone, Copy, Debug)]
-pub struct Step {
-    /// Its number.
-    pub number: u64,
-    /// Its loss scale.
-    pub loss_scale: f32,
+struct Step {
+    number: u64,
+    loss_scale: f32,
+    /// The largest scaled gradient.
+    max_abs: f32,
     applied: bool,
     loss_is_finite: bool,
-    lr: f64,
-    /// The smallest and the largest scaled gradient.
-    min_abs: Option<f32>,
-    max_abs: f32,
 }
 
-impl Step {
-    fn of(step: &StepRecord) -> Self {
-        Self {
-            number: step.step,
-            loss_scale: step.loss_scale,
-            applied: step.outcome == Outcome::Applied,
-            loss_is_finite: step.loss.is_finite(),
-            lr: step.lr,
-            min_abs: step.grads.min_abs,
-            max_abs: step.grads.max_abs,
-        }
-    }
+/// What is kept of a log's steps.
+#[derive(Debug, Default)]
+struct Sums {
+    /// The newest, at most [`MOST_STEPS`].
+    steps: VecDeque<Step>,
+    /// Their number before those.
+    earlier: u64,
+    /// The loss scale of the first.
+    first_scale: Option<f32>,
+    /// The smallest and the largest gradient of all applied steps, scaled and true.
+    scaled: Option<(f64, f64)>,
+    unscaled: Option<(f64, f64)>,
+    /// The largest learning rate.
+    largest_rate: Option<f64>,
+    /// The gradients of every applied step as stored, unscaled.
+    stored: ExponentHistogram,
+    /// The largest unscaled gradient that an FP32 probe found, by step.
+    largest: BTreeMap<u64, f32>,
+}
 
-    /// The smallest and the largest true gradient.
-    fn unscaled(&self) -> Option<(f64, f64)> {
-        let scale = f64::from(self.loss_scale);
-        Some((f64::from(self.min_abs?) / scale, f64::from(self.max_abs) / scale))
+impl Sums {
+    fn add(&mut self, step: &StepRecord, most: usize) {
+        let (loss_scale, max_abs, applied) = (step.loss_scale, step.grads.max_abs, step.outcome == Outcome::Applied);
+        if self.steps.len() == most {
+            self.steps.pop_front();
+            self.earlier += 1;
+            let first = self.steps.front().map_or(step.step, |first| first.number);
+            self.largest = self.largest.split_off(&first);
+        }
+        let loss_is_finite = step.loss.is_finite();
+        self.steps.push_back(Step { number: step.step, loss_scale, max_abs, applied, loss_is_finite });
+        self.first_scale.get_or_insert(loss_scale);
+        if step.lr > 0.0 {
+            self.largest_rate = Some(self.largest_rate.map_or(step.lr, |largest| largest.max(step.lr)));
+        }
+        if !applied {
+            return;
+        }
+        self.stored.merge(&histogram(&step.grads.exponents, (-loss_scale.log2()).round() as i32));
+        if let Some(min_abs) = step.grads.min_abs {
+            let widen = |extent: &mut Option<(f64, f64)>, scale: f64| {
+                let (min, max) = (f64::from(min_abs) / scale, f64::from(max_abs) / scale);
+                *extent = Some(extent.map_or((min, max), |(low, high)| (low.min(min), high.max(max))));
+            };
+            widen(&mut self.scaled, 1.0);
+            widen(&mut self.unscaled, f64::from(loss_scale));
+        }
     }
 }
 
 impl RunFigures {
     /// Reads a run. A log without steps is an error.
     pub fn read(path: &Path) -> Result<Self> {
+        Self::read_newest(path, MOST_STEPS)
+    }
+
+    /// The same with the newest `most` steps for a replay.
+    fn read_newest(path: &Path, most: usize) -> Result<Self> {
         let (folder, log) = if path.is_dir() {
             (path.to_path_buf(), path.join("events.jsonl"))
         } else {
             (path.parent().unwrap_or(Path::new("")).to_path_buf(), path.to_path_buf())
         };
-        let (mut steps, mut stored, mut largest) = (Vec::new(), ExponentHistogram::new(), BTreeMap::new());
+        let mut sums = Sums::default();
         let (state, _) = RunState::default().read_with(&log, |record| match &record.event {
-            Event::Started(started) if started.resumed_from.is_none() => {
-                // Another run in the same log.
-                (steps, stored, largest) = Default::default();
-            }
-            Event::Step(step) => {
-                steps.push(Step::of(step));
-                if step.outcome == Outcome::Applied {
-                    stored.merge(&histogram(&step.grads.exponents, (-step.loss_scale.log2()).round() as i32));
-                }
-            }
-            Event::Probe(probe) => drop(largest.insert(probe.step, probe.grads.max_abs)),
+            // Another run in the same log.
+            Event::Started(started) if started.resumed_from.is_none() => sums = Sums::default(),
+            Event::Step(step) => sums.add(step, most),
+            Event::Probe(probe) => drop(sums.largest.insert(probe.step, probe.grads.max_abs)),
             _ => {}
         })?;
         let (probed, peak_rss_bytes) = (state.probed().clone(), state.figures().peak_rss);
         let started = state.started.unwrap_or_default();
-        Ok(Self { folder, started, steps, stored, probed, largest, peak_rss_bytes })
+        Ok(Self { folder, started, sums, probed, peak_rss_bytes })
+    }
+
+    /// The scaler's settings. Where the first steps are not kept, it begins with the scale of the first that is.
+    pub fn scaler(&self) -> Option<GradScalerConfig> {
+        let config: GradScalerConfig = serde_json::from_value(self.started.config.get("scaler")?.clone()).ok()?;
+        let cut = self.sums.steps.front().filter(|_| self.sums.earlier > 0);
+        Some(GradScalerConfig { init_scale: cut.map_or(config.init_scale, |step| step.loss_scale), ..config })
+    }
+
+    /// The loss scale of the first step.
+    pub fn first_scale(&self) -> Option<f32> {
+        self.sums.first_scale
     }
 
     /// The run's precision policy; FP16 if it is not known.
@@ -124,7 +158,7 @@ impl RunFigures {
     /// which scales it overflows; an overflow without one tells only that its scale was too large.
     pub fn overflows(&self) -> Overflows {
         // A probe measures the first micro-batch only.
-        let probed = if self.setting("/train/grad_accum") == Some(1) { &self.largest } else { &BTreeMap::new() };
+        let probed = if self.setting("/train/grad_accum") == Some(1) { &self.sums.largest } else { &BTreeMap::new() };
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
         let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
         let visit = |step: &Step| {
@@ -133,11 +167,13 @@ impl RunFigures {
             }
             Visit::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite, format)
         };
-        let first = self.steps.first().map_or(0, |step| step.number);
+        let Sums { steps, earlier, .. } = &self.sums;
+        let all = *earlier + steps.len() as u64;
+        let part = if *earlier > 0 { format!("the last {} of {all} steps, ", steps.len()) } else { String::new() };
         Overflows {
-            source: format!("replayed from {}", self.name()),
-            first,
-            visits: self.steps.iter().map(visit).collect(),
+            source: format!("{part}replayed from {}", self.name()),
+            first: steps.front().map_or(0, |step| step.number),
+            visits: steps.iter().map(visit).collect(),
             tokens_per_step: self.started.tokens_per_step,
         }
     }
@@ -148,18 +184,20 @@ impl RunFigures {
         if self.probed.exponents.total() > 0 {
             return Ok((format!("FP32 probes of {}", self.name()), self.probed.exponents.clone()));
         }
-        if self.stored.total() == 0 {
+        if self.sums.stored.total() == 0 {
             let message = "no step has a histogram of its gradients; record some with `telemetry.exponents_every`";
             return Err(Error::data(self.folder.display(), message));
         }
-        Ok((format!("gradients that {} kept in {}", self.name(), self.gradient_format().name), self.stored.clone()))
+        Ok((
+            format!("gradients that {} kept in {}", self.name(), self.gradient_format().name),
+            self.sums.stored.clone(),
+        ))
     }
 
     /// Magnitudes of the run's gradients, of activations if there was a probe (the smallest and the largest of the blocks'
     /// maxima), and of the weights if there is a checkpoint.
     pub fn extents(&self) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
-        let applied = || self.steps.iter().filter(|step| step.applied);
         let mut push = |label: &str, low: f64, high: f64| {
             if low <= high && high > 0.0 {
                 extents.push(Extent { label: label.to_owned(), low, high });
@@ -168,11 +206,11 @@ impl RunFigures {
         let fold = |values: &mut dyn Iterator<Item = (f64, f64)>| {
             values.fold((f64::INFINITY, 0.0f64), |(low, high), (min, max)| (low.min(min), high.max(max)))
         };
-        let scaled = |step: &Step| Some((f64::from(step.min_abs?), f64::from(step.max_abs)));
-        let (low, high) = fold(&mut applied().filter_map(scaled));
-        push("gradients, scaled", low, high);
-        let (low, high) = fold(&mut applied().filter_map(Step::unscaled));
-        push("gradients, true", low, high);
+        for (label, extent) in [("gradients, scaled", self.sums.scaled), ("gradients, true", self.sums.unscaled)] {
+            if let Some((low, high)) = extent {
+                push(label, low, high);
+            }
+        }
         // As GPT-2 calls them, and as Llama and its relatives do.
         for (label, layers) in [
             ("QKV, maxima", ["attn.c_attn", "self_attn.qkv"]),
@@ -199,13 +237,12 @@ impl RunFigures {
 
     /// The smallest and the largest true gradient of all applied steps, if recorded.
     pub fn true_gradients(&self) -> Option<(f64, f64)> {
-        let applied = self.steps.iter().filter(|step| step.applied);
-        applied.filter_map(Step::unscaled).reduce(|(low, high), (l, h)| (low.min(l), high.max(h)))
+        self.sums.unscaled
     }
 
     /// The largest learning rate of any step.
     pub fn largest_rate(&self) -> Option<f64> {
-        self.steps.iter().map(|step| step.lr).filter(|rate| *rate > 0.0).reduce(f64::max)
+        self.sums.largest_rate
     }
 
     /// The root mean square of the newest checkpoint's weights, and the largest learning rate, which approximates Adam's update.
@@ -274,6 +311,8 @@ mod tests {
         let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
         let mut append = |event| log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
         let started = Started { policy: PrecisionPolicy::FP16.to_string(), tokens_per_step: 64, ..Default::default() };
+        let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
+        let started = Started { config: serde_json::json!({ "scaler": scaler }), ..started };
         append(Event::Started(Box::new(started)));
         for (step, loss_scale, outcome) in
             [(1, 65536.0, Outcome::Applied), (2, 65536.0, Outcome::Skipped), (3, 32768.0, Outcome::Applied)]
@@ -302,6 +341,21 @@ mod tests {
             [Visit::Limit(65536.0 * limit), Visit::Limit(65536f32.next_down()), Visit::Limit(32768.0 * limit)];
         assert_eq!(overflows.visits, expected);
         assert_eq!(run.peak_rss_bytes, Some(3 << 20));
+    }
+
+    /// The last two of the three, from the scale of the first of them; what is not replayed counts them all.
+    #[test]
+    fn a_replay_of_a_long_log_has_its_newest_steps() {
+        let (folder, whole) = run();
+        let run = RunFigures::read_newest(folder.path(), 2).unwrap();
+        let overflows = run.overflows();
+        assert_eq!((overflows.first, &overflows.visits[..]), (2, &whole.overflows().visits[1..]));
+        assert!(overflows.source.starts_with("the last 2 of 3 steps, replayed from "), "{}", overflows.source);
+        assert_eq!(run.true_gradients(), whole.true_gradients());
+        assert_eq!(run.first_scale(), Some(65536.0));
+        assert_eq!((run.scaler().unwrap().init_scale, whole.scaler().unwrap().init_scale), (65536.0, 1024.0));
+        let last = RunFigures::read_newest(folder.path(), 1).unwrap();
+        assert_eq!(last.scaler().unwrap().init_scale, 32768.0);
     }
 
     #[test]

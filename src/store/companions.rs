@@ -54,32 +54,25 @@ impl Companions {
         self.0.get(name).map(Vec::as_slice)
     }
 
-    /// The chat template: `chat_template.jinja`, or the one in `tokenizer_config.json`: a string, or the one named `default` in a
-    /// list.
+    /// The chat template and its special tokens. The template is `chat_template.jinja`, or the one in `tokenizer_config.json`: a
+    /// string, or the one named `default` in a list. A special token is a string or an object there.
     ///
     /// # Errors
     /// [`Error::Model`] for a file that is not UTF-8 or not JSON.
-    pub fn chat_template(&self) -> Result<Option<String>> {
-        if let Some(bytes) = self.get(CHAT_TEMPLATE) {
-            let text = String::from_utf8(bytes.to_vec()).map_err(|_| Error::model(CHAT_TEMPLATE, "not UTF-8"))?;
-            return Ok(Some(text));
-        }
-        let template = &self.json(TOKENIZER_CONFIG)?["chat_template"];
-        let named = template.as_array().into_iter().flatten().find(|entry| entry["name"] == "default");
-        let text = template.as_str().or_else(|| named.and_then(|entry| entry["template"].as_str()));
-        Ok(text.map(str::to_owned))
-    }
-
-    /// The chat template and its special tokens.
     pub fn chat(&self) -> Result<ChatSettings> {
-        let tokens = TemplateTokens { bos: self.special_token("bos_token")?, eos: self.special_token("eos_token")? };
-        Ok(ChatSettings { template: self.chat_template()?, tokens })
-    }
-
-    /// A special token such as `bos_token`, stored as a string or an object.
-    pub fn special_token(&self, key: &str) -> Result<Option<String>> {
-        let value = &self.json(TOKENIZER_CONFIG)?[key];
-        Ok(value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned))
+        let config = self.json(TOKENIZER_CONFIG)?;
+        let token = |key| {
+            let value: &Value = &config[key];
+            value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
+        };
+        let template = if let Some(bytes) = self.get(CHAT_TEMPLATE) {
+            Some(String::from_utf8(bytes.to_vec()).map_err(|_| Error::model(CHAT_TEMPLATE, "not UTF-8"))?)
+        } else {
+            let template = &config["chat_template"];
+            let named = template.as_array().into_iter().flatten().find(|entry| entry["name"] == "default");
+            template.as_str().or_else(|| named.and_then(|entry| entry["template"].as_str())).map(str::to_owned)
+        };
+        Ok(ChatSettings { template, tokens: TemplateTokens { bos: token("bos_token"), eos: token("eos_token") } })
     }
 
     /// The end tokens in `generation_config.json`: one or a list.

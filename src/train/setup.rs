@@ -65,6 +65,8 @@ pub struct ModelSource {
     pub tokenizer: Tokenizer,
     /// The files beside its weights.
     pub companions: Companions,
+    /// Their template and its special tokens.
+    pub chat: ChatSettings,
     /// The commit of the Hub's files.
     pub commit: Option<String>,
     weights: Weights,
@@ -93,7 +95,9 @@ impl ModelSource {
     pub fn open(config: &Config, report: &mut Report<'_>) -> Result<Self> {
         let mut source = Self::find(config, report)?;
         if let Some(named) = &config.chat_template {
-            source.companions.insert(CHAT_TEMPLATE, named_template(named)?);
+            let template = named_template(named)?;
+            source.companions.insert(CHAT_TEMPLATE, template.as_str());
+            source.chat.template = Some(template);
         }
         Ok(source)
     }
@@ -165,7 +169,8 @@ impl ModelSource {
             let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.context);
             return Err(Error::config("train.seq_len", message));
         }
-        Ok(Self { name: config.model.clone(), config: shape, tokenizer, companions, commit, weights })
+        let chat = companions.chat()?;
+        Ok(Self { name: config.model.clone(), config: shape, tokenizer, companions, chat, commit, weights })
     }
 
     /// The initial weights, in FP32; those of adapters over their base in the `compute` type.

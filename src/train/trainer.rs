@@ -152,7 +152,7 @@ impl Trainer {
         OpenDevice { device, name, kernels }: OpenDevice,
         report: &mut Report<'_>,
     ) -> Result<Self> {
-        let chat = source.companions.chat()?;
+        let chat = source.chat;
         let dataset = setup::dataset(&config, &chat, &source.tokenizer, report)?;
         // Pin the commit that `main` was today, so that the run can be repeated.
         config.revision = source.commit.or(config.revision);

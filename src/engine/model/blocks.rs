@@ -17,8 +17,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(super) struct Blocks {
     matrices: Arc<BTreeMap<usize, Quantised>>,
     dtype: DType,
-    /// As many elements of `dtype` as the largest matrix that was used has.
-    buffer: Mutex<Tensor>,
+    buffer: Mutex<Buffer>,
+}
+
+/// What grows with the largest matrix that was used, and with the most rows that were looked up.
+#[derive(Debug)]
+pub(crate) struct Buffer {
+    elements: Tensor,
+    /// 0, 1, 2, …: the places of rows that were looked up.
+    places: Vec<u32>,
 }
 
 /// A matrix to compute with.
@@ -31,7 +38,7 @@ pub(crate) enum Operand<'a> {
         /// A view of the buffer.
         matrix: Tensor,
         /// Keeps the buffer from being overwritten.
-        _buffer: MutexGuard<'a, Tensor>,
+        buffer: MutexGuard<'a, Buffer>,
     },
 }
 
@@ -54,6 +61,14 @@ impl Operand<'_> {
             Self::Dequantised { .. } => WeightLayout::OutIn,
         }
     }
+
+    /// The places of rows that were looked up, in order.
+    pub(crate) fn places(&self) -> &[u32] {
+        match self {
+            Self::Held(_) => &[],
+            Self::Dequantised { buffer, .. } => &buffer.places,
+        }
+    }
 }
 
 impl Blocks {
@@ -68,7 +83,8 @@ impl Blocks {
     }
 
     fn over(matrices: Arc<BTreeMap<usize, Quantised>>, dtype: DType) -> Result<Self> {
-        Ok(Self { matrices, dtype, buffer: Mutex::new(Tensor::zeros(0, dtype, &Device::Cpu)?) })
+        let buffer = Buffer { elements: Tensor::zeros(0, dtype, &Device::Cpu)?, places: Vec::new() };
+        Ok(Self { matrices, dtype, buffer: Mutex::new(buffer) })
     }
 
     /// Whether pack `index` is in blocks.
@@ -84,7 +100,7 @@ impl Blocks {
     /// Bytes of the buffer.
     pub(super) fn buffer_bytes(&self) -> u64 {
         let buffer = self.buffer.lock().unwrap_or_else(PoisonError::into_inner);
-        (buffer.elem_count() * self.dtype.size_in_bytes()) as u64
+        (buffer.elements.elem_count() * self.dtype.size_in_bytes()) as u64
     }
 
     /// The whole of pack `index`, which is in blocks.
@@ -98,7 +114,12 @@ impl Blocks {
     /// Rows `ids` of pack `index`, which is in blocks.
     pub(super) fn gather(&self, index: usize, ids: &[u32]) -> Result<Operand<'_>> {
         let quantised = &self.matrices[&index];
-        let rows = self.matrix([ids.len(), quantised.dims()[1]])?;
+        let mut rows = self.matrix([ids.len(), quantised.dims()[1]])?;
+        if let Operand::Dequantised { buffer, .. } = &mut rows {
+            let known = buffer.places.len() as u32;
+            buffer.places.extend(known..ids.len() as u32);
+            buffer.places.truncate(ids.len());
+        }
         quantised.gather(ids, &rows)?;
         Ok(rows)
     }
@@ -106,10 +127,10 @@ impl Blocks {
     /// The buffer as a matrix.
     fn matrix(&self, [rows, columns]: [usize; 2]) -> Result<Operand<'_>> {
         let mut buffer = self.buffer.lock().unwrap_or_else(PoisonError::into_inner);
-        if buffer.elem_count() < rows * columns {
-            *buffer = view::zeros(&[rows * columns], self.dtype, &Device::Cpu)?;
+        if buffer.elements.elem_count() < rows * columns {
+            buffer.elements = view::zeros(&[rows * columns], self.dtype, &Device::Cpu)?;
         }
-        let matrix = buffer.narrow(0, 0, rows * columns)?.reshape((rows, columns))?;
-        Ok(Operand::Dequantised { matrix, _buffer: buffer })
+        let matrix = buffer.elements.narrow(0, 0, rows * columns)?.reshape((rows, columns))?;
+        Ok(Operand::Dequantised { matrix, buffer })
     }
 }

@@ -212,8 +212,7 @@ impl Decoder {
         let Some(rows) = weights.gathered(self.embedding, embedding.ids)? else {
             return self.kernels.embed(embedding, out);
         };
-        let ids: Vec<u32> = (0..embedding.ids.len() as u32).collect();
-        self.kernels.embed(Embedding { table: &rows, ids: &ids, ..embedding }, out)
+        self.kernels.embed(Embedding { table: &rows, ids: rows.places(), ..embedding }, out)
     }
 
     /// From tokens to the head's input, [`Workspace::hidden`].

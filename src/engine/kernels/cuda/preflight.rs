@@ -14,41 +14,27 @@ use crate::engine::kernels::plain::{Plain, Replacements};
 use crate::engine::kernels::{Choice, Kernels, Norm, NormSettings, Normed};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::random::{Domain, Stream};
+use crate::untrusted::apart;
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor, bail};
 use std::collections::BTreeSet;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io::Read;
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, ExitStatus, Stdio};
-use std::sync::OnceLock;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::process::{ExitCode, ExitStatus};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The first argument that makes the program call [`serve`].
 pub(crate) const ARGUMENT: &str = "__preflight";
 /// For one operation: opening the device, compiling its kernels for the GPU, and all checks.
 const LIMIT: Duration = Duration::from_mins(1);
-/// Between two looks at a child.
-const PAUSE: Duration = Duration::from_millis(10);
-
-/// The program that can be started again.
-static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-
-/// Declares that this program calls [`serve`] for [`ARGUMENT`].
-pub(crate) fn can_serve() {
-    if let Ok(program) = std::env::current_exe() {
-        let _ = PROGRAM.set(program);
-    }
-}
-
 /// The operations whose kernels have passed on `device`; `notice` is told once of those that have not.
 pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<Operation> {
-    let (Some(program), DeviceLocation::Cuda { gpu_id }) = (PROGRAM.get(), device.location()) else {
+    let (Some(_), DeviceLocation::Cuda { gpu_id }) = (apart::command(ARGUMENT), device.location()) else {
         notice("no preflight: only the program `finetune` can run one, so candle's kernels are used".into());
         return BTreeSet::new();
     };
     let (mut passed, mut failed) = (BTreeSet::new(), Vec::new());
     for operation in Operation::ALL {
-        match run(program, gpu_id, operation) {
+        match run(gpu_id, operation) {
             Ok(()) => drop(passed.insert(operation)),
             Err(why) => failed.push(format!("{} {why}", operation.name())),
         }
@@ -60,30 +46,18 @@ pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSe
 }
 
 /// Tries one operation in another process.
-fn run(program: &Path, ordinal: usize, operation: Operation) -> std::result::Result<(), String> {
-    let mut command = Command::new(program);
-    command.args([OsStr::new(ARGUMENT), ordinal.to_string().as_ref(), operation.name().as_ref()]);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = command.spawn().map_err(|error| format!("could not be tried: {error}"))?;
-    let began = Instant::now();
-    loop {
-        match child.try_wait() {
-            Ok(None) if began.elapsed() < LIMIT => std::thread::sleep(PAUSE),
-            Ok(None) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(format!("did not end within {} s", LIMIT.as_secs()));
-            }
-            Ok(Some(status)) => {
-                let mut said = String::new();
-                if let Some(out) = &mut child.stdout {
-                    let _ = out.read_to_string(&mut said);
-                }
-                return judge(status, said.lines().next());
-            }
-            Err(error) => return Err(format!("could not be tried: {error}")),
-        }
+fn run(ordinal: usize, operation: Operation) -> std::result::Result<(), String> {
+    let untried = |error: std::io::Error| format!("could not be tried: {error}");
+    let mut command = apart::command(ARGUMENT).ok_or_else(|| untried(std::io::ErrorKind::NotFound.into()))?;
+    let mut child = command.args([ordinal.to_string().as_str(), operation.name()]).spawn().map_err(untried)?;
+    let Some(status) = apart::wait(&mut child, LIMIT).map_err(untried)? else {
+        return Err(format!("did not end within {} s", LIMIT.as_secs()));
+    };
+    let mut said = String::new();
+    if let Some(out) = &mut child.stdout {
+        let _ = out.read_to_string(&mut said);
     }
+    judge(status, said.lines().next())
 }
 
 fn judge(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), String> {
@@ -95,7 +69,13 @@ fn judge(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), Stri
 }
 
 /// Tries the operation that `arguments` name after the GPU's number, and says on standard output what is wrong with it.
-pub(crate) fn serve(arguments: &[OsString]) -> ExitCode {
+pub(crate) fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    // The program that waits may be gone, and a kernel may hang.
+    std::thread::spawn(|| {
+        std::thread::sleep(LIMIT);
+        std::process::exit(1);
+    });
+    let arguments: Vec<OsString> = arguments.collect();
     let texts: Vec<&str> = arguments.iter().filter_map(|argument| argument.to_str()).collect();
     let [ordinal, name] = texts[..] else { return ExitCode::from(2) };
     let operation = Operation::ALL.into_iter().find(|operation| operation.name() == name);

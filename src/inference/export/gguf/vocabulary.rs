@@ -66,8 +66,8 @@ pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
     if let Some(id) = model["unk_token"].as_str().and_then(|text| vocabulary.id(text)) {
         put("unknown_token_id", Value::U32(id));
     }
-    if let Some(template) = trained.companions.chat_template()? {
-        keys.push(("tokenizer.chat_template".to_owned(), Value::String(template)));
+    if let Some(template) = &trained.chat.template {
+        keys.push(("tokenizer.chat_template".to_owned(), Value::String(template.clone())));
     }
     Ok(keys)
 }

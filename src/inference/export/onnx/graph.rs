@@ -1,6 +1,7 @@
 //! An ONNX graph under construction. Field numbers are those of `onnx.proto`.
 
 use super::super::protobuf::Message;
+use std::collections::HashSet;
 
 const OPERATOR_SET: i64 = 20;
 /// The version of the format that came with that operator set.
@@ -38,7 +39,10 @@ impl Attribute<'_> {
 #[derive(Default)]
 pub(super) struct Graph {
     nodes: Vec<Message>,
-    initializers: Vec<Message>,
+    /// With their names.
+    initializers: Vec<(String, Message)>,
+    /// Names that operations read.
+    read: HashSet<String>,
     inputs: Vec<Message>,
     outputs: Vec<Message>,
 }
@@ -57,6 +61,7 @@ impl Graph {
     }
 
     fn node(&mut self, kind: &str, inputs: &[&str], outputs: &[&str], attributes: &[Attribute<'_>]) {
+        self.read.extend(inputs.iter().map(|&input| input.to_owned()));
         let node = Message::default()
             .each(inputs, |message, input| message.put(1, input))
             .each(outputs, |message, output| message.put(2, output))
@@ -78,20 +83,20 @@ impl Graph {
     pub(super) fn int(&mut self, name: &str, dims: &[i64], values: &[i64]) -> String {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let dims = Message::default().each(dims, |message, &dim| message.int(1, dim));
-        self.initializers.push(dims.int(2, INT64).put(8, name).put(9, bytes));
+        self.constant(name, dims.int(2, INT64).put(9, bytes));
         name.to_owned()
     }
 
     /// A constant number.
     pub(super) fn float(&mut self, name: &str, value: f32) {
-        self.initializers.push(Message::default().int(2, FLOAT).put(8, name).put(9, value.to_le_bytes()));
+        self.constant(name, Message::default().int(2, FLOAT).put(9, value.to_le_bytes()));
     }
 
     /// A list of constant numbers; returns its name.
     pub(super) fn floats(&mut self, name: &str, values: &[f32]) -> String {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let dims = Message::default().int(1, values.len() as i64);
-        self.initializers.push(dims.int(2, FLOAT).put(8, name).put(9, bytes));
+        self.constant(name, dims.int(2, FLOAT).put(9, bytes));
         name.to_owned()
     }
 
@@ -108,12 +113,15 @@ impl Graph {
         let stored = Message::default()
             .each(dims, |message, &dim| message.int(1, dim as i64))
             .int(2, element)
-            .put(8, name)
             .message(13, &entry("location", location.to_owned()))
             .message(13, &entry("offset", offset.to_string()))
             .message(13, &entry("length", length.to_string()))
             .int(14, 1);
-        self.initializers.push(stored);
+        self.constant(name, stored);
+    }
+
+    fn constant(&mut self, name: &str, tensor: Message) {
+        self.initializers.push((name.to_owned(), tensor.put(8, name)));
     }
 
     /// Declares an input of the model.
@@ -126,12 +134,13 @@ impl Graph {
         self.outputs.push(value(name, element, dims));
     }
 
-    /// The finished model with the graph's name.
-    pub(super) fn model(self, name: &str) -> Message {
+    /// The finished model with the graph's name, without constants that its family does not need.
+    pub(super) fn model(mut self, name: &str) -> Message {
+        self.initializers.retain(|(name, _)| self.read.contains(name));
         let graph = Message::default()
             .each(&self.nodes, |message, node| message.message(1, node))
             .put(2, name)
-            .each(&self.initializers, |message, tensor| message.message(5, tensor))
+            .each(&self.initializers, |message, (_, tensor)| message.message(5, tensor))
             .each(&self.inputs, |message, input| message.message(11, input))
             .each(&self.outputs, |message, output| message.message(12, output));
         Message::default()

@@ -100,10 +100,13 @@ fn explained(view: &str, report: &Report, width: usize) -> Page {
     page
 }
 
+/// Writes a report as JSON.
+type WriteJson = dyn Fn(&mut dyn Write) -> serde_json::Result<()>;
+
 /// A report before rendering.
 struct Report {
     page: Box<dyn Fn(usize) -> Page>,
-    json: Box<dyn Fn(&mut dyn Write) -> serde_json::Result<()>>,
+    json: Box<WriteJson>,
 }
 
 impl Report {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// Polls between two that let other programs run.
 const POLLS: u32 = 64;
 /// How long `body` waits for threads to wake up.
-const PATIENCE: Duration = Duration::from_micros(500);
+const PATIENCE: Duration = Duration::from_micros(100);
 /// A number of threads that says that nobody is waited for any longer.
 const CLOSED: usize = usize::MAX / 2;
 

@@ -113,7 +113,7 @@ fn ln(x: f64) -> f64 {
     /// Its last bits are an integer's.
     const INTEGER: f64 = (1u64 << 52) as f64;
     let exponent = (x.to_bits() + (ONE - std::f64::consts::FRAC_1_SQRT_2.to_bits())) >> 52;
-    let m = f64::from_bits(x.to_bits() - (exponent << 52) + ONE);
+    let m = f64::from_bits(x.to_bits() + ONE - (exponent << 52));
     let e = f64::from_bits(INTEGER.to_bits() | exponent) - (INTEGER + 1023.0);
     let s = (m - 1.0) / (m + 1.0);
     let square = s * s;

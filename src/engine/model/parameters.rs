@@ -213,7 +213,7 @@ impl Parameters {
             view::write_f32(tensor, |out| match entry.init {
                 Init::Zeros | Init::OutputNorms => out.fill(0.0),
                 Init::Ones => out.fill(1.0),
-                Init::Normal(std) => draw_normal(&stream, site_of(&entry.name), std as f32, out),
+                Init::Normal(std) => draw_normal(stream, site_of(&entry.name), std as f32, out),
                 Init::Uniform(bound) => {
                     stream.fill_uniform(site_of(&entry.name), 0, out);
                     for x in out {
@@ -372,7 +372,7 @@ impl std::ops::Index<usize> for Parameters {
 }
 
 /// Fills `out` with normal numbers of standard deviation `std`.
-fn draw_normal(stream: &Stream, site: u32, std: f32, out: &mut [f32]) {
+fn draw_normal(stream: Stream, site: u32, std: f32, out: &mut [f32]) {
     const PART: usize = 1 << 14;
     out.par_chunks_mut(PART).enumerate().for_each(|(part, out)| {
         vectorize(

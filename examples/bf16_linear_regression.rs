@@ -55,7 +55,7 @@ fn of_the_texts_size() -> Result {
     let stream = Stream::new(0, Domain::Bench);
     let draw = |site, shape: (usize, usize)| {
         let mut values = vec![0f32; shape.0 * shape.1];
-        stream.fill_normal(site, 0, &mut values);
+        stream.fill_normal(site, 0, 0, &mut values);
         Tensor::from_vec(values, shape, &Device::Cpu)
     };
     let (x, truth) = (draw(0, (POINTS, FEATURES))?, draw(1, (FEATURES, 1))?);

@@ -42,7 +42,7 @@ fn of_normal_values() -> Result {
     let stream = Stream::new(0, Domain::Bench);
     let draw = |site, count| {
         let mut values = vec![0f32; count];
-        stream.fill_normal(site, 0, &mut values);
+        stream.fill_normal(site, 0, 0, &mut values);
         values.iter().map(|value| 0.1 * value).collect::<Vec<_>>()
     };
     let (a, b) = (draw(0, rows * depth), draw(1, depth * columns));

@@ -8,6 +8,7 @@
 pub mod adamw;
 pub mod allocator;
 pub mod attention;
+pub mod awake;
 pub mod columns;
 pub mod convert;
 pub mod cross_entropy;

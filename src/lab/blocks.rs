@@ -124,7 +124,7 @@ pub struct Blocks {
 /// A tensor of `[rows, columns]` standard normal values, with the first of each row multiplied by `outlier`.
 pub fn normal_tensor([rows, columns]: [usize; 2], outlier: f32, seed: u64) -> Vec<f32> {
     let mut values = vec![0f32; rows * columns];
-    Stream::new(seed, Domain::Bench).fill_normal(4, 0, &mut values);
+    Stream::new(seed, Domain::Bench).fill_normal(4, 0, 0, &mut values);
     for row in values.chunks_mut(columns) {
         row[0] *= outlier;
     }

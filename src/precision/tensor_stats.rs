@@ -242,14 +242,16 @@ impl ExponentCounters {
         }
     }
 
-    /// Adds the counts to `histogram`. Field 0 contains FP32's subnormals, the zeros and the values that `survey` replaced by
+    /// Adds the counts of the fields between the extremes of `stats` to `histogram`. Field 0 contains FP32's subnormals, the zeros and the values that `survey` replaced by
     /// zero; `stats` has the number of the latter two.
     fn add_to(&self, histogram: &mut ExponentHistogram, stats: &TensorStats) {
-        for field in 1..255 {
+        let field = |x: f32| (x.to_bits() >> 23) as usize;
+        let mut counted = 0;
+        for field in field(stats.min_nonzero.unwrap_or(f32::INFINITY)).max(1)..=field(stats.max_abs) {
             let count = self.0.iter().map(|table| u64::from(table[field])).sum();
             histogram.add(field as i32 + ExponentHistogram::LOWEST, count);
+            counted += count;
         }
-        let counted: u64 = self.0.iter().flat_map(|table| &table[1..255]).map(|&count| u64::from(count)).sum();
         let tiny = stats.count - counted - stats.zero - stats.inf - stats.nan;
         histogram.add(ExponentHistogram::LOWEST, tiny);
         histogram.zero += stats.zero;

@@ -12,11 +12,15 @@ use std::path::{Path, PathBuf};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use memmap2::{Mmap, UncheckedAdvice};
+use rayon::prelude::*;
 pub use safetensors::Dtype;
 
 pub use self::header::{Entry, Header, MAX_HEADER_BYTES};
 pub use self::write::{write_header, write_tensors, write_values};
 use crate::{Error, Result, untrusted};
+
+/// Values that a thread reads at a time.
+const PART: usize = 1 << 18;
 
 /// A memory-mapped safetensors file: values are read from disk on access.
 #[derive(Debug)]
@@ -111,15 +115,21 @@ impl TensorView<'_> {
             return Err(self.error(format!("shape {:?} does not hold the {} values wanted", self.shape, out.len())));
         }
         match self.dtype {
-            Dtype::F32 => {
-                for (value, bytes) in out.iter_mut().zip(self.bytes.as_chunks::<4>().0) {
-                    *value = f32::from_le_bytes(*bytes);
-                }
-            }
-            Dtype::F16 => widen(self.bytes, out, f16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
-            Dtype::BF16 => widen(self.bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+            Dtype::F32 | Dtype::F16 | Dtype::BF16 => {}
             other => return Err(self.error(format!("dtype {other} is not one of F32, F16, BF16"))),
         }
+        let size = self.bytes.len() / out.len().max(1);
+        out.par_chunks_mut(PART).zip(self.bytes.par_chunks(size.max(1) * PART)).for_each(|(out, bytes)| {
+            match self.dtype {
+                Dtype::F16 => widen(bytes, out, f16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+                Dtype::BF16 => widen(bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+                _ => {
+                    for (value, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                        *value = f32::from_le_bytes(*bytes);
+                    }
+                }
+            }
+        });
         self.release();
         Ok(())
     }

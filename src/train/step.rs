@@ -3,6 +3,7 @@
 
 use crate::data::Batch;
 use crate::engine::collective::{Collective, gather};
+use crate::engine::kernels::awake::keep_awake;
 use crate::engine::model::{Decoder, Mode, Workspace};
 use crate::engine::optim::{Gradients, LrSchedule, Survey};
 use crate::precision::ScaleChange;
@@ -89,6 +90,11 @@ pub struct PartTimes {
 impl Engine {
     /// Runs one step over `micro_batches`, whose losses are weighted by their numbers of targets.
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
+        let computes_here = self.state.weights.device().is_cpu();
+        if computes_here { keep_awake(|| self.take_step(micro_batches)) } else { self.take_step(micro_batches) }
+    }
+
+    fn take_step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
         let Self { world, times, model, state, workspace, grads, survey, .. } = self;
         let kernels = model.kernels();
         let scale = state.scaler.scale();

@@ -8,7 +8,7 @@ use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::linear::product;
 use crate::engine::kernels::math;
 use crate::engine::kernels::matmul::{Epilogue, Operand};
-use crate::engine::kernels::rows::{Rows, for_each_part, max, sum, with_scratch};
+use crate::engine::kernels::rows::{Rows, WORK, for_each_part, max, sum, with_scratch};
 use crate::engine::kernels::view::{Allocate, ViewMut, copy, read, with_element, write, write_f32};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -166,7 +166,7 @@ fn loss_rows(logits: &Tensor, targets: &[u32], losses: &Tensor, seed: Option<f32
             for_each_part(
                 out,
                 rows,
-                4,
+                (WORK / 4 / vocab).max(4),
                 #[inline(always)]
                 |first, rows, (mut logits, losses)| {
                     with_scratch(

@@ -2,7 +2,7 @@
 
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::rope::Positions;
-use crate::engine::kernels::rows::{Rows, SplitRows, axpy, for_each_part, with_scratch};
+use crate::engine::kernels::rows::{Rows, SplitRows, WORK, axpy, for_each_part, with_scratch};
 use crate::engine::kernels::view::{Read, View, ViewMut, read, write};
 use candle_core::{DType, Result, Tensor, bail};
 use half::{bf16, f16};
@@ -50,7 +50,7 @@ pub fn forward(
         for_each_part(
             Rows { view: out, width },
             ids.len(),
-            GRAIN,
+            WORK / width + 1,
             #[inline(always)]
             |first, rows, mut out| {
                 with_scratch(

@@ -1,13 +1,10 @@
 //! Layer normalisation over the last dimension, statistics in FP32 (Ba, Kiros and Hinton, 2016).
 
 use crate::engine::kernels::rows::{
-    Rows, STRIPE, column_sums, dot, for_each_part, sum, sum_squared_distance, with_scratch,
+    Rows, STRIPE, WORK, column_sums, dot, for_each_part, for_each_stripe, sum, sum_squared_distance, with_scratch,
 };
 use crate::engine::kernels::view::{View, ViewMut, read, write, write_f32};
 use candle_core::{Result, Tensor};
-
-/// Rows of a task.
-const GRAIN: usize = 16;
 
 /// `y = (x - mean) / sqrt(var + eps) * weight + bias` for each row of `x [N, D]` (residual type) into `y [N, D]`
 /// (compute type); `mean [N]` and `rstd [N]` (FP32) are kept for the backward pass.
@@ -30,7 +27,7 @@ pub fn forward(
                 for_each_part(
                     out,
                     rows,
-                    GRAIN,
+                    WORK / width + 1,
                     #[inline(always)]
                     |first, rows, (mut y, mean, rstd)| {
                         with_scratch(
@@ -83,10 +80,10 @@ pub fn backward(
     write(dweight, |dweight| {
         write(dbias, |dbias| {
             let out = (Rows { view: dweight, width: 1 }, Rows { view: dbias, width: 1 });
-            for_each_part(
+            for_each_stripe(
                 out,
                 width,
-                STRIPE,
+                rows,
                 #[inline(always)]
                 |first, columns, (mut dweight, mut dbias)| {
                     let [dw, db] = column_sums(
@@ -119,7 +116,7 @@ fn backward_input(dy: View, x: View, weight: View, mean: &[f32], rstd: &[f32], d
     for_each_part(
         Rows { view: dx, width },
         rows,
-        GRAIN,
+        WORK / width + 1,
         #[inline(always)]
         |first, rows, mut dx| {
             with_scratch(

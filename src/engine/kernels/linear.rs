@@ -5,7 +5,7 @@ use crate::engine::kernels::WeightLayout;
 use crate::engine::kernels::columns::{Columns, Factor, Store};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::matmul::{Epilogue, Operand, matmul};
-use crate::engine::kernels::rows::{Rows, STRIPE, column_sums, for_each_part, with_scratch};
+use crate::engine::kernels::rows::{Rows, STRIPE, column_sums, for_each_stripe, with_scratch};
 use crate::engine::kernels::view::{ViewMut, read, with_element, write};
 use candle_core::{Result, Tensor, bail};
 
@@ -94,10 +94,10 @@ pub fn backward_weight(x: &Tensor, dy: &Tensor, dweight: Weight<'_>, dbias: Opti
     let Some(dbias) = dbias else { return Ok(()) };
     let dy = dy_storage.view();
     write(dbias, |dbias| {
-        for_each_part(
+        for_each_stripe(
             Rows { view: dbias, width: 1 },
             columns,
-            STRIPE,
+            rows,
             #[inline(always)]
             |first, width, mut dbias| {
                 let [sums] = column_sums(

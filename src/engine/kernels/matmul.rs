@@ -42,6 +42,8 @@ const PRIVATE_WORDS: usize = 128 << 10;
 const PARTIAL_FLOATS: usize = 4 << 20;
 /// With fewer multiply-adds than this, waking other threads costs more than it saves.
 const SERIAL_WORK: usize = 1 << 18;
+/// Words that a thread packs as fast as it shares the packing out.
+const SERIAL_WORDS: usize = 16 << 10;
 /// Tasks per thread, so that one slow thread does not delay the others for long.
 const TASKS_PER_THREAD: usize = 8;
 
@@ -233,7 +235,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             let first = part.shared.start + index * share * width;
             pack(lines, first, part.depth.clone(), width, self.kernel.unit, packed);
         };
-        if self.serial {
+        if self.serial || packed.len() <= SERIAL_WORDS {
             packed.chunks_mut((share * panel).max(1)).enumerate().for_each(pack_share);
         } else {
             packed.par_chunks_mut((share * panel).max(1)).enumerate().with_max_len(1).for_each(pack_share);
@@ -246,7 +248,10 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         } else {
             None
         };
-        let plan = Plan::new(panels, part.private.len().div_ceil(private_width), private_width * units, self.threads());
+        let work = part.shared.len() * part.private.len() * part.depth.len();
+        let threads = self.threads();
+        let tasks = if threads == 1 { 1 } else { (work / SERIAL_WORK).clamp(threads, threads * TASKS_PER_THREAD) };
+        let plan = Plan::new(panels, part.private.len().div_ceil(private_width), private_width * units, tasks);
         let task = |index: usize| self.run_task(part, &plan, index, &*packed, units, partial);
         if self.serial {
             (0..plan.tasks()).for_each(task);
@@ -384,10 +389,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// Enough tasks for all threads; groups no larger than a task's memory, shares large enough to repay the packing
+    /// About as many tasks as `wanted`; groups no larger than a task's memory, shares large enough to repay the packing
     /// of a group.
-    fn new(shared_panels: usize, private_panels: usize, private_panel_words: usize, threads: usize) -> Self {
-        let wanted = if threads == 1 { 1 } else { threads * TASKS_PER_THREAD };
+    fn new(shared_panels: usize, private_panels: usize, private_panel_words: usize, wanted: usize) -> Self {
         let fitting = (PRIVATE_WORDS / private_panel_words.max(1)).max(1);
         let group = private_panels.div_ceil(wanted).clamp(1, fitting);
         let groups = private_panels.div_ceil(group).max(1);

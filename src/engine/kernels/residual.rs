@@ -1,11 +1,9 @@
 //! The residual stream: adding a branch to it, and handing its gradient to the branch.
 
 use crate::engine::kernels::dropout::Dropout;
-use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
+use crate::engine::kernels::rows::{Rows, WORK, for_each_part, with_scratch};
 use crate::engine::kernels::view::{read, write};
 use candle_core::{Result, Tensor};
-
-const GRAIN: usize = 16;
 
 /// `out = stream + dropout(branch)`, all `[N, D]`; the sum is formed in FP32 and rounded to the residual type.
 pub fn add(stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<()> {
@@ -16,7 +14,7 @@ pub fn add(stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Ten
         for_each_part(
             Rows { view: out, width },
             rows,
-            GRAIN,
+            WORK / width + 1,
             #[inline(always)]
             |first, rows, mut out| {
                 with_scratch(
@@ -52,7 +50,7 @@ pub fn branch_gradient(stream: &Tensor, dropout: Option<Dropout>, branch: &Tenso
         for_each_part(
             Rows { view: branch, width },
             rows,
-            GRAIN,
+            WORK / width + 1,
             #[inline(always)]
             |first, rows, mut branch| {
                 with_scratch(

@@ -3,7 +3,7 @@
 //! A row consists of groups as wide as the weight: one group for a whole row, or one for each head.
 
 use crate::engine::kernels::columns::{Columns, Store};
-use crate::engine::kernels::rows::{Rows, STRIPE, column_sums, dot, for_each_part, with_scratch};
+use crate::engine::kernels::rows::{Rows, STRIPE, column_sums, dot, for_each_part, for_each_stripe, with_scratch};
 use crate::engine::kernels::view::{View, read, write, write_f32};
 use candle_core::{Result, Tensor, bail};
 
@@ -143,10 +143,10 @@ pub fn backward(
         );
     })?;
     write(dweight, |dweight| {
-        for_each_part(
+        for_each_stripe(
             Rows { view: dweight, width: 1 },
             width,
-            STRIPE,
+            rows * groups,
             #[inline(always)]
             |first, columns, mut dweight| {
                 let [sums] = column_sums(

@@ -72,20 +72,41 @@ impl<A: SplitRows, B: SplitRows, C: SplitRows> SplitRows for (A, B, C) {
 /// Calls `f(first_row, rows, part)` for parts of `out` of at most `grain` rows each, on all threads. Mark `f`
 /// `#[inline(always)]`: it is then compiled for each instruction set.
 pub fn for_each_part<V: SplitRows>(out: V, rows: usize, grain: usize, f: impl Fn(usize, usize, V) + Sync) {
-    fn descend<V: SplitRows>(first: usize, rows: usize, grain: usize, out: V, f: &(impl Fn(usize, usize, V) + Sync)) {
-        if rows <= grain.max(1) {
-            isa::vectorize(
-                #[inline(always)]
-                || f(first, rows, out),
-            );
-        } else {
-            let half = (rows / 2).next_multiple_of(grain.max(1)).min(rows - 1);
-            let (a, b) = out.split_rows(half);
-            rayon::join(|| descend(first, half, grain, a, f), || descend(first + half, rows - half, grain, b, f));
-        }
-    }
     if rows > 0 {
-        descend(0, rows, grain, out, &f);
+        descend(0, rows, [grain.max(1), 1], out, &f);
+    }
+}
+
+/// [`for_each_part`] over `columns` columns in parts of at most [`STRIPE`]; each costs `rows` elements.
+pub fn for_each_stripe<V: SplitRows>(out: V, columns: usize, rows: usize, f: impl Fn(usize, usize, V) + Sync) {
+    if columns > 0 {
+        descend(0, columns, [STRIPE, WORK / rows.max(1)], out, &f);
+    }
+}
+
+/// Cuts rows into parts of at most `grain`; other threads get none of `alone` rows or fewer.
+fn descend<V: SplitRows>(
+    first: usize,
+    rows: usize,
+    [grain, alone]: [usize; 2],
+    out: V,
+    f: &(impl Fn(usize, usize, V) + Sync),
+) {
+    if rows <= grain {
+        return isa::vectorize(
+            #[inline(always)]
+            || f(first, rows, out),
+        );
+    }
+    let half = (rows / 2).next_multiple_of(grain).min(rows - 1);
+    let (a, b) = out.split_rows(half);
+    let low = || descend(first, half, [grain, alone], a, f);
+    let high = || descend(first + half, rows - half, [grain, alone], b, f);
+    if rows <= alone {
+        low();
+        high();
+    } else {
+        rayon::join(low, high);
     }
 }
 
@@ -106,6 +127,8 @@ pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     result
 }
 
+/// Elements of a row kernel that take about as long as handing them to another thread.
+pub const WORK: usize = 16 << 10;
 /// Columns a thread sums at a time: a few cache lines of every row.
 pub const STRIPE: usize = 128;
 /// Rows summed in FP32 before the sum joins the total, which keeps the rounding error of long columns small.

@@ -8,11 +8,13 @@
 use super::blocks::{Blocks, Operand};
 use super::spec::{Init, Layer, ParamRole, ParamSpec};
 use crate::engine::collective::Shards;
+use crate::engine::kernels::isa::vectorize;
 use crate::engine::kernels::quantised::Quantised;
 use crate::engine::kernels::view;
 use crate::precision::Unit;
 use crate::random::{Domain, Stream, site_of};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -211,12 +213,7 @@ impl Parameters {
             view::write_f32(tensor, |out| match entry.init {
                 Init::Zeros | Init::OutputNorms => out.fill(0.0),
                 Init::Ones => out.fill(1.0),
-                Init::Normal(std) => {
-                    stream.fill_normal(site_of(&entry.name), 0, out);
-                    for x in out {
-                        *x *= std as f32;
-                    }
-                }
+                Init::Normal(std) => draw_normal(stream, site_of(&entry.name), std as f32, out),
                 Init::Uniform(bound) => {
                     stream.fill_uniform(site_of(&entry.name), 0, out);
                     for x in out {
@@ -372,4 +369,20 @@ impl std::ops::Index<usize> for Parameters {
     fn index(&self, index: usize) -> &Tensor {
         &self.tensors[index]
     }
+}
+
+/// Fills `out` with normal numbers of standard deviation `std`.
+fn draw_normal(stream: Stream, site: u32, std: f32, out: &mut [f32]) {
+    const PART: usize = 1 << 14;
+    out.par_chunks_mut(PART).enumerate().for_each(|(part, out)| {
+        vectorize(
+            #[inline(always)]
+            || {
+                stream.fill_normal(site, 0, (part * (PART / 2)) as u32, out);
+                for x in out {
+                    *x *= std;
+                }
+            },
+        );
+    });
 }

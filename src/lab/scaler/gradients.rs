@@ -36,7 +36,7 @@ impl GradientModel {
     fn log2(&self, seed: u64, step: u64) -> f64 {
         let stream = Stream::new(seed, Domain::Bench);
         let mut normal = [0f32; 2];
-        stream.fill_normal(1, step, &mut normal);
+        stream.fill_normal(1, step, 0, &mut normal);
         let uniform = f64::from(stream.block(2, step, 0)[0]) / 2f64.powi(32);
         let spike = if uniform < self.spikes { self.spike } else { 0.0 };
         let jump = if self.jump_at.is_some_and(|at| step >= at) { self.jump } else { 0.0 };

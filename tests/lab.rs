@@ -67,12 +67,13 @@ fn the_libraries_compute_the_same_figures() {
 }
 
 /// Fed a run's largest gradients, the closed loop has the run's overflows: the same steps, the same scales. An FP32 probe
-/// before each step measures max|g| whether the step then overflows or not, so that nothing but scale × max|g| decides. Without
-/// probes an overflow tells only that its scale was too large.
+/// before each step measures max|g| whether the step then overflows or not, so that nothing but scale × max|g| decides: with this
+/// seed it always is a tenth or more from FP16's limit, where roundings would decide. Without probes an overflow tells only that its
+/// scale was too large.
 #[test]
 fn the_loop_reproduces_a_runs_overflows() {
     let folder = tempfile::tempdir().unwrap();
-    let config = "model = \"tiny\"\ndata = \"grammar\"\ndtype = \"fp16\"\n[train]\nbatch_size = 2\nseq_len = 32\nsteps = 90\n\
+    let config = "seed = 2\nmodel = \"tiny\"\ndata = \"grammar\"\ndtype = \"fp16\"\n[train]\nbatch_size = 2\nseq_len = 32\nsteps = 90\n\
                   eval_every = 0\nsample_tokens = 0\n[scaler]\ninit_scale = 16777216.0\ngrowth_interval = 8\n\
                   [checkpoint]\nsave_every = 0\n[telemetry]\nprobe_every = 1\n";
     std::fs::write(folder.path().join("run.toml"), config).unwrap();

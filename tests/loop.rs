@@ -204,7 +204,7 @@ fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
 fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     let folder = tempfile::tempdir().unwrap();
     let mut config = config(PrecisionPolicy::FP16, 12);
-    (config.telemetry.tensors_every, config.scaler.init_scale) = (1, 1024.0);
+    (config.telemetry.tensors_every, config.scaler.init_scale) = (1, 256.0);
     let train = |mut trainer: Trainer, steps: u64| {
         let mut emitter = Emitter::new(None);
         let events = emitter.connect();

@@ -19,7 +19,7 @@ use finetune::telemetry::{Event, Record, read};
 use support::folder;
 
 /// A run of the built-in model in which little is computed.
-const SMALL: &str = "--init-scale 65536 --batch-size 2 --seq-len 16 --threads 1 --plain --set train.sample_tokens=0 \
+const SMALL: &str = "--init-scale 16384 --batch-size 2 --seq-len 16 --threads 1 --plain --set train.sample_tokens=0 \
                      --set train.eval_batches=1 --eval-every 1000 --log-every 1";
 
 /// The program after `before`, a line of shell such as `ulimit -f 100`.

@@ -2,18 +2,19 @@
 //!
 //! A head's full score matrix is never stored: the forward pass keeps each row's log-sum-exp, and the backward pass
 //! recomputes the probabilities from it (Dao et al., "`FlashAttention`", 2022). Scores, softmax and sums are FP32.
-//! Keys and values are not copied for the heads that share them; the gradients of these heads are summed in FP32, in head
-//! order. Keys that no query of a block attends to are skipped.
+//! Keys and values are not copied for the heads that share them; the gradients of these heads are summed in FP32, in a fixed
+//! tree. Keys that no query of a block attends to are skipped.
 
-use self::product::{by_columns, by_rows, multiply};
+use self::product::{by_columns, by_rows, in_panels, in_rows, multiply, transpose};
 use crate::engine::kernels::columns::{Columns, Source, Target, write_columns};
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::isa;
 use crate::engine::kernels::math;
-use crate::engine::kernels::rows::{dot, max, sum, with_scratch};
+use crate::engine::kernels::rows::{axpy, dot, max, sum, with_scratch};
 use crate::engine::kernels::view::{read, write_f32};
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
+use std::ops::Range;
 
 mod product;
 
@@ -114,6 +115,8 @@ struct Sequence<'a> {
     documents: Option<&'a [u32]>,
     /// Padded sequence length.
     tokens: usize,
+    /// Distance of rows of scores; a power of two would make them evict each other from the cache.
+    row: usize,
     /// Padded head size.
     size: usize,
 }
@@ -122,7 +125,7 @@ impl<'a> Sequence<'a> {
     fn new(shape: Shape, b: usize, documents: Option<&'a [u32]>) -> Self {
         let (tokens, size) = (shape.seq_len.next_multiple_of(PAD), shape.head_size.next_multiple_of(PAD));
         let documents = documents.map(|starts| &starts[b * shape.seq_len..][..shape.seq_len]);
-        Self { shape, b, documents, tokens, size }
+        Self { shape, b, documents, tokens, row: tokens + PAD, size }
     }
 
     /// Elements of a matrix `[T, head_size]` with padding.
@@ -169,17 +172,6 @@ impl<'a> Sequence<'a> {
         }
     }
 
-    /// `out [head_size, T] = rowsᵀ`, in squares: whole columns lie so far apart that they evict each other from the cache.
-    #[inline(always)]
-    fn transpose(self, rows: &[f32], out: &mut [f32]) {
-        for (t, rows) in rows.chunks_exact(PAD * self.size).enumerate() {
-            for d in 0..self.size {
-                let column: [f32; PAD] = std::array::from_fn(|i| rows[i * self.size + d]);
-                out[d * self.tokens + t * PAD..][..PAD].copy_from_slice(&column);
-            }
-        }
-    }
-
     /// Index of the first element of row `i` of `head`'s attention matrix, for the dropout mask.
     fn mask_row(self, head: usize, i: usize) -> usize {
         ((self.b * self.shape.heads + head) * self.shape.seq_len + i) * self.shape.seq_len
@@ -215,16 +207,16 @@ fn forward_head(
     out: Target<'_>,
     lse: &mut [f32],
 ) {
-    let Sequence { shape, b, tokens, size, .. } = sequence;
+    let Sequence { shape, b, row, size, .. } = sequence;
     let Shape { seq_len, head_size, .. } = shape;
     let kv_head = head / (shape.heads / shape.kv_heads);
     let n = sequence.elements();
     with_matrices(
-        [n, n, n, QUERIES * tokens, QUERIES * size],
+        [n, n, n, QUERIES * row, QUERIES * size],
         #[inline(always)]
         |[q, kt, v, p, rows]| {
             sequence.load(keys, kv_head, 1.0, q);
-            sequence.transpose(q, kt);
+            transpose(q, size, kt);
             sequence.load(queries, head, shape.scale, q);
             sequence.load(values, kv_head, 1.0, v);
             let mut totals = [0.0; QUERIES];
@@ -233,8 +225,9 @@ fn forward_head(
                 let lowest = sequence.first_block_key(first);
                 let keys = first + QUERIES - lowest;
                 let queries = by_rows(&q[first * size..], size);
-                multiply([QUERIES, size, keys], queries, (&kt[lowest..], tokens), (p, tokens), false);
-                for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(tokens)) {
+                let kt = in_panels(&kt[lowest * size..], size);
+                multiply([QUERIES, size, keys], queries, kt, (p, row), false);
+                for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(row)) {
                     let start = sequence.first_key(i) - lowest;
                     let (seen, masked) = p[..keys].split_at_mut(i + 1 - lowest);
                     masked.fill(0.0);
@@ -256,8 +249,8 @@ fn forward_head(
                         dropout.apply(sequence.mask_row(head, i) + lowest + start, seen);
                     }
                 }
-                let values = &v[lowest * size..];
-                multiply([QUERIES, keys, size], by_rows(p, tokens), (values, size), (rows, size), false);
+                let values = in_rows(&v[lowest * size..], size);
+                multiply([QUERIES, keys, size], by_rows(p, row), values, (rows, size), false);
                 for (i, row) in (first..seq_len).zip(rows.chunks_exact_mut(size)) {
                     let row = &mut row[..head_size];
                     for x in row.iter_mut() {
@@ -314,104 +307,159 @@ struct Saved<'a> {
     dropout: Option<Dropout>,
 }
 
+/// What the heads of a group share: keys by rows, and keys and values in panels.
+#[derive(Clone, Copy)]
+struct Group<'a> {
+    k: &'a [f32],
+    kt: &'a [f32],
+    vt: &'a [f32],
+}
+
 /// The gradients of the heads that share `kv_head`.
 #[inline(always)]
 fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_q, d_k, d_v]: [Target<'_>; 3]) {
-    let Sequence { shape, b, tokens, size, .. } = sequence;
-    let Shape { seq_len, scale, .. } = shape;
     let n = sequence.elements();
-    let group = shape.heads / shape.kv_heads;
-    let [queries, keys, values] = saved.qkv;
+    let group = sequence.shape.heads / sequence.shape.kv_heads;
+    let [_, keys, values] = saved.qkv;
     with_matrices(
-        [n, n, n, n, n, n, n, n, QUERIES * tokens, QUERIES * tokens],
+        [n; 5],
         #[inline(always)]
-        |[q, k, kt, vt, dout, dq, dk, dv, p, dp]| {
+        |[k, kt, vt, dk, dv]| {
             sequence.load(values, kv_head, 1.0, k);
-            sequence.transpose(k, vt);
+            transpose(k, sequence.size, vt);
             sequence.load(keys, kv_head, 1.0, k);
-            sequence.transpose(k, kt);
-            dk.fill(0.0);
-            dv.fill(0.0);
-            for head in kv_head * group..(kv_head + 1) * group {
-                let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
-                sequence.load(queries, head, scale, q);
-                sequence.load(saved.dout, head, 1.0, dout);
-                // dq holds the forward pass's output until its block is processed.
-                sequence.load(saved.out, head, 1.0, dq);
-                for first in (0..seq_len).step_by(QUERIES) {
-                    let lowest = sequence.first_block_key(first);
-                    let keys = first + QUERIES - lowest;
-                    let block = first * size..(first + QUERIES) * size;
-                    let (query, dout) = (&q[block.clone()], &dout[block.clone()]);
-                    let mut deltas = [0.0; QUERIES];
-                    let rows = dout.chunks_exact(size).zip(dq[block.clone()].chunks_exact(size));
-                    for (delta, (dout, out)) in deltas.iter_mut().zip(rows) {
-                        *delta = dot(dout, out);
-                    }
-                    multiply([QUERIES, size, keys], by_rows(query, size), (&kt[lowest..], tokens), (p, tokens), false);
-                    multiply([QUERIES, size, keys], by_rows(dout, size), (&vt[lowest..], tokens), (dp, tokens), false);
-                    for (r, (p, dp)) in p.chunks_exact_mut(tokens).zip(dp.chunks_exact_mut(tokens)).enumerate() {
-                        let i = first + r;
-                        let inside = i < seq_len;
-                        let end = if inside { i + 1 - lowest } else { 0 };
-                        let start = if inside { sequence.first_key(i) - lowest } else { 0 };
-                        for row in [&mut *p, &mut *dp] {
-                            row[..start].fill(0.0);
-                            row[end..keys].fill(0.0);
-                        }
-                        let (p, dp) = (&mut p[start..end], &mut dp[start..end]);
-                        let log = lse.get(i).copied().unwrap_or(0.0);
-                        let mask = sequence.mask_row(head, i) + lowest + start;
-                        if let Some(dropout) = saved.dropout {
-                            dropout.apply(mask, dp);
-                        }
-                        if let Some(cap) = shape.softcap {
-                            for (dp, p) in dp.iter_mut().zip(p.iter_mut()) {
-                                let tanh = math::tanh(*p / cap);
-                                *p = math::exp(cap * tanh - log);
-                                *dp = *p * (*dp - deltas[r]) * (1.0 - tanh * tanh);
-                            }
-                        } else {
-                            for p in p.iter_mut() {
-                                *p = math::exp(*p - log);
-                            }
-                            for (dp, p) in dp.iter_mut().zip(p.iter()) {
-                                *dp = p * (*dp - deltas[r]);
-                            }
-                        }
-                        if let Some(dropout) = saved.dropout {
-                            dropout.apply(mask, p);
-                        }
-                    }
-                    let below = lowest * size;
-                    multiply(
-                        [keys, QUERIES, size],
-                        by_columns(p, tokens),
-                        (dout, size),
-                        (&mut dv[below..], size),
-                        true,
-                    );
-                    multiply(
-                        [keys, QUERIES, size],
-                        by_columns(dp, tokens),
-                        (query, size),
-                        (&mut dk[below..], size),
-                        true,
-                    );
-                    let dq = &mut dq[block];
-                    multiply([QUERIES, keys, size], by_rows(dp, tokens), (&k[below..], size), (dq, size), false);
-                    for x in dq {
-                        *x *= scale;
-                    }
-                }
-                // SAFETY: this task alone writes the parts of this group's heads.
-                unsafe { sequence.store(dq, head, d_q) };
-            }
-            // SAFETY: as above.
+            transpose(k, sequence.size, kt);
+            let heads = kv_head * group..(kv_head + 1) * group;
+            backward_heads(sequence, heads, saved, Group { k, kt, vt }, [dk, dv], d_q);
+            // SAFETY: this task alone writes the parts of this group's heads.
             unsafe {
                 sequence.store(dk, kv_head, d_k);
                 sequence.store(dv, kv_head, d_v);
             }
+        },
+    );
+}
+
+/// The gradients of queries for some heads of a group, and the sums of these heads' gradients of keys and values, in a tree
+/// that depends on their number alone.
+fn backward_heads(
+    sequence: Sequence<'_>,
+    heads: Range<usize>,
+    saved: &Saved<'_>,
+    shared: Group<'_>,
+    [dk, dv]: [&mut [f32]; 2],
+    d_q: Target<'_>,
+) {
+    if heads.len() == 1 {
+        return isa::vectorize(
+            #[inline(always)]
+            || backward_head(sequence, heads.start, saved, shared, [dk, dv], d_q),
+        );
+    }
+    let middle = usize::midpoint(heads.start, heads.end);
+    let n = sequence.elements();
+    with_matrices([n, n], |[dk_high, dv_high]| {
+        rayon::join(
+            || backward_heads(sequence, heads.start..middle, saved, shared, [dk, dv], d_q),
+            || backward_heads(sequence, middle..heads.end, saved, shared, [dk_high, dv_high], d_q),
+        );
+        axpy(1.0, dk_high, dk);
+        axpy(1.0, dv_high, dv);
+    });
+}
+
+#[inline(always)]
+fn backward_head(
+    sequence: Sequence<'_>,
+    head: usize,
+    saved: &Saved<'_>,
+    Group { k, kt, vt }: Group<'_>,
+    [dk, dv]: [&mut [f32]; 2],
+    d_q: Target<'_>,
+) {
+    let Sequence { shape, b, row, size, .. } = sequence;
+    let Shape { seq_len, scale, .. } = shape;
+    let n = sequence.elements();
+    with_matrices(
+        [n, n, n, QUERIES * row, QUERIES * row],
+        #[inline(always)]
+        |[q, dout, dq, p, dp]| {
+            dk.fill(0.0);
+            dv.fill(0.0);
+            let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
+            sequence.load(saved.qkv[0], head, scale, q);
+            sequence.load(saved.dout, head, 1.0, dout);
+            // dq holds the forward pass's output until its block is processed.
+            sequence.load(saved.out, head, 1.0, dq);
+            for first in (0..seq_len).step_by(QUERIES) {
+                let lowest = sequence.first_block_key(first);
+                let keys = first + QUERIES - lowest;
+                let block = first * size..(first + QUERIES) * size;
+                let (query, dout) = (&q[block.clone()], &dout[block.clone()]);
+                let mut deltas = [0.0; QUERIES];
+                let rows = dout.chunks_exact(size).zip(dq[block.clone()].chunks_exact(size));
+                for (delta, (dout, out)) in deltas.iter_mut().zip(rows) {
+                    *delta = dot(dout, out);
+                }
+                let [kt, vt] = [kt, vt].map(|panels| in_panels(&panels[lowest * size..], size));
+                multiply([QUERIES, size, keys], by_rows(query, size), kt, (p, row), false);
+                multiply([QUERIES, size, keys], by_rows(dout, size), vt, (dp, row), false);
+                for (r, (p, dp)) in p.chunks_exact_mut(row).zip(dp.chunks_exact_mut(row)).enumerate() {
+                    let i = first + r;
+                    let inside = i < seq_len;
+                    let end = if inside { i + 1 - lowest } else { 0 };
+                    let start = if inside { sequence.first_key(i) - lowest } else { 0 };
+                    for row in [&mut *p, &mut *dp] {
+                        row[..start].fill(0.0);
+                        row[end..keys].fill(0.0);
+                    }
+                    let (p, dp) = (&mut p[start..end], &mut dp[start..end]);
+                    let log = lse.get(i).copied().unwrap_or(0.0);
+                    let mask = sequence.mask_row(head, i) + lowest + start;
+                    if let Some(dropout) = saved.dropout {
+                        dropout.apply(mask, dp);
+                    }
+                    if let Some(cap) = shape.softcap {
+                        for (dp, p) in dp.iter_mut().zip(p.iter_mut()) {
+                            let tanh = math::tanh(*p / cap);
+                            *p = math::exp(cap * tanh - log);
+                            *dp = *p * (*dp - deltas[r]) * (1.0 - tanh * tanh);
+                        }
+                    } else {
+                        for p in p.iter_mut() {
+                            *p = math::exp(*p - log);
+                        }
+                        for (dp, p) in dp.iter_mut().zip(p.iter()) {
+                            *dp = p * (*dp - deltas[r]);
+                        }
+                    }
+                    if let Some(dropout) = saved.dropout {
+                        dropout.apply(mask, p);
+                    }
+                }
+                let below = lowest * size;
+                multiply(
+                    [keys, QUERIES, size],
+                    by_columns(p, row),
+                    in_rows(dout, size),
+                    (&mut dv[below..], size),
+                    true,
+                );
+                multiply(
+                    [keys, QUERIES, size],
+                    by_columns(dp, row),
+                    in_rows(query, size),
+                    (&mut dk[below..], size),
+                    true,
+                );
+                let dq = &mut dq[block];
+                multiply([QUERIES, keys, size], by_rows(dp, row), in_rows(&k[below..], size), (dq, size), false);
+                for x in dq {
+                    *x *= scale;
+                }
+            }
+            // SAFETY: this task alone writes this head's part.
+            unsafe { sequence.store(dq, head, d_q) };
         },
     );
 }

@@ -7,6 +7,8 @@ use crate::engine::kernels::isa::Isa;
 
 /// Rows of a tile: all numbers of rows are multiples of it.
 const ROWS: usize = 8;
+/// Columns of a panel: all numbers of columns are multiples of it.
+const PANEL: usize = 16;
 
 /// A matrix of FP32 in scratch memory, read at any strides.
 #[derive(Clone, Copy)]
@@ -26,21 +28,52 @@ pub(super) fn by_columns(data: &[f32], width: usize) -> Matrix<'_> {
     Matrix { data, row_stride: 1, column_stride: width }
 }
 
-/// `c (+)= a · b` for `a` of `rows` × `inner`. Rows of `b` and `c` are `ldb` and `ldc` elements apart, and `columns` of them
-/// are used; all three sizes are multiples of 16.
+/// A right factor: panels of 16 columns.
+#[derive(Clone, Copy)]
+pub(super) struct Right<'a> {
+    data: &'a [f32],
+    row_stride: usize,
+    panel_stride: usize,
+}
+
+/// A right factor by rows of `width`.
+pub(super) fn in_rows(data: &[f32], width: usize) -> Right<'_> {
+    Right { data, row_stride: width, panel_stride: PANEL }
+}
+
+/// A right factor as [`transpose`] writes it, of `inner` rows.
+pub(super) fn in_panels(data: &[f32], inner: usize) -> Right<'_> {
+    Right { data, row_stride: PANEL, panel_stride: inner * PANEL }
+}
+
+/// Writes the transpose of a matrix with rows of `width` in panels, one after another: in long rows, whose distance is often a
+/// power of two, the elements of a column would evict each other from the cache.
+#[inline(always)]
+pub(super) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
+    for (rows, panel) in rows.chunks_exact(PANEL * width).zip(out.chunks_exact_mut(PANEL * width)) {
+        for (column, out) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
+            *out = std::array::from_fn(|row| rows[row * width + column]);
+        }
+    }
+}
+
+/// `c (+)= a · b` for `a` of `rows` × `inner`. Rows of `c` are `ldc` elements apart, and `columns` of them are used; all three
+/// sizes are multiples of 16.
 pub(super) fn multiply(
     [rows, inner, columns]: [usize; 3],
     a: Matrix<'_>,
-    (b, ldb): (&[f32], usize),
+    b: Right<'_>,
     (c, ldc): (&mut [f32], usize),
     accumulate: bool,
 ) {
     assert!(
-        [rows, inner, columns].iter().all(|size| *size > 0 && size.is_multiple_of(16)),
+        [rows, inner, columns].iter().all(|size| *size > 0 && size.is_multiple_of(PANEL)),
         "attention pads its matrices"
     );
     assert!(a.data.len() > (rows - 1) * a.row_stride + (inner - 1) * a.column_stride, "the left matrix is too short");
-    assert!(b.len() >= (inner - 1) * ldb + columns && c.len() >= (rows - 1) * ldc + columns, "a matrix is too short");
+    let last_panel = (columns / PANEL - 1) * b.panel_stride;
+    assert!(b.data.len() >= last_panel + (inner - 1) * b.row_stride + PANEL, "the right matrix is too short");
+    assert!(c.len() >= (rows - 1) * ldc + columns, "the result is too short");
     for row in (0..rows).step_by(ROWS) {
         let a = Matrix { data: &a.data[row * a.row_stride..], ..a };
         let c = &mut c[row * ldc..];
@@ -48,12 +81,12 @@ pub(super) fn multiply(
             // SAFETY: the CPU has the instructions, and the sizes were checked: `ROWS` more rows follow.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx512Bf16 => unsafe {
-                avx512::rows([inner, columns], a, (b, ldb), (c, ldc), accumulate);
+                avx512::rows([inner, columns], a, b, (c, ldc), accumulate);
             },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => unsafe { avx2::rows([inner, columns], a, (b, ldb), (c, ldc), accumulate) },
-            _ => portable([inner, columns], a, (b, ldb), (c, ldc), accumulate),
+            Isa::Avx2 => unsafe { avx2::rows([inner, columns], a, b, (c, ldc), accumulate) },
+            _ => portable([inner, columns], a, b, (c, ldc), accumulate),
         }
     }
 }
@@ -62,34 +95,38 @@ pub(super) fn multiply(
 fn portable(
     [inner, columns]: [usize; 2],
     a: Matrix<'_>,
-    (b, ldb): (&[f32], usize),
+    b: Right<'_>,
     (c, ldc): (&mut [f32], usize),
     accumulate: bool,
 ) {
     for (row, c) in c.chunks_mut(ldc).take(ROWS).enumerate() {
-        let c = &mut c[..columns];
-        if !accumulate {
-            c.fill(0.0);
-        }
-        for k in (0..inner).step_by(4) {
-            let factors: [f32; 4] = std::array::from_fn(|i| a.data[row * a.row_stride + (k + i) * a.column_stride]);
-            let rows: [&[f32]; 4] = std::array::from_fn(|i| &b[(k + i) * ldb..][..columns]);
-            for (j, c) in c.iter_mut().enumerate() {
-                let term = |i: usize| factors[i] * rows[i][j];
-                *c += (term(0) + term(1)) + (term(2) + term(3));
+        for (panel, c) in c[..columns].as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
+            let mut sums = if accumulate { *c } else { [0.0; PANEL] };
+            for k in (0..inner).step_by(4) {
+                let factors: [f32; 4] = std::array::from_fn(|i| a.data[row * a.row_stride + (k + i) * a.column_stride]);
+                let rows: [&[f32]; 4] =
+                    std::array::from_fn(|i| &b.data[panel * b.panel_stride + (k + i) * b.row_stride..][..PANEL]);
+                for (j, sum) in sums.iter_mut().enumerate() {
+                    let term = |i: usize| factors[i] * rows[i][j];
+                    *sum += (term(0) + term(1)) + (term(2) + term(3));
+                }
             }
+            *c = sums;
         }
     }
 }
 
-/// [`multiply`] for [`ROWS`] rows in vectors of `$lanes`, two of them side by side in a tile of `$rows`.
+/// [`multiply`] for [`ROWS`] rows in vectors of `$lanes`, `$vectors` of them side by side in a tile of `$rows`.
 #[cfg(target_arch = "x86_64")]
 macro_rules! tiles {
-    ($name:ident, $features:literal, $lanes:literal, $rows:literal,
+    ($name:ident, $features:literal, $lanes:literal, $rows:literal, $vectors:literal,
      [$zero:ident, $set:ident, $load:ident, $store:ident, $multiply_add:ident]) => {
         mod $name {
-            use super::{Matrix, ROWS};
+            use super::{Matrix, PANEL, ROWS, Right};
             use std::arch::x86_64::{$load, $multiply_add, $set, $store, $zero};
+
+            /// Vectors in a panel.
+            const EACH: usize = PANEL / $lanes;
 
             /// # Safety
             /// The CPU must have the instructions; the matrices must have these rows and columns, and `a` and `c` at least `ROWS`
@@ -98,7 +135,7 @@ macro_rules! tiles {
             pub(super) unsafe fn rows(
                 [inner, columns]: [usize; 2],
                 a: Matrix<'_>,
-                (b, ldb): (&[f32], usize),
+                b: Right<'_>,
                 (c, ldc): (&mut [f32], usize),
                 accumulate: bool,
             ) {
@@ -106,15 +143,17 @@ macro_rules! tiles {
                     let a = (a.data.as_ptr().wrapping_add(row * a.row_stride), a.row_stride, a.column_stride);
                     let mut column = 0;
                     while column < columns {
-                        let (b, c) = (b.as_ptr().wrapping_add(column), c.as_mut_ptr().wrapping_add(row * ldc + column));
-                        // SAFETY: the caller's promise; `columns` is a multiple of 16, so a narrow tile fits in what is left.
+                        let first = b.data.as_ptr().wrapping_add(column / PANEL * b.panel_stride);
+                        let b = (first, b.row_stride, b.panel_stride);
+                        let c = c.as_mut_ptr().wrapping_add(row * ldc + column);
+                        // SAFETY: the caller's promise; `columns` is a multiple of a panel, so a narrow tile fits in what is left.
                         unsafe {
-                            if column + 2 * $lanes <= columns {
-                                tile::<2>(inner, a, (b, ldb), (c, ldc), accumulate);
-                                column += 2 * $lanes;
+                            if column + $vectors * $lanes <= columns {
+                                tile::<$vectors>(inner, a, b, (c, ldc), accumulate);
+                                column += $vectors * $lanes;
                             } else {
-                                tile::<1>(inner, a, (b, ldb), (c, ldc), accumulate);
-                                column += $lanes;
+                                tile::<EACH>(inner, a, b, (c, ldc), accumulate);
+                                column += PANEL;
                             }
                         }
                     }
@@ -128,7 +167,7 @@ macro_rules! tiles {
             unsafe fn tile<const VECTORS: usize>(
                 inner: usize,
                 (a, row_stride, column_stride): (*const f32, usize, usize),
-                (b, ldb): (*const f32, usize),
+                (b, ldb, panel_stride): (*const f32, usize, usize),
                 (c, ldc): (*mut f32, usize),
                 accumulate: bool,
             ) {
@@ -145,7 +184,8 @@ macro_rules! tiles {
                     for k in 0..inner {
                         let mut columns = [$zero(); VECTORS];
                         for vector in 0..VECTORS {
-                            columns[vector] = $load(b.add(k * ldb + vector * $lanes));
+                            let place = vector / EACH * panel_stride + vector % EACH * $lanes;
+                            columns[vector] = $load(b.add(k * ldb + place));
                         }
                         for row in 0..$rows {
                             let factor = $set(*a.add(row * row_stride + k * column_stride));
@@ -171,10 +211,18 @@ tiles!(
     "avx512f",
     16,
     8,
+    2,
     [_mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps]
 );
 #[cfg(target_arch = "x86_64")]
-tiles!(avx2, "avx2,fma", 8, 4, [_mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps]);
+tiles!(
+    avx2,
+    "avx2,fma",
+    8,
+    4,
+    2,
+    [_mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps]
+);
 
 #[cfg(test)]
 mod tests {
@@ -192,7 +240,18 @@ mod tests {
             for (a, accumulate) in [(by_rows(&a, inner), false), (by_columns(&a, rows), true)] {
                 let before = values(rows * ldc, 3);
                 let mut c = before.clone();
-                multiply([rows, inner, columns], a, (&b, ldb), (&mut c, ldc), accumulate);
+                let mut panels = vec![f32::NAN; inner * columns];
+                let right = if accumulate {
+                    let transposed: Vec<f32> = (0..columns)
+                        .flat_map(|j| (0..inner).map(move |k| (k, j)))
+                        .map(|(k, j)| b[k * ldb + j])
+                        .collect();
+                    transpose(&transposed, inner, &mut panels);
+                    in_panels(&panels, inner)
+                } else {
+                    in_rows(&b, ldb)
+                };
+                multiply([rows, inner, columns], a, right, (&mut c, ldc), accumulate);
                 for (at, found) in c.iter().enumerate() {
                     let (row, column) = (at / ldc, at % ldc);
                     let old = f64::from(before[at]);

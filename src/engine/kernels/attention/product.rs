@@ -184,7 +184,8 @@ macro_rules! tiles {
                     for k in 0..inner {
                         let mut columns = [$zero(); VECTORS];
                         for vector in 0..VECTORS {
-                            let place = vector / EACH * panel_stride + vector % EACH * $lanes;
+                            let column = vector * $lanes;
+                            let place = column / PANEL * panel_stride + column % PANEL;
                             columns[vector] = $load(b.add(k * ldb + place));
                         }
                         for row in 0..$rows {

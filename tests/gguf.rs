@@ -189,6 +189,7 @@ fn a_file_that_lies_is_refused_with_one_line() {
             "tensor `t`: its shape [4294967296, 4294967296] overflows",
         ),
         (header(1, 0, &[&entry("t", &[1 << 62, 4], 0, 0), &pad]), "overflows"),
+        (header(1, 0, &[&entry("t", &[32, 0], 8, 0), &pad]), "its shape [0, 32] has no elements"),
         (header(1, 0, &[&entry("t", &[33, 32], 8, 0), &pad]), "rows of [32, 33] are no whole blocks of 32 (Q8_0)"),
         (
             header(1, 0, &[&entry("t", &[2048], 0, 0), &pad]),

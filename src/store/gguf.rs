@@ -72,6 +72,9 @@ impl Gguf {
             let Some(count) = count.filter(|&count| count <= MAX_ELEMENTS) else {
                 return fail(format!("its shape {dims:?} overflows"));
             };
+            if count == 0 {
+                return fail(format!("its shape {dims:?} has no elements"));
+            }
             let block = info.ggml_dtype.block_size();
             if !dims.last().unwrap_or(&1).is_multiple_of(block) {
                 return fail(format!("rows of {dims:?} are no whole blocks of {block} ({:?})", info.ggml_dtype));

@@ -26,6 +26,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 pub(crate) const ARGUMENT: &str = "__preflight";
 /// For one operation: opening the device, compiling its kernels for the GPU, and all checks.
 const LIMIT: Duration = Duration::from_mins(1);
+
 /// The operations whose kernels have passed on `device`; `notice` is told once of those that have not.
 pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<Operation> {
     let (Some(_), DeviceLocation::Cuda { gpu_id }) = (apart::command(ARGUMENT), device.location()) else {
@@ -70,9 +71,9 @@ fn judge(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), Stri
 
 /// Tries the operation that `arguments` name after the GPU's number, and says on standard output what is wrong with it.
 pub(crate) fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
-    // The program that waits may be gone, and a kernel may hang.
+    // The program that waits may be gone, and a kernel may hang. If it is there, it is to find the time exceeded.
     std::thread::spawn(|| {
-        std::thread::sleep(LIMIT);
+        std::thread::sleep(2 * LIMIT);
         std::process::exit(1);
     });
     let arguments: Vec<OsString> = arguments.collect();

@@ -77,8 +77,9 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const LIMIT: usize = 64 << 10;
-/// Limit on an engine's allocations besides its buffers: the survey's histogram for each parameter, and names.
-const SMALL_THINGS: usize = 128 << 10;
+/// Limit on an engine's allocations besides its buffers: the survey's histogram for each parameter, and names; and the queues of
+/// the threads' pool, which take another block of 1.5 kB now and then.
+const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
 /// After these steps, every thread has its scratch memory for every part of a step.
 const WARM_UP: usize = 20;
 

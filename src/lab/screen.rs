@@ -5,6 +5,8 @@
 
 mod keys;
 mod model;
+#[cfg(test)]
+pub(crate) mod pressed;
 mod view;
 
 use std::io::{self, stdout};

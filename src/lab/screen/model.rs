@@ -103,6 +103,8 @@ pub struct Field {
     first: String,
     /// How the arrow keys change it.
     pub adjust: Adjust,
+    /// The least and the greatest value that keys reach.
+    ends: (f64, f64),
     /// Whether a run has a value for it, which counts until another one is chosen.
     of_run: bool,
     /// Whether its value was chosen: by a key, by typing, or by a scenario.
@@ -130,7 +132,14 @@ impl Field {
     /// A parameter at its initial value.
     pub fn new(flag: &'static str, value: &str, adjust: Adjust) -> Self {
         let (value, first) = (value.to_owned(), value.to_owned());
-        Self { flag, value, first, adjust, of_run: false, chosen: false }
+        let ends = (f64::NEG_INFINITY, f64::INFINITY);
+        Self { flag, value, first, adjust, ends, of_run: false, chosen: false }
+    }
+
+    /// The same, but keys stop at these values.
+    #[must_use]
+    pub fn within(self, least: f64, greatest: f64) -> Self {
+        Self { ends: (least, greatest), ..self }
     }
 
     /// The same, but a run's value takes the place of its first one.
@@ -176,6 +185,10 @@ impl Field {
                 Err(_) => written(step),
             },
         };
+        let (least, greatest) = self.ends;
+        if let Some(value) = parse_value(&self.value).ok().filter(|value| !(least..=greatest).contains(value)) {
+            self.value = written(value.clamp(least, greatest));
+        }
     }
 }
 

@@ -49,8 +49,9 @@ impl Theme {
 pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
     let area = frame.area();
     let buffer = frame.buffer_mut();
-    let mut fields = field_lines(model, usize::from(area.width));
-    fields.extend(scenario_line(model));
+    // The keys need the whole screen at 80×24.
+    let mut fields = if model.help { Vec::new() } else { field_lines(model, usize::from(area.width)) };
+    fields.extend(scenario_line(model).filter(|_| !model.help));
     let help = help_page(model);
     let top = 1 + fields.len();
     let room = usize::from(area.height).saturating_sub(top + 1);

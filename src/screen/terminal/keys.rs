@@ -40,6 +40,12 @@ impl<A: Copy> Binding<A> {
         self.tabs.is_empty() || self.tabs.contains(&tab)
     }
 
+    /// Its keys with their actions.
+    #[cfg(test)]
+    pub(crate) fn keys(&self) -> impl Iterator<Item = (KeyCode, A)> {
+        self.keys.iter().copied()
+    }
+
     /// Whether the action of any key satisfies `kind`.
     pub(crate) fn does(&self, kind: impl Fn(A) -> bool) -> bool {
         self.keys.iter().any(|(_, action)| kind(*action))

@@ -30,7 +30,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     let shift = if view.true_magnitudes { exponent_of(*scale) } else { 0 };
     if layered {
         let layers = fold(run.layers(), inner.height().saturating_sub(8));
-        let bars = inner.height().saturating_sub(2 + layers.len() as u16).min(inner.height() / 2);
+        let bars = inner.height().saturating_sub(2 + layers.len() as u16);
         draw_bars(&mut inner, bars, &ruler, &histogram, None, shift);
         margin(&mut inner, bars, stats);
         for (y, layer) in (bars + 2..).zip(&layers) {

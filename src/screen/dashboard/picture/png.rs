@@ -49,8 +49,11 @@ impl Canvas {
     fn glyph(&mut self, (x, y): (usize, usize), cells: usize, c: char, (ink, paper): (Rgb, Rgb), bold: bool) {
         let glyph = unifont::get_glyph(c);
         let width = cells * WIDTH;
-        // Compress a glyph that is too wide.
-        let squeeze = glyph.map_or(1, |glyph| glyph.get_width().div_ceil(width));
+        // Compress a glyph that is too wide, and leave its last column empty: it would touch its neighbour.
+        let (drawn, taken) = match glyph.map_or(width, unifont::Glyph::get_width) {
+            wide if wide > width => (wide, width - 1),
+            fitting => (fitting, fitting),
+        };
         // Unifont also marks the unset dots of braille characters, so draw the set ones here.
         let dots = matches!(c, '\u{2800}'..='\u{28ff}').then_some(c as u32 & 0xff);
         for row in 0..HEIGHT {
@@ -61,7 +64,8 @@ impl Canvas {
                     let set = dots >> BITS[row / 4][column / 4] & 1 == 1;
                     return set && (1..3).contains(&(row % 4)) && (1..3).contains(&(column % 4));
                 }
-                glyph.is_some_and(|glyph| (0..squeeze).any(|part| glyph.get_pixel(column * squeeze + part, row)))
+                let part = column * drawn / taken..(column + 1) * drawn / taken;
+                column < taken && glyph.is_some_and(|glyph| part.clone().any(|column| glyph.get_pixel(column, row)))
             };
             for column in 0..width {
                 let on = lit(column) || bold && column > 0 && lit(column - 1);
@@ -75,4 +79,30 @@ impl Canvas {
 
 fn colour(colour: Color) -> Option<Rgb> {
     if let Color::Rgb(r, g, b) = colour { Some((r, g, b)) } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use ratatui::layout::Rect;
+    use ratatui::style::Style;
+
+    /// Unifont's sign for a line feed is two cells wide, and has one.
+    #[test]
+    fn a_compressed_glyph_does_not_touch_its_neighbour() {
+        let mut buffer = Buffer::empty(Rect::new(0, 0, 3, 1));
+        buffer.set_string(0, 0, "a⏎b", Style::new());
+        let bytes = png(&buffer, Look::Dark).unwrap();
+        let mut reader = png::Decoder::new(std::io::Cursor::new(bytes)).read_info().unwrap();
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+        reader.next_frame(&mut pixels).unwrap();
+        let (r, g, b) = Look::Dark.page().1;
+        let inked = |column: usize| {
+            (0..HEIGHT).filter(|row| pixels[(row * 3 * WIDTH + column) * 3..][..3] != [r, g, b]).count()
+        };
+        assert!((WIDTH..2 * WIDTH - 1).any(|column| inked(column) > 2), "the sign is drawn");
+        assert_eq!(inked(2 * WIDTH - 1), 0);
+    }
 }

@@ -1,0 +1,213 @@
+//! Presses every key that the help of a view names, and tells which do not do what it says.
+
+use std::cell::RefCell;
+use std::ops::ControlFlow;
+
+use ratatui::crossterm::event::{KeyCode, KeyEvent};
+
+use super::keys::{Action, KEYS};
+use super::model::{Adjust, Instrument, Model};
+use super::view::{self, Theme};
+use crate::Result;
+use crate::lab::{Page, parse_value};
+
+/// Parameters that change nothing at first, and the one that has to be set for them.
+const NEEDED: [(&str, &str, &str, &str); 3] = [
+    ("scaler", "spike", "spikes", "0.05"),
+    ("scaler", "jump", "jump-at", "1000"),
+    ("blocks", "remembered", "scheme", "delayed"),
+];
+
+/// A view at work.
+struct Stage<'a, E> {
+    model: Model,
+    size: (u16, u16),
+    evaluate: &'a RefCell<E>,
+}
+
+impl<'a, E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>> Stage<'a, E> {
+    fn new(instruments: &[Instrument], tab: usize, size: (u16, u16), evaluate: &'a RefCell<E>) -> Self {
+        let mut model = Model::new(instruments.to_vec());
+        model.tab = tab;
+        Self { model, size, evaluate }
+    }
+
+    fn picture(&mut self) -> String {
+        self.model.evaluate(self.size.0.into(), &mut *self.evaluate.borrow_mut());
+        view::picture(&mut self.model, Theme::MONOCHROME, self.size.0, self.size.1)
+    }
+
+    /// The page, whole.
+    fn page(&mut self) -> String {
+        self.picture();
+        self.model.page.text()
+    }
+
+    fn press(&mut self, code: KeyCode) -> ControlFlow<()> {
+        self.model.press(KeyEvent::from(code))
+    }
+
+    /// Whether the picture is another one behind the key.
+    fn changes(&mut self, code: KeyCode) -> bool {
+        let before = self.picture();
+        self.press(code).is_continue() && self.picture() != before
+    }
+}
+
+/// What is wrong with the keys of every view at `size`.
+pub(crate) fn dead_keys(
+    instruments: &[Instrument],
+    size: (u16, u16),
+    evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
+) -> Vec<String> {
+    let (evaluate, mut wrong) = (RefCell::new(evaluate), Vec::new());
+    for (tab, instrument) in instruments.iter().enumerate() {
+        let stage = || Stage::new(instruments, tab, size, &evaluate);
+        for (code, action) in KEYS.iter().flat_map(|binding| binding.keys()) {
+            // The view's own keys take precedence.
+            if instrument.keys.iter().any(|key| key.code == code)
+                || (code == KeyCode::Char(' ') && instrument.play.is_some())
+            {
+                continue;
+            }
+            if let Action::Increase { .. } | Action::Decrease { .. } = action {
+                for field in 0..instrument.fields.len() {
+                    if let Err(what) = step(stage(), field, code, action) {
+                        wrong.push(format!("{}: {what}", instrument.name));
+                    }
+                }
+            } else if let Err(what) = common(stage(), code, action) {
+                wrong.push(format!("{}: {code}: {what}", instrument.name));
+            }
+        }
+        for (letter, scenario) in ('a'..='d').zip(instrument.scenarios) {
+            let mut stage = stage();
+            // Its text may be wrapped.
+            let begins: String = scenario.text.chars().take(40).collect();
+            if !stage.changes(KeyCode::Char(letter)) || !stage.picture().contains(&begins) {
+                wrong.push(format!("{}: {letter} does not load `{}`", instrument.name, scenario.name));
+            }
+            if stage.page().contains("cannot show") {
+                wrong.push(format!("{}: {letter} loads what cannot be shown", instrument.name));
+            }
+        }
+        for key in instrument.keys {
+            // Some act only behind another one, as End does behind Home.
+            let alone = stage().changes(key.code);
+            let behind = |other: KeyCode| {
+                let mut stage = stage();
+                stage.press(other).is_continue() && stage.changes(key.code)
+            };
+            if !alone && !instrument.keys.iter().map(|other| other.code).any(behind) {
+                wrong.push(format!("{}: {} ({})", instrument.name, key.written, key.help));
+            }
+        }
+        let mut stage = stage();
+        if instrument.play.is_some() {
+            let begins = stage.press(KeyCode::Char(' ')).is_continue() && stage.model.playing && stage.model.tick();
+            let first = stage.picture();
+            let goes_on = stage.model.tick() && stage.picture() != first;
+            if !begins || !goes_on || stage.press(KeyCode::Char(' ')).is_break() || stage.model.tick() {
+                wrong.push(format!("{}: space does not run and pause", instrument.name));
+            }
+        }
+    }
+    wrong
+}
+
+/// A key that changes a parameter.
+fn step<E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>>(
+    mut stage: Stage<'_, E>,
+    field: usize,
+    code: KeyCode,
+    action: Action,
+) -> std::result::Result<(), String> {
+    let instrument = stage.model.instrument().clone();
+    let parameter = &instrument.fields[field];
+    let name = format!("{code} on `{}` = `{}`", parameter.flag, parameter.value);
+    for (view, flag, needed, value) in NEEDED {
+        if (view, flag) == (instrument.name, parameter.flag) {
+            let tab = stage.model.tab;
+            stage.model.instruments[tab].set(needed, value);
+        }
+    }
+    stage.model.field = field;
+    let before = stage.page();
+    if stage.press(code).is_break() {
+        return Err(format!("{name} ends the screen"));
+    }
+    let page = stage.page();
+    if let Adjust::Typed = parameter.adjust {
+        return stage.model.typed.is_some().then_some(()).ok_or(format!("{name} does not begin to type"));
+    }
+    let value = stage.model.instrument().fields[field].value.clone();
+    if let (Ok(old), Ok(new), Action::Increase { .. } | Action::Decrease { .. }) =
+        (parse_value(&parameter.value), parse_value(&value), action)
+        && !matches!(parameter.adjust, Adjust::Among(_))
+        && (new > old) != matches!(action, Action::Increase { .. })
+        && new != old
+    {
+        return Err(format!("{name} gives {value}"));
+    }
+    if page.contains("cannot show") {
+        return Err(format!("{name} gives {value}, which cannot be shown"));
+    }
+    // What is at its end stays there.
+    let at_end = value == parameter.value;
+    (at_end || page != before).then_some(()).ok_or(format!("{name} changes nothing"))
+}
+
+/// Any other key of all views.
+fn common<E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>>(
+    mut stage: Stage<'_, E>,
+    code: KeyCode,
+    action: Action,
+) -> std::result::Result<(), String> {
+    let (tab, tabs) = (stage.model.tab, stage.model.instruments.len());
+    let fields = stage.model.instrument().fields.len();
+    let first = stage.picture();
+    let last_line = stage.model.page.text().trim_end().lines().last().unwrap_or_default().trim().to_owned();
+    let wholly_shown = first.contains(&last_line);
+    let flow = stage.press(code);
+    let then = stage.picture();
+    let done = match action {
+        Action::Quit => return flow.is_break().then_some(()).ok_or("does not leave".to_owned()),
+        Action::Tab(shown) => stage.model.tab == shown && (shown == tab || then != first),
+        Action::NextTab => stage.model.tab == (tab + 1) % tabs && then != first,
+        Action::PreviousTab => stage.model.tab == (tab + tabs - 1) % tabs && then != first,
+        Action::NextField => stage.model.field == 1 % fields && (fields == 1 || then != first),
+        Action::PreviousField => stage.model.field == fields - 1 && (fields == 1 || then != first),
+        Action::Edit => {
+            let typing = stage.model.typed.is_some() && then != first;
+            let typed = stage.changes(KeyCode::Char('7')) && stage.changes(KeyCode::Backspace);
+            let cancelled = stage.changes(KeyCode::Esc) && stage.picture() == first;
+            typing && typed && cancelled
+        }
+        Action::PageDown => {
+            for _ in 0..20 {
+                let _ = stage.press(code);
+            }
+            let end = stage.picture();
+            wholly_shown || (then != first && end.contains(&last_line))
+        }
+        Action::PageUp => {
+            let _ = stage.press(KeyCode::PageDown);
+            let scrolled = stage.picture();
+            wholly_shown || (scrolled != first && stage.changes(code) && stage.picture() == first)
+        }
+        Action::Help => {
+            let keys = stage.model.instrument().keys.iter().map(|key| key.help);
+            let missing = KEYS.iter().map(|binding| binding.help).chain(keys).find(|help| !then.contains(help));
+            if let Some(missing) = missing {
+                return Err(format!("the help does not show `{missing}`"));
+            }
+            stage.changes(KeyCode::Esc) && stage.picture() == first
+        }
+        Action::Close => {
+            let _ = stage.press(KeyCode::Char('?'));
+            stage.changes(code) && stage.picture() == first
+        }
+        Action::Increase { .. } | Action::Decrease { .. } => true,
+    };
+    (flow.is_continue() && done).then_some(()).ok_or("does not do what the help says".to_owned())
+}

@@ -16,7 +16,6 @@ use self::args::{
 use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
 use crate::data::Tokenizer;
-use crate::engine::kernels::allocator;
 use crate::engine::model::{Keep, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::lab::guide::{self, about};
@@ -128,8 +127,8 @@ struct Bench {
     runs: PathBuf,
     /// The program's own memory, in bytes.
     program: u64,
-    /// What the run's tokenizer takes, once it was read, and what reading it leaves free.
-    tokenizer: Option<[u64; 2]>,
+    /// What the run's tokenizer takes, once it was read.
+    tokenizer: Option<u64>,
 }
 
 impl Bench {
@@ -145,8 +144,7 @@ impl Bench {
         if let (View::Memory(_), Some(path)) = (view, run) {
             self.read_tokenizer(path)?;
         }
-        let [tokenizer, freed] = run.and(self.tokenizer).unwrap_or_default();
-        let program = [self.program + tokenizer, freed];
+        let program = self.program + run.and(self.tokenizer).unwrap_or(0);
         let run = run.map(|path| self.read(path)).transpose()?;
         Ok(match view {
             View::Bits(args) => Report::new(args.report()?, Bits::page),
@@ -182,11 +180,9 @@ impl Bench {
         let file = self.read(run)?.tokenizer();
         if self.tokenizer.is_none() {
             let resident = || ProcessStats::now().rss_bytes.unwrap_or(0);
-            let (before, live) = (resident(), allocator::live());
+            let before = resident();
             let read = file.map(Tokenizer::from_file).transpose()?;
-            let taken = resident().saturating_sub(before);
-            let kept = live.zip(allocator::live()).map_or(taken, |(before, now)| now.saturating_sub(before).min(taken));
-            self.tokenizer = Some([kept, taken - kept]);
+            self.tokenizer = Some(resident().saturating_sub(before));
             drop(read);
         }
         Ok(())
@@ -341,8 +337,7 @@ impl ScalingArgs {
 
 impl MemoryArgs {
     /// Flags that are not given default to the run's values, or to a small fine-tuning of distilgpt2.
-    /// `program` is what the program itself takes, and what it has freed.
-    fn report(&self, run: Option<&RunFigures>, [process, freed]: [u64; 2]) -> Result<Memory> {
+    fn report(&self, run: Option<&RunFigures>, program: u64) -> Result<Memory> {
         let setting = |path| run.and_then(|run| run.setting(path)).map(|value| value as usize);
         let batch = self.batch.or_else(|| setting("/train/batch_size")).unwrap_or(32);
         let seq = self.seq.or_else(|| setting("/train/seq_len")).unwrap_or(32);
@@ -367,8 +362,7 @@ impl MemoryArgs {
             rank: self.rank,
             keep: run.map_or(Keep::All, RunFigures::keep),
             probes: run.is_some_and(|run| run.probed.nonzero > 0),
-            process,
-            freed,
+            process: program,
             stores_scores: self.gpu || run.is_some_and(|run| run.started.device.starts_with("cuda")),
         };
         let mut memory = Memory::new(&name, &config, setup)?;

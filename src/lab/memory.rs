@@ -228,8 +228,6 @@ pub struct Setup {
     pub probes: bool,
     /// The memory of the program itself with its tokenizer, in bytes.
     pub process: u64,
-    /// What was freed before training and stays with the process: buffers are allocated there first.
-    pub freed: u64,
     /// Whether attention's scores are stored, as by candle's operations on a GPU.
     pub stores_scores: bool,
 }
@@ -247,21 +245,15 @@ impl Setup {
             let bytes = exact.activations + exact.scratch + exact.gradients + base;
             items.push(Item { group: Group::Probe, bytes });
         }
-        self.push_process(&mut items);
+        items.push(Item { group: Group::Process, bytes: self.process });
         Ok(items)
-    }
-
-    /// Appends the program's own memory, with what buffers leave of that which was freed.
-    fn push_process(&self, items: &mut Vec<Item>) {
-        let bytes = self.process + self.freed.saturating_sub(total(items));
-        items.push(Item { group: Group::Process, bytes });
     }
 }
 
 impl Memory {
     /// Computes every recipe.
     pub fn new(model: &str, config: &ModelSpec, setup: Setup) -> Result<Self> {
-        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, .. } = setup;
+        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
         let engine = |recipe: Recipe, policy, batch| -> Result<Vec<Item>> {
             let (config, recipe_keep, kind) = recipe.setting(config, rank)?;
             let keep = if recipe_keep == Keep::BlockInput { recipe_keep } else { keep };
@@ -269,7 +261,7 @@ impl Memory {
         };
         let textbook = |recipe, batch| {
             let mut items = textbook(config, recipe, [batch, seq_len, rank]);
-            setup.push_process(&mut items);
+            items.push(Item { group: Group::Process, bytes: process });
             items
         };
         let left = |items: &[Item]| {
@@ -578,7 +570,7 @@ mod tests {
     use super::*;
 
     fn setup(shape: [usize; 3], budget: Option<u64>) -> Setup {
-        Setup { shape, budget, rank: 16, keep: Keep::All, probes: false, process: 0, freed: 0, stores_scores: false }
+        Setup { shape, budget, rank: 16, keep: Keep::All, probes: false, process: 0, stores_scores: false }
     }
 
     fn distilgpt2(budget: Option<u64>) -> Memory {

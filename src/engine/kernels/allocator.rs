@@ -38,18 +38,6 @@ impl Allocations {
     }
 }
 
-/// Bytes of all blocks that are allocated now, with what the system's allocator adds to each; `None` where it does not tell.
-pub fn live() -> Option<u64> {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    {
-        // SAFETY: it only reads the allocator's own figures, under its locks.
-        let found = unsafe { libc::mallinfo2() };
-        Some((found.uordblks + found.hblkhd) as u64)
-    }
-    #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-    None
-}
-
 fn count(bytes: usize) {
     COUNT.fetch_add(1, Ordering::Relaxed);
     BYTES.fetch_add(bytes as u64, Ordering::Relaxed);

@@ -10,6 +10,7 @@ use super::model::{Adjust, Instrument, Model};
 use super::view::{self, Theme};
 use crate::Result;
 use crate::lab::{Page, parse_value};
+use crate::screen::terminal::Binding;
 
 /// Parameters that change nothing at first, and the one that has to be set for them.
 const NEEDED: [(&str, &str, &str, &str); 3] = [
@@ -63,7 +64,7 @@ pub(crate) fn dead_keys(
     let (evaluate, mut wrong) = (RefCell::new(evaluate), Vec::new());
     for (tab, instrument) in instruments.iter().enumerate() {
         let stage = || Stage::new(instruments, tab, size, &evaluate);
-        for (code, action) in KEYS.iter().flat_map(|binding| binding.keys()) {
+        for (code, action) in KEYS.iter().flat_map(Binding::keys) {
             // The view's own keys take precedence.
             if instrument.keys.iter().any(|key| key.code == code)
                 || (code == KeyCode::Char(' ') && instrument.play.is_some())

@@ -15,15 +15,16 @@ use common::family_oracle::{self, Attention};
 use common::layer::{KERNELS, Layer, allocate, flat, like, pattern, tolerance};
 use common::oracle;
 use finetune::engine::kernels::attention::{Operands, Shape};
-use finetune::engine::kernels::columns::{Columns, Store};
+use finetune::engine::kernels::columns::{Columns, Factor, Store};
 use finetune::engine::kernels::decode_attention::KeyValues;
 use finetune::engine::kernels::embedding;
 use finetune::engine::kernels::gated::{self, Gate};
-use finetune::engine::kernels::linear::{self, Weight};
 use finetune::engine::kernels::rms_norm::{self, Gain};
 use finetune::engine::kernels::rope::{Direction, Positions, Table};
-use finetune::engine::kernels::view::{copy, zeros};
-use finetune::engine::kernels::{Activation, Embedding, Fused, Kernels, Norm, NormSettings, Normed, WeightLayout};
+use finetune::engine::kernels::view::zeros;
+use finetune::engine::kernels::{
+    Activation, Embedding, Fused, Kernels, LowRank, Norm, NormGradients, NormSettings, Normed, WeightLayout,
+};
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -68,7 +69,7 @@ fn rms_norms_of_rows_and_of_heads() {
                     let dx = between(dy, 0, 5)?;
                     let dweight = like(&inputs[1])?;
                     let into = Columns::new(&dx, 0..columns)?;
-                    kernels.head_norm_backward(settings, Columns::all(dy)?, x, weight, &rstd, into, &dweight)?;
+                    kernels.head_norm_backward(settings, Columns::all(dy)?, x, weight, &rstd, into, Some(&dweight))?;
                     Ok((inner(&y, 2, columns)?, vec![inner(&dx, 0, columns)?, dweight]))
                 },
             }
@@ -86,8 +87,9 @@ fn an_rms_norms_gradient_joins_the_streams() {
         let normed = Normed::lay_out(settings.norm, 5, 24, DType::F32, &allocate).unwrap();
         kernels.norm(settings, &x, &weight, None, &normed).unwrap();
         let (alone, joined, dweight) = (dy.copy().unwrap(), stream.copy().unwrap(), like(&weight).unwrap());
+        let gradients = NormGradients { weight: &dweight, bias: None };
         for into in [(&alone, Store::Overwrite), (&joined, Store::Add)] {
-            kernels.norm_backward(settings, &dy, &x, &weight, &normed, into, &dweight, None).unwrap();
+            kernels.norm_backward(settings, &dy, &x, &weight, &normed, into, Some(gradients)).unwrap();
         }
         assert!(relative(&joined, &(alone + &stream).unwrap()) < 1e-7, "{}", kernels.name());
     }
@@ -144,11 +146,13 @@ fn gated_activations() {
                 inputs: inputs.clone(),
                 plain: &plain,
                 engine: &|_, inputs, dy| {
-                    let (y, dgate, dup) = (like(dy)?, like(dy)?, like(dy)?);
+                    let (y, again, dgate, dup) = (like(dy)?, like(dy)?, like(dy)?, like(dy)?);
                     let [gate, up] = [Columns::all(&inputs[0])?, Columns::all(&inputs[1])?];
                     gated::forward(activation, gate, up, &y)?;
-                    gated::backward(activation, gate, up, dy, Columns::all(&dgate)?, Columns::all(&dup)?)?;
-                    Ok((y, vec![dgate, dup]))
+                    let gradients = [Columns::all(&dgate)?, Columns::all(&dup)?];
+                    gated::backward(activation, gate, up, dy, gradients, &again)?;
+                    assert!(relative(&again, &y) == 0.0);
+                    Ok((again, vec![dgate, dup]))
                 },
             }
             .check();
@@ -158,16 +162,50 @@ fn gated_activations() {
                 plain: &plain,
                 engine: &|kernels, inputs, dy| {
                     let packed = Tensor::cat(&[&inputs[0], &inputs[1]], 1)?.contiguous()?;
-                    let (y, gradient) = (like(dy)?, like(&packed)?);
+                    let (y, again, gradient) = (like(dy)?, like(dy)?, like(&packed)?);
                     let activation =
                         if activation == Gate::Silu { Activation::GatedSilu } else { Activation::GatedGelu };
                     kernels.activate(activation, &packed, &y)?;
-                    kernels.activate_backward(activation, &packed, dy, &gradient)?;
-                    Ok((y, vec![inner_half(&gradient, 0)?, inner_half(&gradient, 1)?]))
+                    kernels.activate_backward(activation, &packed, dy, &gradient, &again)?;
+                    assert!(relative(&again, &y) == 0.0);
+                    Ok((again, vec![inner_half(&gradient, 0)?, inner_half(&gradient, 1)?]))
                 },
             }
             .check();
         }
+    }
+}
+
+#[test]
+fn thin_products_beside_a_layers_own() {
+    for (rows, inner, columns, rank) in [(1, 24, 72, 4), (5, 24, 72, 3), (70, 130, 96, 20)] {
+        let shapes = [vec![rows, inner], vec![columns, inner], vec![rows, rank], vec![columns, rank]];
+        let inputs: Vec<Tensor> = shapes.iter().zip(1..).map(|(shape, salt)| pattern(shape, salt)).collect();
+        let layout = WeightLayout::OutIn;
+        Layer {
+            name: &format!("linear {rows}×{inner}×{columns} and {rank}"),
+            inputs,
+            plain: &|inputs| {
+                let own = family_oracle::linear(&inputs[0], &inputs[1], None)?;
+                own + (family_oracle::linear(&inputs[2], &inputs[3], None)? * 1.5)?
+            },
+            engine: &|kernels, inputs, dy| {
+                let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
+                let [x, weight, low, factor] = inputs else { unreachable!() };
+                let low_rank =
+                    LowRank { low, factor: Factor::transposed(Columns::all(factor)?), alpha: 1.5, shares: &[] };
+                kernels.linear_low_rank(layout, x, weight, None, low_rank, &y)?;
+                let [dx, dweight, dlow, dfactor] = &gradients[..] else { unreachable!() };
+                kernels.linear_weight_gradient(layout, x, dy, dweight, None)?;
+                kernels.linear_input_gradient(layout, dy, weight, dx)?;
+                let whole = |x| Columns::all(x);
+                let (dy, low, factor) = (whole(dy)?, whole(low)?, whole(factor)?);
+                kernels.product(Factor::plain(dy), Factor::plain(factor), 1.5, whole(dlow)?, Store::Overwrite)?;
+                kernels.product(Factor::transposed(dy), Factor::plain(low), 1.5, whole(dfactor)?, Store::Overwrite)?;
+                Ok((y, gradients))
+            },
+        }
+        .check();
     }
 }
 
@@ -195,18 +233,15 @@ fn linear_layers_on_weights_stored_by_output() {
         }
         .check();
         Layer {
-            name: &format!("linear {rows}×{inner}×{columns} without a bias, its input's gradient in two parts"),
+            name: &format!("linear {rows}×{inner}×{columns} without a bias"),
             inputs: vec![x, weight],
             plain: &|inputs| family_oracle::linear(&inputs[0], &inputs[1], None),
-            engine: &|_, inputs, dy| {
+            engine: &|kernels, inputs, dy| {
                 let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
-                let weight = Weight::out_in(&inputs[1]);
-                linear::forward(&inputs[0], weight, None, &y)?;
-                linear::backward_weight(&inputs[0], dy, Weight::out_in(&gradients[1]), None)?;
-                let half = like(dy)?;
-                copy(&(dy * 0.5)?, &half)?;
-                linear::backward_input(&half, weight, &gradients[0], Store::Overwrite)?;
-                linear::backward_input(&half, weight, &gradients[0], Store::Add)?;
+                let layout = WeightLayout::OutIn;
+                kernels.linear(layout, &inputs[0], &inputs[1], None, &y)?;
+                kernels.linear_weight_gradient(layout, &inputs[0], dy, &gradients[1], None)?;
+                kernels.linear_input_gradient(layout, dy, &inputs[1], &gradients[0])?;
                 Ok((y, gradients))
             },
         }
@@ -472,13 +507,13 @@ fn the_number_of_threads_changes_no_bit() {
             (Gain { weight: &weight, offset: 1.0 }, zeros(&[rows * 4], DType::F32, &Device::Cpu).unwrap());
         let all = |tensor| Columns::all(tensor).unwrap();
         rms_norm::forward(all(&x), gain, 1e-5, all(&y), &rstd).unwrap();
-        rms_norm::backward(all(&dy), all(&x), gain, &rstd, (all(&dx), Store::Overwrite), &dweight).unwrap();
+        rms_norm::backward(all(&dy), all(&x), gain, &rstd, (all(&dx), Store::Overwrite), Some(&dweight)).unwrap();
         let positions = Positions { seq_len: 37, past: 0, documents: None };
         kernels.rotate(all(&x), &table(5, 37), positions, Direction::Forward).unwrap();
-        let (gated, dgate, dup) = (like(&x).unwrap(), like(&x).unwrap(), like(&x).unwrap());
+        let [gated, again, dgate, dup] = [(); 4].map(|()| like(&x).unwrap());
         gated::forward(Gate::Silu, all(&x), all(&dy), &gated).unwrap();
-        gated::backward(Gate::Silu, all(&x), all(&dy), &dy, all(&dgate), all(&dup)).unwrap();
-        found.extend([out, y, dx, dweight, x, gated, dgate, dup]);
+        gated::backward(Gate::Silu, all(&x), all(&dy), &dy, [all(&dgate), all(&dup)], &again).unwrap();
+        found.extend([out, y, dx, dweight, x, gated, again, dgate, dup]);
         found.iter().map(values).collect()
     };
     for (kernels, dtype) in KERNELS.into_iter().flat_map(|kernels| TYPES.map(|dtype| (kernels, dtype))) {

@@ -62,11 +62,12 @@ fn twenty_adamw_steps_agree_with_peft() {
 }
 
 /// Rounding is all that may separate half-precision gradients from PyTorch's: 2^-11 and 2^-8 a value, times the depth. A factor's
-/// gradient has the rounding of the other factor's output too; that of keys is the worst, being the smallest.
+/// gradient has the rounding of the other factor's output too; that of keys is the worst, being the smallest. Which way a single
+/// tensor's roundings fall is chance, so the mean square over all of them has a bound of its own, half of that.
 #[test]
 fn half_precision_gradients_are_pefts_but_for_rounding() {
     for case in Case::lora() {
-        for (policy, tolerance) in [(PrecisionPolicy::FP16, 1e-2), (PrecisionPolicy::BF16, 0.1)] {
+        for (policy, tolerance) in [(PrecisionPolicy::FP16, 1.2e-2), (PrecisionPolicy::BF16, 0.1)] {
             let mut engine = engine(&case, policy, case.rows());
             if policy.needs_loss_scale() {
                 engine.state.scaler.set_scale(1024.0).unwrap();
@@ -74,6 +75,9 @@ fn half_precision_gradients_are_pefts_but_for_rounding() {
             let report = engine.step(&case.whole_batch(0)).unwrap();
             let gradients = unscaled(&engine, report.scale);
             assert_close(&format!("{} {policy}", case.name), &gradients, &case.gradients, tolerance, tolerance);
+            let errors = case.gradients.iter().map(|(name, truth)| relative(&gradients[name], truth));
+            let mean_square = errors.map(|error| error * error).sum::<f64>() / case.gradients.len() as f64;
+            assert!(mean_square.sqrt() <= tolerance / 2.0, "{} {policy}: {:.2e}", case.name, mean_square.sqrt());
         }
     }
 }

@@ -53,6 +53,7 @@ use rms_norm::Gain;
 use rope::{Direction, Positions, Table};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 use survey::TensorSurvey;
@@ -158,6 +159,17 @@ pub enum WeightLayout {
     OutIn,
 }
 
+impl WeightLayout {
+    /// How the transposed matrix lies in the same memory.
+    #[must_use]
+    pub const fn transposed(self) -> Self {
+        match self {
+            Self::InOut => Self::OutIn,
+            Self::OutIn => Self::InOut,
+        }
+    }
+}
+
 /// How rows are normalised.
 #[derive(Clone, Copy, Debug)]
 pub struct NormSettings {
@@ -172,6 +184,37 @@ impl NormSettings {
     pub(crate) fn gain(self, weight: &Tensor) -> Gain<'_> {
         let plus_one = self.norm == Norm::Rms { unit_offset: true };
         Gain { weight, offset: if plus_one { 1.0 } else { 0.0 } }
+    }
+}
+
+/// Where the gradients of a norm's own parameters are written.
+#[derive(Clone, Copy, Debug)]
+pub struct NormGradients<'a> {
+    /// `[D]`.
+    pub weight: &'a Tensor,
+    /// `[D]`; layer norms only.
+    pub bias: Option<&'a Tensor>,
+}
+
+/// A product of few columns beside a layer's own: `alpha · low · factor`.
+#[derive(Clone, Copy, Debug)]
+pub struct LowRank<'a> {
+    /// `[N, R]`.
+    pub low: &'a Tensor,
+    /// R × the outputs.
+    pub factor: Factor<'a>,
+    /// A factor of the sums.
+    pub alpha: f32,
+    /// The outputs that each of equal shares of `low`'s columns adds to, in order: the factor has zeros elsewhere. None if
+    /// there is one share.
+    pub shares: &'a [Range<usize>],
+}
+
+impl LowRank<'_> {
+    /// Adds it to `y`, in FP32 with one rounding.
+    fn add_to(self, kernels: &(impl Kernels + ?Sized), y: &Tensor) -> Result<()> {
+        let low = Factor::plain(Columns::all(self.low)?);
+        kernels.product(low, self.factor, self.alpha, Columns::all(y)?, Store::Add)
     }
 }
 
@@ -267,7 +310,8 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         to: &Normed,
     ) -> Result<()>;
 
-    /// Adds the gradient with respect to `x` to `dx [N, D]`, or overwrites it, and writes the gradients of weight and bias.
+    /// Adds the gradient with respect to `x` to `dx [N, D]`, or overwrites it, and writes those of weight and bias to `gradients`,
+    /// unless they are frozen.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
     fn norm_backward(
         &self,
@@ -277,8 +321,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         weight: &Tensor,
         normed: &Normed,
         dx: (&Tensor, Store),
-        dweight: &Tensor,
-        dbias: Option<&Tensor>,
+        gradients: Option<NormGradients<'_>>,
     ) -> Result<()>;
 
     /// RMS norm of each head in the columns `x` into the columns `y` of another tensor; `rstd` holds one value a head.
@@ -291,7 +334,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         rstd: &Tensor,
     ) -> Result<()>;
 
-    /// Writes the gradients with respect to `x` and the weight, given the output's gradient `dy`.
+    /// Writes the gradients with respect to `x` and, unless it is frozen, the weight, given the output's gradient `dy`.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
     fn head_norm_backward(
         &self,
@@ -301,7 +344,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         weight: &Tensor,
         rstd: &Tensor,
         dx: Columns<'_>,
-        dweight: &Tensor,
+        dweight: Option<&Tensor>,
     ) -> Result<()>;
 
     /// Rotates the heads in the columns `x` in place by the angles of their positions.
@@ -317,8 +360,24 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         y: &Tensor,
     ) -> Result<()>;
 
+    /// [`Kernels::linear`] with a product of few columns added before the sum is rounded, or after that.
+    fn linear_low_rank(
+        &self,
+        layout: WeightLayout,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        low_rank: LowRank<'_>,
+        y: &Tensor,
+    ) -> Result<()> {
+        self.linear(layout, x, weight, bias, y)?;
+        low_rank.add_to(self, y)
+    }
+
     /// `dx = dy · weightᵀ`.
-    fn linear_input_gradient(&self, layout: WeightLayout, dy: &Tensor, weight: &Tensor, dx: &Tensor) -> Result<()>;
+    fn linear_input_gradient(&self, layout: WeightLayout, dy: &Tensor, weight: &Tensor, dx: &Tensor) -> Result<()> {
+        self.linear(layout.transposed(), dy, weight, None, dx)
+    }
 
     /// `dweight = xᵀ · dy`, laid out as the weight is, and `dbias = Σ_rows dy`, in the gradients' type.
     fn linear_weight_gradient(
@@ -367,9 +426,10 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     /// `y [N, F] = activation(x)`; if it is gated, `x` is `[N, 2·F]` with the gate first.
     fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<()>;
 
-    /// Writes the gradient with respect to `x` into `dx`, given the output's gradient `dy`. Without a gate `dx` is `dy`: the
-    /// gradient is computed in place.
-    fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()>;
+    /// Writes the gradient with respect to `x` into `dx`, given the output's gradient `dy`, and the output again into `y`.
+    /// Without a gate `dx` is `dy`: the gradient is computed in place.
+    fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor, y: &Tensor)
+    -> Result<()>;
 
     /// `out = stream + dropout(branch)`, all `[N, D]`; the sum is formed in FP32 and rounded to the residual type.
     fn add_branch(&self, stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<()>;

@@ -118,7 +118,7 @@ pub fn head(
             let x = Operand::new(&x[first * width..(first + count) * width], count, width);
             let weight = Operand::new(weight, vocab, width);
             let logits = workspace.logits.narrow(0, 0, count)?;
-            product(x, weight.transposed(), &logits, Epilogue::default())?;
+            product(x, weight.transposed(), None, &logits, Epilogue::default())?;
             hook(HeadTensor::Logits, first, &logits)?;
             let losses = workspace.losses.narrow(0, first, count)?;
             loss_rows(&logits, &targets[first..first + count], &losses, gradient.map(|g| g.seed))?;
@@ -152,9 +152,9 @@ fn backward_tile<T: Element>(
     let (count, vocab) = dlogits.dims2()?;
     let dlogits = read(dlogits)?;
     let dlogits = Operand::new(dlogits.typed::<T>()?, count, vocab);
-    product(dlogits, weight, dx, Epilogue::default())?;
+    product(dlogits, weight, None, dx, Epilogue::default())?;
     let accumulate = Epilogue { accumulate, ..Epilogue::default() };
-    dweight.map_or(Ok(()), |dweight| product(dlogits.transposed(), x, dweight, accumulate))
+    dweight.map_or(Ok(()), |dweight| product(dlogits.transposed(), x, None, dweight, accumulate))
 }
 
 /// Each row's loss, and with a `seed` the logits' gradient in their place.

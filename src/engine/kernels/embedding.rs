@@ -2,7 +2,7 @@
 
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::rope::Positions;
-use crate::engine::kernels::rows::{Rows, SplitRows, WORK, axpy, for_each_part, with_scratch};
+use crate::engine::kernels::rows::{Rows, SplitRows, axpy, for_each_part, with_scratch, write_rows};
 use crate::engine::kernels::view::{Read, View, ViewMut, read, write};
 use candle_core::{DType, Result, Tensor, bail};
 use half::{bf16, f16};
@@ -46,40 +46,26 @@ pub fn forward(
     }
     let (tokens, positions) = (read(tokens)?, positions.map(read).transpose()?);
     let (tokens, positions) = (tokens.view(), positions.as_ref().map(Read::view));
-    write(out, |out| {
-        for_each_part(
-            Rows { view: out, width },
-            ids.len(),
-            WORK / width + 1,
-            #[inline(always)]
-            |first, rows, mut out| {
-                with_scratch(
-                    2 * width,
-                    #[inline(always)]
-                    |scratch| {
-                        let (total, position) = scratch.split_at_mut(width);
-                        for i in 0..rows {
-                            let n = first + i;
-                            tokens.load(ids[n] as usize * width, total);
-                            if scale != 1.0 {
-                                for total in total.iter_mut() {
-                                    *total *= scale;
-                                }
-                            }
-                            if let Some(positions) = positions {
-                                positions.load(places.of(n) * width, position);
-                                axpy(1.0, position, total);
-                            }
-                            if let Some(dropout) = dropout {
-                                dropout.apply(n * width, total);
-                            }
-                            out.view.store(i * width, total);
-                        }
-                    },
-                );
-            },
-        );
-    })
+    write_rows(
+        out,
+        #[inline(always)]
+        |at, total, position| {
+            let n = at / width;
+            tokens.load(ids[n] as usize * width, total);
+            if scale != 1.0 {
+                for total in total.iter_mut() {
+                    *total *= scale;
+                }
+            }
+            if let Some(positions) = positions {
+                positions.load(places.of(n) * width, position);
+                axpy(1.0, position, total);
+            }
+            if let Some(dropout) = dropout {
+                dropout.apply(at, total);
+            }
+        },
+    )
 }
 
 /// Adds the gradient of the tokens' rows to `grads.tokens` and writes that of the positions.

@@ -11,8 +11,8 @@ use super::linear::{self, Weight};
 use super::rope::{self, Direction, Positions, Table};
 use super::survey::{self, TensorSurvey};
 use super::{
-    Activation, Embedding, HeadHook, Kernels, Norm, NormSettings, Normed, WeightLayout, gated, gelu, layer_norm,
-    residual, rms_norm, view,
+    Activation, Embedding, HeadHook, Kernels, LowRank, Norm, NormGradients, NormSettings, Normed, WeightLayout, gated,
+    gelu, layer_norm, residual, rms_norm, view,
 };
 use crate::precision::FloatFormat;
 use candle_core::{Result, Tensor, bail};
@@ -83,18 +83,18 @@ impl Kernels for Fused {
         weight: &Tensor,
         normed: &Normed,
         (dx, store): (&Tensor, Store),
-        dweight: &Tensor,
-        dbias: Option<&Tensor>,
+        gradients: Option<NormGradients<'_>>,
     ) -> Result<()> {
-        match (settings.norm, dbias, &normed.mean) {
-            (Norm::Layer, Some(dbias), Some(mean)) if store == Store::Add => {
-                layer_norm::backward(dy, x, weight, mean, &normed.rstd, dx, dweight, dbias)
+        match (settings.norm, &normed.mean) {
+            (Norm::Layer, Some(mean)) if store == Store::Add => {
+                layer_norm::backward(dy, x, weight, mean, &normed.rstd, dx, gradients)
             }
-            (Norm::Rms { .. }, None, None) => {
+            (Norm::Rms { .. }, None) => {
                 let (dy, x, dx) = (Columns::all(dy)?, Columns::all(x)?, Columns::all(dx)?);
+                let dweight = gradients.map(|gradients| gradients.weight);
                 rms_norm::backward(dy, x, settings.gain(weight), &normed.rstd, (dx, store), dweight)
             }
-            (norm, ..) => bail!("{norm:?} without its operands"),
+            (norm, _) => bail!("{norm:?} without its operands"),
         }
     }
 
@@ -117,7 +117,7 @@ impl Kernels for Fused {
         weight: &Tensor,
         rstd: &Tensor,
         dx: Columns<'_>,
-        dweight: &Tensor,
+        dweight: Option<&Tensor>,
     ) -> Result<()> {
         rms_norm::backward(dy, x, settings.gain(weight), rstd, (dx, Store::Overwrite), dweight)
     }
@@ -134,11 +134,24 @@ impl Kernels for Fused {
         bias: Option<&Tensor>,
         y: &Tensor,
     ) -> Result<()> {
-        linear::forward(x, Weight { tensor: weight, layout }, bias, y)
+        linear::forward(x, Weight { tensor: weight, layout }, bias, None, y)
     }
 
-    fn linear_input_gradient(&self, layout: WeightLayout, dy: &Tensor, weight: &Tensor, dx: &Tensor) -> Result<()> {
-        linear::backward_input(dy, Weight { tensor: weight, layout }, dx, Store::Overwrite)
+    fn linear_low_rank(
+        &self,
+        layout: WeightLayout,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        low_rank: LowRank<'_>,
+        y: &Tensor,
+    ) -> Result<()> {
+        if x.dim(0)? == 1 {
+            // A single row is multiplied without packing anything.
+            self.linear(layout, x, weight, bias, y)?;
+            return low_rank.add_to(self, y);
+        }
+        linear::forward(x, Weight { tensor: weight, layout }, bias, Some(low_rank), y)
     }
 
     fn linear_weight_gradient(
@@ -189,10 +202,17 @@ impl Kernels for Fused {
         gated::forward(kind, gate, up, y)
     }
 
-    fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
-        let Some(kind) = activation.gate() else { return gelu::backward(x, dy) };
-        let ([gate, up], [dgate, dup]) = (halves(x)?, halves(dx)?);
-        gated::backward(kind, gate, up, dy, dgate, dup)
+    fn activate_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        y: &Tensor,
+    ) -> Result<()> {
+        let Some(kind) = activation.gate() else { return gelu::backward(x, dy, y) };
+        let ([gate, up], gradients) = (halves(x)?, halves(dx)?);
+        gated::backward(kind, gate, up, dy, gradients, y)
     }
 
     fn add_branch(&self, stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<()> {

@@ -74,46 +74,52 @@ pub fn forward(kind: Gate, gate: Columns<'_>, up: Columns<'_>, y: &Tensor) -> Re
     })
 }
 
-/// The gradients with respect to gate and up, given the output's gradient `dy [N, F]`. `dgate` and `dup` may be halves of one
-/// buffer, but must not alias the other operands.
+/// The gradients with respect to gate and up, given the output's gradient `dy [N, F]`, and the output `y` again. `dgate` and
+/// `dup` may be halves of one buffer, but must not alias the other operands.
 pub fn backward(
     kind: Gate,
     gate: Columns<'_>,
     up: Columns<'_>,
     dy: &Tensor,
-    dgate: Columns<'_>,
-    dup: Columns<'_>,
+    [dgate, dup]: [Columns<'_>; 2],
+    y: &Tensor,
 ) -> Result<()> {
     let [rows, width] = check(gate, up, dy)?;
-    check(dgate, dup, dy)?;
+    check(dgate, dup, y)?;
     let (gate_opened, up_opened, dy) = (read(gate.tensor())?, read(up.tensor())?, read(dy)?);
     let (gate, up, dy) = (gate.source(&gate_opened), up.source(&up_opened), dy.view());
-    write_columns([dgate, dup], |[dgate, dup]| {
+    write_columns([dgate, dup, Columns::all(y)?], |[dgate, dup, y]| {
         for_each_part(
             (),
             rows,
             GRAIN / width + 1,
             #[inline(always)]
             |first, rows, ()| {
-                let (mut gates, mut ups, mut grads) = ([0.0; WIDTH], [0.0; WIDTH], [0.0; WIDTH]);
+                let (mut gates, mut ups) = ([0.0; WIDTH], [0.0; WIDTH]);
+                let (mut grads, mut outputs) = ([0.0; WIDTH], [0.0; WIDTH]);
                 let rows = first..first + rows;
                 for (row, start) in rows.flat_map(|row| (0..width).step_by(WIDTH).map(move |start| (row, start))) {
                     let count = WIDTH.min(width - start);
                     let (gates, ups) = (&mut gates[..count], &mut ups[..count]);
                     gate.load(row, start, gates);
                     up.load(row, start, ups);
-                    let grads = dy.widened(row * width + start, &mut grads[..count]);
+                    let (grads, outputs) =
+                        (dy.widened(row * width + start, &mut grads[..count]), &mut outputs[..count]);
                     with_gate!(kind, math::silu_with_derivative, math::gelu_with_derivative, |functions| {
-                        for ((gate, up), dy) in gates.iter_mut().zip(ups.iter_mut()).zip(grads) {
+                        for (((gate, up), dy), y) in
+                            gates.iter_mut().zip(ups.iter_mut()).zip(grads).zip(outputs.iter_mut())
+                        {
                             let (value, derivative) = functions(*gate);
                             let (dgate, dup) = (dy * *up * derivative, dy * value);
+                            *y = value * *up;
                             (*gate, *up) = (dgate, dup);
                         }
                     });
-                    // SAFETY: a row's gradients are written by this task alone, and gate and up are different columns.
+                    // SAFETY: a row is written by this task alone, and gate and up are different columns.
                     unsafe {
                         dgate.store(row, start, gates);
                         dup.store(row, start, ups);
+                        y.store(row, start, outputs);
                     }
                 }
             },

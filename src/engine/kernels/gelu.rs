@@ -32,31 +32,35 @@ pub fn forward(x: &Tensor, y: &Tensor) -> Result<()> {
     })
 }
 
-/// `dy *= gelu'(x)`, elementwise and in place: afterwards `dy` is the gradient with respect to `x`.
-pub fn backward(x: &Tensor, dy: &Tensor) -> Result<()> {
+/// `dy *= gelu'(x)` and `y = gelu(x)`, elementwise. Afterwards `dy` is the gradient with respect to `x`.
+pub fn backward(x: &Tensor, dy: &Tensor, y: &Tensor) -> Result<()> {
     let x = read(x)?;
     let x = x.view();
     write(dy, |dy| {
-        let len = dy.len();
-        for_each_part(
-            Rows { view: dy, width: 1 },
-            len,
-            8 * WIDTH,
-            #[inline(always)]
-            |first, len, mut dy| {
-                let (mut slope, mut grad) = ([0.0; WIDTH], [0.0; WIDTH]);
-                for start in (0..len).step_by(WIDTH) {
-                    let width = WIDTH.min(len - start);
-                    let (slope, grad) = (&mut slope[..width], &mut grad[..width]);
-                    x.load(first + start, slope);
-                    math::gelu_derivative_slice(slope);
-                    dy.view.as_view().load(start, grad);
-                    for (grad, slope) in grad.iter_mut().zip(slope.iter()) {
-                        *grad *= slope;
+        write(y, |y| {
+            let len = dy.len();
+            for_each_part(
+                (Rows { view: dy, width: 1 }, Rows { view: y, width: 1 }),
+                len,
+                8 * WIDTH,
+                #[inline(always)]
+                |first, len, (mut dy, mut y)| {
+                    let (mut values, mut grads) = ([0.0; WIDTH], [0.0; WIDTH]);
+                    for start in (0..len).step_by(WIDTH) {
+                        let width = WIDTH.min(len - start);
+                        let (values, grads) = (&mut values[..width], &mut grads[..width]);
+                        x.load(first + start, values);
+                        dy.view.as_view().load(start, grads);
+                        for (value, grad) in values.iter_mut().zip(grads.iter_mut()) {
+                            let (gelu, slope) = math::gelu_with_derivative(*value);
+                            *value = gelu;
+                            *grad *= slope;
+                        }
+                        dy.view.store(start, grads);
+                        y.view.store(start, values);
                     }
-                    dy.view.store(start, grad);
-                }
-            },
-        );
-    })
+                },
+            );
+        })
+    })?
 }

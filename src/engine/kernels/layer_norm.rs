@@ -1,10 +1,11 @@
 //! Layer normalisation over the last dimension, statistics in FP32 (Ba, Kiros and Hinton, 2016).
 
+use crate::engine::kernels::NormGradients;
 use crate::engine::kernels::rows::{
     Rows, STRIPE, WORK, column_sums, dot, for_each_part, for_each_stripe, sum, sum_squared_distance, with_scratch,
 };
 use crate::engine::kernels::view::{View, ViewMut, read, write, write_f32};
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 /// `y = (x - mean) / sqrt(var + eps) * weight + bias` for each row of `x [N, D]` (residual type) into `y [N, D]`
 /// (compute type); `mean [N]` and `rstd [N]` (FP32) are kept for the backward pass.
@@ -59,9 +60,8 @@ pub fn forward(
     })??
 }
 
-/// Adds the gradient with respect to `x` to `dx [N, D]` (residual type) and writes the gradients of `weight` and `bias`.
+/// Adds the gradient with respect to `x` to `dx [N, D]` (residual type) and writes those of weight and bias, unless they are frozen.
 /// `dy [N, D]` is of the compute type; `x`, `mean` and `rstd` are the forward pass's.
-#[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
 pub fn backward(
     dy: &Tensor,
     x: &Tensor,
@@ -69,14 +69,15 @@ pub fn backward(
     mean: &Tensor,
     rstd: &Tensor,
     dx: &Tensor,
-    dweight: &Tensor,
-    dbias: &Tensor,
+    gradients: Option<NormGradients<'_>>,
 ) -> Result<()> {
     let (rows, width) = x.dims2()?;
     let (dy, x, weight, mean, rstd) = (read(dy)?, read(x)?, read(weight)?, read(mean)?, read(rstd)?);
     let (mean, rstd) = (mean.typed::<f32>()?, rstd.typed::<f32>()?);
     let (dy, x, weight) = (dy.view(), x.view(), weight.view());
     write(dx, |dx| backward_input(dy, x, weight, mean, rstd, dx, width))?;
+    let Some(gradients) = gradients else { return Ok(()) };
+    let NormGradients { weight: dweight, bias: Some(dbias) } = gradients else { bail!("a layer norm has a bias") };
     write(dweight, |dweight| {
         write(dbias, |dbias| {
             let out = (Rows { view: dweight, width: 1 }, Rows { view: dbias, width: 1 });

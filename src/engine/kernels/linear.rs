@@ -1,13 +1,13 @@
 //! The fully connected layer, on weights `[in, out]` or `[out, in]` as they are stored: the product transposes operands
 //! while it packs them.
 
-use crate::engine::kernels::WeightLayout;
 use crate::engine::kernels::columns::{Columns, Factor, Store};
 use crate::engine::kernels::convert::Element;
-use crate::engine::kernels::matmul::{Epilogue, Operand, matmul};
+use crate::engine::kernels::matmul::{Epilogue, Operand, Term, matmul, matmul_with};
 use crate::engine::kernels::rows::{Rows, STRIPE, column_sums, for_each_stripe, with_scratch};
-use crate::engine::kernels::view::{ViewMut, read, with_element, write};
-use candle_core::{Result, Tensor, bail};
+use crate::engine::kernels::view::{Read, ViewMut, read, with_element, write};
+use crate::engine::kernels::{LowRank, WeightLayout};
+use candle_core::{Error, Result, Tensor, bail};
 
 /// A layer's weight.
 #[derive(Clone, Copy, Debug)]
@@ -47,12 +47,19 @@ fn operand<T>(data: &[T], layout: WeightLayout, [inputs, outputs]: [usize; 2]) -
     }
 }
 
-/// `y = x · weight + bias` for `x [N, I]`, `bias [O]` and `y [N, O]`, all of the compute type; the product and the bias
-/// are summed in FP32 and rounded once.
-pub fn forward(x: &Tensor, weight: Weight<'_>, bias: Option<&Tensor>, y: &Tensor) -> Result<()> {
+/// `y = x · weight + bias + alpha · low · factor` for `x [N, I]`, `bias [O]` and `y [N, O]`, all of the compute type; everything
+/// is summed in FP32 and rounded once.
+pub fn forward(
+    x: &Tensor,
+    weight: Weight<'_>,
+    bias: Option<&Tensor>,
+    low_rank: Option<LowRank<'_>>,
+    y: &Tensor,
+) -> Result<()> {
     let ((rows, inner), dims) = (x.dims2()?, weight.dims()?);
-    let (x, opened) = (read(x)?, read(weight.tensor)?);
-    let bias = bias.map(read).transpose()?;
+    let (x, opened, bias) = (read(x)?, read(weight.tensor)?, bias.map(read).transpose()?);
+    let low = low_rank.map(|low_rank| Ok::<_, Error>([read(low_rank.low)?, read(low_rank.factor.columns.tensor())?]));
+    let low = low.transpose()?;
     with_scratch(
         dims[1],
         #[inline(always)]
@@ -61,21 +68,20 @@ pub fn forward(x: &Tensor, weight: Weight<'_>, bias: Option<&Tensor>, y: &Tensor
             let epilogue = Epilogue { bias, ..Epilogue::default() };
             with_element!(y.dtype(), T => {
                 let a = Operand::new(x.typed::<T>()?, rows, inner);
-                product(a, operand(opened.typed::<T>()?, weight.layout, dims), y, epilogue)
+                let b = operand(opened.typed::<T>()?, weight.layout, dims);
+                let second = low_rank.zip(low.as_ref()).map(|(low_rank, opened)| term(low_rank, opened)).transpose()?;
+                product(a, b, second, y, epilogue)
             })
         },
     )
 }
 
-/// `dx = dy · weightᵀ`, or added to `dx`, as for an input that several layers share.
-pub fn backward_input(dy: &Tensor, weight: Weight<'_>, dx: &Tensor, store: Store) -> Result<()> {
-    let ((rows, columns), dims) = (dy.dims2()?, weight.dims()?);
-    let (dy, opened) = (read(dy)?, read(weight.tensor)?);
-    let epilogue = Epilogue { accumulate: store == Store::Add, ..Epilogue::default() };
-    with_element!(dx.dtype(), T => {
-        let a = Operand::new(dy.typed::<T>()?, rows, columns);
-        product(a, operand(opened.typed::<T>()?, weight.layout, dims).transposed(), dx, epilogue)
-    })
+/// A thin product as a term of the layer's, with its operands open.
+fn term<'a, T: Element>(low_rank: LowRank<'a>, [low, opened]: &'a [Read<'_>; 2]) -> Result<Term<'a, T>> {
+    let LowRank { low: x, factor: b, alpha, shares } = low_rank;
+    let (rows, columns) = x.dims2()?;
+    let a = Operand::new(low.typed::<T>()?, rows, columns);
+    Ok(Term { a, b: factor(b, opened.typed::<T>()?), alpha, shares })
 }
 
 /// `dweight = xᵀ · dy` in the weight's layout and, for a layer with a bias, `dbias = Σ_rows dy`, in the gradients' type.
@@ -89,7 +95,7 @@ pub fn backward_weight(x: &Tensor, dy: &Tensor, dweight: Weight<'_>, dbias: Opti
             WeightLayout::InOut => (x, dy),
             WeightLayout::OutIn => (dy, x),
         };
-        product(a.transposed(), b, dweight.tensor, Epilogue::default())?;
+        product(a.transposed(), b, None, dweight.tensor, Epilogue::default())?;
     });
     let Some(dbias) = dbias else { return Ok(()) };
     let dy = dy_storage.view();
@@ -151,17 +157,18 @@ fn factor<'a, T>(factor: Factor<'_>, data: &'a [T]) -> Operand<'a, T> {
     if factor.transposed { operand.transposed() } else { operand }
 }
 
-/// `c = a · b`, whatever type `c` is stored in.
+/// `c = a · b`, and the `second` term, whatever type `c` is stored in.
 pub(crate) fn product<T: Element>(
     a: Operand<'_, T>,
     b: Operand<'_, T>,
+    second: Option<Term<'_, T>>,
     c: &Tensor,
     epilogue: Epilogue<'_>,
 ) -> Result<()> {
     let ldc = c.dims().last().copied().unwrap_or(1);
     write(c, |c| match c {
-        ViewMut::F32(c) => matmul(a, b, c, ldc, epilogue),
-        ViewMut::F16(c) => matmul(a, b, c, ldc, epilogue),
-        ViewMut::BF16(c) => matmul(a, b, c, ldc, epilogue),
+        ViewMut::F32(c) => matmul_with(a, b, second, c, ldc, epilogue),
+        ViewMut::F16(c) => matmul_with(a, b, second, c, ldc, epilogue),
+        ViewMut::BF16(c) => matmul_with(a, b, second, c, ldc, epilogue),
     })
 }

@@ -17,12 +17,12 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use self::buffer::{Workspace, with_thread_buffer, with_workspace};
+use self::buffer::{Buffer, Workspace, with_thread_buffer, with_workspace};
 use self::epilogue::{Area, Output, Scratch};
 use self::micro::{Ahead, MAX_TILE, MicroKernel, Tile};
-use self::pack::{Lines, Prefetch, pack};
+use self::pack::{Lines, Prefetch, Unit, pack};
 use super::convert::Element;
-use super::isa::Isa;
+use super::isa::{Isa, vectorize};
 
 mod buffer;
 mod epilogue;
@@ -108,6 +108,19 @@ impl Default for Epilogue<'_> {
     }
 }
 
+/// A product that is added to another, in FP32, before that is stored: α A·B.
+#[derive(Clone, Copy, Debug)]
+pub struct Term<'a, T> {
+    /// As many rows as C.
+    pub a: Operand<'a, T>,
+    /// As many columns as C.
+    pub b: Operand<'a, T>,
+    /// The factor α.
+    pub alpha: f32,
+    /// The columns of C that each of equal shares of the depth adds to, in order: B has zeros elsewhere. None if there is one share.
+    pub shares: &'a [Range<usize>],
+}
+
 /// C = α A·B (+ bias) (+ C), for A of m × k, B of k × n and C of m × n, with row i of C at `c[i * ldc..][..n]`.
 ///
 /// A sum is rounded to C's type once, whatever k is, and its bits do not depend on the number of threads: rows and
@@ -124,7 +137,23 @@ pub fn matmul<A: Element, C: Element>(
     ldc: usize,
     epilogue: Epilogue<'_>,
 ) {
-    matmul_on(Isa::current(), a, b, c, ldc, epilogue);
+    matmul_on(Isa::current(), a, b, None, c, ldc, epilogue);
+}
+
+/// [`matmul`] with a second product added to the first, if there is one. Its operands are packed whole, so its depth should be
+/// small.
+///
+/// # Panics
+/// If the shapes do not fit together.
+pub fn matmul_with<A: Element, C: Element>(
+    a: Operand<'_, A>,
+    b: Operand<'_, A>,
+    second: Option<Term<'_, A>>,
+    c: &mut [C],
+    ldc: usize,
+    epilogue: Epilogue<'_>,
+) {
+    matmul_on(Isa::current(), a, b, second, c, ldc, epilogue);
 }
 
 /// [`matmul`] with the micro-kernel of `isa`.
@@ -132,6 +161,7 @@ fn matmul_on<A: Element, C: Element>(
     isa: Isa,
     a: Operand<'_, A>,
     b: Operand<'_, A>,
+    second: Option<Term<'_, A>>,
     c: &mut [C],
     ldc: usize,
     epilogue: Epilogue<'_>,
@@ -140,17 +170,107 @@ fn matmul_on<A: Element, C: Element>(
     assert_eq!(k, b.rows, "A has {k} columns, B {} rows", b.rows);
     assert!(m == 0 || n == 0 || ldc >= n && c.len() >= (m - 1) * ldc + n, "C is too small for {m} × {n}");
     assert!(epilogue.bias.is_none_or(|bias| bias.len() == n), "the bias must have {n} elements");
-    if m == 1 && vector::multiply(a, b, c, epilogue) {
+    if let Some(Term { a, b, .. }) = &second {
+        assert!([a.rows, a.cols, b.cols] == [m, b.rows, n], "{} × {} and {} × {}", a.rows, a.cols, b.rows, b.cols);
+    }
+    if m == 1 && second.is_none() && vector::multiply(a, b, c, epilogue) {
         return;
     }
     let kernel = MicroKernel::of::<A>(isa);
     let (a, b) = (Lines::rows(a), Lines::columns(b));
     let padded = |rows: usize, cols: usize| rows.next_multiple_of(kernel.rows) * cols.next_multiple_of(kernel.cols);
     let turned = 5 * padded(n, m) < 4 * padded(m, n);
-    let (a, b) = if turned { (b, a) } else { (a, b) };
+    let [a, b] = if turned { [b, a] } else { [a, b] };
     let serial = m * n * k < SERIAL_WORK;
-    let product = Product { kernel, a, b, turned, depth: k, c: Output::new(c, ldc), epilogue, serial };
-    with_workspace(|workspace| product.run(workspace));
+    with_workspace(|workspace| {
+        let Workspace { shared, partial, second: buffers } = workspace;
+        let second = second.map(|term| Packed::new(kernel, term, turned, serial, buffers));
+        let product = Product { kernel, a, b, turned, depth: k, second, c: Output::new(c, ldc), epilogue, serial };
+        product.run(shared, partial);
+    });
+}
+
+/// A second term's operands, packed for a micro-kernel.
+#[derive(Clone, Copy)]
+struct Packed<'a> {
+    a: &'a [u32],
+    b: &'a [u32],
+    turned: bool,
+    depth: usize,
+    alpha: f32,
+    shares: &'a [Range<usize>],
+}
+
+impl<'a> Packed<'a> {
+    fn new<T: Element>(
+        kernel: MicroKernel,
+        Term { a, b, alpha, shares }: Term<'a, T>,
+        turned: bool,
+        serial: bool,
+        [to_a, to_b]: &'a mut [Buffer; 2],
+    ) -> Self {
+        let (depth, [a, b]) = (a.cols, [Lines::rows(a), Lines::columns(b)]);
+        let [a, b] = if turned { [b, a] } else { [a, b] };
+        let units = depth.div_ceil(kernel.unit.elements());
+        let pack_all = |lines: Lines<'_, T>, width: usize, packed: &'a mut Buffer| {
+            let packed = packed.words(lines.count.next_multiple_of(width) * units);
+            pack_in_parallel(lines, 0, 0..depth, (width, kernel.unit), packed, serial);
+            &*packed
+        };
+        let [a, b] = [pack_all(a, kernel.rows, to_a), pack_all(b, kernel.cols, to_b)];
+        Self { a, b, turned, depth, alpha, shares }
+    }
+
+    /// The part of the depth that adds to any of these columns of C.
+    fn depth_of(self, columns: Range<usize>) -> Range<usize> {
+        let share = self.depth / self.shares.len().max(1);
+        let meets = |range: &Range<usize>| range.start < columns.end && columns.start < range.end;
+        let first = self.shares.iter().position(meets).unwrap_or(0);
+        let end = self.shares.iter().rposition(meets).map_or(0, |last| last + 1);
+        if self.shares.is_empty() { 0..self.depth } else { first * share..end * share }
+    }
+
+    /// Adds the tile at (row, col) to `tile`; `second` is scratch.
+    fn add_to(self, kernel: MicroKernel, (row, col): (usize, usize), tile: &mut Tile, second: &mut Tile, none: &Ahead) {
+        let MicroKernel { rows, cols, unit, .. } = kernel;
+        let (all, of_c) =
+            (self.depth.div_ceil(unit.elements()), if self.turned { row..row + rows } else { col..col + cols });
+        let depth = self.depth_of(of_c);
+        let units = depth.start / unit.elements()..depth.end.div_ceil(unit.elements());
+        if units.is_empty() {
+            return;
+        }
+        let [a, b] = [(self.a, row, rows), (self.b, col, cols)]
+            .map(|(packed, line, width)| &packed[line * all + units.start * width..line * all + units.end * width]);
+        kernel.run(a, b, none, second);
+        vectorize(
+            #[inline(always)]
+            || {
+                for (sum, second) in tile.0.iter_mut().zip(&second.0) {
+                    *sum += self.alpha * second;
+                }
+            },
+        );
+    }
+}
+
+/// Packs whole panels from line `first` on, on all threads unless the product is `serial` or there is little to pack.
+fn pack_in_parallel<T: Element>(
+    lines: Lines<'_, T>,
+    first: usize,
+    depth: Range<usize>,
+    (width, unit): (usize, Unit),
+    packed: &mut [u32],
+    serial: bool,
+) {
+    let panel = width * depth.len().div_ceil(unit.elements());
+    if serial || packed.len() <= SERIAL_WORDS {
+        return pack(lines, first, depth, width, unit, packed);
+    }
+    let share = (packed.len() / panel.max(1)).div_ceil(2 * rayon::current_num_threads()).max(1);
+    packed.par_chunks_mut((share * panel).max(1)).enumerate().with_max_len(1).for_each(|(index, packed)| {
+        pack(lines, first + index * share * width, depth.clone(), width, unit, packed);
+    });
 }
 
 /// A product, ready to be divided into tasks.
@@ -162,6 +282,7 @@ struct Product<'a, A, C> {
     /// then transposed before they are stored.
     turned: bool,
     depth: usize,
+    second: Option<Packed<'a>>,
     c: Output<C>,
     epilogue: Epilogue<'a>,
     serial: bool,
@@ -205,7 +326,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         DEPTH_UNITS * self.kernel.unit.elements()
     }
 
-    fn run(&self, workspace: &mut Workspace) {
+    fn run(&self, shared_memory: &mut Buffer, partial_memory: &mut Buffer) {
         let [(shared_lines, shared_width), (private_lines, private_width)] = self.sides();
         for shared in pieces(0..shared_lines.count, SHARED_LINES.next_multiple_of(shared_width)) {
             let strip = if self.needs_partial_sums() {
@@ -217,33 +338,24 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                 for start in (0..self.depth.max(1)).step_by(self.depth_step()) {
                     let depth = start..self.depth.min(start + self.depth_step());
                     let part = Part { shared: shared.clone(), private: private.clone(), depth };
-                    self.run_part(&part, workspace);
+                    self.run_part(&part, shared_memory, partial_memory);
                 }
             }
         }
     }
 
     /// Packs what is shared, then runs the tasks.
-    fn run_part(&self, part: &Part, workspace: &mut Workspace) {
+    fn run_part(&self, part: &Part, shared_memory: &mut Buffer, partial_memory: &mut Buffer) {
         let [(lines, width), (_, private_width)] = self.sides();
         let units = part.depth.len().div_ceil(self.kernel.unit.elements());
-        let panel = width * units;
         let panels = part.shared.len().div_ceil(width);
-        let packed = workspace.shared.words(panels * panel);
-        let share = panels.div_ceil(2 * self.threads()).max(1);
-        let pack_share = |(index, packed): (usize, &mut [u32])| {
-            let first = part.shared.start + index * share * width;
-            pack(lines, first, part.depth.clone(), width, self.kernel.unit, packed);
-        };
-        if self.serial || packed.len() <= SERIAL_WORDS {
-            packed.chunks_mut((share * panel).max(1)).enumerate().for_each(pack_share);
-        } else {
-            packed.par_chunks_mut((share * panel).max(1)).enumerate().with_max_len(1).for_each(pack_share);
-        }
+        let packed = shared_memory.words(panels * width * units);
+        let layout = (width, self.kernel.unit);
+        pack_in_parallel(lines, part.shared.start, part.depth.clone(), layout, packed, self.serial);
 
         let partial = if self.needs_partial_sums() {
             let (_, cols) = self.area(part);
-            let sums = workspace.partial.floats(part.shared.len() * part.private.len());
+            let sums = partial_memory.floats(part.shared.len() * part.private.len());
             Some(Output::new(sums, cols.len()))
         } else {
             None
@@ -311,8 +423,9 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         mut prefetch: Prefetch<'_, A>,
     ) {
         let MicroKernel { rows, cols, .. } = self.kernel;
-        let mut tile = Tile([0.0; MAX_TILE]);
-        let mut ahead = Ahead::new();
+        let (mut tile, mut second_tile) = (Tile([0.0; MAX_TILE]), Tile([0.0; MAX_TILE]));
+        let (mut ahead, nothing) = (Ahead::new(), Ahead::new());
+        let second = self.second.filter(|_| part.depth.end == self.depth);
         let (mut scratch, mut partial_scratch) = (Scratch::new(), Scratch::new());
         let (part_rows, part_cols) = self.area(part);
         for (b, col) in panels(b, cols * units).zip((first_col..part_cols.end).step_by(cols)) {
@@ -325,6 +438,9 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                 }
                 prefetch.step(&mut ahead);
                 self.kernel.run(a, b, &ahead, &mut tile);
+                if let Some(second) = second {
+                    second.add_to(self.kernel, (row, col), &mut tile, &mut second_tile, &nothing);
+                }
                 self.finish(&mut tile, area, part, partial, (&mut scratch, &mut partial_scratch));
             }
         }

@@ -19,7 +19,7 @@ use super::decode_attention::KeyValues;
 use super::dropout::Dropout;
 use super::rope::{Direction, Positions, Table};
 use super::survey::TensorSurvey;
-use super::{Activation, Embedding, HeadHook, Kernels, NormSettings, Normed, WeightLayout};
+use super::{Activation, Embedding, HeadHook, Kernels, NormGradients, NormSettings, Normed, WeightLayout};
 use crate::precision::FloatFormat;
 use candle_core::{Result, Tensor};
 #[cfg(feature = "cuda")]
@@ -73,8 +73,7 @@ pub(crate) trait Replacements: fmt::Debug + Send + Sync {
         weight: &Tensor,
         normed: &Normed,
         dx: (&Tensor, Store),
-        dweight: &Tensor,
-        dbias: Option<&Tensor>,
+        gradients: Option<NormGradients<'_>>,
     ) -> Result<bool>;
 
     /// The loss of each row of logits, and with a `seed` their gradient in their place. The targets have been checked.
@@ -165,13 +164,12 @@ impl Kernels for Plain {
         weight: &Tensor,
         normed: &Normed,
         dx: (&Tensor, Store),
-        dweight: &Tensor,
-        dbias: Option<&Tensor>,
+        gradients: Option<NormGradients<'_>>,
     ) -> Result<()> {
-        if self.replaced(|own| own.norm_backward(settings, dy, x, weight, normed, dx, dweight, dbias))? {
+        if self.replaced(|own| own.norm_backward(settings, dy, x, weight, normed, dx, gradients))? {
             return Ok(());
         }
-        norm::backward(settings, dy, x, weight, normed, dx, dweight, dbias)
+        norm::backward(settings, dy, x, weight, normed, dx, gradients)
     }
 
     fn head_norm(
@@ -193,7 +191,7 @@ impl Kernels for Plain {
         weight: &Tensor,
         rstd: &Tensor,
         dx: Columns<'_>,
-        dweight: &Tensor,
+        dweight: Option<&Tensor>,
     ) -> Result<()> {
         norm::heads_backward(settings, dy, x, weight, rstd, dx, dweight)
     }
@@ -215,10 +213,6 @@ impl Kernels for Plain {
             sum = sum.broadcast_add(&widen(bias)?)?;
         }
         store(&sum, y)
-    }
-
-    fn linear_input_gradient(&self, layout: WeightLayout, dy: &Tensor, weight: &Tensor, dx: &Tensor) -> Result<()> {
-        store(&product(dy, &oriented(layout, weight)?.t()?, dx.dtype())?, dx)
     }
 
     fn linear_weight_gradient(
@@ -292,11 +286,21 @@ impl Kernels for Plain {
         store(&up.map_or(Ok(value.clone()), |up| value * up)?, y)
     }
 
-    fn activate_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+    fn activate_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        y: &Tensor,
+    ) -> Result<()> {
         let ((gate, up), dy) = (halves(activation, x)?, widen(dy)?);
-        let slope = slope_of(activation, &gate)?;
-        let Some(up) = up else { return store(&(dy * slope)?, dx) };
-        let value = (&gate * gate_of(activation, &gate)?)?;
+        let (slope, value) = (slope_of(activation, &gate)?, (&gate * gate_of(activation, &gate)?)?);
+        let Some(up) = up else {
+            store(&value, y)?;
+            return store(&(dy * slope)?, dx);
+        };
+        store(&(&value * &up)?, y)?;
         store(&Tensor::cat(&[((&dy * up)? * slope)?, (dy * value)?], 1)?.contiguous()?, dx)
     }
 

@@ -86,7 +86,7 @@ pub fn forward(x: Columns<'_>, gain: Gain<'_>, eps: f32, y: Columns<'_>, rstd: &
     })?
 }
 
-/// Stores the gradient with respect to `x` in `dx` and writes the weight's to `dweight`. `x` and `rstd` are the forward
+/// Stores the gradient with respect to `x` in `dx` and writes the weight's to `dweight`, unless it is frozen. `x` and `rstd` are the forward
 /// pass's; `dx` must not alias `dy` or `x`.
 pub fn backward(
     dy: Columns<'_>,
@@ -94,11 +94,11 @@ pub fn backward(
     gain: Gain<'_>,
     rstd: &Tensor,
     (dx, store): (Columns<'_>, Store),
-    dweight: &Tensor,
+    dweight: Option<&Tensor>,
 ) -> Result<()> {
     let width = gain.width()?;
     let [rows, groups] = groups(width, x, dx, rstd)?;
-    if [dy.rows(), dy.count()] != [rows, x.count()] || dweight.dims() != [width] {
+    if [dy.rows(), dy.count()] != [rows, x.count()] || dweight.is_some_and(|grad| grad.dims() != [width]) {
         bail!("RMS norm's gradient of {} × {} for {rows} × {}", dy.rows(), dy.count(), x.count());
     }
     let (dy_opened, x_opened, weight, rstd) = (read(dy.tensor())?, read(x.tensor())?, read(gain.weight)?, read(rstd)?);
@@ -142,6 +142,7 @@ pub fn backward(
             },
         );
     })?;
+    let Some(dweight) = dweight else { return Ok(()) };
     write(dweight, |dweight| {
         for_each_stripe(
             Rows { view: dweight, width: 1 },

@@ -4,7 +4,8 @@
 //! divided by columns: one thread sums a column in row order, in blocks.
 
 use crate::engine::kernels::isa;
-use crate::engine::kernels::view::ViewMut;
+use crate::engine::kernels::view::{ViewMut, write};
+use candle_core::{Result, Tensor};
 use std::cell::RefCell;
 
 /// Rows of a fixed width that can be cut in two, so that two threads may write them.
@@ -125,6 +126,34 @@ pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     let result = f(&mut buffer[..len]);
     SCRATCH.with_borrow_mut(|kept| kept.push(buffer));
     result
+}
+
+/// Writes each row of `out [N, D]`, rounded to its type, as `fill` leaves it in FP32; `fill` gets the index of the row's first
+/// element, the row and a second one as scratch, both with arbitrary contents.
+#[inline(always)]
+pub fn write_rows(out: &Tensor, fill: impl Fn(usize, &mut [f32], &mut [f32]) + Sync) -> Result<()> {
+    let (rows, width) = out.dims2()?;
+    write(out, |out| {
+        for_each_part(
+            Rows { view: out, width },
+            rows,
+            WORK / width + 1,
+            #[inline(always)]
+            |first, rows, mut out| {
+                with_scratch(
+                    2 * width,
+                    #[inline(always)]
+                    |scratch| {
+                        let (row, second) = scratch.split_at_mut(width);
+                        for i in 0..rows {
+                            fill((first + i) * width, row, second);
+                            out.view.store(i * width, row);
+                        }
+                    },
+                );
+            },
+        );
+    })
 }
 
 /// Elements of a row kernel that take about as long as handing them to another thread.

@@ -1,8 +1,8 @@
 //! A product's adapters: thin products beside the frozen one.
 //!
 //! The first factors of layers that share a product (queries and values, say) are stacked in one pack, so that their input is
-//! multiplied once; each second factor adds to its own columns of the output. What is between them has `r` columns a layer and
-//! is computed again in the backward pass.
+//! multiplied once. Their second factors make one as well, with zeros where a layer takes no share in an output, so that the
+//! kernels can add the thin product to the frozen one before they round.
 
 use super::decoder::Mode;
 use super::dora::{self, Lengths};
@@ -13,7 +13,7 @@ use super::parameters::{Parameters, Slot};
 use super::spec::{Layer, ModelSpec, Op, ParamRole};
 use crate::engine::kernels::columns::{Columns, Factor, Store};
 use crate::engine::kernels::view::Allocate;
-use crate::engine::kernels::{Kernels, WeightLayout};
+use crate::engine::kernels::{Kernels, LowRank, WeightLayout};
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -27,6 +27,12 @@ pub(super) struct Adapter {
     /// `[members · r, in]`.
     a: Slot,
     members: Vec<Member>,
+    /// The members' outputs, where there is more than one member.
+    shares: Vec<Range<usize>>,
+    /// Outputs of the product.
+    outputs: usize,
+    /// Where its columns begin among those of its block's products between their factors.
+    first_low: usize,
     r: usize,
     scale: f32,
     dropout: f64,
@@ -50,20 +56,33 @@ pub(super) struct AdapterPass<'a> {
     pub(super) mode: Mode,
     /// Those of the layer's compute type; none where the model has no adapters.
     pub(super) buffers: Option<&'a AdapterBuffers>,
+    /// What the block's adapters compute between their factors, `[N · low_columns]`.
+    pub(super) low: Option<&'a Tensor>,
 }
 
 /// What adapters of one compute type overwrite in turn.
 #[derive(Clone, Debug)]
 pub(super) struct AdapterBuffers<T = Tensor> {
-    /// Between the factors, and its gradient, for as many columns as any product needs.
-    low: T,
+    /// The gradient of what is between the factors, for as many columns as any product needs.
     low_gradient: Option<T>,
+    /// The second factors of a product as one.
+    factor: Option<T>,
     /// The input behind dropout, and what goes back through it.
     dropped: Option<[T; 2]>,
-    /// DoRA: the product's output before its outputs' lengths act on it, then that output's gradient.
+    /// DoRA: the product's output before its outputs' lengths act on it, and that output's gradient.
     output: Option<T>,
-    /// Gradients of a frozen norm's weight and bias, which nobody reads.
-    unread: Option<[T; 2]>,
+}
+
+/// Columns between the factors of the adapters of any block.
+pub(super) fn low_columns(spec: &ModelSpec) -> usize {
+    let Some(lora) = &spec.lora else { return 0 };
+    let mut columns = vec![0; spec.layers];
+    for layer in &lora.targets {
+        if let Some(columns) = layer.block.and_then(|block| columns.get_mut(block)) {
+            *columns += lora.r;
+        }
+    }
+    columns.into_iter().max().unwrap_or(0)
 }
 
 impl<T> AdapterBuffers<T> {
@@ -77,31 +96,22 @@ impl<T> AdapterBuffers<T> {
     ) -> Result<Option<Self>> {
         let Some(lora) = &spec.lora else { return Ok(None) };
         let rows = |columns: usize| allocate(&[tokens * columns], compute);
-        let members = spec.packs_of_linears().iter().map(Vec::len).max().unwrap_or(1);
-        let low = || rows(members * lora.r);
+        let packs = spec.packs_of_linears();
+        let members = packs.iter().map(Vec::len).max().unwrap_or(1);
         let widest = [spec.width, spec.attended_width(), spec.inner].into_iter().max().unwrap_or(0);
         let outputs = [spec.qkv_width(), spec.up_width(), spec.width].into_iter().max().unwrap_or(0);
         let dropped = train && lora.dropout > 0.0;
-        let unread = || allocate(&[spec.width.max(spec.head_dim)], DType::F32);
+        let factor = || allocate(&[outputs * members * lora.r], compute);
         Ok(Some(Self {
-            low: low()?,
-            low_gradient: train.then(low).transpose()?,
+            low_gradient: train.then(|| rows(members * lora.r)).transpose()?,
+            factor: (members > 1).then(factor).transpose()?,
             dropped: if dropped { Some([rows(widest)?, rows(widest)?]) } else { None },
             output: (train && lora.dora).then(|| rows(outputs)).transpose()?,
-            unread: if train { Some([unread()?, unread()?]) } else { None },
         }))
     }
 }
 
 impl AdapterPass<'_> {
-    /// Where the gradients of a frozen norm of this width go.
-    pub(super) fn unread(&self, width: usize) -> Result<[Option<Tensor>; 2]> {
-        let Some([weight, bias]) = self.buffers.and_then(|buffers| buffers.unread.as_ref()) else {
-            return Ok([None, None]);
-        };
-        Ok([Some(weight.narrow(0, 0, width)?), Some(bias.narrow(0, 0, width)?)])
-    }
-
     fn buffers(&self) -> Result<&AdapterBuffers> {
         match self.buffers {
             Some(buffers) => Ok(buffers),
@@ -114,7 +124,7 @@ impl AdapterPass<'_> {
 fn matrix(buffer: Option<&Tensor>, rows: usize, columns: usize) -> Result<Tensor> {
     match buffer {
         Some(buffer) => buffer.narrow(0, 0, rows * columns)?.reshape((rows, columns)),
-        None => bail!("this workspace has no buffers for the backward pass of adapters"),
+        None => bail!("this workspace has no buffers for adapters in this pass"),
     }
 }
 
@@ -124,7 +134,10 @@ impl Adapter {
         let Some(lora) = &spec.lora else { return Ok(None) };
         let (Some(block), Op::Linear(role)) = (layer.block, layer.op) else { return Ok(None) };
         let Some(a) = parameters.find_pack(layer, ParamRole::LoraA) else { return Ok(None) };
-        let members = parts(spec, layer).into_iter().filter(|(part, ..)| lora.targets.contains(part));
+        let parts = parts(spec, layer);
+        let outputs = parts.iter().map(|(_, first, count)| first + count).max().unwrap_or(0);
+        let members: Vec<_> = parts.into_iter().filter(|(part, ..)| lora.targets.contains(part)).collect();
+        let shares = members.iter().filter(|_| members.len() > 1).map(|(_, first, count)| *first..first + count);
         let member = |(part, first, count): (Layer, usize, usize)| {
             Ok(Member {
                 b: pack_of(parameters, part, ParamRole::LoraB)?,
@@ -132,6 +145,8 @@ impl Adapter {
                 magnitude: parameters.find_pack(part, ParamRole::Magnitude),
             })
         };
+        let linears = spec.linear_layers().into_iter().filter(|(part, ..)| lora.targets.contains(part));
+        let before = linears.filter(|(_, pack, _)| pack.block == layer.block && *pack < layer).count();
         let Lora { r, dropout, .. } = *lora;
         Ok(Some(Self {
             layer,
@@ -139,7 +154,10 @@ impl Adapter {
             weight: pack_of(parameters, layer, ParamRole::Weight)?,
             bias: parameters.find_pack(layer, ParamRole::Bias),
             a,
-            members: members.map(member).collect::<Result<_>>()?,
+            shares: shares.collect(),
+            members: members.into_iter().map(member).collect::<Result<_>>()?,
+            outputs,
+            first_low: before * r,
             r,
             scale: lora.scale() as f32,
             dropout,
@@ -147,12 +165,12 @@ impl Adapter {
         }))
     }
 
-    /// Whether [`Self::backward`] writes the whole product's input gradient: DoRA's lengths act on the product's output.
-    pub(super) fn writes_input_gradient(&self) -> bool {
+    /// Whether there are DoRA's lengths, which act on the product's output.
+    fn has_lengths(&self) -> bool {
         self.members.iter().any(|member| member.magnitude.is_some())
     }
 
-    /// Adds to `y` what the adapters make of `x`.
+    /// The whole product of `x`: the frozen one and what the adapters add.
     pub(super) fn forward(
         &self,
         kernels: &dyn Kernels,
@@ -162,82 +180,158 @@ impl Adapter {
         pass: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        let x = self.dropped(kernels, x, pass)?;
-        let low = self.low(kernels, weights, &x, pass)?;
-        hook.part(self.layer, Part::LowRank, &low)?;
-        self.add(kernels, weights, &low, y)?;
-        if let Some(lengths) = self.lengths(weights)? {
-            let bias = self.bias.map(|bias| weights.pack(bias));
-            lengths.apply(y, bias)?;
+        let low = self.forward_low(kernels, weights, x, pass, hook)?;
+        let bias = self.bias.map(|bias| weights.pack(bias));
+        self.product(kernels, weights, x, &low, bias, y, pass)?;
+        match self.lengths(weights)? {
+            Some(lengths) => lengths.apply(y, bias),
+            None => Ok(()),
         }
-        Ok(())
     }
 
-    /// Writes the gradients of the factors, and adds to `dx` the gradient of `x`, given that of the output, `dy`. With DoRA
-    /// it writes the whole product's to `dx`.
+    /// Computes what is between the factors, `dropout(x) · Aᵀ`.
+    pub(super) fn forward_low(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        x: &Tensor,
+        pass: AdapterPass<'_>,
+        hook: &mut dyn Hook,
+    ) -> Result<Tensor> {
+        let (input, low) = (self.dropped(kernels, x, pass)?, self.low(x.dim(0)?, pass)?);
+        let a = Factor::transposed(Columns::all(weights.pack(self.a))?);
+        kernels.product(Factor::plain(Columns::all(&input)?), a, 1.0, Columns::all(&low)?, Store::Overwrite)?;
+        hook.part(self.layer, Part::LowRank, &low)?;
+        Ok(low)
+    }
+
+    /// `y = x · weight + bias + scale · low · Bᵀ`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the product, and what computes it")]
+    fn product(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        x: &Tensor,
+        low: &Tensor,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+        pass: AdapterPass<'_>,
+    ) -> Result<()> {
+        let factor = self.factor(kernels, weights, pass)?;
+        let (factor, shares) = (Factor::transposed(Columns::all(&factor)?), &self.shares[..]);
+        let low_rank = LowRank { low, factor, alpha: self.scale, shares };
+        let weight = weights.operand(self.weight)?;
+        kernels.linear_low_rank(weight.layout(self.layout), x, &weight, bias, low_rank, y)
+    }
+
+    /// The second factors as one, `[outputs, members · r]`.
+    fn factor(&self, kernels: &dyn Kernels, weights: &Parameters, pass: AdapterPass<'_>) -> Result<Tensor> {
+        if let [member] = &self.members[..]
+            && member.outputs == (0..self.outputs)
+        {
+            return Ok(weights.pack(member.b).clone());
+        }
+        let factor = matrix(pass.buffers()?.factor.as_ref(), self.outputs, self.members.len() * self.r)?;
+        kernels.zero(&factor)?;
+        for (i, member) in self.members.iter().enumerate() {
+            let rows = factor.narrow(0, member.outputs.start, member.outputs.len())?;
+            rows.slice_set(weights.pack(member.b), 1, i * self.r)?;
+        }
+        Ok(factor)
+    }
+
+    /// Writes the gradient of `x` to `dx`, given that of the output, `dy`. With DoRA it returns the lengths.
+    pub(super) fn backward_input(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        dy: &Tensor,
+        dx: &Tensor,
+        pass: AdapterPass<'_>,
+        hook: &mut dyn Hook,
+    ) -> Result<Option<Lengths>> {
+        let (lengths, rows) = (self.lengths(weights)?, dy.dim(0)?);
+        let dy = self.through(kernels, lengths.as_ref(), dy, pass)?;
+        let dlow = self.low_gradient(rows, pass)?;
+        for (i, member) in self.members.iter().enumerate() {
+            let dy = Factor::plain(Columns::new(&dy, member.outputs.clone())?);
+            let b = Factor::plain(Columns::all(weights.pack(member.b))?);
+            let into = Columns::new(&dlow, self.columns(i))?;
+            kernels.product(dy, b, self.scale, into, Store::Overwrite)?;
+        }
+        hook.part(self.layer, Part::LowRankGradient, &dlow)?;
+        let (weight, a) = (weights.operand(self.weight)?, Factor::plain(Columns::all(weights.pack(self.a))?));
+        let layout = weight.layout(self.layout);
+        let Some(dropout) = pass.mode.dropout(self.dropout, self.site) else {
+            let low_rank = LowRank { low: &dlow, factor: a, alpha: 1.0, shares: &[] };
+            kernels.linear_low_rank(layout.transposed(), &dy, &weight, None, low_rank, dx)?;
+            return Ok(lengths);
+        };
+        kernels.linear_input_gradient(layout, &dy, &weight, dx)?;
+        let buffers = pass.buffers()?.dropped.as_ref();
+        let [through, before] = [buffers.map(|buffers| &buffers[0]), buffers.map(|buffers| &buffers[1])];
+        let (through, before) = (matrix(through, rows, dx.dim(1)?)?, matrix(before, rows, dx.dim(1)?)?);
+        let dlow = Factor::plain(Columns::all(&dlow)?);
+        kernels.product(dlow, a, 1.0, Columns::all(&before)?, Store::Overwrite)?;
+        kernels.branch_gradient(&before, Some(dropout), &through)?;
+        kernels.accumulate(&through, dx)?;
+        Ok(lengths)
+    }
+
+    /// Writes the gradients of the factors and the lengths, after [`Self::backward_input`] of the same `dy`.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
-    pub(super) fn backward(
+    pub(super) fn backward_weight(
         &self,
         kernels: &dyn Kernels,
         weights: &Parameters,
         x: &Tensor,
         dy: &Tensor,
-        dx: &Tensor,
+        lengths: Option<&Lengths>,
         grads: &Parameters,
         pass: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        let input = self.dropped(kernels, x, pass)?;
-        let low = self.low(kernels, weights, &input, pass)?;
-        let (rows, columns) = low.dims2()?;
-        let mut dy = dy.clone();
-        if let Some(lengths) = self.lengths(weights)? {
-            let output = matrix(pass.buffers()?.output.as_ref(), rows, dy.dim(1)?)?;
-            let weight = weights.operand(self.weight)?;
-            kernels.linear(weight.layout(self.layout), x, &weight, None, &output)?;
-            drop(weight);
-            self.add(kernels, weights, &low, &output)?;
+        let rows = x.dim(0)?;
+        let (low, dlow) = (self.low(rows, pass)?, self.low_gradient(rows, pass)?);
+        if let Some(lengths) = lengths {
+            let output = matrix(pass.buffers()?.output.as_ref(), rows, self.outputs)?;
+            self.product(kernels, weights, x, &low, None, &output, pass)?;
             for (i, member) in self.members.iter().enumerate() {
                 if let Some(dmagnitude) = member.magnitude.and_then(|slot| grads.own(slot)) {
-                    lengths.gradient(i, &dy, &output, dmagnitude)?;
+                    lengths.gradient(i, dy, &output, dmagnitude)?;
                     hook.part(self.layer, Part::WeightGradient, dmagnitude)?;
                 }
             }
-            kernels.copy(&dy, &output)?;
-            lengths.apply(&output, None)?;
-            let weight = weights.operand(self.weight)?;
-            kernels.linear_input_gradient(weight.layout(self.layout), &output, &weight, dx)?;
-            dy = output;
         }
-        let dlow = matrix(pass.buffers()?.low_gradient.as_ref(), rows, columns)?;
+        let dy = self.through(kernels, lengths, dy, pass)?;
         for (i, member) in self.members.iter().enumerate() {
-            let (dy, low_rank) = (Columns::new(&dy, member.outputs.clone())?, i * self.r..(i + 1) * self.r);
-            let b = Factor::plain(Columns::all(weights.pack(member.b))?);
-            let into = Columns::new(&dlow, low_rank.clone())?;
-            kernels.product(Factor::plain(dy), b, self.scale, into, Store::Overwrite)?;
             if let Some(db) = grads.own(member.b) {
-                let low = Factor::plain(Columns::new(&low, low_rank)?);
-                kernels.product(Factor::transposed(dy), low, self.scale, Columns::all(db)?, Store::Overwrite)?;
+                let dy = Factor::transposed(Columns::new(&dy, member.outputs.clone())?);
+                let low = Factor::plain(Columns::new(&low, self.columns(i))?);
+                kernels.product(dy, low, self.scale, Columns::all(db)?, Store::Overwrite)?;
                 hook.part(self.layer, Part::WeightGradient, db)?;
             }
         }
-        hook.part(self.layer, Part::LowRankGradient, &dlow)?;
-        let dlow = Columns::all(&dlow)?;
-        if let Some(da) = grads.own(self.a) {
-            let input = Factor::plain(Columns::all(&input)?);
-            kernels.product(Factor::transposed(dlow), input, 1.0, Columns::all(da)?, Store::Overwrite)?;
-            hook.part(self.layer, Part::WeightGradient, da)?;
-        }
-        let a = Factor::plain(Columns::all(weights.pack(self.a))?);
-        let Some(dropout) = pass.mode.dropout(self.dropout, self.site) else {
-            return kernels.product(Factor::plain(dlow), a, 1.0, Columns::all(dx)?, Store::Add);
-        };
-        let buffers = pass.buffers()?.dropped.as_ref();
-        let [through, before] = [buffers.map(|buffers| &buffers[0]), buffers.map(|buffers| &buffers[1])];
-        let (through, before) = (matrix(through, rows, dx.dim(1)?)?, matrix(before, rows, dx.dim(1)?)?);
-        kernels.product(Factor::plain(dlow), a, 1.0, Columns::all(&before)?, Store::Overwrite)?;
-        kernels.branch_gradient(&before, Some(dropout), &through)?;
-        kernels.accumulate(&through, dx)
+        let Some(da) = grads.own(self.a) else { return Ok(()) };
+        let input = self.dropped(kernels, x, pass)?;
+        let (dlow, input) = (Factor::transposed(Columns::all(&dlow)?), Factor::plain(Columns::all(&input)?));
+        kernels.product(dlow, input, 1.0, Columns::all(da)?, Store::Overwrite)?;
+        hook.part(self.layer, Part::WeightGradient, da)
+    }
+
+    /// The gradient of the product's output before `lengths` act on it, if there are any.
+    fn through(
+        &self,
+        kernels: &dyn Kernels,
+        lengths: Option<&Lengths>,
+        dy: &Tensor,
+        pass: AdapterPass<'_>,
+    ) -> Result<Tensor> {
+        let Some(lengths) = lengths else { return Ok(dy.clone()) };
+        let before = matrix(pass.buffers()?.output.as_ref(), dy.dim(0)?, self.outputs)?;
+        kernels.copy(dy, &before)?;
+        lengths.apply(&before, None)?;
+        Ok(before)
     }
 
     /// `x` behind dropout.
@@ -249,27 +343,25 @@ impl Adapter {
         Ok(dropped)
     }
 
-    /// `x · Aᵀ`, for all members side by side.
-    fn low(&self, kernels: &dyn Kernels, weights: &Parameters, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
-        let low = matrix(Some(&pass.buffers()?.low), x.dim(0)?, self.members.len() * self.r)?;
-        let (x, a) = (Factor::plain(Columns::all(x)?), Factor::transposed(Columns::all(weights.pack(self.a))?));
-        kernels.product(x, a, 1.0, Columns::all(&low)?, Store::Overwrite)?;
-        Ok(low)
+    /// The columns of member `i` between the factors.
+    fn columns(&self, i: usize) -> Range<usize> {
+        i * self.r..(i + 1) * self.r
     }
 
-    /// Adds `scale · low · Bᵀ` to each member's columns of `y`.
-    fn add(&self, kernels: &dyn Kernels, weights: &Parameters, low: &Tensor, y: &Tensor) -> Result<()> {
-        for (i, member) in self.members.iter().enumerate() {
-            let low = Factor::plain(Columns::new(low, i * self.r..(i + 1) * self.r)?);
-            let b = Factor::transposed(Columns::all(weights.pack(member.b))?);
-            kernels.product(low, b, self.scale, Columns::new(y, member.outputs.clone())?, Store::Add)?;
-        }
-        Ok(())
+    /// What is between the factors, `[rows, members · r]`, for all members side by side.
+    fn low(&self, rows: usize, pass: AdapterPass<'_>) -> Result<Tensor> {
+        let rest = pass.low.map(|low| low.narrow(0, rows * self.first_low, rows * self.members.len() * self.r));
+        matrix(rest.transpose()?.as_ref(), rows, self.members.len() * self.r)
+    }
+
+    /// The gradient of that.
+    fn low_gradient(&self, rows: usize, pass: AdapterPass<'_>) -> Result<Tensor> {
+        matrix(pass.buffers()?.low_gradient.as_ref(), rows, self.members.len() * self.r)
     }
 
     /// What DoRA's lengths do to the output, if there are any.
     fn lengths(&self, weights: &Parameters) -> Result<Option<Lengths>> {
-        if !self.writes_input_gradient() {
+        if !self.has_lengths() {
             return Ok(None);
         }
         let weight = weights.operand(self.weight)?;

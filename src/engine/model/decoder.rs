@@ -233,8 +233,8 @@ impl Decoder {
             self.forward_block(i, weights, mode, ws, hook)?;
             let (acts, scratch) = ws.block(i)?;
             if acts.mlp_branch.is_none() {
-                let adapters = AdapterPass { mode, buffers: scratch.adapter.as_ref() };
-                block.down.forward(self.kernels(), weights, &acts.activated, &scratch.branch, adapters, hook)?;
+                let adapters = acts.adapters(mode, scratch);
+                block.down.forward(self.kernels(), weights, &scratch.activated, &scratch.branch, adapters, hook)?;
             }
             let dropout = mode.dropout(self.spec.dropout.residual, Sites::of(i).mlp_out);
             self.kernels.add_branch(&acts.middle, &scratch.branch, dropout, &ws.stream[i + 1])?;
@@ -255,7 +255,7 @@ impl Decoder {
     ) -> Result<()> {
         let (kernels, block, site, rates) = (self.kernels(), &self.blocks[i], Sites::of(i), self.spec.dropout);
         let (input, (acts, scratch)) = (&ws.stream[i], ws.block(i)?);
-        let adapters = AdapterPass { mode, buffers: scratch.adapter.as_ref() };
+        let adapters = acts.adapters(mode, scratch);
         block.attention_norm.forward(kernels, weights, input, &acts.attention_norm, hook)?;
         block.qkv.forward(kernels, weights, &acts.attention_norm.out, &acts.qkv, adapters, hook)?;
         let places = (&ws.rotations, ws.positions());
@@ -274,10 +274,10 @@ impl Decoder {
 
         block.mlp_norm.forward(kernels, weights, &acts.middle, &acts.mlp_norm, hook)?;
         block.up.forward(kernels, weights, &acts.mlp_norm.out, &acts.up, adapters, hook)?;
-        kernels.activate(self.spec.activation, &acts.up, &acts.activated)?;
-        hook.part(Layer::inner(i, Op::Activation), Part::Output, &acts.activated)?;
+        kernels.activate(self.spec.activation, &acts.up, &scratch.activated)?;
+        hook.part(Layer::inner(i, Op::Activation), Part::Output, &scratch.activated)?;
         if acts.mlp_branch.is_some() {
-            close(&block.down, &acts.activated, 1, acts.mlp_branch.as_ref(), hook)?;
+            close(&block.down, &scratch.activated, 1, acts.mlp_branch.as_ref(), hook)?;
         }
         Ok(())
     }
@@ -302,7 +302,6 @@ impl Decoder {
     }
 
     /// The gradient of a branch's last product from that of what the branch adds, `branch`.
-    #[expect(clippy::too_many_arguments, reason = "the pass's operands, taken apart")]
     fn open_branch<'a>(
         &self,
         i: usize,
@@ -310,14 +309,13 @@ impl Decoder {
         (norm, kept): (usize, Option<&BranchNorm>),
         (branch, other): (&'a Tensor, Option<&'a Tensor>),
         grads: &Parameters,
-        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<&'a Tensor> {
         let (Some(norms), Some(kept), Some(other)) = (&self.blocks[i].branch_norms, kept, other) else {
             return Ok(branch);
         };
         let (normed, dx) = (kept.into(branch), (other, Store::Overwrite));
-        norms[norm].backward(self.kernels(), weights, &kept.input, &normed, branch, dx, grads, adapters, hook)?;
+        norms[norm].backward(self.kernels(), weights, &kept.input, &normed, branch, dx, grads, hook)?;
         Ok(other)
     }
 
@@ -376,13 +374,18 @@ impl Decoder {
         order.resize(tokens.ids.len(), 0);
         kernels.zero(&stream)?;
         let scratch = ws.scratch(ws.hidden().dtype())?;
-        let (dy, adapters) = (&scratch.gradients()?.normed, AdapterPass { mode, buffers: scratch.adapter.as_ref() });
+        let dy = &scratch.gradients()?.normed;
         let last = &ws.stream[self.spec.layers];
         let dx = (&stream, Store::Add);
-        self.final_norm.backward(kernels, weights, last, &ws.final_norm, dy, dx, grads, adapters, hook)?;
+        self.final_norm.backward(kernels, weights, last, &ws.final_norm, dy, dx, grads, hook)?;
         for i in (0..self.spec.layers).rev() {
             if ws.keep() == Keep::BlockInput {
                 self.forward_block(i, weights, mode, ws, hook)?;
+                let (acts, scratch) = ws.block(i)?;
+                if acts.mlp_branch.is_none() {
+                    let (down, adapters) = (&self.blocks[i].down, acts.adapters(mode, scratch));
+                    down.forward_again(kernels, weights, &scratch.activated, adapters, hook)?;
+                }
             }
             self.backward_block(i, weights, mode, ws, &stream, grads, hook)?;
         }
@@ -412,31 +415,33 @@ impl Decoder {
         let (kernels, block, site, rates) = (self.kernels(), &self.blocks[i], Sites::of(i), self.spec.dropout);
         let (acts, scratch) = ws.block(i)?;
         let (branch, gradients) = (&scratch.branch, scratch.gradients()?);
-        let adapters = AdapterPass { mode, buffers: scratch.adapter.as_ref() };
+        let adapters = acts.adapters(mode, scratch);
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
         kernels.branch_gradient(stream, mode.dropout(rates.residual, site.mlp_out), branch)?;
         let other = gradients.branch.as_ref();
-        let dy = self.open_branch(i, weights, (1, acts.mlp_branch.as_ref()), (branch, other), grads, adapters, hook)?;
+        let dy = self.open_branch(i, weights, (1, acts.mlp_branch.as_ref()), (branch, other), grads, hook)?;
         hook.part(block.down.layer(), Part::OutputGradient, dy)?;
-        block.down.backward(kernels, weights, &acts.activated, dy, activated, grads, adapters, hook)?;
-        let up = gradients.up();
-        kernels.activate_backward(self.spec.activation, &acts.up, activated, up)?;
-        hook.part(Layer::inner(i, Op::Activation), Part::InputGradient, up)?;
+        let lengths = block.down.backward_input(kernels, weights, dy, activated, adapters, hook)?;
+        let (up, input) = (gradients.up(), &scratch.activated);
+        kernels.activate_backward(self.spec.activation, &acts.up, activated, up, input)?;
+        let activation = Layer::inner(i, Op::Activation);
+        hook.part(activation, Part::Output, input)?;
+        hook.part(activation, Part::InputGradient, up)?;
+        block.down.backward_weight(kernels, weights, input, dy, lengths.as_ref(), grads, adapters, hook)?;
         block.up.backward(kernels, weights, &acts.mlp_norm.out, up, normed, grads, adapters, hook)?;
         let dx = (stream, Store::Add);
-        block.mlp_norm.backward(kernels, weights, &acts.middle, &acts.mlp_norm, normed, dx, grads, adapters, hook)?;
+        block.mlp_norm.backward(kernels, weights, &acts.middle, &acts.mlp_norm, normed, dx, grads, hook)?;
 
         kernels.branch_gradient(stream, mode.dropout(rates.residual, site.attention_out), branch)?;
         let attended = gradients.attended();
-        let dy =
-            self.open_branch(i, weights, (0, acts.attention_branch.as_ref()), (branch, other), grads, adapters, hook)?;
+        let dy = self.open_branch(i, weights, (0, acts.attention_branch.as_ref()), (branch, other), grads, hook)?;
         hook.part(block.out.layer(), Part::OutputGradient, dy)?;
         block.out.backward(kernels, weights, &acts.attended, dy, attended, grads, adapters, hook)?;
         self.attention_backward(i, weights, mode, ws, attended, qkv, grads, hook)?;
         hook.part(Layer::inner(i, Op::Attention), Part::InputGradient, qkv)?;
         block.qkv.backward(kernels, weights, &acts.attention_norm.out, qkv, normed, grads, adapters, hook)?;
         let input = &ws.stream[i];
-        block.attention_norm.backward(kernels, weights, input, &acts.attention_norm, normed, dx, grads, adapters, hook)
+        block.attention_norm.backward(kernels, weights, input, &acts.attention_norm, normed, dx, grads, hook)
     }
 
     /// From the gradient of attention's output to that of the product `qkv`.
@@ -453,7 +458,6 @@ impl Decoder {
         hook: &mut dyn Hook,
     ) -> Result<()> {
         let (kernels, (acts, scratch)) = (self.kernels(), ws.block(i)?);
-        let adapters = AdapterPass { mode, buffers: scratch.adapter.as_ref() };
         let widths = self.spec.qkv_widths();
         let dropout = mode.dropout(self.spec.dropout.attention, Sites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
@@ -476,7 +480,7 @@ impl Decoder {
             let inputs = Columns::split(&acts.qkv, widths)?;
             for part in 0..2 {
                 let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
-                norms[part].backward_heads(kernels, weights, x, rstd, dy, linear[part], grads, adapters, hook)?;
+                norms[part].backward_heads(kernels, weights, x, rstd, dy, linear[part], grads, hook)?;
             }
         }
         Ok(())

@@ -2,11 +2,12 @@
 //! `backward` writes the gradients of its parameters.
 
 use super::adapter::{Adapter, AdapterPass};
+use super::dora::Lengths;
 use super::hook::{Hook, Part};
 use super::parameters::{Parameters, Slot};
 use super::spec::{Layer, ModelSpec, ParamRole};
 use crate::engine::kernels::columns::{Columns, Store};
-use crate::engine::kernels::{Kernels, NormSettings, Normed, WeightLayout};
+use crate::engine::kernels::{Kernels, NormGradients, NormSettings, Normed, WeightLayout};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Where what is `role` to a layer is among the packs of tensors.
@@ -48,8 +49,7 @@ impl NormLayer {
         hook.part(self.layer, Part::Output, &normed.out)
     }
 
-    /// Adds the gradient with respect to `x` to `dx`, or overwrites it, given the output's gradient `dy`. A frozen norm's own
-    /// gradients are written to buffers that are never read.
+    /// Adds the gradient with respect to `x` to `dx`, or overwrites it, given the output's gradient `dy`.
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward(
         &self,
@@ -60,15 +60,11 @@ impl NormLayer {
         dy: &Tensor,
         (dx, store): (&Tensor, Store),
         grads: &Parameters,
-        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        let weight = weights.pack(self.weight);
-        let [unread_weight, unread_bias] = adapters.unread(weight.dims1()?)?;
-        let dweight = grads.own(self.weight).or(unread_weight.as_ref());
-        let dbias = self.bias.and_then(|bias| grads.own(bias).or(unread_bias.as_ref()));
-        let Some(dweight) = dweight else { bail!("there is no buffer for the gradient of {:?}", self.layer) };
-        kernels.norm_backward(self.settings, dy, x, weight, normed, (dx, store), dweight, dbias)?;
+        let bias = self.bias.and_then(|bias| grads.own(bias));
+        let gradients = grads.own(self.weight).map(|weight| NormGradients { weight, bias });
+        kernels.norm_backward(self.settings, dy, x, weights.pack(self.weight), normed, (dx, store), gradients)?;
         self.record_gradients(grads, hook)?;
         hook.part(self.layer, Part::InputGradient, dx)
     }
@@ -104,15 +100,10 @@ impl NormLayer {
         dy: Columns<'_>,
         dx: Columns<'_>,
         grads: &Parameters,
-        adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
         let weight = weights.pack(self.weight);
-        let [unread, _] = adapters.unread(weight.dims1()?)?;
-        let Some(dweight) = grads.own(self.weight).or(unread.as_ref()) else {
-            bail!("there is no buffer for the gradient of {:?}", self.layer)
-        };
-        kernels.head_norm_backward(self.settings, dy, x, weight, rstd, dx, dweight)?;
+        kernels.head_norm_backward(self.settings, dy, x, weight, rstd, dx, grads.own(self.weight))?;
         self.record_gradients(grads, hook)
     }
 }
@@ -162,7 +153,7 @@ impl Linear {
         self.layer
     }
 
-    /// `y = x · weight + bias`.
+    /// `y = x · weight + bias`, and what the adapter adds.
     pub(super) fn forward(
         &self,
         kernels: &dyn Kernels,
@@ -172,17 +163,76 @@ impl Linear {
         adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        let bias = self.bias.map(|bias| weights.pack(bias));
-        let weight = weights.operand(self.weight)?;
-        kernels.linear(weight.layout(self.layout), x, &weight, bias, y)?;
-        drop(weight);
         if let Some(adapter) = &self.adapter {
             adapter.forward(kernels, weights, x, y, adapters, hook)?;
+        } else {
+            let bias = self.bias.map(|bias| weights.pack(bias));
+            let weight = weights.operand(self.weight)?;
+            kernels.linear(weight.layout(self.layout), x, &weight, bias, y)?;
         }
         hook.part(self.layer, Part::Output, y)
     }
 
-    /// Writes the gradients of weight, bias and `x`, given that of the output, `dy`.
+    /// Computes what the backward pass needs of [`Self::forward`] beside its operands.
+    pub(super) fn forward_again(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        x: &Tensor,
+        adapters: AdapterPass<'_>,
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        let Some(adapter) = &self.adapter else { return Ok(()) };
+        adapter.forward_low(kernels, weights, x, adapters, hook).map(drop)
+    }
+
+    /// Writes the gradient of `x`, given that of the output, `dy`. What this returns belongs into
+    /// [`Self::backward_weight`], which must be next to use the adapters' buffers.
+    pub(super) fn backward_input(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        dy: &Tensor,
+        dx: &Tensor,
+        adapters: AdapterPass<'_>,
+        hook: &mut dyn Hook,
+    ) -> Result<Option<Lengths>> {
+        let lengths = if let Some(adapter) = &self.adapter {
+            adapter.backward_input(kernels, weights, dy, dx, adapters, hook)?
+        } else {
+            let weight = weights.operand(self.weight)?;
+            kernels.linear_input_gradient(weight.layout(self.layout), dy, &weight, dx)?;
+            None
+        };
+        hook.part(self.layer, Part::InputGradient, dx)?;
+        Ok(lengths)
+    }
+
+    /// Writes the gradients of weight and bias, and of the adapter's, given the input and the gradient of the output, `dy`.
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
+    pub(super) fn backward_weight(
+        &self,
+        kernels: &dyn Kernels,
+        weights: &Parameters,
+        x: &Tensor,
+        dy: &Tensor,
+        lengths: Option<&Lengths>,
+        grads: &Parameters,
+        adapters: AdapterPass<'_>,
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        if let Some(dweight) = grads.own(self.weight) {
+            let dbias = self.bias.and_then(|bias| grads.own(bias));
+            kernels.linear_weight_gradient(self.layout, x, dy, dweight, dbias)?;
+        }
+        record_gradients(self.layer, self.weight, self.bias, grads, hook)?;
+        match &self.adapter {
+            Some(adapter) => adapter.backward_weight(kernels, weights, x, dy, lengths, grads, adapters, hook),
+            None => Ok(()),
+        }
+    }
+
+    /// [`Self::backward_input`], then [`Self::backward_weight`].
     #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward(
         &self,
@@ -195,18 +245,7 @@ impl Linear {
         adapters: AdapterPass<'_>,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        if let Some(dweight) = grads.own(self.weight) {
-            let dbias = self.bias.and_then(|bias| grads.own(bias));
-            kernels.linear_weight_gradient(self.layout, x, dy, dweight, dbias)?;
-        }
-        record_gradients(self.layer, self.weight, self.bias, grads, hook)?;
-        if self.adapter.as_ref().is_none_or(|adapter| !adapter.writes_input_gradient()) {
-            let weight = weights.operand(self.weight)?;
-            kernels.linear_input_gradient(weight.layout(self.layout), dy, &weight, dx)?;
-        }
-        if let Some(adapter) = &self.adapter {
-            adapter.backward(kernels, weights, x, dy, dx, grads, adapters, hook)?;
-        }
-        hook.part(self.layer, Part::InputGradient, dx)
+        let lengths = self.backward_input(kernels, weights, dy, dx, adapters, hook)?;
+        self.backward_weight(kernels, weights, x, dy, lengths.as_ref(), grads, adapters, hook)
     }
 }

@@ -2,7 +2,8 @@
 
 mod narrow;
 
-use super::adapter::AdapterBuffers;
+use super::adapter::{AdapterBuffers, AdapterPass, low_columns};
+use super::decoder::Mode;
 use super::rope::Rope;
 use super::spec::ModelSpec;
 use crate::engine::kernels::Normed;
@@ -102,9 +103,16 @@ pub(super) struct Activations<T = Tensor> {
     pub(super) mlp_norm: Normed<T>,
     /// The activation's input.
     pub(super) up: T,
-    /// Its output.
-    pub(super) activated: T,
     pub(super) mlp_branch: Option<BranchNorm<T>>,
+    /// Between the factors of adapters, `[N · low_columns]`.
+    low: Option<T>,
+}
+
+impl Activations {
+    /// What the block's adapters need.
+    pub(super) fn adapters<'a>(&'a self, mode: Mode, scratch: &'a Scratch) -> AdapterPass<'a> {
+        AdapterPass { mode, buffers: scratch.adapter.as_ref(), low: self.low.as_ref() }
+    }
 }
 
 /// All buffers of a forward and backward pass for one (batch, sequence) shape.
@@ -148,7 +156,9 @@ pub(super) struct Scratch<T = Tensor> {
     compute: DType,
     /// A branch's output before it joins the stream; in the backward pass, its gradient.
     pub(super) branch: T,
-    pub(super) adapter: Option<AdapterBuffers<T>>,
+    /// The activation's output, which the backward pass computes again: it costs little and is a sixth of what would be kept.
+    pub(super) activated: T,
+    adapter: Option<AdapterBuffers<T>>,
     gradients: Option<BranchGradients<T>>,
     /// A block's activations where they are not kept.
     block: Option<Activations<T>>,
@@ -221,10 +231,21 @@ impl<T> Activations<T> {
             middle: rows(spec.width, stream)?,
             mlp_norm: norm()?,
             up: rows(spec.up_width(), compute)?,
-            activated: rows(spec.inner, compute)?,
             mlp_branch: branch()?,
+            low: lay_out_low(spec, tokens, compute, allocate)?,
         })
     }
+}
+
+/// The buffer between the factors of a block's adapters.
+pub(super) fn lay_out_low<T>(
+    spec: &ModelSpec,
+    tokens: usize,
+    compute: DType,
+    allocate: Allocate<'_, T>,
+) -> Result<Option<T>> {
+    let columns = low_columns(spec);
+    (columns > 0).then(|| allocate(&[tokens * columns], compute)).transpose()
 }
 
 impl<T> Scratch<T> {
@@ -259,6 +280,7 @@ impl<T> Scratch<T> {
         Ok(Self {
             compute,
             branch: rows(spec.width)?,
+            activated: rows(spec.inner)?,
             adapter: AdapterBuffers::lay_out(spec, tokens, compute, train, allocate)?,
             gradients: train.then(gradients).transpose()?,
             block: (keep == Keep::BlockInput).then(block).transpose()?,

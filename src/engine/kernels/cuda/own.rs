@@ -8,7 +8,7 @@ use crate::engine::kernels::attention::{Operands, Shape};
 use crate::engine::kernels::columns::{Columns, Store};
 use crate::engine::kernels::plain::Replacements;
 use crate::engine::kernels::survey::TensorSurvey;
-use crate::engine::kernels::{Norm, NormSettings, Normed};
+use crate::engine::kernels::{Norm, NormGradients, NormSettings, Normed};
 use crate::precision::FloatFormat;
 use candle_core::{DType, Device, Result, Tensor};
 use std::collections::BTreeSet;
@@ -154,11 +154,11 @@ impl Replacements for Own {
         weight: &Tensor,
         normed: &Normed,
         (dx, how): (&Tensor, Store),
-        dweight: &Tensor,
-        dbias: Option<&Tensor>,
+        gradients: Option<NormGradients<'_>>,
     ) -> Result<bool> {
         let shape @ [_, width] = <[usize; 2]>::from(x.dims2()?);
-        let (Norm::Layer, Some(dbias), Some(mean)) = (settings.norm, dbias, &normed.mean) else { return Ok(false) };
+        let Some(NormGradients { weight: dweight, bias: Some(dbias) }) = gradients else { return Ok(false) };
+        let (Norm::Layer, Some(mean)) = (settings.norm, &normed.mean) else { return Ok(false) };
         let tensors = [dy, x, weight, mean, &normed.rstd, dx, dweight, dbias];
         let Some([dy, x, weight, mean, rstd, dx, dweight, dbias]) = self.buffers(Operation::LayerNorm, tensors)? else {
             return Ok(false);

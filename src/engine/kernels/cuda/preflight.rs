@@ -11,7 +11,7 @@ use crate::engine::kernels::columns::{Columns, Store};
 use crate::engine::kernels::cross_entropy::IGNORE;
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::plain::{Plain, Replacements};
-use crate::engine::kernels::{Choice, Kernels, Norm, NormSettings, Normed};
+use crate::engine::kernels::{Choice, Kernels, Norm, NormGradients, NormSettings, Normed};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::untrusted::apart;
@@ -298,11 +298,12 @@ impl Bench {
                 };
                 let (normed, [dx, dweight, dbias]) = &results()?;
                 self.candle.norm(settings, &x, &weight, Some(&bias), normed)?;
-                self.candle.norm_backward(settings, &dy, &x, &weight, normed, (dx, how), dweight, Some(dbias))?;
+                let gradients = Some(NormGradients { weight: dweight, bias: Some(dbias) });
+                self.candle.norm_backward(settings, &dy, &x, &weight, normed, (dx, how), gradients)?;
                 let (own, [own_dx, own_dweight, own_dbias]) = &results()?;
                 require(self.own.norm(settings, &x, &weight, Some(&bias), own)?, "the norm")?;
-                let to = (own_dx, how);
-                let done = self.own.norm_backward(settings, &dy, &x, &weight, own, to, own_dweight, Some(own_dbias))?;
+                let (to, gradients) = ((own_dx, how), NormGradients { weight: own_dweight, bias: Some(own_dbias) });
+                let done = self.own.norm_backward(settings, &dy, &x, &weight, own, to, Some(gradients))?;
                 require(done, "the norm's gradient")?;
                 let (mean, own_mean) = (normed.mean.as_ref().unwrap_or(dx), own.mean.as_ref().unwrap_or(dx));
                 let pairs = [

@@ -68,11 +68,20 @@ impl Drop for Buffer {
     }
 }
 
-/// What one product needs beyond its tasks' own memory: the operand they share and the partial sums.
+/// What one product needs beyond its tasks' own memory.
 #[derive(Debug)]
 pub(super) struct Workspace {
+    /// The operand that tasks share.
     pub(super) shared: Buffer,
     pub(super) partial: Buffer,
+    /// The operands of the second term.
+    pub(super) second: [Buffer; 2],
+}
+
+impl Workspace {
+    const fn new() -> Self {
+        Self { shared: Buffer::new(), partial: Buffer::new(), second: [const { Buffer::new() }; 2] }
+    }
 }
 
 /// Passes a workspace to `body`. Concurrent products get different ones.
@@ -80,7 +89,7 @@ pub(super) fn with_workspace<R>(body: impl FnOnce(&mut Workspace) -> R) -> R {
     static IDLE: Mutex<Vec<Workspace>> = Mutex::new(Vec::new());
     let idle = || IDLE.lock().unwrap_or_else(PoisonError::into_inner);
     let recycled = idle().pop();
-    let mut workspace = recycled.unwrap_or(const { Workspace { shared: Buffer::new(), partial: Buffer::new() } });
+    let mut workspace = recycled.unwrap_or(const { Workspace::new() });
     let result = body(&mut workspace);
     idle().push(workspace);
     result

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 use super::super::convert::Element;
 use super::super::isa::Isa;
-use super::{Epilogue, Operand, matmul, matmul_on};
+use super::{Epilogue, Operand, Term, matmul, matmul_on};
 
 /// Numbers in [-1, 1) from a small generator (Knuth's MMIX constants); a format's rounding is applied.
 fn random<T: Element>(len: usize, mut seed: u64) -> Vec<T> {
@@ -35,17 +35,45 @@ fn element<T: Element>(operand: &Operand<'_, T>, i: usize, j: usize) -> f64 {
     f64::from(operand.data[i * operand.row_stride + j * operand.col_stride].to_f32())
 }
 
-/// Fails where an element of C is further from the sum in f64 than one rounding to `C` and FP32 sums allow.
+/// Fails where an element of C is further from the sum in f64 than one rounding to `C` and FP32 sums allow, with a second term
+/// and without.
 fn check<A: Element, C: Element>(isa: Isa, a: Operand<'_, A>, b: Operand<'_, A>, epilogue: Epilogue<'_>) {
+    let (depth, alpha) = (a.cols % 7 + 1, 0.75);
+    let [second_a, second_b] = [(a.rows * depth, 11), (depth * b.cols, 12)].map(|(len, seed)| random::<A>(len, seed));
+    let [rows, columns] = [a.rows, b.cols];
+    let term = |b, shares| Term { a: Operand::new(&second_a, rows, depth), b, alpha, shares };
+    check_terms::<A, C>(isa, a, b, None, epilogue);
+    check_terms::<A, C>(isa, a, b, Some(&term(Operand::new(&second_b, depth, columns), &[])), epilogue);
+    // Every row of B adds to columns of its own, and some columns get nothing.
+    let width = b.cols / (depth + 1);
+    let shares: Vec<Range<usize>> = (0..depth).map(|k| k * width..(k + 1) * width).collect();
+    let mut parted = second_b.clone();
+    for (row, share) in parted.chunks_exact_mut(b.cols.max(1)).zip(&shares) {
+        row[..share.start].fill(A::zero());
+        row[share.end..].fill(A::zero());
+    }
+    check_terms::<A, C>(isa, a, b, Some(&term(Operand::new(&parted, depth, columns), &shares)), epilogue);
+}
+
+fn check_terms<A: Element, C: Element>(
+    isa: Isa,
+    a: Operand<'_, A>,
+    b: Operand<'_, A>,
+    second: Option<&Term<'_, A>>,
+    epilogue: Epilogue<'_>,
+) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let ldc = n + 3;
     let old: Vec<C> = random(m * ldc, 7);
     let mut c = old.clone();
-    matmul_on(isa, a, b, &mut c, ldc, epilogue);
+    matmul_on(isa, a, b, second.copied(), &mut c, ldc, epilogue);
     for (i, (row, old)) in c.chunks(ldc).zip(old.chunks(ldc)).enumerate() {
         assert!(row[n..] == old[n..], "wrote beyond row {i}");
         for j in 0..n {
-            let terms = (0..k).map(|p| element(&a, i, p) * element(&b, p, j));
+            let more = second.iter().flat_map(|Term { a, b, alpha, .. }| {
+                (0..a.cols).map(move |p| f64::from(*alpha) * element(a, i, p) * element(b, p, j))
+            });
+            let terms = (0..k).map(|p| element(&a, i, p) * element(&b, p, j)).chain(more);
             let (sum, magnitude) = terms.fold((0.0, 0.0), |(sum, total), term| (sum + term, total + term.abs()));
             let alpha = f64::from(epilogue.alpha);
             let bias = epilogue.bias.map_or(0.0, |bias| f64::from(bias[j]));
@@ -185,10 +213,18 @@ fn empty_products_are_zeros_or_nothing() {
         let mut c = [bf16::ONE; 4];
         let empty = Operand::new(&[] as &[bf16], 2, 0);
         let epilogue = Epilogue { bias: Some(&bias), ..Epilogue::default() };
-        matmul_on(isa, empty, empty.transposed(), &mut c, 2, epilogue);
+        matmul_on(isa, empty, empty.transposed(), None, &mut c, 2, epilogue);
         assert_eq!(c.map(bf16::to_f32), [2.0, 3.0, 2.0, 3.0]);
         let mut nothing: [f32; 0] = [];
-        matmul_on(isa, empty.transposed(), Operand::new(&[bf16::ONE; 6], 2, 3), &mut nothing, 3, Epilogue::default());
+        matmul_on(
+            isa,
+            empty.transposed(),
+            Operand::new(&[bf16::ONE; 6], 2, 3),
+            None,
+            &mut nothing,
+            3,
+            Epilogue::default(),
+        );
     }
 }
 
@@ -202,7 +238,7 @@ fn nan_and_infinity_reach_their_row_and_column_and_no_other_place() {
         b[6 * n + 50] = T::from_f32(0.0);
         b[2 * n + 5] = T::from_f32(f32::NAN);
         let mut c = vec![T::from_f32(0.0); m * n];
-        matmul_on(isa, Operand::new(&a, m, k), Operand::new(&b, k, n), &mut c, n, Epilogue::default());
+        matmul_on(isa, Operand::new(&a, m, k), Operand::new(&b, k, n), None, &mut c, n, Epilogue::default());
         for (index, value) in c.iter().enumerate() {
             let (value, i, j) = (value.to_f32(), index / n, index % n);
             match (i, j) {

@@ -2,7 +2,7 @@
 
 use super::tensors::{accumulate, column_sums, store, store_columns, widen, widen_columns};
 use crate::engine::kernels::columns::{Columns, Store};
-use crate::engine::kernels::{Norm, NormSettings, Normed};
+use crate::engine::kernels::{Norm, NormGradients, NormSettings, Normed};
 use candle_core::{Result, Tensor, bail};
 
 /// The mean of each row: `[N, 1]`.
@@ -70,7 +70,6 @@ pub(super) fn forward(
 }
 
 /// See [`Kernels::norm_backward`](crate::engine::kernels::Kernels::norm_backward).
-#[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
 pub(super) fn backward(
     settings: NormSettings,
     dy: &Tensor,
@@ -78,8 +77,7 @@ pub(super) fn backward(
     weight: &Tensor,
     normed: &Normed,
     (dx, how): (&Tensor, Store),
-    dweight: &Tensor,
-    dbias: Option<&Tensor>,
+    own: Option<NormGradients<'_>>,
 ) -> Result<()> {
     let (dy, mut centered) = (widen(dy)?, widen(x)?);
     if let Some(mean) = &normed.mean {
@@ -90,8 +88,9 @@ pub(super) fn backward(
         Store::Add => accumulate(&grad, dx)?,
         Store::Overwrite => store(&grad, dx)?,
     }
-    store(&weight_grad, dweight)?;
-    dbias.map_or(Ok(()), |dbias| store(&column_sums(&dy)?, dbias))
+    let Some(own) = own else { return Ok(()) };
+    store(&weight_grad, own.weight)?;
+    own.bias.map_or(Ok(()), |dbias| store(&column_sums(&dy)?, dbias))
 }
 
 /// The heads in some columns as rows of FP32.
@@ -120,11 +119,13 @@ pub(super) fn heads_backward(
     weight: &Tensor,
     rstd: &Tensor,
     dx: Columns<'_>,
-    dweight: &Tensor,
+    dweight: Option<&Tensor>,
 ) -> Result<()> {
     let width = weight.dims1()?;
     let rstd = rstd.reshape(((), 1))?;
     let (grad, weight_grad) = gradients(settings, &heads(dy, width)?, &heads(x, width)?, weight, &rstd)?;
-    store(&weight_grad, dweight)?;
+    if let Some(dweight) = dweight {
+        store(&weight_grad, dweight)?;
+    }
     store_columns(&grad.reshape((x.rows(), ()))?, dx)
 }

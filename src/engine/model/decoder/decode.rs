@@ -7,7 +7,7 @@ use crate::engine::kernels::{Embedding, Normed, view};
 use crate::engine::model::adapter::{AdapterBuffers, AdapterPass};
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::spec::ModelSpec;
-use crate::engine::model::workspace::{BranchNorm, HeadNorms, Rotations, candle_dtype};
+use crate::engine::model::workspace::{BranchNorm, HeadNorms, Rotations, candle_dtype, lay_out_low};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -48,6 +48,7 @@ struct BlockBuffers {
     up: Tensor,
     activated: Tensor,
     adapter: Option<AdapterBuffers>,
+    low: Option<Tensor>,
 }
 
 impl KvCache {
@@ -99,6 +100,7 @@ impl BlockBuffers {
             up: buffer(spec.up_width())?,
             activated: buffer(spec.inner)?,
             adapter: AdapterBuffers::lay_out(spec, rows, compute, false, &zeros)?,
+            low: lay_out_low(spec, rows, compute, &zeros)?,
         })
     }
 
@@ -160,9 +162,9 @@ impl Decoder {
         self.embed_into(weights, Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
         let places = Positions { seq_len: rows, past, documents: None };
         for (i, ((block, layer), dtype)) in self.blocks.iter().zip(layers).zip(&compute).enumerate() {
-            let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter } =
+            let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter, low } =
                 BlockBuffers::of(blocks, *dtype)?;
-            let adapters = AdapterPass { mode: Mode::Eval, buffers: adapter.as_ref() };
+            let adapters = AdapterPass { mode: Mode::Eval, buffers: adapter.as_ref(), low: low.as_ref() };
             let (heads, branch_norm) = (heads.as_ref(), branch_norm.as_ref());
             block.attention_norm.forward(kernels, weights, stream, normed, &mut ())?;
             block.qkv.forward(kernels, weights, &normed.out, qkv, adapters, &mut ())?;

@@ -75,8 +75,8 @@ fn activations(block: &Activations, rows: Rows<'_>) -> Result<Activations> {
         middle: rows(&block.middle)?,
         mlp_norm: normed(&block.mlp_norm, rows)?,
         up: rows(&block.up)?,
-        activated: rows(&block.activated)?,
         mlp_branch: optional(block.mlp_branch.as_ref(), branch)?,
+        low: optional(block.low.as_ref(), rows)?,
     })
 }
 
@@ -95,6 +95,7 @@ fn narrowed_scratch(scratch: &Scratch, rows: Rows<'_>) -> Result<Scratch> {
     Ok(Scratch {
         compute: scratch.compute,
         branch: rows(&scratch.branch)?,
+        activated: rows(&scratch.activated)?,
         gradients: optional(scratch.gradients.as_ref(), gradients)?,
         // They take as much of their buffers as they need.
         adapter: scratch.adapter.clone(),

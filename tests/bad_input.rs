@@ -565,5 +565,10 @@ fn a_build_for_one_process_refuses_to_be_one_of_several() {
         let mut alone = desk.command(&["config"]);
         assert!(alone.env(size, "2").env(rank, "0").output().unwrap().status.success(), "only training is refused");
     }
+    let mut command = desk.command(&["--model", "model", "--data", "text.txt", "--steps", "1"]);
+    let output = command.env("OMPI_COMM_WORLD_SIZE", "ban\x1bana").output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "a number of processes that is none is not one process");
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.starts_with("error: OMPI_COMM_WORLD_SIZE: `ban\\u001bana` is not a whole number"), "{said}");
     assert_eq!(desk.tree(), before);
 }

@@ -343,6 +343,25 @@ fn invalid_resumes() {
     insta::assert_snapshot!("resume", desk.said);
 }
 
+/// What cannot be looked at is not taken for missing. Links in a circle fail for root as well, unlike permissions.
+#[cfg(unix)]
+#[test]
+fn a_run_or_folder_that_cannot_be_read_is_not_called_missing() {
+    let desk = Desk::new();
+    let refused = |line: &str| {
+        let output = desk.command(&line.split(' ').collect::<Vec<_>>()).output().unwrap();
+        assert_eq!(output.status.code().filter(|code| [1, 2].contains(code)), output.status.code(), "{line}");
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.lines().any(|it| it.starts_with("error: ") && it.contains("symbolic links")), "{line}: {said}");
+    };
+    fs::create_dir_all(desk.path("checkpoints/r")).unwrap();
+    std::os::unix::fs::symlink("config.toml", desk.path("checkpoints/r/config.toml")).unwrap();
+    refused("--resume r");
+    fs::remove_dir_all(desk.path("checkpoints")).unwrap();
+    std::os::unix::fs::symlink("checkpoints", desk.path("checkpoints")).unwrap();
+    ["--resume", "runs"].into_iter().for_each(refused);
+}
+
 #[test]
 fn unusable_models() {
     let mut desk = Desk::new();
@@ -565,5 +584,10 @@ fn a_build_for_one_process_refuses_to_be_one_of_several() {
         let mut alone = desk.command(&["config"]);
         assert!(alone.env(size, "2").env(rank, "0").output().unwrap().status.success(), "only training is refused");
     }
+    let mut command = desk.command(&["--model", "model", "--data", "text.txt", "--steps", "1"]);
+    let output = command.env("OMPI_COMM_WORLD_SIZE", "ban\x1bana").output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "a number of processes that is none is not one process");
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.starts_with("error: OMPI_COMM_WORLD_SIZE: `ban\\u001bana` is not a whole number"), "{said}");
     assert_eq!(desk.tree(), before);
 }

@@ -344,3 +344,31 @@ fn n17_a_program_is_run_at_the_best_and_at_the_end() {
     assert!(told[0].starts_with("$HOME|best|r|validation loss "), "no shell looks at the words: {told:?}");
     assert!(told[1].starts_with("$HOME|finished|r|step 2, loss "), "{told:?}");
 }
+
+/// Each process of a notifier that hangs would stay; training goes on, and says what is wrong with the program.
+#[test]
+fn n17_a_program_that_hangs_or_fails_is_told_and_bounded() {
+    use std::os::unix::fs::PermissionsExt;
+    let desk = desk();
+    for (name, script, expected) in [
+        ("hang", "echo $$ >> hang.ids; exec sleep 60", "still runs for 8 events"),
+        ("fail", "exit 3", "has failed (exit status: 3)"),
+    ] {
+        let path = desk.path().join(name);
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let line = format!("--data text.txt --steps 20 --eval-every 1 --notify ./{name}");
+        let output = command(&desk, &training(name, &line)).output().unwrap();
+        assert!(output.status.success());
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(said.matches(expected).count(), 1, "{said}");
+    }
+    let ids = || fs::read_to_string(desk.path().join("hang.ids")).unwrap_or_default();
+    let began = Instant::now();
+    while ids().lines().count() < 8 && began.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let ids = ids();
+    assert_eq!(ids.lines().count(), 8);
+    Command::new("kill").args(ids.lines()).status().unwrap();
+}

@@ -258,6 +258,19 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     };
     assert_eq!(generated(&["run"]), generated(&["model", "--adapter", "adapter"]));
     finetune(folder, &["eval", "model", "--adapter", "adapter", "--data", "text.txt", "--seq-len", "16"]);
+    // Whether FP16 is enough is measured on all layers, of which adapters leave most frozen.
+    let checked = |model: &[&str]| {
+        let rest = ["--data", "text.txt", "--seq-len", "16", "--batches", "1", "--json"];
+        let output = command(folder, &[&["fp16-check"], model, &rest].concat()).output().unwrap();
+        assert!([0, 4, 5].contains(&output.status.code().unwrap()), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    let merged = checked(&["merged"]);
+    for model in [&["run"][..], &["model", "--adapter", "adapter"]] {
+        let report = checked(model);
+        assert_eq!(report["best_scale"], merged["best_scale"]);
+        assert_eq!(report["units"].as_array().unwrap().len(), merged["units"].as_array().unwrap().len());
+    }
 }
 
 /// Adapters over a base in blocks are those of any base: used, exported and merged.

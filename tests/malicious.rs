@@ -1,6 +1,7 @@
 //! Malicious files: every kind of file that the program reads, changed at random from a seed, given to the real program with 4 GiB
 //! of address space and 30 seconds. It reads or refuses each; it neither panics nor aborts, hangs, or steers the terminal.
-//! `MALICIOUS_FILES` says how many files of each kind; the long form is in `docs/faults.md`.
+//! `MALICIOUS_FILES` says how many files of each kind, `MALICIOUS_FIRST` the number of the first, for files that were never tried;
+//! the long form is in `docs/faults.md`.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking, and prints what it counted")]
@@ -165,7 +166,8 @@ fn linked(from: &Path, to: &Path) {
 
 #[test]
 fn malicious_files_of_every_kind_are_read_or_refused() {
-    let each: u64 = std::env::var("MALICIOUS_FILES").map_or(2, |text| text.parse().unwrap());
+    let number = |name: &str, otherwise: u64| std::env::var(name).map_or(otherwise, |text| text.parse().unwrap());
+    let (each, first) = (number("MALICIOUS_FILES", 2), number("MALICIOUS_FIRST", 0));
     let scratch = tempfile::tempdir().unwrap();
     let good = scratch.path().join("good");
     fs::create_dir(&good).unwrap();
@@ -215,7 +217,7 @@ fn malicious_files_of_every_kind_are_read_or_refused() {
         for _ in 0..2 {
             scope.spawn(|| {
                 while let Some(kind) = Some(kinds.fetch_add(1, Ordering::Relaxed)).filter(|kind| *kind < KINDS.len()) {
-                    for number in 0..each {
+                    for number in first..first + each {
                         let outcome = attack(kind, number);
                         outcomes.lock().unwrap().push(outcome);
                     }

@@ -104,7 +104,8 @@ fn save(folder: &Path, spec: &ModelSpec, tokenizer: &[u8]) -> String {
     model.display().to_string()
 }
 
-/// Twelve million weights: whole with 16 bytes each, under adapters with two, and with one where they stay in blocks.
+/// Twelve million weights: whole with 16 bytes each, or ten with moments in 8 bits; under adapters with two, and with one where they
+/// stay in blocks.
 #[test]
 fn adapters_are_predicted_as_such() {
     let folder = tempfile::tempdir().unwrap();
@@ -116,6 +117,8 @@ fn adapters_are_predicted_as_such() {
     let shape = ["--data", "grammar", "--dtype", "bf16", "--batch-size", "4", "--seq-len", "64"];
     let lora = ["--lora", "r=8,alpha=16"];
     check(&[&shape[..], &["--model", &path]].concat(), TOLERANCE);
+    // A save makes no copy of the moments.
+    check(&[&shape[..], &["--model", &path, "--optimizer", "adamw8bit"]].concat(), TOLERANCE);
     check(&[&shape[..], &lora, &["--model", &path]].concat(), TOLERANCE);
     check(&[&shape[..], &lora, &["--model", &quantised]].concat(), TOLERANCE);
 }

@@ -205,15 +205,19 @@ fn promise_5_the_last_save_is_tried_again_until_the_disk_takes_it() {
 fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_loss_is_told() {
     let folder = folder();
     // The weights in FP16 have 1.6 MB, Adam's moments 6.5.
-    let line = format!("--run r --steps 3 --set checkpoint.retry_s=1 {SMALL}");
+    let line = format!("--run r --steps 3 --save-every 2 --set checkpoint.retry_s=1 {SMALL}");
     let output = shell(folder.path(), "ulimit -f 4000", &line).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     let run = run_folder(folder.path(), "r");
     let listed = list(&run).unwrap();
     assert_eq!(listed.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(Kind::Weights, 3)]);
     assert_eq!(verify(&listed[0].path), []);
-    for text in ["trying again for 1 s", "could not be written within 1 s; its weights alone are in", "File too large"]
-    {
+    for text in [
+        "no checkpoint at step 2: cannot write",
+        "File too large (os error 27); training continues",
+        "trying again for 1 s",
+        "could not be written within 1 s; its weights alone are in",
+    ] {
         assert!(said(&output).contains(text), "{text}: {}", said(&output));
     }
 }
@@ -344,6 +348,47 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
         let output = finetune(folder.path(), &format!("--data a.parquet {SMALL}"));
         assert_eq!(output.status.code(), Some(2), "{}", said(&output));
         assert!(said(&output).contains("takes more than 2 GiB of memory"), "{}", said(&output));
+    }
+}
+
+/// The footer's unknown fields are passed over: 200 lists of 2^31 booleans, which take no bytes each in the Parquet crate.
+#[test]
+fn promise_7_a_parquet_file_that_takes_for_ever_is_refused_and_ends_with_its_reader() {
+    let folder = folder();
+    let mut footer = [0xF9, 0xF1, 0xFF, 0xFF, 0xFF, 0xFF, 0x07].repeat(200);
+    footer.push(0);
+    let length = u32::try_from(footer.len()).unwrap().to_le_bytes();
+    fs::write(folder.path().join("a.parquet"), [&b"PAR1"[..], &footer, &length, b"PAR1"].concat()).unwrap();
+    let reader = |parent: u32| {
+        let children = format!("/proc/{parent}/task");
+        (0..2000).find_map(|_| {
+            std::thread::sleep(Duration::from_millis(5));
+            let of = |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).ok();
+            let all: String = fs::read_dir(&children).ok()?.flatten().filter_map(of).collect();
+            let id = all.split_whitespace().next()?.to_owned();
+            let limits = fs::read_to_string(format!("/proc/{id}/limits")).ok()?;
+            let seconds = limits.lines().find(|line| line.starts_with("Max cpu time"))?.split_whitespace().nth(3)?;
+            (seconds == "30").then_some(id)
+        })
+    };
+    let signal = |name: &str, id: &str| assert!(Command::new("kill").args([name, id]).status().unwrap().success());
+    let start = || shell(folder.path(), "", &format!("--data a.parquet {SMALL}")).spawn().unwrap();
+
+    let program = start();
+    signal("-XCPU", &reader(program.id()).expect("a reader with 30 s"));
+    let output = program.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(said(&output).contains("a row takes more than 30 s of processor time"), "{}", said(&output));
+
+    let program = start();
+    let reader = reader(program.id()).expect("a reader");
+    signal("-KILL", &program.id().to_string());
+    program.wait_with_output().unwrap();
+    let gone = || !fs::read_to_string(format!("/proc/{reader}/stat")).is_ok_and(|stat| !stat.contains(") Z "));
+    let began = Instant::now();
+    while !gone() {
+        assert!(began.elapsed() < Duration::from_secs(10), "it computes on");
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

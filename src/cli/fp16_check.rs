@@ -60,7 +60,7 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
     let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
     let watched = stderr().is_terminal();
     let open = args.device.open(PrecisionPolicy::FP16)?;
-    let (model, masters) = trained.load(PrecisionPolicy::FP32, &open)?;
+    let (model, masters) = trained.load_merged(PrecisionPolicy::FP32, &open)?;
     let report = fp16_check(&model, masters, tokens, extent, |done, total| {
         if watched {
             write!(stderr(), "\r{done} of {total} passes{}", if done == total { "\r\x1b[K" } else { "" }).ok();

@@ -1,8 +1,12 @@
 //! `--notify COMMAND`: runs a program at important events.
 
 use crate::telemetry::{Event, Record, Sink};
+use crate::untrusted::line;
 use crate::{Error, Result};
 use std::process::{Child, Command, Stdio};
+
+/// So many may run at once: a program that hangs at each best loss would fill the machine.
+const AT_ONCE: usize = 8;
 
 /// Runs a program, without a shell, at a new best validation loss, at divergence and at the end. The program gets `best`,
 /// `diverged` or `finished`, the run's name and a sentence as its last arguments.
@@ -14,6 +18,9 @@ pub(super) struct Notify {
     /// The lowest validation loss so far.
     best: f64,
     children: Vec<Child>,
+    /// What first went wrong with the program, until it is told.
+    trouble: Option<String>,
+    troubled: bool,
 }
 
 impl Notify {
@@ -37,7 +44,14 @@ impl Notify {
                 format!("there is no program `{program}`; give its path, and a script for what needs a shell");
             return Err(Error::config("--notify", message));
         }
-        Ok(Self { words, run: String::new(), best: f64::INFINITY, children: Vec::new() })
+        Ok(Self {
+            words,
+            run: String::new(),
+            best: f64::INFINITY,
+            children: Vec::new(),
+            trouble: None,
+            troubled: false,
+        })
     }
 
     /// Reports only losses below `best`, the lowest of the run so far.
@@ -48,7 +62,7 @@ impl Notify {
 
     fn spawn(&self, event: &str, text: &str) -> Result<Child> {
         let mut command = Command::new(&self.words[0]);
-        command.args(&self.words[1..]).args([event, &self.run, text]);
+        command.args(&self.words[1..]).args([event, &line(&self.run), &line(text)]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().map_err(Error::io("run", &self.words[0]))
     }
@@ -69,10 +83,29 @@ impl Sink for Notify {
             Event::Finished(end) => ("finished", format!("step {}, loss {:.4}, {:?}", end.step, end.loss, end.reason)),
             _ => return Ok(()),
         };
+        let mut trouble = None;
         // Reaps the children that have exited.
-        self.children.retain_mut(|child| child.try_wait().is_ok_and(|exit| exit.is_none()));
-        self.children.push(self.spawn(event, &text)?);
+        self.children.retain_mut(|child| match child.try_wait() {
+            Ok(Some(status)) if !status.success() => {
+                trouble = Some(format!("has failed ({status})"));
+                false
+            }
+            waited => waited.is_ok_and(|exit| exit.is_none()),
+        });
+        if self.children.len() < AT_ONCE {
+            self.children.push(self.spawn(event, &text)?);
+        } else {
+            trouble = Some(format!("still runs for {AT_ONCE} events, and is not started until one of them ends"));
+        }
+        if let Some(trouble) = trouble.filter(|_| !self.troubled) {
+            self.troubled = true;
+            self.trouble = Some(format!("`{}` of `--notify` {trouble}", self.words[0]));
+        }
         Ok(())
+    }
+
+    fn trouble(&mut self) -> Option<String> {
+        self.trouble.take()
     }
 
     fn name(&self) -> &'static str {

@@ -73,7 +73,7 @@ mod job {
 
     /// Refuses to train where a launcher has started several processes, which would be as many runs of the same. Process 0 says so.
     pub(crate) fn check() -> Result<()> {
-        let Some(Launched { variable, world, rank }) = Launched::detect() else { return Ok(()) };
+        let Some(Launched { variable, world, rank }) = Launched::detect()? else { return Ok(()) };
         if rank > 0 {
             std::thread::sleep(DEFERENCE);
             std::process::exit(2);

@@ -9,7 +9,7 @@ use crate::untrusted::line;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
 use std::fs::File;
-use std::io::{BufRead, BufReader, IsTerminal, Read, Seek, SeekFrom, Write, stdin};
+use std::io::{BufRead, BufReader, ErrorKind, IsTerminal, Read, Seek, SeekFrom, Write, stdin};
 use std::path::{Path, PathBuf};
 
 /// Flags of `finetune runs`.
@@ -59,7 +59,7 @@ pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
 }
 
 fn listing(folder: &Path, out: &mut dyn Write) -> Result<()> {
-    let mut runs: Vec<Summary> = runs_in(folder).iter().map(|path| Summary::of(path)).collect();
+    let mut runs: Vec<Summary> = runs_in(folder)?.iter().map(|path| Summary::of(path)).collect();
     if runs.is_empty() {
         let message = "there is no run here yet; `finetune` starts one";
         return Err(Error::checkpoint(folder, message));
@@ -79,9 +79,12 @@ fn listing(folder: &Path, out: &mut dyn Write) -> Result<()> {
 }
 
 /// The folders in `folder` that contain a run's configuration.
-fn runs_in(folder: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.map(|entry| entry.path()).filter(|path| path.join("config.toml").is_file()).collect()
+fn runs_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = match std::fs::read_dir(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(Error::io("list", folder))?.flatten(),
+    };
+    Ok(entries.map(|entry| entry.path()).filter(|path| path.join("config.toml").is_file()).collect())
 }
 
 /// A row of the table.

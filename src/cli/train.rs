@@ -16,6 +16,7 @@ use crate::telemetry::{
 use crate::train::{Beginning, Config, Preparing, StillHere, Trainer};
 use crate::{Error, Result};
 use clap::Args;
+use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -198,8 +199,12 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
         (None, _) => Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?),
     };
     let folder = folder.unwrap_or_default();
-    if !folder.join("config.toml").is_file() {
-        return Err(Error::checkpoint(&folder, "not a run's folder: it has no `config.toml`"));
+    let settings = folder.join("config.toml");
+    match std::fs::metadata(&settings) {
+        Ok(found) if found.is_file() => (),
+        // Such as a folder that this user may not enter.
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(Error::io("read", settings)(error)),
+        _ => return Err(Error::checkpoint(&folder, "not a run's folder: it has no `config.toml`")),
     }
     let run = Run::open(&folder)?;
     if let Some(step) = step {

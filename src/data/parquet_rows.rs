@@ -1,11 +1,13 @@
-//! Reads the rows of a Parquet file in a separate process with a memory limit.
+//! Reads the rows of a Parquet file in a separate process with limits on memory and processor time.
 //!
-//! The Parquet crate trusts the sizes in a file: a few hundred bytes can make it allocate gigabytes.
+//! The Parquet crate trusts the sizes in a file: a few hundred bytes can make it allocate gigabytes, or pass over billions of
+//! booleans that take no bytes, in the footer and in each page's header.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
 
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -22,6 +24,11 @@ use crate::{Error, untrusted};
 pub const ARGUMENT: &str = "__parquet-rows";
 /// Limit on a row: that of a line of JSON, with room for escapes.
 const MAX_LINE: u64 = 256 << 20;
+
+/// Seconds of processor time from one row to the next; a page of 100 MB takes one.
+const MAX_SECONDS: u64 = 30;
+/// Between two looks at that time.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Takes a row.
 type Take<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
@@ -52,19 +59,28 @@ pub(super) fn read(path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(
 }
 
 /// Reads the file that the first argument names and writes its rows, with the columns that the others name, to standard
-/// output, within a limit on memory.
+/// output, within the limits.
 pub fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.collect();
     let Some((path, fields)) = arguments.split_first() else { return ExitCode::FAILURE };
     let fields: Vec<&str> = fields.iter().filter_map(|field| field.to_str()).collect();
+    apart::end_with_parent();
     apart::limit_memory();
+    apart::limit_computing(MAX_SECONDS);
+    let mut looked = Instant::now();
     let mut out = BufWriter::new(std::io::stdout().lock());
     let mut say = |message: &Message| -> std::io::Result<()> {
         serde_json::to_writer(&mut out, message)?;
         out.write_all(b"\n")?;
         if matches!(message, Message::Row(_)) { Ok(()) } else { out.flush() }
     };
-    let mut row = |value| say(&Message::Row(value)).map_err(Error::io("write to", "standard output"));
+    let mut row = |value| {
+        if looked.elapsed() > LOOK {
+            looked = Instant::now();
+            apart::limit_computing(MAX_SECONDS);
+        }
+        say(&Message::Row(value)).map_err(Error::io("write to", "standard output"))
+    };
     let last = match here(Path::new(path), &fields, &mut row) {
         Ok(()) => Message::End,
         Err(Failure::File(message)) => Message::Failure(message),
@@ -91,6 +107,7 @@ fn read_apart(mut command: Command, path: &Path, fields: &[&str], row: &mut Take
                 None => {
                     let why = match apart::end(&mut child) {
                         End::OutOfMemory => "reading it takes more than 2 GiB of memory".to_owned(),
+                        End::OutOfTime => format!("a row takes more than {MAX_SECONDS} s of processor time"),
                         End::Otherwise(how) => format!("its process {how}"),
                     };
                     return Err(Failure::File(format!("not a readable Parquet file: {why}")));

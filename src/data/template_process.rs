@@ -92,6 +92,7 @@ impl TemplateProcess {
             }
             Err(_) => Err(match apart::end(&mut process.child) {
                 End::OutOfMemory => self.wrong("takes more than 2 GiB of memory for a conversation"),
+                End::OutOfTime => self.wrong("takes more processor time than this process may have"),
                 End::Otherwise(how) => self.wrong(&format!("cannot be rendered: its process {how}")),
             }),
         }

@@ -12,7 +12,7 @@ mod wire;
 pub use shards::Shards;
 pub(crate) use wire::{Reader, Writer, range_bytes, write_range};
 
-use crate::Result;
+use crate::{Error, Result};
 use std::fmt;
 use std::time::Duration;
 
@@ -29,20 +29,31 @@ pub struct Launched {
 
 impl Launched {
     /// What `mpirun`, `srun` or a Kubernetes MPI job says in the variables of this process.
-    pub fn detect() -> Option<Self> {
-        Self::from_variables(|name| std::env::var(name).ok())
+    ///
+    /// # Errors
+    /// If a launcher's variable is not a number: training alone in silence would be a guess.
+    pub fn detect() -> Result<Option<Self>> {
+        Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
-        let number = |name| variable(name)?.parse().ok();
-        [
+    fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let number = |name, least: usize| {
+            let Some(text) = variable(name).filter(|text| !text.is_empty()) else { return Ok(None) };
+            text.parse().ok().filter(|number| *number >= least).map(Some).ok_or_else(|| {
+                Error::config(name, format!("`{text}` is not a whole number of {least} or more; correct or remove it"))
+            })
+        };
+        for (variable, rank) in [
             ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
             ("PMI_SIZE", "PMI_RANK"),
             ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        ]
-        .into_iter()
-        .find_map(|(variable, rank)| Some(Self { variable, world: number(variable)?, rank: number(rank).unwrap_or(0) }))
-        .filter(|launched| launched.world > 1)
+        ] {
+            if let Some(world) = number(variable, 1)? {
+                let rank = number(rank, 0)?.unwrap_or(0);
+                return Ok((world > 1).then_some(Self { variable, world, rank }));
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -179,18 +190,26 @@ mod tests {
         let launched = |variables: &[(&str, &str)]| {
             let find =
                 |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-            Launched::from_variables(find).map(|it| (it.variable, it.world, it.rank))
+            let found = Launched::from_variables(find).map_err(|error| error.to_string())?;
+            Ok::<_, String>(found.map(|it| (it.variable, it.world, it.rank)))
         };
-        assert_eq!(launched(&[]), None);
-        assert_eq!(
-            launched(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]),
-            None,
-            "`sbatch` alone starts one process"
-        );
-        assert_eq!(launched(&[("OMPI_COMM_WORLD_SIZE", "1"), ("OMPI_COMM_WORLD_RANK", "0")]), None);
+        let one = Ok(None);
+        assert_eq!(launched(&[]), one);
+        assert_eq!(launched(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]), one, "`sbatch` alone starts one process");
+        assert_eq!(launched(&[("OMPI_COMM_WORLD_SIZE", "1"), ("OMPI_COMM_WORLD_RANK", "0")]), one);
+        assert_eq!(launched(&[("OMPI_COMM_WORLD_SIZE", "")]), one);
         let open_mpi = [("OMPI_COMM_WORLD_SIZE", "3"), ("OMPI_COMM_WORLD_RANK", "2")];
-        assert_eq!(launched(&open_mpi), Some(("OMPI_COMM_WORLD_SIZE", 3, 2)));
+        assert_eq!(launched(&open_mpi), Ok(Some(("OMPI_COMM_WORLD_SIZE", 3, 2))));
         let slurm = [("SLURM_STEP_NUM_TASKS", "8"), ("SLURM_PROCID", "5")];
-        assert_eq!(launched(&slurm), Some(("SLURM_STEP_NUM_TASKS", 8, 5)));
+        assert_eq!(launched(&slurm), Ok(Some(("SLURM_STEP_NUM_TASKS", 8, 5))));
+        for (size, rank, named) in [
+            ("banana", "0", "OMPI_COMM_WORLD_SIZE: `banana` is not a whole number of 1 or more"),
+            ("0", "0", "OMPI_COMM_WORLD_SIZE: `0` is not a whole number of 1 or more"),
+            ("-2", "0", "OMPI_COMM_WORLD_SIZE: `-2` is not"),
+            ("2", "x", "OMPI_COMM_WORLD_RANK: `x` is not a whole number of 0 or more"),
+        ] {
+            let refused = launched(&[("OMPI_COMM_WORLD_SIZE", size), ("OMPI_COMM_WORLD_RANK", rank)]).expect_err(size);
+            assert!(refused.starts_with(named), "{refused}");
+        }
     }
 }

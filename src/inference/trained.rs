@@ -205,6 +205,11 @@ impl TrainedModel {
         if let Some((spec, adapters)) = self.adapters_over(policy.compute, gguf)? {
             return adapted::load(&spec, &adapters, policy, open);
         }
+        self.load_merged(policy, open)
+    }
+
+    /// The same with its adapters merged: for measurements of every layer, which frozen ones do not allow.
+    pub fn load_merged(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
         let mut weights = self.weights(policy.compute)?;
         if !open.device.is_cpu() {
             let there = Parameters::zeros(weights.layout(), candle_dtype(policy.compute), &open.device)?;

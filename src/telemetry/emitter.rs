@@ -17,6 +17,11 @@ pub trait Sink: std::fmt::Debug + Send {
     /// If it cannot be written. The sink then gets no further records, and training continues.
     fn take(&mut self, record: &Record) -> Result<()>;
 
+    /// What has gone wrong without ending the sink: a warning, given once.
+    fn trouble(&mut self) -> Option<String> {
+        None
+    }
+
     /// The name used in warnings.
     fn name(&self) -> &'static str;
 }
@@ -68,7 +73,10 @@ impl Emitter {
         let record = self.stamp(event);
         let mut failed = Vec::new();
         self.sinks.retain_mut(|sink| match sink.take(&record) {
-            Ok(()) => true,
+            Ok(()) => {
+                failed.extend(sink.trouble());
+                true
+            }
             Err(error) => {
                 failed.push(format!("{error}; {} gets no further events", sink.name()));
                 false

@@ -2,20 +2,25 @@
 
 use super::emitter::Sink;
 use super::{Event, FinishReason, Record};
+use crate::untrusted::is_unsafe;
 use crate::{Error, Result};
 use std::fmt::Write as _;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Timeout for reading a request and for writing its answer.
+/// How long a client may take for its request, and again for the answer.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// Clients answered at once; one more is disconnected.
+const CLIENTS: usize = 32;
+/// After a failed `accept`, for example without a free file descriptor, which would fail again at once.
+const PAUSE: Duration = Duration::from_millis(100);
 /// Longest accepted request, in bytes.
 const REQUEST: usize = 8192;
 
-/// Answers requests on its own thread until the process ends.
+/// Answers requests until the process ends, each on a thread of its own.
 #[derive(Debug)]
 pub struct Prometheus {
     figures: Arc<Mutex<Figures>>,
@@ -56,10 +61,18 @@ impl Prometheus {
         let figures = Arc::new(Mutex::new(Figures::default()));
         let shared = Arc::clone(&figures);
         let answer_all = move || {
-            // A client that misbehaves only loses its connection.
-            for client in listener.incoming().flatten() {
-                let figures = shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                answer(client, &figures).ok();
+            for client in listener.incoming() {
+                let Ok(client) = client else {
+                    thread::sleep(PAUSE);
+                    continue;
+                };
+                // Each client in progress holds one, as do this thread and the run.
+                if Arc::strong_count(&shared) >= CLIENTS + 2 {
+                    continue;
+                }
+                let shared = Arc::clone(&shared);
+                // A client that misbehaves only loses its connection.
+                let _ = thread::Builder::new().name("metrics".into()).spawn(move || answer(client, &shared));
             }
         };
         thread::Builder::new().name("metrics".into()).spawn(answer_all).map_err(refused)?;
@@ -113,12 +126,15 @@ impl Sink for Prometheus {
     }
 }
 
-fn answer(mut client: TcpStream, figures: &Figures) -> std::io::Result<()> {
-    client.set_read_timeout(Some(PATIENCE))?;
+fn answer(mut client: TcpStream, figures: &Mutex<Figures>) -> std::io::Result<()> {
+    let until = Instant::now() + PATIENCE;
     client.set_write_timeout(Some(PATIENCE))?;
     let mut request = Vec::new();
     let mut part = [0; 1024];
     while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST {
+        // A client that sends a byte at a time does not get more time for it.
+        let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero());
+        client.set_read_timeout(Some(left.ok_or(ErrorKind::TimedOut)?))?;
         match client.read(&mut part)? {
             0 => break,
             read => request.extend(&part[..read]),
@@ -126,7 +142,7 @@ fn answer(mut client: TcpStream, figures: &Figures) -> std::io::Result<()> {
     }
     let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
     let (status, body) = match line.split(|byte| *byte == b' ').take(2).collect::<Vec<_>>()[..] {
-        [b"GET", b"/metrics" | b"/"] => ("200 OK", figures.text()),
+        [b"GET", b"/metrics" | b"/"] => ("200 OK", figures.lock().unwrap_or_else(PoisonError::into_inner).text()),
         [b"GET", _] => ("404 Not Found", "the figures are at /metrics\n".to_owned()),
         _ => ("405 Method Not Allowed", "GET /metrics\n".to_owned()),
     };
@@ -141,7 +157,7 @@ fn answer(mut client: TcpStream, figures: &Figures) -> std::io::Result<()> {
 impl Figures {
     fn text(&self) -> String {
         let mut out = String::new();
-        let run: String = self.run.chars().filter(|c| !c.is_control()).collect();
+        let run: String = self.run.chars().filter(|c| !is_unsafe(*c)).collect();
         let run = run.replace('\\', "\\\\").replace('"', "\\\"");
         for (name, kind, help, value) in [
             ("running", "gauge", "1 while the run trains, 0 while it is paused and after its end", self.running),
@@ -194,7 +210,7 @@ mod tests {
         let address = server.address();
         let empty = ask(address, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         assert!(empty.starts_with("HTTP/1.1 200 OK\r\n") && empty.ends_with("\r\n\r\n"), "{empty}");
-        let started = Started { run: "a\"b\n\u{1b}".into(), total_steps: 600, ..Started::default() };
+        let started = Started { run: "a\"b\n\u{1b}\u{202e}".into(), total_steps: 600, ..Started::default() };
         let step = StepRecord { step: 7, loss: f32::NAN, loss_scale: 65536.0, skipped: 2, ..StepRecord::default() };
         for (t, event) in [
             (1000, Event::Started(Box::new(started))),
@@ -218,5 +234,39 @@ mod tests {
         assert!(ask(address, "GET /other HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
         assert!(ask(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
         assert_eq!(Prometheus::listen(address).unwrap_err().exit_code(), 2);
+    }
+
+    #[test]
+    fn clients_that_dawdle_send_garbage_or_come_in_thousands_keep_none_waiting() {
+        let server = Prometheus::listen("127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = server.address();
+        let garbage = |bytes: &[u8]| {
+            let mut client = TcpStream::connect(address).unwrap();
+            let _ = client.write_all(bytes);
+            let mut answer = Vec::new();
+            let _ = client.read_to_end(&mut answer);
+            String::from_utf8(answer).unwrap()
+        };
+        assert!(garbage(b"\r\n\r\n").starts_with("HTTP/1.1 405"));
+        assert!(garbage(b"\xFF\0\x1B[2J\r\n\r\n").starts_with("HTTP/1.1 405"));
+        garbage(&[b'x'; REQUEST + 1]);
+        // Many say nothing. Those beyond the limit are disconnected, the others when their time is over.
+        let mut idle: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(address).unwrap()).collect();
+        let began = Instant::now();
+        let mut slow = idle.pop().unwrap();
+        let closed = |client: &mut TcpStream| {
+            client.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            assert!(!client.read(&mut [0]).is_err_and(|error| error.kind() == ErrorKind::WouldBlock), "still open");
+        };
+        // One sends a byte now and then.
+        let _ = (0..6).try_for_each(|_| {
+            thread::sleep(PATIENCE / 4);
+            slow.write_all(b"G")
+        });
+        idle.iter_mut().for_each(closed);
+        closed(&mut slow);
+        assert!(began.elapsed() < PATIENCE * 4, "{:?}", began.elapsed());
+        assert!(ask(address, "GET /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 200"));
+        assert_eq!(Arc::strong_count(&server.figures), 2, "no client is held");
     }
 }

@@ -67,7 +67,7 @@ fn wide(state: &TrainState, masters: &Parameters, kernels: &dyn Kernels) -> Resu
         pairs.try_for_each(|(from, to)| kernels.copy(from, to))?;
         Ok(wide)
     };
-    let base = state.weights.base().map(|base| base.converted(DType::F32)).transpose()?;
+    let base = state.weights.base().map(|base| base.converted(DType::F32, kernels)).transpose()?;
     Ok(widened(masters)?.over(base.map(Arc::new)))
 }
 

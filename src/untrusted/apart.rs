@@ -47,6 +47,27 @@ pub(crate) fn limit_memory() {
     }
 }
 
+/// Ends this process by SIGXCPU when it has computed `seconds` more than until now, as far as the operating system can.
+pub(crate) fn limit_computing(seconds: u64) {
+    #[cfg(unix)]
+    {
+        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+        use rustix::time::{ClockId, clock_gettime};
+        let until = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + seconds;
+        let maximum = getrlimit(Resource::Cpu).maximum;
+        // A limit of the user's that is lower stays.
+        let current = Some(maximum.map_or(until, |most| most.min(until)));
+        let _ = setrlimit(Resource::Cpu, Rlimit { current, maximum });
+    }
+}
+
+/// Ends this process with the thread that started it, where the operating system can. Needed where this process reads nothing
+/// from the other: it would not notice an end.
+pub(crate) fn end_with_parent() {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+}
+
 /// Waits for the end of `child`; kills it after `limit` and returns `None`.
 pub(crate) fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     let began = Instant::now();
@@ -63,23 +84,39 @@ pub(crate) fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<Exit
     }
 }
 
-/// Why a process within [`limit_memory`] answers no more.
+/// Why a process within [`limit_memory`] or [`limit_computing`] answers no more.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum End {
     /// An allocation failed, which aborts.
     OutOfMemory,
+    /// It has computed for too long.
+    OutOfTime,
     /// In words, behind `its process`.
     Otherwise(String),
+}
+
+/// The signal that ended a process.
+fn signal(status: ExitStatus) -> Option<i32> {
+    #[cfg(unix)]
+    let signal = std::os::unix::process::ExitStatusExt::signal(&status);
+    #[cfg(not(unix))]
+    let signal = {
+        let _ = status;
+        None
+    };
+    signal
 }
 
 /// Why `child` answers no more.
 pub(crate) fn end(child: &mut Child) -> End {
     match wait(child, ENDING) {
-        #[cfg(unix)]
-        Ok(Some(status)) if std::os::unix::process::ExitStatusExt::signal(&status) == Some(libc::SIGABRT) => {
-            End::OutOfMemory
-        }
-        Ok(Some(status)) => End::Otherwise(format!("ended ({status})")),
+        Ok(Some(status)) => match signal(status) {
+            #[cfg(unix)]
+            Some(libc::SIGABRT) => End::OutOfMemory,
+            #[cfg(unix)]
+            Some(libc::SIGXCPU) => End::OutOfTime,
+            _ => End::Otherwise(format!("ended ({status})")),
+        },
         Ok(None) => End::Otherwise("answered nothing readable".to_owned()),
         Err(error) => End::Otherwise(format!("is lost: {error}")),
     }
@@ -100,6 +137,7 @@ mod tests {
         let ended = |text: &str| End::Otherwise(format!("ended ({text})"));
         for (text, expected) in [
             ("kill -ABRT $$", End::OutOfMemory),
+            ("kill -XCPU $$", End::OutOfTime),
             ("kill -KILL $$", ended("signal: 9 (SIGKILL)")),
             ("kill -SEGV $$", ended("signal: 11 (SIGSEGV)")),
             ("exit 101", ended("exit status: 101")),

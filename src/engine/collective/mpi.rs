@@ -47,7 +47,7 @@ impl Mpi {
     /// # Errors
     /// If MPI does not start, or not for several threads.
     pub fn join(give_up: fn(&str) -> !) -> Result<Option<Self>> {
-        if Launched::detect().is_none() {
+        if Launched::detect()?.is_none() {
             return Ok(None);
         }
         let seconds = match std::env::var(LIMIT) {

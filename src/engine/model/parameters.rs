@@ -8,6 +8,7 @@
 use super::blocks::{Blocks, Operand};
 use super::spec::{Init, Layer, ParamRole, ParamSpec};
 use crate::engine::collective::Shards;
+use crate::engine::kernels::Kernels;
 use crate::engine::kernels::isa::vectorize;
 use crate::engine::kernels::quantised::Quantised;
 use crate::engine::kernels::view;
@@ -112,11 +113,11 @@ impl Parameters {
     }
 
     /// A frozen base in another compute type: its blocks are shared, other tensors converted.
-    pub fn converted(&self, dtype: DType) -> Result<Self> {
+    pub fn converted(&self, dtype: DType, kernels: &dyn Kernels) -> Result<Self> {
         let blocks = self.blocks.as_ref().map(|blocks| blocks.converted(dtype)).transpose()?.map(Arc::new);
         let converted = Self::of_layout(self.layout.clone(), dtype, &self.device(), blocks)?;
         for (from, to) in self.packs.iter().zip(&converted.packs).filter(|(from, _)| from.elem_count() > 0) {
-            to.slice_set(&from.to_dtype(dtype)?, 0, 0)?;
+            kernels.copy(from, to)?;
         }
         Ok(converted)
     }

@@ -5,7 +5,7 @@
 //! its sign, as in its kernel. Tensors of fewer than 4096 elements stay FP32, as there.
 
 use crate::engine::kernels::view::{self, host, read};
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 use std::sync::LazyLock;
 
@@ -121,11 +121,9 @@ impl Blockwise {
         Ok(())
     }
 
-    /// As tensors for a file: the codes and the magnitudes.
-    pub fn to_tensors(&self) -> Result<[Tensor; 2]> {
-        let (codes, absmax) = (self.codes.clone(), self.absmax.clone());
-        let [elements, blocks] = [codes.len(), absmax.len()];
-        Ok([Tensor::from_vec(codes, elements, &Device::Cpu)?, Tensor::from_vec(absmax, blocks, &Device::Cpu)?])
+    /// What a file holds: the codes, and each block's largest magnitude.
+    pub fn stored(&self) -> (&[u8], &[f32]) {
+        (&self.codes, &self.absmax)
     }
 
     /// Takes over what a file has of as many elements; `false` where it has another number.
@@ -171,7 +169,7 @@ mod tests {
             (0..1000).map(|i| ((i * 37 % 501) as f32 - 250.0) * 1e-6f32.powi((i / 256) % 2)).collect();
         for signed in [true, false] {
             let values: Vec<f32> = values.iter().map(|x| if signed { *x } else { x.abs() }).collect();
-            let tensor = Tensor::from_vec(values.clone(), 1000, &Device::Cpu).unwrap();
+            let tensor = Tensor::from_vec(values.clone(), 1000, &candle_core::Device::Cpu).unwrap();
             let mut moment = Blockwise::zeros(1000, signed);
             moment.store(&tensor).unwrap();
             let out = tensor.zeros_like().unwrap();
@@ -191,9 +189,9 @@ mod tests {
                 assert_eq!(again.codes, moment.codes, "what has been rounded stays as it is");
                 assert!(values.iter().zip(&read).all(|(x, y)| (*x > 0.0) == (*y > 0.0)), "no second moment becomes 0");
             }
-            let [codes, absmax] = moment.to_tensors().unwrap();
+            let (codes, absmax) = moment.stored();
             let mut restored = Blockwise::zeros(1000, signed);
-            assert!(restored.restore(&codes.to_vec1::<u8>().unwrap(), absmax.to_vec1().unwrap()));
+            assert!(restored.restore(codes, absmax.to_vec()));
             assert_eq!(restored, moment);
         }
     }

@@ -144,8 +144,13 @@ fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
 /// The run in `folder` that saved last, or that was started since then.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] if there is no run.
+/// [`Error::Checkpoint`] if there is no run; [`Error::Io`] if the folder cannot be listed.
 pub fn newest_run(folder: &Path) -> Result<PathBuf> {
+    if let Err(error) = std::fs::read_dir(folder)
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        return Err(Error::io("list", folder)(error));
+    }
     let newest = runs(folder).into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
     newest
         .map(|(path, _)| path)

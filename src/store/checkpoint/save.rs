@@ -15,7 +15,7 @@ use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::Quantised;
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
 use crate::store::companions::Companions;
-use crate::store::tensor_file::{write_header, write_tensors};
+use crate::store::tensor_file::{write_header, write_tensors, write_values};
 use crate::telemetry::{Activity, Amount};
 use crate::{Error, Result};
 
@@ -115,10 +115,7 @@ impl Contents<'_> {
                 OPTIMIZER => {
                     let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
                     moments.extend(named(self.exp_avg_sq, |name| format!("exp_avg_sq.{name}")));
-                    for tensor in self.quantised {
-                        moments.extend(quantised(tensor)?);
-                    }
-                    write_tensors(out, path, &moments)
+                    write_moments(out, path, &moments, self.quantised)
                 }
                 STATE => write_json(out, path, self.state),
                 other => unreachable!("`{other}` is not a file of a checkpoint"),
@@ -175,15 +172,23 @@ fn named(parameters: &Parameters, name: impl Fn(&str) -> String) -> Vec<(String,
     parameters.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
 }
 
-/// Moments in 8 bits as tensors with names.
-fn quantised(tensor: &Quantised) -> Result<Vec<(String, Tensor)>> {
-    let mut tensors = Vec::new();
-    for (kind, moment) in MOMENTS.iter().zip(&tensor.moments) {
-        let [codes, absmax] = moment.to_tensors()?;
-        tensors.push((format!("{kind}.{}", tensor.name), codes));
-        tensors.push((format!("{kind}.{}.absmax", tensor.name), absmax));
-    }
-    Ok(tensors)
+/// Moments in FP32, and behind them those in 8 bits, of which no copy is made.
+fn write_moments(out: &mut dyn Write, path: &Path, wide: &[(String, Tensor)], quantised: &[Quantised]) -> Result<()> {
+    let narrow =
+        || quantised.iter().flat_map(|tensor| MOMENTS.iter().zip(&tensor.moments).map(|it| (&tensor.name, it)));
+    let shapes: Vec<[usize; 2]> = narrow().map(|(_, (_, it))| [it.stored().0.len(), it.stored().1.len()]).collect();
+    let entries = wide.iter().map(|(name, tensor)| (name.clone(), tensor.dtype(), tensor.dims()));
+    let more = narrow().zip(&shapes).flat_map(|((name, (kind, _)), shape)| {
+        let name = format!("{kind}.{name}");
+        [(name.clone(), DType::U8, &shape[..1]), (format!("{name}.absmax"), DType::F32, &shape[1..])]
+    });
+    write_header(out, path, entries.chain(more))?;
+    wide.iter().try_for_each(|(_, tensor)| write_values(out, path, tensor))?;
+    narrow().map(|(_, (_, moment))| moment.stored()).try_for_each(|(codes, absmax)| {
+        write_bytes(out, path, codes)?;
+        let absmax: Vec<u8> = absmax.iter().flat_map(|value| value.to_le_bytes()).collect();
+        write_bytes(out, path, &absmax)
+    })
 }
 
 /// A writer that reports its progress.

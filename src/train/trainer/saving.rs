@@ -15,7 +15,7 @@ impl Trainer {
         match save(self) {
             Err(error @ (Error::Io { .. } | Error::Checkpoint { .. })) => {
                 let step = self.engine.state.counters.step;
-                self.warn(format!("no checkpoint at step {step}: {error}; *training continues"));
+                self.warn(format!("no checkpoint at step {step}: {error}; training continues"));
                 Ok(())
             }
             other => other,
@@ -110,7 +110,7 @@ impl Trainer {
             self.warn(format!("the checkpoint of step {step} is complete, but {error}"));
         }
         if let Err(error) = rotated {
-            self.warn(format!("an older checkpoint could not be removed: {error}; *training continues"));
+            self.warn(format!("an older checkpoint could not be removed: {error}; training continues"));
         }
         Ok(Some(path))
     }

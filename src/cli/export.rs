@@ -1,7 +1,6 @@
 //! `finetune export`: writes a trained model for other programs.
 
 use crate::cli::model::NameArgs;
-use crate::cli::reporter::Reporter;
 use crate::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
@@ -89,8 +88,8 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
         }
     };
     let parts = if args.merge { Parts::Merged } else { Parts::Adapters };
-    let trained = args.model.open()?;
-    let reporter = Reporter::of("exporting");
+    let (trained, reporter) = args.model.open()?;
+    reporter.begin("exporting");
     let written = export(&trained, args.dtype.encoding(), format, parts, &args.out)?;
     drop(reporter);
     for path in written {

@@ -125,7 +125,7 @@ pub fn follow_plain<W: Write>(records: &Receiver<Record>, activity: &Activity, p
     let mut show = || loop {
         match records.recv_timeout(FRAME) {
             Ok(record) => plain.show(&record)?,
-            Err(RecvTimeoutError::Timeout) => lines.due(activity).iter().try_for_each(|line| plain.line(line))?,
+            Err(RecvTimeoutError::Timeout) => lines.due(activity, PhaseLines::FIRST).iter().try_for_each(|line| plain.line(line))?,
             Err(RecvTimeoutError::Disconnected) => return Ok::<_, std::io::Error>(()),
         }
     };

@@ -3,7 +3,7 @@
 use super::format::{clock, count, loss, scale};
 use super::plain::{announcement, overflow_brief};
 use crate::telemetry::pace::Pace;
-use crate::telemetry::{Event, PhaseNow, Record, StepRecord};
+use crate::telemetry::{Event, PhaseLines, PhaseNow, Record, StepRecord};
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 const EVERY: Duration = Duration::from_millis(100);
 /// Width of the bar, in cells.
 const BAR: usize = 24;
+/// Width kept free for the time that a slow step has been running.
+const RUNNING: usize = " (+99.9 s)".len();
 
 /// Keeps a status line on a terminal; overflows, saves and the like are written above it.
 #[derive(Debug)]
@@ -22,12 +24,16 @@ pub struct Progress<W: Write> {
     drawn: Option<Instant>,
     /// Whether the cursor is at the end of a status line.
     open: bool,
+    /// The last status.
+    status: String,
+    /// When the step in progress began.
+    since: Option<Instant>,
 }
 
 impl<W: Write> Progress<W> {
     /// A status line on `err`, which should be a terminal.
     pub fn new(err: W) -> Self {
-        Self { err, total_steps: 0, pace: Pace::default(), drawn: None, open: false }
+        Self { err, total_steps: 0, pace: Pace::default(), drawn: None, open: false, status: String::new(), since: None }
     }
 
     /// Updates the line for a record.
@@ -35,10 +41,12 @@ impl<W: Write> Progress<W> {
     /// # Errors
     /// If the terminal has hung up.
     pub fn show(&mut self, record: &Record) -> io::Result<()> {
+        self.since = (!matches!(record.event, Event::Finished(_))).then(Instant::now);
         match &record.event {
             Event::Started(started) => {
                 self.total_steps = started.total_steps;
                 self.pace.interrupt();
+                self.status = format!("step {}/{}", started.resumed_from.unwrap_or(0), started.total_steps);
                 Ok(())
             }
             Event::Step(step) => {
@@ -62,18 +70,31 @@ impl<W: Write> Progress<W> {
         self.open = true;
         // Redraw at the next step.
         self.drawn = None;
-        let width = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
-        let text: String = format!("{phase}…").chars().take(width.saturating_sub(1)).collect();
+        self.since = Some(Instant::now());
+        let text: String = format!("{phase}…").chars().take(width()).collect();
         write!(self.err, "\r{text}\x1b[K")?;
+        self.err.flush()
+    }
+
+    /// Shows for how long a slow step has been running.
+    ///
+    /// # Errors
+    /// If the terminal has hung up.
+    pub fn wait(&mut self) -> io::Result<()> {
+        let Some(running) = self.since.map(|since| since.elapsed()).filter(|time| *time >= PhaseLines::FIRST) else {
+            return Ok(());
+        };
+        (self.open, self.drawn) = (true, None);
+        write!(self.err, "\r{} (+{:.1} s)\x1b[K", self.status, running.as_secs_f64())?;
         self.err.flush()
     }
 
     fn draw(&mut self, step: &StepRecord) -> io::Result<()> {
         self.drawn = Some(Instant::now());
         self.open = true;
+        self.status = self.line(step, width().saturating_sub(RUNNING));
         // Return to the first column, write, and erase the rest of the line.
-        let width = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
-        write!(self.err, "\r{}\x1b[K", self.line(step, width.saturating_sub(1)))?;
+        write!(self.err, "\r{}\x1b[K", self.status)?;
         self.err.flush()
     }
 
@@ -103,6 +124,11 @@ impl<W: Write> Progress<W> {
         writeln!(self.err, "{erase}{line}")?;
         self.err.flush()
     }
+}
+
+/// Columns of the terminal without the last, in which some terminals wrap.
+fn width() -> usize {
+    terminal::size().map_or(80, |(columns, _)| usize::from(columns)).saturating_sub(1)
 }
 
 impl<W: Write> Drop for Progress<W> {
@@ -145,6 +171,23 @@ mod tests {
         assert!(last.starts_with("saved step=1") && last.contains("\n\r━"), "{text:?}");
         assert!(last.contains("100.0% step 4/4 ETA 00:00:00"), "{text:?}");
         assert_eq!(end, "\n");
+    }
+
+    #[test]
+    fn n3_a_slow_step_is_seen_to_run() {
+        let mut out = Vec::new();
+        let mut progress = Progress::new(&mut out);
+        let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
+        progress.show(&Record { v: VERSION, t: 0, s: 0.0, event: started }).unwrap();
+        progress.wait().unwrap();
+        std::thread::sleep(PhaseLines::FIRST);
+        progress.wait().unwrap();
+        progress.show(&Record { v: VERSION, t: 0, s: 1.0, event: step(1) }).unwrap();
+        progress.wait().unwrap();
+        drop(progress);
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.starts_with("\rstep 0/4 (+0.4 s)\x1b[K\r"), "{text:?}");
+        assert_eq!(text.matches("(+").count(), 1, "{text:?}");
     }
 
     #[test]

@@ -53,7 +53,8 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
     let model = TrainedModel::open(&folder.path().join("checkpoints/r"), None).unwrap();
     let (decoder, weights) = model.load(PrecisionPolicy::FP32, &OpenDevice::cpu()).unwrap();
     let prompt: Vec<u32> = "The ".bytes().map(u32::from).collect();
-    let sequences = Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7, |_| ()).unwrap();
+    let sequences =
+        Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7, |_| ()).unwrap();
     assert!(sequences.ids.iter().all(|ids| ids.len() == 4 + TOKENS && ids.starts_with(&prompt)));
     assert_ne!(sequences.ids[0], sequences.ids[1], "each sequence has a seed of its own");
 
@@ -75,7 +76,8 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
 
     // Both sides round nearly the same sums, so a half type differs seldom, where a sum lies close to the middle of two numbers,
     // and then by a unit of its last place.
-    let sequences = Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (12, 100), 8, |_| ()).unwrap();
+    let sequences =
+        Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (12, 100), 8, |_| ()).unwrap();
     let of = |policy| measured(&model, policy, &sequences);
     let (fp32, fp16, bf16) = (of(PrecisionPolicy::FP32), of(PrecisionPolicy::FP16), of(PrecisionPolicy::BF16));
     assert!(fp32.largest < 1e-5, "{fp32:?}");

@@ -67,13 +67,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 }
 
 /// Counts the questions of `data` that are answered to the letter.
-fn answers(
-    args: &EvalArgs,
-    trained: &TrainedModel,
-    reporter: Reporter,
-    data: &str,
-    out: &mut dyn Write,
-) -> Result<()> {
+fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
     let dialogues = dialogues(&data.parse()?, trained.reading(), &mut |event| reporter.report(event))?;
     reporter.begin("reading weights");
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;

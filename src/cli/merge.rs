@@ -1,8 +1,8 @@
 //! `finetune merge`: writes a model with its adapters merged into its weights.
 
-use crate::cli::export::{DtypeName, FormatName};
+use crate::cli::export::{DtypeName, FormatName, format_of};
 use crate::cli::model::{DeviceArgs, NameArgs};
-use crate::inference::export::{Encoding, Format, Parts, export};
+use crate::inference::export::{Encoding, Parts, export};
 use crate::inference::merge::merge_difference;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::{Error, Result};
@@ -30,11 +30,11 @@ pub(super) struct MergeArgs {
 
 /// Merges, writes, and prints what was written and the largest difference of logits.
 pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
+    let format = format_of(&args.out, args.format)?;
     let (trained, reporter) = args.model.open()?;
     let encoding = args.dtype.encoding();
     // Blocks are made from weights in FP32.
     let dtype = if let Encoding::Plain(dtype) = encoding { dtype } else { Dtype::F32 };
-    let format = args.format.map_or_else(|| Format::of(&args.out), FormatName::format);
     reporter.begin("comparing logits");
     let found = merge_difference(&trained, dtype, &args.device.open(PrecisionPolicy::FP32)?)?;
     reporter.begin("exporting");

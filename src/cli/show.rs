@@ -88,12 +88,10 @@ fn progress(records: &Receiver<Record>, activity: &Activity) -> std::io::Result<
     loop {
         match records.recv_timeout(Duration::from_millis(100)) {
             Ok(record) => progress.show(&record)?,
-            Err(RecvTimeoutError::Timeout) => {
-                match activity.lasting(PhaseLines::FIRST) {
-                    Some(phase) => progress.phase(&phase)?,
-                    None => progress.wait()?,
-                }
-            }
+            Err(RecvTimeoutError::Timeout) => match activity.lasting(PhaseLines::FIRST) {
+                Some(phase) => progress.phase(&phase)?,
+                None => progress.wait()?,
+            },
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
     }

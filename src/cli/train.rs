@@ -103,7 +103,11 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
             }
             (resumed.run, resumed.warnings)
         }
-        None => (new_run(&config)?, Vec::new()),
+        None => {
+            // A run that is refused leaves no folder.
+            check_disk(&config.checkpoint.dir, &config, trainer.checkpoint_bytes())?;
+            (new_run(&config)?, Vec::new())
+        }
     };
     let mut warnings = warnings;
     if idle > 0 {
@@ -214,10 +218,12 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }
 
-/// Checks the disk's free space: too little for one checkpoint is an error, too little for all that are kept a warning.
+/// Checks the free space for `run`, or for a new one in that folder: too little for one checkpoint is an error, too little for
+/// all that are kept a warning.
 fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>> {
     let Some(free) = free_bytes(run) else { return Ok(None) };
-    let there = list(run)?.iter().filter(|one| one.kind == Kind::Full).count() as u64;
+    let checkpoints = if run.is_dir() { list(run)? } else { Vec::new() };
+    let there = checkpoints.iter().filter(|one| one.kind == Kind::Full).count() as u64;
     let most = (config.checkpoint.keep_last as u64 + 1).saturating_sub(there).max(1);
     has_room(run, bytes, most, free)
 }

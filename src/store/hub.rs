@@ -379,7 +379,8 @@ impl Repo {
         };
         if id.split('/').count() > 2 || !id.split('/').all(name) {
             let message = "is neither a local folder nor a name on the Hub, which has the form `owner/name`";
-            return Err(Error::model(format!("`{id}`"), message));
+            let home = if id.starts_with('~') { "; only a shell expands `~`: give the whole path" } else { "" };
+            return Err(Error::model(format!("`{id}`"), format!("{message}{home}")));
         }
         let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.+@=/".contains(c);
         if !is_plain_path(revision) || !revision.chars().all(allowed) {

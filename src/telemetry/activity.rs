@@ -35,9 +35,9 @@ pub enum Amount {
 }
 
 impl Activity {
-    /// Begins a phase and ends the previous one.
+    /// Begins a phase, unless it is in progress, and ends the previous one.
     pub fn begin(&self, what: &str) {
-        *self.lock() = Some(PhaseNow { what: what.to_owned(), amount: Amount::Unknown, since: Instant::now() });
+        self.advance(what, Amount::Unknown);
     }
 
     /// Sets the progress of the phase called `what`; begins it if it is not in progress.

@@ -249,6 +249,9 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Re
             Ok(Located { path, commit: Some(commit) })
         });
     }
+    if name.to_ascii_lowercase().ends_with(".gguf") {
+        return wrong("there is no such file; one on the Hub is `hf://owner/name/file.gguf`");
+    }
     if path.ancestors().skip(1).any(|above| !above.as_os_str().is_empty() && above.is_dir()) {
         return wrong("there is no such folder");
     }
@@ -295,6 +298,8 @@ fn without_network<T>(
             report(Preparing::Notice(format!("the Hub cannot be asked ({why}): `{name}` comes from the cache")));
             Ok(found)
         }
+        // The name is wrong with a network, too.
+        Err(error @ Error::Model { .. }) => Err(error),
         Err(_) => Err(Error::hub(name, format!("it is not in the cache, and the Hub cannot be asked ({why}); {ways}"))),
     }
 }

@@ -33,7 +33,15 @@ pub struct Progress<W: Write> {
 impl<W: Write> Progress<W> {
     /// A status line on `err`, which should be a terminal.
     pub fn new(err: W) -> Self {
-        Self { err, total_steps: 0, pace: Pace::default(), drawn: None, open: false, status: String::new(), since: None }
+        Self {
+            err,
+            total_steps: 0,
+            pace: Pace::default(),
+            drawn: None,
+            open: false,
+            status: String::new(),
+            since: None,
+        }
     }
 
     /// Updates the line for a record.

@@ -239,8 +239,9 @@ fn dispatch(cli: Cli, world: &Arc<dyn Collective>) -> Result<ExitCode> {
     }
     match cli.command {
         None => Ok(match train::run(&cli.train, world)? {
-            FinishReason::Done | FinishReason::EarlyStopped | FinishReason::Stopped => ExitCode::SUCCESS,
-            FinishReason::Interrupted => ExitCode::from(130),
+            FinishReason::Done | FinishReason::EarlyStopped => ExitCode::SUCCESS,
+            // By a key or a signal: a script must not take the run for whole.
+            FinishReason::Stopped | FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
         }),
         Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),

@@ -84,6 +84,7 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
     let pool = thread_pool(&config, world.beside())?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
+    let step = checkpoint.map_or(0, |checkpoint| checkpoint.state().step);
     let still_here = StillHere::default();
     let mut tell = |event| {
         reporter.report(event);
@@ -135,7 +136,7 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         emitter.add_sink(Box::new(notify.below(best)));
     }
     for message in warnings {
-        emitter.emit(Event::Warning(Diagnostic { step: 0, message }));
+        emitter.emit(Event::Warning(Diagnostic { step, message }));
     }
     trainer.attach(run, emitter);
     let (commands, orders) = channel();

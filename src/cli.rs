@@ -201,15 +201,22 @@ pub fn main() -> ExitCode {
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
-        Err(error) => {
+        Err(mut error) => {
             if world.is_ok_and(|world| !world.leads()) {
                 processes::leave();
                 return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
             }
+            let tip = tip(&error);
+            if tip.is_some() {
+                // clap's guess goes by letters only.
+                for guess in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::Usage] {
+                    error.remove(guess);
+                }
+            }
             // clap chooses the stream; ignore a closed one.
             error.print().ok();
             processes::leave();
-            if let Some(tip) = tip(&error) {
+            if let Some(tip) = tip {
                 writeln!(stderr(), "\n  tip: {tip}").ok();
             }
             return ExitCode::from(if error.use_stderr() { 2 } else { 0 });

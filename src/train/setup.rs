@@ -256,6 +256,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Re
         return wrong("there is no such folder");
     }
     refuse_misspelling(name, names_in(Path::new(".")).into_iter().filter(|name| Path::new(name).is_dir()))?;
+    hub::check_name(name)?;
     from_hub(name, report, |hub| {
         let files = hub.model(name, revision)?;
         Ok(Located { path: files.folder, commit: Some(files.commit) })
@@ -298,8 +299,6 @@ fn without_network<T>(
             report(Preparing::Notice(format!("the Hub cannot be asked ({why}): `{name}` comes from the cache")));
             Ok(found)
         }
-        // The name is wrong with a network, too.
-        Err(error @ Error::Model { .. }) => Err(error),
         Err(_) => Err(Error::hub(name, format!("it is not in the cache, and the Hub cannot be asked ({why}); {ways}"))),
     }
 }

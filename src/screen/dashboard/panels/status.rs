@@ -20,7 +20,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         pad.text(1, 1, "the first step has not ended yet", Role::Dim);
         return;
     }
-    let narrow = pad.width() < 60;
+    let narrow = pad.width() < 64;
     items(pad, 1, &learning(view, run, wide, narrow));
     items(pad, 2, &cost(view, run, wide));
 }

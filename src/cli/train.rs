@@ -97,18 +97,15 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         Beginning { config: trainer.config().clone(), checkpoint: checkpoint.map(|it| it.path().to_path_buf()) };
     beginning.tell(&**world)?;
     trainer.agree()?;
-    let (run, warnings) = match resumed {
-        Some(resumed) => {
-            if resumed.checkpoint.is_none() {
-                trainer.start_over();
-            }
-            (resumed.run, resumed.warnings)
+    let (run, warnings) = if let Some(resumed) = resumed {
+        if resumed.checkpoint.is_none() {
+            trainer.start_over();
         }
-        None => {
-            // A run that is refused leaves no folder.
-            check_disk(&config.checkpoint.dir, &config, trainer.checkpoint_bytes())?;
-            (new_run(&config)?, Vec::new())
-        }
+        (resumed.run, resumed.warnings)
+    } else {
+        // A run that is refused leaves no folder.
+        check_disk(&config.checkpoint.dir, &config, trainer.checkpoint_bytes())?;
+        (new_run(&config)?, Vec::new())
     };
     let mut warnings = warnings;
     if idle > 0 {

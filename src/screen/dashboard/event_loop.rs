@@ -131,7 +131,7 @@ pub fn follow_plain<W: Write>(records: &Receiver<Record>, activity: &Activity, p
         match records.recv_timeout(FRAME) {
             Ok(record) => plain.show(&record)?,
             Err(RecvTimeoutError::Timeout) => {
-                lines.due(activity, PhaseLines::FIRST).iter().try_for_each(|line| plain.line(line))?
+                lines.due(activity, PhaseLines::FIRST).iter().try_for_each(|line| plain.line(line))?;
             }
             Err(RecvTimeoutError::Disconnected) => return Ok::<_, std::io::Error>(()),
         }

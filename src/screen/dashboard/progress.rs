@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 const EVERY: Duration = Duration::from_millis(100);
 /// Width of the bar, in cells.
 const BAR: usize = 24;
-/// Width kept free for the time that a slow step has been running.
+/// Width of the time that a slow step has been running.
 const RUNNING: usize = " (+99.9 s)".len();
 
 /// Keeps a status line on a terminal; overflows, saves and the like are written above it.
@@ -24,8 +24,8 @@ pub struct Progress<W: Write> {
     drawn: Option<Instant>,
     /// Whether the cursor is at the end of a status line.
     open: bool,
-    /// The last status.
-    status: String,
+    /// The share of the steps that are done, and the last figures.
+    status: (f64, String),
     /// When the step in progress began.
     since: Option<Instant>,
 }
@@ -39,7 +39,7 @@ impl<W: Write> Progress<W> {
             pace: Pace::default(),
             drawn: None,
             open: false,
-            status: String::new(),
+            status: (0.0, String::new()),
             since: None,
         }
     }
@@ -54,7 +54,8 @@ impl<W: Write> Progress<W> {
             Event::Started(started) => {
                 self.total_steps = started.total_steps;
                 self.pace.interrupt();
-                self.status = format!("step {}/{}", started.resumed_from.unwrap_or(0), started.total_steps);
+                let (done, total) = (started.resumed_from.unwrap_or(0), started.total_steps);
+                self.status = (done as f64 / total.max(1) as f64, format!("step {done}/{total}"));
                 Ok(())
             }
             Event::Step(step) => {
@@ -93,21 +94,21 @@ impl<W: Write> Progress<W> {
             return Ok(());
         };
         (self.open, self.drawn) = (true, None);
-        write!(self.err, "\r{} (+{:.1} s)\x1b[K", self.status, running.as_secs_f64())?;
+        let line = self.line(width().saturating_sub(RUNNING));
+        write!(self.err, "\r{line} (+{:.1} s)\x1b[K", running.as_secs_f64())?;
         self.err.flush()
     }
 
     fn draw(&mut self, step: &StepRecord) -> io::Result<()> {
         self.drawn = Some(Instant::now());
         self.open = true;
-        self.status = self.line(step, width().saturating_sub(RUNNING));
+        self.status = self.figures(step);
         // Return to the first column, write, and erase the rest of the line.
-        write!(self.err, "\r{}\x1b[K", self.status)?;
+        write!(self.err, "\r{}\x1b[K", self.line(width()))?;
         self.err.flush()
     }
 
-    /// The status in at most `width` columns; the bar takes the space that the figures leave.
-    fn line(&self, step: &StepRecord, width: usize) -> String {
+    fn figures(&self, step: &StepRecord) -> (f64, String) {
         let share = if self.total_steps == 0 { 0.0 } else { step.step as f64 / self.total_steps as f64 };
         let eta = self.pace.remaining(step.step, self.total_steps).map_or_else(|| "--:--:--".into(), clock);
         let figures = format!(
@@ -120,6 +121,12 @@ impl<W: Write> Progress<W> {
             scale(step.loss_scale),
             step.skipped,
         );
+        (share, figures)
+    }
+
+    /// The status in at most `width` columns; the bar takes the space that the figures leave.
+    fn line(&self, width: usize) -> String {
+        let (share, figures) = &self.status;
         let cells = BAR.min(width.saturating_sub(figures.chars().count() + 1));
         let full = (share.clamp(0.0, 1.0) * cells as f64).round() as usize;
         let bar = format!("{}{} ", "━".repeat(full), "─".repeat(cells - full));
@@ -194,7 +201,7 @@ mod tests {
         progress.wait().unwrap();
         drop(progress);
         let text = String::from_utf8(out).unwrap();
-        assert!(text.starts_with("\rstep 0/4 (+0.4 s)\x1b[K\r"), "{text:?}");
+        assert!(text.contains("step 0/4 (+0.4 s)\x1b[K\r"), "{text:?}");
         assert_eq!(text.matches("(+").count(), 1, "{text:?}");
     }
 
@@ -202,10 +209,12 @@ mod tests {
     fn a_narrow_terminal_gets_a_shorter_line() {
         let mut progress = Progress::new(io::sink());
         progress.total_steps = 10;
+        progress.status = progress.figures(&StepRecord { step: 5, ..Default::default() });
         for width in 0..200 {
-            let line = progress.line(&StepRecord { step: 5, ..Default::default() }, width);
+            let line = progress.line(width);
             assert!(line.chars().count() <= width, "{width}: {line}");
         }
-        assert!(progress.line(&StepRecord::default(), 200).starts_with(&"─".repeat(BAR)));
+        progress.status = progress.figures(&StepRecord::default());
+        assert!(progress.line(200).starts_with(&"─".repeat(BAR)));
     }
 }

@@ -48,7 +48,7 @@ fn progress(run: &RunState, pad: &mut Pad) {
     };
     let all = format!("{epochs:.2}");
     // A large text's few steps are far less than an epoch.
-    let all = if epochs < 0.995 { &all } else { all.trim_end_matches('0').trim_end_matches('.') };
+    let all = if epochs > 0.0 && epochs < 0.995 { &all } else { all.trim_end_matches('0').trim_end_matches('.') };
     let text = format!(
         "step {step}/{total}  epoch {:.2}/{}  {:.1}%  ETA {} ",
         run.step.epoch,

@@ -39,7 +39,7 @@ use crate::engine::kernels::isa::Isa;
 use crate::telemetry::FinishReason;
 use crate::untrusted::{Clean, apart, block};
 use crate::{Error, Result};
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind as UsageError};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use flags::ConfigArgs;
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
@@ -139,12 +139,41 @@ fn definition() -> clap::Command {
     with_numbers(Cli::command())
 }
 
-/// A tip for commands that other programs have.
+/// A tip for commands and flags that other programs have.
 fn tip(error: &clap::Error) -> Option<&'static str> {
-    let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand) else { return None };
-    match typed.as_str() {
+    let typed = |kind| match error.get(kind) {
+        Some(ContextValue::String(typed)) => typed.trim_start_matches('-').replace('-', "_"),
+        _ => String::new(),
+    };
+    match typed(ContextKind::InvalidArg).as_str() {
+        "num_train_epochs" | "num_epochs" | "max_epochs" => return Some("`--epochs` sets the passes over the text"),
+        "max_steps" | "max_iters" | "num_steps" => return Some("`--steps` sets the number of steps"),
+        "output_dir" | "out_dir" => {
+            return Some("a run is written into `--checkpoint-dir FOLDER`, under the name `--run NAME`");
+        }
+        "per_device_train_batch_size" | "micro_batch_size" => {
+            return Some("`--batch-size` sets the sequences of a micro-batch");
+        }
+        "gradient_accumulation_steps" => return Some("`--grad-accum` sets the micro-batches of a step"),
+        "max_seq_length" | "max_length" | "block_size" | "cutoff_len" => {
+            return Some("`--seq-len` sets the tokens of a sequence");
+        }
+        "fp16" | "bf16" | "fp32" | "half" => return Some("`--dtype` sets the type: fp16, bf16 or fp32"),
+        "resume_from_checkpoint" => return Some("`--resume NAME` continues a run"),
+        "max_new_tokens" => return Some("`--max-tokens` sets how many tokens are generated"),
+        _ => {}
+    }
+    if error.kind() == UsageError::ValueValidation && error.to_string().contains("invalid digit") {
+        return Some("write a whole number in digits, without a unit or an exponent, such as 1000");
+    }
+    match typed(ContextKind::InvalidSubcommand).as_str() {
         "train" | "run" | "fit" => Some("`finetune` without a command trains; use the same flags"),
         "resume" | "continue" => Some("`finetune --resume` continues the newest run, `--resume NAME` another"),
+        "delete" | "rm" | "remove" => {
+            Some("`finetune runs delete NAME` deletes runs, `finetune checkpoint prune NAME` a run's older checkpoints")
+        }
+        "log" | "logs" | "tail" | "monitor" => Some("`finetune watch NAME` shows a run"),
+        "version" => Some("`finetune --version` prints the version"),
         "list" | "ls" => Some("`finetune runs` lists the runs"),
         "test" | "evaluate" => Some("`finetune eval MODEL` evaluates a model on a text"),
         "sample" | "predict" | "infer" => Some("`finetune generate MODEL` generates text"),
@@ -172,15 +201,22 @@ pub fn main() -> ExitCode {
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
-        Err(error) => {
+        Err(mut error) => {
             if world.is_ok_and(|world| !world.leads()) {
                 processes::leave();
                 return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
             }
+            let tip = tip(&error);
+            if tip.is_some() {
+                // clap's guess goes by letters only.
+                for guess in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::Usage] {
+                    error.remove(guess);
+                }
+            }
             // clap chooses the stream; ignore a closed one.
             error.print().ok();
             processes::leave();
-            if let Some(tip) = tip(&error) {
+            if let Some(tip) = tip {
                 writeln!(stderr(), "\n  tip: {tip}").ok();
             }
             return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
@@ -210,8 +246,9 @@ fn dispatch(cli: Cli, world: &Arc<dyn Collective>) -> Result<ExitCode> {
     }
     match cli.command {
         None => Ok(match train::run(&cli.train, world)? {
-            FinishReason::Done | FinishReason::EarlyStopped | FinishReason::Stopped => ExitCode::SUCCESS,
-            FinishReason::Interrupted => ExitCode::from(130),
+            FinishReason::Done | FinishReason::EarlyStopped => ExitCode::SUCCESS,
+            // By a key or a signal: a script must not take the run for whole.
+            FinishReason::Stopped | FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
         }),
         Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),

@@ -83,6 +83,19 @@ fn n3_no_network_is_found_out_in_two_seconds() {
     }
 }
 
+#[test]
+fn n3_a_name_that_cannot_be_on_the_hub_is_wrong_without_a_network_too() {
+    let desk = desk();
+    for name in ["~/model", "https://huggingface.co/distilgpt2", "my:model", "model.gguf"] {
+        let mut command = command(&desk, &format!("generate {name}"));
+        command.env("HF_ENDPOINT", "http://127.0.0.1:9").env_remove("HF_HUB_OFFLINE").env("HF_HOME", desk.path());
+        let output = command.output().unwrap();
+        let complaint = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{complaint}");
+        assert!(!complaint.contains("cache"), "{complaint}");
+    }
+}
+
 /// Whoever watches from another terminal reads in the log what the run is busy with.
 #[test]
 fn n3_phases_are_in_the_log_and_shown_to_those_who_watch() {
@@ -205,6 +218,8 @@ fn n8_a_setting_that_changes_on_resume_is_an_event_and_compare_tells_both() {
     assert!(records.iter().any(told));
     let report = said(&desk, "compare a b --width 200");
     assert!(report.contains("0.001; from step 2 0.002"), "{report}");
+    let (code, _, complaint) = output(&desk, "--resume a --steps 3");
+    assert!(code == Some(2) && complaint.contains("3 steps in all, of which the run has taken 4"), "{complaint}");
 }
 
 #[test]

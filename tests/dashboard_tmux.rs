@@ -308,7 +308,7 @@ fn real_training_shows_itself_and_stops_when_told() {
     let Some(terminal) = Terminal::open(120, 36) else { return };
     // Longer than anyone looks, and no growth: the scale only falls, however fast the machine is.
     let run = "--run t --batch-size 2 --seq-len 16 --steps 100000 --set scaler.growth_interval=100000";
-    terminal.run(&format!("clear; {} {run}", env!("CARGO_BIN_EXE_finetune")));
+    terminal.run(&format!("clear; {} {run}; echo code $?", env!("CARGO_BIN_EXE_finetune")));
     terminal.wait_until("a step", |screen| screen.contains("▶ running") && screen.contains("tok/s"));
     terminal.keys(&["2"]);
     terminal.wait_for("If the loss scale were");
@@ -320,6 +320,7 @@ fn real_training_shows_itself_and_stops_when_told() {
     terminal.keys(&["q"]);
     terminal.wait_for("save and stop");
     terminal.keys(&["s"]);
+    terminal.wait_for("code 130");
     terminal.wait_until("the prompt", |screen| screen.ends_with("$\n") || screen.trim_end().ends_with('$'));
     terminal.assert_restored();
     let log = std::fs::read_to_string(terminal.folder.path().join("checkpoints/t/events.jsonl")).unwrap();

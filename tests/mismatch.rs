@@ -31,7 +31,7 @@ fn trained() -> tempfile::TempDir {
 
 fn measured(model: &TrainedModel, policy: PrecisionPolicy, sequences: &Sequences) -> Mismatch {
     let (decoder, weights) = model.load(policy, &OpenDevice::cpu()).unwrap();
-    Mismatch::new(&log_probs(&decoder, &weights, policy, sequences).unwrap(), sequences.ids[0].len() - 4)
+    Mismatch::new(&log_probs(&decoder, &weights, policy, sequences, |_| ()).unwrap(), sequences.ids[0].len() - 4)
 }
 
 /// log p of `id` after `past`, from a forward pass over nothing but `past`, in FP64 from its logits.
@@ -53,12 +53,13 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
     let model = TrainedModel::open(&folder.path().join("checkpoints/r"), None).unwrap();
     let (decoder, weights) = model.load(PrecisionPolicy::FP32, &OpenDevice::cpu()).unwrap();
     let prompt: Vec<u32> = "The ".bytes().map(u32::from).collect();
-    let sequences = Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7).unwrap();
+    let sequences =
+        Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7, |_| ()).unwrap();
     assert!(sequences.ids.iter().all(|ids| ids.len() == 4 + TOKENS && ids.starts_with(&prompt)));
     assert_ne!(sequences.ids[0], sequences.ids[1], "each sequence has a seed of its own");
 
     // Training's side is minus the loss that an evaluation finds, generation's what passes over each prefix alone find.
-    let found = log_probs(&decoder, &weights, PrecisionPolicy::FP32, &sequences).unwrap();
+    let found = log_probs(&decoder, &weights, PrecisionPolicy::FP32, &sequences, |_| ()).unwrap();
     assert_eq!([&found.training, &found.generation, &found.kl].map(Vec::len), [3 * TOKENS; 3]);
     let ids = &sequences.ids[1];
     let windows = Windows { seq_len: ids.len() - 1, stride: ids.len() - 1, batch_size: 1 };
@@ -75,7 +76,8 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
 
     // Both sides round nearly the same sums, so a half type differs seldom, where a sum lies close to the middle of two numbers,
     // and then by a unit of its last place.
-    let sequences = Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (12, 100), 8).unwrap();
+    let sequences =
+        Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (12, 100), 8, |_| ()).unwrap();
     let of = |policy| measured(&model, policy, &sequences);
     let (fp32, fp16, bf16) = (of(PrecisionPolicy::FP32), of(PrecisionPolicy::FP16), of(PrecisionPolicy::BF16));
     assert!(fp32.largest < 1e-5, "{fp32:?}");

@@ -1,6 +1,7 @@
 //! `finetune chat`: a conversation in the terminal, with streamed answers.
 
 use crate::cli::model::ModelArgs;
+use crate::cli::reporter::Reporter;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::chat::Chat;
 use crate::inference::generate::{Request, Sampling, Stop, TextStream, generate};
@@ -45,8 +46,10 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     let sampling =
         Sampling { temperature: args.temperature, top_p: args.top_p, seed: args.seed, ..Sampling::default() };
     sampling.validate()?;
-    let trained = args.model.model.open()?;
+    let (trained, reporter) = args.model.model.open()?;
     let mut chat = Chat::new(&trained, args.template.as_deref())?;
+    let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
+    drop(reporter);
     let terminal = stdin().is_terminal();
     if chat.plain {
         note(
@@ -56,7 +59,6 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     if terminal {
         note(HELP);
     }
-    let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     let mut speaker = Speaker { args, trained: &trained, model, weights, sampling, out };
     begin(&mut chat, args.system.as_deref());
     loop {
@@ -148,13 +150,16 @@ impl Speaker<'_> {
             answer.push_str(piece);
             out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
         };
+        let mut reporter = Some(Reporter::of("reading the conversation"));
         let stop = generate(model, weights, &mut cache, request, |id| {
+            drop(reporter.take());
             if chat.plain && answer.contains(LINE_END) {
                 return Ok(false);
             }
             say(&mut answer, &stream.push(id)?)?;
             Ok(true)
         })?;
+        drop(reporter);
         let rest = stream.finish()?;
         say(&mut answer, &rest)?;
         out.write_all(b"\n").map_err(Error::io("write to", "standard output"))?;

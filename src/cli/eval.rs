@@ -7,11 +7,12 @@ use crate::data::TokenSource;
 use crate::inference::answers::{Answers, exact_answers};
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
 use crate::inference::trained::TrainedModel;
+use crate::telemetry::Amount;
 use crate::train::{Config, Layers, dataset, dialogues, whole_text};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
-use std::io::{IsTerminal, Write, stderr};
+use std::io::Write;
 use std::path::Path;
 
 /// Flags of `finetune eval`.
@@ -42,40 +43,40 @@ pub(super) struct EvalArgs {
 
 /// Evaluates the model and writes the result to `out`.
 pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
-    let trained = args.model.model.open()?;
+    let (trained, reporter) = args.model.model.open()?;
     if let (true, Some(data)) = (args.answers, &args.data) {
-        return answers(args, &trained, data, out);
+        return answers(args, &trained, reporter, data, out);
     }
     let windows = Windows::new(trained.config.context, args.seq_len, args.stride, args.batch_size)?;
     let (data, text) = match &args.data {
-        Some(data) => whole(data, &trained)?,
-        None => validation(&trained)?,
+        Some(data) => whole(data, &trained, &reporter)?,
+        None => validation(&trained, &reporter)?,
     };
     let windows = if args.seq_len.is_none() { windows.within(text.tokens.len()) } else { windows };
+    reporter.begin("reading weights");
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
-    let count = windows.count(text.tokens.len());
-    let watched = stderr().is_terminal();
+    let count = windows.count(text.tokens.len()) as u64;
+    reporter.begin("evaluating");
     let found = evaluate(&model, &weights, args.model.dtype, &text.tokens, text.bytes_per_token, windows, |done| {
-        if watched {
-            write!(stderr(), "\r{done} of {count} windows{}", if done == count { "\r\x1b[K" } else { "" }).ok();
-        }
+        reporter.activity().advance("evaluating", Amount::Items(done as u64, count));
     })?;
+    drop(reporter);
     let report =
         if args.json { as_json(args, &trained, &data, windows, found) } else { as_text(&data, windows, found) };
     writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
 }
 
 /// Counts the questions of `data` that are answered to the letter.
-fn answers(args: &EvalArgs, trained: &TrainedModel, data: &str, out: &mut dyn Write) -> Result<()> {
-    let dialogues = dialogues(&data.parse()?, trained.reading(), &mut |_| ())?;
-    let open = args.model.open_device()?;
-    let (model, weights) = trained.load(args.model.dtype, &open)?;
-    let (count, watched) = (dialogues.len(), stderr().is_terminal());
+fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
+    let dialogues = dialogues(&data.parse()?, trained.reading(), &mut |event| reporter.report(event))?;
+    reporter.begin("reading weights");
+    let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
+    let count = dialogues.len() as u64;
+    reporter.begin("answering");
     let found = exact_answers(trained, (&model, &weights, args.model.dtype), &dialogues, |done| {
-        if watched {
-            write!(stderr(), "\r{done} of {count} questions{}", if done == count { "\r\x1b[K" } else { "" }).ok();
-        }
+        reporter.activity().advance("answering", Amount::Items(done as u64, count));
     })?;
+    drop(reporter);
     let Answers { asked, exact, wrong } = &found;
     let report = if args.json {
         serde_json::to_string(&found).map_err(|error| Error::config("--json", error.to_string()))?
@@ -98,21 +99,19 @@ struct Text {
 }
 
 /// The whole text that the user named.
-fn whole(data: &str, trained: &TrainedModel) -> Result<(String, Text)> {
-    let reporter = Reporter::start();
+fn whole(data: &str, trained: &TrainedModel, reporter: &Reporter) -> Result<(String, Text)> {
     let (tokens, bytes_per_token) =
         whole_text(&data.parse()?, trained.reading(), &trained.tokenizer, &mut |event| reporter.report(event))?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
 /// The validation text of the model's run.
-fn validation(trained: &TrainedModel) -> Result<(String, Text)> {
+fn validation(trained: &TrainedModel, reporter: &Reporter) -> Result<(String, Text)> {
     let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let file = run.map(|run| run.join("config.toml")).filter(|file| file.is_file()).ok_or_else(|| {
         Error::config("--data", "this model is not from a run, so a text is needed: `grammar` or a file")
     })?;
     let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
-    let reporter = Reporter::start();
     let set = dataset(&config, &trained.chat, &trained.tokenizer, &mut |event| reporter.report(event))?;
     let data = match &config.val {
         Some(val) => val.clone(),

@@ -1,13 +1,12 @@
 //! `finetune export`: writes a trained model for other programs.
 
 use crate::cli::model::NameArgs;
-use crate::cli::reporter::Reporter;
 use crate::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Flags of `finetune export`.
 #[derive(Args, Debug)]
@@ -77,10 +76,27 @@ impl DtypeName {
     }
 }
 
+/// The format asked for, else that of `out`'s name.
+pub(super) fn format_of(out: &Path, asked: Option<FormatName>) -> Result<Format> {
+    if let Some(asked) = asked {
+        return Ok(asked.format());
+    }
+    let ending = out.extension().and_then(|ending| ending.to_str()).filter(|_| !out.is_dir());
+    if let Some(ending @ ("bin" | "safetensors" | "pt" | "pth" | "ckpt" | "zip")) = ending {
+        let message = format!(
+            "`{}` would be a folder; leave `.{ending}` out for a folder with `model.safetensors`, or end the name in `.gguf` \
+             or `.onnx`",
+            out.display()
+        );
+        return Err(Error::config("OUT", message));
+    }
+    Ok(Format::of(out))
+}
+
 /// Exports the model and prints the written files to `out`, one per line.
 pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     let options = OnnxOptions { kv_cache: args.kv_cache, int8: args.int8 };
-    let format = match args.format.map_or_else(|| Format::of(&args.out), FormatName::format) {
+    let format = match format_of(&args.out, args.format)? {
         Format::Onnx(_) => Format::Onnx(options),
         other if options == OnnxOptions::default() => other,
         _ => {
@@ -89,8 +105,8 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
         }
     };
     let parts = if args.merge { Parts::Merged } else { Parts::Adapters };
-    let trained = args.model.open()?;
-    let reporter = Reporter::of("exporting");
+    let (trained, reporter) = args.model.open()?;
+    reporter.begin("exporting");
     let written = export(&trained, args.dtype.encoding(), format, parts, &args.out)?;
     drop(reporter);
     for path in written {

@@ -1,14 +1,14 @@
 //! `finetune fp16-check`: measures whether a model can train in FP16.
 
 use crate::cli::model::{DeviceArgs, NameArgs};
-use crate::cli::reporter::Reporter;
 use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
 use crate::precision::{PrecisionPolicy, Unit};
+use crate::telemetry::Amount;
 use crate::train::whole_text;
 use crate::{Error, Result};
 use clap::Args;
 use std::fmt::Write as _;
-use std::io::{IsTerminal, Write, stderr};
+use std::io::Write;
 use std::process::ExitCode;
 
 /// Exit codes besides 0, which means FP16 without fallback.
@@ -47,25 +47,23 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
             return Err(Error::config(flag, "must be at least 1"));
         }
     }
-    let trained = args.model.open()?;
+    let (trained, reporter) = args.model.open()?;
     let seq_len = args.seq_len.unwrap_or(128.min(trained.config.context));
     if seq_len == 0 || seq_len > trained.config.context {
         let message = format!("{seq_len} is not between 1 and the model's context of {}", trained.config.context);
         return Err(Error::config("--seq-len", message));
     }
-    let reporter = Reporter::start();
     let (tokens, _) =
         whole_text(&args.data.parse()?, trained.reading(), &trained.tokenizer, &mut |event| reporter.report(event))?;
-    drop(reporter);
+    reporter.begin("reading weights");
     let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
-    let watched = stderr().is_terminal();
     let open = args.device.open(PrecisionPolicy::FP16)?;
     let (model, masters) = trained.load_merged(PrecisionPolicy::FP32, &open)?;
+    reporter.begin("measuring");
     let report = fp16_check(&model, masters, tokens, extent, |done, total| {
-        if watched {
-            write!(stderr(), "\r{done} of {total} passes{}", if done == total { "\r\x1b[K" } else { "" }).ok();
-        }
+        reporter.activity().advance("measuring", Amount::Items(done as u64, total as u64));
     })?;
+    drop(reporter);
     let text = if args.json {
         serde_json::to_string(&report).map_err(|error| Error::config("--json", error.to_string()))?
     } else {

@@ -46,7 +46,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
         seed: args.seed,
     };
     sampling.validate()?;
-    let trained = args.model.model.open()?;
+    let (trained, reporter) = args.model.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
     let context = trained.config.context;
     if prompt.len() > context {
@@ -62,10 +62,14 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
 
     let mut stream = TextStream::new(&trained.tokenizer);
     let (began, mut count) = (Instant::now(), 0);
+    reporter.begin("reading the prompt");
+    let mut reporter = Some(reporter);
     let stop = generate(&model, &weights, &mut cache, request, |id| {
+        drop(reporter.take());
         count += 1;
         say(out, &stream.push(id)?)
     })?;
+    drop(reporter);
     say(out, &(stream.finish()? + "\n"))?;
     report(stop, count, context, began);
     Ok(())

@@ -1,9 +1,8 @@
 //! `finetune merge`: writes a model with its adapters merged into its weights.
 
-use crate::cli::export::{DtypeName, FormatName};
+use crate::cli::export::{DtypeName, FormatName, format_of};
 use crate::cli::model::{DeviceArgs, NameArgs};
-use crate::cli::reporter::Reporter;
-use crate::inference::export::{Encoding, Format, Parts, export};
+use crate::inference::export::{Encoding, Parts, export};
 use crate::inference::merge::merge_difference;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::{Error, Result};
@@ -31,14 +30,14 @@ pub(super) struct MergeArgs {
 
 /// Merges, writes, and prints what was written and the largest difference of logits.
 pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
-    let trained = args.model.open()?;
+    let format = format_of(&args.out, args.format)?;
+    let (trained, reporter) = args.model.open()?;
     let encoding = args.dtype.encoding();
     // Blocks are made from weights in FP32.
     let dtype = if let Encoding::Plain(dtype) = encoding { dtype } else { Dtype::F32 };
-    let format = args.format.map_or_else(|| Format::of(&args.out), FormatName::format);
-    let reporter = Reporter::of("comparing logits");
+    reporter.begin("comparing logits");
     let found = merge_difference(&trained, dtype, &args.device.open(PrecisionPolicy::FP32)?)?;
-    reporter.activity().begin("exporting");
+    reporter.begin("exporting");
     let written = export(&trained, encoding, format, Parts::Merged, &args.out)?;
     drop(reporter);
     for path in written {

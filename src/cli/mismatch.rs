@@ -1,10 +1,10 @@
 //! `finetune mismatch`: how far training and generation are apart in each type.
 
 use crate::cli::model::{DeviceArgs, NameArgs, Policies};
-use crate::cli::reporter::Reporter;
 use crate::inference::generate::prompt_ids;
 use crate::inference::mismatch::{Mismatch, Ratios, Sequences, log_probs};
 use crate::precision::PrecisionPolicy;
+use crate::telemetry::Amount;
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -43,7 +43,7 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
     if args.sequences == 0 {
         return Err(Error::config("--sequences", "must be at least 1"));
     }
-    let trained = args.model.open()?;
+    let (trained, reporter) = args.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
     let context = trained.config.context;
     let room = context.saturating_sub(prompt.len());
@@ -52,16 +52,21 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
         let message = format!("a prompt of {} tokens and {tokens} more for a context of {context}", prompt.len());
         return Err(Error::config("--max-tokens", message));
     }
-    let reporter = Reporter::of("sampling");
+    let total = args.sequences as u64;
+    let advance = |what: &str, done: usize| reporter.activity().advance(what, Amount::Items(done as u64, total));
     let sequences = {
-        let (model, weights) = trained.load(PrecisionPolicy::FP32, &args.device.open(PrecisionPolicy::FP32)?)?;
-        Sequences::sample(&model, &weights, PrecisionPolicy::FP32, &prompt, (args.sequences, tokens), args.seed)?
+        let policy = PrecisionPolicy::FP32;
+        let (model, weights) = trained.load(policy, &args.device.open(policy)?)?;
+        let extent = (args.sequences, tokens);
+        Sequences::sample(&model, &weights, policy, &prompt, extent, args.seed, |done| advance("sampling", done))?
     };
     let mut found = Vec::new();
     for (name, policy) in &args.dtype.0 {
-        reporter.activity().begin(&format!("measuring {name}"));
+        let what = format!("measuring {name}");
+        reporter.begin(&what);
         let (model, weights) = trained.load(*policy, &args.device.open(*policy)?)?;
-        found.push((name.clone(), Mismatch::new(&log_probs(&model, &weights, *policy, &sequences)?, tokens)));
+        let probs = log_probs(&model, &weights, *policy, &sequences, |done| advance(&what, done))?;
+        found.push((name.clone(), Mismatch::new(&probs, tokens)));
     }
     drop(reporter);
     let text = if args.json {

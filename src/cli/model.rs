@@ -41,13 +41,14 @@ pub(super) struct NameArgs {
 }
 
 impl NameArgs {
-    /// Opens the model, downloading it if necessary; warns about damaged checkpoints that were skipped.
-    pub(super) fn open(&self) -> Result<TrainedModel> {
+    /// Opens the model, downloading it if necessary; warns about damaged checkpoints that were skipped. The reporter says
+    /// what the command is busy with until it is dropped.
+    pub(super) fn open(&self) -> Result<(TrainedModel, Reporter)> {
         if self.name == "tiny" {
             let message = "the built-in model has no weights of its own; train it, and give the run's folder";
             return Err(Error::model("`tiny`", message));
         }
-        let reporter = Reporter::start();
+        let reporter = Reporter::of("reading the model");
         let named = run_or_path(Path::new(&self.name), &self.checkpoint_dir);
         if named == Path::new(&self.name) && !named.exists() && self.revision.is_none() {
             refuse_misspelling(&self.name, names_in(&self.checkpoint_dir))?;
@@ -65,6 +66,7 @@ impl NameArgs {
         } else {
             folder
         };
+        reporter.begin("reading the model");
         let mut find =
             |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.path);
         let mut trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find)?;
@@ -72,10 +74,10 @@ impl NameArgs {
             trained = trained.with_adapters(adapter)?;
         }
         for damage in &trained.damaged {
-            let damage = damage.to_string();
-            writeln!(stderr(), "warning: skipped a damaged checkpoint: {}", untrusted::line(&damage)).ok();
+            reporter.notice(format!("warning: skipped a damaged checkpoint: {damage}"));
         }
-        Ok(trained)
+        reporter.begin("reading weights");
+        Ok((trained, reporter))
     }
 }
 

@@ -1,11 +1,11 @@
 //! Reports preparation on standard error: notices at once, and phases once they take long enough.
 
-use crate::telemetry::{Activity, Amount, PhaseLines};
+use crate::telemetry::{Activity, Amount, PhaseLines, PhaseNow};
 use crate::train::Preparing;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Work on fewer bytes is too short to report.
 const MIN_REPORTED_BYTES: u64 = 4 << 20;
@@ -41,14 +41,19 @@ impl Reporter {
         let watched = activity.clone();
         let show = move || {
             let (mut line, terminal) = (StatusLine::default(), stderr().is_terminal());
-            let mut lines = PhaseLines::default();
+            let (mut lines, mut said) = (PhaseLines::default(), Instant::now());
             loop {
-                match waiting.recv_timeout(UPDATE_INTERVAL) {
+                // Several short phases in a row shall not be silent for longer than one.
+                let least = PhaseLines::FIRST.saturating_sub(said.elapsed());
+                let shown = match waiting.recv_timeout(UPDATE_INTERVAL) {
                     Ok(Notice::Line(notice)) => line.above(&notice),
                     Ok(Notice::Clean(text)) => line.above_clean(&text),
                     Err(RecvTimeoutError::Disconnected) => break line.clear(),
-                    Err(RecvTimeoutError::Timeout) if terminal => line.show(watched.lasting(PhaseLines::FIRST)),
-                    Err(RecvTimeoutError::Timeout) => lines.due(&watched).iter().for_each(|text| line.above(text)),
+                    Err(RecvTimeoutError::Timeout) if terminal => line.show(watched.lasting(least).as_ref()),
+                    Err(RecvTimeoutError::Timeout) => lines.due(&watched, least).is_some_and(|text| line.above(&text)),
+                };
+                if shown {
+                    said = Instant::now();
                 }
             }
         };
@@ -62,6 +67,11 @@ impl Reporter {
         let reporter = Self::start();
         reporter.activity.begin(phase);
         reporter
+    }
+
+    /// Ends the phase in progress, if any, and begins another.
+    pub(crate) fn begin(&self, phase: &str) {
+        self.activity.begin(phase);
     }
 
     /// The phase that is shown.
@@ -90,7 +100,8 @@ impl Reporter {
         }
     }
 
-    fn notice(&self, text: String) {
+    /// Prints a line.
+    pub(crate) fn notice(&self, text: String) {
         self.send(Notice::Line(text));
     }
 
@@ -115,7 +126,8 @@ struct StatusLine {
 }
 
 impl StatusLine {
-    fn show(&mut self, phase: Option<impl ToString>) {
+    /// Shows a phase; `false` if there is none to show.
+    fn show(&mut self, phase: Option<&PhaseNow>) -> bool {
         match phase {
             Some(phase) => {
                 self.open = true;
@@ -123,16 +135,17 @@ impl StatusLine {
             }
             None => self.clear(),
         }
+        phase.is_some()
     }
 
-    fn above(&mut self, text: &str) {
-        self.clear();
-        writeln!(stderr(), "{}", crate::untrusted::line(text)).ok();
+    fn above(&mut self, text: &str) -> bool {
+        self.above_clean(&format!("{}\n", crate::untrusted::line(text)))
     }
 
-    fn above_clean(&mut self, text: &str) {
+    fn above_clean(&mut self, text: &str) -> bool {
         self.clear();
         write!(stderr(), "{text}").ok();
+        true
     }
 
     fn clear(&mut self) {

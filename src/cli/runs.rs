@@ -2,6 +2,7 @@
 
 use crate::cli::checkpoint::size;
 use crate::cli::flags::read;
+use crate::cli::reporter::Reporter;
 use crate::store::checkpoint::{Listed, Run, list};
 use crate::telemetry::{Event, FinishReason, Record, Started};
 use crate::train::{Config, Layers};
@@ -218,8 +219,9 @@ fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
             return writeln!(out, "kept").map_err(failed());
         }
     }
+    let reporter = Reporter::of("deleting");
     std::fs::remove_dir_all(path).map_err(Error::io("delete", path))?;
-    drop(run);
+    drop((run, reporter));
     writeln!(out, "deleted {what}").map_err(failed())
 }
 

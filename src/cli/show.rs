@@ -88,9 +88,10 @@ fn progress(records: &Receiver<Record>, activity: &Activity) -> std::io::Result<
     loop {
         match records.recv_timeout(Duration::from_millis(100)) {
             Ok(record) => progress.show(&record)?,
-            Err(RecvTimeoutError::Timeout) => {
-                activity.lasting(PhaseLines::FIRST).iter().try_for_each(|phase| progress.phase(phase))?;
-            }
+            Err(RecvTimeoutError::Timeout) => match activity.lasting(PhaseLines::FIRST) {
+                Some(phase) => progress.phase(&phase)?,
+                None => progress.wait()?,
+            },
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
     }

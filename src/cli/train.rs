@@ -85,6 +85,7 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
     let pool = thread_pool(&config, world.beside())?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
+    let step = checkpoint.map_or(0, |checkpoint| checkpoint.state().step);
     let still_here = StillHere::default();
     let mut tell = |event| {
         reporter.report(event);
@@ -97,14 +98,15 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         Beginning { config: trainer.config().clone(), checkpoint: checkpoint.map(|it| it.path().to_path_buf()) };
     beginning.tell(&**world)?;
     trainer.agree()?;
-    let (run, warnings) = match resumed {
-        Some(resumed) => {
-            if resumed.checkpoint.is_none() {
-                trainer.start_over();
-            }
-            (resumed.run, resumed.warnings)
+    let (run, warnings) = if let Some(resumed) = resumed {
+        if resumed.checkpoint.is_none() {
+            trainer.start_over();
         }
-        None => (new_run(&config)?, Vec::new()),
+        (resumed.run, resumed.warnings)
+    } else {
+        // A run that is refused leaves no folder.
+        check_disk(&config.checkpoint.dir, &config, trainer.checkpoint_bytes())?;
+        (new_run(&config)?, Vec::new())
     };
     let mut warnings = warnings;
     if idle > 0 {
@@ -132,7 +134,7 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         emitter.add_sink(Box::new(notify.below(best)));
     }
     for message in warnings {
-        emitter.emit(Event::Warning(Diagnostic { step: 0, message }));
+        emitter.emit(Event::Warning(Diagnostic { step, message }));
     }
     trainer.attach(run, emitter);
     let (commands, orders) = channel();
@@ -219,10 +221,12 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }
 
-/// Checks the disk's free space: too little for one checkpoint is an error, too little for all that are kept a warning.
+/// Checks the free space for `run`, or for a new one in that folder: too little for one checkpoint is an error, too little for
+/// all that are kept a warning.
 fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>> {
     let Some(free) = free_bytes(run) else { return Ok(None) };
-    let there = list(run)?.iter().filter(|one| one.kind == Kind::Full).count() as u64;
+    let checkpoints = if run.is_dir() { list(run)? } else { Vec::new() };
+    let there = checkpoints.iter().filter(|one| one.kind == Kind::Full).count() as u64;
     let most = (config.checkpoint.keep_last as u64 + 1).saturating_sub(there).max(1);
     has_room(run, bytes, most, free)
 }

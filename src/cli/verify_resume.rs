@@ -40,6 +40,8 @@ pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCo
     let reporter = Reporter::start();
     let activity = reporter.activity();
     let proof = thread_pool(&config, 1)?.install(|| verify_resume(&config, steps, at, folder.path(), activity))?;
+    reporter.begin("deleting the checkpoints of the proof");
+    drop(folder);
     drop(reporter);
     let mut say = |text: String| writeln!(out, "{text}").map_err(Error::io("write to", "standard output"));
     for difference in &proof.differences {

@@ -34,6 +34,8 @@ pub(crate) const HEIGHT: f64 = 260.0;
 const LEFT: f64 = 56.0;
 pub(crate) const BOTTOM: f64 = 28.0;
 const AIR: f64 = 10.0;
+/// Room for half of the last step's number.
+const RIGHT: f64 = 28.0;
 
 /// The mapping of data to positions in a chart.
 pub(crate) struct Axes {
@@ -43,7 +45,7 @@ pub(crate) struct Axes {
 
 impl Axes {
     pub(crate) fn left(&self, x: f64) -> f64 {
-        LEFT + (x - self.x.0) / (self.x.1 - self.x.0) * (WIDTH - LEFT - AIR)
+        LEFT + (x - self.x.0) / (self.x.1 - self.x.0) * (WIDTH - LEFT - RIGHT)
     }
 
     pub(crate) fn top(&self, y: f64) -> f64 {
@@ -69,7 +71,7 @@ impl Axes {
         body: &str,
         label: impl Fn(f64) -> String,
     ) -> String {
-        let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - AIR);
+        let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
         let mut out = format!(
             "<svg role=\"img\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" aria-labelledby=\"{id}-title {id}-words\">\n\
              <title id=\"{id}-title\">{title}</title>\n<desc id=\"{id}-words\">{}</desc>\n",

@@ -57,7 +57,9 @@ impl Proof {
     /// The counts in a line.
     pub fn summary(&self) -> String {
         let Counts { samples, tokens, learned, cut, cut_tokens, dropped } = self.counts;
-        let mut text = format!("{samples} samples in {} rows, {tokens} tokens, {learned} of them learned", self.rows);
+        let of = |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
+        let (samples, rows) = (of(samples, "sample"), of(self.rows, "row"));
+        let mut text = format!("{samples} in {rows}, {tokens} tokens, {learned} of them learned");
         if cut > 0 {
             let seq_len = self.seq_len;
             _ = write!(text, "; {cut} cut to `--seq-len {seq_len}`, which takes {cut_tokens} tokens away");

@@ -69,9 +69,11 @@ impl Sequences {
         prompt: &[u32],
         (count, tokens): (usize, usize),
         seed: u64,
+        mut progress: impl FnMut(usize),
     ) -> Result<Self> {
         let mut cache = KvCache::new(model.spec(), policy, prompt.len() + tokens, &weights.device())?;
         let ids = (0..count as u64).map(|sequence| {
+            progress(sequence as usize);
             let mut ids = prompt.to_vec();
             // No token ends a sequence, so that all have the same length.
             let sampling = Sampling { seed: seed.wrapping_add(sequence), ..Sampling::default() };
@@ -95,6 +97,7 @@ pub fn log_probs(
     weights: &Parameters,
     policy: PrecisionPolicy,
     sequences: &Sequences,
+    mut progress: impl FnMut(usize),
 ) -> Result<LogProbs> {
     let (device, batch) = (weights.device(), sequences.ids.len());
     let length = sequences.ids.first().map_or(0, Vec::len);
@@ -108,6 +111,7 @@ pub fn log_probs(
     let mut cache = KvCache::new(model.spec(), policy, seq_len, &device)?;
     let mut found = LogProbs::default();
     for (row, ids) in sequences.ids.iter().enumerate() {
+        progress(row);
         // All rows in one product, as the training head computes them.
         let hidden = workspace.hidden().narrow(0, row * seq_len, seq_len)?;
         let training = rows(&model.logits(weights, &hidden)?)?;

@@ -371,16 +371,23 @@ impl Fetch for Hub<'_> {
     }
 }
 
+/// Rejects what cannot be the name of a repository.
+pub fn check_name(id: &str) -> Result<()> {
+    let name = |part: &str| {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        !part.is_empty() && !part.starts_with('.') && !part.contains("..") && part.chars().all(allowed)
+    };
+    if id.split('/').count() <= 2 && id.split('/').all(name) {
+        return Ok(());
+    }
+    let message = "is neither a local folder nor a name on the Hub, which has the form `owner/name`";
+    let home = if id.starts_with('~') { "; only a shell expands `~`: give the whole path" } else { "" };
+    Err(Error::model(format!("`{id}`"), format!("{message}{home}")))
+}
+
 impl Repo {
     fn new(kind: Kind, id: &str, revision: &str) -> Result<Self> {
-        let name = |part: &str| {
-            let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-            !part.is_empty() && !part.starts_with('.') && !part.contains("..") && part.chars().all(allowed)
-        };
-        if id.split('/').count() > 2 || !id.split('/').all(name) {
-            let message = "is neither a local folder nor a name on the Hub, which has the form `owner/name`";
-            return Err(Error::model(format!("`{id}`"), message));
-        }
+        check_name(id)?;
         let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.+@=/".contains(c);
         if !is_plain_path(revision) || !revision.chars().all(allowed) {
             return Err(Error::model(id, format!("`{revision}` is not a revision")));

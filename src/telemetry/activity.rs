@@ -1,6 +1,6 @@
 //! The phase a run is in right now, with its progress: written by one thread, displayed by another.
 //!
-//! Unlike events, phases are not logged: they matter only while they last.
+//! The log has when a phase of training began, but not its progress.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -35,9 +35,9 @@ pub enum Amount {
 }
 
 impl Activity {
-    /// Begins a phase and ends the previous one.
+    /// Begins a phase, unless it is in progress, and ends the previous one.
     pub fn begin(&self, what: &str) {
-        *self.lock() = Some(PhaseNow { what: what.to_owned(), amount: Amount::Unknown, since: Instant::now() });
+        self.advance(what, Amount::Unknown);
     }
 
     /// Sets the progress of the phase called `what`; begins it if it is not in progress.
@@ -89,9 +89,9 @@ impl PhaseLines {
     pub const FIRST: Duration = Duration::from_millis(400);
     const NEXT: Duration = Duration::from_secs(5);
 
-    /// The line to print now, if one is due.
-    pub fn due(&mut self, activity: &Activity) -> Option<String> {
-        let phase = activity.lasting(Self::FIRST)?;
+    /// The line to print now, if one is due for a phase that has lasted for at least `least`.
+    pub fn due(&mut self, activity: &Activity, least: Duration) -> Option<String> {
+        let phase = activity.lasting(least)?;
         let due = self.printed.is_none_or(|(since, printed)| since != phase.since || printed.elapsed() >= Self::NEXT);
         due.then(|| {
             self.printed = Some((phase.since, Instant::now()));
@@ -109,16 +109,18 @@ mod tests {
     fn a_phase_is_printed_once_it_lasts_and_not_again_at_once() {
         let (activity, mut lines) = (Activity::default(), PhaseLines::default());
         activity.begin("evaluating");
-        assert_eq!(lines.due(&activity), None, "it may be over in a moment");
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST), None, "it may be over in a moment");
         std::thread::sleep(PhaseLines::FIRST);
         activity.advance("evaluating", Amount::Items(5, 16));
-        assert_eq!(lines.due(&activity).unwrap(), "evaluating 5/16");
-        assert_eq!(lines.due(&activity), None);
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "evaluating 5/16");
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST), None);
         activity.advance("saving", Amount::Bytes(400_000_000, 1_100_000_000));
-        assert_eq!(lines.due(&activity), None);
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST), None);
         std::thread::sleep(PhaseLines::FIRST);
-        assert_eq!(lines.due(&activity).unwrap(), "saving 0.4/1.1 GB");
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "saving 0.4/1.1 GB");
+        activity.begin("reading");
+        assert_eq!(lines.due(&activity, Duration::ZERO).unwrap(), "reading", "others before it took long enough");
         activity.end();
-        assert_eq!(lines.due(&activity), None);
+        assert_eq!(lines.due(&activity, Duration::ZERO), None);
     }
 }

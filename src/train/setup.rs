@@ -249,10 +249,14 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Re
             Ok(Located { path, commit: Some(commit) })
         });
     }
+    if name.to_ascii_lowercase().ends_with(".gguf") {
+        return wrong("there is no such file; one on the Hub is `hf://owner/name/file.gguf`");
+    }
     if path.ancestors().skip(1).any(|above| !above.as_os_str().is_empty() && above.is_dir()) {
         return wrong("there is no such folder");
     }
     refuse_misspelling(name, names_in(Path::new(".")).into_iter().filter(|name| Path::new(name).is_dir()))?;
+    hub::check_name(name)?;
     from_hub(name, report, |hub| {
         let files = hub.model(name, revision)?;
         Ok(Located { path: files.folder, commit: Some(files.commit) })

@@ -277,6 +277,12 @@ impl Trainer {
         self.check_base(checkpoint)?;
         state.check_identity(&self.identity, checkpoint.path())?;
         self.progress.changes = self.check_settings(checkpoint)?;
+        if state.step > self.total_steps {
+            let key = if self.config.train.steps.is_some() { "train.steps" } else { "train.epochs" };
+            let (done, total) = (state.step, self.total_steps);
+            let message = format!("{total} steps in all, of which the run has taken {done} already; ask for more");
+            return Err(Error::config(key, message));
+        }
         if checkpoint.config().parameters() != self.engine.model.spec().parameters() {
             return Err(Error::checkpoint(checkpoint.path(), "holds a model of another shape; start a new run"));
         }

@@ -54,7 +54,10 @@ pub(super) fn write(
     let mut file = BufWriter::new(File::create(path).map_err(Error::io("create", path))?);
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
     let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    gguf_file::write(&mut file, &metadata, &tensors)?;
+    gguf_file::write(&mut file, &metadata, &tensors).map_err(|error| match error {
+        candle_core::Error::Io(source) => Error::io("write", path)(source),
+        other => other.into(),
+    })?;
     file.flush().map_err(Error::io("write", path))
 }
 

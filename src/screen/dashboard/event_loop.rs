@@ -51,6 +51,7 @@ struct Attached<'a> {
     closed: bool,
     /// The run's name.
     run: String,
+    total_steps: u64,
     /// The line that announces the run's end.
     end: Option<String>,
 }
@@ -61,7 +62,10 @@ impl Source for Attached<'_> {
             match self.events.try_recv() {
                 Ok(record) => {
                     match &record.event {
-                        Event::Started(started) => self.run.clone_from(&started.run),
+                        Event::Started(started) => {
+                            self.run.clone_from(&started.run);
+                            self.total_steps = started.total_steps;
+                        }
                         Event::Finished(_) => self.end = announcement(&record.event),
                         _ => {}
                     }
@@ -98,7 +102,8 @@ pub fn follow<W: Write>(
     log_every: u64,
     history: RunState,
 ) -> Exit {
-    let mut source = Attached { events: records, activity, closed: false, run: String::new(), end: None };
+    let mut source =
+        Attached { events: records, activity, closed: false, run: String::new(), total_steps: 0, end: None };
     let view = ViewModel::after(Mode::Attached, history);
     let exit = show(writer, view, &mut source, Some(commands), theme, mouse).unwrap_or_else(|error| {
         // A closed standard error is not a failure.
@@ -114,7 +119,7 @@ pub fn follow<W: Write>(
             let _ =
                 writeln!(stdout(), "detached; `finetune watch {}` in another terminal shows the dashboard", source.run);
         }
-        follow_plain(records, activity, &mut Plain::new(stdout(), log_every));
+        follow_plain(records, activity, &mut Plain::midway(stdout(), log_every, source.total_steps));
     }
     exit
 }
@@ -125,7 +130,9 @@ pub fn follow_plain<W: Write>(records: &Receiver<Record>, activity: &Activity, p
     let mut show = || loop {
         match records.recv_timeout(FRAME) {
             Ok(record) => plain.show(&record)?,
-            Err(RecvTimeoutError::Timeout) => lines.due(activity).iter().try_for_each(|line| plain.line(line))?,
+            Err(RecvTimeoutError::Timeout) => {
+                lines.due(activity, PhaseLines::FIRST).iter().try_for_each(|line| plain.line(line))?;
+            }
             Err(RecvTimeoutError::Disconnected) => return Ok::<_, std::io::Error>(()),
         }
     };

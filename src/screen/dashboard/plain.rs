@@ -35,6 +35,11 @@ impl<W: Write> Plain<W> {
         Self { out, log_every: log_every.max(1), total_steps: 0, pace: Pace::default(), losses: (0.0, 0), due_at: 0.0 }
     }
 
+    /// The same for a run whose beginning it does not see, of `total_steps`.
+    pub(super) fn midway(out: W, log_every: u64, total_steps: u64) -> Self {
+        Self { total_steps, ..Self::new(out, log_every) }
+    }
+
     /// Writes any other line.
     ///
     /// # Errors
@@ -362,6 +367,13 @@ mod tests {
             tokens_per_s: 41_200.0,
             ..Default::default()
         }))
+    }
+
+    #[test]
+    fn lines_that_begin_midway_know_the_end() {
+        let mut plain = Plain::midway(Vec::new(), 1, 10);
+        plain.show(&Record { v: VERSION, t: 0, s: 0.0, event: step(5) }).unwrap();
+        assert!(plain.out.starts_with(b"step=5/10 "));
     }
 
     #[test]

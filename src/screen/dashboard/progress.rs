@@ -3,7 +3,7 @@
 use super::format::{clock, count, loss, scale};
 use super::plain::{announcement, overflow_brief};
 use crate::telemetry::pace::Pace;
-use crate::telemetry::{Event, PhaseNow, Record, StepRecord};
+use crate::telemetry::{Event, PhaseLines, PhaseNow, Record, StepRecord};
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 const EVERY: Duration = Duration::from_millis(100);
 /// Width of the bar, in cells.
 const BAR: usize = 24;
+/// Width of the time that a slow step has been running.
+const RUNNING: usize = " (+99.9 s)".len();
 
 /// Keeps a status line on a terminal; overflows, saves and the like are written above it.
 #[derive(Debug)]
@@ -22,12 +24,24 @@ pub struct Progress<W: Write> {
     drawn: Option<Instant>,
     /// Whether the cursor is at the end of a status line.
     open: bool,
+    /// The share of the steps that are done, and the last figures.
+    status: (f64, String),
+    /// When the step in progress began.
+    since: Option<Instant>,
 }
 
 impl<W: Write> Progress<W> {
     /// A status line on `err`, which should be a terminal.
     pub fn new(err: W) -> Self {
-        Self { err, total_steps: 0, pace: Pace::default(), drawn: None, open: false }
+        Self {
+            err,
+            total_steps: 0,
+            pace: Pace::default(),
+            drawn: None,
+            open: false,
+            status: (0.0, String::new()),
+            since: None,
+        }
     }
 
     /// Updates the line for a record.
@@ -35,10 +49,13 @@ impl<W: Write> Progress<W> {
     /// # Errors
     /// If the terminal has hung up.
     pub fn show(&mut self, record: &Record) -> io::Result<()> {
+        self.since = (!matches!(record.event, Event::Finished(_))).then(Instant::now);
         match &record.event {
             Event::Started(started) => {
                 self.total_steps = started.total_steps;
                 self.pace.interrupt();
+                let (done, total) = (started.resumed_from.unwrap_or(0), started.total_steps);
+                self.status = (done as f64 / total.max(1) as f64, format!("step {done}/{total}"));
                 Ok(())
             }
             Event::Step(step) => {
@@ -62,23 +79,36 @@ impl<W: Write> Progress<W> {
         self.open = true;
         // Redraw at the next step.
         self.drawn = None;
-        let width = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
-        let text: String = format!("{phase}…").chars().take(width.saturating_sub(1)).collect();
+        self.since = Some(Instant::now());
+        let text: String = format!("{phase}…").chars().take(width()).collect();
         write!(self.err, "\r{text}\x1b[K")?;
+        self.err.flush()
+    }
+
+    /// Shows for how long a slow step has been running.
+    ///
+    /// # Errors
+    /// If the terminal has hung up.
+    pub fn wait(&mut self) -> io::Result<()> {
+        let Some(running) = self.since.map(|since| since.elapsed()).filter(|time| *time >= PhaseLines::FIRST) else {
+            return Ok(());
+        };
+        (self.open, self.drawn) = (true, None);
+        let line = self.line(width().saturating_sub(RUNNING));
+        write!(self.err, "\r{line} (+{:.1} s)\x1b[K", running.as_secs_f64())?;
         self.err.flush()
     }
 
     fn draw(&mut self, step: &StepRecord) -> io::Result<()> {
         self.drawn = Some(Instant::now());
         self.open = true;
+        self.status = self.figures(step);
         // Return to the first column, write, and erase the rest of the line.
-        let width = terminal::size().map_or(80, |(columns, _)| usize::from(columns));
-        write!(self.err, "\r{}\x1b[K", self.line(step, width.saturating_sub(1)))?;
+        write!(self.err, "\r{}\x1b[K", self.line(width()))?;
         self.err.flush()
     }
 
-    /// The status in at most `width` columns; the bar takes the space that the figures leave.
-    fn line(&self, step: &StepRecord, width: usize) -> String {
+    fn figures(&self, step: &StepRecord) -> (f64, String) {
         let share = if self.total_steps == 0 { 0.0 } else { step.step as f64 / self.total_steps as f64 };
         let eta = self.pace.remaining(step.step, self.total_steps).map_or_else(|| "--:--:--".into(), clock);
         let figures = format!(
@@ -91,6 +121,12 @@ impl<W: Write> Progress<W> {
             scale(step.loss_scale),
             step.skipped,
         );
+        (share, figures)
+    }
+
+    /// The status in at most `width` columns; the bar takes the space that the figures leave.
+    fn line(&self, width: usize) -> String {
+        let (share, figures) = &self.status;
         let cells = BAR.min(width.saturating_sub(figures.chars().count() + 1));
         let full = (share.clamp(0.0, 1.0) * cells as f64).round() as usize;
         let bar = format!("{}{} ", "━".repeat(full), "─".repeat(cells - full));
@@ -103,6 +139,11 @@ impl<W: Write> Progress<W> {
         writeln!(self.err, "{erase}{line}")?;
         self.err.flush()
     }
+}
+
+/// Columns of the terminal without the last, in which some terminals wrap.
+fn width() -> usize {
+    terminal::size().map_or(80, |(columns, _)| usize::from(columns)).saturating_sub(1)
 }
 
 impl<W: Write> Drop for Progress<W> {
@@ -148,13 +189,32 @@ mod tests {
     }
 
     #[test]
+    fn n3_a_slow_step_is_seen_to_run() {
+        let mut out = Vec::new();
+        let mut progress = Progress::new(&mut out);
+        let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
+        progress.show(&Record { v: VERSION, t: 0, s: 0.0, event: started }).unwrap();
+        progress.wait().unwrap();
+        std::thread::sleep(PhaseLines::FIRST);
+        progress.wait().unwrap();
+        progress.show(&Record { v: VERSION, t: 0, s: 1.0, event: step(1) }).unwrap();
+        progress.wait().unwrap();
+        drop(progress);
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains("step 0/4 (+0.4 s)\x1b[K\r"), "{text:?}");
+        assert_eq!(text.matches("(+").count(), 1, "{text:?}");
+    }
+
+    #[test]
     fn a_narrow_terminal_gets_a_shorter_line() {
         let mut progress = Progress::new(io::sink());
         progress.total_steps = 10;
+        progress.status = progress.figures(&StepRecord { step: 5, ..Default::default() });
         for width in 0..200 {
-            let line = progress.line(&StepRecord { step: 5, ..Default::default() }, width);
+            let line = progress.line(width);
             assert!(line.chars().count() <= width, "{width}: {line}");
         }
-        assert!(progress.line(&StepRecord::default(), 200).starts_with(&"─".repeat(BAR)));
+        progress.status = progress.figures(&StepRecord::default());
+        assert!(progress.line(200).starts_with(&"─".repeat(BAR)));
     }
 }

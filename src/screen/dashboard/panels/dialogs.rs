@@ -5,6 +5,7 @@ use crate::screen::dashboard::keys::{Action, KEYS};
 use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::{Dialog, Mode, ViewModel};
 use crate::screen::dashboard::theme::Role;
+use crate::screen::terminal::Binding;
 use crate::telemetry::Phase;
 use crate::telemetry::{FinishReason, Finished};
 
@@ -24,8 +25,10 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
 }
 
 fn help(view: &ViewModel, pad: &mut Pad) {
-    // Keys that command training do nothing in a watcher.
-    let keys: Vec<_> = KEYS.iter().filter(|key| view.mode == Mode::Attached || !key.does(Action::commands)).collect();
+    // Keys that command training do nothing in a watcher, but that of a pause, which a replay has too.
+    let pauses = |key: &Binding<Action>| view.playback.is_some() && key.does(|action| action == Action::Pause);
+    let works = |key: &&Binding<Action>| view.mode == Mode::Attached || !key.does(Action::commands) || pauses(key);
+    let keys: Vec<_> = KEYS.iter().filter(works).collect();
     let mut popup = pad.popup(78, keys.len() as u16 + 3);
     let rows = popup.height().saturating_sub(3);
     let top = view.help_top.min((keys.len() as u16).saturating_sub(rows));
@@ -91,7 +94,8 @@ fn summary(view: &ViewModel, finished: &Finished, pad: &mut Pad) {
     let mut lines = vec![
         ("steps", format!("{}, {} applied, {} skipped", finished.step, finished.updates, finished.skipped)),
         ("tokens", format::count(finished.tokens as f64)),
-        ("time", format::clock(finished.seconds)),
+        // Of all the run's processes.
+        ("time", format::clock(run.last_s.max(finished.seconds))),
         ("loss", format::loss(f64::from(finished.loss))),
     ];
     if let Some(loss) = finished.val_loss.or(run.last_validation()) {

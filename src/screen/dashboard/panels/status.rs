@@ -20,7 +20,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         pad.text(1, 1, "the first step has not ended yet", Role::Dim);
         return;
     }
-    let narrow = pad.width() < 60;
+    let narrow = pad.width() < 64;
     items(pad, 1, &learning(view, run, wide, narrow));
     items(pad, 2, &cost(view, run, wide));
 }
@@ -46,10 +46,13 @@ fn progress(run: &RunState, pad: &mut Pad) {
         _ if run.is_over() => (step >= total).then_some(0.0),
         eta => eta,
     };
+    let all = format!("{epochs:.2}");
+    // A large text's few steps are far less than an epoch.
+    let all = if epochs > 0.0 && epochs < 0.995 { &all } else { all.trim_end_matches('0').trim_end_matches('.') };
     let text = format!(
         "step {step}/{total}  epoch {:.2}/{}  {:.1}%  ETA {} ",
         run.step.epoch,
-        format!("{epochs:.2}").trim_end_matches('0').trim_end_matches('.'),
+        all,
         share * 100.0,
         eta.map_or_else(|| "--:--:--".into(), format::clock),
     );

@@ -256,6 +256,8 @@ fn item_15_a_replay_pauses_and_seeks() {
     let footer = picture(&view, (250, 36)).lines().last().unwrap().to_owned();
     assert!(footer.contains("[ ]  seek") && footer.contains("space  pause"), "{footer}");
     assert!(!picture(&running(), (250, 36)).contains("[ ]  seek"));
+    press(&mut view, "?");
+    assert!(picture(&view, FULL).contains("space  pause or continue"), "{}", picture(&view, FULL));
 }
 
 #[test]

@@ -15,7 +15,7 @@ pub(super) fn to_ascii(buffer: &mut Buffer) {
 
 fn replacement(c: char) -> char {
     match c {
-        '─' | '┄' | '·' | '⠒' | '⠤' => '-',
+        '─' | '┄' | '·' | '⠒' | '⠤' | '▷' => '-',
         '│' | '┊' | '┃' => '|',
         '├' => '[',
         '┤' => ']',

@@ -1,5 +1,6 @@
 //! The dashboard's loop: drain records, draw at most ten times a second, wait for a key.
 
+use super::panels::header::BLINK;
 use super::plain::{Plain, announcement};
 use super::state::{Exit, Mode, Msg, Playback, ViewModel, update};
 use super::theme::Theme;
@@ -183,7 +184,7 @@ fn drive<W: Write>(
             say(update(view, Msg::Terminate));
         }
         let now = source.clock();
-        changed |= now / 1000 != view.now / 1000;
+        changed |= now / BLINK != view.now / BLINK;
         update(view, Msg::Clock(now));
         let activity = source.activity();
         changed |= activity != view.activity;

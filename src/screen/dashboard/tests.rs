@@ -485,6 +485,8 @@ fn a_killed_process_shows_in_the_header_and_a_resumed_one_runs_again() {
     assert!(picture(&view, FULL).starts_with("finetune ✕ process gone"));
     let started = Started { resumed_from: Some(1000), ..Started::default() };
     update(&mut view, record(Event::Started(Box::new(started))));
+    let now = view.live().last_t;
+    update(&mut view, Msg::Clock(now));
     assert!(picture(&view, FULL).starts_with("finetune ▶ running"));
 }
 

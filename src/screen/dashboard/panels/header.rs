@@ -94,6 +94,9 @@ fn pieces(view: &ViewModel, x: u16, width: u16) -> (String, bool) {
     candidates.into_iter().find(|(about, named)| fits(about, *named)).unwrap_or_else(nothing)
 }
 
+/// Milliseconds between two looks of a run's glyph while nothing else happens.
+pub(in crate::screen::dashboard) const BLINK: u64 = 400;
+
 /// The run's phase as a glyph and a word.
 fn phase(view: &ViewModel) -> (String, Role) {
     let run = view.live();
@@ -118,6 +121,11 @@ fn phase(view: &ViewModel) -> (String, Role) {
     let silent = view.now.saturating_sub(run.last_t) as f64 / 1000.0;
     if view.mode == Mode::Watching && run.phase == Phase::Running && run.last_t > 0 && silent > 30.0 {
         return (format!("{word}, silent for {}", format::ago(silent)), Role::Subnormal);
+    }
+    // Something moves during a slow step.
+    let still = view.now.saturating_sub(run.last_t) / BLINK;
+    if run.phase == Phase::Running && view.frozen_at().is_none() && still % 2 == 1 {
+        return (word.replace('▶', "▷"), role);
     }
     (word.to_owned(), role)
 }

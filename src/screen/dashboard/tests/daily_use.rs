@@ -81,6 +81,20 @@ fn item_14_one_column_below_78_and_charts_at_any_height() {
 }
 
 #[test]
+fn n3_something_moves_during_a_slow_step() {
+    let mut view = running();
+    let glyph = |view: &ViewModel| picture(view, (80, 24)).lines().next().unwrap().contains('▷');
+    let last = view.run().last_t;
+    let mut seen = Vec::new();
+    for later in (0..4000).step_by(100) {
+        update(&mut view, Msg::Clock(last + later));
+        seen.push(glyph(&view));
+    }
+    assert!(!seen[..4].contains(&true), "steps that are fast enough show that it runs");
+    assert!(seen[4..].windows(5).all(|half| half.contains(&true) && half.contains(&false)), "{seen:?}");
+}
+
+#[test]
 fn item_14_the_header_sheds_piece_by_piece() {
     let mut view = running();
     let header = |view: &ViewModel, width| picture(view, (width, 24)).lines().next().unwrap().to_owned();

@@ -2,7 +2,7 @@
 
 use super::super::layer_norm as device;
 use super::*;
-use crate::engine::kernels::layer_norm;
+use crate::engine::kernels::{NormGradients, layer_norm};
 
 /// Forward, and backward on top of a gradient or afresh.
 #[test]
@@ -38,7 +38,8 @@ fn layer_norm([stream, compute]: [DType; 2], shape @ [rows, width]: [usize; 2], 
     let [dweight, dbias] = [(); 2].map(|()| poisoned(&[width], compute));
     layer_norm::forward(&cpu_x, &cpu_weight, &cpu_bias, EPSILON, &y, &mean, &rstd).unwrap();
     let cpu_dy = tensor(&dy, &shape, compute);
-    layer_norm::backward(&cpu_dy, &cpu_x, &cpu_weight, &mean, &rstd, &dx, &dweight, &dbias).unwrap();
+    let gradients = NormGradients { weight: &dweight, bias: Some(&dbias) };
+    layer_norm::backward(&cpu_dy, &cpu_x, &cpu_weight, &mean, &rstd, &dx, Some(gradients)).unwrap();
 
     let found = in_every_order(|gpu| {
         let (x, dy) = (gpu.input(&x, stream), gpu.input(&dy, compute));

@@ -205,7 +205,7 @@ pub struct LowRank<'a> {
     pub factor: Factor<'a>,
     /// A factor of the sums.
     pub alpha: f32,
-    /// The outputs that each of equal shares of `low`'s columns adds to, in order: the factor has zeros elsewhere. None if
+    /// The outputs that each of equal shares of `low`'s columns adds to, in order: the factor has zeros elsewhere. Empty if
     /// there is one share.
     pub shares: &'a [Range<usize>],
 }

@@ -117,7 +117,7 @@ pub struct Term<'a, T> {
     pub b: Operand<'a, T>,
     /// The factor α.
     pub alpha: f32,
-    /// The columns of C that each of equal shares of the depth adds to, in order: B has zeros elsewhere. None if there is one share.
+    /// The columns of C that each of equal shares of the depth adds to, in order: B has zeros elsewhere. Empty if there is one share.
     pub shares: &'a [Range<usize>],
 }
 

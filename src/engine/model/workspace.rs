@@ -18,7 +18,7 @@ use std::cell::Cell;
 /// What the forward pass keeps for the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Keep {
-    /// Every activation.
+    /// Every activation but the output of the MLP's, which its derivative computes again.
     #[default]
     #[serde(rename = "none")]
     All,

@@ -146,28 +146,26 @@ fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
 /// # Errors
 /// [`Error::Checkpoint`] if there is no run; [`Error::Io`] if the folder cannot be listed.
 pub fn newest_run(folder: &Path) -> Result<PathBuf> {
-    if let Err(error) = std::fs::read_dir(folder)
-        && error.kind() != std::io::ErrorKind::NotFound
-    {
-        return Err(Error::io("list", folder)(error));
-    }
-    let newest = runs(folder).into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
+    let newest = runs(folder)?.into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
     newest
         .map(|(path, _)| path)
         .ok_or_else(|| Error::checkpoint(folder, "there is no run here yet; start one without `--resume`"))
 }
 
-/// The largest sequence in any run of `folder`; 0 without runs.
+/// The largest sequence in any run of `folder`; 0 without runs, or where it cannot be listed.
 pub(super) fn newest_sequence(folder: &Path) -> u64 {
-    runs(folder).into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
+    runs(folder).unwrap_or_default().into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
 }
 
-/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, of its start. Skips
-/// unreadable folders, which may not be runs.
-fn runs(folder: &Path) -> Vec<(PathBuf, u64)> {
-    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, of its start; none where there
+/// is no such folder. Skips unreadable folders within it, which may not be runs.
+fn runs(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
+    let entries = match std::fs::read_dir(folder) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(Error::io("list", folder))?,
+    };
     let folders = entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir());
-    folders.filter_map(|path| newest_of(&path).map(|sequence| (path, sequence))).collect()
+    Ok(folders.filter_map(|path| newest_of(&path).map(|sequence| (path, sequence))).collect())
 }
 
 fn newest_of(run: &Path) -> Option<u64> {

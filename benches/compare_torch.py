@@ -105,12 +105,13 @@ def compare(a, shape, dtype):
                 log.writelines(json.dumps(report) + "\n" for report in pair)
     ratios = [own["tokens_per_s"] / peer["tokens_per_s"] for own, peer in pairs]
     median = lambda side, key: statistics.median(pair[side][key] for pair in pairs)
+    share = "" if pairs[0][0]["share_of_peak"] is None else f"{100 * median(0, 'share_of_peak'):5.1f} %"
     memory = "peak_rss_mib" if a.device == "cpu" else "peak_device_mib"
     print(
         f"{shape:>7}  {dtype:5} {median(0, 'tokens_per_s'):8.0f}  {peer_dtype:9} {median(1, 'tokens_per_s'):8.0f}"
         f"{'c' if '--compile' in flags else ' '} "
         f"{statistics.median(ratios):5.2f}  ({min(ratios):.2f}–{max(ratios):.2f})  "
-        f"{100 * median(0, 'share_of_peak'):5.1f} %  "
+        f"{share:7}  "
         f"{median(0, memory):6.0f}  {median(1, memory):6.0f}",
         flush=True,
     )

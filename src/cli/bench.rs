@@ -182,6 +182,7 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     report["dtype"] = json!(config.dtype.to_string());
     report["loss_first"] = json!(first_loss);
     report["device"] = json!(open.name);
+    report["peak_device_mib"] = json!(open.peak_bytes().map(|bytes| bytes >> 20));
     report["kernels"] = json!(engine.model.kernels().name());
     report["first_step_ms"] = json!(first_step.map(millis));
     report["startup_ms"] = json!(millis(startup));

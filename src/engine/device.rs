@@ -53,6 +53,11 @@ impl OpenDevice {
     pub fn free_bytes(&self) -> Option<u64> {
         free_bytes(&self.device)
     }
+
+    /// The most memory of a GPU that tensors have held at once, in bytes.
+    pub fn peak_bytes(&self) -> Option<u64> {
+        peak_bytes(&self.device)
+    }
 }
 
 impl Place {
@@ -97,6 +102,25 @@ fn free_bytes(_: &Device) -> Option<u64> {
 fn free_bytes(device: &Device) -> Option<u64> {
     let (free, _) = device.as_cuda_device().ok()?.cuda_stream().context().mem_get_info().ok()?;
     Some(free as u64)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn peak_bytes(_: &Device) -> Option<u64> {
+    None
+}
+
+#[cfg(feature = "cuda")]
+fn peak_bytes(device: &Device) -> Option<u64> {
+    use candle_core::cuda_backend::cudarc::driver::{result::mem_pool, sys};
+    let (mut pool, mut most) = (std::ptr::null_mut(), 0u64);
+    // SAFETY: the device is open, and the attribute is a 64-bit number.
+    unsafe {
+        let ordinal = device.as_cuda_device().ok()?.cuda_stream().context().cu_device();
+        sys::cuDeviceGetDefaultMemPool(&raw mut pool, ordinal).result().ok()?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+        mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()).ok()?;
+    }
+    Some(most)
 }
 
 /// GPU `ordinal` and its name, or why it cannot be used.

@@ -449,8 +449,13 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         hook: HeadHook<'_>,
     ) -> Result<f64>;
 
-    /// Statistics of a tensor; a value counts as subnormal below the smallest normal value of `format`.
-    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey>;
+    /// Statistics of each tensor; a value counts as subnormal below the smallest normal value of the tensor's format.
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Vec<TensorSurvey>>;
+
+    /// Those of one tensor.
+    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
+        self.surveys(&[(tensor, format)], exponents).map(|mut surveys| surveys.remove(0))
+    }
 
     /// The sum of a tensor's values.
     fn sum(&self, tensor: &Tensor) -> Result<f64>;

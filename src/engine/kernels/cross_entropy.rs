@@ -60,7 +60,8 @@ impl<T> HeadWorkspace<T> {
         grads: Option<DType>,
         allocate: Allocate<'_, T>,
     ) -> Result<Self> {
-        let tile = tokens.div_ceil(tiles);
+        // Every tile but the last begins where a GPU's widest accesses may.
+        let tile = tokens.div_ceil(tiles).next_multiple_of(8).min(tokens);
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
         Ok(Self {
             logits: allocate(&[tile, vocab], compute)?,

@@ -2,12 +2,13 @@
 //! how each is launched.
 //!
 //! A [`Queue`](launch::Queue) takes launches in order: candle's stream on a GPU; or in tests an emulator, which runs the kernels
-//! on a CPU and checks every access. They have never run on a GPU, so a run uses them only where it is told to, and after
-//! [`preflight`].
+//! on a CPU and checks every access. A run uses each of them only after its [`preflight`] on the run's GPU.
 
 mod adamw;
 mod attention;
 mod cross_entropy;
+mod elementwise;
+mod embedding;
 #[cfg(all(test, feature = "emulator"))]
 mod emulator;
 mod launch;
@@ -16,6 +17,8 @@ mod layer_norm;
 pub(crate) mod own;
 #[cfg(feature = "cuda")]
 pub(crate) mod preflight;
+#[cfg(feature = "cuda")]
+mod product;
 #[cfg(feature = "cuda")]
 mod queue;
 mod survey;

@@ -16,6 +16,7 @@ use super::{
 };
 use crate::precision::FloatFormat;
 use candle_core::{Result, Tensor, bail};
+use rayon::prelude::*;
 
 /// Our CPU kernels.
 #[derive(Clone, Copy, Debug, Default)]
@@ -235,8 +236,8 @@ impl Kernels for Fused {
         cross_entropy::head(x, weight, targets, workspace, gradient, hook)
     }
 
-    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
-        survey::survey(tensor, format, exponents)
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Vec<TensorSurvey>> {
+        tensors.par_iter().map(|(tensor, format)| survey::survey(tensor, *format, exponents)).collect()
     }
 
     fn sum(&self, tensor: &Tensor) -> Result<f64> {

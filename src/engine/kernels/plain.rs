@@ -21,9 +21,10 @@ use super::rope::{Direction, Positions, Table};
 use super::survey::TensorSurvey;
 use super::{Activation, Embedding, HeadHook, Kernels, NormGradients, NormSettings, Normed, WeightLayout};
 use crate::precision::FloatFormat;
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 #[cfg(feature = "cuda")]
 pub(super) use head::cross_entropy;
+use rayon::prelude::*;
 use std::fmt;
 use std::sync::Arc;
 use tensors::{
@@ -79,7 +80,46 @@ pub(crate) trait Replacements: fmt::Debug + Send + Sync {
     /// The loss of each row of logits, and with a `seed` their gradient in their place. The targets have been checked.
     fn cross_entropy(&self, targets: &[u32], logits: &Tensor, losses: &Tensor, seed: Option<f32>) -> Result<bool>;
 
-    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Option<TensorSurvey>>;
+    /// See [`Kernels::surveys`]; `None` where candle has to look.
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Option<Vec<TensorSurvey>>>;
+
+    fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<bool>;
+
+    fn activate_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        y: &Tensor,
+    ) -> Result<bool>;
+
+    fn add_branch(&self, stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<bool>;
+
+    fn branch_gradient(&self, stream: &Tensor, dropout: Option<Dropout>, branch: &Tensor) -> Result<bool>;
+
+    /// The ids have been checked.
+    fn embed_backward(
+        &self,
+        embedding: Embedding<'_>,
+        dx: &Tensor,
+        dtable: &Tensor,
+        dpositions: Option<&Tensor>,
+    ) -> Result<bool>;
+
+    fn linear(
+        &self,
+        layout: WeightLayout,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+    ) -> Result<bool>;
+
+    fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>, how: Store) -> Result<bool>;
+
+    /// `out [D] = Σ_rows x [N, D]`.
+    fn sum_rows(&self, x: &Tensor, out: &Tensor) -> Result<bool>;
 
     fn adamw(
         &self,
@@ -124,6 +164,9 @@ impl Kernels for Plain {
     }
 
     fn accumulate(&self, x: &Tensor, out: &Tensor) -> Result<()> {
+        if self.replaced(|own| own.add_branch(out, x, None, out))? {
+            return Ok(());
+        }
         accumulate(x, out)
     }
 
@@ -139,6 +182,10 @@ impl Kernels for Plain {
         dtable: &Tensor,
         dpositions: Option<&Tensor>,
     ) -> Result<()> {
+        embedding.check(dtable.dim(0)?)?;
+        if self.replaced(|own| own.embed_backward(embedding, dx, dtable, dpositions))? {
+            return Ok(());
+        }
         embedding::backward(embedding, dx, order, dtable, dpositions)
     }
 
@@ -208,9 +255,13 @@ impl Kernels for Plain {
         bias: Option<&Tensor>,
         y: &Tensor,
     ) -> Result<()> {
+        if self.replaced(|own| own.linear(layout, x, weight, bias, y))? {
+            return Ok(());
+        }
         let mut sum = product(x, &oriented(layout, weight)?, y.dtype())?;
         if let Some(bias) = bias {
-            sum = sum.broadcast_add(&widen(bias)?)?;
+            // The sum of two half-precision numbers is rounded once, as it would be from FP32.
+            sum = sum.broadcast_add(&bias.to_dtype(sum.dtype())?)?;
         }
         store(&sum, y)
     }
@@ -227,18 +278,29 @@ impl Kernels for Plain {
             WeightLayout::InOut => (x, dy),
             WeightLayout::OutIn => (dy, x),
         };
-        store(&product(&left.t()?, right, dweight.dtype())?, dweight)?;
-        dbias.map_or(Ok(()), |dbias| store(&column_sums(&widen(dy)?)?, dbias))
+        let (left, right) = (Factor::transposed(Columns::all(left)?), Factor::plain(Columns::all(right)?));
+        self.product(left, right, 1.0, Columns::all(dweight)?, Store::Overwrite)?;
+        let Some(dbias) = dbias else { return Ok(()) };
+        if self.replaced(|own| own.sum_rows(dy, dbias))? {
+            return Ok(());
+        }
+        store(&column_sums(&widen(dy)?)?, dbias)
     }
 
     fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>, how: Store) -> Result<()> {
+        if self.replaced(|own| own.product(a, b, alpha, c, how))? {
+            return Ok(());
+        }
         let matrix = |factor: Factor<'_>| {
             let columns = columns_of_rows(factor.columns, 0..factor.columns.rows())?;
             if factor.transposed { columns.t() } else { Ok(columns) }
         };
-        let product = (product(&matrix(a)?, &matrix(b)?, c.tensor().dtype())? * f64::from(alpha))?;
+        let mut product = product(&matrix(a)?, &matrix(b)?, c.tensor().dtype())?;
+        if alpha != 1.0 {
+            product = (product.to_dtype(DType::F32)? * f64::from(alpha))?;
+        }
         match how {
-            Store::Add => store_columns(&(widen_columns(c)? + product)?, c),
+            Store::Add => store_columns(&(widen_columns(c)? + product.to_dtype(DType::F32)?)?, c),
             Store::Overwrite => store_columns(&product, c),
         }
     }
@@ -281,6 +343,9 @@ impl Kernels for Plain {
     }
 
     fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<()> {
+        if self.replaced(|own| own.activate(activation, x, y))? {
+            return Ok(());
+        }
         let (gate, up) = halves(activation, x)?;
         let value = (&gate * gate_of(activation, &gate)?)?;
         store(&up.map_or(Ok(value.clone()), |up| value * up)?, y)
@@ -294,6 +359,9 @@ impl Kernels for Plain {
         dx: &Tensor,
         y: &Tensor,
     ) -> Result<()> {
+        if self.replaced(|own| own.activate_backward(activation, x, dy, dx, y))? {
+            return Ok(());
+        }
         let ((gate, up), dy) = (halves(activation, x)?, widen(dy)?);
         let (slope, value) = (slope_of(activation, &gate)?, (&gate * gate_of(activation, &gate)?)?);
         let Some(up) = up else {
@@ -305,10 +373,16 @@ impl Kernels for Plain {
     }
 
     fn add_branch(&self, stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<()> {
+        if self.replaced(|own| own.add_branch(stream, branch, dropout, out))? {
+            return Ok(());
+        }
         store(&(widen(stream)? + drop(dropout, 0, widen(branch)?)?)?, out)
     }
 
     fn branch_gradient(&self, stream: &Tensor, dropout: Option<Dropout>, branch: &Tensor) -> Result<()> {
+        if self.replaced(|own| own.branch_gradient(stream, dropout, branch))? {
+            return Ok(());
+        }
         store(&drop(dropout, 0, widen(stream)?)?, branch)
     }
 
@@ -321,18 +395,14 @@ impl Kernels for Plain {
         gradient: Option<HeadGradient<'_>>,
         hook: HeadHook<'_>,
     ) -> Result<f64> {
-        let rows = |targets: &[u32], logits: &Tensor, losses: &Tensor, seed| {
-            if self.replaced(|own| own.cross_entropy(targets, logits, losses, seed))? {
-                return Ok(());
-            }
-            head::cross_entropy(targets, logits, losses, seed)
-        };
-        head::head(x, weight, targets, workspace, gradient, hook, &rows)
+        head::head(self, x, weight, targets, workspace, gradient, hook)
     }
 
-    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
-        let own = self.own.as_deref().map(|own| own.survey(tensor, format, exponents)).transpose()?;
-        own.flatten().map_or_else(|| survey::survey(tensor, format, exponents), Ok)
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Vec<TensorSurvey>> {
+        if let Some(surveys) = self.own.as_deref().map_or(Ok(None), |own| own.surveys(tensors, exponents))? {
+            return Ok(surveys);
+        }
+        tensors.par_iter().map(|(tensor, format)| survey::survey(tensor, *format, exponents)).collect()
     }
 
     fn sum(&self, tensor: &Tensor) -> Result<f64> {

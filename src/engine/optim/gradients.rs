@@ -212,14 +212,9 @@ impl Gradients {
     }
 
     fn survey_here(&self, exponents: bool, survey: &mut Survey, kernels: &dyn Kernels) -> Result<()> {
-        let tensors = self.total().tensors();
-        survey.tensors.resize(tensors.len(), TensorSurvey::default());
-        let grads = self.grads.tensors();
-        survey.tensors.par_iter_mut().zip(tensors.par_iter().zip(grads)).try_for_each(
-            |(out, (tensor, grad))| -> Result<()> {
-                *out = kernels.survey(tensor, view::float_format(grad.dtype()), exponents)?;
-                Ok(())
-            },
-        )
+        let grads = self.total().tensors().iter().zip(self.grads.tensors());
+        let tensors: Vec<_> = grads.map(|(total, grad)| (total, view::float_format(grad.dtype()))).collect();
+        survey.tensors = kernels.surveys(&tensors, exponents)?;
+        Ok(())
     }
 }

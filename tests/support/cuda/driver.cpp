@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -55,7 +56,7 @@ struct Function {
 
 std::recursive_mutex lock;
 std::map<Address, Allocation> memory;
-size_t used = 0;
+size_t used = 0, most_used = 0;
 std::deque<std::function<Status()>> pending;
 // The first failure, which every later call reports again.
 Status broken = OK;
@@ -176,6 +177,13 @@ EXPORT Status cuMemPoolSetAttribute(void* it, int attribute, void* value) {
     // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
     return it == &pool && attribute == 4 && *static_cast<Address*>(value) == ~Address(0) ? OK : complain("a pool's setting");
 }
+EXPORT Status cuMemPoolGetAttribute(void* it, int attribute, void* value) {
+    // CU_MEMPOOL_ATTR_USED_MEM_HIGH
+    if (it != &pool || attribute != 8) return complain("a pool's figure");
+    Guard guard;
+    *static_cast<Address*>(value) = most_used;
+    return OK;
+}
 EXPORT Status cuDevicePrimaryCtxRetain(void** out, int) {
     *out = &context;
     return OK;
@@ -226,6 +234,7 @@ EXPORT Status cuMemAllocAsync(Address* out, size_t bytes, void* it) {
     std::memset(reinterpret_cast<void*>(*out), 0xff, room);
     memory[*out] = {bytes, pages, before + PAGE, false};
     used += bytes;
+    most_used = std::max(most_used, used);
     return OK;
 }
 EXPORT Status cuMemFreeAsync(Address address, void* it) {

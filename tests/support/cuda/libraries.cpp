@@ -106,7 +106,7 @@ EXPORT Status cublasGemmStridedBatchedEx(Handle* handle, int transa, int transb,
         return REFUSED;
     }
     if (!ready() || handle->stream == nullptr || compute != COMPUTE_32F || !(half || a_type == F32) || a_type != b_type ||
-        a_type != c_type || *beta != 0.0f || m < 1 || n < 1 || k < 1 || batch < 1) {
+        !(c_type == a_type || c_type == F32) || !(*beta == 0.0f || *beta == 1.0f) || m < 1 || n < 1 || k < 1 || batch < 1) {
         complain("a product that the stand-in does not know");
         return REFUSED;
     }
@@ -114,13 +114,15 @@ EXPORT Status cublasGemmStridedBatchedEx(Handle* handle, int transa, int transb,
         complain("a product of memory that is not there");
         return REFUSED;
     }
-    return enqueue([=, alpha = *alpha] {
+    return enqueue([=, alpha = *alpha, adds = *beta == 1.0f] {
         for (int matrix = 0; matrix < batch; ++matrix) {
             const auto rows = left.widened(m, k, matrix, true), columns = right.widened(k, n, matrix, false);
             char* to = reinterpret_cast<char*>(out.address) + matrix * stride_c * size_of(c_type);
             for (int column = 0; column < n; ++column) {
                 for (int row = 0; row < m; ++row) {
-                    put(to, c_type, row + size_t(column) * ldc, alpha * dot(&rows[size_t(row) * k], &columns[size_t(column) * k], k));
+                    const size_t place = row + size_t(column) * ldc;
+                    const float product = alpha * dot(&rows[size_t(row) * k], &columns[size_t(column) * k], k);
+                    put(to, c_type, place, adds ? at(to, c_type, place) + product : product);
                 }
             }
         }

@@ -2,15 +2,16 @@
 
 use super::launch::Buffer;
 use super::queue::CudaQueue;
-use super::{adamw, attention, cross_entropy, layer_norm, survey};
+use super::{adamw, attention, cross_entropy, elementwise, embedding, layer_norm, product, survey};
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
 use crate::engine::kernels::attention::{Operands, Shape};
-use crate::engine::kernels::columns::{Columns, Store};
+use crate::engine::kernels::columns::{Columns, Factor, Store};
+use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::plain::Replacements;
 use crate::engine::kernels::survey::TensorSurvey;
-use crate::engine::kernels::{Norm, NormGradients, NormSettings, Normed};
+use crate::engine::kernels::{Activation, Embedding, Norm, NormGradients, NormSettings, Normed, WeightLayout};
 use crate::precision::FloatFormat;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::BTreeSet;
 
 /// An operation that we have kernels for.
@@ -19,19 +20,34 @@ pub(crate) enum Operation {
     AdamW,
     Attention,
     CrossEntropy,
+    Elementwise,
+    Embedding,
     LayerNorm,
+    Product,
     Survey,
 }
 
 impl Operation {
-    pub(crate) const ALL: [Self; 5] = [Self::AdamW, Self::Attention, Self::CrossEntropy, Self::LayerNorm, Self::Survey];
+    pub(crate) const ALL: [Self; 8] = [
+        Self::AdamW,
+        Self::Attention,
+        Self::CrossEntropy,
+        Self::Elementwise,
+        Self::Embedding,
+        Self::LayerNorm,
+        Self::Product,
+        Self::Survey,
+    ];
 
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::AdamW => "adamw",
             Self::Attention => "attention",
             Self::CrossEntropy => "cross_entropy",
+            Self::Elementwise => "elementwise",
+            Self::Embedding => "embedding",
             Self::LayerNorm => "layer_norm",
+            Self::Product => "product",
             Self::Survey => "survey",
         }
     }
@@ -181,15 +197,139 @@ impl Replacements for Own {
         cross_entropy::rows(&self.queue, shape, logits, targets, losses, seed).map(|()| true)
     }
 
-    fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Option<TensorSurvey>> {
-        let Some([tensor]) = self.buffers(Operation::Survey, [tensor])? else { return Ok(None) };
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Option<Vec<TensorSurvey>>> {
+        let mut buffers = Vec::with_capacity(tensors.len());
+        for (tensor, format) in tensors {
+            let Some([buffer]) = self.buffers(Operation::Survey, [tensor])? else { return Ok(None) };
+            buffers.push((buffer, *format));
+        }
         let device = self.queue.device();
-        let words = device.alloc_zeros::<u32>(survey::WORDS)?;
-        let figures = Buffer { address: self.queue.address(&words), dtype: DType::U32, len: survey::WORDS };
-        survey::survey(&self.queue, tensor, format, exponents, figures)?;
-        let mut counted = [0; survey::WORDS];
+        let words = device.alloc_zeros::<u32>(buffers.len() * survey::WORDS)?;
+        let first = self.queue.address(&words);
+        for (i, (buffer, format)) in buffers.into_iter().enumerate() {
+            let address = first + (i * survey::WORDS * size_of::<u32>()) as u64;
+            let figures = Buffer { address, dtype: DType::U32, len: survey::WORDS };
+            survey::survey(&self.queue, buffer, format, exponents, figures)?;
+        }
+        // One copy, because the host waits for each.
+        let mut counted = vec![0; tensors.len() * survey::WORDS];
         device.memcpy_dtoh(&words, &mut counted)?;
-        Ok(Some(survey::decode(&counted, exponents)))
+        Ok(Some(counted.as_chunks().0.iter().map(|words| survey::decode(words, exponents)).collect()))
+    }
+
+    fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<bool> {
+        let Some([x, out]) = self.buffers(Operation::Elementwise, [x, y])? else { return Ok(false) };
+        let width = y.dim(1)?;
+        if !elementwise::serves(width) || x.dtype != out.dtype {
+            return Ok(false);
+        }
+        elementwise::activate(&self.queue, activation, width, x, out, None).map(|()| true)
+    }
+
+    fn activate_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        y: &Tensor,
+    ) -> Result<bool> {
+        let width = y.dim(1)?;
+        let Some([x, dy, dx, y]) = self.buffers(Operation::Elementwise, [x, dy, dx, y])? else { return Ok(false) };
+        if !elementwise::serves(width) || [x, dy, dx].iter().any(|buffer| buffer.dtype != y.dtype) {
+            return Ok(false);
+        }
+        elementwise::activate(&self.queue, activation, width, x, y, Some([dy, dx])).map(|()| true)
+    }
+
+    fn add_branch(&self, stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<bool> {
+        let Some([stream, branch, out]) = self.buffers(Operation::Elementwise, [stream, branch, out])? else {
+            return Ok(false);
+        };
+        if stream.dtype != out.dtype || !is_pair([out.dtype, branch.dtype]) {
+            return Ok(false);
+        }
+        elementwise::add_branch(&self.queue, stream, branch, dropout, out).map(|()| true)
+    }
+
+    fn branch_gradient(&self, stream: &Tensor, dropout: Option<Dropout>, branch: &Tensor) -> Result<bool> {
+        let Some([stream, branch]) = self.buffers(Operation::Elementwise, [stream, branch])? else { return Ok(false) };
+        if !is_pair([stream.dtype, branch.dtype]) {
+            return Ok(false);
+        }
+        elementwise::branch_gradient(&self.queue, stream, dropout, branch).map(|()| true)
+    }
+
+    fn embed_backward(
+        &self,
+        embedding: Embedding<'_>,
+        dx: &Tensor,
+        dtable: &Tensor,
+        dpositions: Option<&Tensor>,
+    ) -> Result<bool> {
+        let Embedding { ids, scale, dropout, .. } = embedding;
+        let width = dx.dim(1)?;
+        let tables = [dtable, dpositions.unwrap_or(dtable)];
+        let Some([dx, dtable, table_of_places]) = self.buffers(Operation::Embedding, [dx, tables[0], tables[1]])?
+        else {
+            return Ok(false);
+        };
+        let served = |table: Buffer| is_pair([dx.dtype, table.dtype]) || table.dtype == DType::F32;
+        if !embedding::serves(width) || !served(dtable) || !served(table_of_places) {
+            return Ok(false);
+        }
+        let add = |groups: embedding::Groups, table: Buffer, scale| {
+            let upload = |numbers: Vec<u32>| Tensor::new(numbers, tables[0].device());
+            let [order, ends] = [upload(groups.order)?, upload(groups.ends)?];
+            let Some(grouped) = self.buffers(Operation::Embedding, [&order, &ends])? else {
+                bail!("freshly allocated memory is not aligned")
+            };
+            embedding::backward(&self.queue, [dx, table], grouped, width, scale, dropout)
+        };
+        if let Some(dpositions) = dpositions {
+            let (places, count) = (embedding.places(), dpositions.dim(0)?);
+            let groups = embedding::grouped(ids.len(), |row| places.of(row))?;
+            if groups.ends.iter().step_by(2).any(|&place| place as usize >= count) {
+                bail!("more positions than the {count} of the table");
+            }
+            dpositions.zero_set()?;
+            add(groups, table_of_places, 1.0)?;
+        }
+        add(embedding::grouped(ids.len(), |row| ids[row] as usize)?, dtable, scale)?;
+        Ok(true)
+    }
+
+    fn linear(
+        &self,
+        layout: WeightLayout,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        y: &Tensor,
+    ) -> Result<bool> {
+        let how = match bias {
+            None => Store::Overwrite,
+            Some(bias) => {
+                let Some([row, out]) = self.buffers(Operation::Product, [bias, y])? else { return Ok(false) };
+                if !elementwise::serves(row.len) || row.dtype != out.dtype {
+                    return Ok(false);
+                }
+                elementwise::fill_rows(&self.queue, row, out)?;
+                Store::Add
+            }
+        };
+        let weight = Factor { columns: Columns::all(weight)?, transposed: layout == WeightLayout::OutIn };
+        Replacements::product(self, Factor::plain(Columns::all(x)?), weight, 1.0, Columns::all(y)?, how)
+    }
+
+    fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>, how: Store) -> Result<bool> {
+        Ok(self.operations.contains(&Operation::Product) && product::product(&self.queue, a, b, alpha, c, how)?)
+    }
+
+    fn sum_rows(&self, x: &Tensor, out: &Tensor) -> Result<bool> {
+        let (ones, sums) = (Tensor::ones((1, x.dim(0)?), x.dtype(), x.device())?, out.unsqueeze(0)?);
+        let (ones, x) = (Factor::plain(Columns::all(&ones)?), Factor::plain(Columns::all(x)?));
+        Replacements::product(self, ones, x, 1.0, Columns::all(&sums)?, Store::Overwrite)
     }
 
     fn adamw(

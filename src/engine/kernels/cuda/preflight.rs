@@ -7,11 +7,13 @@ use super::own::{Operation, Own};
 use crate::engine::device::Place;
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
 use crate::engine::kernels::attention::{Operands, Shape};
-use crate::engine::kernels::columns::{Columns, Store};
+use crate::engine::kernels::columns::{Columns, Factor, Store};
 use crate::engine::kernels::cross_entropy::IGNORE;
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::plain::{Plain, Replacements};
-use crate::engine::kernels::{Choice, Kernels, Norm, NormGradients, NormSettings, Normed};
+use crate::engine::kernels::{
+    Activation, Choice, Embedding, Kernels, Norm, NormGradients, NormSettings, Normed, WeightLayout,
+};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::untrusted::apart;
@@ -33,9 +35,14 @@ pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSe
         notice("no preflight: only the program `finetune` can run one, so candle's kernels are used".into());
         return BTreeSet::new();
     };
+    // Most of each trial is opening the device, so they run side by side.
+    let tried = std::thread::scope(|scope| {
+        let trials = Operation::ALL.map(|operation| (operation, scope.spawn(move || run(gpu_id, operation))));
+        trials.map(|(operation, trial)| (operation, trial.join().unwrap_or_else(|_| Err("could not be tried".into()))))
+    });
     let (mut passed, mut failed) = (BTreeSet::new(), Vec::new());
-    for operation in Operation::ALL {
-        match run(gpu_id, operation) {
+    for (operation, result) in tried {
+        match result {
             Ok(()) => drop(passed.insert(operation)),
             Err(why) => failed.push(format!("{} {why}", operation.name())),
         }
@@ -105,7 +112,10 @@ fn check(operation: Operation, device: &Device) -> Result<()> {
         Operation::AdamW => bench.adamw(),
         Operation::Attention => bench.attention(),
         Operation::CrossEntropy => bench.cross_entropy(),
+        Operation::Elementwise => bench.elementwise(),
+        Operation::Embedding => bench.embedding(),
         Operation::LayerNorm => bench.layer_norm(),
+        Operation::Product => bench.product(),
         Operation::Survey => bench.survey(),
     }
 }
@@ -279,6 +289,125 @@ impl Bench {
         Ok(())
     }
 
+    fn elementwise(&self) -> Result<()> {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for activation in [Activation::Gelu, Activation::GatedSilu, Activation::GatedGelu] {
+                let (rows, width) = (37, 72);
+                let width_of_x = if activation.is_gated() { 2 * width } else { width };
+                let x = (self.numbers(1, &[rows, width_of_x], DType::F32)? * 12.0)?.to_dtype(dtype)?;
+                let dy = || self.numbers(2, &[rows, width], dtype);
+                let run = |kernels: &mut dyn FnMut([&Tensor; 4]) -> Result<()>| -> Result<[Tensor; 3]> {
+                    let [y, again] = [(); 2].map(|()| self.poisoned(&[rows, width], dtype));
+                    let (y, again, dy) = (y?, again?, dy()?);
+                    let dx =
+                        if activation.is_gated() { self.poisoned(&[rows, width_of_x], dtype)? } else { dy.clone() };
+                    kernels([&y, &dy, &dx, &again])?;
+                    Ok([y, dx, again])
+                };
+                let expected = run(&mut |[y, dy, dx, again]| {
+                    self.candle.activate(activation, &x, y)?;
+                    self.candle.activate_backward(activation, &x, dy, dx, again)
+                })?;
+                let found = run(&mut |[y, dy, dx, again]| {
+                    require(self.own.activate(activation, &x, y)?, "the activation")?;
+                    require(self.own.activate_backward(activation, &x, dy, dx, again)?, "the activation's gradient")
+                })?;
+                for ((what, found), expected) in
+                    ["the output", "dx", "the output again"].into_iter().zip(&found).zip(&expected)
+                {
+                    self.compare(&format!("{what} of {activation:?} in {dtype:?}"), found, expected, tolerance(dtype))?;
+                }
+            }
+        }
+        for ([stream, branch], len) in PAIRS.into_iter().zip([5003, 70_001, 8, 1, 130]) {
+            for dropout in [None, Dropout::new(0.2, self.seed, 4, 5)] {
+                let (x, y) = (self.numbers(3, &[len], stream)?, self.numbers(4, &[len], branch)?);
+                let [sum, own_sum] = [(); 2].map(|()| self.poisoned(&[len], stream));
+                let [grad, own_grad] = [(); 2].map(|()| self.poisoned(&[len], branch));
+                let (sum, own_sum, grad, own_grad) = (sum?, own_sum?, grad?, own_grad?);
+                self.candle.add_branch(&x, &y, dropout, &sum)?;
+                require(self.own.add_branch(&x, &y, dropout, &own_sum)?, "a branch")?;
+                self.compare("the stream with its branch", &own_sum, &sum, tolerance(stream))?;
+                self.candle.branch_gradient(&x, dropout, &grad)?;
+                require(self.own.branch_gradient(&x, dropout, &own_grad)?, "a branch's gradient")?;
+                self.compare("the branch's gradient", &own_grad, &grad, tolerance(branch))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn embedding(&self) -> Result<()> {
+        let (seq_len, vocab, width) = (33, 19, 136);
+        let ids: Vec<u32> = (0..4 * seq_len as u32).map(|n| n * n % 17).collect();
+        for [stream, table] in PAIRS {
+            for dropout in [None, Dropout::new(0.2, self.seed, 4, 5)] {
+                let tokens = self.numbers(1, &[vocab, width], table)?;
+                let embedding = Embedding {
+                    table: &tokens,
+                    positions: None,
+                    ids: &ids,
+                    seq_len,
+                    documents: None,
+                    scale: 1.5,
+                    dropout,
+                };
+                let dx = self.numbers(2, &[ids.len(), width], stream)?;
+                let results = || -> Result<[Tensor; 2]> {
+                    Ok([self.numbers(3, &[vocab, width], table)?, self.poisoned(&[seq_len + 3, width], table)?])
+                };
+                let ([dtable, dpositions], [own_dtable, own_dpositions]) = (results()?, results()?);
+                let mut order = vec![0; ids.len()];
+                self.candle.embed_backward(embedding, &dx, &mut order, &dtable, Some(&dpositions))?;
+                let done = self.own.embed_backward(embedding, &dx, &own_dtable, Some(&own_dpositions))?;
+                require(done, "the embedding's gradient")?;
+                self.compare("the tokens' gradient", &own_dtable, &dtable, tolerance(table))?;
+                self.compare("the positions' gradient", &own_dpositions, &dpositions, tolerance(table))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn product(&self) -> Result<()> {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (rows, inner, width) in [(33, 72, 40), (5, 300, 96), (64, 64, 8)] {
+                let x = self.numbers(1, &[rows, inner], dtype)?;
+                for layout in [WeightLayout::InOut, WeightLayout::OutIn] {
+                    let shape = if layout == WeightLayout::InOut { [inner, width] } else { [width, inner] };
+                    let (weight, bias) = (self.numbers(2, &shape, dtype)?, self.numbers(3, &[width], dtype)?);
+                    for bias in [None, Some(&bias)] {
+                        let [y, own] = [(); 2].map(|()| self.poisoned(&[rows, width], dtype));
+                        let (y, own) = (y?, own?);
+                        self.candle.linear(layout, &x, &weight, bias, &y)?;
+                        require(self.own.linear(layout, &x, &weight, bias, &own)?, "a layer")?;
+                        self.compare(&format!("a layer's output in {dtype:?}"), &own, &y, tolerance(dtype))?;
+                    }
+                }
+                // Some columns of wider matrices, added to a sum of either type.
+                let dy = self.numbers(4, &[rows, width + 5], dtype)?;
+                for out in [dtype, DType::F32] {
+                    for how in [Store::Overwrite, Store::Add] {
+                        let [sum, own] = [(); 2].map(|()| self.numbers(5, &[inner, width + 3], out));
+                        let (sum, own) = (sum?, own?);
+                        let a = Factor::transposed(Columns::all(&x)?);
+                        let b = Factor::plain(Columns::new(&dy, 2..width + 2)?);
+                        let into = |sum| Columns::new(sum, 1..width + 1);
+                        self.candle.product(a, b, 0.5, into(&sum)?, how)?;
+                        require(Replacements::product(&self.own, a, b, 0.5, into(&own)?, how)?, "a product")?;
+                        self.compare(&format!("a product of {dtype:?} in {out:?}"), &own, &sum, tolerance(out))?;
+                    }
+                    let [sum, own] = [(); 2].map(|()| self.poisoned(&[inner], out));
+                    let (sum, own) = (sum?, own?);
+                    let ones = Tensor::ones((1, rows), dtype, &self.device)?;
+                    let (ones, all) = (Factor::plain(Columns::all(&ones)?), Factor::plain(Columns::all(&x)?));
+                    self.candle.product(ones, all, 1.0, Columns::all(&sum.unsqueeze(0)?)?, Store::Overwrite)?;
+                    require(self.own.sum_rows(&x, &own)?, "a sum of rows")?;
+                    self.compare(&format!("a sum of rows of {dtype:?} in {out:?}"), &own, &sum, tolerance(out))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn layer_norm(&self) -> Result<()> {
         let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
         for [stream, compute] in PAIRS {
@@ -338,9 +467,10 @@ impl Bench {
                 let tensor = Tensor::new(values, &self.device)?.to_dtype(dtype)?;
                 for exponents in [false, true] {
                     let expected = self.candle.survey(&tensor, format, exponents)?;
-                    let Some(mut found) = self.own.survey(&tensor, format, exponents)? else {
+                    let Some(found) = self.own.surveys(&[(&tensor, format)], exponents)? else {
                         return require(false, "the survey");
                     };
+                    let Some(mut found) = found.into_iter().next() else { return require(false, "the survey") };
                     let (squares, own) = (expected.stats.sum_squares, found.stats.sum_squares);
                     found.stats.sum_squares = squares;
                     let close = (squares - own).abs() <= 1e-5 * squares.abs();

@@ -7,11 +7,13 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 
 /// The `.cu` files as nvcc has compiled them for this build.
-const MODULES: [(&str, &str); 6] = [
+const MODULES: [(&str, &str); 8] = [
     ("adamw", include_str!(concat!(env!("OUT_DIR"), "/adamw.ptx"))),
     ("attention", include_str!(concat!(env!("OUT_DIR"), "/attention.ptx"))),
     ("attention_mma", include_str!(concat!(env!("OUT_DIR"), "/attention_mma.ptx"))),
     ("cross_entropy", include_str!(concat!(env!("OUT_DIR"), "/cross_entropy.ptx"))),
+    ("elementwise", include_str!(concat!(env!("OUT_DIR"), "/elementwise.ptx"))),
+    ("embedding", include_str!(concat!(env!("OUT_DIR"), "/embedding.ptx"))),
     ("layer_norm", include_str!(concat!(env!("OUT_DIR"), "/layer_norm.ptx"))),
     ("survey", include_str!(concat!(env!("OUT_DIR"), "/survey.ptx"))),
 ];

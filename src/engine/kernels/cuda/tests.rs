@@ -4,6 +4,7 @@
 
 mod attention;
 mod cross_entropy;
+mod elementwise;
 mod emulator;
 mod layer_norm;
 mod optimizer;

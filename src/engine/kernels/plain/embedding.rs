@@ -6,7 +6,7 @@ use crate::engine::kernels::Embedding;
 use candle_core::{DType, Result, Tensor, bail};
 
 impl Embedding<'_> {
-    fn check(&self, vocab: usize) -> Result<()> {
+    pub(crate) fn check(&self, vocab: usize) -> Result<()> {
         if let Some(id) = self.ids.iter().find(|&&id| id as usize >= vocab) {
             bail!("token id {id} is outside the model's vocabulary of {vocab}");
         }

@@ -1,22 +1,21 @@
 //! The language-model head with its cross-entropy loss, one tile of logits at a time; softmax and loss are FP32.
 
+use super::Plain;
 use super::tensors::{accumulate, indices, product, require_contiguous, select, store, widen};
-use crate::engine::kernels::HeadHook;
+use crate::engine::kernels::columns::{Columns, Factor, Store};
 use crate::engine::kernels::cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace, IGNORE};
+use crate::engine::kernels::{HeadHook, Kernels};
 use candle_core::{Result, Tensor, bail};
 
-/// A function such as [`cross_entropy`].
-type CrossEntropy<'a> = dyn Fn(&[u32], &Tensor, &Tensor, Option<f32>) -> Result<()> + 'a;
-
-/// See [`Kernels::head`](crate::engine::kernels::Kernels::head); `cross_entropy` is the function below or its replacement.
+/// See [`Kernels::head`].
 pub(super) fn head(
+    kernels: &Plain,
     x: &Tensor,
     weight: &Tensor,
     targets: &[u32],
     workspace: &HeadWorkspace,
     gradient: Option<HeadGradient<'_>>,
     hook: HeadHook<'_>,
-    cross_entropy: &CrossEntropy<'_>,
 ) -> Result<f64> {
     let (rows, vocab) = (x.dim(0)?, weight.dim(0)?);
     if let Some(target) = targets.iter().find(|&&t| t != IGNORE && t as usize >= vocab) {
@@ -26,18 +25,34 @@ pub(super) fn head(
     for first in (0..rows).step_by(tile) {
         let count = tile.min(rows - first);
         let (x, logits) = (x.narrow(0, first, count)?, workspace.logits.narrow(0, 0, count)?);
-        store(&product(&x, &weight.t()?, logits.dtype())?, &logits)?;
+        let (of_x, of_weight, of_logits) = (Columns::all(&x)?, Columns::all(weight)?, Columns::all(&logits)?);
+        kernels.product(Factor::plain(of_x), Factor::transposed(of_weight), 1.0, of_logits, Store::Overwrite)?;
         hook(HeadTensor::Logits, first, &logits)?;
         let losses = workspace.losses.narrow(0, first, count)?;
-        cross_entropy(&targets[first..first + count], &logits, &losses, gradient.map(|gradient| gradient.seed))?;
+        let (targets, seed) = (&targets[first..first + count], gradient.map(|gradient| gradient.seed));
+        if !kernels.replaced(|own| own.cross_entropy(targets, &logits, &losses, seed))? {
+            cross_entropy(targets, &logits, &losses, seed)?;
+        }
         if let Some(gradient) = gradient {
             hook(HeadTensor::LogitsGradient, first, &logits)?;
             let dx = gradient.dx.narrow(0, first, count)?;
-            store(&product(&logits, weight, dx.dtype())?, &dx)?;
+            kernels.product(
+                Factor::plain(of_logits),
+                Factor::plain(of_weight),
+                1.0,
+                Columns::all(&dx)?,
+                Store::Overwrite,
+            )?;
             if let Some(out) = gradient.dweight {
                 let sum = workspace.weight_sum.as_ref().unwrap_or(out);
-                let dweight = product(&logits.t()?, &x, out.dtype())?;
-                if first > 0 { accumulate(&dweight, sum) } else { store(&dweight, sum) }?;
+                let (left, right) = (Factor::transposed(of_logits), Factor::plain(of_x));
+                let how = if first > 0 { Store::Add } else { Store::Overwrite };
+                let sums = Columns::all(sum)?;
+                if !kernels.replaced(|own| own.product(left, right, 1.0, sums, how))? {
+                    // In the gradient's type, where the GPU is fast, also where tiles are summed in FP32.
+                    let dweight = product(&logits.t()?, &x, out.dtype())?;
+                    if first > 0 { accumulate(&dweight, sum) } else { store(&dweight, sum) }?;
+                }
             }
             hook(HeadTensor::InputGradient, first, &dx)?;
         }

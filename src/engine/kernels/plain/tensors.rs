@@ -81,15 +81,15 @@ pub(super) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.matmul(b)
 }
 
-/// `a · b` in FP32 for two matrices of one storage type; either may be transposed. `out` is the storage type of the result.
+/// `a · b` for two matrices of one storage type; either may be transposed. `out` is the type that the result is for.
 ///
-/// On a GPU a product whose result is stored in the operands' half type runs in that type: cuBLAS sums in FP32 and rounds
-/// once. candle's CPU back end rounds partial sums to FP16, so there the operands are widened first.
+/// On a GPU a product whose result is stored in the operands' half type is of that type: cuBLAS sums in FP32 and rounds
+/// once. Others are FP32. candle's CPU back end rounds partial sums to FP16, so there the operands are widened first.
 pub(super) fn product(a: &Tensor, b: &Tensor, out: DType) -> Result<Tensor> {
     if a.device().is_cpu() || a.dtype() != out {
         return matmul(&widen_matrix(a)?, &widen_matrix(b)?);
     }
-    matmul(a, b)?.to_dtype(DType::F32)
+    matmul(a, b)
 }
 
 /// [`widen`] for a matrix that may be transposed; the layout is kept.

@@ -1,0 +1,135 @@
+// Activations, residual branches and biases: the twins of gelu.rs, gated.rs and residual.rs.
+#include "cuda/random.cuh"
+
+// What the activation multiplies x with.
+enum : unsigned { GELU = 0, GATED_SILU = 1, GATED_GELU = 2 };
+
+struct Activate {
+    const void* x;   // [rows, width], T; where the activation is gated [rows, 2 · width]: gates, then what they multiply
+    const void* dy;  // [rows, width], T; null in the forward pass
+    void* y;         // [rows, width], T
+    void* dx;        // as x; null in the forward pass
+    u64 len;         // rows · width
+    unsigned width;  // where gated a multiple of N
+    unsigned activation;
+};
+
+struct Residual {
+    const void* stream;  // S
+    const void* branch;  // T, written where it is the branch's gradient
+    void* out;           // S; null for the branch's gradient
+    u64 len;
+    Dropout dropout;
+};
+
+struct Fill {
+    const void* row;  // [width], T
+    void* out;        // [rows, width], T
+    u64 len;          // rows · width
+    unsigned width;   // a multiple of N
+    unsigned unused;
+};
+
+constexpr unsigned THREADS = 256;
+constexpr int N = 8;
+
+// sqrt(2 / π) and the cubic coefficient of the tanh form of GELU.
+constexpr float SQRT_2_OVER_PI = 0.7978845608028654f;
+constexpr float GELU_CUBIC = 0.044715f;
+// Beyond this magnitude the activations are the identity or zero in FP32, and their derivatives 1 or 0.
+constexpr float LIMIT = 100.0f;
+
+// GELU's (1 + tanh(u)) / 2 is the logistic function of 2u.
+__device__ inline float gate_of(unsigned activation, float x) {
+    const float u = activation == GATED_SILU ? x : x * (2.0f * SQRT_2_OVER_PI + 2.0f * SQRT_2_OVER_PI * GELU_CUBIC * x * x);
+    return 1.0f / (1.0f + expf(-u));
+}
+
+// The derivative of x · gate(x), finite for every number.
+__device__ inline float slope_of(unsigned activation, float x) {
+    x = x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x;  // and NaN stays
+    const float gate = gate_of(activation, x);
+    const float inner = activation == GATED_SILU ? 1.0f : 2.0f * SQRT_2_OVER_PI + 6.0f * SQRT_2_OVER_PI * GELU_CUBIC * x * x;
+    return gate + gate * (1.0f - gate) * x * inner;
+}
+
+// Where the pack of y at `at` has its gates in x; what they multiply lies `width` behind them.
+__device__ inline size_t gates_at(const Activate& a, size_t at) {
+    return a.activation == GELU ? at : at / a.width * a.width + at;
+}
+
+template <class T> __device__ void activate(const Activate& a) {
+    for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
+        float gate[N], up[N];
+        const size_t gates = gates_at(a, at);
+        load_pack<T>(a.x, gates, whole, count, gate);
+        if (a.activation != GELU) load_pack<T>(a.x, gates + a.width, whole, count, up);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            gate[i] *= gate_of(a.activation, gate[i]);
+            if (a.activation != GELU) gate[i] *= up[i];
+        }
+        store_pack<T>(a.y, at, whole, count, gate);
+    });
+}
+
+template <class T> __device__ void activate_backward(const Activate& a) {
+    for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
+        float gate[N], up[N], dy[N], y[N];
+        const size_t gates = gates_at(a, at);
+        load_pack<T>(a.x, gates, whole, count, gate);
+        if (a.activation != GELU) load_pack<T>(a.x, gates + a.width, whole, count, up);
+        load_pack<T>(a.dy, at, whole, count, dy);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float value = gate[i] * gate_of(a.activation, gate[i]), slope = slope_of(a.activation, gate[i]);
+            if (a.activation == GELU) {
+                y[i] = value;
+                gate[i] = dy[i] * slope;
+            } else {
+                y[i] = value * up[i];
+                gate[i] = dy[i] * up[i] * slope;
+                up[i] = dy[i] * value;
+            }
+        }
+        store_pack<T>(a.y, at, whole, count, y);
+        store_pack<T>(a.dx, gates, whole, count, gate);
+        if (a.activation != GELU) store_pack<T>(a.dx, gates + a.width, whole, count, up);
+    });
+}
+
+template <class S, class T> __device__ void add_branch(const Residual& a) {
+    for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
+        float stream[N], branch[N];
+        load_pack<S>(a.stream, at, whole, count, stream);
+        load_pack<T>(a.branch, at, whole, count, branch);
+        apply_dropout(a.dropout, at, branch);
+#pragma unroll
+        for (int i = 0; i < N; ++i) stream[i] += branch[i];
+        store_pack<S>(a.out, at, whole, count, stream);
+    });
+}
+
+template <class S, class T> __device__ void branch_gradient(const Residual& a) {
+    for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
+        float x[N];
+        load_pack<S>(a.stream, at, whole, count, x);
+        apply_dropout(a.dropout, at, x);
+        store_pack<T>(const_cast<void*>(a.branch), at, whole, count, x);
+    });
+}
+
+// The same row in every row.
+template <class T> __device__ void fill_rows(const Fill& a) {
+    for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
+        float x[N];
+        load_pack<T>(a.row, at % a.width, whole, count, x);
+        store_pack<T>(a.out, at, whole, count, x);
+    });
+}
+
+ENTRIES(activate, THREADS, Activate)
+ENTRIES(activate_backward, THREADS, Activate)
+ENTRIES_WIDE_FIRST(add_branch, THREADS, Residual)
+ENTRIES_WIDE_FIRST(branch_gradient, THREADS, Residual)
+ENTRIES(fill_rows, THREADS, Fill)

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::process::Command;
 
 const FOLDER: &str = "src/engine/kernels";
-const MODULES: [&str; 8] =
-    ["adamw", "attention", "attention_mma", "cross_entropy", "elementwise", "embedding", "layer_norm", "survey"];
+const MODULES: [&str; 9] =
+    ["adamw", "attention", "attention_mma", "cross_entropy", "elementwise", "embedding", "heads", "norm", "survey"];
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -268,7 +268,7 @@ impl<'a> Embedding<'a> {
 }
 
 /// Called with each tensor the head computes and the index of its first row.
-pub type HeadHook<'a> = &'a mut dyn FnMut(HeadTensor, usize, &Tensor) -> Result<()>;
+pub type HeadHook<'a> = Option<&'a mut dyn FnMut(HeadTensor, usize, &Tensor) -> Result<()>>;
 
 /// The operations of a decoder. Results are written into existing tensors; N is the number of tokens. Implementations round
 /// only when they store a result.

@@ -2,12 +2,13 @@
 #include "cuda/common.cuh"
 
 struct CrossEntropy {
-    void* logits;             // [rows, vocab], T; the gradient takes their place
+    void* logits;             // [rows, vocab], T, rows `stride` apart, whose rest is overwritten; the gradient takes their place
     const unsigned* targets;  // [rows]
     float* losses;            // [rows]
-    unsigned rows, vocab;
+    unsigned rows, vocab, stride;
     unsigned has_gradient;  // 0 for the loss alone
     float seed;             // the gradient of a row's loss
+    unsigned unused;
 };
 
 constexpr unsigned THREADS = 512;
@@ -19,8 +20,8 @@ constexpr unsigned IGNORE = 0xffffffffu;
 template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
     SHARED(float, scratch);  // [WARPS]
     const unsigned row = blockIdx.x, target = load(a.targets, row);
-    const size_t start = static_cast<size_t>(row) * a.vocab;
-    const bool whole = a.vocab % N == 0;
+    const size_t start = static_cast<size_t>(row) * a.stride;
+    const bool whole = a.stride % N == 0;
     float x[N];
     if (target == IGNORE) {
         if (a.has_gradient) {

@@ -104,8 +104,9 @@ pub fn head(
     targets: &[u32],
     workspace: &HeadWorkspace,
     gradient: Option<HeadGradient<'_>>,
-    hook: HeadHook<'_>,
+    mut hook: HeadHook<'_>,
 ) -> Result<f64> {
+    let mut hook = |tensor, first, values: &Tensor| hook.as_mut().map_or(Ok(()), |hook| hook(tensor, first, values));
     let ((rows, width), (vocab, _)) = (x.dims2()?, weight.dims2()?);
     if let Some(target) = targets.iter().find(|&&t| t != IGNORE && t as usize >= vocab) {
         bail!("target {target} is outside the model's vocabulary of {vocab}");

@@ -11,8 +11,9 @@ mod elementwise;
 mod embedding;
 #[cfg(all(test, feature = "emulator"))]
 mod emulator;
+mod heads;
 mod launch;
-mod layer_norm;
+mod norm;
 #[cfg(feature = "cuda")]
 pub(crate) mod own;
 #[cfg(feature = "cuda")]

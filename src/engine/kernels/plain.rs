@@ -78,7 +78,10 @@ pub(crate) trait Replacements: fmt::Debug + Send + Sync {
     ) -> Result<bool>;
 
     /// The loss of each row of logits, and with a `seed` their gradient in their place. The targets have been checked.
-    fn cross_entropy(&self, targets: &[u32], logits: &Tensor, losses: &Tensor, seed: Option<f32>) -> Result<bool>;
+    fn cross_entropy(&self, targets: &[u32], logits: Columns<'_>, losses: &Tensor, seed: Option<f32>) -> Result<bool>;
+
+    /// Whether the head's operations take logits whose rows are longer than the vocabulary.
+    fn pads_logits(&self) -> bool;
 
     /// See [`Kernels::surveys`]; `None` where candle has to look.
     fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Option<Vec<TensorSurvey>>>;
@@ -117,6 +120,8 @@ pub(crate) trait Replacements: fmt::Debug + Send + Sync {
     ) -> Result<bool>;
 
     fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>, how: Store) -> Result<bool>;
+
+    fn rotate(&self, x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<bool>;
 
     /// `out [D] = Σ_rows x [N, D]`.
     fn sum_rows(&self, x: &Tensor, out: &Tensor) -> Result<bool>;
@@ -244,6 +249,9 @@ impl Kernels for Plain {
     }
 
     fn rotate(&self, x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<()> {
+        if self.replaced(|own| own.rotate(x, table, positions, direction))? {
+            return Ok(());
+        }
         rope::rotate(x, table, positions, direction)
     }
 

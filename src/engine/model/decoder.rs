@@ -328,7 +328,7 @@ impl Decoder {
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
     pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
         let weight = weights.operand(self.head)?;
-        self.kernels.head(ws.hidden(), &weight, targets, &ws.head, None, &mut |_, _, _| Ok(()))
+        self.kernels.head(ws.hidden(), &weight, targets, &ws.head, None, None)
     }
 
     /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target.
@@ -343,6 +343,7 @@ impl Decoder {
     ) -> Result<f64> {
         let dx = &ws.scratch(ws.hidden().dtype())?.gradients()?.normed;
         let gradient = HeadGradient { seed, dx, dweight: grads.own(self.head) };
+        let watches = hook.watches();
         let mut record = |tensor, first_token, values: &Tensor| {
             let part = match tensor {
                 HeadTensor::Logits => Part::Output,
@@ -353,7 +354,7 @@ impl Decoder {
             hook.record(Place { layer: Layer::outer(Op::Head), part, first_token }, values)
         };
         let weight = weights.operand(self.head)?;
-        self.kernels.head(ws.hidden(), &weight, targets, &ws.head, Some(gradient), &mut record)
+        self.kernels.head(ws.hidden(), &weight, targets, &ws.head, Some(gradient), watches.then_some(&mut record))
     }
 
     /// From the head's input back to the embeddings, after [`Self::loss_and_head_gradient`]; writes every gradient.

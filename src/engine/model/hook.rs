@@ -63,6 +63,11 @@ pub trait Hook {
     /// `tensor`, at `place`, does not change before the next call, but may be overwritten later. The pass continues with
     /// whatever the hook writes into it.
     fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()>;
+
+    /// Whether it looks at anything. If not, a pass may leave out what only hooks need.
+    fn watches(&self) -> bool {
+        true
+    }
 }
 
 impl dyn Hook + '_ {
@@ -76,11 +81,19 @@ impl Hook for () {
     fn record(&mut self, _: Place, _: &Tensor) -> Result<()> {
         Ok(())
     }
+
+    fn watches(&self) -> bool {
+        false
+    }
 }
 
 impl<H: Hook> Hook for Option<H> {
     fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
         self.as_mut().map_or(Ok(()), |hook| hook.record(place, tensor))
+    }
+
+    fn watches(&self) -> bool {
+        self.as_ref().is_some_and(Hook::watches)
     }
 }
 
@@ -89,5 +102,9 @@ impl<A: Hook + ?Sized, B: Hook + ?Sized> Hook for (&mut A, &mut B) {
     fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
         self.0.record(place, tensor)?;
         self.1.record(place, tensor)
+    }
+
+    fn watches(&self) -> bool {
+        self.0.watches() || self.1.watches()
     }
 }

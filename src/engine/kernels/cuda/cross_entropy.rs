@@ -14,30 +14,34 @@ struct CrossEntropy {
     losses: u64,
     rows: u32,
     vocab: u32,
+    stride: u32,
     has_gradient: u32,
     seed: f32,
+    unused: u32,
 }
 // SAFETY: mirrors `CrossEntropy`.
 unsafe impl Arguments for CrossEntropy {}
 
-/// The loss of each row of `logits [rows, vocab]`; and where `seed` says what the gradient of a row's loss is, that of the
+/// The loss of each row of `logits [rows, vocab]`, rows `stride` apart, whose rest is overwritten; and where `seed` says what the gradient of a row's loss is, that of the
 /// logits in their place. The targets are [`IGNORE`](crate::engine::kernels::cross_entropy::IGNORE) or below `vocab`.
 pub(crate) fn rows(
     queue: &impl Queue,
-    [rows, vocab]: [usize; 2],
+    [rows, vocab, stride]: [usize; 3],
     logits: Buffer,
     targets: Buffer,
     losses: Buffer,
     seed: Option<f32>,
 ) -> Result<()> {
     let arguments = CrossEntropy {
-        logits: logits.of("logits", rows * vocab)?,
+        logits: logits.of("logits", rows * stride)?,
         targets: targets.expect("targets", DType::U32, rows)?,
         losses: losses.expect("losses", DType::F32, rows)?,
         rows: word(rows)?,
         vocab: word(vocab)?,
+        stride: word(stride.max(vocab))?,
         has_gradient: u32::from(seed.is_some()),
         seed: seed.unwrap_or(0.0),
+        unused: 0,
     };
     let launch = Launch {
         module: "cross_entropy",

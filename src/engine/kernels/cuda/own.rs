@@ -2,12 +2,13 @@
 
 use super::launch::Buffer;
 use super::queue::CudaQueue;
-use super::{adamw, attention, cross_entropy, elementwise, embedding, layer_norm, product, survey};
+use super::{adamw, attention, cross_entropy, elementwise, embedding, heads, norm, product, survey};
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
 use crate::engine::kernels::attention::{Operands, Shape};
 use crate::engine::kernels::columns::{Columns, Factor, Store};
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::plain::Replacements;
+use crate::engine::kernels::rope::{Direction, Positions, Table};
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::kernels::{Activation, Embedding, Norm, NormGradients, NormSettings, Normed, WeightLayout};
 use crate::precision::FloatFormat;
@@ -22,20 +23,22 @@ pub(crate) enum Operation {
     CrossEntropy,
     Elementwise,
     Embedding,
-    LayerNorm,
+    Norm,
     Product,
+    Rope,
     Survey,
 }
 
 impl Operation {
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::AdamW,
         Self::Attention,
         Self::CrossEntropy,
         Self::Elementwise,
         Self::Embedding,
-        Self::LayerNorm,
+        Self::Norm,
         Self::Product,
+        Self::Rope,
         Self::Survey,
     ];
 
@@ -46,8 +49,9 @@ impl Operation {
             Self::CrossEntropy => "cross_entropy",
             Self::Elementwise => "elementwise",
             Self::Embedding => "embedding",
-            Self::LayerNorm => "layer_norm",
+            Self::Norm => "norm",
             Self::Product => "product",
+            Self::Rope => "rope",
             Self::Survey => "survey",
         }
     }
@@ -80,6 +84,54 @@ impl Own {
         }
         Ok(Some(buffers))
     }
+
+    /// Whether attention's kernels can be used.
+    fn attends(&self, shape: &Shape, operands: &Operands<'_>, one_type: bool) -> bool {
+        let served = attention::serves(&Shape { kv_heads: shape.heads, ..*shape });
+        let grouped = shape.kv_heads != shape.heads;
+        let known = served && one_type && operands.documents.is_none() && (!grouped || heads::can_spread(shape));
+        known && self.operations.contains(&Operation::Attention)
+    }
+
+    /// Queries, keys and values with keys and values for each head, where the model shares them.
+    fn spread(&self, shape: &Shape, qkv: &Tensor) -> Result<Option<Tensor>> {
+        if shape.kv_heads == shape.heads {
+            return Ok(None);
+        }
+        let wide = Tensor::zeros((qkv.dim(0)?, 3 * shape.widths()[0]), qkv.dtype(), qkv.device())?;
+        let Some([from, to]) = self.buffers(Operation::Attention, [qkv, &wide])? else {
+            bail!("queries, keys and values are not aligned")
+        };
+        heads::spread(&self.queue, shape, from, to)?;
+        Ok(Some(wide))
+    }
+
+    /// The same for operands that may be missing.
+    fn optional(
+        &self,
+        operation: Operation,
+        a: Option<&Tensor>,
+        b: Option<&Tensor>,
+    ) -> Result<Option<(Option<Buffer>, Option<Buffer>)>> {
+        let mut found = [None; 2];
+        for (tensor, slot) in [a, b].into_iter().zip(&mut found) {
+            if let Some(tensor) = tensor {
+                let Some([buffer]) = self.buffers(operation, [tensor])? else { return Ok(None) };
+                *slot = Some(buffer);
+            }
+        }
+        Ok(Some((found[0], found[1])))
+    }
+}
+
+/// Whether a layer norm has its mean, and an RMS norm none.
+fn has_its_operands(settings: NormSettings, mean: Option<Buffer>) -> bool {
+    (settings.norm == Norm::Layer) == mean.is_some()
+}
+
+/// What a norm adds to its weight.
+fn gain_offset(settings: NormSettings) -> f32 {
+    if settings.norm == (Norm::Rms { unit_offset: true }) { 1.0 } else { 0.0 }
 }
 
 /// Whether there are kernels for this pair of types, of which the first is the second or FP32.
@@ -89,11 +141,10 @@ fn is_pair([wide, narrow]: [DType; 2]) -> bool {
 }
 
 /// The tensor in which queries, keys and values lie side by side, and nothing else.
-fn packed<'a>(shape: &Shape, [queries, keys, values]: [Columns<'a>; 3]) -> Option<&'a Tensor> {
-    let width = shape.heads * shape.head_size;
-    let tensor = queries.tensor();
-    let side_by_side = [queries, keys, values].iter().zip([0, width, 2 * width]).all(|(columns, first)| {
-        columns.tensor().id() == tensor.id() && (columns.first(), columns.stride()) == (first, 3 * width)
+fn packed<'a>(shape: &Shape, parts: [Columns<'a>; 3]) -> Option<&'a Tensor> {
+    let (tensor, [queries, keys, values]) = (parts[0].tensor(), shape.widths());
+    let side_by_side = parts.iter().zip([0, queries, queries + keys]).all(|(columns, first)| {
+        columns.tensor().id() == tensor.id() && (columns.first(), columns.stride()) == (first, queries + keys + values)
     });
     side_by_side.then_some(tensor)
 }
@@ -106,11 +157,15 @@ impl Replacements for Own {
     fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<bool> {
         operands.check(shape, out, lse)?;
         let Some(qkv) = packed(shape, operands.qkv) else { return Ok(false) };
-        let Some([qkv, out, lse]) = self.buffers(Operation::Attention, [qkv, out, lse])? else { return Ok(false) };
-        if !attention::serves(shape) || operands.documents.is_some() || out.dtype != qkv.dtype {
+        if !self.attends(shape, operands, out.dtype() == qkv.dtype()) {
             return Ok(false);
         }
-        attention::forward(&self.queue, *shape, qkv, operands.dropout, out, lse).map(|()| true)
+        let (wide, shape) = (self.spread(shape, qkv)?, Shape { kv_heads: shape.heads, ..*shape });
+        let Some([qkv, out, lse]) = self.buffers(Operation::Attention, [wide.as_ref().unwrap_or(qkv), out, lse])?
+        else {
+            return Ok(false);
+        };
+        attention::forward(&self.queue, shape, qkv, operands.dropout, out, lse).map(|()| true)
     }
 
     fn attention_backward(
@@ -128,16 +183,39 @@ impl Replacements for Own {
         let (Some(qkv), Some(dqkv)) = (packed(shape, operands.qkv), packed(shape, gradients)) else {
             return Ok(false);
         };
-        let tensors = [dout, qkv, out, lse, dqkv];
-        let Some([dout, qkv, out, lse, dqkv]) = self.buffers(Operation::Attention, tensors)? else {
-            return Ok(false);
-        };
-        let one_type = [dout, out, dqkv].iter().all(|buffer| buffer.dtype == qkv.dtype);
-        if !attention::serves(shape) || operands.documents.is_some() || !one_type {
+        let one_type = [dout, out, dqkv].iter().all(|tensor| tensor.dtype() == qkv.dtype());
+        if !self.attends(shape, operands, one_type) {
             return Ok(false);
         }
-        let saved = [dout, qkv, out, lse];
-        attention::backward(&self.queue, *shape, saved, operands.dropout, dqkv).map(|()| true)
+        let wide = self.spread(shape, qkv)?;
+        let wide_gradient = wide.as_ref().map(Tensor::zeros_like).transpose()?;
+        let to = wide_gradient.as_ref().unwrap_or(dqkv);
+        let tensors = [dout, wide.as_ref().unwrap_or(qkv), out, lse, to, dqkv];
+        let Some([dout, qkv, out, lse, to, dqkv]) = self.buffers(Operation::Attention, tensors)? else {
+            return Ok(false);
+        };
+        let equal = Shape { kv_heads: shape.heads, ..*shape };
+        attention::backward(&self.queue, equal, [dout, qkv, out, lse], operands.dropout, to)?;
+        if wide_gradient.is_some() {
+            heads::gather(&self.queue, shape, to, dqkv)?;
+        }
+        Ok(true)
+    }
+
+    fn rotate(&self, x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<bool> {
+        let (available, half) = table.cos.dims2()?;
+        let starts = positions.documents.map(|starts| Tensor::new(starts, x.tensor().device())).transpose()?;
+        let place = heads::Heads { rows: x.rows(), stride: x.stride(), first: x.first(), count: x.count() };
+        let documents = positions.documents.map_or(x.rows(), <[u32]>::len);
+        let known = positions.past + positions.seq_len.min(x.rows()) <= available && documents == x.rows();
+        let Some([buffer, cos, sin]) = self.buffers(Operation::Rope, [x.tensor(), &table.cos, &table.sin])? else {
+            return Ok(false);
+        };
+        let Some((starts, _)) = self.optional(Operation::Rope, starts.as_ref(), None)? else { return Ok(false) };
+        if !known || !place.can_rotate(half) || positions.seq_len == 0 {
+            return Ok(false);
+        }
+        heads::rotate(&self.queue, (buffer, place), [cos, sin], half, positions, starts, direction).map(|()| true)
     }
 
     fn norm(
@@ -149,17 +227,16 @@ impl Replacements for Own {
         to: &Normed,
     ) -> Result<bool> {
         let shape @ [_, width] = <[usize; 2]>::from(x.dims2()?);
-        let (Norm::Layer, Some(bias), Some(mean)) = (settings.norm, bias, &to.mean) else { return Ok(false) };
-        let tensors = [x, weight, bias, &to.out, mean, &to.rstd];
-        let Some([x, weight, bias, y, mean, rstd]) = self.buffers(Operation::LayerNorm, tensors)? else {
+        let Some([x, weight, y, rstd]) = self.buffers(Operation::Norm, [x, weight, &to.out, &to.rstd])? else {
             return Ok(false);
         };
-        let one_type = [weight, bias].iter().all(|buffer| buffer.dtype == y.dtype);
-        if !layer_norm::serves(width) || !is_pair([x.dtype, y.dtype]) || !one_type {
+        let Some((bias, mean)) = self.optional(Operation::Norm, bias, to.mean.as_ref())? else { return Ok(false) };
+        let one_type = weight.dtype == y.dtype && bias.is_none_or(|bias| bias.dtype == y.dtype);
+        if !norm::serves(width) || !is_pair([x.dtype, y.dtype]) || !one_type || !has_its_operands(settings, mean) {
             return Ok(false);
         }
-        let statistics = layer_norm::Statistics { mean, rstd };
-        layer_norm::forward(&self.queue, shape, x, [weight, bias], settings.eps, y, statistics).map(|()| true)
+        let (statistics, numbers) = (norm::Statistics { mean, rstd }, (settings.eps, gain_offset(settings)));
+        norm::forward(&self.queue, shape, x, (weight, bias), numbers, y, statistics).map(|()| true)
     }
 
     fn norm_backward(
@@ -173,28 +250,38 @@ impl Replacements for Own {
         gradients: Option<NormGradients<'_>>,
     ) -> Result<bool> {
         let shape @ [_, width] = <[usize; 2]>::from(x.dims2()?);
-        let Some(NormGradients { weight: dweight, bias: Some(dbias) }) = gradients else { return Ok(false) };
-        let (Norm::Layer, Some(mean)) = (settings.norm, &normed.mean) else { return Ok(false) };
-        let tensors = [dy, x, weight, mean, &normed.rstd, dx, dweight, dbias];
-        let Some([dy, x, weight, mean, rstd, dx, dweight, dbias]) = self.buffers(Operation::LayerNorm, tensors)? else {
+        let Some([dy, x, weight, rstd, dx]) = self.buffers(Operation::Norm, [dy, x, weight, &normed.rstd, dx])? else {
             return Ok(false);
         };
-        let types = weight.dtype == dy.dtype && dx.dtype == x.dtype && dweight.dtype == dbias.dtype;
-        if !layer_norm::serves(width) || !is_pair([x.dtype, dy.dtype]) || !types {
+        let (dweight, dbias) = gradients.map_or((None, None), |to| (Some(to.weight), to.bias));
+        let Some((dweight, dbias)) = self.optional(Operation::Norm, dweight, dbias)? else { return Ok(false) };
+        let Some((mean, _)) = self.optional(Operation::Norm, normed.mean.as_ref(), None)? else { return Ok(false) };
+        let sums = dweight.is_none_or(|dweight| dbias.is_none_or(|dbias| dweight.dtype == dbias.dtype));
+        let types = weight.dtype == dy.dtype && dx.dtype == x.dtype && sums;
+        if !norm::serves(width) || !is_pair([x.dtype, dy.dtype]) || !types || !has_its_operands(settings, mean) {
             return Ok(false);
         }
-        let (statistics, fresh) = (layer_norm::Statistics { mean, rstd }, how == Store::Overwrite);
-        let operands = [dy, x, weight];
-        layer_norm::backward(&self.queue, shape, operands, statistics, dx, fresh, [dweight, dbias]).map(|()| true)
+        let statistics = (norm::Statistics { mean, rstd }, gain_offset(settings));
+        let (operands, gradients) = ([dy, x, weight], dweight.map(|dweight| (dweight, dbias)));
+        let to = (dx, how == Store::Overwrite);
+        norm::backward(&self.queue, shape, operands, statistics, to, gradients).map(|()| true)
     }
 
-    fn cross_entropy(&self, targets: &[u32], logits: &Tensor, losses: &Tensor, seed: Option<f32>) -> Result<bool> {
-        let shape = <[usize; 2]>::from(logits.dims2()?);
-        let targets = Tensor::new(targets, logits.device())?;
-        let Some([targets, logits, losses]) = self.buffers(Operation::CrossEntropy, [&targets, logits, losses])? else {
+    fn cross_entropy(&self, targets: &[u32], logits: Columns<'_>, losses: &Tensor, seed: Option<f32>) -> Result<bool> {
+        let shape = [logits.rows(), logits.count(), logits.stride()];
+        let targets = Tensor::new(targets, losses.device())?;
+        let tensors = [&targets, logits.tensor(), losses];
+        let Some([targets, buffer, losses]) = self.buffers(Operation::CrossEntropy, tensors)? else {
             return Ok(false);
         };
-        cross_entropy::rows(&self.queue, shape, logits, targets, losses, seed).map(|()| true)
+        if logits.first() != 0 {
+            return Ok(false);
+        }
+        cross_entropy::rows(&self.queue, shape, buffer, targets, losses, seed).map(|()| true)
+    }
+
+    fn pads_logits(&self) -> bool {
+        [Operation::CrossEntropy, Operation::Product].iter().all(|operation| self.operations.contains(operation))
     }
 
     fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Option<Vec<TensorSurvey>>> {

@@ -11,6 +11,7 @@ use crate::engine::kernels::columns::{Columns, Factor, Store};
 use crate::engine::kernels::cross_entropy::IGNORE;
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::plain::{Plain, Replacements};
+use crate::engine::kernels::rope::{Direction, Positions, Table};
 use crate::engine::kernels::{
     Activation, Choice, Embedding, Kernels, Norm, NormGradients, NormSettings, Normed, WeightLayout,
 };
@@ -114,8 +115,9 @@ fn check(operation: Operation, device: &Device) -> Result<()> {
         Operation::CrossEntropy => bench.cross_entropy(),
         Operation::Elementwise => bench.elementwise(),
         Operation::Embedding => bench.embedding(),
-        Operation::LayerNorm => bench.layer_norm(),
+        Operation::Norm => bench.norm(),
         Operation::Product => bench.product(),
+        Operation::Rope => bench.rope(),
         Operation::Survey => bench.survey(),
     }
 }
@@ -234,8 +236,8 @@ impl Bench {
 
     fn attention(&self) -> Result<()> {
         // Within a tile, over its end, and with heads of every size that there are kernels for.
-        let shapes = [(2, 33, 3, 32), (1, 130, 2, 64), (2, 40, 2, 80), (1, 70, 1, 128), (1, 65, 2, 20)]
-            .map(|(b, t, h, s)| Shape::new(b, t, h, s));
+        let shapes = [(2, 33, 3, 32, 3), (1, 130, 4, 64, 2), (2, 40, 2, 80, 2), (1, 70, 3, 128, 1), (1, 65, 2, 20, 2)]
+            .map(|(b, t, h, s, kv_heads)| Shape { kv_heads, ..Shape::new(b, t, h, s) });
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (i, shape) in shapes.iter().enumerate() {
                 self.attention_of(shape, dtype, Dropout::new(0.2, self.seed, 4, 5).filter(|_| i % 2 == 0))?;
@@ -246,11 +248,12 @@ impl Bench {
 
     fn attention_of(&self, shape: &Shape, dtype: DType, dropout: Option<Dropout>) -> Result<()> {
         let (tokens, width) = (shape.batch * shape.seq_len, shape.heads * shape.head_size);
-        let (qkv, dout) = (self.numbers(1, &[tokens, 3 * width], dtype)?, self.numbers(2, &[tokens, width], dtype)?);
+        let packed = shape.widths().iter().sum::<usize>();
+        let (qkv, dout) = (self.numbers(1, &[tokens, packed], dtype)?, self.numbers(2, &[tokens, width], dtype)?);
         let operands = Operands::packed(shape, &qkv, dropout)?;
         let results = || -> Result<[Tensor; 3]> {
             let lse = self.poisoned(&[tokens * shape.heads], DType::F32)?;
-            Ok([self.poisoned(&[tokens, width], dtype)?, lse, self.poisoned(&[tokens, 3 * width], dtype)?])
+            Ok([self.poisoned(&[tokens, width], dtype)?, lse, self.poisoned(&[tokens, packed], dtype)?])
         };
         let [out, lse, dqkv] = &results()?;
         self.candle.attention(shape, &operands, out, lse)?;
@@ -271,16 +274,20 @@ impl Bench {
 
     fn cross_entropy(&self) -> Result<()> {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for (rows, vocab) in [(5, 5003), (3, 97), (4, 64)] {
+            for (rows, vocab, stride) in [(5, 5003, 5003), (3, 97, 104), (4, 64, 64)] {
                 let mut targets: Vec<u32> = (0..rows).map(|row| (row * 31 % vocab) as u32).collect();
                 targets[1] = IGNORE;
                 for seed in [None, Some(256.0)] {
                     let logits = || (self.numbers(1, &[rows, vocab], DType::F32)? * 8.0)?.to_dtype(dtype);
-                    let [candle, own] = [logits()?, logits()?];
+                    // What lies behind a row is not looked at.
+                    let (candle, own) = (logits()?, self.poisoned(&[rows, stride], dtype)?);
+                    own.slice_set(&candle, 1, 0)?;
                     let [losses, own_losses] = [(); 2].map(|()| self.poisoned(&[rows], DType::F32));
                     let (losses, own_losses) = (losses?, own_losses?);
                     crate::engine::kernels::plain::cross_entropy(&targets, &candle, &losses, seed)?;
-                    require(self.own.cross_entropy(&targets, &own, &own_losses, seed)?, "the loss")?;
+                    let columns = Columns::new(&own, 0..vocab)?;
+                    require(self.own.cross_entropy(&targets, columns, &own_losses, seed)?, "the loss")?;
+                    let own = own.narrow(1, 0, vocab)?.contiguous()?;
                     self.compare("the losses", &own_losses, &losses, tolerance(DType::F32))?;
                     self.compare(&format!("the gradient in {dtype:?}"), &own, &candle, tolerance(dtype))?;
                 }
@@ -408,44 +415,79 @@ impl Bench {
         Ok(())
     }
 
-    fn layer_norm(&self) -> Result<()> {
-        let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
+    fn norm(&self) -> Result<()> {
         for [stream, compute] in PAIRS {
-            for (shape @ [rows, width], how) in
-                [([70, 768], Store::Add), ([9, 1000], Store::Overwrite), ([33, 65], Store::Add)]
-            {
-                // Away from zero, so that a variance by differences of squares would show.
-                let x = (self.numbers(1, &shape, DType::F32)? + 3.0)?.to_dtype(stream)?;
-                let [weight, bias] = [2, 3].map(|salt| self.numbers(salt, &[width], compute));
-                let (weight, bias, dy) = (weight?, bias?, self.numbers(4, &shape, compute)?);
-                let results = || -> Result<(Normed, [Tensor; 3])> {
-                    let statistics = || self.poisoned(&[rows], DType::F32);
-                    let normed =
-                        Normed { out: self.poisoned(&shape, compute)?, mean: Some(statistics()?), rstd: statistics()? };
-                    let dx = self.numbers(5, &shape, stream)?;
-                    Ok((normed, [dx, self.poisoned(&[width], compute)?, self.poisoned(&[width], compute)?]))
-                };
-                let (normed, [dx, dweight, dbias]) = &results()?;
-                self.candle.norm(settings, &x, &weight, Some(&bias), normed)?;
-                let gradients = Some(NormGradients { weight: dweight, bias: Some(dbias) });
-                self.candle.norm_backward(settings, &dy, &x, &weight, normed, (dx, how), gradients)?;
-                let (own, [own_dx, own_dweight, own_dbias]) = &results()?;
-                require(self.own.norm(settings, &x, &weight, Some(&bias), own)?, "the norm")?;
-                let (to, gradients) = ((own_dx, how), NormGradients { weight: own_dweight, bias: Some(own_dbias) });
-                let done = self.own.norm_backward(settings, &dy, &x, &weight, own, to, Some(gradients))?;
-                require(done, "the norm's gradient")?;
-                let (mean, own_mean) = (normed.mean.as_ref().unwrap_or(dx), own.mean.as_ref().unwrap_or(dx));
-                let pairs = [
-                    ("the output", &own.out, &normed.out),
-                    ("the mean", own_mean, mean),
-                    ("the deviation", &own.rstd, &normed.rstd),
-                    ("dx", own_dx, dx),
-                    ("dweight", own_dweight, dweight),
-                    ("dbias", own_dbias, dbias),
-                ];
-                for (what, found, expected) in pairs {
-                    let what = format!("{what} of {rows} × {width} in {stream:?} and {compute:?}");
-                    self.compare(&what, found, expected, tolerance(expected.dtype()))?;
+            for (shape, how) in [([70, 768], Store::Add), ([9, 1000], Store::Overwrite), ([33, 65], Store::Add)] {
+                for norm in [Norm::Layer, Norm::Rms { unit_offset: false }, Norm::Rms { unit_offset: true }] {
+                    self.norm_of(norm, [stream, compute], shape, how)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn norm_of(
+        &self,
+        norm: Norm,
+        [stream, compute]: [DType; 2],
+        shape @ [rows, width]: [usize; 2],
+        how: Store,
+    ) -> Result<()> {
+        let (settings, centers) = (NormSettings { norm, eps: 1e-5 }, norm == Norm::Layer);
+        // Away from zero, so that a variance by differences of squares would show.
+        let x = (self.numbers(1, &shape, DType::F32)? + 3.0)?.to_dtype(stream)?;
+        let [weight, bias] = [2, 3].map(|salt| self.numbers(salt, &[width], compute));
+        let (weight, bias, dy) = (weight?, bias?, self.numbers(4, &shape, compute)?);
+        let bias = centers.then_some(&bias);
+        let results = || -> Result<(Normed, [Tensor; 3])> {
+            let statistics = || self.poisoned(&[rows], DType::F32);
+            let mean = centers.then(statistics).transpose()?;
+            let normed = Normed { out: self.poisoned(&shape, compute)?, mean, rstd: statistics()? };
+            let dx = self.numbers(5, &shape, stream)?;
+            Ok((normed, [dx, self.poisoned(&[width], compute)?, self.numbers(6, &[width], compute)?]))
+        };
+        let gradients = |weight, bias| Some(NormGradients { weight, bias: centers.then_some(bias) });
+        let (normed, [dx, dweight, dbias]) = &results()?;
+        self.candle.norm(settings, &x, &weight, bias, normed)?;
+        self.candle.norm_backward(settings, &dy, &x, &weight, normed, (dx, how), gradients(dweight, dbias))?;
+        let (own, [own_dx, own_dweight, own_dbias]) = &results()?;
+        require(self.own.norm(settings, &x, &weight, bias, own)?, "the norm")?;
+        let (to, sums) = ((own_dx, how), gradients(own_dweight, own_dbias));
+        let done = self.own.norm_backward(settings, &dy, &x, &weight, own, to, sums)?;
+        require(done, "the norm's gradient")?;
+        let (mean, own_mean) = (normed.mean.as_ref().unwrap_or(dx), own.mean.as_ref().unwrap_or(own_dx));
+        let pairs = [
+            ("the output", &own.out, &normed.out),
+            ("the mean", own_mean, mean),
+            ("the deviation", &own.rstd, &normed.rstd),
+            ("dx", own_dx, dx),
+            ("dweight", own_dweight, dweight),
+            ("dbias", own_dbias, dbias),
+        ];
+        for (what, found, expected) in pairs {
+            let what = format!("{what} of {norm:?} of {rows} × {width} in {stream:?} and {compute:?}");
+            self.compare(&what, found, expected, tolerance(expected.dtype()))?;
+        }
+        Ok(())
+    }
+
+    fn rope(&self) -> Result<()> {
+        let (rows, seq_len, stride, first, half) = (66, 33, 160, 16, 32);
+        let frequencies: Vec<f32> = (0..half).map(|i| 0.8f32.powi(i)).collect();
+        let half = frequencies.len();
+        let table = Table::new(&frequencies, 1.0, seq_len + 2, &self.device)?;
+        let starts: Vec<u32> = (0..rows as u32).map(|row| if row % 33 > 20 { 21 } else { 0 }).collect();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for documents in [None, Some(&starts[..])] {
+                for direction in [Direction::Forward, Direction::Backward] {
+                    let positions = Positions { seq_len, past: 2, documents };
+                    let [x, own] = [(); 2].map(|()| self.numbers(1, &[rows, stride], dtype));
+                    let (x, own) = (x?, own?);
+                    let columns = |x| Columns::new(x, first..first + 4 * half);
+                    self.candle.rotate(columns(&x)?, &table, positions, direction)?;
+                    let done = Replacements::rotate(&self.own, columns(&own)?, &table, positions, direction)?;
+                    require(done, "rotations")?;
+                    self.compare(&format!("heads rotated in {dtype:?}"), &own, &x, tolerance(dtype))?;
                 }
             }
         }

@@ -7,14 +7,15 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 
 /// The `.cu` files as nvcc has compiled them for this build.
-const MODULES: [(&str, &str); 8] = [
+const MODULES: [(&str, &str); 9] = [
     ("adamw", include_str!(concat!(env!("OUT_DIR"), "/adamw.ptx"))),
     ("attention", include_str!(concat!(env!("OUT_DIR"), "/attention.ptx"))),
     ("attention_mma", include_str!(concat!(env!("OUT_DIR"), "/attention_mma.ptx"))),
     ("cross_entropy", include_str!(concat!(env!("OUT_DIR"), "/cross_entropy.ptx"))),
     ("elementwise", include_str!(concat!(env!("OUT_DIR"), "/elementwise.ptx"))),
     ("embedding", include_str!(concat!(env!("OUT_DIR"), "/embedding.ptx"))),
-    ("layer_norm", include_str!(concat!(env!("OUT_DIR"), "/layer_norm.ptx"))),
+    ("heads", include_str!(concat!(env!("OUT_DIR"), "/heads.ptx"))),
+    ("norm", include_str!(concat!(env!("OUT_DIR"), "/norm.ptx"))),
     ("survey", include_str!(concat!(env!("OUT_DIR"), "/survey.ptx"))),
 ];
 /// Shared memory that a kernel gets without asking for more.

@@ -6,7 +6,8 @@ mod attention;
 mod cross_entropy;
 mod elementwise;
 mod emulator;
-mod layer_norm;
+mod heads;
+mod norm;
 mod optimizer;
 
 use super::emulator::Emulator;

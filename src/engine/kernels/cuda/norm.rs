@@ -1,4 +1,4 @@
-//! The launches of `layer_norm.cu`.
+//! The launches of `norm.cu`.
 
 use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
 use candle_core::{DType, Result, bail};
@@ -21,8 +21,8 @@ const ROWS: usize = 8;
 /// What the forward pass leaves behind, FP32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Statistics {
-    /// Each row's mean.
-    pub(crate) mean: Buffer,
+    /// Each row's mean, of a layer norm.
+    pub(crate) mean: Option<Buffer>,
     /// One over each row's standard deviation.
     pub(crate) rstd: Buffer,
 }
@@ -39,9 +39,9 @@ struct Forward {
     rows: u32,
     width: u32,
     eps: f32,
-    unused: u32,
+    gain_offset: f32,
 }
-// SAFETY: mirrors `LayerNormForward`.
+// SAFETY: mirrors `NormForward`.
 unsafe impl Arguments for Forward {}
 
 #[repr(C)]
@@ -58,8 +58,10 @@ struct Backward {
     width: u32,
     rows_per_block: u32,
     fresh: u32,
+    gain_offset: f32,
+    unused: u32,
 }
-// SAFETY: mirrors `LayerNormBackward`.
+// SAFETY: mirrors `NormBackward`.
 unsafe impl Arguments for Backward {}
 
 fn variant(width: usize) -> &'static str {
@@ -89,13 +91,13 @@ fn backward_block(width: usize) -> (u32, usize) {
     (threads, 2 * width * copies * size_of::<f32>())
 }
 
-/// See [`layer_norm::forward`](crate::engine::kernels::layer_norm::forward).
+/// See [`Kernels::norm`](crate::engine::kernels::Kernels::norm).
 pub(crate) fn forward(
     queue: &impl Queue,
     [rows, width]: [usize; 2],
     x: Buffer,
-    [weight, bias]: [Buffer; 2],
-    eps: f32,
+    (weight, bias): (Buffer, Option<Buffer>),
+    (eps, gain_offset): (f32, f32),
     y: Buffer,
     statistics: Statistics,
 ) -> Result<()> {
@@ -103,35 +105,35 @@ pub(crate) fn forward(
     let arguments = Forward {
         x: x.of("x", len)?,
         weight: weight.expect("weight", y.dtype, width)?,
-        bias: bias.expect("bias", y.dtype, width)?,
+        bias: bias.map_or(Ok(0), |bias| bias.expect("bias", y.dtype, width))?,
         y: y.of("y", len)?,
-        mean: statistics.mean.expect("mean", DType::F32, rows)?,
+        mean: statistics.mean.map_or(Ok(0), |mean| mean.expect("mean", DType::F32, rows))?,
         rstd: statistics.rstd.expect("rstd", DType::F32, rows)?,
         rows: word(rows)?,
         width: word(width)?,
         eps,
-        unused: 0,
+        gain_offset,
     };
-    let kernel = entry(&format!("layer_norm_forward_{}", variant(width)), &[x.dtype, y.dtype])?;
-    let launch = Launch::warp_a_row("layer_norm", kernel, rows)?;
+    let kernel = entry(&format!("norm_forward_{}", variant(width)), &[x.dtype, y.dtype])?;
+    let launch = Launch::warp_a_row("norm", kernel, rows)?;
     // SAFETY: every buffer was found large enough above.
     unsafe { queue.launch(&launch, &arguments) }
 }
 
-/// See [`layer_norm::backward`](crate::engine::kernels::layer_norm::backward): `dx` is added to, or where it is `fresh` overwritten.
+/// See [`Kernels::norm_backward`](crate::engine::kernels::Kernels::norm_backward): `dx` is added to, or where it is `fresh`
+/// overwritten.
 pub(crate) fn backward(
     queue: &impl Queue,
     [rows, width]: [usize; 2],
     [dy, x, weight]: [Buffer; 3],
-    statistics: Statistics,
-    dx: Buffer,
-    fresh: bool,
-    [dweight, dbias]: [Buffer; 2],
+    (statistics, gain_offset): (Statistics, f32),
+    (dx, fresh): (Buffer, bool),
+    gradients: Option<(Buffer, Option<Buffer>)>,
 ) -> Result<()> {
     let len = rows * width;
     let (threads, shared_bytes) = backward_block(width);
     if !serves(width) {
-        bail!("there is no CUDA kernel for layer norms of {width} elements");
+        bail!("there is no CUDA kernel for norms of {width} elements");
     }
     // Small blocks share a multiprocessor.
     let max_blocks = MAX_BLOCKS * (KEPT_THREADS / threads) as usize;
@@ -142,7 +144,7 @@ pub(crate) fn backward(
         dy: dy.of("dy", len)?,
         x: x.of("x", len)?,
         weight: weight.expect("weight", dy.dtype, width)?,
-        mean: statistics.mean.expect("mean", DType::F32, rows)?,
+        mean: statistics.mean.map_or(Ok(0), |mean| mean.expect("mean", DType::F32, rows))?,
         rstd: statistics.rstd.expect("rstd", DType::F32, rows)?,
         dx: dx.expect("dx", x.dtype, len)?,
         partial: partial.address,
@@ -150,24 +152,28 @@ pub(crate) fn backward(
         width: word(width)?,
         rows_per_block: word(rows_per_block)?,
         fresh: u32::from(fresh),
+        gain_offset,
+        unused: 0,
     };
     let launch = Launch {
-        module: "layer_norm",
-        kernel: entry(&format!("layer_norm_backward_{}", variant(width)), &[x.dtype, dy.dtype])?,
+        module: "norm",
+        kernel: entry(&format!("norm_backward_{}", variant(width)), &[x.dtype, dy.dtype])?,
         grid: [word(blocks)?, 1, 1],
         threads,
         shared_bytes: word(shared_bytes)?,
     };
     // SAFETY: every buffer was found large enough above.
     unsafe { queue.launch(&launch, &arguments)? };
+    let Some((dweight, dbias)) = gradients else { return Ok(()) };
+    let dbias = dbias.map_or(Ok(0), |dbias| dbias.expect("dbias", dweight.dtype, width))?;
     let parts = SumParts {
         partial: partial.address,
-        out: [dweight.of("dweight", width)?, dbias.expect("dbias", dweight.dtype, width)?],
+        out: [dweight.of("dweight", width)?, dbias],
         parts: word(blocks)?,
         columns: word(width)?,
     };
     let launch = Launch {
-        module: "layer_norm",
+        module: "norm",
         kernel: entry("sum_parts", &[dweight.dtype])?,
         grid: [word((2 * width).div_ceil(SUMMED_COLUMNS))?, 1, 1],
         threads: SUM_THREADS,

@@ -1,28 +1,31 @@
-// Layer normalisation: the twin of layer_norm.rs. X is the residual stream's type, Y that of the products.
+// Layer and RMS normalisation: the twins of layer_norm.rs and rms_norm.rs. X is the residual stream's type, Y that of the
+// products. An RMS norm has neither mean nor bias; its pointers to them are null.
 #include "cuda/common.cuh"
 
-struct LayerNormForward {
+struct NormForward {
     const void* x;              // X
     const void *weight, *bias;  // Y
     void* y;                    // Y
     float *mean, *rstd;
     unsigned rows, width;
     float eps;
-    unsigned unused;
+    float gain_offset;  // added to the weight
 };
 
-struct LayerNormBackward {
+struct NormBackward {
     const void *dy, *x, *weight;  // dy, weight: Y; x: X
     const float *mean, *rstd;
     void* dx;        // X, added to, or where it is fresh overwritten
     float* partial;  // [blocks, 2, width]: this block's part of the gradients of weight and bias
     unsigned rows, width, rows_per_block;
     unsigned fresh;
+    float gain_offset;
+    unsigned unused;
 };
 
 struct SumParts {
     const float* partial;  // [parts, 2, columns]
-    void* out[2];          // [columns] each, T
+    void* out[2];          // [columns] each, T; the second may be null
     unsigned parts, columns;
 };
 
@@ -50,7 +53,7 @@ template <int PACKS, int N, class F> __device__ inline void for_row(unsigned wid
 }
 
 // One warp a row.
-template <class X, class Y, int ELEMENTS> __device__ void layer_norm_forward(const LayerNormForward& a) {
+template <class X, class Y, int ELEMENTS> __device__ void norm_forward(const NormForward& a) {
     constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
     const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
     if (row >= a.rows) return;
@@ -63,7 +66,7 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_forward(con
 #pragma unroll
         for (int i = 0; i < N; ++i) sum += x[k][i];
     });
-    const float mean = warp_sum(sum) / a.width;
+    const float mean = a.mean == nullptr ? 0.0f : warp_sum(sum) / a.width;
     float squares = 0.0f;
     for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
         if constexpr (PACKS == 0) load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
@@ -75,23 +78,23 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_forward(con
     });
     const float rstd = 1.0f / sqrtf(warp_sum(squares) / a.width + a.eps);
     for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
-        float weight[N], bias[N];
+        float weight[N], bias[N] = {};
         if constexpr (PACKS == 0) load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
         load_pack<Y>(a.weight, c, whole, a.width - c, weight);
-        load_pack<Y>(a.bias, c, whole, a.width - c, bias);
+        if (a.bias != nullptr) load_pack<Y>(a.bias, c, whole, a.width - c, bias);
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[k][i] = (x[k][i] - mean) * rstd * weight[i] + bias[i];
+        for (int i = 0; i < N; ++i) x[k][i] = (x[k][i] - mean) * rstd * (weight[i] + a.gain_offset) + bias[i];
         store_pack<Y>(a.y, start + c, whole, a.width - c, x[k]);
     });
     if (threadIdx.x % WARP == 0) {
-        store(a.mean, row, mean);
+        if (a.mean != nullptr) store(a.mean, row, mean);
         store(a.rstd, row, rstd);
     }
 }
 
 // A block takes `rows_per_block` rows, and each warp of it every so many-th. Each lane sums the gradients of weight and bias for
 // the columns that it sees, and at the end the warps' sums are added in their order.
-template <class X, class Y, int ELEMENTS> __device__ void layer_norm_backward(const LayerNormBackward& a) {
+template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const NormBackward& a) {
     constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
     constexpr unsigned BLOCK = PACKS > 0 ? BACKWARD_KEPT_THREADS : BACKWARD_WIDE_THREADS, WARPS = BLOCK / WARP;
     SHARED(float, sums);  // [2, width]; where rows are not kept [WARPS, 2, width], each part one warp's
@@ -113,7 +116,7 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_backward(co
     const unsigned begin = blockIdx.x * a.rows_per_block, end = min(begin + a.rows_per_block, a.rows);
     for (unsigned row = begin + warp; row < end; row += WARPS) {
         const size_t start = static_cast<size_t>(row) * a.width;
-        const float mean = load(a.mean, row), rstd = load(a.rstd, row);
+        const float mean = a.mean == nullptr ? 0.0f : load(a.mean, row), rstd = load(a.rstd, row);
         // The gradient times the weight, and the normalised row.
         float g[PLACES][N], x[PLACES][N];
         const auto read = [&](int k, unsigned c, float (&dy)[N]) {
@@ -123,7 +126,7 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_backward(co
             load_pack<Y>(a.weight, c, whole, a.width - c, weight);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                g[k][i] = dy[i] * weight[i];
+                g[k][i] = dy[i] * (weight[i] + a.gain_offset);
                 x[k][i] = (x[k][i] - mean) * rstd;
             }
         };
@@ -147,7 +150,7 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_backward(co
                 add_to(own + a.width, c, dy);
             }
         });
-        const float mean_g = warp_sum(sum_g) / a.width, mean_gx = warp_sum(sum_gx) / a.width;
+        const float mean_g = a.mean == nullptr ? 0.0f : warp_sum(sum_g) / a.width, mean_gx = warp_sum(sum_gx) / a.width;
         for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
             float dx[N] = {}, dy[N];
             if constexpr (PACKS == 0) read(k, c, dy);
@@ -189,15 +192,15 @@ template <class X, class Y, int ELEMENTS> __device__ void layer_norm_backward(co
 template <class T> __device__ void sum_parts(const SumParts& a) {
     SHARED(float, lanes);  // [WARPS, WARP]
     const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const unsigned column = blockIdx.x * WARP + lane, row = 2 * a.columns;
+    const unsigned column = blockIdx.x * WARP + lane, row = 2 * a.columns, wanted = a.out[1] == nullptr ? a.columns : row;
     float sum = 0.0f;
-    if (column < row) {
+    if (column < wanted) {
 #pragma unroll 4
         for (unsigned part = warp; part < a.parts; part += WARPS) sum += load(a.partial, static_cast<size_t>(part) * row + column);
     }
     lanes[threadIdx.x] = sum;
     __syncthreads();
-    if (warp == 0 && column < row) {
+    if (warp == 0 && column < wanted) {
 #pragma unroll
         for (unsigned i = 1; i < WARPS; ++i) sum += lanes[i * WARP + lane];
         store_rounded<T>(a.out[column / a.columns], column % a.columns, sum);
@@ -207,21 +210,21 @@ template <class T> __device__ void sum_parts(const SumParts& a) {
 // Elements of a lane that are kept: rows of 768.
 constexpr int KEPT = 24;
 
-template <class X, class Y> __device__ void layer_norm_forward_kept(const LayerNormForward& a) {
-    layer_norm_forward<X, Y, KEPT>(a);
+template <class X, class Y> __device__ void norm_forward_kept(const NormForward& a) {
+    norm_forward<X, Y, KEPT>(a);
 }
-template <class X, class Y> __device__ void layer_norm_backward_kept(const LayerNormBackward& a) {
-    layer_norm_backward<X, Y, KEPT>(a);
+template <class X, class Y> __device__ void norm_backward_kept(const NormBackward& a) {
+    norm_backward<X, Y, KEPT>(a);
 }
-template <class X, class Y> __device__ void layer_norm_forward_wide(const LayerNormForward& a) {
-    layer_norm_forward<X, Y, 0>(a);
+template <class X, class Y> __device__ void norm_forward_wide(const NormForward& a) {
+    norm_forward<X, Y, 0>(a);
 }
-template <class X, class Y> __device__ void layer_norm_backward_wide(const LayerNormBackward& a) {
-    layer_norm_backward<X, Y, 0>(a);
+template <class X, class Y> __device__ void norm_backward_wide(const NormBackward& a) {
+    norm_backward<X, Y, 0>(a);
 }
 
-ENTRIES_WIDE_FIRST(layer_norm_forward_kept, THREADS, LayerNormForward)
-ENTRIES_WIDE_FIRST(layer_norm_forward_wide, THREADS, LayerNormForward)
-ENTRIES_WIDE_FIRST(layer_norm_backward_kept, BACKWARD_KEPT_THREADS, LayerNormBackward)
-ENTRIES_WIDE_FIRST(layer_norm_backward_wide, BACKWARD_WIDE_THREADS, LayerNormBackward)
+ENTRIES_WIDE_FIRST(norm_forward_kept, THREADS, NormForward)
+ENTRIES_WIDE_FIRST(norm_forward_wide, THREADS, NormForward)
+ENTRIES_WIDE_FIRST(norm_backward_kept, BACKWARD_KEPT_THREADS, NormBackward)
+ENTRIES_WIDE_FIRST(norm_backward_wide, BACKWARD_WIDE_THREADS, NormBackward)
 ENTRIES(sum_parts, THREADS, SumParts)

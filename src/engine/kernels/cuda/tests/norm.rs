@@ -1,8 +1,9 @@
-//! Layer norm.
+//! Layer and RMS norms.
 
-use super::super::layer_norm as device;
+use super::super::norm as device;
 use super::*;
-use crate::engine::kernels::{NormGradients, layer_norm};
+use crate::engine::kernels::columns::Store;
+use crate::engine::kernels::{Fused, Kernels, Norm, NormGradients, NormSettings, Normed, layer_norm};
 
 /// Forward, and backward on top of a gradient or afresh.
 #[test]
@@ -48,9 +49,10 @@ fn layer_norm([stream, compute]: [DType; 2], shape @ [rows, width]: [usize; 2], 
             (gpu.output(len, compute), if fresh { gpu.output(len, stream) } else { gpu.state(&before, stream) });
         let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
         let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, compute));
-        let statistics = device::Statistics { mean, rstd };
-        device::forward(gpu, shape, x, [weight, bias], EPSILON, y, statistics).unwrap();
-        device::backward(gpu, shape, [dy, x, weight], statistics, dx, fresh, [dweight, dbias]).unwrap();
+        let statistics = device::Statistics { mean: Some(mean), rstd };
+        device::forward(gpu, shape, x, (weight, Some(bias)), (EPSILON, 0.0), y, statistics).unwrap();
+        device::backward(gpu, shape, [dy, x, weight], (statistics, 0.0), (dx, fresh), Some((dweight, Some(dbias))))
+            .unwrap();
         [y, mean, rstd, dx, dweight, dbias].map(|buffer| gpu.read(buffer)).to_vec()
     });
     let names = ["value", "mean", "rstd", "dx", "dweight", "dbias"];
@@ -72,12 +74,52 @@ fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
     let [weight, bias] = [1.0, 0.0].map(|value| gpu.input(&vec![value; width], dtype));
     let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
     let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, dtype));
-    let statistics = device::Statistics { mean, rstd };
-    device::forward(&gpu, shape, values, [weight, bias], EPSILON, y, statistics).unwrap();
-    device::backward(&gpu, shape, [ones, values, weight], statistics, dx, true, [dweight, dbias]).unwrap();
+    let statistics = device::Statistics { mean: Some(mean), rstd };
+    device::forward(&gpu, shape, values, (weight, Some(bias)), (EPSILON, 0.0), y, statistics).unwrap();
+    device::backward(&gpu, shape, [ones, values, weight], (statistics, 0.0), (dx, true), Some((dweight, Some(dbias))))
+        .unwrap();
     for buffer in [y, dx] {
         let nans: Vec<bool> = gpu.read(buffer).iter().map(|x| x.is_nan()).collect();
         assert_eq!(nans, (0..rows * width).map(|i| i / width == 1).collect::<Vec<_>>());
     }
     assert!(gpu.read(dweight).iter().all(|x| x.is_nan()) && gpu.read(dbias).iter().all(|&x| x == 3.0));
+}
+
+#[test]
+fn rms_norms() {
+    for [stream, compute] in STREAM_AND_COMPUTE {
+        for (unit_offset, shape @ [rows, width]) in [(false, [7, 24]), (true, [40, 65]), (true, [2, 1000])] {
+            let settings = NormSettings { norm: Norm::Rms { unit_offset }, eps: EPSILON };
+            let len = rows * width;
+            let (x, dy) = (pattern(len, 1, stream), pattern(len, 4, compute));
+            let (weight, before) = (pattern(width, 2, compute), pattern(len, 5, stream));
+            let (cpu_x, cpu_dy) = (tensor(&x, &shape, stream), tensor(&dy, &shape, compute));
+            let (cpu_weight, dx) = (tensor(&weight, &[width], compute), tensor(&before, &shape, stream));
+            let normed = Normed { out: poisoned(&shape, compute), mean: None, rstd: poisoned(&[rows], DType::F32) };
+            let dweight = poisoned(&[width], compute);
+            Fused.norm(settings, &cpu_x, &cpu_weight, None, &normed).unwrap();
+            let gradients = Some(NormGradients { weight: &dweight, bias: None });
+            Fused.norm_backward(settings, &cpu_dy, &cpu_x, &cpu_weight, &normed, (&dx, Store::Add), gradients).unwrap();
+            let offset = if unit_offset { 1.0 } else { 0.0 };
+            let found = in_every_order(|gpu| {
+                let (x, dy, weight) = (gpu.input(&x, stream), gpu.input(&dy, compute), gpu.input(&weight, compute));
+                let (y, rstd, dx) =
+                    (gpu.output(len, compute), gpu.output(rows, DType::F32), gpu.state(&before, stream));
+                let (frozen, dweight) = (gpu.state(&before, stream), gpu.output(width, compute));
+                let statistics = device::Statistics { mean: None, rstd };
+                device::forward(gpu, shape, x, (weight, None), (EPSILON, offset), y, statistics).unwrap();
+                let (operands, statistics) = ([dy, x, weight], (statistics, offset));
+                device::backward(gpu, shape, operands, statistics, (dx, false), Some((dweight, None))).unwrap();
+                device::backward(gpu, shape, operands, statistics, (frozen, false), None).unwrap();
+                assert_eq!(gpu.read(dx), gpu.read(frozen), "a frozen weight changes dx");
+                [y, rstd, dx, dweight].map(|buffer| gpu.read(buffer)).to_vec()
+            });
+            let truth = [&normed.out, &normed.rstd, &dx, &dweight].map(numbers);
+            let names = ["value", "rstd", "dx", "dweight"];
+            let dtypes = [compute, DType::F32, stream, compute];
+            for (((name, found), truth), dtype) in names.iter().zip(&found).zip(&truth).zip(dtypes) {
+                assert_close(&format!("RMS norm {rows}×{width}: {name}"), found, truth, dtype);
+            }
+        }
+    }
 }

@@ -1,0 +1,90 @@
+// Heads side by side in rows: rotary positions, the twin of rope.rs; and keys and values for each head of queries, because the
+// kernels of attention know no grouped ones.
+#include "cuda/common.cuh"
+
+struct Rotate {
+    void* x;                  // T, rows `stride` apart
+    const float *cos, *sin;   // [positions, half]
+    const unsigned* starts;   // [rows]: the place in its sequence that a row's document starts at; may be null
+    unsigned rows, stride;    // stride, first and half: multiples of N
+    unsigned first;           // the first column
+    unsigned heads, half;     // half of a head's width
+    unsigned seq_len, past;
+    float sign;
+};
+
+struct SharedHeads {
+    void* grouped;  // [rows, (heads + 2 · kv_heads) · head_size], T
+    void* wide;     // [rows, 3 · heads · head_size], T
+    unsigned rows, heads, kv_heads;
+    unsigned head_size;  // a multiple of N
+};
+
+constexpr unsigned THREADS = 256;
+constexpr int N = 8;
+
+template <class T> __device__ void rotate(const Rotate& a) {
+    const unsigned packs = a.half / N;
+    for_each_pack<1>(static_cast<size_t>(a.rows) * a.heads * packs, [&](size_t i, bool, unsigned) {
+        const unsigned column = i % packs * N, head = i / packs % a.heads, row = i / packs / a.heads;
+        const unsigned place = row % a.seq_len, start = a.starts == nullptr ? 0 : load(a.starts, row);
+        const size_t angle = static_cast<size_t>(a.past + (place > start ? place - start : 0)) * a.half + column;
+        const size_t at = static_cast<size_t>(row) * a.stride + a.first + 2 * head * a.half + column;
+        float low[N], high[N], cos[N], sin[N];
+        load_pack<T>(a.x, at, true, N, low);
+        load_pack<T>(a.x, at + a.half, true, N, high);
+        load_pack<float>(a.cos, angle, true, N, cos);
+        load_pack<float>(a.sin, angle, true, N, sin);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const float turned = low[k] * cos[k] - high[k] * sin[k] * a.sign;
+            high[k] = high[k] * cos[k] + low[k] * sin[k] * a.sign;
+            low[k] = turned;
+        }
+        store_pack<T>(a.x, at, true, N, low);
+        store_pack<T>(a.x, at + a.half, true, N, high);
+    });
+}
+
+// Repeats keys and values for the heads that share them.
+template <class T> __device__ void spread_heads(const SharedHeads& a) {
+    const unsigned queries = a.heads * a.head_size, keys = a.kv_heads * a.head_size, group = a.heads / a.kv_heads;
+    const size_t len = static_cast<size_t>(a.rows) * 3 * queries;
+    for_each_pack<N>(len, [&](size_t at, bool, unsigned) {
+        const size_t row = at / (3 * queries);
+        const unsigned column = at % (3 * queries), part = column / queries, within = column % queries;
+        const unsigned shared = queries + (part - 1) * keys + within / a.head_size / group * a.head_size + within % a.head_size;
+        float x[N];
+        load_pack<T>(a.grouped, row * (queries + 2 * keys) + (part == 0 ? column : shared), true, N, x);
+        store_pack<T>(a.wide, at, true, N, x);
+    });
+}
+
+// The inverse for gradients: those of heads that share keys and values are added.
+template <class T> __device__ void gather_heads(const SharedHeads& a) {
+    const unsigned queries = a.heads * a.head_size, keys = a.kv_heads * a.head_size, group = a.heads / a.kv_heads;
+    const unsigned width = queries + 2 * keys;
+    for_each_pack<N>(static_cast<size_t>(a.rows) * width, [&](size_t at, bool, unsigned) {
+        const size_t row = at / width;
+        const unsigned column = at % width;
+        float x[N];
+        if (column < queries) {
+            load_pack<T>(a.wide, row * 3 * queries + column, true, N, x);
+        } else {
+            const unsigned part = (column - queries) / keys, within = (column - queries) % keys;
+            const size_t first = row * 3 * queries + (1 + part) * queries + within / a.head_size * group * a.head_size + within % a.head_size;
+            load_pack<T>(a.wide, first, true, N, x);
+            for (unsigned other = 1; other < group; ++other) {
+                float y[N];
+                load_pack<T>(a.wide, first + other * a.head_size, true, N, y);
+#pragma unroll
+                for (int k = 0; k < N; ++k) x[k] += y[k];
+            }
+        }
+        store_pack<T>(a.grouped, at, true, N, x);
+    });
+}
+
+ENTRIES(rotate, THREADS, Rotate)
+ENTRIES(spread_heads, THREADS, SharedHeads)
+ENTRIES(gather_heads, THREADS, SharedHeads)

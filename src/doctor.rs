@@ -121,7 +121,7 @@ fn gpu() -> GpuFacts {
     let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     let series = driver_series(&version);
     let note = match (compiled, devices.is_empty()) {
-        (true, false) => "GPU support is compiled in; it has never run on a GPU, so compare with `--device cpu`",
+        (true, false) => "GPU support is compiled in",
         (true, true) => {
             "GPU support is compiled in, but the driver's `/dev/nvidia0` is missing: training runs on the CPU"
         }

@@ -14,7 +14,7 @@ const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// One device for all tests: a second one would be another stream.
 static GPU: LazyLock<Device> = LazyLock::new(|| {
     let policy = "bf16".parse().unwrap();
-    Place::Cuda(0).open(policy, Choice::Auto, &mut |notice| panic!("{notice}")).unwrap().device
+    Place::Cuda(0).open(policy, Choice::Candle, &mut |notice| panic!("{notice}")).unwrap().device
 });
 
 /// Numbers between -1 and 1 in no order.

@@ -95,7 +95,11 @@ pub(super) struct DeviceArgs {
 impl DeviceArgs {
     /// Opens the device for a model under `policy`.
     pub(super) fn open(&self, policy: PrecisionPolicy) -> Result<OpenDevice> {
-        self.device.open(policy, self.kernels, &mut |notice| tell_notice(&notice))
+        let auto = self.kernels == Choice::Auto;
+        // A few passes are over sooner than a GPU's preflight.
+        let kernels = if auto { Choice::Candle } else { self.kernels };
+        let open = self.device.open(policy, kernels, &mut |notice| tell_notice(&notice))?;
+        Ok(if auto && open.device.is_cpu() { OpenDevice::cpu() } else { open })
     }
 }
 

@@ -63,12 +63,12 @@ use view::Allocate;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Choice {
-    /// [`Fused`] on a CPU, [`Plain`] elsewhere.
+    /// [`Choice::Fused`]; but for what takes a few passes only, [`Choice::Candle`] on a GPU, where a preflight takes longer.
     #[default]
     Auto,
     /// [`Plain`].
     Candle,
-    /// The project's own: [`Fused`] on a CPU; on a GPU [`Plain`] with those CUDA kernels that have passed a preflight.
+    /// The project's own: [`Fused`] on a CPU; on a GPU [`Plain`], with own CUDA kernels for operations that pass a preflight.
     Fused,
 }
 
@@ -90,8 +90,8 @@ impl Choice {
     pub fn on(self, device: &Device, notice: &mut dyn FnMut(String)) -> Result<Arc<dyn Kernels>> {
         Ok(match self {
             Self::Auto | Self::Fused if device.is_cpu() => Arc::new(Fused),
-            Self::Auto | Self::Candle => Arc::new(Plain::new()),
-            Self::Fused => Arc::new(with_own(device, notice)?),
+            Self::Candle => Arc::new(Plain::new()),
+            Self::Auto | Self::Fused => Arc::new(with_own(device, notice)?),
         })
     }
 }

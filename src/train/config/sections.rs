@@ -186,7 +186,7 @@ pub struct TelemetrySection {
     /// Steps between two tables of all tensors (every overflow has one too).
     pub tensors_every: u64,
     /// Steps between two counts of gradient exponents. candle's operations cannot count them on a GPU: each such step copies all
-    /// gradients to the host, unless the project's kernels compute (`kernels = "fused"`).
+    /// gradients to the host, unless the project's own survey counts.
     pub exponents_every: u64,
     /// Steps between two FP32 probes; 0 for none.
     pub probe_every: u64,

@@ -5,6 +5,7 @@ mod hub;
 pub use hub::{HubCheck, check_hub};
 
 use crate::engine::kernels::isa::Isa;
+use crate::engine::kernels::tiles;
 use crate::store::hub::{Settings, free_bytes};
 use crate::telemetry::{MachineMemory, cpu_name};
 use serde::Serialize;
@@ -41,6 +42,8 @@ pub struct CpuFacts {
     pub threads: usize,
     /// The instruction set used by the kernels.
     pub isa: String,
+    /// Whether this process may use AMX's tiles, or why not.
+    pub tiles: String,
     /// Features that the kernels can use, and whether they are available.
     pub features: Vec<(&'static str, bool)>,
 }
@@ -81,6 +84,7 @@ pub fn diagnose() -> Diagnosis {
             name: cpu_name(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             isa: Isa::current().to_string(),
+            tiles: tiles::support().to_string(),
             features: cpu_features(),
         },
         memory_bytes: memory.total,
@@ -103,6 +107,7 @@ fn cpu_features() -> Vec<(&'static str, bool)> {
         ("avx512dq", is_x86_feature_detected!("avx512dq")),
         ("avx512vl", is_x86_feature_detected!("avx512vl")),
         ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+        ("amx-bf16", tiles::support() != tiles::Support::Missing),
     ]
 }
 

@@ -180,6 +180,7 @@ fn the_doctor_answers_in_json() {
     let report: Value = serde_json::from_str(&said(&desk, "doctor --json")).unwrap();
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
     assert!(report["cpu"]["threads"].as_u64().unwrap() > 0 && report["cpu"]["isa"].is_string());
+    assert!(report["cpu"]["tiles"].is_string());
     assert!(report["memory_bytes"].as_u64() > report["memory_available_bytes"].as_u64());
     assert_eq!(report["hub"]["reachable"], Value::Null, "offline, nobody is asked");
     let purposes: Vec<&Value> = report["folders"].as_array().unwrap().iter().map(|folder| &folder["purpose"]).collect();

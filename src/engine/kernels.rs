@@ -35,6 +35,7 @@ pub mod rope;
 pub mod rows;
 pub mod stochastic;
 pub mod survey;
+pub mod tiles;
 pub mod view;
 
 pub use fused::Fused;

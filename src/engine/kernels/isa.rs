@@ -7,6 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
+use super::tiles;
 use crate::error::{Error, Result};
 
 /// The environment variable that pins the instruction set.
@@ -23,11 +24,13 @@ pub enum Isa {
     Avx512,
     /// 512-bit vectors with BF16 dot products.
     Avx512Bf16,
+    /// The same, and products of BF16 tiles.
+    Amx,
 }
 
 impl Isa {
     /// All instruction sets, the narrowest first.
-    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// The fastest instruction set of this CPU, or the one `FINETUNE_ISA` names; an error if that is unknown or missing
     /// on this CPU. Programs call this once at their start to report a bad value.
@@ -37,7 +40,11 @@ impl Isa {
         if isa.is_supported() {
             Ok(isa)
         } else {
-            let message = format!("this CPU lacks `{isa}`; its widest instruction set is `{}`", Self::widest());
+            let lacks = match isa {
+                Self::Amx => format!("`{isa}` cannot be used here: {}", tiles::support()),
+                _ => format!("this CPU lacks `{isa}`"),
+            };
+            let message = format!("{lacks}; its widest instruction set is `{}`", Self::widest());
             Err(Error::config(ISA_VARIABLE, message))
         }
     }
@@ -50,7 +57,7 @@ impl Isa {
     }
 
     /// The widest, except for BF16 dot products where they are slow: compared with FP32 multiply-adds they are 1.9 times as fast on
-    /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better.
+    /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better if there are no tiles.
     fn fastest() -> Self {
         match Self::widest() {
             Self::Avx512Bf16 if !has_fast_bf16_dots() => Self::Avx512,
@@ -63,7 +70,7 @@ impl Isa {
         self <= Self::widest()
     }
 
-    /// The widest instruction set of this CPU.
+    /// The widest instruction set of this CPU that the system lets this process use.
     #[cfg(target_arch = "x86_64")]
     fn widest() -> Self {
         if !(is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")) {
@@ -76,8 +83,10 @@ impl Isa {
             Self::Avx2
         } else if !is_x86_feature_detected!("avx512bf16") {
             Self::Avx512
-        } else {
+        } else if tiles::support() != tiles::Support::Granted {
             Self::Avx512Bf16
+        } else {
+            Self::Amx
         }
     }
 
@@ -107,6 +116,7 @@ impl fmt::Display for Isa {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512bf16",
+            Self::Amx => "amx",
         })
     }
 }
@@ -143,7 +153,7 @@ pub fn vectorize<R>(body: impl FnOnce() -> R) -> R {
             // SAFETY: `Isa::current` returns only instruction sets that this CPU has.
             Isa::Avx2 => unsafe { avx2(body) },
             // SAFETY: as above.
-            Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512(body) },
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe { avx512(body) },
         }
     }
     #[cfg(not(target_arch = "x86_64"))]

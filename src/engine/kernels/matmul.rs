@@ -5,10 +5,12 @@
 //! All threads pack the smaller operand once and share it; each task packs pieces of the larger one, small enough for the L2
 //! cache, and multiplies them with the shared operand.
 //!
-//! | elements | `avx512bf16` | `avx512`, `avx2`, `portable` |
-//! |---|---|---|
-//! | FP32, FP16 (widened while packing) | FP32 multiply-adds | FP32 multiply-adds |
-//! | BF16 | dot products of pairs, FP32 sums | widened while packing, FP32 multiply-adds |
+//! | elements | `amx` | `avx512bf16` | `avx512`, `avx2`, `portable` |
+//! |---|---|---|---|
+//! | FP32, FP16 (widened while packing) | FP32 multiply-adds | FP32 multiply-adds | FP32 multiply-adds |
+//! | BF16 | products of tiles, FP32 sums | dot products of pairs, FP32 sums | widened while packing, FP32 multiply-adds |
+//!
+//! Dot products and products of tiles take subnormal values, inputs as well as sums, for zero.
 //!
 //! A single row is multiplied without packing, see `vector`.
 
@@ -19,8 +21,8 @@ use rayon::prelude::*;
 
 use self::buffer::{Buffer, Workspace, with_thread_buffer, with_workspace};
 use self::epilogue::{Area, Output, Scratch};
-use self::micro::{Ahead, MAX_TILE, MicroKernel, Tile};
-use self::pack::{Lines, Prefetch, Unit, pack};
+use self::micro::{Ahead, MAX_TILE, MicroKernel, Ready, Tile};
+use self::pack::{Layout, Lines, Prefetch, pack};
 use super::convert::Element;
 use super::isa::{Isa, vectorize};
 
@@ -32,8 +34,8 @@ mod pack;
 mod tests;
 mod vector;
 
-/// Depth multiplied at a time, in units. A panel of B of this depth fills a third of a 1 MB L2 cache.
-const DEPTH_UNITS: usize = 1536;
+/// Depth multiplied at a time, in words of a line. A panel of B of this depth fills a third of a 1 MB L2 cache.
+const DEPTH_WORDS: usize = 1536;
 /// Lines of the shared operand that are packed at a time.
 const SHARED_LINES: usize = 2016;
 /// Words a task packs for itself: half of a 1 MB L2 cache.
@@ -137,7 +139,7 @@ pub fn matmul<A: Element, C: Element>(
     ldc: usize,
     epilogue: Epilogue<'_>,
 ) {
-    matmul_on(Isa::current(), a, b, None, c, ldc, epilogue);
+    matmul_on(MicroKernel::of::<A>(Isa::current()), a, b, None, c, ldc, epilogue);
 }
 
 /// [`matmul`] with a second product added to the first, if there is one. Its operands are packed whole, so its depth should be
@@ -153,12 +155,12 @@ pub fn matmul_with<A: Element, C: Element>(
     ldc: usize,
     epilogue: Epilogue<'_>,
 ) {
-    matmul_on(Isa::current(), a, b, second, c, ldc, epilogue);
+    matmul_on(MicroKernel::of::<A>(Isa::current()), a, b, second, c, ldc, epilogue);
 }
 
-/// [`matmul`] with the micro-kernel of `isa`.
+/// [`matmul`] with this micro-kernel.
 fn matmul_on<A: Element, C: Element>(
-    isa: Isa,
+    kernel: MicroKernel,
     a: Operand<'_, A>,
     b: Operand<'_, A>,
     second: Option<Term<'_, A>>,
@@ -176,7 +178,6 @@ fn matmul_on<A: Element, C: Element>(
     if m == 1 && second.is_none() && vector::multiply(a, b, c, epilogue) {
         return;
     }
-    let kernel = MicroKernel::of::<A>(isa);
     let (a, b) = (Lines::rows(a), Lines::columns(b));
     let padded = |rows: usize, cols: usize| rows.next_multiple_of(kernel.rows) * cols.next_multiple_of(kernel.cols);
     let turned = 5 * padded(n, m) < 4 * padded(m, n);
@@ -211,13 +212,12 @@ impl<'a> Packed<'a> {
     ) -> Self {
         let (depth, [a, b]) = (a.cols, [Lines::rows(a), Lines::columns(b)]);
         let [a, b] = if turned { [b, a] } else { [a, b] };
-        let units = depth.div_ceil(kernel.unit.elements());
-        let pack_all = |lines: Lines<'_, T>, width: usize, packed: &'a mut Buffer| {
-            let packed = packed.words(lines.count.next_multiple_of(width) * units);
-            pack_in_parallel(lines, 0, 0..depth, (width, kernel.unit), packed, serial);
+        let pack_all = |lines: Lines<'_, T>, layout: Layout, packed: &'a mut Buffer| {
+            let packed = packed.words(lines.count.next_multiple_of(layout.width) * kernel.words(depth));
+            pack_in_parallel(lines, 0, 0..depth, layout, packed, serial);
             &*packed
         };
-        let [a, b] = [pack_all(a, kernel.rows, to_a), pack_all(b, kernel.cols, to_b)];
+        let [a, b] = [pack_all(a, kernel.a(), to_a), pack_all(b, kernel.b(), to_b)];
         Self { a, b, turned, depth, alpha, shares }
     }
 
@@ -231,22 +231,21 @@ impl<'a> Packed<'a> {
     }
 
     /// Adds the tile at (row, col) to `tile`; `second` is scratch.
-    fn add_to(self, kernel: MicroKernel, (row, col): (usize, usize), tile: &mut Tile, second: &mut Tile, none: &Ahead) {
-        let MicroKernel { rows, cols, unit, .. } = kernel;
-        let (all, of_c) =
-            (self.depth.div_ceil(unit.elements()), if self.turned { row..row + rows } else { col..col + cols });
-        let depth = self.depth_of(of_c);
-        let units = depth.start / unit.elements()..depth.end.div_ceil(unit.elements());
-        if units.is_empty() {
+    fn add_to(self, ready: &Ready, (row, col): (usize, usize), tile: &mut Tile, second: &mut Tile, none: &Ahead) {
+        let kernel = ready.kernel();
+        let MicroKernel { rows, cols, .. } = kernel;
+        let (all, of_c) = (kernel.words(self.depth), if self.turned { row..row + rows } else { col..col + cols });
+        let words = kernel.words_around(self.depth_of(of_c));
+        if words.is_empty() {
             return;
         }
         let [a, b] = [(self.a, row, rows), (self.b, col, cols)]
-            .map(|(packed, line, width)| &packed[line * all + units.start * width..line * all + units.end * width]);
-        kernel.run(a, b, none, second);
+            .map(|(packed, line, width)| &packed[line * all + words.start * width..line * all + words.end * width]);
+        ready.run(a, b, none, second);
         vectorize(
             #[inline(always)]
             || {
-                for (sum, second) in tile.0.iter_mut().zip(&second.0) {
+                for (sum, second) in tile.0[..rows * cols].iter_mut().zip(&second.0) {
                     *sum += self.alpha * second;
                 }
             },
@@ -259,17 +258,17 @@ fn pack_in_parallel<T: Element>(
     lines: Lines<'_, T>,
     first: usize,
     depth: Range<usize>,
-    (width, unit): (usize, Unit),
+    layout: Layout,
     packed: &mut [u32],
     serial: bool,
 ) {
-    let panel = width * depth.len().div_ceil(unit.elements());
+    let panel = layout.width * layout.unit.words_of(depth.len());
     if serial || packed.len() <= SERIAL_WORDS {
-        return pack(lines, first, depth, width, unit, packed);
+        return pack(lines, first, depth, layout, packed);
     }
     let share = (packed.len() / panel.max(1)).div_ceil(2 * rayon::current_num_threads()).max(1);
     packed.par_chunks_mut((share * panel).max(1)).enumerate().with_max_len(1).for_each(|(index, packed)| {
-        pack(lines, first + index * share * width, depth.clone(), width, unit, packed);
+        pack(lines, first + index * share * layout.width, depth.clone(), layout, packed);
     });
 }
 
@@ -309,10 +308,10 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         if self.a.count <= self.b.count { Shared::A } else { Shared::B }
     }
 
-    /// The shared operand and the other one, each with the width of its panels.
-    fn sides(&self) -> [(Lines<'_, A>, usize); 2] {
-        let a = (self.a, self.kernel.rows);
-        let b = (self.b, self.kernel.cols);
+    /// The shared operand and the other one, each with the layout of its panels.
+    fn sides(&self) -> [(Lines<'_, A>, Layout); 2] {
+        let a = (self.a, self.kernel.a());
+        let b = (self.b, self.kernel.b());
         if self.shared() == Shared::A { [a, b] } else { [b, a] }
     }
 
@@ -323,14 +322,14 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
     /// Elements of depth that are multiplied at a time.
     fn depth_step(&self) -> usize {
-        DEPTH_UNITS * self.kernel.unit.elements()
+        self.kernel.elements(DEPTH_WORDS)
     }
 
     fn run(&self, shared_memory: &mut Buffer, partial_memory: &mut Buffer) {
-        let [(shared_lines, shared_width), (private_lines, private_width)] = self.sides();
-        for shared in pieces(0..shared_lines.count, SHARED_LINES.next_multiple_of(shared_width)) {
+        let [(shared_lines, shared_layout), (private_lines, private_layout)] = self.sides();
+        for shared in pieces(0..shared_lines.count, SHARED_LINES.next_multiple_of(shared_layout.width)) {
             let strip = if self.needs_partial_sums() {
-                (PARTIAL_FLOATS / shared.len()).next_multiple_of(private_width)
+                (PARTIAL_FLOATS / shared.len()).next_multiple_of(private_layout.width)
             } else {
                 private_lines.count.max(1)
             };
@@ -346,11 +345,10 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
     /// Packs what is shared, then runs the tasks.
     fn run_part(&self, part: &Part, shared_memory: &mut Buffer, partial_memory: &mut Buffer) {
-        let [(lines, width), (_, private_width)] = self.sides();
-        let units = part.depth.len().div_ceil(self.kernel.unit.elements());
-        let panels = part.shared.len().div_ceil(width);
-        let packed = shared_memory.words(panels * width * units);
-        let layout = (width, self.kernel.unit);
+        let [(lines, layout), (_, Layout { width: private_width, .. })] = self.sides();
+        let words = self.kernel.words(part.depth.len());
+        let panels = part.shared.len().div_ceil(layout.width);
+        let packed = shared_memory.words(panels * layout.width * words);
         pack_in_parallel(lines, part.shared.start, part.depth.clone(), layout, packed, self.serial);
 
         let partial = if self.needs_partial_sums() {
@@ -363,8 +361,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let work = part.shared.len() * part.private.len() * part.depth.len();
         let threads = self.threads();
         let tasks = if threads == 1 { 1 } else { (work / SERIAL_WORK).clamp(threads, threads * TASKS_PER_THREAD) };
-        let plan = Plan::new(panels, part.private.len().div_ceil(private_width), private_width * units, tasks);
-        let task = |index: usize| self.run_task(part, &plan, index, &*packed, units, partial);
+        let plan = Plan::new(panels, part.private.len().div_ceil(private_width), private_width * words, tasks);
+        let task = |index: usize| self.run_task(part, &plan, index, &*packed, words, partial);
         if self.serial {
             (0..plan.tasks()).for_each(task);
         } else {
@@ -391,23 +389,24 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         plan: &Plan,
         index: usize,
         packed: &[u32],
-        units: usize,
+        words: usize,
         partial: Option<Output<f32>>,
     ) {
-        let [(_, shared_width), (lines, width)] = self.sides();
+        let [(_, Layout { width: shared_width, .. }), (lines, layout)] = self.sides();
+        let width = layout.width;
         let (group, share) = plan.task(index);
-        let shared = &packed[share.start * shared_width * units..share.end * shared_width * units];
+        let shared = &packed[share.start * shared_width * words..share.end * shared_width * words];
         let shared_first = part.shared.start + share.start * shared_width;
         let first = part.private.start + group.start * width;
         with_thread_buffer(|buffer| {
-            let private = buffer.words(group.len() * width * units);
-            pack(lines, first, part.depth.clone(), width, self.kernel.unit, private);
+            let private = buffer.words(group.len() * width * words);
+            pack(lines, first, part.depth.clone(), layout, private);
             let next = first + group.len() * width;
             let tiles = group.len() * share.len();
             let prefetch = Prefetch::new(lines, next..next + group.len() * width, part.depth.clone(), tiles);
             match self.shared() {
-                Shared::A => self.multiply(part, units, (shared_first, shared), (first, private), partial, prefetch),
-                Shared::B => self.multiply(part, units, (first, private), (shared_first, shared), partial, prefetch),
+                Shared::A => self.multiply(part, words, (shared_first, shared), (first, private), partial, prefetch),
+                Shared::B => self.multiply(part, words, (first, private), (shared_first, shared), partial, prefetch),
             }
         });
     }
@@ -416,7 +415,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     fn multiply(
         &self,
         part: &Part,
-        units: usize,
+        words: usize,
         (first_row, a): (usize, &[u32]),
         (first_col, b): (usize, &[u32]),
         partial: Option<Output<f32>>,
@@ -428,8 +427,9 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let second = self.second.filter(|_| part.depth.end == self.depth);
         let (mut scratch, mut partial_scratch) = (Scratch::new(), Scratch::new());
         let (part_rows, part_cols) = self.area(part);
-        for (b, col) in panels(b, cols * units).zip((first_col..part_cols.end).step_by(cols)) {
-            for (a, row) in panels(a, rows * units).zip((first_row..part_rows.end).step_by(rows)) {
+        let ready = self.kernel.ready();
+        for (b, col) in panels(b, cols * words).zip((first_col..part_cols.end).step_by(cols)) {
+            for (a, row) in panels(a, rows * words).zip((first_row..part_rows.end).step_by(rows)) {
                 let area = Area { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };
                 ahead.clear();
                 match partial {
@@ -437,9 +437,9 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                     None => self.c.fetch(if self.turned { area.transposed() } else { area }, &mut ahead),
                 }
                 prefetch.step(&mut ahead);
-                self.kernel.run(a, b, &ahead, &mut tile);
+                ready.run(a, b, &ahead, &mut tile);
                 if let Some(second) = second {
-                    second.add_to(self.kernel, (row, col), &mut tile, &mut second_tile, &nothing);
+                    second.add_to(&ready, (row, col), &mut tile, &mut second_tile, &nothing);
                 }
                 self.finish(&mut tile, area, part, partial, (&mut scratch, &mut partial_scratch));
             }

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 
 use super::isa::Isa;
+#[cfg(target_arch = "x86_64")]
+use super::tiles;
 
 /// Independent sums: enough to hide the latency of a multiply-add, few enough for the registers of every CPU.
 const SUMS: usize = 12;
@@ -40,7 +42,8 @@ pub fn measure_peak_f32() -> Peak {
     measure(f32_loop(Isa::current()))
 }
 
-/// The peak in products of BF16 values summed in FP32: by dot products where these are in use, else widened to FP32.
+/// The peak in products of BF16 values summed in FP32: by products of tiles or dot products where these are in use,
+/// else widened to FP32.
 pub fn measure_peak_bf16() -> Peak {
     measure(bf16_loop(Isa::current()))
 }
@@ -82,13 +85,14 @@ fn f32_loop(isa: Isa) -> Loop {
     match isa {
         Isa::Portable => Loop { run: x86::portable, operations: 2 * SUMS * 4 },
         Isa::Avx2 => Loop { run: x86::avx2, operations: 2 * SUMS * 8 },
-        Isa::Avx512 | Isa::Avx512Bf16 => Loop { run: x86::avx512, operations: 2 * SUMS * 16 },
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Loop { run: x86::avx512, operations: 2 * SUMS * 16 },
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 fn bf16_loop(isa: Isa) -> Loop {
     match isa {
+        Isa::Amx => Loop { run: tiles::products::<tiles::Hardware>, operations: tiles::OPERATIONS },
         Isa::Avx512Bf16 => Loop { run: x86::avx512_bf16, operations: 4 * SUMS * 16 },
         _ => f32_loop(isa),
     }

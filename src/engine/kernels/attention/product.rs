@@ -80,7 +80,7 @@ pub(super) fn multiply(
         match Isa::current() {
             // SAFETY: the CPU has the instructions, and the sizes were checked: `ROWS` more rows follow.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 => unsafe {
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe {
                 avx512::rows([inner, columns], a, b, (c, ldc), accumulate);
             },
             // SAFETY: as above.

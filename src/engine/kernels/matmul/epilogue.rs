@@ -165,7 +165,7 @@ impl<C: Element> Output<C> {
             vectorize(
                 #[inline(always)]
                 || {
-                    for sum in &mut tile.0 {
+                    for sum in &mut tile.0[..area.rows * width] {
                         *sum *= epilogue.alpha;
                     }
                 },

@@ -1,16 +1,21 @@
 //! Micro-kernels: one small tile of C, held in registers, from one panel of A and one of B.
 
+use std::marker::PhantomData;
+use std::ops::Range;
+
 use super::super::convert::Element;
 use super::super::isa::Isa;
-use super::pack::{CACHE_LINE, Unit};
+use super::pack::{CACHE_LINE, Layout, Unit};
 
+#[cfg(any(target_arch = "x86_64", test))]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
 /// The most floats a tile has.
-pub(super) const MAX_TILE: usize = 8 * 48;
+pub(super) const MAX_TILE: usize = 32 * 32;
 
 /// A tile of C: row-major, as wide as the micro-kernel's panels of B.
 #[derive(Clone, Debug)]
@@ -71,6 +76,19 @@ impl Ahead {
         self.len += count;
     }
 
+    /// The addresses, evenly spread over `steps`, in this number of parts, the last of which may be empty.
+    #[cfg(any(target_arch = "x86_64", test))]
+    #[inline(always)]
+    fn in_parts(&self, steps: usize) -> impl Iterator<Item = &[*const i8]> {
+        let addresses = &self.addresses[..self.len.min(MAX_AHEAD)];
+        let each = addresses.len().div_ceil(steps.max(1)).max(1);
+        let mut parts = addresses.chunks(each);
+        (0..steps).map(
+            #[inline(always)]
+            move |_| parts.next().unwrap_or_default(),
+        )
+    }
+
     /// The addresses, evenly spread over `units`. There is always at least one, possibly of nothing.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
@@ -92,10 +110,20 @@ pub(super) struct MicroKernel {
     pub(super) rows: usize,
     /// Lines in a panel of B: the tile's columns.
     pub(super) cols: usize,
-    /// What panels are made of.
-    pub(super) unit: Unit,
-    /// `tile = A·B` over this number of units.
+    /// What panels of A and of B are made of: units of the same numbers of elements and of words.
+    units: [Unit; 2],
+    /// `tile = A·B` over this number of words of each line.
     run: unsafe fn(usize, *const u32, *const u32, &Ahead, &mut Tile),
+    /// What a thread does before and after it runs the kernel, if anything.
+    around: Option<[unsafe fn(); 2]>,
+}
+
+/// A micro-kernel that this thread is ready to run.
+#[derive(Debug)]
+pub(super) struct Ready {
+    kernel: MicroKernel,
+    /// It belongs to this thread.
+    _thread: PhantomData<*const ()>,
 }
 
 impl MicroKernel {
@@ -103,27 +131,100 @@ impl MicroKernel {
     pub(super) fn of<T: Element>(isa: Isa) -> Self {
         assert!(isa.is_supported());
         match isa {
-            Isa::Portable => Self { rows: 4, cols: 8, unit: Unit::Float, run: portable },
+            Isa::Portable => Self::in_registers([4, 8], Unit::Float, portable),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Self { rows: 6, cols: 16, unit: Unit::Float, run: avx2::float },
+            Isa::Avx2 => Self::in_registers([6, 16], Unit::Float, avx2::float),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx if T::DTYPE == candle_core::DType::BF16 => Self::in_tiles::<super::super::tiles::Hardware>(),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 if T::DTYPE == candle_core::DType::BF16 => {
-                Self { rows: 8, cols: 48, unit: Unit::Bf16Pair, run: avx512::bf16_pair }
+                Self::in_registers([8, 48], Unit::Bf16Pair, avx512::bf16_pair)
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 => Self { rows: 8, cols: 48, unit: Unit::Float, run: avx512::float },
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Self::in_registers([8, 48], Unit::Float, avx512::float),
             #[cfg(not(target_arch = "x86_64"))]
             _ => unreachable!("no other instruction set is supported here"),
         }
     }
 
-    /// `tile = A·B` for one panel of each, of the same number of units; fetches what is `ahead` meanwhile.
+    fn in_registers(
+        [rows, cols]: [usize; 2],
+        unit: Unit,
+        run: unsafe fn(usize, *const u32, *const u32, &Ahead, &mut Tile),
+    ) -> Self {
+        Self { rows, cols, units: [unit; 2], run, around: None }
+    }
+
+    /// The micro-kernel for AMX or a model of it.
+    #[cfg(any(target_arch = "x86_64", test))]
+    pub(super) fn in_tiles<T: super::super::tiles::Tiles>() -> Self {
+        Self {
+            rows: amx::LINES,
+            cols: amx::LINES,
+            units: [Unit::TileRow, Unit::TileColumn],
+            run: amx::bf16::<T>,
+            around: Some([T::configure, T::release]),
+        }
+    }
+
+    /// The layout of A's panels.
+    pub(super) fn a(&self) -> Layout {
+        Layout { width: self.rows, unit: self.units[0] }
+    }
+
+    /// The layout of B's panels.
+    pub(super) fn b(&self) -> Layout {
+        Layout { width: self.cols, unit: self.units[1] }
+    }
+
+    /// Words that a line of `depth` elements takes in a panel.
+    pub(super) fn words(&self, depth: usize) -> usize {
+        self.units[0].words_of(depth)
+    }
+
+    /// The words of a line that hold these elements of it, and possibly some before and after them.
+    pub(super) fn words_around(&self, depth: Range<usize>) -> Range<usize> {
+        let unit = self.units[0];
+        depth.start / unit.elements() * unit.words()..unit.words_of(depth.end)
+    }
+
+    /// Elements of depth in so many words of a line.
+    pub(super) fn elements(&self, words: usize) -> usize {
+        words / self.units[0].words() * self.units[0].elements()
+    }
+
+    /// Makes this thread ready to run the kernel; it may not be so already.
+    pub(super) fn ready(&self) -> Ready {
+        if let Some([before, _]) = self.around {
+            // SAFETY: `of` checked that the CPU has the instructions.
+            unsafe { before() };
+        }
+        Ready { kernel: *self, _thread: PhantomData }
+    }
+}
+
+impl Ready {
+    pub(super) fn kernel(&self) -> MicroKernel {
+        self.kernel
+    }
+
+    /// `tile = A·B` for one panel of each, of the same number of words; fetches what is `ahead` meanwhile.
     #[inline]
     pub(super) fn run(&self, a: &[u32], b: &[u32], ahead: &Ahead, tile: &mut Tile) {
-        let units = a.len() / self.rows;
-        assert!(a.len() == units * self.rows && b.len() == units * self.cols);
+        let MicroKernel { rows, cols, run, .. } = self.kernel;
+        let words = a.len() / rows;
+        assert!(a.len() == words * rows && b.len() == words * cols);
         // SAFETY: `of` checked that the CPU has the instructions; the panels have the sizes the kernel reads.
-        unsafe { (self.run)(units, a.as_ptr(), b.as_ptr(), ahead, tile) }
+        unsafe { run(words, a.as_ptr(), b.as_ptr(), ahead, tile) }
+    }
+}
+
+impl Drop for Ready {
+    fn drop(&mut self) {
+        if let Some([_, after]) = self.kernel.around {
+            // SAFETY: `ready` was called on this thread.
+            unsafe { after() };
+        }
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! A's rows and B's columns play the same part and are called lines here: `depth` elements that are multiplied with those of
 //! the other operand's lines. A panel holds `width` lines interleaved: the first unit of each line, then the second unit of
-//! each, and so on. A unit is one FP32 value or, for the BF16 dot product, two adjacent BF16 values. Missing lines and units
-//! are zeros.
+//! each, and so on. A unit is one FP32 value, two adjacent BF16 values for the BF16 dot product, or as many as a row of an AMX
+//! tile has. Missing lines and units are zeros.
 
 use std::ops::Range;
 
@@ -54,8 +54,15 @@ pub(super) enum Unit {
     /// One value, widened to FP32.
     Float,
     /// Two neighbouring BF16 values, the first in the low half.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "other processors have no kernel for it yet"))]
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other processors have no kernel for it yet"))]
     Bf16Pair,
+    /// 16 pairs of a line of A: a tile's row.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "as above"))]
+    TileRow,
+    /// 16 pairs of a line of B: a tile's column, so that the panel holds the first pair of each line, then the second, as if
+    /// pairs were its units.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "as above"))]
+    TileColumn,
 }
 
 impl Unit {
@@ -64,8 +71,33 @@ impl Unit {
         match self {
             Self::Float => 1,
             Self::Bf16Pair => 2,
+            Self::TileRow | Self::TileColumn => 2 * TILE_PAIRS,
         }
     }
+
+    /// 32-bit words of a unit.
+    pub(super) fn words(self) -> usize {
+        match self {
+            Self::Float | Self::Bf16Pair => 1,
+            Self::TileRow | Self::TileColumn => TILE_PAIRS,
+        }
+    }
+
+    /// Words of the units that hold so many elements.
+    pub(super) fn words_of(self, elements: usize) -> usize {
+        elements.div_ceil(self.elements()) * self.words()
+    }
+}
+
+/// Pairs in a row of a tile.
+const TILE_PAIRS: usize = super::super::tiles::COLUMNS;
+
+/// How an operand is packed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    /// Lines in a panel.
+    pub(super) width: usize,
+    pub(super) unit: Unit,
 }
 
 /// Units that are gathered at a time while transposing.
@@ -77,13 +109,12 @@ const SPAN: usize = 64;
 /// Rows prefetched ahead of their use; the hardware prefetcher does not predict the next row.
 const AHEAD: usize = 24;
 
-/// Packs `panels.len() / (width * units)` panels from line `first` on, of the elements `depth` of each line.
+/// Packs as many panels as fill `panels` from line `first` on, of the elements `depth` of each line.
 pub(super) fn pack<T: Element>(
     lines: Lines<'_, T>,
     first: usize,
     depth: Range<usize>,
-    width: usize,
-    unit: Unit,
+    Layout { width, unit }: Layout,
     panels: &mut [u32],
 ) {
     // The compiler needs to know the width: panels are filled in pieces of it.
@@ -92,6 +123,7 @@ pub(super) fn pack<T: Element>(
         6 => pack_panels::<T, 6>(lines, first, depth, unit, panels),
         8 => pack_panels::<T, 8>(lines, first, depth, unit, panels),
         16 => pack_panels::<T, 16>(lines, first, depth, unit, panels),
+        32 => pack_panels::<T, 32>(lines, first, depth, unit, panels),
         48 => pack_panels::<T, 48>(lines, first, depth, unit, panels),
         _ => unreachable!("no micro-kernel has panels of {width} lines"),
     }
@@ -104,14 +136,17 @@ fn pack_panels<T: Element, const WIDTH: usize>(
     unit: Unit,
     panels: &mut [u32],
 ) {
-    let panel_words = WIDTH * depth.len().div_ceil(unit.elements());
+    let panel_words = WIDTH * unit.words_of(depth.len());
     if panel_words == 0 {
         return;
     }
+    let is_ragged = unit.words() > 1 && !depth.len().is_multiple_of(unit.elements());
+    // Beyond its padding, such a panel is one of pairs.
+    let unit = if unit == Unit::TileColumn { Unit::Bf16Pair } else { unit };
     for panels in panels.chunks_mut((SPAN / WIDTH).max(1) * panel_words) {
         let span = panels.len() / panel_words * WIDTH;
         let present = span.min(lines.count.saturating_sub(first));
-        if present < span {
+        if present < span || is_ragged {
             panels.fill(0);
         }
         if lines.line_stride == 1 {
@@ -119,8 +154,12 @@ fn pack_panels<T: Element, const WIDTH: usize>(
         } else {
             for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
                 let first = first + index * WIDTH;
-                let end = lines.count.min(first + WIDTH);
-                pack_by_transposing::<T, WIDTH>(lines, first..end, depth.clone(), unit, panel);
+                let present = first..lines.count.min(first + WIDTH);
+                if unit == Unit::TileRow {
+                    pack_tile_rows::<T, WIDTH>(lines, present, depth.clone(), panel);
+                } else {
+                    pack_by_transposing::<T, WIDTH>(lines, present, depth.clone(), unit, panel);
+                }
             }
         }
         first += span;
@@ -140,9 +179,13 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
         #[inline(always)]
         || match unit {
             Unit::Float => spread_rows::<T, WIDTH>(lines, present, depth, panels, panel_words),
-            Unit::Bf16Pair => {
+            Unit::Bf16Pair | Unit::TileColumn => {
                 let data = as_bf16(lines.data);
                 pair_rows::<WIDTH>(data, lines.depth_stride, present, depth, panels, panel_words);
+            }
+            Unit::TileRow => {
+                let data = as_bf16(lines.data);
+                transpose_rows::<WIDTH>(data, lines.depth_stride, present, depth, panels, panel_words);
             }
         },
     );
@@ -210,6 +253,77 @@ fn pair_rows<const WIDTH: usize>(
     }
 }
 
+/// Turns rows into columns, a row of tiles at a time: their pairs are gathered, then transposed.
+#[inline(always)]
+fn transpose_rows<const WIDTH: usize>(
+    data: &[bf16],
+    stride: usize,
+    present: Range<usize>,
+    depth: Range<usize>,
+    panels: &mut [u32],
+    panel_words: usize,
+) {
+    let mut pairs = [0u32; TILE_PAIRS * SPAN];
+    for (block, start) in depth.clone().step_by(2 * TILE_PAIRS).enumerate() {
+        let rows = start..depth.end.min(start + 2 * TILE_PAIRS);
+        for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
+            let first = (present.start + index * WIDTH).min(present.end);
+            let lines = first..present.end.min(first + WIDTH);
+            let pairs = &mut pairs[..TILE_PAIRS * WIDTH];
+            pair_rows::<WIDTH>(data, stride, lines.clone(), rows.clone(), pairs, TILE_PAIRS * WIDTH);
+            if rows.len() < 2 * TILE_PAIRS {
+                pairs[rows.len().div_ceil(2) * WIDTH..].fill(0);
+            }
+            let target = &mut panel[block * TILE_PAIRS * WIDTH..][..TILE_PAIRS * WIDTH];
+            transpose_pairs::<WIDTH>(pairs, lines.len(), target);
+        }
+    }
+}
+
+/// `target[line * 16 + pair] = pairs[pair * WIDTH + line]` for 16 pairs of the first `lines` lines.
+#[inline(always)]
+fn transpose_pairs<const WIDTH: usize>(pairs: &[u32], lines: usize, target: &mut [u32]) {
+    assert!(pairs.len() == TILE_PAIRS * WIDTH && target.len() == TILE_PAIRS * WIDTH && lines <= WIDTH);
+    #[cfg(target_arch = "x86_64")]
+    if lines == WIDTH && WIDTH.is_multiple_of(8) && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
+        for pair in (0..TILE_PAIRS).step_by(8) {
+            let source = pairs[pair * WIDTH..].as_ptr().cast::<f32>();
+            // SAFETY: the CPU has AVX2; eight rows of `WIDTH` words are read, and eight words of `WIDTH` rows written.
+            unsafe { transpose_avx2::<f32, TILE_PAIRS, false>(source, WIDTH, WIDTH, target[pair..].as_mut_ptr()) };
+        }
+        return;
+    }
+    for (line, target) in target.chunks_exact_mut(TILE_PAIRS).enumerate().take(lines) {
+        for (pair, target) in target.iter_mut().enumerate() {
+            *target = pairs[pair * WIDTH + line];
+        }
+    }
+}
+
+/// Packs one panel of rows of tiles from lines that lie anywhere: some neighbouring units of one line after another.
+fn pack_tile_rows<T: Element, const WIDTH: usize>(
+    lines: Lines<'_, T>,
+    present: Range<usize>,
+    depth: Range<usize>,
+    panel: &mut [u32],
+) {
+    /// Elements copied at a time: the target stays in the L1 cache.
+    const COPIED: usize = 256;
+    let step = 2 * TILE_PAIRS;
+    for (from, panel) in depth.clone().step_by(COPIED).zip(panel.chunks_mut(COPIED / 2 * WIDTH)) {
+        let to = depth.end.min(from + COPIED);
+        for (index, line) in present.clone().enumerate() {
+            if lines.depth_stride == 1 {
+                prefetch(lines.data, line * lines.line_stride + to, to - from);
+            }
+            for (from, block) in (from..to).step_by(step).zip(panel.chunks_mut(TILE_PAIRS * WIDTH)) {
+                let target = &mut block[index * TILE_PAIRS..][..TILE_PAIRS];
+                gather(lines, line, from..to.min(from + step), Unit::Bf16Pair, target);
+            }
+        }
+    }
+}
+
 /// Copies each `WIDTH` words to the start of the next panel.
 #[inline(always)]
 fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: usize) {
@@ -245,6 +359,9 @@ fn pack_by_transposing<T: Element, const WIDTH: usize>(
             let from = from + done * unit.elements();
             if from < to {
                 for (offset, gathered) in block.iter_mut().take(group).enumerate() {
+                    if lines.depth_stride == 1 {
+                        prefetch(lines.data, (line + offset) * lines.line_stride + to, to - from);
+                    }
                     gather(lines, line + offset, from..to, unit, &mut gathered[..count - done]);
                 }
                 transpose(&block, group, count - done, &mut target[done * WIDTH..], WIDTH);
@@ -258,11 +375,10 @@ fn pack_by_transposing<T: Element, const WIDTH: usize>(
 fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, unit: Unit, units: &mut [u32]) {
     let start = line * lines.line_stride;
     if lines.depth_stride == 1 {
-        prefetch(lines.data, start + depth.end, depth.len());
         let elements = &lines.data[start..][depth];
         match unit {
             Unit::Float => T::load(elements, as_floats(units)),
-            Unit::Bf16Pair => gather_pairs(as_bf16(elements), units),
+            Unit::Bf16Pair | Unit::TileRow | Unit::TileColumn => gather_pairs(as_bf16(elements), units),
         }
     } else {
         let at = |k: usize| lines.data[start + k * lines.depth_stride];
@@ -270,7 +386,7 @@ fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, uni
         for (k, target) in depth.step_by(unit.elements()).zip(units) {
             *target = match unit {
                 Unit::Float => at(k).to_f32().to_bits(),
-                Unit::Bf16Pair => {
+                Unit::Bf16Pair | Unit::TileRow | Unit::TileColumn => {
                     let high = if k + 1 < end { bf16::from_f32(at(k + 1).to_f32()) } else { bf16::ZERO };
                     pair(bf16::from_f32(at(k).to_f32()), high)
                 }
@@ -323,7 +439,9 @@ fn transpose_eights<T: Element, const WIDTH: usize>(
         unsafe {
             match unit {
                 Unit::Float => transpose_avx2::<T, WIDTH, false>(source, stride, units, target),
-                Unit::Bf16Pair => transpose_avx2::<T, WIDTH, true>(source, stride, units, target),
+                Unit::Bf16Pair | Unit::TileRow | Unit::TileColumn => {
+                    transpose_avx2::<T, WIDTH, true>(source, stride, units, target);
+                }
             }
         }
         return units;

@@ -8,7 +8,26 @@ use half::{bf16, f16};
 
 use super::super::convert::Element;
 use super::super::isa::Isa;
+use super::super::tiles::model::Model;
+use super::micro::MicroKernel;
 use super::{Epilogue, Operand, Term, matmul, matmul_on};
+
+/// The micro-kernels of an instruction set of this CPU, or the one for AMX on a model of its tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernels {
+    Of(Isa),
+    TileModel,
+}
+
+impl Kernels {
+    /// The micro-kernel for a type; there is a model for BF16 alone.
+    fn of<T: Element>(self) -> Option<MicroKernel> {
+        match self {
+            Self::Of(isa) => Some(MicroKernel::of::<T>(isa)),
+            Self::TileModel => (T::DTYPE == candle_core::DType::BF16).then(MicroKernel::in_tiles::<Model>),
+        }
+    }
+}
 
 /// Numbers in [-1, 1) from a small generator (Knuth's MMIX constants); a format's rounding is applied.
 fn random<T: Element>(len: usize, mut seed: u64) -> Vec<T> {
@@ -37,13 +56,13 @@ fn element<T: Element>(operand: &Operand<'_, T>, i: usize, j: usize) -> f64 {
 
 /// Fails where an element of C is further from the sum in f64 than one rounding to `C` and FP32 sums allow, with a second term
 /// and without.
-fn check<A: Element, C: Element>(isa: Isa, a: Operand<'_, A>, b: Operand<'_, A>, epilogue: Epilogue<'_>) {
+fn check<A: Element, C: Element>(kernels: Kernels, a: Operand<'_, A>, b: Operand<'_, A>, epilogue: Epilogue<'_>) {
     let (depth, alpha) = (a.cols % 7 + 1, 0.75);
     let [second_a, second_b] = [(a.rows * depth, 11), (depth * b.cols, 12)].map(|(len, seed)| random::<A>(len, seed));
     let [rows, columns] = [a.rows, b.cols];
     let term = |b, shares| Term { a: Operand::new(&second_a, rows, depth), b, alpha, shares };
-    check_terms::<A, C>(isa, a, b, None, epilogue);
-    check_terms::<A, C>(isa, a, b, Some(&term(Operand::new(&second_b, depth, columns), &[])), epilogue);
+    check_terms::<A, C>(kernels, a, b, None, epilogue);
+    check_terms::<A, C>(kernels, a, b, Some(&term(Operand::new(&second_b, depth, columns), &[])), epilogue);
     // Every row of B adds to columns of its own, and some columns get nothing.
     let width = b.cols / (depth + 1);
     let shares: Vec<Range<usize>> = (0..depth).map(|k| k * width..(k + 1) * width).collect();
@@ -52,21 +71,22 @@ fn check<A: Element, C: Element>(isa: Isa, a: Operand<'_, A>, b: Operand<'_, A>,
         row[..share.start].fill(A::zero());
         row[share.end..].fill(A::zero());
     }
-    check_terms::<A, C>(isa, a, b, Some(&term(Operand::new(&parted, depth, columns), &shares)), epilogue);
+    check_terms::<A, C>(kernels, a, b, Some(&term(Operand::new(&parted, depth, columns), &shares)), epilogue);
 }
 
 fn check_terms<A: Element, C: Element>(
-    isa: Isa,
+    kernels: Kernels,
     a: Operand<'_, A>,
     b: Operand<'_, A>,
     second: Option<&Term<'_, A>>,
     epilogue: Epilogue<'_>,
 ) {
+    let Some(kernel) = kernels.of::<A>() else { return };
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let ldc = n + 3;
     let old: Vec<C> = random(m * ldc, 7);
     let mut c = old.clone();
-    matmul_on(isa, a, b, second.copied(), &mut c, ldc, epilogue);
+    matmul_on(kernel, a, b, second.copied(), &mut c, ldc, epilogue);
     for (i, (row, old)) in c.chunks(ldc).zip(old.chunks(ldc)).enumerate() {
         assert!(row[n..] == old[n..], "wrote beyond row {i}");
         for j in 0..n {
@@ -85,7 +105,7 @@ fn check_terms<A: Element, C: Element>(
             let found = f64::from(row[j].to_f32());
             assert!(
                 (found - expected).abs() <= allowed,
-                "{isa} {:?} to {:?}, {m} × {k} × {n}, ({i}, {j}): {found}, not {expected} ± {allowed:e}",
+                "{kernels:?} {:?} to {:?}, {m} × {k} × {n}, ({i}, {j}): {found}, not {expected} ± {allowed:e}",
                 A::DTYPE,
                 C::DTYPE
             );
@@ -93,31 +113,32 @@ fn check_terms<A: Element, C: Element>(
     }
 }
 
-fn supported() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.is_supported())
+/// Those that run here: AMX on the CPU's tiles where it has them, and always on the model.
+fn supported() -> impl Iterator<Item = Kernels> {
+    Isa::ALL.into_iter().filter(|isa| isa.is_supported()).map(Kernels::Of).chain([Kernels::TileModel])
 }
 
 /// All four layouts of the operands of one shape.
-fn check_layouts<A: Element, C: Element>(isa: Isa, m: usize, k: usize, n: usize, epilogue: Epilogue<'_>) {
+fn check_layouts<A: Element, C: Element>(kernels: Kernels, m: usize, k: usize, n: usize, epilogue: Epilogue<'_>) {
     let a = random::<A>(m * k, 1);
     let b = random::<A>(k * n, 2);
     let left = [Operand::new(&a, m, k), Operand::new(&a, k, m).transposed()];
     let right = [Operand::new(&b, k, n), Operand::new(&b, n, k).transposed()];
     for a in left {
         for b in right {
-            check::<A, C>(isa, a, b, epilogue);
+            check::<A, C>(kernels, a, b, epilogue);
         }
     }
 }
 
-fn check_all_types(isa: Isa, m: usize, k: usize, n: usize, epilogue: Epilogue<'_>) {
-    check_layouts::<f32, f32>(isa, m, k, n, epilogue);
-    check_layouts::<f32, f16>(isa, m, k, n, epilogue);
-    check_layouts::<f32, bf16>(isa, m, k, n, epilogue);
-    check_layouts::<f16, f32>(isa, m, k, n, epilogue);
-    check_layouts::<f16, f16>(isa, m, k, n, epilogue);
-    check_layouts::<bf16, f32>(isa, m, k, n, epilogue);
-    check_layouts::<bf16, bf16>(isa, m, k, n, epilogue);
+fn check_all_types(kernels: Kernels, m: usize, k: usize, n: usize, epilogue: Epilogue<'_>) {
+    check_layouts::<f32, f32>(kernels, m, k, n, epilogue);
+    check_layouts::<f32, f16>(kernels, m, k, n, epilogue);
+    check_layouts::<f32, bf16>(kernels, m, k, n, epilogue);
+    check_layouts::<f16, f32>(kernels, m, k, n, epilogue);
+    check_layouts::<f16, f16>(kernels, m, k, n, epilogue);
+    check_layouts::<bf16, f32>(kernels, m, k, n, epilogue);
+    check_layouts::<bf16, bf16>(kernels, m, k, n, epilogue);
 }
 
 #[test]
@@ -138,9 +159,9 @@ fn all_shapes_layouts_and_types_agree_with_f64() {
         (100, 70, 16),
         (97, 64, 50),
     ];
-    for isa in supported() {
+    for kernels in supported() {
         for (m, k, n) in shapes {
-            check_all_types(isa, m, k, n, Epilogue::default());
+            check_all_types(kernels, m, k, n, Epilogue::default());
         }
     }
 }
@@ -148,12 +169,12 @@ fn all_shapes_layouts_and_types_agree_with_f64() {
 #[test]
 fn the_epilogue_scales_adds_the_bias_and_the_old_value() {
     let bias: Vec<f32> = random(51, 3);
-    for isa in supported() {
+    for kernels in supported() {
         for accumulate in [false, true] {
             let epilogue = Epilogue { alpha: -0.75, bias: Some(&bias), accumulate };
-            check_all_types(isa, 20, 33, 51, epilogue);
-            check_all_types(isa, 1, 33, 51, epilogue);
-            check_all_types(isa, 150, 33, 9, Epilogue { bias: Some(&bias[..9]), ..epilogue });
+            check_all_types(kernels, 20, 33, 51, epilogue);
+            check_all_types(kernels, 1, 33, 51, epilogue);
+            check_all_types(kernels, 150, 33, 9, Epilogue { bias: Some(&bias[..9]), ..epilogue });
         }
     }
 }
@@ -161,16 +182,16 @@ fn the_epilogue_scales_adds_the_bias_and_the_old_value() {
 #[test]
 fn a_product_rounds_once_whatever_its_depth() {
     let bias: Vec<f32> = random(50, 3);
-    for isa in supported() {
+    for kernels in supported() {
         for k in [768, 3072, 8192] {
-            check_layouts::<f16, f16>(isa, 11, k, 50, Epilogue::default());
-            check_layouts::<bf16, bf16>(isa, 11, k, 50, Epilogue::default());
-            check_layouts::<f32, f32>(isa, 11, k, 50, Epilogue::default());
-            check_all_types(isa, 1, k, 300, Epilogue::default());
+            check_layouts::<f16, f16>(kernels, 11, k, 50, Epilogue::default());
+            check_layouts::<bf16, bf16>(kernels, 11, k, 50, Epilogue::default());
+            check_layouts::<f32, f32>(kernels, 11, k, 50, Epilogue::default());
+            check_all_types(kernels, 1, k, 300, Epilogue::default());
             let epilogue = Epilogue { alpha: 0.5, bias: Some(&bias), accumulate: true };
-            check_layouts::<bf16, bf16>(isa, 60, k, 50, epilogue);
-            check_layouts::<f16, f32>(isa, 60, k, 50, epilogue);
-            check_layouts::<bf16, bf16>(isa, 100, k, 7, Epilogue { bias: Some(&bias[..7]), ..epilogue });
+            check_layouts::<bf16, bf16>(kernels, 60, k, 50, epilogue);
+            check_layouts::<f16, f32>(kernels, 60, k, 50, epilogue);
+            check_layouts::<bf16, bf16>(kernels, 100, k, 7, Epilogue { bias: Some(&bias[..7]), ..epilogue });
         }
     }
 }
@@ -178,14 +199,14 @@ fn a_product_rounds_once_whatever_its_depth() {
 #[test]
 fn operands_may_have_any_strides() {
     let data = random::<bf16>(4000, 1);
-    for isa in supported() {
+    for kernels in supported() {
         let a = Operand::with_strides(&data, 13, 11, 29, 2);
         let b = Operand::with_strides(&data, 11, 9, 3, 101);
-        check::<bf16, f32>(isa, a, b, Epilogue::default());
+        check::<bf16, f32>(kernels, a, b, Epilogue::default());
         let row = Operand::with_strides(&data, 1, 11, 0, 2);
-        check::<bf16, f32>(isa, row, b, Epilogue::default());
-        check::<bf16, f32>(isa, row, Operand::with_strides(&data, 11, 9, 101, 1), Epilogue::default());
-        check::<bf16, f32>(isa, row, Operand::with_strides(&data, 11, 9, 1, 101), Epilogue::default());
+        check::<bf16, f32>(kernels, row, b, Epilogue::default());
+        check::<bf16, f32>(kernels, row, Operand::with_strides(&data, 11, 9, 101, 1), Epilogue::default());
+        check::<bf16, f32>(kernels, row, Operand::with_strides(&data, 11, 9, 1, 101), Epilogue::default());
     }
 }
 
@@ -209,15 +230,16 @@ fn large_products_are_cut_up_correctly() {
 #[test]
 fn empty_products_are_zeros_or_nothing() {
     let bias = [2.0, 3.0];
-    for isa in supported() {
+    for kernels in supported() {
+        let Some(kernel) = kernels.of::<bf16>() else { continue };
         let mut c = [bf16::ONE; 4];
         let empty = Operand::new(&[] as &[bf16], 2, 0);
         let epilogue = Epilogue { bias: Some(&bias), ..Epilogue::default() };
-        matmul_on(isa, empty, empty.transposed(), None, &mut c, 2, epilogue);
+        matmul_on(kernel, empty, empty.transposed(), None, &mut c, 2, epilogue);
         assert_eq!(c.map(bf16::to_f32), [2.0, 3.0, 2.0, 3.0]);
         let mut nothing: [f32; 0] = [];
         matmul_on(
-            isa,
+            kernel,
             empty.transposed(),
             Operand::new(&[bf16::ONE; 6], 2, 3),
             None,
@@ -230,50 +252,84 @@ fn empty_products_are_zeros_or_nothing() {
 
 #[test]
 fn nan_and_infinity_reach_their_row_and_column_and_no_other_place() {
-    fn poisoned<T: Element>(isa: Isa) {
-        let (m, k, n) = (10, 7, 52);
+    fn poisoned<T: Element>(kernels: Kernels, m: usize, k: usize, is_transposed: bool) {
+        let Some(kernel) = kernels.of::<T>() else { return };
+        let (n, row) = (52, m - 7);
         let mut a = vec![T::from_f32(1.0); m * k];
         let mut b = vec![T::from_f32(1.0); k * n];
-        a[3 * k + 6] = T::from_f32(f32::INFINITY);
+        a[if is_transposed { 6 * m + row } else { row * k + 6 }] = T::from_f32(f32::INFINITY);
         b[6 * n + 50] = T::from_f32(0.0);
         b[2 * n + 5] = T::from_f32(f32::NAN);
         let mut c = vec![T::from_f32(0.0); m * n];
-        matmul_on(isa, Operand::new(&a, m, k), Operand::new(&b, k, n), None, &mut c, n, Epilogue::default());
+        let a = if is_transposed { Operand::new(&a, k, m).transposed() } else { Operand::new(&a, m, k) };
+        matmul_on(kernel, a, Operand::new(&b, k, n), None, &mut c, n, Epilogue::default());
         for (index, value) in c.iter().enumerate() {
             let (value, i, j) = (value.to_f32(), index / n, index % n);
             match (i, j) {
-                (_, 5) | (3, 50) => assert!(value.is_nan(), "({i}, {j}) is {value}"),
-                (3, _) => assert_eq!(value, f32::INFINITY, "({i}, {j})"),
-                (_, 50) => assert_eq!(value, 6.0, "({i}, {j})"),
-                _ => assert_eq!(value, 7.0, "({i}, {j})"),
+                (_, 5) => assert!(value.is_nan(), "({i}, {j}) is {value}"),
+                (_, 50) if i == row => assert!(value.is_nan(), "({i}, {j}) is {value}"),
+                (_, _) if i == row => assert_eq!(value, f32::INFINITY, "({i}, {j})"),
+                (_, 50) => assert_eq!(value, k as f32 - 1.0, "({i}, {j})"),
+                _ => assert_eq!(value, k as f32, "({i}, {j})"),
             }
         }
     }
-    for isa in supported() {
-        poisoned::<f32>(isa);
-        poisoned::<f16>(isa);
-        poisoned::<bf16>(isa);
+    for kernels in supported() {
+        // The second depth does not fill its last tile, where nothing of what was packed before may stay.
+        for (m, k, is_transposed) in [(10, 7, false), (70, 34, false), (70, 34, true)] {
+            poisoned::<f32>(kernels, m, k, is_transposed);
+            poisoned::<f16>(kernels, m, k, is_transposed);
+            poisoned::<bf16>(kernels, m, k, is_transposed);
+        }
     }
 }
 
 /// The bits of a product that is cut in many ways.
-fn bits<T: Element>(threads: usize, rows: Range<usize>) -> Vec<u32> {
+fn bits<T: Element>(kernel: MicroKernel, threads: usize, rows: Range<usize>) -> Vec<u32> {
     let (k, n) = (3200, 333);
     let m = rows.len();
     let a = random::<T>(m * k, 1);
     let b = random::<T>(k * n, 2);
     let mut c = vec![T::from_f32(0.0); m * n];
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-    pool.install(|| matmul(Operand::new(&a, m, k), Operand::new(&b, k, n), &mut c, n, Epilogue::default()));
+    let (a, b) = (Operand::new(&a, m, k), Operand::new(&b, k, n));
+    pool.install(|| matmul_on(kernel, a, b, None, &mut c, n, Epilogue::default()));
     c.iter().map(|value| value.to_f32().to_bits()).collect()
 }
 
 #[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() {
     for rows in [0..1, 0..64, 0..500] {
-        let one = bits::<f32>(1, rows.clone());
-        assert!([2, 3, 7].iter().all(|&threads| bits::<f32>(threads, rows.clone()) == one));
-        let one = bits::<bf16>(1, rows.clone());
-        assert!([2, 3, 7].iter().all(|&threads| bits::<bf16>(threads, rows.clone()) == one));
+        let current = Kernels::Of(Isa::current());
+        let f32 = current.of::<f32>().unwrap();
+        let one = bits::<f32>(f32, 1, rows.clone());
+        assert!([2, 3, 7].iter().all(|&threads| bits::<f32>(f32, threads, rows.clone()) == one));
+        for bf16_kernel in [current, Kernels::TileModel].map(|kernels| kernels.of::<bf16>().unwrap()) {
+            let one = bits::<bf16>(bf16_kernel, 1, rows.clone());
+            assert!([2, 3, 7].iter().all(|&threads| bits::<bf16>(bf16_kernel, threads, rows.clone()) == one));
+        }
+    }
+}
+
+/// Sizes around those of tiles and of their pairs.
+#[test]
+fn tiles_of_any_size_agree_with_f64() {
+    for kernels in supported().filter(|kernels| matches!(kernels, Kernels::Of(Isa::Amx) | Kernels::TileModel)) {
+        for (m, n) in [(2, 33), (15, 64), (16, 16), (17, 31), (31, 17), (32, 32), (33, 2), (65, 96), (130, 200)] {
+            for k in [1, 2, 31, 32, 33, 63, 257, 290] {
+                check_layouts::<bf16, f32>(kernels, m, k, n, Epilogue::default());
+                check_layouts::<bf16, bf16>(kernels, m, k, n, Epilogue { accumulate: true, ..Epilogue::default() });
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CPU with AMX"]
+fn the_cpus_tiles_and_their_model_give_the_same_products() {
+    let (real, model) = (Kernels::Of(Isa::Amx), Kernels::TileModel);
+    let [real, model] = [real, model].map(|kernels| kernels.of::<bf16>().unwrap());
+    for rows in [2..7, 0..64, 0..500] {
+        assert!(bits::<bf16>(real, 2, rows.clone()) == bits::<bf16>(model, 2, rows));
     }
 }

@@ -7,6 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
+use super::matmul::proof;
 use super::tiles;
 use crate::error::{Error, Result};
 
@@ -57,9 +58,10 @@ impl Isa {
     }
 
     /// The widest, except for BF16 dot products where they are slow: compared with FP32 multiply-adds they are 1.9 times as fast on
-    /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better if there are no tiles.
+    /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better; and tiles only where their products passed.
     fn fastest() -> Self {
         match Self::widest() {
+            Self::Amx if !proof::passed() => Self::Avx512,
             Self::Avx512Bf16 if !has_fast_bf16_dots() => Self::Avx512,
             widest => widest,
         }

@@ -450,12 +450,16 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         hook: HeadHook<'_>,
     ) -> Result<f64>;
 
-    /// Statistics of each tensor; a value counts as subnormal below the smallest normal value of the tensor's format.
-    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Vec<TensorSurvey>>;
+    /// Statistics of each tensor, into the place of the same index; a value counts as subnormal below the smallest normal value
+    /// of the tensor's format.
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool, out: &mut [TensorSurvey]) -> Result<()>;
 
     /// Those of one tensor.
     fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
-        self.surveys(&[(tensor, format)], exponents).map(|mut surveys| surveys.remove(0))
+        let mut out = [TensorSurvey::default()];
+        self.surveys(&[(tensor, format)], exponents, &mut out)?;
+        let [survey] = out;
+        Ok(survey)
     }
 
     /// The sum of a tensor's values.

@@ -236,8 +236,11 @@ impl Kernels for Fused {
         cross_entropy::head(x, weight, targets, workspace, gradient, hook)
     }
 
-    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Vec<TensorSurvey>> {
-        tensors.par_iter().map(|(tensor, format)| survey::survey(tensor, *format, exponents)).collect()
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool, out: &mut [TensorSurvey]) -> Result<()> {
+        out.par_iter_mut().zip(tensors).try_for_each(|(out, (tensor, format))| {
+            *out = survey::survey(tensor, *format, exponents)?;
+            Ok(())
+        })
     }
 
     fn sum(&self, tensor: &Tensor) -> Result<f64> {

@@ -83,8 +83,7 @@ pub(crate) trait Replacements: fmt::Debug + Send + Sync {
     /// Whether the head's operations take logits whose rows are longer than the vocabulary.
     fn pads_logits(&self) -> bool;
 
-    /// See [`Kernels::surveys`]; `None` where candle has to look.
-    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Option<Vec<TensorSurvey>>>;
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool, out: &mut [TensorSurvey]) -> Result<bool>;
 
     fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<bool>;
 
@@ -406,11 +405,14 @@ impl Kernels for Plain {
         head::head(self, x, weight, targets, workspace, gradient, hook)
     }
 
-    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Vec<TensorSurvey>> {
-        if let Some(surveys) = self.own.as_deref().map_or(Ok(None), |own| own.surveys(tensors, exponents))? {
-            return Ok(surveys);
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool, out: &mut [TensorSurvey]) -> Result<()> {
+        if self.replaced(|own| own.surveys(tensors, exponents, out))? {
+            return Ok(());
         }
-        tensors.par_iter().map(|(tensor, format)| survey::survey(tensor, *format, exponents)).collect()
+        out.par_iter_mut().zip(tensors).try_for_each(|(out, (tensor, format))| {
+            *out = survey::survey(tensor, *format, exponents)?;
+            Ok(())
+        })
     }
 
     fn sum(&self, tensor: &Tensor) -> Result<f64> {

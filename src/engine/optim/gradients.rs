@@ -214,7 +214,7 @@ impl Gradients {
     fn survey_here(&self, exponents: bool, survey: &mut Survey, kernels: &dyn Kernels) -> Result<()> {
         let grads = self.total().tensors().iter().zip(self.grads.tensors());
         let tensors: Vec<_> = grads.map(|(total, grad)| (total, view::float_format(grad.dtype()))).collect();
-        survey.tensors = kernels.surveys(&tensors, exponents)?;
-        Ok(())
+        survey.tensors.resize(tensors.len(), TensorSurvey::default());
+        kernels.surveys(&tensors, exponents, &mut survey.tensors)
     }
 }

@@ -284,10 +284,10 @@ impl Replacements for Own {
         [Operation::CrossEntropy, Operation::Product].iter().all(|operation| self.operations.contains(operation))
     }
 
-    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool) -> Result<Option<Vec<TensorSurvey>>> {
+    fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool, out: &mut [TensorSurvey]) -> Result<bool> {
         let mut buffers = Vec::with_capacity(tensors.len());
         for (tensor, format) in tensors {
-            let Some([buffer]) = self.buffers(Operation::Survey, [tensor])? else { return Ok(None) };
+            let Some([buffer]) = self.buffers(Operation::Survey, [tensor])? else { return Ok(false) };
             buffers.push((buffer, *format));
         }
         let device = self.queue.device();
@@ -301,7 +301,10 @@ impl Replacements for Own {
         // One copy, because the host waits for each.
         let mut counted = vec![0; tensors.len() * survey::WORDS];
         device.memcpy_dtoh(&words, &mut counted)?;
-        Ok(Some(counted.as_chunks().0.iter().map(|words| survey::decode(words, exponents)).collect()))
+        for (out, words) in out.iter_mut().zip(counted.as_chunks().0) {
+            *out = survey::decode(words, exponents);
+        }
+        Ok(true)
     }
 
     fn activate(&self, activation: Activation, x: &Tensor, y: &Tensor) -> Result<bool> {

@@ -283,11 +283,14 @@ fn promise_8_an_interrupt_while_a_run_is_prepared_ends_it_with_130() {
 #[test]
 fn a_loss_far_above_chance_is_a_divergence() {
     let folder = folder();
-    let line = format!("--run r --steps 400 --lr 10 --warmup-steps 0 --max-grad-norm 0 --dtype fp32 {SMALL}");
-    let output = finetune(folder.path(), &line);
-    assert_eq!(output.status.code(), Some(3), "{}", said(&output));
-    assert!(said(&output).contains("lower the learning rate, or clip gradients"), "{}", said(&output));
-    assert!(!said(&output).contains("use bf16"), "{}", said(&output));
+    for dtype in ["fp32", "bf16"] {
+        let line =
+            format!("--run {dtype} --steps 400 --lr 10 --warmup-steps 0 --max-grad-norm 0 --dtype {dtype} {SMALL}");
+        let output = finetune(folder.path(), &line);
+        assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+        assert!(said(&output).contains("lower the learning rate, or clip gradients"), "{}", said(&output));
+        assert!(!said(&output).contains("use bf16"), "{}", said(&output));
+    }
 }
 
 #[test]

@@ -95,10 +95,7 @@ fn request() -> Support {
 /// A thread's eight tiles, numbered from 0, each of [`ROWS`] rows of 64 bytes. Tests replace them with a model.
 #[cfg(any(target_arch = "x86_64", test))]
 pub(super) trait Tiles {
-    /// The tiles of this thread.
-    fn new() -> Self;
-
-    /// Sets the sizes of this thread's tiles; all other functions need that.
+    /// Sets the sizes of this thread's tiles.
     ///
     /// # Safety
     /// The tiles must be [`Support::Granted`].
@@ -110,32 +107,33 @@ pub(super) trait Tiles {
     /// As [`Tiles::configure`].
     unsafe fn release();
 
-    /// Fills a tile with zeros.
+    /// The tiles of this thread.
     ///
     /// # Safety
-    /// The tiles must be configured on this thread.
-    unsafe fn zero<const TILE: u8>(&mut self);
+    /// They must be configured, and stay so while the value exists; it must stay on this thread.
+    unsafe fn new() -> Self;
 
-    /// Loads a tile from rows that are `stride` bytes apart.
-    ///
-    /// # Safety
-    /// The tiles must be configured on this thread, and there must be 16 rows of 64 bytes.
-    unsafe fn load<const TILE: u8>(&mut self, start: *const u32, stride: usize);
+    /// Fills a tile with zeros.
+    fn zero<const TILE: u8>(&mut self);
+
+    /// Loads a tile from rows of [`COLUMNS`] words that are `stride` words apart.
+    fn load<const TILE: u8>(&mut self, from: &[u32], stride: usize);
 
     /// `sums[m][n] += a[m][2 k] * b[k][2 n] + a[m][2 k + 1] * b[k][2 n + 1]`, over all k, for tiles of BF16 pairs `a` and `b`.
     ///
     /// Sums of even and of odd elements are rounded to FP32 after each product, then added. Subnormal inputs and results are taken
     /// for zero.
-    ///
-    /// # Safety
-    /// The tiles must be configured on this thread.
-    unsafe fn multiply<const SUMS: u8, const A: u8, const B: u8>(&mut self);
+    fn multiply<const SUMS: u8, const A: u8, const B: u8>(&mut self);
 
-    /// Stores a tile to rows that are `stride` bytes apart.
-    ///
-    /// # Safety
-    /// The tiles must be configured on this thread, and there must be room for 16 rows of 64 bytes.
-    unsafe fn store<const TILE: u8>(&self, start: *mut f32, stride: usize);
+    /// Stores a tile to rows of [`COLUMNS`] numbers that are `stride` numbers apart.
+    fn store<const TILE: u8>(&self, to: &mut [f32], stride: usize);
+}
+
+/// Fails where `len` elements are fewer than a tile's, whose rows are `stride` apart.
+#[cfg(any(target_arch = "x86_64", test))]
+#[inline(always)]
+fn check_room(len: usize, stride: usize) {
+    assert!(len >= (ROWS - 1) * stride + COLUMNS, "{len} elements for a tile");
 }
 
 /// Floating-point operations of a round of [`products`].
@@ -149,12 +147,12 @@ pub(super) const OPERATIONS: usize = 6 * (ROWS * COLUMNS * 2 * COLUMNS * 2);
 #[cfg(target_arch = "x86_64")]
 pub(super) unsafe fn products<T: Tiles>(rounds: usize) {
     let ones = [0x3f80_3f80_u32; ROWS * COLUMNS];
-    // SAFETY: the caller's promise; a tile's rows lie one after another.
+    // SAFETY: the caller's promise; the tiles are configured before they are used.
     unsafe {
         T::configure();
         let mut tiles = T::new();
-        tiles.load::<6>(ones.as_ptr(), size_of_val(&ones) / ROWS);
-        tiles.load::<7>(ones.as_ptr(), size_of_val(&ones) / ROWS);
+        tiles.load::<6>(&ones, COLUMNS);
+        tiles.load::<7>(&ones, COLUMNS);
         tiles.zero::<0>();
         tiles.zero::<1>();
         tiles.zero::<2>();
@@ -178,12 +176,13 @@ pub(super) use hardware::Hardware;
 
 #[cfg(target_arch = "x86_64")]
 mod hardware {
-    use super::{ROWS, Tiles};
+    use super::{ROWS, Tiles, check_room};
     use std::arch::asm;
+    use std::marker::PhantomData;
 
     /// The CPU's own tiles.
     #[derive(Clone, Copy, Debug)]
-    pub(in super::super) struct Hardware;
+    pub(in super::super) struct Hardware(PhantomData<*const ()>);
 
     /// What `ldtilecfg` loads.
     #[repr(C, align(64))]
@@ -229,8 +228,8 @@ mod hardware {
 
     impl Tiles for Hardware {
         #[inline(always)]
-        fn new() -> Self {
-            Self
+        unsafe fn new() -> Self {
+            Self(PhantomData)
         }
 
         #[inline]
@@ -261,32 +260,34 @@ mod hardware {
         }
 
         #[inline(always)]
-        unsafe fn zero<const TILE: u8>(&mut self) {
-            // SAFETY: the caller's promise.
+        fn zero<const TILE: u8>(&mut self) {
+            // SAFETY: the tiles are configured.
             unsafe { change!(TILE, "tilezero", "") }
         }
 
         #[inline(always)]
-        unsafe fn load<const TILE: u8>(&mut self, start: *const u32, stride: usize) {
-            // SAFETY: the caller's promise.
+        fn load<const TILE: u8>(&mut self, from: &[u32], stride: usize) {
+            check_room(from.len(), stride);
+            // SAFETY: the tiles are configured, and the rows lie within `from`.
             unsafe {
-                change!(TILE, "tileloadd", ", [{start} + {stride}*1]", start = in(reg) start, stride = in(reg) stride);
+                change!(TILE, "tileloadd", ", [{from} + {stride}*4]", from = in(reg) from.as_ptr(), stride = in(reg) stride);
             }
         }
 
         #[inline(always)]
-        unsafe fn multiply<const SUMS: u8, const A: u8, const B: u8>(&mut self) {
-            // SAFETY: the caller's promise.
+        fn multiply<const SUMS: u8, const A: u8, const B: u8>(&mut self) {
+            // SAFETY: the tiles are configured.
             unsafe { change!(SUMS, "tdpbf16ps", ", tmm{a}, tmm{b}", a = const A, b = const B) }
         }
 
         #[inline(always)]
-        unsafe fn store<const TILE: u8>(&self, start: *mut f32, stride: usize) {
-            // SAFETY: the caller's promise.
+        fn store<const TILE: u8>(&self, to: &mut [f32], stride: usize) {
+            check_room(to.len(), stride);
+            // SAFETY: the tiles are configured, and the rows lie within `to`.
             unsafe {
                 asm!(
-                    "tilestored [{start} + {stride}*1], tmm{tile}",
-                    start = in(reg) start,
+                    "tilestored [{to} + {stride}*4], tmm{tile}",
+                    to = in(reg) to.as_mut_ptr(),
                     stride = in(reg) stride,
                     tile = const TILE,
                     options(nostack, preserves_flags),
@@ -299,7 +300,7 @@ mod hardware {
 /// The tiles in plain Rust, which says what the kernels around them do on any machine.
 #[cfg(test)]
 pub(super) mod model {
-    use super::{COLUMNS, ROWS, Tiles};
+    use super::{COLUMNS, ROWS, Tiles, check_room};
     use std::cell::Cell;
 
     /// Eight tiles of 32-bit patterns; those that nothing was loaded into hold signalling patterns.
@@ -324,7 +325,7 @@ pub(super) mod model {
     }
 
     impl Tiles for Model {
-        fn new() -> Self {
+        unsafe fn new() -> Self {
             Self([[[0x7fa0_7fa0; COLUMNS]; ROWS]; 8])
         }
 
@@ -336,20 +337,20 @@ pub(super) mod model {
             assert!(CONFIGURED.replace(false), "the tiles are released twice");
         }
 
-        unsafe fn zero<const TILE: u8>(&mut self) {
+        fn zero<const TILE: u8>(&mut self) {
             check();
             self.0[usize::from(TILE)] = [[0; COLUMNS]; ROWS];
         }
 
-        unsafe fn load<const TILE: u8>(&mut self, start: *const u32, stride: usize) {
+        fn load<const TILE: u8>(&mut self, from: &[u32], stride: usize) {
             check();
-            for (index, row) in self.0[usize::from(TILE)].iter_mut().enumerate() {
-                // SAFETY: the caller's promise.
-                *row = unsafe { start.byte_add(index * stride).cast::<[u32; COLUMNS]>().read_unaligned() };
+            check_room(from.len(), stride);
+            for (row, from) in self.0[usize::from(TILE)].iter_mut().zip(from.chunks(stride)) {
+                row.copy_from_slice(&from[..COLUMNS]);
             }
         }
 
-        unsafe fn multiply<const SUMS: u8, const A: u8, const B: u8>(&mut self) {
+        fn multiply<const SUMS: u8, const A: u8, const B: u8>(&mut self) {
             check();
             let (a, b) = (self.0[usize::from(A)], self.0[usize::from(B)]);
             for (sums, a) in self.0[usize::from(SUMS)].iter_mut().zip(&a) {
@@ -368,11 +369,11 @@ pub(super) mod model {
             }
         }
 
-        unsafe fn store<const TILE: u8>(&self, start: *mut f32, stride: usize) {
+        fn store<const TILE: u8>(&self, to: &mut [f32], stride: usize) {
             check();
-            for (index, row) in self.0[usize::from(TILE)].iter().enumerate() {
-                // SAFETY: the caller's promise.
-                unsafe { start.byte_add(index * stride).cast::<[u32; COLUMNS]>().write_unaligned(*row) };
+            check_room(to.len(), stride);
+            for (row, to) in self.0[usize::from(TILE)].iter().zip(to.chunks_mut(stride)) {
+                to.iter_mut().zip(row).for_each(|(to, bits)| *to = f32::from_bits(*bits));
             }
         }
     }
@@ -405,19 +406,19 @@ mod tests {
         let (a, b) = (pairs(a), pairs(b));
         let sums = spread(&sums.iter().map(|sum| sum.to_bits()).collect::<Vec<_>>());
         let mut out = vec![0f32; ROWS * APART];
-        // SAFETY: the memory has 16 rows; the tiles are configured first.
+        // SAFETY: the caller's promise; the tiles are configured first.
         unsafe {
             T::configure();
             let mut tiles = T::new();
             tiles.zero::<3>();
-            tiles.load::<5>(a.as_ptr(), 4 * APART);
-            tiles.load::<6>(b.as_ptr(), 4 * APART);
+            tiles.load::<5>(&a, APART);
+            tiles.load::<6>(&b, APART);
             tiles.multiply::<3, 5, 6>();
-            tiles.load::<1>(sums.as_ptr(), 4 * APART);
+            tiles.load::<1>(&sums, APART);
             tiles.multiply::<1, 5, 6>();
-            tiles.store::<3>(out.as_mut_ptr(), 4 * APART);
+            tiles.store::<3>(&mut out, APART);
             let alone = out.clone();
-            tiles.store::<1>(out.as_mut_ptr(), 4 * APART);
+            tiles.store::<1>(&mut out, APART);
             T::release();
             alone.into_iter().chain(out).map(f32::to_bits).collect()
         }

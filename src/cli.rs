@@ -241,7 +241,7 @@ pub fn main() -> ExitCode {
 }
 
 fn dispatch(cli: Cli, world: &Arc<dyn Collective>) -> Result<ExitCode> {
-    Isa::detect()?;
+    Isa::pinned()?;
     if cli.command.is_some() && !world.leads() {
         // What is not training is done by one process.
         return Ok(ExitCode::SUCCESS);

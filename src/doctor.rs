@@ -131,18 +131,19 @@ fn gpu() -> GpuFacts {
     let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     let series = driver_series(&version);
     let note = match (compiled, devices.is_empty()) {
-        (true, false) => "GPU support is compiled in",
-        (true, true) => {
-            "GPU support is compiled in, but the driver's `/dev/nvidia0` is missing: training runs on the CPU"
-        }
-        (false, false) => "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`",
-        (false, true) => "this build computes on the CPU",
+        (true, _) => match crate::engine::device::gpus() {
+            Ok(gpus) if !gpus.is_empty() => gpus.join("; "),
+            Ok(_) => "GPU support is compiled in, but the driver shows none: training runs on the CPU".into(),
+            Err(why) => format!("GPU support is compiled in, but none can be used: {why}: training runs on the CPU"),
+        },
+        (false, false) => "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`".into(),
+        (false, true) => "this build computes on the CPU".into(),
     };
     let note = match series.filter(|series| *series < LEAST_DRIVER) {
         Some(old) => {
             format!("{note}; driver {old} is too old for CUDA 13.0; update it to {LEAST_DRIVER} or later")
         }
-        None => note.to_owned(),
+        None => note,
     };
     GpuFacts { compiled, devices, note }
 }

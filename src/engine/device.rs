@@ -112,41 +112,76 @@ fn peak_bytes(_: &Device) -> Option<u64> {
 #[cfg(feature = "cuda")]
 fn peak_bytes(device: &Device) -> Option<u64> {
     use candle_core::cuda_backend::cudarc::driver::{result::mem_pool, sys};
-    let (mut pool, mut most) = (std::ptr::null_mut(), 0u64);
-    // SAFETY: the device is open, and the attribute is a 64-bit number.
-    unsafe {
-        let ordinal = device.as_cuda_device().ok()?.cuda_stream().context().cu_device();
-        sys::cuDeviceGetDefaultMemPool(&raw mut pool, ordinal).result().ok()?;
-        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
-        mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()).ok()?;
-    }
+    let (pool, mut most) = (memory_pool(device.as_cuda_device().ok()?).ok()?, 0u64);
+    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+    // SAFETY: the attribute is a 64-bit number.
+    unsafe { mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()) }.ok()?;
     Some(most)
+}
+
+/// Where the driver takes a GPU's memory from.
+#[cfg(feature = "cuda")]
+fn memory_pool(
+    device: &candle_core::CudaDevice,
+) -> std::result::Result<
+    candle_core::cuda_backend::cudarc::driver::sys::CUmemoryPool,
+    candle_core::cuda_backend::cudarc::driver::DriverError,
+> {
+    use candle_core::cuda_backend::cudarc::driver::sys;
+    let mut pool = std::ptr::null_mut();
+    // SAFETY: the device is open.
+    unsafe { sys::cuDeviceGetDefaultMemPool(&raw mut pool, device.cuda_stream().context().cu_device()) }.result()?;
+    Ok(pool)
+}
+
+/// The driver's GPUs in words, or why there is none that can be used.
+#[cfg(feature = "cuda")]
+pub(crate) fn gpus() -> std::result::Result<Vec<String>, String> {
+    use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, sys};
+    let described = |ordinal: i32| {
+        let gpu = CudaContext::new(usize::try_from(ordinal).unwrap_or(0))?;
+        let (gib, (major, minor)) = (gpu.total_mem()? as f64 / f64::from(1 << 30), gpu.compute_capability()?);
+        Ok(format!("cuda:{ordinal} {}, {gib:.1} GiB, compute capability {major}.{minor}", gpu.name()?))
+    };
+    let all =
+        CudaContext::device_count().and_then(|count| (0..count).map(described).collect::<Result<_, DriverError>>());
+    check_driver(driver_version()?, sys::CUDA_VERSION)?;
+    all.map_err(|error| first_line(&error))
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn gpus() -> std::result::Result<Vec<String>, String> {
+    Ok(Vec::new())
+}
+
+#[cfg(feature = "cuda")]
+fn first_line(error: &dyn std::fmt::Display) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_owned()
 }
 
 /// GPU `ordinal` and its name, or why it cannot be used.
 #[cfg(feature = "cuda")]
 fn gpu(ordinal: usize, policy: PrecisionPolicy) -> std::result::Result<(Device, String), String> {
     use candle_core::cuda_backend::cudarc::driver::{CudaContext, sys};
-    let said = |error: &dyn std::fmt::Display| error.to_string().lines().next().unwrap_or_default().to_owned();
-    let count = CudaContext::device_count().map_err(|error| said(&error))?;
+    let count = CudaContext::device_count().map_err(|error| first_line(&error))?;
     if usize::try_from(count).unwrap_or(0) <= ordinal {
         return Err(format!("there is no such GPU, the driver shows {count}"));
     }
     check_driver(driver_version()?, sys::CUDA_VERSION)?;
-    let device = Device::new_cuda_with_stream(ordinal).map_err(|error| said(&error))?;
-    let cuda = device.as_cuda_device().map_err(|error| said(&error))?;
+    let device = Device::new_cuda_with_stream(ordinal).map_err(|error| first_line(&error))?;
+    let cuda = device.as_cuda_device().map_err(|error| first_line(&error))?;
     // SAFETY: every tensor of this device is created, used and freed on its one stream.
     unsafe { cuda.disable_event_tracking() };
     let stream = cuda.cuda_stream();
     let context = stream.context();
-    let capability = context.compute_capability().map_err(|error| said(&error))?;
+    let capability = context.compute_capability().map_err(|error| first_line(&error))?;
     if capability < (8, 0) && needs_bf16(policy) {
         let (major, minor) = capability;
         return Err(format!("its compute capability is {major}.{minor} and BF16 needs 8.0; use `--dtype fp16`"));
     }
-    keep_freed_memory(context.cu_device()).map_err(|error| said(&error))?;
-    keep_sums_wide(&cuda.cublas_handle()).map_err(|error| said(&error))?;
-    let name = context.name().map_err(|error| said(&error))?;
+    keep_freed_memory(cuda).map_err(|error| first_line(&error))?;
+    keep_sums_wide(&cuda.cublas_handle()).map_err(|error| first_line(&error))?;
+    let name = context.name().map_err(|error| first_line(&error))?;
     Ok((device, format!("cuda:{ordinal} {name}")))
 }
 
@@ -175,16 +210,13 @@ fn check_driver(driver: u32, toolkit: u32) -> std::result::Result<(), String> {
 /// Lets the driver keep freed memory for later allocations instead of releasing it at each synchronisation.
 #[cfg(feature = "cuda")]
 fn keep_freed_memory(
-    device: candle_core::cuda_backend::cudarc::driver::sys::CUdevice,
+    device: &candle_core::CudaDevice,
 ) -> std::result::Result<(), candle_core::cuda_backend::cudarc::driver::DriverError> {
     use candle_core::cuda_backend::cudarc::driver::{result::mem_pool, sys};
-    let (mut pool, mut threshold) = (std::ptr::null_mut(), u64::MAX);
-    // SAFETY: the device is open, and the attribute is a 64-bit number.
-    unsafe {
-        sys::cuDeviceGetDefaultMemPool(&raw mut pool, device).result()?;
-        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
-    }
+    let (pool, mut threshold) = (memory_pool(device)?, u64::MAX);
+    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the attribute is a 64-bit number.
+    unsafe { mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast()) }
 }
 
 /// Stops cuBLAS from rounding partial sums of FP16 and BF16 products to 16 bits.

@@ -16,7 +16,6 @@ use super::{
 };
 use crate::precision::FloatFormat;
 use candle_core::{Result, Tensor, bail};
-use rayon::prelude::*;
 
 /// Our CPU kernels.
 #[derive(Clone, Copy, Debug, Default)]
@@ -237,10 +236,7 @@ impl Kernels for Fused {
     }
 
     fn surveys(&self, tensors: &[(&Tensor, FloatFormat)], exponents: bool, out: &mut [TensorSurvey]) -> Result<()> {
-        out.par_iter_mut().zip(tensors).try_for_each(|(out, (tensor, format))| {
-            *out = survey::survey(tensor, *format, exponents)?;
-            Ok(())
-        })
+        survey::side_by_side(tensors, out, |tensor, format| survey::survey(tensor, format, exponents))
     }
 
     fn sum(&self, tensor: &Tensor) -> Result<f64> {

@@ -25,7 +25,8 @@ constexpr int N = 8;
 
 template <class T> __device__ void rotate(const Rotate& a) {
     const unsigned packs = a.half / N;
-    for_each_pack<1>(static_cast<size_t>(a.rows) * a.heads * packs, [&](size_t i, bool, unsigned) {
+    for_each_pack<1>(static_cast<size_t>(a.rows) * a.heads * packs, [&](size_t at_pack, bool, unsigned) {
+        const unsigned i = static_cast<unsigned>(at_pack);  // a division of 64 bits would take longer than all else
         const unsigned column = i % packs * N, head = i / packs % a.heads, row = i / packs / a.heads;
         const unsigned place = row % a.seq_len, start = a.starts == nullptr ? 0 : load(a.starts, row);
         const size_t angle = static_cast<size_t>(a.past + (place > start ? place - start : 0)) * a.half + column;

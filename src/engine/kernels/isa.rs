@@ -33,13 +33,13 @@ impl Isa {
     /// All instruction sets, the narrowest first.
     pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
-    /// The fastest instruction set of this CPU, or the one `FINETUNE_ISA` names; an error if that is unknown or missing
-    /// on this CPU. Programs call this once at their start to report a bad value.
-    pub fn detect() -> Result<Self> {
-        let Some(pinned) = std::env::var_os(ISA_VARIABLE) else { return Ok(Self::fastest()) };
+    /// The instruction set that `FINETUNE_ISA` names; an error if that is unknown or missing on this CPU. Programs call
+    /// this once at their start to report a bad value.
+    pub fn pinned() -> Result<Option<Self>> {
+        let Some(pinned) = std::env::var_os(ISA_VARIABLE) else { return Ok(None) };
         let isa: Self = pinned.to_string_lossy().parse()?;
         if isa.is_supported() {
-            Ok(isa)
+            Ok(Some(isa))
         } else {
             let lacks = match isa {
                 Self::Amx => format!("`{isa}` cannot be used here: {}", tiles::support()),
@@ -50,11 +50,11 @@ impl Isa {
         }
     }
 
-    /// The result of the first call of [`Isa::detect`] from here, or the fastest of this CPU if that failed.
+    /// The pinned one, or the fastest of this CPU. The first call may try AMX's tiles.
     #[inline]
     pub fn current() -> Self {
         static CURRENT: OnceLock<Isa> = OnceLock::new();
-        *CURRENT.get_or_init(|| Self::detect().unwrap_or_else(|_| Self::fastest()))
+        *CURRENT.get_or_init(|| Self::pinned().ok().flatten().unwrap_or_else(Self::fastest))
     }
 
     /// The widest, except for BF16 dot products where they are slow: compared with FP32 multiply-adds they are 1.9 times as fast on

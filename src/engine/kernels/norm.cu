@@ -97,10 +97,10 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_forward(const Nor
 template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const NormBackward& a) {
     constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
     constexpr unsigned BLOCK = PACKS > 0 ? BACKWARD_KEPT_THREADS : BACKWARD_WIDE_THREADS, WARPS = BLOCK / WARP;
-    SHARED(float, sums);  // [2, width]; where rows are not kept [WARPS, 2, width], each part one warp's
+    SHARED(float, sums);  // [WARPS, 2, width], each part one warp's
     const unsigned warp = threadIdx.x / WARP;
     const bool whole = a.width % N == 0;
-    float* const own = PACKS > 0 ? sums : sums + static_cast<size_t>(warp) * 2 * a.width;
+    float* const own = sums + static_cast<size_t>(warp) * 2 * a.width;
     float dweight[PLACES][N] = {}, dbias[PLACES][N] = {};
     const auto add_to = [&](float* to, unsigned c, const float(&values)[N]) {
 #pragma unroll
@@ -163,27 +163,21 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const No
         });
     }
     if constexpr (PACKS > 0) {
-        for (unsigned turn = 0; turn < WARPS; ++turn) {
-            if (turn == warp) {
-                for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+        for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
 #pragma unroll
-                    for (unsigned i = 0; i < N; ++i) {
-                        if (c + i < a.width) {
-                            sums[c + i] = (turn == 0 ? 0.0f : sums[c + i]) + dweight[k][i];
-                            sums[a.width + c + i] = (turn == 0 ? 0.0f : sums[a.width + c + i]) + dbias[k][i];
-                        }
-                    }
-                });
+            for (unsigned i = 0; i < N; ++i) {
+                if (c + i < a.width) {
+                    own[c + i] = dweight[k][i];
+                    own[a.width + c + i] = dbias[k][i];
+                }
             }
-            __syncthreads();
-        }
-    } else {
-        __syncthreads();
+        });
     }
+    __syncthreads();
     const size_t out = static_cast<size_t>(blockIdx.x) * 2 * a.width;
     for (unsigned c = threadIdx.x; c < 2 * a.width; c += BLOCK) {
         float sum = sums[c];
-        for (unsigned other = 1; PACKS == 0 && other < WARPS; ++other) sum += sums[static_cast<size_t>(other) * 2 * a.width + c];
+        for (unsigned other = 1; other < WARPS; ++other) sum += sums[static_cast<size_t>(other) * 2 * a.width + c];
         store(a.partial, out + c, sum);
     }
 }

@@ -18,13 +18,12 @@ use super::cross_entropy::{HeadGradient, HeadWorkspace};
 use super::decode_attention::KeyValues;
 use super::dropout::Dropout;
 use super::rope::{Direction, Positions, Table};
-use super::survey::TensorSurvey;
+use super::survey::{TensorSurvey, side_by_side};
 use super::{Activation, Embedding, HeadHook, Kernels, NormGradients, NormSettings, Normed, WeightLayout};
 use crate::precision::FloatFormat;
 use candle_core::{DType, Result, Tensor};
 #[cfg(feature = "cuda")]
 pub(super) use head::cross_entropy;
-use rayon::prelude::*;
 use std::fmt;
 use std::sync::Arc;
 use tensors::{
@@ -409,10 +408,7 @@ impl Kernels for Plain {
         if self.replaced(|own| own.surveys(tensors, exponents, out))? {
             return Ok(());
         }
-        out.par_iter_mut().zip(tensors).try_for_each(|(out, (tensor, format))| {
-            *out = survey::survey(tensor, *format, exponents)?;
-            Ok(())
-        })
+        side_by_side(tensors, out, |tensor, format| survey::survey(tensor, format, exponents))
     }
 
     fn sum(&self, tensor: &Tensor) -> Result<f64> {

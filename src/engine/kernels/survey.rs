@@ -23,6 +23,18 @@ impl TensorSurvey {
     }
 }
 
+/// Surveys tensors on all threads, each by `survey`.
+pub(super) fn side_by_side(
+    tensors: &[(&Tensor, FloatFormat)],
+    out: &mut [TensorSurvey],
+    survey: impl Fn(&Tensor, FloatFormat) -> Result<TensorSurvey> + Sync,
+) -> Result<()> {
+    out.par_iter_mut().zip(tensors).try_for_each(|(out, (tensor, format))| {
+        *out = survey(tensor, *format)?;
+        Ok(())
+    })
+}
+
 /// Elements of a task. The tree in which parts are merged, and so the sums' bits, depend only on this.
 pub const PART: usize = 1 << 16;
 

@@ -1,14 +1,11 @@
 //! The launch of `adamw.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use super::launch::{Arguments, Buffer, Launch, Queue, entry};
 use crate::engine::kernels::adamw::AdamWStep;
 use candle_core::{DType, Result};
 
-const THREADS: usize = 256;
 /// Elements a thread takes at a time.
 const PACK: usize = 4;
-/// Blocks, at most: what keeps the largest GPUs busy. The threads then go round.
-const MAX_BLOCKS: usize = 132 * 8;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -56,13 +53,8 @@ pub(crate) fn step(
         bias_corrections,
         grad_factor,
     };
-    let launch = Launch {
-        module: "adamw",
-        kernel: entry("adamw", &[grad.dtype, weight.map_or(DType::F32, |weight| weight.dtype)])?,
-        grid: [word(len.div_ceil(PACK * THREADS).min(MAX_BLOCKS))?, 1, 1],
-        threads: THREADS as u32,
-        shared_bytes: 0,
-    };
+    let kernel = entry("adamw", &[grad.dtype, weight.map_or(DType::F32, |weight| weight.dtype)])?;
+    let launch = Launch::by_packs("adamw", kernel, len.div_ceil(PACK))?;
     // SAFETY: every buffer was found large enough.
     unsafe { queue.launch(&launch, &arguments) }
 }

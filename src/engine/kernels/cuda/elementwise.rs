@@ -5,11 +5,8 @@ use crate::engine::kernels::Activation;
 use crate::engine::kernels::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
-const THREADS: usize = 256;
 /// Elements a thread takes at a time.
 const PACK: usize = 8;
-/// Blocks, at most: what keeps the largest GPUs busy. The threads then go round.
-const MAX_BLOCKS: usize = 132 * 8;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -55,13 +52,7 @@ pub(crate) fn serves(width: usize) -> bool {
 }
 
 fn launch(kernel: &str, dtypes: &[DType], len: usize) -> Result<Launch> {
-    Ok(Launch {
-        module: "elementwise",
-        kernel: entry(kernel, dtypes)?,
-        grid: [word(len.div_ceil(PACK * THREADS).min(MAX_BLOCKS))?, 1, 1],
-        threads: THREADS as u32,
-        shared_bytes: 0,
-    })
+    Launch::by_packs("elementwise", entry(kernel, dtypes)?, len.div_ceil(PACK))
 }
 
 /// See [`Kernels::activate`](crate::engine::kernels::Kernels::activate), and with `gradient`, which is `dy` and `dx`,

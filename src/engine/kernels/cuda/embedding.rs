@@ -1,12 +1,11 @@
 //! The launch of `embedding.cu`.
 
+use super::elementwise::serves;
 use super::launch::{Arguments, Buffer, Launch, Mask, Queue, entry, word};
 use crate::engine::kernels::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
 const THREADS: u32 = 128;
-/// Elements a thread takes at a time.
-const PACK: usize = 8;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -23,11 +22,6 @@ struct EmbeddingBackward {
 }
 // SAFETY: mirrors `EmbeddingBackward`.
 unsafe impl Arguments for EmbeddingBackward {}
-
-/// Whether there are kernels for rows of this width.
-pub(crate) fn serves(width: usize) -> bool {
-    width > 0 && width.is_multiple_of(PACK)
-}
 
 /// Rows in groups: which row of a table each group's sum is for.
 #[derive(Debug)]

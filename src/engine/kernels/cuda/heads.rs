@@ -5,11 +5,8 @@ use crate::engine::kernels::attention::Shape;
 use crate::engine::kernels::rope::{Direction, Positions};
 use candle_core::{DType, Result, bail};
 
-const THREADS: usize = 256;
 /// Elements a thread takes at a time.
 const PACK: usize = 8;
-/// Blocks, at most: what keeps the largest GPUs busy. The threads then go round.
-const MAX_BLOCKS: usize = 132 * 8;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -44,13 +41,7 @@ struct SharedHeads {
 unsafe impl Arguments for SharedHeads {}
 
 fn launch(kernel: &str, dtype: DType, packs: usize) -> Result<Launch> {
-    Ok(Launch {
-        module: "heads",
-        kernel: entry(kernel, &[dtype])?,
-        grid: [word(packs.div_ceil(THREADS).min(MAX_BLOCKS))?, 1, 1],
-        threads: THREADS as u32,
-        shared_bytes: 0,
-    })
+    Launch::by_packs("heads", entry(kernel, &[dtype])?, packs)
 }
 
 /// Some columns of a buffer: rows, elements from one to the next, the first column, and how many there are.
@@ -102,8 +93,10 @@ pub(crate) fn rotate(
         past: word(positions.past)?,
         sign: if direction == Direction::Forward { 1.0 } else { -1.0 },
     };
+    // The kernel counts packs in 32 bits.
+    let packs = word(rows * count / 2 / PACK)?;
     // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&launch("rotate", buffer.dtype, rows * count / 2 / PACK)?, &arguments) }
+    unsafe { queue.launch(&launch("rotate", buffer.dtype, packs as usize)?, &arguments) }
 }
 
 /// Whether keys and values of this shape can be repeated for each head of queries.

@@ -64,6 +64,14 @@ pub(crate) struct Launch {
 }
 
 impl Launch {
+    /// Threads that take `packs` packs of neighbours, and go round where there are more than keep the largest GPUs busy.
+    pub(crate) fn by_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
+        const THREADS: usize = 256;
+        const MAX_BLOCKS: usize = 132 * 8;
+        let grid = [word(packs.div_ceil(THREADS).min(MAX_BLOCKS))?, 1, 1];
+        Ok(Self { module, kernel, grid, threads: THREADS as u32, shared_bytes: 0 })
+    }
+
     /// One warp for each of `rows` rows, eight warps a block.
     pub(crate) fn warp_a_row(module: &'static str, kernel: String, rows: usize) -> Result<Self> {
         const WARPS: usize = 8;

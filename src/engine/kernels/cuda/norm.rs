@@ -86,9 +86,8 @@ pub(crate) fn serves(width: usize) -> bool {
 
 /// Threads and shared memory of a block of the backward pass.
 fn backward_block(width: usize) -> (u32, usize) {
-    let (threads, copies) =
-        if width <= KEPT_WIDTH { (KEPT_THREADS, 1) } else { (WIDE_THREADS, WIDE_THREADS as usize / 32) };
-    (threads, 2 * width * copies * size_of::<f32>())
+    let threads = if width <= KEPT_WIDTH { KEPT_THREADS } else { WIDE_THREADS };
+    (threads, threads as usize / 32 * 2 * width * size_of::<f32>())
 }
 
 /// See [`Kernels::norm`](crate::engine::kernels::Kernels::norm).

@@ -2,6 +2,7 @@
 
 use super::launch::Buffer;
 use super::queue::CudaQueue;
+use super::survey::Survey;
 use super::{adamw, attention, cross_entropy, elementwise, embedding, heads, norm, product, survey};
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
 use crate::engine::kernels::attention::{Operands, Shape};
@@ -290,14 +291,12 @@ impl Replacements for Own {
             let Some([buffer]) = self.buffers(Operation::Survey, [tensor])? else { return Ok(false) };
             buffers.push((buffer, *format));
         }
-        let device = self.queue.device();
+        let (device, survey) = (self.queue.device(), Survey::new(&buffers)?);
         let words = device.alloc_zeros::<u32>(buffers.len() * survey::WORDS)?;
-        let first = self.queue.address(&words);
-        for (i, (buffer, format)) in buffers.into_iter().enumerate() {
-            let address = first + (i * survey::WORDS * size_of::<u32>()) as u64;
-            let figures = Buffer { address, dtype: DType::U32, len: survey::WORDS };
-            survey::survey(&self.queue, buffer, format, exponents, figures)?;
-        }
+        let table = device.clone_htod(survey.table())?;
+        let [figures, of_table] =
+            [&words, &table].map(|of| Buffer { address: self.queue.address(of), dtype: DType::U32, len: of.len() });
+        survey.run(&self.queue, of_table, exponents, figures)?;
         // One copy, because the host waits for each.
         let mut counted = vec![0; tensors.len() * survey::WORDS];
         device.memcpy_dtoh(&words, &mut counted)?;
@@ -365,7 +364,7 @@ impl Replacements for Own {
             return Ok(false);
         };
         let served = |table: Buffer| is_pair([dx.dtype, table.dtype]) || table.dtype == DType::F32;
-        if !embedding::serves(width) || !served(dtable) || !served(table_of_places) {
+        if !elementwise::serves(width) || !served(dtable) || !served(table_of_places) {
             return Ok(false);
         }
         let add = |groups: embedding::Groups, table: Buffer, scale| {

@@ -1,10 +1,12 @@
 //! Products by cuBLAS straight into their place, where candle's would be a tensor of their own that is copied there.
 
+use super::launch::Buffer;
 use super::queue::CudaQueue;
 use crate::engine::kernels::columns::{Columns, Factor, Store};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::{DType, Result, bail};
+use std::ops::Range;
 
 /// cuBLAS' name for a type.
 fn data_type(dtype: DType) -> Option<sys::cudaDataType_t> {
@@ -17,19 +19,42 @@ fn data_type(dtype: DType) -> Option<sys::cudaDataType_t> {
 }
 
 /// A matrix as cuBLAS takes it: by columns, so that ours, by rows, is its transpose.
+#[derive(Clone, Copy)]
 struct Matrix {
     address: u64,
-    dtype: sys::cudaDataType_t,
+    dtype: DType,
     /// Elements from one of our rows to the next.
-    stride: i32,
+    stride: usize,
+    /// Whether the product takes the transpose.
+    transposed: bool,
 }
 
-fn matrix(queue: &CudaQueue, columns: Columns<'_>) -> Result<Option<Matrix>> {
-    let (Some(buffer), Some(dtype)) = (queue.buffer(columns.tensor())?, data_type(columns.tensor().dtype())) else {
-        return Ok(None);
-    };
-    let address = buffer.address + (columns.first() * buffer.dtype.size_in_bytes()) as u64;
-    Ok(Some(Matrix { address, dtype, stride: size(columns.stride())? }))
+impl Matrix {
+    fn new(queue: &CudaQueue, Factor { columns, transposed }: Factor<'_>) -> Result<Option<Self>> {
+        let Some(Buffer { address, dtype, .. }) = queue.buffer(columns.tensor())? else { return Ok(None) };
+        let address = address + (columns.first() * dtype.size_in_bytes()) as u64;
+        Ok(Some(Self { address, dtype, stride: columns.stride(), transposed }))
+    }
+
+    /// Where the element at this row and column of the factor is.
+    fn at(self, row: usize, column: usize) -> u64 {
+        let (row, column) = if self.transposed { (column, row) } else { (row, column) };
+        self.address + ((row * self.stride + column) * self.dtype.size_in_bytes()) as u64
+    }
+
+    fn operation(self) -> sys::cublasOperation_t {
+        if self.transposed { sys::cublasOperation_t::CUBLAS_OP_T } else { sys::cublasOperation_t::CUBLAS_OP_N }
+    }
+}
+
+/// The parts of a side of a product. cuBLAS is several times as slow where the length of rows is no multiple of 16 bytes, even if
+/// their distance is one: GPT-2's vocabulary of 50,257 is such a length. So what is over is a product of its own.
+fn parts(len: usize, along_rows: bool, dtype: DType) -> [Range<usize>; 2] {
+    /// Shorter sides are not worth a second launch.
+    const LEAST: usize = 4096;
+    const MULTIPLE: usize = 8;
+    let over = if along_rows && len >= LEAST && dtype != DType::F32 { len % MULTIPLE } else { 0 };
+    [len - over..len, 0..len - over]
 }
 
 fn size(n: usize) -> Result<i32> {
@@ -56,50 +81,58 @@ pub(crate) fn product(
     if inner != k || (c.rows(), c.count()) != (m, n) {
         bail!("a product of {m} × {k} and {inner} × {n} for {} × {}", c.rows(), c.count());
     }
-    let types = [a.columns, b.columns, c].map(|columns| columns.tensor().dtype());
+    let factors = [a, b, Factor::plain(c)];
+    let types = factors.map(|factor| factor.columns.tensor().dtype());
     let exists = types[0] == types[1] && (types[2] == types[0] || types[2] == DType::F32);
-    if !exists || m * n * k == 0 {
-        return Ok(false);
-    }
-    let (Some(left), Some(right), Some(out)) =
-        (matrix(queue, a.columns)?, matrix(queue, b.columns)?, matrix(queue, c)?)
+    let [Some(a), Some(b), Some(c)] = [Matrix::new(queue, a)?, Matrix::new(queue, b)?, Matrix::new(queue, factors[2])?]
     else {
         return Ok(false);
     };
-    let operation = |factor: Factor<'_>| {
-        if factor.transposed { sys::cublasOperation_t::CUBLAS_OP_T } else { sys::cublasOperation_t::CUBLAS_OP_N }
-    };
-    let beta = if how == Store::Add { 1.0f32 } else { 0.0 };
-    let blas = queue.device().cublas_handle();
-    // By columns, c's transpose is b's transpose times a's.
-    // SAFETY: the matrices lie in memory of this device, which their tensors hold until the product is in the stream.
-    unsafe {
-        result::gemm_strided_batched_ex(
-            *blas.handle(),
-            operation(b),
-            operation(a),
-            size(n)?,
-            size(m)?,
-            size(k)?,
-            (&raw const alpha).cast(),
-            right.address as *const _,
-            right.dtype,
-            right.stride,
-            0,
-            left.address as *const _,
-            left.dtype,
-            left.stride,
-            0,
-            (&raw const beta).cast(),
-            out.address as *mut _,
-            out.dtype,
-            out.stride,
-            0,
-            1,
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
-        )
+    let [Some(of_factors), Some(of_c)] = [data_type(types[0]), data_type(types[2])] else { return Ok(false) };
+    if !exists || m * n * k == 0 {
+        return Ok(false);
     }
-    .w()?;
+    let blas = queue.device().cublas_handle();
+    let sides =
+        [parts(m, a.transposed, types[0]), parts(n, true, types[0]), parts(k, !a.transposed || b.transposed, types[0])];
+    for rows in sides[0].iter().filter(|part| !part.is_empty()) {
+        for columns in sides[1].iter().filter(|part| !part.is_empty()) {
+            // The short part of the depth first: so the sum is rounded once, but for what that part adds.
+            for depth in sides[2].iter().filter(|part| !part.is_empty()) {
+                let adds = how == Store::Add || depth.end < k;
+                let beta = if adds { 1.0f32 } else { 0.0 };
+                // By columns, c's transpose is b's transpose times a's.
+                // SAFETY: the matrices lie in memory of this device, which their tensors hold until the product is in the stream.
+                unsafe {
+                    result::gemm_strided_batched_ex(
+                        *blas.handle(),
+                        b.operation(),
+                        a.operation(),
+                        size(columns.len())?,
+                        size(rows.len())?,
+                        size(depth.len())?,
+                        (&raw const alpha).cast(),
+                        b.at(depth.start, columns.start) as *const _,
+                        of_factors,
+                        size(b.stride)?,
+                        0,
+                        a.at(rows.start, depth.start) as *const _,
+                        of_factors,
+                        size(a.stride)?,
+                        0,
+                        (&raw const beta).cast(),
+                        c.at(rows.start, columns.start) as *mut _,
+                        of_c,
+                        size(c.stride)?,
+                        0,
+                        1,
+                        sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                        sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+                    )
+                }
+                .w()?;
+            }
+        }
+    }
     Ok(true)
 }

@@ -1,9 +1,10 @@
 //! The launches of `survey.cu`, and how its figures become [`TensorStats`].
 
-use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use super::launch::{self, Buffer, Launch, Queue, entry, word};
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, bail};
+use std::ops::Range;
 
 const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
@@ -13,10 +14,10 @@ const CHUNK: usize = 1 << 14;
 const CHUNK_STATS_BYTES: usize = 32;
 /// Counters of a histogram: one for each value of FP32's exponent field.
 const BINS: usize = 256;
-/// Words of a tensor's figures, and of nothing behind them, so that what follows is aligned.
-const STATS_WORDS: usize = 16;
+/// Words of a tensor's statistics.
+const STATS_WORDS: usize = 14;
 
-/// Words that a survey's figures take: the tensor's, then the histogram's.
+/// Words of a tensor's figures: the statistics, then the histogram.
 pub(crate) const WORDS: usize = STATS_WORDS + BINS;
 
 /// What the device has counted, from the words it left.
@@ -45,66 +46,95 @@ pub(crate) fn decode(words: &[u32; WORDS], exponents: bool) -> TensorSurvey {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct SurveyChunks {
-    data: u64,
+struct Arguments {
+    tensors: u64,
     partial: u64,
-    exponents: u64,
-    len: u64,
-    min_normal: u32,
-    unused: u32,
+    figures: u64,
+    first: u64,
+    count: u32,
+    has_exponents: u32,
 }
-// SAFETY: mirrors `SurveyChunks`.
-unsafe impl Arguments for SurveyChunks {}
+// SAFETY: mirrors `Survey`.
+unsafe impl launch::Arguments for Arguments {}
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SurveyTensor {
-    partial: u64,
-    stats: u64,
-    len: u64,
+/// Words of a tensor in the table that the kernels read.
+const ENTRY_WORDS: usize = 8;
+
+/// Tensors of one type.
+struct Group {
+    dtype: DType,
+    tensors: Range<usize>,
+    chunks: Range<usize>,
 }
-// SAFETY: mirrors `SurveyTensor`.
-unsafe impl Arguments for SurveyTensor {}
 
-/// Surveys `tensor` into `figures`, [`WORDS`] words that are zero. A value counts as subnormal below the smallest normal one
-/// of `format`.
-pub(crate) fn survey(
-    queue: &impl Queue,
-    tensor: Buffer,
-    format: FloatFormat,
-    exponents: bool,
-    figures: Buffer,
-) -> Result<()> {
-    let len = tensor.len;
-    let (partial, _owner) = queue.scratch(len.div_ceil(CHUNK) * CHUNK_STATS_BYTES / size_of::<f32>())?;
-    let stats = figures.expect("figures", DType::U32, WORDS)?;
-    let parts = SurveyChunks {
-        data: tensor.of("tensor", len)?,
-        partial: partial.address,
-        exponents: if exponents { stats + (STATS_WORDS * size_of::<u32>()) as u64 } else { 0 },
-        len: len as u64,
-        min_normal: (format.min_normal() as f32).to_bits(),
-        unused: 0,
-    };
-    let whole = SurveyTensor { partial: partial.address, stats, len: len as u64 };
-    let scratch = WARPS * size_of::<f64>() as u32;
-    let by_chunk = Launch {
-        module: "survey",
-        kernel: entry("survey_chunks", &[tensor.dtype])?,
-        grid: [word(len.div_ceil(CHUNK))?, 1, 1],
-        threads: THREADS,
-        shared_bytes: WARPS * (BINS * size_of::<u32>()) as u32 + scratch,
-    };
-    let merge = Launch {
-        module: "survey",
-        kernel: "survey_tensor".to_owned(),
-        grid: [1; 3],
-        threads: THREADS,
-        shared_bytes: scratch,
-    };
-    // SAFETY: every buffer was found or made large enough.
-    unsafe {
-        queue.launch(&by_chunk, &parts)?;
-        queue.launch(&merge, &whole)
+/// A survey of several tensors.
+pub(crate) struct Survey {
+    table: Vec<u32>,
+    groups: Vec<Group>,
+}
+
+impl Survey {
+    /// A survey of these tensors; of each, a value counts as subnormal below the smallest normal one of its format.
+    pub(crate) fn new(tensors: &[(Buffer, FloatFormat)]) -> Result<Self> {
+        let mut survey = Self { table: Vec::with_capacity(tensors.len() * ENTRY_WORDS), groups: Vec::new() };
+        let (mut count, mut chunks) = (0, 0);
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let (first_tensor, first_chunk) = (count, chunks);
+            let of_type = tensors.iter().enumerate().filter(|(_, (tensor, _))| tensor.dtype == dtype);
+            for (place, (tensor, format)) in of_type {
+                let double = |value: u64| [value as u32, (value >> 32) as u32];
+                let address = tensor.of("tensor", tensor.len)?;
+                survey.table.extend([address, tensor.len as u64, chunks as u64].map(double).as_flattened());
+                survey.table.extend([(format.min_normal() as f32).to_bits(), word(place)?]);
+                count += 1;
+                chunks += tensor.len.div_ceil(CHUNK);
+            }
+            survey.groups.push(Group { dtype, tensors: first_tensor..count, chunks: first_chunk..chunks });
+        }
+        if count < tensors.len() {
+            bail!("no CUDA kernel for a survey of these types");
+        }
+        Ok(survey)
+    }
+
+    /// What [`Survey::run`] needs in the device's memory.
+    pub(crate) fn table(&self) -> &[u32] {
+        &self.table
+    }
+
+    /// Counts into `figures`, [`WORDS`] words a tensor that are zero.
+    pub(crate) fn run(&self, queue: &impl Queue, table: Buffer, exponents: bool, figures: Buffer) -> Result<()> {
+        let (count, chunks) = (self.table.len() / ENTRY_WORDS, self.groups.last().map_or(0, |last| last.chunks.end));
+        let (partial, _owner) = queue.scratch(chunks * CHUNK_STATS_BYTES / size_of::<f32>())?;
+        let table = table.expect("table", DType::U32, self.table.len())?;
+        let of = |tensors: &Range<usize>, first: usize| {
+            Ok::<_, candle_core::Error>(Arguments {
+                tensors: table + (tensors.start * ENTRY_WORDS * size_of::<u32>()) as u64,
+                partial: partial.address,
+                figures: figures.expect("figures", DType::U32, count * WORDS)?,
+                first: first as u64,
+                count: word(tensors.len())?,
+                has_exponents: u32::from(exponents),
+            })
+        };
+        let scratch = WARPS * size_of::<f64>() as u32;
+        let launch = |kernel: String, blocks: usize, shared_bytes: u32| {
+            Ok::<_, candle_core::Error>(Launch {
+                module: "survey",
+                kernel,
+                grid: [word(blocks)?, 1, 1],
+                threads: THREADS,
+                shared_bytes,
+            })
+        };
+        for Group { dtype, tensors, chunks } in &self.groups {
+            let shared = WARPS * (BINS * size_of::<u32>()) as u32 + scratch;
+            let by_chunk = launch(entry("survey_chunks", &[*dtype])?, chunks.len(), shared)?;
+            // SAFETY: every tensor was found as large as the table says, and the other buffers as large as needed.
+            unsafe { queue.launch(&by_chunk, &of(tensors, chunks.start)?)? };
+        }
+        let merge = launch("survey_tensors".to_owned(), count, scratch)?;
+        // SAFETY: as above.
+        unsafe { queue.launch(&merge, &of(&(0..count), 0)?) }
     }
 }

@@ -65,7 +65,9 @@ pub(super) fn head(
         }
     }
     if let Some(dweight) = gradient.and_then(|gradient| gradient.dweight) {
-        if let Some(sum) = &workspace.weight_sum {
+        if let Some(sum) = &workspace.weight_sum
+            && !kernels.replaced(|own| own.branch_gradient(sum, None, dweight))?
+        {
             store(sum, dweight)?;
         }
         hook(HeadTensor::WeightGradient, 0, dweight)?;

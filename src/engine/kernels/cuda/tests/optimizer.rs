@@ -1,6 +1,7 @@
 //! The survey, AdamW.
 
-use super::super::{adamw, survey};
+use super::super::adamw;
+use super::super::survey::{self, Survey};
 use super::*;
 use crate::engine::kernels::adamw::AdamWStep;
 use crate::engine::kernels::survey::TensorSurvey;
@@ -23,35 +24,42 @@ fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// The device's survey of a gradient.
-fn surveyed(gpu: &Emulator, values: &[f32], dtype: DType, format: FloatFormat, exponents: bool) -> TensorSurvey {
-    let figures = gpu.structs(&[0u32; survey::WORDS], true);
-    let figures = Buffer { dtype: DType::U32, len: survey::WORDS, ..figures };
-    survey::survey(gpu, gpu.input(values, dtype), format, exponents, figures).unwrap();
+/// The device's survey of these gradients.
+fn surveyed(gpu: &Emulator, tensors: &[(Vec<f32>, DType, FloatFormat)], exponents: bool) -> Vec<TensorSurvey> {
+    let inputs: Vec<_> = tensors.iter().map(|(values, dtype, format)| (gpu.input(values, *dtype), *format)).collect();
+    let figures = gpu.structs(&vec![0u32; tensors.len() * survey::WORDS], true);
+    let figures = Buffer { dtype: DType::U32, len: tensors.len() * survey::WORDS, ..figures };
+    let survey = Survey::new(&inputs).unwrap();
+    survey.run(gpu, gpu.words(survey.table()), exponents, figures).unwrap();
     let words: Vec<u32> = gpu.read_structs(figures);
-    survey::decode(words.as_slice().try_into().unwrap(), exponents)
+    words.as_chunks().0.iter().map(|words| survey::decode(words, exponents)).collect()
 }
 
 #[test]
 fn surveys() {
-    for (dtype, format) in
-        [(DType::F32, FloatFormat::FP16), (DType::F16, FloatFormat::FP16), (DType::BF16, FloatFormat::BF16)]
-    {
-        for (broken, exponents) in [(false, true), (true, true), (true, false)] {
-            for values in &gradients(dtype, broken) {
-                let [found, others @ ..] =
-                    Emulator::ORDERS.map(|order| surveyed(&Emulator::new(order), values, dtype, format, exponents));
-                let cpu = tensor(values, &[values.len()], dtype);
-                let expected = crate::engine::kernels::survey::survey(&cpu, format, exponents).unwrap();
-                assert_eq!(found.exponents, expected.exponents);
-                let squares = expected.stats.sum_squares;
-                assert!((found.stats.sum_squares - squares).abs() <= 1e-13 * squares, "{found:?} {expected:?}");
-                let mut stats = found.stats;
-                stats.sum_squares = squares;
-                assert_eq!(stats, expected.stats);
-                for other in &others {
-                    assert_eq!(other.stats, found.stats, "the order of threads shows");
-                }
+    let types = [(DType::F32, FloatFormat::FP16), (DType::F16, FloatFormat::FP16), (DType::BF16, FloatFormat::BF16)];
+    for (broken, exponents) in [(false, true), (true, true), (true, false)] {
+        // Tensors of a type are not neighbours, and one is empty.
+        let mut tensors: Vec<_> = (types.iter())
+            .flat_map(|&(dtype, format)| {
+                gradients(dtype, broken).into_iter().map(move |values| (values, dtype, format))
+            })
+            .collect();
+        tensors.push((Vec::new(), DType::F16, FloatFormat::FP16));
+        tensors.rotate_left(3);
+        tensors.swap(1, 10);
+        let [found, others @ ..] = Emulator::ORDERS.map(|order| surveyed(&Emulator::new(order), &tensors, exponents));
+        for (i, ((values, dtype, format), found)) in tensors.iter().zip(&found).enumerate() {
+            let cpu = tensor(values, &[values.len()], *dtype);
+            let expected = crate::engine::kernels::survey::survey(&cpu, *format, exponents).unwrap();
+            assert_eq!(found.exponents, expected.exponents);
+            let squares = expected.stats.sum_squares;
+            assert!((found.stats.sum_squares - squares).abs() <= 1e-13 * squares, "{found:?} {expected:?}");
+            let mut stats = found.stats;
+            stats.sum_squares = squares;
+            assert_eq!(stats, expected.stats);
+            for other in &others {
+                assert_eq!(other[i].stats, found.stats, "the order of threads shows");
             }
         }
     }

@@ -130,15 +130,7 @@ fn gpu() -> GpuFacts {
     devices.sort();
     let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     let series = driver_series(&version);
-    let note = match (compiled, devices.is_empty()) {
-        (true, _) => match crate::engine::device::gpus() {
-            Ok(gpus) if !gpus.is_empty() => gpus.join("; "),
-            Ok(_) => "GPU support is compiled in, but the driver shows none: training runs on the CPU".into(),
-            Err(why) => format!("GPU support is compiled in, but none can be used: {why}: training runs on the CPU"),
-        },
-        (false, false) => "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`".into(),
-        (false, true) => "this build computes on the CPU".into(),
-    };
+    let note = in_words(!devices.is_empty());
     let note = match series.filter(|series| *series < LEAST_DRIVER) {
         Some(old) => {
             format!("{note}; driver {old} is too old for CUDA 13.0; update it to {LEAST_DRIVER} or later")
@@ -146,6 +138,23 @@ fn gpu() -> GpuFacts {
         None => note,
     };
     GpuFacts { compiled, devices, note }
+}
+
+#[cfg(feature = "cuda")]
+fn in_words(_: bool) -> String {
+    match crate::engine::device::gpus() {
+        Ok(gpus) if gpus.is_empty() => {
+            "GPU support is compiled in; the driver shows no GPU: training runs on the CPU".into()
+        }
+        Ok(gpus) => gpus.join("; "),
+        Err(why) => format!("GPU support is compiled in; no GPU can be used: {why}; training runs on the CPU"),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn in_words(is_there: bool) -> String {
+    let there = "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`";
+    if is_there { there.into() } else { "this build computes on the CPU".into() }
 }
 
 /// The driver's series from `/proc/driver/nvidia/version`, such as 580 for `580.65.06`.

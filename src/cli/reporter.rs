@@ -45,12 +45,18 @@ impl Reporter {
             loop {
                 // Several short phases in a row shall not be silent for longer than one.
                 let least = PhaseLines::FIRST.saturating_sub(said.elapsed());
-                let shown = match waiting.recv_timeout(UPDATE_INTERVAL) {
+                let waited = waiting.recv_timeout(UPDATE_INTERVAL);
+                if !matches!(waited, Err(RecvTimeoutError::Timeout)) {
+                    write!(stderr(), "{}", lines.end()).ok();
+                }
+                let shown = match waited {
                     Ok(Notice::Line(notice)) => line.above(&notice),
                     Ok(Notice::Clean(text)) => line.above_clean(&text),
                     Err(RecvTimeoutError::Disconnected) => break line.clear(),
                     Err(RecvTimeoutError::Timeout) if terminal => line.show(watched.lasting(least).as_ref()),
-                    Err(RecvTimeoutError::Timeout) => lines.due(&watched, least).is_some_and(|text| line.above(&text)),
+                    Err(RecvTimeoutError::Timeout) => {
+                        lines.due(&watched, least).is_some_and(|text| write!(stderr(), "{text}").is_ok())
+                    }
                 };
                 if shown {
                     said = Instant::now();

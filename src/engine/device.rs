@@ -149,11 +149,6 @@ pub(crate) fn gpus() -> std::result::Result<Vec<String>, String> {
     all.map_err(|error| first_line(&error))
 }
 
-#[cfg(not(feature = "cuda"))]
-pub(crate) fn gpus() -> std::result::Result<Vec<String>, String> {
-    Ok(Vec::new())
-}
-
 #[cfg(feature = "cuda")]
 fn first_line(error: &dyn std::fmt::Display) -> String {
     error.to_string().lines().next().unwrap_or_default().to_owned()

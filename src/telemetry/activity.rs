@@ -78,10 +78,16 @@ impl std::fmt::Display for PhaseNow {
     }
 }
 
-/// Decides when to print a phase to a terminal or file that keeps every line: after [`Self::FIRST`], then every 5 s.
+/// Text for a terminal or file that keeps every line: a phase's name after [`Self::FIRST`] and every 5 s, and a dot wherever
+/// nothing would be written for longer than [`Self::FIRST`].
 #[derive(Debug, Default)]
 pub struct PhaseLines {
-    printed: Option<(Instant, Instant)>,
+    /// Since when the last phase lasts, and when its name was written.
+    named: Option<(Instant, Instant)>,
+    /// When something was written last.
+    written: Option<Instant>,
+    /// Whether that line has not ended.
+    open: bool,
 }
 
 impl PhaseLines {
@@ -89,14 +95,30 @@ impl PhaseLines {
     pub const FIRST: Duration = Duration::from_millis(400);
     const NEXT: Duration = Duration::from_secs(5);
 
-    /// The line to print now, if one is due for a phase that has lasted for at least `least`.
+    /// What to append now, if something is due for a phase that has lasted for at least `least`.
     pub fn due(&mut self, activity: &Activity, least: Duration) -> Option<String> {
         let phase = activity.lasting(least)?;
-        let due = self.printed.is_none_or(|(since, printed)| since != phase.since || printed.elapsed() >= Self::NEXT);
-        due.then(|| {
-            self.printed = Some((phase.since, Instant::now()));
-            phase.to_string()
-        })
+        let now = Instant::now();
+        let silent = self.written.is_none_or(|written| now - written >= Self::FIRST);
+        let is_new = self.named.is_none_or(|(since, named)| since != phase.since || now - named >= Self::NEXT);
+        if !is_new && !silent {
+            return None;
+        }
+        let text = if is_new || !self.open {
+            let name = format!("{}{}", self.end(), crate::untrusted::line(&phase.to_string()));
+            self.named = Some((phase.since, now));
+            name
+        } else {
+            ".".into()
+        };
+        (self.written, self.open) = (Some(now), true);
+        Some(text)
+    }
+
+    /// What to write before anything else: the end of the line that was begun.
+    pub fn end(&mut self) -> &'static str {
+        self.written = Some(Instant::now());
+        if std::mem::take(&mut self.open) { "\n" } else { "" }
     }
 }
 
@@ -106,20 +128,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_phase_is_printed_once_it_lasts_and_not_again_at_once() {
+    fn a_phase_is_printed_once_it_lasts_then_dots_and_not_again_at_once() {
         let (activity, mut lines) = (Activity::default(), PhaseLines::default());
+        let wait = || std::thread::sleep(PhaseLines::FIRST);
         activity.begin("evaluating");
         assert_eq!(lines.due(&activity, PhaseLines::FIRST), None, "it may be over in a moment");
-        std::thread::sleep(PhaseLines::FIRST);
+        wait();
         activity.advance("evaluating", Amount::Items(5, 16));
         assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "evaluating 5/16");
         assert_eq!(lines.due(&activity, PhaseLines::FIRST), None);
+        wait();
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), ".");
         activity.advance("saving", Amount::Bytes(400_000_000, 1_100_000_000));
         assert_eq!(lines.due(&activity, PhaseLines::FIRST), None);
-        std::thread::sleep(PhaseLines::FIRST);
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "saving 0.4/1.1 GB");
+        wait();
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "\nsaving 0.4/1.1 GB");
+        assert_eq!((lines.end(), lines.end()), ("\n", ""), "before a line of something else");
+        wait();
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "saving 0.4/1.1 GB", "the phase goes on");
         activity.begin("reading");
-        assert_eq!(lines.due(&activity, Duration::ZERO).unwrap(), "reading", "others before it took long enough");
+        assert_eq!(lines.due(&activity, Duration::ZERO).unwrap(), "\nreading", "others before it took long enough");
         activity.end();
         assert_eq!(lines.due(&activity, Duration::ZERO), None);
     }

@@ -127,17 +127,15 @@ pub fn follow<W: Write>(
 
 /// Writes lines until training has ended. A closed output does not stop training: the log has everything.
 pub fn follow_plain<W: Write>(records: &Receiver<Record>, activity: &Activity, plain: &mut Plain<W>) {
-    let mut lines = PhaseLines::default();
     let mut show = || loop {
         match records.recv_timeout(FRAME) {
             Ok(record) => plain.show(&record)?,
-            Err(RecvTimeoutError::Timeout) => {
-                lines.due(activity, PhaseLines::FIRST).iter().try_for_each(|line| plain.line(line))?;
-            }
+            Err(RecvTimeoutError::Timeout) => plain.phase(activity)?,
             Err(RecvTimeoutError::Disconnected) => return Ok::<_, std::io::Error>(()),
         }
     };
     let _ = show();
+    plain.end();
     records.iter().for_each(drop);
 }
 

@@ -7,8 +7,8 @@ use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, sca
 use crate::precision::{ScalerPolicy, Unit};
 use crate::telemetry::pace::Pace;
 use crate::telemetry::{
-    Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, Processes, Record, Retyped, ScaleCause, ScaleMove,
-    Started, StepRecord,
+    Activity, Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, PhaseLines, Processes, Record, Retyped,
+    ScaleCause, ScaleMove, Started, StepRecord,
 };
 use crate::untrusted::line;
 use std::io::{self, Write};
@@ -27,12 +27,21 @@ pub struct Plain<W> {
     losses: (f64, u32),
     /// When the last step line was due, in seconds of the run.
     due_at: f64,
+    phases: PhaseLines,
 }
 
 impl<W: Write> Plain<W> {
     /// Writes to `out` a line for every `log_every`-th step, and for others where steps are slow.
     pub fn new(out: W, log_every: u64) -> Self {
-        Self { out, log_every: log_every.max(1), total_steps: 0, pace: Pace::default(), losses: (0.0, 0), due_at: 0.0 }
+        Self {
+            out,
+            log_every: log_every.max(1),
+            total_steps: 0,
+            pace: Pace::default(),
+            losses: (0.0, 0),
+            due_at: 0.0,
+            phases: PhaseLines::default(),
+        }
     }
 
     /// The same for a run whose beginning it does not see, of `total_steps`.
@@ -45,8 +54,24 @@ impl<W: Write> Plain<W> {
     /// # Errors
     /// If the output is closed.
     pub fn line(&mut self, text: &str) -> io::Result<()> {
-        writeln!(self.out, "{text}")?;
+        writeln!(self.out, "{}{text}", self.phases.end())?;
         self.out.flush()
+    }
+
+    /// Writes that a phase lasts, where that is due.
+    ///
+    /// # Errors
+    /// If the output is closed.
+    pub(super) fn phase(&mut self, activity: &Activity) -> io::Result<()> {
+        let Some(text) = self.phases.due(activity, PhaseLines::FIRST) else { return Ok(()) };
+        write!(self.out, "{text}")?;
+        self.out.flush()
+    }
+
+    /// Ends the last line.
+    pub(super) fn end(&mut self) {
+        let _ = self.out.write_all(self.phases.end().as_bytes());
+        let _ = self.out.flush();
     }
 
     /// Writes the lines for a record, if any.
@@ -84,8 +109,7 @@ impl<W: Write> Plain<W> {
                 None => return Ok(()),
             },
         };
-        writeln!(self.out, "{text}")?;
-        self.out.flush()
+        self.line(&text)
     }
 
     fn step_line(&self, step: &StepRecord) -> String {

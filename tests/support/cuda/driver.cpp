@@ -162,6 +162,10 @@ EXPORT Status cuDeviceGetName(char* name, int bytes, int) {
     std::snprintf(name, bytes, "stand-in");
     return OK;
 }
+EXPORT Status cuDeviceTotalMem_v2(size_t* bytes, int) {
+    *bytes = size_t(1) << 30;
+    return OK;
+}
 EXPORT Status cuDeviceGetAttribute(int* value, int attribute, int) {
     const char* capability = std::getenv("STAND_IN_CAPABILITY");
     const int said = capability != nullptr ? std::atoi(capability) : 80;

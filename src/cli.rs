@@ -36,7 +36,6 @@ use crate::engine::collective::Collective;
 #[cfg(feature = "cuda")]
 use crate::engine::kernels::cuda::preflight;
 use crate::engine::kernels::isa::Isa;
-use crate::engine::kernels::matmul::proof;
 use crate::telemetry::FinishReason;
 use crate::untrusted::{Clean, apart, block};
 use crate::{Error, Result};
@@ -191,7 +190,6 @@ pub fn main() -> ExitCode {
     match arguments.next() {
         Some(first) if first == parquet_rows::ARGUMENT => return parquet_rows::serve(arguments),
         Some(first) if first == template_process::ARGUMENT => return template_process::serve(),
-        Some(first) if first == proof::ARGUMENT => return proof::serve(),
         #[cfg(feature = "cuda")]
         Some(first) if first == preflight::ARGUMENT => return preflight::serve(arguments),
         _ => (),

@@ -5,7 +5,6 @@ mod hub;
 pub use hub::{HubCheck, check_hub};
 
 use crate::engine::kernels::isa::Isa;
-use crate::engine::kernels::matmul::proof;
 use crate::engine::kernels::tiles;
 use crate::store::hub::{Settings, free_bytes};
 use crate::telemetry::{MachineMemory, cpu_name};
@@ -85,11 +84,7 @@ pub fn diagnose() -> Diagnosis {
             name: cpu_name(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             isa: Isa::current().to_string(),
-            tiles: if tiles::support() == tiles::Support::Granted && !proof::passed() {
-                "the kernel grants its tiles, but products in them failed in another process".into()
-            } else {
-                tiles::support().to_string()
-            },
+            tiles: tiles::support().to_string(),
             features: cpu_features(),
         },
         memory_bytes: memory.total,

@@ -7,7 +7,6 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-use super::matmul::proof;
 use super::tiles;
 use crate::error::{Error, Result};
 
@@ -50,7 +49,7 @@ impl Isa {
         }
     }
 
-    /// The pinned one, or the fastest of this CPU. The first call may try AMX's tiles.
+    /// The pinned one, or the fastest of this CPU.
     #[inline]
     pub fn current() -> Self {
         static CURRENT: OnceLock<Isa> = OnceLock::new();
@@ -58,10 +57,9 @@ impl Isa {
     }
 
     /// The widest, except for BF16 dot products where they are slow: compared with FP32 multiply-adds they are 1.9 times as fast on
-    /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better; and tiles only where their products passed.
+    /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better.
     fn fastest() -> Self {
         match Self::widest() {
-            Self::Amx if !proof::passed() => Self::Avx512,
             Self::Avx512Bf16 if !has_fast_bf16_dots() => Self::Avx512,
             widest => widest,
         }

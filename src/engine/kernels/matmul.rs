@@ -30,7 +30,6 @@ mod buffer;
 mod epilogue;
 mod micro;
 mod pack;
-pub(crate) mod proof;
 #[cfg(test)]
 mod tests;
 mod vector;

@@ -127,14 +127,14 @@ impl Survey {
                 shared_bytes,
             })
         };
+        let mut launches = Vec::with_capacity(self.groups.len() + 1);
         for Group { dtype, tensors, chunks } in &self.groups {
             let shared = WARPS * (BINS * size_of::<u32>()) as u32 + scratch;
             let by_chunk = launch(entry("survey_chunks", &[*dtype])?, chunks.len(), shared)?;
-            // SAFETY: every tensor was found as large as the table says, and the other buffers as large as needed.
-            unsafe { queue.launch(&by_chunk, &of(tensors, chunks.start)?)? };
+            launches.push((by_chunk, of(tensors, chunks.start)?));
         }
-        let merge = launch("survey_tensors".to_owned(), count, scratch)?;
-        // SAFETY: as above.
-        unsafe { queue.launch(&merge, &of(&(0..count), 0)?) }
+        launches.push((launch("survey_tensors".to_owned(), count, scratch)?, of(&(0..count), 0)?));
+        // SAFETY: every tensor was found as large as the table says, and the other buffers as large as needed.
+        launches.iter().try_for_each(|(launch, arguments)| unsafe { queue.launch(launch, arguments) })
     }
 }

@@ -31,6 +31,7 @@ pub struct Diagnosis {
 }
 
 /// The first driver that runs PTX of CUDA 13.0.
+#[cfg(not(feature = "cuda"))]
 const LEAST_DRIVER: u32 = 580;
 
 /// The processor as the kernels use it.
@@ -123,15 +124,7 @@ fn gpu() -> GpuFacts {
     let mut devices: Vec<String> =
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).filter(is_card).collect();
     devices.sort();
-    let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
-    let series = driver_series(&version);
     let note = in_words(!devices.is_empty());
-    let note = match series.filter(|series| *series < LEAST_DRIVER) {
-        Some(old) => {
-            format!("{note}; driver {old} is too old for CUDA 13.0; update it to {LEAST_DRIVER} or later")
-        }
-        None => note,
-    };
     GpuFacts { compiled, devices, note }
 }
 
@@ -148,11 +141,19 @@ fn in_words(_: bool) -> String {
 
 #[cfg(not(feature = "cuda"))]
 fn in_words(is_there: bool) -> String {
+    if !is_there {
+        return "this build computes on the CPU".into();
+    }
     let there = "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`";
-    if is_there { there.into() } else { "this build computes on the CPU".into() }
+    let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    match driver_series(&version).filter(|series| *series < LEAST_DRIVER) {
+        Some(old) => format!("{there}; driver {old} is too old for CUDA 13.0; update it to {LEAST_DRIVER} or later"),
+        None => there.into(),
+    }
 }
 
 /// The driver's series from `/proc/driver/nvidia/version`, such as 580 for `580.65.06`.
+#[cfg(any(test, not(feature = "cuda")))]
 fn driver_series(version: &str) -> Option<u32> {
     let line = version.lines().find(|line| line.starts_with("NVRM version"))?;
     let number = |word: &str| word.split_once('.').and_then(|(series, _)| series.parse().ok());

@@ -1,6 +1,6 @@
 //! Reports preparation on standard error: notices at once, and phases once they take long enough.
 
-use crate::telemetry::{Activity, Amount, PhaseLines, PhaseNow};
+use crate::telemetry::{Activity, Amount, PhaseLines};
 use crate::train::Preparing;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -40,23 +40,15 @@ impl Reporter {
         let (notices, waiting) = channel::<Notice>();
         let watched = activity.clone();
         let show = move || {
-            let (mut line, terminal) = (StatusLine::default(), stderr().is_terminal());
-            let (mut lines, mut said) = (PhaseLines::default(), Instant::now());
+            let (mut line, mut said) = (StatusLine::new(), Instant::now());
             loop {
                 // Several short phases in a row shall not be silent for longer than one.
                 let least = PhaseLines::FIRST.saturating_sub(said.elapsed());
-                let waited = waiting.recv_timeout(UPDATE_INTERVAL);
-                if !matches!(waited, Err(RecvTimeoutError::Timeout)) {
-                    write!(stderr(), "{}", lines.end()).ok();
-                }
-                let shown = match waited {
+                let shown = match waiting.recv_timeout(UPDATE_INTERVAL) {
                     Ok(Notice::Line(notice)) => line.above(&notice),
                     Ok(Notice::Clean(text)) => line.above_clean(&text),
+                    Err(RecvTimeoutError::Timeout) => line.show(&watched, least),
                     Err(RecvTimeoutError::Disconnected) => break line.clear(),
-                    Err(RecvTimeoutError::Timeout) if terminal => line.show(watched.lasting(least).as_ref()),
-                    Err(RecvTimeoutError::Timeout) => {
-                        lines.due(&watched, least).is_some_and(|text| write!(stderr(), "{text}").is_ok())
-                    }
                 };
                 if shown {
                     said = Instant::now();
@@ -125,16 +117,25 @@ impl Drop for Reporter {
     }
 }
 
-/// A line at the bottom of the terminal that is rewritten in place.
-#[derive(Default)]
+/// The phase in progress: on a terminal a line at the bottom that is rewritten in place, elsewhere lines that stay.
 struct StatusLine {
+    terminal: bool,
     open: bool,
+    lines: PhaseLines,
 }
 
 impl StatusLine {
-    /// Shows a phase; `false` if there is none to show.
-    fn show(&mut self, phase: Option<&PhaseNow>) -> bool {
-        match phase {
+    fn new() -> Self {
+        Self { terminal: stderr().is_terminal(), open: false, lines: PhaseLines::default() }
+    }
+
+    /// Shows the phase that has lasted for at least `least`; `false` if there is nothing to show.
+    fn show(&mut self, activity: &Activity, least: Duration) -> bool {
+        if !self.terminal {
+            return self.lines.due(activity, least).is_some_and(|text| write!(stderr(), "{text}").is_ok());
+        }
+        let phase = activity.lasting(least);
+        match &phase {
             Some(phase) => {
                 self.open = true;
                 write!(stderr(), "\r{}…\x1b[K", crate::untrusted::line(&phase.to_string())).ok();
@@ -155,8 +156,7 @@ impl StatusLine {
     }
 
     fn clear(&mut self) {
-        if std::mem::take(&mut self.open) {
-            write!(stderr(), "\r\x1b[K").ok();
-        }
+        let end = if std::mem::take(&mut self.open) { "\r\x1b[K" } else { self.lines.end() };
+        write!(stderr(), "{end}").ok();
     }
 }

@@ -130,27 +130,27 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
     float out[R][C] = {}, top[R], total[R];
 #pragma unroll
     for (int i = 0; i < R; ++i) top[i] = -INFINITY, total[i] = 0.0f;
-    for (unsigned key = 0; key <= first; key += ROWS) {
+    for (unsigned key = a.shape.first_key(first) / ROWS * ROWS; key <= first; key += ROWS) {
         head.load_tile(a.qkv, stride, 1, key, 1.0f, kv);
         __syncthreads();
         float s[R][R];
         head.scores(q, kv, s);
 #pragma unroll
         for (int i = 0; i < R; ++i) {
-            const unsigned row = first + head.y * R + i, column = key + head.x * R;
+            const unsigned row = first + head.y * R + i, column = key + head.x * R, bound = a.shape.first_key(row);
             float highest = -INFINITY;
 #pragma unroll
             for (int j = 0; j < R; ++j) {
-                s[i][j] = column + j <= row ? s[i][j] : -INFINITY;
+                s[i][j] = column + j <= row && column + j >= bound ? s[i][j] : -INFINITY;
                 highest = fmaxf(highest, s[i][j]);
             }
-            // Each row attends to at least one key of its first tile, so its maximum is finite from then on.
-            const float now = fmaxf(top[i], side_max(highest));
-            const float shrink = expf(top[i] - now);
+            // Until a row has met a key that it attends to, its maximum is no number to subtract.
+            const float now = fmaxf(top[i], side_max(highest)), base = now == -INFINITY ? 0.0f : now;
+            const float shrink = expf(top[i] - base);
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < R; ++j) {
-                s[i][j] = expf(s[i][j] - now);
+                s[i][j] = expf(s[i][j] - base);
                 sum += s[i][j];
             }
             top[i] = now;
@@ -204,6 +204,7 @@ __device__ inline void differentiate(const H& head, const AttentionBackward& a, 
     for (int i = 0; i < R; ++i) {
         const unsigned row = query + head.y * R + i, column = key + head.x * R;
         const bool inside = row < a.shape.seq_len;
+        const unsigned bound = a.shape.first_key(row);
         const float lse = inside ? load(a.lse, head.row(row)) : 0.0f, delta = inside ? load(a.delta, head.row(row)) : 0.0f;
         float mask[R];
 #pragma unroll
@@ -211,7 +212,7 @@ __device__ inline void differentiate(const H& head, const AttentionBackward& a, 
         apply_dropout(a.dropout, head.row(row) * a.shape.seq_len + column, mask);
 #pragma unroll
         for (int j = 0; j < R; ++j) {
-            const float probability = inside && column + j <= row ? expf(p[i][j] - lse) : 0.0f;
+            const float probability = inside && column + j <= row && column + j >= bound ? expf(p[i][j] - lse) : 0.0f;
             ds[i][j] = probability * (ds[i][j] * mask[j] - delta);
             p[i][j] = probability * mask[j];
         }
@@ -229,7 +230,7 @@ template <int SIZE> __device__ void attention_backward_kv(const AttentionBackwar
     head.load_tile(a.qkv, 3 * width, 1, first, 1.0f, k);
     head.load_tile(a.qkv, 3 * width, 2, first, 1.0f, v);
     float dk[R][C] = {}, dv[R][C] = {}, ones[R];
-    for (unsigned query = first; query < a.shape.seq_len; query += ROWS) {
+    for (unsigned query = first, end = a.shape.end_of_queries(first + ROWS - 1); query < end; query += ROWS) {
         head.load_tile(a.qkv, 3 * width, 0, query, a.shape.softmax_scale, q);
         head.load_tile(a.dout, width, 0, query, 1.0f, dout);
         __syncthreads();
@@ -261,7 +262,7 @@ template <int SIZE> __device__ void attention_backward_q(const AttentionBackward
     head.load_tile(a.qkv, 3 * width, 0, first, a.shape.softmax_scale, q);
     head.load_tile(a.dout, width, 0, first, 1.0f, dout);
     float dq[R][C] = {}, scales[R];
-    for (unsigned key = 0; key <= first; key += ROWS) {
+    for (unsigned key = a.shape.first_key(first) / ROWS * ROWS; key <= first; key += ROWS) {
         head.load_tile(a.qkv, 3 * width, 1, key, 1.0f, k);
         head.load_tile(a.qkv, 3 * width, 2, key, 1.0f, v);
         __syncthreads();

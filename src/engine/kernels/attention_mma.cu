@@ -228,15 +228,20 @@ template <class T, int SIZE> struct Queries {
 
     template <bool MASKED> __device__ void meet(unsigned key, const T* keys, const T* values) {
         const unsigned lane = tiles.lane;
-        const auto hidden = [&](unsigned column) { return MASKED && key + column > first + WARP_ROWS - 1; };
+        const unsigned least = MASKED ? a.shape.first_key(first) : 0;
+        const auto hidden = [&](unsigned column) {
+            return MASKED && (key + column > first + WARP_ROWS - 1 || key + column + 16 <= least);
+        };
         float s[KEYS / 8][4];
         left.template scores<KEYS>(tiles, keys, hidden, s);
         if constexpr (MASKED) {
+            const unsigned row = first + lane / 4, bounds[2] = {a.shape.first_key(row), a.shape.first_key(row + 8)};
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    if (key + 8 * j + lane % 4 * 2 + i % 2 > first + lane / 4 + i / 2 * 8) s[j][i] = -INFINITY;
+                    const unsigned column = key + 8 * j + lane % 4 * 2 + i % 2;
+                    if (column > row + i / 2 * 8 || column < bounds[i / 2]) s[j][i] = -INFINITY;
                 }
         }
         const float scale = a.shape.softmax_scale * LOG2_E;
@@ -245,9 +250,10 @@ template <class T, int SIZE> struct Queries {
             float highest = top[half];
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
-            // Each row attends to at least one key of its first tile, so its maximum is finite from then on.
             highest = row_max(highest);
-            const float shrink = exp2f((top[half] - highest) * scale), offset = highest * scale;
+            // Until a row has met a key that it attends to, its maximum is no number to subtract.
+            const float base = highest == -INFINITY ? 0.0f : highest;
+            const float shrink = exp2f((top[half] - base) * scale), offset = base * scale;
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j)
@@ -292,22 +298,23 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     // Start with the tiles that have the most keys.
     const unsigned block_first = (gridDim.x - 1 - blockIdx.x) * ROWS, first = block_first + warp * WARP_ROWS;
     Queries<T, SIZE> queries{a, tiles, first, {}};
+    const unsigned begin = a.shape.first_key(block_first) / KEYS * KEYS;
     tiles.template fetch<ROWS>(a.qkv, 3 * tiles.width(), 0, block_first, stage(1));
-    fetch(0, 0);
+    fetch(begin, 0);
     wait_for_copies<0>();
     __syncthreads();
     queries.left.take(tiles, stage(1) + warp * WARP_ROWS * LD);
     __syncthreads();
     unsigned turn = 0;
-    for (unsigned key = 0; key <= block_first; key += KEYS, turn ^= 1) {
-        if (key > 0) {
+    for (unsigned key = begin; key <= block_first; key += KEYS, turn ^= 1) {
+        if (key > begin) {
             wait_for_copies<0>();
             __syncthreads();
         }
         if (key + KEYS <= block_first) fetch(key + KEYS, turn ^ 1);
-        if (first >= seq_len) continue;
+        if (first >= seq_len || key + KEYS <= a.shape.first_key(first)) continue;
         const T *keys = stage(turn), *values = keys + KEYS * LD;
-        if (key + KEYS - 1 <= first) {
+        if (key + KEYS - 1 <= first && key >= a.shape.first_key(first + WARP_ROWS - 1)) {
             queries.template meet<false>(key, keys, values);
         } else {
             queries.template meet<true>(key, keys, values);
@@ -345,10 +352,14 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
 
     // Whether the GROUP columns from `column` on have scores for no row at rest, or for every one.
     __device__ bool hidden(unsigned column) const {
-        return KEYS_AT_REST ? column + GROUP <= first || column >= a.shape.seq_len : column > first + WARP_ROWS - 1;
+        const unsigned last = first + WARP_ROWS - 1;
+        return KEYS_AT_REST ? column + GROUP <= first || column >= a.shape.seq_len || a.shape.first_key(column) > last
+                            : column > last || column + GROUP <= a.shape.first_key(first);
     }
     __device__ bool seen(unsigned column) const {
-        return KEYS_AT_REST ? column >= first + WARP_ROWS - 1 && column + GROUP <= a.shape.seq_len : column + GROUP - 1 <= first;
+        const unsigned last = first + WARP_ROWS - 1, last_column = column + GROUP - 1;
+        return KEYS_AT_REST ? column >= last && last_column < a.shape.seq_len && a.shape.first_key(last_column) <= first
+                            : last_column <= first && a.shape.first_key(last) <= column;
     }
 
     // For the GROUP columns from `column` on: `tile` and `other` have the rows of their operands, `stats` two rows of TILE
@@ -373,7 +384,7 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
                 const float log = KEYS_AT_REST ? stats[within] : lse[i / 2], dot = KEYS_AT_REST ? stats[TILE + within] : delta[i / 2];
                 const float mask = a.dropout.threshold == 0 ? 1.0f : bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
                 float probability = exp2f(p[j][i] * scale - log * LOG2_E);
-                if (MASKED && (key > query || query >= seq_len)) probability = 0.0f;
+                if (MASKED && (key > query || query >= seq_len || key < a.shape.first_key(query))) probability = 0.0f;
                 ds[j][i] = probability * (ds[j][i] * mask - dot);
                 p[j][i] = probability * mask;
             }
@@ -420,7 +431,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     };
     // Start with the tiles that have the most work.
     const unsigned block_first = (KEYS_AT_REST ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * ROWS;
-    const unsigned begin = KEYS_AT_REST ? block_first : 0, end = KEYS_AT_REST ? seq_len : min(block_first + ROWS, seq_len);
+    const unsigned begin = KEYS_AT_REST ? block_first : a.shape.first_key(block_first) / TILE * TILE;
+    const unsigned end = KEYS_AT_REST ? a.shape.end_of_queries(block_first + ROWS - 1) : min(block_first + ROWS, seq_len);
     const unsigned first = block_first + warp * WARP_ROWS;
     G gradient{a, tiles, first};
     fetch_two<ROWS>(tiles, a, !KEYS_AT_REST, block_first, at_rest);

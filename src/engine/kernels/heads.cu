@@ -6,18 +6,20 @@ struct Rotate {
     void* x;                  // T, rows `stride` apart
     const float *cos, *sin;   // [positions, half]
     const unsigned* starts;   // [rows]: the place in its sequence that a row's document starts at; may be null
-    unsigned rows, stride;    // stride, first and half: multiples of N
-    unsigned first;           // the first column
-    unsigned heads, half;     // half of a head's width
+    unsigned rows, stride;
+    unsigned heads, half;     // half of a head's width, a multiple of N
     unsigned seq_len, past;
     float sign;
+    unsigned unused;
 };
 
 struct SharedHeads {
-    void* grouped;  // [rows, (heads + 2 · kv_heads) · head_size], T
-    void* wide;     // [rows, 3 · heads · head_size], T
+    void* parts[3];  // T: queries, and keys and values of kv_heads, in rows `strides` apart
+    void* wide;      // [rows, 3 · heads · head_size], T
+    unsigned strides[3];
     unsigned rows, heads, kv_heads;
-    unsigned head_size;  // a multiple of N
+    unsigned head_size;  // this and the strides: multiples of N
+    unsigned unused;
 };
 
 constexpr unsigned THREADS = 256;
@@ -30,7 +32,7 @@ template <class T> __device__ void rotate(const Rotate& a) {
         const unsigned column = i % packs * N, head = i / packs % a.heads, row = i / packs / a.heads;
         const unsigned place = row % a.seq_len, start = a.starts == nullptr ? 0 : load(a.starts, row);
         const size_t angle = static_cast<size_t>(a.past + (place > start ? place - start : 0)) * a.half + column;
-        const size_t at = static_cast<size_t>(row) * a.stride + a.first + 2 * head * a.half + column;
+        const size_t at = static_cast<size_t>(row) * a.stride + 2 * head * a.half + column;
         float low[N], high[N], cos[N], sin[N];
         load_pack<T>(a.x, at, true, N, low);
         load_pack<T>(a.x, at + a.half, true, N, high);
@@ -47,16 +49,16 @@ template <class T> __device__ void rotate(const Rotate& a) {
     });
 }
 
-// Repeats keys and values for the heads that share them.
+// Puts queries, keys and values side by side, and repeats keys and values for the heads that share them.
 template <class T> __device__ void spread_heads(const SharedHeads& a) {
-    const unsigned queries = a.heads * a.head_size, keys = a.kv_heads * a.head_size, group = a.heads / a.kv_heads;
+    const unsigned queries = a.heads * a.head_size, group = a.heads / a.kv_heads;
     const size_t len = static_cast<size_t>(a.rows) * 3 * queries;
     for_each_pack<N>(len, [&](size_t at, bool, unsigned) {
         const size_t row = at / (3 * queries);
         const unsigned column = at % (3 * queries), part = column / queries, within = column % queries;
-        const unsigned shared = queries + (part - 1) * keys + within / a.head_size / group * a.head_size + within % a.head_size;
+        const unsigned shared = within / a.head_size / group * a.head_size + within % a.head_size;
         float x[N];
-        load_pack<T>(a.grouped, row * (queries + 2 * keys) + (part == 0 ? column : shared), true, N, x);
+        load_pack<T>(a.parts[part], row * a.strides[part] + (part == 0 ? within : shared), true, N, x);
         store_pack<T>(a.wide, at, true, N, x);
     });
 }
@@ -67,13 +69,13 @@ template <class T> __device__ void gather_heads(const SharedHeads& a) {
     const unsigned width = queries + 2 * keys;
     for_each_pack<N>(static_cast<size_t>(a.rows) * width, [&](size_t at, bool, unsigned) {
         const size_t row = at / width;
-        const unsigned column = at % width;
+        const unsigned column = at % width, part = column < queries ? 0 : 1 + (column - queries) / keys;
+        const unsigned within = part == 0 ? column : (column - queries) % keys;
         float x[N];
-        if (column < queries) {
+        if (part == 0) {
             load_pack<T>(a.wide, row * 3 * queries + column, true, N, x);
         } else {
-            const unsigned part = (column - queries) / keys, within = (column - queries) % keys;
-            const size_t first = row * 3 * queries + (1 + part) * queries + within / a.head_size * group * a.head_size + within % a.head_size;
+            const size_t first = row * 3 * queries + part * queries + within / a.head_size * group * a.head_size + within % a.head_size;
             load_pack<T>(a.wide, first, true, N, x);
             for (unsigned other = 1; other < group; ++other) {
                 float y[N];
@@ -82,7 +84,7 @@ template <class T> __device__ void gather_heads(const SharedHeads& a) {
                 for (int k = 0; k < N; ++k) x[k] += y[k];
             }
         }
-        store_pack<T>(a.grouped, at, true, N, x);
+        store_pack<T>(a.parts[part], row * a.strides[part] + within, true, N, x);
     });
 }
 

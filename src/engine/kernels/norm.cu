@@ -1,5 +1,6 @@
 // Layer and RMS normalisation: the twins of layer_norm.rs and rms_norm.rs. X is the residual stream's type, Y that of the
-// products. An RMS norm has neither mean nor bias; its pointers to them are null.
+// products. An RMS norm has neither mean nor bias; its pointers to them are null. A row is one of some heads that lie side by
+// side in a longer row, or that row itself: then there is one head.
 #include "cuda/common.cuh"
 
 struct NormForward {
@@ -10,6 +11,7 @@ struct NormForward {
     unsigned rows, width;
     float eps;
     float gain_offset;  // added to the weight
+    unsigned heads, x_stride, y_stride, unused;
 };
 
 struct NormBackward {
@@ -20,7 +22,7 @@ struct NormBackward {
     unsigned rows, width, rows_per_block;
     unsigned fresh;
     float gain_offset;
-    unsigned unused;
+    unsigned heads, dy_stride, x_stride, dx_stride, unused;
 };
 
 struct SumParts {
@@ -52,12 +54,17 @@ template <int PACKS, int N, class F> __device__ inline void for_row(unsigned wid
     }
 }
 
+// Where a row begins, of `heads` in each `stride` elements.
+__device__ inline size_t start_of(unsigned row, unsigned heads, unsigned stride, unsigned width) {
+    return static_cast<size_t>(row / heads) * stride + row % heads * width;
+}
+
 // One warp a row.
 template <class X, class Y, int ELEMENTS> __device__ void norm_forward(const NormForward& a) {
     constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
     const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
     if (row >= a.rows) return;
-    const size_t start = static_cast<size_t>(row) * a.width;
+    const size_t start = start_of(row, a.heads, a.x_stride, a.width), start_y = start_of(row, a.heads, a.y_stride, a.width);
     const bool whole = a.width % N == 0;
     float x[PLACES][N];
     float sum = 0.0f;
@@ -84,7 +91,7 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_forward(const Nor
         if (a.bias != nullptr) load_pack<Y>(a.bias, c, whole, a.width - c, bias);
 #pragma unroll
         for (int i = 0; i < N; ++i) x[k][i] = (x[k][i] - mean) * rstd * (weight[i] + a.gain_offset) + bias[i];
-        store_pack<Y>(a.y, start + c, whole, a.width - c, x[k]);
+        store_pack<Y>(a.y, start_y + c, whole, a.width - c, x[k]);
     });
     if (threadIdx.x % WARP == 0) {
         if (a.mean != nullptr) store(a.mean, row, mean);
@@ -115,13 +122,14 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const No
     }
     const unsigned begin = blockIdx.x * a.rows_per_block, end = min(begin + a.rows_per_block, a.rows);
     for (unsigned row = begin + warp; row < end; row += WARPS) {
-        const size_t start = static_cast<size_t>(row) * a.width;
+        const size_t start_dy = start_of(row, a.heads, a.dy_stride, a.width), start = start_of(row, a.heads, a.x_stride, a.width);
+        const size_t start_dx = start_of(row, a.heads, a.dx_stride, a.width);
         const float mean = a.mean == nullptr ? 0.0f : load(a.mean, row), rstd = load(a.rstd, row);
         // The gradient times the weight, and the normalised row.
         float g[PLACES][N], x[PLACES][N];
         const auto read = [&](int k, unsigned c, float (&dy)[N]) {
             float weight[N];
-            load_pack<Y>(a.dy, start + c, whole, a.width - c, dy);
+            load_pack<Y>(a.dy, start_dy + c, whole, a.width - c, dy);
             load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
             load_pack<Y>(a.weight, c, whole, a.width - c, weight);
 #pragma unroll
@@ -154,12 +162,12 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const No
         for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
             float dx[N] = {}, dy[N];
             if constexpr (PACKS == 0) read(k, c, dy);
-            if (!a.fresh) load_pack<X>(a.dx, start + c, whole, a.width - c, dx);
+            if (!a.fresh) load_pack<X>(a.dx, start_dx + c, whole, a.width - c, dx);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 dx[i] += rstd * (g[k][i] - mean_g - x[k][i] * mean_gx);
             }
-            store_pack<X>(a.dx, start + c, whole, a.width - c, dx);
+            store_pack<X>(a.dx, start_dx + c, whole, a.width - c, dx);
         });
     }
     if constexpr (PACKS > 0) {

@@ -76,6 +76,27 @@ pub(crate) trait Replacements: fmt::Debug + Send + Sync {
         gradients: Option<NormGradients<'_>>,
     ) -> Result<bool>;
 
+    fn head_norm(
+        &self,
+        settings: NormSettings,
+        x: Columns<'_>,
+        weight: &Tensor,
+        y: Columns<'_>,
+        rstd: &Tensor,
+    ) -> Result<bool>;
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, each a tensor of its own")]
+    fn head_norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: Columns<'_>,
+        x: Columns<'_>,
+        weight: &Tensor,
+        rstd: &Tensor,
+        dx: Columns<'_>,
+        dweight: Option<&Tensor>,
+    ) -> Result<bool>;
+
     /// The loss of each row of logits, and with a `seed` their gradient in their place. The targets have been checked.
     fn cross_entropy(&self, targets: &[u32], logits: Columns<'_>, losses: &Tensor, seed: Option<f32>) -> Result<bool>;
 
@@ -230,6 +251,9 @@ impl Kernels for Plain {
         y: Columns<'_>,
         rstd: &Tensor,
     ) -> Result<()> {
+        if self.replaced(|own| own.head_norm(settings, x, weight, y, rstd))? {
+            return Ok(());
+        }
         norm::heads_forward(settings, x, weight, y, rstd)
     }
 
@@ -243,6 +267,9 @@ impl Kernels for Plain {
         dx: Columns<'_>,
         dweight: Option<&Tensor>,
     ) -> Result<()> {
+        if self.replaced(|own| own.head_norm_backward(settings, dy, x, weight, rstd, dx, dweight))? {
+            return Ok(());
+        }
         norm::heads_backward(settings, dy, x, weight, rstd, dx, dweight)
     }
 

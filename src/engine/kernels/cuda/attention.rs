@@ -11,6 +11,7 @@ const SIZES: [usize; 4] = [32, 64, 96, 128];
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct AttentionShape {
+    bounds: u64,
     batch: u32,
     seq_len: u32,
     heads: u32,
@@ -64,11 +65,34 @@ enum Pass {
     BackwardQueries,
 }
 
-/// Whether there are kernels for attention of this shape: no grouped queries, windows or soft caps, and no large heads.
+/// Whether there are kernels for attention of this shape: no grouped queries or soft caps, and no large heads.
 pub(crate) fn serves(shape: &Shape) -> bool {
-    let Shape { heads, kv_heads, head_size, seq_len, window, softcap, .. } = *shape;
-    let sees_all = window.is_none_or(|window| window >= seq_len);
-    kv_heads == heads && head_size <= SIZES[3] && sees_all && softcap.is_none()
+    let Shape { heads, kv_heads, head_size, softcap, .. } = *shape;
+    kv_heads == heads && head_size <= SIZES[3] && softcap.is_none()
+}
+
+/// The first key that each query attends to, then the end of the queries that attend to each key, `[2, B·T]`; `None` where each
+/// query attends to all keys up to its own.
+pub(crate) fn bounds(shape: &Shape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
+    let (rows, seq_len) = (shape.batch * shape.seq_len, shape.seq_len);
+    if documents.is_none() && !is_windowed(shape) {
+        return Ok(None);
+    }
+    let first_key = |row: usize| {
+        let in_window = word(shape.first_in_window(row % seq_len))?;
+        Ok(documents.map_or(0, |starts| starts[row]).max(in_window))
+    };
+    let mut bounds = (0..rows).map(first_key).collect::<Result<Vec<u32>>>()?;
+    for row in 0..rows {
+        let (key, first) = (row % seq_len, row - row % seq_len);
+        let queries = bounds[first..first + seq_len].partition_point(|bound| *bound as usize <= key);
+        bounds.push(word(queries)?);
+    }
+    Ok(Some(bounds))
+}
+
+fn is_windowed(shape: &Shape) -> bool {
+    shape.window.is_some_and(|window| window < shape.seq_len)
 }
 
 /// One call's sizes, and the kernels that serve them.
@@ -78,12 +102,20 @@ struct Plan {
     dtype: DType,
     /// The kernels' head size.
     size: usize,
+    /// Where the device has [`bounds`].
+    bounds: u64,
 }
 
 impl Plan {
-    fn new(shape: Shape, dtype: DType) -> Result<Self> {
+    fn new(shape: Shape, bounds: Option<Buffer>, dtype: DType) -> Result<Self> {
+        let rows = shape.batch * shape.seq_len;
+        let bounds = match bounds {
+            Some(bounds) => bounds.expect("bounds", DType::U32, 2 * rows)?,
+            None if is_windowed(&shape) => bail!("attention in a window without its bounds"),
+            None => 0,
+        };
         match SIZES.into_iter().find(|&size| size >= shape.head_size) {
-            Some(size) if serves(&shape) => Ok(Self { shape, dtype, size }),
+            Some(size) if serves(&shape) => Ok(Self { shape, dtype, size, bounds }),
             _ => bail!("there is no CUDA kernel for attention of {shape:?}"),
         }
     }
@@ -99,6 +131,7 @@ impl Plan {
     fn arguments(self) -> Result<AttentionShape> {
         let Shape { batch, seq_len, heads, head_size, scale, .. } = self.shape;
         Ok(AttentionShape {
+            bounds: self.bounds,
             batch: word(batch)?,
             seq_len: word(seq_len)?,
             heads: word(heads)?,
@@ -152,16 +185,16 @@ impl Plan {
     }
 }
 
-/// See [`attention::forward`](crate::engine::kernels::attention::forward).
+/// See [`attention::forward`](crate::engine::kernels::attention::forward); the device has the shape's [`bounds`].
 pub(crate) fn forward(
     queue: &impl Queue,
-    shape: Shape,
+    (shape, bounds): (Shape, Option<Buffer>),
     qkv: Buffer,
     dropout: Option<Dropout>,
     out: Buffer,
     lse: Buffer,
 ) -> Result<()> {
-    let plan = Plan::new(shape, qkv.dtype)?;
+    let plan = Plan::new(shape, bounds, qkv.dtype)?;
     let arguments = Forward {
         qkv: qkv.of("qkv", 3 * plan.elements())?,
         out: out.expect("out", qkv.dtype, plan.elements())?,
@@ -173,15 +206,15 @@ pub(crate) fn forward(
     unsafe { queue.launch(&plan.launch(Pass::Forward)?, &arguments) }
 }
 
-/// See [`attention::backward`](crate::engine::kernels::attention::backward).
+/// See [`attention::backward`](crate::engine::kernels::attention::backward); the device has the shape's [`bounds`].
 pub(crate) fn backward(
     queue: &impl Queue,
-    shape: Shape,
+    (shape, bounds): (Shape, Option<Buffer>),
     [dout, qkv, out, lse]: [Buffer; 4],
     dropout: Option<Dropout>,
     dqkv: Buffer,
 ) -> Result<()> {
-    let plan = Plan::new(shape, qkv.dtype)?;
+    let plan = Plan::new(shape, bounds, qkv.dtype)?;
     let (delta, _owner) = queue.scratch(plan.stat_len())?;
     let products = RowProducts {
         dout: dout.expect("dout", qkv.dtype, plan.elements())?,

@@ -1,5 +1,7 @@
 //! What a launch consists of, and who takes it.
 
+#[cfg(doc)]
+use crate::engine::kernels::columns::Columns;
 use crate::engine::kernels::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
@@ -38,6 +40,41 @@ impl Buffer {
     #[cfg(all(test, feature = "emulator"))]
     pub(crate) fn bytes(self) -> usize {
         self.len * self.dtype.size_in_bytes()
+    }
+}
+
+/// Some columns of rows in a buffer, as [`Columns`] are of a tensor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    pub(crate) buffer: Buffer,
+    pub(crate) rows: usize,
+    /// Elements from one row to the next.
+    pub(crate) stride: usize,
+    /// The first column.
+    pub(crate) first: usize,
+    /// How many columns there are.
+    pub(crate) count: usize,
+}
+
+impl Rows {
+    /// All columns of a matrix.
+    pub(crate) fn whole(buffer: Buffer, [rows, count]: [usize; 2]) -> Self {
+        Self { buffer, rows, stride: count, first: 0, count }
+    }
+
+    /// Whether heads of `width` elements begin where the widest accesses can.
+    pub(crate) fn aligns(self, width: usize) -> bool {
+        let bytes = |elements: usize| (elements * self.buffer.dtype.size_in_bytes()) as u64;
+        [self.first, self.stride, width].into_iter().all(|elements| bytes(elements).is_multiple_of(ALIGNMENT))
+    }
+
+    /// Where the first of them begins; an error if the buffer does not hold them.
+    pub(crate) fn address(self, what: &str) -> Result<u64> {
+        if self.first + self.count > self.stride {
+            bail!("a kernel's `{what}` has no columns {}..{}", self.first, self.first + self.count);
+        }
+        let start = self.buffer.of(what, self.rows * self.stride)?;
+        Ok(start + (self.first * self.buffer.dtype.size_in_bytes()) as u64)
     }
 }
 

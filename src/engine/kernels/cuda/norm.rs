@@ -1,6 +1,6 @@
 //! The launches of `norm.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use super::launch::{Arguments, Buffer, Launch, Queue, Rows, entry, word};
 use candle_core::{DType, Result, bail};
 
 /// Rows up to this wide are kept in registers.
@@ -27,6 +27,25 @@ pub(crate) struct Statistics {
     pub(crate) rstd: Buffer,
 }
 
+/// Whether the kernels can read and write heads of `width` elements: rows that are one head need no alignment.
+pub(crate) fn are_placed(rows: Rows, width: usize) -> bool {
+    let is_whole = (rows.first, rows.stride) == (0, width);
+    width > 0 && rows.count.is_multiple_of(width) && (is_whole || rows.aligns(width))
+}
+
+/// Where operands begin that have the same heads.
+fn addresses<const N: usize>(width: usize, operands: [(&str, Rows); N]) -> Result<[u64; N]> {
+    let sizes = |rows: Rows| [rows.rows, rows.count];
+    let mut addresses = [0; N];
+    for ((what, rows), address) in operands.into_iter().zip(&mut addresses) {
+        if !are_placed(rows, width) || sizes(rows) != sizes(operands[0].1) {
+            bail!("there is no CUDA kernel for norms of {width} elements in {rows:?}");
+        }
+        *address = rows.address(what)?;
+    }
+    Ok(addresses)
+}
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Forward {
@@ -40,6 +59,9 @@ struct Forward {
     width: u32,
     eps: f32,
     gain_offset: f32,
+    heads: u32,
+    strides: [u32; 2],
+    unused: u32,
 }
 // SAFETY: mirrors `NormForward`.
 unsafe impl Arguments for Forward {}
@@ -59,6 +81,8 @@ struct Backward {
     rows_per_block: u32,
     fresh: u32,
     gain_offset: f32,
+    heads: u32,
+    strides: [u32; 3],
     unused: u32,
 }
 // SAFETY: mirrors `NormBackward`.
@@ -90,49 +114,57 @@ fn backward_block(width: usize) -> (u32, usize) {
     (threads, threads as usize / 32 * 2 * width * size_of::<f32>())
 }
 
-/// See [`Kernels::norm`](crate::engine::kernels::Kernels::norm).
+/// See [`Kernels::norm`](crate::engine::kernels::Kernels::norm) and
+/// [`head_norm`](crate::engine::kernels::Kernels::head_norm): of `width` elements each.
 pub(crate) fn forward(
     queue: &impl Queue,
-    [rows, width]: [usize; 2],
-    x: Buffer,
+    width: usize,
+    x: Rows,
     (weight, bias): (Buffer, Option<Buffer>),
     (eps, gain_offset): (f32, f32),
-    y: Buffer,
+    y: Rows,
     statistics: Statistics,
 ) -> Result<()> {
-    let len = rows * width;
+    let types = [x, y].map(|rows| rows.buffer.dtype);
+    let ([of_x, of_y], heads) = (addresses(width, [("x", x), ("y", y)])?, x.count / width);
+    let rows = x.rows * heads;
     let arguments = Forward {
-        x: x.of("x", len)?,
-        weight: weight.expect("weight", y.dtype, width)?,
-        bias: bias.map_or(Ok(0), |bias| bias.expect("bias", y.dtype, width))?,
-        y: y.of("y", len)?,
+        x: of_x,
+        weight: weight.expect("weight", types[1], width)?,
+        bias: bias.map_or(Ok(0), |bias| bias.expect("bias", types[1], width))?,
+        y: of_y,
         mean: statistics.mean.map_or(Ok(0), |mean| mean.expect("mean", DType::F32, rows))?,
         rstd: statistics.rstd.expect("rstd", DType::F32, rows)?,
         rows: word(rows)?,
         width: word(width)?,
         eps,
         gain_offset,
+        heads: word(heads)?,
+        strides: [word(x.stride)?, word(y.stride)?],
+        unused: 0,
     };
-    let kernel = entry(&format!("norm_forward_{}", variant(width)), &[x.dtype, y.dtype])?;
+    let kernel = entry(&format!("norm_forward_{}", variant(width)), &types)?;
     let launch = Launch::warp_a_row("norm", kernel, rows)?;
     // SAFETY: every buffer was found large enough above.
     unsafe { queue.launch(&launch, &arguments) }
 }
 
-/// See [`Kernels::norm_backward`](crate::engine::kernels::Kernels::norm_backward): `dx` is added to, or where it is `fresh`
+/// The same for [`Kernels::norm_backward`](crate::engine::kernels::Kernels::norm_backward): `dx` is added to, or where it is `fresh`
 /// overwritten.
 pub(crate) fn backward(
     queue: &impl Queue,
-    [rows, width]: [usize; 2],
-    [dy, x, weight]: [Buffer; 3],
+    width: usize,
+    (dy, x, weight): (Rows, Rows, Buffer),
     (statistics, gain_offset): (Statistics, f32),
-    (dx, fresh): (Buffer, bool),
+    (dx, fresh): (Rows, bool),
     gradients: Option<(Buffer, Option<Buffer>)>,
 ) -> Result<()> {
-    let len = rows * width;
+    let types = [x, dy].map(|rows| rows.buffer.dtype);
+    let ([of_dy, of_x, of_dx], heads) = (addresses(width, [("dy", dy), ("x", x), ("dx", dx)])?, x.count / width);
+    let rows = x.rows * heads;
     let (threads, shared_bytes) = backward_block(width);
-    if !serves(width) {
-        bail!("there is no CUDA kernel for norms of {width} elements");
+    if !serves(width) || dx.buffer.dtype != types[0] {
+        bail!("there is no CUDA kernel for norms of {width} elements in {types:?}");
     }
     // Small blocks share a multiprocessor.
     let max_blocks = MAX_BLOCKS * (KEPT_THREADS / threads) as usize;
@@ -140,23 +172,25 @@ pub(crate) fn backward(
     let blocks = rows.div_ceil(rows_per_block.max(1));
     let (partial, _owner) = queue.scratch(blocks * 2 * width)?;
     let arguments = Backward {
-        dy: dy.of("dy", len)?,
-        x: x.of("x", len)?,
-        weight: weight.expect("weight", dy.dtype, width)?,
+        dy: of_dy,
+        x: of_x,
+        weight: weight.expect("weight", types[1], width)?,
         mean: statistics.mean.map_or(Ok(0), |mean| mean.expect("mean", DType::F32, rows))?,
         rstd: statistics.rstd.expect("rstd", DType::F32, rows)?,
-        dx: dx.expect("dx", x.dtype, len)?,
+        dx: of_dx,
         partial: partial.address,
         rows: word(rows)?,
         width: word(width)?,
         rows_per_block: word(rows_per_block)?,
         fresh: u32::from(fresh),
         gain_offset,
+        heads: word(heads)?,
+        strides: [word(dy.stride)?, word(x.stride)?, word(dx.stride)?],
         unused: 0,
     };
     let launch = Launch {
         module: "norm",
-        kernel: entry(&format!("norm_backward_{}", variant(width)), &[x.dtype, dy.dtype])?,
+        kernel: entry(&format!("norm_backward_{}", variant(width)), &types)?,
         grid: [word(blocks)?, 1, 1],
         threads,
         shared_bytes: word(shared_bytes)?,

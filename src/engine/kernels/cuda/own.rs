@@ -1,6 +1,6 @@
 //! Our own kernels in the place of single operations of candle's.
 
-use super::launch::Buffer;
+use super::launch::{Buffer, Rows};
 use super::queue::CudaQueue;
 use super::survey::Survey;
 use super::{adamw, attention, cross_entropy, elementwise, embedding, heads, norm, product, survey};
@@ -15,6 +15,7 @@ use crate::engine::kernels::{Activation, Embedding, Norm, NormGradients, NormSet
 use crate::precision::FloatFormat;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::BTreeSet;
+use std::sync::{Mutex, PoisonError};
 
 /// An operation that we have kernels for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -64,13 +65,35 @@ pub(crate) struct Own {
     queue: CudaQueue,
     operations: BTreeSet<Operation>,
     name: String,
+    bounded: Mutex<Option<Bounded>>,
+}
+
+/// Attention's bounds as the device has them, and what they are of. All layers of a pass have the same.
+#[derive(Debug)]
+struct Bounded {
+    sizes: (usize, usize, Option<usize>),
+    documents: Option<Vec<u32>>,
+    bounds: Tensor,
 }
 
 impl Own {
     pub(crate) fn new(device: &Device, operations: BTreeSet<Operation>) -> Result<Self> {
         let names: Vec<&str> = operations.iter().map(|operation| operation.name()).collect();
         let name = format!("fused:{}", names.join(","));
-        Ok(Self { queue: CudaQueue::new(device.as_cuda_device()?), operations, name })
+        Ok(Self { queue: CudaQueue::new(device.as_cuda_device()?), operations, name, bounded: Mutex::new(None) })
+    }
+
+    /// [`attention::bounds`] on the device.
+    fn bounds(&self, shape: &Shape, documents: Option<&[u32]>, device: &Device) -> Result<Option<Tensor>> {
+        let sizes = (shape.batch, shape.seq_len, shape.window);
+        let mut last = self.bounded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(last) = last.as_ref().filter(|last| last.sizes == sizes && last.documents.as_deref() == documents) {
+            return Ok(Some(last.bounds.clone()));
+        }
+        let Some(bounds) = attention::bounds(shape, documents)? else { return Ok(None) };
+        let bounds = Tensor::new(bounds, device)?;
+        *last = Some(Bounded { sizes, documents: documents.map(<[u32]>::to_vec), bounds: bounds.clone() });
+        Ok(Some(bounds))
     }
 
     /// The memory of tensors that an operation's kernels can take; `None` where candle has to compute.
@@ -86,28 +109,45 @@ impl Own {
         Ok(Some(buffers))
     }
 
-    /// Whether attention's kernels can be used.
-    fn attends(&self, shape: &Shape, operands: &Operands<'_>, one_type: bool) -> bool {
-        let served = attention::serves(&Shape { kv_heads: shape.heads, ..*shape });
-        let grouped = shape.kv_heads != shape.heads;
-        let known = served && one_type && operands.documents.is_none() && (!grouped || heads::can_spread(shape));
-        known && self.operations.contains(&Operation::Attention)
+    /// Some columns of tensors that an operation's kernels can take; `None` where candle has to compute.
+    fn rows<const N: usize>(&self, operation: Operation, columns: [Columns<'_>; N]) -> Result<Option<[Rows; N]>> {
+        let Some(buffers) = self.buffers(operation, columns.map(|columns| columns.tensor()))? else { return Ok(None) };
+        let mut rows = buffers.map(|buffer| Rows::whole(buffer, [0, 0]));
+        for (rows, columns) in rows.iter_mut().zip(columns) {
+            (rows.rows, rows.stride) = (columns.rows(), columns.stride());
+            (rows.first, rows.count) = (columns.first(), columns.count());
+        }
+        Ok(Some(rows))
     }
 
-    /// Queries, keys and values with keys and values for each head, where the model shares them.
-    fn spread(&self, shape: &Shape, qkv: &Tensor) -> Result<Option<Tensor>> {
-        if shape.kv_heads == shape.heads {
+    /// Queries, keys and values, or their gradients, as attention's kernels take them: side by side, with keys and values for
+    /// each head. Where they lie otherwise, a tensor for that and where they lie; `None` where candle has to compute.
+    fn side_by_side(&self, shape: &Shape, parts: [Columns<'_>; 3]) -> Result<Option<(Tensor, Option<[Rows; 3]>)>> {
+        if !attention::serves(&Shape { kv_heads: shape.heads, ..*shape }) {
             return Ok(None);
         }
-        let wide = Tensor::zeros((qkv.dim(0)?, 3 * shape.widths()[0]), qkv.dtype(), qkv.device())?;
-        let Some([from, to]) = self.buffers(Operation::Attention, [qkv, &wide])? else {
-            bail!("queries, keys and values are not aligned")
-        };
-        heads::spread(&self.queue, shape, from, to)?;
-        Ok(Some(wide))
+        if let Some(tensor) = packed(shape, parts).filter(|_| shape.kv_heads == shape.heads) {
+            return Ok(Some((tensor.clone(), None)));
+        }
+        let Some(rows) = self.rows(Operation::Attention, parts)? else { return Ok(None) };
+        let (tokens, tensor) = (shape.batch * shape.seq_len, parts[0].tensor());
+        if !heads::can_spread(shape, rows) || rows.iter().any(|part| part.buffer.dtype != tensor.dtype()) {
+            return Ok(None);
+        }
+        let wide = Tensor::zeros((tokens, 3 * shape.widths()[0]), tensor.dtype(), tensor.device())?;
+        Ok(Some((wide, Some(rows))))
     }
 
-    /// The same for operands that may be missing.
+    /// Queries, keys and values [`side_by_side`](Self::side_by_side).
+    fn spread(&self, shape: &Shape, parts: [Columns<'_>; 3]) -> Result<Option<Tensor>> {
+        let Some((tensor, apart)) = self.side_by_side(shape, parts)? else { return Ok(None) };
+        if let (Some(rows), Some([wide])) = (apart, self.buffers(Operation::Attention, [&tensor])?) {
+            heads::spread(&self.queue, shape, rows, wide)?;
+        }
+        Ok(Some(tensor))
+    }
+
+    /// [`Own::buffers`] of operands that may be missing.
     fn optional(
         &self,
         operation: Operation,
@@ -135,6 +175,12 @@ fn gain_offset(settings: NormSettings) -> f32 {
     if settings.norm == (Norm::Rms { unit_offset: true }) { 1.0 } else { 0.0 }
 }
 
+/// Whether there are kernels for RMS norms of heads, or their gradients: operands of one type.
+fn norms_heads(settings: NormSettings, operands: &[Rows], weight: Buffer) -> bool {
+    let fits = |rows: &Rows| rows.buffer.dtype == weight.dtype && norm::are_placed(*rows, weight.len);
+    settings.norm != Norm::Layer && operands.iter().all(fits) && norm::serves(weight.len)
+}
+
 /// Whether there are kernels for this pair of types, of which the first is the second or FP32.
 fn is_pair([wide, narrow]: [DType; 2]) -> bool {
     let is_stored = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
@@ -157,16 +203,15 @@ impl Replacements for Own {
 
     fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<bool> {
         operands.check(shape, out, lse)?;
-        let Some(qkv) = packed(shape, operands.qkv) else { return Ok(false) };
-        if !self.attends(shape, operands, out.dtype() == qkv.dtype()) {
+        let Some(qkv) = self.spread(shape, operands.qkv)? else { return Ok(false) };
+        let bounds = self.bounds(shape, operands.documents, qkv.device())?;
+        let Some((bounds, _)) = self.optional(Operation::Attention, bounds.as_ref(), None)? else { return Ok(false) };
+        let Some([qkv, out, lse]) = self.buffers(Operation::Attention, [&qkv, out, lse])? else { return Ok(false) };
+        if out.dtype != qkv.dtype {
             return Ok(false);
         }
-        let (wide, shape) = (self.spread(shape, qkv)?, Shape { kv_heads: shape.heads, ..*shape });
-        let Some([qkv, out, lse]) = self.buffers(Operation::Attention, [wide.as_ref().unwrap_or(qkv), out, lse])?
-        else {
-            return Ok(false);
-        };
-        attention::forward(&self.queue, shape, qkv, operands.dropout, out, lse).map(|()| true)
+        let equal = Shape { kv_heads: shape.heads, ..*shape };
+        attention::forward(&self.queue, (equal, bounds), qkv, operands.dropout, out, lse).map(|()| true)
     }
 
     fn attention_backward(
@@ -181,42 +226,35 @@ impl Replacements for Own {
         operands.check(shape, out, lse)?;
         operands.check(shape, dout, lse)?;
         shape.check(gradients)?;
-        let (Some(qkv), Some(dqkv)) = (packed(shape, operands.qkv), packed(shape, gradients)) else {
+        let Some(qkv) = self.spread(shape, operands.qkv)? else { return Ok(false) };
+        let Some((dqkv, apart)) = self.side_by_side(shape, gradients)? else { return Ok(false) };
+        let bounds = self.bounds(shape, operands.documents, qkv.device())?;
+        let Some((bounds, _)) = self.optional(Operation::Attention, bounds.as_ref(), None)? else { return Ok(false) };
+        let tensors = [dout, &qkv, out, lse, &dqkv];
+        let Some([dout, qkv, out, lse, dqkv]) = self.buffers(Operation::Attention, tensors)? else {
             return Ok(false);
         };
-        let one_type = [dout, out, dqkv].iter().all(|tensor| tensor.dtype() == qkv.dtype());
-        if !self.attends(shape, operands, one_type) {
+        if [dout, out, dqkv].iter().any(|buffer| buffer.dtype != qkv.dtype) {
             return Ok(false);
         }
-        let wide = self.spread(shape, qkv)?;
-        let wide_gradient = wide.as_ref().map(Tensor::zeros_like).transpose()?;
-        let to = wide_gradient.as_ref().unwrap_or(dqkv);
-        let tensors = [dout, wide.as_ref().unwrap_or(qkv), out, lse, to, dqkv];
-        let Some([dout, qkv, out, lse, to, dqkv]) = self.buffers(Operation::Attention, tensors)? else {
-            return Ok(false);
-        };
         let equal = Shape { kv_heads: shape.heads, ..*shape };
-        attention::backward(&self.queue, equal, [dout, qkv, out, lse], operands.dropout, to)?;
-        if wide_gradient.is_some() {
-            heads::gather(&self.queue, shape, to, dqkv)?;
-        }
+        attention::backward(&self.queue, (equal, bounds), [dout, qkv, out, lse], operands.dropout, dqkv)?;
+        apart.map_or(Ok(()), |apart| heads::gather(&self.queue, shape, dqkv, apart))?;
         Ok(true)
     }
 
     fn rotate(&self, x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<bool> {
         let (available, half) = table.cos.dims2()?;
         let starts = positions.documents.map(|starts| Tensor::new(starts, x.tensor().device())).transpose()?;
-        let place = heads::Heads { rows: x.rows(), stride: x.stride(), first: x.first(), count: x.count() };
         let documents = positions.documents.map_or(x.rows(), <[u32]>::len);
         let known = positions.past + positions.seq_len.min(x.rows()) <= available && documents == x.rows();
-        let Some([buffer, cos, sin]) = self.buffers(Operation::Rope, [x.tensor(), &table.cos, &table.sin])? else {
-            return Ok(false);
-        };
+        let Some([x]) = self.rows(Operation::Rope, [x])? else { return Ok(false) };
+        let Some([cos, sin]) = self.buffers(Operation::Rope, [&table.cos, &table.sin])? else { return Ok(false) };
         let Some((starts, _)) = self.optional(Operation::Rope, starts.as_ref(), None)? else { return Ok(false) };
-        if !known || !place.can_rotate(half) || positions.seq_len == 0 {
+        if !known || !heads::can_rotate(x, half) || positions.seq_len == 0 {
             return Ok(false);
         }
-        heads::rotate(&self.queue, (buffer, place), [cos, sin], half, positions, starts, direction).map(|()| true)
+        heads::rotate(&self.queue, x, [cos, sin], half, positions, starts, direction).map(|()| true)
     }
 
     fn norm(
@@ -227,7 +265,7 @@ impl Replacements for Own {
         bias: Option<&Tensor>,
         to: &Normed,
     ) -> Result<bool> {
-        let shape @ [_, width] = <[usize; 2]>::from(x.dims2()?);
+        let (rows, width) = x.dims2()?;
         let Some([x, weight, y, rstd]) = self.buffers(Operation::Norm, [x, weight, &to.out, &to.rstd])? else {
             return Ok(false);
         };
@@ -237,7 +275,46 @@ impl Replacements for Own {
             return Ok(false);
         }
         let (statistics, numbers) = (norm::Statistics { mean, rstd }, (settings.eps, gain_offset(settings)));
-        norm::forward(&self.queue, shape, x, (weight, bias), numbers, y, statistics).map(|()| true)
+        let [x, y] = [x, y].map(|all| Rows::whole(all, [rows, width]));
+        norm::forward(&self.queue, width, x, (weight, bias), numbers, y, statistics).map(|()| true)
+    }
+
+    fn head_norm(
+        &self,
+        settings: NormSettings,
+        x: Columns<'_>,
+        weight: &Tensor,
+        y: Columns<'_>,
+        rstd: &Tensor,
+    ) -> Result<bool> {
+        let Some([x, y]) = self.rows(Operation::Norm, [x, y])? else { return Ok(false) };
+        let Some([weight, rstd]) = self.buffers(Operation::Norm, [weight, rstd])? else { return Ok(false) };
+        if !norms_heads(settings, &[x, y], weight) {
+            return Ok(false);
+        }
+        let (statistics, numbers) = (norm::Statistics { mean: None, rstd }, (settings.eps, gain_offset(settings)));
+        norm::forward(&self.queue, weight.len, x, (weight, None), numbers, y, statistics).map(|()| true)
+    }
+
+    fn head_norm_backward(
+        &self,
+        settings: NormSettings,
+        dy: Columns<'_>,
+        x: Columns<'_>,
+        weight: &Tensor,
+        rstd: &Tensor,
+        dx: Columns<'_>,
+        dweight: Option<&Tensor>,
+    ) -> Result<bool> {
+        let Some([dy, x, dx]) = self.rows(Operation::Norm, [dy, x, dx])? else { return Ok(false) };
+        let Some([weight, rstd]) = self.buffers(Operation::Norm, [weight, rstd])? else { return Ok(false) };
+        let Some((dweight, _)) = self.optional(Operation::Norm, dweight, None)? else { return Ok(false) };
+        if !norms_heads(settings, &[x, dy, dx], weight) {
+            return Ok(false);
+        }
+        let statistics = (norm::Statistics { mean: None, rstd }, gain_offset(settings));
+        let gradients = dweight.map(|dweight| (dweight, None));
+        norm::backward(&self.queue, weight.len, (dy, x, weight), statistics, (dx, true), gradients).map(|()| true)
     }
 
     fn norm_backward(
@@ -250,7 +327,7 @@ impl Replacements for Own {
         (dx, how): (&Tensor, Store),
         gradients: Option<NormGradients<'_>>,
     ) -> Result<bool> {
-        let shape @ [_, width] = <[usize; 2]>::from(x.dims2()?);
+        let (rows, width) = x.dims2()?;
         let Some([dy, x, weight, rstd, dx]) = self.buffers(Operation::Norm, [dy, x, weight, &normed.rstd, dx])? else {
             return Ok(false);
         };
@@ -263,9 +340,10 @@ impl Replacements for Own {
             return Ok(false);
         }
         let statistics = (norm::Statistics { mean, rstd }, gain_offset(settings));
-        let (operands, gradients) = ([dy, x, weight], dweight.map(|dweight| (dweight, dbias)));
+        let gradients = dweight.map(|dweight| (dweight, dbias));
+        let [dy, x, dx] = [dy, x, dx].map(|all| Rows::whole(all, [rows, width]));
         let to = (dx, how == Store::Overwrite);
-        norm::backward(&self.queue, shape, operands, statistics, to, gradients).map(|()| true)
+        norm::backward(&self.queue, width, (dy, x, weight), statistics, to, gradients).map(|()| true)
     }
 
     fn cross_entropy(&self, targets: &[u32], logits: Columns<'_>, losses: &Tensor, seed: Option<f32>) -> Result<bool> {

@@ -146,6 +146,15 @@ fn require(computed: bool, what: &str) -> Result<()> {
     if computed { Ok(()) } else { bail!("has no kernel for {what}") }
 }
 
+/// Queries, keys and values side by side; of grouped heads the values in a tensor of their own, as norms of heads leave them.
+fn parts<'a>(shape: &Shape, packed: &'a Tensor, values: &'a Tensor) -> Result<[Columns<'a>; 3]> {
+    let mut parts = Columns::split(packed, shape.widths())?;
+    if shape.kv_heads != shape.heads {
+        parts[2] = Columns::all(values)?;
+    }
+    Ok(parts)
+}
+
 /// One way of updating a master, its moments and its working copy.
 type Update<'a> = dyn Fn(&Tensor, Moments<'_>, Option<&Tensor>) -> Result<()> + 'a;
 
@@ -241,36 +250,56 @@ impl Bench {
             .map(|(b, t, h, s, kv_heads)| Shape { kv_heads, ..Shape::new(b, t, h, s) });
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (i, shape) in shapes.iter().enumerate() {
-                self.attention_of(shape, dtype, Dropout::new(0.2, self.seed, 4, 5).filter(|_| i % 2 == 0))?;
+                let dropout = Dropout::new(0.2, self.seed, 4, 5).filter(|_| i % 2 == 0);
+                self.attention_of(shape, None, dtype, dropout)?;
+                // In a window over which tiles are skipped, and in two documents.
+                let windowed = Shape { window: Some(shape.seq_len / 3), ..*shape };
+                let tokens = shape.batch * shape.seq_len;
+                let starts: Vec<u32> = (0..tokens).map(|row| if row % shape.seq_len < 19 { 0 } else { 19 }).collect();
+                self.attention_of(&windowed, None, dtype, dropout)?;
+                self.attention_of(shape, Some(&starts), dtype, dropout)?;
             }
         }
         Ok(())
     }
 
-    fn attention_of(&self, shape: &Shape, dtype: DType, dropout: Option<Dropout>) -> Result<()> {
+    fn attention_of(
+        &self,
+        shape: &Shape,
+        documents: Option<&[u32]>,
+        dtype: DType,
+        dropout: Option<Dropout>,
+    ) -> Result<()> {
         let (tokens, width) = (shape.batch * shape.seq_len, shape.heads * shape.head_size);
         let packed = shape.widths().iter().sum::<usize>();
+        let values = shape.widths()[2];
         let (qkv, dout) = (self.numbers(1, &[tokens, packed], dtype)?, self.numbers(2, &[tokens, width], dtype)?);
-        let operands = Operands::packed(shape, &qkv, dropout)?;
-        let results = || -> Result<[Tensor; 3]> {
+        let apart = self.numbers(3, &[tokens, values], dtype)?;
+        let operands = Operands { qkv: parts(shape, &qkv, &apart)?, documents, dropout };
+        let results = || -> Result<[Tensor; 4]> {
             let lse = self.poisoned(&[tokens * shape.heads], DType::F32)?;
-            Ok([self.poisoned(&[tokens, width], dtype)?, lse, self.poisoned(&[tokens, packed], dtype)?])
+            let gradients = (self.numbers(4, &[tokens, packed], dtype)?, self.numbers(5, &[tokens, values], dtype)?);
+            Ok([self.poisoned(&[tokens, width], dtype)?, lse, gradients.0, gradients.1])
         };
-        let [out, lse, dqkv] = &results()?;
+        let [out, lse, dqkv, dv] = &results()?;
         self.candle.attention(shape, &operands, out, lse)?;
-        let split = |gradient| Columns::split(gradient, shape.widths());
-        self.candle.attention_backward(shape, &operands, &dout, out, lse, split(dqkv)?)?;
-        let [own_out, own_lse, own_dqkv] = &results()?;
+        self.candle.attention_backward(shape, &operands, &dout, out, lse, parts(shape, dqkv, dv)?)?;
+        let [own_out, own_lse, own_dqkv, own_dv] = &results()?;
         require(self.own.attention(shape, &operands, own_out, own_lse)?, "attention")?;
-        let backward = self.own.attention_backward(shape, &operands, &dout, own_out, own_lse, split(own_dqkv)?)?;
+        let gradients = parts(shape, own_dqkv, own_dv)?;
+        let backward = self.own.attention_backward(shape, &operands, &dout, own_out, own_lse, gradients)?;
         require(backward, "attention's gradient")?;
-        let Shape { batch, seq_len, heads, head_size, .. } = shape;
-        let of =
-            |what: &str| format!("{what} of {batch} × {seq_len} tokens with {heads} heads of {head_size} in {dtype:?}");
+        let Shape { batch, seq_len, heads, head_size, window, .. } = shape;
+        let documents = if documents.is_some() { "two documents" } else { "one document" };
+        let of = |what: &str| {
+            let sizes = format!("{batch} × {seq_len} tokens with {heads} heads of {head_size} in {dtype:?}");
+            format!("{what} of {sizes}, window {window:?}, {documents}")
+        };
         self.compare(&of("the output"), own_out, out, tolerance(dtype))?;
         self.compare(&of("the log-sum-exp"), own_lse, lse, tolerance(DType::F32))?;
         // Tensor cores take scores and their gradients rounded.
-        self.compare(&of("the gradient"), own_dqkv, dqkv, 3.0 * tolerance(dtype))
+        self.compare(&of("the gradient"), own_dqkv, dqkv, 3.0 * tolerance(dtype))?;
+        self.compare(&of("the values' gradient"), own_dv, dv, 3.0 * tolerance(dtype))
     }
 
     fn cross_entropy(&self) -> Result<()> {
@@ -426,7 +455,7 @@ impl Bench {
                 }
             }
         }
-        Ok(())
+        self.head_norm()
     }
 
     fn norm_of(
@@ -470,6 +499,37 @@ impl Bench {
         for (what, found, expected) in pairs {
             let what = format!("{what} of {norm:?} of {rows} × {width} in {stream:?} and {compute:?}");
             self.compare(&what, found, expected, tolerance(expected.dtype()))?;
+        }
+        Ok(())
+    }
+
+    /// Norms of heads in some columns of wider rows.
+    fn head_norm(&self) -> Result<()> {
+        let (rows, heads, width, first) = (70, 3, 64, 16);
+        let settings = NormSettings { norm: Norm::Rms { unit_offset: true }, eps: 1e-5 };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let shape = [rows, first + heads * width + 24];
+            let columns = |x| Columns::new(x, first..first + heads * width);
+            let (x, dy) = (self.numbers(1, &shape, dtype)?, self.numbers(2, &shape, dtype)?);
+            let weight = self.numbers(3, &[width], dtype)?;
+            let results = || -> Result<[Tensor; 4]> {
+                let (rstd, dweight) = (self.poisoned(&[rows, heads], DType::F32)?, self.poisoned(&[width], dtype)?);
+                Ok([self.numbers(4, &shape, dtype)?, rstd, self.numbers(4, &shape, dtype)?, dweight])
+            };
+            let (expected, found) = (results()?, results()?);
+            let [y, rstd, dx, dweight] = &expected;
+            self.candle.head_norm(settings, columns(&x)?, &weight, columns(y)?, rstd)?;
+            let (dy, x) = (columns(&dy)?, columns(&x)?);
+            self.candle.head_norm_backward(settings, dy, x, &weight, rstd, columns(dx)?, Some(dweight))?;
+            let [y, rstd, dx, dweight] = &found;
+            require(self.own.head_norm(settings, x, &weight, columns(y)?, rstd)?, "norms of heads")?;
+            let done = self.own.head_norm_backward(settings, dy, x, &weight, rstd, columns(dx)?, Some(dweight))?;
+            require(done, "the gradient of norms of heads")?;
+            let names = ["the output", "the deviation", "dx", "dweight"];
+            for ((what, found), expected) in names.into_iter().zip(&found).zip(&expected) {
+                let what = format!("{what} of norms of heads in {dtype:?}");
+                self.compare(&what, found, expected, tolerance(expected.dtype()))?;
+            }
         }
         Ok(())
     }

@@ -49,12 +49,12 @@ impl Matrix {
 
 /// The parts of a side of a product. cuBLAS is several times as slow where the length of rows is no multiple of 16 bytes, even if
 /// their distance is one: GPT-2's vocabulary of 50,257 is such a length. So what is over is a product of its own.
-fn parts(len: usize, along_rows: bool, dtype: DType) -> [Range<usize>; 2] {
+fn parts(len: usize, along_rows: bool, dtype: DType) -> impl Iterator<Item = Range<usize>> {
     /// Shorter sides are not worth a second launch.
     const LEAST: usize = 4096;
     const MULTIPLE: usize = 8;
     let over = if along_rows && len >= LEAST && dtype != DType::F32 { len % MULTIPLE } else { 0 };
-    [len - over..len, 0..len - over]
+    [len - over..len, 0..len - over].into_iter().skip(usize::from(over == 0))
 }
 
 fn size(n: usize) -> Result<i32> {
@@ -81,24 +81,17 @@ pub(crate) fn product(
     if inner != k || (c.rows(), c.count()) != (m, n) {
         bail!("a product of {m} × {k} and {inner} × {n} for {} × {}", c.rows(), c.count());
     }
-    let factors = [a, b, Factor::plain(c)];
-    let types = factors.map(|factor| factor.columns.tensor().dtype());
-    let exists = types[0] == types[1] && (types[2] == types[0] || types[2] == DType::F32);
-    let [Some(a), Some(b), Some(c)] = [Matrix::new(queue, a)?, Matrix::new(queue, b)?, Matrix::new(queue, factors[2])?]
-    else {
-        return Ok(false);
-    };
-    let [Some(of_factors), Some(of_c)] = [data_type(types[0]), data_type(types[2])] else { return Ok(false) };
-    if !exists || m * n * k == 0 {
+    let [a, b, c] = [Matrix::new(queue, a)?, Matrix::new(queue, b)?, Matrix::new(queue, Factor::plain(c))?];
+    let [Some(a), Some(b), Some(c)] = [a, b, c] else { return Ok(false) };
+    let [Some(of_factors), Some(of_c)] = [data_type(a.dtype), data_type(c.dtype)] else { return Ok(false) };
+    if b.dtype != a.dtype || ![a.dtype, DType::F32].contains(&c.dtype) || m * n * k == 0 {
         return Ok(false);
     }
     let blas = queue.device().cublas_handle();
-    let sides =
-        [parts(m, a.transposed, types[0]), parts(n, true, types[0]), parts(k, !a.transposed || b.transposed, types[0])];
-    for rows in sides[0].iter().filter(|part| !part.is_empty()) {
-        for columns in sides[1].iter().filter(|part| !part.is_empty()) {
+    for rows in parts(m, a.transposed, a.dtype) {
+        for columns in parts(n, true, a.dtype) {
             // The short part of the depth first: so the sum is rounded once, but for what that part adds.
-            for depth in sides[2].iter().filter(|part| !part.is_empty()) {
+            for depth in parts(k, !a.transposed || b.transposed, a.dtype) {
                 let adds = how == Store::Add || depth.end < k;
                 let beta = if adds { 1.0f32 } else { 0.0 };
                 // By columns, c's transpose is b's transpose times a's.

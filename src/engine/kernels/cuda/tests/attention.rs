@@ -15,13 +15,19 @@ fn dropout(rate: f32) -> Option<Dropout> {
 }
 
 /// Output, log-sum-exps and gradients of the CPU's kernels.
-fn on_the_cpu(shape: Shape, dtype: DType, dropout: Option<Dropout>, qkv: &[f32], dout: &[f32]) -> [Vec<f32>; 3] {
+fn on_the_cpu(
+    (shape, documents): Bounded<'_>,
+    dtype: DType,
+    dropout: Option<Dropout>,
+    qkv: &[f32],
+    dout: &[f32],
+) -> [Vec<f32>; 3] {
     let Shape { batch, seq_len, heads, head_size, .. } = shape;
     let (tokens, width) = (batch * seq_len, heads * head_size);
     let (qkv, dout) = (tensor(qkv, &[tokens, 3 * width], dtype), tensor(dout, &[tokens, width], dtype));
     let (out, dqkv) = (poisoned(&[tokens, width], dtype), poisoned(&[tokens, 3 * width], dtype));
     let lse = poisoned(&[tokens * heads], DType::F32);
-    let operands = Operands::packed(&shape, &qkv, dropout).unwrap();
+    let operands = Operands { documents, ..Operands::packed(&shape, &qkv, dropout).unwrap() };
     attention::forward(&shape, &operands, &out, &lse).unwrap();
     let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
     attention::backward(&shape, &operands, &dout, &out, &lse, gradients).unwrap();
@@ -31,7 +37,7 @@ fn on_the_cpu(shape: Shape, dtype: DType, dropout: Option<Dropout>, qkv: &[f32],
 /// The same of the device's.
 fn on_the_device(
     gpu: &Emulator,
-    shape: Shape,
+    (shape, documents): Bounded<'_>,
     dtype: DType,
     dropout: Option<Dropout>,
     qkv: &[f32],
@@ -42,6 +48,7 @@ fn on_the_device(
     let (qkv, dout) = (gpu.input(qkv, dtype), gpu.input(dout, dtype));
     let (out, dqkv) = (gpu.output(tokens * width, dtype), gpu.output(tokens * 3 * width, dtype));
     let lse = gpu.output(tokens * heads, DType::F32);
+    let shape = (shape, device_attention::bounds(&shape, documents).unwrap().map(|bounds| gpu.words(&bounds)));
     device_attention::forward(gpu, shape, qkv, dropout, out, lse).unwrap();
     device_attention::backward(gpu, shape, [dout, qkv, out, lse], dropout, dqkv).unwrap();
     [out, lse, dqkv].map(|buffer| gpu.read(buffer))
@@ -54,11 +61,19 @@ fn operands(shape: Shape, dtype: DType) -> (Vec<f32>, Vec<f32>) {
 }
 
 fn check(shape: Shape, dtype: DType, dropout: Option<Dropout>) {
+    check_bounded((shape, None), dtype, dropout);
+}
+
+/// A shape, and where its rows' documents start.
+type Bounded<'a> = (Shape, Option<&'a [u32]>);
+
+fn check_bounded((shape, documents): Bounded<'_>, dtype: DType, dropout: Option<Dropout>) {
     let (qkv, dout) = operands(shape, dtype);
-    let [out, lse, dqkv] = on_the_cpu(shape, dtype, dropout, &qkv, &dout);
-    let found = in_every_order(|gpu| on_the_device(gpu, shape, dtype, dropout, &qkv, &dout).to_vec());
-    let Shape { batch, seq_len, heads, head_size, .. } = shape;
-    let sizes = format!("{:?}: dropout {}", [batch, seq_len, heads, head_size], dropout.is_some());
+    let [out, lse, dqkv] = on_the_cpu((shape, documents), dtype, dropout, &qkv, &dout);
+    let found = in_every_order(|gpu| on_the_device(gpu, (shape, documents), dtype, dropout, &qkv, &dout).to_vec());
+    let Shape { batch, seq_len, heads, head_size, window, .. } = shape;
+    let sizes = [batch, seq_len, heads, head_size];
+    let sizes = format!("{sizes:?}: dropout {}, window {window:?}, {documents:?}", dropout.is_some());
     assert_close(&format!("attention's value {sizes}"), &found[0], &out, dtype);
     assert_close(&format!("attention's log-sum-exp {sizes}"), &found[1], &lse, DType::F32);
     if dtype == DType::F32 {
@@ -149,12 +164,37 @@ fn every_shape_on_tensor_cores() {
     }
 }
 
+/// Windows and documents within a tile, at its end, and over several, so that whole tiles are skipped on either side.
+#[test]
+fn in_windows_and_documents() {
+    for (i, (seq_len, head_size, window)) in
+        [(70, 32, 1), (130, 64, 40), (200, 128, 64), (260, 40, 130), (33, 64, 7)].into_iter().enumerate()
+    {
+        let shape = Shape { window: Some(window), ..Shape::new(2, seq_len, 2, head_size) };
+        for dtype in TYPES {
+            check_bounded((shape, None), dtype, dropout(0.2).filter(|_| i % 2 == 0));
+        }
+    }
+    for (i, (seq_len, head_size, ends)) in
+        [(140, 64, &[1, 17, 80, 81][..]), (260, 96, &[200, 231]), (72, 32, &[64])].into_iter().enumerate()
+    {
+        let start = |row: usize| ends.iter().rev().find(|end| **end <= row).map_or(0, |end| *end as u32);
+        // The second sequence is one document.
+        let starts: Vec<u32> = (0..2 * seq_len).map(|row| if row < seq_len { start(row) } else { 0 }).collect();
+        for (window, dtype) in [(None, DType::F32), (Some(50), DType::F16), (None, DType::BF16)] {
+            let shape = Shape { window, ..Shape::new(2, seq_len, 2, head_size) };
+            check_bounded((shape, Some(&starts)), dtype, dropout(0.2).filter(|_| i % 2 == 1));
+        }
+    }
+}
+
 #[test]
 fn later_tokens_change_nothing_earlier() {
     let shape = Shape::new(1, 130, 2, 64);
     let width = shape.heads * shape.head_size;
     for (dtype, first) in [(DType::F32, 70), (DType::F16, 70), (DType::BF16, 5)] {
-        let run = |qkv: &[f32], dout: &[f32]| on_the_device(&Emulator::new(0), shape, dtype, dropout(0.1), qkv, dout);
+        let run =
+            |qkv: &[f32], dout: &[f32]| on_the_device(&Emulator::new(0), (shape, None), dtype, dropout(0.1), qkv, dout);
         let (mut qkv, mut dout) = operands(shape, dtype);
         let before = run(&qkv, &dout);
         qkv[first * 3 * width..].iter_mut().for_each(|x| *x = 1.5 - *x);
@@ -186,7 +226,7 @@ fn numbers_that_are_not_finite_show() {
             for part in 0..3 {
                 let mut qkv = qkv.clone();
                 qkv[token * 3 * width + part * width + column] = bad;
-                let [out, lse, dqkv] = on_the_device(&Emulator::new(2), shape, dtype, None, &qkv, &dout);
+                let [out, lse, dqkv] = on_the_device(&Emulator::new(2), (shape, None), dtype, None, &qkv, &dout);
                 // An infinite key may be one that its query does not look at.
                 if part != 1 || bad.is_nan() {
                     assert!(!out[token * width + column].is_finite(), "{bad} in part {part} in {dtype:?}");
@@ -196,7 +236,7 @@ fn numbers_that_are_not_finite_show() {
             }
             let mut dout = dout.clone();
             dout[token * width + column] = bad;
-            let [out, _, dqkv] = on_the_device(&Emulator::new(2), shape, dtype, None, &qkv, &dout);
+            let [out, _, dqkv] = on_the_device(&Emulator::new(2), (shape, None), dtype, None, &qkv, &dout);
             assert!(out.iter().all(|x| x.is_finite()));
             // Of the query, of the keys and of the values.
             for part in 0..3 {
@@ -213,9 +253,9 @@ fn an_overflow_in_between_shows() {
     let shape = Shape::new(1, 20, 1, 64);
     let (qkv, dout) = operands(shape, DType::F16);
     let dout: Vec<f32> = rounded(dout.into_iter().map(|x| 60_000.0 * x).collect(), DType::F16);
-    let [out, _, dqkv] = on_the_device(&Emulator::new(1), shape, DType::F16, None, &qkv, &dout);
+    let [out, _, dqkv] = on_the_device(&Emulator::new(1), (shape, None), DType::F16, None, &qkv, &dout);
     assert!(out.iter().all(|x| x.is_finite()) && dqkv.iter().any(|x| !x.is_finite()));
-    let [_, _, twin] = on_the_cpu(shape, DType::F16, None, &qkv, &dout);
+    let [_, _, twin] = on_the_cpu((shape, None), DType::F16, None, &qkv, &dout);
     assert!(twin.iter().zip(&dqkv).all(|(twin, found)| twin.is_finite() || !found.is_finite()));
 }
 
@@ -225,13 +265,12 @@ fn what_there_is_no_kernel_for_is_refused() {
     let buffer = gpu.output(1, DType::F32);
     let shape = Shape::new(1, 1, 2, 8);
     assert!(device_attention::serves(&shape) && device_attention::serves(&Shape { window: Some(1), ..shape }));
-    for shape in [
-        Shape::new(1, 1, 1, 129),
-        Shape { kv_heads: 1, ..shape },
-        Shape { seq_len: 2, window: Some(1), ..shape },
-        Shape { softcap: Some(50.0), ..shape },
-    ] {
-        let error = device_attention::forward(&gpu, shape, buffer, None, buffer, buffer).unwrap_err().to_string();
+    for shape in [Shape::new(1, 1, 1, 129), Shape { kv_heads: 1, ..shape }, Shape { softcap: Some(50.0), ..shape }] {
+        let error =
+            device_attention::forward(&gpu, (shape, None), buffer, None, buffer, buffer).unwrap_err().to_string();
         assert!(!device_attention::serves(&shape) && error.contains("no CUDA kernel"), "{error}");
     }
+    let windowed = Shape { seq_len: 2, window: Some(1), ..shape };
+    let error = device_attention::forward(&gpu, (windowed, None), buffer, None, buffer, buffer).unwrap_err();
+    assert!(error.to_string().contains("without its bounds"), "{error}");
 }

@@ -268,7 +268,7 @@ fn wrong_launches_are_refused() {
     };
     assert!(attempt("nothing", THREADS).contains("no kernel `nothing`"));
     assert!(attempt("faulty", 32).contains("takes 64 threads, got 32"));
-    assert!(attempt("norm_forward_kept_f32_f32", 256).contains("takes 64 bytes of arguments, got 24"));
+    assert!(attempt("norm_forward_kept_f32_f32", 256).contains("takes 80 bytes of arguments, got 24"));
 }
 
 #[repr(C)]

@@ -1,6 +1,7 @@
 //! Rotations and grouped heads.
 
 use super::super::heads;
+use super::super::launch::Rows;
 use super::*;
 use crate::engine::kernels::attention::Shape;
 use crate::engine::kernels::columns::Columns;
@@ -19,11 +20,11 @@ fn rotations() {
                 let positions = Positions { seq_len, past: 2, documents };
                 let found = in_every_order(|gpu| {
                     let buffer = gpu.state(&x, dtype);
-                    let place = heads::Heads { rows, stride, first, count: 4 * half };
+                    let place = Rows { buffer, rows, stride, first, count: 4 * half };
                     let angles = [&table.cos, &table.sin]
                         .map(|table| gpu.input(&numbers(&table.flatten_all().unwrap()), DType::F32));
                     let starts = documents.map(|starts| gpu.words(starts));
-                    heads::rotate(gpu, (buffer, place), angles, half, positions, starts, direction).unwrap();
+                    heads::rotate(gpu, place, angles, half, positions, starts, direction).unwrap();
                     vec![gpu.read(buffer)]
                 });
                 let x = tensor(&x, &[rows, stride], dtype);
@@ -43,8 +44,14 @@ fn grouped_heads() {
         let (qkv, gradient) = (pattern(rows * 10 * 16, 1, dtype), pattern(rows * 18 * 16, 2, dtype));
         let found = in_every_order(|gpu| {
             let (wide, back) = (gpu.output(rows * 18 * 16, dtype), gpu.output(rows * 10 * 16, dtype));
-            heads::spread(gpu, &shape, gpu.input(&qkv, dtype), wide).unwrap();
-            heads::gather(gpu, &shape, gpu.input(&gradient, dtype), back).unwrap();
+            let parts = |buffer| {
+                [(0, 6), (6, 2), (8, 2)].map(|(first, heads)| {
+                    let (first, count) = (first * 16, heads * 16);
+                    Rows { buffer, rows, stride: 10 * 16, first, count }
+                })
+            };
+            heads::spread(gpu, &shape, parts(gpu.input(&qkv, dtype)), wide).unwrap();
+            heads::gather(gpu, &shape, gpu.input(&gradient, dtype), parts(back)).unwrap();
             vec![gpu.read(wide), gpu.read(back)]
         });
         let (mut wide, mut back) = (Vec::new(), Vec::new());

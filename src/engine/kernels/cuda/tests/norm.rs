@@ -1,8 +1,9 @@
 //! Layer and RMS norms.
 
+use super::super::launch::Rows;
 use super::super::norm as device;
 use super::*;
-use crate::engine::kernels::columns::Store;
+use crate::engine::kernels::columns::{Columns, Store};
 use crate::engine::kernels::{Fused, Kernels, Norm, NormGradients, NormSettings, Normed, layer_norm};
 
 /// Forward, and backward on top of a gradient or afresh.
@@ -50,9 +51,10 @@ fn layer_norm([stream, compute]: [DType; 2], shape @ [rows, width]: [usize; 2], 
         let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
         let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, compute));
         let statistics = device::Statistics { mean: Some(mean), rstd };
-        device::forward(gpu, shape, x, (weight, Some(bias)), (EPSILON, 0.0), y, statistics).unwrap();
-        device::backward(gpu, shape, [dy, x, weight], (statistics, 0.0), (dx, fresh), Some((dweight, Some(dbias))))
-            .unwrap();
+        let [x, dy, y_rows, dx_rows] = [x, dy, y, dx].map(|buffer| Rows::whole(buffer, [rows, width]));
+        device::forward(gpu, width, x, (weight, Some(bias)), (EPSILON, 0.0), y_rows, statistics).unwrap();
+        let gradients = Some((dweight, Some(dbias)));
+        device::backward(gpu, width, (dy, x, weight), (statistics, 0.0), (dx_rows, fresh), gradients).unwrap();
         [y, mean, rstd, dx, dweight, dbias].map(|buffer| gpu.read(buffer)).to_vec()
     });
     let names = ["value", "mean", "rstd", "dx", "dweight", "dbias"];
@@ -65,7 +67,7 @@ fn layer_norm([stream, compute]: [DType; 2], shape @ [rows, width]: [usize; 2], 
 
 #[test]
 fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
-    let (shape @ [rows, width], dtype) = ([3, 24], DType::F16);
+    let (rows, width, dtype) = (3, 24, DType::F16);
     let mut x = vec![0.5; rows * width];
     x[width + 5] = f32::NAN;
     let gpu = Emulator::new(0);
@@ -75,9 +77,10 @@ fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
     let [mean, rstd] = [(); 2].map(|()| gpu.output(rows, DType::F32));
     let [dweight, dbias] = [(); 2].map(|()| gpu.output(width, dtype));
     let statistics = device::Statistics { mean: Some(mean), rstd };
-    device::forward(&gpu, shape, values, (weight, Some(bias)), (EPSILON, 0.0), y, statistics).unwrap();
-    device::backward(&gpu, shape, [ones, values, weight], (statistics, 0.0), (dx, true), Some((dweight, Some(dbias))))
-        .unwrap();
+    let [values, ones, y_rows, dx_rows] = [values, ones, y, dx].map(|buffer| Rows::whole(buffer, [rows, width]));
+    device::forward(&gpu, width, values, (weight, Some(bias)), (EPSILON, 0.0), y_rows, statistics).unwrap();
+    let gradients = Some((dweight, Some(dbias)));
+    device::backward(&gpu, width, (ones, values, weight), (statistics, 0.0), (dx_rows, true), gradients).unwrap();
     for buffer in [y, dx] {
         let nans: Vec<bool> = gpu.read(buffer).iter().map(|x| x.is_nan()).collect();
         assert_eq!(nans, (0..rows * width).map(|i| i / width == 1).collect::<Vec<_>>());
@@ -107,10 +110,11 @@ fn rms_norms() {
                     (gpu.output(len, compute), gpu.output(rows, DType::F32), gpu.state(&before, stream));
                 let (frozen, dweight) = (gpu.state(&before, stream), gpu.output(width, compute));
                 let statistics = device::Statistics { mean: None, rstd };
-                device::forward(gpu, shape, x, (weight, None), (EPSILON, offset), y, statistics).unwrap();
-                let (operands, statistics) = ([dy, x, weight], (statistics, offset));
-                device::backward(gpu, shape, operands, statistics, (dx, false), Some((dweight, None))).unwrap();
-                device::backward(gpu, shape, operands, statistics, (frozen, false), None).unwrap();
+                let of = |buffer| Rows::whole(buffer, [rows, width]);
+                device::forward(gpu, width, of(x), (weight, None), (EPSILON, offset), of(y), statistics).unwrap();
+                let (operands, statistics) = ((of(dy), of(x), weight), (statistics, offset));
+                device::backward(gpu, width, operands, statistics, (of(dx), false), Some((dweight, None))).unwrap();
+                device::backward(gpu, width, operands, statistics, (of(frozen), false), None).unwrap();
                 assert_eq!(gpu.read(dx), gpu.read(frozen), "a frozen weight changes dx");
                 [y, rstd, dx, dweight].map(|buffer| gpu.read(buffer)).to_vec()
             });
@@ -120,6 +124,50 @@ fn rms_norms() {
             for (((name, found), truth), dtype) in names.iter().zip(&found).zip(&truth).zip(dtypes) {
                 assert_close(&format!("RMS norm {rows}×{width}: {name}"), found, truth, dtype);
             }
+        }
+    }
+}
+
+/// Heads in some columns of wider rows, as queries and keys lie; what is beside them stays.
+#[test]
+fn rms_norms_of_heads() {
+    let settings = NormSettings { norm: Norm::Rms { unit_offset: true }, eps: EPSILON };
+    for (dtype, rows, heads, width) in [(DType::F32, 5, 3, 8), (DType::F16, 40, 2, 64), (DType::BF16, 9, 4, 128)] {
+        let (first, own) = (16, heads * width);
+        let stride = first + own + 8;
+        let (x, dy) = (pattern(rows * stride, 1, dtype), pattern(rows * stride, 4, dtype));
+        let (weight, before) = (pattern(width, 2, dtype), pattern(rows * stride, 5, dtype));
+        let matrix = |values: &[f32]| tensor(values, &[rows, stride], dtype);
+        let (cpu_x, cpu_dy, y, dx) = (matrix(&x), matrix(&dy), matrix(&before), matrix(&before));
+        let (cpu_weight, dweight) = (tensor(&weight, &[width], dtype), poisoned(&[width], dtype));
+        let rstd = poisoned(&[rows, heads], DType::F32);
+        let columns = |tensor| Columns::new(tensor, first..first + own).unwrap();
+        Fused.head_norm(settings, columns(&cpu_x), &cpu_weight, columns(&y), &rstd).unwrap();
+        let operands = (columns(&cpu_dy), columns(&cpu_x));
+        Fused
+            .head_norm_backward(settings, operands.0, operands.1, &cpu_weight, &rstd, columns(&dx), Some(&dweight))
+            .unwrap();
+        let found = in_every_order(|gpu| {
+            let (x, dy, weight) = (gpu.input(&x, dtype), gpu.input(&dy, dtype), gpu.input(&weight, dtype));
+            let (y, dx, rstd) =
+                (gpu.state(&before, dtype), gpu.state(&before, dtype), gpu.output(rows * heads, DType::F32));
+            let dweight = gpu.output(width, dtype);
+            let of = |buffer| Rows { buffer, rows, stride, first, count: own };
+            let statistics = device::Statistics { mean: None, rstd };
+            device::forward(gpu, width, of(x), (weight, None), (EPSILON, 1.0), of(y), statistics).unwrap();
+            let operands = (of(dy), of(x), weight);
+            device::backward(gpu, width, operands, (statistics, 1.0), (of(dx), true), Some((dweight, None))).unwrap();
+            let odd = Rows { first: 1, ..of(y) };
+            let refused = device::forward(gpu, width, of(x), (weight, None), (EPSILON, 1.0), odd, statistics);
+            assert!(refused.unwrap_err().to_string().contains("no CUDA kernel"));
+            [y, rstd, dx, dweight].map(|buffer| gpu.read(buffer)).to_vec()
+        });
+        let truth = [&y, &rstd, &dx, &dweight].map(numbers);
+        let dtypes = [dtype, DType::F32, dtype, dtype];
+        for (((name, found), truth), dtype) in
+            ["value", "rstd", "dx", "dweight"].iter().zip(&found).zip(&truth).zip(dtypes)
+        {
+            assert_close(&format!("norm of {heads} heads of {width}: {name}"), found, truth, dtype);
         }
     }
 }

@@ -62,7 +62,7 @@ pub(crate) fn rotate(
     starts: Option<Buffer>,
     direction: Direction,
 ) -> Result<()> {
-    let Rows { buffer, rows, stride, count, .. } = x;
+    let Rows { buffer, len: rows, stride, count, .. } = x;
     let longest = positions.past + positions.seq_len.min(rows);
     if !can_rotate(x, half) || positions.seq_len == 0 {
         bail!("rotation of {rows} × {count} by heads of {}", 2 * half);
@@ -95,7 +95,7 @@ pub(crate) fn can_spread(shape: &Shape, parts: [Rows; 3]) -> bool {
 
 fn shared(shape: &Shape, parts: [Rows; 3], wide: Buffer) -> Result<SharedHeads> {
     let (rows, widths) = (shape.batch * shape.seq_len, shape.widths());
-    let sized = |(part, width): (&Rows, usize)| (part.rows, part.count, part.buffer.dtype) == (rows, width, wide.dtype);
+    let sized = |(part, width): (&Rows, usize)| (part.len, part.count, part.buffer.dtype) == (rows, width, wide.dtype);
     if !can_spread(shape, parts) || !parts.iter().zip(widths).all(sized) {
         bail!("there is no CUDA kernel for heads of {shape:?} in {parts:?}");
     }

@@ -47,19 +47,20 @@ impl Buffer {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
     pub(crate) buffer: Buffer,
-    pub(crate) rows: usize,
+    /// How many there are.
+    pub(crate) len: usize,
     /// Elements from one row to the next.
     pub(crate) stride: usize,
     /// The first column.
     pub(crate) first: usize,
-    /// How many columns there are.
+    /// How many columns.
     pub(crate) count: usize,
 }
 
 impl Rows {
     /// All columns of a matrix.
-    pub(crate) fn whole(buffer: Buffer, [rows, count]: [usize; 2]) -> Self {
-        Self { buffer, rows, stride: count, first: 0, count }
+    pub(crate) fn whole(buffer: Buffer, [len, count]: [usize; 2]) -> Self {
+        Self { buffer, len, stride: count, first: 0, count }
     }
 
     /// Whether heads of `width` elements begin where the widest accesses can.
@@ -73,7 +74,7 @@ impl Rows {
         if self.first + self.count > self.stride {
             bail!("a kernel's `{what}` has no columns {}..{}", self.first, self.first + self.count);
         }
-        let start = self.buffer.of(what, self.rows * self.stride)?;
+        let start = self.buffer.of(what, self.len * self.stride)?;
         Ok(start + (self.first * self.buffer.dtype.size_in_bytes()) as u64)
     }
 }

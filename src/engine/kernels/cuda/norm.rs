@@ -35,7 +35,7 @@ pub(crate) fn are_placed(rows: Rows, width: usize) -> bool {
 
 /// Where operands begin that have the same heads.
 fn addresses<const N: usize>(width: usize, operands: [(&str, Rows); N]) -> Result<[u64; N]> {
-    let sizes = |rows: Rows| [rows.rows, rows.count];
+    let sizes = |rows: Rows| [rows.len, rows.count];
     let mut addresses = [0; N];
     for ((what, rows), address) in operands.into_iter().zip(&mut addresses) {
         if !are_placed(rows, width) || sizes(rows) != sizes(operands[0].1) {
@@ -127,7 +127,7 @@ pub(crate) fn forward(
 ) -> Result<()> {
     let types = [x, y].map(|rows| rows.buffer.dtype);
     let ([of_x, of_y], heads) = (addresses(width, [("x", x), ("y", y)])?, x.count / width);
-    let rows = x.rows * heads;
+    let rows = x.len * heads;
     let arguments = Forward {
         x: of_x,
         weight: weight.expect("weight", types[1], width)?,
@@ -161,7 +161,7 @@ pub(crate) fn backward(
 ) -> Result<()> {
     let types = [x, dy].map(|rows| rows.buffer.dtype);
     let ([of_dy, of_x, of_dx], heads) = (addresses(width, [("dy", dy), ("x", x), ("dx", dx)])?, x.count / width);
-    let rows = x.rows * heads;
+    let rows = x.len * heads;
     let (threads, shared_bytes) = backward_block(width);
     if !serves(width) || dx.buffer.dtype != types[0] {
         bail!("there is no CUDA kernel for norms of {width} elements in {types:?}");

@@ -73,7 +73,7 @@ pub(crate) struct Own {
 struct Bounded {
     sizes: (usize, usize, Option<usize>),
     documents: Option<Vec<u32>>,
-    bounds: Tensor,
+    tensor: Tensor,
 }
 
 impl Own {
@@ -88,11 +88,11 @@ impl Own {
         let sizes = (shape.batch, shape.seq_len, shape.window);
         let mut last = self.bounded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(last) = last.as_ref().filter(|last| last.sizes == sizes && last.documents.as_deref() == documents) {
-            return Ok(Some(last.bounds.clone()));
+            return Ok(Some(last.tensor.clone()));
         }
         let Some(bounds) = attention::bounds(shape, documents)? else { return Ok(None) };
         let bounds = Tensor::new(bounds, device)?;
-        *last = Some(Bounded { sizes, documents: documents.map(<[u32]>::to_vec), bounds: bounds.clone() });
+        *last = Some(Bounded { sizes, documents: documents.map(<[u32]>::to_vec), tensor: bounds.clone() });
         Ok(Some(bounds))
     }
 
@@ -114,7 +114,7 @@ impl Own {
         let Some(buffers) = self.buffers(operation, columns.map(|columns| columns.tensor()))? else { return Ok(None) };
         let mut rows = buffers.map(|buffer| Rows::whole(buffer, [0, 0]));
         for (rows, columns) in rows.iter_mut().zip(columns) {
-            (rows.rows, rows.stride) = (columns.rows(), columns.stride());
+            (rows.len, rows.stride) = (columns.rows(), columns.stride());
             (rows.first, rows.count) = (columns.first(), columns.count());
         }
         Ok(Some(rows))

@@ -20,7 +20,7 @@ fn rotations() {
                 let positions = Positions { seq_len, past: 2, documents };
                 let found = in_every_order(|gpu| {
                     let buffer = gpu.state(&x, dtype);
-                    let place = Rows { buffer, rows, stride, first, count: 4 * half };
+                    let place = Rows { buffer, len: rows, stride, first, count: 4 * half };
                     let angles = [&table.cos, &table.sin]
                         .map(|table| gpu.input(&numbers(&table.flatten_all().unwrap()), DType::F32));
                     let starts = documents.map(|starts| gpu.words(starts));
@@ -47,7 +47,7 @@ fn grouped_heads() {
             let parts = |buffer| {
                 [(0, 6), (6, 2), (8, 2)].map(|(first, heads)| {
                     let (first, count) = (first * 16, heads * 16);
-                    Rows { buffer, rows, stride: 10 * 16, first, count }
+                    Rows { buffer, len: rows, stride: 10 * 16, first, count }
                 })
             };
             heads::spread(gpu, &shape, parts(gpu.input(&qkv, dtype)), wide).unwrap();

@@ -152,7 +152,7 @@ fn rms_norms_of_heads() {
             let (y, dx, rstd) =
                 (gpu.state(&before, dtype), gpu.state(&before, dtype), gpu.output(rows * heads, DType::F32));
             let dweight = gpu.output(width, dtype);
-            let of = |buffer| Rows { buffer, rows, stride, first, count: own };
+            let of = |buffer| Rows { buffer, len: rows, stride, first, count: own };
             let statistics = device::Statistics { mean: None, rstd };
             device::forward(gpu, width, of(x), (weight, None), (EPSILON, 1.0), of(y), statistics).unwrap();
             let operands = (of(dy), of(x), weight);

@@ -8,7 +8,7 @@ use crate::engine::collective::{Collective, Solo};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
-use crate::engine::optim::{Gradients, OptimizerKind, Survey};
+use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{Dtype, Fallback, GradScaler};
 use crate::store::base::{OverBase, over_base};
 use crate::store::checkpoint::{Base, Checkpoint};
@@ -470,10 +470,6 @@ pub(super) fn engine_among(
         return Err(Error::config("kernels", message));
     }
     let (policy, train) = (config.dtype, &config.train);
-    if world.world() > 1 && (policy.params != Dtype::F32 || config.optimizer().kind != OptimizerKind::AdamW) {
-        let message = "several processes train with FP32 masters and `adamw` only; use those, or one process";
-        return Err(Error::config("train.optimizer", message));
-    }
     let scaler = GradScaler::new(config.grad_scaler())?;
     let mut state = TrainState::new(masters, policy, config.optimizer(), scaler, model.kernels(), &*world)?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());

@@ -15,9 +15,9 @@ use std::sync::Arc;
 pub struct TrainState {
     /// The working copy, in the compute type except for layers in fallback.
     pub weights: Parameters,
-    /// The FP32 weights that updates accumulate in.
+    /// The weights that updates accumulate in.
     pub masters: MasterWeights,
-    /// Adam's moments, FP32.
+    /// Adam's moments.
     pub adamw: AdamW,
     /// The loss scale.
     pub scaler: GradScaler,

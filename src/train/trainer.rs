@@ -10,6 +10,7 @@ pub use processes::{Beginning, StillHere};
 use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, Tokenizer};
 use crate::engine::collective::{Collective, Solo};
 use crate::engine::device::OpenDevice;
+use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 use crate::engine::optim::Blockwise;
 use crate::precision::{Fallback, GradScaler};
@@ -245,10 +246,15 @@ impl Trainer {
     /// Bytes of one full checkpoint without its small files.
     pub fn checkpoint_bytes(&self) -> u64 {
         let state = &self.engine.state;
-        let quantised = state.adamw.quantised().iter().flat_map(|tensor| &tensor.moments);
-        let quantised: u64 = quantised.map(|moment| Blockwise::bytes(moment.len() as u64)).sum();
+        let quantised = state.adamw.quantised().iter();
+        let quantised: u64 = quantised.map(|tensor| 2 * Blockwise::bytes(tensor.elements as u64)).sum();
         let exact = [&state.weights, state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq];
-        exact.map(Parameters::bytes).iter().sum::<u64>() + quantised + self.tokenizer.json().len() as u64
+        // Also of what other processes hold.
+        let whole = |parameters: &Parameters| {
+            let tensors = parameters.layout().iter().zip(parameters.tensors());
+            tensors.map(|(entry, tensor)| view::bytes(&entry.shape, tensor.dtype())).sum::<u64>()
+        };
+        exact.map(whole).iter().sum::<u64>() + quantised + self.tokenizer.json().len() as u64
     }
 
     /// The newest checkpoint written or read.

@@ -1,14 +1,16 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe. Or, to save memory, with moments of 8 bits, and over BF16
 //! weights that are rounded stochastically.
 
-use super::blockwise::{Blockwise, SMALLEST};
+use super::blockwise::{BLOCK, Blockwise, SMALLEST};
 use crate::engine::collective::Shards;
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
+use crate::engine::kernels::survey::PART;
 use crate::engine::kernels::{Kernels, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// How Adam's moments are stored.
@@ -79,6 +81,10 @@ pub struct AdamW {
 pub struct Quantised {
     /// The parameter's name.
     pub name: String,
+    /// Elements of the parameter.
+    pub elements: usize,
+    /// Those whose moments are here. Of several processes each has whole blocks.
+    pub range: Range<usize>,
     /// First and second moment.
     pub moments: [Blockwise; 2],
 }
@@ -89,27 +95,33 @@ enum Place {
     Quantised(usize),
 }
 
+// Shards are cut where the survey's blocks are, so a process never has a part of a block.
+const _: () = assert!(PART.is_multiple_of(BLOCK));
+
 impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
     pub fn new(config: impl Into<OptimizerConfig>, masters: &Parameters) -> Result<Self> {
         let OptimizerConfig { adamw, kind, seed } = config.into();
         let elements = |entry: &ParamSpec| entry.shape.iter().product::<usize>();
         let narrow = |entry: &&ParamSpec| kind == OptimizerKind::AdamW8bit && elements(entry) >= SMALLEST;
-        let exact: Vec<ParamSpec> = masters.layout().iter().filter(|entry| !narrow(entry)).cloned().collect();
+        let layout = masters.layout();
+        let exact: Vec<usize> = (0..layout.len()).filter(|index| !narrow(&&layout[*index])).collect();
         let moments = || match kind {
             OptimizerKind::AdamW => masters.zeros_like(DType::F32),
-            OptimizerKind::AdamW8bit => Parameters::zeros(&exact, DType::F32, &masters.device()),
+            OptimizerKind::AdamW8bit => masters.zeros_of(&exact, DType::F32),
         };
-        let zeros = |entry: &ParamSpec| Quantised {
-            name: entry.name.clone(),
-            moments: [true, false].map(|signed| Blockwise::zeros(elements(entry), signed)),
+        let zeros = |(index, entry): (usize, &ParamSpec)| {
+            let range = masters.range(index);
+            let moments = [true, false].map(|signed| Blockwise::zeros(range.len(), signed));
+            Quantised { name: entry.name.clone(), elements: elements(entry), range, moments }
         };
-        let quantised: Vec<Quantised> = masters.layout().iter().filter(narrow).map(zeros).collect();
+        let quantised = layout.iter().enumerate().filter(|(_, entry)| narrow(entry));
+        let quantised: Vec<Quantised> = quantised.map(zeros).collect();
         let (mut exact, mut narrowed) = (0.., 0..);
         let place = |entry: &ParamSpec| {
             if narrow(&entry) { narrowed.next().map(Place::Quantised) } else { exact.next().map(Place::Exact) }
         };
-        let places = masters.layout().iter().filter_map(place).collect();
+        let places = layout.iter().filter_map(place).collect();
         let largest = quantised.iter().map(|tensor| tensor.moments[0].len()).max();
         let widest = masters.tensors().iter().filter(|master| master.dtype() != DType::F32);
         let widest = widest.map(Tensor::elem_count).max();
@@ -212,7 +224,8 @@ impl AdamW {
                 }
             }
             if master.dtype() != DType::F32 {
-                stochastic::round(&updated, master, *seed, &entry.name, updates)?;
+                let first = masters.parameters().range(i).start;
+                stochastic::round(&updated, master, first, *seed, &entry.name, updates)?;
             }
         }
         Ok(())
@@ -247,10 +260,11 @@ impl MasterWeights {
         Ok((masters, weights.over(base)))
     }
 
-    /// Keeps what process `rank` owns. In FP32 that is a part of `weights`, which all processes have whole.
+    /// Keeps what process `rank` owns. Where masters are their own working copy, that is a part of `weights`, which all
+    /// processes have whole.
     pub fn shard(self, shards: &Arc<Shards>, rank: usize, weights: &Parameters) -> Result<Self> {
         let parameters = self.parameters.shard(shards, rank)?;
-        let in_place = weights.tensors().iter().all(|weight| weight.dtype() == DType::F32);
+        let in_place = weights.tensors().iter().all(|weight| weight.dtype() == self.dtype());
         let parameters = if in_place { parameters } else { parameters.copied()? };
         Ok(Self { parameters, in_place })
     }
@@ -262,7 +276,12 @@ impl MasterWeights {
 
     /// Whether this tensor of the counterpart and its master are one.
     fn is_working_copy(&self, weight: &Tensor) -> bool {
-        weight.dtype() == DType::F32 && (self.in_place || self.parameters.shards().is_none())
+        weight.dtype() == self.dtype() && (self.in_place || self.parameters.shards().is_none())
+    }
+
+    /// FP32, or BF16.
+    pub fn dtype(&self) -> DType {
+        self.parameters.tensors().first().map_or(DType::F32, Tensor::dtype)
     }
 
     /// What masters and working copy of so many parameters take, in bytes.

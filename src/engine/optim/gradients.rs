@@ -145,14 +145,18 @@ impl Gradients {
         if self.is_leaf() {
             return Ok(());
         }
-        let add = |from: &Parameters, to: &Parameters, adds: bool| {
-            from.tensors()
-                .iter()
-                .zip(to.tensors())
-                .try_for_each(|(from, to)| if adds { kernels.accumulate(from, to) } else { kernels.copy(from, to) })
-        };
-        add(&self.grads, &self.sums[at], adds)?;
-        (0..merges).try_for_each(|merged| add(&self.sums[at - merged], &self.sums[at - merged - 1], true))
+        // The nodes that this micro-batch completes, the outermost first, in one pass: a tree of a power of two of leaves then
+        // moves as many bytes as a running sum.
+        match self.sums[at - merges..at + usize::from(adds)].split_first() {
+            None => {
+                let mut pairs = self.grads.tensors().iter().zip(self.sums[at].tensors());
+                pairs.try_for_each(|(grad, sum)| kernels.copy(grad, sum))
+            }
+            Some((outer, inner)) => (0..self.grads.len()).try_for_each(|index| {
+                let inner: Vec<_> = inner.iter().rev().map(|sum| &sum[index]).collect();
+                kernels.accumulate_along(&self.grads[index], &inner, &outer[index])
+            }),
+        }
     }
 
     /// The step's gradients, times the loss scale; of several processes the shard of this one.

@@ -26,9 +26,9 @@ use finetune::engine::collective::Collective;
 use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::Columns;
 use finetune::engine::kernels::dropout::Dropout;
-use finetune::engine::kernels::{Kernels, Plain};
+use finetune::engine::kernels::{Fused, Kernels, Plain};
 use finetune::engine::model::{Keep, ModelSpec, Parameters};
-use finetune::engine::optim::AdamWConfig;
+use finetune::engine::optim::{AdamWConfig, MasterWeights};
 use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
@@ -163,6 +163,24 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     let [alone, of_four] = [1, 4].map(held);
     let saved = (alone - of_four) / parameters as f64;
     assert!((15.9..16.1).contains(&saved), "{saved} bytes a parameter less: 9 are of masters and moments, 7 of sums");
+}
+
+/// At the start a process never has more than one parameter in FP32 beside its shard.
+#[test]
+fn no_process_of_several_ever_has_all_masters() {
+    let _alone = ALONE.lock().unwrap();
+    let entries = ModelSpec::named("tiny").unwrap().resized(4, 256, 4).parameters();
+    let sizes = || entries.iter().map(|entry| entry.shape.iter().product::<usize>());
+    let (all, largest) = (sizes().sum::<usize>(), sizes().max().unwrap());
+    let before = LIVE.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    let policy = PrecisionPolicy::FP16;
+    let draw = |one: &Parameters| Ok(one.initialise(3)?);
+    let (masters, weights) = MasterWeights::filled(&entries, policy, &Device::Cpu, [1, 4], &Fused, draw).unwrap();
+    let (peak, own) = (PEAK.load(Relaxed) - before, masters.parameters().elements() as usize);
+    assert_eq!(weights.elements() as usize, all);
+    assert!(own < all / 3, "a shard of {own} of {all}");
+    assert!(peak < 2 * all + 4 * (own + largest) + SMALL_THINGS, "{peak} bytes for {all} parameters");
 }
 
 /// QLoRA: what a base in blocks holds are the blocks, and a run over it takes what the memory check counts.

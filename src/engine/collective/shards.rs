@@ -48,7 +48,7 @@ impl Shards {
             let (start, end) = (self.starts[parameter], self.starts[parameter + 1]);
             at.clamp(start, end) - start
         };
-        let before = |at: usize, kept: &[usize]| kept.iter().map(|parameter| within(at, *parameter)).sum();
+        let before = |at: usize, kept: &[usize]| kept.iter().map(|parameter| within(at, *parameter)).sum::<usize>();
         let starts = (0..=kept.len()).map(|count| before(usize::MAX, &kept[..count])).collect();
         Self { starts, cuts: self.cuts.iter().map(|cut| before(*cut, kept)).collect() }
     }

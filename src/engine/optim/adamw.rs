@@ -8,7 +8,7 @@ use crate::engine::kernels::survey::PART;
 use crate::engine::kernels::{Kernels, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
@@ -260,10 +260,40 @@ impl MasterWeights {
         Ok((masters, weights.over(base)))
     }
 
-    /// Keeps what process `rank` owns. Where masters are their own working copy, that is a part of `weights`, which all
+    /// The same for process `rank` of `world`, which keeps its shard of the masters. `fill` writes FP32 values into one of `entries` at a
+    /// time, so no process ever has all masters.
+    pub fn filled(
+        entries: &[ParamSpec],
+        policy: PrecisionPolicy,
+        device: &Device,
+        [rank, world]: [usize; 2],
+        kernels: &dyn Kernels,
+        mut fill: impl FnMut(&Parameters) -> crate::Result<()>,
+    ) -> crate::Result<(Self, Parameters)> {
+        let weights = Parameters::zeros(entries, candle_dtype(policy.compute), device)?;
+        let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
+        let (mut parameters, in_place) = (weights.shard(&shards, rank)?, policy.compute == policy.params);
+        if !in_place {
+            parameters = parameters.zeros_like(candle_dtype(policy.params))?;
+        }
+        for (index, entry) in weights.layout().iter().enumerate() {
+            let one = Parameters::zeros(std::slice::from_ref(entry), DType::F32, device)?;
+            fill(&one)?;
+            kernels.copy(&one[0], &weights[index])?;
+            let range = parameters.range(index);
+            if !in_place && !range.is_empty() {
+                let own = one[0].flatten_all()?.narrow(0, range.start, range.len())?;
+                kernels.copy(&own, &parameters[index])?;
+            }
+        }
+        Ok((Self { parameters, in_place }, weights))
+    }
+
+    /// Keeps what process `rank` of `world` owns. Where masters are their own working copy, that is a part of `weights`, which all
     /// processes have whole.
-    pub fn shard(self, shards: &Arc<Shards>, rank: usize, weights: &Parameters) -> Result<Self> {
-        let parameters = self.parameters.shard(shards, rank)?;
+    pub fn shard(self, [rank, world]: [usize; 2], weights: &Parameters) -> Result<Self> {
+        let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
+        let parameters = self.parameters.shard(&shards, rank)?;
         let in_place = weights.tensors().iter().all(|weight| weight.dtype() == self.dtype());
         let parameters = if in_place { parameters } else { parameters.copied()? };
         Ok(Self { parameters, in_place })
@@ -284,10 +314,13 @@ impl MasterWeights {
         self.parameters.tensors().first().map_or(DType::F32, Tensor::dtype)
     }
 
-    /// What masters and working copy of so many parameters take, in bytes.
-    pub fn bytes(parameters: u64, policy: PrecisionPolicy) -> (u64, u64) {
-        let copy = if policy.compute == policy.params { 0 } else { policy.compute.size_in_bytes() };
-        (parameters * policy.params.size_in_bytes() as u64, parameters * copy as u64)
+    /// What masters and working copy of so many parameters take in each of `world` processes, in bytes.
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy, world: usize) -> (u64, u64) {
+        let masters = parameters * policy.params.size_in_bytes() as u64;
+        if policy.compute == policy.params {
+            return (masters, 0);
+        }
+        (masters.div_ceil(world as u64), parameters * policy.compute.size_in_bytes() as u64)
     }
 
     /// The tensors.

@@ -76,10 +76,14 @@ impl Gradients {
         Ok(grads)
     }
 
-    /// What [`Gradients::new`] allocates for so many parameters, in bytes.
-    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize) -> u64 {
-        let sums = sums(grad_accum, 0, 1) * Dtype::F32.size_in_bytes();
-        parameters * (policy.grads.size_in_bytes() + sums) as u64
+    /// What they take for so many parameters in each of `world` processes at most, in bytes: [`Gradients::new`], or
+    /// [`Gradients::sharded`] and the sums of the first step.
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize, world: usize) -> u64 {
+        let size = Dtype::F32.size_in_bytes();
+        let total = if grad_accum > 1 { size } else { policy.grads.size_in_bytes() } as u64;
+        let total = if world > 1 { (parameters * total).div_ceil(world as u64) } else { 0 };
+        let sums = (0..world).map(|rank| sums(grad_accum, rank, world)).max().unwrap_or(0);
+        parameters * (policy.grads.size_in_bytes() + sums * size) as u64 + total
     }
 
     /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.

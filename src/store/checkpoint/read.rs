@@ -198,7 +198,9 @@ impl Checkpoint {
             for (kind, moment) in MOMENTS.iter().zip(moments) {
                 let codes = self.optimizer.require(&format!("{kind}.{name}"))?;
                 let absmax = self.optimizer.require(&format!("{kind}.{name}.absmax"))?.to_f32()?;
-                let whole = codes.dtype == Dtype::U8 && codes.bytes.len() == *elements;
+                let whole = codes.dtype == Dtype::U8
+                    && codes.bytes.len() == *elements
+                    && absmax.len() == Blockwise::blocks(&(0..*elements)).len();
                 let absmax = absmax.get(Blockwise::blocks(range)).filter(|_| whole);
                 if !absmax.is_some_and(|absmax| moment.restore(&codes.bytes[range.clone()], absmax.to_vec())) {
                     return Err(codes.error("it does not hold the moments of this parameter in 8 bits"));

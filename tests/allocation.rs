@@ -9,28 +9,31 @@ mod common {
     pub(crate) mod gguf;
     pub(crate) mod golden;
     pub(crate) mod oracle;
+    pub(crate) mod processes;
 }
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Barrier, Mutex};
 
 use candle_core::quantized::GgmlDType::{Q4_1, Q8_0};
 use candle_core::{DType, Device, Tensor};
 use common::engine::{Settings, engine};
 use common::gguf::{with_lora, write_random};
-use finetune::data::{BatchLoader, TokenSource, grammar};
+use common::processes::together;
+use finetune::data::{BatchLoader, TokenSource, Tokenizer, grammar};
+use finetune::engine::collective::Collective;
 use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::Columns;
 use finetune::engine::kernels::dropout::Dropout;
-use finetune::engine::kernels::{Kernels, Plain};
+use finetune::engine::kernels::{Fused, Kernels, Plain};
 use finetune::engine::model::{Keep, ModelSpec, Parameters};
-use finetune::engine::optim::AdamWConfig;
+use finetune::engine::optim::{AdamWConfig, MasterWeights};
 use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
 use finetune::store::base::over_base;
-use finetune::train::TrainState;
+use finetune::train::{Config, Init, TrainState, Trainer};
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
@@ -128,6 +131,56 @@ fn a_steady_state_step_allocates_at_most_64_kb() {
             assert!(most <= LIMIT, "{policy}, {grad_accum} micro-batches: a step allocated {most} bytes");
         }
     }
+}
+
+/// Masters and moments take 12 bytes a parameter in one process and 3 in each of four, and nothing keeps the rest alive. In one
+/// process four micro-batches have two sums, in each of four none, and the sum of its shard.
+#[test]
+fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
+    let _alone = ALONE.lock().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let spec = ModelSpec::named("tiny").unwrap().resized(4, 256, 4);
+    std::fs::write(folder.path().join("config.json"), spec.to_json("float32")).unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    let mut config =
+        Config { model: folder.path().to_str().unwrap().to_owned(), init: Init::Random, ..Config::default() };
+    (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (1, 16, 4);
+    (config.dtype, config.train.sample_tokens) = (PrecisionPolicy::FP16, 0);
+    let held = |world: usize| {
+        let everyone = Barrier::new(world);
+        let before = LIVE.load(Relaxed);
+        let held = together(world, |process: Arc<dyn Collective>| {
+            let trainer = Trainer::among(process, config.clone(), None, &mut |_| ()).unwrap();
+            everyone.wait();
+            let held = LIVE.load(Relaxed) - before;
+            everyone.wait();
+            drop(trainer);
+            held
+        });
+        held[0] as f64 / world as f64
+    };
+    let parameters: usize = spec.parameters().iter().map(|entry| entry.shape.iter().product::<usize>()).sum();
+    let [alone, of_four] = [1, 4].map(held);
+    let saved = (alone - of_four) / parameters as f64;
+    assert!((15.9..16.1).contains(&saved), "{saved} bytes a parameter less: 9 are of masters and moments, 7 of sums");
+}
+
+/// At the start a process never has more than one parameter in FP32 beside its shard.
+#[test]
+fn no_process_of_several_ever_has_all_masters() {
+    let _alone = ALONE.lock().unwrap();
+    let entries = ModelSpec::named("tiny").unwrap().resized(4, 256, 4).parameters();
+    let sizes = || entries.iter().map(|entry| entry.shape.iter().product::<usize>());
+    let (all, largest) = (sizes().sum::<usize>(), sizes().max().unwrap());
+    let before = LIVE.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    let policy = PrecisionPolicy::FP16;
+    let draw = |one: &Parameters| Ok(one.initialise(3)?);
+    let (masters, weights) = MasterWeights::filled(&entries, policy, &Device::Cpu, [1, 4], &Fused, draw).unwrap();
+    let (peak, own) = (PEAK.load(Relaxed) - before, masters.parameters().elements() as usize);
+    assert_eq!(weights.elements() as usize, all);
+    assert!(own < all / 3, "a shard of {own} of {all}");
+    assert!(peak < 2 * all + 4 * (own + largest) + SMALL_THINGS, "{peak} bytes for {all} parameters");
 }
 
 /// QLoRA: what a base in blocks holds are the blocks, and a run over it takes what the memory check counts.

@@ -6,11 +6,14 @@ mod common {
 }
 
 use common::processes::together;
+use finetune::data::Tokenizer;
 use finetune::engine::collective::{Collective, Solo};
 use finetune::engine::kernels::view::{View, read};
+use finetune::engine::model::ModelSpec;
+use finetune::engine::optim::OptimizerKind;
 use finetune::store::checkpoint::{Checkpoint, Run, compare};
 use finetune::telemetry::{Emitter, Event, Record, StepTime};
-use finetune::train::{Config, Layers, Trainer};
+use finetune::train::{Config, Init, Layers, Trainer};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -38,6 +41,20 @@ fn config(dtype: &str) -> Config {
     let mut overrides: Vec<_> = overrides.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect();
     overrides.push(("dtype".into(), toml::Value::String(dtype.into())));
     Config::resolve(&Layers { overrides, ..Layers::default() }).unwrap()
+}
+
+/// The policy of BF16 weights without FP32 masters.
+const STOCHASTIC: &str = "p=bf16,c=bf16,g=bf16,r=f32";
+
+/// A model in `folder`, of which shards are cut inside of matrices.
+fn cut_model(folder: &Path) -> String {
+    let tiny = ModelSpec::named("tiny").unwrap().resized(2, 64, 2);
+    // Matrices of 2.1 blocks of 65,536 elements.
+    let spec = ModelSpec { inner: 2200, ..tiny };
+    std::fs::create_dir_all(folder).unwrap();
+    std::fs::write(folder.join("config.json"), spec.to_json("float32")).unwrap();
+    std::fs::write(folder.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    folder.to_str().unwrap().to_owned()
 }
 
 /// Trains in `world` processes, in `folder`, and gives what the log was told without times.
@@ -87,6 +104,38 @@ fn any_number_of_processes_gives_the_same_log_and_checkpoint() {
             assert_eq!(format!("{events:#?}"), format!("{one:#?}"), "{name}");
             let last = |name: &str| path(name).join("step-000008");
             assert_eq!(compare(&last(&format!("{dtype}-1")), &last(&name)).unwrap(), [], "{name}");
+        }
+    }
+}
+
+/// Moments in 8 bits are cut between blocks, and stochastic rounding draws by the element of the whole parameter.
+#[test]
+fn any_number_of_processes_saves_memory_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    for (dtype, optimizer, worlds) in [
+        ("fp16", OptimizerKind::AdamW8bit, &[2, 3, 4, 9][..]),
+        (STOCHASTIC, OptimizerKind::AdamW, &[2, 3, 4, 9]),
+        (STOCHASTIC, OptimizerKind::AdamW8bit, &[3]),
+    ] {
+        let mut config = config(dtype);
+        (config.model, config.init, config.train.optimizer) = (cut_model(&path("model")), Init::Random, optimizer);
+        let run = |world: usize, name: &str, from: Option<&Path>| {
+            let name = path(&format!("{dtype}-{optimizer:?}-{world}-{name}"));
+            (train(world, &config, &name, from), name)
+        };
+        let (events, one) = run(1, "", None);
+        for world in worlds {
+            let what = format!("{dtype}, {optimizer:?}, {world} processes");
+            let (theirs, many) = run(*world, "", None);
+            assert_eq!(format!("{theirs:#?}"), format!("{events:#?}"), "{what}");
+            assert_eq!(compare(&one.join("step-000008"), &many.join("step-000008")).unwrap(), [], "{what}");
+        }
+        for (before, after) in [(3, 1), (1, 4), (3, 2)] {
+            let from = path(&format!("{dtype}-{optimizer:?}-{before}-")).join("step-000004");
+            let (_, resumed) = run(after, "resumed", Some(&from));
+            let differences = compare(&one.join("step-000008"), &resumed.join("step-000008")).unwrap();
+            assert_eq!(differences, [], "{dtype}, {optimizer:?}, {before} processes and then {after}");
         }
     }
 }

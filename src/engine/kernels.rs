@@ -286,6 +286,17 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     /// `out += x`, the sum formed in FP32.
     fn accumulate(&self, x: &Tensor, out: &Tensor) -> Result<()>;
 
+    /// `x`, `inner` and `out` along a tree: `x` is added to the first of `inner`, that to the next, and the last to `out`, each sum
+    /// formed in FP32. What `inner`, which is FP32, then holds is undefined.
+    fn accumulate_along(&self, x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
+        let mut from = x;
+        for to in inner.iter().copied().chain([out]) {
+            self.accumulate(from, to)?;
+            from = to;
+        }
+        Ok(())
+    }
+
     /// `out[n] = dropout(scale · table[ids[n]] + positions[p])`, with p the token's position in its document, for `out [N, D]` of the residual type. An id outside the
     /// vocabulary is an error.
     fn embed(&self, embedding: Embedding<'_>, out: &Tensor) -> Result<()>;

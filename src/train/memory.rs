@@ -33,6 +33,19 @@ impl EngineBytes {
     pub fn new(
         spec: &ModelSpec,
         policy: PrecisionPolicy,
+        sizes: [usize; 3],
+        keep: Keep,
+        optimizer: OptimizerKind,
+        kernels: &dyn Kernels,
+    ) -> Result<Self> {
+        Self::among(1, spec, policy, sizes, keep, optimizer, kernels)
+    }
+
+    /// The same for each of `world` processes.
+    pub fn among(
+        world: usize,
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
         keep: Keep,
         optimizer: OptimizerKind,
@@ -45,10 +58,10 @@ impl EngineBytes {
         let parameters: u64 = trained.iter().sum();
         let frozen = Frozen::new(spec, policy);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
-        let (masters, weights) = MasterWeights::bytes(parameters, policy);
-        let gradients = Gradients::bytes(parameters, policy, grad_accum);
+        let (masters, weights) = MasterWeights::bytes(parameters, policy, world);
+        let gradients = Gradients::bytes(parameters, policy, grad_accum, world);
         let scores = kernels.score_bytes(&Shape::new(batch, seq_len, spec.heads, spec.head_dim))?;
-        let adam = AdamW::bytes(optimizer, policy, trained);
+        let adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world as u64);
         let (weights, scratch) = (weights + frozen.held, scratch + frozen.buffer);
         Ok(Self { weights, masters, gradients, adam, activations, scratch, scores })
     }
@@ -86,11 +99,11 @@ impl Frozen {
     }
 }
 
-/// What this configuration takes with other sizes.
-fn need(config: &Config, spec: &ModelSpec, batch: usize, keep: Keep, kernels: &dyn Kernels) -> u64 {
+/// What this configuration takes in each of `world` processes with other sizes.
+fn need(config: &Config, spec: &ModelSpec, batch: usize, keep: Keep, kernels: &dyn Kernels, world: usize) -> u64 {
     let train = &config.train;
     let sizes = [batch, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
-    let bytes = EngineBytes::new(spec, config.dtype, sizes, keep, train.optimizer, kernels);
+    let bytes = EngineBytes::among(world, spec, config.dtype, sizes, keep, train.optimizer, kernels);
     bytes.map_or(u64::MAX, |bytes| bytes.total())
 }
 
@@ -98,10 +111,16 @@ fn need(config: &Config, spec: &ModelSpec, batch: usize, keep: Keep, kernels: &d
 ///
 /// # Errors
 /// [`Error::Config`] with the bytes needed and available.
-pub(super) fn check_fits(config: &Config, spec: &ModelSpec, kernels: &dyn Kernels, available: u64) -> Result<()> {
+pub(super) fn check_fits(
+    config: &Config,
+    spec: &ModelSpec,
+    kernels: &dyn Kernels,
+    world: usize,
+    available: u64,
+) -> Result<()> {
     let train = &config.train;
     let (batch, keep) = (train.batch_size, train.recompute);
-    let need = |config: &Config, spec: &ModelSpec, batch, keep| need(config, spec, batch, keep, kernels);
+    let need = |config: &Config, spec: &ModelSpec, batch, keep| need(config, spec, batch, keep, kernels, world);
     if need(config, spec, batch, keep) <= available {
         return Ok(());
     }
@@ -166,6 +185,7 @@ pub(super) fn fitted(
     config: &Config,
     spec: &ModelSpec,
     kernels: &dyn Kernels,
+    world: usize,
     available: u64,
 ) -> (Config, Option<String>) {
     let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
@@ -173,7 +193,7 @@ pub(super) fn fitted(
     for keep in keeps {
         let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
         for smaller in divisors {
-            if need(config, spec, smaller, keep, kernels) > available {
+            if need(config, spec, smaller, keep, kernels, world) > available {
                 continue;
             }
             let mut fitted = config.clone();

@@ -8,9 +8,9 @@ use crate::engine::collective::{Collective, Solo};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
-use crate::engine::optim::{Gradients, OptimizerKind, Survey};
+use crate::engine::optim::{Gradients, MasterWeights, Survey};
 use crate::precision::{Dtype, Fallback, GradScaler};
-use crate::store::base::{OverBase, over_base};
+use crate::store::base::{OverBase, check_range, over_base};
 use crate::store::checkpoint::{Base, Checkpoint};
 use crate::store::companions::CHAT_TEMPLATE;
 use crate::store::hub::{self, Hub, Settings};
@@ -75,8 +75,8 @@ pub struct ModelSource {
 /// Weights to begin with.
 #[derive(Debug)]
 pub struct Initial {
-    /// What is trained, in FP32, over its base if it has one.
-    pub parameters: Parameters,
+    /// What is trained: its masters, of several processes the shard of this one, and their working copy over its base.
+    pub weights: (MasterWeights, Parameters),
     /// What the base is known by.
     pub base: Option<Base>,
 }
@@ -173,30 +173,51 @@ impl ModelSource {
         Ok(Self { name: config.model.clone(), config: shape, tokenizer, companions, chat, commit, weights })
     }
 
-    /// The initial weights, in FP32; those of adapters over their base in the `compute` type.
-    pub fn masters(&self, compute: Dtype, seed: u64, device: &Device, report: &mut Report<'_>) -> Result<Initial> {
+    /// The initial weights.
+    pub fn initial(
+        &self,
+        config: &Config,
+        OpenDevice { device, kernels, .. }: &OpenDevice,
+        world: &dyn Collective,
+        report: &mut Report<'_>,
+    ) -> Result<Initial> {
         let random = matches!(self.weights, Weights::Random);
         report(Preparing::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
+        let (policy, seed, place) = (config.dtype, config.seed, [world.rank(), world.world()]);
+        let check = |parameters: &Parameters| check_range(parameters, &self.name, policy.compute);
         if self.config.lora.is_some() {
-            let initial = self.over_base(compute, seed, device)?;
-            if let Some((held, dense)) = initial.parameters.base().and_then(|base| base.saved_by_blocks()) {
+            let (parameters, base) = self.over_base(policy.compute, seed, device)?;
+            check(&parameters)?;
+            if let Some((held, dense)) = parameters.base().and_then(|base| base.saved_by_blocks()) {
                 let mib = |bytes: u64| bytes >> 20;
                 let message = "the base stays in its quantised blocks (QLoRA)";
                 report(Preparing::Notice(format!("{message}: {} MiB instead of {} MiB", mib(held), mib(dense))));
             }
-            return Ok(initial);
+            let (mut masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
+            if world.world() > 1 {
+                masters = masters.shard(place, &weights)?;
+            }
+            return Ok(Initial { weights: (masters, weights), base: Some(base) });
         }
-        if random {
-            return Ok(Initial { parameters: TrainState::random_masters(&self.config, seed, device)?, base: None });
+        let fill = |into: &Parameters| {
+            match &self.weights {
+                Weights::Random => into.initialise(seed)?,
+                Weights::Stored(model) => model.read_parameters(into)?,
+                Weights::Later => return Ok(()),
+            }
+            check(into)
+        };
+        let entries = self.config.parameters();
+        if world.world() > 1 {
+            let weights = MasterWeights::filled(&entries, policy, device, place, &**kernels, fill)?;
+            return Ok(Initial { weights, base: None });
         }
-        let parameters = Parameters::zeros(&self.config.parameters(), DType::F32, device)?;
-        if let Weights::Stored(model) = &self.weights {
-            model.read_parameters(&parameters)?;
-        }
-        Ok(Initial { parameters, base: None })
+        let parameters = Parameters::zeros(&entries, DType::F32, device)?;
+        fill(&parameters)?;
+        Ok(Initial { weights: MasterWeights::new(parameters, policy, &**kernels)?, base: None })
     }
 
-    fn over_base(&self, compute: Dtype, seed: u64, device: &Device) -> Result<Initial> {
+    fn over_base(&self, compute: Dtype, seed: u64, device: &Device) -> Result<(Parameters, Base)> {
         let read = |into: &Parameters| match &self.weights {
             Weights::Stored(model) => model.read_parameters(into),
             Weights::Random => Ok(into.initialise(seed)?),
@@ -205,7 +226,7 @@ impl ModelSource {
         let gguf = if let Weights::Stored(model) = &self.weights { model.gguf() } else { None };
         let OverBase { parameters, sha256 } = over_base(&self.config, compute, seed, device, &self.name, gguf, read)?;
         let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
-        Ok(Initial { parameters, base: Some(base) })
+        Ok((parameters, base))
     }
 }
 
@@ -432,13 +453,13 @@ pub(super) fn fit_memory(
     }
     let shape = &shape;
     if std::mem::take(&mut config.train.auto_batch) {
-        let (fitted, said) = fitted(&config, shape, &*open.kernels, available);
+        let (fitted, said) = fitted(&config, shape, &*open.kernels, world.world(), available);
         if let Some(said) = said {
             report(Preparing::Notice(said));
         }
         config = fitted;
     }
-    check_fits(&config, shape, &*open.kernels, available)?;
+    check_fits(&config, shape, &*open.kernels, world.world(), available)?;
     Ok(config)
 }
 
@@ -450,7 +471,8 @@ pub fn engine(
     kernels: Arc<dyn Kernels>,
     total_steps: u64,
 ) -> Result<Engine> {
-    engine_among(Arc::new(Solo), config, shape, masters, kernels, total_steps)
+    let weights = MasterWeights::new(masters, config.dtype, &*kernels)?;
+    engine_among(Arc::new(Solo), config, shape, weights, kernels, total_steps)
 }
 
 /// The engine of one of the processes that train together.
@@ -458,24 +480,20 @@ pub(super) fn engine_among(
     world: Arc<dyn Collective>,
     config: &Config,
     shape: &ModelSpec,
-    masters: Parameters,
+    weights: (MasterWeights, Parameters),
     kernels: Arc<dyn Kernels>,
     total_steps: u64,
 ) -> Result<Engine> {
-    let device = masters.device();
-    let model = Decoder::new(shape, &masters, kernels)?;
+    let device = weights.1.device();
+    let model = Decoder::new(shape, &weights.1, kernels)?;
     if world.world() > 1 && model.kernels().name() != "fused" {
         let message =
             "several processes train with the fused kernels on CPUs; use `auto` and `--device cpu`, or one process";
         return Err(Error::config("kernels", message));
     }
     let (policy, train) = (config.dtype, &config.train);
-    if world.world() > 1 && (policy.params != Dtype::F32 || config.optimizer().kind != OptimizerKind::AdamW) {
-        let message = "several processes train with FP32 masters and `adamw` only; use those, or one process";
-        return Err(Error::config("train.optimizer", message));
-    }
     let scaler = GradScaler::new(config.grad_scaler())?;
-    let mut state = TrainState::new(masters, policy, config.optimizer(), scaler, model.kernels(), &*world)?;
+    let mut state = TrainState::new(weights, config.optimizer(), scaler)?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
     state.fp8 = Fp8Layer::new(config.precision.fp8, None);
     if let Some(block) = config.precision.fp8.layer.filter(|block| *block >= shape.layers) {

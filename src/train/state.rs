@@ -1,23 +1,22 @@
 //! The training state: everything a checkpoint saves, and nothing else.
 
 use crate::Result;
-use crate::engine::collective::{Collective, Shards, gather};
+use crate::engine::collective::{Collective, gather};
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{AdamW, MasterWeights, OptimizerConfig};
-use crate::precision::{Fallback, GradScaler, PrecisionConfig, PrecisionPolicy};
+use crate::precision::{Fallback, GradScaler, PrecisionConfig};
 use crate::train::fp8::Fp8Layer;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 /// The state that training changes. Runs with equal state, data and settings continue bit for bit the same.
 #[derive(Debug)]
 pub struct TrainState {
     /// The working copy, in the compute type except for layers in fallback.
     pub weights: Parameters,
-    /// The FP32 weights that updates accumulate in.
+    /// The weights that updates accumulate in.
     pub masters: MasterWeights,
-    /// Adam's moments, FP32.
+    /// Adam's moments.
     pub adamw: AdamW,
     /// The loss scale.
     pub scaler: GradScaler,
@@ -60,21 +59,12 @@ impl Counters {
 }
 
 impl TrainState {
-    /// The state before the first step, from FP32 initial weights.
+    /// The state before the first step, from masters and their working copy.
     pub fn new(
-        masters: Parameters,
-        policy: PrecisionPolicy,
+        (masters, weights): (MasterWeights, Parameters),
         optimizer: impl Into<OptimizerConfig>,
         scaler: GradScaler,
-        kernels: &dyn Kernels,
-        world: &dyn Collective,
     ) -> Result<Self> {
-        let (mut masters, weights) = MasterWeights::new(masters, policy, kernels)?;
-        if world.world() > 1 {
-            let lengths = weights.tensors().iter().map(candle_core::Tensor::elem_count);
-            let shards = Arc::new(Shards::new(lengths, world.world()));
-            masters = masters.shard(&shards, world.rank(), &weights)?;
-        }
         let adamw = AdamW::new(optimizer, masters.parameters())?;
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
         let (touched, counters) = (BTreeSet::new(), Counters::default());

@@ -10,10 +10,10 @@ pub use processes::{Beginning, StillHere};
 use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, Tokenizer};
 use crate::engine::collective::{Collective, Solo};
 use crate::engine::device::OpenDevice;
+use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 use crate::engine::optim::Blockwise;
 use crate::precision::{Fallback, GradScaler};
-use crate::store::base::check_range;
 use crate::store::checkpoint::{Base, Best, Checkpoint, Identity, Run};
 use crate::store::companions::{CHAT_TEMPLATE, Companions};
 use crate::telemetry::{
@@ -118,9 +118,8 @@ impl Trainer {
         let open = setup::device(&config, report)?;
         let source = ModelSource::open(&config, report)?;
         let config = setup::fit_memory(config, &source.config, &open, &*world, report)?;
-        let masters = source.masters(config.dtype.compute, config.seed, &open.device, report)?;
-        check_range(&masters.parameters, &config.model, config.dtype.compute)?;
-        Self::with_parts(world, config, source, masters, open, report)
+        let initial = source.initial(&config, &open, &*world, report)?;
+        Self::with_parts(world, config, source, initial, open, report)
     }
 
     /// The run of `config`, continued from `checkpoint`. An error names the field in which model, policy or data differ from
@@ -138,8 +137,8 @@ impl Trainer {
         let open = setup::device(&config, report)?;
         let source = ModelSource::of_checkpoint(&config, checkpoint, report)?;
         let config = setup::fit_memory(config, &source.config, &open, &*world, report)?;
-        let masters = source.masters(config.dtype.compute, config.seed, &open.device, report)?;
-        let mut trainer = Self::with_parts(world, config, source, masters, open, report)?;
+        let initial = source.initial(&config, &open, &*world, report)?;
+        let mut trainer = Self::with_parts(world, config, source, initial, open, report)?;
         trainer.load(checkpoint)?;
         Ok(trainer)
     }
@@ -148,7 +147,7 @@ impl Trainer {
         world: Arc<dyn Collective>,
         mut config: Config,
         source: ModelSource,
-        masters: Initial,
+        initial: Initial,
         OpenDevice { device, name, kernels }: OpenDevice,
         report: &mut Report<'_>,
     ) -> Result<Self> {
@@ -177,7 +176,7 @@ impl Trainer {
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(Preparing::Phase("preparing the first step".into()));
-        let engine = setup::engine_among(world, &config, &source.config, masters.parameters, kernels, total_steps)?;
+        let engine = setup::engine_among(world, &config, &source.config, initial.weights, kernels, total_steps)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
                 let (prompt, tokens) = (&train.prompt, train.sample_tokens);
@@ -205,7 +204,7 @@ impl Trainer {
             loader,
             eval,
             identity,
-            base: masters.base,
+            base: initial.base,
             total_steps,
             run: None,
             emitter: Emitter::new(None),
@@ -245,10 +244,15 @@ impl Trainer {
     /// Bytes of one full checkpoint without its small files.
     pub fn checkpoint_bytes(&self) -> u64 {
         let state = &self.engine.state;
-        let quantised = state.adamw.quantised().iter().flat_map(|tensor| &tensor.moments);
-        let quantised: u64 = quantised.map(|moment| Blockwise::bytes(moment.len() as u64)).sum();
+        let quantised = state.adamw.quantised().iter();
+        let quantised: u64 = quantised.map(|tensor| 2 * Blockwise::bytes(tensor.elements as u64)).sum();
         let exact = [&state.weights, state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq];
-        exact.map(Parameters::bytes).iter().sum::<u64>() + quantised + self.tokenizer.json().len() as u64
+        // Also of what other processes hold.
+        let whole = |parameters: &Parameters| {
+            let tensors = parameters.layout().iter().zip(parameters.tensors());
+            tensors.map(|(entry, tensor)| view::bytes(&entry.shape, tensor.dtype())).sum::<u64>()
+        };
+        exact.map(whole).iter().sum::<u64>() + quantised + self.tokenizer.json().len() as u64
     }
 
     /// The newest checkpoint written or read.

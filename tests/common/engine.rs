@@ -10,7 +10,7 @@ use finetune::data::{Batch, IGNORE_INDEX};
 use finetune::engine::collective::Solo;
 use finetune::engine::kernels::{Fused, Kernels, view};
 use finetune::engine::model::{Decoder, Keep, Mode, ModelSpec, Parameters, Workspace};
-use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, ScheduleKind, Survey};
+use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, MasterWeights, ScheduleKind, Survey};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::train::{Engine, Outcome, StepReport, TrainState};
@@ -43,8 +43,9 @@ pub(crate) fn engine_of(
     settings: Settings,
 ) -> Engine {
     let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
-    let model = Decoder::new(config, &masters, kernels).unwrap();
-    let state = TrainState::new(masters, policy, adamw, scaler, model.kernels(), &Solo).unwrap();
+    let weights = MasterWeights::new(masters, policy, &*kernels).unwrap();
+    let model = Decoder::new(config, &weights.1, kernels).unwrap();
+    let state = TrainState::new(weights, adamw, scaler).unwrap();
     Engine {
         world: Arc::new(Solo),
         times: Vec::new(),

@@ -41,6 +41,18 @@ impl Shards {
         Self { starts, cuts }
     }
 
+    /// The same shards of some of the parameters alone, `kept` in order.
+    #[must_use]
+    pub fn of_some(&self, kept: &[usize]) -> Self {
+        let within = |at: usize, parameter: usize| {
+            let (start, end) = (self.starts[parameter], self.starts[parameter + 1]);
+            at.clamp(start, end) - start
+        };
+        let before = |at: usize, kept: &[usize]| kept.iter().map(|parameter| within(at, *parameter)).sum::<usize>();
+        let starts = (0..=kept.len()).map(|count| before(usize::MAX, &kept[..count])).collect();
+        Self { starts, cuts: self.cuts.iter().map(|cut| before(*cut, kept)).collect() }
+    }
+
     /// How many there are.
     pub fn world(&self) -> usize {
         self.cuts.len() - 1
@@ -105,6 +117,11 @@ mod tests {
                 let chunks: Vec<_> =
                     (0..shards.len(rank)).step_by(1000).flat_map(|at| shards.pieces(rank, at..at + 1000)).collect();
                 assert_eq!(chunks.iter().map(|(_, range)| range.len()).sum::<usize>(), shards.len(rank));
+                let kept = [0, 3, 5, 7];
+                let some = shards.of_some(&kept);
+                let parts: Vec<_> = kept.iter().map(|parameter| shards.of(rank, *parameter)).collect();
+                assert_eq!((0..kept.len()).map(|index| some.of(rank, index)).collect::<Vec<_>>(), parts);
+                assert_eq!(some.len(rank), parts.iter().map(Range::len).sum::<usize>());
             }
         }
     }

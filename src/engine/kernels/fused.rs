@@ -38,6 +38,10 @@ impl Kernels for Fused {
         view::accumulate(x, out)
     }
 
+    fn accumulate_along(&self, x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
+        view::accumulate_along(x, inner, out)
+    }
+
     fn embed(&self, embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
         let Embedding { table, positions, ids, scale, dropout, .. } = embedding;
         embedding::forward(Tables { tokens: table, positions, scale }, ids, embedding.places(), dropout, out)

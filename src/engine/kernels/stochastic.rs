@@ -7,10 +7,14 @@ use candle_core::{Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
 
-/// Rounds the FP32 tensor `values` into the BF16 tensor `out`. The random numbers are those of `seed`, the tensor's `name` and
-/// the number of the update.
-pub fn round(values: &Tensor, out: &Tensor, seed: u64, name: &str, update: u64) -> Result<()> {
+/// Elements that share a block of random numbers.
+const BLOCK: usize = 8;
+
+/// Rounds the FP32 tensor `values` into the BF16 tensor `out`; they are the elements of a parameter from `first` on, which is a
+/// multiple of 8. The random numbers are those of `seed`, the parameter's `name`, the number of the update and the element.
+pub fn round(values: &Tensor, out: &Tensor, first: usize, seed: u64, name: &str, update: u64) -> Result<()> {
     const PART: usize = 8 << 10;
+    debug_assert!(first.is_multiple_of(BLOCK), "element {first} is inside of a block of random numbers");
     let (stream, site) = (Stream::new(seed, Domain::Rounding), site_of(name));
     let values = host(values)?;
     let values = read(&values)?;
@@ -18,8 +22,9 @@ pub fn round(values: &Tensor, out: &Tensor, seed: u64, name: &str, update: u64) 
     write(out, |out| {
         let ViewMut::BF16(out) = out else { bail!("stochastic rounding is to BF16") };
         out.par_chunks_mut(PART).zip(values.par_chunks(PART)).enumerate().for_each(|(part, (out, values))| {
-            for (block, (out, values)) in out.chunks_mut(8).zip(values.chunks(8)).enumerate() {
-                let draws = stream.block(site, update, (part * (PART / 8) + block) as u32);
+            let blocks = out.chunks_mut(BLOCK).zip(values.chunks(BLOCK));
+            for ((out, values), block) in blocks.zip((first + part * PART) / BLOCK..) {
+                let draws = stream.block(site, update, block as u32);
                 for (i, (out, value)) in out.iter_mut().zip(values).enumerate() {
                     *out = round_one(*value, (draws[i / 2] >> (16 * (i % 2))) as u16);
                 }
@@ -50,7 +55,7 @@ mod tests {
         for x in [1.001f32, -3.3e-5, 0.1, -7.0, 65504.3] {
             let values = Tensor::full(x, 40_000, &Device::Cpu).unwrap();
             let out = Tensor::zeros(40_000, DType::BF16, &Device::Cpu).unwrap();
-            round(&values, &out, 1, "w", 2).unwrap();
+            round(&values, &out, 0, 1, "w", 2).unwrap();
             let rounded: Vec<f32> = out.to_dtype(DType::F32).unwrap().to_vec1().unwrap();
             let step = x.abs() / 128.0;
             assert!(rounded.iter().all(|y| (y - x).abs() <= step));
@@ -73,11 +78,25 @@ mod tests {
         let values = Tensor::full(1.001f32, 10_000, &Device::Cpu).unwrap();
         let rounded = |name: &str, update| {
             let out = Tensor::zeros(10_000, DType::BF16, &Device::Cpu).unwrap();
-            round(&values, &out, 1, name, update).unwrap();
+            round(&values, &out, 0, 1, name, update).unwrap();
             out.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
         };
         assert_eq!(rounded("a", 1), rounded("a", 1));
         assert_ne!(rounded("a", 1), rounded("a", 2));
         assert_ne!(rounded("a", 1), rounded("b", 1));
+    }
+
+    #[test]
+    fn a_part_is_rounded_as_in_the_whole() {
+        let values = Tensor::full(1.001f32, 40_000, &Device::Cpu).unwrap();
+        let out = Tensor::zeros(40_000, DType::BF16, &Device::Cpu).unwrap();
+        let parts = Tensor::zeros(40_000, DType::BF16, &Device::Cpu).unwrap();
+        round(&values, &out, 0, 1, "w", 2).unwrap();
+        for (first, len) in [(0, 8 << 10), (8 << 10, 808), (9000, 31_000)] {
+            let part = |tensor: &Tensor| tensor.narrow(0, first, len).unwrap();
+            round(&part(&values), &part(&parts), first, 1, "w", 2).unwrap();
+        }
+        let bits = |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(bits(&out), bits(&parts));
     }
 }

@@ -317,8 +317,43 @@ pub fn accumulate(x: &Tensor, out: &Tensor) -> Result<()> {
     streamed(x, out, |x, out| out + x)
 }
 
+/// `out += (x + inner[0]) + …`, each sum formed in FP32, in one pass over memory. `inner` is FP32 and stays as it is.
+pub fn accumulate_along(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
+    let inner = inner.iter().map(|tensor| read(tensor)).collect::<Result<Vec<_>>>()?;
+    let inner = inner.iter().map(Read::typed::<f32>).collect::<Result<Vec<_>>>()?;
+    streamed_blocks(
+        x,
+        out,
+        #[inline(always)]
+        |first, values, out| {
+            for inner in &inner {
+                for (value, inner) in values.iter_mut().zip(&inner[first..]) {
+                    *value += inner;
+                }
+            }
+            for (value, out) in values.iter_mut().zip(out) {
+                *value += *out;
+            }
+        },
+    )
+}
+
 /// `out = f(x, out)`, elementwise.
 fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(f32, f32) -> f32 + Sync) -> Result<()> {
+    streamed_blocks(
+        x,
+        out,
+        #[inline(always)]
+        |_, values, out| {
+            for (value, out) in values.iter_mut().zip(out) {
+                *value = f(*value, *out);
+            }
+        },
+    )
+}
+
+/// `f` gets the index of a block's first element, `x`'s values, which it turns into the new ones, and `out`'s old ones.
+fn streamed_blocks(x: &Tensor, out: &Tensor, f: impl Fn(usize, &mut [f32], &[f32]) + Sync) -> Result<()> {
     const WIDTH: usize = 1024;
     let x = read(x)?;
     let x = x.view();
@@ -336,9 +371,7 @@ fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(f32, f32) -> f32 + Sync) -> Res
                     let (values, old) = (&mut values[..width], &mut old[..width]);
                     x.load(first + start, values);
                     out.view.as_view().load(start, old);
-                    for (value, old) in values.iter_mut().zip(old.iter()) {
-                        *value = f(*value, *old);
-                    }
+                    f(first + start, values, old);
                     out.view.store(start, values);
                 }
             },

@@ -130,6 +130,16 @@ impl Parameters {
         Self::of_layout(self.layout.clone(), dtype, &self.device(), None)
     }
 
+    /// Zeros of `dtype` for some of the parameters, `kept` in order; of several processes for the same shards of them.
+    pub fn zeros_of(&self, kept: &[usize], dtype: DType) -> Result<Self> {
+        let entries: Vec<ParamSpec> = kept.iter().map(|index| self.layout.entries[*index].clone()).collect();
+        let zeros = Self::zeros(&entries, dtype, &self.device())?;
+        match &self.shard {
+            Some((shards, rank)) => zeros.shard(&Arc::new(shards.of_some(kept)), *rank)?.copied(),
+            None => Ok(zeros),
+        }
+    }
+
     /// The same tensors over a frozen `base`.
     #[must_use]
     pub fn over(self, base: Option<Arc<Parameters>>) -> Self {

@@ -1,14 +1,16 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe. Or, to save memory, with moments of 8 bits, and over BF16
 //! weights that are rounded stochastically.
 
-use super::blockwise::{Blockwise, SMALLEST};
+use super::blockwise::{BLOCK, Blockwise, SMALLEST};
 use crate::engine::collective::Shards;
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
+use crate::engine::kernels::survey::PART;
 use crate::engine::kernels::{Kernels, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// How Adam's moments are stored.
@@ -79,6 +81,10 @@ pub struct AdamW {
 pub struct Quantised {
     /// The parameter's name.
     pub name: String,
+    /// Elements of the parameter.
+    pub elements: usize,
+    /// Those whose moments are here. Of several processes each has whole blocks.
+    pub range: Range<usize>,
     /// First and second moment.
     pub moments: [Blockwise; 2],
 }
@@ -89,27 +95,33 @@ enum Place {
     Quantised(usize),
 }
 
+// Shards are cut where the survey's blocks are, so a process never has a part of a block.
+const _: () = assert!(PART.is_multiple_of(BLOCK));
+
 impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
     pub fn new(config: impl Into<OptimizerConfig>, masters: &Parameters) -> Result<Self> {
         let OptimizerConfig { adamw, kind, seed } = config.into();
         let elements = |entry: &ParamSpec| entry.shape.iter().product::<usize>();
         let narrow = |entry: &&ParamSpec| kind == OptimizerKind::AdamW8bit && elements(entry) >= SMALLEST;
-        let exact: Vec<ParamSpec> = masters.layout().iter().filter(|entry| !narrow(entry)).cloned().collect();
+        let layout = masters.layout();
+        let exact: Vec<usize> = (0..layout.len()).filter(|index| !narrow(&&layout[*index])).collect();
         let moments = || match kind {
             OptimizerKind::AdamW => masters.zeros_like(DType::F32),
-            OptimizerKind::AdamW8bit => Parameters::zeros(&exact, DType::F32, &masters.device()),
+            OptimizerKind::AdamW8bit => masters.zeros_of(&exact, DType::F32),
         };
-        let zeros = |entry: &ParamSpec| Quantised {
-            name: entry.name.clone(),
-            moments: [true, false].map(|signed| Blockwise::zeros(elements(entry), signed)),
+        let zeros = |(index, entry): (usize, &ParamSpec)| {
+            let range = masters.range(index);
+            let moments = [true, false].map(|signed| Blockwise::zeros(range.len(), signed));
+            Quantised { name: entry.name.clone(), elements: elements(entry), range, moments }
         };
-        let quantised: Vec<Quantised> = masters.layout().iter().filter(narrow).map(zeros).collect();
+        let quantised = layout.iter().enumerate().filter(|(_, entry)| narrow(entry));
+        let quantised: Vec<Quantised> = quantised.map(zeros).collect();
         let (mut exact, mut narrowed) = (0.., 0..);
         let place = |entry: &ParamSpec| {
             if narrow(&entry) { narrowed.next().map(Place::Quantised) } else { exact.next().map(Place::Exact) }
         };
-        let places = masters.layout().iter().filter_map(place).collect();
+        let places = layout.iter().filter_map(place).collect();
         let largest = quantised.iter().map(|tensor| tensor.moments[0].len()).max();
         let widest = masters.tensors().iter().filter(|master| master.dtype() != DType::F32);
         let widest = widest.map(Tensor::elem_count).max();
@@ -212,7 +224,8 @@ impl AdamW {
                 }
             }
             if master.dtype() != DType::F32 {
-                stochastic::round(&updated, master, *seed, &entry.name, updates)?;
+                let first = masters.parameters().range(i).start;
+                stochastic::round(&updated, master, first, *seed, &entry.name, updates)?;
             }
         }
         Ok(())
@@ -247,10 +260,41 @@ impl MasterWeights {
         Ok((masters, weights.over(base)))
     }
 
-    /// Keeps what process `rank` owns. In FP32 that is a part of `weights`, which all processes have whole.
-    pub fn shard(self, shards: &Arc<Shards>, rank: usize, weights: &Parameters) -> Result<Self> {
-        let parameters = self.parameters.shard(shards, rank)?;
-        let in_place = weights.tensors().iter().all(|weight| weight.dtype() == DType::F32);
+    /// The same for process `rank` of `world`, which keeps its shard of the masters. `fill` writes FP32 values into one of `entries` at a
+    /// time, so no process ever has all masters.
+    pub fn filled(
+        entries: &[ParamSpec],
+        policy: PrecisionPolicy,
+        device: &Device,
+        [rank, world]: [usize; 2],
+        kernels: &dyn Kernels,
+        mut fill: impl FnMut(&Parameters) -> crate::Result<()>,
+    ) -> crate::Result<(Self, Parameters)> {
+        let weights = Parameters::zeros(entries, candle_dtype(policy.compute), device)?;
+        let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
+        let (mut parameters, in_place) = (weights.shard(&shards, rank)?, policy.compute == policy.params);
+        if !in_place {
+            parameters = parameters.zeros_like(candle_dtype(policy.params))?;
+        }
+        for (index, entry) in weights.layout().iter().enumerate() {
+            let one = Parameters::zeros(std::slice::from_ref(entry), DType::F32, device)?;
+            fill(&one)?;
+            kernels.copy(&one[0], &weights[index])?;
+            let range = parameters.range(index);
+            if !in_place && !range.is_empty() {
+                let own = one[0].flatten_all()?.narrow(0, range.start, range.len())?;
+                kernels.copy(&own, &parameters[index])?;
+            }
+        }
+        Ok((Self { parameters, in_place }, weights))
+    }
+
+    /// Keeps what process `rank` of `world` owns. Where masters are their own working copy, that is a part of `weights`, which all
+    /// processes have whole.
+    pub fn shard(self, [rank, world]: [usize; 2], weights: &Parameters) -> Result<Self> {
+        let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
+        let parameters = self.parameters.shard(&shards, rank)?;
+        let in_place = weights.tensors().iter().all(|weight| weight.dtype() == self.dtype());
         let parameters = if in_place { parameters } else { parameters.copied()? };
         Ok(Self { parameters, in_place })
     }
@@ -262,13 +306,21 @@ impl MasterWeights {
 
     /// Whether this tensor of the counterpart and its master are one.
     fn is_working_copy(&self, weight: &Tensor) -> bool {
-        weight.dtype() == DType::F32 && (self.in_place || self.parameters.shards().is_none())
+        weight.dtype() == self.dtype() && (self.in_place || self.parameters.shards().is_none())
     }
 
-    /// What masters and working copy of so many parameters take, in bytes.
-    pub fn bytes(parameters: u64, policy: PrecisionPolicy) -> (u64, u64) {
-        let copy = if policy.compute == policy.params { 0 } else { policy.compute.size_in_bytes() };
-        (parameters * policy.params.size_in_bytes() as u64, parameters * copy as u64)
+    /// FP32, or BF16.
+    pub fn dtype(&self) -> DType {
+        self.parameters.tensors().first().map_or(DType::F32, Tensor::dtype)
+    }
+
+    /// What masters and working copy of so many parameters take in each of `world` processes, in bytes.
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy, world: usize) -> (u64, u64) {
+        let masters = parameters * policy.params.size_in_bytes() as u64;
+        if policy.compute == policy.params {
+            return (masters, 0);
+        }
+        (masters.div_ceil(world as u64), parameters * policy.compute.size_in_bytes() as u64)
     }
 
     /// The tensors.

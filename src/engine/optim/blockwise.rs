@@ -7,6 +7,7 @@
 use crate::engine::kernels::view::{self, host, read};
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
+use std::ops::Range;
 use std::sync::LazyLock;
 
 /// Elements that share a magnitude.
@@ -78,6 +79,11 @@ impl Blockwise {
     /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
         self.codes.is_empty()
+    }
+
+    /// The blocks of these elements, which begin with a whole one.
+    pub fn blocks(elements: &Range<usize>) -> Range<usize> {
+        elements.start / BLOCK..elements.end.div_ceil(BLOCK)
     }
 
     /// What so many elements take, in bytes.

@@ -76,10 +76,14 @@ impl Gradients {
         Ok(grads)
     }
 
-    /// What [`Gradients::new`] allocates for so many parameters, in bytes.
-    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize) -> u64 {
-        let sums = sums(grad_accum, 0, 1) * Dtype::F32.size_in_bytes();
-        parameters * (policy.grads.size_in_bytes() + sums) as u64
+    /// What they take for so many parameters in each of `world` processes at most, in bytes: [`Gradients::new`], or
+    /// [`Gradients::sharded`] and the sums of the first step.
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize, world: usize) -> u64 {
+        let size = Dtype::F32.size_in_bytes();
+        let total = if grad_accum > 1 { size } else { policy.grads.size_in_bytes() } as u64;
+        let total = if world > 1 { (parameters * total).div_ceil(world as u64) } else { 0 };
+        let sums = (0..world).map(|rank| sums(grad_accum, rank, world)).max().unwrap_or(0);
+        parameters * (policy.grads.size_in_bytes() + sums * size) as u64 + total
     }
 
     /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.
@@ -145,14 +149,18 @@ impl Gradients {
         if self.is_leaf() {
             return Ok(());
         }
-        let add = |from: &Parameters, to: &Parameters, adds: bool| {
-            from.tensors()
-                .iter()
-                .zip(to.tensors())
-                .try_for_each(|(from, to)| if adds { kernels.accumulate(from, to) } else { kernels.copy(from, to) })
-        };
-        add(&self.grads, &self.sums[at], adds)?;
-        (0..merges).try_for_each(|merged| add(&self.sums[at - merged], &self.sums[at - merged - 1], true))
+        // The nodes that this micro-batch completes, the outermost first, in one pass: a tree of a power of two of leaves then
+        // moves as many bytes as a running sum.
+        match self.sums[at - merges..at + usize::from(adds)].split_first() {
+            None => {
+                let mut pairs = self.grads.tensors().iter().zip(self.sums[at].tensors());
+                pairs.try_for_each(|(grad, sum)| kernels.copy(grad, sum))
+            }
+            Some((outer, inner)) => (0..self.grads.len()).try_for_each(|index| {
+                let inner: Vec<_> = inner.iter().rev().map(|sum| &sum[index]).collect();
+                kernels.accumulate_along(&self.grads[index], &inner, &outer[index])
+            }),
+        }
     }
 
     /// The step's gradients, times the loss scale; of several processes the shard of this one.

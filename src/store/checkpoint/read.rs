@@ -10,7 +10,7 @@ use super::state::State;
 use crate::digest::{Digest, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, Parameters};
-use crate::engine::optim::Quantised;
+use crate::engine::optim::{Blockwise, Quantised};
 use crate::store::adapter::{ADAPTER_WEIGHTS, AdapterFolder};
 use crate::store::folder::check_depth;
 use crate::store::tensor_file::{Dtype, TensorFile};
@@ -172,7 +172,7 @@ impl Checkpoint {
         &self.weights
     }
 
-    /// Reads the FP32 master weights into tensors of the same names and shapes, or into shards of them.
+    /// Reads the master weights into tensors of the same names and shapes, or into shards of them.
     pub fn read_masters(&self, into: &Parameters) -> Result<()> {
         read_all(&self.masters, into, "")
     }
@@ -192,13 +192,17 @@ impl Checkpoint {
         read_all(&self.optimizer, into, "exp_avg_sq.")
     }
 
-    /// Reads the moments in 8 bits.
+    /// Reads the moments in 8 bits, or the part of them that each entry has.
     pub fn read_quantised(&self, into: &mut [Quantised]) -> Result<()> {
-        for Quantised { name, moments } in into {
+        for Quantised { name, elements, range, moments } in into {
             for (kind, moment) in MOMENTS.iter().zip(moments) {
                 let codes = self.optimizer.require(&format!("{kind}.{name}"))?;
                 let absmax = self.optimizer.require(&format!("{kind}.{name}.absmax"))?.to_f32()?;
-                if codes.dtype != Dtype::U8 || !moment.restore(codes.bytes, absmax) {
+                let whole = codes.dtype == Dtype::U8
+                    && codes.bytes.len() == *elements
+                    && absmax.len() == Blockwise::blocks(&(0..*elements)).len();
+                let absmax = absmax.get(Blockwise::blocks(range)).filter(|_| whole);
+                if !absmax.is_some_and(|absmax| moment.restore(&codes.bytes[range.clone()], absmax.to_vec())) {
                     return Err(codes.error("it does not hold the moments of this parameter in 8 bits"));
                 }
             }

@@ -12,7 +12,7 @@ use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, MOMENTS, Manifest, OPTIMI
 use super::state::State;
 use crate::digest::Digest;
 use crate::engine::model::{ModelSpec, Parameters};
-use crate::engine::optim::Quantised;
+use crate::engine::optim::{Blockwise, Quantised};
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
 use crate::store::companions::Companions;
 use crate::store::tensor_file::{write_header, write_tensors, write_values};
@@ -22,23 +22,42 @@ use crate::{Error, Result};
 /// What a process may hold a part of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Held {
-    /// FP32 master weights.
+    /// Master weights.
     Masters,
-    /// First moments.
+    /// First moments in FP32.
     ExpAvg,
-    /// Second moments.
+    /// Second moments in FP32.
     ExpAvgSq,
+    /// The codes of first moments in 8 bits.
+    ExpAvgCodes,
+    /// The largest magnitudes of their blocks.
+    ExpAvgAbsmax,
+    /// The codes of second moments in 8 bits.
+    ExpAvgSqCodes,
+    /// The largest magnitudes of their blocks.
+    ExpAvgSqAbsmax,
 }
 
 impl Held {
     /// All of it.
-    pub const ALL: [Self; 3] = [Self::Masters, Self::ExpAvg, Self::ExpAvgSq];
+    pub const ALL: [Self; 7] = [
+        Self::Masters,
+        Self::ExpAvg,
+        Self::ExpAvgSq,
+        Self::ExpAvgCodes,
+        Self::ExpAvgAbsmax,
+        Self::ExpAvgSqCodes,
+        Self::ExpAvgSqAbsmax,
+    ];
+    /// Codes and magnitudes of first and second moments.
+    const QUANTISED: [[Self; 2]; 2] =
+        [[Self::ExpAvgCodes, Self::ExpAvgAbsmax], [Self::ExpAvgSqCodes, Self::ExpAvgSqAbsmax]];
 }
 
-/// FP32 values that several processes hold parts of.
+/// Values that several processes hold parts of.
 pub trait Spread {
-    /// Writes those of a parameter, little-endian and in row-major order.
-    fn write(&self, held: Held, parameter: usize, out: &mut dyn Write, path: &Path) -> Result<()>;
+    /// Writes those of a parameter, little-endian and in row-major order; `index` counts the tensors of this kind.
+    fn write(&self, held: Held, index: usize, out: &mut dyn Write, path: &Path) -> Result<()>;
 }
 
 /// The contents of a checkpoint.
@@ -54,7 +73,7 @@ pub struct Contents<'a> {
     pub companions: &'a Companions,
     /// The weights in the compute dtype.
     pub weights: &'a Parameters,
-    /// The FP32 master weights.
+    /// The master weights.
     pub masters: &'a Parameters,
     /// Adam's first moments, FP32.
     pub exp_avg: &'a Parameters,
@@ -106,16 +125,11 @@ impl Contents<'_> {
                 ADAPTER_CONFIG => write_bytes(out, path, self.adapter_config().as_bytes()),
                 ADAPTER_WEIGHTS => write_adapter(out, path, self.config, self.weights),
                 WEIGHTS => write_tensors(out, path, &named(self.weights, |name| self.config.family.stored_name(name))),
-                MASTERS if self.spread.is_some() => self.write_spread(out, path, &[(Held::Masters, "")]),
-                OPTIMIZER if self.spread.is_some() => {
-                    let moments = [(Held::ExpAvg, "exp_avg."), (Held::ExpAvgSq, "exp_avg_sq.")];
-                    self.write_spread(out, path, &moments)
-                }
-                MASTERS => write_tensors(out, path, &named(self.masters, str::to_owned)),
+                MASTERS => self.write_held(out, path, &[(Held::Masters, "", self.masters)], &[]),
                 OPTIMIZER => {
-                    let mut moments = named(self.exp_avg, |name| format!("exp_avg.{name}"));
-                    moments.extend(named(self.exp_avg_sq, |name| format!("exp_avg_sq.{name}")));
-                    write_moments(out, path, &moments, self.quantised)
+                    let wide =
+                        [(Held::ExpAvg, "exp_avg.", self.exp_avg), (Held::ExpAvgSq, "exp_avg_sq.", self.exp_avg_sq)];
+                    self.write_held(out, path, &wide, self.quantised)
                 }
                 STATE => write_json(out, path, self.state),
                 other => unreachable!("`{other}` is not a file of a checkpoint"),
@@ -123,17 +137,48 @@ impl Contents<'_> {
         })
     }
 
-    /// A file of FP32 tensors that are not whole here.
-    fn write_spread(&self, out: &mut dyn Write, path: &Path, files: &[(Held, &str)]) -> Result<()> {
-        let layout = self.weights.layout();
-        let entries = files.iter().flat_map(|(_, prefix)| {
-            layout.iter().map(move |entry| (format!("{prefix}{}", entry.name), DType::F32, entry.shape.as_slice()))
+    /// A file of tensors under prefixed names, and behind them moments in 8 bits. They may not all be here.
+    fn write_held(
+        &self,
+        out: &mut dyn Write,
+        path: &Path,
+        wide: &[(Held, &str, &Parameters)],
+        quantised: &[Quantised],
+    ) -> Result<()> {
+        let entries = wide.iter().flat_map(|(_, prefix, parameters)| {
+            let tensors = parameters.layout().iter().zip(parameters.tensors());
+            tensors.map(move |(it, tensor)| (format!("{prefix}{}", it.name), tensor.dtype(), it.shape.as_slice()))
         });
-        write_header(out, path, entries)?;
-        let Some(spread) = self.spread else { return Ok(()) };
-        files.iter().try_for_each(|(held, _)| {
-            (0..layout.len()).try_for_each(|parameter| spread.write(*held, parameter, out, path))
-        })
+        let shape = |tensor: &Quantised| [tensor.elements, Blockwise::blocks(&(0..tensor.elements)).len()];
+        let shapes: Vec<[usize; 2]> = quantised.iter().map(shape).collect();
+        let narrow = quantised.iter().zip(&shapes).flat_map(|(tensor, shape)| {
+            MOMENTS.iter().flat_map(move |kind| {
+                let name = format!("{kind}.{}", tensor.name);
+                [(name.clone(), DType::U8, &shape[..1]), (format!("{name}.absmax"), DType::F32, &shape[1..])]
+            })
+        });
+        write_header(out, path, entries.chain(narrow))?;
+        for (held, _, parameters) in wide {
+            for (index, tensor) in parameters.tensors().iter().enumerate() {
+                match self.spread {
+                    Some(spread) => spread.write(*held, index, out, path)?,
+                    None => write_values(out, path, tensor)?,
+                }
+            }
+        }
+        for (index, tensor) in quantised.iter().enumerate() {
+            for (held, moment) in Held::QUANTISED.iter().zip(&tensor.moments) {
+                if let Some(spread) = self.spread {
+                    held.iter().try_for_each(|held| spread.write(*held, index, out, path))?;
+                    continue;
+                }
+                let (codes, absmax) = moment.stored();
+                write_bytes(out, path, codes)?;
+                let absmax: Vec<u8> = absmax.iter().flat_map(|value| value.to_le_bytes()).collect();
+                write_bytes(out, path, &absmax)?;
+            }
+        }
+        Ok(())
     }
 
     /// The size of the tensors, which make up most of a checkpoint.
@@ -170,25 +215,6 @@ impl Contents<'_> {
 /// The tensors under other names, without copying values.
 fn named(parameters: &Parameters, name: impl Fn(&str) -> String) -> Vec<(String, Tensor)> {
     parameters.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
-}
-
-/// Moments in FP32, and behind them those in 8 bits, of which no copy is made.
-fn write_moments(out: &mut dyn Write, path: &Path, wide: &[(String, Tensor)], quantised: &[Quantised]) -> Result<()> {
-    let narrow =
-        || quantised.iter().flat_map(|tensor| MOMENTS.iter().zip(&tensor.moments).map(|it| (&tensor.name, it)));
-    let shapes: Vec<[usize; 2]> = narrow().map(|(_, (_, it))| [it.stored().0.len(), it.stored().1.len()]).collect();
-    let entries = wide.iter().map(|(name, tensor)| (name.clone(), tensor.dtype(), tensor.dims()));
-    let more = narrow().zip(&shapes).flat_map(|((name, (kind, _)), shape)| {
-        let name = format!("{kind}.{name}");
-        [(name.clone(), DType::U8, &shape[..1]), (format!("{name}.absmax"), DType::F32, &shape[1..])]
-    });
-    write_header(out, path, entries.chain(more))?;
-    wide.iter().try_for_each(|(_, tensor)| write_values(out, path, tensor))?;
-    narrow().map(|(_, (_, moment))| moment.stored()).try_for_each(|(codes, absmax)| {
-        write_bytes(out, path, codes)?;
-        let absmax: Vec<u8> = absmax.iter().flat_map(|value| value.to_le_bytes()).collect();
-        write_bytes(out, path, &absmax)
-    })
 }
 
 /// A writer that reports its progress.

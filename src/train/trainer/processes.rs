@@ -1,8 +1,9 @@
 //! One run in several processes: process 0 decides what happens next, and the others do their part of it when they are told.
 
 use super::Trainer;
-use crate::engine::collective::{Collective, range_bytes};
+use crate::engine::collective::{Collective, Shards, range_bytes};
 use crate::engine::model::Parameters;
+use crate::engine::optim::Blockwise;
 use crate::store::checkpoint::{Held, Spread};
 use crate::telemetry::{Event, ProcessRate, Processes};
 use crate::train::config::Config;
@@ -37,7 +38,7 @@ enum Order {
     /// The validation loss.
     Evaluate,
     /// Values for it alone.
-    Read { held: Held, parameter: usize, range: Range<usize> },
+    Read { held: Held, index: usize, range: Range<usize> },
     /// It has read what it wanted.
     Done,
     /// The run is over.
@@ -51,9 +52,7 @@ impl Order {
             Self::Begin(bytes) => [1, *bytes as u64, 0, 0, 0],
             Self::Step { probe } => [2, u64::from(*probe), 0, 0, 0],
             Self::Evaluate => [3, 0, 0, 0, 0],
-            Self::Read { held, parameter, range } => {
-                [4, *held as u64, *parameter as u64, range.start as u64, range.end as u64]
-            }
+            Self::Read { held, index, range } => [4, *held as u64, *index as u64, range.start as u64, range.end as u64],
             Self::Done => [5, 0, 0, 0, 0],
             Self::Finish => [6, 0, 0, 0, 0],
         };
@@ -74,9 +73,9 @@ impl Order {
             [1, bytes, ..] => Self::Begin(bytes as usize),
             [2, probe, ..] => Self::Step { probe: probe != 0 },
             [3, ..] => Self::Evaluate,
-            [4, held, parameter, start, end] => {
+            [4, held, index, start, end] => {
                 let held = Held::ALL.into_iter().find(|known| *known as u64 == held).unwrap_or(Held::Masters);
-                Self::Read { held, parameter: parameter as usize, range: start as usize..end as usize }
+                Self::Read { held, index: index as usize, range: start as usize..end as usize }
             }
             [5, ..] => Self::Done,
             [6, ..] => Self::Finish,
@@ -158,21 +157,71 @@ impl StillHere {
     }
 }
 
-fn held(state: &TrainState, held: Held) -> &Parameters {
-    match held {
-        Held::Masters => state.masters.parameters(),
-        Held::ExpAvg => &state.adamw.exp_avg,
-        Held::ExpAvgSq => &state.adamw.exp_avg_sq,
-    }
+/// Where values are that every process holds a part of.
+enum Values<'a> {
+    Tensors(&'a Parameters),
+    Codes(&'a Blockwise),
+    Absmax(&'a Blockwise),
 }
 
-/// Values of this process's shard, as bytes.
-fn own_values(state: &TrainState, what: Held, parameter: usize, range: Range<usize>) -> Result<Vec<u8>> {
-    let parameters = held(state, what);
-    let first = parameters.range(parameter).start;
-    let mut bytes = Vec::new();
-    range_bytes(&parameters[parameter], range.start - first..range.end - first, &mut bytes)?;
-    Ok(bytes)
+/// A tensor's values in a process of several.
+struct Part<'a> {
+    values: Values<'a>,
+    index: usize,
+    shards: &'a Shards,
+    /// The index in the shards.
+    parameter: usize,
+}
+
+impl<'a> Part<'a> {
+    fn of(state: &'a TrainState, held: Held, index: usize) -> Option<Self> {
+        let masters = state.masters.parameters();
+        let tensors = |parameters: &'a Parameters| {
+            let shards = parameters.shards()?;
+            Some(Self { values: Values::Tensors(parameters), index, shards, parameter: index })
+        };
+        let moment = |which: usize, values: fn(&'a Blockwise) -> Values<'a>| {
+            let tensor = &state.adamw.quantised()[index];
+            let parameter = masters.position(&tensor.name)?;
+            Some(Self { values: values(&tensor.moments[which]), index, shards: masters.shards()?, parameter })
+        };
+        match held {
+            Held::Masters => tensors(masters),
+            Held::ExpAvg => tensors(&state.adamw.exp_avg),
+            Held::ExpAvgSq => tensors(&state.adamw.exp_avg_sq),
+            Held::ExpAvgCodes => moment(0, Values::Codes),
+            Held::ExpAvgAbsmax => moment(0, Values::Absmax),
+            Held::ExpAvgSqCodes => moment(1, Values::Codes),
+            Held::ExpAvgSqAbsmax => moment(1, Values::Absmax),
+        }
+    }
+
+    /// The values that a process holds.
+    fn of_process(&self, rank: usize) -> Range<usize> {
+        let elements = self.shards.of(rank, self.parameter);
+        if matches!(self.values, Values::Absmax(_)) { Blockwise::blocks(&elements) } else { elements }
+    }
+
+    fn bytes_of_one(&self) -> usize {
+        match self.values {
+            Values::Tensors(parameters) => parameters[self.index].dtype().size_in_bytes(),
+            Values::Codes(_) => 1,
+            Values::Absmax(_) => DType::F32.size_in_bytes(),
+        }
+    }
+
+    /// Values of process `rank`, which is this one, as bytes.
+    fn bytes(&self, rank: usize, range: &Range<usize>) -> Result<Vec<u8>> {
+        let first = self.of_process(rank).start;
+        let range = range.start - first..range.end - first;
+        let mut bytes = Vec::new();
+        match self.values {
+            Values::Tensors(parameters) => range_bytes(&parameters[self.index], range, &mut bytes)?,
+            Values::Codes(moment) => bytes.extend(&moment.stored().0[range]),
+            Values::Absmax(moment) => bytes.extend(moment.stored().1[range].iter().flat_map(|x| x.to_le_bytes())),
+        }
+        Ok(bytes)
+    }
 }
 
 /// All shards, as process 0 reads them.
@@ -182,19 +231,19 @@ pub(super) struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    /// Hands the values of a parameter, in order, to `take`, some at a time.
-    fn read(&self, held: Held, parameter: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        let Some(shards) = self.state.masters.parameters().shards() else { return Ok(()) };
-        for owner in 0..shards.world() {
-            let range = shards.of(owner, parameter);
+    /// Hands the values of a tensor, in order, to `take`, some at a time.
+    fn read(&self, held: Held, index: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let Some(part) = Part::of(self.state, held, index) else { return Ok(()) };
+        for owner in 0..self.world.world() {
+            let range = part.of_process(owner);
             for start in range.clone().step_by(CHUNK) {
                 let range = start..range.end.min(start + CHUNK);
                 if owner == 0 {
-                    take(&own_values(self.state, held, parameter, range)?)?;
+                    take(&part.bytes(0, &range)?)?;
                     continue;
                 }
-                let mut bytes = vec![0; range.len() * DType::F32.size_in_bytes()];
-                self.world.send(owner, &Order::Read { held, parameter, range }.to_bytes())?;
+                let mut bytes = vec![0; range.len() * part.bytes_of_one()];
+                self.world.send(owner, &Order::Read { held, index, range }.to_bytes())?;
                 self.world.receive(owner, &mut bytes)?;
                 take(&bytes)?;
             }
@@ -204,8 +253,8 @@ impl Shared<'_> {
 }
 
 impl Spread for Shared<'_> {
-    fn write(&self, held: Held, parameter: usize, out: &mut dyn Write, path: &Path) -> Result<()> {
-        self.read(held, parameter, |bytes| {
+    fn write(&self, held: Held, index: usize, out: &mut dyn Write, path: &Path) -> Result<()> {
+        self.read(held, index, |bytes| {
             // In the small pieces that a checkpoint is written in.
             bytes.chunks(1 << 16).try_for_each(|bytes| out.write_all(bytes)).map_err(Error::io("write", path))
         })
@@ -296,9 +345,9 @@ impl Trainer {
     }
 
     fn serve(&self, order: &Order) -> Result<()> {
-        let Order::Read { held, parameter, range } = order else { return Ok(()) };
-        let bytes = own_values(&self.engine.state, *held, *parameter, range.clone())?;
-        self.world().send(0, &bytes)
+        let Order::Read { held, index, range } = order else { return Ok(()) };
+        let Some(part) = Part::of(&self.engine.state, *held, *index) else { return Ok(()) };
+        self.world().send(0, &part.bytes(self.world().rank(), range)?)
     }
 
     /// All masters, in process 0; the others serve it, and get none.
@@ -311,12 +360,13 @@ impl Trainer {
                 }
             }
         }
-        let masters = self.engine.state.weights.zeros_like(DType::F32)?;
+        let dtype = self.engine.state.masters.dtype();
+        let masters = self.engine.state.weights.zeros_like(dtype)?;
         let shared = Shared { world: self.world(), state: &self.engine.state };
         for parameter in 0..masters.len() {
             let mut start = 0;
             shared.read(Held::Masters, parameter, |bytes| {
-                let range = start..start + bytes.len() / DType::F32.size_in_bytes();
+                let range = start..start + bytes.len() / dtype.size_in_bytes();
                 start = range.end;
                 crate::engine::collective::write_range(&masters[parameter], range, bytes).map(drop)
             })?;
@@ -383,7 +433,7 @@ mod tests {
             Order::Step { probe: true },
             Order::Step { probe: false },
             Order::Evaluate,
-            Order::Read { held: Held::ExpAvgSq, parameter: 3, range: 5..1 << 40 },
+            Order::Read { held: Held::ExpAvgSqAbsmax, index: 3, range: 5..1 << 40 },
             Order::Done,
             Order::Finish,
         ] {

@@ -39,19 +39,23 @@ template <class T, int SIZE> struct Tiles {
 
     // Begins to copy N rows from `first` on into a tile.
     template <int N> __device__ void fetch(const void* rows, unsigned stride, unsigned part, unsigned first, T* tile) const {
+        // A thread copies the same columns of every STEP-th row: addresses would otherwise take more instructions than products.
+        constexpr unsigned LANES = SIZE <= 32 ? 4 : SIZE <= 64 ? 8 : 16, STEP = THREADS / LANES;
+        static_assert(SIZE <= LANES * CHUNK && N % STEP == 0, "each row has its threads, and each thread as many rows");
+        const unsigned begin = threadIdx.x / LANES, d = threadIdx.x % LANES * CHUNK;
+        if (d >= SIZE) return;
         const bool whole = shape.head_size % CHUNK == 0;
-        const T* source = static_cast<const T*>(rows);
-        for (unsigned i = threadIdx.x; i < N * SIZE / CHUNK; i += THREADS) {
-            const unsigned r = i / (SIZE / CHUNK), d = i % (SIZE / CHUNK) * CHUNK;
-            const bool inside = first + r < shape.seq_len && d < shape.head_size;
-            const size_t place = inside ? at(first + r, stride) + part * width() + d : 0;
+        const T* source = static_cast<const T*>(rows) + at(first + begin, stride) + part * width() + d;
+        T* target = tile + begin * LD + d;
+        const size_t step = static_cast<size_t>(STEP) * stride;
+#pragma unroll
+        for (unsigned r = 0; r < N; r += STEP, source += step, target += STEP * LD) {
+            const bool inside = first + begin + r < shape.seq_len && d < shape.head_size;
             if (whole) {
-                copy_async<16>(tile + r * LD + d, source + place, inside);
+                copy_async<16>(target, source, inside);
             } else {
 #pragma unroll
-                for (unsigned k = 0; k < CHUNK; ++k) {
-                    tile[r * LD + d + k] = inside && d + k < shape.head_size ? load(source, place + k) : from_float<T>(0.0f);
-                }
+                for (unsigned k = 0; k < CHUNK; ++k) target[k] = inside && d + k < shape.head_size ? load(source, k) : from_float<T>(0.0f);
             }
         }
     }

@@ -381,8 +381,9 @@ fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
     terminal.run(&format!("clear; {program} --resume t/step-000020 --plain | tail -1"));
     terminal.wait_for("finished reason=done step=40");
     terminal.run(&format!("clear; {program} watch t"));
-    let screen = terminal.wait_for("■ done");
-    assert!(screen.contains("step 40/40") && screen.contains("│   0 "), "{screen}");
+    let is_drawn = |screen: &str| screen.contains("■ done") && screen.contains("step 40/40");
+    let screen = terminal.wait_until("the finished run", is_drawn);
+    assert!(screen.contains("│   0 "), "{screen}");
     terminal.keys(&["q"]);
     terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
     terminal.assert_restored();

@@ -14,10 +14,12 @@ use std::process::Command;
 
 const TOKENS: usize = 40;
 
+/// The exit code, and what the command printed: its result, or with a failure everything. A phase that takes long is named on
+/// standard error.
 fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_finetune")).args(arguments).current_dir(folder).output().unwrap();
-    let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-    (output.status.code().unwrap(), text)
+    let text = if output.status.success() { output.stdout } else { [output.stdout, output.stderr].concat() };
+    (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
 }
 
 /// A folder with the run `r`: `tiny`, trained for a moment.

@@ -8,7 +8,7 @@
 
 mod graph;
 
-use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, Graph, INT8, INT64};
+use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, Graph, INT64, UINT8};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, Parameters, Rope, RopeType};
 use crate::store::tensor_file::write_values;
@@ -151,7 +151,8 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Writes a weight `[in, out]` in INT8 with a scale per column.
+    /// Writes a weight `[in, out]` in 8 bits with a scale per column and a zero point of 128. Not signed: products of unsigned
+    /// with signed bytes saturate at 16 bits on x86 CPUs without VNNI, where onnxruntime adds pairs of them by `vpmaddubsw`.
     fn int8(&mut self, name: &str, weight: &Tensor) -> Result<()> {
         let weight = weight.to_dtype(DType::F32)?;
         let columns = weight.dim(1)?;
@@ -163,12 +164,12 @@ impl Builder<'_> {
         for scale in &mut scales {
             *scale = if *scale > 0.0 { *scale / 127.0 } else { 1.0 };
         }
-        let rounded = |(index, value): (usize, &f32)| (value / scales[index % columns]).round() as i8;
-        let bytes: Vec<u8> = values.iter().enumerate().map(rounded).map(i8::cast_unsigned).collect();
+        let rounded = |(index, value): (usize, &f32)| ((value / scales[index % columns]).round() + 128.0) as u8;
+        let bytes: Vec<u8> = values.iter().enumerate().map(rounded).collect();
         let place = self
             .data
             .append(bytes.len() as u64, |file, path| file.write_all(&bytes).map_err(Error::io("write", path)))?;
-        self.graph.external(&format!("{name}.int8"), weight.dims(), INT8, &self.data.location, place);
+        self.graph.external(&format!("{name}.int8"), weight.dims(), UINT8, &self.data.location, place);
         self.graph.floats(&format!("{name}.scale"), &scales);
         Ok(())
     }
@@ -229,6 +230,7 @@ impl Builder<'_> {
         self.graph.float("masked", f32::MIN);
         self.graph.float("norm_epsilon", config.norm_eps as f32);
         self.graph.float("unit", 1.0);
+        self.graph.byte("weight_zero", 128);
     }
 
     fn positions(&mut self) -> Positions {
@@ -329,7 +331,7 @@ impl Builder<'_> {
         }
         let [values, scale, zero] = self.quantised[x].clone();
         let graph = &mut self.graph;
-        let sums = graph.op("MatMulInteger", &[&values, &format!("{name}.int8"), &zero], &[]);
+        let sums = graph.op("MatMulInteger", &[&values, &format!("{name}.int8"), &zero, "weight_zero"], &[]);
         let sums = graph.op("Cast", &[&sums], &[Attribute::Int("to", FLOAT)]);
         let scales = graph.op("Mul", &[&scale, &format!("{name}.scale")], &[]);
         match result {

@@ -8,7 +8,7 @@ const OPERATOR_SET: i64 = 20;
 const IR_VERSION: i64 = 9;
 /// Element types.
 pub(super) const FLOAT: i64 = 1;
-pub(super) const INT8: i64 = 3;
+pub(super) const UINT8: i64 = 2;
 pub(super) const INT64: i64 = 7;
 pub(super) const FLOAT16: i64 = 10;
 pub(super) const BFLOAT16: i64 = 16;
@@ -90,6 +90,11 @@ impl Graph {
     /// A constant number.
     pub(super) fn float(&mut self, name: &str, value: f32) {
         self.constant(name, Message::default().int(2, FLOAT).put(9, value.to_le_bytes()));
+    }
+
+    /// A constant unsigned byte.
+    pub(super) fn byte(&mut self, name: &str, value: u8) {
+        self.constant(name, Message::default().int(2, UINT8).put(9, [value]));
     }
 
     /// A list of constant numbers; returns its name.

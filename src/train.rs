@@ -19,7 +19,7 @@ mod verify;
 
 pub use config::{Config, Init, Layers, Place, check_threads, known_keys};
 pub use fp8::Fp8Layer;
-pub use memory::{EngineBytes, largest_batch};
+pub use memory::{EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};
 pub use sample::Sampler;
 pub(crate) use setup::refuse_misspelling;
 pub use setup::{Located, ModelSource, Preparing, Report, dataset, dialogues, engine, locate, reading, whole_text};

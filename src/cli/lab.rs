@@ -134,8 +134,8 @@ struct Bench {
 impl Bench {
     fn new(runs: &Path) -> Self {
         // What training needs in addition, measured with `tiny` in each type: about 5 MB of code and tables that this command
-        // does not use, packed operands, thread stacks, text, tokenizer, and memory that the allocator retains.
-        const TRAINING: u64 = 10 << 20;
+        // does not use, thread stacks, rows in FP32, text, tokenizer, and memory that the allocator retains.
+        const TRAINING: u64 = 12 << 20;
         let program = ProcessStats::now().rss_bytes.unwrap_or(0) + TRAINING;
         Self { read: None, runs: runs.to_path_buf(), program, tokenizer: None }
     }
@@ -356,12 +356,15 @@ impl MemoryArgs {
         if [batch, seq, accum].iter().any(|size| *size > 1 << 20) {
             return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1048576 or fewer"));
         }
+        let prompt = run.and_then(|run| run.started.config.pointer("/train/prompt")?.as_str());
         let setup = Setup {
             shape: [batch, seq, accum],
             budget: self.memory,
             rank: self.rank,
             keep: run.map_or(Keep::All, RunFigures::keep),
             probes: run.is_some_and(|run| run.probed.nonzero > 0),
+            sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
+            threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
             process: program,
             stores_scores: self.gpu || run.is_some_and(|run| run.started.device.starts_with("cuda")),
         };

@@ -84,6 +84,8 @@ impl Tokenizer {
         }
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
         super::growth::check(&value).map_err(unusable)?;
+        // A large vocabulary takes as much in this form as in the library's.
+        drop(value);
         let read =
             contained(|| Kind::hugging_face(&json)).unwrap_or_else(|| Err("its parts do not fit together".into()));
         Ok(Self { kind: read.map_err(unusable)?, json: json.into() })

@@ -50,6 +50,7 @@ use cross_entropy::{HeadGradient, HeadTensor, HeadWorkspace};
 use decode_attention::KeyValues;
 use dropout::Dropout;
 use gated::Gate;
+use matmul::ProductShape;
 use rms_norm::Gain;
 use rope::{Direction, Positions, Table};
 use serde::{Deserialize, Serialize};
@@ -407,6 +408,12 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     /// Causal attention of queries, keys and values into `out [N, H·head_dim]`; `lse [B·H·T]` (FP32) receives each row's
     /// log-sum-exp.
     fn attention(&self, shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()>;
+
+    /// Bytes that products of these shapes, on so many threads, leave in buffers of the kernels' own.
+    fn product_bytes(&self, products: &[ProductShape], threads: usize) -> Result<u64> {
+        let _ = (products, threads);
+        Ok(0)
+    }
 
     /// Bytes that [`Kernels::attention`] and its backward pass allocate for scores, at most.
     fn score_bytes(&self, shape: &Shape) -> Result<u64> {

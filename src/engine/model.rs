@@ -14,6 +14,7 @@ mod llama;
 mod lora;
 mod mistral;
 mod parameters;
+mod products;
 mod qwen2;
 mod qwen3;
 mod rope;

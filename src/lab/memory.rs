@@ -8,7 +8,7 @@ use crate::engine::kernels::{Fused, Kernels, Plain};
 use crate::engine::model::{ALL_LINEAR, Keep, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
-use crate::train::{EngineBytes, largest_batch};
+use crate::train::{EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};
 use crate::{Error, Result};
 
 /// A training recipe.
@@ -50,7 +50,7 @@ pub enum Group {
     Adam,
     /// What the forward pass keeps for the backward pass.
     Activations,
-    /// Temporary buffers: a tile of logits, gradients of activations.
+    /// Temporary buffers: a tile of logits, gradients of activations, packed operands, a text sample's keys and values.
     Buffers,
     /// The FP32 probe's activations and gradients.
     Probe,
@@ -226,6 +226,11 @@ pub struct Setup {
     pub keep: Keep,
     /// Whether FP32 probes run between the steps.
     pub probes: bool,
+    /// The most tokens of a text sample, and the bytes of its prompt.
+    pub sample: [usize; 2],
+    /// The threads of a run on this machine, whose packed operands are counted. `None` for figures that are the same on every
+    /// machine.
+    pub threads: Option<usize>,
     /// The memory of the program itself with its tokenizer, in bytes.
     pub process: u64,
     /// Whether attention's scores are stored, as by candle's operations on a GPU.
@@ -236,13 +241,15 @@ impl Setup {
     /// This engine's memory, the program's own included. `config` has the adapters, if there are any.
     pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<Item>> {
         let kernels: &dyn Kernels = if self.stores_scores { &Plain::new() } else { &Fused };
-        let mut items = items(EngineBytes::new(config, policy, self.shape, self.keep, kind, kernels)?);
+        let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
+        let mut bytes = EngineBytes::new(config, policy, self.shape, self.keep, kind, kernels)?;
+        bytes.scratch += sample_bytes(config, policy, tokens, prompt);
+        if let Some(threads) = self.threads {
+            bytes.scratch += packed_bytes(config, policy, batch * seq_len, self.probes, threads, kernels)?;
+        }
+        let mut items = items(bytes);
         if self.probes {
-            // A probe has its own FP32 workspace and gradients, and of a frozen base an FP32 copy.
-            let [batch, seq_len, _] = self.shape;
-            let exact = EngineBytes::new(config, PrecisionPolicy::FP32, [batch, seq_len, 1], Keep::All, kind, &Fused)?;
-            let base = if config.lora.is_some() && policy.compute != Dtype::F32 { exact.weights } else { 0 };
-            let bytes = exact.activations + exact.scratch + exact.gradients + base;
+            let bytes = probe_bytes(1, config, policy, [batch, seq_len])?;
             items.push(Item { group: Group::Probe, bytes });
         }
         items.push(Item { group: Group::Process, bytes: self.process });
@@ -570,7 +577,17 @@ mod tests {
     use super::*;
 
     fn setup(shape: [usize; 3], budget: Option<u64>) -> Setup {
-        Setup { shape, budget, rank: 16, keep: Keep::All, probes: false, process: 0, stores_scores: false }
+        Setup {
+            shape,
+            budget,
+            rank: 16,
+            keep: Keep::All,
+            probes: false,
+            sample: [0; 2],
+            threads: None,
+            process: 0,
+            stores_scores: false,
+        }
     }
 
     fn distilgpt2(budget: Option<u64>) -> Memory {

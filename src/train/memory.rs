@@ -2,9 +2,9 @@
 
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::attention::Shape;
-use crate::engine::model::{Keep, Layer, ModelSpec, ParamSpec, Workspace, WorkspaceBytes};
+use crate::engine::model::{Keep, KvCache, Layer, ModelSpec, Op, ParamSpec, Workspace, WorkspaceBytes};
 use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind};
-use crate::precision::PrecisionPolicy;
+use crate::precision::{Dtype, PrecisionPolicy};
 use crate::train::config::Config;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -56,13 +56,13 @@ impl EngineBytes {
         };
         let trained = elements(spec.parameters());
         let parameters: u64 = trained.iter().sum();
-        let frozen = Frozen::new(spec, policy);
+        let frozen = Frozen::new(spec, policy, batch * seq_len);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
         let (masters, weights) = MasterWeights::bytes(parameters, policy, world);
         let gradients = Gradients::bytes(parameters, policy, grad_accum, world);
         let scores = kernels.score_bytes(&Shape::new(batch, seq_len, spec.heads, spec.head_dim))?;
         let adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world as u64);
-        let (weights, scratch) = (weights + frozen.held, scratch + frozen.buffer);
+        let (weights, scratch) = (weights + frozen.dense + frozen.blocks, scratch + frozen.buffer);
         Ok(Self { weights, masters, gradients, adam, activations, scratch, scores })
     }
 
@@ -73,29 +73,75 @@ impl EngineBytes {
     }
 }
 
+/// What an FP32 probe of a micro-batch takes beside the engine of a process of `world`: a workspace and gradients of its own, and
+/// weights in FP32 where they are not. Blocks of a base are shared.
+pub fn probe_bytes(
+    world: usize,
+    spec: &ModelSpec,
+    policy: PrecisionPolicy,
+    [batch, seq_len]: [usize; 2],
+) -> Result<u64> {
+    let exact = PrecisionPolicy::FP32;
+    let trained = spec.trained_count();
+    let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], Keep::All)?;
+    let gathered = if world > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
+    let widened = if policy.params == Dtype::F32 { 0 } else { trained * Dtype::F32.size_in_bytes() as u64 };
+    let frozen = Frozen::new(spec, exact, batch * seq_len);
+    let base = if policy.compute == Dtype::F32 { 0 } else { frozen.dense + frozen.buffer };
+    Ok(activations + scratch + Gradients::bytes(trained, exact, 1, 1) + gathered + widened + base)
+}
+
+/// What the products of micro-batches of so many tokens, on so many threads of this machine, pack. It depends on the CPU: one
+/// without BF16 instructions packs BF16 operands as FP32. Products of FP32 `probes` use the same buffers in turn.
+pub fn packed_bytes(
+    spec: &ModelSpec,
+    policy: PrecisionPolicy,
+    tokens: usize,
+    probes: bool,
+    threads: usize,
+    kernels: &dyn Kernels,
+) -> Result<u64> {
+    let mut products = spec.products(policy, tokens)?;
+    if probes {
+        products.extend(spec.products(PrecisionPolicy::FP32, tokens)?);
+    }
+    Ok(kernels.product_bytes(&products, threads)?)
+}
+
+/// The keys and values of a text sample of so many tokens and its prompt of so many bytes, of which a token has at least one.
+pub fn sample_bytes(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize, prompt: usize) -> u64 {
+    let capacity = if tokens == 0 { 0 } else { tokens.saturating_add(prompt.max(1)).min(spec.context) };
+    KvCache::bytes(spec, policy, capacity)
+}
+
 /// Bytes of a frozen base.
 #[derive(Default)]
 struct Frozen {
-    held: u64,
-    /// For the largest of the matrices in blocks, dequantised.
+    /// What is held in the compute type.
+    dense: u64,
+    blocks: u64,
+    /// For the largest of the matrices in blocks, dequantised, or for the rows of the embedding that tokens look up.
     buffer: u64,
 }
 
 impl Frozen {
-    fn new(spec: &ModelSpec, policy: PrecisionPolicy) -> Self {
+    fn new(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize) -> Self {
         let (in_blocks, size) = (spec.in_blocks(), policy.compute.size_in_bytes() as u64);
-        let (mut held, mut products) = (0, BTreeMap::<Layer, u64>::new());
+        let (mut frozen, mut dequantised) = (Self::default(), BTreeMap::<Layer, u64>::new());
         for ParamSpec { name, shape, pack, .. } in spec.frozen_parameters() {
             let elements = shape.iter().product::<usize>() as u64;
-            held += match in_blocks.get(&name) {
-                Some(dtype) => {
-                    *products.entry(pack).or_default() += elements * size;
-                    elements / dtype.block_size() as u64 * dtype.type_size() as u64
-                }
-                None => elements * size,
+            let Some(dtype) = in_blocks.get(&name) else {
+                frozen.dense += elements * size;
+                continue;
             };
+            frozen.blocks += elements / dtype.block_size() as u64 * dtype.type_size() as u64;
+            // A tied embedding is the head's matrix as well.
+            let looked_up = pack.op == Op::Embedding && !spec.tied;
+            let used = if looked_up { (tokens * spec.width) as u64 } else { elements };
+            *dequantised.entry(pack).or_default() += used * size;
         }
-        Self { held, buffer: products.into_values().max().unwrap_or(0) }
+        frozen.buffer = dequantised.into_values().max().unwrap_or(0);
+        frozen
     }
 }
 
@@ -103,8 +149,16 @@ impl Frozen {
 fn need(config: &Config, spec: &ModelSpec, batch: usize, keep: Keep, kernels: &dyn Kernels, world: usize) -> u64 {
     let train = &config.train;
     let sizes = [batch, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
-    let bytes = EngineBytes::among(world, spec, config.dtype, sizes, keep, train.optimizer, kernels);
-    bytes.map_or(u64::MAX, |bytes| bytes.total())
+    let probes = config.telemetry.probe_every > 0;
+    let bytes = || -> Result<u64> {
+        let engine = EngineBytes::among(world, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
+        let probe = if probes { probe_bytes(world, spec, config.dtype, [batch, train.seq_len])? } else { 0 };
+        let (tokens, threads) = (batch * train.seq_len, rayon::current_num_threads());
+        let packed = packed_bytes(spec, config.dtype, tokens, probes, threads, kernels)?;
+        let sample = sample_bytes(spec, config.dtype, train.sample_tokens, train.prompt.len());
+        Ok(engine.total() + probe + packed + sample)
+    };
+    bytes().unwrap_or(u64::MAX)
 }
 
 /// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would fit.
@@ -140,6 +194,10 @@ pub(super) fn check_fits(
     if narrow != *config && need(&narrow, spec, batch, keep) <= available {
         ways.push("`--optimizer adamw8bit`".into());
     }
+    let unprobed = without_probes(config);
+    if unprobed != *config && need(&unprobed, spec, batch, keep) <= available {
+        ways.push("`--set telemetry.probe_every=0`".into());
+    }
     let lora = with_lora(config);
     if config.lora.r.is_none()
         && lora.adapted(spec.clone()).is_ok_and(|spec| need(&lora, &spec, batch, keep) <= available)
@@ -170,6 +228,12 @@ pub(super) fn check_fits(
 fn with_narrow_moments(config: &Config) -> Config {
     let mut config = config.clone();
     config.train.optimizer = OptimizerKind::AdamW8bit;
+    config
+}
+
+fn without_probes(config: &Config) -> Config {
+    let mut config = config.clone();
+    config.telemetry.probe_every = 0;
     config
 }
 
@@ -218,4 +282,75 @@ pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize>
         if bytes(middle) <= budget { low = middle } else { high = middle }
     }
     (low > 0).then_some(low)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::engine::kernels::Fused;
+    use candle_core::quantized::GgmlDType;
+
+    const KERNELS: Fused = Fused;
+
+    fn needed(config: &Config, spec: &ModelSpec) -> u64 {
+        need(config, spec, config.train.batch_size, config.train.recompute, &KERNELS, 1)
+    }
+
+    /// A run whose step fits and whose probe does not was stopped in its middle by the system.
+    #[test]
+    fn the_start_check_counts_probes_samples_and_packed_operands() {
+        let spec = ModelSpec::named("tiny").unwrap();
+        let config = Config::default();
+        let mut probed = config.clone();
+        probed.telemetry.probe_every = 5;
+        let without = needed(&config, &spec);
+        check_fits(&config, &spec, &KERNELS, 1, without).unwrap();
+        let message = check_fits(&probed, &spec, &KERNELS, 1, without).unwrap_err().to_string();
+        assert!(message.contains("`--set telemetry.probe_every=0`"), "{message}");
+
+        let train = &config.train;
+        let sizes = [train.batch_size, train.seq_len, train.grad_accum];
+        let engine = EngineBytes::new(&spec, config.dtype, sizes, train.recompute, train.optimizer, &KERNELS).unwrap();
+        let mut silent = config.clone();
+        silent.train.sample_tokens = 0;
+        assert!(engine.total() < needed(&silent, &spec) && needed(&silent, &spec) < without);
+    }
+
+    /// Bytes of the probe of one block: its base in blocks is shared, and dequantised to FP32 in a buffer of its own; a dense one
+    /// is copied unless it is in FP32. Masters in BF16 are widened.
+    #[test]
+    fn a_probe_copies_what_is_not_in_fp32() {
+        let whole = ModelSpec::named("tiny").unwrap();
+        let spec = with_lora(&Config::default()).adapted(whole.clone()).unwrap();
+        let probe = |spec: &ModelSpec, policy| probe_bytes(1, spec, policy, [1, 16]).unwrap();
+        let narrow = PrecisionPolicy { params: Dtype::BF16, ..PrecisionPolicy::BF16 };
+        assert_eq!(probe(&whole, narrow) - probe(&whole, PrecisionPolicy::BF16), 4 * whole.parameter_count());
+
+        let dense = probe(&spec, PrecisionPolicy::BF16) - probe(&spec, PrecisionPolicy::FP32);
+        assert_eq!(dense, 4 * whole.parameter_count());
+        let mut quantised = spec.clone();
+        let matrices = spec.frozen_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
+        quantised.quantised = matrices.map(|entry| (entry.name, GgmlDType::Q8_0)).collect();
+        let in_blocks = Frozen::new(&quantised, PrecisionPolicy::FP32, 16);
+        let saved = probe(&spec, PrecisionPolicy::BF16) - probe(&quantised, PrecisionPolicy::BF16);
+        assert_eq!(saved, dense - in_blocks.dense - in_blocks.buffer);
+        assert!(in_blocks.blocks > in_blocks.dense + in_blocks.buffer);
+    }
+
+    /// Of an embedding that is not the head's matrix only the rows of a micro-batch are dequantised.
+    #[test]
+    fn an_embedding_in_blocks_is_looked_up_by_rows() {
+        let config = with_lora(&Config::default());
+        let tied = ModelSpec { vocab_size: 100_000, ..ModelSpec::named("tiny").unwrap() };
+        let buffer = |tied: bool, spec: &ModelSpec| {
+            let mut spec = config.adapted(ModelSpec { tied, ..spec.clone() }).unwrap();
+            let embedding = spec.frozen_parameters().into_iter().find(|entry| entry.pack.op == Op::Embedding).unwrap();
+            spec.quantised = [(embedding.name, GgmlDType::Q8_0)].into();
+            Frozen::new(&spec, PrecisionPolicy::FP32, 16).buffer
+        };
+        assert_eq!(buffer(true, &tied), 4 * 100_000 * tied.width as u64);
+        assert_eq!(buffer(false, &tied), 4 * 16 * tied.width as u64);
+    }
 }

@@ -56,10 +56,11 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Paramet
     Ok(Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 
-/// The weights in FP32: the masters, over their base.
+/// The weights in FP32: the masters, over their base. What is in FP32 already is shared.
 fn wide(state: &TrainState, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
+    let is_wide = |parameters: &Parameters| parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32);
     let widened = |parameters: &Parameters| -> Result<Parameters> {
-        if parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32) {
+        if is_wide(parameters) {
             return Ok(parameters.clone());
         }
         let wide = parameters.zeros_like(DType::F32)?;
@@ -67,8 +68,10 @@ fn wide(state: &TrainState, masters: &Parameters, kernels: &dyn Kernels) -> Resu
         pairs.try_for_each(|(from, to)| kernels.copy(from, to))?;
         Ok(wide)
     };
-    let base = state.weights.base().map(|base| base.converted(DType::F32, kernels)).transpose()?;
-    Ok(widened(masters)?.over(base.map(Arc::new)))
+    let wide_base = |base: &Arc<Parameters>| -> Result<Arc<Parameters>> {
+        Ok(if is_wide(base) { base.clone() } else { Arc::new(base.converted(DType::F32, kernels)?) })
+    };
+    Ok(widened(masters)?.over(state.weights.base().map(wide_base).transpose()?))
 }
 
 /// The largest magnitude of each layer's output.

@@ -8,6 +8,7 @@ use super::decode_attention::KeyValues;
 use super::dropout::Dropout;
 use super::embedding::{self, Tables};
 use super::linear::{self, Weight};
+use super::matmul::{ProductShape, buffer_bytes};
 use super::rope::{self, Direction, Positions, Table};
 use super::survey::{self, TensorSurvey};
 use super::{
@@ -24,6 +25,10 @@ pub struct Fused;
 impl Kernels for Fused {
     fn name(&self) -> &'static str {
         "fused"
+    }
+
+    fn product_bytes(&self, products: &[ProductShape], threads: usize) -> Result<u64> {
+        buffer_bytes(products, threads)
     }
 
     fn zero(&self, x: &Tensor) -> Result<()> {

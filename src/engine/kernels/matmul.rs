@@ -17,6 +17,7 @@
 use std::any::TypeId;
 use std::ops::Range;
 
+use candle_core::{DType, Result};
 use rayon::prelude::*;
 
 use self::buffer::{Buffer, Workspace, with_thread_buffer, with_workspace};
@@ -25,6 +26,7 @@ use self::micro::{Ahead, MAX_TILE, MicroKernel, Ready, Tile};
 use self::pack::{Layout, Lines, Prefetch, pack};
 use super::convert::Element;
 use super::isa::{Isa, vectorize};
+use super::view::with_element;
 
 mod buffer;
 mod epilogue;
@@ -178,17 +180,95 @@ fn matmul_on<A: Element, C: Element>(
     if m == 1 && second.is_none() && vector::multiply(a, b, c, epilogue) {
         return;
     }
+    with_workspace(|workspace| run_in(workspace, kernel, a, b, second, Output::new(c, ldc), epilogue));
+}
+
+/// [`matmul_on`] of operands that fit together, with these buffers.
+fn run_in<A: Element, C: Element>(
+    Workspace { shared, partial, second: buffers }: &mut Workspace,
+    kernel: MicroKernel,
+    a: Operand<'_, A>,
+    b: Operand<'_, A>,
+    second: Option<Term<'_, A>>,
+    c: Output<C>,
+    epilogue: Epilogue<'_>,
+) {
+    let (m, k, n) = (a.rows, a.cols, b.cols);
     let (a, b) = (Lines::rows(a), Lines::columns(b));
-    let padded = |rows: usize, cols: usize| rows.next_multiple_of(kernel.rows) * cols.next_multiple_of(kernel.cols);
-    let turned = 5 * padded(n, m) < 4 * padded(m, n);
+    let turned = is_turned(kernel, m, n);
     let [a, b] = if turned { [b, a] } else { [a, b] };
     let serial = m * n * k < SERIAL_WORK;
-    with_workspace(|workspace| {
-        let Workspace { shared, partial, second: buffers } = workspace;
-        let second = second.map(|term| Packed::new(kernel, term, turned, serial, buffers));
-        let product = Product { kernel, a, b, turned, depth: k, second, c: Output::new(c, ldc), epilogue, serial };
-        product.run(shared, partial);
-    });
+    let second = second.map(|term| Packed::new(kernel, term, turned, serial, buffers));
+    Product { kernel, a, b, turned, depth: k, second, c, epilogue, serial }.run(shared, partial);
+}
+
+/// Whether A and B change places for C of m × n.
+fn is_turned(kernel: MicroKernel, m: usize, n: usize) -> bool {
+    let padded = |rows: usize, cols: usize| rows.next_multiple_of(kernel.rows) * cols.next_multiple_of(kernel.cols);
+    5 * padded(n, m) < 4 * padded(m, n)
+}
+
+/// What a product's buffers depend on.
+#[derive(Clone, Copy, Debug)]
+pub struct ProductShape {
+    /// m, k and n, for A of m × k and B of k × n.
+    pub sizes: [usize; 3],
+    /// The depth of the second term; 0 without one.
+    pub second: usize,
+    /// The type of A and B.
+    pub operands: DType,
+    /// The type of C.
+    pub c: DType,
+}
+
+/// Bytes that products of these shapes, one after the other, leave in their buffers on this CPU: a buffer only grows. Each of the
+/// `threads` has one of its own.
+///
+/// # Errors
+/// If there is no kernel for a type.
+pub fn buffer_bytes(products: &[ProductShape], threads: usize) -> Result<u64> {
+    let mut largest = [0; 5];
+    for product in products {
+        let kernel = with_element!(product.operands, T => MicroKernel::of::<T>(Isa::current()));
+        for (largest, words) in largest.iter_mut().zip(words(kernel, *product, threads)) {
+            *largest = words.max(*largest);
+        }
+    }
+    let [own, shared @ ..] = largest.map(Buffer::bytes_of);
+    Ok((own * threads + shared.iter().sum::<usize>()) as u64)
+}
+
+/// The words that a product asks its buffers for: a thread's own, then the fields of [`Workspace`].
+fn words(
+    kernel: MicroKernel,
+    ProductShape { sizes: [m, k, n], second, c, .. }: ProductShape,
+    threads: usize,
+) -> [usize; 5] {
+    let [a, b] = if is_turned(kernel, m, n) { [n, m] } else { [m, n] };
+    let [a, b] = [(a, kernel.a().width), (b, kernel.b().width)];
+    let [second_a, second_b] = [a, b].map(|(lines, width)| lines.next_multiple_of(width) * kernel.words(second));
+    let [(shared, shared_width), (private, width)] = if a.0 <= b.0 { [a, b] } else { [b, a] };
+    let depth = k.min(kernel.elements(DEPTH_WORDS));
+    let partial = k > depth && c != DType::F32;
+    // The first part is the largest.
+    let shared = shared.min(SHARED_LINES.next_multiple_of(shared_width));
+    let private = private.min(strip(shared, private, width, partial));
+    let (panels, words) = (shared.div_ceil(shared_width), kernel.words(depth));
+    let threads = if m.saturating_mul(n * k) < SERIAL_WORK { 1 } else { threads };
+    let plan = Plan::new(panels, private.div_ceil(width), width * words, tasks(shared * private * depth, threads));
+    let partial = if partial { shared * private } else { 0 };
+    [plan.group * width * words, panels * shared_width * words, partial, second_a, second_b]
+}
+
+/// Lines of the other operand, of which there are `private` in panels of `width`, in a part with `shared` lines of the shared one:
+/// partial sums are bounded.
+fn strip(shared: usize, private: usize, width: usize, partial: bool) -> usize {
+    if partial { (PARTIAL_FLOATS / shared.max(1)).next_multiple_of(width) } else { private.max(1) }
+}
+
+/// About how many tasks a part of so many multiply-adds is cut into.
+fn tasks(work: usize, threads: usize) -> usize {
+    if threads == 1 { 1 } else { (work / SERIAL_WORK).clamp(threads, threads * TASKS_PER_THREAD) }
 }
 
 /// A second term's operands, packed for a micro-kernel.
@@ -328,11 +408,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     fn run(&self, shared_memory: &mut Buffer, partial_memory: &mut Buffer) {
         let [(shared_lines, shared_layout), (private_lines, private_layout)] = self.sides();
         for shared in pieces(0..shared_lines.count, SHARED_LINES.next_multiple_of(shared_layout.width)) {
-            let strip = if self.needs_partial_sums() {
-                (PARTIAL_FLOATS / shared.len()).next_multiple_of(private_layout.width)
-            } else {
-                private_lines.count.max(1)
-            };
+            let strip = strip(shared.len(), private_lines.count, private_layout.width, self.needs_partial_sums());
             for private in pieces(0..private_lines.count, strip) {
                 for start in (0..self.depth.max(1)).step_by(self.depth_step()) {
                     let depth = start..self.depth.min(start + self.depth_step());
@@ -359,8 +435,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             None
         };
         let work = part.shared.len() * part.private.len() * part.depth.len();
-        let threads = self.threads();
-        let tasks = if threads == 1 { 1 } else { (work / SERIAL_WORK).clamp(threads, threads * TASKS_PER_THREAD) };
+        let tasks = tasks(work, self.threads());
         let plan = Plan::new(panels, part.private.len().div_ceil(private_width), private_width * words, tasks);
         let task = |index: usize| self.run_task(part, &plan, index, &*packed, words, partial);
         if self.serial {

@@ -43,11 +43,22 @@ impl Buffer {
         bytemuck::cast_slice_mut(self.words(len))
     }
 
+    /// The bytes that a buffer takes once it was asked for so many words.
+    pub(super) fn bytes_of(len: usize) -> usize {
+        rounded(len * size_of::<u32>())
+    }
+
+    /// The bytes that this one takes.
+    #[cfg(test)]
+    pub(super) fn bytes(&self) -> usize {
+        self.layout.size()
+    }
+
     fn reserve(&mut self, bytes: usize) {
         if bytes <= self.layout.size() {
             return;
         }
-        let bytes = bytes.next_multiple_of(if bytes >= HUGE_PAGE { HUGE_PAGE } else { CACHE_LINE });
+        let bytes = rounded(bytes);
         *self = Self::new();
         let layout = Layout::from_size_align(bytes, CACHE_LINE).expect("a matrix in memory has a valid size");
         // SAFETY: the layout is not empty.
@@ -57,6 +68,11 @@ impl Buffer {
         }
         self.layout = layout;
     }
+}
+
+/// Whole huge pages, or cache lines.
+fn rounded(bytes: usize) -> usize {
+    bytes.next_multiple_of(if bytes >= HUGE_PAGE { HUGE_PAGE } else { CACHE_LINE })
 }
 
 impl Drop for Buffer {
@@ -79,7 +95,7 @@ pub(super) struct Workspace {
 }
 
 impl Workspace {
-    const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Self { shared: Buffer::new(), partial: Buffer::new(), second: [const { Buffer::new() }; 2] }
     }
 }

@@ -9,8 +9,10 @@ use half::{bf16, f16};
 use super::super::convert::Element;
 use super::super::isa::Isa;
 use super::super::tiles::model::Model;
+use super::buffer::{Buffer, Workspace, with_thread_buffer};
+use super::epilogue::Output;
 use super::micro::MicroKernel;
-use super::{Epilogue, Operand, Term, matmul, matmul_on};
+use super::{Epilogue, Operand, ProductShape, Term, matmul, matmul_on, run_in, words};
 
 /// The micro-kernels of an instruction set of this CPU, or the one for AMX on a model of its tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -309,6 +311,46 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
             assert!([2, 3, 7].iter().all(|&threads| bits::<bf16>(bf16_kernel, threads, rows.clone()) == one));
         }
     }
+}
+
+/// Bytes in the buffers of a product on two threads, of which the larger own buffer counts.
+fn held<A: Element, C: Element>(kernel: MicroKernel, [m, k, n]: [usize; 3], depth: usize) -> [usize; 5] {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    let (a, b, mut c) = (vec![A::zero(); m * k], vec![A::zero(); k * n], vec![C::zero(); m * n]);
+    let (low, factor) = (vec![A::zero(); m * depth], vec![A::zero(); depth * n]);
+    let term = Term { a: Operand::new(&low, m, depth), b: Operand::new(&factor, depth, n), alpha: 1.0, shares: &[] };
+    let (a, b, second) = (Operand::new(&a, m, k), Operand::new(&b, k, n), (depth > 0).then_some(term));
+    let mut workspace = Workspace::new();
+    pool.install(|| {
+        run_in(&mut workspace, kernel, a, b, second, Output::new(&mut c, n), Epilogue::default());
+    });
+    let own = pool.broadcast(|_| with_thread_buffer(|buffer| buffer.bytes()));
+    let Workspace { shared, partial, second: [a, b] } = &workspace;
+    [own.into_iter().max().unwrap(), shared.bytes(), partial.bytes(), a.bytes(), b.bytes()]
+}
+
+/// Predictions of a run's memory count packed operands by their shapes alone.
+#[test]
+fn buffers_take_what_is_told_of_them() {
+    fn compare<A: Element, C: Element>(kernels: Kernels) {
+        let Some(kernel) = kernels.of::<A>() else { return };
+        let sizes = [[5, 7, 9], [256, 300, 700], [700, 300, 256], [3000, 20, 2500], [60, 3100, 700], [700, 3100, 8]];
+        for (sizes, second) in sizes.into_iter().flat_map(|sizes| [(sizes, 0), (sizes, 24)]) {
+            let shape = ProductShape { sizes, second, operands: A::DTYPE, c: C::DTYPE };
+            let told = words(kernel, shape, 2).map(Buffer::bytes_of);
+            assert_eq!(held::<A, C>(kernel, sizes, second), told, "{kernels:?} {shape:?}");
+        }
+    }
+    for kernels in supported() {
+        compare::<f32, f32>(kernels);
+        compare::<f16, f16>(kernels);
+        compare::<bf16, bf16>(kernels);
+        compare::<bf16, f32>(kernels);
+    }
+    // Partial sums have a bound.
+    let (kernel, sizes) = (MicroKernel::of::<f16>(Isa::current()), [2050, 1540, 2200]);
+    let shape = ProductShape { sizes, second: 0, operands: candle_core::DType::F16, c: candle_core::DType::F16 };
+    assert_eq!(held::<f16, f16>(kernel, sizes, 0), words(kernel, shape, 2).map(Buffer::bytes_of));
 }
 
 /// Sizes around those of tiles and of their pairs.

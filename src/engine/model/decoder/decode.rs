@@ -65,6 +65,11 @@ impl KvCache {
         Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None, rotations })
     }
 
+    /// Bytes of the keys and values of a sequence of `capacity` tokens.
+    pub fn bytes(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize) -> u64 {
+        (2 * spec.layers * spec.kv_heads * spec.head_dim * capacity * policy.compute.size_in_bytes()) as u64
+    }
+
     /// Tokens seen.
     pub fn len(&self) -> usize {
         self.len

@@ -1,0 +1,65 @@
+//! The matrix products of a training step, whose operands the kernels pack.
+
+use super::spec::{Layer, ModelSpec, ParamRole};
+use super::workspace::candle_dtype;
+use crate::engine::kernels::WeightLayout;
+use crate::engine::kernels::cross_entropy::HeadWorkspace;
+use crate::engine::kernels::matmul::ProductShape;
+use crate::precision::PrecisionPolicy;
+use candle_core::{DType, Result};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The layers that a product takes together.
+#[derive(Default)]
+struct Linear {
+    inputs: usize,
+    outputs: usize,
+    adapters: usize,
+}
+
+impl ModelSpec {
+    /// The products of a forward and backward pass over so many `tokens`: those of the head and of all blocks. Of adapters of
+    /// layers that share a product, those with their second factors are given as if one layer had all outputs.
+    pub(crate) fn products(&self, policy: PrecisionPolicy, tokens: usize) -> Result<Vec<ProductShape>> {
+        let (compute, grads) = (candle_dtype(policy.compute), candle_dtype(policy.grads));
+        let product = |sizes, second, c| ProductShape { sizes, second, operands: compute, c };
+        let (vocab, width) = (self.vocab_size, self.width);
+        let head_grads = self.trains_head().then_some(grads);
+        let head = HeadWorkspace::lay_out(tokens, vocab, width, compute, head_grads, &|shape, _| Ok(shape[0]))?;
+        let rows = head.logits;
+        let mut products = vec![product([rows, width, vocab], 0, compute), product([rows, vocab, width], 0, compute)];
+        if let Some(grads) = head_grads {
+            let sum = if head.weight_sum.is_some() { DType::F32 } else { grads };
+            products.push(product([vocab, rows, width], 0, sum));
+        }
+        let weights = self.parameters().into_iter().filter(|entry| entry.role == ParamRole::Weight);
+        let trained: BTreeSet<Layer> = weights.map(|entry| entry.pack).collect();
+        let mut linears = BTreeMap::<Layer, Linear>::new();
+        for (layer, pack, [inputs, outputs]) in self.linear_layers() {
+            let linear = linears.entry(pack).or_default();
+            linear.inputs = inputs;
+            linear.outputs += outputs;
+            linear.adapters += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
+        }
+        for (pack, Linear { inputs, outputs, adapters }) in linears {
+            let r = self.lora.as_ref().map_or(0, |lora| lora.r);
+            let low = adapters * r;
+            products.push(product([tokens, inputs, outputs], low, compute));
+            products.push(product([tokens, outputs, inputs], low, compute));
+            if trained.contains(&pack) {
+                let [rows, columns] = match self.weight_layout {
+                    WeightLayout::InOut => [inputs, outputs],
+                    WeightLayout::OutIn => [outputs, inputs],
+                };
+                products.push(product([rows, tokens, columns], 0, grads));
+            }
+            if low > 0 {
+                products.push(product([tokens, inputs, low], 0, compute));
+                products.push(product([tokens, outputs, r], 0, compute));
+                products.push(product([outputs, tokens, r], 0, grads));
+                products.push(product([low, tokens, inputs], 0, grads));
+            }
+        }
+        Ok(products)
+    }
+}

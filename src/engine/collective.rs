@@ -82,6 +82,11 @@ pub trait Collective: fmt::Debug + Send + Sync {
         1
     }
 
+    /// Which of these this one is.
+    fn local_rank(&self) -> usize {
+        0
+    }
+
     /// How long exchanges have taken so far, waiting for others included.
     fn waited(&self) -> Duration {
         Duration::ZERO

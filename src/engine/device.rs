@@ -61,6 +61,18 @@ impl OpenDevice {
 }
 
 impl Place {
+    /// For the process with number `local_rank` of those on this machine: the first takes the GPU that was asked for, the others
+    /// take those after it in turn.
+    #[must_use]
+    pub fn of_process(self, local_rank: usize) -> Self {
+        let (first, count) = match self {
+            Self::Auto => (0, gpu_count()),
+            Self::Cpu => return self,
+            Self::Cuda(first) => (first, gpu_count()),
+        };
+        if local_rank == 0 || first >= count { self } else { Self::Cuda((first + local_rank) % count) }
+    }
+
     /// Opens the device for a model under `policy`, with the kernels of this `choice`. Where any device will do and the GPU
     /// cannot be used, `notice` is told why.
     ///
@@ -91,6 +103,19 @@ fn needs_bf16(policy: PrecisionPolicy) -> bool {
 #[cfg(not(feature = "cuda"))]
 fn gpu(_: usize, _: PrecisionPolicy) -> std::result::Result<(Device, String), String> {
     Err("this program was built without GPU support; build it with `--features cuda`, see README.md".into())
+}
+
+/// GPUs that the driver shows.
+#[cfg(not(feature = "cuda"))]
+pub(crate) fn gpu_count() -> usize {
+    0
+}
+
+/// GPUs that the driver shows.
+#[cfg(feature = "cuda")]
+pub(crate) fn gpu_count() -> usize {
+    use candle_core::cuda_backend::cudarc::driver::CudaContext;
+    CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0))
 }
 
 #[cfg(not(feature = "cuda"))]

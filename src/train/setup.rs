@@ -5,7 +5,7 @@ use crate::data::{
     names_in, nearest,
 };
 use crate::engine::collective::{Collective, Solo};
-use crate::engine::device::OpenDevice;
+use crate::engine::device::{OpenDevice, gpu_count};
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, MasterWeights, Survey};
@@ -430,9 +430,12 @@ fn with_loader<T>(
     }
 }
 
-/// The device of a configuration.
-pub(super) fn device(config: &Config, report: &mut Report<'_>) -> Result<OpenDevice> {
-    config.place()?.open(config.dtype, config.kernels, &mut |notice| report(Preparing::Notice(notice)))
+/// The device of a configuration for one of the processes.
+pub(super) fn device(config: &Config, world: &dyn Collective, report: &mut Report<'_>) -> Result<OpenDevice> {
+    config
+        .place()?
+        .of_process(world.local_rank())
+        .open(config.dtype, config.kernels, &mut |notice| report(Preparing::Notice(notice)))
 }
 
 /// Rejects a run for which the device has not enough memory; with `train.auto_batch`, changes it so that it fits.
@@ -445,7 +448,8 @@ pub(super) fn fit_memory(
 ) -> Result<Config> {
     let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
     let Some(available) = available else { return Ok(config) };
-    let available = available / world.beside() as u64;
+    let sharing = if open.device.is_cpu() { world.beside() } else { world.beside().div_ceil(gpu_count().max(1)) };
+    let available = available / sharing as u64;
     let (mut config, mut shape) = (config, shape.clone());
     if !open.device.is_cpu() {
         // Blocks are a CPU's.
@@ -486,9 +490,8 @@ pub(super) fn engine_among(
 ) -> Result<Engine> {
     let device = weights.1.device();
     let model = Decoder::new(shape, &weights.1, kernels)?;
-    if world.world() > 1 && model.kernels().name() != "fused" {
-        let message =
-            "several processes train with the fused kernels on CPUs; use `auto` and `--device cpu`, or one process";
+    if world.world() > 1 && device.is_cpu() && model.kernels().name() != "fused" {
+        let message = "several processes on CPUs train with the fused kernels; use `auto`, or one process";
         return Err(Error::config("kernels", message));
     }
     let (policy, train) = (config.dtype, &config.train);

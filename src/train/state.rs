@@ -74,9 +74,8 @@ impl TrainState {
     /// Makes the working copy of all processes that of their masters.
     pub(super) fn copy_to_weights(&self, kernels: &dyn Kernels, world: &dyn Collective) -> Result<()> {
         let counterpart = self.masters.counterpart(&self.weights, world.rank())?;
-        self.masters.write_compute_copy(&counterpart, kernels)?;
-        let shards = self.masters.parameters().shards();
-        shards.map_or(Ok(()), |shards| gather::all_gather(&self.weights, shards, world))
+        self.masters.write_compute_copy(&counterpart, self.masters.kernels(kernels))?;
+        gather::all_gather(&self.weights, &counterpart, world)
     }
 
     /// Random initial weights for `spec`, in FP32.

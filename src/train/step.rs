@@ -151,12 +151,11 @@ impl Engine {
             let factor = (f64::from(unscale) * clip) as f32;
             let TrainState { adamw, masters, weights, counters, .. } = state;
             let updated = masters.counterpart(weights, world.rank())?;
+            let kernels = masters.kernels(kernels);
             adamw.step(kernels, grads.total(), factor, lr, counters.updates, masters, &updated)?;
-            if let Some(shards) = masters.parameters().shards() {
-                let clock = Instant::now();
-                gather::all_gather(weights, shards, &**world)?;
-                time.exchange += clock.elapsed();
-            }
+            let clock = Instant::now();
+            gather::all_gather(weights, &updated, &**world)?;
+            time.exchange += clock.elapsed();
             counters.updates += 1;
             Outcome::Applied { grad_norm, clip, lr }
         } else {

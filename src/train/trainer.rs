@@ -115,7 +115,7 @@ impl Trainer {
         if let Some(checkpoint) = checkpoint {
             return Self::resume_among(world, config, checkpoint, report);
         }
-        let open = setup::device(&config, report)?;
+        let open = setup::device(&config, &*world, report)?;
         let source = ModelSource::open(&config, report)?;
         let config = setup::fit_memory(config, &source.config, &open, &*world, report)?;
         let initial = source.initial(&config, &open, &*world, report)?;
@@ -134,7 +134,7 @@ impl Trainer {
         checkpoint: &Checkpoint,
         report: &mut Report<'_>,
     ) -> Result<Self> {
-        let open = setup::device(&config, report)?;
+        let open = setup::device(&config, &*world, report)?;
         let source = ModelSource::of_checkpoint(&config, checkpoint, report)?;
         let config = setup::fit_memory(config, &source.config, &open, &*world, report)?;
         let initial = source.initial(&config, &open, &*world, report)?;

@@ -1,21 +1,24 @@
 //! Shards put together again: every process gets the working copy of all, or process 0 single values of another's.
 
-use super::{Collective, Shards, range_bytes, write_range};
+use super::{Collective, range_bytes, write_range};
 use crate::Result;
 use crate::engine::model::Parameters;
 
 /// Elements of a shard that go at a time.
 const CHUNK: usize = 1 << 20;
 
-/// Gives every process the elements of `whole` that each owns.
-pub fn all_gather(whole: &Parameters, shards: &Shards, world: &dyn Collective) -> Result<()> {
-    let (rank, count) = (world.rank(), world.world());
+/// Gives the `whole` of every process what each owns: its `own`, a shard, which on a CPU is a part of `whole` itself. A process
+/// alone has nothing to do.
+pub fn all_gather(whole: &Parameters, own: &Parameters, world: &dyn Collective) -> Result<()> {
+    let Some(shards) = own.shards() else { return Ok(()) };
+    let (rank, count, in_place) = (world.rank(), world.world(), whole.device().is_cpu());
     let longest = (0..count).map(|owner| shards.len(owner)).max().unwrap_or(0);
     for start in (0..longest).step_by(CHUNK) {
         let span = start..start + CHUNK;
-        let mut own = Vec::new();
+        let mut here = Vec::new();
         for (parameter, range) in shards.pieces(rank, span.clone()) {
-            range_bytes(&whole[parameter], range, &mut own)?;
+            let first = own.range(parameter).start;
+            range_bytes(&own[parameter], range.start - first..range.end - first, &mut here)?;
         }
         let pieces: Vec<_> = (0..count).map(|owner| shards.pieces(owner, span.clone())).collect();
         let length = |owner: usize| {
@@ -23,8 +26,11 @@ pub fn all_gather(whole: &Parameters, shards: &Shards, world: &dyn Collective) -
             if owner == rank { 0 } else { bytes.sum() }
         };
         let mut received: Vec<Vec<u8>> = (0..count).map(|owner| vec![0; length(owner)]).collect();
-        let out: Vec<&[u8]> = (0..count).map(|to| if to == rank { &[] } else { own.as_slice() }).collect();
+        let out: Vec<&[u8]> = (0..count).map(|to| if to == rank { &[] } else { here.as_slice() }).collect();
         world.exchange(&out, &mut received.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
+        if !in_place {
+            received[rank] = here;
+        }
         for (pieces, bytes) in pieces.iter().zip(&received).filter(|(_, bytes)| !bytes.is_empty()) {
             let mut bytes = bytes.as_slice();
             for (parameter, range) in pieces {

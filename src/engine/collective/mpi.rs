@@ -154,4 +154,9 @@ impl Collective for Mpi {
         let own = self.hosts.get(self.rank);
         self.hosts.iter().filter(|host| Some(*host) == own).count().max(1)
     }
+
+    fn local_rank(&self) -> usize {
+        let own = self.hosts.get(self.rank);
+        self.hosts.iter().take(self.rank).filter(|host| Some(*host) == own).count()
+    }
 }

@@ -1,8 +1,8 @@
 //! Numbers and tensors as bytes on their way to another process of the same program on the same kind of machine.
 
-use crate::engine::kernels::view::{View, ViewMut, read, write};
+use crate::engine::kernels::view::{View, ViewMut, host, read, write};
 use crate::{Error, Result};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use half::slice::HalfFloatSliceExt;
 use std::ops::Range;
 
@@ -51,8 +51,13 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Appends elements of a CPU tensor, counted in row-major order, to `out`.
+/// Appends elements of a tensor, counted in row-major order, to `out`.
 pub(crate) fn range_bytes(tensor: &Tensor, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
+    if !tensor.device().is_cpu() {
+        // Of a view, candle copies all that it is a view of.
+        let part = tensor.flatten_all()?.narrow(0, range.start, range.len())?.force_contiguous()?;
+        return range_bytes(&host(&part)?, 0..range.len(), out);
+    }
     let tensor = read(tensor)?;
     out.extend_from_slice(match tensor.view().slice(range) {
         View::F32(x) => bytemuck::cast_slice(x),
@@ -65,6 +70,11 @@ pub(crate) fn range_bytes(tensor: &Tensor, range: Range<usize>, out: &mut Vec<u8
 /// Writes such bytes over the elements of a tensor of the same type, and returns those that follow.
 pub(crate) fn write_range<'a>(tensor: &Tensor, range: Range<usize>, bytes: &'a [u8]) -> Result<&'a [u8]> {
     let (bytes, rest) = bytes.split_at(range.len() * tensor.dtype().size_in_bytes());
+    if !tensor.device().is_cpu() {
+        let part = Tensor::from_raw_buffer(bytes, tensor.dtype(), &[range.len()], &Device::Cpu)?;
+        tensor.flatten_all()?.slice_set(&part.to_device(tensor.device())?, 0, range.start)?;
+        return Ok(rest);
+    }
     write(tensor, |mut view| {
         let to: &mut [u8] = match view.reborrow() {
             ViewMut::F32(x) => bytemuck::cast_slice_mut(&mut x[range]),

@@ -122,10 +122,10 @@ impl Parameters {
         Ok(converted)
     }
 
-    /// Zeros of `dtype` in the same layout.
+    /// Zeros of `dtype` in the same layout; of a shard on the CPU, where processes exchange and update them.
     pub fn zeros_like(&self, dtype: DType) -> Result<Self> {
         if self.shard.is_some() {
-            return self.map(|tensor| view::zeros(tensor.dims(), dtype, tensor.device()));
+            return self.map(|tensor| view::zeros(tensor.dims(), dtype, &Device::Cpu));
         }
         Self::of_layout(self.layout.clone(), dtype, &self.device(), None)
     }
@@ -163,9 +163,9 @@ impl Parameters {
         Ok(parts)
     }
 
-    /// The same in memory of its own.
+    /// The same on the CPU in memory of its own.
     pub fn copied(&self) -> Result<Self> {
-        self.map(Tensor::force_contiguous)
+        self.map(|tensor| view::host(&tensor.force_contiguous()?))
     }
 
     fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {

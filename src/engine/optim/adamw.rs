@@ -5,7 +5,7 @@ use super::blockwise::{BLOCK, Blockwise, SMALLEST};
 use crate::engine::collective::Shards;
 use crate::engine::kernels::adamw::{AdamWStep, Moments};
 use crate::engine::kernels::survey::PART;
-use crate::engine::kernels::{Kernels, stochastic, view};
+use crate::engine::kernels::{Fused, Kernels, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -226,6 +226,9 @@ impl AdamW {
             if master.dtype() != DType::F32 {
                 let first = masters.parameters().range(i).start;
                 stochastic::round(&updated, master, first, *seed, &entry.name, updates)?;
+                if !masters.is_working_copy(&weights[i]) {
+                    kernels.copy(master, &weights[i])?;
+                }
             }
         }
         Ok(())
@@ -272,7 +275,8 @@ impl MasterWeights {
     ) -> crate::Result<(Self, Parameters)> {
         let weights = Parameters::zeros(entries, candle_dtype(policy.compute), device)?;
         let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
-        let (mut parameters, in_place) = (weights.shard(&shards, rank)?, policy.compute == policy.params);
+        let in_place = policy.compute == policy.params && device.is_cpu();
+        let mut parameters = weights.shard(&shards, rank)?;
         if !in_place {
             parameters = parameters.zeros_like(candle_dtype(policy.params))?;
         }
@@ -282,8 +286,8 @@ impl MasterWeights {
             kernels.copy(&one[0], &weights[index])?;
             let range = parameters.range(index);
             if !in_place && !range.is_empty() {
-                let own = one[0].flatten_all()?.narrow(0, range.start, range.len())?;
-                kernels.copy(&own, &parameters[index])?;
+                let own = view::host(&one[0])?.flatten_all()?.narrow(0, range.start, range.len())?;
+                Fused.copy(&own, &parameters[index])?;
             }
         }
         Ok((Self { parameters, in_place }, weights))
@@ -294,14 +298,22 @@ impl MasterWeights {
     pub fn shard(self, [rank, world]: [usize; 2], weights: &Parameters) -> Result<Self> {
         let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
         let parameters = self.parameters.shard(&shards, rank)?;
-        let in_place = weights.tensors().iter().all(|weight| weight.dtype() == self.dtype());
+        let same = weights.tensors().iter().all(|weight| weight.dtype() == self.dtype());
+        let in_place = same && weights.device().is_cpu();
         let parameters = if in_place { parameters } else { parameters.copied()? };
         Ok(Self { parameters, in_place })
     }
 
-    /// The part of the working copy that updates are rounded into.
+    /// What updates are rounded into: the working copy, or of several processes this one's part of it, on the CPU.
     pub fn counterpart(&self, weights: &Parameters, rank: usize) -> Result<Parameters> {
-        self.parameters.shards().map_or_else(|| Ok(weights.clone()), |shards| weights.shard(shards, rank))
+        let Some(shards) = self.parameters.shards() else { return Ok(weights.clone()) };
+        let part = weights.shard(shards, rank)?;
+        if weights.device().is_cpu() { Ok(part) } else { part.copied() }
+    }
+
+    /// What computes on them: shards are on the CPU, wherever the passes are computed.
+    pub fn kernels<'a>(&self, kernels: &'a dyn Kernels) -> &'a dyn Kernels {
+        if self.parameters.shards().is_some() { &Fused } else { kernels }
     }
 
     /// Whether this tensor of the counterpart and its master are one.

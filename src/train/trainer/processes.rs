@@ -301,13 +301,14 @@ impl Trainer {
         Order::Finish.give(self.world())
     }
 
-    /// Checks that all processes have the same program, instruction set, model, data and settings, without which their
+    /// Checks that all processes have the same program, instruction set, kernels, model, data and settings, without which their
     /// results would differ by more than their number.
     pub fn agree(&self) -> Result<()> {
         let isa = crate::engine::kernels::isa::Isa::current();
         let facts = [
             ("program", format!("{} {}", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH)),
             ("instruction set", format!("{isa}; set FINETUNE_ISA to the narrowest of all")),
+            ("kernels", format!("`{}`; choose them by `--device` and `--kernels`", self.engine.model.kernels().name())),
             ("training text", self.identity.data.clone()),
             ("model", self.identity.model.clone()),
             ("step", self.engine.state.counters.step.to_string()),

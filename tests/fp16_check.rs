@@ -47,6 +47,7 @@ fn scale(masters: &Parameters, name: &str, factor: f32, of: impl Fn(usize) -> bo
 }
 
 #[test]
+#[ignore = "more than a minute; .ci/run runs it"]
 fn the_verdict_is_what_training_shows() {
     let folder = tempfile::tempdir().unwrap();
     let path = trained(folder.path());

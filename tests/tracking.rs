@@ -100,6 +100,7 @@ fn apart(loss: f64, truth: f64) -> f64 {
 }
 
 #[test]
+#[ignore = "more than a minute; .ci/run runs it"]
 fn half_precision_ends_where_fp32_ends() {
     const LR: f64 = 1e-3;
     let (fp32, _) = train(PrecisionPolicy::FP32, GradScaler::disabled(), Masters::Fp32, LR);
@@ -144,6 +145,7 @@ fn every_set_of_kernels_learns_alike() {
 
 /// At a small rate most updates are less than half a unit in the last place of an FP16 weight: rounding undoes them.
 #[test]
+#[ignore = "more than a minute; .ci/run runs it"]
 fn fp16_without_masters_and_scale_stays_behind() {
     const LR: f64 = 1e-6;
     let (fp32, _) = train(PrecisionPolicy::FP32, GradScaler::disabled(), Masters::Fp32, LR);

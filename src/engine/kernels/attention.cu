@@ -204,7 +204,8 @@ __device__ inline void differentiate(const H& head, const AttentionBackward& a, 
     for (int i = 0; i < R; ++i) {
         const unsigned row = query + head.y * R + i, column = key + head.x * R;
         const bool inside = row < a.shape.seq_len;
-        const unsigned bound = a.shape.first_key(row);
+        // No key of a row that is not there. (Asked for again below, this costs a register too many.)
+        const unsigned bound = inside ? a.shape.first_key(row) : ~0u;
         const float lse = inside ? load(a.lse, head.row(row)) : 0.0f, delta = inside ? load(a.delta, head.row(row)) : 0.0f;
         float mask[R];
 #pragma unroll
@@ -212,7 +213,7 @@ __device__ inline void differentiate(const H& head, const AttentionBackward& a, 
         apply_dropout(a.dropout, head.row(row) * a.shape.seq_len + column, mask);
 #pragma unroll
         for (int j = 0; j < R; ++j) {
-            const float probability = inside && column + j <= row && column + j >= bound ? expf(p[i][j] - lse) : 0.0f;
+            const float probability = column + j <= row && column + j >= bound ? expf(p[i][j] - lse) : 0.0f;
             ds[i][j] = probability * (ds[i][j] * mask[j] - delta);
             p[i][j] = probability * mask[j];
         }

@@ -55,7 +55,7 @@ impl Stream {
     }
 
     /// The generator's key.
-    #[cfg(any(feature = "cuda", all(test, feature = "emulator")))]
+    #[cfg(any(feature = "cuda", test))]
     pub(crate) fn key(self) -> [u32; 2] {
         self.key
     }
@@ -66,10 +66,10 @@ impl Stream {
         philox([block, site, draw as u32, (draw >> 32) as u32], self.key)
     }
 
-    /// Fills `out` with uniform numbers between -1 and 1.
-    pub fn fill_uniform(&self, site: u32, draw: u64, out: &mut [f32]) {
+    /// Fills `out` with the uniform numbers between -1 and 1 from group of four `first` on.
+    pub fn fill_uniform(&self, site: u32, draw: u64, first: u32, out: &mut [f32]) {
         out.par_chunks_mut(4).with_min_len(1 << 12).enumerate().for_each(|(block, out)| {
-            for (out, number) in out.iter_mut().zip(self.block(site, draw, block as u32)) {
+            for (out, number) in out.iter_mut().zip(self.block(site, draw, first + block as u32)) {
                 *out = ((f64::from(number) + 0.5) / f64::from(1u32 << 31) - 1.0) as f32;
             }
         });

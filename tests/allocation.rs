@@ -27,7 +27,7 @@ use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::Columns;
 use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{Fused, Kernels, Plain};
-use finetune::engine::model::{Keep, ModelSpec, Parameters};
+use finetune::engine::model::{Keep, ModelSpec, ParamSpec, Parameters};
 use finetune::engine::optim::{AdamWConfig, MasterWeights};
 use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
@@ -200,7 +200,7 @@ fn a_base_in_blocks_holds_its_blocks() {
         .map(|(_, dtype, shape)| (shape.iter().product::<usize>() / dtype.block_size() * dtype.type_size()) as u64)
         .sum();
     let before = LIVE.load(Relaxed);
-    let read = |into: &Parameters| file.read_parameters(into);
+    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
     let over = over_base(&spec, policy.compute, 3, &Device::Cpu, "base", Some(&file), read).unwrap();
     let held = (LIVE.load(Relaxed) - before) as u64 - over.parameters.bytes();
     let (bytes, dense) = over.parameters.base().unwrap().saved_by_blocks().unwrap();

@@ -1,4 +1,4 @@
-"""What numpy and PyTorch make of the laboratory's figures.
+"""What numpy, PyTorch, ml_dtypes and torchao make of the laboratory's figures.
 
 Usage: lab_figures.py REPORTS.json. Reports are what `finetune lab VIEW --json` printed, by name. Prints a JSON object of
 lists of disagreements by name; empty lists where everything agrees.
@@ -10,6 +10,8 @@ import sys
 import ml_dtypes
 import numpy as np
 import torch
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
 reports = json.load(open(sys.argv[1]))
 
@@ -165,7 +167,7 @@ def scaler(report):
 
 
 def blocks(report):
-    """Scales and codes, bit for bit: PyTorch's casts, torchao's MXFP8 and NVFP4, ml_dtypes' FP4."""
+    """Scales and codes, bit for bit: PyTorch's casts, torchao's MXFP8 and NVFP4."""
     wrong = []
     x = torch.tensor(report["tensor"], dtype=torch.float32).reshape(report["shape"])
     e4m3 = torch.float8_e4m3fn
@@ -186,25 +188,16 @@ def blocks(report):
             their_scales = amax / 127.0
             theirs = torch.round(parts / their_scales).clamp(-127, 127).to(torch.int8).view(torch.uint8)
         elif name == "mxfp8":
-            exponent = torch.floor(torch.log2(amax.double())).int() - 8
-            their_scales = torch.ldexp(torch.ones_like(amax), exponent)
-            theirs = (parts / their_scales).to(e4m3).view(torch.uint8)
-            if torchao:
-                scale, data = to_mx(x, e4m3, 32)
-                their_scales = scale.float().reshape(-1, 1)
-                theirs = data.view(torch.uint8)
+            scale, data = to_mx(x, e4m3, 32)
+            their_scales = scale.float()
+            theirs = data.view(torch.uint8)
         else:
             tensor_scale = (x.abs().amax() / (448.0 * 6.0)).float()
             if float(tensor_scale) != np.float32(scheme["tensor_scale"]):
                 wrong.append([name, float(tensor_scale), scheme["tensor_scale"]])
-            scale = (amax / 6.0 / tensor_scale).clamp(2.0**-6, 448.0).to(e4m3)
-            scaled = (parts * ((1.0 / tensor_scale) / scale.float())).clamp(-6, 6)
+            scale, packed = nvfp4_quantize(x, 16, tensor_scale)
             their_scales = scale.float()
-            theirs = torch.from_numpy(scaled.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8))
-            if torchao:
-                scale, packed = nvfp4_quantize(x, 16, tensor_scale)
-                their_scales = scale.float()
-                theirs = torch.stack([packed & 15, packed >> 4], -1)
+            theirs = torch.stack([packed & 15, packed >> 4], -1)
         if not torch.equal(their_scales.reshape(-1), scales):
             wrong.append([name, "scales", their_scales.reshape(-1)[:3].tolist(), scales[:3].tolist()])
         if not torch.equal(theirs.reshape(-1), codes):
@@ -213,14 +206,6 @@ def blocks(report):
     return wrong
 
 
-try:
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
-
-    torchao = True
-except ImportError:
-    torchao = False
-
 VIEWS = {"bits": bits, "ulp": ulp, "sums": sums, "softmax": softmax, "scaler": scaler, "blocks": blocks}
 answer = {name: VIEWS[name.split()[0]](report) for name, report in reports.items()}
-print(json.dumps({"torchao": torchao, "wrong": answer}))
+print(json.dumps(answer))

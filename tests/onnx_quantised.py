@@ -1,4 +1,4 @@
-"""What onnxruntime's dynamic quantiser makes of an exported graph; `tests/export.rs` runs it.
+"""What onnxruntime's dynamic quantiser makes of an exported graph; `tests/program/export.rs` runs it.
 
     python onnx_quantised.py MODEL IDS
 

@@ -1,4 +1,4 @@
-"""What transformers makes of model folders; `tests/transformers.rs` runs it.
+"""What transformers makes of model folders; `tests/engine/transformers.rs` runs it.
 
     python transformers_loss.py BATCH FOLDER...
 

@@ -11,7 +11,7 @@ use crate::engine::kernels::Choice;
 use crate::engine::kernels::allocator::Allocations;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
-use crate::engine::model::{ModelSpec, Op, Parameters};
+use crate::engine::model::{ModelSpec, Op, ParamSpec, draw};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::StoredModel;
@@ -154,8 +154,11 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let masters = if shape.lora.is_none() {
         TrainState::random_masters(&shape, config.seed, &open.device)?
     } else {
-        let draw = |into: &Parameters| Ok(into.initialise(config.seed)?);
-        over_base(&shape, config.dtype.compute, config.seed, &open.device, &args.model, None, draw)?.parameters
+        let drawn = |entry: &ParamSpec, first: usize, out: &mut [f32]| {
+            draw(entry, config.seed, first, out);
+            Ok(())
+        };
+        over_base(&shape, config.dtype.compute, config.seed, &open.device, &args.model, None, drawn)?.parameters
     };
     let mut engine = engine(config, &shape, masters, open.kernels.clone(), (args.warmup + args.steps) as u64)?;
     engine.exponents = !args.no_histogram;

@@ -12,7 +12,7 @@ pub mod awake;
 pub mod columns;
 pub mod convert;
 pub mod cross_entropy;
-#[cfg(any(feature = "cuda", all(test, feature = "emulator")))]
+#[cfg(any(feature = "cuda", test))]
 pub(crate) mod cuda;
 pub mod decode_attention;
 pub mod dropout;

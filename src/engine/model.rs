@@ -25,7 +25,7 @@ pub use decoder::{Decoder, KvCache, Mode, Tokens};
 pub use gguf::{GgufHeader, GgufWords, ROPE_FACTORS, gguf_name};
 pub use hook::{Hook, Part, Place};
 pub use lora::{ALL_LINEAR, Lora, merge, set_output_norms};
-pub use parameters::Parameters;
+pub use parameters::{Parameters, draw};
 pub use rope::{Rope, RopeType};
 pub use spec::{
     Biases, DropoutRates, Family, Init, Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec, Sliding,

@@ -2,7 +2,7 @@
 
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view::{self, host};
-use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge};
+use crate::engine::model::{Decoder, ModelSpec, ParamSpec, Parameters, candle_dtype, merge};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::GgufModel;
 use crate::store::adapter::AdapterFolder;
@@ -81,10 +81,10 @@ impl Adapters {
         compute: Dtype,
         origin: &str,
         gguf: Option<&GgufModel>,
-        read: impl FnMut(&Parameters) -> Result<()>,
+        read_part: impl FnMut(&ParamSpec, usize, &mut [f32]) -> Result<()>,
     ) -> Result<(ModelSpec, Parameters)> {
         let spec = self.spec(base)?;
-        let OverBase { parameters, sha256 } = over_base(&spec, compute, 0, &Device::Cpu, origin, gguf, read)?;
+        let OverBase { parameters, sha256 } = over_base(&spec, compute, 0, &Device::Cpu, origin, gguf, read_part)?;
         if let Some(Base { name, sha256: wanted, .. }) = self.base().filter(|base| !base.sha256.is_empty())
             && wanted != sha256
         {

@@ -4,7 +4,7 @@ use super::adapted::{self, Adapters, merged};
 use crate::data::{ChatSettings, Reading, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
-use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
+use crate::engine::model::{Decoder, ModelSpec, ParamSpec, Parameters, candle_dtype, draw};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::adapter::AdapterFolder;
 use crate::store::base::check_range;
@@ -167,7 +167,9 @@ impl TrainedModel {
     fn adapters_over(&self, compute: Dtype, gguf: Option<&GgufModel>) -> Result<Option<(ModelSpec, Parameters)>> {
         let Some(adapters) = &self.adapters else { return Ok(None) };
         let origin = self.path.display().to_string();
-        adapters.over(&self.config, compute, &origin, gguf, |into| self.weights.read(into)).map(Some)
+        adapters
+            .over(&self.config, compute, &origin, gguf, |entry, first, out| self.weights.read_part(entry, first, out))
+            .map(Some)
     }
 
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
@@ -232,7 +234,19 @@ impl Weights {
         }
     }
 
-    /// Reads the FP32 tensors of `into`, all parameters or some.
+    /// Reads a parameter in FP32, or from value `first` on some rows of a table of tokens.
+    fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
+        match self {
+            Self::Stored(model) => model.read_part(entry, first, out),
+            Self::Checkpoint(checkpoint) => checkpoint.read_part(&entry.name, first, out),
+            Self::Drawn(seed) => {
+                draw(entry, *seed, first, out);
+                Ok(())
+            }
+        }
+    }
+
+    /// Reads every parameter into the FP32 tensors of `into`.
     fn read(&self, into: &Parameters) -> Result<()> {
         match self {
             Self::Stored(model) => model.read_parameters(into),

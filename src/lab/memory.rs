@@ -429,12 +429,9 @@ impl Memory {
     fn conclusion(&self, page: &mut Page) {
         let Some(Measured { policy, recipe, peak, engine }) = &self.measured else { return };
         let predicted = total(engine);
-        page.push(Line::new().plain(format!(
-            "measured peak of the run ({policy}{recipe}): {}, predicted {}: {:+.1} %",
-            bytes(*peak),
-            bytes(predicted),
-            (predicted as f64 / *peak as f64 - 1.0) * 100.0
-        )));
+        page.push(Line::new().plain(format!("measured peak of the run ({policy}{recipe}): {}", bytes(*peak))));
+        let error = (predicted as f64 / *peak as f64 - 1.0) * 100.0;
+        page.push(Line::new().plain(format!("predicted: {}, {error:+.1} %", bytes(predicted))));
     }
 }
 

@@ -2,9 +2,9 @@
 
 use crate::digest::DigestWriter;
 use crate::engine::kernels::survey::survey;
-use crate::engine::kernels::view::read;
-use crate::engine::model::{ModelSpec, Parameters, candle_dtype, set_output_norms};
-use crate::precision::{Dtype, FloatFormat};
+use crate::engine::kernels::view::{self, read};
+use crate::engine::model::{ModelSpec, Op, ParamSpec, Parameters, candle_dtype, set_output_norms};
+use crate::precision::{Dtype, FloatFormat, TensorStats};
 use crate::store::GgufModel;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
@@ -13,6 +13,9 @@ use std::sync::Arc;
 
 /// Values hashed at a time.
 const CHUNK: usize = 1 << 16;
+/// Values of a table of tokens that are read at a time, or four rows more. In FP32 and whole, that of a large vocabulary would take more
+/// than all else that a run over a frozen base holds. A multiple of four, as drawing wants it.
+const TABLE_PART: usize = 1 << 20;
 
 /// Parameters over their base.
 #[derive(Debug)]
@@ -23,11 +26,12 @@ pub struct OverBase {
     pub sha256: String,
 }
 
-/// The trained parameters of `spec`, drawn from `seed`, over its base, of which `read_one` reads one tensor at a time, in FP32. On a
-/// CPU matrices stay in the blocks that `gguf` has. `origin` is the base's name, for messages.
+/// The trained parameters of `spec`, drawn from `seed`, over its base. `read_part` reads the values of a parameter from one on, in
+/// FP32: whole parameters, but some rows at a time of a table of tokens. On a CPU matrices stay in the blocks that `gguf` has.
+/// `origin` is the base's name, for messages.
 ///
 /// # Errors
-/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_one` says.
+/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_part` says.
 pub fn over_base(
     spec: &ModelSpec,
     compute: Dtype,
@@ -35,7 +39,7 @@ pub fn over_base(
     device: &Device,
     origin: &str,
     gguf: Option<&GgufModel>,
-    mut read_one: impl FnMut(&Parameters) -> Result<()>,
+    mut read_part: impl FnMut(&ParamSpec, usize, &mut [f32]) -> Result<()>,
 ) -> Result<OverBase> {
     let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
     own.initialise(seed)?;
@@ -51,20 +55,27 @@ pub fn over_base(
     };
     let mut digest = DigestWriter::new(sink());
     for entry in spec.base_parameters() {
-        let one = Parameters::zeros(std::slice::from_ref(&entry), DType::F32, &Device::Cpu)?;
-        read_one(&one)?;
-        let wide = &one[0];
-        check_tensor(&entry.name, wide, origin, compute)?;
         digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
-        for values in read(wide)?.typed::<f32>()?.chunks(CHUNK) {
-            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
+        let tensor = own.get(&entry.name).or_else(|| base.get(&entry.name)).filter(|tensor| tensor.elem_count() > 0);
+        let tensor = tensor.map(Tensor::flatten_all).transpose()?;
+        let (elements, mut stats) = (entry.shape.iter().product::<usize>(), TensorStats::default());
+        let part = match (entry.layer.op, &entry.shape[..]) {
+            (Op::Embedding | Op::Head, [_, columns]) => TABLE_PART.next_multiple_of(4 * columns),
+            _ => elements.max(1),
+        };
+        for first in (0..elements).step_by(part) {
+            let wide = view::zeros(&[part.min(elements - first)], DType::F32, &Device::Cpu)?;
+            view::write_f32(&wide, |out| read_part(&entry, first, out))??;
+            stats.merge(&survey(&wide, FloatFormat::FP32, false)?.stats);
+            for values in read(&wide)?.typed::<f32>()?.chunks(CHUNK) {
+                let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
+            }
+            if let Some(tensor) = &tensor {
+                tensor.slice_set(&wide.to_dtype(tensor.dtype())?.to_device(device)?, 0, first)?;
+            }
         }
-        let Some(tensor) = own.get(&entry.name).or_else(|| base.get(&entry.name)) else { continue };
-        if tensor.elem_count() == 0 {
-            continue;
-        }
-        tensor.slice_set(&wide.to_dtype(tensor.dtype())?.to_device(device)?, 0, 0)?;
+        check_stats(&entry.name, &stats, origin, compute)?;
     }
     let parameters = own.over(Some(Arc::new(base)));
     set_output_norms(spec, &parameters)?;
@@ -73,11 +84,13 @@ pub fn over_base(
 
 /// Rejects FP32 weights that are not finite or exceed the range of `dtype`, naming the tensor; `origin` is the model's name.
 pub fn check_range(masters: &Parameters, origin: &str, dtype: Dtype) -> Result<()> {
-    masters.iter().try_for_each(|(name, tensor)| check_tensor(name, tensor, origin, dtype))
+    masters.iter().try_for_each(|(name, tensor)| {
+        check_stats(name, &survey(tensor, FloatFormat::FP32, false)?.stats, origin, dtype)
+    })
 }
 
-fn check_tensor(name: &str, tensor: &Tensor, origin: &str, dtype: Dtype) -> Result<()> {
-    let (stats, format) = (survey(tensor, FloatFormat::FP32, false)?.stats, dtype.format());
+fn check_stats(name: &str, stats: &TensorStats, origin: &str, dtype: Dtype) -> Result<()> {
+    let format = dtype.format();
     if !stats.is_finite() {
         return Err(Error::model(origin, format!("`{name}` contains infinities or NaNs")));
     }

@@ -90,10 +90,16 @@ impl ModelFolder {
 
     /// Reads a parameter, widened to f32, into `out`.
     pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<()> {
-        match self.get(name) {
-            Some(view) => view.read_f32(out),
-            None => Err(self.error(format!("tensor `{name}` is missing"))),
-        }
+        self.require(name)?.read_f32(out)
+    }
+
+    /// Reads the values of a parameter from `first` on, as many as `out` holds.
+    pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
+        self.require(name)?.read_part(first, out)
+    }
+
+    fn require(&self, name: &str) -> Result<TensorView<'_>> {
+        self.get(name).ok_or_else(|| self.error(format!("tensor `{name}` is missing")))
     }
 
     /// Reads every parameter into the FP32 tensors of [`ModelSpec::parameters`].

@@ -12,12 +12,13 @@ pub use tokenizer::{TokenKind, word_pattern};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, Value};
-use candle_core::{Device, Tensor};
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
+use candle_core::{CpuStorage, Device, Tensor};
 
 use crate::data::{Tokenizer, contained};
 use crate::{Error, Result};
@@ -104,26 +105,36 @@ impl Gguf {
     /// # Errors
     /// [`Error::Model`] if there is none of this name, or its block type cannot be dequantised.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        if !self.content.tensor_infos.contains_key(name) {
-            return Err(self.error(format!("tensor `{name}` is missing")));
-        }
+        self.info(name)?;
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         let mut read = || self.content.tensor(&mut *file, name, &Device::Cpu)?.dequantize(&Device::Cpu);
         read().map_err(|error| self.error(format!("tensor `{name}`: {}", first_line(&error.to_string()))))
     }
 
-    /// The blocks of a tensor as they are in the file.
-    fn blocks(&self, name: &str) -> Result<Vec<u8>> {
-        let Some(info) = self.content.tensor_infos.get(name) else {
-            return Err(self.error(format!("tensor `{name}` is missing")));
-        };
-        let count = info.shape.elem_count() / info.ggml_dtype.block_size();
-        let mut blocks = vec![0; count * info.ggml_dtype.type_size()];
+    /// The elements `range` of a tensor, dequantised to FP32; they are whole blocks.
+    fn part(&self, name: &str, range: Range<usize>) -> Result<CpuStorage> {
+        let (elements, dtype) = (range.len(), self.info(name)?.ggml_dtype);
+        let blocks = self.blocks(name, range)?;
+        let read = || dtype.from_data(blocks.into()).dequantize(elements);
+        read().map_err(|error| self.error(format!("tensor `{name}`: {}", first_line(&error.to_string()))))
+    }
+
+    /// The blocks of elements `range` of a tensor as they are in the file.
+    fn blocks(&self, name: &str, range: Range<usize>) -> Result<Vec<u8>> {
+        let info = self.info(name)?;
+        let [first, count] = [range.start, range.len()].map(|elements| elements / info.ggml_dtype.block_size());
+        let size = info.ggml_dtype.type_size();
+        let mut blocks = vec![0; count * size];
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        file.seek(SeekFrom::Start(self.content.tensor_data_offset + info.offset))
+        file.seek(SeekFrom::Start(self.content.tensor_data_offset + info.offset + (first * size) as u64))
             .and_then(|_| file.read_exact(&mut blocks))
             .map_err(Error::io("read", &self.path))?;
         Ok(blocks)
+    }
+
+    fn info(&self, name: &str) -> Result<&TensorInfo> {
+        let info = self.content.tensor_infos.get(name);
+        info.ok_or_else(|| self.error(format!("tensor `{name}` is missing")))
     }
 
     /// `general.architecture`: `llama`, `qwen2`, ….
@@ -211,7 +222,9 @@ impl Gguf {
     /// # Errors
     /// [`Error::Model`] for a kind that is not built, or parts that contradict each other.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
-        Tokenizer::from_json(tokenizer::json(self)?.to_string().into_bytes(), &self.path.display().to_string())
+        // In a statement of its own, so that the tree is dropped before its text is read.
+        let json = tokenizer::json(self)?.to_string().into_bytes();
+        Tokenizer::from_json(json, &self.path.display().to_string())
     }
 
     fn wrong(&self, key: &str, wanted: &str, found: Option<&Value>) -> Error {

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::companions::Companions;
 use super::{GgufModel, ModelFolder};
 use crate::data::Tokenizer;
-use crate::engine::model::{ModelSpec, Parameters};
+use crate::engine::model::{ModelSpec, ParamSpec, Parameters};
 use crate::{Error, Result};
 
 /// A model in which every tensor was found with the right shape.
@@ -74,6 +74,14 @@ impl StoredModel {
         match self {
             Self::Folder(_) => None,
             Self::Gguf(model) => Some(model),
+        }
+    }
+
+    /// Reads a parameter into `out`, widened to FP32; or from value `first` on some rows of a table of tokens.
+    pub fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
+        match self {
+            Self::Folder(folder) => folder.read_part(&entry.name, first, out),
+            Self::Gguf(model) => model.read_part(entry, first, out),
         }
     }
 

@@ -7,6 +7,7 @@
 mod header;
 mod write;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::slice::HalfFloatSliceExt;
@@ -114,32 +115,41 @@ impl TensorView<'_> {
         if out.len() != self.len() {
             return Err(self.error(format!("shape {:?} does not hold the {} values wanted", self.shape, out.len())));
         }
-        match self.dtype {
-            Dtype::F32 | Dtype::F16 | Dtype::BF16 => {}
+        self.read_part(0, out)
+    }
+
+    /// Like [`TensorView::read_f32`], of the values from `first` on: as many as `out` holds.
+    pub fn read_part(&self, first: usize, out: &mut [f32]) -> Result<()> {
+        let size = match self.dtype {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::BF16 => 2,
             other => return Err(self.error(format!("dtype {other} is not one of F32, F16, BF16"))),
-        }
-        let size = self.bytes.len() / out.len().max(1);
-        out.par_chunks_mut(PART).zip(self.bytes.par_chunks(size.max(1) * PART)).for_each(|(out, bytes)| {
-            match self.dtype {
-                Dtype::F16 => widen(bytes, out, f16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
-                Dtype::BF16 => widen(bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
-                _ => {
-                    for (value, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                        *value = f32::from_le_bytes(*bytes);
-                    }
+        };
+        let range = first * size..(first + out.len()) * size;
+        let Some(bytes) = self.bytes.get(range.clone()) else {
+            return Err(self.error(format!("shape {:?} has no values {first}..{}", self.shape, first + out.len())));
+        };
+        out.par_chunks_mut(PART).zip(bytes.par_chunks(size * PART)).for_each(|(out, bytes)| match self.dtype {
+            Dtype::F16 => widen(bytes, out, f16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+            Dtype::BF16 => widen(bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+            _ => {
+                for (value, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                    *value = f32::from_le_bytes(*bytes);
                 }
             }
         });
-        self.release();
+        self.release(range);
         Ok(())
     }
 
     /// Lets go of the pages that were read: until the file is closed they would count as memory of this process, beside the
     /// tensors that they were read into.
-    fn release(&self) {
+    fn release(&self, range: Range<usize>) {
         // SAFETY: the map is of a file and read-only, so that a page that is let go has the same bytes when it is read again.
         // A failure costs memory and nothing else.
-        _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, self.begin, self.bytes.len()) };
+        _ = unsafe {
+            self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, self.begin + range.start, range.len())
+        };
     }
 
     /// Like [`TensorView::read_f32`], into a new vector.

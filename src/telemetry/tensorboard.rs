@@ -2,7 +2,7 @@
 //!
 //! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf message
 //! `Event` of TensorFlow's `event.proto` and `summary.proto`. The five messages are encoded here by hand;
-//! `tests/out_of_the_terminal.rs` reads them back with TensorBoard itself.
+//! `tests/program/out_of_the_terminal.rs` reads them back with TensorBoard itself.
 
 use super::emitter::Sink;
 use super::{Event, GradStats, Record, StepRecord};

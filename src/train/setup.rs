@@ -7,7 +7,7 @@ use crate::data::{
 use crate::engine::collective::{Collective, Solo};
 use crate::engine::device::{OpenDevice, gpu_count};
 use crate::engine::kernels::Kernels;
-use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
+use crate::engine::model::{Decoder, DropoutRates, ModelSpec, ParamSpec, Parameters, Workspace, draw};
 use crate::engine::optim::{Gradients, MasterWeights, Survey};
 use crate::precision::{Dtype, Fallback, GradScaler};
 use crate::store::base::{OverBase, check_range, over_base};
@@ -218,9 +218,12 @@ impl ModelSource {
     }
 
     fn over_base(&self, compute: Dtype, seed: u64, device: &Device) -> Result<(Parameters, Base)> {
-        let read = |into: &Parameters| match &self.weights {
-            Weights::Stored(model) => model.read_parameters(into),
-            Weights::Random => Ok(into.initialise(seed)?),
+        let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| match &self.weights {
+            Weights::Stored(model) => model.read_part(entry, first, out),
+            Weights::Random => {
+                draw(entry, seed, first, out);
+                Ok(())
+            }
             Weights::Later => Err(Error::model(&self.name, "adapters need their base")),
         };
         let gguf = if let Weights::Stored(model) = &self.weights { model.gguf() } else { None };

@@ -1,7 +1,7 @@
 //! A slow GPT-2 of plain differentiable candle operations: what the engine's forward and backward are compared with.
 //!
 //! Nothing here is fused, because candle's fused layer norm and softmax cut the autograd graph without a word. It runs in
-//! FP32 to compare with, and in FP64 for finite differences. `tests/oracle.rs` checks it against PyTorch.
+//! FP32 to compare with, and in FP64 for finite differences. `tests/engine/oracle.rs` checks it against PyTorch.
 #![allow(dead_code, reason = "each test binary uses its part of the oracle")]
 
 use std::collections::{BTreeMap, HashMap};

@@ -9,7 +9,7 @@ mod attention;
 mod cross_entropy;
 mod elementwise;
 mod embedding;
-#[cfg(all(test, feature = "emulator"))]
+#[cfg(test)]
 mod emulator;
 mod heads;
 mod launch;
@@ -23,5 +23,5 @@ mod product;
 #[cfg(feature = "cuda")]
 mod queue;
 mod survey;
-#[cfg(all(test, feature = "emulator"))]
+#[cfg(test)]
 mod tests;

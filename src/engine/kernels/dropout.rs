@@ -26,7 +26,7 @@ impl Dropout {
     }
 
     /// Draw, key, site, threshold and the scale of kept elements, for the CUDA kernels.
-    #[cfg(any(feature = "cuda", all(test, feature = "emulator")))]
+    #[cfg(any(feature = "cuda", test))]
     pub(crate) fn numbers(&self) -> (u64, [u32; 2], u32, u32, f32) {
         (self.draw, self.stream.key(), self.site, self.threshold, self.keep_scale)
     }

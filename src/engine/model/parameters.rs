@@ -219,21 +219,8 @@ impl Parameters {
     /// Draws initial values, each parameter from a random stream of its own. `self` must be FP32. The lengths of outputs are
     /// the caller's to set, who has the base.
     pub fn initialise(&self, seed: u64) -> Result<()> {
-        let stream = Stream::new(seed, Domain::Init);
-        for (entry, tensor) in self.layout.entries.iter().zip(&self.tensors) {
-            view::write_f32(tensor, |out| match entry.init {
-                Init::Zeros | Init::OutputNorms => out.fill(0.0),
-                Init::Ones => out.fill(1.0),
-                Init::Normal(std) => draw_normal(stream, site_of(&entry.name), std as f32, out),
-                Init::Uniform(bound) => {
-                    stream.fill_uniform(site_of(&entry.name), 0, out);
-                    for x in out {
-                        *x *= bound as f32;
-                    }
-                }
-            })?;
-        }
-        Ok(())
+        let mut entries = self.layout.entries.iter().zip(&self.tensors);
+        entries.try_for_each(|(entry, tensor)| view::write_f32(tensor, |out| draw(entry, seed, 0, out)))
     }
 
     /// Where the tensors are.
@@ -382,14 +369,30 @@ impl std::ops::Index<usize> for Parameters {
     }
 }
 
-/// Fills `out` with normal numbers of standard deviation `std`.
-fn draw_normal(stream: Stream, site: u32, std: f32, out: &mut [f32]) {
+/// Draws the initial values of a parameter from `first` on, a multiple of four: as many as `out` holds.
+pub fn draw(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) {
+    let (stream, site) = (Stream::new(seed, Domain::Init), site_of(&entry.name));
+    match entry.init {
+        Init::Zeros | Init::OutputNorms => out.fill(0.0),
+        Init::Ones => out.fill(1.0),
+        Init::Normal(std) => draw_normal(stream, site, std as f32, first, out),
+        Init::Uniform(bound) => {
+            stream.fill_uniform(site, 0, (first / 4) as u32, out);
+            for x in out {
+                *x *= bound as f32;
+            }
+        }
+    }
+}
+
+/// Fills `out` with the normal numbers of standard deviation `std` from `first` on, an even number.
+fn draw_normal(stream: Stream, site: u32, std: f32, first: usize, out: &mut [f32]) {
     const PART: usize = 1 << 14;
     out.par_chunks_mut(PART).enumerate().for_each(|(part, out)| {
         vectorize(
             #[inline(always)]
             || {
-                stream.fill_normal(site, 0, (part * (PART / 2)) as u32, out);
+                stream.fill_normal(site, 0, (first / 2 + part * (PART / 2)) as u32, out);
                 for x in out {
                     *x *= std;
                 }

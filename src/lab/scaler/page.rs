@@ -23,7 +23,7 @@ impl Comparison {
         }
         if let Some(cursor) = self.cursor {
             for (i, trajectory) in self.trajectories.iter().enumerate() {
-                page.push(trajectory.verdict(i, cursor));
+                trajectory.verdict(&mut page, i, cursor);
             }
         }
         page.gap();
@@ -151,23 +151,25 @@ impl Trajectory {
         page.push(line);
     }
 
-    /// The step under the cursor as text.
-    fn verdict(&self, index: usize, cursor: u64) -> Line {
+    /// The step under the cursor as text: its numbers, and on a line of its own what came of them.
+    fn verdict(&self, page: &mut Page, index: usize, cursor: u64) {
         let Some(attempt) = self.attempts.iter().rev().find(|attempt| attempt.step <= cursor) else {
-            return Line::new().dim("no step yet");
+            page.push(Line::new().dim("no step yet"));
+            return;
         };
         let interval = self.config.growth_interval;
         let scaled = attempt.largest.map_or_else(String::new, |largest| {
             let product = f64::from(largest) * f64::from(attempt.scale);
             format!(" × max|g| {} = {}", brief(f64::from(largest)), brief(product))
         });
-        let counted = format!("   clean {} of {interval}   ", attempt.clean);
         let (role, what) = happened(attempt);
-        Line::new()
-            .with(Role::Series(index), format!("{} step {}: ", letter(index), attempt.step))
-            .plain(format!("S {}{scaled}", short(f64::from(attempt.scale))))
-            .dim(counted)
-            .with(role, if what.is_empty() { "✓ clean".to_owned() } else { what })
+        page.push(
+            Line::new()
+                .with(Role::Series(index), format!("{} step {}: ", letter(index), attempt.step))
+                .plain(format!("S {}{scaled}", short(f64::from(attempt.scale))))
+                .dim(format!("   clean {} of {interval}", attempt.clean)),
+        );
+        page.push(Line::new().with(role, format!("  {}", if what.is_empty() { "✓ clean" } else { &what })));
     }
 
     /// The scale after each step, with equal scales on one line.

@@ -177,6 +177,11 @@ impl Checkpoint {
         read_all(&self.masters, into, "")
     }
 
+    /// Reads the master weights of a parameter from value `first` on.
+    pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
+        self.masters.require(name)?.read_part(first, out)
+    }
+
     /// Reads the master weights rounded to each tensor's type.
     pub fn read_masters_rounded(&self, into: &Parameters) -> Result<()> {
         read_all(&self.masters, into, "")

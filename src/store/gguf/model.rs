@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json, json};
 use super::Gguf;
 use crate::Result;
 use crate::engine::kernels::quantised::Quantised;
-use crate::engine::kernels::view;
+use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{GgufHeader, ModelSpec, Op, ParamSpec, Parameters, ROPE_FACTORS, gguf_name};
 use crate::store::companions::{CHAT_TEMPLATE, Companions, GENERATION_CONFIG, TOKENIZER_CONFIG};
 
@@ -60,7 +60,8 @@ impl GgufModel {
     /// A matrix in the blocks that the file has, its rows in our order.
     pub fn blocks(&self, entry: &ParamSpec) -> Result<Quantised> {
         let name = gguf_name(entry);
-        let (blocks, dtype) = (self.gguf.blocks(&name)?, self.gguf.content.tensor_infos[&name].ggml_dtype);
+        let elements = entry.shape.iter().product();
+        let (blocks, dtype) = (self.gguf.blocks(&name, 0..elements)?, self.gguf.info(&name)?.ggml_dtype);
         let rows = self.config.gguf_rows(entry);
         let row = blocks.len() / rows.len();
         let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[from * row..(from + 1) * row]).copied().collect();
@@ -108,8 +109,20 @@ impl GgufModel {
     /// Reads every parameter, dequantised, into the FP32 tensors of [`ModelSpec::parameters`].
     pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
         for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
-            let stored = self.gguf.tensor(&gguf_name(entry))?;
-            view::copy(&self.config.out_of_gguf(entry, &stored)?, tensor)?;
+            view::write_f32(tensor, |out| self.read_part(entry, 0, out))??;
+        }
+        Ok(())
+    }
+
+    /// Reads a parameter, dequantised; or from value `first` on some rows of one that GGUF has in our order.
+    pub fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
+        let (name, whole) = (gguf_name(entry), entry.shape.iter().product());
+        if out.len() < whole {
+            let values = self.gguf.part(&name, first..first + out.len())?;
+            out.copy_from_slice(values.as_slice()?);
+        } else {
+            let values = self.config.out_of_gguf(entry, &self.gguf.tensor(&name)?)?;
+            out.copy_from_slice(read(&values)?.typed()?);
         }
         Ok(())
     }

@@ -37,7 +37,7 @@ impl Buffer {
     }
 
     /// How many bytes its elements take.
-    #[cfg(all(test, feature = "emulator"))]
+    #[cfg(test)]
     pub(crate) fn bytes(self) -> usize {
         self.len * self.dtype.size_in_bytes()
     }

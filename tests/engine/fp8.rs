@@ -1,0 +1,269 @@
+//! One block in simulated FP8, and the variance of gradients that can switch it.
+
+use std::path::Path;
+use std::process::Command;
+
+use candle_core::{DType, Tensor};
+use finetune::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Tokens, Workspace};
+use finetune::precision::{Fp8Config, PrecisionPolicy};
+use finetune::store::checkpoint::Run;
+use finetune::telemetry::{Activity, Emitter, Event, Record};
+use finetune::train::{Config, Fp8Layer, Layers, Trainer, verify_resume};
+
+fn config(fp8: Fp8Config) -> Config {
+    let mut config = Config::resolve(&Layers::default()).unwrap();
+    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (1, 32, 0);
+    (config.scaler.init_scale, config.train.eval_batches) = (65536.0, 1);
+    config.precision.fp8 = fp8;
+    config
+}
+
+fn fp8(layer: usize) -> Fp8Config {
+    Fp8Config { layer: Some(layer), ..Fp8Config::default() }
+}
+
+/// A run's events over so many steps.
+fn train(config: Config, steps: u64) -> (Trainer, Vec<Event>) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+    let mut emitter = Emitter::new(None);
+    let events = emitter.connect();
+    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+    trainer.advance(steps).unwrap();
+    (trainer, events.try_iter().map(|record: Record| record.event).collect())
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The most bits behind the leading one that any value of a tensor has: 3 in E4M3, 2 in E5M2, up to 10 in FP16.
+fn mantissa_bits(tensor: &Tensor) -> u32 {
+    values(tensor)
+        .into_iter()
+        .filter(|x| *x != 0.0)
+        .map(|x| 23 - (x.to_bits() | 1 << 23).trailing_zeros())
+        .max()
+        .unwrap()
+}
+
+/// What a pass computes: layer, part, and the bits of its values.
+struct Bits {
+    spec: ModelSpec,
+    recorded: Vec<(String, u32)>,
+}
+
+impl Hook for Bits {
+    fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
+        self.recorded.push((format!("{} {}", self.spec.layer_name(layer), part.name()), mantissa_bits(tensor)));
+        Ok(())
+    }
+}
+
+impl Bits {
+    fn of(&self, place: &str) -> u32 {
+        self.recorded.iter().find(|(name, _)| name == place).unwrap_or_else(|| panic!("{place} was not recorded")).1
+    }
+}
+
+#[test]
+fn only_the_inputs_of_the_blocks_products_are_fp8() {
+    let (trainer, _) = train(config(fp8(1)), 3);
+    let engine = trainer.engine();
+    let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch());
+    let ids: Vec<u32> = (0..32).map(|i| (i * 7) % 64 + 30).collect();
+    let tokens = Tokens::new(&ids, 32);
+    let shape = model.spec();
+    let device = candle_core::Device::Cpu;
+    let mut workspace = Workspace::for_training(shape, PrecisionPolicy::FP16, (1, 32), Keep::All, &device).unwrap();
+    let mut layer = Fp8Layer::new(fp8(1), engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()));
+    let mut bits = Bits { spec: shape.clone(), recorded: Vec::new() };
+    let hook = &mut (&mut layer, &mut bits);
+    model.forward(weights, tokens, Mode::Eval, &mut workspace, hook).unwrap();
+    model.loss_and_head_gradient(weights, &ids, 100.0, &workspace, grads, &mut ()).unwrap();
+    model.backward(weights, tokens, Mode::Eval, &mut workspace, grads, hook).unwrap();
+    for place in ["ln_1 output", "attn output", "ln_2 output", "mlp.gelu output"] {
+        assert!(bits.of(&format!("h.1.{place}")) <= 3, "{place}");
+        assert!(bits.of(&format!("h.0.{place}")) > 3, "{place}");
+    }
+    for place in
+        ["mlp.c_proj output_gradient", "mlp.gelu input_gradient", "attn.c_proj output_gradient", "attn input_gradient"]
+    {
+        assert!(bits.of(&format!("h.1.{place}")) <= 2, "{place}");
+        assert!(bits.of(&format!("h.0.{place}")) > 2, "{place}");
+    }
+    for place in ["h.1.mlp.c_fc output", "h.1.attn.c_attn output", "h.1.mlp.c_fc weight_gradient"] {
+        assert!(bits.of(place) > 3, "{place}: products are stored as ever");
+    }
+    let recorded = bits.recorded.iter().filter(|(place, _)| place.starts_with("h.1.")).count();
+    assert!(recorded > 20 && Part::Output.is_forward());
+}
+
+/// The masters move, and after an update the working copy is theirs, in FP16 and not in FP8.
+#[test]
+fn a_block_in_fp8_trains_and_keeps_its_masters() {
+    let (trainer, events) = train(config(fp8(1)), 12);
+    let (plain, _) = train(config(Fp8Config::default()), 12);
+    let losses: Vec<f32> =
+        events.iter().filter_map(|event| if let Event::Step(step) = event { Some(step.loss) } else { None }).collect();
+    assert!(losses[11] < losses[0] - 0.2, "{losses:?}");
+    let state = &trainer.engine().state;
+    for (name, weight) in state.weights.iter() {
+        let master = state.masters.parameters().get(name).unwrap().to_dtype(DType::F16).unwrap();
+        assert_eq!(values(weight), values(&master), "{name}");
+    }
+    let moved = |name: &str| {
+        let of = |trainer: &Trainer| values(trainer.engine().state.masters.parameters().get(name).unwrap());
+        of(&trainer) != of(&plain)
+    };
+    assert!(moved("h.1.mlp.c_fc.weight") && moved("h.0.mlp.c_fc.weight"), "it computes as without");
+}
+
+#[test]
+fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
+    let folder = tempfile::tempdir().unwrap();
+    let variance = first_variance();
+    for (name, switch_variance) in [("always", None), ("switched", Some(variance * 0.7))] {
+        let mut config = config(Fp8Config { history: 3, switch_variance, ..fp8(1) });
+        // The first steps overflow.
+        config.scaler.init_scale = 2f32.powi(19);
+        let proof = verify_resume(&config, 14, 7, &folder.path().join(name), &Activity::default()).unwrap();
+        assert!(proof.differences.is_empty(), "{name}: {:?}", proof.differences);
+        assert!(proof.skipped > 0);
+    }
+}
+
+#[test]
+fn the_state_of_another_block_is_discarded() {
+    let (trainer, _) = train(config(fp8(1)), 2);
+    let state = trainer.engine().state.fp8.as_ref().unwrap().state();
+    let again = |layer| Fp8Layer::new(fp8(layer), Some(state.clone())).unwrap();
+    let fresh = Fp8Layer::new(fp8(2), None).unwrap();
+    assert_eq!(again(1).state(), state);
+    assert_eq!(again(2).state(), fresh.state());
+    assert_ne!(fresh.state().amax, state.amax);
+}
+
+/// The variance of block 1's gradient at the first step.
+fn first_variance() -> f64 {
+    let mut config = config(Fp8Config::default());
+    config.telemetry.variance_every = 1;
+    let (trainer, events) = train(config, 1);
+    let variances =
+        events.iter().find_map(|event| if let Event::Variances(v) = event { Some(v) } else { None }).unwrap();
+    let names: Vec<_> = variances.layers.keys().map(String::as_str).collect();
+    let blocks = trainer.engine().model.spec().layers;
+    assert_eq!((names.len(), names[0], *names.last().unwrap()), (blocks + 1, "h.0", "head"));
+    variances.layers["h.1"]
+}
+
+#[test]
+fn the_variance_is_that_of_the_unscaled_gradients_elements() {
+    let mut config = config(Fp8Config::default());
+    config.telemetry.variance_every = 1;
+    let (trainer, events) = train(config, 1);
+    let scale =
+        events.iter().find_map(|e| if let Event::Step(step) = e { Some(f64::from(step.loss_scale)) } else { None });
+    let scale = scale.unwrap();
+    let born = trainer.engine().grads.micro_batch();
+    let elements: Vec<f64> = born
+        .iter()
+        .filter(|(name, _)| name.starts_with("h.1."))
+        .flat_map(|(_, tensor)| values(tensor))
+        .map(|x| f64::from(x) / scale)
+        .collect();
+    let mean = elements.iter().sum::<f64>() / elements.len() as f64;
+    let expected = elements.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / elements.len() as f64;
+    let found = first_variance();
+    assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
+    assert!(train(self::config(Fp8Config::default()), 2).1.iter().all(|event| !matches!(event, Event::Variances(_))));
+}
+
+#[test]
+fn the_variance_switches_the_block_and_the_log_says_so() {
+    let variance = first_variance();
+    let switched = |threshold: f64| {
+        let config = config(Fp8Config { switch_variance: Some(threshold), ..fp8(1) });
+        let (trainer, events) = train(config, 8);
+        let moves: Vec<_> = events
+            .into_iter()
+            .filter_map(
+                |event| if let Event::Retyped(moved) = event { Some((moved.step, moved.to, moved.back)) } else { None },
+            )
+            .collect();
+        (moves, trainer.engine().state.fp8.as_ref().unwrap().active().is_some())
+    };
+    let (moves, active) = switched(variance * 1e6);
+    assert_eq!((moves, active), (vec![(1, "fp8".to_owned(), false)], true));
+    assert_eq!(switched(variance * 1e-9), (vec![], false), "it begins in FP16 and stays");
+}
+
+#[test]
+fn invalid_settings_are_rejected_by_key() {
+    let refused = |settings: &[(&str, &str)]| {
+        let overrides = settings.iter().map(|(key, value)| {
+            let table: toml::Table = format!("v = {value}").parse().unwrap();
+            ((*key).to_owned(), table["v"].clone())
+        });
+        let config = Config::resolve(&Layers { file: None, overrides: overrides.collect(), ..Layers::default() });
+        config.and_then(|config| Trainer::new(config, &mut |_| ()).map(drop)).unwrap_err().to_string()
+    };
+    assert!(refused(&[("precision.fp8.layer", "9")]).starts_with("precision.fp8.layer: there is no block 9"));
+    assert!(refused(&[("precision.fp8.layer", "1"), ("dtype", "\"fp32\"")]).starts_with("precision.fp8.layer: "));
+    let both = refused(&[("precision.fp8.layer", "1"), ("precision.fallback", "\"layer\"")]);
+    assert!(both.starts_with("precision.fallback: layer fallback and FP8 cannot be combined"), "{both}");
+    assert!(refused(&[("precision.fp8.history", "0")]).starts_with("precision.fp8.history: "));
+}
+
+/// The experiment in `configs/experiments`, in small: three arms that `compare` tells apart.
+#[test]
+fn the_experiment_runs_and_is_compared() {
+    let runs = tempfile::tempdir().unwrap();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/experiments/fp8-variance");
+    let finetune = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        command.current_dir(runs.path());
+        command
+    };
+    for arm in ["fp16", "fp8", "switched"] {
+        let mut command = finetune();
+        command.arg("--config").arg(folder.join(format!("{arm}.toml"))).args(["--run", arm, "--plain"]);
+        command.args(["--steps", "12", "--batch-size", "1", "--seq-len", "32", "--checkpoint-dir", "."]);
+        command.args(["--set", "train.eval_batches=2", "--set", "telemetry.variance_every=4"]);
+        command.args(["--set", "scaler.init_scale=4194304.0"]);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let output =
+        finetune().args(["compare", "--checkpoint-dir", ".", "fp16", "fp8", "switched", "--json"]).output().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let keys: Vec<_> = json["differences"].as_array().unwrap().iter().map(|d| d["key"].as_str().unwrap()).collect();
+    assert_eq!(keys, ["precision.fp8.layer", "precision.fp8.switch_variance"]);
+    for arm in 0..3 {
+        let figures = &json["arms"][arm]["runs"][0]["figures"];
+        assert!(figures["longest_streak"].as_f64().unwrap() >= 3.0, "2^22 is too high: {figures}");
+        assert!(figures["longest_streak"].as_f64() <= figures["skipped"].as_f64());
+    }
+    let log = std::fs::read_to_string(runs.path().join("fp8/events.jsonl")).unwrap();
+    assert!(log.contains(r#""fallback":{"h.0":"fp8"}"#) && log.contains(r#""event":"variances""#));
+}
+
+/// The table in the documentation matches the results.
+#[test]
+fn the_documented_figures_are_the_results() {
+    let results: serde_json::Value =
+        serde_json::from_str(include_str!("../../configs/experiments/fp8-variance/results.json")).unwrap();
+    let documentation = include_str!("../../docs/mixed-precision.md");
+    for arm in ["fp16", "fp8", "switched", "single"] {
+        let cell = |key: &str| {
+            let figure = |run: &serde_json::Value| match run[key].as_u64() {
+                Some(count) => count.to_string(),
+                None => format!("{:.3}", run[key].as_f64().unwrap()),
+            };
+            results[arm].as_array().unwrap().iter().map(figure).collect::<Vec<_>>().join(", ")
+        };
+        let cells = ["skipped", "longest_streak", "switches", "perplexity"].map(cell).join(" | ");
+        let row = format!("| `{arm}` | {cells} |");
+        assert!(documentation.contains(&row), "the documentation lacks: {row}");
+    }
+}

@@ -1,0 +1,617 @@
+//! The gradient scaler against PyTorch's rules (C) and golden vectors (G), numbered as in the project's list.
+//!
+//! Here is what concerns the state machine; what needs tensors stands in `tests/engine/amp.rs`. C19 (no host synchronisation)
+//! concerns the engine on a GPU.
+
+use finetune::precision::{
+    GradScaler, GradScalerConfig, HysteresisRefill, OnOverflow, OptimizerStages, ScaleChange, ScalerPolicy,
+    ScalerState, StateDict,
+};
+use half::f16;
+use proptest::prelude::*;
+
+fn scaler(init_scale: f32, growth_interval: u32) -> GradScaler {
+    GradScaler::new(GradScalerConfig { init_scale, growth_interval, ..GradScalerConfig::default() }).unwrap()
+}
+
+fn refused(change: impl FnOnce(&mut GradScalerConfig)) -> String {
+    let mut config = GradScalerConfig::default();
+    change(&mut config);
+    GradScaler::new(config).unwrap_err().to_string()
+}
+
+fn tracker(scaler: &GradScaler) -> u32 {
+    scaler.state().growth_tracker
+}
+
+fn steps(scaler: &mut GradScaler, count: u32, finite: bool) {
+    for _ in 0..count {
+        scaler.update(finite);
+    }
+}
+
+// Construction, disabled
+
+#[test]
+fn c1_defaults() {
+    let scaler = GradScaler::new(GradScalerConfig::default()).unwrap();
+    assert_eq!((scaler.scale(), tracker(&scaler)), (65536.0, 0));
+    let config = scaler.config();
+    assert_eq!((config.growth_factor, config.backoff_factor, config.growth_interval), (2.0, 0.5, 2000));
+    assert!(config.enabled);
+    assert_eq!((config.hysteresis, config.on_overflow, config.min_scale), (1, OnOverflow::Skip, 1.0));
+}
+
+#[test]
+fn c2_options_without_sense_are_errors_that_name_them() {
+    for bad in [1.0, 0.5, f64::NAN, f64::INFINITY] {
+        assert!(refused(|c| c.growth_factor = bad).starts_with("scaler.growth_factor: "));
+    }
+    for bad in [1.0, 1.5, 0.0, -0.5, f64::NAN] {
+        assert!(refused(|c| c.backoff_factor = bad).starts_with("scaler.backoff_factor: "));
+    }
+    for bad in [0.0, -1.0, f32::INFINITY, f32::NAN] {
+        assert!(refused(|c| c.init_scale = bad).starts_with("scaler.init_scale: "));
+        assert!(refused(|c| c.min_scale = bad).starts_with("scaler.min_scale: "));
+    }
+    assert_eq!(refused(|c| c.growth_interval = 0), "scaler.growth_interval: must be at least 1");
+    assert!(refused(|c| c.hysteresis = 0).starts_with("scaler.hysteresis: "));
+    assert!(refused(|c| c.init_scale = 0.5).contains("below `min_scale`"));
+}
+
+#[test]
+fn c3_disabled_scales_nothing_and_keeps_nothing() {
+    let mut scaler = GradScaler::disabled();
+    assert_eq!((scaler.scale(), scaler.inverse()), (1.0, 1.0));
+    for _ in 0..5000 {
+        assert_eq!(scaler.update(true), ScaleChange::Held);
+    }
+    assert!(matches!(scaler.update(false), ScaleChange::AtFloor { streak: 1, .. }));
+    assert_eq!(scaler.state_dict(), None);
+    let other = self::scaler(8.0, 1).state_dict();
+    scaler.load_state_dict(other.as_ref()).unwrap();
+    scaler.load_state_dict(None).unwrap();
+    scaler.set_scale(4.0).unwrap();
+    assert_eq!(scaler.scale(), 1.0);
+}
+
+#[test]
+fn c5_scale_before_use_is_the_initial_one_and_update_needs_a_check() {
+    assert_eq!(scaler(1024.0, 7).scale(), 1024.0);
+    assert!(OptimizerStages::<usize>::new().finish().unwrap_err().to_string().contains("without any gradient checked"));
+}
+
+// scale, unscale
+
+#[test]
+fn c6_scaling_is_exact() {
+    let scaler = scaler(65536.0, 2000);
+    let loss = 10.824_9_f32;
+    assert_eq!(loss * scaler.scale() / 65536.0, loss);
+}
+
+#[test]
+fn c7_inverse_is_divided_in_f64() {
+    for scale in [3.0, 65536.0, 1e38, 0.3, 1.0] {
+        let mut scaler = scaler(1.0, 1);
+        scaler.set_scale(scale).unwrap();
+        assert_eq!(scaler.inverse(), (1.0 / f64::from(scale)) as f32);
+    }
+    assert_eq!(GradScaler::disabled().inverse(), 1.0);
+}
+
+#[test]
+fn c9_the_floor_keeps_unscaling_from_overflowing() {
+    let mut scaler = scaler(65536.0, 2000);
+    steps(&mut scaler, 100, false);
+    assert!((f32::MAX * scaler.inverse()).is_finite());
+}
+
+#[test]
+fn c10_a_step_of_an_optimizer_without_gradients_is_an_error() {
+    let error = OptimizerStages::new().record_step(&0).unwrap_err().to_string();
+    assert!(error.contains("none of its parameters has one"), "{error}");
+}
+
+#[test]
+fn c13_unscale_twice_or_after_step_is_an_error() {
+    let mut stages = OptimizerStages::new();
+    stages.record_unscale("adam", false).unwrap();
+    assert!(stages.record_unscale("adam", false).unwrap_err().to_string().contains("already called"));
+    stages.record_step(&"adam").unwrap();
+    assert!(stages.record_unscale("adam", false).unwrap_err().to_string().contains("after `step`"));
+    stages.finish().unwrap();
+    stages.record_unscale("adam", false).unwrap();
+}
+
+// step
+
+#[test]
+fn c15_step_reuses_the_recorded_verdict() {
+    for found_inf in [false, true] {
+        let mut stages = OptimizerStages::new();
+        assert!(stages.is_ready(&0));
+        stages.record_unscale(0, found_inf).unwrap();
+        assert!(!stages.is_ready(&0));
+        assert_eq!(stages.record_step(&0).unwrap(), !found_inf);
+    }
+}
+
+#[test]
+fn c18_a_second_step_before_update_is_an_error() {
+    let mut stages = OptimizerStages::new();
+    stages.record_unscale(0, false).unwrap();
+    stages.record_step(&0).unwrap();
+    assert!(stages.record_step(&0).unwrap_err().to_string().contains("already called"));
+}
+
+// update
+
+#[test]
+fn c21_one_overflow_among_optimizers_lowers_the_scale_though_the_others_step() {
+    let (mut scaler, mut stages) = (scaler(16.0, 2000), OptimizerStages::new());
+    for (optimizer, found_inf) in [(0, false), (1, true), (2, false)] {
+        stages.record_unscale(optimizer, found_inf).unwrap();
+    }
+    let stepped: Vec<_> = (0..3).map(|optimizer| stages.record_step(&optimizer).unwrap()).collect();
+    assert_eq!(stepped, [true, false, true]);
+    assert_eq!(scaler.update(!stages.finish().unwrap()), ScaleChange::BackedOff { from: 16.0, to: 8.0 });
+}
+
+#[test]
+fn c22_overflow_backs_off_and_resets_the_tracker() {
+    let mut scaler = scaler(16.0, 10);
+    scaler.update(true);
+    assert_eq!(tracker(&scaler), 1);
+    assert_eq!(scaler.update(false), ScaleChange::BackedOff { from: 16.0, to: 8.0 });
+    assert_eq!(tracker(&scaler), 0);
+}
+
+#[test]
+fn c23_growth_comes_at_the_interval_and_only_if_finite() {
+    let mut quiet = scaler(16.0, 3);
+    assert_eq!([(); 3].map(|()| quiet.update(true))[2], ScaleChange::Grew { from: 16.0, to: 32.0 });
+    assert_eq!(tracker(&quiet), 0);
+    let mut full = scaler(2f32.powi(127), 2);
+    assert_eq!([(); 2].map(|()| full.update(true)), [ScaleChange::Held; 2]);
+    assert_eq!((full.scale(), tracker(&full)), (2f32.powi(127), 0));
+}
+
+#[test]
+fn c24_an_interval_lowered_below_the_tracker_still_grows() {
+    let mut scaler = scaler(16.0, 10);
+    steps(&mut scaler, 7, true);
+    let lowered = StateDict { growth_interval: 5, ..scaler.state_dict().unwrap() };
+    scaler.load_state_dict(Some(&lowered)).unwrap();
+    assert_eq!(scaler.update(true), ScaleChange::Grew { from: 16.0, to: 32.0 });
+}
+
+#[test]
+fn c25_unscaled_but_unstepped_counts_as_a_check() {
+    let mut stages = OptimizerStages::new();
+    stages.record_unscale(0, true).unwrap();
+    assert!(stages.finish().unwrap());
+    assert!(stages.finish().is_err());
+}
+
+#[test]
+fn c26_a_new_scale_leaves_the_tracker_and_ignores_found_inf() {
+    let (mut scaler, mut stages) = (scaler(16.0, 10), OptimizerStages::new());
+    scaler.update(true);
+    stages.record_unscale(0, true).unwrap();
+    scaler.set_scale(5.0).unwrap();
+    stages.clear();
+    assert_eq!((scaler.scale(), tracker(&scaler)), (5.0, 1));
+    assert!(stages.is_ready(&0));
+    assert!(scaler.set_scale(f32::NAN).is_err() && scaler.set_scale(0.0).is_err());
+    assert_eq!(scaler.scale(), 5.0);
+}
+
+#[test]
+fn c27_after_update_every_stage_is_ready() {
+    let mut stages = OptimizerStages::new();
+    stages.record_unscale(0, false).unwrap();
+    stages.record_unscale(1, false).unwrap();
+    stages.record_step(&1).unwrap();
+    stages.finish().unwrap();
+    assert!(stages.is_ready(&0) && stages.is_ready(&1));
+    assert_eq!(stages, OptimizerStages::new());
+}
+
+// state
+
+#[test]
+fn c29_state_has_pytorchs_keys_and_overrides_the_options() {
+    let mut scaler = scaler(16.0, 10);
+    let json = serde_json::to_value(scaler.state_dict()).unwrap();
+    let keys: Vec<_> = json.as_object().unwrap().keys().map(String::as_str).collect();
+    assert_eq!(keys, ["_growth_tracker", "backoff_factor", "growth_factor", "growth_interval", "scale"]);
+    let saved =
+        StateDict { scale: 3.0, growth_factor: 4.0, backoff_factor: 0.25, growth_interval: 2, growth_tracker: 1 };
+    scaler.load_state_dict(Some(&saved)).unwrap();
+    assert_eq!(scaler.state_dict(), Some(saved));
+    assert_eq!(scaler.update(true), ScaleChange::Grew { from: 3.0, to: 12.0 });
+}
+
+#[test]
+fn c30_empty_or_senseless_states_are_errors_and_change_nothing() {
+    let mut scaler = scaler(16.0, 10);
+    let before = scaler.clone();
+    assert!(scaler.load_state_dict(None).unwrap_err().to_string().contains("empty"));
+    let good = scaler.state_dict().unwrap();
+    for bad in [
+        StateDict { scale: f32::INFINITY, ..good },
+        StateDict { growth_factor: 1.0, ..good },
+        StateDict { backoff_factor: 1.0, ..good },
+        StateDict { growth_interval: 0, ..good },
+    ] {
+        assert!(scaler.load_state_dict(Some(&bad)).is_err(), "{bad:?}");
+    }
+    assert_eq!(scaler, before);
+}
+
+// Golden vectors
+
+#[test]
+fn g1_two_clean_steps_then_an_overflow() {
+    let config =
+        GradScalerConfig { init_scale: 4.0, backoff_factor: 0.25, growth_interval: 2, ..GradScalerConfig::default() };
+    let mut scaler = GradScaler::new(config).unwrap();
+    let seen = [true, true, false].map(|finite| {
+        scaler.update(finite);
+        (scaler.scale(), tracker(&scaler))
+    });
+    assert_eq!(seen, [(4.0, 1), (8.0, 0), (2.0, 0)]);
+}
+
+/// The gradient that overflows is the input times the scale in FP16: 20000 × 4 > 65504, 40000 × 2 too.
+#[test]
+fn g2_half_precision_inputs() {
+    let mut scaler = scaler(4.0, 2000);
+    let seen = [5.0, 20000.0, 5.0, 40000.0].map(|input: f32| {
+        let scaled = f16::from_f32(input * scaler.scale()).to_f32();
+        scaler.update(scaled.is_finite());
+        (scaled, scaler.scale(), tracker(&scaler))
+    });
+    assert_eq!(seen, [(20.0, 4.0, 1), (f32::INFINITY, 2.0, 0), (10.0, 2.0, 1), (f32::INFINITY, 1.0, 0)]);
+}
+
+#[test]
+fn g3_four_batches_with_an_overflow_at_index_2() {
+    let mut scaler = scaler(128.0, 1);
+    for finite in [true, true, false, true] {
+        scaler.update(finite);
+    }
+    assert_eq!(scaler.scale(), 512.0);
+}
+
+#[test]
+fn g4_accumulation_updates_once_an_effective_batch() {
+    let mut scaler = scaler(128.0, 1);
+    for batch in 1..=4 {
+        if batch % 2 == 0 {
+            scaler.update(true);
+        }
+    }
+    assert_eq!(scaler.scale(), 512.0);
+}
+
+#[test]
+fn g5_growth_out_of_range_leaves_the_scale() {
+    let config =
+        GradScalerConfig { init_scale: 1e38, growth_factor: 16.0, growth_interval: 1, ..GradScalerConfig::default() };
+    let mut scaler = GradScaler::new(config).unwrap();
+    assert_eq!(scaler.update(true), ScaleChange::Held);
+    assert_eq!(scaler.scale(), 1e38);
+}
+
+#[test]
+fn g6_loading_replaces_scale_factors_interval_and_tracker() {
+    let config = GradScalerConfig {
+        init_scale: 6.0,
+        growth_factor: 7.0,
+        backoff_factor: 0.8,
+        growth_interval: 10,
+        ..GradScalerConfig::default()
+    };
+    let mut scaler = GradScaler::new(config).unwrap();
+    steps(&mut scaler, 7, true);
+    assert_eq!(tracker(&scaler), 7);
+    let saved =
+        StateDict { scale: 3.0, growth_factor: 4.0, backoff_factor: 0.5, growth_interval: 2, growth_tracker: 0 };
+    scaler.load_state_dict(Some(&saved)).unwrap();
+    assert_eq!(scaler.state_dict(), Some(saved));
+}
+
+#[test]
+fn g7_inverse_of_a_quarter_is_exact() {
+    let scaler = scaler(4.0, 2000);
+    assert_eq!(scaler.inverse(), 0.25);
+    assert_eq!((f16::from_f32(4.0) * f16::from_f32(scaler.inverse())).to_f32(), 1.0);
+}
+
+/// The mixed-precision chapter's simulation: the scale at the start of each of 20 steps, overflow at step 10, where the
+/// chapter prints the scale after the step.
+#[test]
+fn twenty_step_simulation() {
+    let mut scaler = scaler(32768.0, 5);
+    let after: Vec<_> = (0..20)
+        .map(|step| {
+            scaler.update(step != 10);
+            scaler.scale()
+        })
+        .collect();
+    let mut expected = [[32768.0; 4].as_slice(), &[65536.0; 5], &[131_072.0], &[65536.0; 5]].concat();
+    expected.extend([131_072.0; 5]);
+    assert_eq!(after, expected);
+}
+
+// Ours beyond PyTorch
+
+#[test]
+fn the_floor_holds_and_reports_until_patience_ends() {
+    let config = GradScalerConfig { init_scale: 6.0, min_scale: 2.0, patience: 3, ..GradScalerConfig::default() };
+    let mut scaler = GradScaler::new(config).unwrap();
+    assert_eq!(scaler.update(false), ScaleChange::BackedOff { from: 6.0, to: 3.0 });
+    assert_eq!(scaler.update(false), ScaleChange::BackedOff { from: 3.0, to: 2.0 });
+    let floor = |streak| ScaleChange::AtFloor { scale: 2.0, streak };
+    assert_eq!([(); 2].map(|()| scaler.update(false)), [floor(1), floor(2)]);
+    assert!(!scaler.is_stuck());
+    scaler.update(true);
+    assert_eq!([(); 3].map(|()| scaler.update(false)), [floor(1), floor(2), floor(3)]);
+    assert!(scaler.is_stuck());
+}
+
+#[test]
+fn patience_zero_is_endless() {
+    let config = GradScalerConfig { init_scale: 1.0, patience: 0, ..GradScalerConfig::default() };
+    let mut scaler = GradScaler::new(config).unwrap();
+    steps(&mut scaler, 1000, false);
+    assert!(!scaler.is_stuck());
+}
+
+fn with_hysteresis(hysteresis_refill: HysteresisRefill) -> GradScaler {
+    let config = GradScalerConfig {
+        init_scale: 16.0,
+        growth_interval: 3,
+        hysteresis: 2,
+        hysteresis_refill,
+        ..GradScalerConfig::default()
+    };
+    GradScaler::new(config).unwrap()
+}
+
+#[test]
+fn hysteresis_refilled_at_growth_counts_overflows_across_clean_steps() {
+    let mut scaler = with_hysteresis(HysteresisRefill::Growth);
+    let scales = [false, true, false, false, true, true, true, false].map(|finite| {
+        scaler.update(finite);
+        scaler.scale()
+    });
+    assert_eq!(scales, [16.0, 16.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]);
+}
+
+#[test]
+fn hysteresis_refilled_by_clean_steps_backs_off_only_after_overflows_in_a_row() {
+    let mut scaler = with_hysteresis(HysteresisRefill::Clean);
+    let scales = [false, true, false, true, false, false, false].map(|finite| {
+        scaler.update(finite);
+        scaler.scale()
+    });
+    assert_eq!(scales, [16.0, 16.0, 16.0, 16.0, 16.0, 8.0, 4.0]);
+}
+
+#[test]
+fn configuration_reads_from_a_table_and_refuses_unknown_keys() {
+    let config: GradScalerConfig =
+        toml::from_str("init_scale = 1024\nhysteresis_refill = \"clean\"\non_overflow = \"retry\"").unwrap();
+    let expected = GradScalerConfig {
+        init_scale: 1024.0,
+        hysteresis_refill: HysteresisRefill::Clean,
+        on_overflow: OnOverflow::Retry,
+        ..GradScalerConfig::default()
+    };
+    assert_eq!(config, expected);
+    assert!(toml::from_str::<GradScalerConfig>("growth_intervall = 3").is_err());
+}
+
+#[test]
+fn a_change_serialises_with_its_cause() {
+    let json = serde_json::to_string(&ScaleChange::BackedOff { from: 4.0, to: 2.0 }).unwrap();
+    assert_eq!(json, r#"{"kind":"backed_off","from":4.0,"to":2.0}"#);
+}
+
+#[test]
+fn a_state_that_does_not_fit_its_configuration_is_refused() {
+    let state = GradScaler::new(GradScalerConfig::default()).unwrap().state();
+    let resume = |state| GradScaler::resume(GradScalerConfig::default(), state);
+    assert!(resume(state).is_ok());
+    assert!(resume(ScalerState { scale: f32::NAN, ..state }).is_err());
+    assert!(resume(ScalerState { hysteresis_left: 0, ..state }).is_err());
+    // The configuration's hysteresis is 1: one that was larger has been lowered since.
+    assert_eq!(resume(ScalerState { hysteresis_left: 2, ..state }).unwrap().state().hysteresis_left, 1);
+}
+
+prop_compose! {
+    fn any_config()(
+        init in 0i32..=127, floor in 0i32..=20, growth_interval in 1u32..6, hysteresis in 1u32..4,
+        clean in any::<bool>(), growth in 1i32..4, backoff in 1i32..4,
+    ) -> GradScalerConfig {
+        GradScalerConfig {
+            init_scale: 2f32.powi(init),
+            min_scale: 2f32.powi(floor.min(init)),
+            growth_factor: 2f64.powi(growth),
+            backoff_factor: 2f64.powi(-backoff),
+            growth_interval,
+            hysteresis,
+            hysteresis_refill: if clean { HysteresisRefill::Clean } else { HysteresisRefill::Growth },
+            ..GradScalerConfig::default()
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_sequence_keeps_a_power_of_two_in_range_and_says_what_it_did(
+        config in any_config(), verdicts in proptest::collection::vec(proptest::bool::weighted(0.7), 0..300),
+    ) {
+        let mut scaler = GradScaler::new(config).unwrap();
+        for finite in verdicts {
+            let before = scaler.scale();
+            match scaler.update(finite) {
+                ScaleChange::Held => prop_assert_eq!(scaler.scale(), before),
+                ScaleChange::Grew { from, to } => {
+                    prop_assert!(finite && from == before && to == scaler.scale() && to > from);
+                }
+                ScaleChange::Lowered { .. } => prop_assert!(false, "only what is measured lowers it"),
+                ScaleChange::BackedOff { from, to } => {
+                    prop_assert!(!finite && from == before && to == scaler.scale() && to < from);
+                }
+                ScaleChange::AtFloor { scale, .. } => {
+                    prop_assert!(!finite && scale == before && scale == config.min_scale && scale == scaler.scale());
+                }
+            }
+            let scale = scaler.scale();
+            prop_assert!(scale >= config.min_scale && scale.is_finite());
+            prop_assert_eq!(scale.to_bits() << 9, 0, "{} is no power of two", scale);
+            prop_assert!(tracker(&scaler) < config.growth_interval);
+        }
+    }
+
+    #[test]
+    fn a_resumed_scaler_goes_on_as_if_never_stopped(
+        config in any_config(), verdicts in proptest::collection::vec(any::<bool>(), 0..100), cut in 0usize..100,
+    ) {
+        let mut whole = GradScaler::new(config).unwrap();
+        let mut stopped = whole.clone();
+        for (step, &finite) in verdicts.iter().enumerate() {
+            if step == cut {
+                let json = serde_json::to_string(&stopped.state()).unwrap();
+                stopped = GradScaler::resume(config, serde_json::from_str(&json).unwrap()).unwrap();
+            }
+            prop_assert_eq!(whole.update(finite), stopped.update(finite));
+        }
+        prop_assert_eq!(whole, stopped);
+    }
+
+    #[test]
+    fn the_state_dictionary_round_trips(
+        config in any_config(), verdicts in proptest::collection::vec(any::<bool>(), 0..50),
+    ) {
+        let mut scaler = GradScaler::new(config).unwrap();
+        for finite in verdicts {
+            scaler.update(finite);
+        }
+        let json = serde_json::to_string(&scaler.state_dict()).unwrap();
+        let saved: Option<StateDict> = serde_json::from_str(&json).unwrap();
+        let mut fresh = GradScaler::new(GradScalerConfig::default()).unwrap();
+        fresh.load_state_dict(saved.as_ref()).unwrap();
+        prop_assert_eq!(fresh.state_dict(), scaler.state_dict());
+    }
+}
+
+// The predictive rule
+
+fn predictive(init_scale: f32, growth_interval: u32) -> GradScaler {
+    let policy = ScalerPolicy::Predictive;
+    GradScaler::new(GradScalerConfig { init_scale, growth_interval, policy, ..GradScalerConfig::default() }).unwrap()
+}
+
+#[test]
+fn the_first_measure_leaves_a_binade_above_it() {
+    // 2^-3: at scale 2^18 it comes to 2^15, and what exceeds it by less than a binade stays below 65504.
+    let mut scaler = predictive(65536.0, 100);
+    assert!(scaler.wants_measure());
+    let change = scaler.update_measured(true, 8192.0);
+    assert_eq!(change, ScaleChange::Grew { from: 65536.0, to: 262_144.0 });
+    assert!(!scaler.wants_measure());
+    // A larger one lowers it, though nothing has overflowed.
+    let change = scaler.update_measured(true, 60000.0);
+    assert_eq!(change, ScaleChange::Lowered { from: 262_144.0, to: 131_072.0 });
+    assert_eq!(scaler.state().growth_tracker, 0);
+}
+
+#[test]
+fn a_lone_peak_is_remembered_and_slowly_forgotten() {
+    let mut scaler = predictive(1024.0, 10);
+    let level = |scaler: &mut GradScaler, log2: f32, steps: u32| {
+        for _ in 0..steps {
+            let scale = scaler.scale();
+            assert!(!matches!(scaler.update_measured(true, 2f32.powf(log2) * scale), ScaleChange::BackedOff { .. }));
+        }
+        scaler.scale().log2()
+    };
+    assert_eq!(level(&mut scaler, 0.5, 300), 15.0, "65504 / 2^0.5 and no excess left");
+    assert_eq!(level(&mut scaler, 4.5, 1), 11.0);
+    // A binade in ten intervals of ten steps; the mean has risen a little with the peak, and falls again sooner.
+    assert_eq!(level(&mut scaler, 0.5, 95), 12.0);
+    assert_eq!(level(&mut scaler, 0.5, 100), 13.0);
+}
+
+#[test]
+fn an_overflow_still_backs_off_and_what_it_was_decides_how_far() {
+    let mut scaler = predictive(1024.0, 100);
+    scaler.update_measured(true, 1024.0);
+    let from = scaler.scale();
+    assert_eq!(from, 32768.0);
+    let mut guess = scaler.clone();
+    assert_eq!(guess.update_measured(false, 65504.0), ScaleChange::BackedOff { from, to: 16384.0 });
+    // It was 50: 2^10 brings it to 51200.
+    assert_eq!(guess.measure(50.0), 1024.0);
+    assert!(guess.update_measured(true, 1024.0) == ScaleChange::Held, "it is remembered");
+    // Without a measure at all, overflows halve it as ever.
+    let mut blind = predictive(1024.0, 100);
+    assert_eq!(blind.update_measured(false, 0.0), ScaleChange::BackedOff { from: 1024.0, to: 512.0 });
+    assert!(blind.wants_measure());
+}
+
+#[test]
+fn what_is_measured_is_nothing_to_the_other_rule() {
+    let mut scaler = scaler(1024.0, 100);
+    assert!(!scaler.wants_measure());
+    assert_eq!(scaler.measure(1.0), 1024.0);
+    assert_eq!(scaler.update_measured(true, 60000.0), ScaleChange::Held);
+    assert_eq!(scaler.state().headroom, None);
+    let off = GradScalerConfig { enabled: false, policy: ScalerPolicy::Predictive, ..GradScalerConfig::default() };
+    let mut off = GradScaler::new(off).unwrap();
+    assert!(!off.wants_measure());
+    assert_eq!((off.update_measured(true, 1.0), off.measure(1.0)), (ScaleChange::Held, 1.0));
+}
+
+#[test]
+fn a_state_without_headroom_is_read_and_one_with_it_comes_back() {
+    let old = r#"{"scale":8.0,"growth_tracker":1,"hysteresis_left":1,"floor_streak":0}"#;
+    let state: ScalerState = serde_json::from_str(old).unwrap();
+    assert_eq!(state.headroom, None);
+    assert_eq!(serde_json::to_string(&state).unwrap(), old);
+    let mut scaler = predictive(1024.0, 10);
+    for i in 1..9u8 {
+        scaler.update_measured(true, 1000.0 + 300.0 / f32::from(i));
+    }
+    let json = serde_json::to_string(&scaler.state()).unwrap();
+    let resumed = GradScaler::resume(*scaler.config(), serde_json::from_str(&json).unwrap()).unwrap();
+    assert_eq!(resumed, scaler);
+}
+
+proptest! {
+    /// Whatever it is shown, the scale is a power of two between floor and f32's top, and the step it was just shown
+    /// would not overflow at the scale that follows.
+    #[test]
+    fn the_predicted_scale_is_a_power_of_two_with_room(
+        steps in proptest::collection::vec((any::<bool>(), -40f32..40.0), 1..200), interval in 1u32..200,
+    ) {
+        let mut scaler = predictive(65536.0, interval);
+        for (finite, log2) in steps {
+            let (before, largest) = (scaler.scale(), 2f32.powf(log2));
+            let change = scaler.update_measured(finite, largest * before);
+            if let ScaleChange::BackedOff { from, to } = change {
+                prop_assert!(to <= from / 2.0);
+            }
+            let scale = scaler.scale();
+            prop_assert!(scale >= 1.0 && scale.log2().fract() == 0.0, "{scale}");
+            if finite && scale > 1.0 {
+                prop_assert!(largest * scale <= 65504.0 * 1.001, "{largest} at {scale}");
+            }
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! Adapters against PEFT: logits, loss, every gradient, twenty steps of AdamW, for plain LoRA, rsLoRA and DoRA; and against
+//! themselves: recomputation, half precision, dropout, decoding.
+//!
+//! The values are those of `tests/golden/lora`; `make_lora.py` says how they were made.
+
+use crate::common::compare::{assert_close, max_difference, relative, values};
+use crate::common::engine::{by_name, unscaled};
+use crate::common::golden::Case;
+use candle_core::{Device, Tensor};
+use finetune::engine::model::{Keep, KvCache, Lora, Mode, ModelSpec, ParamSpec, Workspace};
+use finetune::precision::{Dtype, PrecisionPolicy};
+use finetune::store::ModelFolder;
+use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
+use finetune::store::base::over_base;
+use finetune::train::Engine;
+use std::path::Path;
+
+const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
+
+/// The engine of a case: its adapters over its base.
+fn engine(case: &Case, policy: PrecisionPolicy, rows: usize) -> Engine {
+    let adapter = AdapterFolder::open(case.adapter.as_ref().unwrap()).unwrap();
+    let base = ModelFolder::open(&case.folder).unwrap();
+    let spec = adapter.spec(base.config()).unwrap();
+    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
+    let over = over_base(&spec, policy.compute, 1, &Device::Cpu, "base", None, read).unwrap();
+    adapter.read_parameters(&spec, &over.parameters).unwrap();
+    case.engine_over(&spec, over.parameters, policy, rows)
+}
+
+#[test]
+fn logits_agree_with_peft() {
+    for case in Case::lora() {
+        let difference =
+            max_difference(&case.logits_of(&mut engine(&case, PrecisionPolicy::FP32, case.rows())), &case.logits);
+        assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
+    }
+}
+
+#[test]
+fn loss_and_every_gradient_agree_with_peft() {
+    for case in Case::lora() {
+        let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
+        case.assert_first_step(&mut engine);
+    }
+}
+
+#[test]
+fn twenty_adamw_steps_agree_with_peft() {
+    for case in Case::lora() {
+        let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
+        case.assert_twenty_steps(&mut engine);
+    }
+}
+
+/// Rounding is all that may separate half-precision gradients from PyTorch's: 2^-11 and 2^-8 a value, times the depth. A factor's
+/// gradient has the rounding of the other factor's output too; that of keys is the worst, being the smallest. Which way a single
+/// tensor's roundings fall is chance, so the mean square over all of them has a bound of its own, half of that.
+#[test]
+fn half_precision_gradients_are_pefts_but_for_rounding() {
+    for case in Case::lora() {
+        for (policy, tolerance) in [(PrecisionPolicy::FP16, 1.2e-2), (PrecisionPolicy::BF16, 0.1)] {
+            let mut engine = engine(&case, policy, case.rows());
+            if policy.needs_loss_scale() {
+                engine.state.scaler.set_scale(1024.0).unwrap();
+            }
+            let report = engine.step(&case.whole_batch(0)).unwrap();
+            let gradients = unscaled(&engine, report.scale);
+            assert_close(&format!("{} {policy}", case.name), &gradients, &case.gradients, tolerance, tolerance);
+            let errors = case.gradients.iter().map(|(name, truth)| relative(&gradients[name], truth));
+            let mean_square = errors.map(|error| error * error).sum::<f64>() / case.gradients.len() as f64;
+            assert!(mean_square.sqrt() <= tolerance / 2.0, "{} {policy}: {:.2e}", case.name, mean_square.sqrt());
+        }
+    }
+}
+
+/// The base has no masters, moments or gradients, and no step changes it.
+#[test]
+fn the_base_stays_as_it_is() {
+    for case in Case::lora() {
+        for policy in POLICIES {
+            let mut engine = engine(&case, policy, case.rows());
+            let base = |engine: &Engine| by_name(engine.state.weights.base().unwrap());
+            let copy = |(name, tensor): (String, Tensor)| (name, values(&tensor));
+            let before: Vec<_> = base(&engine).into_iter().map(copy).collect();
+            for step in 0..3 {
+                engine.step(&case.whole_batch(step)).unwrap();
+            }
+            assert_eq!(base(&engine).into_iter().map(copy).collect::<Vec<_>>(), before, "{} {policy}", case.name);
+            let trained = engine.state.masters.parameters().elements();
+            assert_eq!(trained, engine.model.spec().trained_count());
+            assert_eq!(engine.grads.total().elements(), trained);
+            assert_eq!(engine.state.adamw.exp_avg.elements(), trained);
+        }
+    }
+}
+
+/// With dropout too: what the backward pass computes again has the bits of the forward pass.
+#[test]
+fn recomputed_blocks_make_the_same_steps() {
+    for case in Case::lora() {
+        for policy in POLICIES {
+            let run = |keep: Keep| {
+                let mut engine = with_dropout(&case, policy, 0.3);
+                let (rows, seq_len) = (case.rows(), case.whole_batch(0)[0].seq_len);
+                let spec = engine.model.spec().clone();
+                engine.workspace = Workspace::for_training(&spec, policy, (rows, seq_len), keep, &Device::Cpu).unwrap();
+                let losses: Vec<f64> = (0..3).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
+                (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
+            };
+            assert!(run(Keep::All) == run(Keep::BlockInput), "{} {policy}", case.name);
+        }
+    }
+}
+
+fn with_dropout(case: &Case, policy: PrecisionPolicy, dropout: f64) -> Engine {
+    let engine = engine(case, policy, case.rows());
+    let spec = engine.model.spec().clone();
+    let spec = ModelSpec { lora: spec.lora.clone().map(|lora| Lora { dropout, ..lora }), ..spec };
+    let base = engine.state.weights.base().cloned();
+    let masters = engine.state.masters.parameters().clone().over(base);
+    case.engine_over(&spec, masters, policy, case.rows())
+}
+
+/// Gradients under dropout against differences of the loss, which sees the same masks.
+#[test]
+fn gradients_under_dropout_are_those_of_the_loss() {
+    for name in ["gpt2", "qwen3"] {
+        for case in Case::lora_of(name).for_all_kernels() {
+            let mut engine = with_dropout(&case, PrecisionPolicy::FP32, 0.4);
+            let batches = case.whole_batch(0);
+            let mode = Mode::Train { seed: engine.seed, draw: engine.state.counters.draw(0) };
+            let weights = by_name(&engine.state.weights);
+            let loss = |engine: &mut Engine| {
+                let tokens = batches[0].tokens();
+                engine.model.forward(&engine.state.weights, tokens, mode, &mut engine.workspace, &mut ()).unwrap();
+                let sum = engine.model.loss(&engine.state.weights, &batches[0].targets, &engine.workspace).unwrap();
+                sum / batches[0].target_count as f64
+            };
+            let mut differences = Vec::new();
+            for name in weights.keys().filter(|name| name.contains("lora_")) {
+                let (tensor, h) = (&weights[name], 2e-3);
+                let at = values(tensor);
+                let direction: Vec<f32> = (0..at.len()).map(|i| [1.0, -1.0, 0.5][i % 3]).collect();
+                let mut moved = |by: f32| {
+                    let moved: Vec<f32> = at.iter().zip(&direction).map(|(x, d)| *x as f32 + by * d).collect();
+                    tensor.slice_set(&Tensor::from_vec(moved, tensor.shape(), &Device::Cpu).unwrap(), 0, 0).unwrap();
+                    loss(&mut engine)
+                };
+                let slope = (moved(h) - moved(-h)) / (2.0 * f64::from(h));
+                moved(0.0);
+                differences.push((name.clone(), slope, direction));
+            }
+            engine.max_grad_norm = None;
+            engine.step(&batches).unwrap();
+            let gradients = unscaled(&engine, 1.0);
+            for (name, slope, direction) in differences {
+                let along: f64 = values(&gradients[&name]).iter().zip(direction).map(|(g, d)| *g * f64::from(d)).sum();
+                assert!((along - slope).abs() < 3e-3 * slope.abs().max(0.05), "{} {name}: {along} {slope}", case.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn decoding_computes_what_the_whole_pass_does() {
+    for case in Case::lora() {
+        let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
+        let whole = case.logits_of(&mut engine);
+        let batch = &case.whole_batch(0)[0];
+        let spec = engine.model.spec();
+        let mut cache = KvCache::new(spec, PrecisionPolicy::FP32, batch.seq_len, &Device::Cpu).unwrap();
+        for (at, id) in batch.inputs[..batch.seq_len].iter().enumerate() {
+            let hidden = engine.model.decode(&engine.state.weights, &[*id], &mut cache).unwrap();
+            let row = engine.model.logits(&engine.state.weights, hidden).unwrap().squeeze(0).unwrap();
+            let expected = whole.get(0).unwrap().get(at).unwrap();
+            let difference = relative(&row, &expected);
+            assert!(difference < 1e-5, "{} token {at}: {difference:.1e}", case.name);
+        }
+    }
+}
+
+#[test]
+fn a_run_is_deterministic() {
+    for case in Case::lora() {
+        let run = || {
+            let mut engine = with_dropout(&case, PrecisionPolicy::FP16, 0.1);
+            let losses: Vec<f64> = (0..5).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
+            (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
+        };
+        assert!(run() == run(), "{}: two runs differ", case.name);
+    }
+}
+
+/// Micro-batches of a step weigh by their targets, adapters or not.
+#[test]
+fn micro_batches_make_the_same_step_as_the_whole_batch() {
+    for case in Case::lora() {
+        let mut whole = engine(&case, PrecisionPolicy::FP32, case.rows());
+        let mut parts = engine(&case, PrecisionPolicy::FP32, 1);
+        whole.step(&case.whole_batch(0)).unwrap();
+        parts.step(&case.micro_batches(0, 1)).unwrap();
+        assert_close(&case.name, &unscaled(&parts, 1.0), &unscaled(&whole, 1.0), 5e-6, 5e-6);
+    }
+}
+
+/// What is written reads back to the same bits, and names the same layers.
+#[test]
+fn a_written_adapter_reads_back() {
+    for name in crate::common::golden::LORA {
+        let case = Case::lora_of(name);
+        let trained = engine(&case, PrecisionPolicy::FP32, case.rows());
+        let (spec, masters) = (trained.model.spec(), trained.state.masters.parameters());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("adapter_model.safetensors");
+        let mut bytes = Vec::new();
+        write_adapter(&mut bytes, &path, spec, masters).unwrap();
+        std::fs::write(&path, bytes).unwrap();
+        let config = adapter_config(spec, spec.lora.as_ref().unwrap(), "base", None);
+        std::fs::write(folder.path().join("adapter_config.json"), config).unwrap();
+        let read = AdapterFolder::open(folder.path()).unwrap();
+        let base = ModelFolder::open(&case.folder).unwrap();
+        assert_eq!(&read.spec(base.config()).unwrap(), spec, "{name}");
+        let stored = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
+        let over = over_base(spec, Dtype::F32, 9, &Device::Cpu, "base", None, stored).unwrap();
+        read.read_parameters(spec, &over.parameters).unwrap();
+        let same = |(name, tensor): (&str, &Tensor)| assert_eq!(values(tensor), values(masters.get(name).unwrap()));
+        over.parameters.iter().for_each(same);
+        assert!(Path::new(&path).is_file());
+    }
+}

@@ -1,0 +1,135 @@
+//! QLoRA: a base that stays in the blocks of its GGUF file computes what the same base does that was dequantised when it was
+//! read, to the bit.
+
+use std::sync::Arc;
+
+use crate::common::compare::values;
+use crate::common::engine::{Settings, engine_of};
+use crate::common::gguf::{with_lora, write_random};
+use candle_core::Device;
+use candle_core::quantized::GgmlDType::{self, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+use finetune::data::{BatchLoader, TokenSource, grammar};
+use finetune::engine::kernels::{Fused, Kernels, Plain};
+use finetune::engine::model::{KvCache, ModelSpec, ParamSpec};
+use finetune::engine::optim::AdamWConfig;
+use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
+use finetune::store::GgufModel;
+use finetune::store::base::{OverBase, over_base};
+use finetune::train::Engine;
+use serde_json::json;
+
+const BATCH: (usize, usize) = (2, 16);
+
+/// Two blocks of each kind: rows of queries and keys that GGUF orders differently, a head of its own, products of several
+/// matrices; GPT-2's transposed weights and biases; norms of heads and branches.
+fn shapes() -> Vec<ModelSpec> {
+    let gpt2 =
+        json!({"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 256, "n_layer": 2, "n_head": 4});
+    let of = |family: &str, tied: bool| {
+        json!({
+            "model_type": family, "vocab_size": 257, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32,
+            "tie_word_embeddings": tied, "query_pre_attn_scalar": 64, "rms_norm_eps": 1e-5,
+        })
+    };
+    let all = [gpt2, of("llama", false), of("qwen3", true), of("gemma3_text", true)];
+    all.iter().map(|json| ModelSpec::from_json(json.to_string().as_bytes(), "a test's").unwrap()).collect()
+}
+
+/// Types that change within a product, so that it is stacked from several; and every type that a block may have.
+const TYPES: [&[GgmlDType]; 3] = [&[Q4_1, Q8_0, Q5_0], &[Q4_0, Q5_1], &[Q4K, Q6K, Q2K, Q3K, Q5K]];
+
+fn read(spec: &ModelSpec, policy: PrecisionPolicy, file: &GgufModel, in_blocks: bool) -> OverBase {
+    let values = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
+    over_base(spec, policy.compute, 3, &Device::Cpu, "base", in_blocks.then_some(file), values).unwrap()
+}
+
+fn start(spec: &ModelSpec, over: OverBase, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> Engine {
+    let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
+    let settings = Settings {
+        policy,
+        scaler: if policy.needs_loss_scale() { GradScaler::new(scaler).unwrap() } else { GradScaler::disabled() },
+        adamw: AdamWConfig { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
+        lr: 1e-2,
+        max_grad_norm: Some(1.0),
+        batch: BATCH,
+        grad_accum: 1,
+    };
+    engine_of(kernels, spec, over.parameters, settings)
+}
+
+/// Losses of three steps, every bit that they have trained, and the logits of a sequence decoded token by token.
+fn learned(mut engine: Engine, policy: PrecisionPolicy) -> (Vec<u64>, Vec<Vec<f64>>, Vec<f64>) {
+    let tokens = TokenSource::from_ids(grammar::text(1, 5000).bytes().map(u32::from).collect());
+    let mut loader = BatchLoader::new(tokens, BATCH.0, BATCH.1, 5).unwrap();
+    let mut batch = loader.batch();
+    let mut step = || {
+        loader.next_batch(&mut batch);
+        engine.step(std::slice::from_ref(&batch)).unwrap().loss.to_bits()
+    };
+    let losses = (0..3).map(|_| step()).collect();
+    let trained = engine.state.masters.parameters().tensors().iter().map(values).collect();
+    let mut cache = KvCache::new(engine.model.spec(), policy, BATCH.1, &Device::Cpu).unwrap();
+    let hidden = engine.model.decode(&engine.state.weights, &batch.inputs[..BATCH.1], &mut cache).unwrap();
+    let logits = engine.model.logits(&engine.state.weights, hidden).unwrap();
+    (losses, trained, values(&logits))
+}
+
+#[test]
+fn a_base_in_blocks_has_the_bits_of_the_dequantised_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    for (index, shape) in shapes().into_iter().enumerate() {
+        // Every type with Llama, which GGUF stores in another order.
+        for types in
+            TYPES.into_iter().enumerate().filter(|(at, _)| index == 1 || index % 3 == *at).map(|(_, types)| types)
+        {
+            write_random(&shape, types, &path);
+            let file = GgufModel::open(&path).unwrap();
+            for (dora, policy) in [
+                (false, PrecisionPolicy::BF16),
+                (true, PrecisionPolicy::FP16),
+                (false, PrecisionPolicy::FP16),
+                (true, PrecisionPolicy::FP32),
+            ] {
+                let spec = with_lora(file.config(), dora);
+                let plain =
+                    (dora && policy == PrecisionPolicy::FP16).then(|| Arc::new(Plain::new()) as Arc<dyn Kernels>);
+                for kernels in [Arc::new(Fused) as Arc<dyn Kernels>].into_iter().chain(plain) {
+                    let what = format!("{:?} {types:?} {policy} {} dora {dora}", shape.family, kernels.name());
+                    let (blocks, dense) = (read(&spec, policy, &file, true), read(&spec, policy, &file, false));
+                    assert_eq!(blocks.sha256, dense.sha256, "{what}");
+                    let bytes = |over: &OverBase| over.parameters.base().unwrap().bytes();
+                    assert!(bytes(&blocks) < bytes(&dense), "{what}: nothing is in blocks");
+                    let [blocks, dense] =
+                        [blocks, dense].map(|over| learned(start(&spec, over, policy, kernels.clone()), policy));
+                    assert!(dense.0.iter().all(|loss| f64::from_bits(*loss).is_finite()), "{what}: {:?}", dense.0);
+                    assert!(blocks == dense, "{what}: {:?} {:?}", blocks.0, dense.0);
+                }
+            }
+        }
+    }
+}
+
+/// Where one part of a product is not quantised, the whole of it is dequantised; a saved layer is trained and so no base.
+#[test]
+fn products_are_in_blocks_as_a_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let [_, llama, ..] = &shapes()[..] else { unreachable!() };
+    // By name: the embedding, then down, gate, up, k, o, q and v of each block, then the head.
+    write_random(llama, &[Q8_0, Q8_0, Q8_0, F32, Q8_0, Q8_0, Q8_0, Q8_0, Q8_0], &path);
+    let file = GgufModel::open(&path).unwrap();
+    let mut spec = with_lora(file.config(), false);
+    let names = |spec: &ModelSpec| spec.in_blocks().into_keys().filter(|name| name.contains(".0.")).collect::<Vec<_>>();
+    let of = |parts: &[&str]| parts.iter().map(|part| format!("layers.0.{part}.weight")).collect::<Vec<_>>();
+    let attention = ["self_attn.k_proj", "self_attn.o_proj", "self_attn.q_proj", "self_attn.v_proj"];
+    assert_eq!(names(&spec), of(&[&["mlp.down_proj"], &attention[..]].concat()));
+    assert!(spec.in_blocks().contains_key("lm_head.weight"));
+    let saved = finetune::engine::model::Lora::saved(&spec, &["lm_head"]).unwrap();
+    spec.lora.as_mut().unwrap().saved = saved;
+    assert!(!spec.in_blocks().contains_key("lm_head.weight"));
+    let over = read(&spec, PrecisionPolicy::BF16, &file, true);
+    let (losses, ..) = learned(start(&spec, over, PrecisionPolicy::BF16, Arc::new(Fused)), PrecisionPolicy::BF16);
+    assert!(losses.iter().all(|loss| f64::from_bits(*loss).is_finite()));
+}

@@ -1,0 +1,261 @@
+//! What the loop around the step must not do, gradient checkpointing, which must change no bit, and the choice of kernels.
+
+use candle_core::Device;
+use finetune::data::Batch;
+use finetune::engine::device::OpenDevice;
+use finetune::engine::kernels::Choice;
+use finetune::engine::model::{Keep, ModelSpec, Workspace};
+use finetune::precision::{PrecisionPolicy, Unit};
+use finetune::store::checkpoint::{Run, newest_good};
+use finetune::telemetry::{Activity, Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
+use finetune::train::{Config, Layers, Preparing, TrainState, Trainer, engine, verify_resume};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::mpsc;
+
+fn config(policy: PrecisionPolicy, steps: u64) -> Config {
+    let mut config = Config::resolve(&Layers::default()).unwrap();
+    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (2, 32, 0);
+    (config.train.steps, config.train.eval_batches, config.train.grad_accum) = (Some(steps), 1, 2);
+    config.dtype = policy;
+    config
+}
+
+/// A run's trainer and events.
+fn run(config: Config, command: Option<Command>) -> (Trainer, Vec<Event>, FinishReason) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+    let mut emitter = Emitter::new(None);
+    let events = emitter.connect();
+    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+    let (commands, receiver) = mpsc::channel();
+    for command in command.into_iter().flat_map(|command| [command; 20]) {
+        commands.send(command).unwrap();
+    }
+    trainer.listen(receiver);
+    let reason = trainer.run().unwrap();
+    (trainer, events.try_iter().map(|record: Record| record.event).collect(), reason)
+}
+
+fn steps(events: &[Event]) -> impl Iterator<Item = &StepRecord> {
+    events.iter().filter_map(|event| if let Event::Step(step) = event { Some(&**step) } else { None })
+}
+
+/// Prompts of a few letters with answers of one, in a file.
+fn prompts(folder: &Path, prompt: &str) -> String {
+    let line = format!("{{\"prompt\": \"{prompt}\", \"completion\": \"y\"}}\n");
+    let path = folder.join("prompts.jsonl");
+    std::fs::write(&path, line.repeat(400)).unwrap();
+    path.display().to_string()
+}
+
+#[test]
+fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
+    for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
+        let [kept, recomputed] = [Keep::All, Keep::BlockInput].map(|recompute| {
+            let mut config = config(policy, 8);
+            config.train.recompute = recompute;
+            (config.dropout.residual, config.dropout.attention, config.scaler.init_scale) = (0.1, 0.1, 2f32.powi(20));
+            run(config, None).0
+        });
+        for (a, b) in [
+            (kept.engine().state.masters.parameters(), recomputed.engine().state.masters.parameters()),
+            (&kept.engine().state.adamw.exp_avg_sq, &recomputed.engine().state.adamw.exp_avg_sq),
+        ] {
+            for ((name, a), (_, b)) in a.iter().zip(b.iter()) {
+                let bits = |x: &candle_core::Tensor| -> Vec<u32> {
+                    x.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().map(|x| x.to_bits()).collect()
+                };
+                assert_eq!(bits(a), bits(b), "{policy} {name}");
+            }
+        }
+        let spec = ModelSpec::named("gpt2-medium").unwrap();
+        let bytes = |keep| {
+            let bytes = Workspace::bytes(&spec, policy, [8, 512], keep).unwrap();
+            bytes.activations + bytes.scratch
+        };
+        assert!(bytes(Keep::BlockInput) < bytes(Keep::All) / 2, "{policy}");
+    }
+}
+
+#[test]
+fn asking_for_an_evaluation_moves_neither_the_best_nor_early_stopping() {
+    let mut settings = config(PrecisionPolicy::FP32, 6);
+    settings.train.early_stopping = 2;
+    // The loss rises, so each of 20 looks would count as one without a new best.
+    settings.optimizer.lr = 1.0;
+    let (_, events, reason) = run(settings, Some(Command::EvalNow));
+    assert!(events.iter().filter(|event| matches!(event, Event::Eval(_))).count() > 20);
+    assert_eq!((reason, steps(&events).count()), (FinishReason::Done, 6));
+}
+
+#[test]
+fn an_epoch_is_counted_in_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut settings = config(PrecisionPolicy::FP32, 40);
+    settings.data = prompts(folder.path(), "abc");
+    let (_, events, _) = run(settings, None);
+    let last = steps(&events).last().unwrap();
+    // Nine tenths of 400 samples train, 4 a step.
+    let expected = 40.0 * 4.0 / 360.0;
+    assert!((last.epoch / expected - 1.0).abs() < 0.1, "{} instead of about {expected}", last.epoch);
+}
+
+#[test]
+fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut settings = config(PrecisionPolicy::FP16, 12);
+    (settings.train.batch_size, settings.train.grad_accum, settings.train.seq_len) = (1, 1, 8);
+    settings.data = prompts(folder.path(), &"long ".repeat(8));
+    let message = Trainer::new(settings.clone(), &mut |_| ()).map(drop).unwrap_err().to_string();
+    assert!(message.contains("nothing to learn: of 360 samples, 360 are longer"), "{message}");
+    let text = std::fs::read_to_string(&settings.data).unwrap();
+    std::fs::write(&settings.data, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
+    let mut told = Vec::new();
+    Trainer::new(settings.clone(), &mut |event| {
+        if let Preparing::Proof(proof) = event {
+            told.push(proof);
+        }
+    })
+    .unwrap();
+    assert_eq!((told.len(), told[0].counts.dropped, told[0].rows), (1, 400, 320));
+    let (_, events, _) = run(settings.clone(), None);
+    assert!(steps(&events).count() == 12 && steps(&events).all(|step| step.loss > 0.0));
+
+    let spec = ModelSpec::named("tiny").unwrap();
+    let masters = TrainState::random_masters(&spec, 1, &Device::Cpu).unwrap();
+    let mut engine = engine(&settings, &spec, masters, OpenDevice::cpu().kernels, 1).unwrap();
+    let message = engine.step(&[Batch::new(1, 8)]).unwrap_err().to_string();
+    assert!(message.contains("no target"), "{message}");
+    assert_eq!(engine.state.counters.step, 0);
+}
+
+/// Overflows at first, dropout, accumulation, probes, variances, attribution and a block in FP8: all that looks at tensors.
+fn everything_on(kernels: Choice) -> Config {
+    let mut config = Config { kernels, ..config(PrecisionPolicy::FP16, 8) };
+    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (1, 16, 4);
+    (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
+    config.scaler.init_scale = 2f32.powi(24);
+    (config.telemetry.probe_every, config.telemetry.variance_every) = (2, 1);
+    config.precision.fp8.layer = Some(1);
+    config
+}
+
+#[test]
+fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
+    let [fused, plain] = [Choice::Fused, Choice::Candle].map(|kernels| run(everything_on(kernels), None).1);
+    let losses = |events: &[Event]| steps(events).map(|step| step.loss).collect::<Vec<_>>();
+    assert_eq!(losses(&fused).len(), 8);
+    for (fused, plain) in losses(&fused).iter().zip(losses(&plain)) {
+        assert!((plain / fused - 1.0).abs() < 1e-2, "{plain} and {fused}");
+    }
+    // Overflows with their origins, probes with what was flushed, variances.
+    let told = |events: &[Event]| -> Vec<String> {
+        let brief = |event: &Event| match event {
+            Event::Overflow(overflow) => {
+                let origin = overflow.origin.as_ref().unwrap();
+                Some(format!("overflow at {}, {} {}", overflow.step, origin.layer, origin.tensor))
+            }
+            Event::Probe(probe) => {
+                // Which of the smallest gradients are exactly zero depends on the order of sums.
+                let sum = |of: fn(&FlushedTensor) -> u64| probe.tensors.iter().map(of).sum::<u64>() as f64;
+                let share = sum(|tensor| tensor.nonzero) / sum(|tensor| tensor.count);
+                Some(format!("probe at {} of {} tensors, {share:.3}", probe.step, probe.tensors.len()))
+            }
+            Event::Variances(variances) => Some(format!("variances at {}: {}", variances.step, variances.layers.len())),
+            Event::Sample(_) => Some("a sample".into()),
+            _ => None,
+        };
+        events.iter().filter_map(brief).collect()
+    };
+    assert_eq!(told(&plain), told(&fused));
+    for kind in ["overflow", "probe", "variances", "a sample"] {
+        assert!(told(&fused).iter().any(|told| told.starts_with(kind)), "no {kind}");
+    }
+}
+
+/// On a GPU a count copies all gradients to the host, so that between two counts there must be none.
+#[test]
+fn exponents_are_counted_only_every_so_many_steps() {
+    for kernels in [Choice::Fused, Choice::Candle] {
+        let mut settings = config(PrecisionPolicy::BF16, 7);
+        (settings.kernels, settings.telemetry.exponents_every) = (kernels, 3);
+        let (_, events, _) = run(settings, None);
+        let counted: Vec<u64> =
+            steps(&events).filter(|step| !step.grads.exponents.is_empty()).map(|step| step.step).collect();
+        assert_eq!(counted, [3, 6]);
+    }
+}
+
+#[test]
+fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let proof = verify_resume(&everything_on(Choice::Candle), 6, 4, folder.path(), &Activity::default()).unwrap();
+    assert_eq!(proof.differences, [""; 0]);
+    assert!(proof.skipped > 0);
+    let saved = newest_good(&folder.path().join("verify-resume")).unwrap().checkpoint;
+    let error = Trainer::resume(everything_on(Choice::Auto), &saved, &mut |_| ()).err().unwrap().to_string();
+    assert!(error.contains("`kernels` was `candle` and is now `fused`"), "{error}");
+}
+
+/// The first step in which each tensor's gradient held 2^-24 is told once in a run, whatever is resumed.
+#[test]
+fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = config(PrecisionPolicy::FP16, 12);
+    (config.telemetry.tensors_every, config.scaler.init_scale) = (1, 256.0);
+    let train = |mut trainer: Trainer, steps: u64| {
+        let mut emitter = Emitter::new(None);
+        let events = emitter.connect();
+        trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+        trainer.advance(steps).unwrap();
+        trainer.save().unwrap();
+        events.try_iter().map(|record: Record| record.event).collect::<Vec<_>>()
+    };
+    let mut events = train(Trainer::new(config.clone(), &mut |_| ()).unwrap(), 5);
+    let saved = newest_good(&folder.path().join("run")).unwrap().checkpoint;
+    events.extend(train(Trainer::resume(config.clone(), &saved, &mut |_| ()).unwrap(), 7));
+    let mut told = BTreeMap::new();
+    for event in &events {
+        if let Event::Touched(touched) = event {
+            for name in &touched.tensors {
+                assert_eq!(told.insert(name.clone(), touched.step), None, "{name} is named twice");
+            }
+        }
+    }
+    // The tables of all tensors, which every step has here, say the same.
+    let mut seen = BTreeMap::new();
+    for step in steps(&events) {
+        for tensor in step.tensors.iter().filter(|tensor| tensor.stats.min_abs == Some(2f32.powi(-24))) {
+            seen.entry(tensor.name.clone()).or_insert(step.step);
+        }
+    }
+    assert_eq!(told, seen);
+    assert!(told.values().any(|step| *step == 1) && told.values().any(|step| *step > 5), "{told:?}");
+    config.dtype = PrecisionPolicy::BF16;
+    let (_, events, _) = run(config, None);
+    assert!(!events.iter().any(|event| matches!(event, Event::Touched(_))), "BF16's gradients have room");
+}
+
+#[test]
+fn the_largest_gradient_of_each_layer_is_recorded() {
+    let mut config = config(PrecisionPolicy::FP16, 6);
+    (config.telemetry.layer_maxima_every, config.telemetry.tensors_every) = (3, 1);
+    config.scaler.init_scale = 65536.0;
+    let (trainer, events, _) = run(config, None);
+    let maxima: Vec<_> = events
+        .iter()
+        .filter_map(|event| if let Event::LayerMaxima(maxima) = event { Some(maxima) } else { None })
+        .collect();
+    assert_eq!(maxima.iter().map(|maxima| maxima.step).collect::<Vec<_>>(), [3, 6]);
+    for maxima in maxima {
+        let step = steps(&events).find(|step| step.step == maxima.step).unwrap();
+        assert_eq!(maxima.loss_scale.to_bits(), step.loss_scale.to_bits());
+        assert_eq!(maxima.layers.len(), trainer.engine().model.spec().layers + 1);
+        for (layer, largest) in &maxima.layers {
+            let of_layer = step.tensors.iter().filter(|tensor| Unit::of(&tensor.name).to_string() == *layer);
+            let expected = of_layer.map(|tensor| tensor.stats.max_abs).fold(0.0, f32::max);
+            assert_eq!(largest.to_bits(), expected.to_bits(), "{layer}");
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! Models that cannot be used: GGUF files and configurations with one thing wrong each, and the message for it.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::gguf_file::{self, Content, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
+use finetune::data::Tokenizer;
+use finetune::inference::export::{self, Format, export};
+use finetune::inference::trained::TrainedModel;
+use finetune::precision::Dtype;
+use serde_json::json;
+
+/// A GGUF file in parts.
+#[derive(Clone)]
+struct Parts {
+    metadata: BTreeMap<String, Value>,
+    tensors: BTreeMap<String, Tensor>,
+}
+
+impl Parts {
+    fn set(&mut self, key: &str, value: Value) {
+        self.metadata.insert(key.into(), value);
+    }
+
+    fn zeros(&mut self, name: &str, shape: &[usize]) {
+        self.tensors.insert(name.into(), Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap());
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let metadata: Vec<_> = self.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+        let quantised =
+            |(name, tensor): (&String, &Tensor)| (name.clone(), QTensor::quantize(tensor, GgmlDType::F32).unwrap());
+        let tensors: Vec<_> = self.tensors.iter().map(quantised).collect();
+        let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let mut bytes = std::io::Cursor::new(Vec::new());
+        gguf_file::write(&mut bytes, &metadata, &tensors).unwrap();
+        bytes.into_inner()
+    }
+}
+
+/// A small Llama over bytes.
+fn llama() -> serde_json::Value {
+    json!({
+        "model_type": "llama", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": true,
+    })
+}
+
+/// A folder with that Llama, its configuration changed, and weights of zeros.
+fn folder(at: &Path, change: impl FnOnce(&mut serde_json::Value)) -> PathBuf {
+    let mut config = llama();
+    let text = config.to_string();
+    let spec = finetune::engine::model::ModelSpec::from_json(text.as_bytes(), "config.json").unwrap();
+    change(&mut config);
+    let zeros = |entry: finetune::engine::model::ParamSpec| {
+        (format!("model.{}", entry.name), Tensor::zeros(entry.shape, DType::F32, &Device::Cpu).unwrap())
+    };
+    let tensors: std::collections::HashMap<String, Tensor> = spec.parameters().into_iter().map(zeros).collect();
+    fs::create_dir_all(at).unwrap();
+    candle_core::safetensors::save(&tensors, at.join("model.safetensors")).unwrap();
+    fs::write(at.join("config.json"), config.to_string()).unwrap();
+    fs::write(at.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    at.to_owned()
+}
+
+fn good(scratch: &Path) -> Parts {
+    let trained = TrainedModel::open(&folder(&scratch.join("llama"), |_| {}), None).unwrap();
+    let out = scratch.join("good.gguf");
+    export(&trained, Dtype::F32, Format::Gguf, export::Parts::Merged, &out).unwrap();
+    let mut file = fs::File::open(out).unwrap();
+    let content = Content::read(&mut file).unwrap();
+    let read = |name: &String| content.tensor(&mut file.try_clone().unwrap(), name, &Device::Cpu).unwrap();
+    let tensors = content.tensor_infos.keys();
+    let tensors = tensors.map(|name| (name.clone(), read(name).dequantize(&Device::Cpu).unwrap())).collect();
+    Parts { metadata: content.metadata.into_iter().collect(), tensors }
+}
+
+type Change = fn(&mut Parts);
+
+fn text(text: &str) -> Value {
+    Value::String(text.into())
+}
+
+fn texts(count: usize) -> Value {
+    Value::Array((0..count).map(|id| Value::String(format!("t{id}"))).collect())
+}
+
+const FILES: [(&str, Change); 41] = [
+    ("no architecture", |parts| drop(parts.metadata.remove("general.architecture"))),
+    ("an unknown architecture", |parts| parts.set("general.architecture", text("phi3"))),
+    ("an architecture that steers the terminal", |parts| parts.set("general.architecture", text("\u{1b}[2J"))),
+    ("an architecture that is a number", |parts| parts.set("general.architecture", Value::U32(3))),
+    ("no depth", |parts| drop(parts.metadata.remove("llama.block_count"))),
+    ("no epsilon", |parts| drop(parts.metadata.remove("llama.attention.layer_norm_rms_epsilon"))),
+    ("a depth beyond all memory", |parts| parts.set("llama.block_count", Value::U32(1 << 20))),
+    ("a depth that is negative", |parts| parts.set("llama.block_count", Value::I32(-1))),
+    ("a deeper model than there are tensors for", |parts| parts.set("llama.block_count", Value::U32(3))),
+    ("a shallower model than there are tensors for", |parts| parts.set("llama.block_count", Value::U32(1))),
+    ("no heads", |parts| parts.set("llama.attention.head_count", Value::U32(0))),
+    ("heads of keys that do not divide", |parts| parts.set("llama.attention.head_count_kv", Value::U32(3))),
+    ("heads by layer", |parts| parts.set("llama.attention.head_count", Value::Array(vec![Value::U32(4); 2]))),
+    ("another width", |parts| parts.set("llama.embedding_length", Value::U32(20))),
+    ("heads of an odd width", |parts| parts.set("llama.attention.key_length", Value::U32(5))),
+    ("a context that is a text", |parts| parts.set("llama.context_length", text("long"))),
+    ("an epsilon of 0", |parts| parts.set("llama.attention.layer_norm_rms_epsilon", Value::F32(0.0))),
+    ("an unknown rope type", |parts| parts.set("llama.rope.scaling.type", text("longrope"))),
+    ("a rope type that is a number", |parts| parts.set("llama.rope.scaling.type", Value::U32(2))),
+    ("a rope type without its factor", |parts| parts.set("llama.rope.scaling.type", text("linear"))),
+    ("a base below 1", |parts| parts.set("llama.rope.freq_base", Value::F32(0.5))),
+    ("heads rotated in part", |parts| parts.set("llama.rope.dimension_count", Value::U32(2))),
+    ("heads of values of another width", |parts| parts.set("llama.attention.value_length", Value::U32(2))),
+    ("rope factors of no known kind", |parts| {
+        let factors = Tensor::new(&[3.0_f32, 7.0], &Device::Cpu).unwrap();
+        parts.tensors.insert("rope_freqs.weight".into(), factors);
+    }),
+    ("experts", |parts| parts.set("llama.expert_count", Value::U32(8))),
+    ("a key that nobody knows", |parts| parts.set("llama.logit_scale", Value::F32(0.5))),
+    ("another vocabulary than the embedding's", |parts| parts.set("llama.vocab_size", Value::U32(300))),
+    ("no embedding", |parts| drop(parts.tensors.remove("token_embd.weight"))),
+    ("a missing tensor", |parts| drop(parts.tensors.remove("blk.1.attn_k.weight"))),
+    ("a tensor too many", |parts| parts.zeros("blk.0.attn_sinks.weight", &[4])),
+    ("a tensor with a name that steers the terminal", |parts| parts.zeros("\u{1b}[31m", &[4])),
+    ("a tensor the wrong way round", |parts| parts.zeros("blk.0.ffn_down.weight", &[8, 16])),
+    ("a norm that is too long", |parts| parts.zeros("output_norm.weight", &[17])),
+    ("a head of another vocabulary", |parts| parts.zeros("output.weight", &[200, 16])),
+    ("no tokens", |parts| drop(parts.metadata.remove("tokenizer.ggml.tokens"))),
+    ("fewer types than tokens", |parts| {
+        parts.set("tokenizer.ggml.token_type", Value::Array(vec![Value::I32(1); 9]));
+    }),
+    ("more tokens than rows of the embedding", |parts| {
+        parts.set("tokenizer.ggml.tokens", texts(300));
+        parts.set("tokenizer.ggml.token_type", Value::Array(vec![Value::I32(1); 300]));
+    }),
+    ("merges of tokens that are not there", |parts| {
+        parts.set("tokenizer.ggml.merges", Value::Array(vec![text("never there")]));
+    }),
+    ("an unknown kind of tokenizer", |parts| parts.set("tokenizer.ggml.model", text("rwkv"))),
+    ("unknown words", |parts| parts.set("tokenizer.ggml.pre", text("tekken"))),
+    ("an end that is a text", |parts| parts.set("tokenizer.ggml.eos_token_id", text("</s>"))),
+];
+
+/// What is wrong with the bytes themselves.
+fn damaged(good: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
+    let huge = (1_u64 << 60).to_le_bytes();
+    let header = |tensors: &[u8; 8], metadata: &[u8; 8], rest: &[&[u8]]| {
+        [b"GGUF", &3_u32.to_le_bytes()[..], tensors, metadata, &rest.concat(), &[0; 64]].concat()
+    };
+    let (none, one, key) = ([0; 8], 1_u64.to_le_bytes(), [&1_u64.to_le_bytes()[..], b"k"].concat());
+    let list_of_texts = [&key[..], &9_u32.to_le_bytes(), &8_u32.to_le_bytes()].concat();
+    vec![
+        ("an empty file", Vec::new()),
+        ("a file of something else", b"PK\x03\x04 a zip archive that was renamed to model.gguf".to_vec()),
+        ("truncated in its metadata", good[..300].to_vec()),
+        ("truncated in its tensors", good[..good.len() - 40].to_vec()),
+        ("2^60 entries of metadata", header(&none, &huge, &[])),
+        ("2^60 tensors", header(&huge, &none, &[])),
+        ("a key of 2^60 bytes", header(&none, &one, &[&huge])),
+        ("a list of 2^60 texts", header(&none, &one, &[&list_of_texts, &huge])),
+    ]
+}
+
+type Configure = fn(&mut serde_json::Value);
+
+const CONFIGURATIONS: [(&str, Configure); 24] = [
+    ("a mixture of experts", |config| config["model_type"] = "mixtral".into()),
+    ("no model type", |config| config["model_type"] = json!(null)),
+    ("an activation", |config| config["hidden_act"] = "gelu".into()),
+    ("heads that do not divide", |config| config["num_attention_heads"] = 3.into()),
+    ("heads of keys that do not divide", |config| config["num_key_value_heads"] = 3.into()),
+    ("heads of an odd width", |config| config["head_dim"] = 3.into()),
+    ("a vocabulary that is a text", |config| config["vocab_size"] = "many".into()),
+    ("an unknown rope type", |config| config["rope_scaling"] = json!({"rope_type": "longrope", "factor": 2.0})),
+    ("rotary embeddings without a factor", |config| config["rope_scaling"] = json!({"type": "linear"})),
+    ("rotary embeddings that are a number", |config| config["rope_parameters"] = 7.into()),
+    ("rotary embeddings with an unknown key", |config| {
+        config["rope_parameters"] = json!({"rope_type": "yarn", "z": 1});
+    }),
+    ("rotary embeddings by type of layer", |config| config["rope_parameters"] = json!({"full_attention": {}})),
+    ("heads rotated in part", |config| config["partial_rotary_factor"] = 0.5.into()),
+    ("frequency factors the wrong way round", |config| {
+        config["rope_scaling"] =
+            json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0});
+    }),
+    ("ends that are texts", |config| config["eos_token_id"] = json!(["</s>"])),
+    ("a window of 0", |config| {
+        config["model_type"] = "mistral".into();
+        config["sliding_window"] = 0.into();
+    }),
+    ("windows that are switched off", |config| {
+        config["model_type"] = "qwen2".into();
+        config["layer_types"] = json!(["full_attention", "sliding_attention"]);
+    }),
+    ("types of too few layers", |config| {
+        config["model_type"] = "qwen3".into();
+        config["layer_types"] = json!(["full_attention"]);
+    }),
+    ("an unknown type of layer", |config| {
+        config["model_type"] = "qwen3".into();
+        config["layer_types"] = json!(["linear_attention", "full_attention"]);
+    }),
+    ("capped logits", |config| {
+        config["model_type"] = "gemma3_text".into();
+        config["final_logit_softcapping"] = 30.0.into();
+    }),
+    ("capped scores", |config| {
+        config["model_type"] = "gemma3_text".into();
+        config["attn_logit_softcapping"] = 50.0.into();
+    }),
+    ("attention in both directions", |config| {
+        config["model_type"] = "gemma3_text".into();
+        config["use_bidirectional_attention"] = true.into();
+    }),
+    ("a positive number below 0", |config| config["rms_norm_eps"] = (-1e-5).into()),
+    ("fewer rows than tokens", |config| config["vocab_size"] = 200.into()),
+];
+
+#[test]
+fn each_mistake_has_its_message() {
+    let scratch = tempfile::tempdir().unwrap();
+    let good = good(scratch.path());
+    let path = scratch.path().join("model.gguf");
+    let mut said = String::new();
+    let mut refuse = |name: &str, path: &Path| {
+        let message = TrainedModel::open(path, None).map(drop).expect_err(name).to_string();
+        assert!(!message.contains(|c: char| c.is_control()), "{name}: {message:?}");
+        let message = message.replace(&scratch.path().display().to_string(), "[FOLDER]");
+        writeln!(said, "{name}\n    {message}").unwrap();
+    };
+    fs::write(&path, good.bytes()).unwrap();
+    TrainedModel::open(&path, None).unwrap();
+    for (name, change) in FILES {
+        let mut parts = good.clone();
+        change(&mut parts);
+        fs::write(&path, parts.bytes()).unwrap();
+        refuse(name, &path);
+    }
+    for (name, bytes) in damaged(&good.bytes()) {
+        fs::write(&path, bytes).unwrap();
+        refuse(name, &path);
+    }
+    for (name, change) in CONFIGURATIONS {
+        refuse(name, &folder(&scratch.path().join("folder"), change));
+    }
+    insta::assert_snapshot!("bad_models", said);
+}

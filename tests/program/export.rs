@@ -1,0 +1,421 @@
+//! What is exported computes what we compute: the Hugging Face folder and the GGUF file read back, the ONNX graph in
+//! onnxruntime.
+//!
+//! onnxruntime and the `gguf` package are looked for in the Python of `FINETUNE_PYTHON`. Without them a test says so and
+//! passes, but for CI, where it fails.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::common::python::{has_module, python, run_script};
+use candle_core::quantized::gguf_file::Content;
+use candle_core::{DType, Device, Tensor};
+use finetune::data::Tokenizer;
+use finetune::engine::kernels::Fused;
+use finetune::engine::model::{Mode, Parameters, Tokens, Workspace};
+use finetune::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
+use finetune::inference::trained::TrainedModel;
+use finetune::precision::{Dtype, PrecisionPolicy};
+
+/// A golden model of 257 rows or fewer with the byte tokenizer where it fits, else with the letters.
+fn model(name: &str, folder: &Path) -> TrainedModel {
+    changed_model(name, folder, &[])
+}
+
+/// Such a model with other values of some keys of its configuration.
+fn changed_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> TrainedModel {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+    let path = folder.join(name);
+    std::fs::create_dir_all(&path).unwrap();
+    std::fs::copy(golden.join("model.safetensors"), path.join("model.safetensors")).unwrap();
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(golden.join("config.json")).unwrap()).unwrap();
+    for (key, value) in keys {
+        config[*key] = value.clone();
+    }
+    std::fs::write(path.join("config.json"), config.to_string()).unwrap();
+    let vocab: serde_json::Map<String, serde_json::Value> =
+        ('a'..='z').enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();
+    let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true});
+    let letters = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+        "added_tokens": [{"id": 27, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true}],
+        "pre_tokenizer": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": {"ab": 26}, "merges": [["a", "b"]]},
+    });
+    let mut letters = letters;
+    letters["model"]["vocab"].as_object_mut().unwrap().extend(vocab);
+    let byte = name == "deep";
+    let tokenizer = if byte { Tokenizer::byte().json().to_vec() } else { letters.to_string().into_bytes() };
+    std::fs::write(path.join("tokenizer.json"), tokenizer).unwrap();
+    TrainedModel::open(&path, None).unwrap()
+}
+
+/// FP32 logits `[rows * length, V]` of `trained` with its weights rounded to `dtype`.
+fn logits(trained: &TrainedModel, dtype: Dtype, ids: &[u32], length: usize) -> Tensor {
+    let rounded = trained.weights(dtype).unwrap();
+    let weights = rounded.zeros_like(DType::F32).unwrap();
+    for (from, to) in rounded.tensors().iter().zip(weights.tensors()) {
+        finetune::engine::kernels::view::copy(from, to).unwrap();
+    }
+    logits_of(trained, &weights, ids, length)
+}
+
+fn logits_of(trained: &TrainedModel, weights: &Parameters, ids: &[u32], length: usize) -> Tensor {
+    let model = finetune::engine::model::Decoder::new(&trained.config, weights, Arc::new(Fused)).unwrap();
+    let (policy, rows) = (PrecisionPolicy::FP32, ids.len() / length);
+    let mut workspace = Workspace::for_evaluation(&trained.config, policy, (rows, length), &Device::Cpu).unwrap();
+    model.forward(weights, Tokens::new(ids, length), Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.logits(weights, workspace.hidden()).unwrap()
+}
+
+fn ids(trained: &TrainedModel, count: usize) -> Vec<u32> {
+    (0..count).map(|i| (11 * i as u32 + 5) % trained.config.vocab_size as u32).collect()
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn distance(value: &[f32], truth: &[f32]) -> f32 {
+    assert_eq!(value.len(), truth.len());
+    let largest = truth.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+    value.iter().zip(truth).map(|(v, t)| (v - t).abs() / largest).fold(0.0, |a, b| if b <= a { a } else { b })
+}
+
+const DTYPES: [(Dtype, f32); 3] = [(Dtype::F32, 1e-6), (Dtype::F16, 4e-3), (Dtype::BF16, 3e-2)];
+
+#[test]
+fn a_hugging_face_folder_computes_the_same_in_every_dtype() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["deep", "untied"] {
+        let trained = model(name, folder.path());
+        let ids = ids(&trained, 20);
+        let exact = values(&logits(&trained, Dtype::F32, &ids, 10));
+        for (dtype, tolerance) in DTYPES {
+            let out = folder.path().join(format!("out/{name}-{dtype}"));
+            assert_eq!(
+                export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap(),
+                std::slice::from_ref(&out)
+            );
+            let again = TrainedModel::open(&out, None).unwrap();
+            assert_eq!(again.config, trained.config);
+            assert_eq!(again.tokenizer.json(), trained.tokenizer.json());
+            let ours = values(&logits(&again, Dtype::F32, &ids, 10));
+            assert_eq!(ours, values(&logits(&trained, dtype, &ids, 10)), "{name}, {dtype}: weights differ");
+            assert!(distance(&ours, &exact) < tolerance, "{name}, {dtype}: {}", distance(&ours, &exact));
+        }
+    }
+}
+
+#[test]
+fn what_is_there_is_not_overwritten_and_nothing_half_done_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let trained = model("deep", folder.path());
+    let out = folder.path().join("x.gguf");
+    std::fs::write(&out, "precious").unwrap();
+    let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
+    assert!(message.contains("exists"), "{message}");
+    assert_eq!(std::fs::read(&out).unwrap(), b"precious");
+    let data = folder.path().join("y.onnx.data");
+    std::fs::write(&data, "precious").unwrap();
+    export(&trained, Dtype::F32, Format::of(Path::new("y.onnx")), Parts::Merged, &folder.path().join("y.onnx"))
+        .unwrap_err();
+    let mut names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["deep", "x.gguf", "y.onnx.data"]);
+}
+
+#[test]
+fn weights_beyond_fp16_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let trained = model("deep", folder.path());
+    let out = folder.path().join("large");
+    let masters = trained.masters().unwrap();
+    let huge = masters.get("h.1.mlp.c_fc.bias").unwrap();
+    finetune::engine::kernels::view::write_f32(huge, |values| values[3] = 1e5).unwrap();
+    let error = finetune::store::base::check_range(&masters, "m", Dtype::F16).unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("`h.1.mlp.c_fc.bias` reaches 100000"), "{message}");
+    finetune::store::base::check_range(&masters, "m", Dtype::BF16).unwrap();
+    assert!(!out.exists());
+}
+
+/// The parameters of a GGUF file, under our names and the right way round.
+fn from_gguf(path: &Path, trained: &TrainedModel) -> (Content, Parameters) {
+    let mut file = File::open(path).unwrap();
+    let content = Content::read(&mut file).unwrap();
+    let weights = Parameters::zeros(&trained.config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    assert_eq!(content.tensor_infos.len(), weights.len());
+    let pairs = [
+        ("attn_norm", "ln_1"),
+        ("attn_qkv", "attn.c_attn"),
+        ("attn_output", "attn.c_proj"),
+        ("ffn_norm", "ln_2"),
+        ("ffn_up", "mlp.c_fc"),
+        ("ffn_down", "mlp.c_proj"),
+        ("token_embd", "wte"),
+        ("position_embd", "wpe"),
+        ("output_norm", "ln_f"),
+        ("output", "lm_head"),
+        ("blk", "h"),
+    ];
+    for name in content.tensor_infos.keys() {
+        let ours = name.split('.').map(|part| pairs.iter().find(|(theirs, _)| *theirs == part).map_or(part, |p| p.1));
+        let ours = ours.collect::<Vec<_>>().join(".");
+        let stored = content.tensor(&mut file, name, &Device::Cpu).unwrap().dequantize(&Device::Cpu).unwrap();
+        let linear = ours.starts_with("h.") && stored.rank() == 2;
+        let stored = if linear { stored.t().unwrap().contiguous().unwrap() } else { stored };
+        let target = weights.get(&ours).unwrap_or_else(|| panic!("{name} is no parameter"));
+        assert_eq!(target.dims(), stored.dims(), "{name}");
+        finetune::engine::kernels::view::copy(&stored, target).unwrap();
+    }
+    (content, weights)
+}
+
+#[test]
+fn a_gguf_file_read_back_computes_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["deep", "untied"] {
+        let trained = model(name, folder.path());
+        let ids = ids(&trained, 20);
+        let exact = values(&logits(&trained, Dtype::F32, &ids, 10));
+        for (dtype, tolerance) in DTYPES {
+            let out = folder.path().join(format!("{name}-{dtype}.gguf"));
+            export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap();
+            let (content, weights) = from_gguf(&out, &trained);
+            let distance = distance(&values(&logits_of(&trained, &weights, &ids, 10)), &exact);
+            assert!(distance < tolerance, "{name}, {dtype}: {distance}");
+
+            let size = |key: &str| content.metadata[key].to_u32().unwrap() as usize;
+            assert_eq!(content.metadata["general.architecture"].to_string().unwrap(), "gpt2");
+            assert_eq!(size("gpt2.block_count"), trained.config.layers);
+            assert_eq!(size("gpt2.attention.head_count"), trained.config.heads);
+            assert_eq!(size("gpt2.context_length"), trained.config.context);
+            assert_eq!(Some(size("tokenizer.ggml.eos_token_id") as u32), trained.tokenizer.eos_id());
+            let tokens = content.metadata["tokenizer.ggml.tokens"].to_vec().unwrap();
+            assert_eq!(tokens.len(), trained.config.vocab_size);
+            assert_eq!(tokens[0].to_string().ok(), trained.tokenizer.token(0).as_ref());
+            let merges = content.metadata["tokenizer.ggml.merges"].to_vec().unwrap();
+            assert_eq!(merges.len(), usize::from(name == "untied"));
+        }
+    }
+}
+
+#[test]
+fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
+    let folder = tempfile::tempdir().unwrap();
+    let trained = model("deep", folder.path());
+    let file = folder.path().join("words.json");
+    let words = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+        "pre_tokenizer":null,"post_processor":null,"decoder":null,
+        "model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}}"#;
+    std::fs::write(&file, words).unwrap();
+    let trained = TrainedModel::open(&trained.path, Some(&file)).unwrap();
+    let out = folder.path().join("x.gguf");
+    let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
+    assert!(message.contains("it is not a BPE, so") && !out.exists(), "{message}");
+}
+
+/// The golden families that GGUF can say; the scale of Gemma's scores is the one that llama.cpp knows.
+fn families(folder: &Path) -> Vec<TrainedModel> {
+    let names = ["llama", "llama-biases", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3"];
+    let ends = ("eos_token_id", serde_json::json!([27, 3]));
+    let with_ends = |name: &str| changed_model(&format!("families/{name}"), folder, std::slice::from_ref(&ends));
+    let mut models: Vec<TrainedModel> = names.into_iter().map(with_ends).collect();
+    models.push(changed_model("families/gemma3", folder, &[("query_pre_attn_scalar", 6.into()), ends]));
+    models
+}
+
+#[test]
+fn every_family_comes_back_from_a_gguf_file() {
+    let folder = tempfile::tempdir().unwrap();
+    for trained in families(folder.path()) {
+        let ids = ids(&trained, 36);
+        let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
+        for (encoding, tolerance) in
+            [(Encoding::Plain(Dtype::F32), 1e-6), (Encoding::Plain(Dtype::F16), 4e-3), (Encoding::Q8_0, 2e-2)]
+        {
+            let out = trained.path.with_extension(format!("{encoding:?}.gguf"));
+            export(&trained, encoding, Format::of(&out), Parts::Merged, &out).unwrap();
+            let again = TrainedModel::open(&out, None).unwrap();
+            let distance = distance(&values(&logits(&again, Dtype::F32, &ids, 12)), &exact);
+            assert!(distance < tolerance, "{}: {distance:.1e}", out.display());
+            assert_eq!(again.config.rope, trained.config.rope);
+            assert_eq!(again.config.eos_token_ids, trained.config.eos_token_ids);
+            assert_eq!(again.tokenizer.encode("abcab").unwrap(), trained.tokenizer.encode("abcab").unwrap());
+        }
+    }
+}
+
+#[test]
+fn what_gguf_has_no_word_for_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, expected) in [
+        ("llama-dynamic", "llama.cpp has no rotary embeddings of the type `dynamic`"),
+        ("qwen2-window", "GGUF has no key for the windows of `qwen2`"),
+        ("gemma3", "llama.cpp takes `query_pre_attn_scalar` to be 6"),
+    ] {
+        let trained = model(&format!("families/{name}"), folder.path());
+        let out = folder.path().join(format!("{name}.gguf"));
+        let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
+        assert!(message.contains(expected) && !out.exists(), "{message}");
+    }
+    let trained = model("deep", folder.path());
+    let message = export(&trained, Encoding::Q4K, Format::of(Path::new("x.onnx")), Parts::Merged, Path::new("x.onnx"))
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("only GGUF files have such blocks"), "{message}");
+}
+
+#[test]
+fn transformers_reads_every_familys_gguf_file_as_we_do() {
+    let Some(python) = python().filter(|python| has_module(python, "gguf")) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    // Without what transformers does not read in a GGUF file: GPT-2's number of positions, rope types, a Llama's biases and windows,
+    // Qwen 3's head size, and the scale of Gemma 3's attention, which it takes to be that of heads of 256.
+    for name in ["families/llama", "families/qwen2"] {
+        let trained = model(name, folder.path());
+        let ids = ids(&trained, 12);
+        let out = trained.path.with_extension("gguf");
+        export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
+        let file = folder.path().join("ids.json");
+        std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
+        let arguments =
+            ["model".as_ref(), out.as_os_str(), file.as_os_str(), "12".as_ref(), file.as_os_str(), "1".as_ref()];
+        let theirs: Vec<f32> =
+            serde_json::from_value(run_script(&python, "real_weights.py", &arguments)["logits"].clone()).unwrap();
+        let all = values(&logits(&trained, Dtype::F32, &ids, 12));
+        let ours = &all[all.len() - trained.config.vocab_size..];
+        let error = distance(&theirs, ours);
+        assert!(error < 1e-5, "{}: {error:.1e}", out.display());
+    }
+}
+
+#[test]
+fn the_gguf_package_reads_the_file() {
+    let Some(python) = python().filter(|python| has_module(python, "gguf")) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let trained = model("untied", folder.path());
+    let out = folder.path().join("x.gguf");
+    export(&trained, Dtype::F16, Format::Gguf, Parts::Merged, &out).unwrap();
+    let script = "import json, sys, gguf\nreader = gguf.GGUFReader(sys.argv[1])\n\
+                  print(json.dumps({t.name: [int(n) for n in t.shape] for t in reader.tensors}))";
+    let output = std::process::Command::new(python).args(["-c", script]).arg(&out).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let shapes: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(shapes.as_object().unwrap().len(), trained.config.parameters().len());
+    // GGUF counts dimensions from the innermost: [in, out] of a matrix stored as [out, in].
+    let width = trained.config.width;
+    assert_eq!(shapes["blk.0.attn_qkv.weight"], serde_json::json!([width, 3 * width]));
+}
+
+/// Models whose graphs are compared.
+const ONNX: [&str; 11] = [
+    "deep",
+    "untied",
+    "families/llama",
+    "families/llama-biases",
+    "families/llama-llama3",
+    "families/llama-yarn",
+    "families/mistral",
+    "families/qwen2",
+    "families/qwen2-window",
+    "families/qwen3",
+    "families/gemma3",
+];
+
+/// A Python with onnxruntime: that of `FINETUNE_PYTHON`.
+fn python_with_onnx() -> Option<PathBuf> {
+    python().filter(|python| has_module(python, "onnxruntime"))
+}
+
+#[test]
+fn onnxruntime_computes_the_same_for_every_batch_and_length() {
+    let Some(python) = python_with_onnx() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for name in ONNX {
+        let trained = model(name, folder.path());
+        // One family in every type: the rest of the graph does not know of them.
+        let dtypes = if name == "deep" { &DTYPES[..] } else { &DTYPES[..1] };
+        for &(dtype, tolerance) in dtypes {
+            let out = folder.path().join(format!("{name}-{dtype}.onnx"));
+            assert_eq!(export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap().len(), 2);
+            for (rows, length) in [(1, 1), (3, 12)] {
+                let ids = ids(&trained, rows * length);
+                let file = folder.path().join("ids.json");
+                std::fs::write(&file, serde_json::to_string(&ids.chunks(length).collect::<Vec<_>>()).unwrap()).unwrap();
+                let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
+                assert_eq!(report["axes"], serde_json::json!(["batch", "sequence"]));
+                assert_eq!(report["unused"], serde_json::json!([]), "{name}");
+                let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
+                // From the same rounded weights, and from the exact ones.
+                let same = distance(&theirs, &values(&logits(&trained, dtype, &ids, length)));
+                let exact = distance(&theirs, &values(&logits(&trained, Dtype::F32, &ids, length)));
+                assert!(
+                    same < 1e-5 && exact < tolerance.max(1e-5),
+                    "{name}, {dtype}, {rows} × {length}: {same}, {exact}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn onnxruntime_decodes_with_a_cache_and_in_int8() {
+    let Some(python) = python_with_onnx() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["untied", "families/llama", "families/gemma3"] {
+        let trained = model(name, folder.path());
+        let ids = ids(&trained, 24);
+        let file = folder.path().join("ids.json");
+        std::fs::write(&file, serde_json::to_string(&ids.chunks(12).collect::<Vec<_>>()).unwrap()).unwrap();
+        let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
+        for (kv_cache, int8, tolerance) in [(true, false, 1e-5), (false, true, 0.1), (true, true, 0.1)] {
+            let out = trained.path.with_extension(format!("{kv_cache}-{int8}.onnx"));
+            export(&trained, Dtype::F32, Format::Onnx(OnnxOptions { kv_cache, int8 }), Parts::Merged, &out).unwrap();
+            let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
+            let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
+            assert_eq!(report["unused"], serde_json::json!([]), "{name}");
+            let error = distance(&theirs, &exact);
+            assert!(error < tolerance, "{name}, cache {kv_cache}, int8 {int8}: {error:.1e}");
+            // Rounded to 8 bits, and not left as it was.
+            assert_eq!(error > 1e-5, int8, "{name}, cache {kv_cache}, int8 {int8}: {error:.1e}");
+        }
+    }
+}
+
+#[test]
+fn a_graph_cannot_change_its_base_with_the_length() {
+    let folder = tempfile::tempdir().unwrap();
+    let trained = model("families/llama-dynamic", folder.path());
+    let out = folder.path().join("x.onnx");
+    let message = export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap_err().to_string();
+    assert!(message.contains("of the type `dynamic`") && !out.exists(), "{message}");
+}
+
+/// An `Identity` before every weight once hid all products from the quantiser.
+#[test]
+fn onnxruntimes_dynamic_quantiser_takes_every_linear_layer() {
+    let Some(python) = python_with_onnx() else { return };
+    if !has_module(&python, "onnx") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    // Of GPT-2: queries, keys and values together, the attention's output, and the two layers of the MLP. Of Llama: all apart.
+    for (name, linears) in [("deep", 4), ("families/llama", 7)] {
+        let trained = model(name, folder.path());
+        let out = trained.path.with_extension("onnx");
+        export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
+        let file = folder.path().join("ids.json");
+        std::fs::write(&file, serde_json::to_string(&[ids(&trained, 24)]).unwrap()).unwrap();
+        let report = run_script(&python, "onnx_quantised.py", &[out.as_os_str(), file.as_os_str()]);
+        let (products, quantised) = (report["products"].as_u64().unwrap(), report["quantised"].as_u64().unwrap());
+        assert!(products >= linears * trained.config.layers as u64 && quantised >= products, "{report}");
+        assert!(report["distance"].as_f64().unwrap() < 0.1, "{report}");
+    }
+}

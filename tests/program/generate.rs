@@ -1,0 +1,254 @@
+//! The cached forward pass equals the training one, and generation is reproducible and stops as specified.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use assert_cmd::Command;
+use candle_core::{DType, Device, Tensor};
+use finetune::data::Tokenizer;
+use finetune::engine::kernels::{Fused, Kernels, Plain};
+use finetune::engine::model::{Decoder, KvCache, Mode, ModelSpec, Parameters, Tokens, Workspace, candle_dtype};
+use finetune::inference::generate::{Request, Sampling, Stop, generate};
+use finetune::precision::PrecisionPolicy;
+use finetune::store::ModelFolder;
+use finetune::train::Sampler;
+
+/// A golden model with its weights in the policy's compute type.
+fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {
+    let folder = ModelFolder::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)).unwrap();
+    let config = folder.config();
+    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    folder.read_parameters(&masters).unwrap();
+    rounded(config, &masters, policy)
+}
+
+fn rounded(config: &ModelSpec, masters: &Parameters, policy: PrecisionPolicy) -> (Decoder, Parameters) {
+    let weights = masters.zeros_like(candle_dtype(policy.compute)).unwrap();
+    for (weight, master) in weights.tensors().iter().zip(masters.tensors()) {
+        finetune::engine::kernels::view::copy(master, weight).unwrap();
+    }
+    (Decoder::new(config, &weights, Arc::new(Fused)).unwrap(), weights)
+}
+
+/// `tiny` with random weights, wide enough that it prefers different tokens at different places.
+fn tiny(policy: PrecisionPolicy) -> (Decoder, Parameters) {
+    let config = ModelSpec { initializer_range: 0.3, ..ModelSpec::named("tiny").unwrap() };
+    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    masters.initialise(5).unwrap();
+    rounded(&config, &masters, policy)
+}
+
+/// Logits of every position by the training pass over the whole sequence.
+fn full_logits(model: &Decoder, weights: &Parameters, policy: PrecisionPolicy, ids: &[u32]) -> Tensor {
+    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (1, ids.len()), &Device::Cpu).unwrap();
+    model.forward(weights, Tokens::new(ids, ids.len()), Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.logits(weights, workspace.hidden()).unwrap()
+}
+
+/// Logits of every position by the cached pass, fed in pieces of these lengths.
+fn cached_logits(cache: &mut KvCache, model: &Decoder, weights: &Parameters, ids: &[u32], pieces: &[usize]) -> Tensor {
+    cache.truncate(0);
+    let mut rest = ids;
+    let logits: Vec<Tensor> = pieces
+        .iter()
+        .map(|&length| {
+            let (piece, after) = rest.split_at(length);
+            rest = after;
+            let hidden = model.decode(weights, piece, cache).unwrap();
+            model.logits(weights, hidden).unwrap()
+        })
+        .collect();
+    assert!(rest.is_empty() && cache.len() == ids.len());
+    Tensor::cat(&logits, 0).unwrap()
+}
+
+/// The largest difference over the largest value.
+fn distance(value: &Tensor, truth: &Tensor) -> f32 {
+    let values =
+        |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let (value, truth) = (values(value), values(truth));
+    assert_eq!(value.len(), truth.len());
+    let largest = truth.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+    value.iter().zip(&truth).map(|(v, t)| (v - t).abs() / largest).fold(0.0, |a, b| if b <= a { a } else { b })
+}
+
+#[test]
+fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
+    for name in ["narrow", "head64", "untied", "deep"] {
+        for (policy, tolerance) in
+            [(PrecisionPolicy::FP32, 1e-5), (PrecisionPolicy::FP16, 4e-3), (PrecisionPolicy::BF16, 3e-2)]
+        {
+            let (model, weights) = golden(name, policy);
+            let length = model.spec().context;
+            let ids: Vec<u32> = (0..length).map(|i| (7 * i as u32 + 3) % model.spec().vocab_size as u32).collect();
+            let truth = full_logits(&model, &weights, policy, &ids);
+            for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain::new())] {
+                let by = kernels.name().to_owned();
+                let model = Decoder::new(model.spec(), &weights, kernels).unwrap();
+                let mut cache = KvCache::new(model.spec(), policy, length, &Device::Cpu).unwrap();
+                for pieces in [vec![length], vec![1; length], vec![3, length - 5, 1, 1], vec![length - 1, 1]] {
+                    let logits = cached_logits(&mut cache, &model, &weights, &ids, &pieces);
+                    let distance = distance(&logits, &truth);
+                    assert!(distance < tolerance, "{name}, {policy}, {by}, pieces of {pieces:?}: {distance}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_truncated_cache_goes_on_from_there() {
+    let (model, weights) = golden("deep", PrecisionPolicy::FP32);
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 12, &Device::Cpu).unwrap();
+    model.decode(&weights, &[1, 2, 3, 4, 5, 6], &mut cache).unwrap();
+    cache.truncate(3);
+    let after = model.decode(&weights, &[9, 8], &mut cache).unwrap().copy().unwrap();
+    cache.truncate(0);
+    let whole = model.decode(&weights, &[1, 2, 3, 9, 8], &mut cache).unwrap().narrow(0, 3, 2).unwrap();
+    assert!(distance(&after, &whole) < 1e-6);
+}
+
+#[test]
+fn a_cache_refuses_what_does_not_fit() {
+    let (model, weights) = golden("narrow", PrecisionPolicy::FP32);
+    let context = model.spec().context;
+    assert!(KvCache::new(model.spec(), PrecisionPolicy::FP32, context + 1, &Device::Cpu).is_err());
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 4, &Device::Cpu).unwrap();
+    assert!(model.decode(&weights, &[0; 5], &mut cache).is_err());
+    assert!(model.decode(&weights, &[], &mut cache).is_err());
+    assert!(model.decode(&weights, &[u32::MAX], &mut cache).is_err(), "an id outside the vocabulary");
+    assert_eq!(cache.len(), 0);
+}
+
+/// Tokens that `model` generates after `prompt`, and why it stopped.
+fn tokens(
+    (model, weights): &(Decoder, Parameters),
+    capacity: usize,
+    prompt: &[u32],
+    max_tokens: usize,
+    ends: &[u32],
+    sampling: &Sampling,
+) -> (Vec<u32>, Stop) {
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, capacity, &Device::Cpu).unwrap();
+    let mut ids = Vec::new();
+    let request = Request { prompt, max_tokens, ends, sampling };
+    let receive = |id| {
+        ids.push(id);
+        Ok(true)
+    };
+    let stop = generate(model, weights, &mut cache, request, receive).unwrap();
+    (ids, stop)
+}
+
+const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, top_p: None, repetition_penalty: 1.0, seed: 0 };
+
+#[test]
+fn the_likeliest_tokens_are_those_of_recomputing_everything() {
+    let model = tiny(PrecisionPolicy::FP32);
+    let mut ids = vec![116, 104, 101];
+    for _ in 0..40 {
+        let logits = full_logits(&model.0, &model.1, PrecisionPolicy::FP32, &ids);
+        let last = logits.get(ids.len() - 1).unwrap();
+        ids.push(last.argmax(0).unwrap().to_scalar::<u32>().unwrap());
+    }
+    let (cached, stop) = tokens(&model, 128, &ids[..3], 40, &[], &GREEDY);
+    assert_eq!((cached.as_slice(), stop), (&ids[3..], Stop::MaxTokens));
+
+    // What training shows is the same text.
+    let tokenizer = Tokenizer::byte();
+    let mut sampler = Sampler::new(&model.0, PrecisionPolicy::FP32, &tokenizer, "the", 40, 0.0, &Device::Cpu).unwrap();
+    let text = sampler.generate(&model.0, &model.1, &tokenizer, 9).unwrap();
+    let until_eos = ids[3..].split(|&id| id == 256).next().unwrap();
+    assert_eq!(text, tokenizer.decode(until_eos).unwrap());
+}
+
+#[test]
+fn equal_seeds_give_equal_texts_and_others_do_not() {
+    let model = tiny(PrecisionPolicy::FP32);
+    for (top_k, top_p) in [(None, None), (Some(40), None), (None, Some(0.9)), (Some(40), Some(0.9))] {
+        let of = |seed| {
+            let sampling = Sampling { temperature: 2.0, top_k, top_p, seed, ..Sampling::default() };
+            tokens(&model, 64, &[1], 30, &[], &sampling).0
+        };
+        assert_eq!(of(1), of(1));
+        assert_ne!(of(1), of(2), "top-k {top_k:?}, top-p {top_p:?}");
+    }
+}
+
+#[test]
+fn one_likeliest_token_is_greedy_and_a_penalty_ends_repetition() {
+    let model = tiny(PrecisionPolicy::FP32);
+    let greedy = tokens(&model, 128, &[5], 60, &[], &GREEDY).0;
+    let narrow = Sampling { top_k: Some(1), ..Sampling::default() };
+    assert_eq!(tokens(&model, 128, &[5], 60, &[], &narrow).0, greedy);
+    let distinct = |ids: &[u32]| ids.iter().collect::<std::collections::BTreeSet<_>>().len();
+    let penalised = tokens(&model, 128, &[5], 60, &[], &Sampling { repetition_penalty: 50.0, ..GREEDY }).0;
+    assert!(distinct(&penalised) > distinct(&greedy), "{penalised:?} against {greedy:?}");
+}
+
+#[test]
+fn the_end_of_text_token_ends_it_and_is_not_returned() {
+    let model = tiny(PrecisionPolicy::FP32);
+    let (ids, _) = tokens(&model, 64, &[1], 20, &[], &GREEDY);
+    let eos = ids[7];
+    let first = ids.iter().position(|&id| id == eos).unwrap();
+    assert_eq!(tokens(&model, 64, &[1], 20, &[300, eos], &GREEDY), (ids[..first].to_vec(), Stop::EndOfText));
+}
+
+#[test]
+fn a_full_context_ends_it() {
+    let model = tiny(PrecisionPolicy::FP32);
+    // Ten places: three for the prompt, seven for tokens that are looked at, and one more token is chosen from them.
+    let (ids, stop) = tokens(&model, 10, &[1, 2, 3], 100, &[], &GREEDY);
+    assert_eq!((ids.len(), stop), (8, Stop::ContextFull));
+}
+
+#[test]
+fn the_receiver_can_stop_generation() {
+    let (model, weights) = tiny(PrecisionPolicy::FP32);
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 20, &Device::Cpu).unwrap();
+    let request = Request { prompt: &[1], max_tokens: 9, ends: &[], sampling: &GREEDY };
+    let mut count = 0;
+    let stop = generate(&model, &weights, &mut cache, request, |_| {
+        count += 1;
+        Ok(count < 4)
+    });
+    assert_eq!((stop.unwrap(), count), (Stop::Receiver, 4));
+}
+
+#[test]
+fn the_command_writes_the_same_text_for_the_same_seed_from_run_checkpoint_and_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let finetune = |arguments: &[&str]| {
+        let mut command = Command::cargo_bin("finetune").unwrap();
+        let output = command.current_dir(folder.path()).args(arguments).assert().success().get_output().clone();
+        (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let size = "--steps 2 --batch-size 2 --init-scale 65536 --set train.sample_tokens=0 --set train.eval_batches=1";
+    let size: Vec<&str> = size.split(' ').collect();
+    finetune(&[&["--plain", "--run", "r", "--threads", "1"], &size[..]].concat());
+    let text = |model: &str, seed: &str| {
+        finetune(&["generate", model, "--prompt", "the ", "-n", "20", "--seed", seed, "--threads", "1"]).0
+    };
+    let from_run = text("checkpoints/r", "3");
+    assert_eq!(text("checkpoints/r/step-000002", "3"), from_run);
+    assert_eq!(text("checkpoints/r", "3"), from_run);
+    assert_ne!(text("checkpoints/r", "4"), from_run);
+
+    // The device and its kernels are chosen as for training.
+    let greedy = |kernels: &str| {
+        let device = ["--device", "cpu", "--kernels", kernels];
+        finetune(
+            &[&["generate", "checkpoints/r", "--prompt", "the ", "-n", "20", "--temperature", "0"], &device[..]]
+                .concat(),
+        )
+        .0
+    };
+    assert_eq!(greedy("candle"), greedy("fused"));
+
+    let (text, notice) =
+        finetune(&["generate", "checkpoints/r", "-n", "1000", "--temperature", "0", "--dtype", "fp16"]);
+    assert!(text.ends_with('\n'));
+    let ended = notice.contains("the context of 128 tokens is full");
+    assert!(ended || notice.is_empty(), "{notice}");
+}

@@ -1,0 +1,426 @@
+//! Runs that save memory: adapters, 8-bit moments, BF16 without masters. Killed and resumed bit for bit, exported to PEFT's format,
+
+//! merged, and refused where they make no sense.
+
+#![cfg(unix)]
+use crate::common::compare::values;
+use crate::common::python::{has_module, python, run_script};
+use candle_core::Device;
+use finetune::engine::device::OpenDevice;
+use finetune::engine::kernels::Choice;
+use finetune::engine::model::{Mode, Tokens, Workspace};
+use finetune::inference::trained::TrainedModel;
+use finetune::precision::PrecisionPolicy;
+use finetune::store::checkpoint::{compare, newest_good};
+use finetune::telemetry::{Event, read};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// The ways to save memory that a resumed run must not show. `model.gguf` is [`quantised`].
+const WAYS: [(&str, &[&str]); 6] = [
+    ("qlora", &["--model", "model.gguf", "--lora", "r=4,alpha=8,dropout=0.1,dora", "--dtype", "bf16"]),
+    ("lora", &["--lora", "r=4,alpha=8,dropout=0.1", "--dtype", "fp16"]),
+    ("dora", &["--lora", "r=2,alpha=8,targets=c_attn+mlp.c_proj,rslora,dora,save=ln_f", "--dtype", "bf16"]),
+    ("adamw8bit", &["--optimizer", "adamw8bit", "--dtype", "fp16"]),
+    ("no-masters", &["--dtype", "p=bf16,c=bf16,g=bf16,r=f32"]),
+    (
+        "all",
+        &[
+            "--lora",
+            "r=64,alpha=8,dropout=0.1",
+            "--optimizer",
+            "adamw8bit",
+            "--dtype",
+            "p=bf16,c=bf16,g=bf16,r=bf16",
+            "--set",
+            "train.recompute=block",
+        ],
+    ),
+];
+
+fn command(folder: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    command.current_dir(folder).args(arguments).env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
+    command
+}
+
+fn finetune(folder: &Path, arguments: &[&str]) -> Output {
+    let output = command(folder, arguments).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+fn small(run: &str, steps: &'static str) -> Vec<String> {
+    let arguments =
+        ["--run", run, "--plain", "--steps", steps, "--batch-size", "2", "--seq-len", "16", "--save-every", "5"];
+    let more = [
+        "--set",
+        "train.sample_tokens=0",
+        "--set",
+        "train.eval_batches=2",
+        "--threads",
+        "1",
+        "--set",
+        "telemetry.probe_every=7",
+    ];
+    arguments.iter().chain(&more).map(|text| (*text).to_owned()).collect()
+}
+
+fn all<'a>(first: &'a [String], more: &'a [&'a str]) -> Vec<&'a str> {
+    first.iter().map(String::as_str).chain(more.iter().copied()).collect()
+}
+
+fn run_folder(folder: &Path, run: &str) -> PathBuf {
+    folder.join("checkpoints").join(run)
+}
+
+fn losses(folder: &Path, run: &str) -> BTreeMap<u64, u32> {
+    let records = read(run_folder(folder, run).join("events.jsonl")).unwrap();
+    let step = |event: Event| match event {
+        Event::Step(step) => Some((step.step, step.loss.to_bits())),
+        _ => None,
+    };
+    records.into_iter().filter_map(|record| step(record.event)).collect()
+}
+
+/// A folder with `model.gguf`: the default model in blocks of `Q8_0`.
+fn quantised() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    finetune(folder.path(), &all(&small("first", "1"), &["--init-scale", "1024"]));
+    finetune(folder.path(), &["export", "first", "model.gguf", "--dtype", "q8_0"]);
+    folder
+}
+
+#[test]
+fn killed_runs_resume_bit_for_bit() {
+    let folder = quantised();
+    let folder = folder.path();
+    for (way, flags) in WAYS {
+        let (undisturbed, killed) = (format!("{way}-undisturbed"), format!("{way}-killed"));
+        finetune(folder, &all(&small(&undisturbed, "30"), flags));
+        let mut child = command(folder, &all(&small(&killed, "30"), flags)).stdout(Stdio::null()).spawn().unwrap();
+        let saved = run_folder(folder, &killed).join("step-000010");
+        let began = Instant::now();
+        while !saved.exists() && began.elapsed() < Duration::from_mins(1) && child.try_wait().unwrap().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        child.kill().unwrap();
+        let status = child.wait().unwrap();
+        assert!(status.signal().is_some() || saved.exists(), "{way}: {status}");
+        finetune(folder, &["--resume", &killed, "--plain", "--threads", "1"]);
+        let (expected, found) = (losses(folder, &undisturbed), losses(folder, &killed));
+        assert_eq!(expected.len(), 30, "{way}");
+        assert_eq!(found, expected, "{way}");
+        let last = |run: &str| newest_good(&run_folder(folder, run)).unwrap().checkpoint.path().to_path_buf();
+        assert_eq!(compare(&last(&undisturbed), &last(&killed)).unwrap(), [], "{way}");
+        let losses: Vec<f32> = expected.values().map(|bits| f32::from_bits(*bits)).collect();
+        // Steps that overflow have a loss of their own, so the best of the last ones counts.
+        let best = losses[20..].iter().copied().fold(f32::INFINITY, f32::min);
+        assert!(best < losses[0] && losses.iter().all(|loss| loss.is_finite()), "{way} learns nothing: {losses:?}");
+    }
+}
+
+#[test]
+fn verify_resume_holds_for_every_way() {
+    let folder = quantised();
+    for (way, flags) in WAYS {
+        let more = ["verify-resume", "--steps", "8", "--at", "5", "--batch-size", "2", "--seq-len", "16"];
+        let flags: Vec<&str> = flags.iter().copied().filter(|flag| *flag != "--steps").collect();
+        let output = finetune(folder.path(), &[&more[..], &flags].concat());
+        assert!(!output.stdout.is_empty(), "{way}");
+    }
+}
+
+/// A checkpoint of adapters has no base, and is small.
+#[test]
+fn a_checkpoint_of_adapters_is_small_and_in_pefts_format() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    finetune(folder, &all(&small("lora", "5"), &["--lora", "r=4,alpha=8", "--init-scale", "1024"]));
+    finetune(folder, &all(&small("whole", "5"), &["--init-scale", "1024"]));
+    let files = |run: &str| -> BTreeMap<String, u64> {
+        let files = fs::read_dir(run_folder(folder, run).join("step-000005")).unwrap();
+        files
+            .map(|file| file.unwrap())
+            .map(|file| (file.file_name().into_string().unwrap(), file.metadata().unwrap().len()))
+            .collect()
+    };
+    let (lora, whole) = (files("lora"), files("whole"));
+    assert!(lora.contains_key("adapter_config.json") && lora.contains_key("adapter_model.safetensors"));
+    assert!(!lora.contains_key("model.safetensors"), "{lora:?}");
+    let total = |files: &BTreeMap<String, u64>| files.values().sum::<u64>();
+    assert!(total(&lora) * 5 < total(&whole), "{} {}", total(&lora), total(&whole));
+    let state: Value =
+        serde_json::from_slice(&fs::read(run_folder(folder, "lora").join("step-000005/state.json")).unwrap()).unwrap();
+    assert_eq!(state["base"]["name"], "tiny");
+    assert_eq!(state["base"]["sha256"].as_str().unwrap().len(), 64);
+}
+
+/// A folder with a model, a text and a run of adapters over it.
+fn desk() -> tempfile::TempDir {
+    let desk = tempfile::tempdir().unwrap();
+    let folder = desk.path();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
+    for name in ["model", "other"] {
+        fs::create_dir(folder.join(name)).unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(golden.join(file), folder.join(name).join(file)).unwrap();
+        }
+        fs::write(folder.join(name).join("tokenizer.json"), finetune::data::Tokenizer::byte().json()).unwrap();
+    }
+    let path = folder.join("other/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last - 2] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    fs::write(folder.join("text.txt"), "some words to learn from ".repeat(40)).unwrap();
+    let more = ["--model", "model", "--data", "text.txt", "--lora", "r=3,alpha=6,targets=c_attn+c_fc", "--lr", "1e-2"];
+    finetune(folder, &all(&small("run", "10"), &more));
+    desk
+}
+
+#[test]
+fn another_base_is_refused_by_its_hash() {
+    let desk = desk();
+    let folder = desk.path();
+    fs::rename(folder.join("model"), folder.join("was")).unwrap();
+    fs::rename(folder.join("other"), folder.join("model")).unwrap();
+    for arguments in [&["--resume", "run", "--steps", "12"][..], &["generate", "run", "--prompt", "a"]] {
+        let output = command(folder, arguments).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains("over another base"), "{arguments:?}: {said}");
+    }
+}
+
+fn logits(trained: &TrainedModel, ids: &[u32]) -> Vec<f64> {
+    let open = cpu();
+    let (model, weights) = trained.load(PrecisionPolicy::FP32, &open).unwrap();
+    let shape = (1, ids.len());
+    let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &Device::Cpu).unwrap();
+    let tokens = Tokens { ids, seq_len: ids.len(), documents: None };
+    model.forward(&weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    values(&model.logits(&weights, workspace.hidden()).unwrap())
+}
+
+fn cpu() -> OpenDevice {
+    let place: finetune::engine::device::Place = "cpu".parse().unwrap();
+    place.open(PrecisionPolicy::FP32, Choice::Auto, &mut |_| ()).unwrap()
+}
+
+fn furthest(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+const IDS: [u32; 12] = [1, 7, 33, 2, 99, 200, 13, 13, 64, 5, 128, 90];
+
+/// The run, its export and the merged model answer alike; `generate` and `eval` take each of them.
+#[test]
+fn exported_and_merged_adapters_have_the_logits_of_the_run() {
+    let desk = desk();
+    let folder = desk.path();
+    finetune(folder, &["export", "run", "adapter"]);
+    let merged = finetune(folder, &["merge", "model", "merged", "--adapter", "adapter"]);
+    let said = String::from_utf8(merged.stdout).unwrap();
+    assert!(said.contains("largest difference of logits: "), "{said}");
+    finetune(folder, &["merge", "run", "merged16", "--dtype", "bf16"]);
+    finetune(folder, &["export", "run", "exported", "--merge"]);
+    // The base's name is relative to where the run was started.
+    let open =
+        |path: &str| TrainedModel::open_with(&folder.join(path), None, &mut |name, _| Ok(folder.join(name))).unwrap();
+    let whole = logits(&open("model"), &IDS);
+    let run = logits(&open("checkpoints/run"), &IDS);
+    assert!(furthest(&whole, &run) > 1e-2, "the adapters do nothing");
+    for (path, bound) in [("adapter", 0.0), ("merged", 1e-4), ("exported", 1e-4), ("merged16", 0.3)] {
+        let difference = furthest(&run, &logits(&open(path), &IDS));
+        assert!(difference <= bound, "{path}: {difference:.1e}");
+    }
+    let with = open("model").with_adapters(&folder.join("adapter")).unwrap();
+    assert_eq!(furthest(&run, &logits(&with, &IDS)), 0.0);
+    let generated = |arguments: &[&str]| {
+        finetune(
+            folder,
+            &[&["generate"], arguments, &["--prompt", "some w", "--temperature", "0", "--max-tokens", "8"]].concat(),
+        )
+        .stdout
+    };
+    assert_eq!(generated(&["run"]), generated(&["model", "--adapter", "adapter"]));
+    finetune(folder, &["eval", "model", "--adapter", "adapter", "--data", "text.txt", "--seq-len", "16"]);
+    // Whether FP16 is enough is measured on all layers, of which adapters leave most frozen.
+    let checked = |model: &[&str]| {
+        let rest = ["--data", "text.txt", "--seq-len", "16", "--batches", "1", "--json"];
+        let output = command(folder, &[&["fp16-check"], model, &rest].concat()).output().unwrap();
+        assert!([0, 4, 5].contains(&output.status.code().unwrap()), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    let merged = checked(&["merged"]);
+    for model in [&["run"][..], &["model", "--adapter", "adapter"]] {
+        let report = checked(model);
+        assert_eq!(report["best_scale"], merged["best_scale"]);
+        assert_eq!(report["units"].as_array().unwrap().len(), merged["units"].as_array().unwrap().len());
+    }
+}
+
+/// Adapters over a base in blocks are those of any base: used, exported and merged.
+#[test]
+fn a_quantised_base_stays_in_blocks_and_its_adapters_are_used_and_merged() {
+    let desk = quantised();
+    let folder = desk.path();
+    let more = ["--model", "model.gguf", "--lora", "r=3,alpha=6", "--lr", "1e-2", "--dtype", "bf16"];
+    let output = finetune(folder, &all(&small("run", "10"), &more));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("stays in its quantised blocks (QLoRA)"), "{said}");
+    let state = fs::read(run_folder(folder, "run").join("step-000010/state.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&state).unwrap()["base"]["name"], "model.gguf");
+    finetune(folder, &["export", "run", "adapter"]);
+    let said = finetune(folder, &["merge", "model.gguf", "merged", "--adapter", "adapter"]).stdout;
+    assert!(String::from_utf8_lossy(&said).contains("largest difference of logits: "));
+    let open =
+        |path: &str| TrainedModel::open_with(&folder.join(path), None, &mut |name, _| Ok(folder.join(name))).unwrap();
+    let (base, run) = (logits(&open("model.gguf"), &IDS), logits(&open("checkpoints/run"), &IDS));
+    assert!(furthest(&base, &run) > 1e-2, "the adapters do nothing");
+    let with = open("model.gguf").with_adapters(&folder.join("adapter")).unwrap();
+    assert_eq!(furthest(&run, &logits(&with, &IDS)), 0.0);
+    let difference = furthest(&run, &logits(&open("merged"), &IDS));
+    assert!(difference <= 1e-4, "merged: {difference:.1e}");
+    let said = |arguments: &[&str]| finetune(folder, arguments).stdout;
+    let generate = ["--prompt", "the", "--temperature", "0", "--max-tokens", "8"];
+    assert_eq!(
+        said(&[&["generate", "run"], &generate[..]].concat()),
+        said(&[&["generate", "model.gguf", "--adapter", "adapter"], &generate[..]].concat())
+    );
+    said(&["eval", "model.gguf", "--adapter", "adapter", "--data", "grammar", "--seq-len", "64", "--dtype", "bf16"]);
+    let memory = said(&["lab", "memory", "--model", "model.gguf", "--seq", "16", "--batch", "2"]);
+    let memory = String::from_utf8_lossy(&memory).into_owned();
+    assert!(memory.contains("LoRA (ours)") && memory.contains("QLoRA (ours)"), "{memory}");
+}
+
+/// PEFT reads what we export, and we read what PEFT saves, with the same logits.
+#[test]
+fn peft_and_we_read_each_others_adapters() {
+    let Some(python) = python() else { return };
+    if !has_module(&python, "peft") {
+        return;
+    }
+    let desk = desk();
+    let folder = desk.path();
+    finetune(folder, &["export", "run", "adapter"]);
+    let path = |name: &str| folder.join(name);
+    let ids = IDS.map(|id| id.to_string()).join(",");
+    let theirs = run_script(
+        &python,
+        "peft_logits.py",
+        &[path("model").as_os_str(), path("adapter").as_os_str(), path("again").as_os_str(), ids.as_ref()],
+    );
+    let numbers = |value: &Value| value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
+    let base = TrainedModel::open(&path("model"), None).unwrap();
+    let ours = logits(&base.with_adapters(&path("adapter")).unwrap(), &IDS);
+    let difference = furthest(&ours, &numbers(&theirs["logits"]));
+    assert!(difference < 1e-4, "PEFT's logits differ by {difference:.1e}");
+    let base = TrainedModel::open(&path("model"), None).unwrap();
+    let again = logits(&base.with_adapters(&path("again")).unwrap(), &IDS);
+    assert_eq!(furthest(&ours, &again), 0.0, "what PEFT saved again is another adapter");
+    let base = TrainedModel::open(&path("model"), None).unwrap();
+    let fresh = logits(&base.with_adapters(&path("again-fresh")).unwrap(), &IDS);
+    let difference = furthest(&fresh, &numbers(&theirs["fresh"]));
+    assert!(difference < 1e-4, "the logits of PEFT's own adapter differ by {difference:.1e}");
+}
+
+/// Every message for adapters that make no sense, with exit code 2.
+#[test]
+fn nonsense_is_refused() {
+    let desk = desk();
+    let folder = desk.path();
+    finetune(folder, &["export", "run", "adapter"]);
+    let config: Value = serde_json::from_slice(&fs::read(folder.join("adapter/adapter_config.json")).unwrap()).unwrap();
+    let broken = |name: &str, change: &dyn Fn(&mut Value, &mut Vec<u8>)| {
+        let (mut config, mut bytes) =
+            (config.clone(), fs::read(folder.join("adapter/adapter_model.safetensors")).unwrap());
+        change(&mut config, &mut bytes);
+        fs::create_dir(folder.join(name)).unwrap();
+        fs::write(folder.join(name).join("adapter_config.json"), config.to_string()).unwrap();
+        fs::write(folder.join(name).join("adapter_model.safetensors"), bytes).unwrap();
+    };
+    let keys = [
+        ("ia3", "peft_type", json!("IA3")),
+        ("rank", "r", json!(4)),
+        ("zero", "r", json!(0)),
+        ("alpha", "lora_alpha", json!("many")),
+        ("dropped", "lora_dropout", json!(1.0)),
+        ("pattern", "rank_pattern", json!({"c_attn": 8})),
+        ("bias", "bias", json!("all")),
+        ("pissa", "init_lora_weights", json!("pissa")),
+        ("unknown", "warp_factor", json!(9)),
+        ("dora", "use_dora", json!(true)),
+    ];
+    for (name, key, value) in &keys {
+        broken(name, &|config, _| config[*key] = value.clone());
+    }
+    broken("cut", &|_, bytes| bytes.truncate(bytes.len() - 9));
+    broken("header", &|_, bytes| bytes.truncate(5));
+    let text =
+        String::from_utf8_lossy(&fs::read(folder.join("adapter/adapter_model.safetensors")).unwrap()).into_owned();
+    assert!(text.contains("h.0.attn.c_attn"));
+    broken("foreign", &|_, bytes| {
+        let at = bytes.windows(6).position(|window| window == b"c_attn").unwrap();
+        bytes[at..at + 6].copy_from_slice(b"q_proj");
+    });
+    fs::create_dir(folder.join("pickled")).unwrap();
+    fs::write(folder.join("pickled/adapter_config.json"), config.to_string()).unwrap();
+    fs::write(folder.join("pickled/adapter_model.bin"), "x").unwrap();
+
+    let mut lines: Vec<String> = [
+        "r=0,alpha=8",
+        "r=4",
+        "alpha=8",
+        "r=4,alpha=nan",
+        "r=4,alpha=0",
+        "r=4,alpha=8,dropout=1",
+        "r=4,alpha=8,dropout=-0.1",
+        "r=four,alpha=8",
+        "r=4,alpha=8,targets=q_proj",
+        "r=4,alpha=8,targets=",
+        "r=4,alpha=8,targets=wte",
+        "r=4,alpha=8,save=wte",
+        "r=4,alpha=8,save=c_attn",
+        "r=4,alpha=8,save=lm_head",
+        "r=4,alpha=8,bias=all",
+        "rank=4",
+    ]
+    .iter()
+    .map(|lora| format!("--model model --data text.txt --seq-len 16 --lora {lora}"))
+    .collect();
+    lines.extend(
+        [
+            "--lora r=4,alpha=8 --set precision.fallback=layer",
+            "--lora r=4,alpha=8 --set precision.fp8.layer=1",
+            "--dtype p=bf16,c=f16,g=f16,r=f32",
+            "--optimizer sgd",
+        ]
+        .map(ToOwned::to_owned),
+    );
+    let names =
+        keys.iter().map(|(name, ..)| *name).chain(["cut", "header", "foreign", "pickled", "text.txt", "nowhere"]);
+    lines.extend(names.map(|name| format!("generate model --adapter {name}")));
+    lines.push("generate run --adapter adapter".into());
+    lines.push("merge model out".into());
+    lines.push("export run out.gguf".into());
+    lines.push("--resume run --lora r=8,alpha=8".into());
+    let mut said = String::new();
+    for line in lines {
+        let arguments: Vec<&str> = line.split(' ').collect();
+        let output = command(folder, &arguments).output().unwrap();
+        let complaint = String::from_utf8_lossy(&output.stderr).replace(&folder.display().to_string(), "[FOLDER]");
+        assert_eq!(output.status.code(), Some(2), "finetune {line}\n{complaint}");
+        let errors: Vec<&str> = complaint.lines().skip_while(|line| !line.starts_with("error: ")).collect();
+        assert!(!errors.is_empty() && !complaint.contains("panicked"), "finetune {line}\n{complaint}");
+        writeln!(said, "$ finetune {line}\n{}\n", errors.join("\n")).unwrap();
+    }
+    insta::assert_snapshot!(said);
+}

@@ -1,0 +1,214 @@
+//! Conversations as they are trained on, token by token against transformers' `apply_chat_template`: texts of the templates that
+//! models are published with, and masks of our training templates.
+
+use crate::common::python::{python, run_script};
+use finetune::data::{
+    ChatFormat, Conversation, IGNORE_INDEX, Loader, LossOn, Reading, Source, TemplateTokens, Tokenizer, named_template,
+};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Published templates by TRL's names, with the training template that belongs to each.
+const FAMILIES: [(&str, &str); 7] = [
+    ("qwen2_5", "qwen2.5"),
+    ("qwen3", "qwen3"),
+    ("qwen3_instruct_2507", "qwen3-2507"),
+    ("llama3", "llama3"),
+    ("llama3_1", "llama3.1"),
+    ("gemma3", "gemma3"),
+    ("gemma", "gemma3"),
+];
+
+/// SmolLM2's, as its model file holds it.
+const SMOLLM2: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful \
+     AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + \
+     message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
+
+fn say(role: &str, content: &str) -> Value {
+    json!({"role": role, "content": content})
+}
+
+/// System first or not, two users in a row, empty answers, unicode, tools, thoughts.
+fn conversations() -> Vec<Value> {
+    let tools = json!([{"type": "function", "function": {"name": "add", "description": "adds <&>", "parameters": {
+        "type": "object", "properties": {"y": {"type": "integer"}, "x": {"type": "integer", "description": "é"}}}}}]);
+    let call = json!({"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {"y": 2, "x": 1, "note": "ü \"q\""}}}]});
+    let case = |messages: Value, tools: Value| json!({"messages": messages, "tools": tools});
+    vec![
+        case(json!([say("user", "Hi"), say("assistant", "Hello!")]), Value::Null),
+        case(
+            json!([
+                say("system", "Täglich \"kurz\" 你好"),
+                say("user", "a\nb\n"),
+                say("assistant", ""),
+                say("user", " c "),
+                say("assistant", " the end\n")
+            ]),
+            Value::Null,
+        ),
+        case(json!([say("user", "one"), say("user", "two"), say("assistant", "so 🙂")]), Value::Null),
+        case(
+            json!([
+                say("user", "x"),
+                say("assistant", "<think>\nhm\n</think>\n\nso 🙂"),
+                say("user", "y"),
+                say("assistant", "<think>\nwell\n</think>\n\n12")
+            ]),
+            Value::Null,
+        ),
+        case(
+            json!([say("user", "{{ not a template }} {% nor this %}"), say("assistant", "<b>&amp;</b> 'quoted'\n\n")]),
+            Value::Null,
+        ),
+        case(json!([say("system", "s"), say("assistant", "I begin"), say("user", "u")]), Value::Null),
+        case(json!([say("user", "1+2?"), call, say("tool", "3"), say("assistant", "It is 3.")]), tools.clone()),
+        case(json!([say("system", "Use tools."), say("user", "1+2?"), say("assistant", "3")]), tools),
+        case(json!([say("user", "only a question")]), Value::Null),
+    ]
+}
+
+/// A byte-level tokenizer with the families' special tokens and some merges that reach over the edges of answers.
+fn tokenizer() -> Vec<u8> {
+    let mut json: Value = serde_json::from_slice(Tokenizer::byte().json()).unwrap();
+    json["pre_tokenizer"]["use_regex"] = true.into();
+    let mut next = 257;
+    for merge in ["Ċ Ċ", "Ġ t", "h e", "Ġt he", "i n", "l l", "! Ċ"] {
+        json["model"]["merges"].as_array_mut().unwrap().push(merge.into());
+        json["model"]["vocab"][merge.replace(' ', "")] = next.into();
+        next += 1;
+    }
+    json["model"]["vocab"]["!!"] = 256.into();
+    let names = [
+        "<|endoftext|>",
+        "<s>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+    ];
+    let special = names.iter().enumerate().map(|(i, name)| {
+        json!({"id": next + i, "content": name, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true})
+    });
+    json["added_tokens"] = special.collect();
+    json.to_string().into_bytes()
+}
+
+fn tokens() -> TemplateTokens {
+    TemplateTokens { bos: Some("<s>".into()), eos: Some("<|endoftext|>".into()) }
+}
+
+fn built_in(name: &str) -> String {
+    named_template(name).unwrap()
+}
+
+/// The ids and the mask that training has of one conversation.
+fn trained(folder: &Path, tokenizer: &Tokenizer, case: &Value, chat: ChatFormat) -> (Vec<u32>, Vec<u32>) {
+    let path = folder.join("case.jsonl");
+    let mut row = json!({"messages": case["messages"]});
+    if !case["tools"].is_null() {
+        row["tools"] = case["tools"].clone();
+    }
+    std::fs::write(&path, row.to_string()).unwrap();
+    let reading = Reading { chat, loss_on: LossOn::Answers, ..Reading::default() };
+    let (source, _) = Loader::new(folder).reading(reading).load_whole(&Source::Path(path), tokenizer).unwrap();
+    let (mut ids, mut targets) = (vec![0; source.len()], vec![0; source.len()]);
+    source.read(0, &mut ids);
+    source.read_targets(0, &mut targets);
+    (ids, targets.into_iter().map(|target| u32::from(target != IGNORE_INDEX)).collect())
+}
+
+#[test]
+fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
+    let Some(python) = python() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let training: Vec<&str> = FAMILIES.iter().map(|(_, name)| *name).chain(["chatml", "smollm2", "plain"]).collect();
+    let sources: serde_json::Map<String, Value> =
+        training.iter().map(|name| ((*name).to_owned(), built_in(name).into())).collect();
+    let cases = json!({
+        "published": FAMILIES.map(|(name, _)| name), "training": sources, "conversations": conversations(),
+    });
+    let (file, tokens_file) = (folder.path().join("cases.json"), folder.path().join("tokenizer.json"));
+    std::fs::write(&file, cases.to_string()).unwrap();
+    std::fs::write(&tokens_file, tokenizer()).unwrap();
+    let found = run_script(&python, "chat_tokens.py", &[file.as_os_str(), tokens_file.as_os_str()]);
+    let tokenizer = Tokenizer::from_file(&tokens_file).unwrap();
+    let results = found["results"].as_array().unwrap();
+    let (mut same_texts, mut same_masks, mut refusals) = (0, 0, 0);
+    for (case, result) in conversations().iter().zip(results) {
+        let conversation = Conversation::from_json(&case["messages"].to_string()).unwrap();
+        let tools: Option<minijinja::Value> = Some(&case["tools"])
+            .filter(|tools| !tools.is_null())
+            .map(|tools| serde_json::from_str(&tools.to_string()).unwrap());
+        for (published, name) in FAMILIES {
+            let theirs = &result["published"][published];
+            let chat = ChatFormat::new(found["published"][published].as_str().unwrap(), published, &tokens());
+            assert_eq!(chat.name(), format!("the training template `{name}`"));
+            match chat.render(&conversation, tools.as_ref(), false) {
+                Ok(rendered) => {
+                    assert_eq!(rendered.text, theirs["text"], "{published}: {case}");
+                    same_texts += 1;
+                }
+                Err(error) => {
+                    assert!(!theirs["refused"].is_null(), "{published}: {case}: {error}");
+                    refusals += 1;
+                }
+            }
+        }
+        for name in &training {
+            let theirs = &result["training"][name];
+            let chat = ChatFormat::new(&built_in(name), name, &tokens());
+            if !theirs["refused"].is_null() || !theirs["learned"].as_array().unwrap().contains(&1.into()) {
+                continue;
+            }
+            let (ids, learned) = trained(folder.path(), &tokenizer, case, chat);
+            assert_eq!(
+                (json!(ids), json!(learned)),
+                (theirs["ids"].clone(), theirs["learned"].clone()),
+                "{name}: {case}"
+            );
+            same_masks += 1;
+        }
+    }
+    assert!(
+        same_texts >= 40 && same_masks >= 50 && refusals >= 3,
+        "{same_texts} texts, {same_masks} masks, {refusals} refusals"
+    );
+}
+
+#[test]
+fn smollm2s_template_is_known_by_what_it_does() {
+    let chat = ChatFormat::new(SMOLLM2, "model", &tokens());
+    assert_eq!(chat.name(), "the training template `smollm2`");
+    let conversation = Conversation::from_json(&conversations()[1]["messages"].to_string()).unwrap();
+    let rendered = chat.render(&conversation, None, false).unwrap();
+    let learned: Vec<&str> = rendered.learned.into_iter().map(|range| &rendered.text[range]).collect();
+    assert_eq!(learned, ["<|im_end|>", " the end\n<|im_end|>"]);
+}
+
+#[test]
+fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
+    let chat = ChatFormat::new("{% for m in messages %}{{ m.role }}> {{ m.content }}\n{% endfor %}", "odd", &tokens());
+    let conversation = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
+    let message = chat.render(&conversation, None, false).unwrap_err().to_string();
+    assert!(message.contains("odd: its chat template has no `{% generation %}` blocks"), "{message}");
+    assert_eq!(chat.render(&conversation, None, true).unwrap().text, "user> a\n");
+    // One that is like another but for some conversations is found out by the first of these.
+    let source = built_in("chatml").replace("{%- generation %}", "").replace("{%- endgeneration %}", "");
+    let chat = ChatFormat::new(
+        &source
+            .replace("{{- message.role", "{{- ('>' if 'x' in message.content) ~ message.role")
+            .replace("message.content + '<|im_end|>\\n'", "message.content | replace('x', 'y') + '<|im_end|>\\n'"),
+        "like",
+        &tokens(),
+    );
+    assert_eq!(chat.name(), "the training template `chatml`");
+    let conversation =
+        Conversation::from_json(r#"[{"role": "user", "content": "x"}, {"role": "assistant", "content": "b"}]"#)
+            .unwrap();
+    let message = chat.render(&conversation, None, false).unwrap_err().to_string();
+    assert!(message.contains("writes") && message.contains("`chatml`, which marks the answers"), "{message}");
+}

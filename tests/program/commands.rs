@@ -5,26 +5,13 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
+use crate::common::desk::desk;
 use candle_core::quantized::gguf_file;
-use finetune::data::{Tokenizer, grammar};
+use finetune::data::grammar;
 use finetune::store::checkpoint::{Kind, list};
 use finetune::telemetry::{Event, read};
 use serde_json::Value;
 use tempfile::TempDir;
-
-/// A working folder with a model folder, `model`, and a text, `text.txt`.
-fn desk() -> TempDir {
-    let desk = tempfile::tempdir().unwrap();
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
-    let model = desk.path().join("model");
-    fs::create_dir(&model).unwrap();
-    for name in ["config.json", "model.safetensors"] {
-        fs::copy(golden.join(name), model.join(name)).unwrap();
-    }
-    fs::write(model.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
-    fs::write(desk.path().join("text.txt"), "some words to learn from, and a few more; ".repeat(20)).unwrap();
-    desk
-}
 
 fn command(desk: &TempDir, line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));

@@ -9,6 +9,7 @@
 #[path = "../common"]
 mod common {
     pub(crate) mod compare;
+    pub(crate) mod desk;
     pub(crate) mod markup;
     pub(crate) mod python;
 }

@@ -23,13 +23,15 @@ mod ulp;
 
 pub use bits::{Bits, Fate, Stored};
 pub use blocks::{Blocks, Quantised, Scheme, normal_tensor};
-pub use casts::{Cast, Casts};
+pub use casts::{Cast, Casts, Operation};
 pub use crises::{Crises, Outcome};
 pub use memory::{Group, Item, Measured, Memory, Plan, Recipe, Setup, model_named};
 pub use number::{parse_format, parse_value};
 pub use page::{Line, Page, Role, Span};
 pub use ranges::{Extent, RangeRow, Ranges};
 pub use run_figures::RunFigures;
+#[cfg(test)]
+pub(crate) use run_figures::write_run;
 pub use scaler::{Attempt, Comparison, GradientModel, Mean, Overflows, Trajectory, Visit, apply_setting};
 pub use scaling::{Scaling, ScalingRow, log_normal};
 pub use softmax::{Softmax, SoftmaxRow};

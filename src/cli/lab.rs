@@ -331,6 +331,7 @@ impl ScalingArgs {
         };
         let mut scaling = Scaling::new(source, gradients, self.format, self.scale);
         scaling.linear = self.linear;
+        scaling.variances = run.map(|run| run.variances.clone()).unwrap_or_default();
         Ok(scaling)
     }
 }
@@ -491,8 +492,17 @@ fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize
 }
 
 /// Fields of the scaler's view that are options of the scaler.
-const OPTIONS: [&str; 7] =
-    ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "on_overflow", "policy"];
+const OPTIONS: [&str; 9] = [
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "min_scale",
+    "hysteresis",
+    "hysteresis_refill",
+    "on_overflow",
+    "policy",
+];
 
 #[cfg(test)]
 mod tests {
@@ -524,6 +534,41 @@ mod tests {
             assert!(message.contains("no model has the sizes"), "{message}");
         }
         read(ModelShape { n_layer: 1 << 40, ..shape }).unwrap_err();
+    }
+
+    /// A run's figures have longer lines than a model's: its path, its policy, its layers' names.
+    #[test]
+    fn no_line_is_wider_than_the_page() {
+        let folder = tempfile::tempdir().unwrap();
+        let long = folder.path().join("a-run-whose-name-fills-most-of-a-line-of-eighty-columns-by-itself");
+        std::fs::create_dir(&long).unwrap();
+        crate::lab::write_run(&long);
+        let run = long.display().to_string();
+        for instrument in guide::instruments("") {
+            let scenarios = instrument.scenarios.iter().map(|scenario| scenario.set.to_vec());
+            let cursors = [vec![("cursor", "7")], vec![("seeds", "3"), ("cursor", "3")]];
+            let varied = [vec![], vec![("run", run.as_str())]].into_iter().chain(scenarios);
+            for set in varied.flat_map(|set| cursors.iter().map(move |more| [&set[..], more].concat())) {
+                let mut instrument = instrument.clone();
+                for (flag, value) in &set {
+                    instrument.set(flag, *value);
+                }
+                let of_run = set.iter().any(|(flag, value)| *flag == "run" && !value.is_empty());
+                // No checkpoint, no matrix.
+                if of_run && instrument.name == "blocks" {
+                    continue;
+                }
+                let given = instrument.fields.iter().filter(|field| !field.value.is_empty());
+                let given = given.filter(|field| !(of_run && instrument.is_of_run(field)));
+                let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
+                for width in [78, 118] {
+                    let mut bench = Bench::new(Path::new("checkpoints"));
+                    let page = evaluate(&mut bench, instrument.name, &fields, width).unwrap().text();
+                    let wide: Vec<_> = page.lines().filter(|line| line.chars().count() > width).collect();
+                    assert!(wide.is_empty(), "{} with {set:?}: {wide:#?}", instrument.name);
+                }
+            }
+        }
     }
 
     /// Every tab of the screen shows what the command line prints, at both sizes, without an error.

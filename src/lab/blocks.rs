@@ -153,11 +153,8 @@ impl Blocks {
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         let [rows, columns] = self.shape;
-        page.push(
-            Line::new()
-                .with(Role::Title, format!("{rows} × {columns} values, amax {}", short(f64::from(self.amax))))
-                .dim(format!("   {}", self.source)),
-        );
+        let title = format!("{rows} × {columns} values, amax {}", short(f64::from(self.amax)));
+        page.headed(&title, &self.source, width);
         page.title(format!(
             "{:<15}{:>7}{:>7}{:>8}{:>13}{:>10}{:>10}{:>8}",
             "scheme", "block", "bits", "scales", "first scale", "error %", "flushed %", "cut off"

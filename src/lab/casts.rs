@@ -1,10 +1,15 @@
-//! The casts of a policy: the type in which each operation's result is stored, recorded from a step of the engine.
+//! The casts of a policy: the type inside each operation, measured, and those in which a step of the engine stores its tensors.
+
+mod operations;
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
+pub use operations::Operation;
+
+use super::number::percent;
 use super::page::{Line, Page, Role};
 use crate::engine::kernels::Fused;
 use crate::engine::model::{Decoder, Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace};
@@ -21,6 +26,8 @@ pub struct Casts {
     pub loss_scale: bool,
     /// Types of the masters, the working copy and the optimizer's gradients.
     pub state: [(&'static str, &'static str); 3],
+    /// The operations of the passes.
+    pub operations: Vec<Operation>,
     /// Layers of the first block and outside the blocks, in order of computation.
     pub layers: Vec<Cast>,
 }
@@ -92,6 +99,7 @@ impl Casts {
                 ("working copy of the weights", name(&weights)),
                 ("gradients for the optimizer", name(grads.total())),
             ],
+            operations: operations::measured(policy)?,
             layers: layers.collect(),
         })
     }
@@ -103,6 +111,17 @@ impl Casts {
         page.push(Line::new().with(Role::Title, self.policy.clone()).dim(format!("   {scale}")));
         for (what, dtype) in self.state {
             page.push(Line::new().plain(format!("{what:<30}")).with(role(Some(dtype)), dtype));
+        }
+        page.gap();
+        page.title(format!(
+            "{:<24}{:>10}{:>10}{:>10}{:>18}",
+            "operation", "operands", "inside", "result", "rounded once"
+        ));
+        for Operation { name, operands, inside, result, rounded_once } in &self.operations {
+            let types = [*operands, *inside, *result].map(|dtype| (role(Some(dtype)), format!("{dtype:>10}")));
+            let line = Line::new().plain(format!("{name:<24}"));
+            let line = types.into_iter().fold(line, |line, (role, text)| line.with(role, text));
+            page.push(line.plain(format!("{:>16} %", percent(*rounded_once))));
         }
         page.gap();
         page.title(format!("{:<24}{:>10}{:>24}{:>18}", "stored", "output", "activation gradient", "weight gradient"));

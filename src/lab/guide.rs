@@ -74,8 +74,9 @@ pub fn about(view: &str) -> &'static str {
         }
         "casts" => {
             "A policy does not mean `everything in FP16`: products take narrow operands, while sums and nonlinear functions stay \
-             wide inside. The list shows the type in which each tensor was stored, as recorded in a forward and a backward pass \
-             of this engine."
+             wide inside. `rounded once` is measured: the share of an operation's results that equal the exact ones, rounded \
+             to the operands' type; a sum in half precision would miss most of them. The second list has the types in which a \
+             forward and a backward pass of this engine store their tensors."
         }
         _ => "",
     }
@@ -230,7 +231,7 @@ const MEMORY: &[Scenario] = &[
     scenario(
         "LoRA",
         &[("model", "7b"), ("batch", "1"), ("seq", "512"), ("memory", "24G"), ("rank", "16")],
-        "A 24 GB card: only QLoRA (and LoRA at short sequences) fits a 7B model. Raise rank: it hardly matters.",
+        "A 24 GB card: only QLoRA (and LoRA at short sequences) fits a 7B model: PgDn to the last rows. Raise rank: it hardly matters.",
     ),
 ];
 
@@ -318,7 +319,7 @@ const CRISES: &[Scenario] = &[
     scenario(
         "patience",
         &[("steps", "20"), ("update", "5e-5")],
-        "Twenty updates of 5e-5: the FP16 weight has not moved, the master has, and its FP16 copy follows.",
+        "Twenty updates of 5e-5: the FP16 weight has not moved, the master has, and its FP16 copy follows (PgDn).",
     ),
 ];
 
@@ -373,17 +374,12 @@ const BITS_KEYS: &[ViewKey] = &[
     key(KeyCode::Right, "→", "", "mark the bit to the right", |bits| cursor(bits, 1)),
 ];
 
-/// The last step of the scaler's view.
-fn last_step(scaler: &Instrument) -> u64 {
-    scaler.value("steps").parse::<u64>().unwrap_or(2000).saturating_sub(1)
-}
-
 /// Moves the scaler's cursor by a share of the steps, at least one; `false` at the end.
 fn advance(scaler: &mut Instrument, share: f64, forwards: bool) -> bool {
-    let last = last_step(scaler);
-    let step = (last as f64 * share).round().max(1.0) as u64;
-    let at = scaler.value("cursor").parse::<u64>().unwrap_or(if forwards { 0 } else { last });
-    let to = if forwards { (at + step).min(last) } else { at.saturating_sub(step) };
+    let (first, last) = scaler.steps;
+    let step = ((last - first) as f64 * share).round().max(1.0) as u64;
+    let at = scaler.value("cursor").parse::<u64>().unwrap_or(if forwards { first } else { last });
+    let to = if forwards { at.saturating_add(step) } else { at.saturating_sub(step) }.clamp(first, last);
     scaler.set("cursor", to.to_string());
     to < last
 }
@@ -394,7 +390,7 @@ const SCALER_KEYS: &[ViewKey] = &[
     }),
     key(KeyCode::Char('o'), "o", "overflow", "inject an overflow at the cursor's step", |scaler| {
         let at = scaler.value("cursor").to_owned();
-        let at = if at.is_empty() { last_step(scaler).to_string() } else { at };
+        let at = if at.is_empty() { scaler.steps.1.to_string() } else { at };
         let mut steps: Vec<&str> = scaler.value("overflow-at").split(',').filter(|step| !step.is_empty()).collect();
         if !steps.contains(&at.as_str()) {
             steps.push(&at);
@@ -408,15 +404,17 @@ const SCALER_KEYS: &[ViewKey] = &[
     key(KeyCode::Right, "→", "", "the cursor a column on", |scaler| {
         advance(scaler, 1.0 / 70.0, true);
     }),
-    key(KeyCode::Home, "Home", "", "the cursor to the first step", |scaler| scaler.set("cursor", "0")),
+    key(KeyCode::Home, "Home", "", "the cursor to the first step", |scaler| {
+        scaler.set("cursor", scaler.steps.0.to_string());
+    }),
     key(KeyCode::End, "End", "", "everything, without a cursor", |scaler| scaler.set("cursor", "")),
 ];
 
 /// Advances the scaler's playback by a frame; restarts at the end.
 fn play(scaler: &mut Instrument) -> bool {
     let at = scaler.value("cursor").parse::<u64>();
-    if at.is_err() || at == Ok(last_step(scaler)) {
-        scaler.set("cursor", "0");
+    if at.is_err() || at == Ok(scaler.steps.1) {
+        scaler.set("cursor", scaler.steps.0.to_string());
         return true;
     }
     advance(scaler, 1.0 / 140.0, true)
@@ -442,7 +440,9 @@ pub fn instruments(run: &str) -> Vec<Instrument> {
         field("growth_factor", "2", By(0.5)).within(1.5, f64::MAX).of_run(),
         field("backoff_factor", "0.5", By(0.05)).within(0.05, 0.95).of_run(),
         field("growth_interval", "50", Double(50)).of_run(),
+        field("min_scale", "1", Scale).of_run(),
         field("hysteresis", "1", Count(1)).within(1.0, f64::MAX).of_run(),
+        field("hysteresis_refill", "growth", Among(&["growth", "clean"])).of_run(),
         field("on_overflow", "skip", Among(&["skip", "retry"])).of_run(),
         field("policy", "dynamic", Among(&["dynamic", "predictive"])).of_run(),
         field("setting-2", "", Typed),
@@ -459,6 +459,7 @@ pub fn instruments(run: &str) -> Vec<Instrument> {
         field("overflow-at", "", Typed),
         field("rate", "", By(0.01)).within(0.0, 1.0),
         field("seed", "0", Count(0)).within(0.0, f64::MAX),
+        field("seeds", "", Count(10)).within(2.0, 100.0),
         field("cursor", "", Count(0)).within(0.0, f64::MAX),
         run(),
     ];

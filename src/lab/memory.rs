@@ -331,6 +331,12 @@ impl Memory {
                 .with(Role::Title, format!("{}: {:.1} M parameters", self.model, self.parameters as f64 / 1e6))
                 .dim(format!("   {batch} × {seq_len} tokens{accumulated}")),
         );
+        let caches = self.kv_cache.iter().map(|(format, size)| format!("{format} {}", bytes(*size)));
+        page.push(Line::new().with(Role::Title, "KV cache ").plain(caches.collect::<Vec<_>>().join(", ")));
+        let adapters = self.adapters as f64 / 1e6;
+        page.push(
+            Line::new().with(Role::Title, "LoRA ").plain(format!("{adapters:.1} M weights of rank {}", self.rank)),
+        );
         self.table(&mut page);
         self.bars(&mut page, width);
         self.conclusion(&mut page);
@@ -415,12 +421,6 @@ impl Memory {
             }
             page.push(line);
         }
-        let caches = self.kv_cache.iter().map(|(format, size)| format!("{format} {}", bytes(*size)));
-        page.push(Line::new().with(Role::Title, "KV cache ").plain(caches.collect::<Vec<_>>().join(", ")));
-        let adapters = self.adapters as f64 / 1e6;
-        page.push(
-            Line::new().with(Role::Title, "LoRA ").plain(format!("{adapters:.1} M weights of rank {}", self.rank)),
-        );
         if self.budget.is_some() {
             page.push(Line::new().dim("room: what the budget leaves for activations; batch: the largest that fits"));
         }

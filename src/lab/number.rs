@@ -159,6 +159,7 @@ pub(super) fn percent(share: f64) -> String {
         _ if percent < 10.0 => format!("{percent:.2}"),
         _ if percent > 99.995 && percent < 100.0 => ">99.99".into(),
         100.0 => "100".into(),
+        _ if percent > 99.9 => format!("{percent:.2}"),
         _ => format!("{percent:.1}"),
     }
 }

@@ -93,12 +93,14 @@ impl Line {
 pub struct Page {
     /// Its lines, top first.
     pub lines: Vec<Line>,
+    /// The first and the last step shown, between which a cursor moves.
+    pub steps: (u64, u64),
 }
 
 impl Page {
     /// An empty page.
     pub const fn new() -> Self {
-        Self { lines: Vec::new() }
+        Self { lines: Vec::new(), steps: (0, 0) }
     }
 
     /// Adds a line.
@@ -120,20 +122,33 @@ impl Page {
     #[must_use]
     pub fn followed_by(mut self, other: Self) -> Self {
         self.lines.extend(other.lines);
+        self.steps = other.steps;
         self
     }
 
-    /// Adds a heading or explanation, wrapped at spaces to fit `width`.
+    /// Adds a heading followed by an explanation, on lines of their own if they do not fit on one.
+    pub fn headed(&mut self, title: &str, text: &str, width: usize) {
+        if title.chars().count() + 3 + text.chars().count() <= width {
+            self.push(Line::new().with(Role::Title, title).dim(format!("   {text}")));
+        } else {
+            self.title(title);
+            self.wrapped(Role::Dim, text, width);
+        }
+    }
+
+    /// Adds a heading or explanation, wrapped at spaces to fit `width`; a longer word is cut into lines.
     pub fn wrapped(&mut self, role: Role, text: &str, width: usize) {
         let mut line = String::new();
-        for word in text.split_whitespace() {
+        let words = text.split_whitespace().map(|word| word.chars().collect::<Vec<_>>());
+        let parts = words.flat_map(|word| word.chunks(width.max(1)).map(String::from_iter).collect::<Vec<_>>());
+        for word in parts {
             if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > width {
                 self.push(Line::new().with(role, std::mem::take(&mut line)));
             }
             if !line.is_empty() {
                 line.push(' ');
             }
-            line.push_str(word);
+            line.push_str(&word);
         }
         self.push(Line::new().with(role, line));
     }
@@ -224,6 +239,7 @@ mod tests {
             include_str!("bits.rs"),
             include_str!("blocks.rs"),
             include_str!("casts.rs"),
+            include_str!("casts/operations.rs"),
             include_str!("crises.rs"),
             include_str!("guide.rs"),
             include_str!("scaler/page.rs"),
@@ -245,7 +261,7 @@ mod tests {
     #[test]
     fn text_wraps_at_spaces() {
         let mut page = Page::new();
-        page.wrapped(Role::Dim, "one two three", 7);
-        assert_eq!(page.text(), "one two\nthree\n");
+        page.wrapped(Role::Dim, "one two three /a/long/path", 7);
+        assert_eq!(page.text(), "one two\nthree\n/a/long\n/path\n");
     }
 }

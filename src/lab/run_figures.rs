@@ -23,6 +23,8 @@ pub struct RunFigures {
     pub probed: ProbeTotals,
     /// The largest reported resident memory, in bytes.
     pub peak_rss_bytes: Option<u64>,
+    /// The newest variance of each layer's unscaled gradient, least first.
+    pub variances: Vec<(String, f64)>,
 }
 
 /// Steps that the scaler's replay keeps: a run may have millions.
@@ -111,8 +113,11 @@ impl RunFigures {
             _ => {}
         })?;
         let (probed, peak_rss_bytes) = (state.probed().clone(), state.figures().peak_rss);
+        let of_layers = state.tensors.variances.iter().map(|(layer, (newest, _))| (layer.to_string(), *newest));
+        let mut variances: Vec<_> = of_layers.collect();
+        variances.sort_by(|(_, a), (_, b)| a.total_cmp(b));
         let started = state.started.unwrap_or_default();
-        Ok(Self { folder, started, sums, probed, peak_rss_bytes })
+        Ok(Self { folder, started, sums, probed, peak_rss_bytes, variances })
     }
 
     /// The scaler's settings. Where the first steps are not kept, it begins with the scale of the first that is.
@@ -194,8 +199,8 @@ impl RunFigures {
         ))
     }
 
-    /// Magnitudes of the run's gradients, of activations if there was a probe (the smallest and the largest of the blocks'
-    /// maxima), and of the weights if there is a checkpoint.
+    /// Magnitudes of the run's gradients, the standard deviation of its layers' (the smallest and the largest, if measured), of
+    /// activations if there was a probe (the smallest and the largest of the blocks' maxima), and of the weights if there is a checkpoint.
     pub fn extents(&self) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let mut push = |label: &str, low: f64, high: f64| {
@@ -210,6 +215,9 @@ impl RunFigures {
             if let Some((low, high)) = extent {
                 push(label, low, high);
             }
+        }
+        if let [(_, least), .., (_, most)] = &self.variances[..] {
+            push("deviation by layer", least.sqrt(), most.sqrt());
         }
         // As GPT-2 calls them, and as Llama and its relatives do.
         for (label, layers) in [
@@ -299,20 +307,30 @@ fn histogram(exponents: &[(i16, u64)], shift: i32) -> ExponentHistogram {
 }
 
 #[cfg(test)]
+pub(crate) use tests::write_run;
+
+#[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::telemetry::{ActivationMax, EventLog, GradStats, Probe, Record, VERSION};
+    use crate::telemetry::{ActivationMax, EventLog, GradStats, ModelShape, Probe, Record, VERSION, Variances};
 
-    /// A run of three steps, the second of which overflowed at 2^16.
     fn run() -> (tempfile::TempDir, RunFigures) {
         let folder = tempfile::tempdir().unwrap();
-        let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
+        write_run(folder.path());
+        let figures = RunFigures::read(folder.path()).unwrap();
+        (folder, figures)
+    }
+
+    /// Logs a run of three steps, the second of which overflowed at 2^16.
+    pub(crate) fn write_run(folder: &Path) {
+        let mut log = EventLog::open(folder.join("events.jsonl")).unwrap();
         let mut append = |event| log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
         let started = Started { policy: PrecisionPolicy::FP16.to_string(), tokens_per_step: 64, ..Default::default() };
         let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
-        let started = Started { config: serde_json::json!({ "scaler": scaler }), ..started };
+        let shape = ModelShape { n_layer: 2, n_head: 4, n_embd: 128, n_positions: 128, vocab_size: 512 };
+        let started = Started { config: serde_json::json!({ "scaler": scaler }), shape, ..started };
         append(Event::Started(Box::new(started)));
         for (step, loss_scale, outcome) in
             [(1, 65536.0, Outcome::Applied), (2, 65536.0, Outcome::Skipped), (3, 32768.0, Outcome::Applied)]
@@ -327,8 +345,6 @@ mod tests {
             let record = StepRecord { step, loss_scale, outcome, grads, rss_bytes, loss: 1.0, ..Default::default() };
             append(Event::Step(Box::new(record)));
         }
-        let figures = RunFigures::read(folder.path()).unwrap();
-        (folder, figures)
     }
 
     #[test]
@@ -337,8 +353,7 @@ mod tests {
         let overflows = run.overflows();
         assert_eq!((overflows.first, overflows.tokens_per_step), (1, 64));
         let limit = 65504.0 / 1024.0;
-        let expected =
-            [Visit::Limit(65536.0 * limit), Visit::Limit(65536f32.next_down()), Visit::Limit(32768.0 * limit)];
+        let expected = [Visit::Limit(65536.0 * limit), Visit::Above(65536.0), Visit::Limit(32768.0 * limit)];
         assert_eq!(overflows.visits, expected);
         assert_eq!(run.peak_rss_bytes, Some(3 << 20));
     }
@@ -367,6 +382,21 @@ mod tests {
         let extents = run.extents().unwrap();
         assert_eq!(extents[1], Extent { label: "gradients, true".into(), low: 2f64.powi(-36), high: 2f64.powi(-5) });
         assert_eq!(extents.len(), 2);
+    }
+
+    #[test]
+    fn variances_are_by_layer() {
+        let (folder, _) = run();
+        let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
+        let layers = [("h.0", 2f64.powi(-20)), ("head", 2f64.powi(-30)), ("h.1", 2f64.powi(-26))];
+        let layers = layers.map(|(layer, variance)| (layer.to_owned(), variance)).into();
+        let event = Event::Variances(Variances { step: 3, layers });
+        log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
+        let run = RunFigures::read(folder.path()).unwrap();
+        let order: Vec<_> = run.variances.iter().map(|(layer, _)| layer.as_str()).collect();
+        assert_eq!(order, ["head", "h.1", "h.0"]);
+        let expected = Extent { label: "deviation by layer".into(), low: 2f64.powi(-15), high: 2f64.powi(-10) };
+        assert_eq!(run.extents().unwrap()[2], expected);
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub enum Visit {
     Overflow,
     /// Finite up to this scale.
     Limit(f32),
+    /// Overflowed at this scale; at which smaller ones it would not have is not known.
+    Above(f32),
     /// Never finite, because the forward pass overflows.
     Broken,
 }
@@ -44,6 +46,8 @@ pub struct Overflows {
 pub struct Comparison {
     /// A description of the steps' source.
     pub source: String,
+    /// The number of the first step.
+    pub first: u64,
     /// Number of steps.
     pub steps: usize,
     /// Tokens per step; 0 if unknown.
@@ -97,7 +101,7 @@ pub struct Attempt {
     pub after: f32,
     /// Consecutive clean steps afterwards, compared with `growth_interval`.
     pub clean: u32,
-    /// The largest unscaled gradient, if known.
+    /// The largest unscaled gradient, if it was measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub largest: Option<f32>,
     /// The change of the scale.
@@ -149,18 +153,24 @@ impl Visit {
     pub fn of_step(scale: f32, max_abs: f32, finite: bool, loss_finite: bool, format: FloatFormat) -> Self {
         match (finite, loss_finite) {
             (_, false) => Self::Broken,
-            (false, true) => Self::Limit(scale.next_down()),
+            (false, true) => Self::Above(scale),
             (true, true) if max_abs == 0.0 => Self::Clean,
             (true, true) => Self::Limit((f64::from(scale) * (format.max() / f64::from(max_abs))) as f32),
         }
     }
 
-    /// The largest unscaled gradient, if known, for the predictive rule.
+    /// The largest unscaled gradient, or the least that it can have been, for the predictive rule.
     fn largest(self) -> Option<f32> {
         match self {
             Self::Limit(limit) => Some((FloatFormat::FP16.max() / f64::from(limit)) as f32),
+            Self::Above(scale) => Self::Limit(scale.next_down()).largest(),
             Self::Clean | Self::Overflow | Self::Broken => None,
         }
+    }
+
+    /// The largest unscaled gradient, if it was measured.
+    fn measured(self) -> Option<f32> {
+        self.largest().filter(|_| matches!(self, Self::Limit(_)))
     }
 
     fn is_finite(self, scale: f32, first_time: bool) -> bool {
@@ -168,6 +178,7 @@ impl Visit {
             Self::Clean => true,
             Self::Overflow => !first_time,
             Self::Limit(limit) => scale <= limit,
+            Self::Above(limit) => scale < limit,
             Self::Broken => false,
         }
     }
@@ -179,6 +190,7 @@ impl Comparison {
         let run = |(label, config)| Trajectory::run(label, config, overflows);
         Ok(Self {
             source: overflows.source.clone(),
+            first: overflows.first,
             steps: overflows.visits.len(),
             tokens_per_step: overflows.tokens_per_step,
             trajectories: settings.into_iter().map(run).collect::<Result<_>>()?,
@@ -223,7 +235,7 @@ impl Trajectory {
                     *to = scaler.measure(largest);
                 }
                 let (after, clean) = (scaler.scale(), scaler.state().growth_tracker);
-                attempts.push(Attempt { step, scale, finite, after, clean, largest: visit.largest(), change });
+                attempts.push(Attempt { step, scale, finite, after, clean, largest: visit.measured(), change });
                 let hopeless = matches!(change, ScaleChange::AtFloor { .. }) || attempts.len() - before > RETRIES;
                 if finite {
                     break;
@@ -365,6 +377,7 @@ mod tests {
         assert_eq!(Visit::of_step(1024.0, 65504.0, true, true, fp16), Visit::Limit(1024.0));
         assert_eq!(Visit::of_step(1024.0, 32752.0, true, true, fp16), Visit::Limit(2048.0));
         assert_eq!(Visit::of_step(1024.0, 1.0, false, false, fp16), Visit::Broken);
+        assert_eq!(Visit::of_step(1024.0, 1.0, false, true, fp16).measured(), None);
         assert!(!Visit::of_step(1024.0, 1.0, false, true, fp16).is_finite(1024.0, false));
         assert!(Visit::of_step(1024.0, 1.0, false, true, fp16).is_finite(512.0, true));
         let visits = vec![Visit::Limit(20000.0); 6];

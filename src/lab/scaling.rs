@@ -29,6 +29,9 @@ pub struct Scaling {
     pub margin: i32,
     /// The scales around the best one and the one shown.
     pub table: Vec<ScalingRow>,
+    /// The variance of each layer's unscaled gradient, least first, where a run has measured it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub variances: Vec<(String, f64)>,
     /// Whether the counts' axis is linear instead of logarithmic.
     #[serde(skip)]
     pub linear: bool,
@@ -74,6 +77,7 @@ impl Scaling {
             margin: format.max_exponent() - highest - best.shift,
             table: all.iter().filter(|row| near(row)).copied().collect(),
             gradients,
+            variances: Vec::new(),
             linear: false,
         }
     }
@@ -81,11 +85,7 @@ impl Scaling {
     /// The report as text, `width` columns wide.
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
-        page.push(
-            Line::new()
-                .with(Role::Title, format!("{} at loss scale 2^{}", self.format, self.shift))
-                .dim(format!("   {}", self.source)),
-        );
+        page.headed(&format!("{} at loss scale 2^{}", self.format, self.shift), &self.source, width);
         self.ruler(&mut page, width);
         page.push(
             Line::new()
@@ -96,8 +96,15 @@ impl Scaling {
         );
         page.push(Line::new().with(Role::Title, format!("best scale 2^{}", self.best)).plain(match self.margin {
             margin if margin < 0 => "   every scale overflows".to_owned(),
-            margin => format!("   {margin} doublings to the first overflow"),
+            0 => "   twice that scale overflows".to_owned(),
+            margin => format!("   overflows from 2^{} on", self.best + margin + 1),
         }));
+        if let [(calm, least), .., (wild, most)] = &self.variances[..] {
+            page.push(
+                Line::new()
+                    .plain(format!("variance of a layer's gradient: {least:.1e} ({calm}) to {most:.1e} ({wild})")),
+            );
+        }
         page.gap();
         self.scales(&mut page);
         page

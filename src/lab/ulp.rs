@@ -49,10 +49,10 @@ pub struct UlpRow {
     /// Half the spacing: an update survives if it is larger, or equal and the tie rounds away from the weight.
     #[serde(serialize_with = "serialize")]
     pub smallest: f64,
-    /// Whether an update of exactly `smallest` survives.
+    /// Whether an update of exactly `smallest` survives, as a finite number.
     pub tie_survives: bool,
-    /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::PATIENCE`] steps, or the
-    /// master itself does not change.
+    /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::PATIENCE`] steps, the
+    /// master itself does not change, or the copy is not finite.
     pub steps_with_master: Option<u64>,
 }
 
@@ -112,6 +112,12 @@ impl UlpGrid {
         for row in &self.formats {
             page.push(row.line());
         }
+        page.wrapped(
+            Role::Dim,
+            "smallest one: an update moves the weight if it is above (>) or at least (≥) this. with master: steps until \
+             the working copy of an FP32 master moves.",
+            width,
+        );
         let narrow = self.formats.iter().filter(|row| row.verdict == Verdict::Overflows);
         for row in narrow {
             let from = short(row.overflows_from);
@@ -196,7 +202,7 @@ impl UlpRow {
         let sum = format.round(stored + update);
         let spacing = if next.is_finite() { (next - stored).abs() } else { format.ulp(stored) };
         let half = spacing / 2.0;
-        let towards = half.copysign(update);
+        let tie = format.round(stored + half.copysign(update));
         let verdict = match (stored.is_finite(), sum.is_finite()) {
             (false, _) => Verdict::OutOfRange,
             (true, false) => Verdict::Overflows,
@@ -213,7 +219,7 @@ impl UlpRow {
             spacing,
             overflows_from: format.max() + format.ulp(format.max()) / 2.0,
             smallest: half,
-            tie_survives: format.round(stored + towards) != stored,
+            tie_survives: tie.is_finite() && tie != stored,
             steps_with_master: steps_with_master(format, center, update),
         }
     }
@@ -243,8 +249,9 @@ fn steps_with_master(format: FloatFormat, center: f64, update: f64) -> Option<u6
         if master == before || master.is_nan() {
             return None;
         }
-        if format.round(f64::from(master)) != start {
-            return Some(step);
+        let copy = format.round(f64::from(master));
+        if copy != start {
+            return copy.is_finite().then_some(step);
         }
     }
     None
@@ -298,7 +305,10 @@ mod tests {
         assert_eq!((edge.overflows_from, edge.smallest), (65520.0, 16.0));
         assert_eq!(row(65504.0, 15.0, "FP16").verdict, Verdict::Lost);
         assert_eq!(row(65504.0, -20.0, "FP16").verdict, Verdict::Survives);
-        assert_eq!(row(65504.0, 20.0, "FP8 E4M3").verdict, Verdict::OutOfRange);
+        assert_eq!((edge.steps_with_master, edge.tie_survives), (None, false));
+        let outside = row(65504.0, 20.0, "FP8 E4M3");
+        assert_eq!((outside.verdict, outside.steps_with_master), (Verdict::OutOfRange, None));
+        assert!(!outside.tie_survives);
         assert_eq!(row(448.0, 20.0, "FP8 E4M3").verdict, Verdict::Overflows);
     }
 

@@ -70,8 +70,14 @@ fn latencies(reports: &[(&str, Value)]) -> String {
         let [pass, token] = ["forward_ms", "token_ms"].map(|what| ["p50", "p95", "p99"].map(|share| time(what, share)));
         let _ = write!(
             text,
-            "\n{name:<6} {:>10.3} {:>9.3} {:>9.3} {:>12.3} {:>9.3} {:>9.3} {:>11}",
-            pass[0], pass[1], pass[2], token[0], token[1], token[2], report["peak_rss_mib"]
+            "\n{name:<6} {:>10.3} {:>9.3} {:>9.3} {:>12.3} {:>9.3} {:>9.3} {:>11.1}",
+            pass[0],
+            pass[1],
+            pass[2],
+            token[0],
+            token[1],
+            token[2],
+            report["peak_rss_mib"].as_f64().unwrap_or(f64::NAN)
         );
     }
     text + "\n\nMilliseconds within which half, 95 % and 99 % were done: a forward pass over one sequence, and a token after it."

@@ -11,7 +11,8 @@ impl Comparison {
     /// The report as text, `width` columns wide.
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
-        page.push(Line::new().with(Role::Title, format!("{} steps", self.steps)).dim(format!("   {}", self.source)));
+        page.headed(&format!("{} steps", self.steps), &self.source, width);
+        page.steps = (self.first, self.first + (self.steps as u64).saturating_sub(1));
         let height = [8, 8, 4, 3, 2][self.trajectories.len().min(4)];
         let range = self.range();
         for (i, trajectory) in self.trajectories.iter().enumerate() {
@@ -158,10 +159,14 @@ impl Trajectory {
             return;
         };
         let interval = self.config.growth_interval;
-        let scaled = attempt.largest.map_or_else(String::new, |largest| {
-            let product = f64::from(largest) * f64::from(attempt.scale);
-            format!(" × max|g| {} = {}", brief(f64::from(largest)), brief(product))
-        });
+        let scaled = match attempt.largest {
+            Some(largest) => {
+                let product = f64::from(largest) * f64::from(attempt.scale);
+                format!(" × max|g| {} = {}", brief(f64::from(largest)), brief(product))
+            }
+            None if !attempt.finite => "   max|g| not measured".to_owned(),
+            None => String::new(),
+        };
         let (role, what) = happened(attempt);
         page.push(
             Line::new()

@@ -22,6 +22,8 @@ pub struct Instrument {
     pub keys: &'static [ViewKey],
     /// Advances a playing view by one frame; `false` at its end.
     pub play: Option<fn(&mut Self) -> bool>,
+    /// The first and the last step of its page.
+    pub steps: (u64, u64),
 }
 
 /// Parameter values to load, with instructions.
@@ -53,7 +55,7 @@ pub struct ViewKey {
 impl Instrument {
     /// A tab without scenarios and own keys.
     pub const fn new(name: &'static str, fields: Vec<Field>) -> Self {
-        Self { name, fields, scenarios: &[], keys: &[], play: None }
+        Self { name, fields, scenarios: &[], keys: &[], play: None, steps: (0, 0) }
     }
 
     /// The value of a parameter; empty if it does not exist.
@@ -74,7 +76,7 @@ impl Instrument {
     }
 
     /// Whether a parameter has the value of the run that is read.
-    pub(super) fn is_of_run(&self, field: &Field) -> bool {
+    pub(crate) fn is_of_run(&self, field: &Field) -> bool {
         field.of_run && !field.chosen && !self.value("run").is_empty()
     }
 
@@ -272,7 +274,10 @@ impl Model {
             text.wrapped(Role::Series(1), &format!("→ {}", scenario.text), width.saturating_sub(2));
         }
         self.page = match result {
-            Ok(page) => text.followed_by(page),
+            Ok(page) => {
+                self.instruments[self.tab].steps = page.steps;
+                text.followed_by(page)
+            }
             Err(error) => {
                 let mut page = Page::new();
                 page.push(Line::new().with(Role::Bad, "✕ cannot show this"));

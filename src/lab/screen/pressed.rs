@@ -13,7 +13,9 @@ use crate::lab::{Page, parse_value};
 use crate::screen::terminal::Binding;
 
 /// Parameters that change nothing at first, and the one that has to be set for them.
-const NEEDED: [(&str, &str, &str, &str); 3] = [
+const NEEDED: [(&str, &str, &str, &str); 5] = [
+    ("scaler", "min_scale", "level", "18"),
+    ("scaler", "hysteresis_refill", "hysteresis", "2"),
     ("scaler", "spike", "spikes", "0.05"),
     ("scaler", "jump", "jump-at", "1000"),
     ("blocks", "remembered", "scheme", "delayed"),

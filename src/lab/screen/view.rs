@@ -88,8 +88,11 @@ impl Row<'_> {
         if self.y >= self.area.height {
             return;
         }
-        let line =
-            if self.theme.ascii { Page { lines: vec![line.clone()] }.ascii().lines.remove(0) } else { line.clone() };
+        let line = if self.theme.ascii {
+            Page { lines: vec![line.clone()], steps: (0, 0) }.ascii().lines.remove(0)
+        } else {
+            line.clone()
+        };
         let mut x = self.area.x + 1;
         for span in &line.spans {
             let room = usize::from(self.area.right().saturating_sub(x));
@@ -179,7 +182,7 @@ fn footer(model: &Model, below: usize, mut width: usize) -> Line {
     }
     let mut line = Line::new();
     if below > 0 {
-        let more = format!("▾{below}   ");
+        let more = format!("PgDn ▾{below}   ");
         width = width.saturating_sub(more.chars().count());
         line = line.with(Role::Warn, more);
     }

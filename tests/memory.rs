@@ -144,7 +144,7 @@ fn a_frozen_table_is_read_in_parts() {
     let path = save(folder.path(), &spec, Tokenizer::byte().json());
     let quantised = folder.path().join("model.gguf").display().to_string();
     finetune(folder.path(), &["export", &path, &quantised, "--dtype", "q8_0"]);
-    // In blocks 10.4 % too little was seen, for a reason not found.
+    // A GGUF file has a vocabulary of its own, and what reading its 50,000 tokens leaves with the allocator is not counted.
     for (base, tolerance) in [(&path, TOLERANCE), (&quantised, 0.15)] {
         let lora = ["--dtype", "bf16", "--lora", "r=8,alpha=16", "--model", base];
         check(&[&["--data", "grammar", "--batch-size", "1", "--seq-len", "32"][..], &lora].concat(), tolerance);

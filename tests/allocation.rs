@@ -92,7 +92,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 #[test]
 fn a_steady_state_step_allocates_at_most_64_kb() {
     let _alone = ALONE.lock().unwrap();
-    let config = ModelSpec::named("tiny").unwrap();
+    let config = ModelSpec::named("tiny").unwrap().resized(2, 64, 4);
     let text = grammar::text(1, 60_000);
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
         for grad_accum in [1, 2] {

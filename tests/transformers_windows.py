@@ -1,9 +1,9 @@
 """Mean loss of a model folder on windows of a text, by transformers; `tests/program/evaluate.rs` runs it.
 
-    python transformers_windows.py FOLDER TEXT SEQ_LEN STRIDE
+    python transformers_windows.py FOLDER TEXT SEQ_LEN STRIDE [STRIDE ...]
 
-TEXT is a JSON list of token ids, or a .txt file for the folder's own tokenizer. Prints one JSON object with `loss` and `tokens`. A window predicts the token after each
-of its own; what an earlier window has predicted is not counted again.
+TEXT is a JSON list of token ids, or a .txt file for the folder's own tokenizer. Prints a JSON list with an object of `loss` and
+`tokens` for each stride. A window predicts the token after each of its own; what an earlier window has predicted is not counted again.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-folder, text, seq_len, stride = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+folder, text, seq_len = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
 with open(text, encoding="utf-8", newline="") as file:
     if text.endswith(".txt"):
@@ -21,15 +21,20 @@ with open(text, encoding="utf-8", newline="") as file:
     else:
         ids = torch.tensor(json.load(file))
 
-total, counted, predicted = 0.0, 0, 1
-for start in range(0, len(ids) - 1, stride):
-    end = min(start + seq_len, len(ids) - 1)
-    inputs = ids[None, start:end]
-    with torch.no_grad():
-        logits = model(inputs, attention_mask=torch.ones_like(inputs)).logits[0]
-    new = predicted - start - 1
-    losses = torch.nn.functional.cross_entropy(logits[new:], ids[start + 1 + new : end + 1], reduction="none")
-    total, counted, predicted = total + losses.double().sum().item(), counted + end - start - new, end + 1
-    if end == len(ids) - 1:
-        break
-print(json.dumps({"loss": total / counted, "tokens": counted}))
+
+def measured(stride):
+    total, counted, predicted = 0.0, 0, 1
+    for start in range(0, len(ids) - 1, stride):
+        end = min(start + seq_len, len(ids) - 1)
+        inputs = ids[None, start:end]
+        with torch.no_grad():
+            logits = model(inputs, attention_mask=torch.ones_like(inputs)).logits[0]
+        new = predicted - start - 1
+        losses = torch.nn.functional.cross_entropy(logits[new:], ids[start + 1 + new : end + 1], reduction="none")
+        total, counted, predicted = total + losses.double().sum().item(), counted + end - start - new, end + 1
+        if end == len(ids) - 1:
+            break
+    return {"loss": total / counted, "tokens": counted}
+
+
+print(json.dumps([measured(int(stride)) for stride in sys.argv[4:]]))

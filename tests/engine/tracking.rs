@@ -106,6 +106,12 @@ fn half_precision_ends_where_fp32_ends() {
     assert!(apart(fp16, quoted("| FP16, 3 steps skipped | ", "1.7732")) < ELSEWHERE);
     assert!(apart(bf16, quoted("| BF16 | ", "1.7570")) < ELSEWHERE);
     assert!((1..=6).contains(&skipped), "{skipped} steps skipped, where the page tells of 3");
+
+    // At so large a rate updates exceed half a unit in the last place, and masters bring nothing within so few steps.
+    let (without, _) = train(PrecisionPolicy::FP16, scaled(), Masters::Fp16, LR);
+    println!("FP16 without masters {without:.4}");
+    quoted("At a learning rate of 10^-3 FP16 without masters is no worse within ", "200");
+    assert!(without < 1.02 * fp16, "{without} without masters, {fp16} with them");
 }
 
 /// What candle's own operations learn in a short run is what the fused kernels learn.
@@ -149,17 +155,6 @@ fn fp16_without_masters_and_scale_stays_behind() {
     assert!(apart(fp32, quoted("| FP32 | ", "5.1202")) < ELSEWHERE);
     assert!(apart(fp16, quoted("| FP16 with FP32 masters and a loss scale | ", "5.1257")) < ELSEWHERE);
     assert!(apart(bare, quoted("| FP16 with neither | ", "5.3776")) < ELSEWHERE);
-}
-
-/// At a large rate updates exceed half a unit in the last place, and masters bring nothing within so few steps.
-#[test]
-fn at_a_large_rate_fp16_without_masters_keeps_up() {
-    const LR: f64 = 1e-3;
-    let (with, _) = train(PrecisionPolicy::FP16, scaled(), Masters::Fp32, LR);
-    let (without, _) = train(PrecisionPolicy::FP16, scaled(), Masters::Fp16, LR);
-    println!("lr {LR}: FP16 with masters {with:.4}, without {without:.4}");
-    quoted("At a learning rate of 10^-3 FP16 without masters is no worse within ", "200");
-    assert!(without < 1.02 * with, "{without} without masters, {with} with them");
 }
 
 /// Sums in FP16 stop growing where the grid becomes coarser than what is added.

@@ -81,11 +81,14 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
         let file = folder.path().join("ids.json");
         std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
         let context = trained.config.context;
-        for stride in [context, context / 2, 3] {
+        let strides = [context, context / 2, 3];
+        let numbers = [context, strides[0], strides[1], strides[2]].map(|number| number.to_string());
+        let arguments =
+            [folder.path().as_os_str(), file.as_os_str()].into_iter().chain(numbers.iter().map(AsRef::as_ref));
+        let theirs = run_script(&python, "transformers_windows.py", &arguments.collect::<Vec<_>>());
+        for (at, stride) in strides.into_iter().enumerate() {
             let windows = Windows::new(context, None, Some(stride), Some(5)).unwrap();
-            let (seq_len, stride) = (context.to_string(), stride.to_string());
-            let arguments = [folder.path().as_os_str(), file.as_os_str(), seq_len.as_ref(), stride.as_ref()];
-            let theirs = run_script(&python, "transformers_windows.py", &arguments);
+            let theirs = &theirs[at];
             let ours = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
             assert_eq!(theirs["tokens"], ours.tokens);
             let loss = theirs["loss"].as_f64().unwrap();
@@ -128,8 +131,8 @@ fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
         let text = folder.path().join("text.txt");
         let arguments = [folder.path().as_os_str(), text.as_os_str(), "256".as_ref(), stride.as_ref()];
         let theirs = run_script(&python, "transformers_windows.py", &arguments);
-        assert_eq!(theirs["tokens"], ours["tokens"]);
-        let [ours, theirs] = [&ours["loss"], &theirs["loss"]].map(|loss| loss.as_f64().unwrap());
+        assert_eq!(theirs[0]["tokens"], ours["tokens"]);
+        let [ours, theirs] = [&ours["loss"], &theirs[0]["loss"]].map(|loss| loss.as_f64().unwrap());
         eprintln!("stride {stride}: {ours} here, {theirs} there");
         assert!((ours - theirs).abs() < 1e-4, "stride {stride}: {ours} here, {theirs} there");
     }

@@ -316,7 +316,7 @@ pub(super) mod model {
     }
 
     fn flushed(value: f32) -> f32 {
-        if value.is_subnormal() { 0f32.copysign(value) } else { value }
+        if value.abs() < f32::MIN_POSITIVE { 0f32.copysign(value) } else { value }
     }
 
     /// The two BF16 values of a pair.
@@ -353,17 +353,19 @@ pub(super) mod model {
         fn multiply<const SUMS: u8, const A: u8, const B: u8>(&mut self) {
             check();
             let (a, b) = (self.0[usize::from(A)], self.0[usize::from(B)]);
+            let b = b.map(|row| [0, 1].map(|half| row.map(|pair| halves(pair)[half])));
             for (sums, a) in self.0[usize::from(SUMS)].iter_mut().zip(&a) {
-                let mut parts = [[0f32; 2]; COLUMNS];
+                let mut parts = [[0f32; COLUMNS]; 2];
                 for (a, b) in a.iter().zip(&b) {
-                    let a = halves(*a);
-                    for (parts, b) in parts.iter_mut().zip(b) {
-                        let b = halves(*b);
-                        // A product of two BF16 values is exact in FP32, so that this is a fused multiply-add.
-                        *parts = [flushed(parts[0] + a[0] * b[0]), flushed(parts[1] + a[1] * b[1])];
+                    for ((parts, a), b) in parts.iter_mut().zip(halves(*a)).zip(b) {
+                        for (part, b) in parts.iter_mut().zip(b) {
+                            // A product of two BF16 values is exact in FP32, so that this is a fused multiply-add.
+                            *part = flushed(*part + a * b);
+                        }
                     }
                 }
-                for (sum, [even, odd]) in sums.iter_mut().zip(parts) {
+                let [even, odd] = parts;
+                for ((sum, even), odd) in sums.iter_mut().zip(even).zip(odd) {
                     *sum = flushed(f32::from_bits(*sum) + flushed(even + odd)).to_bits();
                 }
             }

@@ -56,15 +56,50 @@ fn element<T: Element>(operand: &Operand<'_, T>, i: usize, j: usize) -> f64 {
     f64::from(operand.data[i * operand.row_stride + j * operand.col_stride].to_f32())
 }
 
+/// The elements of a product in f64, and the sums of their terms' magnitudes.
+struct Exact {
+    sums: Vec<f64>,
+    magnitudes: Vec<f64>,
+}
+
+impl Exact {
+    fn of<T: Element>(a: &Operand<'_, T>, b: &Operand<'_, T>) -> Self {
+        let (m, k, n) = (a.rows, a.cols, b.cols);
+        let (mut sums, mut magnitudes) = (vec![0.0; m * n], vec![0.0; m * n]);
+        for p in 0..k {
+            let row: Vec<f64> = (0..n).map(|j| element(b, p, j)).collect();
+            for i in 0..m {
+                let factor = element(a, i, p);
+                let sums = sums[i * n..][..n].iter_mut().zip(&mut magnitudes[i * n..][..n]);
+                for ((sum, magnitude), b) in sums.zip(&row) {
+                    *sum += factor * b;
+                    *magnitude += (factor * b).abs();
+                }
+            }
+        }
+        Self { sums, magnitudes }
+    }
+}
+
 /// Fails where an element of C is further from the sum in f64 than one rounding to `C` and FP32 sums allow, with a second term
 /// and without.
 fn check<A: Element, C: Element>(kernels: Kernels, a: Operand<'_, A>, b: Operand<'_, A>, epilogue: Epilogue<'_>) {
+    check_product::<A, C>(kernels, a, b, &Exact::of(&a, &b), epilogue);
+}
+
+fn check_product<A: Element, C: Element>(
+    kernels: Kernels,
+    a: Operand<'_, A>,
+    b: Operand<'_, A>,
+    exact: &Exact,
+    epilogue: Epilogue<'_>,
+) {
     let (depth, alpha) = (a.cols % 7 + 1, 0.75);
     let [second_a, second_b] = [(a.rows * depth, 11), (depth * b.cols, 12)].map(|(len, seed)| random::<A>(len, seed));
     let [rows, columns] = [a.rows, b.cols];
     let term = |b, shares| Term { a: Operand::new(&second_a, rows, depth), b, alpha, shares };
-    check_terms::<A, C>(kernels, a, b, None, epilogue);
-    check_terms::<A, C>(kernels, a, b, Some(&term(Operand::new(&second_b, depth, columns), &[])), epilogue);
+    check_terms::<A, C>(kernels, a, b, exact, None, epilogue);
+    check_terms::<A, C>(kernels, a, b, exact, Some(&term(Operand::new(&second_b, depth, columns), &[])), epilogue);
     // Every row of B adds to columns of its own, and some columns get nothing.
     let width = b.cols / (depth + 1);
     let shares: Vec<Range<usize>> = (0..depth).map(|k| k * width..(k + 1) * width).collect();
@@ -73,13 +108,14 @@ fn check<A: Element, C: Element>(kernels: Kernels, a: Operand<'_, A>, b: Operand
         row[..share.start].fill(A::zero());
         row[share.end..].fill(A::zero());
     }
-    check_terms::<A, C>(kernels, a, b, Some(&term(Operand::new(&parted, depth, columns), &shares)), epilogue);
+    check_terms::<A, C>(kernels, a, b, exact, Some(&term(Operand::new(&parted, depth, columns), &shares)), epilogue);
 }
 
 fn check_terms<A: Element, C: Element>(
     kernels: Kernels,
     a: Operand<'_, A>,
     b: Operand<'_, A>,
+    exact: &Exact,
     second: Option<&Term<'_, A>>,
     epilogue: Epilogue<'_>,
 ) {
@@ -89,14 +125,16 @@ fn check_terms<A: Element, C: Element>(
     let old: Vec<C> = random(m * ldc, 7);
     let mut c = old.clone();
     matmul_on(kernel, a, b, second.copied(), &mut c, ldc, epilogue);
+    let more = second.map(|Term { a, b, alpha, .. }| (Exact::of(a, b), f64::from(*alpha)));
     for (i, (row, old)) in c.chunks(ldc).zip(old.chunks(ldc)).enumerate() {
         assert!(row[n..] == old[n..], "wrote beyond row {i}");
         for j in 0..n {
-            let more = second.iter().flat_map(|Term { a, b, alpha, .. }| {
-                (0..a.cols).map(move |p| f64::from(*alpha) * element(a, i, p) * element(b, p, j))
-            });
-            let terms = (0..k).map(|p| element(&a, i, p) * element(&b, p, j)).chain(more);
-            let (sum, magnitude) = terms.fold((0.0, 0.0), |(sum, total), term| (sum + term, total + term.abs()));
+            let at = i * n + j;
+            let (mut sum, mut magnitude) = (exact.sums[at], exact.magnitudes[at]);
+            if let Some((more, alpha)) = &more {
+                sum += alpha * more.sums[at];
+                magnitude += alpha * more.magnitudes[at];
+            }
             let alpha = f64::from(epilogue.alpha);
             let bias = epilogue.bias.map_or(0.0, |bias| f64::from(bias[j]));
             let before = if epilogue.accumulate { f64::from(old[j].to_f32()) } else { 0.0 };
@@ -122,13 +160,17 @@ fn supported() -> impl Iterator<Item = Kernels> {
 
 /// All four layouts of the operands of one shape.
 fn check_layouts<A: Element, C: Element>(kernels: Kernels, m: usize, k: usize, n: usize, epilogue: Epilogue<'_>) {
-    let a = random::<A>(m * k, 1);
-    let b = random::<A>(k * n, 2);
-    let left = [Operand::new(&a, m, k), Operand::new(&a, k, m).transposed()];
-    let right = [Operand::new(&b, k, n), Operand::new(&b, n, k).transposed()];
+    let transposed = |x: &[A], rows: usize, columns: usize| -> Vec<A> {
+        (0..x.len()).map(|at| x[at % rows * columns + at / rows]).collect()
+    };
+    let (a, b) = (random::<A>(m * k, 1), random::<A>(k * n, 2));
+    let (ta, tb) = (transposed(&a, m, k), transposed(&b, k, n));
+    let left = [Operand::new(&a, m, k), Operand::new(&ta, k, m).transposed()];
+    let right = [Operand::new(&b, k, n), Operand::new(&tb, n, k).transposed()];
+    let exact = Exact::of(&left[0], &right[0]);
     for a in left {
         for b in right {
-            check::<A, C>(kernels, a, b, epilogue);
+            check_product::<A, C>(kernels, a, b, &exact, epilogue);
         }
     }
 }

@@ -6,6 +6,7 @@ mod common {
 }
 
 use common::processes::together;
+use finetune::Result;
 use finetune::data::Tokenizer;
 use finetune::engine::collective::{Collective, Solo};
 use finetune::engine::kernels::view::{View, read};
@@ -16,6 +17,7 @@ use finetune::telemetry::{Emitter, Event, Record, StepTime};
 use finetune::train::{Config, Init, Layers, Trainer};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 
 /// Seven micro-batches of `tiny` with dropout, from a scale that overflows at first.
@@ -211,6 +213,67 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
     let found = gradients(&whole);
     assert!((0..found.len()).all(|i| found[i].to_bits() == sums(i).to_bits()), "not the tree's sum");
     assert!((0..found.len()).any(|i| found[i].to_bits() != serial(i).to_bits()), "nothing tells the two apart");
+}
+
+/// Counts what a process sends.
+#[derive(Debug)]
+struct Counted {
+    process: Arc<dyn Collective>,
+    sent: AtomicU64,
+}
+
+impl Collective for Counted {
+    fn rank(&self) -> usize {
+        self.process.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.process.world()
+    }
+
+    fn exchange(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
+        self.sent.fetch_add(out.iter().map(|bytes| bytes.len() as u64).sum(), Ordering::Relaxed);
+        self.process.exchange(out, into)
+    }
+}
+
+/// The bytes of `docs/scale.md`: gradients to the owners of shards, in FP32 unless a share is one micro-batch; new weights to
+/// all; statistics of blocks of 65,536 elements.
+#[test]
+fn a_step_sends_the_bytes_of_the_formula() {
+    const STEPS: u64 = 2;
+    for (dtype, width) in [("fp16", 2), ("fp32", 4)] {
+        for (world, micro_batches, nodes) in [(2, 2, 1), (4, 4, 1), (2, 4, 1), (3, 3, 1), (2, 7, 1), (3, 7, 2)] {
+            let mut config = config(dtype);
+            (config.train.grad_accum, config.scaler.init_scale) = (micro_batches, 1024.0);
+            let telemetry = &mut config.telemetry;
+            (telemetry.exponents_every, telemetry.probe_every, telemetry.variance_every) = (1000, 0, 0);
+            let sent = together(world, |process: Arc<dyn Collective>| {
+                let counted = Arc::new(Counted { process, sent: AtomicU64::new(0) });
+                let mut trainer = Trainer::among(counted.clone(), config.clone(), None, &mut |_| ()).unwrap();
+                let before = counted.sent.load(Ordering::Relaxed);
+                if counted.process.leads() {
+                    trainer.advance(STEPS).unwrap();
+                    trainer.dismiss().unwrap();
+                } else {
+                    trainer.follow().unwrap();
+                }
+                let weights = trainer.engine().state.weights.tensors();
+                let elements = weights.iter().map(|tensor| tensor.elem_count() as u64);
+                let blocks = elements.clone().map(|elements| elements.div_ceil(65_536)).sum::<u64>();
+                (counted.sent.load(Ordering::Relaxed) - before, elements.sum::<u64>(), blocks)
+            });
+            let (parameters, blocks) = (sent[0].1, sent[0].2);
+            let others = world as u64 - 1;
+            let gradient = if micro_batches == world { width } else { 4 } * nodes;
+            let formula = STEPS * others * (parameters * (gradient + width) + 56 * blocks);
+            let all: u64 = sent.iter().map(|(sent, _, _)| sent).sum();
+            // Orders, losses and lengths take a few hundred bytes more.
+            let more = STEPS * others * world as u64 * 200;
+            let what = format!("{dtype}, {micro_batches} micro-batches in {world} processes");
+            assert!((formula..formula + more).contains(&all), "{what}: {all} bytes, by the formula {formula}");
+        }
+    }
 }
 
 /// Masters and moments of four processes are a quarter each.

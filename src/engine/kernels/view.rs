@@ -222,6 +222,11 @@ pub fn host(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)
 }
 
+/// Whether both are views of one storage.
+pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
+    std::ptr::eq(&*a.storage_and_layout().0, &*b.storage_and_layout().0)
+}
+
 /// Opens `tensor` for reading; an error unless it is contiguous, on the CPU, and FP32, FP16 or BF16.
 pub fn read(tensor: &Tensor) -> Result<Read<'_>> {
     let (storage, layout) = tensor.storage_and_layout();

@@ -78,7 +78,7 @@ fn twenty_adamw_steps_agree_with_pytorch() {
 #[test]
 fn twenty_steps_of_several_processes_agree_with_pytorch() {
     let of_rows = |case: &Case| case.kernels.name() == "fused" && case.rows() > 1;
-    for case in cases().into_iter().filter(of_rows) {
+    for case in cases().into_iter().chain(Case::families()).filter(of_rows) {
         for world in [2, 3, 4] {
             together(world, |process| {
                 let engine = case.engine(PrecisionPolicy::FP32, 1);

@@ -224,7 +224,8 @@ pub fn host(tensor: &Tensor) -> Result<Tensor> {
 
 /// Whether both are views of one storage.
 pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
-    std::ptr::eq(&*a.storage_and_layout().0, &*b.storage_and_layout().0)
+    let (a, b) = (a.storage_and_layout().0, b.storage_and_layout().0);
+    std::ptr::eq::<Storage>(&raw const *a, &raw const *b)
 }
 
 /// Opens `tensor` for reading; an error unless it is contiguous, on the CPU, and FP32, FP16 or BF16.

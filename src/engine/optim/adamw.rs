@@ -283,9 +283,7 @@ impl MasterWeights {
             kernels.copy(&one[0], &weights[index])?;
             let range = parameters.range(index);
             if !range.is_empty() && !view::share_storage(&parameters[index], &weights[index]) {
-                // Of a view, candle copies all that it is a view of.
-                let own = one[0].flatten_all()?.narrow(0, range.start, range.len())?.force_contiguous()?;
-                view::copy(&view::host(&own)?, &parameters[index])?;
+                view::copy(&view::host_range(&one[0], range)?, &parameters[index])?;
             }
         }
         Ok((Self { parameters }, weights))

@@ -1,22 +1,31 @@
 //! Several processes as threads of one: what they compute together has the bits of what one computes, whatever their number.
-#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test stops at the first thing that is not as it should be, and prints what it has measured"
+)]
 
 mod common {
     pub(crate) mod processes;
 }
 
+use candle_core::DType;
 use common::processes::together;
+use finetune::Result;
 use finetune::data::Tokenizer;
 use finetune::engine::collective::{Collective, Solo};
 use finetune::engine::kernels::view::{View, read};
+use finetune::engine::kernels::{Fused, Kernels};
 use finetune::engine::model::ModelSpec;
-use finetune::engine::optim::OptimizerKind;
+use finetune::engine::optim::{Gradients, OptimizerKind};
 use finetune::store::checkpoint::{Checkpoint, Run, compare};
 use finetune::telemetry::{Emitter, Event, Record, StepTime};
 use finetune::train::{Config, Init, Layers, Trainer};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
+use std::time::Instant;
 
 /// Seven micro-batches of `tiny` with dropout, from a scale that overflows at first.
 fn config(dtype: &str) -> Config {
@@ -211,6 +220,114 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
     let found = gradients(&whole);
     assert!((0..found.len()).all(|i| found[i].to_bits() == sums(i).to_bits()), "not the tree's sum");
     assert!((0..found.len()).any(|i| found[i].to_bits() != serial(i).to_bits()), "nothing tells the two apart");
+}
+
+/// Counts what a process sends.
+#[derive(Debug)]
+struct Counted {
+    process: Arc<dyn Collective>,
+    sent: AtomicU64,
+}
+
+impl Collective for Counted {
+    fn rank(&self) -> usize {
+        self.process.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.process.world()
+    }
+
+    fn exchange(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
+        self.sent.fetch_add(out.iter().map(|bytes| bytes.len() as u64).sum(), Ordering::Relaxed);
+        self.process.exchange(out, into)
+    }
+}
+
+/// The bytes of `docs/scale.md`: gradients to the owners of shards, in FP32 unless a share is one micro-batch; new weights to
+/// all; statistics of blocks of 65,536 elements.
+#[test]
+fn a_step_sends_the_bytes_of_the_formula() {
+    const STEPS: u64 = 2;
+    for (dtype, width) in [("fp16", 2), ("fp32", 4)] {
+        for (world, micro_batches, nodes) in [(2, 2, 1), (4, 4, 1), (2, 4, 1), (3, 3, 1), (2, 7, 1), (3, 7, 2)] {
+            let mut config = config(dtype);
+            (config.train.grad_accum, config.scaler.init_scale) = (micro_batches, 1024.0);
+            let telemetry = &mut config.telemetry;
+            (telemetry.exponents_every, telemetry.probe_every, telemetry.variance_every) = (1000, 0, 0);
+            let sent = together(world, |process: Arc<dyn Collective>| {
+                let counted = Arc::new(Counted { process, sent: AtomicU64::new(0) });
+                let mut trainer = Trainer::among(counted.clone(), config.clone(), None, &mut |_| ()).unwrap();
+                let before = counted.sent.load(Ordering::Relaxed);
+                if counted.process.leads() {
+                    trainer.advance(STEPS).unwrap();
+                    trainer.dismiss().unwrap();
+                } else {
+                    trainer.follow().unwrap();
+                }
+                let weights = trainer.engine().state.weights.tensors();
+                let elements = weights.iter().map(|tensor| tensor.elem_count() as u64);
+                let blocks = elements.clone().map(|elements| elements.div_ceil(65_536)).sum::<u64>();
+                (counted.sent.load(Ordering::Relaxed) - before, elements.sum::<u64>(), blocks)
+            });
+            let (parameters, blocks) = (sent[0].1, sent[0].2);
+            let others = world as u64 - 1;
+            let gradient = if micro_batches == world { width } else { 4 } * nodes;
+            let formula = STEPS * others * (parameters * (gradient + width) + 56 * blocks);
+            let all: u64 = sent.iter().map(|(sent, _, _)| sent).sum();
+            // Orders, losses and lengths take a few hundred bytes more.
+            let more = STEPS * others * world as u64 * 200;
+            let what = format!("{dtype}, {micro_batches} micro-batches in {world} processes");
+            assert!((formula..formula + more).contains(&all), "{what}: {all} bytes, by the formula {formula}");
+        }
+    }
+}
+
+/// What sums along the tree take more than a running sum is at most 3 % of one process's step.
+#[test]
+#[ignore = "measures times"]
+fn the_tree_costs_one_process_little() {
+    const ROUNDS: usize = 15;
+    let mut config = config("fp16");
+    (config.train.batch_size, config.train.seq_len, config.scaler.init_scale) = (4, 64, 1024.0);
+    for micro_batches in [2, 3, 4, 7, 8] {
+        config.train.grad_accum = micro_batches;
+        let mut trainer = Trainer::among(Arc::new(Solo), config.clone(), None, &mut |_| ()).unwrap();
+        let median = |mut times: Vec<f64>| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        let timed = |work: &mut dyn FnMut()| {
+            let clock = Instant::now();
+            work();
+            clock.elapsed().as_secs_f64() * 1e3
+        };
+        let step = median((0..5).map(|_| timed(&mut || trainer.advance(1).unwrap())).collect());
+        let weights = &trainer.engine().state.weights;
+        let mut along_tree = Gradients::new(weights, config.dtype, micro_batches).unwrap();
+        let sum = weights.zeros_like(DType::F32).unwrap();
+        let mut times = [Vec::new(), Vec::new()];
+        for _ in 0..ROUNDS {
+            times[0].push(timed(&mut || {
+                along_tree.begin(micro_batches).unwrap();
+                (0..micro_batches).for_each(|_| along_tree.accumulate(&Fused, false).unwrap());
+            }));
+            times[1].push(timed(&mut || {
+                for micro_batch in 0..micro_batches {
+                    for (from, to) in along_tree.micro_batch().tensors().iter().zip(sum.tensors()) {
+                        if micro_batch == 0 { Fused.copy(from, to) } else { Fused.accumulate(from, to) }.unwrap();
+                    }
+                }
+            }));
+        }
+        let [tree, running] = times.map(median);
+        let cost = (tree - running) / step;
+        println!(
+            "{micro_batches} micro-batches: {step:.0} ms a step, running sum {running:.2} ms, tree {tree:.2} ms: {:+.2} % of a step",
+            100.0 * cost
+        );
+        assert!(cost < 0.03, "{micro_batches} micro-batches: {:.1} % of a step", 100.0 * cost);
+    }
 }
 
 /// Masters and moments of four processes are a quarter each.

@@ -9,6 +9,20 @@ use crate::train::config::Config;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 
+/// The processes that train together.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sharing {
+    /// How many there are.
+    pub(super) world: usize,
+    /// Whether the memory is that of a GPU: the shards of several processes are on the CPU.
+    pub(super) on_gpu: bool,
+}
+
+impl Sharing {
+    /// A process alone.
+    const NONE: Self = Self { world: 1, on_gpu: false };
+}
+
 /// Bytes by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineBytes {
@@ -38,12 +52,12 @@ impl EngineBytes {
         optimizer: OptimizerKind,
         kernels: &dyn Kernels,
     ) -> Result<Self> {
-        Self::among(1, spec, policy, sizes, keep, optimizer, kernels)
+        Self::among(Sharing::NONE, spec, policy, sizes, keep, optimizer, kernels)
     }
 
-    /// The same for each of `world` processes.
-    pub fn among(
-        world: usize,
+    /// The same for each of several processes.
+    fn among(
+        Sharing { world, on_gpu }: Sharing,
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
@@ -58,10 +72,17 @@ impl EngineBytes {
         let parameters: u64 = trained.iter().sum();
         let frozen = Frozen::new(spec, policy, batch * seq_len);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
-        let (masters, weights) = MasterWeights::bytes(parameters, policy, world);
-        let gradients = Gradients::bytes(parameters, policy, grad_accum, world);
+        let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world);
+        let (mut gradients, sum) = Gradients::bytes(parameters, policy, grad_accum, world);
         let scores = kernels.score_bytes(&Shape::new(batch, seq_len, spec.heads, spec.head_dim))?;
-        let adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world as u64);
+        let mut adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world as u64);
+        if world > 1 && on_gpu {
+            adam = 0;
+            // Where masters are the weights, the weights are on the GPU nevertheless.
+            masters = if weights == 0 { masters } else { 0 };
+        } else {
+            gradients += sum;
+        }
         let (weights, scratch) = (weights + frozen.dense + frozen.blocks, scratch + frozen.buffer);
         Ok(Self { weights, masters, gradients, adam, activations, scratch, scores })
     }
@@ -88,7 +109,7 @@ pub fn probe_bytes(
     let widened = if policy.params == Dtype::F32 { 0 } else { trained * Dtype::F32.size_in_bytes() as u64 };
     let frozen = Frozen::new(spec, exact, batch * seq_len);
     let base = if policy.compute == Dtype::F32 { 0 } else { frozen.dense + frozen.buffer };
-    Ok(activations + scratch + Gradients::bytes(trained, exact, 1, 1) + gathered + widened + base)
+    Ok(activations + scratch + Gradients::bytes(trained, exact, 1, 1).0 + gathered + widened + base)
 }
 
 /// What the products of micro-batches of so many tokens, on so many threads of this machine, pack. It depends on the CPU: one
@@ -145,14 +166,14 @@ impl Frozen {
     }
 }
 
-/// What this configuration takes in each of `world` processes with other sizes.
-fn need(config: &Config, spec: &ModelSpec, batch: usize, keep: Keep, kernels: &dyn Kernels, world: usize) -> u64 {
+/// What this configuration takes in each process with other sizes.
+fn need(config: &Config, spec: &ModelSpec, batch: usize, keep: Keep, kernels: &dyn Kernels, sharing: Sharing) -> u64 {
     let train = &config.train;
     let sizes = [batch, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
     let probes = config.telemetry.probe_every > 0;
     let bytes = || -> Result<u64> {
-        let engine = EngineBytes::among(world, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
-        let probe = if probes { probe_bytes(world, spec, config.dtype, [batch, train.seq_len])? } else { 0 };
+        let engine = EngineBytes::among(sharing, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
+        let probe = if probes { probe_bytes(sharing.world, spec, config.dtype, [batch, train.seq_len])? } else { 0 };
         let (tokens, threads) = (batch * train.seq_len, rayon::current_num_threads());
         let packed = packed_bytes(spec, config.dtype, tokens, probes, threads, kernels)?;
         let sample = sample_bytes(spec, config.dtype, train.sample_tokens, train.prompt.len());
@@ -169,12 +190,12 @@ pub(super) fn check_fits(
     config: &Config,
     spec: &ModelSpec,
     kernels: &dyn Kernels,
-    world: usize,
+    sharing: Sharing,
     available: u64,
 ) -> Result<()> {
     let train = &config.train;
     let (batch, keep) = (train.batch_size, train.recompute);
-    let need = |config: &Config, spec: &ModelSpec, batch, keep| need(config, spec, batch, keep, kernels, world);
+    let need = |config: &Config, spec: &ModelSpec, batch, keep| need(config, spec, batch, keep, kernels, sharing);
     if need(config, spec, batch, keep) <= available {
         return Ok(());
     }
@@ -249,7 +270,7 @@ pub(super) fn fitted(
     config: &Config,
     spec: &ModelSpec,
     kernels: &dyn Kernels,
-    world: usize,
+    sharing: Sharing,
     available: u64,
 ) -> (Config, Option<String>) {
     let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
@@ -257,7 +278,7 @@ pub(super) fn fitted(
     for keep in keeps {
         let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
         for smaller in divisors {
-            if need(config, spec, smaller, keep, kernels, world) > available {
+            if need(config, spec, smaller, keep, kernels, sharing) > available {
                 continue;
             }
             let mut fitted = config.clone();
@@ -295,7 +316,7 @@ mod tests {
     const KERNELS: Fused = Fused;
 
     fn needed(config: &Config, spec: &ModelSpec) -> u64 {
-        need(config, spec, config.train.batch_size, config.train.recompute, &KERNELS, 1)
+        need(config, spec, config.train.batch_size, config.train.recompute, &KERNELS, Sharing::NONE)
     }
 
     /// A run whose step fits and whose probe does not was stopped in its middle by the system.
@@ -306,8 +327,8 @@ mod tests {
         let mut probed = config.clone();
         probed.telemetry.probe_every = 5;
         let without = needed(&config, &spec);
-        check_fits(&config, &spec, &KERNELS, 1, without).unwrap();
-        let message = check_fits(&probed, &spec, &KERNELS, 1, without).unwrap_err().to_string();
+        check_fits(&config, &spec, &KERNELS, Sharing::NONE, without).unwrap();
+        let message = check_fits(&probed, &spec, &KERNELS, Sharing::NONE, without).unwrap_err().to_string();
         assert!(message.contains("`--set telemetry.probe_every=0`"), "{message}");
 
         let train = &config.train;
@@ -316,6 +337,22 @@ mod tests {
         let mut silent = config.clone();
         silent.train.sample_tokens = 0;
         assert!(engine.total() < needed(&silent, &spec) && needed(&silent, &spec) < without);
+    }
+
+    /// A GPU of several processes holds no shard.
+    #[test]
+    fn shards_take_no_memory_of_a_gpu() {
+        let spec = ModelSpec::named("tiny").unwrap();
+        let parameters = spec.parameter_count();
+        let bytes = |policy, world, on_gpu| {
+            let sharing = Sharing { world, on_gpu };
+            EngineBytes::among(sharing, &spec, policy, [1, 16, 4], Keep::All, OptimizerKind::AdamW, &KERNELS).unwrap()
+        };
+        for (policy, shard) in [(PrecisionPolicy::FP16, 16), (PrecisionPolicy::FP32, 12)] {
+            let [cpu, gpu] = [false, true].map(|on_gpu| bytes(policy, 2, on_gpu).total());
+            assert_eq!(cpu - gpu, shard * parameters / 2, "{policy:?}");
+            assert_eq!(bytes(policy, 1, true), bytes(policy, 1, false));
+        }
     }
 
     /// Bytes of the probe of one block: its base in blocks is shared, and dequantised to FP32 in a buffer of its own; a dense one

@@ -18,7 +18,7 @@ use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, is_gguf}
 use crate::telemetry::available_bytes;
 use crate::train::config::{Config, Init};
 use crate::train::fp8::Fp8Layer;
-use crate::train::memory::{check_fits, fitted};
+use crate::train::memory::{Sharing, check_fits, fitted};
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
 use crate::{Error, Result};
@@ -451,8 +451,9 @@ pub(super) fn fit_memory(
 ) -> Result<Config> {
     let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
     let Some(available) = available else { return Ok(config) };
-    let sharing = if open.device.is_cpu() { world.beside() } else { world.beside().div_ceil(gpu_count().max(1)) };
-    let available = available / sharing as u64;
+    let beside = if open.device.is_cpu() { world.beside() } else { world.beside().div_ceil(gpu_count().max(1)) };
+    let available = available / beside as u64;
+    let sharing = Sharing { world: world.world(), on_gpu: !open.device.is_cpu() };
     let (mut config, mut shape) = (config, shape.clone());
     if !open.device.is_cpu() {
         // Blocks are a CPU's.
@@ -460,13 +461,13 @@ pub(super) fn fit_memory(
     }
     let shape = &shape;
     if std::mem::take(&mut config.train.auto_batch) {
-        let (fitted, said) = fitted(&config, shape, &*open.kernels, world.world(), available);
+        let (fitted, said) = fitted(&config, shape, &*open.kernels, sharing, available);
         if let Some(said) = said {
             report(Preparing::Notice(said));
         }
         config = fitted;
     }
-    check_fits(&config, shape, &*open.kernels, world.world(), available)?;
+    check_fits(&config, shape, &*open.kernels, sharing, available)?;
     Ok(config)
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
-use finetune::engine::collective::Solo;
+use finetune::engine::collective::{Collective, Solo};
 use finetune::engine::kernels::{Fused, Kernels, view};
 use finetune::engine::model::{Decoder, Keep, Mode, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, MasterWeights, ScheduleKind, Survey};
@@ -158,21 +158,37 @@ impl Case {
 
     /// Asserts that twenty FP32 steps have this case's losses and end in its parameters.
     pub(crate) fn assert_twenty_steps(&self, engine: &mut Engine) {
+        self.assert_twenty_steps_of(engine, self.rows());
+    }
+
+    /// The same for micro-batches of `rows` rows.
+    pub(crate) fn assert_twenty_steps_of(&self, engine: &mut Engine, rows: usize) {
         for (step, expected) in self.trajectory.fp32.iter().enumerate() {
-            let report = engine.step(&self.whole_batch(step)).unwrap();
+            let report = engine.step(&self.micro_batches(step, rows)).unwrap();
             let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
             assert!(error < 1e-5 * expected.loss, "{}: loss {} at step {step}", self.name, report.loss);
             let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
             assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", self.name);
         }
-        let masters = by_name(engine.state.masters.parameters());
-        assert_close(&self.name, &masters, &self.final_parameters, 2e-5, 1e-3);
+        // In FP32 the working copy, of which every process has all, is the masters.
+        assert_close(&self.name, &by_name(&engine.state.weights), &self.final_parameters, 2e-5, 1e-3);
     }
 
     /// Rows of a batch.
     pub(crate) fn rows(&self) -> usize {
         self.batches[0].0.dim(0).unwrap()
     }
+}
+
+/// The same engine as one of several processes, which keeps a shard of its masters and moments.
+pub(crate) fn among(world: Arc<dyn Collective>, engine: Engine, grad_accum: usize) -> Engine {
+    let (place, policy) = ([world.rank(), world.world()], PrecisionPolicy::FP32);
+    let TrainState { masters, weights, adamw, scaler, .. } = engine.state;
+    let config = adamw.config();
+    let state = TrainState::new((masters.shard(place, &weights).unwrap(), weights), config, scaler).unwrap();
+    let shards = state.masters.parameters().shards().unwrap();
+    let grads = Gradients::sharded(&state.weights, policy, grad_accum, shards, place[0]).unwrap();
+    Engine { world, state, grads, ..engine }
 }
 
 /// The norm of an applied step's gradients.

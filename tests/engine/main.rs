@@ -15,6 +15,7 @@ mod common {
     pub(crate) mod golden;
     pub(crate) mod layer;
     pub(crate) mod oracle;
+    pub(crate) mod processes;
     pub(crate) mod python;
 }
 #[path = "../support/checkpoint.rs"]

@@ -3,8 +3,9 @@
 //! The values are those of `tests/golden`, and of `../shared/golden` where that folder is there.
 
 use crate::common::compare::{assert_close, max_difference, relative, skip, values};
-use crate::common::engine::{by_name, unscaled};
+use crate::common::engine::{among, by_name, unscaled};
 use crate::common::golden::Case;
+use crate::common::processes::together;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::train::Outcome;
 
@@ -70,6 +71,20 @@ fn twenty_adamw_steps_agree_with_pytorch() {
     for case in cases() {
         let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
         case.assert_twenty_steps(&mut engine);
+    }
+}
+
+/// Processes that share the rows of a batch among them take the steps of PyTorch, which has the batch in one piece.
+#[test]
+fn twenty_steps_of_several_processes_agree_with_pytorch() {
+    let of_rows = |case: &Case| case.kernels.name() == "fused" && case.rows() > 1;
+    for case in cases().into_iter().chain(Case::families()).filter(of_rows) {
+        for world in [2, 3, 4] {
+            together(world, |process| {
+                let engine = case.engine(PrecisionPolicy::FP32, 1);
+                case.assert_twenty_steps_of(&mut among(process, engine, case.rows()), 1);
+            });
+        }
     }
 }
 

@@ -7,11 +7,11 @@ use crate::engine::model::Parameters;
 /// Elements of a shard that go at a time.
 const CHUNK: usize = 1 << 20;
 
-/// Gives the `whole` of every process what each owns: its `own`, a shard, which on a CPU is a part of `whole` itself. A process
-/// alone has nothing to do.
+/// Gives the `whole` of every process what each owns: its `own`, a shard, which may be a part of `whole` itself. A process alone
+/// has nothing to do.
 pub fn all_gather(whole: &Parameters, own: &Parameters, world: &dyn Collective) -> Result<()> {
     let Some(shards) = own.shards() else { return Ok(()) };
-    let (rank, count, in_place) = (world.rank(), world.world(), whole.device().is_cpu());
+    let (rank, count, in_place) = (world.rank(), world.world(), own.shares_storage(whole));
     let longest = (0..count).map(|owner| shards.len(owner)).max().unwrap_or(0);
     for start in (0..longest).step_by(CHUNK) {
         let span = start..start + CHUNK;

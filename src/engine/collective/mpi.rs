@@ -73,6 +73,12 @@ impl Mpi {
         Ok((count > 1).then_some(joined))
     }
 
+    /// How many of the first `ranks` processes run on this machine.
+    fn on_this_host(&self, ranks: usize) -> usize {
+        let own = self.hosts.get(self.rank);
+        self.hosts.iter().take(ranks).filter(|host| Some(*host) == own).count()
+    }
+
     /// Ends this process's part in the job; waits for the others.
     pub fn leave() {
         UNIVERSE.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -151,12 +157,10 @@ impl Collective for Mpi {
     }
 
     fn beside(&self) -> usize {
-        let own = self.hosts.get(self.rank);
-        self.hosts.iter().filter(|host| Some(*host) == own).count().max(1)
+        self.on_this_host(self.world).max(1)
     }
 
     fn local_rank(&self) -> usize {
-        let own = self.hosts.get(self.rank);
-        self.hosts.iter().take(self.rank).filter(|host| Some(*host) == own).count()
+        self.on_this_host(self.rank)
     }
 }

@@ -1,6 +1,6 @@
 //! Numbers and tensors as bytes on their way to another process of the same program on the same kind of machine.
 
-use crate::engine::kernels::view::{View, ViewMut, host, read, write};
+use crate::engine::kernels::view::{View, ViewMut, host_range, read, write};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use half::slice::HalfFloatSliceExt;
@@ -53,13 +53,8 @@ impl<'a> Reader<'a> {
 
 /// Appends elements of a tensor, counted in row-major order, to `out`.
 pub(crate) fn range_bytes(tensor: &Tensor, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
-    if !tensor.device().is_cpu() {
-        // Of a view, candle copies all that it is a view of.
-        let part = tensor.flatten_all()?.narrow(0, range.start, range.len())?.force_contiguous()?;
-        return range_bytes(&host(&part)?, 0..range.len(), out);
-    }
-    let tensor = read(tensor)?;
-    out.extend_from_slice(match tensor.view().slice(range) {
+    let part = host_range(tensor, range)?;
+    out.extend_from_slice(match read(&part)?.view() {
         View::F32(x) => bytemuck::cast_slice(x),
         View::F16(x) => bytemuck::cast_slice(x.reinterpret_cast()),
         View::BF16(x) => bytemuck::cast_slice(x.reinterpret_cast()),

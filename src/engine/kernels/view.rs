@@ -222,6 +222,19 @@ pub fn host(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)
 }
 
+/// Elements of a contiguous tensor, counted in row-major order, in host memory: a view if it is on the CPU.
+pub fn host_range(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    let part = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
+    // Of a view, candle copies all that it is a view of.
+    if tensor.device().is_cpu() { Ok(part) } else { host(&part.force_contiguous()?) }
+}
+
+/// Whether both are views of one storage.
+pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
+    let (a, b) = (a.storage_and_layout().0, b.storage_and_layout().0);
+    std::ptr::eq::<Storage>(&raw const *a, &raw const *b)
+}
+
 /// Opens `tensor` for reading; an error unless it is contiguous, on the CPU, and FP32, FP16 or BF16.
 pub fn read(tensor: &Tensor) -> Result<Read<'_>> {
     let (storage, layout) = tensor.storage_and_layout();

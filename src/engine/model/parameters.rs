@@ -135,7 +135,7 @@ impl Parameters {
         let entries: Vec<ParamSpec> = kept.iter().map(|index| self.layout.entries[*index].clone()).collect();
         let zeros = Self::zeros(&entries, dtype, &self.device())?;
         match &self.shard {
-            Some((shards, rank)) => zeros.shard(&Arc::new(shards.of_some(kept)), *rank)?.copied(),
+            Some((shards, rank)) => zeros.shard(&Arc::new(shards.of_some(kept)), *rank)?.zeros_like(dtype),
             None => Ok(zeros),
         }
     }
@@ -166,6 +166,16 @@ impl Parameters {
     /// The same on the CPU in memory of its own.
     pub fn copied(&self) -> Result<Self> {
         self.map(|tensor| view::host(&tensor.force_contiguous()?))
+    }
+
+    /// Zeros of the same shapes and types on the CPU.
+    pub fn zeros_on_host(&self) -> Result<Self> {
+        self.map(|tensor| view::zeros(tensor.dims(), tensor.dtype(), &Device::Cpu))
+    }
+
+    /// Whether each tensor is one of `other`, or a part of it, in the same memory.
+    pub fn shares_storage(&self, other: &Self) -> bool {
+        self.tensors.iter().zip(&other.tensors).all(|(one, other)| view::share_storage(one, other))
     }
 
     fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {

@@ -204,7 +204,7 @@ impl AdamW {
                 updated = widened(2)?;
                 kernels.copy(master, &updated)?;
             }
-            let weight = weight.filter(|weight| !masters.is_working_copy(weight));
+            let weight = weight.filter(|weight| !view::share_storage(master, weight));
             match *place {
                 Place::Exact(at) => {
                     let moments = Moments { exp_avg: &exp_avg[at], exp_avg_sq: &exp_avg_sq[at] };
@@ -226,7 +226,7 @@ impl AdamW {
             if master.dtype() != DType::F32 {
                 let first = masters.parameters().range(i).start;
                 stochastic::round(&updated, master, first, *seed, &entry.name, updates)?;
-                if !masters.is_working_copy(&weights[i]) {
+                if !view::share_storage(master, &weights[i]) {
                     kernels.copy(master, &weights[i])?;
                 }
             }
@@ -240,8 +240,6 @@ impl AdamW {
 #[derive(Debug)]
 pub struct MasterWeights {
     parameters: Parameters,
-    /// Whether a shard is a part of the working copy itself.
-    in_place: bool,
 }
 
 impl MasterWeights {
@@ -258,7 +256,7 @@ impl MasterWeights {
         let shared = policy.compute == policy.params;
         let compute = candle_dtype(policy.compute);
         let weights = if shared { parameters.clone() } else { parameters.zeros_like(compute)? };
-        let masters = Self { parameters, in_place: false };
+        let masters = Self { parameters };
         masters.write_compute_copy(&weights, kernels)?;
         Ok((masters, weights.over(base)))
     }
@@ -275,9 +273,8 @@ impl MasterWeights {
     ) -> crate::Result<(Self, Parameters)> {
         let weights = Parameters::zeros(entries, candle_dtype(policy.compute), device)?;
         let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
-        let in_place = policy.compute == policy.params && device.is_cpu();
         let mut parameters = weights.shard(&shards, rank)?;
-        if !in_place {
+        if !is_part_of(&weights, candle_dtype(policy.params)) {
             parameters = parameters.zeros_like(candle_dtype(policy.params))?;
         }
         for (index, entry) in weights.layout().iter().enumerate() {
@@ -285,12 +282,11 @@ impl MasterWeights {
             fill(&one)?;
             kernels.copy(&one[0], &weights[index])?;
             let range = parameters.range(index);
-            if !in_place && !range.is_empty() {
-                let own = view::host(&one[0])?.flatten_all()?.narrow(0, range.start, range.len())?;
-                Fused.copy(&own, &parameters[index])?;
+            if !range.is_empty() && !view::share_storage(&parameters[index], &weights[index]) {
+                view::copy(&view::host_range(&one[0], range)?, &parameters[index])?;
             }
         }
-        Ok((Self { parameters, in_place }, weights))
+        Ok((Self { parameters }, weights))
     }
 
     /// Keeps what process `rank` of `world` owns. Where masters are their own working copy, that is a part of `weights`, which all
@@ -298,27 +294,21 @@ impl MasterWeights {
     pub fn shard(self, [rank, world]: [usize; 2], weights: &Parameters) -> Result<Self> {
         let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
         let parameters = self.parameters.shard(&shards, rank)?;
-        let same = weights.tensors().iter().all(|weight| weight.dtype() == self.dtype());
-        let in_place = same && weights.device().is_cpu();
-        let parameters = if in_place { parameters } else { parameters.copied()? };
-        Ok(Self { parameters, in_place })
+        let parameters = if is_part_of(weights, self.dtype()) { parameters } else { parameters.copied()? };
+        Ok(Self { parameters })
     }
 
-    /// What updates are rounded into: the working copy, or of several processes this one's part of it, on the CPU.
+    /// What updates are rounded into: the working copy, or of several processes this one's part of it; on the CPU, so of weights on
+    /// a GPU zeros that every master is then rounded into.
     pub fn counterpart(&self, weights: &Parameters, rank: usize) -> Result<Parameters> {
         let Some(shards) = self.parameters.shards() else { return Ok(weights.clone()) };
         let part = weights.shard(shards, rank)?;
-        if weights.device().is_cpu() { Ok(part) } else { part.copied() }
+        if weights.device().is_cpu() { Ok(part) } else { part.zeros_on_host() }
     }
 
     /// What computes on them: shards are on the CPU, wherever the passes are computed.
     pub fn kernels<'a>(&self, kernels: &'a dyn Kernels) -> &'a dyn Kernels {
         if self.parameters.shards().is_some() { &Fused } else { kernels }
-    }
-
-    /// Whether this tensor of the counterpart and its master are one.
-    fn is_working_copy(&self, weight: &Tensor) -> bool {
-        weight.dtype() == self.dtype() && (self.in_place || self.parameters.shards().is_none())
     }
 
     /// FP32, or BF16.
@@ -359,20 +349,17 @@ impl MasterWeights {
 
     /// Rounds every master into its tensor of `weights`, the [`counterpart`](Self::counterpart).
     pub fn write_compute_copy(&self, weights: &Parameters, kernels: &dyn Kernels) -> Result<()> {
-        if self.parameters.shards().is_none() {
-            return copy_all(&self.parameters, weights, kernels);
-        }
-        for (master, weight) in self.parameters.tensors().iter().zip(weights.tensors()) {
-            if !self.is_working_copy(weight) {
-                kernels.copy(master, weight)?;
-            }
-        }
-        Ok(())
+        copy_all(&self.parameters, weights, kernels)
     }
 }
 
-/// Copies each tensor to that of the same place. Those of one type are one tensor already.
+/// Whether a shard of masters of this type is a part of the working copy itself: where both have one type, on a CPU.
+fn is_part_of(weights: &Parameters, masters: DType) -> bool {
+    weights.device().is_cpu() && weights.tensors().iter().all(|weight| weight.dtype() == masters)
+}
+
+/// Copies each tensor to that of the same place, unless they are one tensor already.
 fn copy_all(from: &Parameters, to: &Parameters, kernels: &dyn Kernels) -> Result<()> {
-    let mut pairs = from.tensors().iter().zip(to.tensors()).filter(|(from, to)| from.dtype() != to.dtype());
+    let mut pairs = from.tensors().iter().zip(to.tensors()).filter(|(from, to)| !view::share_storage(from, to));
     pairs.try_for_each(|(from, to)| kernels.copy(from, to))
 }

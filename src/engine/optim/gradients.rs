@@ -71,19 +71,20 @@ impl Gradients {
         let mut grads = Self::new(like, policy, 1)?;
         grads.accumulates = grad_accum > 1;
         let total = grads.grads.shard(shards, rank)?;
-        let total = if grads.accumulates { total.zeros_like(DType::F32)? } else { total.copied()? };
+        let total = if grads.accumulates { total.zeros_like(DType::F32)? } else { total.zeros_on_host()? };
         grads.shard = Some((rank, total));
         Ok(grads)
     }
 
     /// What they take for so many parameters in each of `world` processes at most, in bytes: [`Gradients::new`], or
-    /// [`Gradients::sharded`] and the sums of the first step.
-    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize, world: usize) -> u64 {
+    /// [`Gradients::sharded`] and the sums of the first step. The second number is what the sum of its shard takes, which is on
+    /// the CPU wherever the rest is.
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize, world: usize) -> (u64, u64) {
         let size = Dtype::F32.size_in_bytes();
         let total = if grad_accum > 1 { size } else { policy.grads.size_in_bytes() } as u64;
         let total = if world > 1 { (parameters * total).div_ceil(world as u64) } else { 0 };
         let sums = (0..world).map(|rank| sums(grad_accum, rank, world)).max().unwrap_or(0);
-        parameters * (policy.grads.size_in_bytes() + sums * size) as u64 + total
+        (parameters * (policy.grads.size_in_bytes() + sums * size) as u64, total)
     }
 
     /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.
@@ -96,7 +97,7 @@ impl Gradients {
         if let Some((rank, total)) = self.shard.as_mut().filter(|_| !self.accumulates)
             && let Some(shards) = total.shards().cloned()
         {
-            *total = self.grads.shard(&shards, *rank)?.copied()?;
+            *total = self.grads.shard(&shards, *rank)?.zeros_on_host()?;
         }
         Ok(())
     }

@@ -105,6 +105,7 @@ fn distance(values: &[f32], truth: &[f32]) -> f32 {
 }
 
 #[test]
+#[ignore = "more than a minute; .ci/run runs it"]
 fn loss_logits_and_text_are_those_of_transformers() {
     let Some(bench) = Bench::new() else { return };
     let (trained, text, prompt) = (&bench.trained, text(&bench.trained), bench.prompt());

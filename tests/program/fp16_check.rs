@@ -21,7 +21,8 @@ fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
 
 /// `tiny`, briefly trained, as a Hugging Face folder.
 fn trained(folder: &Path) -> PathBuf {
-    let (code, text) = finetune(folder, &["--run", "r", "--steps", "30", "--plain", "--set", "train.eval_batches=1"]);
+    let train = "--run r --steps 30 --plain --batch-size 4 --seq-len 64 --set train.eval_batches=1";
+    let (code, text) = finetune(folder, &train.split(' ').collect::<Vec<_>>());
     assert_eq!(code, 0, "{text}");
     let (code, text) = finetune(folder, &["export", "r", "model"]);
     assert_eq!(code, 0, "{text}");

@@ -25,8 +25,8 @@ fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
 /// A folder with the run `r`: `tiny`, trained for a moment.
 fn trained() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let train = "--run r --steps 40 --plain --batch-size 4 --seq-len 64 --set train.eval_batches=1";
-    let (code, text) = finetune(folder.path(), &train.split(' ').collect::<Vec<_>>());
+    let train = ["--run", "r", "--steps", "40", "--plain", "--seq-len", "64", "--set", "train.eval_batches=1"];
+    let (code, text) = finetune(folder.path(), &train);
     assert_eq!(code, 0, "{text}");
     folder
 }

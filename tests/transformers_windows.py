@@ -3,7 +3,8 @@
     python transformers_windows.py FOLDER TEXT SEQ_LEN STRIDE [STRIDE ...]
 
 TEXT is a JSON list of token ids, or a .txt file for the folder's own tokenizer. Prints a JSON list with an object of `loss` and
-`tokens` for each stride. A window predicts the token after each of its own; what an earlier window has predicted is not counted again.
+`tokens` for each stride. A window predicts the token after each of its own; what an earlier window has predicted is not counted
+again.
 """
 
 import json

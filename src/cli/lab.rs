@@ -546,9 +546,10 @@ mod tests {
         std::fs::create_dir(&long).unwrap();
         crate::lab::write_run(&long);
         let run = long.display().to_string();
+        let mut bench = Bench::new(Path::new("checkpoints"));
         for instrument in guide::instruments("") {
             let scenarios = instrument.scenarios.iter().map(|scenario| scenario.set.to_vec());
-            let cursors = [vec![("cursor", "7")], vec![("seeds", "3"), ("cursor", "3")]];
+            let cursors = [vec![], vec![("cursor", "7")], vec![("seeds", "3"), ("cursor", "3")]];
             let varied = [vec![], vec![("run", run.as_str())]].into_iter().chain(scenarios);
             for set in varied.flat_map(|set| cursors.iter().map(move |more| [&set[..], more].concat())) {
                 let mut instrument = instrument.clone();
@@ -564,7 +565,6 @@ mod tests {
                 let given = given.filter(|field| !(of_run && instrument.is_of_run(field)));
                 let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
                 for width in [78, 118] {
-                    let mut bench = Bench::new(Path::new("checkpoints"));
                     let page = evaluate(&mut bench, instrument.name, &fields, width).unwrap().text();
                     let wide: Vec<_> = page.lines().filter(|line| line.chars().count() > width).collect();
                     assert!(wide.is_empty(), "{} with {set:?}: {wide:#?}", instrument.name);
@@ -582,8 +582,6 @@ mod tests {
             for width in [78, 118] {
                 let page =
                     evaluate(&mut Bench::new(Path::new("checkpoints")), instrument.name, &fields, width).unwrap();
-                let widest = page.text().lines().map(|line| line.chars().count()).max().unwrap();
-                assert!(widest <= width, "{}: {widest} > {width}\n{}", instrument.name, page.text());
                 assert!(page.lines.len() <= 44, "{}: {} lines", instrument.name, page.lines.len());
             }
         }

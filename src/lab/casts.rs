@@ -117,20 +117,21 @@ impl Casts {
             "{:<24}{:>10}{:>10}{:>10}{:>18}",
             "operation", "operands", "inside", "result", "rounded once"
         ));
-        for Operation { name, operands, inside, result, rounded_once } in &self.operations {
-            let types = [*operands, *inside, *result].map(|dtype| (role(Some(dtype)), format!("{dtype:>10}")));
+        let row = |name: &str, types: [(Option<&'static str>, usize); 3]| {
             let line = Line::new().plain(format!("{name:<24}"));
-            let line = types.into_iter().fold(line, |line, (role, text)| line.with(role, text));
+            types
+                .into_iter()
+                .fold(line, |line, (dtype, width)| line.with(role(dtype), format!("{:>width$}", dtype.unwrap_or("–"))))
+        };
+        for Operation { name, operands, inside, result, rounded_once } in &self.operations {
+            let line = row(name, [operands, inside, result].map(|dtype| (Some(*dtype), 10)));
             page.push(line.plain(format!("{:>16} %", percent(*rounded_once))));
         }
         page.gap();
         page.title(format!("{:<24}{:>10}{:>24}{:>18}", "stored", "output", "activation gradient", "weight gradient"));
         for cast in &self.layers {
-            let cell =
-                |dtype: Option<&'static str>, width: usize| (role(dtype), format!("{:>width$}", dtype.unwrap_or("–")));
-            let cells = [cell(cast.output, 10), cell(cast.activation_gradient, 24), cell(cast.weight_gradient, 18)];
-            let line = Line::new().plain(format!("{:<24}", cast.layer));
-            page.push(cells.into_iter().fold(line, |line, (role, text)| line.with(role, text)));
+            let types = [(cast.output, 10), (cast.activation_gradient, 24), (cast.weight_gradient, 18)];
+            page.push(row(&cast.layer, types));
         }
         page
     }

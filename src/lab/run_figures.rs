@@ -200,7 +200,8 @@ impl RunFigures {
     }
 
     /// Magnitudes of the run's gradients, the standard deviation of its layers' (the smallest and the largest, if measured), of
-    /// activations if there was a probe (the smallest and the largest of the blocks' maxima), and of the weights if there is a checkpoint.
+    /// activations if there was a probe (the smallest and the largest of the blocks' maxima), and of the weights if there is a
+    /// checkpoint.
     pub fn extents(&self) -> Result<Vec<Extent>> {
         let mut extents = Vec::new();
         let mut push = |label: &str, low: f64, high: f64| {

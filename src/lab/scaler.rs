@@ -46,8 +46,6 @@ pub struct Overflows {
 pub struct Comparison {
     /// A description of the steps' source.
     pub source: String,
-    /// The number of the first step.
-    pub first: u64,
     /// Number of steps.
     pub steps: usize,
     /// Tokens per step; 0 if unknown.
@@ -190,7 +188,6 @@ impl Comparison {
         let run = |(label, config)| Trajectory::run(label, config, overflows);
         Ok(Self {
             source: overflows.source.clone(),
-            first: overflows.first,
             steps: overflows.visits.len(),
             tokens_per_step: overflows.tokens_per_step,
             trajectories: settings.into_iter().map(run).collect::<Result<_>>()?,

@@ -28,7 +28,7 @@ pub(super) enum View {
     Softmax(SoftmaxArgs),
     /// Underflow, overflow, lost updates: causes and remedies
     Crises(CrisesArgs),
-    /// The type in which a step stores each tensor, read from the engine
+    /// The type inside each operation, measured, and of each tensor that a step stores
     Casts(CastsArgs),
 }
 

@@ -12,7 +12,9 @@ impl Comparison {
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         page.headed(&format!("{} steps", self.steps), &self.source, width);
-        page.steps = (self.first, self.first + (self.steps as u64).saturating_sub(1));
+        if let Some([first, .., last] | [first @ last]) = self.trajectories.first().map(|first| &first.attempts[..]) {
+            page.steps = (first.step, last.step);
+        }
         let height = [8, 8, 4, 3, 2][self.trajectories.len().min(4)];
         let range = self.range();
         for (i, trajectory) in self.trajectories.iter().enumerate() {

@@ -88,11 +88,8 @@ impl Row<'_> {
         if self.y >= self.area.height {
             return;
         }
-        let line = if self.theme.ascii {
-            Page { lines: vec![line.clone()], steps: (0, 0) }.ascii().lines.remove(0)
-        } else {
-            line.clone()
-        };
+        let page = Page { lines: vec![line.clone()], ..Page::new() };
+        let line = if self.theme.ascii { page.ascii().lines.remove(0) } else { line.clone() };
         let mut x = self.area.x + 1;
         for span in &line.spans {
             let room = usize::from(self.area.right().saturating_sub(x));

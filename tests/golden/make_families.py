@@ -105,7 +105,7 @@ CASES = {
     # A sequence longer than the context, which stretches the base.
     "llama-dynamic": rope(24, rope_type="dynamic", factor=3.0, keys={"max_position_embeddings": 12}),
     # Frequencies of all three kinds: kept, divided and between.
-    "llama-llama3": rope(25, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    "llama-llama3": rope(50, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                          original_max_position_embeddings=64),
     "llama-yarn": rope(26, rope_type="yarn", factor=4.0, original_max_position_embeddings=8),
     # A window that is shorter than the sequence, across two blocks of queries.

@@ -195,10 +195,11 @@ def make(name, case, folder):
     def worst(spread):
         return max((value, key) for key, value in spread.items() if not key.endswith("[key]"))
 
+    least = min(grad.abs()[grad != 0].min().item() for key, grad in grads.items() if not key.endswith("c_attn.bias"))
     skipped = [step for step, row in enumerate(fp16) if row["skipped"]]
     print(f"{name}: loss {fp32[0]['loss']:.4f} to {fp32[-1]['loss']:.4f}, fp16 {fp16[-1]['loss']:.4f} skipped {skipped}, "
           f"norm {fp32[0]['norm']:.2f}, logits {trajectory['spread']['logits']:.1e}, "
-          f"grad {worst(grad_spread)}, final {worst(final_spread)}")
+          f"grad {worst(grad_spread)}, final {worst(final_spread)}, smallest gradient {least:.1e}")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,13 @@ fn cpu_features() -> Vec<(&'static str, bool)> {
     ]
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+/// The CPU features that [`Isa`] uses.
+#[cfg(target_arch = "aarch64")]
+fn cpu_features() -> Vec<(&'static str, bool)> {
+    vec![("neon", true), ("bf16", std::arch::is_aarch64_feature_detected!("bf16"))]
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn cpu_features() -> Vec<(&'static str, bool)> {
     Vec::new()
 }

@@ -26,6 +26,8 @@ pub mod layer_norm;
 pub mod linear;
 pub mod math;
 pub mod matmul;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 pub mod peak;
 mod plain;
 pub mod quantised;

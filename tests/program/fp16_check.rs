@@ -19,10 +19,10 @@ fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
     (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
 }
 
-/// `tiny`, briefly trained, as a Hugging Face folder.
-fn trained(folder: &Path) -> PathBuf {
-    let train = "--run r --steps 30 --plain --batch-size 4 --seq-len 64 --set train.eval_batches=1";
-    let (code, text) = finetune(folder, &train.split(' ').collect::<Vec<_>>());
+/// `tiny`, trained for some steps, as a Hugging Face folder.
+fn trained(folder: &Path, steps: &str) -> PathBuf {
+    let train = ["--run", "r", "--steps", steps, "--plain", "--set", "train.eval_batches=1"];
+    let (code, text) = finetune(folder, &train);
     assert_eq!(code, 0, "{text}");
     let (code, text) = finetune(folder, &["export", "r", "model"]);
     assert_eq!(code, 0, "{text}");
@@ -50,7 +50,7 @@ fn scale(masters: &Parameters, name: &str, factor: f32, of: impl Fn(usize) -> bo
 #[ignore = "more than a minute; .ci/run runs it"]
 fn the_verdict_is_what_training_shows() {
     let folder = tempfile::tempdir().unwrap();
-    let path = trained(folder.path());
+    let path = trained(folder.path(), "30");
     let model = TrainedModel::open(&path, None).unwrap();
 
     // A model of its kind trains in FP16, and 200 steps of training skip next to none.
@@ -106,7 +106,7 @@ fn the_verdict_is_what_training_shows() {
 #[test]
 fn the_command_says_it_in_text_json_and_exit_code() {
     let folder = tempfile::tempdir().unwrap();
-    trained(folder.path());
+    trained(folder.path(), "10");
     let (code, text) =
         finetune(folder.path(), &["fp16-check", "model", "--data", "grammar", "--batches", "1", "-l", "32"]);
     assert!(code == 0 && text.contains("verdict: fp16 (") && text.contains("h.3"), "{code} {text}");

@@ -7,30 +7,55 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
+#[cfg(target_arch = "x86_64")]
 use super::tiles;
 use crate::error::{Error, Result};
 
 /// The environment variable that pins the instruction set.
 pub const ISA_VARIABLE: &str = "FINETUNE_ISA";
 
-/// An instruction set the kernels are written for, from the narrowest to the widest.
+/// An instruction set the kernels are written for, from the narrowest to the widest; a processor's architecture has its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// The compiler target's baseline.
+    /// Loops as the compiler vectorises them for its target.
     Portable,
     /// 256-bit vectors with FMA and FP16 conversions.
+    #[cfg(target_arch = "x86_64")]
     Avx2,
     /// 512-bit vectors.
+    #[cfg(target_arch = "x86_64")]
     Avx512,
     /// 512-bit vectors with BF16 dot products.
+    #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
     /// The same, and products of BF16 tiles.
+    #[cfg(target_arch = "x86_64")]
     Amx,
+    /// 128-bit vectors with FMA, which every aarch64 CPU has.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+    /// The same, and products of 2 × 4 by 4 × 2 BF16 matrices.
+    #[cfg(target_arch = "aarch64")]
+    NeonBf16,
 }
 
 impl Isa {
-    /// All instruction sets, the narrowest first.
-    pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
+    /// All instruction sets of this architecture, the narrowest first.
+    pub const ALL: &[Self] = &[
+        Self::Portable,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx2,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512Bf16,
+        #[cfg(target_arch = "x86_64")]
+        Self::Amx,
+        #[cfg(target_arch = "aarch64")]
+        Self::Neon,
+        #[cfg(target_arch = "aarch64")]
+        Self::NeonBf16,
+    ];
 
     /// The instruction set that `FINETUNE_ISA` names; an error if that is unknown or missing on this CPU. Programs call
     /// this once at their start to report a bad value.
@@ -41,6 +66,7 @@ impl Isa {
             Ok(Some(isa))
         } else {
             let lacks = match isa {
+                #[cfg(target_arch = "x86_64")]
                 Self::Amx => format!("`{isa}` cannot be used here: {}", tiles::support()),
                 _ => format!("this CPU lacks `{isa}`"),
             };
@@ -60,6 +86,7 @@ impl Isa {
     /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better.
     fn fastest() -> Self {
         match Self::widest() {
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 if !has_fast_bf16_dots() => Self::Avx512,
             widest => widest,
         }
@@ -91,7 +118,13 @@ impl Isa {
     }
 
     /// The widest instruction set of this CPU.
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    fn widest() -> Self {
+        if std::arch::is_aarch64_feature_detected!("bf16") { Self::NeonBf16 } else { Self::Neon }
+    }
+
+    /// The widest instruction set of this CPU.
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     fn widest() -> Self {
         Self::Portable
     }
@@ -104,19 +137,22 @@ fn has_fast_bf16_dots() -> bool {
     [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
 }
 
-#[cfg(not(target_arch = "x86_64"))]
-fn has_fast_bf16_dots() -> bool {
-    false
-}
-
 impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
             Self::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => "avx512bf16",
+            #[cfg(target_arch = "x86_64")]
             Self::Amx => "amx",
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => "neon",
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonBf16 => "neonbf16",
         })
     }
 }
@@ -125,8 +161,8 @@ impl FromStr for Isa {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|isa| isa.to_string() == text).ok_or_else(|| {
-            let known = Self::ALL.map(|isa| format!("`{isa}`")).join(", ");
+        Self::ALL.iter().copied().find(|isa| isa.to_string() == text).ok_or_else(|| {
+            let known = Self::ALL.iter().map(|isa| format!("`{isa}`")).collect::<Vec<_>>().join(", ");
             Error::config(ISA_VARIABLE, format!("unknown instruction set `{text}`; known are {known}"))
         })
     }
@@ -168,14 +204,15 @@ mod tests {
     #[test]
     fn names_round_trip() {
         for isa in Isa::ALL {
-            assert_eq!(isa.to_string().parse::<Isa>().unwrap(), isa);
+            assert_eq!(isa.to_string().parse::<Isa>().unwrap(), *isa);
         }
     }
 
     #[test]
     fn an_unknown_name_is_an_error_that_lists_the_known_ones() {
         let message = "avx1024".parse::<Isa>().unwrap_err().to_string();
-        assert!(message.contains("`avx1024`") && message.contains("`avx512bf16`"), "{message}");
+        let widest = Isa::ALL.last().unwrap().to_string();
+        assert!(message.contains("`avx1024`") && message.contains(&format!("`{widest}`")), "{message}");
     }
 
     #[test]

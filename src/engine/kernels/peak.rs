@@ -169,8 +169,70 @@ mod x86 {
     }
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(target_arch = "aarch64")]
+fn f32_loop(isa: Isa) -> Loop {
+    match isa {
+        Isa::Portable => portable_loop(),
+        Isa::Neon | Isa::NeonBf16 => Loop { run: aarch64::neon, operations: 2 * SUMS * 4 },
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+fn bf16_loop(isa: Isa) -> Loop {
+    match isa {
+        Isa::NeonBf16 => Loop { run: aarch64::neon_bf16, operations: 8 * SUMS * 4 },
+        _ => f32_loop(isa),
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod aarch64 {
+    use std::arch::aarch64::{vdupq_n_f32, vdupq_n_u32, vfmaq_f32};
+
+    use super::super::neon::multiply_bf16;
+    use super::{SUMS, black_box};
+
+    /// # Safety
+    /// None; the type is that of the other loops.
+    pub(super) unsafe fn neon(rounds: usize) {
+        // SAFETY: every aarch64 CPU has NEON.
+        unsafe {
+            let (a, b) = (black_box(vdupq_n_f32(1.0)), black_box(vdupq_n_f32(0.5)));
+            let mut sums = [vdupq_n_f32(0.0); SUMS];
+            for _ in 0..rounds {
+                for sum in &mut sums {
+                    *sum = vfmaq_f32(*sum, a, b);
+                }
+            }
+            black_box(sums);
+        }
+    }
+
+    /// # Safety
+    /// The CPU must have BF16 products of matrices.
+    pub(super) unsafe fn neon_bf16(rounds: usize) {
+        const ONES: u32 = 0x3f80_3f80;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let ones = black_box(vdupq_n_u32(ONES));
+            let mut sums = [vdupq_n_f32(0.0); SUMS];
+            for _ in 0..rounds {
+                for sum in &mut sums {
+                    *sum = multiply_bf16(*sum, ones, ones);
+                }
+            }
+            black_box(sums);
+        }
+    }
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn f32_loop(_: Isa) -> Loop {
+    portable_loop()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn portable_loop() -> Loop {
     /// # Safety
     /// None; the type is that of the other loops.
     unsafe fn portable(rounds: usize) {
@@ -188,7 +250,7 @@ fn f32_loop(_: Isa) -> Loop {
     Loop { run: portable, operations: 2 * SUMS * 4 }
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn bf16_loop(isa: Isa) -> Loop {
     f32_loop(isa)
 }

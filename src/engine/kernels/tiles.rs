@@ -384,7 +384,7 @@ pub(super) mod model {
 #[cfg(test)]
 mod tests {
     use super::model::Model;
-    use super::{COLUMNS, ROWS, Support, Tiles, support};
+    use super::{COLUMNS, ROWS, Tiles};
     use half::bf16;
 
     /// Two tiles of BF16 pairs, the sums they are added to, and their product by `T`. Rows lie 80 bytes apart.
@@ -427,6 +427,7 @@ mod tests {
     }
 
     /// Values in [-2, 2), every eighth subnormal or tiny.
+    #[cfg(target_arch = "x86_64")]
     fn values(len: usize, seed: u32) -> Vec<bf16> {
         let mut state = seed;
         let mut next = || {
@@ -461,7 +462,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[ignore = "needs a CPU with AMX"]
     fn the_cpus_tiles_compute_the_models_bits() {
-        assert_eq!(support(), Support::Granted);
+        assert_eq!(super::support(), super::Support::Granted);
         for seed in 0..50 {
             let (a, b) = (values(512, seed), values(512, seed + 100));
             let sums: Vec<f32> = values(256, seed + 200).into_iter().map(bf16::to_f32).collect();

@@ -86,7 +86,10 @@ pub(super) fn multiply(
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { avx2::rows([inner, columns], a, b, (c, ldc), accumulate) },
-            _ => portable([inner, columns], a, b, (c, ldc), accumulate),
+            // SAFETY: as above.
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon | Isa::NeonBf16 => unsafe { neon::rows([inner, columns], a, b, (c, ldc), accumulate) },
+            Isa::Portable => portable([inner, columns], a, b, (c, ldc), accumulate),
         }
     }
 }
@@ -117,13 +120,13 @@ fn portable(
 }
 
 /// [`multiply`] for [`ROWS`] rows in vectors of `$lanes`, `$vectors` of them side by side in a tile of `$rows`.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! tiles {
-    ($name:ident, $features:literal, $lanes:literal, $rows:literal, $vectors:literal,
-     [$zero:ident, $set:ident, $load:ident, $store:ident, $multiply_add:ident]) => {
+    ($name:ident, $features:literal, $lanes:literal, $rows:literal, $vectors:literal, $arch:ident,
+     [$zero:path, $set:ident, $load:ident, $store:ident, $multiply_add:path]) => {
         mod $name {
             use super::{Matrix, PANEL, ROWS, Right};
-            use std::arch::x86_64::{$load, $multiply_add, $set, $store, $zero};
+            use std::arch::$arch::{$load, $set, $store};
 
             /// Vectors in a panel.
             const EACH: usize = PANEL / $lanes;
@@ -213,7 +216,14 @@ tiles!(
     16,
     8,
     2,
-    [_mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps]
+    x86_64,
+    [
+        std::arch::x86_64::_mm512_setzero_ps,
+        _mm512_set1_ps,
+        _mm512_loadu_ps,
+        _mm512_storeu_ps,
+        std::arch::x86_64::_mm512_fmadd_ps
+    ]
 );
 #[cfg(target_arch = "x86_64")]
 tiles!(
@@ -222,7 +232,24 @@ tiles!(
     8,
     4,
     2,
-    [_mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps]
+    x86_64,
+    [
+        std::arch::x86_64::_mm256_setzero_ps,
+        _mm256_set1_ps,
+        _mm256_loadu_ps,
+        _mm256_storeu_ps,
+        std::arch::x86_64::_mm256_fmadd_ps
+    ]
+);
+#[cfg(target_arch = "aarch64")]
+tiles!(
+    neon,
+    "neon",
+    4,
+    4,
+    4,
+    aarch64,
+    [crate::engine::kernels::neon::zero, vdupq_n_f32, vld1q_f32, vst1q_f32, crate::engine::kernels::neon::multiply_add]
 );
 
 #[cfg(test)]

@@ -13,6 +13,8 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 
 /// The most floats a tile has.
 pub(super) const MAX_TILE: usize = 32 * 32;
@@ -47,7 +49,7 @@ pub(super) struct Ahead {
 }
 
 /// Units multiplied between two prefetches.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[derive(Clone, Copy, Debug)]
 struct Span {
     address: *const i8,
@@ -90,7 +92,7 @@ impl Ahead {
     }
 
     /// The addresses, evenly spread over `units`. There is always at least one, possibly of nothing.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     #[inline(always)]
     fn spread_over(&self, units: usize) -> impl Iterator<Item = Span> {
         let count = self.len.clamp(1, MAX_AHEAD);
@@ -142,8 +144,12 @@ impl MicroKernel {
             }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Self::in_registers([8, 48], Unit::Float, avx512::float),
-            #[cfg(not(target_arch = "x86_64"))]
-            _ => unreachable!("no other instruction set is supported here"),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonBf16 if T::DTYPE == candle_core::DType::BF16 => {
+                Self::in_registers([8, 12], Unit::Bf16Quad, neon::bf16_quad)
+            }
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon | Isa::NeonBf16 => Self::in_registers([8, 12], Unit::Float, neon::float),
         }
     }
 

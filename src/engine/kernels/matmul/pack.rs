@@ -2,8 +2,8 @@
 //!
 //! A's rows and B's columns play the same part and are called lines here: `depth` elements that are multiplied with those of
 //! the other operand's lines. A panel holds `width` lines interleaved: the first unit of each line, then the second unit of
-//! each, and so on. A unit is one FP32 value, two adjacent BF16 values for the BF16 dot product, or as many as a row of an AMX
-//! tile has. Missing lines and units are zeros.
+//! each, and so on. A unit is one FP32 value, two adjacent BF16 values for the BF16 dot product, four for the product of small
+//! BF16 matrices, or as many as a row of an AMX tile has. Missing lines and units are zeros.
 
 use std::ops::Range;
 
@@ -54,8 +54,11 @@ pub(super) enum Unit {
     /// One value, widened to FP32.
     Float,
     /// Two neighbouring BF16 values, the first in the low half.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other processors have no kernel for it yet"))]
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other processors have no kernel for it"))]
     Bf16Pair,
+    /// Four neighbouring BF16 values.
+    #[cfg_attr(not(target_arch = "aarch64"), allow(dead_code, reason = "as above"))]
+    Bf16Quad,
     /// 16 pairs of a line of A: a tile's row.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "as above"))]
     TileRow,
@@ -71,6 +74,7 @@ impl Unit {
         match self {
             Self::Float => 1,
             Self::Bf16Pair => 2,
+            Self::Bf16Quad => 4,
             Self::TileRow | Self::TileColumn => 2 * TILE_PAIRS,
         }
     }
@@ -79,6 +83,7 @@ impl Unit {
     pub(super) fn words(self) -> usize {
         match self {
             Self::Float | Self::Bf16Pair => 1,
+            Self::Bf16Quad => 2,
             Self::TileRow | Self::TileColumn => TILE_PAIRS,
         }
     }
@@ -122,6 +127,7 @@ pub(super) fn pack<T: Element>(
         4 => pack_panels::<T, 4>(lines, first, depth, unit, panels),
         6 => pack_panels::<T, 6>(lines, first, depth, unit, panels),
         8 => pack_panels::<T, 8>(lines, first, depth, unit, panels),
+        12 => pack_panels::<T, 12>(lines, first, depth, unit, panels),
         16 => pack_panels::<T, 16>(lines, first, depth, unit, panels),
         32 => pack_panels::<T, 32>(lines, first, depth, unit, panels),
         48 => pack_panels::<T, 48>(lines, first, depth, unit, panels),
@@ -155,8 +161,8 @@ fn pack_panels<T: Element, const WIDTH: usize>(
             for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
                 let first = first + index * WIDTH;
                 let present = first..lines.count.min(first + WIDTH);
-                if unit == Unit::TileRow {
-                    pack_tile_rows::<T, WIDTH>(lines, present, depth.clone(), panel);
+                if unit.words() > 1 {
+                    pack_lines::<T, WIDTH>(lines, present, depth.clone(), unit, panel);
                 } else {
                     pack_by_transposing::<T, WIDTH>(lines, present, depth.clone(), unit, panel);
                 }
@@ -183,9 +189,13 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
                 let data = as_bf16(lines.data);
                 pair_rows::<WIDTH>(data, lines.depth_stride, present, depth, panels, panel_words);
             }
+            Unit::Bf16Quad => {
+                let data = as_bf16(lines.data);
+                transpose_rows::<WIDTH, 2>(data, lines.depth_stride, present, depth, panels, panel_words);
+            }
             Unit::TileRow => {
                 let data = as_bf16(lines.data);
-                transpose_rows::<WIDTH>(data, lines.depth_stride, present, depth, panels, panel_words);
+                transpose_rows::<WIDTH, TILE_PAIRS>(data, lines.depth_stride, present, depth, panels, panel_words);
             }
         },
     );
@@ -253,9 +263,9 @@ fn pair_rows<const WIDTH: usize>(
     }
 }
 
-/// Turns rows into columns, a row of tiles at a time: their pairs are gathered, then transposed.
+/// Turns rows into units of `PAIRS`, at most those of a tile: the pairs of one unit of each line are gathered, then transposed.
 #[inline(always)]
-fn transpose_rows<const WIDTH: usize>(
+fn transpose_rows<const WIDTH: usize, const PAIRS: usize>(
     data: &[bf16],
     stride: usize,
     present: Range<usize>,
@@ -264,60 +274,65 @@ fn transpose_rows<const WIDTH: usize>(
     panel_words: usize,
 ) {
     let mut pairs = [0u32; TILE_PAIRS * SPAN];
-    for (block, start) in depth.clone().step_by(2 * TILE_PAIRS).enumerate() {
-        let rows = start..depth.end.min(start + 2 * TILE_PAIRS);
+    for (block, start) in depth.clone().step_by(2 * PAIRS).enumerate() {
+        let rows = start..depth.end.min(start + 2 * PAIRS);
         for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
             let first = (present.start + index * WIDTH).min(present.end);
             let lines = first..present.end.min(first + WIDTH);
-            let pairs = &mut pairs[..TILE_PAIRS * WIDTH];
-            pair_rows::<WIDTH>(data, stride, lines.clone(), rows.clone(), pairs, TILE_PAIRS * WIDTH);
-            if rows.len() < 2 * TILE_PAIRS {
+            let pairs = &mut pairs[..PAIRS * WIDTH];
+            pair_rows::<WIDTH>(data, stride, lines.clone(), rows.clone(), pairs, PAIRS * WIDTH);
+            if rows.len() < 2 * PAIRS {
                 pairs[rows.len().div_ceil(2) * WIDTH..].fill(0);
             }
-            let target = &mut panel[block * TILE_PAIRS * WIDTH..][..TILE_PAIRS * WIDTH];
-            transpose_pairs::<WIDTH>(pairs, lines.len(), target);
+            let target = &mut panel[block * PAIRS * WIDTH..][..PAIRS * WIDTH];
+            transpose_pairs::<WIDTH, PAIRS>(pairs, lines.len(), target);
         }
     }
 }
 
-/// `target[line * 16 + pair] = pairs[pair * WIDTH + line]` for 16 pairs of the first `lines` lines.
+/// `target[line * PAIRS + pair] = pairs[pair * WIDTH + line]` for `PAIRS` pairs of the first `lines` lines.
 #[inline(always)]
-fn transpose_pairs<const WIDTH: usize>(pairs: &[u32], lines: usize, target: &mut [u32]) {
-    assert!(pairs.len() == TILE_PAIRS * WIDTH && target.len() == TILE_PAIRS * WIDTH && lines <= WIDTH);
+fn transpose_pairs<const WIDTH: usize, const PAIRS: usize>(pairs: &[u32], lines: usize, target: &mut [u32]) {
+    assert!(pairs.len() == PAIRS * WIDTH && target.len() == PAIRS * WIDTH && lines <= WIDTH);
     #[cfg(target_arch = "x86_64")]
-    if lines == WIDTH && WIDTH.is_multiple_of(8) && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
-        for pair in (0..TILE_PAIRS).step_by(8) {
+    if lines == WIDTH
+        && WIDTH.is_multiple_of(8)
+        && PAIRS.is_multiple_of(8)
+        && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2
+    {
+        for pair in (0..PAIRS).step_by(8) {
             let source = pairs[pair * WIDTH..].as_ptr().cast::<f32>();
             // SAFETY: the CPU has AVX2; eight rows of `WIDTH` words are read, and eight words of `WIDTH` rows written.
-            unsafe { transpose_avx2::<f32, TILE_PAIRS, false>(source, WIDTH, WIDTH, target[pair..].as_mut_ptr()) };
+            unsafe { transpose_avx2::<f32, PAIRS, false>(source, WIDTH, WIDTH, target[pair..].as_mut_ptr()) };
         }
         return;
     }
-    for (line, target) in target.chunks_exact_mut(TILE_PAIRS).enumerate().take(lines) {
+    for (line, target) in target.chunks_exact_mut(PAIRS).enumerate().take(lines) {
         for (pair, target) in target.iter_mut().enumerate() {
             *target = pairs[pair * WIDTH + line];
         }
     }
 }
 
-/// Packs one panel of rows of tiles from lines that lie anywhere: some neighbouring units of one line after another.
-fn pack_tile_rows<T: Element, const WIDTH: usize>(
+/// Packs one panel of units of several words from lines that lie anywhere: some neighbouring units of one line after another.
+fn pack_lines<T: Element, const WIDTH: usize>(
     lines: Lines<'_, T>,
     present: Range<usize>,
     depth: Range<usize>,
+    unit: Unit,
     panel: &mut [u32],
 ) {
     /// Elements copied at a time: the target stays in the L1 cache.
     const COPIED: usize = 256;
-    let step = 2 * TILE_PAIRS;
+    let (step, words) = (unit.elements(), unit.words());
     for (from, panel) in depth.clone().step_by(COPIED).zip(panel.chunks_mut(COPIED / 2 * WIDTH)) {
         let to = depth.end.min(from + COPIED);
         for (index, line) in present.clone().enumerate() {
             if lines.depth_stride == 1 {
                 prefetch(lines.data, line * lines.line_stride + to, to - from);
             }
-            for (from, block) in (from..to).step_by(step).zip(panel.chunks_mut(TILE_PAIRS * WIDTH)) {
-                let target = &mut block[index * TILE_PAIRS..][..TILE_PAIRS];
+            for (from, block) in (from..to).step_by(step).zip(panel.chunks_mut(words * WIDTH)) {
+                let target = &mut block[index * words..][..words];
                 gather(lines, line, from..to.min(from + step), Unit::Bf16Pair, target);
             }
         }
@@ -378,7 +393,7 @@ fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, uni
         let elements = &lines.data[start..][depth];
         match unit {
             Unit::Float => T::load(elements, as_floats(units)),
-            Unit::Bf16Pair | Unit::TileRow | Unit::TileColumn => gather_pairs(as_bf16(elements), units),
+            _ => gather_pairs(as_bf16(elements), units),
         }
     } else {
         let at = |k: usize| lines.data[start + k * lines.depth_stride];
@@ -386,7 +401,7 @@ fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, uni
         for (k, target) in depth.step_by(unit.elements()).zip(units) {
             *target = match unit {
                 Unit::Float => at(k).to_f32().to_bits(),
-                Unit::Bf16Pair | Unit::TileRow | Unit::TileColumn => {
+                _ => {
                     let high = if k + 1 < end { bf16::from_f32(at(k + 1).to_f32()) } else { bf16::ZERO };
                     pair(bf16::from_f32(at(k).to_f32()), high)
                 }
@@ -439,7 +454,7 @@ fn transpose_eights<T: Element, const WIDTH: usize>(
         unsafe {
             match unit {
                 Unit::Float => transpose_avx2::<T, WIDTH, false>(source, stride, units, target),
-                Unit::Bf16Pair | Unit::TileRow | Unit::TileColumn => {
+                _ => {
                     transpose_avx2::<T, WIDTH, true>(source, stride, units, target);
                 }
             }
@@ -611,6 +626,11 @@ pub(super) fn fetch(address: *const i8) {
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address);
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) address, options(readonly, nostack, preserves_flags));
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = address;
 }

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Latency of `finetune bench --latency` beside onnxruntime's, in FP32 and in INT8 by its dynamic quantiser.
+"""Latency of `finetune bench --latency` beside onnxruntime's, in FP32 and in INT8 by its dynamic quantiser, and llama.cpp's.
 
-    benches/compare_onnxruntime.py MODEL --seq-len 128 --threads 2 --passes 200 --rounds 3
+    benches/compare_latency.py MODEL --seq-len 128 --threads 2 --passes 200 --rounds 3
 
 MODEL is what `finetune export` can write as ONNX: a folder, run or checkpoint. Each round measures every contender afresh,
 one after the other, so that whatever else the machine does falls on all; reported are the medians over the rounds of p50, p95
-and p99. A forward pass is over one sequence, with the logits of all its places. A token is the next one after it, over the KV cache.
+and p99. A forward pass is over one sequence, with the logits of all its places, llama.cpp's with those of the last. A token is
+the next one after it, over the KV cache; llama.cpp gives the mean of the eight next ones.
 
-Needs Python with numpy, onnx and onnxruntime (`.ci/python-env` installs them).
+Needs Python with numpy, onnx and onnxruntime (`.ci/python-env` installs them). llama.cpp takes part, over an exported GGUF of each
+of `--gguf`, where the package xllamacpp is installed.
 """
 
 import argparse
@@ -22,6 +24,11 @@ import numpy
 import onnxruntime
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
+try:
+    import xllamacpp
+except ImportError:
+    xllamacpp = None
+
 WARM_UP = 3
 
 
@@ -30,6 +37,7 @@ def arguments():
     parser.add_argument("model", help="a folder, a run or a checkpoint")
     parser.add_argument("--finetune", default="target/release/finetune", help="our program")
     parser.add_argument("--dtypes", default="fp32,bf16,fp16", help="ours, separated by commas")
+    parser.add_argument("--gguf", default="fp16,bf16,q8_0", help="types of llama.cpp's files, separated by commas")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--passes", type=int, default=200)
@@ -44,15 +52,15 @@ def ours(options, folder, dtype):
     return report["forward_ms"], report["token_ms"]
 
 
-def percentiles(run, passes):
-    for _ in range(WARM_UP):
-        run()
-    times = []
-    for _ in range(passes):
-        clock = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - clock) * 1e3)
-    times.sort()
+def timed(run):
+    clock = time.perf_counter()
+    run()
+    return (time.perf_counter() - clock) * 1e3
+
+
+def percentiles(measure, passes):
+    """Percentiles of what `measure` gives, in milliseconds."""
+    times = sorted([measure() for _ in range(WARM_UP + passes)][WARM_UP:])
     within = lambda percent: times[max(-(-len(times) * percent // 100), 1) - 1]
     return {"p50": within(50), "p95": within(95), "p99": within(99)}
 
@@ -81,10 +89,39 @@ class Peer:
     def measure(self):
         length, passes = self.options.seq_len, self.options.passes
         whole, token = self.feed(length, 0), self.feed(1, length - 1)
-        return tuple(percentiles(lambda: self.session.run(["logits"], feed), passes) for feed in (whole, token))
+        return tuple(percentiles(lambda: timed(lambda: self.session.run(["logits"], feed)), passes) for feed in (whole, token))
 
     def logits(self):
         return self.session.run(["logits"], self.feed(self.options.seq_len, 0))[0]
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp."""
+
+    TOKENS = 8
+
+    def __init__(self, path, options, vocabulary):
+        params = xllamacpp.CommonParams()
+        params.model.path = path
+        params.n_ctx = options.seq_len + self.TOKENS
+        params.n_parallel = 1
+        params.verbosity = 0
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
+        self.server = xllamacpp.Server(params)
+        self.options = options
+        self.ids = numpy.random.default_rng(1).integers(0, vocabulary, options.seq_len).tolist()
+
+    def measure(self):
+        request = {"prompt": self.ids, "n_predict": self.TOKENS, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
+
+        def timings():
+            return self.server.handle_completions(request)["timings"]
+
+        runs = [timings() for _ in range(WARM_UP + self.options.passes)]
+        return tuple(
+            percentiles(iter([run[key] for run in runs]).__next__, self.options.passes)
+            for key in ("prompt_ms", "predicted_per_token_ms")
+        )
 
 
 def main():
@@ -99,6 +136,10 @@ def main():
         peers = {name: Peer(path, options, vocabulary) for name, path in (("FP32", graph), ("INT8", small))}
         contenders = {f"finetune {dtype}": lambda dtype=dtype: ours(options, folder, dtype) for dtype in options.dtypes.split(",")}
         contenders |= {f"onnxruntime {name}": peer.measure for name, peer in peers.items()}
+        for name in options.gguf.split(",") if xllamacpp else ():
+            path = os.path.join(scratch, f"{name}.gguf")
+            subprocess.run([options.finetune, "export", options.model, path, "--dtype", name], check=True, capture_output=True)
+            contenders[f"llama.cpp {name}"] = LlamaCpp(path, options, vocabulary).measure
         rounds = {name: [] for name in contenders}
         for _ in range(options.rounds):
             for name, measure in contenders.items():

@@ -1,0 +1,38 @@
+//! NEON's instructions in the form that kernels share with other processors, and the one that Rust has no intrinsic for.
+
+use std::arch::aarch64::{float32x4_t, uint32x4_t, vdupq_n_f32, vfmaq_f32};
+use std::arch::asm;
+
+/// Four zeros.
+#[inline(always)]
+pub(super) fn zero() -> float32x4_t {
+    // SAFETY: every aarch64 CPU has NEON.
+    unsafe { vdupq_n_f32(0.0) }
+}
+
+/// `a·b + sum`, with one rounding.
+#[inline(always)]
+pub(super) fn multiply_add(a: float32x4_t, b: float32x4_t, sum: float32x4_t) -> float32x4_t {
+    // SAFETY: as above.
+    unsafe { vfmaq_f32(sum, a, b) }
+}
+
+/// `sum + a·bᵀ` for 2 × 4 BF16 matrices.
+///
+/// # Safety
+/// The CPU must have BF16 products of matrices.
+#[inline(always)]
+pub(super) unsafe fn multiply_bf16(mut sum: float32x4_t, a: uint32x4_t, b: uint32x4_t) -> float32x4_t {
+    // SAFETY: the caller's promise; the instruction touches nothing but these registers.
+    unsafe {
+        asm!(
+            ".arch_extension bf16",
+            "bfmmla {sum:v}.4s, {a:v}.8h, {b:v}.8h",
+            sum = inout(vreg) sum,
+            a = in(vreg) a,
+            b = in(vreg) b,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sum
+}

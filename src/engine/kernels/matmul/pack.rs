@@ -399,12 +399,11 @@ fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, uni
         let at = |k: usize| lines.data[start + k * lines.depth_stride];
         let end = depth.end;
         for (k, target) in depth.step_by(unit.elements()).zip(units) {
-            *target = match unit {
-                Unit::Float => at(k).to_f32().to_bits(),
-                _ => {
-                    let high = if k + 1 < end { bf16::from_f32(at(k + 1).to_f32()) } else { bf16::ZERO };
-                    pair(bf16::from_f32(at(k).to_f32()), high)
-                }
+            *target = if unit == Unit::Float {
+                at(k).to_f32().to_bits()
+            } else {
+                let high = if k + 1 < end { bf16::from_f32(at(k + 1).to_f32()) } else { bf16::ZERO };
+                pair(bf16::from_f32(at(k).to_f32()), high)
             };
         }
     }

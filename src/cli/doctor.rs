@@ -36,7 +36,9 @@ fn as_text(found: &Diagnosis) -> String {
     line("processor", found.cpu.name.as_deref().unwrap_or("unknown"));
     line("threads", &found.cpu.threads.to_string());
     line("instructions", &format!("{} (set FINETUNE_ISA to use another)", found.cpu.isa));
-    line("AMX", &found.cpu.tiles);
+    if cfg!(target_arch = "x86_64") {
+        line("AMX", &found.cpu.tiles);
+    }
     line("features", &names(&has));
     if !lacks.is_empty() {
         line("  missing", &names(&lacks));

@@ -109,7 +109,7 @@ impl Element for bf16 {
 
     #[inline]
     fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
-        dot_16_bits::<Self, true>(row, stored, scratch)
+        dot_16_bits::<Self, true>(row, stored, stored.reinterpret_cast(), scratch)
     }
 }
 
@@ -148,21 +148,68 @@ impl Element for f16 {
 
     #[inline]
     fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
-        dot_16_bits::<Self, false>(row, stored, scratch)
+        dot_16_bits::<Self, false>(row, stored, stored.reinterpret_cast(), scratch)
     }
 }
 
-/// [`Element::dot`] of BF16 or FP16.
+/// [`Element::dot`] of BF16 or FP16, which are given as patterns too.
 #[inline]
-fn dot_16_bits<T: Element, const BF16: bool>(row: &[f32], stored: &[T], scratch: &mut [f32]) -> f32 {
-    const { assert!(size_of::<T>() == 2) };
-    assert_eq!(row.len(), stored.len());
+fn dot_16_bits<T: Element, const BF16: bool>(row: &[f32], stored: &[T], words: &[u16], scratch: &mut [f32]) -> f32 {
+    assert_eq!(row.len(), words.len());
     #[cfg(target_arch = "x86_64")]
     if Isa::current() >= Isa::Avx512 {
-        // SAFETY: the CPU has AVX-512, both slices have the same length, and an element is 16 bits.
-        return unsafe { avx512::dot::<BF16>(row, stored.as_ptr().cast()) };
+        // SAFETY: the CPU has AVX-512, and both slices have the same length.
+        return unsafe { avx512::dot::<BF16>(row, words.as_ptr()) };
+    }
+    #[cfg(target_arch = "x86_64")]
+    if Isa::current() == Isa::Avx2 {
+        // SAFETY: the CPU has AVX2.
+        return unsafe { avx2::dot::<BF16>(row, words) };
     }
     rows::dot(row, T::widened(stored, scratch))
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use std::arch::x86_64::{
+        __m128i, __m256, _mm256_add_ps, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_mul_ps,
+        _mm256_setzero_ps, _mm256_slli_epi32,
+    };
+
+    use bytemuck::cast;
+
+    use super::rows;
+    use super::rows::LANES;
+
+    /// 8 BF16 or FP16 elements as FP32.
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    fn widen<const BF16: bool>(bits: __m128i) -> __m256 {
+        if BF16 {
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
+        } else {
+            _mm256_cvtph_ps(bits)
+        }
+    }
+
+    /// As [`rows::dot`] sums, without storing what is widened. Both slices have the same length.
+    #[target_feature(enable = "avx2,f16c")]
+    pub(super) fn dot<const BF16: bool>(row: &[f32], stored: &[u16]) -> f32 {
+        let (rows, row_rest) = row.as_chunks::<LANES>();
+        let (words, rest) = stored.as_chunks::<LANES>();
+        // Zeros behind the rest change no sum.
+        let mut last = ([0.0; LANES], [0; LANES]);
+        last.0[..row_rest.len()].copy_from_slice(row_rest);
+        last.1[..rest.len()].copy_from_slice(rest);
+        let mut sums = [_mm256_setzero_ps(); 2];
+        for (x, bits) in rows.iter().zip(words).chain([(&last.0, &last.1)]) {
+            let (x, bits): ([__m256; 2], [__m128i; 2]) = (cast(*x), cast(*bits));
+            for half in 0..2 {
+                sums[half] = _mm256_add_ps(sums[half], _mm256_mul_ps(x[half], widen::<BF16>(bits[half])));
+            }
+        }
+        rows::lane_total(cast(sums))
+    }
 }
 
 #[cfg(target_arch = "x86_64")]

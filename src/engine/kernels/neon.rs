@@ -4,29 +4,26 @@ use std::arch::aarch64::{float32x4_t, uint32x4_t, vdupq_n_f32, vfmaq_f32};
 use std::arch::asm;
 
 /// Four zeros.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "neon")]
 pub(super) fn zero() -> float32x4_t {
-    // SAFETY: every aarch64 CPU has NEON.
-    unsafe { vdupq_n_f32(0.0) }
+    vdupq_n_f32(0.0)
 }
 
 /// `a·b + sum`, with one rounding.
-#[inline(always)]
+#[inline]
+#[target_feature(enable = "neon")]
 pub(super) fn multiply_add(a: float32x4_t, b: float32x4_t, sum: float32x4_t) -> float32x4_t {
-    // SAFETY: as above.
-    unsafe { vfmaq_f32(sum, a, b) }
+    vfmaq_f32(sum, a, b)
 }
 
 /// `sum + a·bᵀ` for 2 × 4 BF16 matrices.
-///
-/// # Safety
-/// The CPU must have BF16 products of matrices.
-#[inline(always)]
-pub(super) unsafe fn multiply_bf16(mut sum: float32x4_t, a: uint32x4_t, b: uint32x4_t) -> float32x4_t {
-    // SAFETY: the caller's promise; the instruction touches nothing but these registers.
+#[inline]
+#[target_feature(enable = "neon,bf16")]
+pub(super) fn multiply_bf16(mut sum: float32x4_t, a: uint32x4_t, b: uint32x4_t) -> float32x4_t {
+    // SAFETY: the caller has the feature, and the instruction touches nothing but these registers.
     unsafe {
         asm!(
-            ".arch_extension bf16",
             "bfmmla {sum:v}.4s, {a:v}.8h, {b:v}.8h",
             sum = inout(vreg) sum,
             a = in(vreg) a,

@@ -108,26 +108,20 @@ mod x86 {
 
     use super::{SUMS, black_box};
 
-    /// # Safety
-    /// None; the type is that of the other loops.
-    pub(super) unsafe fn portable(rounds: usize) {
-        // SAFETY: SSE belongs to every x86-64 CPU.
-        unsafe {
-            let (a, b) = (black_box(_mm_set1_ps(1.0)), black_box(_mm_set1_ps(0.5)));
-            let mut sums = [_mm_set1_ps(0.0); SUMS];
-            for _ in 0..rounds {
-                for sum in &mut sums {
-                    *sum = _mm_add_ps(_mm_mul_ps(a, *sum), b);
-                }
+    #[target_feature(enable = "sse")]
+    pub(super) fn portable(rounds: usize) {
+        let (a, b) = (black_box(_mm_set1_ps(1.0)), black_box(_mm_set1_ps(0.5)));
+        let mut sums = [_mm_set1_ps(0.0); SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                *sum = _mm_add_ps(_mm_mul_ps(a, *sum), b);
             }
-            black_box(sums);
         }
+        black_box(sums);
     }
 
-    /// # Safety
-    /// The CPU must have AVX2 and FMA.
     #[target_feature(enable = "avx2,fma")]
-    pub(super) unsafe fn avx2(rounds: usize) {
+    pub(super) fn avx2(rounds: usize) {
         let (a, b) = (black_box(_mm256_set1_ps(1.0)), black_box(_mm256_set1_ps(0.5)));
         let mut sums = [_mm256_set1_ps(0.0); SUMS];
         for _ in 0..rounds {
@@ -138,10 +132,8 @@ mod x86 {
         black_box(sums);
     }
 
-    /// # Safety
-    /// The CPU must have AVX-512.
     #[target_feature(enable = "avx512f")]
-    pub(super) unsafe fn avx512(rounds: usize) {
+    pub(super) fn avx512(rounds: usize) {
         let (a, b) = (black_box(_mm512_set1_ps(1.0)), black_box(_mm512_set1_ps(0.5)));
         let mut sums = [_mm512_set1_ps(0.0); SUMS];
         for _ in 0..rounds {
@@ -152,10 +144,8 @@ mod x86 {
         black_box(sums);
     }
 
-    /// # Safety
-    /// The CPU must have AVX-512 with BF16 dot products.
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    pub(super) unsafe fn avx512_bf16(rounds: usize) {
+    pub(super) fn avx512_bf16(rounds: usize) {
         const ONE: i16 = 0x3f80;
         // SAFETY: both types are 512 bits of plain data.
         let ones = unsafe { transmute::<__m512i, __m512bh>(black_box(_mm512_set1_epi16(ONE))) };
@@ -192,37 +182,29 @@ mod aarch64 {
     use super::super::neon::multiply_bf16;
     use super::{SUMS, black_box};
 
-    /// # Safety
-    /// None; the type is that of the other loops.
-    pub(super) unsafe fn neon(rounds: usize) {
-        // SAFETY: every aarch64 CPU has NEON.
-        unsafe {
-            let (a, b) = (black_box(vdupq_n_f32(1.0)), black_box(vdupq_n_f32(0.5)));
-            let mut sums = [vdupq_n_f32(0.0); SUMS];
-            for _ in 0..rounds {
-                for sum in &mut sums {
-                    *sum = vfmaq_f32(*sum, a, b);
-                }
+    #[target_feature(enable = "neon")]
+    pub(super) fn neon(rounds: usize) {
+        let (a, b) = (black_box(vdupq_n_f32(1.0)), black_box(vdupq_n_f32(0.5)));
+        let mut sums = [vdupq_n_f32(0.0); SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                *sum = vfmaq_f32(*sum, a, b);
             }
-            black_box(sums);
         }
+        black_box(sums);
     }
 
-    /// # Safety
-    /// The CPU must have BF16 products of matrices.
-    pub(super) unsafe fn neon_bf16(rounds: usize) {
+    #[target_feature(enable = "neon,bf16")]
+    pub(super) fn neon_bf16(rounds: usize) {
         const ONES: u32 = 0x3f80_3f80;
-        // SAFETY: the caller's promise.
-        unsafe {
-            let ones = black_box(vdupq_n_u32(ONES));
-            let mut sums = [vdupq_n_f32(0.0); SUMS];
-            for _ in 0..rounds {
-                for sum in &mut sums {
-                    *sum = multiply_bf16(*sum, ones, ones);
-                }
+        let ones = black_box(vdupq_n_u32(ONES));
+        let mut sums = [vdupq_n_f32(0.0); SUMS];
+        for _ in 0..rounds {
+            for sum in &mut sums {
+                *sum = multiply_bf16(*sum, ones, ones);
             }
-            black_box(sums);
         }
+        black_box(sums);
     }
 }
 
@@ -233,9 +215,7 @@ fn f32_loop(_: Isa) -> Loop {
 
 #[cfg(not(target_arch = "x86_64"))]
 fn portable_loop() -> Loop {
-    /// # Safety
-    /// None; the type is that of the other loops.
-    unsafe fn portable(rounds: usize) {
+    fn portable(rounds: usize) {
         let (a, b) = (black_box([0.999f32; 4]), black_box([0.5f32; 4]));
         let mut sums = [[0f32; 4]; SUMS];
         for _ in 0..rounds {

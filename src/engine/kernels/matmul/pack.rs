@@ -537,8 +537,7 @@ fn pair(low: bf16, high: bf16) -> u32 {
 
 #[inline(always)]
 fn as_floats(words: &mut [u32]) -> &mut [f32] {
-    // SAFETY: every pattern of 32 bits is a float, of the same size and alignment.
-    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), words.len()) }
+    bytemuck::cast_slice_mut(words)
 }
 
 /// The elements' patterns, if they are FP32.
@@ -625,11 +624,6 @@ pub(super) fn fetch(address: *const i8) {
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address);
     }
-    #[cfg(target_arch = "aarch64")]
-    // SAFETY: as above.
-    unsafe {
-        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) address, options(readonly, nostack, preserves_flags));
-    }
-    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    #[cfg(not(target_arch = "x86_64"))]
     let _ = address;
 }

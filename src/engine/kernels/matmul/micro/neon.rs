@@ -20,10 +20,11 @@ const LANES: usize = 4;
 ///
 /// # Safety
 /// `a` must have 8 floats for each of `units`, `b` 12.
+#[target_feature(enable = "neon")]
 pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &Ahead, tile: &mut Tile) {
     const VECTORS: usize = COLUMNS / LANES;
     let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
-    // SAFETY: every aarch64 CPU has NEON; the caller promised this many units, and a tile has room for 8 × 12 floats.
+    // SAFETY: the caller promised this many units, and a tile has room for 8 × 12 floats.
     unsafe {
         let mut sums = [[vdupq_n_f32(0.0); VECTORS]; ROWS];
         for span in ahead.spread_over(units) {
@@ -60,6 +61,7 @@ pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &A
 ///
 /// # Safety
 /// The CPU must have BF16 products of matrices; `a` must have 8 units of two words for each pair of `words`, `b` 12.
+#[target_feature(enable = "neon,bf16")]
 pub(super) unsafe fn bf16_quad(words: usize, mut a: *const u32, mut b: *const u32, ahead: &Ahead, tile: &mut Tile) {
     // SAFETY: as in `float`; a register is two units of two words.
     unsafe {

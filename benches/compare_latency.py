@@ -58,9 +58,9 @@ def timed(run):
     return (time.perf_counter() - clock) * 1e3
 
 
-def percentiles(measure, passes):
-    """Percentiles of what `measure` gives, in milliseconds."""
-    times = sorted([measure() for _ in range(WARM_UP + passes)][WARM_UP:])
+def percentiles(times):
+    """Percentiles of times of which the first are for warming up."""
+    times = sorted(times[WARM_UP:])
     within = lambda percent: times[max(-(-len(times) * percent // 100), 1) - 1]
     return {"p50": within(50), "p95": within(95), "p99": within(99)}
 
@@ -87,9 +87,10 @@ class Peer:
         return feed
 
     def measure(self):
-        length, passes = self.options.seq_len, self.options.passes
+        length, runs = self.options.seq_len, range(WARM_UP + self.options.passes)
         whole, token = self.feed(length, 0), self.feed(1, length - 1)
-        return tuple(percentiles(lambda: timed(lambda: self.session.run(["logits"], feed)), passes) for feed in (whole, token))
+        once = lambda feed: timed(lambda: self.session.run(["logits"], feed))
+        return tuple(percentiles([once(feed) for _ in runs]) for feed in (whole, token))
 
     def logits(self):
         return self.session.run(["logits"], self.feed(self.options.seq_len, 0))[0]
@@ -113,15 +114,8 @@ class LlamaCpp:
 
     def measure(self):
         request = {"prompt": self.ids, "n_predict": self.TOKENS, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
-
-        def timings():
-            return self.server.handle_completions(request)["timings"]
-
-        runs = [timings() for _ in range(WARM_UP + self.options.passes)]
-        return tuple(
-            percentiles(iter([run[key] for run in runs]).__next__, self.options.passes)
-            for key in ("prompt_ms", "predicted_per_token_ms")
-        )
+        runs = [self.server.handle_completions(request)["timings"] for _ in range(WARM_UP + self.options.passes)]
+        return tuple(percentiles([run[key] for run in runs]) for key in ("prompt_ms", "predicted_per_token_ms"))
 
 
 def main():

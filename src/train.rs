@@ -1,6 +1,7 @@
 //! Training: the recipe, the state it moves, and the loop around it.
 
 mod attribution;
+mod beside;
 mod config;
 mod fallback;
 mod fp8;
@@ -17,6 +18,7 @@ mod step;
 mod trainer;
 mod verify;
 
+pub use beside::{Learned, Reader};
 pub use config::{Config, Init, Layers, Place, check_threads, known_keys};
 pub use fp8::Fp8Layer;
 pub use memory::{EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};

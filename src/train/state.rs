@@ -6,6 +6,7 @@ use crate::engine::kernels::Kernels;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{AdamW, MasterWeights, OptimizerConfig};
 use crate::precision::{Fallback, GradScaler, PrecisionConfig};
+use crate::train::beside::Learned;
 use crate::train::fp8::Fp8Layer;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -69,6 +70,11 @@ impl TrainState {
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
         let (touched, counters) = (BTreeSet::new(), Counters::default());
         Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, touched, counters })
+    }
+
+    /// What the next update will change.
+    pub(super) fn learned(&self) -> Learned<'_> {
+        Learned { weights: &self.weights, masters: self.masters.parameters(), adamw: &self.adamw }
     }
 
     /// Makes the working copy of all processes that of their masters.

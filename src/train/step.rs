@@ -7,6 +7,7 @@ use crate::engine::kernels::awake::keep_awake;
 use crate::engine::model::{Decoder, Mode, Workspace};
 use crate::engine::optim::{Gradients, LrSchedule, Survey};
 use crate::precision::ScaleChange;
+use crate::train::beside::{Learned, Reader, beside};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -85,71 +86,87 @@ pub struct PartTimes {
     pub optimizer: Duration,
     /// What several processes send each other, waiting for the last included.
     pub exchange: Duration,
+    /// Waiting for a reader of the state, which is none of the step's own work.
+    pub waited: Duration,
 }
 
 impl Engine {
     /// Runs one step over `micro_batches`, whose losses are weighted by their numbers of targets.
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
-        let computes_here = self.state.weights.device().is_cpu();
-        if computes_here { keep_awake(|| self.take_step(micro_batches)) } else { self.take_step(micro_batches) }
+        self.step_beside(micro_batches, None)
     }
 
-    fn take_step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
+    /// The same, while `reader` reads the state before the update, which waits for it.
+    pub fn step_beside(&mut self, micro_batches: &[Batch], reader: Option<Reader<'_>>) -> Result<StepReport> {
+        let computes_here = self.state.weights.device().is_cpu();
+        let step = || self.take_step(micro_batches, reader);
+        if computes_here { keep_awake(step) } else { step() }
+    }
+
+    fn take_step(&mut self, micro_batches: &[Batch], reader: Option<Reader<'_>>) -> Result<StepReport> {
         let Self { world, times, model, state, workspace, grads, survey, .. } = self;
+        let TrainState { weights, masters, adamw, scaler, fp8, counters, .. } = state;
         let kernels = model.kernels();
-        let scale = state.scaler.scale();
+        let scale = scaler.scale();
         let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
-        if targets == 0 {
-            return Err(Error::data(
-                "a step's batches",
-                "have no target to learn from: every token of theirs is masked",
-            ));
-        }
         let mut time = PartTimes::default();
-        let share = grads.begin(micro_batches.len())?;
-        let mut losses = Vec::with_capacity(share.len());
-        if let Some(fp8) = &mut state.fp8 {
-            fp8.begin_step();
-            fp8.round_weights(&state.weights)?;
-        }
-        for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
-            let (tokens, mut narrow) = (batch.tokens(), None);
-            let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
-            let mode = Mode::Train { seed: self.seed, draw: state.counters.draw(i) };
+        let learned = Learned { weights, masters: masters.parameters(), adamw };
+        // FP8 rounds weights in place for the passes, and a GPU's values are copied to the host in its own order.
+        let alone = fp8.is_some() || !weights.device().is_cpu();
+        let (passed, waited) = beside(reader, learned, alone, || {
+            if targets == 0 {
+                return Err(Error::data(
+                    "a step's batches",
+                    "have no target to learn from: every token of theirs is masked",
+                ));
+            }
+            let weights = learned.weights;
+            let share = grads.begin(micro_batches.len())?;
+            let mut losses = Vec::with_capacity(share.len());
+            if let Some(fp8) = fp8.as_mut() {
+                fp8.begin_step();
+                fp8.round_weights(weights)?;
+            }
+            for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
+                let (tokens, mut narrow) = (batch.tokens(), None);
+                let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
+                let mode = Mode::Train { seed: self.seed, draw: counters.draw(i) };
+                let clock = Instant::now();
+                // 1. Forward in the compute type; the loss in FP32.
+                model.forward(weights, tokens, mode, workspace, fp8)?;
+                time.forward += clock.elapsed();
+                // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
+                let (seed, out) = (scale / targets as f32, grads.micro_batch());
+                let loss = model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, out, fp8)?;
+                model.backward(weights, tokens, mode, workspace, out, fp8)?;
+                losses.push(loss);
+                grads.accumulate(kernels, scaler.is_predictive())?;
+                time.backward += clock.elapsed();
+            }
+            time.backward -= time.forward;
+            // Of several processes each sums its shard of the gradients, in an order that hangs on no number of processes.
             let clock = Instant::now();
-            // 1. Forward in the compute type; the loss in FP32.
-            model.forward(&state.weights, tokens, mode, workspace, &mut state.fp8)?;
-            time.forward += clock.elapsed();
-            // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
-            let (seed, out) = (scale / targets as f32, grads.micro_batch());
-            let loss =
-                model.loss_and_head_gradient(&state.weights, &batch.targets, seed, workspace, out, &mut state.fp8)?;
-            model.backward(&state.weights, tokens, mode, workspace, out, &mut state.fp8)?;
-            losses.push(loss);
-            grads.accumulate(kernels, state.scaler.is_predictive())?;
-            time.backward += clock.elapsed();
-        }
-        time.backward -= time.forward;
-        // Of several processes each sums its shard of the gradients, in an order that hangs on no number of processes.
-        let clock = Instant::now();
-        grads.reduce(&**world)?;
-        let loss = sum_losses(&losses, &time, &**world, times)?;
-        time.exchange = clock.elapsed();
-        // 3. Survey the gradients before anything rescales them.
-        let clock = Instant::now();
-        grads.survey(self.exponents, survey, kernels, &**world)?;
-        time.survey = clock.elapsed();
+            grads.reduce(&**world)?;
+            let loss = sum_losses(&losses, &time, &**world, times)?;
+            time.exchange = clock.elapsed();
+            // 3. Survey the gradients before anything rescales them.
+            let clock = Instant::now();
+            grads.survey(self.exponents, survey, kernels, &**world)?;
+            time.survey = clock.elapsed();
+            Ok(loss)
+        });
+        let loss = passed?;
+        time.waited = waited;
         let stats = &survey.total.stats;
-        let unscale = state.scaler.inverse();
+        let unscale = scaler.inverse();
         let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
         // 4. Update the FP32 masters, or skip the step after an overflow.
         let clock = Instant::now();
         let outcome = if finite {
             let grad_norm = stats.norm() * f64::from(unscale);
             let clip = self.max_grad_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
-            let lr = self.schedule.lr(state.counters.updates);
+            let lr = self.schedule.lr(counters.updates);
             let factor = (f64::from(unscale) * clip) as f32;
-            let TrainState { adamw, masters, weights, counters, .. } = state;
             let updated = masters.counterpart(weights, world.rank())?;
             let kernels = masters.kernels(kernels);
             adamw.step(kernels, grads.total(), factor, lr, counters.updates, masters, &updated)?;
@@ -163,16 +180,16 @@ impl Engine {
         };
         time.optimizer = clock.elapsed();
         // 5. Adjust the scale: back off after an overflow; grow after enough clean steps, or into the headroom.
-        let change = state.scaler.update_measured(finite, survey.largest);
-        if let Some(fp8) = &mut state.fp8 {
+        let change = scaler.update_measured(finite, survey.largest);
+        if let Some(fp8) = fp8 {
             fp8.end_step(&**world)?;
             // An applied step has already refreshed the working copy.
             if outcome == Outcome::Skipped {
-                fp8.restore(&state.weights)?;
+                fp8.restore(weights)?;
             }
         }
-        state.counters.step += 1;
-        state.counters.tokens += targets as u64;
+        counters.step += 1;
+        counters.tokens += targets as u64;
         Ok(StepReport { loss: loss / targets as f64, targets, scale, outcome, change, time })
     }
 

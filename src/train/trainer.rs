@@ -14,7 +14,7 @@ use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 use crate::engine::optim::Blockwise;
 use crate::precision::{Fallback, GradScaler};
-use crate::store::checkpoint::{Base, Best, Checkpoint, Identity, Run};
+use crate::store::checkpoint::{Base, Best, Checkpoint, Identity, Run, State};
 use crate::store::companions::{CHAT_TEMPLATE, Companions};
 use crate::telemetry::{
     Activity, Amount, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Validation,
@@ -80,6 +80,8 @@ struct Progress {
     evaluations_without_best: u64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
+    /// A checkpoint of this step that is still to be written.
+    due: Option<State>,
     checkpoint: Option<PathBuf>,
     /// Settings that differ from the checkpoint's.
     changes: Vec<String>,
@@ -358,6 +360,7 @@ impl Trainer {
             self.warn(format!("resumed with a setting that differs from the checkpoint's: {change}"));
         }
         let reason = self.steps();
+        self.save_due()?;
         let reason = match reason {
             Ok(reason) => reason,
             Err(error) => {
@@ -400,7 +403,7 @@ impl Trainer {
                 self.warn_on_failure(Self::save_weights)?;
             }
             if save {
-                self.warn_on_failure(Self::save)?;
+                self.save_soon()?;
             }
         }
         let unevaluated = self.progress.validation.is_none_or(|last| last.step != self.engine.state.counters.step);
@@ -445,7 +448,7 @@ impl Trainer {
             };
             let step = self.engine.state.counters.step;
             match command {
-                None if paused => {}
+                None if paused => self.save_due()?,
                 None => return Ok(None),
                 Some(Command::Pause) if !paused => {
                     paused = true;
@@ -456,7 +459,7 @@ impl Trainer {
                     self.emitter.emit(Event::Resumed { step });
                 }
                 Some(Command::Pause | Command::Resume | Command::Detach) => {}
-                Some(Command::SaveNow) => self.warn_on_failure(Self::save)?,
+                Some(Command::SaveNow) => self.save_soon()?,
                 Some(Command::EvalNow) => drop(self.validate()?),
                 Some(Command::SampleNow) => self.sample(),
                 Some(Command::ProbeNow) => *probe = true,
@@ -496,7 +499,8 @@ impl Trainer {
         self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
         let batches = &self.micro_batches[..used(&self.micro_batches)];
         self.observers.iter_mut().try_for_each(|observer| observer.before(&mut self.engine, batches))?;
-        let report = self.engine.step(batches)?;
+        let report = self.step_and_save()?;
+        let batches = &self.micro_batches[..used(&self.micro_batches)];
         let mut taken = Taken { batches, report, origin: None, events: Vec::new() };
         self.observers.iter_mut().try_for_each(|observer| observer.after(&mut self.engine, &mut taken))?;
         let Taken { report, origin, events, .. } = taken;
@@ -563,7 +567,7 @@ impl Trainer {
         if improved && self.config.checkpoint.keep_best {
             // A checkpoint of this step that already exists does not have the loss.
             self.progress.saved_at = None;
-            self.warn_on_failure(Self::save)?;
+            self.save_soon()?;
         }
         let patience = self.config.train.early_stopping;
         Ok(patience > 0 && self.progress.evaluations_without_best >= patience)

@@ -39,6 +39,7 @@ mod parity;
 mod predictive;
 mod probe;
 mod qlora;
+mod saving;
 mod tracking;
 mod training_loop;
 mod transformers;

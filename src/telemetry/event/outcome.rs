@@ -13,7 +13,7 @@ pub struct Saved {
     pub path: String,
     /// Size of all its files, in bytes.
     pub bytes: u64,
-    /// Seconds that training waited for it.
+    /// Seconds that it took; passes of the next step may have run meanwhile.
     pub seconds: f64,
     /// Whether it holds only the weights, so that a run cannot resume from it.
     pub weights_only: bool,

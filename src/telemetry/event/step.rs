@@ -77,7 +77,7 @@ pub struct StepRecord {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StepTime {
-    /// The whole step.
+    /// The whole step, without waiting for a checkpoint.
     pub step_ms: f64,
     /// Forward passes.
     pub forward_ms: f64,

@@ -44,7 +44,7 @@ impl Trainer {
         let overflow = skipped.then(|| records::overflow(report, step, layout, survey, origin));
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
         let diverged = diverged.or_else(|| self.far_above_chance(report.loss));
-        self.record(report, overflow, began.elapsed());
+        self.record(report, overflow, began.elapsed().saturating_sub(report.time.waited));
         diverged
     }
 

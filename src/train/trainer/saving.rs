@@ -1,25 +1,107 @@
 //! Saves the trainer's checkpoints.
 
-use super::Trainer;
 use super::processes::Shared;
-use crate::store::checkpoint::{self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, State};
-use crate::telemetry::{Diagnostic, Event, Saved};
+use super::{Trainer, used};
+use crate::data::Batch;
+use crate::engine::model::ModelSpec;
+use crate::store::checkpoint::{self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, Run, Spread, State};
+use crate::store::companions::Companions;
+use crate::telemetry::{Activity, Diagnostic, Event, Saved};
+use crate::train::beside::Learned;
+use crate::train::step::{Engine, StepReport};
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+/// Writes a checkpoint, on whatever thread: it has all but the tensors.
+struct Writer<'a> {
+    run: &'a mut Run,
+    state: State,
+    tokenizer: &'a [u8],
+    companions: &'a Companions,
+    activity: &'a Activity,
+    kind: Kind,
+    keep: Keep,
+}
+
+/// What it has written, whether older ones could be removed, and the seconds it took.
+struct Written(checkpoint::Saved, Result<Vec<PathBuf>>, f64);
+
+impl Writer<'_> {
+    /// Writes the checkpoint and removes older ones of its kind.
+    fn write(self, config: &ModelSpec, learned: Learned<'_>, spread: Option<&dyn Spread>) -> Result<Written> {
+        let began = Instant::now();
+        let Learned { weights, masters, adamw } = learned;
+        let contents = Contents {
+            state: &self.state,
+            config,
+            tokenizer: self.tokenizer,
+            companions: self.companions,
+            weights,
+            masters,
+            exp_avg: &adamw.exp_avg,
+            exp_avg_sq: &adamw.exp_avg_sq,
+            quantised: adamw.quantised(),
+            activity: self.activity,
+            spread,
+        };
+        let saved = self.run.save(&contents, self.kind)?;
+        let rotated = self.run.rotate(self.kind, self.keep);
+        Ok(Written(saved, rotated, began.elapsed().as_secs_f64()))
+    }
+}
+
 impl Trainer {
-    /// Saves; a failure is only a warning, because older checkpoints are untouched.
-    pub(super) fn warn_on_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
-        match save(self) {
+    /// Makes of a failed save a warning, because older checkpoints are untouched.
+    fn warn_of(&mut self, step: u64, saved: Result<()>) -> Result<()> {
+        match saved {
             Err(error @ (Error::Io { .. } | Error::Checkpoint { .. })) => {
-                let step = self.engine.state.counters.step;
-                self.warn(format!("no checkpoint at step {step}: {error}; training continues"));
+                self.warn_at(step, format!("no checkpoint at step {step}: {error}; training continues"));
                 Ok(())
             }
             other => other,
         }
+    }
+
+    /// Saves; a failure is only a warning.
+    pub(super) fn warn_on_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
+        let saved = save(self);
+        self.warn_of(self.engine.state.counters.step, saved)
+    }
+
+    /// Saves during the passes of the next step; at once if there is none, or if other processes have parts of the state.
+    pub(super) fn save_soon(&mut self) -> Result<()> {
+        let step = self.engine.state.counters.step;
+        if self.run.is_some() && self.progress.saved_at != Some(step) && self.progress.due.is_none() {
+            self.begin_phase("saving");
+            self.progress.due = Some(self.checkpoint_state());
+        }
+        if self.is_shared() || step >= self.total_steps { self.save_due() } else { Ok(()) }
+    }
+
+    /// Writes the checkpoint that is due, if one is.
+    pub(super) fn save_due(&mut self) -> Result<()> {
+        if self.progress.due.is_some() { self.warn_on_failure(Self::save) } else { Ok(()) }
+    }
+
+    /// Takes a step over the micro-batches, and writes the checkpoint that is due beside its passes.
+    pub(super) fn step_and_save(&mut self) -> Result<StepReport> {
+        let (step, mut written) = (self.engine.state.counters.step, None);
+        let report = if let Some(state) = self.progress.due.take()
+            && let Some((writer, engine, batches)) = self.writer(state, Kind::Full)
+        {
+            let spec = engine.model.spec().clone();
+            let write = |learned: Learned<'_>| written = Some(writer.write(&spec, learned, None));
+            engine.step_beside(batches, Some(Box::new(write)))
+        } else {
+            self.engine.step(&self.micro_batches[..used(&self.micro_batches)])
+        };
+        if let Some(written) = written {
+            let saved = self.written(written).map(drop);
+            self.warn_of(step, saved)?;
+        }
+        report
     }
 
     /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.retry_s` seconds, then tries the weights
@@ -35,7 +117,7 @@ impl Trainer {
             };
             let left = limit.saturating_sub(began.elapsed());
             if left.is_zero() {
-                let weights = match self.write(Kind::Weights, self.config.checkpoint.keep_weights) {
+                let weights = match self.write(self.checkpoint_state(), Kind::Weights) {
                     Ok(Some(path)) => format!("its weights alone are in `{}`", path.display()),
                     Ok(None) => "there is no folder for it".into(),
                     Err(error) => format!("nor could its weights: {error}"),
@@ -54,65 +136,71 @@ impl Trainer {
     }
 
     pub(super) fn warn(&mut self, message: String) {
-        let step = self.engine.state.counters.step;
+        self.warn_at(self.engine.state.counters.step, message);
+    }
+
+    fn warn_at(&mut self, step: u64, message: String) {
         self.emitter.emit(Event::Warning(Diagnostic { step, message }));
     }
 
     /// Writes a checkpoint of this step, unless it exists already or there is no run to write it into.
     pub fn save(&mut self) -> Result<()> {
-        let step = self.engine.state.counters.step;
-        if self.progress.saved_at == Some(step) {
+        if self.progress.saved_at == Some(self.engine.state.counters.step) {
             return Ok(());
         }
-        let written = self.write(Kind::Full, self.config.checkpoint.keep_last);
-        self.activity.end();
-        if let Some(path) = written? {
-            self.progress.saved_at = Some(step);
-            self.progress.checkpoint = Some(path);
-        }
-        Ok(())
+        let state = self.progress.due.take().unwrap_or_else(|| self.checkpoint_state());
+        self.write(state, Kind::Full).map(drop)
     }
 
     pub(super) fn save_weights(&mut self) -> Result<()> {
-        self.write(Kind::Weights, self.config.checkpoint.keep_weights).map(drop)
+        self.save_due()?;
+        self.write(self.checkpoint_state(), Kind::Weights).map(drop)
     }
 
-    /// Writes a checkpoint and removes older ones of its kind except the `last` newest. Returns its path; `None` without a
-    /// run.
-    fn write(&mut self, kind: Kind, last: usize) -> Result<Option<PathBuf>> {
-        let began = Instant::now();
+    /// What writes a checkpoint of `state`, the engine whose tensors it takes, and the micro-batches; `None` without a run.
+    fn writer(&mut self, state: State, kind: Kind) -> Option<(Writer<'_>, &mut Engine, &[Batch])> {
+        let Self { run, engine, micro_batches, tokenizer, companions, activity, config, .. } = self;
+        let last = match kind {
+            Kind::Full => config.checkpoint.keep_last,
+            Kind::Weights => config.checkpoint.keep_weights,
+        };
+        let keep = Keep { last, best: config.checkpoint.keep_best };
+        let (run, tokenizer) = (run.as_mut()?, tokenizer.json());
+        let writer = Writer { run, state, tokenizer, companions, activity, kind, keep };
+        Some((writer, engine, &micro_batches[..used(micro_batches)]))
+    }
+
+    /// Writes a checkpoint of `state` now. Returns its path; `None` without a run.
+    fn write(&mut self, state: State, kind: Kind) -> Result<Option<PathBuf>> {
         if self.run.is_some() {
             self.begin_phase("saving");
         }
-        let (step, state) = (self.engine.state.counters.step, self.checkpoint_state());
-        let Some(run) = &mut self.run else { return Ok(None) };
-        let train = &self.engine.state;
-        let shared = Shared { world: &*self.engine.world, state: train };
-        let contents = Contents {
-            state: &state,
-            config: self.engine.model.spec(),
-            tokenizer: self.tokenizer.json(),
-            companions: &self.companions,
-            weights: &train.weights,
-            masters: train.masters.parameters(),
-            exp_avg: &train.adamw.exp_avg,
-            exp_avg_sq: &train.adamw.exp_avg_sq,
-            quantised: train.adamw.quantised(),
-            activity: &self.activity,
-            spread: train.masters.parameters().shards().is_some().then_some(&shared as &dyn checkpoint::Spread),
-        };
-        let checkpoint::Saved { path, manifest, trouble } = run.save(&contents, kind)?;
-        let rotated = run.rotate(kind, Keep { last, best: self.config.checkpoint.keep_best });
-        let (bytes, seconds) = (manifest.bytes(), began.elapsed().as_secs_f64());
-        let (weights_only, name) = (kind == Kind::Weights, path.display().to_string());
+        let Some((writer, engine, _)) = self.writer(state, kind) else { return Ok(None) };
+        let train = &engine.state;
+        let shared = Shared { world: &*engine.world, state: train };
+        let spread = train.masters.parameters().shards().is_some().then_some(&shared as &dyn Spread);
+        let written = writer.write(engine.model.spec(), train.learned(), spread);
+        self.written(written).map(Some)
+    }
+
+    /// Tells of a checkpoint that is complete, and returns its path.
+    fn written(&mut self, written: Result<Written>) -> Result<PathBuf> {
+        self.activity.end();
+        let Written(checkpoint::Saved { path, manifest, trouble }, rotated, seconds) = written?;
+        let (step, bytes, weights_only) = (manifest.step, manifest.bytes(), manifest.kind == Kind::Weights);
+        let name = path.display().to_string();
         self.emitter.emit(Event::Saved(Saved { step, path: name, bytes, seconds, weights_only }));
         if let Some(error) = trouble {
-            self.warn(format!("the checkpoint of step {step} is complete, but {error}"));
+            self.warn_at(step, format!("the checkpoint of step {step} is complete, but {error}"));
         }
         if let Err(error) = rotated {
-            self.warn(format!("an older checkpoint could not be removed: {error}; training continues"));
+            self.warn_at(step, format!("an older checkpoint could not be removed: {error}; training continues"));
         }
-        Ok(Some(path))
+        if !weights_only {
+            self.progress.saved_at = Some(step);
+            self.progress.checkpoint = Some(path.clone());
+        }
+        Ok(path)
     }
 
     /// Rejects a checkpoint with another seed, `seq_len` or set of kernels, from which the run could not continue bit for bit;

@@ -1,0 +1,185 @@
+//! A checkpoint is written while the next step's passes run, and holds nothing of that step.
+
+use crate::support::{folder, names};
+use finetune::engine::collective::{Collective, Solo};
+use finetune::engine::optim::OptimizerKind;
+use finetune::precision::PrecisionPolicy;
+use finetune::store::checkpoint::{Disk, Operation, Run, list, verify};
+use finetune::telemetry::{Command, Emitter, Event, FinishReason, Record};
+use finetune::train::{Config, Layers, Trainer};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+fn config(policy: PrecisionPolicy) -> Config {
+    let mut config = Config::resolve(&Layers::default()).unwrap();
+    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (2, 32, 0);
+    (config.train.steps, config.train.eval_batches, config.train.eval_every) = (Some(4), 1, 0);
+    (config.checkpoint.save_every, config.dtype, config.scaler.init_scale) = (2, policy, 1024.0);
+    config
+}
+
+/// A process alone that counts how often a step asks how many there are: first when all of its passes are done.
+#[derive(Debug, Default)]
+struct Counting(AtomicUsize);
+
+impl Collective for Counting {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn world(&self) -> usize {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        1
+    }
+
+    fn exchange(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> finetune::Result<()> {
+        Solo.exchange(out, into)
+    }
+}
+
+/// A run in `folder` on `disk`, its events, and why it ended.
+fn run(
+    config: Config,
+    world: Arc<dyn Collective>,
+    folder: &Path,
+    disk: Disk,
+    commands: &[Command],
+) -> (Vec<Event>, FinishReason) {
+    let mut trainer = Trainer::among(world, config, None, &mut |_| ()).unwrap();
+    let mut emitter = Emitter::new(None);
+    let events = emitter.connect();
+    trainer.attach(Run::open_on(folder, disk).unwrap(), emitter);
+    let (sender, receiver) = mpsc::channel();
+    for command in commands {
+        sender.send(*command).unwrap();
+    }
+    trainer.listen(receiver);
+    let reason = trainer.run().unwrap();
+    (events.try_iter().map(|record: Record| record.event).collect(), reason)
+}
+
+fn files(checkpoint: &Path) -> BTreeMap<String, Vec<u8>> {
+    names(checkpoint).into_iter().map(|name| (name.clone(), std::fs::read(checkpoint.join(&name)).unwrap())).collect()
+}
+
+/// What a log says of steps and saves, in order.
+fn told(events: &[Event]) -> Vec<String> {
+    let brief = |event: &Event| match event {
+        Event::Step(step) => Some(format!("step {}", step.step)),
+        Event::Saved(saved) => Some(format!("saved {}", saved.step)),
+        Event::Warning(warning) => Some(format!("warning {}: {}", warning.step, warning.message)),
+        Event::Phase { step, what } if what == "saving" => Some(format!("saving {step}")),
+        Event::Paused { .. } => Some("paused".into()),
+        _ => None,
+    };
+    events.iter().filter_map(brief).collect()
+}
+
+#[test]
+fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
+    let exact = config(PrecisionPolicy::FP16);
+    let (mut narrow, mut fp8, mut own) = (exact.clone(), exact.clone(), config(PrecisionPolicy::FP32));
+    narrow.train.optimizer = OptimizerKind::AdamW8bit;
+    fp8.precision.fp8.layer = Some(1);
+    own.checkpoint.keep_best = false;
+    for (config, overlaps) in [(exact, true), (narrow, true), (own, true), (fp8, false)] {
+        let folder = folder();
+        let world = Arc::new(Counting::default());
+        let (asked, held) = (world.clone(), Arc::new(AtomicUsize::new(0)));
+        let waited = held.clone();
+        // The first tensors of step 2 are not written before the passes of step 3 are done, and then no sooner than the update
+        // would be, if it did not wait.
+        let disk = Disk::with_hook(move |operation, path| {
+            let is_first = operation == Operation::Write && path.ends_with(".step-000002.tmp/model.safetensors");
+            if !overlaps || !is_first || waited.fetch_add(1, Ordering::SeqCst) > 0 {
+                return Ok(());
+            }
+            let (before, began) = (asked.0.load(Ordering::SeqCst), Instant::now());
+            while asked.0.load(Ordering::SeqCst) == before {
+                assert!(began.elapsed() < Duration::from_mins(1), "no passes run beside the save");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(Duration::from_millis(200));
+            Ok(())
+        });
+        let (events, _) = run(config.clone(), world, &folder.path().join("run"), disk, &[]);
+        let expected =
+            ["step 1", "step 2", "saving 2", "saved 2", "step 3", "step 4", "saving 4", "saved 4"].map(str::to_owned);
+        assert_eq!(told(&events), expected);
+        assert_eq!(held.load(Ordering::SeqCst) > 0, overlaps);
+
+        let mut alone = Trainer::new(config, &mut |_| ()).unwrap();
+        alone.attach(Run::open(folder.path().join("alone/run")).unwrap(), Emitter::new(None));
+        alone.advance(2).unwrap();
+        alone.save().unwrap();
+        let (beside, alone) = (folder.path().join("run/step-000002"), alone.checkpoint().unwrap());
+        assert_eq!(verify(&beside), []);
+        let (beside, alone) = (files(&beside), files(alone));
+        assert_eq!(beside.keys().collect::<Vec<_>>(), alone.keys().collect::<Vec<_>>());
+        for (name, bytes) in &beside {
+            assert!(*bytes == alone[name], "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_save_that_fails_beside_a_step_is_a_warning_of_its_step_and_training_goes_on() {
+    let folder = folder();
+    let path = folder.path().join("run");
+    let disk = Disk::with_hook(|operation, path| {
+        let fails = operation == Operation::Write && path.display().to_string().contains("step-000001");
+        if fails { Err(io::Error::from_raw_os_error(libc::ENOSPC)) } else { Ok(()) }
+    });
+    let mut config = config(PrecisionPolicy::FP16);
+    config.checkpoint.save_every = 1;
+    let (events, reason) = run(config, Arc::new(Solo), &path, disk, &[]);
+    let told = told(&events);
+    let file = path.join(".step-000001.tmp/config.json");
+    let warning = format!(
+        "warning 1: no checkpoint at step 1: cannot write `{}`: No space left on device (os error 28); training continues",
+        file.display()
+    );
+    assert_eq!(told[..6], ["step 1", "saving 1", &warning, "step 2", "saving 2", "saved 2"].map(str::to_owned));
+    assert_eq!(reason, FinishReason::Done);
+    assert_eq!(names(&path), [".lock", "latest", "step-000003", "step-000004"]);
+    assert!(list(&path).unwrap().iter().all(|one| verify(&one.path).is_empty()));
+}
+
+/// Where no step follows, nothing that was asked for is left out.
+#[test]
+fn a_save_that_is_due_is_written_before_a_run_pauses_or_stops() {
+    for (commands, expected) in [
+        (&[Command::SaveNow, Command::Stop { save: false }][..], &["saving 0", "saved 0"][..]),
+        (&[Command::SaveNow, Command::Stop { save: true }], &["saving 0", "saved 0"]),
+        (&[Command::SaveNow, Command::SaveNow, Command::Interrupt], &["saving 0", "saved 0"]),
+        (&[Command::SaveNow, Command::Pause, Command::Stop { save: false }], &["saving 0", "paused", "saved 0"]),
+    ] {
+        let folder = folder();
+        let path = folder.path().join("run");
+        let (events, reason) = run(config(PrecisionPolicy::FP16), Arc::new(Solo), &path, Disk::default(), commands);
+        assert_eq!(told(&events), expected, "{commands:?}");
+        assert!(matches!(reason, FinishReason::Stopped | FinishReason::Interrupted));
+        assert_eq!(names(&path), [".lock", "latest", "step-000000"]);
+    }
+    // While a run is paused no step comes, and a save does not wait for one.
+    let folder = folder();
+    let mut trainer = Trainer::new(config(PrecisionPolicy::FP16), &mut |_| ()).unwrap();
+    let mut emitter = Emitter::new(None);
+    let events = emitter.connect();
+    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+    let (sender, receiver) = mpsc::channel();
+    for command in [Command::Pause, Command::SaveNow] {
+        sender.send(command).unwrap();
+    }
+    trainer.listen(receiver);
+    let training = std::thread::spawn(move || trainer.run());
+    let saved = events.iter().find(|record| matches!(record.event, Event::Saved(_)));
+    assert!(saved.is_some_and(|record| record.event.step() == Some(0)));
+    sender.send(Command::Stop { save: false }).unwrap();
+    assert_eq!(training.join().unwrap().unwrap(), FinishReason::Stopped);
+}

@@ -55,7 +55,7 @@ pub fn step(
                     for_each_part(
                         (state, weight),
                         len,
-                        8 * WIDTH,
+                        32 * WIDTH,
                         #[inline(always)]
                         |first, len, ((master, exp_avg, exp_avg_sq), mut weight)| {
                             let mut buffer = [0.0; WIDTH];
@@ -88,12 +88,12 @@ fn update_block(n: AdamWStep, grad: &[f32], master: &mut [f32], exp_avg: &mut [f
     let shares = n.betas.map(|beta| (1.0 - beta) as f32);
     let decay = 1.0 - n.lr * n.weight_decay;
     let step_size = n.lr / n.bias_corrections[0];
-    let inverse_root = 1.0 / n.bias_corrections[1].sqrt();
+    let root = n.bias_corrections[1].sqrt();
     for (((grad, master), m), v) in grad.iter().zip(master).zip(exp_avg).zip(exp_avg_sq) {
         let g = grad * n.grad_factor;
         *m += (g - *m) * shares[0];
         *v = *v * betas[1] + g * g * shares[1];
-        *master = *master * decay - step_size * *m / (v.sqrt() * inverse_root + n.eps);
+        *master = *master * decay - step_size * *m / (v.sqrt() / root + n.eps);
     }
 }
 

@@ -345,9 +345,7 @@ fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: us
     let (pieces, rest) = words.as_chunks::<WIDTH>();
     let mut targets = panels.chunks_mut(panel_words);
     for (piece, target) in pieces.iter().zip(&mut targets) {
-        // Not `copy_from_slice`, which the compiler makes a call of.
-        let (target, _) = target.as_chunks_mut::<WIDTH>();
-        target[0] = *piece;
+        target[..WIDTH].copy_from_slice(piece);
     }
     if let (false, Some(target)) = (rest.is_empty(), targets.next()) {
         target[..rest.len()].copy_from_slice(rest);

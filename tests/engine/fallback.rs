@@ -1,5 +1,5 @@
 //! Layers that overflow too often compute in a wider type: what that saves, that nothing else changes, and that a run
-//! which was killed goes on with it. `docs/mixed-precision.md` quotes [`ROWS`].
+//! which was killed goes on with it. `docs/numerics.md` quotes [`ROWS`].
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -107,7 +107,7 @@ const ROWS: [(f32, bool, FallbackRule, Figures); 4] = [
 fn a_layer_in_fallback_costs_no_more_steps_and_leaves_the_scale_to_the_others() {
     let folder = tempfile::tempdir().unwrap();
     let model = with_outlier(folder.path());
-    let documentation = include_str!("../../docs/mixed-precision.md");
+    let documentation = include_str!("../../docs/numerics.md");
     for (i, (scale, constant, rule, expected)) in ROWS.into_iter().enumerate() {
         let (_, events) = train(config(&model, rule, scale, constant), 40, &folder.path().join(i.to_string()));
         let (skipped, log2, subnormal) = figures(&events);

@@ -253,7 +253,7 @@ fn the_experiment_runs_and_is_compared() {
 fn the_documented_figures_are_the_results() {
     let results: serde_json::Value =
         serde_json::from_str(include_str!("../../configs/experiments/fp8-variance/results.json")).unwrap();
-    let documentation = include_str!("../../docs/mixed-precision.md");
+    let documentation = include_str!("../../docs/numerics.md");
     for arm in ["fp16", "fp8", "switched", "single"] {
         let cell = |key: &str| {
             let figure = |run: &serde_json::Value| match run[key].as_u64() {

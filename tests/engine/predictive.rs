@@ -1,4 +1,4 @@
-//! The predictive loss scale against the dynamic one, on three runs; `docs/mixed-precision.md` quotes what the long ones
+//! The predictive loss scale against the dynamic one, on three runs; `docs/numerics.md` quotes what the long ones
 //! print:
 //!
 //!     GPT2_TOKENIZER=…/tokenizer.json TINY_SHAKESPEARE=…/tiny_shakespeare.txt \

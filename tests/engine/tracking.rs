@@ -1,5 +1,5 @@
 //! Training in FP16 with FP32 masters and a loss scale reaches FP32's loss, and without them it does not.
-//! `docs/mixed-precision.md` quotes these figures; `cargo test --test engine tracking:: -- --nocapture` prints them.
+//! `docs/numerics.md` quotes these figures; `cargo test --test engine tracking:: -- --nocapture` prints them.
 
 use crate::common::engine::{Settings, engine};
 use crate::common::golden::all_kernels;
@@ -75,9 +75,9 @@ fn scaled() -> GradScaler {
     GradScaler::new(GradScalerConfig { growth_interval: 50, ..GradScalerConfig::default() }).unwrap()
 }
 
-/// A figure as `docs/mixed-precision.md` quotes it, with what stands before it there.
+/// A figure as `docs/numerics.md` quotes it, with what stands before it there.
 fn quoted(before: &str, figure: &str) -> f64 {
-    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/mixed-precision.md");
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/numerics.md");
     let text = std::fs::read_to_string(page).unwrap().replace('\n', " ");
     assert!(text.contains(&format!("{before}{figure}")), "the page does not say `{before}{figure}`");
     figure.parse().unwrap()

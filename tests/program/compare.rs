@@ -372,7 +372,7 @@ fn the_growth_interval_experiment_runs_from_beginning_to_end() {
 fn the_documented_figures_of_the_growth_interval_are_the_results() {
     let results: Value =
         serde_json::from_str(include_str!("../../configs/experiments/growth-interval/results.json")).unwrap();
-    let documentation = include_str!("../../docs/mixed-precision.md");
+    let documentation = include_str!("../../docs/numerics.md");
     let rows = [
         ("repeated steps", "repeated", 1),
         ("updates", "updates", 1),

@@ -6,15 +6,15 @@
     benches/torch_step.py --model smollm2-135m --batch 4 --seq 256 --dtype bf16_amp --lora 16
     benches/torch_step.py --device cuda --pad-vocab --compile --compile-mode reduce-overhead
 
-Random weights, random tokens, no dropout, fused AdamW with its state in FP32, and the loss in FP32. Prints one JSON object:
-tokens a second, the process's peak resident memory, and on a GPU the most memory that PyTorch held there. On a CPU the speed is
-the median step's. On a GPU it is that of all measured steps together: nothing waits for the device between them, as nothing
-would in a training that is to be fast.
+Random weights, random tokens, no dropout, fused AdamW with its state in FP32, and the loss in FP32. Prints one JSON object. The
+rate is the median of the steps that the gradient scaler did not skip. On a GPU, events on its stream time the steps, so the host
+never waits for the device between steps.
 """
 
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import time
@@ -52,13 +52,15 @@ torch.manual_seed(0)
 LAYERS, WIDTH, HEADS, TOKENS, CONTEXT = MODELS[args.model]
 VOCAB = (TOKENS + 63) // 64 * 64 if args.pad_vocab else TOKENS
 ON_GPU = args.device != "cpu"
+# A loss scale that seldom overflows.
+SCALE = 2.0**14
 if ON_GPU:
     # FP32 products may then use the tensor cores, as most users let them.
     torch.set_float32_matmul_precision("high")
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a layer norm and around the residual stream."""
+    """Attention and MLP, each after a layer norm and added to the residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -92,12 +94,6 @@ class Model(nn.Module):
             x = layer(x)
         logits = functional.linear(self.norm(x), self.tokens.weight)
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def wait():
-    """Until the device has nothing left to do."""
-    if ON_GPU:
-        torch.cuda.synchronize()
 
 
 def build():
@@ -143,6 +139,20 @@ def adapted(model):
     return model, lambda ids, _: model(input_ids=ids, labels=ids).loss
 
 
+def mark():
+    """A point in time: an event on the GPU's stream, or seconds."""
+    if not ON_GPU:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def read(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
 def main():
     model, loss_of = build()
     if args.lora:
@@ -150,29 +160,32 @@ def main():
             parser.error("--lora is for transformers' own models: --impl hf, or a Llama")
         model, loss_of = adapted(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    # From a scale at which nothing overflows, so that every step is a whole one.
-    scaler = torch.amp.GradScaler(args.device, init_scale=2.0**14, enabled=args.dtype == "f16_amp")
+    scaler = torch.amp.GradScaler(args.device, init_scale=SCALE, enabled=args.dtype == "f16_amp")
     if args.compile:
         loss_of = torch.compile(loss_of, mode=args.compile_mode)
     autocast = AUTOCAST[args.dtype]
-    times = []
-    whole = 0.0
-    for step in range(args.warmup + args.steps):
+    steps, scales = [], []
+    for _ in range(args.warmup + args.steps):
         ids = torch.randint(0, TOKENS, (args.batch, args.seq), device=args.device)
-        if step <= args.warmup:
-            wait()
-        began = time.perf_counter()
-        if step == args.warmup:
-            whole = began
+        began = mark()
         with torch.autocast(args.device, dtype=getattr(torch, autocast or "bfloat16"), enabled=autocast is not None):
             loss = loss_of(ids, ids.roll(-1, 1))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        times.append(time.perf_counter() - began)
-    wait()
-    seconds = (time.perf_counter() - whole) / args.steps if ON_GPU else statistics.median(times[args.warmup :])
+        steps.append((began, mark()))
+        # A copy on the device: to read the scale here would wait for the step.
+        scales.append(scaler._scale.clone() if scaler.is_enabled() else 1.0)
+    if ON_GPU:
+        torch.cuda.synchronize()
+    # The scale falls after a skipped step, and too few steps are run for it to grow.
+    applied = [after >= before for before, after in zip([SCALE if scaler.is_enabled() else 1.0, *scales], scales)]
+    measured = list(zip(steps, applied))[args.warmup :]
+    times = [began.elapsed_time(ended) / 1e3 if ON_GPU else ended - began for (began, ended), whole in measured if whole]
+    if not times:
+        raise SystemExit("the gradient scaler skipped every measured step; raise --warmup")
+    seconds = statistics.median(times)
     figures = {
         "who": "torch",
         "torch": torch.__version__,
@@ -188,8 +201,11 @@ def main():
         "threads": args.threads,
         "tokens_per_s": round(args.batch * args.seq / seconds, 2),
         "step_ms": round(seconds * 1e3, 3),
+        "skipped": args.steps - len(times),
         "loss_last": float(loss.detach()),
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "huge_pages_mib": int(re.search(r"AnonHugePages:\s+(\d+)", read("/proc/self/smaps_rollup"))[1]) // 1024,
+        "tcmalloc": "/libtcmalloc" in read("/proc/self/maps"),
         "peak_device_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1) if ON_GPU else None,
     }
     print(json.dumps(figures))

@@ -223,14 +223,15 @@ fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
     (of_weight * weights as f64 + 6.0 * (shape.layers * shape.attended_width() * args.seq_len) as f64) * tokens as f64
 }
 
-/// The report: the figures over all measured steps.
+/// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.
 fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
-    let step = median(samples.iter().map(|sample| sample.wall));
-    let gflops = operations(args, shape) / step.as_secs_f64() / 1e9;
+    let applied = || samples.iter().filter(|sample| sample.report.outcome != Outcome::Skipped);
+    let step = median(applied().map(|sample| sample.wall));
+    let gflops = step.map(|step| operations(args, shape) / step.as_secs_f64() / 1e9);
     let peak = middle_and_best(samples.iter().filter_map(|sample| sample.peak));
-    let part = |of: fn(&Sample) -> Duration| millis(median(samples.iter().map(of)));
-    let skipped = samples.iter().filter(|sample| matches!(sample.report.outcome, Outcome::Skipped)).count();
+    let part = |of: fn(&Sample) -> Duration| median(applied().map(of)).map(millis);
+    let skipped = samples.len() - applied().count();
     json!({
         "who": "finetune",
         "version": env!("CARGO_PKG_VERSION"),
@@ -242,17 +243,17 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "lora": args.lora,
         "threads": rayon::current_num_threads(),
         "isa": Isa::current().to_string(),
-        "tokens_per_s": round(tokens as f64 / step.as_secs_f64()),
-        "step_ms": millis(step),
+        "tokens_per_s": step.map(|step| round(tokens as f64 / step.as_secs_f64())),
+        "step_ms": step.map(millis),
         "forward_ms": part(|sample| sample.report.time.forward),
         "backward_ms": part(|sample| sample.report.time.backward),
         "survey_ms": part(|sample| sample.report.time.survey),
         "optimizer_ms": part(|sample| sample.report.time.optimizer),
         "step_ms_all": samples.iter().map(|sample| millis(sample.wall)).collect::<Vec<_>>(),
-        "gflops": round(gflops),
+        "gflops": gflops.map(round),
         "peak_gflops": peak.map(|(held, _)| round(held)),
         "best_burst_gflops": peak.map(|(_, best)| round(best)),
-        "share_of_peak": peak.map(|(held, _)| round(gflops / held)),
+        "share_of_peak": gflops.zip(peak).map(|(gflops, (held, _))| round(gflops / held)),
         "peak_rss_mib": ProcessStats::now().peak_rss_bytes.map(|bytes| (bytes as f64 / 102.4 / 1024.0).round() / 10.0),
         "allocations_per_step": samples.iter().map(|sample| sample.allocations.count).min(),
         "allocated_bytes_per_step": samples.iter().map(|sample| sample.allocations.bytes).min(),
@@ -261,11 +262,11 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
     })
 }
 
-fn median(values: impl Iterator<Item = Duration>) -> Duration {
+fn median(values: impl Iterator<Item = Duration>) -> Option<Duration> {
     let mut values: Vec<Duration> = values.collect();
     values.sort_unstable();
-    let middle = values.len() / 2;
-    if values.len().is_multiple_of(2) { (values[middle - 1] + values[middle]) / 2 } else { values[middle] }
+    let (middle, upper) = (values.len() / 2, *values.get(values.len() / 2)?);
+    Some(if values.len().is_multiple_of(2) { (values[middle - 1] + upper) / 2 } else { upper })
 }
 
 /// The median of the sustained peaks measured after each step, and the highest burst.
@@ -327,17 +328,34 @@ mod tests {
         let shape = args.shape().unwrap();
         let (l, d, v) = (6.0, 768.0, 50257.0);
         let per_token = 6.0 * (12.0 * l * d * d + d * v) + 12.0 * l * d * 64.0 / 2.0;
+        let gflops = summary(&args, &shape, &[sample(1, APPLIED)])["gflops"].as_f64().unwrap();
+        assert!((gflops - per_token * 32.0 * 64.0 / 1e9).abs() < 1e-3, "{gflops}");
+    }
+
+    const APPLIED: Outcome = Outcome::Applied { grad_norm: 1.0, clip: 1.0, lr: 1.0 };
+
+    fn sample(seconds: u64, outcome: Outcome) -> Sample {
         let report = StepReport {
             loss: 0.0,
             targets: 1,
             scale: 1.0,
-            outcome: Outcome::Skipped,
+            outcome,
             change: crate::precision::ScaleChange::Held,
             time: crate::train::PartTimes::default(),
         };
         let peak = Some(Peak { held: 1.0, best: 1.0 });
-        let samples = [Sample { wall: Duration::from_secs(1), report, allocations: Allocations::default(), peak }];
-        let gflops = summary(&args, &shape, &samples)["gflops"].as_f64().unwrap();
-        assert!((gflops - per_token * 32.0 * 64.0 / 1e9).abs() < 1e-3, "{gflops}");
+        Sample { wall: Duration::from_secs(seconds), report, allocations: Allocations::default(), peak }
+    }
+
+    #[test]
+    fn skipped_steps_are_counted_and_not_part_of_the_rate() {
+        let args = Line::parse_from(["bench"]).bench;
+        let shape = args.shape().unwrap();
+        let report = |samples: &[Sample]| summary(&args, &shape, samples);
+        let skip = || sample(1, Outcome::Skipped);
+        let mixed = report(&[skip(), sample(8, APPLIED), skip(), skip()]);
+        assert_eq!((mixed["skipped"].as_u64(), mixed["tokens_per_s"].as_f64()), (Some(3), Some(128.0)));
+        let none = report(&[skip()]);
+        assert!(none["tokens_per_s"].is_null() && none["share_of_peak"].is_null() && none["skipped"] == 1, "{none}");
     }
 }

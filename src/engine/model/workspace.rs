@@ -1,4 +1,8 @@
 //! The buffers of a forward and backward pass.
+//!
+//! For N tokens, a GPT-2 block in half precision keeps 8·N·D bytes of residual stream in FP32, before attention and before the
+//! MLP, and 2·N·(6·D + F) bytes for the backward pass: two norms, queries, keys and values, attention's output and the
+//! activation's input.
 
 mod narrow;
 

@@ -7,12 +7,15 @@ use crate::common::compare::{assert_close, max_difference, relative, values};
 use crate::common::engine::{by_name, unscaled};
 use crate::common::golden::Case;
 use candle_core::{Device, Tensor};
-use finetune::engine::model::{Keep, KvCache, Lora, Mode, ModelSpec, ParamSpec, Workspace};
+use finetune::engine::model::{
+    Keep, KvCache, Layer, Lora, Mode, ModelSpec, ParamRole, ParamSpec, Parameters, Workspace,
+};
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
 use finetune::store::base::over_base;
 use finetune::train::Engine;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
@@ -227,5 +230,65 @@ fn a_written_adapter_reads_back() {
         let same = |(name, tensor): (&str, &Tensor)| assert_eq!(values(tensor), values(masters.get(name).unwrap()));
         over.parameters.iter().for_each(same);
         assert!(Path::new(&path).is_file());
+    }
+}
+
+/// An engine over the base of `case` with adapters of `targets` that add nothing yet, and that no step changes.
+fn untrained(case: &Case, dora: bool, targets: BTreeSet<Layer>) -> Engine {
+    let base = ModelFolder::open(&case.folder).unwrap();
+    let lora = Lora { r: 2, alpha: 3.0, dropout: 0.0, rslora: false, dora, targets, saved: BTreeSet::new() };
+    let spec = ModelSpec { lora: Some(lora), ..base.config().clone() };
+    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
+    let over = over_base(&spec, Dtype::F32, 1, &Device::Cpu, "base", None, read).unwrap();
+    let mut engine = case.engine_over(&spec, over.parameters, PrecisionPolicy::FP32, case.rows());
+    (engine.schedule.peak_lr, engine.max_grad_norm) = (0.0, None);
+    engine
+}
+
+/// Gives the adapters of `active` values of `initial` that do something, and those of other layers values that add nothing.
+fn activate(engine: &Engine, initial: &Parameters, active: &BTreeSet<Layer>) {
+    for entry in engine.model.spec().parameters() {
+        let at = values(initial.get(&entry.name).unwrap());
+        let wave = |i: usize| 0.1 * ((i + entry.name.len()) as f64).sin();
+        let value = |(i, value): (usize, f64)| match entry.role {
+            ParamRole::LoraB if active.contains(&entry.layer) => wave(i) as f32,
+            ParamRole::Magnitude if active.contains(&entry.layer) => (value * (1.0 + wave(i))) as f32,
+            _ => value as f32,
+        };
+        let tensor = Tensor::from_iter(at.into_iter().enumerate().map(value), &Device::Cpu).unwrap();
+        let parameter = engine.state.weights.get(&entry.name).unwrap();
+        parameter.slice_set(&tensor.reshape(parameter.shape()).unwrap(), 0, 0).unwrap();
+    }
+}
+
+/// Compares every subset of the linear layers in all blocks, and each layer of the last block alone, with adapters on all layers
+/// that add nothing outside of the subset. One family is also tried with DoRA and with every set of kernels.
+#[test]
+fn every_subset_of_target_modules_has_the_gradients_of_all_of_them() {
+    let first = Case::own("families/llama-biases").for_all_kernels();
+    let first = first.into_iter().flat_map(|case| [(case.clone(), false), (case, true)]);
+    let others = ["families/mistral", "families/qwen2", "families/qwen3", "families/gemma3", "narrow"];
+    for (case, dora) in first.chain(others.map(|name| (Case::own(name), false))) {
+        let all = Lora::targets(ModelFolder::open(&case.folder).unwrap().config(), &["all-linear"]).unwrap();
+        let modules: Vec<_> = all.iter().map(|layer| layer.op).collect::<BTreeSet<_>>().into_iter().collect();
+        let subset = |mask: usize| {
+            let chosen = |layer: &&Layer| mask >> modules.iter().position(|op| *op == layer.op).unwrap() & 1 == 1;
+            all.iter().filter(chosen).copied().collect::<BTreeSet<_>>()
+        };
+        let last = all.iter().filter(|layer| layer.block == all.last().unwrap().block);
+        let subsets = (1..1 << modules.len()).map(subset).chain(last.map(|layer| BTreeSet::from([*layer])));
+        let mut whole = untrained(&case, dora, all.clone());
+        let initial = whole.state.weights.copied().unwrap();
+        for targets in subsets {
+            let what = format!("{}{} {targets:?}", case.name, if dora { " with DoRA" } else { "" });
+            activate(&whole, &initial, &targets);
+            let mut part = untrained(&case, dora, targets.clone());
+            activate(&part, &initial, &targets);
+            let [expected, found] = [&mut whole, &mut part].map(|e| e.step(&case.whole_batch(0)).unwrap().loss);
+            assert!((expected - found).abs() < 1e-6 * expected, "{what}: loss {found}, not {expected}");
+            let (mut expected, found) = (unscaled(&whole, 1.0), unscaled(&part, 1.0));
+            expected.retain(|name, _| found.contains_key(name));
+            assert_close(&what, &found, &expected, 1e-5, 1e-5);
+        }
     }
 }

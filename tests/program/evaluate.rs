@@ -188,3 +188,45 @@ fn the_command_prints_the_librarys_figures() {
     assert_eq!(report["windows"], expected.windows);
     assert_eq!((&report["seq_len"], &report["stride"]), (&8.into(), &4.into()));
 }
+
+/// PEFT's adapters of one part of a fused product, in every layer or in one: `eval` finds the loss of the merged model, and
+/// `generate` runs.
+#[test]
+fn an_adapter_of_one_projection_is_evaluated() {
+    let folder = with_tokenizer("families/llama");
+    std::fs::write(folder.path().join("text.txt"), text()).unwrap();
+    let program = |arguments: &[&str]| {
+        let mut command = Command::cargo_bin("finetune").unwrap();
+        command.current_dir(folder.path()).args(arguments).assert().success().get_output().stdout.clone()
+    };
+    let loss = |model: &[&str]| {
+        let output = program(&[&["eval"], model, &["--data", "text.txt", "--json"]].concat());
+        serde_json::from_slice::<Value>(&output).unwrap()["loss"].as_f64().unwrap()
+    };
+    let base = loss(&["."]);
+    for (name, module, outputs, layers) in [("all", "q_proj", 24, &[0, 1][..]), ("one", "v_proj", 12, &[1])] {
+        let wave = |shape: [usize; 2]| {
+            let values = (0..shape[0] * shape[1]).map(|i| (i as f32).sin());
+            candle_core::Tensor::from_iter(values, &Device::Cpu).unwrap().reshape(&shape).unwrap()
+        };
+        let factors = |layer: &usize| {
+            let module = format!("base_model.model.model.layers.{layer}.self_attn.{module}");
+            [("A", [2, 24]), ("B", [outputs, 2])].map(|(f, shape)| (format!("{module}.lora_{f}.weight"), wave(shape)))
+        };
+        let tensors: Vec<_> = layers.iter().flat_map(factors).collect();
+        let adapter = folder.path().join(name);
+        std::fs::create_dir(&adapter).unwrap();
+        let weights = adapter.join("adapter_model.safetensors");
+        write_tensors(&mut std::fs::File::create(&weights).unwrap(), &weights, &tensors).unwrap();
+        let config = serde_json::json!({
+            "peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": [module], "layers_to_transform": layers,
+        });
+        std::fs::write(adapter.join("adapter_config.json"), config.to_string()).unwrap();
+        let merged = format!("{name}-merged");
+        program(&["merge", ".", &merged, "--adapter", name]);
+        let (expected, found) = (loss(&[&merged]), loss(&[".", "--adapter", name]));
+        assert!((found - expected).abs() < 1e-5 * expected, "{name}: {found}, merged {expected}");
+        assert!((found - base).abs() > 1e-3, "{name}: the adapter does nothing");
+        program(&["generate", ".", "--adapter", name, "--prompt", "a b", "--max-tokens", "4"]);
+    }
+}

@@ -27,7 +27,7 @@ pub(super) struct Adapter {
     /// `[members · r, in]`.
     a: Slot,
     members: Vec<Member>,
-    /// The members' outputs, where there is more than one member.
+    /// The members' outputs; empty if the only member has all outputs.
     shares: Vec<Range<usize>>,
     /// Outputs of the product.
     outputs: usize,
@@ -65,7 +65,7 @@ pub(super) struct AdapterPass<'a> {
 pub(super) struct AdapterBuffers<T = Tensor> {
     /// The gradient of what is between the factors, for as many columns as any product needs.
     low_gradient: Option<T>,
-    /// The second factors of a product as one.
+    /// The second factors of a product as one, for the largest product with several parts.
     factor: Option<T>,
     /// The input behind dropout, and what goes back through it.
     dropped: Option<[T; 2]>,
@@ -96,15 +96,16 @@ impl<T> AdapterBuffers<T> {
     ) -> Result<Option<Self>> {
         let Some(lora) = &spec.lora else { return Ok(None) };
         let rows = |columns: usize| allocate(&[tokens * columns], compute);
-        let packs = spec.packs_of_linears();
-        let members = packs.iter().map(Vec::len).max().unwrap_or(1);
+        let packs = spec.adapted_products();
+        let members = packs.iter().map(|(members, ..)| *members).max().unwrap_or(1);
+        let joined =
+            packs.iter().filter(|(_, parts, _)| *parts > 1).map(|(members, _, outputs)| members * outputs).max();
         let widest = [spec.width, spec.attended_width(), spec.inner].into_iter().max().unwrap_or(0);
         let outputs = [spec.qkv_width(), spec.up_width(), spec.width].into_iter().max().unwrap_or(0);
         let dropped = train && lora.dropout > 0.0;
-        let factor = || allocate(&[outputs * members * lora.r], compute);
         Ok(Some(Self {
             low_gradient: train.then(|| rows(members * lora.r)).transpose()?,
-            factor: (members > 1).then(factor).transpose()?,
+            factor: joined.map(|elements| allocate(&[elements * lora.r], compute)).transpose()?,
             dropped: if dropped { Some([rows(widest)?, rows(widest)?]) } else { None },
             output: (train && lora.dora).then(|| rows(outputs)).transpose()?,
         }))
@@ -137,7 +138,8 @@ impl Adapter {
         let parts = parts(spec, layer);
         let outputs = parts.iter().map(|(_, first, count)| first + count).max().unwrap_or(0);
         let members: Vec<_> = parts.into_iter().filter(|(part, ..)| lora.targets.contains(part)).collect();
-        let shares = members.iter().filter(|_| members.len() > 1).map(|(_, first, count)| *first..first + count);
+        let shares =
+            members.iter().filter(|(.., count)| *count < outputs).map(|(_, first, count)| *first..first + count);
         let member = |(part, first, count): (Layer, usize, usize)| {
             Ok(Member {
                 b: pack_of(parameters, part, ParamRole::LoraB)?,
@@ -226,9 +228,7 @@ impl Adapter {
 
     /// The second factors as one, `[outputs, members · r]`.
     fn factor(&self, kernels: &dyn Kernels, weights: &Parameters, pass: AdapterPass<'_>) -> Result<Tensor> {
-        if let [member] = &self.members[..]
-            && member.outputs == (0..self.outputs)
-        {
+        if let (true, [member]) = (self.shares.is_empty(), &self.members[..]) {
             return Ok(weights.pack(member.b).clone());
         }
         let factor = matrix(pass.buffers()?.factor.as_ref(), self.outputs, self.members.len() * self.r)?;

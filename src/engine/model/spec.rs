@@ -417,14 +417,15 @@ impl ModelSpec {
         (0..self.layers).flat_map(layers).collect()
     }
 
-    /// The layers of each product of a block that have adapters.
-    pub(super) fn packs_of_linears(&self) -> Vec<Vec<Layer>> {
-        let Some(lora) = &self.lora else { return Vec::new() };
-        let mut packs = BTreeMap::<Layer, Vec<Layer>>::new();
-        for (layer, pack, _) in self.linear_layers().into_iter().filter(|(layer, ..)| lora.targets.contains(layer)) {
-            packs.entry(pack).or_default().push(layer);
+    /// The products with adapters: how many of its layers have one, how many layers it has, and its outputs.
+    pub(super) fn adapted_products(&self) -> Vec<(usize, usize, usize)> {
+        let mut products = BTreeMap::<Layer, (usize, usize, usize)>::new();
+        for (layer, pack, [_, columns]) in self.linear_layers() {
+            let (members, parts, outputs) = products.entry(pack).or_default();
+            *members += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
+            (*parts, *outputs) = (*parts + 1, *outputs + columns);
         }
-        packs.into_values().collect()
+        products.into_values().filter(|(members, ..)| *members > 0).collect()
     }
 
     /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model, or its

@@ -233,6 +233,9 @@ pub fn main() -> ExitCode {
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             writeln!(stderr(), "error: {}", block(&error.to_string())).ok();
+            if let Some(frames) = error.backtrace() {
+                writeln!(stderr(), "{}", block(&frames)).ok();
+            }
             ExitCode::from(error.exit_code())
         }
     }

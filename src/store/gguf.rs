@@ -54,10 +54,10 @@ impl Gguf {
         // A file can make candle's reader divide by zero.
         let content = contained(|| Content::read(&mut start)).unwrap_or_else(|| candle_core::bail!("nonsense in it"));
         let starved = start.get_ref().starved;
-        let content = content.map_err(|error| match &error {
+        let content = content.map_err(|error| match error {
             _ if starved => Error::model(path.display(), format!("its metadata takes over {MAX_METADATA} bytes")),
-            error if is_end_of_file(error) => Error::model(path.display(), "it ends within its metadata: truncated"),
-            error => Error::model(path.display(), format!("no usable GGUF file: {}", first_line(&error.to_string()))),
+            error if is_end_of_file(&error) => Error::model(path.display(), "it ends within its metadata: truncated"),
+            error => Error::model(path.display(), format!("no usable GGUF file: {}", Error::from(error))),
         })?;
         let gguf = Self { path, file: Mutex::new(file), content };
         gguf.check(about.len())?;
@@ -108,7 +108,7 @@ impl Gguf {
         self.info(name)?;
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         let mut read = || self.content.tensor(&mut *file, name, &Device::Cpu)?.dequantize(&Device::Cpu);
-        read().map_err(|error| self.error(format!("tensor `{name}`: {}", first_line(&error.to_string()))))
+        read().map_err(|error| self.error(format!("tensor `{name}`: {}", Error::from(error))))
     }
 
     /// The elements `range` of a tensor, dequantised to FP32; they are whole blocks.
@@ -116,7 +116,7 @@ impl Gguf {
         let (elements, dtype) = (range.len(), self.info(name)?.ggml_dtype);
         let blocks = self.blocks(name, range)?;
         let read = || dtype.from_data(blocks.into()).dequantize(elements);
-        read().map_err(|error| self.error(format!("tensor `{name}`: {}", first_line(&error.to_string()))))
+        read().map_err(|error| self.error(format!("tensor `{name}`: {}", Error::from(error))))
     }
 
     /// The blocks of elements `range` of a tensor as they are in the file.
@@ -275,9 +275,4 @@ fn is_end_of_file(error: &candle_core::Error) -> bool {
         candle_core::Error::WithBacktrace { inner, .. } => is_end_of_file(inner),
         _ => false,
     }
-}
-
-/// What an error says, without the backtrace that may follow.
-fn first_line(message: &str) -> &str {
-    message.lines().next().unwrap_or_default()
 }

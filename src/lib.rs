@@ -19,6 +19,7 @@ pub mod report;
 pub mod screen;
 pub mod store;
 pub mod telemetry;
+mod temporary;
 pub mod train;
 pub mod untrusted;
 

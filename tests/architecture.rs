@@ -9,13 +9,14 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 19] = [
+const ORDER: [&str; 20] = [
     "error",
     "untrusted",
     "precision",
     "telemetry",
     "random",
     "digest",
+    "temporary",
     "engine",
     "amp",
     "data",

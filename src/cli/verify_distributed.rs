@@ -3,7 +3,7 @@
 use crate::cli::flags::ConfigArgs;
 use crate::store::checkpoint::{compare, newest_good};
 use crate::telemetry::{Event, StepTime, read};
-use crate::{Error, Result};
+use crate::{Error, Result, temporary};
 use clap::Args;
 use std::io::Write;
 use std::path::Path;
@@ -27,7 +27,7 @@ const PROCESSES: [usize; 3] = [1, 2, 4];
 /// Trains the same with each number of processes and says what differs; exit code 1 if anything does.
 pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let mut config = args.config.resolve()?;
-    let folder = tempfile::tempdir().map_err(Error::io("create a temporary folder in", std::env::temp_dir()))?;
+    let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
     let steps = args.config.steps.map_or(STEPS, |steps| steps.max(1) as u64);
     config.train.steps = Some(steps);
     config.train.grad_accum = config.train.grad_accum.max(MICRO_BATCHES);

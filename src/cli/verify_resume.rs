@@ -5,7 +5,7 @@ use crate::cli::names::run_folder;
 use crate::cli::reporter::Reporter;
 use crate::cli::train::thread_pool;
 use crate::train::verify_resume;
-use crate::{Error, Result};
+use crate::{Error, Result, temporary};
 use clap::Args;
 use std::io::Write;
 use std::path::PathBuf;
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCo
     };
     let steps = args.config.steps.map_or(STEPS, |steps| steps.max(0) as u64);
     let at = args.at.unwrap_or(steps / 2);
-    let folder = tempfile::tempdir().map_err(Error::io("create a temporary folder in", std::env::temp_dir()))?;
+    let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
     let reporter = Reporter::start();
     let activity = reporter.activity();
     let proof = thread_pool(&config, 1)?.install(|| verify_resume(&config, steps, at, folder.path(), activity))?;

@@ -9,12 +9,11 @@ use std::fs::File;
 use std::io::{BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
-use crate::{Error, Result};
+use crate::{Error, Result, temporary};
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";
 const VERSION: u32 = 3;
@@ -50,22 +49,6 @@ pub(super) enum Width {
 
 /// Name prefix of a file that is not complete yet. Its writer holds a lock on it.
 const UNFINISHED: &str = ".tokens-";
-/// A writer locks its file within less than this.
-const YOUNG: Duration = Duration::from_mins(1);
-
-/// Removes incomplete files that killed writers have left in `folder`.
-fn sweep(folder: &Path, young: Duration) {
-    let Ok(entries) = std::fs::read_dir(folder) else { return };
-    for entry in entries.filter_map(std::result::Result::ok) {
-        let unfinished = entry.file_name().to_str().is_some_and(|name| name.starts_with(UNFINISHED));
-        let Ok(modified) = entry.metadata().and_then(|metadata| metadata.modified()) else { continue };
-        let old = modified.elapsed().is_ok_and(|age| age >= young);
-        if unfinished && old && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok()) {
-            // Another process may have removed it already.
-            let _ = std::fs::remove_file(entry.path());
-        }
-    }
-}
 
 /// A verified token file. Ids are read on demand, not mapped: truncating a mapped file kills its readers with SIGBUS.
 #[derive(Debug)]
@@ -239,11 +222,7 @@ impl TokenWriter {
     /// A new file in `folder`, which is created if need be.
     pub(super) fn create(folder: &Path, width: Width) -> Result<Self> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
-        sweep(folder, YOUNG);
-        let file = NamedTempFile::with_prefix_in(UNFINISHED, folder).map_err(Error::io("create a file in", folder))?;
-        // On a file system without locks, the age protects a file that is being written.
-        let _ = file.as_file().try_lock();
-        let mut out = BufWriter::with_capacity(1 << 20, file);
+        let mut out = BufWriter::with_capacity(1 << 20, temporary::file(folder, UNFINISHED)?);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
         let (hash, bytes) = (Sha256::new(), Vec::new());
         Ok(Self { out, hash, width, tokens: 0, starts: true, documents: Documents::Texts, bytes })
@@ -357,21 +336,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         TokenWriter::create(folder.path(), Width::Two).unwrap().push(&[1, 2], true).unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn what_a_killed_writer_has_left_is_removed_and_a_living_ones_file_is_not() {
-        let folder = tempfile::tempdir().unwrap();
-        let writer = TokenWriter::create(folder.path(), Width::Two).unwrap();
-        let left = folder.path().join(".tokens-left");
-        std::fs::write(&left, "half").unwrap();
-        let files = || std::fs::read_dir(folder.path()).unwrap().count();
-        sweep(folder.path(), YOUNG);
-        assert_eq!(files(), 2, "the file is too young to be called left");
-        sweep(folder.path(), Duration::ZERO);
-        assert!(!left.exists());
-        writer.finish(0, Some(&folder.path().join("a.tokens"))).unwrap();
-        assert_eq!(files(), 1);
     }
 
     proptest! {

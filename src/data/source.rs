@@ -5,13 +5,13 @@ use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use tempfile::{NamedTempFile, TempPath};
+use tempfile::NamedTempFile;
 
 use super::chats;
 use super::document::Document;
 use super::format::Format;
 use crate::untrusted::{Pipe, is_pipe};
-use crate::{Error, Result};
+use crate::{Error, Result, temporary};
 
 /// The advice at the end of errors about a source.
 const KINDS: &str = "give `grammar`, `tiny_shakespeare`, `chats`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
@@ -22,6 +22,8 @@ const CHATS_SEED: u64 = 0;
 
 /// Limit on the text that comes through a pipe, which is copied to disk first.
 const MAX_SPOOL: u64 = 64 << 30;
+/// Name prefix of that copy, in the system's folder of temporary files.
+const SPOOL: &str = ".finetune-text-";
 
 /// Karpathy's sample of Shakespeare's plays (public domain), 1,115,394 bytes, compressed with `zstd --ultra -22`.
 const TINY_SHAKESPEARE: &[u8] = include_bytes!("tiny_shakespeare.txt.zst");
@@ -163,7 +165,7 @@ fn meant(path: &Path) -> String {
 pub(super) struct Files {
     pub(super) documents: Vec<Document>,
     /// The temporary copy of a text that comes from a pipe, deleted once it has been read.
-    _spool: Option<TempPath>,
+    _spool: Option<NamedTempFile>,
 }
 
 impl Source {
@@ -222,15 +224,14 @@ impl Document {
 
 /// Copies a pipe to a file, because text is read twice: once for its hash, once for its tokens.
 fn spool(from: impl Read, origin: &str, asked: Option<Format>) -> Result<Files> {
-    let mut spool = NamedTempFile::new().map_err(Error::io("create a file in", std::env::temp_dir()))?;
+    let mut spool = temporary::file(&std::env::temp_dir(), SPOOL)?;
     let copied = std::io::copy(&mut from.take(MAX_SPOOL), &mut spool)
         .and_then(|copied| spool.flush().map(|()| copied))
         .map_err(Error::io("copy the text to", spool.path()))?;
     if copied == MAX_SPOOL {
         return Err(Error::data(origin, "more than 64 GiB came through the pipe; give a file"));
     }
-    let spool = spool.into_temp_path();
-    let document = Document::new(spool.to_path_buf(), origin.to_owned(), asked);
+    let document = Document::new(spool.path().to_path_buf(), origin.to_owned(), asked);
     Ok(Files { documents: vec![document], _spool: Some(spool) })
 }
 

@@ -12,7 +12,7 @@ pub use onnx::OnnxOptions;
 
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
-use crate::{Error, Result};
+use crate::{Error, Result, temporary};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -104,8 +104,7 @@ pub fn export(
     }
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
-    let work = tempfile::Builder::new().prefix(".export-").tempdir_in(parent);
-    let work = work.map_err(Error::io("create a folder in", parent))?;
+    let (work, _lock) = temporary::folder(parent, ".export-")?;
     match format {
         Format::HuggingFace => {
             let folder = work.path().join(name);

@@ -10,7 +10,7 @@ use super::disk::Disk;
 use super::find::{Keep, list, newest_sequence, outdated};
 use super::manifest::{Kind, MAX_SEQUENCE, Manifest};
 use super::save::Contents;
-use crate::{Error, Result, untrusted};
+use crate::{Error, Result, temporary, untrusted};
 
 const LOCK: &str = ".lock";
 const LATEST: &str = "latest";
@@ -187,7 +187,9 @@ impl Run {
         self.disk.sync_folder(&self.path)
     }
 
+    /// Removes the leftovers of a killed process. Temporary files with `tempfile`'s own names come from a `TMPDIR` in the folder.
     fn clear_leftovers(&self) -> Result<()> {
+        temporary::sweep(&self.path, temporary::is_default_name);
         for entry in std::fs::read_dir(&self.path).map_err(Error::io("list", &self.path))? {
             let entry = entry.map_err(Error::io("list", &self.path))?;
             let name = entry.file_name();

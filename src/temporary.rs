@@ -1,0 +1,88 @@
+//! Temporary files and folders, and the removal of those that killed processes have left.
+
+use std::fs::File;
+use std::path::Path;
+use std::time::Duration;
+
+use tempfile::{Builder, NamedTempFile, TempDir};
+
+use crate::{Error, Result, untrusted};
+
+/// A process locks its new file within less than this. The age also protects files on a file system without locks.
+const YOUNG: Duration = Duration::from_mins(1);
+
+/// Creates and locks a file in `folder`, named `prefix` and random characters, after removing abandoned ones of that prefix.
+pub(crate) fn file(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
+    sweep(folder, |name| name.starts_with(prefix));
+    let file = NamedTempFile::with_prefix_in(prefix, folder).map_err(Error::io("create a file in", folder))?;
+    let _ = file.as_file().try_lock();
+    Ok(file)
+}
+
+/// Like [`file`], but a folder. The second value holds its lock.
+pub(crate) fn folder(parent: &Path, prefix: &str) -> Result<(TempDir, Option<File>)> {
+    sweep(parent, |name| name.starts_with(prefix));
+    let made = Builder::new().prefix(prefix).tempdir_in(parent).map_err(Error::io("create a folder in", parent))?;
+    let lock = File::open(made.path()).ok();
+    let _ = lock.as_ref().map(File::try_lock);
+    Ok((made, lock))
+}
+
+/// Whether the crate `tempfile` gives this name to a file without a prefix.
+pub(crate) fn is_default_name(name: &str) -> bool {
+    name.strip_prefix(".tmp")
+        .is_some_and(|rest| rest.len() == 6 && rest.bytes().all(|byte| byte.is_ascii_alphanumeric()))
+}
+
+/// Removes the old entries of `folder` whose names are `ours` and that no process has locked. Ignores errors.
+pub(crate) fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
+    sweep_older_than(folder, YOUNG, ours);
+}
+
+fn sweep_older_than(folder: &Path, young: Duration, ours: impl Fn(&str) -> bool) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let Ok(metadata) = entry.metadata() else { continue };
+        let old = metadata.modified().is_ok_and(|time| time.elapsed().is_ok_and(|age| age >= young));
+        if !old || !entry.file_name().to_str().is_some_and(&ours) {
+            continue;
+        }
+        let opened = if metadata.is_dir() { File::open(&path) } else { untrusted::open(&path) };
+        if opened.is_ok_and(|file| file.try_lock().is_ok()) {
+            let _ = if metadata.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_process_has_left_is_removed_and_a_living_ones_is_not() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path();
+        let kept = file(path, ".a-").unwrap();
+        let (kept_folder, _lock) = folder(path, ".a-").unwrap();
+        std::fs::write(path.join(".a-left"), "half").unwrap();
+        std::fs::create_dir_all(path.join(".a-left-folder/more")).unwrap();
+        std::fs::write(path.join("other.a-"), "stays").unwrap();
+        let names = || std::fs::read_dir(path).unwrap().count();
+        let ours = |name: &str| name.starts_with(".a-");
+        sweep(path, ours);
+        assert_eq!(names(), 5, "all are too young to be called left");
+        sweep_older_than(path, Duration::ZERO, ours);
+        assert!(kept.path().exists() && kept_folder.path().exists() && path.join("other.a-").exists());
+        assert_eq!(names(), 3);
+    }
+
+    #[test]
+    fn the_default_name_of_a_temporary_file_is_recognised() {
+        let made = NamedTempFile::new().unwrap();
+        assert!(is_default_name(made.path().file_name().unwrap().to_str().unwrap()));
+        for name in [".tmp", ".tmp12345", ".tmp1234567", ".tmp12-456", "tmp123456", ".tmp123456.txt"] {
+            assert!(!is_default_name(name), "{name}");
+        }
+    }
+}

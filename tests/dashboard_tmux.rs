@@ -5,6 +5,9 @@
 
 #![allow(clippy::unwrap_used, clippy::print_stderr, reason = "tests: a failed unwrap fails, a skip is said")]
 
+#[path = "common/launch.rs"]
+mod launch;
+
 use finetune::telemetry::{Event, read};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,7 +22,7 @@ const PATIENCE: Duration = Duration::from_mins(1);
 
 /// The demonstration: brought up to date, for a test that is asked for alone does not build it.
 static DEMO: LazyLock<PathBuf> = LazyLock::new(|| {
-    let mut build = Command::new(env!("CARGO"));
+    let mut build = launch::command(env!("CARGO"));
     build.args(["build", "--quiet", "--example", "dashboard_demo"]);
     // Cargo sets variables for a test that it does not have itself. ring's build script would run again for their sake, here and at
     // the next build, and the compiler for all that depends on it.
@@ -47,7 +50,7 @@ impl Terminal {
     /// A shell of this size that has noted the terminal's settings; `None` where there is no tmux.
     fn open(columns: u32, rows: u32) -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        if Command::new("tmux").arg("-V").output().is_err() {
+        if launch::command("tmux").arg("-V").output().is_err() {
             assert!(std::env::var_os("CI").is_none(), "CI needs tmux");
             eprintln!("skipped: there is no tmux");
             return None;
@@ -64,7 +67,7 @@ impl Terminal {
     }
 
     fn tmux(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::new("tmux");
+        let mut command = launch::command("tmux");
         command.args(["-L", &self.server]).args(arguments).current_dir(self.folder.path());
         command.env_remove("NO_COLOR").env_remove("TMUX");
         let output = command.output().unwrap();
@@ -134,7 +137,7 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        Command::new("tmux").args(["-L", &self.server, "kill-server"]).output().ok();
+        launch::command("tmux").args(["-L", &self.server, "kill-server"]).output().ok();
     }
 }
 
@@ -307,7 +310,7 @@ fn piped_output_is_lines() {
     let finished = r#"{"v":1,"t":1,"s":9.0,"event":"finished","reason":"done","step":3}"#;
     let step = r#"{"v":1,"t":1,"s":1.0,"event":"step","step":128,"loss":2.5,"loss_scale":65536.0}"#;
     std::fs::write(&log, format!("{step}\n{finished}\n")).unwrap();
-    let output = Command::new(env!("CARGO_BIN_EXE_finetune")).arg("watch").arg(&log).output().unwrap();
+    let output = launch::program().arg("watch").arg(&log).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success() && text.contains("step=128 ") && text.contains("finished reason=done"), "{text}");
     assert!(!text.contains('\u{1b}'), "{text:?}");

@@ -6,6 +6,8 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking")]
 
+#[path = "common/launch.rs"]
+mod launch;
 #[path = "support/checkpoint.rs"]
 mod support;
 
@@ -13,7 +15,7 @@ use std::fs;
 use std::io::{self, BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -93,7 +95,7 @@ fn child() {
 }
 
 fn start_child(path: &Path, variables: &[(&str, u64)]) -> Child {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = launch::command(std::env::current_exe().unwrap());
     command.args(["--exact", "child", "--ignored", "--nocapture"]).env("FAULTS_RUN", path);
     command.envs(variables.iter().map(|(name, value)| (name, value.to_string())));
     command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()

@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::format_collect, clippy::assigning_clones, reason = "a test may take the short way")]
 
+#[path = "common/launch.rs"]
+mod launch;
+
 use std::collections::HashMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -556,7 +559,7 @@ fn generate_eval_and_export_take_names_of_the_hub() {
     }
     fs::write(desk.path().join("text.txt"), "a text to be measured on").unwrap();
     let finetune = |line: &str, offline: &str| {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_finetune"));
+        let mut command = launch::program();
         command.current_dir(desk.path()).args(line.split(' ')).env_clear();
         command
             .env("HF_ENDPOINT", &server.address)
@@ -760,7 +763,7 @@ fn shards_that_do_not_fit_on_the_disk_are_refused_before_the_first() {
 
 /// Runs the program with this Hub; the command can still be changed.
 fn program(server: &Server, desk: &Path, line: &str) -> std::process::Command {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     command.current_dir(desk).args(line.split(' ')).env_clear();
     command.env("HF_ENDPOINT", &server.address).env("HF_HOME", desk.join("hf"));
     command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());

@@ -4,6 +4,8 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "common/launch.rs"]
+mod launch;
 #[path = "support/checkpoint.rs"]
 mod support;
 
@@ -23,7 +25,7 @@ const STEPS: u64 = 60;
 
 /// Starts, or goes on with, the run called `run`. It saves every third step, so that many a kill hits a save.
 fn start(folder: &Path, run: &str, resume: bool, more: &[&str]) -> Child {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     command.current_dir(folder).args(["--run", run, "--plain"]);
     if resume {
         command.arg("--resume");

@@ -2,6 +2,9 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking, and prints what it measured")]
 #![cfg(target_os = "linux")]
 
+#[path = "common/launch.rs"]
+mod launch;
+
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -16,7 +19,7 @@ use finetune::telemetry::{Event, Outcome, Record, ScaleCause, ScaleMove, StepRec
 const MOST_MIB: u64 = 100;
 
 fn command(folder: &Path, line: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     command.current_dir(folder).args(line.split_whitespace()).env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
     command
 }

@@ -1,6 +1,9 @@
 //! `finetune mismatch`: training's and generation's probabilities of the same tokens, against values computed otherwise.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
+#[path = "common/launch.rs"]
+mod launch;
+
 use finetune::data::TokenSource;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::model::{Decoder, KvCache, Mode, Parameters, Tokens, Workspace};
@@ -10,14 +13,13 @@ use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
 use serde_json::Value;
 use std::path::Path;
-use std::process::Command;
 
 const TOKENS: usize = 40;
 
 /// The exit code, and what the command printed: its result, or with a failure everything. A phase that takes long is named on
 /// standard error.
 fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_finetune")).args(arguments).current_dir(folder).output().unwrap();
+    let output = launch::program().args(arguments).current_dir(folder).output().unwrap();
     let text = if output.status.success() { output.stdout } else { [output.stdout, output.stderr].concat() };
     (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
 }

@@ -5,6 +5,8 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "common/launch.rs"]
+mod launch;
 #[path = "support/checkpoint.rs"]
 mod support;
 
@@ -12,7 +14,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use finetune::store::checkpoint::{Kind, list, newest_good, verify};
 use finetune::telemetry::{Event, Record, read};
@@ -24,7 +26,7 @@ const SMALL: &str = "--init-scale 16384 --batch-size 2 --seq-len 16 --threads 1 
 
 /// The program after `before`, a line of shell such as `ulimit -f 100`.
 fn shell(folder: &Path, before: &str, arguments: &str) -> Command {
-    let mut command = Command::new("bash");
+    let mut command = launch::command("bash");
     let program = env!("CARGO_BIN_EXE_finetune");
     command.current_dir(folder).args(["-c", &format!("{before}\nexec '{program}' {arguments}")]);
     command.env("HF_HUB_OFFLINE", "1").env_remove("FINETUNE_ISA");
@@ -243,6 +245,50 @@ fn promise_8_hangup_and_the_processor_limit_save_and_stop_like_termination() {
     }
 }
 
+/// The test above, started as `nohup` starts it.
+#[test]
+fn promise_8_is_tested_under_nohup_too() {
+    let name = "promise_8_hangup_and_the_processor_limit_save_and_stop_like_termination";
+    let test = std::env::current_exe().unwrap();
+    let mut nohup = launch::command("bash");
+    nohup.args(["-c", &format!("trap '' HUP; exec '{}' --exact {name}", test.display())]);
+    let output = nohup.env(launch::LIMIT_VARIABLE, "120").output().unwrap();
+    assert!(output.status.success() && said(&output).contains("1 passed"), "{}", said(&output));
+}
+
+#[test]
+#[ignore = "started by the test below"]
+fn waits_for_a_process_without_end() {
+    assert!(!launch::command("sleep").arg("1000").status().unwrap().success());
+}
+
+#[test]
+fn a_test_waits_for_no_process_without_end() {
+    let mut test = launch::command(std::env::current_exe().unwrap());
+    test.args(["--exact", "waits_for_a_process_without_end", "--ignored", "--nocapture"]);
+    let output = test.env(launch::LIMIT_VARIABLE, "1").output().unwrap();
+    assert!(output.status.success() && said(&output).contains("1 passed"), "{}", said(&output));
+    assert!(said(&output).contains("has taken more than 1 s: killed"), "{}", said(&output));
+}
+
+#[test]
+fn temporary_files_of_a_killed_process_go_when_the_run_is_resumed() {
+    let folder = folder();
+    assert!(finetune(folder.path(), &format!("--run r --steps 2 {SMALL}")).status.success());
+    let run = run_folder(folder.path(), "r");
+    let hour_ago = SystemTime::now() - Duration::from_hours(1);
+    let files =
+        [(".tmpa1B2c3", hour_ago), (".tmpD4e5F6", SystemTime::now()), (".tmp-notes", hour_ago), ("notes", hour_ago)];
+    for (name, time) in files {
+        let file = fs::File::create(run.join(name)).unwrap();
+        file.set_modified(time).unwrap();
+    }
+    let output = finetune(folder.path(), &format!("--resume --run r --steps 4 {SMALL}"));
+    assert!(output.status.success(), "{}", said(&output));
+    // A young one may be in use; others are not this program's.
+    assert_eq!(files.map(|(name, _)| run.join(name).exists()), [false, true, true, true]);
+}
+
 #[test]
 fn promise_8_hangup_under_nohup_stops_nothing() {
     let folder = folder();
@@ -320,7 +366,7 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
     let good = fs::read(&path).unwrap();
     let rows = |bytes: &[u8]| {
         fs::write(&path, bytes).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        let mut command = launch::program();
         command.arg(finetune::data::parquet_rows::ARGUMENT).arg(&path).arg("text");
         command.stdin(Stdio::null()).output().unwrap()
     };

@@ -3,11 +3,11 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use serde_json::Value;
 
 use super::compare::skip;
+use super::launch;
 
 /// The Python, or none after saying so; in CI it must be there.
 pub(crate) fn python() -> Option<PathBuf> {
@@ -20,7 +20,7 @@ pub(crate) fn python() -> Option<PathBuf> {
 
 /// Whether `python` can import `module`; says so where it cannot.
 pub(crate) fn has_module(python: &Path, module: &str) -> bool {
-    let output = Command::new(python).args(["-c", &format!("import {module}")]).output().unwrap();
+    let output = launch::command(python).args(["-c", &format!("import {module}")]).output().unwrap();
     if !output.status.success() {
         let why = String::from_utf8_lossy(&output.stderr);
         skip(&format!("the Python in `FINETUNE_PYTHON` has no `{module}`: {}", why.trim()));
@@ -31,7 +31,7 @@ pub(crate) fn has_module(python: &Path, module: &str) -> bool {
 /// The JSON object that a script under `tests/` prints on its last line.
 pub(crate) fn run_script(python: &Path, script: &str, arguments: &[&OsStr]) -> Value {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(script);
-    let output = Command::new(python).arg(script).args(arguments).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    let output = launch::command(python).arg(script).args(arguments).env("HF_HUB_OFFLINE", "1").output().unwrap();
     let (answer, complaint) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{complaint}");
     serde_json::from_str(answer.lines().last().unwrap_or_default())

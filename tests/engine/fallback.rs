@@ -3,10 +3,11 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use crate::common::engine::{Settings, engine};
+use crate::common::launch;
 use candle_core::{DType, Device, Tensor};
 use finetune::Error;
 use finetune::data::Batch;
@@ -152,7 +153,7 @@ fn a_checkpoint_says_which_weights_are_wide() {
     assert_eq!(wide, 12);
     let text = std::fs::read_to_string(path.join("config.json")).unwrap();
     assert!(text.contains(r#""torch_dtype": "float32""#), "{text}");
-    let output = Command::new(env!("CARGO_BIN_EXE_finetune")).args(["checkpoint", "show"]).arg(path).output().unwrap();
+    let output = launch::program().args(["checkpoint", "show"]).arg(path).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("\nfallback     h.1 since step 3\n"), "{text}");
 }
@@ -201,7 +202,7 @@ fn a_killed_run_goes_on_with_the_layer_in_fallback() {
     let folder = tempfile::tempdir().unwrap();
     let model = with_outlier(folder.path());
     let start = |run: &str, resume: bool| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        let mut command = launch::program();
         command.current_dir(folder.path()).args(["--run", run, "--plain", "--threads", "1"]);
         if resume {
             command.arg("--resume");

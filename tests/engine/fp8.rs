@@ -1,8 +1,8 @@
 //! One block in simulated FP8, and the variance of gradients that can switch it.
 
 use std::path::Path;
-use std::process::Command;
 
+use crate::common::launch;
 use candle_core::{DType, Tensor};
 use finetune::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Tokens, Workspace};
 use finetune::precision::{Fp8Config, PrecisionPolicy};
@@ -221,7 +221,7 @@ fn the_experiment_runs_and_is_compared() {
     let runs = tempfile::tempdir().unwrap();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/experiments/fp8-variance");
     let finetune = || {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        let mut command = launch::program();
         command.current_dir(runs.path());
         command
     };

@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Output, Stdio};
 
+use crate::common::launch;
 use finetune::data::Tokenizer;
 use serde_json::{Value, json};
 
@@ -35,7 +36,7 @@ impl Desk {
     }
 
     fn run(&self, line: &str) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        let mut command = launch::program();
         command.current_dir(self.0.path()).args(line.split(' ')).env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
         command.output().unwrap()
     }

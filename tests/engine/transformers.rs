@@ -5,10 +5,10 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 
 use crate::common::golden::Case;
+use crate::common::launch;
 use crate::common::python::{python, run_script};
 use candle_core::Device;
 use finetune::data::{Batch, BatchLoader, TokenSource, Tokenizer, grammar};
@@ -63,7 +63,7 @@ fn model_folder(folder: &Path, tied: bool) -> PathBuf {
 
 /// Fine-tunes `model` with the program itself; the last step's directory.
 fn train(model: &Path, dtype: &str, runs: &Path, run: &str) -> PathBuf {
-    let output = Command::new(env!("CARGO_BIN_EXE_finetune"))
+    let output = launch::program()
         .args(["--plain", "--steps", STEPS, "--batch-size", "4", "--seq-len", "32", "--dtype", dtype, "--run", run])
         .args([Path::new("--model"), model, Path::new("--checkpoint-dir"), runs])
         .output()

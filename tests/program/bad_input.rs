@@ -8,6 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::common::launch;
 use serde_json::{Value, json};
 
 /// Messages of a slow preparation.
@@ -65,7 +66,7 @@ impl Desk {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        let mut command = launch::program();
         command.current_dir(self.folder.path()).args(arguments).env("HF_HUB_OFFLINE", "1");
         command.env_remove("FINETUNE_ISA").env_remove("COLUMNS").stdin(std::process::Stdio::null());
         command

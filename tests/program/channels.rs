@@ -5,8 +5,9 @@
 #![cfg(unix)]
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
+use crate::common::launch;
 use crate::support::{Sample, folder};
 use finetune::data::Tokenizer;
 use finetune::store::checkpoint::Run;
@@ -222,7 +223,7 @@ fn promise_6_no_channel_passes_on_what_steers_a_terminal() {
         let channels = trap.channels();
         assert!(channels.len() >= 45);
         for words in channels {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+            let mut command = launch::program();
             command.current_dir(folder.path()).args(&words).stdin(Stdio::null());
             command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", folder.path().join(payload)).env_remove("FINETUNE_ISA");
             let output = command.output().unwrap();

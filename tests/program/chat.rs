@@ -1,11 +1,12 @@
 //! Chat templates compared with transformers, and `finetune chat` as a user runs it.
 
+use crate::common::launch;
 use crate::common::python::{python, run_script};
 use finetune::data::{Conversation, Template, TemplateTokens, Tokenizer};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 /// Templates like those of the families, each with the constructs that they use.
 const TEMPLATES: [(&str, &str); 4] = [
@@ -129,7 +130,7 @@ fn model(folder: &Path, template: Option<&str>) -> String {
 
 /// Standard output and standard error of a conversation with these lines.
 fn chat(folder: &Path, arguments: &[&str], lines: &[&str]) -> (String, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     command.current_dir(folder).arg("chat").args(arguments).args(["-n", "4", "--temperature", "0", "--threads", "1"]);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();

@@ -2,8 +2,8 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 
+use crate::common::launch;
 use crate::support::{Sample, folder, names};
 use finetune::store::checkpoint::{Kind, Run};
 use tempfile::TempDir;
@@ -22,7 +22,7 @@ fn runs() -> TempDir {
 
 /// Runs `finetune checkpoint …` in `folder`: exit code, standard output, standard error.
 fn finetune(folder: &Path, arguments: &str) -> (i32, String, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     let output = command.arg("checkpoint").args(arguments.split(' ')).current_dir(folder).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code().unwrap(), text(output.stdout), text(output.stderr))

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use crate::common::desk::desk;
+use crate::common::launch;
 use candle_core::quantized::gguf_file;
 use finetune::data::grammar;
 use finetune::store::checkpoint::{Kind, list};
@@ -14,7 +15,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 fn command(desk: &TempDir, line: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     command.current_dir(desk.path()).args(line.split(' ')).env("HF_HUB_OFFLINE", "1").env_remove("FINETUNE_ISA");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -199,7 +200,7 @@ fn completions_and_the_manual_have_every_command() {
         let script = desk.path().join("finetune.bash");
         fs::write(&script, said(&desk, "completions bash")).unwrap();
         let load = "source finetune.bash && complete -p finetune";
-        let output = Command::new("/bin/bash").args(["-c", load]).current_dir(desk.path()).output().unwrap();
+        let output = launch::command("/bin/bash").args(["-c", load]).current_dir(desk.path()).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     let page = said(&desk, "man");

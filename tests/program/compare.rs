@@ -1,8 +1,9 @@
 //! `finetune compare` on synthetic logs, and on a small version of the experiment in `configs/experiments`.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 
+use crate::common::launch;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};
 use finetune::telemetry::{
     Event, EventLog, FinishReason, Finished, FlushedTensor, GradStats, Outcome, Overflow, Probe, Record, ScaleCause,
@@ -112,7 +113,7 @@ impl Runs {
     }
 
     fn compare(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+        let mut command = launch::program();
         command.arg("compare").args(["--checkpoint-dir", "."]).args(arguments).current_dir(self.0.path());
         command.output().unwrap()
     }
@@ -346,7 +347,7 @@ fn the_growth_interval_experiment_runs_from_beginning_to_end() {
     for (arm, interval) in [("standard", "4"), ("doubled", "8")] {
         for seed in ["1", "2"] {
             let name = format!("growth-{arm}-{seed}");
-            let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+            let mut command = launch::program();
             command.arg("--config").arg(folder.join(format!("{arm}.toml")));
             command.args(["--seed", seed, "--run", &name, "--plain", "--checkpoint-dir", "."]);
             command.args(["--steps", "24", "--batch-size", "2", "--seq-len", "16", "--growth-interval", interval]);

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::common::launch;
 use crate::common::python::{has_module, python, run_script};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
@@ -305,7 +306,7 @@ fn the_gguf_package_reads_the_file() {
     export(&trained, Dtype::F16, Format::Gguf, Parts::Merged, &out).unwrap();
     let script = "import json, sys, gguf\nreader = gguf.GGUFReader(sys.argv[1])\n\
                   print(json.dumps({t.name: [int(n) for n in t.shape] for t in reader.tensors}))";
-    let output = std::process::Command::new(python).args(["-c", script]).arg(&out).output().unwrap();
+    let output = launch::command(python).args(["-c", script]).arg(&out).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let shapes: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(shapes.as_object().unwrap().len(), trained.config.parameters().len());

@@ -1,5 +1,6 @@
 //! The verdict of `fp16-check` compared with actual training.
 
+use crate::common::launch;
 use finetune::data::{TokenSource, grammar};
 use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::view;
@@ -9,10 +10,9 @@ use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, Unit};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     let output = command.args(arguments).current_dir(folder).output().unwrap();
     // A verdict is an exit code too. A phase that takes long is named on standard error.
     let text = if output.stdout.is_empty() { output.stderr } else { output.stdout };

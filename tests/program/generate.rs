@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::common::launch;
 use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
@@ -220,7 +221,7 @@ fn the_receiver_can_stop_generation() {
 fn the_command_writes_the_same_text_for_the_same_seed_from_run_checkpoint_and_folder() {
     let folder = tempfile::tempdir().unwrap();
     let finetune = |arguments: &[&str]| {
-        let mut command = Command::cargo_bin("finetune").unwrap();
+        let mut command = Command::from_std(launch::program());
         let output = command.current_dir(folder.path()).args(arguments).assert().success().get_output().clone();
         (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
     };

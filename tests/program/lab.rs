@@ -4,13 +4,13 @@
 //! where it fails.
 
 use std::path::Path;
-use std::process::Command;
 
+use crate::common::launch;
 use crate::common::python::{has_module, python, run_script};
 use serde_json::{Map, Value};
 
 fn finetune(folder: &Path, arguments: &[&str]) -> String {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     let output = command.args(arguments).current_dir(folder).output().unwrap();
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()

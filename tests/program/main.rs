@@ -10,6 +10,7 @@
 mod common {
     pub(crate) mod compare;
     pub(crate) mod desk;
+    pub(crate) mod launch;
     pub(crate) mod markup;
     pub(crate) mod python;
 }

@@ -7,11 +7,12 @@
 #![cfg(unix)]
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Output, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::changes::{any_bytes, changed, changes, replaced, replacement};
+use crate::common::launch;
 use finetune::untrusted::is_unsafe;
 use proptest::collection::vec;
 use proptest::strategy::{Strategy, ValueTree};
@@ -59,7 +60,7 @@ const KINDS: [(&str, &str); 30] = [
 
 /// Runs the program within its limits.
 fn execute(folder: &Path, words: &str) -> Output {
-    Command::new("sh")
+    launch::command("sh")
         .args(["-c", r#"ulimit -v 4194304; exec timeout 30 "$0" "$@""#, env!("CARGO_BIN_EXE_finetune")])
         .args(words.split(' '))
         .current_dir(folder)

@@ -9,6 +9,7 @@
     reason = "a test stops at the first thing that is not as it should be"
 )]
 
+use crate::common::launch;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};
 use crate::common::python::{has_module, python, run_script};
 use finetune::telemetry::{Event, StepRecord, read};
@@ -20,7 +21,7 @@ use std::process::{Command, Stdio};
 
 /// The command, in a folder.
 fn command(folder: &Path, line: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     command.current_dir(folder).args(line.split_whitespace()).env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
     command
 }

@@ -3,6 +3,7 @@
 //! control without, which leaves out the batch on which the scaler is made to find an overflow.
 
 use super::*;
+use crate::common::launch;
 
 const SKIP_ITER: usize = 2;
 /// Below every norm the cases meet, so that clipping always acts.
@@ -171,7 +172,7 @@ fn test_grad_scaling_multiple() {
 fn test_grad_scaling_penalty() {
     const SWITCH: &str = "CANDLE_GRAD_DO_NOT_DETACH";
     if std::env::var_os(SWITCH).is_none() {
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let mut child = launch::command(std::env::current_exe().unwrap());
         let output =
             child.args(["--exact", "amp::pytorch::test_grad_scaling_penalty"]).env(SWITCH, "1").output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);

@@ -1,0 +1,59 @@
+//! Starts processes for tests: with the default actions of signals, and for a limited time.
+#![allow(dead_code, reason = "not every test uses all of it")]
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::process::Command;
+use std::sync::{Arc, Once};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use finetune::telemetry::is_ignored;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
+
+/// Seconds that a test's process may take, instead of [`LIMIT`].
+pub(crate) const LIMIT_VARIABLE: &str = "FINETUNE_TEST_LIMIT";
+/// Longer than the longest of them takes on a busy machine.
+const LIMIT: Duration = Duration::from_mins(30);
+
+/// The program under test.
+pub(crate) fn program() -> Command {
+    command(env!("CARGO_BIN_EXE_finetune"))
+}
+
+/// Like [`Command::new`], but under `nohup` too the process does not inherit ignored signals. It is killed after [`LIMIT`], so that
+/// no test waits for ever.
+pub(crate) fn command(program: impl AsRef<OsStr>) -> Command {
+    static FIRST: Once = Once::new();
+    FIRST.call_once(|| {
+        // A child inherits an ignored signal, but not a handler.
+        for signal in [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ] {
+            if is_ignored(signal) {
+                signal_hook::flag::register(signal, Arc::default()).unwrap();
+            }
+        }
+        let seconds = std::env::var(LIMIT_VARIABLE).ok().map(|seconds| seconds.parse().unwrap());
+        thread::spawn(move || end_children_after(seconds.map_or(LIMIT, Duration::from_secs)));
+    });
+    Command::new(program)
+}
+
+/// Kills each child of this process, as far as `/proc` lists them, once it has been here for `limit`.
+fn end_children_after(limit: Duration) {
+    let mut seen: HashMap<String, Instant> = HashMap::new();
+    loop {
+        let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+        let text: String = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok()).collect();
+        let children: Vec<&str> = text.split_whitespace().collect();
+        seen.retain(|id, _| children.contains(&id.as_str()));
+        for id in children {
+            let since = seen.entry(id.to_owned()).or_insert_with(Instant::now);
+            if since.elapsed() > limit {
+                eprintln!("process {id} has taken more than {} s: killed", limit.as_secs());
+                Command::new("kill").args(["-KILL", id]).status().unwrap();
+            }
+        }
+        thread::sleep(limit.min(Duration::from_secs(5)));
+    }
+}

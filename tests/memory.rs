@@ -5,9 +5,11 @@
     reason = "a test stops at the first thing that is not as it should be"
 )]
 
+#[path = "common/launch.rs"]
+mod launch;
+
 use std::collections::HashMap;
 use std::path::Path;
-use std::process::Command;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Tokenizer, grammar};
@@ -21,7 +23,7 @@ const TOLERANCE: f64 = 0.1;
 const TOKENIZER_TOLERANCE: f64 = 0.2;
 
 fn finetune(folder: &Path, arguments: &[&str]) -> String {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let mut command = launch::program();
     let output = command.args(arguments).current_dir(folder).output().unwrap();
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
@@ -202,7 +204,7 @@ fn tokenizer(tokens: usize) -> String {
 
 /// The real architecture, with random weights and a tokenizer that needs no download.
 #[test]
-#[ignore = "trains 82 M parameters twice and writes two gigabytes; cargo test --test memory -- --ignored"]
+#[ignore = "trains 82 M parameters twice and writes two gigabytes; .ci/full runs it"]
 fn distilgpt2() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Tensor};
 
@@ -78,4 +79,14 @@ fn distance(value: &Tensor, truth: &Tensor) -> f64 {
 pub(crate) fn skip(reason: &str) {
     assert!(std::env::var("CI").as_deref() != Ok("true"), "skipped in CI: {reason}");
     eprintln!("skipped: {reason}");
+}
+
+/// The path of GPT-2's `tokenizer.json`, which is stored next to this project. Without it the test is skipped.
+pub(crate) fn gpt2_tokenizer() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data/gpt2/tokenizer.json");
+    if !path.is_file() {
+        skip("there is no ../shared/data/gpt2/tokenizer.json");
+        return None;
+    }
+    Some(path)
 }

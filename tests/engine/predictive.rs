@@ -1,13 +1,11 @@
-//! The predictive loss scale against the dynamic one, on three runs; `docs/numerics.md` quotes what the long ones
-//! print:
-//!
-//!     GPT2_TOKENIZER=…/tokenizer.json TINY_SHAKESPEARE=…/tiny_shakespeare.txt \
-//!         cargo test --test engine predictive:: -- --ignored --nocapture --test-threads 1
+//! The predictive loss scale against the dynamic one, on three runs. The long ones print the table in `docs/numerics.md`, and
+//! check its conclusions.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
+use crate::common::compare::gpt2_tokenizer;
 use candle_core::Device;
 use finetune::data::grammar;
 use finetune::engine::model::ModelSpec;
@@ -82,6 +80,15 @@ fn compare(name: &str, config: &Config, steps: u64) -> [Figures; 2] {
     both
 }
 
+/// Checks the conclusions of `docs/numerics.md` from the long runs. One seed's loss varies by about as much as is allowed.
+fn assert_predicted([dynamic, predictive]: &[Figures; 2]) {
+    assert!(dynamic.overflows >= 2 && 10 * predictive.overflows <= dynamic.overflows, "{dynamic:?} {predictive:?}");
+    assert!((predictive.loss / dynamic.loss).ln() < 0.03, "not the same loss: {dynamic:?} {predictive:?}");
+    let lower = dynamic.mean_log2_scale - predictive.mean_log2_scale;
+    assert!((0.0..4.0).contains(&lower), "not a slightly lower scale: {dynamic:?} {predictive:?}");
+    assert!(predictive.subnormal < 1e-3 && predictive.flushed < 5e-6, "{predictive:?}");
+}
+
 /// `tiny` on small batches.
 fn tiny() -> Config {
     let mut config = Config::resolve(&Layers::default()).unwrap();
@@ -132,38 +139,38 @@ fn a_run_resumes_bit_for_bit_with_what_was_measured() {
 }
 
 #[test]
-#[ignore = "minutes; cargo test --test engine predictive:: -- --ignored --nocapture"]
+#[ignore = "minutes; .ci/full runs it"]
 fn tiny_on_grammar() {
-    compare("`tiny`, grammar", &tiny(), 600);
+    assert_predicted(&compare("`tiny`, grammar", &tiny(), 600));
 }
 
 #[test]
-#[ignore = "minutes; cargo test --test engine predictive:: -- --ignored --nocapture"]
+#[ignore = "minutes; .ci/full runs it"]
 fn tiny_on_grammar_with_spikes() {
     let folder = tempfile::tempdir().unwrap();
     let config = Config { data: spiked(folder.path(), 150), ..tiny() };
-    compare("`tiny`, grammar with spikes", &config, 600);
+    assert_predicted(&compare("`tiny`, grammar with noise", &config, 600));
 }
 
 #[test]
-#[ignore = "minutes, and needs GPT-2's tokenizer and Tiny Shakespeare; see above"]
+#[ignore = "minutes; .ci/full runs it"]
 fn narrow_distilgpt2_on_tiny_shakespeare() {
+    let Some(tokenizer) = gpt2_tokenizer() else { return };
     let folder = tempfile::tempdir().unwrap();
     let shape = ModelSpec::named("distilgpt2").unwrap().resized(6, 64, 4);
     let masters = TrainState::random_masters(&shape, 11, &Device::Cpu).unwrap();
     let tensors: HashMap<_, _> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
     std::fs::write(folder.path().join("config.json"), shape.to_json("float32")).unwrap();
-    let path = |name: &str| std::env::var(name).unwrap_or_else(|_| panic!("{name} is not set"));
     let overrides = [
         ("model", folder.path().display().to_string()),
-        ("tokenizer", path("GPT2_TOKENIZER")),
-        ("data", path("TINY_SHAKESPEARE")),
+        ("tokenizer", tokenizer.display().to_string()),
+        ("data", "tiny_shakespeare".to_owned()),
     ];
     let overrides = overrides.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).to_vec();
     let mut config = Config::resolve(&Layers { file: None, overrides, ..Layers::default() }).unwrap();
     (config.train.batch_size, config.train.seq_len) = (4, 64);
     // An interval short enough that the dynamic rule tries a few times within so few steps.
     (config.scaler.growth_interval, config.optimizer.lr) = (25, 5e-4);
-    compare("distilgpt2 with width 64, Tiny Shakespeare", &config, 150);
+    assert_predicted(&compare("narrow distilgpt2, Tiny Shakespeare", &config, 150));
 }

@@ -253,9 +253,9 @@ fn files_of_the_hub_are_fetched_and_read_by_their_name() {
     assert_eq!(hub.1, 1);
 }
 
-/// Bounded memory and speed on a large file; run with `cargo test --release --test program data_sources:: -- --ignored`.
+/// Bounded memory and speed on a large file.
 #[test]
-#[ignore = "writes 1 GB and takes a minute"]
+#[ignore = "writes 1 GB; .ci/full runs it in a release build"]
 fn a_gigabyte_is_tokenised_in_bounded_memory() {
     use std::io::Write as _;
     let folder = tempfile::tempdir().unwrap();

@@ -11,6 +11,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::common::compare::gpt2_tokenizer;
+use crate::common::launch;
 use crate::common::python::{python, run_script};
 use assert_cmd::Command;
 use candle_core::Device;
@@ -101,19 +103,17 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
     }
 }
 
-/// On Tiny Shakespeare itself, by the command and with GPT-2's tokenizer, which both sides run themselves. Needs a folder with
-/// `tiny_shakespeare.txt` and GPT-2's `tokenizer.json` in `FINETUNE_DATA`:
-/// `FINETUNE_PYTHON=… FINETUNE_DATA=… cargo test --release --test program evaluate:: -- --ignored`
+/// On Tiny Shakespeare itself, by the command and with GPT-2's tokenizer, which both sides run themselves.
 ///
 /// On 20 November 2026 a stride of 256 gave 11.966221510 here and 11.966221512 there; 128 was not waited for.
 #[test]
-#[ignore = "takes minutes, and two files that have to be downloaded"]
+#[ignore = "minutes; .ci/full runs it"]
 fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
-    let data = PathBuf::from(std::env::var_os("FINETUNE_DATA").expect("a folder in `FINETUNE_DATA`"));
-    let Some(python) = python() else { return };
+    let (Some(python), Some(tokenizer)) = (python(), gpt2_tokenizer()) else { return };
     let folder = tempfile::tempdir().unwrap();
-    std::fs::copy(data.join("tiny_shakespeare.txt"), folder.path().join("text.txt")).unwrap();
-    std::fs::copy(data.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+    let text = zstd::decode_all(&include_bytes!("../../src/data/tiny_shakespeare.txt.zst")[..]).unwrap();
+    std::fs::write(folder.path().join("text.txt"), text).unwrap();
+    std::fs::copy(tokenizer, folder.path().join("tokenizer.json")).unwrap();
     let gpt2 = ModelSpec::named("gpt2").unwrap();
     // Weights this wide make a model that is sure of itself, and wrong: its loss is far from a uniform guess.
     let small = ModelSpec { context: 256, ..gpt2.resized(2, 64, 4) };
@@ -124,7 +124,7 @@ fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
     write_tensors(&mut std::fs::File::create(&weights).unwrap(), &weights, &tensors).unwrap();
     std::fs::write(folder.path().join("config.json"), config.to_json("float32")).unwrap();
     for stride in ["256", "128"] {
-        let mut command = Command::cargo_bin("finetune").unwrap();
+        let mut command = Command::from_std(launch::program());
         command.current_dir(folder.path()).args(["eval", ".", "--data", "text.txt", "--stride", stride, "--json"]);
         let output = command.assert().success().get_output().stdout.clone();
         let ours: Value = serde_json::from_slice(&output).unwrap();
@@ -179,7 +179,7 @@ fn the_command_prints_the_librarys_figures() {
     let tokens = tokens(folder.path(), &trained);
     let windows = Windows::new(trained.config.context, Some(8), Some(4), None).unwrap();
     let expected = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
-    let mut command = Command::cargo_bin("finetune").unwrap();
+    let mut command = Command::from_std(launch::program());
     command.current_dir(folder.path()).args(["eval", ".", "--data", "text.txt"]);
     command.args(["--seq-len", "8", "--stride", "4", "--json"]);
     let output = command.assert().success().get_output().stdout.clone();

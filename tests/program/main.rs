@@ -36,4 +36,5 @@ mod lab;
 mod lora_runs;
 mod malicious;
 mod out_of_the_terminal;
+mod quick_start;
 mod templates;

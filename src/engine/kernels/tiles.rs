@@ -460,7 +460,7 @@ mod tests {
 
     #[test]
     #[cfg(target_arch = "x86_64")]
-    #[ignore = "needs a CPU with AMX"]
+    #[ignore = "needs a CPU with AMX, where .ci/run runs it"]
     fn the_cpus_tiles_compute_the_models_bits() {
         assert_eq!(super::support(), super::Support::Granted);
         for seed in 0..50 {

@@ -607,7 +607,7 @@ fn a_long_log_opens_fast() {
 }
 
 #[test]
-#[ignore = "writes two gigabytes"]
+#[ignore = "writes two gigabytes; .ci/full runs it in a release build"]
 fn a_log_of_a_million_steps_opens_in_three_seconds_and_thirty_megabytes() {
     let (took, memory, view) = open_long_log(1_000_000);
     assert!(view.run().step.step >= 1_000_000);

@@ -411,7 +411,7 @@ fn tiles_of_any_size_agree_with_f64() {
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-#[ignore = "needs a CPU with AMX"]
+#[ignore = "needs a CPU with AMX, where .ci/run runs it"]
 fn the_cpus_tiles_and_their_model_give_the_same_products() {
     let (real, model) = (Kernels::Of(Isa::Amx), Kernels::TileModel);
     let [real, model] = [real, model].map(|kernels| kernels.of::<bf16>().unwrap());

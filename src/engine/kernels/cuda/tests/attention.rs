@@ -95,7 +95,7 @@ fn assert_gradient(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn in_fp32() {
     for dropout in [None, dropout(0.2)] {
         check(Shape::new(2, 13, 3, 8), DType::F32, dropout);
@@ -104,7 +104,7 @@ fn in_fp32() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn in_fp32_of_all_head_sizes() {
     for (seq_len, head_size) in [(1, 1), (65, 20), (131, 32), (64, 48), (33, 80), (70, 96), (41, 128)] {
         check(Shape::new(1, seq_len, 2, head_size), DType::F32, None);
@@ -137,31 +137,31 @@ fn check_head_sizes(numbers: std::ops::Range<usize>) {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn on_tensor_cores_with_small_heads() {
     check_head_sizes(0..2);
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn on_tensor_cores_with_heads_of_64_and_80() {
     check_head_sizes(2..4);
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn on_tensor_cores_with_large_heads() {
     check_head_sizes(4..6);
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn on_tensor_cores_with_heads_that_fill_no_tile() {
     check_head_sizes(6..8);
 }
 
 #[test]
-#[ignore = "minutes: cargo test --lib every_shape_on_tensor_cores -- --ignored"]
+#[ignore = "minutes, and needs a C++ compiler with sanitizers; .ci/full runs it"]
 fn every_shape_on_tensor_cores() {
     for head_size in HEAD_SIZES {
         for seq_len in LENGTHS {
@@ -172,7 +172,7 @@ fn every_shape_on_tensor_cores() {
 
 /// Windows and documents within a tile, at its end, and over several, so that whole tiles are skipped on either side.
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn in_windows_and_documents() {
     for (i, (seq_len, head_size, window)) in
         [(70, 32, 1), (130, 64, 40), (200, 128, 64), (260, 40, 130), (33, 64, 7)].into_iter().enumerate()
@@ -196,7 +196,7 @@ fn in_windows_and_documents() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn later_tokens_change_nothing_earlier() {
     let shape = Shape::new(1, 130, 2, 64);
     let width = shape.heads * shape.head_size;
@@ -223,7 +223,7 @@ fn later_tokens_change_nothing_earlier() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn numbers_that_are_not_finite_show() {
     let shape = Shape::new(1, 70, 1, 32);
     let width = shape.head_size;
@@ -257,7 +257,7 @@ fn numbers_that_are_not_finite_show() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn an_overflow_in_between_shows() {
     // The output's gradient is finite, and so are the operands, but not their products as FP16 holds them.
     let shape = Shape::new(1, 20, 1, 64);
@@ -270,7 +270,7 @@ fn an_overflow_in_between_shows() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn what_there_is_no_kernel_for_is_refused() {
     let gpu = Emulator::new(0);
     let buffer = gpu.output(1, DType::F32);

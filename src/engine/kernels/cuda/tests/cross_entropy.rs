@@ -16,7 +16,7 @@ fn exact_row(logits: &[f32], target: u32, seed: f64) -> (f64, Vec<f64>) {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn cross_entropies() {
     for dtype in TYPES {
         for (rows, vocab, stride) in
@@ -69,7 +69,7 @@ fn cross_entropies() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn a_logit_that_is_no_number_shows_in_loss_and_gradient() {
     for bad in [f32::NAN, f32::INFINITY] {
         let gpu = Emulator::new(0);

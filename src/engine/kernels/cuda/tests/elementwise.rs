@@ -6,7 +6,7 @@ use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::{Activation, Embedding, Fused, Kernels};
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn activations() {
     let (rows, width) = (5, 24);
     for dtype in TYPES {
@@ -47,7 +47,7 @@ fn activations() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn branches() {
     for [stream, compute] in STREAM_AND_COMPUTE {
         for (len, dropout) in [(5003, None), (64, Dropout::new(0.3, 9, 4, 5)), (131, Dropout::new(0.3, 9, 4, 5))] {
@@ -72,7 +72,7 @@ fn branches() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn the_same_row_in_every_row() {
     for dtype in TYPES {
         let row = pattern(40, 1, dtype);
@@ -88,7 +88,7 @@ fn the_same_row_in_every_row() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn gradients_of_embeddings() {
     let (vocab, width, seq_len) = (19, 136, 33);
     let ids: Vec<u32> = (0..3 * seq_len as u32).map(|n| n * n % 17).collect();

@@ -59,7 +59,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn a_kernel_without_a_fault_runs_in_every_order() {
     let expected: Vec<f32> = pattern(64, 1, DType::F32).into_iter().rev().collect();
     for order in Emulator::ORDERS {
@@ -68,7 +68,7 @@ fn a_kernel_without_a_fault_runs_in_every_order() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn faults_are_found() {
     let complaint = |fault| run(fault, 0).unwrap_err();
     assert!(
@@ -90,13 +90,13 @@ fn faults_are_found() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn a_missing_barrier_shows_in_the_results() {
     assert_ne!(bits(&run(6, 0).unwrap()), bits(&run(6, 1).unwrap()));
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn copies_arrive_when_they_were_waited_for() {
     let input = pattern(STEPS as usize * 4 * THREADS as usize, 1, DType::F32);
     let chunks: Vec<&[f32]> = input.chunks_exact(4).collect();
@@ -116,7 +116,7 @@ fn copies_arrive_when_they_were_waited_for() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn faults_of_copies_are_found() {
     // Without a wait, without a group to wait for, or with one group too many left, there is poison in every order.
     for fault in [1, 2, 3] {
@@ -143,7 +143,7 @@ fn faults_of_copies_are_found() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn faults_of_matrices_are_found() {
     // The first matrix has the rows of lanes 0 to 7, of which four lanes get each.
     let expected: Vec<f32> = (0..32).map(|lane| (lane / 4) as f32).collect();
@@ -200,7 +200,7 @@ const LANES: [[usize; 8]; 8] = [
 ];
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn products_of_a_warp_have_the_layouts_of_the_hardware() {
     // Whole numbers, so that all sums are exact.
     let whole = |count, salt, range: f32| -> Vec<f32> {
@@ -243,7 +243,7 @@ fn products_of_a_warp_have_the_layouts_of_the_hardware() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn matrices_of_a_warp_have_the_layouts_of_the_hardware() {
     // Every element is its own number.
     let element = |matrix: usize, row: usize, column: usize| (matrix * 64 + row * 8 + column) as u32;
@@ -266,7 +266,7 @@ fn matrices_of_a_warp_have_the_layouts_of_the_hardware() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn wrong_launches_are_refused() {
     let gpu = Emulator::new(0);
     let arguments = Faulty { input: 0, output: 0, len: 0, fault: 0 };
@@ -315,7 +315,7 @@ fn hard_cases(widen: impl Fn(u16) -> f32) -> Vec<f32> {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn conversions_round_as_the_hardware_does() {
     let formats: [Format; 2] = [
         (DType::F16, |bits| f16::from_bits(bits).to_f32(), |x| f16::from_f32_const(x).to_bits()),

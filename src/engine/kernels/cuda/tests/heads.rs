@@ -9,7 +9,7 @@ use crate::engine::kernels::rope::{Direction, Positions, Table};
 use crate::engine::kernels::{Fused, Kernels};
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn rotations() {
     let (rows, seq_len, stride, first, half) = (14, 7, 80, 16, 16);
     let table = Table::new(&[0.5; 16].map(|x: f32| x * 0.9), 1.0, 12, &Device::Cpu).unwrap();
@@ -38,7 +38,7 @@ fn rotations() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn grouped_heads() {
     let shape = Shape { kv_heads: 2, ..Shape::new(1, 3, 6, 16) };
     let (rows, group) = (3, 3);

@@ -8,7 +8,7 @@ use crate::engine::kernels::{Fused, Kernels, Norm, NormGradients, NormSettings, 
 
 /// Forward, and backward on top of a gradient or afresh.
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn layer_norms() {
     for types in STREAM_AND_COMPUTE {
         for shape in [[1, 8], [7, 24], [40, 65], [9, 1], [2, 768]] {
@@ -67,7 +67,7 @@ fn layer_norm([stream, compute]: [DType; 2], shape @ [rows, width]: [usize; 2], 
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
     let (rows, width, dtype) = (3, 24, DType::F16);
     let mut x = vec![0.5; rows * width];
@@ -91,7 +91,7 @@ fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn rms_norms() {
     for [stream, compute] in STREAM_AND_COMPUTE {
         for (unit_offset, shape @ [rows, width]) in [(false, [7, 24]), (true, [40, 65]), (true, [2, 1000])] {
@@ -133,7 +133,7 @@ fn rms_norms() {
 
 /// Heads in some columns of wider rows, as queries and keys lie; what is beside them stays.
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn rms_norms_of_heads() {
     let settings = NormSettings { norm: Norm::Rms { unit_offset: true }, eps: EPSILON };
     for (dtype, rows, heads, width) in [(DType::F32, 5, 3, 8), (DType::F16, 40, 2, 64), (DType::BF16, 9, 4, 128)] {

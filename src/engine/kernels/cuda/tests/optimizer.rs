@@ -36,7 +36,7 @@ fn surveyed(gpu: &Emulator, tensors: &[(Vec<f32>, DType, FloatFormat)], exponent
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn surveys() {
     let types = [(DType::F32, FloatFormat::FP16), (DType::F16, FloatFormat::FP16), (DType::BF16, FloatFormat::BF16)];
     for (broken, exponents) in [(false, true), (true, true), (true, false)] {
@@ -67,7 +67,7 @@ fn surveys() {
 }
 
 #[test]
-#[ignore = "needs a C++ compiler with sanitizers"]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn updates() {
     let step = AdamWStep {
         lr: 0.01,

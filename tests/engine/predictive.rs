@@ -86,7 +86,8 @@ fn assert_predicted([dynamic, predictive]: &[Figures; 2]) {
     assert!((predictive.loss / dynamic.loss).ln() < 0.03, "not the same loss: {dynamic:?} {predictive:?}");
     let lower = dynamic.mean_log2_scale - predictive.mean_log2_scale;
     assert!((0.0..4.0).contains(&lower), "not a slightly lower scale: {dynamic:?} {predictive:?}");
-    assert!(predictive.subnormal < 1e-3 && predictive.flushed < 5e-6, "{predictive:?}");
+    // About one in a thousand, and one in a million.
+    assert!(predictive.subnormal < 1.5e-3 && predictive.flushed < 5e-6, "{predictive:?}");
 }
 
 /// `tiny` on small batches.

@@ -3,11 +3,14 @@
 //! The programs under test are `examples/dashboard_demo`, the dashboard over a synthetic run, and `finetune watch`. Without
 //! tmux these tests are skipped with a message, except in CI, where they fail.
 
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "tests: a failed unwrap fails, a skip is said")]
+#![allow(clippy::unwrap_used, reason = "tests: a failed unwrap fails")]
 
+#[path = "common/compare.rs"]
+mod compare;
 #[path = "common/launch.rs"]
 mod launch;
 
+use compare::skip;
 use finetune::telemetry::{Event, read};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -51,8 +54,7 @@ impl Terminal {
     fn open(columns: u32, rows: u32) -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         if launch::command("tmux").arg("-V").output().is_err() {
-            assert!(std::env::var_os("CI").is_none(), "CI needs tmux");
-            eprintln!("skipped: there is no tmux");
+            skip("tmux", "tmux is not installed");
             return None;
         }
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);

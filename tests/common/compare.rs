@@ -74,10 +74,11 @@ fn distance(value: &Tensor, truth: &Tensor) -> f64 {
     norm(&(value.to_dtype(DType::F64).unwrap() - truth.to_dtype(DType::F64).unwrap()).unwrap())
 }
 
-/// Skips a test with a message, but fails if `CI=true`, so that CI never skips it silently.
+/// Skips a test with a message, but fails if `FINETUNE_REQUIRE` lists `requirement`, as `.ci/run` does.
 #[expect(clippy::print_stderr, reason = "a test has no other output")]
-pub(crate) fn skip(reason: &str) {
-    assert!(std::env::var("CI").as_deref() != Ok("true"), "skipped in CI: {reason}");
+pub(crate) fn skip(requirement: &str, reason: &str) {
+    let required = std::env::var("FINETUNE_REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|name| name == requirement), "`{requirement}` is required: {reason}");
     eprintln!("skipped: {reason}");
 }
 

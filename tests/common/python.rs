@@ -9,11 +9,11 @@ use serde_json::Value;
 use super::compare::skip;
 use super::launch;
 
-/// The Python, or none after saying so; in CI it must be there.
+/// The Python, or none after saying so.
 pub(crate) fn python() -> Option<PathBuf> {
     let python = std::env::var_os("FINETUNE_PYTHON").map(PathBuf::from).filter(|python| python.is_file());
     if python.is_none() {
-        skip("`FINETUNE_PYTHON` names no Python; `.ci/python-env DIR` makes one");
+        skip("python", "`FINETUNE_PYTHON` names no Python; `.ci/python-env DIR` makes one");
     }
     python
 }
@@ -23,7 +23,7 @@ pub(crate) fn has_module(python: &Path, module: &str) -> bool {
     let output = launch::command(python).args(["-c", &format!("import {module}")]).output().unwrap();
     if !output.status.success() {
         let why = String::from_utf8_lossy(&output.stderr);
-        skip(&format!("the Python in `FINETUNE_PYTHON` has no `{module}`: {}", why.trim()));
+        skip("python", &format!("the Python in `FINETUNE_PYTHON` has no `{module}`: {}", why.trim()));
     }
     output.status.success()
 }

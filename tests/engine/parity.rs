@@ -11,10 +11,10 @@ use finetune::train::Outcome;
 
 const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
 
-/// Every case there is, for every set of kernels. Where those beside the project are missing, says so, and fails in CI.
+/// Every case for every set of kernels. Says so if the cases of `../shared` are missing.
 fn cases() -> Vec<Case> {
     if Case::shared().is_none() {
-        skip("there is no ../shared/golden/tiny-gpt2");
+        skip("shared", "there is no ../shared/golden/tiny-gpt2");
     }
     Case::all().iter().flat_map(Case::for_all_kernels).collect()
 }

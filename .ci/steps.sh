@@ -2,7 +2,7 @@
 # shellcheck shell=bash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=0 FINETUNE_PYTHON=$PWD/target/ci/venv/bin/python
+export CARGO_TERM_COLOR=never CARGO_INCREMENTAL=0 RUSTFLAGS="-D warnings" FINETUNE_PYTHON=$PWD/target/ci/venv/bin/python
 # A test fails instead of skipping if one of these is missing. This project's own CI has `../shared`, and sets CI=true.
 export FINETUNE_REQUIRE=python,tmux
 [[ ${CI:-} != true ]] || FINETUNE_REQUIRE+=,shared

@@ -285,7 +285,7 @@ fn a_step_sends_the_bytes_of_the_formula() {
 
 /// What sums along the tree take more than a running sum is at most 3 % of one process's step.
 #[test]
-#[ignore = "measures times; .ci/run runs it"]
+#[ignore = "measures times; .ci/full runs it"]
 fn the_tree_costs_one_process_little() {
     const ROUNDS: usize = 15;
     let mut config = config("fp16");

@@ -86,7 +86,7 @@ pub(crate) fn skip(requirement: &str, reason: &str) {
 pub(crate) fn gpt2_tokenizer() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data/gpt2/tokenizer.json");
     if !path.is_file() {
-        skip("there is no ../shared/data/gpt2/tokenizer.json");
+        skip("shared", "there is no ../shared/data/gpt2/tokenizer.json");
         return None;
     }
     Some(path)

@@ -89,7 +89,7 @@ fn an_rms_norms_gradient_joins_the_streams() {
 
 fn table(half: usize, positions: usize) -> Table {
     let frequencies: Vec<f32> = (0..half).map(|i| 0.3f32.powi(i as i32)).collect();
-    Table::new(&frequencies, 1.25, positions, &Device::Cpu).unwrap()
+    Table::new(&frequencies, 1.25, 0..positions, &Device::Cpu).unwrap()
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::common::launch;
+use crate::common::python::{python, run_script};
 use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
@@ -161,6 +162,41 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
     let text = sampler.generate(&model.0, &model.1, &tokenizer, 9).unwrap();
     let until_eos = ids[3..].split(|&id| id == 256).next().unwrap();
     assert_eq!(text, tokenizer.decode(until_eos).unwrap());
+}
+
+/// With a dynamic base the angles depend on the tokens so far, and not on the tokens that are planned.
+#[test]
+fn a_dynamic_base_gives_the_text_that_transformers_gives() {
+    let model = golden("families/llama-dynamic", PrecisionPolicy::FP32);
+    let (original, context) = (12, model.0.spec().context);
+    assert_eq!(context, 36);
+    let prompt = |len: u32| (0..len).map(|i| (i * i * 7 + len * 5 + 3) % 38).collect::<Vec<u32>>();
+    let mut cases = Vec::new();
+    for len in [1, 4, 7, 11, 12, 13, 20, 30] {
+        for n in [1, 5, 16, 35 - len as usize] {
+            let prompt = prompt(len);
+            let found = tokens(&model, context.min(prompt.len() + n), &prompt, n, &[], &GREEDY).0;
+            cases.push((prompt, n, found));
+        }
+    }
+    for (prompt, n, found) in &cases {
+        let longer = cases.iter().filter(|(other, more, _)| other == prompt && more > n);
+        for (_, more, longer) in longer {
+            let same = found.len().min(longer.len());
+            assert_eq!(found[..same], longer[..same], "{} tokens, {n} and {more} more", prompt.len());
+        }
+    }
+    assert!(cases.iter().any(|(prompt, _, found)| prompt.len() < original && prompt.len() + found.len() > original));
+    let Some(python) = python() else { return };
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/families/llama-dynamic");
+    let desk = tempfile::tempdir().unwrap();
+    let file = desk.path().join("cases.json");
+    let asked: Vec<(&[u32], usize)> = cases.iter().map(|(prompt, _, found)| (&prompt[..], found.len())).collect();
+    std::fs::write(&file, serde_json::to_string(&asked).unwrap()).unwrap();
+    let theirs = run_script(&python, "transformers_generate.py", &[folder.as_os_str(), file.as_os_str()]);
+    for ((prompt, _, found), theirs) in cases.iter().zip(theirs.as_array().unwrap()) {
+        assert_eq!(serde_json::json!(found), *theirs, "{} tokens, {} more", prompt.len(), found.len());
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::engine::kernels::columns::Columns;
 use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
 use crate::engine::kernels::view::{read, write};
 use candle_core::{Device, Result, Tensor, bail};
+use std::ops::Range;
 
 /// Approximate number of elements of a task.
 const GRAIN: usize = 16 << 10;
@@ -21,14 +22,14 @@ pub struct Table {
 }
 
 impl Table {
-    /// Angles of `positions` positions at the given frequencies; `factor` multiplies cosines and sines.
+    /// Angles of `positions` at the given frequencies; `factor` multiplies cosines and sines.
     ///
     /// An angle is the FP32 product of position and frequency, as in transformers, so that results agree at large positions too.
     /// Its cosine and sine are rounded once.
-    pub fn new(frequencies: &[f32], factor: f64, positions: usize, device: &Device) -> Result<Self> {
-        let half = frequencies.len();
-        let mut tables = [Vec::with_capacity(positions * half), Vec::with_capacity(positions * half)];
-        for position in 0..positions {
+    pub fn new(frequencies: &[f32], factor: f64, positions: Range<usize>, device: &Device) -> Result<Self> {
+        let (half, count) = (frequencies.len(), positions.len());
+        let mut tables = [Vec::with_capacity(count * half), Vec::with_capacity(count * half)];
+        for position in positions {
             for frequency in frequencies {
                 let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
                 // PyTorch rounds the cosine before it multiplies.
@@ -37,7 +38,7 @@ impl Table {
                 }
             }
         }
-        let [cos, sin] = tables.map(|table| Tensor::from_vec(table, (positions, half), device));
+        let [cos, sin] = tables.map(|table| Tensor::from_vec(table, (count, half), device));
         Ok(Self { cos: cos?, sin: sin? })
     }
 

@@ -308,6 +308,11 @@ impl Rope {
         }
     }
 
+    /// Whether the frequencies depend on a sequence's length.
+    pub(super) fn is_dynamic(&self) -> bool {
+        matches!(self.kind, RopeType::Dynamic { .. })
+    }
+
     /// The factor of cosines and sines.
     pub fn attention_factor(&self) -> f64 {
         match self.kind {

@@ -18,6 +18,7 @@ use crate::precision::{Dtype, PrecisionPolicy, Unit};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 use std::cell::Cell;
+use std::ops::Range;
 
 /// What the forward pass keeps for the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,7 +50,7 @@ impl<T> HeadNorms<T> {
     }
 }
 
-/// Cosines and sines of rotary position embeddings, for sequences up to a length.
+/// Cosines and sines of rotary position embeddings.
 #[derive(Debug, Default)]
 pub(super) struct Rotations {
     full: Option<Table>,
@@ -57,9 +58,11 @@ pub(super) struct Rotations {
 }
 
 impl Rotations {
-    pub(super) fn new(spec: &ModelSpec, seq_len: usize, device: &Device) -> Result<Self> {
+    /// Those of `positions` in a sequence that ends with them.
+    pub(super) fn new(spec: &ModelSpec, positions: Range<usize>, device: &Device) -> Result<Self> {
         let table = |rope: &Rope| {
-            Table::new(&rope.frequencies(spec.head_dim, seq_len), rope.attention_factor(), seq_len, device)
+            let frequencies = rope.frequencies(spec.head_dim, positions.end);
+            Table::new(&frequencies, rope.attention_factor(), positions.clone(), device)
         };
         let sliding = spec.sliding.as_ref().map(|sliding| &sliding.rope);
         Ok(Self { full: spec.rope.as_ref().map(table).transpose()?, sliding: sliding.map(table).transpose()? })
@@ -403,7 +406,7 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        let rotations = Rotations::new(spec, shape.1, device)?;
+        let rotations = Rotations::new(spec, 0..shape.1, device)?;
         Ok(Self { rotations, ..Self::lay_out(spec, policy, shape, (true, keep), &zeros, &zeros)? })
     }
 
@@ -415,7 +418,7 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        let rotations = Rotations::new(spec, shape.1, device)?;
+        let rotations = Rotations::new(spec, 0..shape.1, device)?;
         Ok(Self { rotations, ..Self::lay_out(spec, policy, shape, (false, Keep::BlockInput), &zeros, &zeros)? })
     }
 

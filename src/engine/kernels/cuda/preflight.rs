@@ -538,7 +538,7 @@ impl Bench {
         let (rows, seq_len, stride, first, half) = (66, 33, 160, 16, 32);
         let frequencies: Vec<f32> = (0..half).map(|i| 0.8f32.powi(i)).collect();
         let half = frequencies.len();
-        let table = Table::new(&frequencies, 1.0, seq_len + 2, &self.device)?;
+        let table = Table::new(&frequencies, 1.0, 0..seq_len + 2, &self.device)?;
         let starts: Vec<u32> = (0..rows as u32).map(|row| if row % 33 > 20 { 21 } else { 0 }).collect();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for documents in [None, Some(&starts[..])] {

@@ -6,6 +6,7 @@ use crate::engine::kernels::rope::Positions;
 use crate::engine::kernels::{Embedding, Normed, view};
 use crate::engine::model::adapter::{AdapterBuffers, AdapterPass};
 use crate::engine::model::parameters::Parameters;
+use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::ModelSpec;
 use crate::engine::model::workspace::{BranchNorm, HeadNorms, Rotations, candle_dtype, lay_out_low};
 use crate::precision::PrecisionPolicy;
@@ -23,7 +24,7 @@ pub struct KvCache {
     len: usize,
     /// Made for the number of tokens that were decoded last.
     buffers: Option<Buffers>,
-    /// For `capacity` positions.
+    /// For `capacity` positions; with a dynamic base, for the rows that were decoded last.
     rotations: Rotations,
 }
 
@@ -61,7 +62,7 @@ impl KvCache {
         let layer = |_| KeyValues::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
         let layers = (0..spec.layers).map(layer).collect::<Result<_>>()?;
         let residual = candle_dtype(policy.residual);
-        let rotations = Rotations::new(spec, capacity, device)?;
+        let rotations = Rotations::new(spec, 0..capacity, device)?;
         Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None, rotations })
     }
 
@@ -156,6 +157,13 @@ impl Decoder {
         if cache.buffers.as_ref().is_none_or(|buffers| !buffers.serve(rows, &compute)) {
             cache.buffers = Some(Buffers::new(&self.spec, cache.residual, &compute, rows, &cache.device)?);
         }
+        let mut places = Positions { seq_len: rows, past, documents: None };
+        let ropes = [self.spec.rope.as_ref(), self.spec.sliding.as_ref().map(|sliding| &sliding.rope)];
+        if ropes.into_iter().flatten().any(Rope::is_dynamic) {
+            // Angles depend on the length so far. Keys of earlier tokens keep theirs, as in transformers.
+            cache.rotations = Rotations::new(&self.spec, past..past + rows, &cache.device)?;
+            places.past = 0;
+        }
         let KvCache { layers, buffers: Some(buffers), len, rotations, .. } = cache else {
             bail!("the cache has no buffers")
         };
@@ -165,7 +173,6 @@ impl Decoder {
         let positions = self.positions.map(|table| weights.pack(table).narrow(0, past, rows)).transpose()?;
         let embedding = self.embed(weights, Tokens::new(ids, rows), Mode::Eval);
         self.embed_into(weights, Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
-        let places = Positions { seq_len: rows, past, documents: None };
         for (i, ((block, layer), dtype)) in self.blocks.iter().zip(layers).zip(&compute).enumerate() {
             let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter, low } =
                 BlockBuffers::of(blocks, *dtype)?;

@@ -12,7 +12,7 @@ use crate::engine::kernels::{Fused, Kernels};
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn rotations() {
     let (rows, seq_len, stride, first, half) = (14, 7, 80, 16, 16);
-    let table = Table::new(&[0.5; 16].map(|x: f32| x * 0.9), 1.0, 12, &Device::Cpu).unwrap();
+    let table = Table::new(&[0.5; 16].map(|x: f32| x * 0.9), 1.0, 0..12, &Device::Cpu).unwrap();
     let starts: Vec<u32> = (0..rows as u32).map(|row| if row % 7 > 3 { 4 } else { 0 }).collect();
     for dtype in TYPES {
         for documents in [None, Some(&starts[..])] {

@@ -15,6 +15,7 @@ mod document;
 mod format;
 pub mod grammar;
 mod growth;
+mod jinja_python;
 mod layout;
 pub mod parquet_rows;
 mod proof;

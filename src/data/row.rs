@@ -16,6 +16,7 @@ use super::cache::Documents;
 use super::chat_format::ChatFormat;
 use super::document::{End, Learned, Piece, Sink, emit};
 use super::format::Format;
+use super::jinja_python::read_json;
 use super::rows::Place;
 use super::template::{Conversation, Rendered};
 use crate::{Error, Result};
@@ -295,8 +296,7 @@ fn list(value: Value) -> Result<Value, String> {
         ValueKind::Seq => Ok(value),
         ValueKind::String => {
             let text = value.as_str().unwrap_or_default();
-            let read: Value =
-                serde_json::from_str(text).map_err(|error| format!("is text that is no JSON: {error}"))?;
+            let read: Value = read_json(text).map_err(|error| format!("is text that is no JSON: {error}"))?;
             if read.kind() == ValueKind::Seq {
                 Ok(read)
             } else {

@@ -14,6 +14,7 @@ use serde::de::{Deserializer, SeqAccess, Visitor};
 
 use super::document::Document;
 use super::format::Format;
+use super::jinja_python::read_json;
 use super::parquet_rows;
 use crate::{Error, Result};
 
@@ -87,7 +88,9 @@ impl Document {
             }
             let text = if line == 1 { without_mark(&buffer) } else { &buffer };
             if !text.trim_ascii().is_empty() {
-                let row = serde_json::from_slice(text).map_err(|error| self.line_error(line, text, &error))?;
+                let row = std::str::from_utf8(text)
+                    .map_or_else(|_| serde_json::from_slice(text), read_json)
+                    .map_err(|error| self.line_error(line, text, &error))?;
                 take(Place::Line(line), row)?;
             }
         }

@@ -1,15 +1,16 @@
 //! Chat templates: the Jinja texts that models bring to turn a conversation into the text they were trained on.
 //!
-//! The environment is that of transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` and a `tojson` in
-//! Python's style are there, strings and lists have Python's methods. There is no clock: `strftime_now` is undefined, and templates
+//! The environment is that of transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` is there, and values
+//! are written and have methods as in Python. There is no clock: `strftime_now` is undefined, and templates
 //! that ask for it fall back on their fixed date, so that a text does not depend on the day.
 //!
 //! A template may mark what the model has to learn with `{% generation %}` … `{% endgeneration %}`. The engine knows no such
 //! block; it is replaced by expressions that print a mark, and the marks become ranges of the text.
 
+use super::jinja_python::{install, read_json, with_percent};
 use super::template_process::TemplateProcess;
 use crate::{Error, Result};
-use minijinja::value::{Rest, Value};
+use minijinja::value::Value;
 use minijinja::{Environment, ErrorKind, context};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -34,8 +35,9 @@ pub struct Conversation {
 impl Conversation {
     /// Reads a JSON array of messages; the order of keys is kept.
     pub fn from_json(text: &str) -> Result<Self> {
-        let messages = serde_json::from_str(text).map_err(|error| Error::data("a conversation", error.to_string()))?;
-        Ok(Self { messages })
+        let read = read_json(text).map_err(|error| error.to_string());
+        let messages = read.and_then(|read| Vec::deserialize(read).map_err(|error| error.to_string()));
+        Ok(Self { messages: messages.map_err(|error| Error::data("a conversation", error))? })
     }
 
     /// A conversation of these messages.
@@ -134,8 +136,7 @@ impl Template {
         let syntax = environment.syntax().to_builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|error| explain(origin, &error))?);
         environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_filter("tojson", tojson);
+        install(&mut environment);
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
@@ -144,7 +145,7 @@ impl Template {
     }
 
     fn with_source(mut self, source: &str) -> Result<Self> {
-        let source = with_marks(source);
+        let source = with_percent(&with_marks(source));
         self.marks = source.contains(MARKS[0]);
         self.environment.add_template_owned(NAME, source).map_err(|error| explain(&self.origin, &error))?;
         Ok(self)
@@ -163,10 +164,8 @@ impl Template {
     /// # Errors
     /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot compute.
     pub fn render(&self, conversation: &Conversation, tools: Option<&str>, reply: bool) -> Result<Rendered> {
-        let tools: Option<Value> = tools
-            .map(serde_json::from_str)
-            .transpose()
-            .map_err(|error| Error::data("the tools", format!("not JSON: {error}")))?;
+        let tools: Option<Value> =
+            tools.map(read_json).transpose().map_err(|error| Error::data("the tools", format!("not JSON: {error}")))?;
         self.render_with(conversation, tools.as_ref(), reply)
     }
 
@@ -276,55 +275,6 @@ fn ranges(marked: &str) -> Option<Rendered> {
         }
     }
     open.is_none().then_some(rendered)
-}
-
-/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`.
-#[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
-fn tojson(value: &Value, options: minijinja::value::Kwargs, _: Rest<Value>) -> Result<String, minijinja::Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    options.assert_all_used()?;
-    let mut out = String::new();
-    write_json(value, indent, 0, &mut out)?;
-    Ok(out)
-}
-
-fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), minijinja::Error> {
-    use minijinja::value::ValueKind::{Iterable, Map, Seq};
-    let line = |out: &mut String, depth: usize| {
-        if let Some(indent) = indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', indent * depth));
-        }
-    };
-    let separator = if indent.is_some() { "," } else { ", " };
-    let kind = value.kind();
-    if matches!(kind, Map | Seq | Iterable) {
-        let [open, close] = if kind == Map { ['{', '}'] } else { ['[', ']'] };
-        out.push(open);
-        let mut empty = true;
-        for item in value.try_iter()? {
-            if !std::mem::replace(&mut empty, false) {
-                out.push_str(separator);
-            }
-            line(out, depth + 1);
-            if kind == Map {
-                write_json(&Value::from(item.to_string()), indent, depth + 1, out)?;
-                out.push_str(": ");
-                write_json(&value.get_item(&item)?, indent, depth + 1, out)?;
-            } else {
-                write_json(&item, indent, depth + 1, out)?;
-            }
-        }
-        if !empty {
-            line(out, depth);
-        }
-        out.push(close);
-    } else {
-        let text = serde_json::to_string(value)
-            .map_err(|error| minijinja::Error::new(ErrorKind::BadSerialization, error.to_string()))?;
-        out.push_str(&text);
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use std::time::Duration;
 use minijinja::Value;
 use serde::{Deserialize, Serialize};
 
+use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
 use crate::untrusted::apart::{self, End};
 use crate::{Error, Result};
@@ -137,7 +138,8 @@ fn answer_all() -> std::io::Result<()> {
     let template = Template::new(&source, &origin, tokens);
     let clock = watch();
     for line in lines {
-        let Request { conversation, tools, reply } = serde_json::from_str(&line?)?;
+        let request = Request::deserialize(read_json(&line?)?).map_err(std::io::Error::other)?;
+        let Request { conversation, tools, reply } = request;
         let _ = clock.send(());
         let rendered = match &template {
             Ok(template) => template.render_with(&conversation, tools.as_ref(), reply).map_err(|error| message(&error)),

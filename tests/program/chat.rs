@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Stdio;
 
 /// Templates like those of the families, each with the constructs that they use.
-const TEMPLATES: [(&str, &str); 4] = [
+const TEMPLATES: [(&str, &str); 5] = [
     (
         "chatml",
         "{%- if messages[0]['role'] != 'system' %}\n{{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}\n{%- endif %}\n\
@@ -34,6 +34,12 @@ const TEMPLATES: [(&str, &str); 4] = [
          {% if add_generation_prompt %}<t>model\n{% endif %}",
     ),
     (
+        "numbers",
+        "{{ 1e20 }} {{ 1e-7 }} {{ 0.1 }} {{ messages | tojson }} {{ '%s is %d, %.2f%%' % ('é', 3, 2.5) }}\
+         {% for m in messages %}{{ '%s' % m.role }}: [{{ m.content | trim }}] {{ loop.index0 % 2 }}{{ loop.index % loop.length }}\
+         {{ m.content.rstrip() }}|{% endfor %}",
+    ),
+    (
         "thoughts",
         "{% for m in messages %}{% set text = m.content %}{% if '</think>' in text %}\
          {% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ loop.index }}/{{ loop.length }} {{ m.role.title() }}: \
@@ -54,12 +60,18 @@ fn conversations() -> Vec<Value> {
         ]),
         json!([say("user", "one"), say("user", "two"), say("assistant", "<think>\nhm\n</think>\n\nso 🙂")]),
         json!([say("user", "{{ not a template }} {% nor this %}"), say("assistant", "<b>&amp;</b> 'quoted'")]),
+        json!([{"role": "user", "content": "\u{1C}\u{1F} a \u{1D}\u{85}", "n": [1e-5, 1e-7, 2.0, 1e20, "@2^64@", "@10^25@"]}]),
         json!([say("user", "x"), {"role": "assistant", "content": "ok", "z": 1, "a": [true, null, 2.5]}, say("tool", "7 é")]),
     ]
 }
 
 fn tools() -> Value {
     json!([{"type": "function", "function": {"name": "add", "parameters": {"y": 1, "x": {"é": ["<&>"]}}}}])
+}
+
+/// JSON with whole numbers that `Value` cannot hold.
+fn text_of(value: &Value) -> String {
+    value.to_string().replace("\"@2^64@\"", "18446744073709551616").replace("\"@10^25@\"", "10000000000000000000000000")
 }
 
 #[test]
@@ -77,7 +89,7 @@ fn templates_give_the_text_that_transformers_gives() {
     }
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("cases.json");
-    std::fs::write(&file, serde_json::to_string(&cases).unwrap()).unwrap();
+    std::fs::write(&file, text_of(&json!(cases))).unwrap();
     let expected: Vec<Value> =
         serde_json::from_value(run_script(&python, "chat_templates.py", &[file.as_os_str()])).unwrap();
     assert_eq!(expected.len(), cases.len());
@@ -85,7 +97,7 @@ fn templates_give_the_text_that_transformers_gives() {
     for (case, expected) in cases.iter().zip(&expected) {
         let tokens = TemplateTokens { bos: Some("<s>".into()), eos: Some("</s>".into()) };
         let template = Template::new(case["template"].as_str().unwrap(), "model", tokens).unwrap();
-        let conversation = Conversation::from_json(&case["messages"].to_string()).unwrap();
+        let conversation = Conversation::from_json(&text_of(&case["messages"])).unwrap();
         let tools = Some(&case["tools"]).filter(|tools| !tools.is_null()).map(Value::to_string);
         match template.render(&conversation, tools.as_deref(), case["reply"] == true) {
             Ok(rendered) => {

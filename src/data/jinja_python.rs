@@ -1,0 +1,403 @@
+//! Chat templates are written for Jinja in Python. These are its differences from the engine here: the operator `%` formats texts,
+//! floats are written differently, strings have more white space, and whole numbers in JSON have no largest value.
+
+use minijinja::formatting::{FormatStyle, format};
+use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, Output, State, context, escape_formatter};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde_json::Result as JsonResult;
+
+/// The filter that `%` becomes.
+const PERCENT: &str = "python_percent";
+/// Brackets within brackets in an expression, at most; the engine accepts fewer.
+const MAX_DEPTH: usize = 200;
+
+/// Makes `environment` write, trim and format as Python does.
+pub(super) fn install(environment: &mut Environment<'_>) {
+    environment.set_unknown_method_callback(method);
+    environment.set_formatter(|out: &mut Output, state: &mut State, value: &Value| match float_text(value) {
+        Some(text) => out.write_str(&text).map_err(Error::from),
+        None => escape_formatter(out, state, value),
+    });
+    environment.add_filter("string", |value: Value| float_text(&value).unwrap_or_else(|| value.to_string()));
+    environment.add_filter("tojson", tojson);
+    environment.add_filter("trim", |value: Value, chars: Option<String>| {
+        let text = value.to_string();
+        chars.map_or_else(
+            || text.trim_matches(is_space).to_owned(),
+            |chars| text.trim_matches(|c| chars.contains(c)).to_owned(),
+        )
+    });
+    environment.add_filter(PERCENT, percent);
+}
+
+/// A float as Python's `str` writes it; `None` for other values.
+fn float_text(value: &Value) -> Option<String> {
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    is_float.then(|| format(FormatStyle::Printf, "%s", std::slice::from_ref(value)).ok()).flatten()
+}
+
+/// Whether Python's `str.strip` removes `c`.
+fn is_space(c: char) -> bool {
+    c.is_whitespace() || matches!(c, '\x1C'..='\x1F')
+}
+
+/// Python's methods of values: the strings' methods that look for white space, and all others.
+fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    if let (Some(text), true) = (value.as_str(), args.iter().all(Value::is_none)) {
+        match name {
+            "strip" => return Ok(text.trim_matches(is_space).into()),
+            "lstrip" => return Ok(text.trim_start_matches(is_space).into()),
+            "rstrip" => return Ok(text.trim_end_matches(is_space).into()),
+            "split" => return Ok(text.split(is_space).filter(|word| !word.is_empty()).map(Value::from).collect()),
+            "isspace" if args.is_empty() => return Ok((!text.is_empty() && text.chars().all(is_space)).into()),
+            _ => {}
+        }
+    }
+    unknown_method_callback(state, value, name, args)
+}
+
+/// Python's `left % right`.
+#[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
+fn percent(state: &State, left: Value, right: Value) -> Result<Value, Error> {
+    let Some(text) = left.as_str() else {
+        return state.env().compile_expression("left % right")?.eval(context! { left, right });
+    };
+    let several = right.downcast_object_ref::<Tuple>().is_some();
+    let args = if several { right.try_iter()?.collect() } else { vec![right] };
+    Ok(format(FormatStyle::Printf, text, &args)?.into())
+}
+
+/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`.
+#[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
+fn tojson(value: &Value, options: Kwargs, _: Rest<Value>) -> Result<String, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    options.assert_all_used()?;
+    let mut out = String::new();
+    write_json(value, indent, 0, &mut out)?;
+    Ok(out)
+}
+
+fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), Error> {
+    use ValueKind::{Iterable, Map, Seq};
+    let line = |out: &mut String, depth: usize| {
+        if let Some(indent) = indent {
+            out.push('\n');
+            out.extend(std::iter::repeat_n(' ', indent * depth));
+        }
+    };
+    let separator = if indent.is_some() { "," } else { ", " };
+    let kind = value.kind();
+    if matches!(kind, Map | Seq | Iterable) {
+        let [open, close] = if kind == Map { ['{', '}'] } else { ['[', ']'] };
+        out.push(open);
+        let mut empty = true;
+        for item in value.try_iter()? {
+            if !std::mem::replace(&mut empty, false) {
+                out.push_str(separator);
+            }
+            line(out, depth + 1);
+            if kind == Map {
+                write_json(&Value::from(item.to_string()), indent, depth + 1, out)?;
+                out.push_str(": ");
+                write_json(&value.get_item(&item)?, indent, depth + 1, out)?;
+            } else {
+                write_json(&item, indent, depth + 1, out)?;
+            }
+        }
+        if !empty {
+            line(out, depth);
+        }
+        out.push(close);
+    } else if let Some(float) = float_text(value) {
+        out.push_str(match float.as_str() {
+            "nan" => "NaN",
+            "inf" => "Infinity",
+            "-inf" => "-Infinity",
+            finite => finite,
+        });
+    } else {
+        let text =
+            serde_json::to_string(value).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+        out.push_str(&text);
+    }
+    Ok(())
+}
+
+/// In front of the digits of a whole number that was written as a string: a code point that Unicode keeps free.
+const WHOLE: char = '\u{FDD2}';
+/// Digits that fit a `u64` in any case.
+const SAFE_DIGITS: usize = 19;
+
+/// Parses JSON. Whole numbers of up to 128 bits stay whole, as in Python; the parser alone makes floats of those above 64 bits.
+pub(super) fn read_json(text: &str) -> JsonResult<Value> {
+    let marked = mark_large_numbers(text);
+    match marked.map(|marked| serde_json::from_str(&marked)) {
+        Some(Ok(value)) => Ok(unmark(&value)),
+        // The original has the position of what is wrong.
+        Some(Err(_)) | None => serde_json::from_str(text),
+    }
+}
+
+/// The text with its large whole numbers as marked strings; `None` if it has none.
+fn mark_large_numbers(text: &str) -> Option<String> {
+    if text.as_bytes().split(|byte| !byte.is_ascii_digit()).all(|digits| digits.len() < SAFE_DIGITS) {
+        return None;
+    }
+    let (mut out, mut rest, mut found) = (String::new(), text, false);
+    while let Some(at) = rest.find(|c: char| c == '"' || c == '-' || c.is_ascii_digit()) {
+        out.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let token = if rest.starts_with('"') {
+            string_end(rest, 0)
+        } else {
+            rest.find(|c: char| !(c.is_ascii_alphanumeric() || "+-.".contains(c))).unwrap_or(rest.len())
+        };
+        let (token, after) = rest.split_at(token);
+        rest = after;
+        let large =
+            token.len() > SAFE_DIGITS && token.parse::<i128>().is_ok_and(|number| u64::try_from(number).is_err());
+        if large {
+            found = true;
+            out.extend(['"', WHOLE]);
+        }
+        out.push_str(token);
+        out.extend(large.then_some('"'));
+    }
+    found.then(|| out + rest)
+}
+
+fn unmark(value: &Value) -> Value {
+    match value.kind() {
+        ValueKind::String => {
+            let number = value.as_str().and_then(|text| text.strip_prefix(WHOLE)?.parse::<i128>().ok());
+            number.map_or_else(|| value.clone(), Value::from)
+        }
+        ValueKind::Seq => value.try_iter().into_iter().flatten().map(|item| unmark(&item)).collect(),
+        ValueKind::Map => {
+            let keys = value.try_iter().into_iter().flatten();
+            Value::from_pairs(keys.map(|key| {
+                let item = value.get_item(&key).unwrap_or_default();
+                (key, unmark(&item))
+            }))
+        }
+        _ => value.clone(),
+    }
+}
+
+/// Replaces `a % b` in a template's expressions by a filter that also formats texts, because the operator here is for numbers.
+/// Remainders of a product or by a number stay as they are.
+pub(super) fn with_percent(source: &str) -> String {
+    let (mut out, mut at) = (String::with_capacity(source.len()), 0);
+    while let Some(start) = source[at..].find('{').map(|start| at + start) {
+        let close = match source.as_bytes().get(start + 1) {
+            Some(b'{') => "}}",
+            Some(b'%') => "%}",
+            Some(b'#') => "#}",
+            _ => {
+                out.push_str(&source[at..=start]);
+                at = start + 1;
+                continue;
+            }
+        };
+        out.push_str(&source[at..start + 2]);
+        at = start + 2;
+        let tag = source[at..].trim_start_matches(['-', '+']).trim_start();
+        let verbatim_to = match close {
+            "%}" if tag.starts_with("raw") => Some("endraw"),
+            "#}" => Some(close),
+            _ => None,
+        };
+        at = if let Some(to) = verbatim_to {
+            let end = source[at..].find(to).map_or(source.len(), |end| at + end);
+            out.push_str(&source[at..end]);
+            end
+        } else {
+            expression(source, at, Some(close), 0, &mut out)
+        };
+    }
+    out.push_str(&source[at..]);
+    out
+}
+
+/// Copies an expression from `at` to its end, or to `close`, with its operators `%` replaced; returns where it stopped.
+fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out: &mut String) -> usize {
+    let bytes = text.as_bytes();
+    // Whether the last operator binds as `%` does, and whether a text may precede.
+    let (mut product, mut after_text) = (false, false);
+    while at < bytes.len() && !close.is_some_and(|close| text[at..].starts_with(close)) {
+        let start = at;
+        match bytes[at] {
+            b'%' => {
+                let end = operand_end(text, at + 1);
+                let right = &text[at + 1..end];
+                let number = right.trim_start().starts_with(|c: char| c.is_ascii_digit());
+                if (after_text || !(product || number)) && depth < MAX_DEPTH && !right.trim().is_empty() {
+                    out.extend(["|", PERCENT, "("]);
+                    expression(right, 0, None, depth + 1, out);
+                    out.push(')');
+                    (at, after_text) = (end, true);
+                    continue;
+                }
+                (at, product, after_text) = (at + 1, true, false);
+            }
+            b'"' | b'\'' => (at, after_text) = (string_end(text, at), true),
+            b'(' | b'[' | b'{' if depth < MAX_DEPTH => {
+                let end = group_end(text, at);
+                out.push_str(&text[at..=at]);
+                expression(&text[..end], at + 1, None, depth + 1, out);
+                // Brackets with a text in them may have a text as their value.
+                (at, after_text) = (end, text[at..end].contains(['"', '\'']));
+                continue;
+            }
+            b'*' | b'/' => (at, product, after_text) = (at + 1, true, false),
+            byte => {
+                let operand = byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'.' | b'|') || byte >= 128;
+                product &= operand || byte.is_ascii_whitespace();
+                after_text &= byte.is_ascii_whitespace();
+                at += 1;
+                while !text.is_char_boundary(at) {
+                    at += 1;
+                }
+            }
+        }
+        out.push_str(&text[start..at]);
+    }
+    at
+}
+
+/// The end of the operand that begins at `at`, behind its attributes, items, calls and filters.
+fn operand_end(text: &str, at: usize) -> usize {
+    let bytes = text.as_bytes();
+    let after = |at: usize, of: fn(&u8) -> bool| at + bytes[at..].iter().take_while(|byte| of(byte)).count();
+    let blank = |at: usize| after(at, u8::is_ascii_whitespace);
+    let word = |at: usize| after(blank(at), |byte| byte.is_ascii_alphanumeric() || *byte == b'_' || *byte >= 128);
+    let begin = after(blank(at), |byte| matches!(byte, b'+' | b'-'));
+    let mut end = match bytes.get(begin) {
+        Some(b'"' | b'\'') => string_end(text, begin),
+        Some(b'(' | b'[' | b'{') => group_end(text, begin),
+        _ => word(begin),
+    };
+    loop {
+        let next = blank(end);
+        end = match bytes.get(next) {
+            Some(b'.' | b'|') => word(next + 1),
+            Some(b'(' | b'[') => group_end(text, next),
+            _ => return end,
+        };
+    }
+}
+
+/// The end of the quoted text that begins at `at`.
+fn string_end(text: &str, at: usize) -> usize {
+    let bytes = text.as_bytes();
+    let (quote, mut end) = (bytes[at], at + 1);
+    while end < bytes.len() && bytes[end] != quote {
+        end += if bytes[end] == b'\\' { 2 } else { 1 };
+    }
+    (end + 1).min(bytes.len())
+}
+
+/// The end of the brackets that open at `at`.
+fn group_end(text: &str, at: usize) -> usize {
+    let (bytes, mut end, mut open) = (text.as_bytes(), at, 0);
+    while end < bytes.len() {
+        match bytes[end] {
+            b'"' | b'\'' => {
+                end = string_end(text, end);
+                continue;
+            }
+            b'(' | b'[' | b'{' => open += 1,
+            b')' | b']' | b'}' => open -= 1,
+            _ => {}
+        }
+        end += 1;
+        if open == 0 {
+            break;
+        }
+    }
+    end
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::super::template::{Conversation, Template, TemplateTokens};
+    use super::*;
+
+    const MESSAGES: &str = r#"[{"role": "user", "content": "\u001c\u001f x\u001dy \u001e\u0085", "n": [1e-05, 1e-07,
+        18446744073709551616, 10000000000000000000000000, 1e25, -9223372036854775809, 1.0, -0.0, 0.1, 123456789012345678]}]"#;
+
+    fn rendered(source: &str) -> String {
+        let template = Template::new(source, "model", TemplateTokens::default()).unwrap();
+        template.render(&Conversation::from_json(MESSAGES).unwrap(), None, false).unwrap().text
+    }
+
+    /// What transformers 5.23 renders with Jinja 3.1.6.
+    #[test]
+    fn templates_give_the_text_of_jinja_in_python() {
+        for (source, expected) in [
+            (
+                "{{ 1e20 }} {{ 1e-5 }} {{ 1e16 }} {{ 0.0001 }} {{ 1e15 }} {{ -2.5e-7 }}",
+                "1e+20 1e-05 1e+16 0.0001 1000000000000000.0 -2.5e-07",
+            ),
+            (
+                "{{ messages[0].n | tojson }}",
+                "[1e-05, 1e-07, 18446744073709551616, 10000000000000000000000000, 1e+25, -9223372036854775809, 1.0, -0.0, 0.1, \
+                 123456789012345678]",
+            ),
+            (
+                "{{ 2 ** 64 }} {{ (10 ** 25) | tojson }} {{ 18446744073709551616 | tojson }}",
+                "18446744073709551616 10000000000000000000000000 18446744073709551616",
+            ),
+            (
+                "[{{ messages[0].content | trim }}] [{{ messages[0].content.strip() }}] [{{ messages[0].content.lstrip() }}] \
+                 {{ messages[0].content.split() | length }} [{{ 'xax' | trim('x') }}]",
+                "[x\x1Dy] [x\x1Dy] [x\x1Dy \x1E\u{85}] 2 [a]",
+            ),
+            (
+                "{{ '%s is %d, %.2f%%' % ('é', 3, 2.5) }}|{{ '%s' % messages[0].role }}|{{ '%02d:%02d' % (7, 5 % 3) }}|\
+                 {{ 7 % 4 }}|{{ 2 * 7 % 4 }}|{% set f = '<%s>' %}{{ f % 'a' | upper }}|{{ ('%s' ~ '!') % 1e20 }}|\
+                 {{ '%(a)s' % {'a': 1} }}|{{ -7 % 4 }}|{% if messages|length % 2 == 1 %}odd{% endif %}|{{ '%' }}|\
+                 {% raw %}{{ 'a' % 'b' }}{% endraw %}|{{ '%s %s' % ('a', 'b') + 'c' }}|{# % #}|{{ '%s' % [1, 2] }}",
+                "é is 3, 2.50%|user|07:02|3|2|<A>|1e+20!|1|1|odd|%|{{ 'a' % 'b' }}|a bc||[1, 2]",
+            ),
+            ("{{ 1e20 | string }} {{ 'x' ~ 1.5 }} {{ 1.0 }} {{ [1, 'a'] }}", "1e+20 x1.5 1.0 [1, 'a']"),
+        ] {
+            assert_eq!(rendered(source), expected, "{source}");
+        }
+    }
+
+    #[test]
+    fn sources_without_the_operator_stay_as_they_are() {
+        for source in [
+            "{% if a %}{{ b }}{% endif %}",
+            "100 % {",
+            "{{ '%s' }",
+            "{{ (",
+            "{% raw %}{{ a % b }}",
+            "{# {{ a % b }} #}",
+            "{{ a % 2 }}",
+        ] {
+            assert_eq!(with_percent(source), source);
+        }
+        assert_eq!(with_percent("{{ a % b.c[0](1)|f - 1 }}"), "{{ a |python_percent( b.c[0](1)|f) - 1 }}");
+        let deep = "{{ ".to_owned() + &"(a % ".repeat(5000);
+        assert!(with_percent(&deep).len() < 3 * deep.len());
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_source_is_passed_through(source in r#"[{}%#()'"\\a-c é|]{0,60}"#) {
+            let changed = with_percent(&source).replace("|python_percent(", "%");
+            proptest::prop_assert!(changed.len() <= 2 * source.len());
+        }
+
+        #[test]
+        fn json_is_read_as_by_the_parser(text in r#"[\[\]{}"\\0-9eE+\-.,: é]{0,60}"#) {
+            let expected = serde_json::from_str::<Value>(&text).ok();
+            let found = read_json(&text).ok();
+            proptest::prop_assert_eq!(found.is_some(), expected.is_some());
+        }
+    }
+}

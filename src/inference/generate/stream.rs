@@ -10,8 +10,8 @@ const REPLACEMENT: char = '\u{FFFD}';
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The last token of the previous piece, because some decoders treat the first token of a text differently, and the tokens of
-    /// the current piece.
+    /// The last token with text in the previous piece, because some decoders treat the first token of a text differently, and the
+    /// tokens after it.
     ids: Vec<u32>,
     /// Bytes of `ids`' text that have been returned.
     returned: usize,
@@ -29,7 +29,8 @@ impl<'a> TextStream<'a> {
         let text = self.tokenizer.decode(&self.ids)?;
         let certain = text.strip_suffix(REPLACEMENT).unwrap_or(&text);
         let piece = certain.get(self.returned..).unwrap_or_default().to_owned();
-        if certain.len() == text.len() {
+        // A special token has no text, and must not be taken for the first token.
+        if certain.len() == text.len() && !piece.is_empty() {
             self.ids.drain(..self.ids.len() - 1);
             self.returned = self.tokenizer.decode(&self.ids)?.len();
         } else {
@@ -52,8 +53,11 @@ mod tests {
     use proptest::prelude::*;
 
     fn pieces(ids: &[u32]) -> Vec<String> {
-        let tokenizer = Tokenizer::byte();
-        let mut stream = TextStream::new(&tokenizer);
+        pieces_of(&Tokenizer::byte(), ids)
+    }
+
+    fn pieces_of(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
+        let mut stream = TextStream::new(tokenizer);
         let mut pieces: Vec<String> = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
         pieces.push(stream.finish().unwrap());
         pieces
@@ -66,7 +70,29 @@ mod tests {
         assert_eq!(pieces(&[0x61, 0xE2, 0x82]), ["a", "", "", "\u{FFFD}"]);
     }
 
+    /// A tokenizer of words, whose decoder puts a space between two of them, with `<pad>` as token 3.
+    fn words() -> Tokenizer {
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null, "decoder": null,
+            "pre_tokenizer": {"type": "Whitespace"},
+            "added_tokens": [{"id": 3, "content": "<pad>", "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true}],
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "bc": 1, "?": 2, "<pad>": 3}, "unk_token": "?"},
+        });
+        Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap()
+    }
+
+    #[test]
+    fn a_special_token_does_not_take_the_space_after_it() {
+        assert_eq!(pieces_of(&words(), &[0, 3, 1, 3, 3, 0]), ["a", "", " bc", "", "", " a", ""]);
+    }
+
     proptest! {
+        #[test]
+        fn pieces_of_words_and_special_tokens_add_up_to_the_text(ids in proptest::collection::vec(0u32..4, 0..20)) {
+            prop_assert_eq!(pieces_of(&words(), &ids).concat(), words().decode(&ids).unwrap());
+        }
+
         #[test]
         fn pieces_add_up_to_the_text(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
             let ids: Vec<u32> = bytes.iter().copied().map(u32::from).collect();

@@ -2,9 +2,9 @@
 
 use crate::cli::export::{DtypeName, FormatName, format_of};
 use crate::cli::model::{DeviceArgs, NameArgs};
-use crate::inference::export::{Encoding, Parts, export};
+use crate::inference::export::{Parts, export};
 use crate::inference::merge::merge_difference;
-use crate::precision::{Dtype, PrecisionPolicy};
+use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::Write;
@@ -28,17 +28,19 @@ pub(super) struct MergeArgs {
     device: DeviceArgs,
 }
 
-/// Merges, writes, and prints what was written and the largest difference of logits.
+/// Merges, writes, and prints the paths and the largest difference of logits.
 pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
     let format = format_of(&args.out, args.format)?;
     let (trained, reporter) = args.model.open()?;
     let encoding = args.dtype.encoding();
-    // Blocks are made from weights in FP32.
-    let dtype = if let Encoding::Plain(dtype) = encoding { dtype } else { Dtype::F32 };
-    reporter.begin("comparing logits");
-    let found = merge_difference(&trained, dtype, &args.device.open(PrecisionPolicy::FP32)?)?;
+    if trained.adapted()?.is_none() {
+        return Err(Error::config("MODEL", "it has no adapters to merge; give some with `--adapter FOLDER`"));
+    }
     reporter.begin("exporting");
     let written = export(&trained, encoding, format, Parts::Merged, &args.out)?;
+    reporter.begin("comparing logits");
+    let open = args.device.open(PrecisionPolicy::FP32)?;
+    let found = merge_difference(&trained, (&args.out, format, encoding), &open)?;
     drop(reporter);
     for path in written {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;

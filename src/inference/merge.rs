@@ -1,13 +1,15 @@
-//! What merging adapters changes: the largest difference of logits.
+//! The largest difference of logits between a merged model as written and its base with adapters.
 
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
+use crate::inference::export::{Encoding, Format};
 use crate::inference::trained::TrainedModel;
-use crate::precision::{Dtype, PrecisionPolicy};
+use crate::precision::PrecisionPolicy;
 use crate::random::{Domain, Stream};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
+use std::path::Path;
 
 /// How far the merged model is from base and adapters.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,33 +22,49 @@ pub struct MergeDifference {
     pub tokens: usize,
 }
 
-/// Compares base and adapters in FP32 with the merged weights rounded to `dtype`, on random tokens, on `open`'s device.
+/// Compares base and adapters with the merged model in `out`, whose weights have `encoding`, on random tokens and on `open`'s
+/// device, in FP32. An ONNX graph is compared by the weights that were written to it.
 ///
 /// # Errors
-/// [`Error::Config`] where the model has no adapters.
-pub fn merge_difference(trained: &TrainedModel, dtype: Dtype, open: &OpenDevice) -> Result<MergeDifference> {
+/// [`Error::Model`] if `out` cannot be read, or a logit is not finite.
+pub fn merge_difference(
+    trained: &TrainedModel,
+    (out, format, encoding): (&Path, Format, Encoding),
+    open: &OpenDevice,
+) -> Result<MergeDifference> {
     const TOKENS: usize = 64;
-    if trained.adapted()?.is_none() {
-        return Err(Error::config("MODEL", "it has no adapters to merge; give some with `--adapter FOLDER`"));
-    }
     let tokens = TOKENS.min(trained.config.context);
     let stream = Stream::new(0, Domain::Bench);
     let ids: Vec<u32> =
         (0..tokens as u32).map(|at| stream.block(0, 0, at)[0] % trained.config.vocab_size as u32).collect();
-    let (model, weights) = trained.load(PrecisionPolicy::FP32, open)?;
-    let apart = logits(&model, &weights, &ids)?;
-    drop(weights);
-    let rounded = trained.weights(dtype)?;
-    let merged = rounded.zeros_like(DType::F32)?;
-    for (from, to) in rounded.tensors().iter().zip(merged.tensors()) {
-        view::copy(from, to)?;
-    }
-    let model = Decoder::new(&trained.config, &merged, open.kernels.clone())?;
-    let together = logits(&model, &merged, &ids)?;
-    let (a, b) = (read(&apart)?, read(&together)?);
-    let pairs = || a.typed::<f32>().into_iter().flatten().zip(b.typed::<f32>().into_iter().flatten());
-    let largest = pairs().fold(0.0, |most: f32, (a, b)| most.max((a - b).abs()));
-    Ok(MergeDifference { largest, logit: pairs().fold(0.0, |most, (a, _)| most.max(a.abs())), tokens })
+    let logits_of = |what: &str, (model, weights): (Decoder, Parameters)| {
+        let logits = read(&logits(&model, &weights, &ids)?)?.typed::<f32>()?.to_vec();
+        let finite = logits.iter().all(|logit| logit.is_finite());
+        if finite {
+            Ok(logits)
+        } else {
+            Err(Error::model(what, "its logits are not finite, so they cannot be compared"))
+        }
+    };
+    let apart = logits_of("the model with its adapters", trained.load(PrecisionPolicy::FP32, open)?)?;
+    let merged = match (format, encoding) {
+        (Format::Onnx(_), Encoding::Plain(dtype)) => {
+            let rounded = trained.weights(dtype)?;
+            let merged = rounded.zeros_like(DType::F32)?;
+            for (from, to) in rounded.tensors().iter().zip(merged.tensors()) {
+                view::copy(from, to)?;
+            }
+            (Decoder::new(&trained.config, &merged, open.kernels.clone())?, merged)
+        }
+        _ => TrainedModel::open(out, None)?.load(PrecisionPolicy::FP32, open)?,
+    };
+    let together = logits_of("the merged model", merged)?;
+    let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0.0, |most: f32, value| most.max(value.abs()));
+    Ok(MergeDifference {
+        largest: largest(&mut apart.iter().zip(&together).map(|(a, b)| a - b)),
+        logit: largest(&mut apart.iter().copied()),
+        tokens,
+    })
 }
 
 fn logits(model: &Decoder, weights: &Parameters, ids: &[u32]) -> Result<Tensor> {

@@ -12,6 +12,7 @@ use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Mode, Tokens, Workspace};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
+use finetune::random::{Domain, Stream};
 use finetune::store::checkpoint::{compare, newest_good};
 use finetune::telemetry::{Event, read};
 use serde_json::{Value, json};
@@ -226,6 +227,39 @@ fn furthest(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }
 
+/// Asserts that `merge` printed the largest difference of the logits of `run` and of what it wrote, and returns it.
+fn assert_printed(output: &Output, run: &TrainedModel, written: &TrainedModel) -> f64 {
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let number = said.split("largest difference of logits: ").nth(1).and_then(|rest| rest.split(' ').next());
+    let printed: f64 = number.unwrap_or_else(|| panic!("{said}")).parse().unwrap();
+    let stream = Stream::new(0, Domain::Bench);
+    let tokens = 64.min(run.config.context) as u32;
+    let ids: Vec<u32> = (0..tokens).map(|at| stream.block(0, 0, at)[0] % run.config.vocab_size as u32).collect();
+    let expected = furthest(&logits(run, &ids), &logits(written, &ids));
+    assert!((printed - expected).abs() <= 0.05 * expected, "printed {printed:e}, measured {expected:e}");
+    expected
+}
+
+/// Logits that are not finite are an error; a maximum that ignores them would print no difference.
+#[test]
+fn a_merge_whose_logits_are_not_finite_is_an_error() {
+    let desk = desk();
+    let folder = desk.path();
+    finetune(folder, &["export", "run", "adapter"]);
+    let file = folder.join("adapter/adapter_model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    for (name, tensor) in &mut tensors {
+        if name.contains("lora_B") {
+            *tensor = (&*tensor * 1e30).unwrap();
+        }
+    }
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let output = command(folder, &["merge", "model", "merged", "--adapter", "adapter"]).output().unwrap();
+    let complaint = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && complaint.contains("logits are not finite"), "{complaint}");
+    assert!(!String::from_utf8_lossy(&output.stdout).contains("largest difference"));
+}
+
 const IDS: [u32; 12] = [1, 7, 33, 2, 99, 200, 13, 13, 64, 5, 128, 90];
 
 /// The run, its export and the merged model answer alike; `generate` and `eval` take each of them.
@@ -235,9 +269,7 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     let folder = desk.path();
     finetune(folder, &["export", "run", "adapter"]);
     let merged = finetune(folder, &["merge", "model", "merged", "--adapter", "adapter"]);
-    let said = String::from_utf8(merged.stdout).unwrap();
-    assert!(said.contains("largest difference of logits: "), "{said}");
-    finetune(folder, &["merge", "run", "merged16", "--dtype", "bf16"]);
+    let printed = [merged, finetune(folder, &["merge", "run", "merged16", "--dtype", "bf16"])];
     finetune(folder, &["export", "run", "exported", "--merge"]);
     // The base's name is relative to where the run was started.
     let open =
@@ -248,6 +280,9 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     for (path, bound) in [("adapter", 0.0), ("merged", 1e-4), ("exported", 1e-4), ("merged16", 0.3)] {
         let difference = furthest(&run, &logits(&open(path), &IDS));
         assert!(difference <= bound, "{path}: {difference:.1e}");
+    }
+    for (path, printed) in ["merged", "merged16"].into_iter().zip(printed) {
+        assert_printed(&printed, &open("checkpoints/run"), &open(path));
     }
     let with = open("model").with_adapters(&folder.join("adapter")).unwrap();
     assert_eq!(furthest(&run, &logits(&with, &IDS)), 0.0);
@@ -287,10 +322,16 @@ fn a_quantised_base_stays_in_blocks_and_its_adapters_are_used_and_merged() {
     let state = fs::read(run_folder(folder, "run").join("step-000010/state.json")).unwrap();
     assert_eq!(serde_json::from_slice::<Value>(&state).unwrap()["base"]["name"], "model.gguf");
     finetune(folder, &["export", "run", "adapter"]);
-    let said = finetune(folder, &["merge", "model.gguf", "merged", "--adapter", "adapter"]).stdout;
-    assert!(String::from_utf8_lossy(&said).contains("largest difference of logits: "));
     let open =
         |path: &str| TrainedModel::open_with(&folder.join(path), None, &mut |name, _| Ok(folder.join(name))).unwrap();
+    let mut differences = Vec::new();
+    for (out, dtype) in
+        [("merged", "fp32"), ("merged16.gguf", "fp16"), ("merged8.gguf", "q8_0"), ("merged4.gguf", "q4_k")]
+    {
+        let printed = finetune(folder, &["merge", "model.gguf", out, "--adapter", "adapter", "--dtype", dtype]);
+        differences.push(assert_printed(&printed, &open("checkpoints/run"), &open(out)));
+    }
+    assert!(differences.is_sorted() && differences[2] > 100.0 * differences[0], "{differences:?}");
     let (base, run) = (logits(&open("model.gguf"), &IDS), logits(&open("checkpoints/run"), &IDS));
     assert!(furthest(&base, &run) > 1e-2, "the adapters do nothing");
     let with = open("model.gguf").with_adapters(&folder.join("adapter")).unwrap();

@@ -18,6 +18,8 @@ use finetune::engine::model::{Mode, Parameters, Tokens, Workspace};
 use finetune::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
+use finetune::store::ModelFolder;
+use finetune::store::tensor_file::write_tensors;
 
 /// A golden model of 257 rows or fewer with the byte tokenizer where it fits, else with the letters.
 fn model(name: &str, folder: &Path) -> TrainedModel {
@@ -36,6 +38,15 @@ fn changed_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) 
         config[*key] = value.clone();
     }
     std::fs::write(path.join("config.json"), config.to_string()).unwrap();
+    if name != "deep" {
+        return with_letters(&path);
+    }
+    std::fs::write(path.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    TrainedModel::open(&path, None).unwrap()
+}
+
+/// The model in `path` with a tokenizer of letters.
+fn with_letters(path: &Path) -> TrainedModel {
     let vocab: serde_json::Map<String, serde_json::Value> =
         ('a'..='z').enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();
     let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true});
@@ -50,10 +61,8 @@ fn changed_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) 
     });
     let mut letters = letters;
     letters["model"]["vocab"].as_object_mut().unwrap().extend(vocab);
-    let byte = name == "deep";
-    let tokenizer = if byte { Tokenizer::byte().json().to_vec() } else { letters.to_string().into_bytes() };
-    std::fs::write(path.join("tokenizer.json"), tokenizer).unwrap();
-    TrainedModel::open(&path, None).unwrap()
+    std::fs::write(path.join("tokenizer.json"), letters.to_string()).unwrap();
+    TrainedModel::open(path, None).unwrap()
 }
 
 /// FP32 logits `[rows * length, V]` of `trained` with its weights rounded to `dtype`.
@@ -273,16 +282,71 @@ fn what_gguf_has_no_word_for_is_refused() {
     assert!(message.contains("only GGUF files have such blocks"), "{message}");
 }
 
+/// A Mistral, a Qwen 3 and a Gemma 3 without what transformers takes from its defaults and not from a GGUF file: windows of a
+/// Mistral, Qwen 3's heads of 128, and Gemma 3's scale of attention, bases, and pattern of windows, one layer of six without.
+fn readable_relatives(folder: &Path) -> [TrainedModel; 3] {
+    let full = serde_json::json!({"rope_theta": 1e6, "rope_type": "default"});
+    let sliding = serde_json::json!({"rope_theta": 1e4, "rope_type": "default"});
+    let kinds: Vec<&str> =
+        (1..=7).map(|block| if block % 6 == 0 { "full_attention" } else { "sliding_attention" }).collect();
+    [
+        changed_model("families/mistral", folder, &[("sliding_window", serde_json::Value::Null)]),
+        wavy_model("families/qwen3", folder, &[("head_dim", 128.into())]),
+        wavy_model(
+            "families/gemma3",
+            folder,
+            &[
+                ("head_dim", 256.into()),
+                ("query_pre_attn_scalar", 256.into()),
+                ("num_hidden_layers", 7.into()),
+                ("layer_types", kinds.into()),
+                ("rope_parameters", serde_json::json!({"full_attention": full, "sliding_attention": sliding})),
+            ],
+        ),
+    ]
+}
+
+/// A model of another shape than the golden one, with weights that are different everywhere, those of norms included.
+fn wavy_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> TrainedModel {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(golden.join("config.json")).unwrap()).unwrap();
+    for (key, value) in keys {
+        config[*key] = value.clone();
+    }
+    let shape = folder.join("shape");
+    std::fs::create_dir_all(&shape).unwrap();
+    std::fs::write(shape.join("config.json"), config.to_string()).unwrap();
+    let spec = ModelFolder::read_config(&shape).unwrap();
+    let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
+    weights.initialise(7).unwrap();
+    let tensors: Vec<(String, Tensor)> = (0..)
+        .zip(weights.iter())
+        .map(|(index, (name, tensor))| {
+            let count = tensor.elem_count() as f32;
+            let wave = ((Tensor::arange(0.0, count, &Device::Cpu).unwrap() * 1.3).unwrap() + f64::from(index)).unwrap();
+            let wave = (wave.sin().unwrap() * 0.2).unwrap().reshape(tensor.shape()).unwrap();
+            (spec.family.stored_name(name), (tensor + wave).unwrap())
+        })
+        .collect();
+    let path = folder.join(name);
+    std::fs::create_dir_all(&path).unwrap();
+    std::fs::write(path.join("config.json"), config.to_string()).unwrap();
+    let file = path.join("model.safetensors");
+    write_tensors(&mut File::create(&file).unwrap(), &file, &tensors).unwrap();
+    with_letters(&path)
+}
+
 #[test]
 fn transformers_reads_every_familys_gguf_file_as_we_do() {
     let Some(python) = python().filter(|python| has_module(python, "gguf")) else { return };
     let folder = tempfile::tempdir().unwrap();
-    // Without what transformers does not read in a GGUF file: GPT-2's number of positions, rope types, a Llama's biases and windows,
-    // Qwen 3's head size, and the scale of Gemma 3's attention, which it takes to be that of heads of 256.
-    for name in ["families/llama", "families/qwen2"] {
-        let trained = model(name, folder.path());
+    // Without what transformers does not read in a GGUF file: GPT-2's number of positions, rope types, a Llama's biases and windows.
+    let models = ["families/llama", "families/qwen2"].map(|name| model(name, folder.path()));
+    for (index, trained) in models.into_iter().chain(readable_relatives(folder.path())).enumerate() {
         let ids = ids(&trained, 12);
-        let out = trained.path.with_extension("gguf");
+        // A Mistral is a Llama to GGUF; transformers fails on a Llama that has `mistral` in its name.
+        let out = folder.path().join(format!("{index}.gguf"));
         export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
         let file = folder.path().join("ids.json");
         std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
@@ -293,7 +357,7 @@ fn transformers_reads_every_familys_gguf_file_as_we_do() {
         let all = values(&logits(&trained, Dtype::F32, &ids, 12));
         let ours = &all[all.len() - trained.config.vocab_size..];
         let error = distance(&theirs, ours);
-        assert!(error < 1e-5, "{}: {error:.1e}", out.display());
+        assert!(error < 1e-5, "{}: {error:.1e}", trained.path.display());
     }
 }
 
@@ -301,18 +365,35 @@ fn transformers_reads_every_familys_gguf_file_as_we_do() {
 fn the_gguf_package_reads_the_file() {
     let Some(python) = python().filter(|python| has_module(python, "gguf")) else { return };
     let folder = tempfile::tempdir().unwrap();
-    let trained = model("untied", folder.path());
-    let out = folder.path().join("x.gguf");
-    export(&trained, Dtype::F16, Format::Gguf, Parts::Merged, &out).unwrap();
     let script = "import json, sys, gguf\nreader = gguf.GGUFReader(sys.argv[1])\n\
-                  print(json.dumps({t.name: [int(n) for n in t.shape] for t in reader.tensors}))";
-    let output = launch::command(python).args(["-c", script]).arg(&out).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let shapes: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(shapes.as_object().unwrap().len(), trained.config.parameters().len());
+                  print(json.dumps([{t.name: [int(n) for n in t.shape] for t in reader.tensors}, \
+                  {key: field.contents() for key, field in reader.fields.items() if 'attention' in key}]))";
+    let read = |trained: &TrainedModel, out: &Path| -> [serde_json::Value; 2] {
+        export(trained, Dtype::F16, Format::Gguf, Parts::Merged, out).unwrap();
+        let output = launch::command(&python).args(["-c", script]).arg(out).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let [shapes, keys]: [serde_json::Value; 2] = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(shapes.as_object().unwrap().len(), trained.config.parameters().len());
+        [shapes, keys]
+    };
+    let trained = model("untied", folder.path());
+    let [shapes, _] = read(&trained, &folder.path().join("x.gguf"));
     // GGUF counts dimensions from the innermost: [in, out] of a matrix stored as [out, in].
     let width = trained.config.width;
     assert_eq!(shapes["blk.0.attn_qkv.weight"], serde_json::json!([width, 3 * width]));
+    let windowed = model("families/mistral", folder.path());
+    let [_, keys] = read(&windowed, &folder.path().join("windowed.gguf"));
+    assert_eq!(keys["llama.attention.sliding_window"], 5, "{keys}");
+    let [_, qwen3, gemma3] = readable_relatives(folder.path());
+    let [shapes, keys] = read(&qwen3, &folder.path().join("qwen3.gguf"));
+    assert_eq!((&keys["qwen3.attention.key_length"], &keys["qwen3.attention.head_count_kv"]), (&128.into(), &2.into()));
+    assert_eq!(shapes["blk.1.attn_q_norm.weight"], serde_json::json!([128]));
+    let [shapes, keys] = read(&gemma3, &folder.path().join("gemma3.gguf"));
+    assert_eq!(
+        (&keys["gemma3.attention.key_length"], &keys["gemma3.attention.sliding_window"]),
+        (&256.into(), &5.into())
+    );
+    assert_eq!(shapes["blk.6.post_attention_norm.weight"], serde_json::json!([24]));
 }
 
 /// Models whose graphs are compared.

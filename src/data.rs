@@ -5,6 +5,7 @@
 //! a [`Cursor`] of two numbers in a checkpoint is enough to go on exactly where a run stopped.
 
 pub mod batch_loader;
+mod bos;
 mod bpe;
 mod cache;
 mod chat_format;
@@ -30,6 +31,7 @@ pub mod tokenizer;
 pub mod tokens;
 
 pub use batch_loader::{Batch, BatchLoader, Cursor, EvalBatches, IGNORE_INDEX};
+pub use bos::Bos;
 pub use cache::Documents;
 pub use chat_format::{ChatFormat, ChatSettings, named_template, text_file};
 pub(crate) use contain::contained;

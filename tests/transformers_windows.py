@@ -2,7 +2,8 @@
 
     python transformers_windows.py FOLDER TEXT SEQ_LEN STRIDE [STRIDE ...]
 
-TEXT is a JSON list of token ids, or a .txt file for the folder's own tokenizer. Prints a JSON list with an object of `loss` and
+TEXT is a JSON list of token ids, or a .txt file for the folder's own tokenizer; every window begins with the token that this
+one puts in front of a text, if it does. Prints a JSON list with an object of `loss` and
 `tokens` for each stride. A window predicts the token after each of its own; what an earlier window has predicted is not counted
 again.
 """
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 folder, text, seq_len = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+begin = []
 with open(text, encoding="utf-8", newline="") as file:
     if text.endswith(".txt"):
-        ids = torch.tensor(Tokenizer.from_file(f"{folder}/tokenizer.json").encode(file.read()).ids)
+        tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+        ids, begin = torch.tensor(tokenizer.encode(file.read()).ids), tokenizer.encode("").ids
     else:
         ids = torch.tensor(json.load(file))
 
@@ -27,7 +30,8 @@ def measured(stride):
     total, counted, predicted = 0.0, 0, 1
     for start in range(0, len(ids) - 1, stride):
         end = min(start + seq_len, len(ids) - 1)
-        inputs = ids[None, start:end]
+        inputs = ids[None, start:end].clone()
+        inputs[0, : len(begin)] = torch.tensor(begin)
         with torch.no_grad():
             logits = model(inputs, attention_mask=torch.ones_like(inputs)).logits[0]
         new = predicted - start - 1

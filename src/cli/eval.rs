@@ -3,7 +3,7 @@
 use crate::cli::flags::read;
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
-use crate::data::TokenSource;
+use crate::data::{Bos, TokenSource};
 use crate::inference::answers::{Answers, exact_answers};
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
 use crate::inference::trained::TrainedModel;
@@ -50,7 +50,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     let windows = Windows::new(trained.config.context, args.seq_len, args.stride, args.batch_size)?;
     let (data, text) = match &args.data {
         Some(data) => whole(data, &trained, &reporter)?,
-        None => validation(&trained, &reporter)?,
+        None => validation(&trained, args.model.model.bos, &reporter)?,
     };
     let windows = if args.seq_len.is_none() { windows.within(text.tokens.len()) } else { windows };
     reporter.begin("reading weights");
@@ -105,14 +105,17 @@ fn whole(data: &str, trained: &TrainedModel, reporter: &Reporter) -> Result<(Str
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 
-/// The validation text of the model's run.
-fn validation(trained: &TrainedModel, reporter: &Reporter) -> Result<(String, Text)> {
+/// The validation text of the model's run, with the BOS token that the run uses unless the user has given a rule.
+fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(String, Text)> {
     let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let file = run.map(|run| run.join("config.toml")).filter(|file| file.is_file()).ok_or_else(|| {
         Error::config("--data", "this model is not from a run, so a text is needed: `grammar` or a file")
     })?;
     let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
-    let set = dataset(&config, &trained.chat, &trained.tokenizer, &mut |event| reporter.report(event))?;
+    let rule = if bos == Bos::Auto { config.bos } else { bos };
+    let id = trained.config.bos_token_id;
+    let tokenizer = trained.companions.clone().with_bos(trained.tokenizer.clone(), rule, id)?;
+    let set = dataset(&config, &trained.chat, &tokenizer, &mut |event| reporter.report(event))?;
     let data = match &config.val {
         Some(val) => val.clone(),
         None => format!("{}, the last tenth", config.data),

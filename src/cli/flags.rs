@@ -48,6 +48,9 @@ pub(crate) struct ConfigArgs {
     /// How chats are written: a template's file, or one such as chatml or llama3.1 [default: the model's own]
     #[arg(long, value_name = "FILE|NAME", help_heading = "Model and text")]
     pub(crate) chat_template: Option<String>,
+    /// Whether texts begin with the BOS token: auto (if the model's tokenizer adds it), always or never [default: auto]
+    #[arg(long, value_name = "RULE", help_heading = "Model and text")]
+    pub(crate) bos: Option<String>,
     /// What of chats is learned: `answers`, `last_answer` or `all` [default: answers]
     #[arg(long, value_name = "PART", help_heading = "Model and text")]
     pub(crate) loss_on: Option<String>,
@@ -194,6 +197,7 @@ impl ConfigArgs {
             ("fields.prompt", text(&self.prompt_field)),
             ("fields.completion", text(&self.completion_field)),
             ("chat_template", text(&self.chat_template)),
+            ("bos", text(&self.bos)),
             ("train.loss_on", text(&self.loss_on)),
             ("train.packing", self.packing.then(|| true.into())),
             ("dtype", text(&self.dtype)),

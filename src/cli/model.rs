@@ -2,7 +2,7 @@
 
 use crate::cli::names::run_or_path;
 use crate::cli::reporter::Reporter;
-use crate::data::names_in;
+use crate::data::{Bos, names_in};
 use crate::engine::device::{OpenDevice, Place};
 use crate::engine::kernels::Choice;
 use crate::inference::trained::TrainedModel;
@@ -38,6 +38,9 @@ pub(super) struct NameArgs {
     /// A tokenizer.json to use instead of the model's
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
+    /// Whether texts begin with the BOS token: auto (if the model's tokenizer adds it), always or never
+    #[arg(long, value_name = "RULE", default_value = "auto")]
+    pub(super) bos: Bos,
 }
 
 impl NameArgs {
@@ -69,7 +72,7 @@ impl NameArgs {
         reporter.begin("reading the model");
         let mut find =
             |name: &str, revision: Option<&str>| Ok(locate(name, revision, &mut |event| reporter.report(event))?.path);
-        let mut trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find)?;
+        let mut trained = TrainedModel::open_with(&folder, self.tokenizer.as_deref(), &mut find)?.with_bos(self.bos)?;
         if let Some(adapter) = &self.adapter {
             trained = trained.with_adapters(adapter)?;
         }

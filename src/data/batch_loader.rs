@@ -69,7 +69,7 @@ impl Batch {
                 }
             };
             for span in layout.row(row) {
-                layout.tokens.read(span.start, &mut self.inputs[at..at + span.len]);
+                layout.tokens.read_inputs(span.start, &mut self.inputs[at..at + span.len]);
                 layout.tokens.read_targets(span.start + span.len.min(1), &mut self.targets[at..at + span.len]);
                 begin(at, span.len);
                 at += span.len;

@@ -90,7 +90,10 @@ impl ChatSettings {
     pub fn format(&self, model: &str, tokenizer: &Tokenizer) -> ChatFormat {
         match &self.template {
             Some(source) => ChatFormat::new(source, model, &self.tokens),
-            None => ChatFormat::plain(tokenizer.eos_id().and_then(|id| tokenizer.token(id)).as_deref()),
+            None => {
+                let [bos, eos] = [tokenizer.bos(), tokenizer.eos_id()].map(|id| id.and_then(|id| tokenizer.token(id)));
+                ChatFormat::plain(bos.as_deref(), eos.as_deref())
+            }
         }
     }
 }
@@ -133,14 +136,16 @@ struct Ready {
 impl Default for ChatFormat {
     /// The plain format, for the byte tokenizer.
     fn default() -> Self {
-        Self::plain(Some("<|endoftext|>"))
+        Self::plain(None, Some("<|endoftext|>"))
     }
 }
 
 impl ChatFormat {
-    /// One line a message; `eos` ends the answers.
-    pub fn plain(eos: Option<&str>) -> Self {
+    /// One line per message; `bos` begins the conversation, and `eos` ends the answers.
+    pub fn plain(bos: Option<&str>, eos: Option<&str>) -> Self {
+        let begin = bos.map_or_else(String::new, |bos| format!("{{{{- {} }}}}", Json::from(bos)));
         let set = eos.map_or_else(String::new, |eos| format!("{{%- set eos_token = {} %}}", Json::from(eos)));
+        let set = begin + &set;
         Self::new(&format!("{set}{PLAIN}"), "the plain template", &TemplateTokens::default())
     }
 

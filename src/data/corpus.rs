@@ -181,7 +181,7 @@ impl<'a> Loader<'a> {
         if *source == Source::Grammar {
             let text = grammar::text(GRAMMAR_SEED, grammar::CORPUS_BYTES);
             let key = Digest::of((tokenizer.fingerprint() + &text).as_bytes()).sha256;
-            let tokens = TokenSource::from_ids(tokenizer.encode(&text)?);
+            let tokens = TokenSource::from_ids(tokenizer.encode_document(&text)?).with_bos(tokenizer.bos());
             let bytes_per_token = text.len() as f64 / tokens.len().max(1) as f64;
             return Ok(Corpus { tokens, bytes_per_token, key });
         }
@@ -194,7 +194,7 @@ impl<'a> Loader<'a> {
             None => self.tokenise(&files.documents, tokenizer, &key, &path)?,
         };
         let bytes_per_token = file.text_bytes() as f64 / file.trained().max(1) as f64;
-        Ok(Corpus { tokens: TokenSource::from_file(file), bytes_per_token, key })
+        Ok(Corpus { tokens: TokenSource::from_file(file).with_bos(tokenizer.bos()), bytes_per_token, key })
     }
 
     /// The token file at `path`, if it is there and whole.
@@ -204,7 +204,8 @@ impl<'a> Loader<'a> {
     }
 
     fn tokenise(&mut self, documents: &[Document], tokenizer: &Tokenizer, key: &str, path: &Path) -> Result<TokenFile> {
-        let flags = documents.len() > 1 || documents.iter().any(|document| document.format != Format::Text);
+        let rows = documents.iter().any(|document| document.format != Format::Text);
+        let flags = documents.len() > 1 || rows || tokenizer.bos().is_some();
         let width = if flags || tokenizer.vocab_size() > 1 << 16 { Width::Four } else { Width::Two };
         let (writer, kept) = match TokenWriter::create(&self.folder, width) {
             Ok(writer) => (writer, Some(path)),

@@ -76,7 +76,15 @@ impl Layout {
     /// The rows of running text, however little there is of it.
     pub(super) fn of_text(tokens: TokenSource, seq_len: usize, packing: bool) -> Self {
         let (samples, all) = (tokens.documents().len() as u64, tokens.len() as u64);
-        let counts = Counts { samples, tokens: all, learned: all.saturating_sub(1), ..Counts::default() };
+        // Nothing precedes the first token, and BOS tokens are never targets.
+        let is_target = |at: &usize| {
+            let mut target = [IGNORE_INDEX];
+            tokens.read_targets(*at, &mut target);
+            target != [IGNORE_INDEX]
+        };
+        let begun = tokens.documents().map(|document| document.start).filter(|at| *at > 0 && !is_target(at)).count();
+        let learned = all.saturating_sub(1 + begun as u64);
+        let counts = Counts { samples, tokens: all, learned, ..Counts::default() };
         if !packing {
             return Self { tokens, seq_len, rows: Rows::Windows, counts };
         }
@@ -190,7 +198,7 @@ impl Layout {
         let Span { start, len } = span?;
         let mut ids = vec![0; len + 1];
         let mut targets = vec![IGNORE_INDEX; len + 1];
-        self.tokens.read(start, &mut ids);
+        self.tokens.read_inputs(start, &mut ids);
         self.tokens.read_targets(start + 1, &mut targets[1..]);
         Some(ids.into_iter().zip(targets).map(|(id, target)| (id, target != IGNORE_INDEX)).collect())
     }

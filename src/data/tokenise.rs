@@ -107,6 +107,11 @@ impl<'a> Tokenise<'a> {
                     self.writer.push(&[eos], true)?;
                 }
                 self.writer.start();
+                let bos = self.tokenizer.prefix(ids.first().map(|(id, _)| *id));
+                // A chat template has written its own.
+                if let Some(bos) = bos.filter(|_| piece.end != End::Complete) {
+                    self.writer.push(&[bos], false)?;
+                }
             }
             self.writer.extend(ids)?;
             self.running = piece.end == End::Open;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use tokenizers::DecoderWrapper;
 
+use super::bos::{Bos, added_by};
 use super::bpe::FastBpe;
 use super::contain::contained;
 use crate::digest::{Digest, read_at_most};
@@ -29,6 +30,9 @@ const MAX_BYTES: u64 = 128 << 20;
 pub struct Tokenizer {
     kind: Kind,
     json: Arc<[u8]>,
+    /// The token that the post-processor puts in front of a text.
+    added: Option<u32>,
+    bos: Option<u32>,
 }
 
 #[derive(Clone)]
@@ -65,7 +69,7 @@ impl Kind {
 impl Tokenizer {
     /// Bytes as ids 0 to 255, and `<|endoftext|>` as 256.
     pub fn byte() -> Self {
-        Self { kind: Kind::Byte, json: byte_json().to_string().into_bytes().into() }
+        Self { kind: Kind::Byte, json: byte_json().to_string().into_bytes().into(), added: None, bos: None }
     }
 
     /// Reads a `tokenizer.json`.
@@ -80,15 +84,61 @@ impl Tokenizer {
         let value: Value = serde_json::from_slice(&json)
             .map_err(|error| Error::model(origin, format!("not a `tokenizer.json`: {error}")))?;
         if value == byte_json() {
-            return Ok(Self { kind: Kind::Byte, json: json.into() });
+            return Ok(Self { json: json.into(), ..Self::byte() });
         }
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
         super::growth::check(&value).map_err(unusable)?;
+        let added = added_by(&value["post_processor"]).map(str::to_owned);
         // A large vocabulary takes as much in this form as in the library's.
         drop(value);
         let read =
             contained(|| Kind::hugging_face(&json)).unwrap_or_else(|| Err("its parts do not fit together".into()));
-        Ok(Self { kind: read.map_err(unusable)?, json: json.into() })
+        let mut tokenizer = Self { kind: read.map_err(unusable)?, json: json.into(), added: None, bos: None };
+        tokenizer.added = added.and_then(|token| tokenizer.id(&token));
+        Ok(Self { bos: tokenizer.added, ..tokenizer })
+    }
+
+    /// The tokenizer with the BOS token that `rule` determines for a model with these values of `add_bos_token` and `bos_token`
+    /// in its `tokenizer_config.json` and `bos_token_id` in its `config.json`. A new tokenizer has what its post-processor adds.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if `rule` asks for a token that the model does not have.
+    pub fn with_bos(self, rule: Bos, add_bos_token: Option<bool>, name: Option<&str>, id: Option<u32>) -> Result<Self> {
+        let named = || self.added.or_else(|| self.id(name?));
+        let bos = if rule.applies(add_bos_token, self.added.is_some()) { named() } else { None };
+        if rule == Bos::Always && bos.is_none() {
+            let id = id.filter(|id| self.token(*id).is_some());
+            let message = "`always` needs a `bos_token` in `tokenizer_config.json`, and this model has none; use `auto` or `never`";
+            return Ok(Self { bos: Some(id.ok_or_else(|| Error::config("bos", message))?), ..self });
+        }
+        Ok(Self { bos, ..self })
+    }
+
+    /// The token that documents, prompts and windows of running text begin with, if any.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The token to put in front of a document or a prompt: BOS, unless that is its `first` token already.
+    pub(super) fn prefix(&self, first: Option<u32>) -> Option<u32> {
+        self.bos.filter(|bos| first != Some(*bos))
+    }
+
+    /// The ids of a document or a prompt: those of [`Self::encode`] after the BOS token, if there is one.
+    pub fn encode_document(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = self.encode(text)?;
+        if let Some(bos) = self.prefix(ids.first().copied()) {
+            ids.insert(0, bos);
+        }
+        Ok(ids)
+    }
+
+    /// The id of the token that the vocabulary spells as `token`.
+    fn id(&self, token: &str) -> Option<u32> {
+        match &self.kind {
+            Kind::Byte => (token == END_OF_TEXT[0]).then_some(BYTE_EOS),
+            Kind::HuggingFace { inner, .. } => inner.token_to_id(token),
+        }
     }
 
     /// Whether this is the byte tokenizer, whose losses are in nats per byte.
@@ -220,9 +270,9 @@ impl Tokenizer {
         &self.json
     }
 
-    /// SHA-256 of [`Self::json`] in hexadecimal: two tokenizers with the same fingerprint give the same ids.
+    /// SHA-256 of [`Self::json`] in hexadecimal, and the BOS token: two tokenizers with the same fingerprint give the same ids.
     pub fn fingerprint(&self) -> String {
-        Digest::of(&self.json).sha256
+        Digest::of(&self.json).sha256 + &self.bos.map_or_else(String::new, |bos| format!(" bos {bos}"))
     }
 }
 

@@ -12,6 +12,8 @@ use crate::{Error, Result};
 pub struct TokenSource {
     store: Arc<Store>,
     view: Range<usize>,
+    /// The token that windows of running text begin with.
+    bos: Option<u32>,
 }
 
 /// The sequence itself. Ids may carry [`CONTEXT_ONLY`] and [`STARTS`].
@@ -49,7 +51,13 @@ impl TokenSource {
     }
 
     fn over(store: Store) -> Self {
-        Self { view: 0..store.len(), store: Arc::new(store) }
+        Self { view: 0..store.len(), store: Arc::new(store), bos: None }
+    }
+
+    /// The tokens of a tokenizer that puts `bos` in front of a text.
+    #[must_use]
+    pub fn with_bos(self, bos: Option<u32>) -> Self {
+        Self { bos, ..self }
     }
 
     /// Tokens in the view.
@@ -70,6 +78,18 @@ impl TokenSource {
         self.read_flagged(start, out);
         for id in out {
             *id &= !(CONTEXT_ONLY | STARTS);
+        }
+    }
+
+    /// Like [`Self::read`], for the inputs of a row. One that begins within a running text has the BOS token instead of its first
+    /// token, because models that were trained with that token compute badly without it.
+    ///
+    /// # Panics
+    /// As [`Self::read`].
+    pub fn read_inputs(&self, start: usize, out: &mut [u32]) {
+        self.read(start, out);
+        if let (Some(bos), false, [first, ..]) = (self.bos, self.is_samples(), out) {
+            *first = bos;
         }
     }
 
@@ -105,7 +125,7 @@ impl TokenSource {
     /// The first `at` tokens, and the rest.
     pub fn split_at(&self, at: usize) -> (Self, Self) {
         let middle = self.view.start + at.min(self.len());
-        let view = |view| Self { store: Arc::clone(&self.store), view };
+        let view = |view| Self { store: Arc::clone(&self.store), view, bos: self.bos };
         (view(self.view.start..middle), view(middle..self.view.end))
     }
 

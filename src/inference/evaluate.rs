@@ -113,7 +113,7 @@ pub fn evaluate(
         for (index, (ids, targets)) in (first..count).zip(rows) {
             let (start, done) = windows.at(index);
             let length = seq_len.min(tokens.len() - 1 - start);
-            tokens.read(start, &mut ids[..length]);
+            tokens.read_inputs(start, &mut ids[..length]);
             tokens.read_targets(start + 1, &mut targets[..length]);
             targets[..done.min(length)].fill(IGNORE_INDEX);
         }

@@ -115,9 +115,9 @@ pub struct Request<'a> {
     pub sampling: &'a Sampling,
 }
 
-/// The ids of a prompt; an empty one becomes the end-of-text token, which precedes a text.
+/// The ids of a prompt; without any, the end-of-text token, which precedes a text.
 pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
-    let ids = tokenizer.encode(prompt)?;
+    let ids = tokenizer.encode_document(prompt)?;
     Ok(if ids.is_empty() { vec![tokenizer.eos_id().unwrap_or(0)] } else { ids })
 }
 

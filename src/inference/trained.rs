@@ -1,7 +1,7 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
 use super::adapted::{self, Adapters, merged};
-use crate::data::{ChatSettings, Reading, Tokenizer};
+use crate::data::{Bos, ChatSettings, Reading, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, ParamSpec, Parameters, candle_dtype, draw};
@@ -116,7 +116,16 @@ impl TrainedModel {
         };
         check_vocabulary(&tokenizer, &file, &config)?;
         let chat = companions.chat()?;
-        Ok(Self { path, config, tokenizer, companions, chat, damaged, weights, adapters })
+        Self { path, config, tokenizer, companions, chat, damaged, weights, adapters }.with_bos(Bos::Auto)
+    }
+
+    /// The model with the BOS token that `rule` determines.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if `rule` asks for a token that the model does not have.
+    pub fn with_bos(mut self, rule: Bos) -> Result<Self> {
+        self.tokenizer = self.companions.with_bos(self.tokenizer, rule, self.config.bos_token_id)?;
+        Ok(self)
     }
 
     /// The tokens that end a text: those of the configuration, of `generation_config.json` and of the tokenizer.

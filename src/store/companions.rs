@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::data::{ChatSettings, TemplateTokens};
+use crate::data::{Bos, ChatSettings, TemplateTokens, Tokenizer};
 use crate::digest::read_at_most;
 use crate::{Error, Result};
 
@@ -55,16 +55,13 @@ impl Companions {
     }
 
     /// The chat template and its special tokens. The template is `chat_template.jinja`, or the one in `tokenizer_config.json`: a
-    /// string, or the one named `default` in a list. A special token is a string or an object there.
+    /// string, or the one named `default` in a list.
     ///
     /// # Errors
     /// [`Error::Model`] for a file that is not UTF-8 or not JSON.
     pub fn chat(&self) -> Result<ChatSettings> {
         let config = self.json(TOKENIZER_CONFIG)?;
-        let token = |key| {
-            let value: &Value = &config[key];
-            value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
-        };
+        let token = |key| special_token(&config, key).map(str::to_owned);
         let template = if let Some(bytes) = self.get(CHAT_TEMPLATE) {
             Some(String::from_utf8(bytes.to_vec()).map_err(|_| Error::model(CHAT_TEMPLATE, "not UTF-8"))?)
         } else {
@@ -73,6 +70,29 @@ impl Companions {
             template.as_str().or_else(|| named.and_then(|entry| entry["template"].as_str())).map(str::to_owned)
         };
         Ok(ChatSettings { template, tokens: TemplateTokens { bos: token("bos_token"), eos: token("eos_token") } })
+    }
+
+    /// `tokenizer` with the BOS token that `rule` determines; `id` is the one in `config.json`. If it differs from the one that
+    /// `auto` determines, these files record it as `add_bos_token`.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::with_bos`], and [`Error::Model`] for a file that is not JSON.
+    pub fn with_bos(&mut self, tokenizer: Tokenizer, rule: Bos, id: Option<u32>) -> Result<Tokenizer> {
+        let mut config = self.json(TOKENIZER_CONFIG)?;
+        let (add, name) = (config["add_bos_token"].as_bool(), special_token(&config, "bos_token"));
+        let published = tokenizer.clone().with_bos(Bos::Auto, add, name, id)?;
+        let tokenizer = tokenizer.with_bos(rule, add, name, id)?;
+        if tokenizer.bos() != published.bos() {
+            if !config.is_object() {
+                config = tokenizer_config(&tokenizer);
+            }
+            config["add_bos_token"] = tokenizer.bos().is_some().into();
+            if let Some(token) = tokenizer.bos().and_then(|id| tokenizer.token(id)) {
+                config["bos_token"] = token.into();
+            }
+            self.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
+        }
+        Ok(tokenizer)
     }
 
     /// The end tokens in `generation_config.json`: one or a list.
@@ -87,4 +107,21 @@ impl Companions {
         let Some(bytes) = self.get(name) else { return Ok(Value::Null) };
         serde_json::from_slice(bytes).map_err(|error| Error::model(name, format!("not JSON: {error}")))
     }
+}
+
+/// A special token in a `tokenizer_config.json`: a string or an object.
+fn special_token<'a>(config: &'a Value, key: &str) -> Option<&'a str> {
+    let value = &config[key];
+    value.as_str().or_else(|| value["content"].as_str())
+}
+
+/// The `tokenizer_config.json` of a tokenizer that has none: what `AutoTokenizer` needs in addition to `tokenizer.json`.
+pub fn tokenizer_config(tokenizer: &Tokenizer) -> Value {
+    let end = tokenizer.eos_id().and_then(|id| tokenizer.token(id));
+    json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": false,
+        "bos_token": end,
+        "eos_token": end,
+    })
 }

@@ -4,7 +4,7 @@ mod explain;
 mod keys;
 mod sections;
 
-use crate::data::{Fields, Format, Source};
+use crate::data::{Bos, Fields, Format, Source};
 pub use crate::engine::device::Place;
 use crate::engine::kernels::Choice;
 use crate::engine::model::{Lora, ModelSpec};
@@ -61,6 +61,9 @@ pub struct Config {
     /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3` or `plain`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
+    /// Whether texts begin with the BOS token: `auto` if the model's tokenizer adds it, `always` or `never`. Chat templates write
+    /// their own.
+    pub bos: Bos,
     /// `fp32`, `fp16`, `bf16`, or a policy such as `p=f32,c=f16,g=f16,r=f32`.
     pub dtype: PrecisionPolicy,
     /// The seed of every random stream.
@@ -107,6 +110,7 @@ impl Default for Config {
             val: None,
             format: None,
             chat_template: None,
+            bos: Bos::Auto,
             dtype: PrecisionPolicy::FP16,
             seed: 1,
             device: "auto".into(),
@@ -139,7 +143,8 @@ const RETIRED: [&str; 1] = ["cuda_graph"];
 pub struct Layers {
     /// A configuration file's name and text.
     pub file: Option<(String, String)>,
-    /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, and `steps` took precedence.
+    /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, and `steps` took precedence. Those
+    /// that did not write `bos` added no BOS token.
     pub saved: bool,
     /// Dotted keys with their values, from flags and `--set`, in the order they were typed.
     pub overrides: Vec<(String, toml::Value)>,
@@ -155,8 +160,11 @@ impl Config {
             })?;
             table.retain(|key, _| !RETIRED.contains(&key));
             check_keys(leaves(&table).into_iter().map(|(key, _)| key), origin)?;
-            if layers.saved && says(&table, "steps") {
-                forget(&mut table, "epochs");
+            if layers.saved {
+                if says(&table, "steps") {
+                    forget(&mut table, "epochs");
+                }
+                table.entry("bos").or_insert("never".into());
             }
             add_layer(&mut said, table, origin)?;
         }
@@ -269,6 +277,7 @@ impl Config {
             "val",
             "format",
             "chat_template",
+            "bos",
             "fields.text",
             "fields.prompt",
             "fields.completion",

@@ -146,7 +146,7 @@ impl ModelSource {
         config: &Config,
         shape: ModelSpec,
         tokenizer: Option<Tokenizer>,
-        companions: Companions,
+        mut companions: Companions,
         commit: Option<String>,
         weights: Weights,
     ) -> Result<Self> {
@@ -169,6 +169,7 @@ impl ModelSource {
             let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.context);
             return Err(Error::config("train.seq_len", message));
         }
+        let tokenizer = companions.with_bos(tokenizer, config.bos, shape.bos_token_id)?;
         let chat = companions.chat()?;
         Ok(Self { name: config.model.clone(), config: shape, tokenizer, companions, chat, commit, weights })
     }

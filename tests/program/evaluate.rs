@@ -32,7 +32,7 @@ fn golden(name: &str) -> PathBuf {
 }
 
 /// A folder with the golden model `name` and a tokenizer of one-letter words that fits it.
-fn with_tokenizer(name: &str) -> tempfile::TempDir {
+pub(crate) fn with_tokenizer(name: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(golden(name).join(file), folder.path().join(file)).unwrap();
@@ -49,7 +49,7 @@ fn with_tokenizer(name: &str) -> tempfile::TempDir {
 }
 
 /// 300 letters in no simple order.
-fn text() -> String {
+pub(crate) fn text() -> String {
     let mut state = 7_u32;
     (0..300)
         .flat_map(|_| {

@@ -21,6 +21,7 @@ mod support;
 
 mod bad_input;
 mod bad_models;
+mod bos;
 mod channels;
 mod chat;
 mod checkpoint_command;

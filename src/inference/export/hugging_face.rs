@@ -3,11 +3,10 @@
 use crate::engine::model::Parameters;
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
-use crate::store::companions::TOKENIZER_CONFIG;
+use crate::store::companions::{TOKENIZER_CONFIG, tokenizer_config};
 use crate::store::tensor_file::write_tensors;
 use crate::{Error, Result};
 use candle_core::Tensor;
-use serde_json::json;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -27,7 +26,9 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
     save("tokenizer.json", trained.tokenizer.json())?;
     let mut companions = trained.companions.clone();
     if companions.get(TOKENIZER_CONFIG).is_none() {
-        companions.insert(TOKENIZER_CONFIG, format!("{:#}\n", tokenizer_config(trained)));
+        let mut config = tokenizer_config(&trained.tokenizer);
+        config["model_max_length"] = trained.config.context.into();
+        companions.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
     }
     companions.iter().try_for_each(|(name, text)| save(name, text))?;
     let named = |(name, tensor): (&str, &Tensor)| (trained.config.family.stored_name(name), tensor.clone());
@@ -36,16 +37,4 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
     let mut file = BufWriter::new(File::create(&path).map_err(Error::io("create", &path))?);
     write_tensors(&mut file, &path, &tensors)?;
     file.flush().map_err(Error::io("write", &path))
-}
-
-/// What `AutoTokenizer` wants to know beside `tokenizer.json`.
-fn tokenizer_config(trained: &TrainedModel) -> serde_json::Value {
-    let end = trained.tokenizer.eos_id().and_then(|id| trained.tokenizer.token(id));
-    json!({
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": trained.config.context,
-        "clean_up_tokenization_spaces": false,
-        "bos_token": end,
-        "eos_token": end,
-    })
 }

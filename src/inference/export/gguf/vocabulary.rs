@@ -46,7 +46,7 @@ pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
     let kinds = vocabulary.tokens.iter().map(|(_, kind)| Value::I32(*kind as i32));
     put("token_type", Value::Array(kinds.collect()));
 
-    let begin = first_special(&json["post_processor"]).and_then(|text| vocabulary.id(text));
+    let begin = trained.tokenizer.bos();
     put("add_bos_token", Value::Bool(begin.is_some()));
     let config = &trained.config;
     let mut ends = config.eos_token_ids.clone();
@@ -137,14 +137,6 @@ fn space_prefix(json: &Json) -> Option<bool> {
     let parts = normalizer["normalizers"].as_array().map_or(std::slice::from_ref(normalizer), Vec::as_slice);
     let has = |kind: &str| parts.iter().any(|part| part["type"] == kind);
     has("Replace").then(|| has("Prepend"))
-}
-
-/// The token that the post-processor puts in front of a text.
-fn first_special(step: &Json) -> Option<&str> {
-    if let Some(parts) = step["processors"].as_array() {
-        return parts.iter().find_map(first_special);
-    }
-    step["single"][0]["SpecialToken"]["id"].as_str()
 }
 
 /// Whether the pre-tokenizer maps bytes to printable characters, alone or in a sequence.

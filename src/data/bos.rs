@@ -11,7 +11,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bos {
-    /// If `add_bos_token` in `tokenizer_config.json` says so; without that key, if the tokenizer's post-processor adds one.
+    /// If `add_bos_token` in `tokenizer_config.json` is true; without that key, if the tokenizer's post-processor adds one.
     #[default]
     Auto,
     /// Always.
@@ -21,7 +21,7 @@ pub enum Bos {
 }
 
 impl Bos {
-    /// Whether texts get the token, for a model with this `add_bos_token` and a post-processor that does what `added` says.
+    /// Whether texts get the token, for a model with this `add_bos_token` and a post-processor that adds it if `added`.
     pub(super) fn applies(self, add_bos_token: Option<bool>, added: bool) -> bool {
         match self {
             Self::Auto => add_bos_token.unwrap_or(added),

@@ -88,13 +88,11 @@ impl ChatSettings {
     /// How conversations are written: by the model's template, or one line a message where it brings none. `model` names it in
     /// errors.
     pub fn format(&self, model: &str, tokenizer: &Tokenizer) -> ChatFormat {
-        match &self.template {
-            Some(source) => ChatFormat::new(source, model, &self.tokens),
-            None => {
-                let [bos, eos] = [tokenizer.bos(), tokenizer.eos_id()].map(|id| id.and_then(|id| tokenizer.token(id)));
-                ChatFormat::plain(bos.as_deref(), eos.as_deref())
-            }
+        if let Some(source) = &self.template {
+            return ChatFormat::new(source, model, &self.tokens);
         }
+        let [bos, eos] = [tokenizer.bos(), tokenizer.eos_id()].map(|id| id.and_then(|id| tokenizer.token(id)));
+        ChatFormat::plain(bos.as_deref(), eos.as_deref())
     }
 }
 

@@ -58,7 +58,6 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
 }
 
 /// Python's `left % right`.
-#[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
 fn percent(state: &State, left: Value, right: Value) -> Result<Value, Error> {
     let Some(text) = left.as_str() else {
         return state.env().compile_expression("left % right")?.eval(context! { left, right });
@@ -134,7 +133,7 @@ pub(super) fn read_json(text: &str) -> JsonResult<Value> {
     let marked = mark_large_numbers(text);
     match marked.map(|marked| serde_json::from_str(&marked)) {
         Some(Ok(value)) => Ok(unmark(&value)),
-        // The original has the position of what is wrong.
+        // An error of the original has the right position.
         Some(Err(_)) | None => serde_json::from_str(text),
     }
 }
@@ -266,7 +265,7 @@ fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out:
     at
 }
 
-/// The end of the operand that begins at `at`, behind its attributes, items, calls and filters.
+/// The end of the operand that begins at `at`, with its attributes, items, calls and filters.
 fn operand_end(text: &str, at: usize) -> usize {
     let bytes = text.as_bytes();
     let after = |at: usize, of: fn(&u8) -> bool| at + bytes[at..].iter().take_while(|byte| of(byte)).count();
@@ -333,7 +332,7 @@ mod tests {
         template.render(&Conversation::from_json(MESSAGES).unwrap(), None, false).unwrap().text
     }
 
-    /// What transformers 5.23 renders with Jinja 3.1.6.
+    /// The expected texts are from transformers 5.23 with Jinja 3.1.6.
     #[test]
     fn templates_give_the_text_of_jinja_in_python() {
         for (source, expected) in [

@@ -1,7 +1,7 @@
 //! Chat templates: the Jinja texts that models bring to turn a conversation into the text they were trained on.
 //!
-//! The environment is that of transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` is there, and values
-//! are written and have methods as in Python. There is no clock: `strftime_now` is undefined, and templates
+//! The environment follows transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` exists, and values are
+//! written and have methods as in Python. There is no clock: `strftime_now` is undefined, and templates
 //! that ask for it fall back on their fixed date, so that a text does not depend on the day.
 //!
 //! A template may mark what the model has to learn with `{% generation %}` … `{% endgeneration %}`. The engine knows no such

@@ -124,7 +124,7 @@ impl Tokenizer {
         self.bos.filter(|bos| first != Some(*bos))
     }
 
-    /// The ids of a document or a prompt: those of [`Self::encode`] after the BOS token, if there is one.
+    /// The ids of a document or a prompt: the BOS token, if there is one, and the result of [`Self::encode`].
     pub fn encode_document(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text)?;
         if let Some(bos) = self.prefix(ids.first().copied()) {

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::evaluate::with_tokenizer;
+use crate::common::launch;
 use crate::common::python::{python, run_script};
 use assert_cmd::Command;
 use finetune::data::{Bos, Dataset, IGNORE_INDEX, Layout, Loader, Source, TokenSource, Tokenizer};
@@ -43,7 +44,7 @@ fn model(added: bool, key: Option<bool>) -> tempfile::TempDir {
 }
 
 fn said(folder: &Path, arguments: &str) -> String {
-    let mut command = Command::cargo_bin("finetune").unwrap();
+    let mut command = Command::from_std(launch::program());
     let output = command.current_dir(folder).args(arguments.split(' ')).assert().success().get_output().stdout.clone();
     String::from_utf8(output).unwrap()
 }
@@ -65,7 +66,7 @@ fn source(folder: &Path, name: &str, text: &str) -> Source {
     Source::Path(path)
 }
 
-/// `add_bos_token` decides if it is there, and the post-processor otherwise, as in llama.cpp's converter.
+/// `add_bos_token` has precedence over the post-processor, as in llama.cpp's converter.
 #[test]
 fn the_files_of_a_model_say_whether_it_has_a_bos_token() {
     for (added, key, expected) in [
@@ -86,7 +87,7 @@ fn the_files_of_a_model_say_whether_it_has_a_bos_token() {
     assert!(error.starts_with("bos: `always` needs a `bos_token`"), "{error}");
 }
 
-/// Every window begins with the token, so the loss is another one, and it is that of transformers.
+/// Every window begins with the token, which changes the loss; transformers finds the same one.
 #[test]
 fn transformers_finds_the_loss_of_windows_that_begin_with_the_token() {
     let folder = model(true, None);
@@ -123,9 +124,13 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     let mut targets = vec![0; tokens.len()];
     tokens.read_targets(0, &mut targets);
     assert_eq!((targets[0], targets[5]), (IGNORE_INDEX, IGNORE_INDEX));
-    assert_eq!(ids(&load(&rows, &none)), [0, 1, 2, eos, 3, 4, eos, BOS, 5], "the cache must tell them apart");
+    assert_eq!(
+        ids(&load(&rows, &none)),
+        [0, 1, 2, eos, 3, 4, eos, BOS, 5],
+        "the tokens come from the other tokenizer's cache"
+    );
 
-    // A window starts with the token wherever the text is cut, and its targets are those of the text.
+    // A window starts with the token at every position of the text, and its targets are the text's tokens.
     let mut inputs = vec![0; 3];
     tokens.read_inputs(2, &mut inputs);
     assert_eq!(inputs, [BOS, 2, eos]);
@@ -154,7 +159,7 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     assert_eq!(Dataset::load(&Source::Grammar, None, &Tokenizer::byte()).unwrap().train.len() % 2, 0);
 }
 
-/// The setting is the run's: an older run, whose `config.toml` does not have it, goes on without the token.
+/// A run keeps its setting. An older run, whose `config.toml` does not have it, resumes without the token.
 #[test]
 fn a_run_keeps_its_rule() {
     let folder = model(true, None);
@@ -170,13 +175,13 @@ fn a_run_keeps_its_rule() {
     said(at, "--resume old --steps 4 --plain");
     said(at, "--resume new --steps 4 --plain");
     assert!(fs::read_to_string(config("old")).unwrap().contains("bos = \"never\""));
-    let mut command = Command::cargo_bin("finetune").unwrap();
+    let mut command = Command::from_std(launch::program());
     let refused =
         command.current_dir(at).args(["--resume", "old", "--steps", "6", "--bos", "auto"]).assert().failure().code(2);
     let message = String::from_utf8_lossy(&refused.get_output().stderr).into_owned();
     assert!(message.contains("bos: was \"never\" and is now \"auto\""), "{message}");
 
-    // What was trained is what is used and exported, also by programs that read `add_bos_token`.
+    // The run's checkpoints and exports have the token that it was trained with.
     for (run, expected) in [("old", None), ("new", Some(BOS))] {
         let step = at.join(format!("checkpoints/{run}/step-000004"));
         assert_eq!(TrainedModel::open(&step, None).unwrap().tokenizer.bos(), expected, "{run}");

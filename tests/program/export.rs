@@ -306,7 +306,7 @@ fn readable_relatives(folder: &Path) -> [TrainedModel; 3] {
     ]
 }
 
-/// A model of another shape than the golden one, with weights that are different everywhere, those of norms included.
+/// A model whose shape differs from the golden one. No two of its weights are equal, in norms either.
 fn wavy_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> TrainedModel {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
     let mut config: serde_json::Value =

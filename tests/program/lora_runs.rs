@@ -227,7 +227,7 @@ fn furthest(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }
 
-/// Asserts that `merge` printed the largest difference of the logits of `run` and of what it wrote, and returns it.
+/// Asserts that `merge` printed the largest difference between the logits of `run` and of `written`, and returns it.
 fn assert_printed(output: &Output, run: &TrainedModel, written: &TrainedModel) -> f64 {
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let number = said.split("largest difference of logits: ").nth(1).and_then(|rest| rest.split(' ').next());

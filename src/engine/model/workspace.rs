@@ -58,7 +58,7 @@ pub(super) struct Rotations {
 }
 
 impl Rotations {
-    /// Those of `positions` in a sequence that ends with them.
+    /// The tables of `positions` in a sequence that ends with them.
     pub(super) fn new(spec: &ModelSpec, positions: Range<usize>, device: &Device) -> Result<Self> {
         let table = |rope: &Rope| {
             let frequencies = rope.frequencies(spec.head_dim, positions.end);

@@ -81,9 +81,9 @@ impl Blockwise {
         self.codes.is_empty()
     }
 
-    /// The blocks of these elements, which begin with a whole one.
+    /// The blocks of `elements`, which start at a block or are empty.
     pub fn blocks(elements: &Range<usize>) -> Range<usize> {
-        elements.start / BLOCK..elements.end.div_ceil(BLOCK)
+        elements.start.div_ceil(BLOCK)..elements.end.div_ceil(BLOCK)
     }
 
     /// What so many elements take, in bytes.
@@ -167,6 +167,15 @@ mod tests {
             let found: f32 = map[at];
             assert!((found - expected).abs() <= 1e-6 * expected.abs(), "{at}: {found} {expected}");
         }
+    }
+
+    #[test]
+    fn an_empty_part_has_no_blocks() {
+        for len in [0, 1, BLOCK - 1, BLOCK, 3078] {
+            assert!(Blockwise::blocks(&(len..len)).is_empty(), "{len}");
+            assert_eq!(Blockwise::blocks(&(0..len)), 0..Blockwise::zeros(len, true).stored().1.len());
+        }
+        assert_eq!(Blockwise::blocks(&(512..3078)), 2..13);
     }
 
     #[test]

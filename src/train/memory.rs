@@ -236,7 +236,6 @@ pub(super) fn check_fits(
         (true, None) => "; use a shorter `--seq-len` or a smaller model".into(),
         (true, Some(_)) => String::new(),
     };
-    let gib = |bytes: u64| bytes as f64 / (1_u64 << 30) as f64;
     let message = format!(
         "{batch} sequences of {} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}{more}",
         train.seq_len,
@@ -244,6 +243,28 @@ pub(super) fn check_fits(
         gib(available)
     );
     Err(Error::config("train.batch_size", message))
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / (1_u64 << 30) as f64
+}
+
+/// Rejects a model of which not even one copy of the weights in the compute type fits. Other checks list every parameter several
+/// times per batch size that they try, which takes seconds for thousands of blocks.
+///
+/// # Errors
+/// [`Error::Config`] with the bytes needed and available.
+pub(super) fn check_weights_fit(config: &Config, spec: &ModelSpec, available: u64) -> Result<()> {
+    let (count, dtype) = (spec.parameter_count(), config.dtype.compute);
+    let bytes = count.saturating_mul(dtype.size_in_bytes() as u64);
+    if !spec.quantised.is_empty() || bytes <= available {
+        return Ok(());
+    }
+    let (needed, left) = (gib(bytes), gib(available));
+    let message = format!(
+        "its {count} parameters take {needed:.1} GiB in {dtype} alone, and {left:.1} GiB are available; use a smaller model"
+    );
+    Err(Error::config("model", message))
 }
 
 fn with_narrow_moments(config: &Config) -> Config {

@@ -18,7 +18,7 @@ use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, is_gguf}
 use crate::telemetry::available_bytes;
 use crate::train::config::{Config, Init};
 use crate::train::fp8::Fp8Layer;
-use crate::train::memory::{Sharing, check_fits, fitted};
+use crate::train::memory::{Sharing, check_fits, check_weights_fit, fitted};
 use crate::train::state::TrainState;
 use crate::train::step::Engine;
 use crate::{Error, Result};
@@ -461,6 +461,7 @@ pub(super) fn fit_memory(
         shape.quantised.clear();
     }
     let shape = &shape;
+    check_weights_fit(&config, shape, available)?;
     if std::mem::take(&mut config.train.auto_batch) {
         let (fitted, said) = fitted(&config, shape, &*open.kernels, sharing, available);
         if let Some(said) = said {

@@ -222,7 +222,7 @@ fn a_model_that_is_none() {
     desk.model("wider", |config| config["n_embd"] = json!(64));
     desk.model("deeper", |config| config["n_layer"] = json!(4));
     desk.model("shallower", |config| config["n_layer"] = json!(2));
-    desk.model("deepest", |config| config["n_layer"] = json!(1 << 20));
+    desk.model("deepest", |config| config["n_layer"] = json!(1 << 12));
     desk.model("relu", |config| config["activation_function"] = json!("relu"));
     desk.model("no-tokenizer", |_| {});
     fs::remove_file(desk.path("no-tokenizer/tokenizer.json")).unwrap();

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -89,14 +90,15 @@ fn texts(count: usize) -> Value {
     Value::Array((0..count).map(|id| Value::String(format!("t{id}"))).collect())
 }
 
-const FILES: [(&str, Change); 41] = [
+const FILES: [(&str, Change); 42] = [
     ("no architecture", |parts| drop(parts.metadata.remove("general.architecture"))),
     ("an unknown architecture", |parts| parts.set("general.architecture", text("phi3"))),
     ("an architecture that steers the terminal", |parts| parts.set("general.architecture", text("\u{1b}[2J"))),
     ("an architecture that is a number", |parts| parts.set("general.architecture", Value::U32(3))),
     ("no depth", |parts| drop(parts.metadata.remove("llama.block_count"))),
     ("no epsilon", |parts| drop(parts.metadata.remove("llama.attention.layer_norm_rms_epsilon"))),
-    ("a depth beyond all memory", |parts| parts.set("llama.block_count", Value::U32(1 << 20))),
+    ("a depth beyond all models", |parts| parts.set("llama.block_count", Value::U32(1 << 20))),
+    ("more blocks than tensors", |parts| parts.set("llama.block_count", Value::U32(1 << 12))),
     ("a depth that is negative", |parts| parts.set("llama.block_count", Value::I32(-1))),
     ("a deeper model than there are tensors for", |parts| parts.set("llama.block_count", Value::U32(3))),
     ("a shallower model than there are tensors for", |parts| parts.set("llama.block_count", Value::U32(1))),
@@ -165,7 +167,12 @@ fn damaged(good: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
 
 type Configure = fn(&mut serde_json::Value);
 
-const CONFIGURATIONS: [(&str, Configure); 24] = [
+const CONFIGURATIONS: [(&str, Configure); 25] = [
+    ("more parameters than can be counted", |config| {
+        for key in ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"] {
+            config[key] = (1 << 20).into();
+        }
+    }),
     ("a mixture of experts", |config| config["model_type"] = "mixtral".into()),
     ("no model type", |config| config["model_type"] = json!(null)),
     ("an activation", |config| config["hidden_act"] = "gelu".into()),
@@ -246,4 +253,48 @@ fn each_mistake_has_its_message() {
         refuse(name, &folder(&scratch.path().join("folder"), change));
     }
     insta::assert_snapshot!("bad_models", said);
+}
+
+/// Within two seconds of processor time and 2 GB of address space: sizes are checked before anything is built per block.
+#[cfg(unix)]
+#[test]
+fn huge_sizes_are_refused_before_anything_is_built() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    fs::create_dir(&model).unwrap();
+    fs::write(model.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    let refuse = |config: serde_json::Value, reason: &str| {
+        fs::write(model.join("config.json"), config.to_string()).unwrap();
+        let limited = "ulimit -t 2; ulimit -v 2000000; exec \"$0\" --model model --init random --data grammar --plain";
+        let mut command = Command::new("sh");
+        command.args(["-c", limited, env!("CARGO_BIN_EXE_finetune")]).current_dir(scratch.path());
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{config}: {}: {said}", output.status);
+        assert!(said.contains(reason), "{config}: {said}");
+    };
+    for family in ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text"] {
+        let gpt2 = family == "gpt2";
+        let [depth, width, heads] = match gpt2 {
+            true => ["n_layer", "n_embd", "n_head"],
+            false => ["num_hidden_layers", "hidden_size", "num_attention_heads"],
+        };
+        let change = |changes: &[(&str, u64)]| {
+            let mut config = json!({"model_type": family, heads: 16, "num_key_value_heads": 16});
+            if !gpt2 {
+                config["head_dim"] = 256.into();
+            }
+            changes.iter().for_each(|(key, value)| config[key] = (*value).into());
+            config
+        };
+        refuse(change(&[(depth, 1 << 20)]), "it must be a whole number from 1 to 4096");
+        let too_large = "use a smaller model";
+        refuse(change(&[(depth, 1 << 12), (width, 4096)]), too_large);
+        refuse(change(&[(width, 1 << 20)]), too_large);
+        refuse(change(&[("vocab_size", 1 << 20), (width, 4096)]), too_large);
+        if !gpt2 {
+            let most = [(heads, 1 << 20), ("num_key_value_heads", 1 << 20)];
+            refuse(change(&most), too_large);
+        }
+    }
 }

@@ -41,9 +41,23 @@ const FAMILIES: [Family; 6] =
 
 /// The largest dimension accepted; products of three stay within 64 bits.
 const LARGEST: u64 = 1 << 20;
+/// The maximum number of blocks. Each block's parameters are listed before their memory is known.
+const DEEPEST: u64 = 1 << 12;
+/// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.
+const MOST_PARAMETERS: u64 = 1 << 48;
+
+/// The spec that a `config.json` describes, or an error that names the key.
+pub(super) fn read(keys: &Keys<'_>) -> Result<ModelSpec, String> {
+    let spec = family_of(keys)?.0.read(keys)?;
+    let count = spec.parameter_count();
+    if count > MOST_PARAMETERS {
+        return Err(format!("it describes {count} parameters, more than the maximum of {MOST_PARAMETERS}"));
+    }
+    Ok(spec)
+}
 
 /// The family that a `config.json` names.
-pub(super) fn family_of(keys: &Keys<'_>) -> Result<Family, String> {
+fn family_of(keys: &Keys<'_>) -> Result<Family, String> {
     let model_type = keys.text("model_type", "")?;
     FAMILIES.into_iter().find(|family| family.model_type() == model_type).ok_or_else(|| {
         let known = FAMILIES.map(Family::model_type).join("`, `");
@@ -71,8 +85,17 @@ impl<'a> Keys<'a> {
     }
 
     pub(super) fn size(&self, key: &str, default: usize) -> Result<usize, String> {
-        let read = |value: &Value| value.as_u64().filter(|n| (1..=LARGEST).contains(n)).map(|n| n as usize);
-        self.get(key, default, &format!("a whole number from 1 to {LARGEST}"), read)
+        self.up_to(LARGEST, key, default)
+    }
+
+    /// The number of blocks.
+    pub(super) fn depth(&self, key: &str, default: usize) -> Result<usize, String> {
+        self.up_to(DEEPEST, key, default)
+    }
+
+    fn up_to(&self, largest: u64, key: &str, default: usize) -> Result<usize, String> {
+        let read = |value: &Value| value.as_u64().filter(|n| (1..=largest).contains(n)).map(|n| n as usize);
+        self.get(key, default, &format!("a whole number from 1 to {largest}"), read)
     }
 
     /// A whole number that may be 0.

@@ -3,7 +3,7 @@
 //! Each metadata key maps to a key of `config.json`, in both directions, so each family still reads and writes its
 //! configuration in its own file only. Names, row orders and offsets follow llama.cpp's converter.
 
-use super::architecture::{Keys, family_of, one_or_more};
+use super::architecture::{self, Keys, one_or_more};
 use super::rope::{Rope, RopeType};
 use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec};
 use crate::engine::kernels::{Norm, WeightLayout};
@@ -98,9 +98,8 @@ impl ModelSpec {
     pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
         let json = config(header).map_err(fail)?;
-        let keys = Keys(&json);
-        let read = family_of(&keys).and_then(|family| family.0.read(&keys));
-        let spec = read.map_err(|message| fail(in_gguf_terms(header.architecture, message)))?;
+        let spec =
+            architecture::read(&Keys(&json)).map_err(|message| fail(in_gguf_terms(header.architecture, message)))?;
         check_heads(&spec, header).map_err(fail)?;
         Ok(spec)
     }

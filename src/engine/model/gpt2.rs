@@ -106,7 +106,7 @@ impl Architecture for Gpt2 {
             tied: keys.flag("tie_word_embeddings", default.tied)?,
             bos_token_id: keys.token("bos_token_id", default.bos_token_id)?,
             eos_token_ids: keys.tokens("eos_token_id", &default.eos_token_ids)?,
-            ..default.clone().resized(keys.size("n_layer", default.layers)?, width, heads)
+            ..default.clone().resized(keys.depth("n_layer", default.layers)?, width, heads)
         })
     }
 

@@ -58,7 +58,7 @@ pub(super) fn read(keys: &Keys<'_>, default: ModelSpec, kv_heads: Option<usize>)
         vocab_size: keys.size("vocab_size", default.vocab_size)?,
         context: keys.size("max_position_embeddings", default.context)?,
         width: keys.size("hidden_size", default.width)?,
-        layers: keys.size("num_hidden_layers", default.layers)?,
+        layers: keys.depth("num_hidden_layers", default.layers)?,
         heads,
         kv_heads,
         inner: keys.size("intermediate_size", default.inner)?,

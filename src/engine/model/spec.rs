@@ -2,7 +2,7 @@
 //!
 //! A family (`gpt2.rs` and its siblings) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
 
-use super::architecture::{Architecture, Keys, family_of, named};
+use super::architecture::{self, Architecture, Keys, named};
 use super::lora::Lora;
 use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
@@ -321,8 +321,7 @@ impl ModelSpec {
         let fail = |message: String| Error::model(origin, message);
         let json: Map<String, Value> =
             serde_json::from_slice(text).map_err(|error| fail(format!("not JSON: {error}")))?;
-        let keys = Keys(&json);
-        family_of(&keys).and_then(|family| family.0.read(&keys)).map_err(fail)
+        architecture::read(&Keys(&json)).map_err(fail)
     }
 
     /// A `config.json` that transformers' `from_pretrained` takes; `dtype` is that of the weights beside it, as torch
@@ -522,17 +521,18 @@ impl ModelSpec {
         }
     }
 
-    /// The number of parameters without adapters, a tied head counted once.
+    /// The number of parameters without adapters, a tied head counted once; at most `u64::MAX`.
     pub fn parameter_count(&self) -> u64 {
-        let [v, c, d, layers] = [self.vocab_size, self.context, self.width, self.layers].map(|dim| dim as u64);
-        let norm = |columns: u64| if self.norm == Norm::Layer { 2 * columns } else { columns };
+        let [v, c, d, layers] = [self.vocab_size, self.context, self.width, self.layers].map(|dim| dim as u128);
+        let norm = |columns: u128| if self.norm == Norm::Layer { 2 * columns } else { columns };
         let linear = |(_, [rows, columns], bias): (LinearRole, [usize; 2], bool)| {
-            rows as u64 * columns as u64 + if bias { columns as u64 } else { 0 }
+            rows as u128 * columns as u128 + if bias { columns as u128 } else { 0 }
         };
-        let linears: u64 = self.linears().into_iter().map(linear).sum();
+        let linears: u128 = self.linears().into_iter().map(linear).sum();
         let positions = if self.learned_positions { c * d } else { 0 };
         let head = if self.tied { 0 } else { v * d };
-        let norms: u64 = self.norms().into_iter().map(|(_, columns)| norm(columns as u64)).sum();
-        v * d + positions + head + norm(d) + layers * (norms + linears)
+        let norms: u128 = self.norms().into_iter().map(|(_, columns)| norm(columns as u128)).sum();
+        let count = v * d + positions + head + norm(d) + layers * (norms + linears);
+        u64::try_from(count).unwrap_or(u64::MAX)
     }
 }

@@ -21,6 +21,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
 use candle_core::{Device, Tensor};
+use common::compare::distance;
 use common::launch;
 use common::python::{python, run_script};
 use finetune::data::TokenSource;
@@ -97,13 +98,6 @@ fn last_logits(trained: &TrainedModel, prompt: &[u32]) -> Vec<f32> {
 
 fn numbers(json: &Value) -> Vec<f32> {
     serde_json::from_value(json.clone()).unwrap()
-}
-
-/// The largest difference, relative to the largest value.
-fn distance(values: &[f32], truth: &[f32]) -> f32 {
-    assert_eq!(values.len(), truth.len());
-    let largest = truth.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-    values.iter().zip(truth).map(|(v, t)| (v - t).abs() / largest).fold(0.0, |a, b| if b <= a { a } else { b })
 }
 
 #[test]

@@ -11,20 +11,38 @@ pub(crate) fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// The largest absolute difference; the shapes must be the same.
-pub(crate) fn max_difference(value: &Tensor, truth: &Tensor) -> f64 {
-    assert_eq!(value.dims(), truth.dims());
-    let (value, truth) = (values(value), values(truth));
-    // A NaN must not be swallowed by `f64::max`.
-    value.iter().zip(&truth).fold(0.0, |worst, (v, t)| if (v - t).abs() <= worst { worst } else { (v - t).abs() })
+/// The largest magnitude, or 0 without numbers. Panics if a number is not finite, because `f64::max` drops a NaN.
+pub(crate) fn largest(numbers: &[impl Into<f64> + Copy]) -> f64 {
+    let magnitudes = numbers.iter().enumerate().map(|(at, number)| {
+        let number: f64 = (*number).into();
+        assert!(number.is_finite(), "number {at} is {number}");
+        number.abs()
+    });
+    magnitudes.fold(0.0, f64::max)
 }
 
-/// The L2 norm of the difference over that of `truth`; the shapes must be the same.
+/// The largest absolute difference of numbers that must all be finite; the lengths must be the same.
+pub(crate) fn furthest(value: &[impl Into<f64> + Copy], truth: &[impl Into<f64> + Copy]) -> f64 {
+    assert_eq!(value.len(), truth.len());
+    let differences = value.iter().zip(truth).map(|(value, truth)| (*value).into() - (*truth).into());
+    largest(&differences.collect::<Vec<f64>>())
+}
+
+/// [`furthest`] relative to the largest magnitude of `truth`.
+pub(crate) fn distance(value: &[impl Into<f64> + Copy], truth: &[impl Into<f64> + Copy]) -> f64 {
+    furthest(value, truth) / largest(truth)
+}
+
+/// [`furthest`] of tensors of one shape.
+pub(crate) fn max_difference(value: &Tensor, truth: &Tensor) -> f64 {
+    assert_eq!(value.dims(), truth.dims());
+    furthest(&values(value), &values(truth))
+}
+
+/// The L2 norm of the difference divided by the norm of `truth`. The shapes must be the same, and all values finite.
 pub(crate) fn relative(value: &Tensor, truth: &Tensor) -> f64 {
     assert_eq!(value.dims(), truth.dims());
-    let (value, truth) = (values(value), values(truth));
-    let difference: f64 = value.iter().zip(&truth).map(|(v, t)| (v - t).powi(2)).sum();
-    (difference / truth.iter().map(|t| t * t).sum::<f64>()).sqrt()
+    norm_of_difference(value, truth) / norm(truth)
 }
 
 /// `tensors` with the key third of every `c_attn.bias` under a name of its own, `….c_attn.bias[key]`.
@@ -60,17 +78,20 @@ pub(crate) fn assert_close(
     for (name, truth) in &truths {
         let (error, tolerance) = match name.strip_suffix("[key]") {
             None => (relative(&values[name], truth), tolerance),
-            Some(bias) => (distance(&values[name], truth) / norm(&truths[bias]), key_tolerance),
+            Some(bias) => (norm_of_difference(&values[name], truth) / norm(&truths[bias]), key_tolerance),
         };
         assert!(error <= tolerance, "{what}: `{name}` is {error:.2e} away, more than {tolerance:.0e}");
     }
 }
 
+/// The L2 norm of values that must all be finite.
 fn norm(tensor: &Tensor) -> f64 {
-    values(tensor).iter().map(|v| v * v).sum::<f64>().sqrt()
+    let values = values(tensor);
+    largest(&values);
+    values.iter().map(|v| v * v).sum::<f64>().sqrt()
 }
 
-fn distance(value: &Tensor, truth: &Tensor) -> f64 {
+fn norm_of_difference(value: &Tensor, truth: &Tensor) -> f64 {
     norm(&(value.to_dtype(DType::F64).unwrap() - truth.to_dtype(DType::F64).unwrap()).unwrap())
 }
 

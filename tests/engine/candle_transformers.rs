@@ -5,6 +5,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::common::compare::distance;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{gemma3, llama, mistral, qwen2, qwen3};
@@ -61,13 +62,10 @@ fn compare(config: &Value, mut theirs: impl FnMut(VarBuilder<'static>, &Tensor) 
         let builder = VarBuilder::from_tensors(tensors.clone(), DType::F32, &Device::Cpu);
         let input = Tensor::new(&ids[..], &Device::Cpu).unwrap().unsqueeze(0).unwrap();
         let expected = theirs(builder, &input).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let largest = expected.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
         for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain::new())] {
             let name = kernels.name().to_owned();
-            for (found, expected) in ours(&spec, &weights, &ids, kernels).iter().zip(&expected) {
-                let error = (found - expected).abs() / largest;
-                assert!(error < 1e-5, "{} by {name}, {length} tokens: {found} {expected}", config["model_type"]);
-            }
+            let error = distance(&ours(&spec, &weights, &ids, kernels), &expected);
+            assert!(error < 1e-5, "{} by {name}, {length} tokens: {error:.1e}", config["model_type"]);
         }
     }
 }

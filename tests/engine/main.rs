@@ -25,6 +25,7 @@ mod support;
 mod amp;
 mod candle_transformers;
 mod checkpoint;
+mod comparators;
 mod fallback;
 mod families;
 mod family_layers;

@@ -1,6 +1,7 @@
 //! Training in FP16 with FP32 masters and a loss scale reaches FP32's loss, and without them it does not.
 //! `docs/numerics.md` quotes these figures; `cargo test --test engine tracking:: -- --nocapture` prints them.
 
+use crate::common::compare::largest;
 use crate::common::engine::{Settings, engine};
 use crate::common::golden::all_kernels;
 use candle_core::Device;
@@ -134,7 +135,7 @@ fn every_set_of_kernels_learns_alike() {
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
         let [fused, plain] = all_kernels().map(|kernels| losses(&kernels, policy));
         assert!(fused[STEPS - 1] < 0.9 * fused[0], "{policy}: {fused:?}");
-        let worst = fused.iter().zip(&plain).map(|(fused, plain)| apart(*plain, *fused)).fold(0.0, f64::max);
+        let worst = largest(&fused.iter().zip(&plain).map(|(fused, plain)| apart(*plain, *fused)).collect::<Vec<_>>());
         println!("{policy}: losses of {STEPS} steps by candle's operations are within {worst:.1e}");
         let tolerance = if policy == PrecisionPolicy::FP32 { 1e-4 } else { 1e-2 };
         assert!(worst < tolerance, "{policy}: {worst:.1e}");

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::common::compare::{distance, values};
 use crate::common::launch;
 use crate::common::python::{has_module, python, run_script};
 use candle_core::quantized::gguf_file::Content;
@@ -87,17 +88,7 @@ fn ids(trained: &TrainedModel, count: usize) -> Vec<u32> {
     (0..count).map(|i| (11 * i as u32 + 5) % trained.config.vocab_size as u32).collect()
 }
 
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-fn distance(value: &[f32], truth: &[f32]) -> f32 {
-    assert_eq!(value.len(), truth.len());
-    let largest = truth.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-    value.iter().zip(truth).map(|(v, t)| (v - t).abs() / largest).fold(0.0, |a, b| if b <= a { a } else { b })
-}
-
-const DTYPES: [(Dtype, f32); 3] = [(Dtype::F32, 1e-6), (Dtype::F16, 4e-3), (Dtype::BF16, 3e-2)];
+const DTYPES: [(Dtype, f64); 3] = [(Dtype::F32, 1e-6), (Dtype::F16, 4e-3), (Dtype::BF16, 3e-2)];
 
 #[test]
 fn a_hugging_face_folder_computes_the_same_in_every_dtype() {

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::common::compare::{distance, values};
 use crate::common::launch;
 use crate::common::python::{python, run_script};
 use assert_cmd::Command;
@@ -64,16 +65,6 @@ fn cached_logits(cache: &mut KvCache, model: &Decoder, weights: &Parameters, ids
     Tensor::cat(&logits, 0).unwrap()
 }
 
-/// The largest difference over the largest value.
-fn distance(value: &Tensor, truth: &Tensor) -> f32 {
-    let values =
-        |tensor: &Tensor| tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    let (value, truth) = (values(value), values(truth));
-    assert_eq!(value.len(), truth.len());
-    let largest = truth.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-    value.iter().zip(&truth).map(|(v, t)| (v - t).abs() / largest).fold(0.0, |a, b| if b <= a { a } else { b })
-}
-
 #[test]
 fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
     for name in ["narrow", "head64", "untied", "deep"] {
@@ -90,7 +81,7 @@ fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
                 let mut cache = KvCache::new(model.spec(), policy, length, &Device::Cpu).unwrap();
                 for pieces in [vec![length], vec![1; length], vec![3, length - 5, 1, 1], vec![length - 1, 1]] {
                     let logits = cached_logits(&mut cache, &model, &weights, &ids, &pieces);
-                    let distance = distance(&logits, &truth);
+                    let distance = distance(&values(&logits), &values(&truth));
                     assert!(distance < tolerance, "{name}, {policy}, {by}, pieces of {pieces:?}: {distance}");
                 }
             }
@@ -107,7 +98,7 @@ fn a_truncated_cache_goes_on_from_there() {
     let after = model.decode(&weights, &[9, 8], &mut cache).unwrap().copy().unwrap();
     cache.truncate(0);
     let whole = model.decode(&weights, &[1, 2, 3, 9, 8], &mut cache).unwrap().narrow(0, 3, 2).unwrap();
-    assert!(distance(&after, &whole) < 1e-6);
+    assert!(distance(&values(&after), &values(&whole)) < 1e-6);
 }
 
 #[test]

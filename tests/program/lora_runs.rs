@@ -3,7 +3,7 @@
 //! merged, and refused where they make no sense.
 
 #![cfg(unix)]
-use crate::common::compare::values;
+use crate::common::compare::{furthest, values};
 use crate::common::launch;
 use crate::common::python::{has_module, python, run_script};
 use candle_core::Device;
@@ -220,11 +220,6 @@ fn logits(trained: &TrainedModel, ids: &[u32]) -> Vec<f64> {
 fn cpu() -> OpenDevice {
     let place: finetune::engine::device::Place = "cpu".parse().unwrap();
     place.open(PrecisionPolicy::FP32, Choice::Auto, &mut |_| ()).unwrap()
-}
-
-fn furthest(a: &[f64], b: &[f64]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }
 
 /// Asserts that `merge` printed the largest difference between the logits of `run` and of `written`, and returns it.

@@ -53,18 +53,18 @@ pub fn over_base(
         }
         _ => Parameters::zeros(&frozen, dtype, device)?,
     };
+    let base_parameters = spec.base_parameters();
+    // One buffer for all values: what the system's allocator keeps of buffers of many sizes would stay resident during training.
+    let buffer = view::zeros(&[base_parameters.iter().map(part_of).max().unwrap_or(1)], DType::F32, &Device::Cpu)?;
     let mut digest = DigestWriter::new(sink());
-    for entry in spec.base_parameters() {
+    for entry in base_parameters {
         digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
         let tensor = own.get(&entry.name).or_else(|| base.get(&entry.name)).filter(|tensor| tensor.elem_count() > 0);
         let tensor = tensor.map(Tensor::flatten_all).transpose()?;
         let (elements, mut stats) = (entry.shape.iter().product::<usize>(), TensorStats::default());
-        let part = match (entry.layer.op, &entry.shape[..]) {
-            (Op::Embedding | Op::Head, [_, columns]) => TABLE_PART.next_multiple_of(4 * columns),
-            _ => elements.max(1),
-        };
+        let part = part_of(&entry);
         for first in (0..elements).step_by(part) {
-            let wide = view::zeros(&[part.min(elements - first)], DType::F32, &Device::Cpu)?;
+            let wide = buffer.narrow(0, 0, part.min(elements - first))?;
             view::write_f32(&wide, |out| read_part(&entry, first, out))??;
             stats.merge(&survey(&wide, FloatFormat::FP32, false)?.stats);
             for values in read(&wide)?.typed::<f32>()?.chunks(CHUNK) {
@@ -72,7 +72,15 @@ pub fn over_base(
                 digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
             }
             if let Some(tensor) = &tensor {
-                tensor.slice_set(&wide.to_dtype(tensor.dtype())?.to_device(device)?, 0, first)?;
+                if device.is_cpu() {
+                    view::copy(&wide, &tensor.narrow(0, first, wide.elem_count())?)?;
+                } else {
+                    tensor.slice_set(
+                        &wide.force_contiguous()?.to_dtype(tensor.dtype())?.to_device(device)?,
+                        0,
+                        first,
+                    )?;
+                }
             }
         }
         check_stats(&entry.name, &stats, origin, compute)?;
@@ -80,6 +88,15 @@ pub fn over_base(
     let parameters = own.over(Some(Arc::new(base)));
     set_output_norms(spec, &parameters)?;
     Ok(OverBase { parameters, sha256: digest.finish().1.sha256 })
+}
+
+/// Values of a parameter that are read at a time.
+fn part_of(entry: &ParamSpec) -> usize {
+    let elements = entry.shape.iter().product::<usize>().max(1);
+    match (entry.layer.op, &entry.shape[..]) {
+        (Op::Embedding | Op::Head, [_, columns]) => TABLE_PART.next_multiple_of(4 * columns).min(elements),
+        _ => elements,
+    }
 }
 
 /// Rejects FP32 weights that are not finite or exceed the range of `dtype`, naming the tensor; `origin` is the model's name.

@@ -301,3 +301,84 @@ fn in_pipe() -> Box<dyn Write> {
 fn done(result: Result<()>) -> Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::train::{Config, known_keys};
+    use serde::Deserialize;
+    use std::fmt::Write as _;
+
+    /// The help of `command` and of its commands, with the flags that it hides.
+    fn describe(command: &mut clap::Command, path: &str, text: &mut String) {
+        _ = write!(text, "\n# {path}\n{}", command.render_long_help());
+        for arg in command.get_arguments().filter(|arg| arg.is_hide_set()) {
+            _ = writeln!(text, "hidden: {arg}: {}", arg.get_help().unwrap_or_default());
+        }
+        // It exists only with the feature `mpi`.
+        for sub in command.get_subcommands_mut().filter(|sub| !["help", "verify-distributed"].contains(&sub.get_name()))
+        {
+            describe(sub, &format!("{path} {}", sub.get_name()), text);
+        }
+    }
+
+    #[test]
+    fn flags() {
+        let (mut command, mut text) = (definition(), String::new());
+        command.build();
+        describe(&mut command, "finetune", &mut text);
+        let listed = text.lines().filter(|line| !line.starts_with("  verify-distributed "));
+        insta::assert_snapshot!("flags", listed.collect::<Vec<_>>().join("\n"));
+    }
+
+    /// The value of another configuration for `key`.
+    fn other_value(default: &Config, key: &str) -> Config {
+        let values = [
+            "3",
+            "4",
+            "0.5",
+            "true",
+            "false",
+            "\"random\"",
+            "\"jsonl\"",
+            "\"bf16\"",
+            "\"candle\"",
+            "\"block\"",
+            "\"all\"",
+            "\"always\"",
+            "\"adamw8bit\"",
+            "\"linear\"",
+            "\"clean\"",
+            "\"retry\"",
+            "\"predictive\"",
+            "\"layer\"",
+            "\"x\"",
+            "[\"x\"]",
+            "[0.5, 0.5]",
+        ];
+        let (section, name) = key.rsplit_once('.').unwrap_or(("", key));
+        let others = values.iter().filter_map(|value| {
+            let mut all = toml::Table::try_from(default).unwrap();
+            let table = section
+                .split('.')
+                .filter(|section| !section.is_empty())
+                .fold(&mut all, |table, section| table[section].as_table_mut().unwrap());
+            table.extend(format!("{name} = {value}").parse::<toml::Table>().unwrap());
+            Config::deserialize(all).ok()
+        });
+        others.into_iter().find(|other| other != default).unwrap_or_else(|| panic!("no other value for `{key}`"))
+    }
+
+    #[test]
+    fn settings() {
+        let default = Config::default();
+        let mut text = default.explained().unwrap() + "\n# What a resumed run may change\n";
+        for key in known_keys() {
+            let changed = default.check_continues(&other_value(&default, &key));
+            _ = writeln!(text, "{key}: {}", if changed.is_ok() { "yes" } else { "no" });
+        }
+        insta::assert_snapshot!("settings", text);
+    }
+}

@@ -17,6 +17,7 @@ pub mod precision;
 pub mod random;
 pub mod report;
 pub mod screen;
+mod settings;
 pub mod store;
 pub mod telemetry;
 mod temporary;

@@ -19,7 +19,7 @@ mod trainer;
 mod verify;
 
 pub use beside::{Learned, Reader};
-pub use config::{Config, Init, Layers, Place, check_threads, known_keys};
+pub use config::{Config, Init, Layers, Place, check_threads};
 pub use fp8::Fp8Layer;
 pub use memory::{EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};
 pub use sample::Sampler;

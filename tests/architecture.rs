@@ -9,9 +9,10 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 20] = [
+const ORDER: [&str; 21] = [
     "error",
     "untrusted",
+    "settings",
     "precision",
     "telemetry",
     "random",
@@ -34,7 +35,7 @@ const ORDER: [&str; 20] = [
 /// Modules that must not know the other, whatever their place in the order.
 const STRANGERS: [(&str, &str); 2] = [("screen", "train"), ("train", "screen")];
 /// Modules that must not use candle.
-const WITHOUT_CANDLE: [&str; 5] = ["error", "untrusted", "precision", "telemetry", "screen"];
+const WITHOUT_CANDLE: [&str; 6] = ["error", "untrusted", "settings", "precision", "telemetry", "screen"];
 /// `error` may only use candle's error type, which it wraps in a variant.
 const CANDLE_ERROR: &str = "candle_core::Error";
 /// Names the crate root re-exports from `error`.

@@ -182,7 +182,8 @@ pub(crate) fn thread_pool(config: &Config, beside: usize) -> Result<rayon::Threa
 
 fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Resumed> {
     reporter.report(Preparing::Phase("verifying the checkpoint".into()));
-    if let (Some(run), Some(name)) = (run, &args.config.run) {
+    let named = args.config.given("checkpoint.run").and_then(toml::Value::as_str);
+    if let (Some(run), Some(name)) = (run, named) {
         let message = format!("`--resume {}` says which run already; leave `--run {name}` out", run.display());
         return Err(Error::config("--run", message));
     }
@@ -198,7 +199,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
                 format!("there is no such folder, nor a run of this name{}", did_you_mean(run.unwrap_or(path), dir));
             return Err(Error::checkpoint(path, message));
         }
-        (None, _) => Some(args.config.run.as_ref().map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?),
+        (None, _) => Some(named.map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?),
     };
     let folder = folder.unwrap_or_default();
     let settings = folder.join("config.toml");

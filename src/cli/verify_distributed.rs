@@ -28,7 +28,7 @@ const PROCESSES: [usize; 3] = [1, 2, 4];
 pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let mut config = args.config.resolve()?;
     let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
-    let steps = args.config.steps.map_or(STEPS, |steps| steps.max(1) as u64);
+    let steps = args.config.steps().map_or(STEPS, |steps| steps.max(1) as u64);
     config.train.steps = Some(steps);
     config.train.grad_accum = config.train.grad_accum.max(MICRO_BATCHES);
     (config.telemetry.tensors_every, config.telemetry.exponents_every) = (1, 1);

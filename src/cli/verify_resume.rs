@@ -34,7 +34,7 @@ pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCo
         Some(run) => args.config.resolve_like(&run_folder(run, args.config.runs())?)?,
         None => args.config.resolve()?,
     };
-    let steps = args.config.steps.map_or(STEPS, |steps| steps.max(0) as u64);
+    let steps = args.config.steps().map_or(STEPS, |steps| steps.max(0) as u64);
     let at = args.at.unwrap_or(steps / 2);
     let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
     let reporter = Reporter::start();

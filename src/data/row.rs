@@ -19,21 +19,24 @@ use super::format::Format;
 use super::jinja_python::read_json;
 use super::rows::Place;
 use super::template::{Conversation, Rendered};
+use crate::settings::Heading::Text;
+use crate::settings::settings;
 use crate::{Error, Result};
 
-/// Fields of a row that do not go by their usual names.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Fields {
-    /// The field that holds running text, in place of `text`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub text: Option<String>,
-    /// The field that holds a prompt, in place of `prompt`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt: Option<String>,
-    /// The field that holds its answer, in place of `completion`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub completion: Option<String>,
+settings! {
+    /// Fields of a row that do not go by their usual names.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub struct Fields {
+        /// The field that holds running text, in place of `text`.
+        text: Option<String> = None, fixed(), flag("text-field", Text, 0, "NAME"),
+            help("The field of rows that holds running text [default: text]");
+        /// The field that holds a prompt, in place of `prompt`.
+        prompt: Option<String> = None, fixed(), flag("prompt-field", Text, 0, "NAME"),
+            help("The field of rows that holds a prompt [default: prompt]");
+        /// The field that holds its answer, in place of `completion`.
+        completion: Option<String> = None, fixed(), flag("completion-field", Text, 0, "NAME"),
+            help("The field of rows that holds a prompt's answer [default: completion]");
+    }
 }
 
 /// What of a conversation, or of a prompt with its answer, counts in the loss.

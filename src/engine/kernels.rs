@@ -69,6 +69,7 @@ use view::Allocate;
 pub enum Choice {
     /// [`Choice::Fused`]; but for what takes a few passes only, [`Choice::Candle`] on a GPU, where a preflight takes longer.
     #[default]
+    #[serde(skip_serializing)]
     Auto,
     /// [`Plain`].
     Candle,

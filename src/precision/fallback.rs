@@ -10,6 +10,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::{Dtype, Fp8Config};
+use crate::settings::settings;
 use crate::{Error, Result};
 
 /// A part of the model with its own compute type: a block, or everything outside the blocks.
@@ -76,37 +77,24 @@ pub enum FallbackRule {
     Layer,
 }
 
-/// When a layer leaves the policy's compute type, and when it returns.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct PrecisionConfig {
-    /// Whether layers that overflow too often switch to a wider type: `off` or `layer`.
-    pub fallback: FallbackRule,
-    /// The type of layers in fallback: `f32` or `bf16`.
-    pub fallback_dtype: Dtype,
-    /// Overflows within `fallback_window` steps that make a layer fall back.
-    pub fallback_after: usize,
-    /// Window in steps for counting overflows for `fallback_after`.
-    pub fallback_window: u64,
-    /// Overflows of the backward pass count only at loss scales up to this; above, the scale itself is too high.
-    pub fallback_scale: f32,
-    /// Steps after which a layer returns if all its gradients would have fit the policy's type; 0 for never.
-    pub fallback_quiet: u64,
-    /// A block whose matrix products use simulated FP8.
-    pub fp8: Fp8Config,
-}
-
-impl Default for PrecisionConfig {
-    fn default() -> Self {
-        Self {
-            fallback: FallbackRule::Off,
-            fallback_dtype: Dtype::F32,
-            fallback_after: 3,
-            fallback_window: 500,
-            fallback_scale: 65536.0,
-            fallback_quiet: 0,
-            fp8: Fp8Config::default(),
-        }
+settings! {
+    /// When a layer leaves the policy's compute type, and when it returns.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct PrecisionConfig {
+        /// Whether layers that overflow too often switch to a wider type: `off` or `layer`.
+        fallback: FallbackRule = FallbackRule::Off;
+        /// The type of layers in fallback: `f32` or `bf16`.
+        fallback_dtype: Dtype = Dtype::F32;
+        /// Overflows within `fallback_window` steps that make a layer fall back.
+        fallback_after: usize = 3;
+        /// Window in steps for counting overflows for `fallback_after`.
+        fallback_window: u64 = 500;
+        /// Overflows of the backward pass count only at loss scales up to this; above, the scale itself is too high.
+        fallback_scale: f32 = 65536.0;
+        /// Steps after which a layer returns if all its gradients would have fit the policy's type; 0 for never.
+        fallback_quiet: u64 = 0;
+        /// A block whose matrix products use simulated FP8.
+        fp8: Fp8Config = Fp8Config::default(), section(Fp8Config::settings);
     }
 }
 

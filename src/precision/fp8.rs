@@ -7,27 +7,21 @@
 use serde::{Deserialize, Serialize};
 
 use super::FloatFormat;
+use crate::settings::settings;
 use crate::{Error, Result};
 
-/// Settings of a block whose matrix products use FP8 operands.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Fp8Config {
-    /// The block whose matrix products use simulated FP8 operands, counted from 0; none by default.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub layer: Option<usize>,
-    /// Number of steps whose maxima determine a scale.
-    pub history: usize,
-    /// The block enters FP8 when the running mean of its gradient variance is at most this; it always uses FP8 if not set.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub switch_variance: Option<f64>,
-    /// It leaves FP8 where that mean exceeds `switch_variance` times this: 1 for a single threshold.
-    pub switch_hysteresis: f64,
-}
-
-impl Default for Fp8Config {
-    fn default() -> Self {
-        Self { layer: None, history: 16, switch_variance: None, switch_hysteresis: 2.0 }
+settings! {
+    /// Settings of a block whose matrix products use FP8 operands.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct Fp8Config {
+        /// The block whose matrix products use simulated FP8 operands, counted from 0; none by default.
+        layer: Option<usize> = None;
+        /// Number of steps whose maxima determine a scale.
+        history: usize = 16;
+        /// The block enters FP8 when the running mean of its gradient variance is at most this; it always uses FP8 if not set.
+        switch_variance: Option<f64> = None;
+        /// It leaves FP8 where that mean exceeds `switch_variance` times this: 1 for a single threshold.
+        switch_hysteresis: f64 = 2.0;
     }
 }
 

@@ -2,38 +2,42 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::settings::Heading::LossScale;
+use crate::settings::settings;
 use crate::{Error, Result};
 
-/// The initial loss scale and how it changes; the `[scaler]` table of a configuration file.
-///
-/// The first five options are those of `torch.amp.GradScaler`. With factors that are powers of two, like the defaults, the
-/// scale stays a power of two, so that scaling and unscaling are exact.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct GradScalerConfig {
-    /// Whether losses are scaled; if not, the scale stays 1.
-    pub enabled: bool,
-    /// The scale of the first step.
-    pub init_scale: f32,
-    /// Factor on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.
-    pub growth_factor: f64,
-    /// Factor on the scale after an overflow; between 0 and 1, exclusive.
-    pub backoff_factor: f64,
-    /// Consecutive clean steps after which the scale grows.
-    pub growth_interval: u32,
-    /// The scale never backs off below this. PyTorch has no floor and may multiply gradients by a number above 1, which can
-    /// overflow undetected; with a floor of at least 1 this cannot happen.
-    pub min_scale: f32,
-    /// Consecutive overflows at the floor after which the run counts as diverged; 0 for never.
-    pub patience: u32,
-    /// Overflows needed to back off; earlier ones only skip their step. 1 is PyTorch's rule.
-    pub hysteresis: u32,
-    /// What resets the count for `hysteresis`: `growth` of the scale, or any `clean` step.
-    pub hysteresis_refill: HysteresisRefill,
-    /// What happens to the batch of an overflowing step: `skip` or `retry`.
-    pub on_overflow: OnOverflow,
-    /// How the scale is chosen: `dynamic`, by trial, or `predictive`, from the headroom of earlier steps.
-    pub policy: ScalerPolicy,
+settings! {
+    /// The initial loss scale and how it changes; the `[scaler]` table of a configuration file.
+    ///
+    /// The first five options are those of `torch.amp.GradScaler`. With factors that are powers of two, like the defaults, the
+    /// scale stays a power of two, so that scaling and unscaling are exact.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    pub struct GradScalerConfig {
+        /// Whether losses are scaled; if not, the scale stays 1.
+        enabled: bool = true;
+        /// The scale of the first step.
+        init_scale: f32 = 65536.0, flag("init-scale", LossScale, 0, "X"), help("The first loss scale");
+        /// Factor on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.
+        growth_factor: f64 = 2.0;
+        /// Factor on the scale after an overflow; between 0 and 1, exclusive.
+        backoff_factor: f64 = 0.5;
+        /// Consecutive clean steps after which the scale grows.
+        growth_interval: u32 = 2000, flag("growth-interval", LossScale, 0, "N"),
+            help("Steps without an overflow before the scale grows");
+        /// The scale never backs off below this. PyTorch has no floor and may multiply gradients by a number above 1, which can
+        /// overflow undetected; with a floor of at least 1 this cannot happen.
+        min_scale: f32 = 1.0;
+        /// Consecutive overflows at the floor after which the run counts as diverged; 0 for never.
+        patience: u32 = 16;
+        /// Overflows needed to back off; earlier ones only skip their step. 1 is PyTorch's rule.
+        hysteresis: u32 = 1;
+        /// What resets the count for `hysteresis`: `growth` of the scale, or any `clean` step.
+        hysteresis_refill: HysteresisRefill = HysteresisRefill::Growth;
+        /// What happens to the batch of an overflowing step: `skip` or `retry`.
+        on_overflow: OnOverflow = OnOverflow::Skip;
+        /// How the scale is chosen: `dynamic`, by trial, or `predictive`, from the headroom of earlier steps.
+        policy: ScalerPolicy = ScalerPolicy::Dynamic;
+    }
 }
 
 /// How the scale is chosen while nothing overflows.
@@ -69,24 +73,6 @@ pub enum OnOverflow {
     Skip,
     /// It is repeated at the lower scale, so no data is lost.
     Retry,
-}
-
-impl Default for GradScalerConfig {
-    fn default() -> Self {
-        Self {
-            enabled: true,
-            init_scale: 65536.0,
-            growth_factor: 2.0,
-            backoff_factor: 0.5,
-            growth_interval: 2000,
-            min_scale: 1.0,
-            patience: 16,
-            hysteresis: 1,
-            hysteresis_refill: HysteresisRefill::Growth,
-            on_overflow: OnOverflow::Skip,
-            policy: ScalerPolicy::Dynamic,
-        }
-    }
 }
 
 impl GradScalerConfig {

@@ -1,6 +1,5 @@
 //! A run's configuration: what a TOML file, flags and `--set` may say, with defaults for everything.
 
-mod explain;
 mod keys;
 mod sections;
 
@@ -10,19 +9,20 @@ use crate::engine::kernels::Choice;
 use crate::engine::model::{Lora, ModelSpec};
 use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
 use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy};
+use crate::settings::Heading::{Machine, Text, Training};
+use crate::settings::{Kind, settings};
 use crate::{Error, Result};
-pub use keys::known_keys;
-use keys::{check_keys, leaves, merge, nested};
-use sections::LoraSection;
-use sections::{CheckpointSection, DropoutSection, OptimizerSection, ScheduleSection, TelemetrySection, TrainSection};
+use keys::{check_keys, known, leaves, merge, nested};
+use sections::{
+    CheckpointSection, DropoutSection, LoraSection, OptimizerSection, ScheduleSection, TelemetrySection, TrainSection,
+};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::path::PathBuf;
 
 /// The configuration of the built-in model's run, under everything a user says when the model is `tiny`.
 const TINY: &str = include_str!("../../configs/tiny-grammar.toml");
-
-/// The most of anything that is counted here: products of three such numbers can still be computed with.
-const MOST: usize = 1 << 20;
 
 /// Where initial weights come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,104 +35,79 @@ pub enum Init {
     Random,
 }
 
-/// Everything that defines a run.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Config {
-    /// `tiny`, a local Hugging Face folder, a model of the Hugging Face Hub, or with `init = "random"` an architecture.
-    pub model: String,
-    /// The Hub's branch, tag or commit.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub revision: Option<String>,
-    /// The source of initial weights.
-    pub init: Init,
-    /// A `tokenizer.json` to use instead of the model's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tokenizer: Option<PathBuf>,
-    /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`.
-    pub data: String,
-    /// Validation text; by default the last tenth of the training text.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub val: Option<String>,
-    /// The format of all text, instead of by the files' names: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub format: Option<Format>,
-    /// The chat template to use instead of the model's: a file, or `chatml`, `smollm2`, `qwen2.5`, `qwen3`,
-    /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3` or `plain`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub chat_template: Option<String>,
-    /// Whether texts begin with the BOS token: `auto` if the model's tokenizer adds it, `always` or `never`. Chat templates write
-    /// their own.
-    pub bos: Bos,
-    /// `fp32`, `fp16`, `bf16`, or a policy such as `p=f32,c=f16,g=f16,r=f32`.
-    pub dtype: PrecisionPolicy,
-    /// The seed of every random stream.
-    pub seed: u64,
-    /// Device: `cpu`, `cuda`, `cuda:N`, or `auto` for a GPU if this program can use one.
-    pub device: String,
-    /// `auto`, `candle` for candle's own operations, or `fused` for the project's. It is for comparisons; what a user wants
-    /// is `auto`, which is left out of files.
-    #[serde(skip_serializing_if = "is_auto")]
-    pub kernels: Choice,
-    /// Compute threads; all processors by default. The numbers do not depend on it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub threads: Option<usize>,
-    /// Names of the fields with text, if they are not the usual ones.
-    pub fields: Fields,
-    /// Batches, length of the run, evaluation and samples.
-    pub train: TrainSection,
-    /// Low-rank adapters, trained in place of the model's parameters.
-    pub lora: LoraSection,
-    /// AdamW and clipping.
-    pub optimizer: OptimizerSection,
-    /// The learning rate over time.
-    pub schedule: ScheduleSection,
-    /// The loss scale, which is used if the policy computes in FP16.
-    pub scaler: GradScalerConfig,
-    /// Layers that compute in another type than the policy's.
-    pub precision: PrecisionConfig,
-    /// Dropout rates; off by default.
-    pub dropout: DropoutSection,
-    /// Checkpoints: where, when, and how many to keep.
-    pub checkpoint: CheckpointSection,
-    /// What is measured and logged, and how often.
-    pub telemetry: TelemetrySection,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            model: "tiny".into(),
-            revision: None,
-            init: Init::Pretrained,
-            tokenizer: None,
-            data: "tiny_shakespeare".into(),
-            val: None,
-            format: None,
-            chat_template: None,
-            bos: Bos::Auto,
-            dtype: PrecisionPolicy::FP16,
-            seed: 1,
-            device: "auto".into(),
-            kernels: Choice::Auto,
-            threads: None,
-            fields: Fields::default(),
-            train: TrainSection::default(),
-            lora: LoraSection::default(),
-            optimizer: OptimizerSection::default(),
-            schedule: ScheduleSection::default(),
-            scaler: GradScalerConfig::default(),
-            precision: PrecisionConfig::default(),
-            dropout: DropoutSection::default(),
-            checkpoint: CheckpointSection::default(),
-            telemetry: TelemetrySection::default(),
-        }
+settings! {
+    /// Everything that defines a run.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct Config {
+        /// `tiny`, a local Hugging Face folder, a model of the Hugging Face Hub, or with `init = "random"` an architecture.
+        model: String = "tiny".into(), fixed(), flag("model", Text, 0, "NAME|PATH"), short('m'),
+            help("`tiny`, a model of the Hugging Face Hub, a folder, a .gguf file, or an architecture with `--init \
+                  random`");
+        /// The Hub's branch, tag or commit.
+        revision: Option<String> = None, fixed(), flag("revision", Text, 0, "REVISION");
+        /// The source of initial weights.
+        init: Init = Init::Pretrained, fixed(), flag("init", Text, 0, "INIT"),
+            help("Where initial weights come from: pretrained or random");
+        /// A `tokenizer.json` to use instead of the model's.
+        tokenizer: Option<PathBuf> = None, fixed(), flag("tokenizer", Text, 0, "FILE"),
+            help("A tokenizer.json to use instead of the model's");
+        /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`.
+        data: String = "tiny_shakespeare".into(), fixed(), flag("data", Text, 0, "TEXT"), short('d'),
+            help("Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-` \
+                  [default: `tiny_shakespeare`; `grammar` for `tiny`]");
+        /// Validation text; by default the last tenth of the training text.
+        val: Option<String> = None, fixed(), flag("val", Text, 0, "TEXT"),
+            help("Validation text [default: the last tenth of the training text]");
+        /// The format of all text, instead of by the files' names: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
+        format: Option<Format> = None, fixed(), flag("format", Text, 0, "FORMAT"),
+            help("How the text is read, in place of what files' names say: text, jsonl, json, csv, tsv or parquet");
+        /// The chat template to use instead of the model's: a file, or `chatml`, `smollm2`, `qwen2.5`, `qwen3`,
+        /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3` or `plain`.
+        chat_template: Option<String> = None, fixed(), flag("chat-template", Text, 1, "FILE|NAME"),
+            help("How chats are written: a template's file, or one such as chatml or llama3.1 [default: the model's \
+                  own]");
+        /// Whether texts begin with the BOS token: `auto` if the model's tokenizer adds it, `always` or `never`. Chat templates write
+        /// their own.
+        bos: Bos = Bos::Auto, fixed(), flag("bos", Text, 1, "RULE"),
+            help("Whether texts begin with the BOS token: auto (if the model's tokenizer adds it), always or never");
+        /// `fp32`, `fp16`, `bf16`, or a policy such as `p=f32,c=f16,g=f16,r=f32`.
+        dtype: PrecisionPolicy = PrecisionPolicy::FP16, fixed(), flag("dtype", Text, 3, "DTYPE"),
+            help("fp16, bf16, fp32, or a policy such as p=f32,c=f16,g=f16,r=f32 [default: fp16]");
+        /// The seed of every random stream.
+        seed: u64 = 1, fixed(), flag("seed", Training, 0, "SEED"), help("Seed of every random stream");
+        /// Device: `cpu`, `cuda`, `cuda:N`, or `auto` for a GPU if this program can use one.
+        device: String = "auto".into(), flag("device", Machine, 0, "DEVICE"), help("Device: auto, cpu, cuda or cuda:N");
+        /// `auto`, `candle` for candle's own operations, or `fused` for the project's. It is for comparisons; what a user wants
+        /// is `auto`, which is left out of files.
+        kernels: Choice = Choice::Auto, flag("kernels", Machine, 0, "NAME"), hidden(),
+            help("Kernels: auto, candle or fused");
+        /// Compute threads; all processors by default. The numbers do not depend on it.
+        threads: Option<usize> = None, flag("threads", Machine, 0, "THREADS"),
+            help("Compute threads [default: all processors]");
+        /// Names of the fields with text, if they are not the usual ones.
+        fields: Fields = Fields::default(), section(Fields::settings);
+        /// Batches, length of the run, evaluation and samples.
+        train: TrainSection = TrainSection::default(), section(TrainSection::settings);
+        /// Low-rank adapters, trained in place of the model's parameters.
+        lora: LoraSection = LoraSection::default(), section(LoraSection::settings),
+            flag("lora", Training, 3, "SETTINGS"),
+            help("Train low-rank adapters in place of the model: `r=16,alpha=32`, and `targets=q_proj+v_proj`, \
+                  `dropout=0.05`, `rslora`, `dora`, `save=norm`");
+        /// AdamW and clipping.
+        optimizer: OptimizerSection = OptimizerSection::default(), section(OptimizerSection::settings);
+        /// The learning rate over time.
+        schedule: ScheduleSection = ScheduleSection::default(), section(ScheduleSection::settings);
+        /// The loss scale, which is used if the policy computes in FP16.
+        scaler: GradScalerConfig = GradScalerConfig::default(), section(GradScalerConfig::settings);
+        /// Layers that compute in another type than the policy's.
+        precision: PrecisionConfig = PrecisionConfig::default(), section(PrecisionConfig::settings);
+        /// Dropout rates; off by default.
+        dropout: DropoutSection = DropoutSection::default(), section(DropoutSection::settings);
+        /// Checkpoints: where, when, and how many to keep.
+        checkpoint: CheckpointSection = CheckpointSection::default(), section(CheckpointSection::settings);
+        /// What is measured and logged, and how often.
+        telemetry: TelemetrySection = TelemetrySection::default(), section(TelemetrySection::settings);
     }
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
-fn is_auto(choice: &Choice) -> bool {
-    *choice == Choice::Auto
 }
 
 /// Top-level keys of earlier versions, which a run's saved configuration may contain. They are ignored.
@@ -206,9 +181,34 @@ impl Config {
         })
     }
 
+    /// The value of every key that has one.
+    pub fn values(&self) -> Result<BTreeMap<String, toml::Value>> {
+        let table = toml::Table::try_from(self).map_err(|error| Error::config("configuration", error.to_string()))?;
+        Ok(leaves(&table).into_iter().map(|(key, value)| (key, value.clone())).collect())
+    }
+
     /// TOML text that resolves to this configuration.
     pub fn to_toml(&self) -> Result<String> {
         toml::to_string(self).map_err(|error| Error::config("configuration", error.to_string()))
+    }
+
+    /// [`Config::to_toml`] with a comment above each key. Keys without a value are comments themselves.
+    pub fn explained(&self) -> Result<String> {
+        let (values, mut text) = (self.values()?, String::new());
+        for setting in Self::settings() {
+            if setting.kind == Kind::Section {
+                _ = write!(text, "\n[{}]\n", setting.key);
+                continue;
+            }
+            for line in setting.comment {
+                _ = writeln!(text, "#{line}");
+            }
+            _ = match values.get(&setting.key) {
+                Some(value) => writeln!(text, "{} = {value}", setting.name()),
+                None => writeln!(text, "# {} =", setting.name()),
+            };
+        }
+        Ok(text)
     }
 
     /// The training text.
@@ -260,50 +260,19 @@ impl Config {
 
     /// Rejects changes from the `saved` configuration that need a new run; returns the other changed settings.
     pub fn check_continues(&self, saved: &Self) -> Result<Vec<String>> {
-        let tables = [saved, self].map(|config| toml::Table::try_from(config).unwrap_or_default());
-        let value = |table: &toml::Table, key: &str| {
-            leaves(table)
-                .into_iter()
-                .find(|(leaf, _)| leaf == key)
-                .map_or("unset".into(), |(_, value)| value.to_string())
-        };
-        let fixed = [
-            "model",
-            "revision",
-            "init",
-            "tokenizer",
-            "dtype",
-            "data",
-            "val",
-            "format",
-            "chat_template",
-            "bos",
-            "fields.text",
-            "fields.prompt",
-            "fields.completion",
-            "seed",
-            "train.seq_len",
-            "train.loss_on",
-            "train.packing",
-            "train.optimizer",
-            "lora.r",
-            "lora.alpha",
-            "lora.rslora",
-            "lora.dora",
-            "lora.targets",
-            "lora.modules_to_save",
-        ];
+        let values = [saved.values()?, self.values()?];
         let mut changes = Vec::new();
-        for key in known_keys() {
-            let [was, is] = tables.each_ref().map(|table| value(table, &key));
+        for setting in known() {
+            let value = |values: &BTreeMap<_, toml::Value>| values.get(&setting.key).map(ToString::to_string);
+            let [was, is] = values.each_ref().map(|values| value(values).unwrap_or_else(|| "unset".into()));
             if was == is {
                 continue;
             }
-            if fixed.contains(&key.as_str()) {
+            if setting.fixed {
                 let message = format!("was {was} and is now {is}; resume without changing it, or start a new run");
-                return Err(Error::config(key, message));
+                return Err(Error::config(setting.key, message));
             }
-            changes.push(format!("`{key}` was {was} and is now {is}"));
+            changes.push(format!("`{}` was {was} and is now {is}", setting.key));
         }
         Ok(changes)
     }
@@ -316,42 +285,15 @@ impl Config {
     /// Rejects invalid settings; [`Config::resolve`] calls it.
     pub fn validate(&self) -> Result<()> {
         self.place()?;
-        let positive = |key: &str, value: usize| match value {
-            0 => Err(Error::config(key, "must be at least 1")),
-            1..=MOST => Ok(()),
-            _ => Err(Error::config(key, format!("{value} is more than the maximum of {MOST}"))),
-        };
-        positive("train.batch_size", self.train.batch_size)?;
-        positive("train.seq_len", self.train.seq_len)?;
-        positive("train.grad_accum", self.train.grad_accum)?;
         check_threads("threads", self.threads)?;
-        positive("checkpoint.keep_last", self.checkpoint.keep_last)?;
-        positive("checkpoint.keep_weights", self.checkpoint.keep_weights)?;
-        let within = |key: &str, value: f64, low: f64, high: f64| {
-            if value >= low && value <= high {
-                return Ok(());
+        for (key, zero) in [("epochs", self.train.epochs == Some(0.0)), ("steps", self.train.steps == Some(0))] {
+            if zero {
+                return Err(Error::config(format!("train.{key}"), "0 would train nothing; use a number above 0"));
             }
-            Err(Error::config(key, format!("`{value}` is not between {low} and {high}")))
-        };
-        let epochs = self.train.epochs.unwrap_or(1.0);
-        if epochs == 0.0 || self.train.steps == Some(0) {
-            let key = if epochs == 0.0 { "train.epochs" } else { "train.steps" };
-            return Err(Error::config(key, "0 would train nothing; use a number above 0"));
         }
-        within("train.epochs", epochs, 0.0, 1e9)?;
-        within("train.temperature", self.train.temperature, 0.0, 100.0)?;
-        within("optimizer.lr", self.optimizer.lr, 0.0, 10.0)?;
-        within("optimizer.eps", self.optimizer.eps, 0.0, 1.0)?;
-        within("optimizer.weight_decay", self.optimizer.weight_decay, 0.0, 100.0)?;
-        within("optimizer.max_grad_norm", self.optimizer.max_grad_norm, 0.0, 1e9)?;
-        for beta in self.optimizer.betas {
-            within("optimizer.betas", beta, 0.0, 1.0 - 1e-9)?;
-        }
-        within("schedule.warmup_ratio", self.schedule.warmup_ratio, 0.0, 1.0)?;
-        within("schedule.min_lr_ratio", self.schedule.min_lr_ratio, 0.0, 1.0)?;
-        let DropoutSection { embedding, residual, attention } = self.dropout;
-        for (key, rate) in [("embedding", embedding), ("residual", residual), ("attention", attention)] {
-            within(&format!("dropout.{key}"), rate, 0.0, 0.99)?;
+        let values = self.values()?;
+        for setting in Self::settings() {
+            values.get(&setting.key).map_or(Ok(()), |value| setting.check(value))?;
         }
         let TelemetrySection { log_every, tensors_every, exponents_every, .. } = self.telemetry;
         for (key, every) in
@@ -362,12 +304,7 @@ impl Config {
                 return Err(Error::config(format!("telemetry.{key}"), message));
             }
         }
-        self.scaler.validate().map_err(|error| {
-            // The scaler's own message starts with the key.
-            let message = error.to_string();
-            let (key, message) = message.split_once(": ").unwrap_or(("scaler", &message));
-            Error::config(key, message)
-        })?;
+        self.scaler.validate()?;
         self.precision.validate(self.dtype.compute)?;
         self.lora.validate()?;
         let narrowed = self.lora.r.is_some() || self.dtype.params != Dtype::F32;
@@ -497,6 +434,7 @@ mod tests {
         for file in ["", "model = \"gpt2\"\nthreads = 2\n[scaler]\ninit_scale = 1024.0\n[train]\nsteps = 7"] {
             let config = resolve(file, &[]).unwrap();
             assert_eq!(resolve(&config.to_toml().unwrap(), &[]).unwrap(), config);
+            assert_eq!(resolve(&config.explained().unwrap(), &[]).unwrap(), config);
         }
     }
 

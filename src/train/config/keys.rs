@@ -1,38 +1,15 @@
 //! The dotted keys of a configuration, and tables built from them.
 
 use super::Config;
-use crate::data::{Fields, Format};
-use crate::engine::kernels::Choice;
+use crate::settings::{Kind, Setting};
 use crate::{Error, Result};
-use std::path::PathBuf;
 
-/// A configuration with a value for every key.
-pub(super) fn template() -> Config {
-    let mut config = Config {
-        revision: Some(String::new()),
-        tokenizer: Some(PathBuf::new()),
-        val: Some(String::new()),
-        format: Some(Format::Text),
-        chat_template: Some(String::new()),
-        fields: Fields { text: Some(String::new()), prompt: Some(String::new()), completion: Some(String::new()) },
-        threads: Some(1),
-        kernels: Choice::Candle,
-        ..Config::default()
-    };
-    (config.lora.r, config.lora.alpha) = (Some(1), Some(1.0));
-    config.train.epochs = Some(1.0);
-    config.train.steps = Some(1);
-    config.schedule.warmup_steps = Some(1);
-    config.checkpoint.run = Some(String::new());
-    config.precision.fp8.layer = Some(0);
-    config.precision.fp8.switch_variance = Some(0.0);
-    config
-}
-
-/// All dotted keys of a configuration.
-pub fn known_keys() -> Vec<String> {
-    let table = toml::Table::try_from(template()).unwrap_or_default();
-    leaves(&table).into_iter().map(|(key, _)| key).collect()
+/// Every setting that has a value, in the order of the keys.
+pub(super) fn known() -> Vec<Setting> {
+    let mut settings = Config::settings();
+    settings.retain(|setting| setting.kind != Kind::Section);
+    settings.sort_by(|a, b| a.key.cmp(&b.key));
+    settings
 }
 
 pub(super) fn leaves(table: &toml::Table) -> Vec<(String, &toml::Value)> {
@@ -49,17 +26,17 @@ pub(super) fn leaves(table: &toml::Table) -> Vec<(String, &toml::Value)> {
 }
 
 pub(super) fn check_keys(keys: impl IntoIterator<Item = String>, origin: &str) -> Result<()> {
-    let known = known_keys();
+    let known = known();
     for key in keys {
-        if known.contains(&key) {
+        if known.iter().any(|setting| setting.key == key) {
             continue;
         }
-        let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
-        let closeness = |candidate: &String| {
-            strsim::jaro_winkler(candidate, &key).max(strsim::jaro_winkler(&last(candidate), &last(&key)))
+        let last = key.rsplit('.').next().unwrap_or_default();
+        let closeness = |setting: &Setting| {
+            strsim::jaro_winkler(&setting.key, &key).max(strsim::jaro_winkler(setting.name(), last))
         };
         let nearest = known.iter().max_by(|a, b| closeness(a).total_cmp(&closeness(b)));
-        let hint = nearest.map_or_else(String::new, |nearest| format!("; did you mean `{nearest}`?"));
+        let hint = nearest.map_or_else(String::new, |nearest| format!("; did you mean `{}`?", nearest.key));
         return Err(Error::config(key, format!("unknown key in {origin}{hint}")));
     }
     Ok(())

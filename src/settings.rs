@@ -1,0 +1,210 @@
+//! Settings, each defined once: key, type, default, comment, limits, flag, and whether a resumed run has to keep its value.
+//!
+//! [`settings!`] turns a list of settings into a section of the configuration: a struct with defaults, read and written by
+//! serde, and the [`Setting`]s that everything else is derived from (`config --explain`, flags, hints, checks).
+
+use std::any::TypeId;
+
+use clap::{Arg, ArgAction, value_parser};
+use serde::Serialize;
+
+use crate::{Error, Result};
+
+/// A key of the configuration, or a section.
+#[derive(Clone, Debug)]
+pub(crate) struct Setting {
+    /// The dotted key.
+    pub(crate) key: String,
+    /// The comment, by line.
+    pub(crate) comment: &'static [&'static str],
+    /// The type of its value.
+    pub(crate) kind: Kind,
+    /// Whether a resumed run has to keep its value.
+    pub(crate) fixed: bool,
+    /// Its flag, and its heading and position in the help; flags at one position are in the order of their keys.
+    pub(crate) flag: Option<(Heading, u8, Arg)>,
+    limits: Option<(f64, f64)>,
+    inner: Vec<Self>,
+}
+
+/// The type of a setting's value, as a flag reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Integer,
+    Float,
+    /// A flag without a value.
+    Switch,
+    /// Any other value.
+    Text,
+    /// A table of settings.
+    Section,
+}
+
+/// A heading of the flags in the help, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Heading {
+    Text,
+    Training,
+    Machine,
+    LossScale,
+    Along,
+}
+
+impl Heading {
+    const TITLES: [&str; 5] = ["Model and text", "Training", "Machine", "Loss scale", "Along the way"];
+}
+
+impl Kind {
+    fn of<T: 'static>() -> Self {
+        fn is<A: 'static, T: 'static>() -> bool {
+            [TypeId::of::<A>(), TypeId::of::<Option<A>>()].contains(&TypeId::of::<T>())
+        }
+        match () {
+            () if is::<usize, T>() || is::<u64, T>() || is::<u32, T>() => Self::Integer,
+            () if is::<f64, T>() || is::<f32, T>() => Self::Float,
+            () if is::<bool, T>() => Self::Switch,
+            () => Self::Text,
+        }
+    }
+}
+
+impl Setting {
+    /// A setting of type `T` without limits and flag, which a resumed run may change.
+    pub(crate) fn new<T: 'static>(key: &str, comment: &'static [&'static str]) -> Self {
+        let (key, kind) = (key.to_owned(), Kind::of::<T>());
+        Self { key, comment, kind, fixed: false, flag: None, limits: None, inner: Vec::new() }
+    }
+
+    /// Makes a resumed run keep the value.
+    pub(crate) fn fixed(self) -> Self {
+        Self { fixed: true, ..self }
+    }
+
+    /// Limits numbers to `least..=greatest`.
+    pub(crate) fn within(self, least: f64, greatest: f64) -> Self {
+        Self { limits: Some((least, greatest)), ..self }
+    }
+
+    /// Adds the flag `--name`.
+    pub(crate) fn flag(self, name: &'static str, heading: Heading, position: u8, value_name: &'static str) -> Self {
+        let arg = Arg::new(name).long(name).help_heading(Heading::TITLES[heading as usize]);
+        let arg = if value_name.is_empty() { arg } else { arg.value_name(value_name) };
+        Self { flag: Some((heading, position, arg)), ..self }
+    }
+
+    fn with(self, change: impl FnOnce(Arg) -> Arg) -> Self {
+        Self { flag: self.flag.map(|(heading, position, arg)| (heading, position, change(arg))), ..self }
+    }
+
+    /// Gives the flag a short form.
+    pub(crate) fn short(self, short: char) -> Self {
+        self.with(|arg| arg.short(short))
+    }
+
+    /// Gives the flag a help that is not the key's comment.
+    pub(crate) fn help(self, help: &'static str) -> Self {
+        self.with(|arg| arg.help(help))
+    }
+
+    /// Hides the flag in the help.
+    pub(crate) fn hidden(self) -> Self {
+        self.with(|arg| arg.hide(true))
+    }
+
+    /// Makes it a section with these settings.
+    pub(crate) fn section(self, settings: fn() -> Vec<Self>) -> Self {
+        let nested = |inner: Self| Self { key: format!("{}.{}", self.key, inner.key), ..inner };
+        Self { kind: Kind::Section, inner: settings().into_iter().map(nested).collect(), ..self }
+    }
+
+    /// `settings`, each section followed by its own settings.
+    pub(crate) fn flat(settings: Vec<Self>) -> Vec<Self> {
+        let with_inner = |mut one: Self| {
+            let inner = std::mem::take(&mut one.inner);
+            std::iter::once(one).chain(inner)
+        };
+        settings.into_iter().flat_map(with_inner).collect()
+    }
+
+    /// The key within its section.
+    pub(crate) fn name(&self) -> &str {
+        self.key.rsplit('.').next().unwrap_or_default()
+    }
+
+    /// Rejects a value outside of the limits.
+    pub(crate) fn check(&self, value: &toml::Value) -> Result<()> {
+        let Some((least, greatest)) = self.limits else { return Ok(()) };
+        let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+        let mut numbers =
+            values.iter().filter_map(|value| value.as_float().or(value.as_integer().map(|whole| whole as f64)));
+        let Some(number) = numbers.find(|number| !(least..=greatest).contains(number)) else { return Ok(()) };
+        let message = match self.kind {
+            Kind::Integer if number < least => format!("must be at least {least}"),
+            Kind::Integer => format!("{number} is more than the maximum of {greatest}"),
+            _ => format!("`{number}` is not between {least} and {greatest}"),
+        };
+        Err(Error::config(&self.key, message))
+    }
+
+    /// The flag for clap, with `default` in its help unless the help names another one.
+    pub(crate) fn arg(&self, default: Option<&toml::Value>) -> Option<Arg> {
+        let (_, _, arg) = self.flag.clone()?;
+        let comment = || self.comment.concat().trim().trim_end_matches('.').to_owned();
+        let mut help = arg.get_help().map_or_else(comment, ToString::to_string);
+        let shown = match default {
+            Some(toml::Value::Float(number)) => format!("{number:?}").trim_end_matches(".0").to_owned(),
+            Some(toml::Value::Integer(number)) => number.to_string(),
+            Some(toml::Value::String(text)) => text.clone(),
+            _ => String::new(),
+        };
+        if !shown.is_empty() && !help.contains("[default: ") {
+            help = format!("{help} [default: {shown}]");
+        }
+        let arg = arg.help(help);
+        Some(match self.kind {
+            Kind::Switch => arg.action(ArgAction::SetTrue),
+            Kind::Integer => arg.value_parser(value_parser!(i64)),
+            Kind::Float => arg.value_parser(value_parser!(f64)),
+            Kind::Text | Kind::Section => arg,
+        })
+    }
+}
+
+/// Whether files leave a setting out: it has no value, or a variant that serde skips.
+pub(crate) fn is_unset<T: Serialize>(value: &T) -> bool {
+    // JSON has no NaN, and TOML no number from 2^63.
+    !serde_json::to_value(value).is_ok_and(|value| !value.is_null()) && toml::Value::try_from(value).is_err()
+}
+
+/// The maximum of anything that is counted: products of three such numbers do not overflow.
+pub(crate) const MOST: f64 = 1_048_576.0;
+
+/// Defines a section. A setting is a comment and `key: type = default`, followed by methods of [`Setting`].
+macro_rules! settings {
+    ($(#[$attribute:meta])* pub struct $name:ident { $(
+        $(#[doc = $comment:literal])+
+        $key:ident: $type:ty = $default:expr $(, $property:ident($($argument:expr),*))*;
+    )+ }) => {
+        $(#[$attribute])*
+        #[derive(serde::Serialize, serde::Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name {
+            $($(#[doc = $comment])+ #[serde(skip_serializing_if = "crate::settings::is_unset")] pub $key: $type,)+
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($key: $default),+ }
+            }
+        }
+
+        impl $name {
+            /// The settings of this section.
+            pub(crate) fn settings() -> Vec<$crate::settings::Setting> {
+                use $crate::settings::Setting;
+                Setting::flat(vec![$(Setting::new::<$type>(stringify!($key), &[$($comment),+])$(.$property($($argument),*))*),+])
+            }
+        }
+    };
+}
+pub(crate) use settings;

@@ -5,8 +5,9 @@ mod args;
 use std::io::{BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::LazyLock;
 
-use clap::{Args, Parser};
+use clap::{Args, Command, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
 use self::args::{
@@ -18,7 +19,7 @@ use crate::cli::reporter::Reporter;
 use crate::data::Tokenizer;
 use crate::engine::model::{Keep, ModelSpec};
 use crate::engine::optim::OptimizerKind;
-use crate::lab::guide::{self, about};
+use crate::lab::guide;
 use crate::lab::screen::{self, Theme};
 use crate::lab::{
     Bits, Blocks, Casts, Comparison, Crises, Extent, GradientModel, Measured, Memory, Overflows, Page, Ranges, Role,
@@ -80,7 +81,7 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
         let mut out = BufWriter::new(Clean::new(out));
         (report.json)(&mut out).map_err(Into::into).and_then(|()| writeln!(out)).and_then(|()| out.flush())
     } else {
-        let page = explained(view.name(), &report, args.width.unwrap_or_else(terminal_width));
+        let page = report.explained(args.width.unwrap_or_else(terminal_width));
         let page = if args.ascii { page.ascii() } else { page };
         out.write_all(page.printed(terminal).as_bytes())
     };
@@ -92,31 +93,33 @@ pub(super) fn terminal_width() -> usize {
     size.and_then(std::result::Result::ok).map_or(80, |(columns, _)| usize::from(columns).max(40))
 }
 
-/// A view's page followed by its explanation.
-fn explained(view: &str, report: &Report, width: usize) -> Page {
-    let mut page = (report.page)(width);
-    page.gap();
-    page.wrapped(Role::Dim, about(view), width);
-    page
-}
-
 /// Writes a report as JSON.
 type WriteJson = dyn Fn(&mut dyn Write) -> serde_json::Result<()>;
 
 /// A report before rendering.
 struct Report {
+    view: &'static str,
     page: Box<dyn Fn(usize) -> Page>,
     json: Box<WriteJson>,
 }
 
 impl Report {
-    fn new<T: Serialize + 'static>(report: T, page: fn(&T, usize) -> Page) -> Self {
+    fn new<T: Serialize + 'static>(view: &'static str, report: T, page: fn(&T, usize) -> Page) -> Self {
         let report = Rc::new(report);
         let same = Rc::clone(&report);
         Self {
+            view,
             page: Box::new(move |width| page(&report, width)),
             json: Box::new(move |out| serde_json::to_writer_pretty(out, &*same)),
         }
+    }
+
+    /// The page followed by the view's explanation.
+    fn explained(&self, width: usize) -> Page {
+        let mut page = (self.page)(width);
+        page.gap();
+        page.wrapped(Role::Dim, guide::about(self.view), width);
+        page
     }
 }
 
@@ -147,17 +150,17 @@ impl Bench {
         let program = self.program + run.and(self.tokenizer).unwrap_or(0);
         let run = run.map(|path| self.read(path)).transpose()?;
         Ok(match view {
-            View::Bits(args) => Report::new(args.report()?, Bits::page),
-            View::Ranges(args) => Report::new(args.report(run)?, Ranges::page),
-            View::Ulp(args) => Report::new(args.report(run)?, UlpGrid::page),
-            View::Scaler(args) => Report::new(args.report(run)?, Comparison::page),
-            View::Scaling(args) => Report::new(args.report(run)?, Scaling::page),
-            View::Memory(args) => Report::new(args.report(run, program)?, Memory::page),
-            View::Sums(args) => Report::new(args.report(run)?, Sums::page),
-            View::Blocks(args) => Report::new(args.report(run)?, Blocks::page),
-            View::Softmax(args) => Report::new(args.report(run), Softmax::page),
-            View::Crises(args) => Report::new(args.report(run)?, Crises::page),
-            View::Casts(args) => Report::new(args.report(run)?, Casts::page),
+            View::Bits(args) => Report::new("bits", args.report()?, Bits::page),
+            View::Ranges(args) => Report::new("ranges", args.report(run)?, Ranges::page),
+            View::Ulp(args) => Report::new("ulp", args.report(run)?, UlpGrid::page),
+            View::Scaler(args) => Report::new("scaler", args.report(run)?, Comparison::page),
+            View::Scaling(args) => Report::new("scaling", args.report(run)?, Scaling::page),
+            View::Memory(args) => Report::new("memory", args.report(run, program)?, Memory::page),
+            View::Sums(args) => Report::new("sums", args.report(run)?, Sums::page),
+            View::Blocks(args) => Report::new("blocks", args.report(run)?, Blocks::page),
+            View::Softmax(args) => Report::new("softmax", args.report(run), Softmax::page),
+            View::Crises(args) => Report::new("crises", args.report(run)?, Crises::page),
+            View::Casts(args) => Report::new("casts", args.report(run)?, Casts::page),
         })
     }
 
@@ -452,9 +455,12 @@ struct Typed {
     view: View,
 }
 
+/// The definitions of the views.
+static VIEWS: LazyLock<Command> = LazyLock::new(|| View::augment_subcommands(Command::new("lab")));
+
 fn show_screen(args: &LabArgs, bench: &mut Bench) -> Result<()> {
     let run = args.run.as_deref().map(|run| run.display().to_string()).unwrap_or_default();
-    screen::run(guide::instruments(&run), Theme::from_env(args.ascii), |view, fields, width| {
+    screen::run(guide::instruments(&VIEWS, &run), Theme::from_env(args.ascii), |view, fields, width| {
         evaluate(bench, view, fields, width)
     })
 }
@@ -462,47 +468,13 @@ fn show_screen(args: &LabArgs, bench: &mut Bench) -> Result<()> {
 /// The page of `view` for the values of its fields, as `finetune lab VIEW` would print it.
 fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize) -> Result<Page> {
     let run = fields.iter().find(|(flag, _)| *flag == "run").map(|(_, path)| PathBuf::from(path));
-    let mut typed = vec![view.to_owned()];
-    // The scaler's options, named as in the `[scaler]` table.
-    let base: Vec<_> = fields
-        .iter()
-        .filter(|(flag, _)| OPTIONS.contains(flag))
-        .map(|(flag, value)| format!("{flag}={value}"))
-        .collect();
-    if view == "scaler" && !base.is_empty() {
-        typed.push(format!("--base={}", base.join(",")));
-    }
-    for (flag, value) in fields.iter().filter(|(flag, _)| *flag != "run") {
-        match *flag {
-            flag if OPTIONS.contains(&flag) && view == "scaler" => {}
-            "value" => typed.push((*value).to_owned()),
-            "dot" | "linear" => typed.push(format!("--{flag}")),
-            "values" => typed.extend(value.split(',').map(str::to_owned)),
-            // Repeated flags have a numbered field each.
-            "setting-2" | "setting-3" | "setting-4" => typed.push(format!("--setting={value}")),
-            flag => typed.push(format!("--{flag}={value}")),
-        }
-    }
+    let typed = VIEWS.find_subcommand(view).map(|view| screen::typed(view, fields)).unwrap_or_default();
     let typed = Typed::try_parse_from(typed).map_err(|error| {
         let text = error.to_string();
         Error::config(view, text.lines().next().unwrap_or_default().trim_start_matches("error: "))
     })?;
-    let report = bench.report(&typed.view, run.as_deref())?;
-    Ok(explained(view, &report, width))
+    Ok(bench.report(&typed.view, run.as_deref())?.explained(width))
 }
-
-/// Fields of the scaler's view that are options of the scaler.
-const OPTIONS: [&str; 9] = [
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "min_scale",
-    "hysteresis",
-    "hysteresis_refill",
-    "on_overflow",
-    "policy",
-];
 
 #[cfg(test)]
 mod tests {
@@ -547,7 +519,7 @@ mod tests {
         crate::lab::write_run(&long);
         let run = long.display().to_string();
         let mut bench = Bench::new(Path::new("checkpoints"));
-        for instrument in guide::instruments("") {
+        for instrument in guide::instruments(&VIEWS, "") {
             let scenarios = instrument.scenarios.iter().map(|scenario| scenario.set.to_vec());
             let cursors = [vec![], vec![("cursor", "7")], vec![("seeds", "3"), ("cursor", "3")]];
             let varied = [vec![], vec![("run", run.as_str())]].into_iter().chain(scenarios);
@@ -576,7 +548,7 @@ mod tests {
     /// Every tab of the screen shows what the command line prints, at both sizes, without an error.
     #[test]
     fn every_instrument_has_a_page() {
-        for instrument in guide::instruments("") {
+        for instrument in guide::instruments(&VIEWS, "") {
             let given = instrument.fields.iter().filter(|field| !field.value.is_empty());
             let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
             for width in [78, 118] {
@@ -590,10 +562,10 @@ mod tests {
     #[test]
     fn pictures() {
         for (width, height) in [(80, 24), (120, 36)] {
-            for (tab, instrument) in guide::instruments("").into_iter().enumerate() {
+            for (tab, instrument) in guide::instruments(&VIEWS, "").into_iter().enumerate() {
                 let mut bench = Bench { program: 24 << 20, ..Bench::new(Path::new("checkpoints")) };
                 let evaluate = |view: &str, fields: &[(&str, &str)], width| evaluate(&mut bench, view, fields, width);
-                let picture = screen::picture(guide::instruments(""), tab, (width, height), evaluate);
+                let picture = screen::picture(guide::instruments(&VIEWS, ""), tab, (width, height), evaluate);
                 insta::assert_snapshot!(format!("{}_{width}x{height}", instrument.name), picture);
             }
         }
@@ -613,7 +585,7 @@ mod tests {
                 }
                 Ok(known[&asked].clone())
             };
-            let dead = screen::pressed::dead_keys(&guide::instruments(""), size, evaluate);
+            let dead = screen::pressed::dead_keys(&guide::instruments(&VIEWS, ""), size, evaluate);
             assert!(dead.is_empty(), "at {size:?}:\n{}", dead.join("\n"));
         }
     }

@@ -1,5 +1,6 @@
-//! The lab's guide: each view's parameters, scenarios, keys and explanation.
+//! The lab's guide: each view's scenarios, keys and explanation.
 
+use clap::Command;
 use ratatui::crossterm::event::KeyCode;
 
 use super::screen::{Adjust, Field, Instrument, Scenario, ViewKey};
@@ -420,139 +421,29 @@ fn play(scaler: &mut Instrument) -> bool {
     advance(scaler, 1.0 / 140.0, true)
 }
 
-/// The views with their initial parameters.
-pub fn instruments(run: &str) -> Vec<Instrument> {
-    use Adjust::{Among, By, Count, Double, Scale, Typed};
-    const FORMATS: &[&str] = &["fp16", "bf16", "fp32", "e4m3", "e5m2"];
-    const MODELS: &[&str] = &["tiny", "distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "7b"];
-    const MEMORY_SIZES: &[&str] = &["4G", "8G", "16G", "24G", "40G", "80G", "141G"];
-    const SCHEMES: &[&str] = &["fp8", "delayed", "rows", "block128", "mxfp8", "nvfp4", "int8"];
-    let field = Field::new;
-    let run = || field("run", run, Typed);
-    let instrument = |name, scenarios, fields: Vec<Field>| Instrument { scenarios, ..Instrument::new(name, fields) };
-    let bits = vec![
-        field("value", "pi", Among(&Bits::PRESETS)),
-        field("in", "fp16", Among(FORMATS)),
-        field("cursor", "0", Count(0)).within(0.0, 31.0),
-    ];
-    let scaler = vec![
-        field("init_scale", "65536", Scale).of_run(),
-        field("growth_factor", "2", By(0.5)).within(1.5, f64::MAX).of_run(),
-        field("backoff_factor", "0.5", By(0.05)).within(0.05, 0.95).of_run(),
-        field("growth_interval", "50", Double(50)).of_run(),
-        field("min_scale", "1", Scale).of_run(),
-        field("hysteresis", "1", Count(1)).within(1.0, f64::MAX).of_run(),
-        field("hysteresis_refill", "growth", Among(&["growth", "clean"])).of_run(),
-        field("on_overflow", "skip", Among(&["skip", "retry"])).of_run(),
-        field("policy", "dynamic", Among(&["dynamic", "predictive"])).of_run(),
-        field("setting-2", "", Typed),
-        field("setting-3", "", Typed),
-        field("setting-4", "", Typed),
-        field("level", "-1", By(1.0)),
-        field("sigma", "1", By(0.25)).within(0.0, f64::MAX),
-        field("drift", "0", By(0.5)),
-        field("spikes", "0", By(0.005)).within(0.0, 1.0),
-        field("spike", "6", By(1.0)),
-        field("jump-at", "", Count(1000)).within(0.0, f64::MAX),
-        field("jump", "6", By(1.0)),
-        field("steps", "2000", Double(2000)),
-        field("overflow-at", "", Typed),
-        field("rate", "", By(0.01)).within(0.0, 1.0),
-        field("seed", "0", Count(0)).within(0.0, f64::MAX),
-        field("seeds", "", Count(10)).within(2.0, 100.0),
-        field("cursor", "", Count(0)).within(0.0, f64::MAX),
-        run(),
-    ];
-    vec![
-        Instrument { keys: BITS_KEYS, ..instrument("bits", BITS, bits) },
-        instrument(
-            "ranges",
-            RANGES,
-            vec![
-                field("values", "1e-8,65504", Typed),
-                field("from", "", Count(-30)),
-                field("to", "", Count(40)),
-                run(),
-            ],
-        ),
-        instrument(
-            "ulp",
-            ULP,
-            vec![field("center", "1", Scale).of_run(), field("update", "5e-5", Scale).of_run(), run()],
-        ),
-        Instrument { keys: SCALER_KEYS, play: Some(play), ..instrument("scaler", SCALER, scaler) },
-        instrument(
-            "scaling",
-            SCALING,
-            vec![
-                field("scale", "0", Count(0)),
-                field("format", "fp16", Among(FORMATS)),
-                field("mu", "-22", By(1.0)),
-                field("sigma", "4", By(0.5)).within(0.5, f64::MAX),
-                field("linear", "", Among(&["", "yes"])),
-                run(),
-            ],
-        ),
-        instrument(
-            "memory",
-            MEMORY,
-            vec![
-                field("model", "distilgpt2", Among(MODELS)).of_run(),
-                field("batch", "32", Double(32)).of_run(),
-                field("seq", "32", Double(32)).of_run(),
-                field("grad-accum", "1", Double(1)).of_run(),
-                field("rank", "16", Double(16)),
-                field("memory", "16G", Among(MEMORY_SIZES)),
-                run(),
-            ],
-        ),
-        instrument(
-            "sums",
-            SUMS,
-            vec![
-                field("terms", "uniform", Among(&["uniform", "signed", "tenths"])),
-                field("length", "16384", Double(4096)).of_run(),
-                field("dot", "", Among(&["", "yes"])),
-                field("seed", "0", Count(0)).within(0.0, f64::MAX),
-                run(),
-            ],
-        ),
-        instrument(
-            "blocks",
-            BLOCKS,
-            vec![
-                field("scheme", "mxfp8", Among(SCHEMES)),
-                field("outlier", "1", Scale),
-                field("remembered", "1", Scale),
-                field("rows", "8", Double(8)),
-                field("columns", "512", Double(512)),
-                field("seed", "0", Count(0)).within(0.0, f64::MAX),
-                run(),
-            ],
-        ),
-        instrument(
-            "softmax",
-            SOFTMAX,
-            vec![
-                field("logit", "12", By(1.0)).of_run(),
-                field("length", "4096", Double(4096)).of_run(),
-                field("position", "4095", Count(4095)).within(0.0, f64::MAX),
-                run(),
-            ],
-        ),
-        instrument(
-            "crises",
-            CRISES,
-            vec![
-                field("small", "1e-8", Scale).of_run(),
-                field("large", "3", Scale).of_run(),
-                field("scale", "65536", Scale).of_run(),
-                field("weight", "1", Scale),
-                field("update", "5e-5", Scale).of_run(),
-                field("steps", "3", Double(3)),
-                run(),
-            ],
-        ),
-        instrument("casts", CASTS, vec![field("policy", "fp16", Among(&["fp16", "bf16", "fp32"])).of_run(), run()]),
-    ]
+/// The views with their initial parameters, from the arguments of the commands that print them.
+pub fn instruments(views: &'static Command, run: &str) -> Vec<Instrument> {
+    let instrument = |view: &'static Command| {
+        let name = view.get_name();
+        let (scenarios, keys): (_, &[_]) = match name {
+            "bits" => (BITS, BITS_KEYS),
+            "ranges" => (RANGES, &[]),
+            "ulp" => (ULP, &[]),
+            "scaler" => (SCALER, SCALER_KEYS),
+            "scaling" => (SCALING, &[]),
+            "memory" => (MEMORY, &[]),
+            "sums" => (SUMS, &[]),
+            "blocks" => (BLOCKS, &[]),
+            "softmax" => (SOFTMAX, &[]),
+            "crises" => (CRISES, &[]),
+            _ => (CASTS, &[]),
+        };
+        let mut fields: Vec<_> = view.get_arguments().flat_map(Field::of).collect();
+        if name != "bits" {
+            fields.push(Field::new("run", run, Adjust::Typed));
+        }
+        let play = (name == "scaler").then_some(play as fn(&mut Instrument) -> bool);
+        Instrument { scenarios, keys, play, ..Instrument::new(name, fields) }
+    };
+    views.get_subcommands().map(instrument).collect()
 }

@@ -19,7 +19,8 @@ use crate::screen::terminal::{Ending, Screen};
 use crate::{Error, Result};
 
 use model::Model;
-pub use model::{Adjust, Field, Instrument, Scenario, ViewKey};
+pub(crate) use model::typed;
+pub use model::{Adjust, Control, Controls, Field, Instrument, Scenario, ViewKey};
 pub use view::Theme;
 
 /// How long to wait for a key before checking for signals.

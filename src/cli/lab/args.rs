@@ -3,7 +3,9 @@
 use clap::{Args, Subcommand};
 
 use super::parse_bytes;
-use crate::lab::{Scheme, Terms, parse_format, parse_value};
+use crate::lab::screen::Adjust::{self, Among, By, Count, Double, Scale, Typed};
+use crate::lab::screen::{Control, Controls};
+use crate::lab::{Bits, Scheme, Terms, parse_format, parse_value};
 use crate::precision::FloatFormat;
 
 #[derive(Debug, Subcommand)]
@@ -32,231 +34,239 @@ pub(super) enum View {
     Casts(CastsArgs),
 }
 
-impl View {
-    /// The view's name on the command line.
-    pub(super) const fn name(&self) -> &'static str {
-        match self {
-            Self::Bits(_) => "bits",
-            Self::Ranges(_) => "ranges",
-            Self::Ulp(_) => "ulp",
-            Self::Scaler(_) => "scaler",
-            Self::Scaling(_) => "scaling",
-            Self::Memory(_) => "memory",
-            Self::Sums(_) => "sums",
-            Self::Blocks(_) => "blocks",
-            Self::Softmax(_) => "softmax",
-            Self::Crises(_) => "crises",
-            Self::Casts(_) => "casts",
-        }
-    }
+const FORMATS: &[&str] = &["fp16", "bf16", "fp32", "e4m3", "e5m2"];
+const MODELS: &[&str] = &["tiny", "distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "7b"];
+const MEMORY_SIZES: &[&str] = &["4G", "8G", "16G", "24G", "40G", "80G", "141G"];
+const SCHEMES: &[&str] = &["fp8", "delayed", "rows", "block128", "mxfp8", "nvfp4", "int8"];
+const SWITCH: Control = control(Among(&["", "yes"])).start("");
+
+const fn control(adjust: Adjust) -> Control {
+    Control::new(adjust)
 }
+
+/// The scaler's options as parameters, named as in the `[scaler]` table.
+const OPTIONS: &[(&str, Control)] = &[
+    ("init_scale", control(Scale).of_run("65536")),
+    ("growth_factor", control(By(0.5)).within(1.5, f64::MAX).of_run("2")),
+    ("backoff_factor", control(By(0.05)).within(0.05, 0.95).of_run("0.5")),
+    ("growth_interval", control(Double(50)).of_run("50")),
+    ("min_scale", control(Scale).of_run("1")),
+    ("hysteresis", control(Count(1)).within(1.0, f64::MAX).of_run("1")),
+    ("hysteresis_refill", control(Among(&["growth", "clean"])).of_run("growth")),
+    ("on_overflow", control(Among(&["skip", "retry"])).of_run("skip")),
+    ("policy", control(Among(&["dynamic", "predictive"])).of_run("dynamic")),
+];
+const SETTINGS: &[(&str, Control)] =
+    &[("setting-2", control(Typed)), ("setting-3", control(Typed)), ("setting-4", control(Typed))];
 
 #[derive(Args, Debug)]
 pub(super) struct BitsArgs {
     /// `1e-8`, `pi`, `2^-24`, `1 + 2^-11`, or a pattern: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`
-    #[arg(allow_hyphen_values = true)]
+    #[arg(allow_hyphen_values = true, add = control(Among(&Bits::PRESETS)).start("pi"))]
     pub(super) value: String,
     /// The format whose bit is marked
-    #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format)]
+    #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
     pub(super) format: FloatFormat,
     /// A bit to explain, counted from the left
-    #[arg(long, value_name = "BIT")]
+    #[arg(long, value_name = "BIT", add = control(Count(0)).start("0").within(0.0, 31.0))]
     pub(super) cursor: Option<u32>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct SumsArgs {
     /// `uniform`, `signed` or `tenths`
-    #[arg(long, default_value = "uniform")]
+    #[arg(long, default_value = "uniform", add = control(Among(&["uniform", "signed", "tenths"])))]
     pub(super) terms: Terms,
     /// Terms of the longest sum [default: 16384, or the longest product of the run's model]
-    #[arg(long)]
+    #[arg(long, add = control(Double(4096)).of_run("16384"))]
     pub(super) length: Option<usize>,
     /// Sum products of two sequences
-    #[arg(long)]
+    #[arg(long, add = SWITCH)]
     pub(super) dot: bool,
     /// The seed of stochastic rounding
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, add = control(Count(0)).within(0.0, f64::MAX))]
     pub(super) seed: u64,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct BlocksArgs {
     /// The scheme whose first block is shown: `fp8`, `delayed`, `rows`, `block128`, `mxfp8`, `nvfp4` or `int8`
-    #[arg(long, default_value = "mxfp8")]
+    #[arg(long, default_value = "mxfp8", add = control(Among(SCHEMES)))]
     pub(super) scheme: Scheme,
     /// Factor on the first value of each row
-    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true)]
+    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale))]
     pub(super) outlier: f64,
     /// The amax that delayed scaling uses, as a factor on the tensor's actual one
-    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value)]
+    #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, add = control(Scale))]
     pub(super) remembered: f64,
     /// Rows of the tensor, without a run
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 8, add = control(Double(8)))]
     pub(super) rows: usize,
     /// Its columns, a multiple of 128
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, add = control(Double(512)))]
     pub(super) columns: usize,
     /// The seed of its values
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, add = control(Count(0)).within(0.0, f64::MAX))]
     pub(super) seed: u64,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct SoftmaxArgs {
     /// The largest logit; the others are 0 [default: 12, or the largest that a run's FP32 probe saw]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(By(1.0)).of_run("12"))]
     pub(super) logit: Option<f64>,
     /// Tokens [default: 4096, or the run's sequence]
-    #[arg(long)]
+    #[arg(long, add = control(Double(4096)).of_run("4096"))]
     pub(super) length: Option<u64>,
     /// A position
-    #[arg(long, value_parser = parse_value, default_value = "4095")]
+    #[arg(long, value_parser = parse_value, default_value = "4095", add = control(Count(4095)).within(0.0, f64::MAX))]
     pub(super) position: f64,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct CastsArgs {
     /// `fp32`, `fp16`, `bf16`, or `p=f32,c=f16,g=f32,r=f32` [default: the run's, or fp16]
-    #[arg(long)]
+    #[arg(long, add = control(Among(&["fp16", "bf16", "fp32"])).of_run("fp16"))]
     pub(super) policy: Option<String>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct CrisesArgs {
     /// A small gradient [default: 1e-8, or the run's smallest]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).of_run("1e-8"))]
     pub(super) small: Option<f64>,
     /// A large gradient [default: 3, or the run's largest]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).of_run("3"))]
     pub(super) large: Option<f64>,
     /// The loss scale [default: 65536, or the run's first]
-    #[arg(long, value_parser = parse_value)]
+    #[arg(long, value_parser = parse_value, add = control(Scale).of_run("65536"))]
     pub(super) scale: Option<f64>,
     /// A weight
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1")]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1", add = control(Scale))]
     pub(super) weight: f64,
     /// The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true)]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).of_run("5e-5"))]
     pub(super) update: Option<f64>,
     /// Steps
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, add = control(Double(3)))]
     pub(super) steps: u64,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct RangesArgs {
     /// Values to mark
-    #[arg(allow_negative_numbers = true)]
+    #[arg(allow_negative_numbers = true, add = control(Typed).start("1e-8,65504"))]
     pub(super) values: Vec<String>,
     /// Exponent at the chart's left end [default: automatic]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(-30)))]
     pub(super) from: Option<i32>,
     /// Exponent at the chart's right end [default: automatic]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(40)))]
     pub(super) to: Option<i32>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct UlpArgs {
     /// The weight [default: 1, or the root mean square of the run's]
-    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).of_run("1"))]
     pub(super) center: Option<f64>,
     /// The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
-    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true)]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).of_run("5e-5"))]
     pub(super) update: Option<f64>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct ScalerArgs {
     /// Options of the scaler that all settings share, such as `init_scale=32768,growth_interval=5`
-    #[arg(long, value_name = "KEY=VALUE,…", default_value = "")]
+    #[arg(long, value_name = "KEY=VALUE,…", default_value = "", add = Controls(OPTIONS))]
     pub(super) base: String,
     /// A setting to compare with the base, such as `growth_interval=200,hysteresis=2`; up to three
-    #[arg(long, value_name = "KEY=VALUE,…")]
+    #[arg(long, value_name = "KEY=VALUE,…", add = Controls(SETTINGS))]
     pub(super) setting: Vec<String>,
-    /// Number of steps, without a run
-    #[arg(long, default_value_t = 2000)]
-    pub(super) steps: usize,
     /// Mean of log2 max|g|, or `none` for gradients that overflow only where forced
-    #[arg(long, value_name = "EXPONENT", default_value = "-1", allow_hyphen_values = true)]
+    #[arg(long, value_name = "EXPONENT", default_value = "-1", allow_hyphen_values = true, add = control(By(1.0)))]
     pub(super) level: String,
     /// Standard deviation of log2 max|g|
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, add = control(By(0.25)).within(0.0, f64::MAX))]
     pub(super) sigma: f64,
     /// Change of the level in 1,000 steps, in binades
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true, add = control(By(0.5)))]
     pub(super) drift: f64,
     /// Share of steps with a spike
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, add = control(By(0.005)).within(0.0, 1.0))]
     pub(super) spikes: f64,
     /// Height of a spike, in binades
-    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)))]
     pub(super) spike: f64,
     /// The step at which the level rises by `--jump` binades
-    #[arg(long, value_name = "STEP")]
+    #[arg(long, value_name = "STEP", add = control(Count(1000)).within(0.0, f64::MAX))]
     pub(super) jump_at: Option<u64>,
     /// Height of the jump at `--jump-at`, in binades
-    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)))]
     pub(super) jump: f64,
+    /// Number of steps, without a run
+    // The help has it after `--setting`.
+    #[arg(long, display_order = 1, default_value_t = 2000, add = control(Double(2000)))]
+    pub(super) steps: usize,
     /// Steps that are forced to overflow, counted from 0
-    #[arg(long, value_name = "STEP,…", value_delimiter = ',')]
+    #[arg(long, value_name = "STEP,…", value_delimiter = ',', add = control(Typed))]
     pub(super) overflow_at: Vec<u64>,
     /// Probability that a step is forced to overflow
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, add = control(By(0.01)).start("").within(0.0, 1.0))]
     pub(super) rate: f64,
     /// The seed of the gradients
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, add = control(Count(0)).within(0.0, f64::MAX))]
     pub(super) seed: u64,
     /// Repeat with this many seeds, and print means with 95 % intervals
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000))]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000), add = control(Count(10)).within(2.0, 100.0))]
     pub(super) seeds: Option<u64>,
     /// A step to explain, where the chart ends
-    #[arg(long, value_name = "STEP")]
+    #[arg(long, value_name = "STEP", add = control(Count(0)).within(0.0, f64::MAX))]
     pub(super) cursor: Option<u64>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct ScalingArgs {
-    /// `fp16`, `bf16`, `fp32`, `e4m3` or `e5m2`
-    #[arg(long, default_value = "fp16", value_parser = parse_format)]
-    pub(super) format: FloatFormat,
     /// log2 of the loss scale to show [default: the best]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true)]
+    // The help has it after `--format`.
+    #[arg(long, display_order = 1, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(0)).start("0"))]
     pub(super) scale: Option<i32>,
+    /// `fp16`, `bf16`, `fp32`, `e4m3` or `e5m2`
+    #[arg(long, default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
+    pub(super) format: FloatFormat,
     /// Mean of log2 of the magnitudes, without a run
-    #[arg(long, default_value_t = -22.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = -22.0, allow_negative_numbers = true, add = control(By(1.0)))]
     pub(super) mu: f64,
     /// Standard deviation of log2 of the magnitudes
-    #[arg(long, default_value_t = 4.0)]
+    #[arg(long, default_value_t = 4.0, add = control(By(0.5)).within(0.5, f64::MAX))]
     pub(super) sigma: f64,
     /// Number of gradients
     #[arg(long, default_value_t = 82_000_000)]
     pub(super) count: u64,
     /// Use a linear instead of a logarithmic axis for the counts
-    #[arg(long)]
+    #[arg(long, add = SWITCH)]
     pub(super) linear: bool,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct MemoryArgs {
     /// `tiny`, `distilgpt2`, `gpt2`, …, `gpt2-xl`, `7b`, a number of parameters such as `350M`, or a folder or .gguf file
-    #[arg(long)]
+    #[arg(long, add = control(Among(MODELS)).of_run("distilgpt2"))]
     pub(super) model: Option<String>,
     /// Sequences in a micro-batch
-    #[arg(long)]
+    #[arg(long, add = control(Double(32)).of_run("32"))]
     pub(super) batch: Option<usize>,
     /// Tokens in a sequence
-    #[arg(long)]
+    #[arg(long, add = control(Double(32)).of_run("32"))]
     pub(super) seq: Option<usize>,
     /// Micro-batches in a step
-    #[arg(long)]
+    #[arg(long, add = control(Double(1)).of_run("1"))]
     pub(super) grad_accum: Option<usize>,
     /// Rank of the adapters of `LoRA`
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, add = control(Double(16)))]
     pub(super) rank: usize,
     /// Memory to fit in: `16G`, `512M`
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, add = control(Among(MEMORY_SIZES)).start("16G"))]
     pub(super) memory: Option<u64>,
     /// Count attention's scores, which candle's operations on a GPU store [default: as the run did]
     #[arg(long)]

@@ -2,6 +2,8 @@
 
 use std::ops::ControlFlow;
 
+use clap::builder::ArgExt;
+use clap::{Arg, ArgAction, Command};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use super::keys::{Action, KEYS};
@@ -77,7 +79,7 @@ impl Instrument {
 
     /// Whether a parameter has the value of the run that is read.
     pub(crate) fn is_of_run(&self, field: &Field) -> bool {
-        field.of_run && !field.chosen && !self.value("run").is_empty()
+        field.control.of_run && !field.chosen && !self.value("run").is_empty()
     }
 
     fn load(&mut self, scenario: &Scenario) {
@@ -104,14 +106,29 @@ pub struct Field {
     /// The initial value.
     first: String,
     /// How the arrow keys change it.
-    pub adjust: Adjust,
+    pub(super) control: Control,
+    /// Whether its value was chosen: by a key, by typing, or by a scenario.
+    chosen: bool,
+}
+
+/// The look of an argument on the screen, attached to its definition for the command line.
+#[derive(Debug, Clone, Copy)]
+pub struct Control {
+    pub(super) adjust: Adjust,
+    /// The initial value, if it is not the argument's default.
+    start: Option<&'static str>,
     /// The least and the greatest value that keys reach.
     ends: (f64, f64),
     /// Whether a run has a value for it, which counts until another one is chosen.
     of_run: bool,
-    /// Whether its value was chosen: by a key, by typing, or by a scenario.
-    chosen: bool,
 }
+
+/// Several parameters for one argument: `key=value` pairs, or values of a flag that can be repeated.
+#[derive(Debug, Clone, Copy)]
+pub struct Controls(pub &'static [(&'static str, Control)]);
+
+impl ArgExt for Control {}
+impl ArgExt for Controls {}
 
 /// How the arrow keys change a value.
 #[derive(Debug, Clone, Copy)]
@@ -130,31 +147,58 @@ pub enum Adjust {
     By(f64),
 }
 
-impl Field {
-    /// A parameter at its initial value.
-    pub fn new(flag: &'static str, value: &str, adjust: Adjust) -> Self {
-        let (value, first) = (value.to_owned(), value.to_owned());
-        let ends = (f64::NEG_INFINITY, f64::INFINITY);
-        Self { flag, value, first, adjust, ends, of_run: false, chosen: false }
+impl From<Adjust> for Control {
+    fn from(adjust: Adjust) -> Self {
+        Self::new(adjust)
+    }
+}
+
+impl Control {
+    /// A parameter that starts at the argument's default, without ends.
+    pub const fn new(adjust: Adjust) -> Self {
+        Self { adjust, start: None, ends: (f64::NEG_INFINITY, f64::INFINITY), of_run: false }
     }
 
-    /// The same, but keys stop at these values.
+    /// Starts at `value`.
     #[must_use]
-    pub fn within(self, least: f64, greatest: f64) -> Self {
+    pub const fn start(self, value: &'static str) -> Self {
+        Self { start: Some(value), ..self }
+    }
+
+    /// Makes keys stop at these values.
+    #[must_use]
+    pub const fn within(self, least: f64, greatest: f64) -> Self {
         Self { ends: (least, greatest), ..self }
     }
 
-    /// The same, but a run's value takes the place of its first one.
+    /// Starts at `value`, or at a run's.
     #[must_use]
-    pub fn of_run(self) -> Self {
-        Self { of_run: true, ..self }
+    pub const fn of_run(self, value: &'static str) -> Self {
+        Self { of_run: true, ..self.start(value) }
+    }
+}
+
+impl Field {
+    /// A parameter at its initial value.
+    pub fn new(flag: &'static str, value: &str, control: impl Into<Control>) -> Self {
+        let control = control.into();
+        let first = control.start.unwrap_or(value).to_owned();
+        Self { flag, value: first.clone(), first, control, chosen: false }
+    }
+
+    /// The parameters of an argument; none if it is not on the screen.
+    pub(crate) fn of(arg: &'static Arg) -> Vec<Self> {
+        let default = arg.get_default_values().first().and_then(|value| value.to_str()).unwrap_or_default();
+        let one = arg.get::<Control>().map(|control| Self::new(name(arg), default, *control));
+        let parts = arg.get::<Controls>().map_or(&[][..], |controls| controls.0);
+        one.into_iter().chain(parts.iter().map(|(name, control)| Self::new(name, "", *control))).collect()
     }
 
     /// Changes the value; `other` selects the other step: fine for values, coarse for counts.
     fn step(&mut self, up: bool, other: bool) {
         self.chosen = true;
         let sign = if up { 1.0 } else { -1.0 };
-        self.value = match self.adjust {
+        self.value = match self.control.adjust {
             Adjust::Typed => return,
             Adjust::Among(values) => {
                 let at = values.iter().position(|value| *value == self.value);
@@ -187,11 +231,42 @@ impl Field {
                 Err(_) => written(step),
             },
         };
-        let (least, greatest) = self.ends;
+        let (least, greatest) = self.control.ends;
         if let Some(value) = parse_value(&self.value).ok().filter(|value| !(least..=greatest).contains(value)) {
             self.value = written(value.clamp(least, greatest));
         }
     }
+}
+
+/// A flag without dashes, or an argument's name.
+fn name(arg: &Arg) -> &str {
+    arg.get_long().unwrap_or(arg.get_id().as_str())
+}
+
+/// The words that would be typed on the command line for the values of `view`'s parameters.
+pub(crate) fn typed(view: &Command, fields: &[(&str, &str)]) -> Vec<String> {
+    let value = |name: &str| fields.iter().find(|(flag, _)| *flag == name).map(|(_, value)| *value);
+    let mut typed = vec![view.get_name().to_owned()];
+    for arg in view.get_arguments() {
+        let repeated = matches!(arg.get_action(), ArgAction::Append);
+        if let Some(Controls(parts)) = arg.get::<Controls>() {
+            let parts = parts.iter().filter_map(|(name, _)| Some((name, value(name)?)));
+            if repeated {
+                typed.extend(parts.map(|(_, value)| format!("--{}={value}", name(arg))));
+            } else {
+                let pairs: Vec<_> = parts.map(|(name, value)| format!("{name}={value}")).collect();
+                typed.push(format!("--{}={}", name(arg), pairs.join(",")));
+            }
+        } else if let Some(value) = value(name(arg)) {
+            match arg.get_action() {
+                ArgAction::SetTrue => typed.push(format!("--{}", name(arg))),
+                _ if !arg.is_positional() => typed.push(format!("--{}={value}", name(arg))),
+                _ if repeated => typed.extend(value.split(',').map(str::to_owned)),
+                _ => typed.push(value.to_owned()),
+            }
+        }
+    }
+    typed
 }
 
 /// A value with at most twelve significant digits, so that decimal steps stay exact in decimal.
@@ -367,7 +442,7 @@ impl Model {
     }
 
     fn is_typed(&self) -> bool {
-        matches!(self.instrument().fields[self.field].adjust, Adjust::Typed)
+        matches!(self.instrument().fields[self.field].control.adjust, Adjust::Typed)
     }
 
     fn show(&mut self, tab: usize) {
@@ -472,7 +547,7 @@ mod tests {
         const SCENARIOS: &[Scenario] = &[Scenario { name: "one", set: &[("scale", "8")], text: "" }];
         let fields = |run| {
             vec![
-                Field::new("logit", "12", Adjust::By(1.0)).of_run(),
+                Field::new("logit", "", Control::new(Adjust::By(1.0)).of_run("12")),
                 Field::new("scale", "4", Adjust::Scale),
                 Field::new("run", run, Adjust::Typed),
             ]

@@ -140,13 +140,13 @@ fn step<E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>>(
         return Err(format!("{name} ends the screen"));
     }
     let page = stage.page();
-    if let Adjust::Typed = parameter.adjust {
+    if let Adjust::Typed = parameter.control.adjust {
         return stage.model.typed.is_some().then_some(()).ok_or(format!("{name} does not begin to type"));
     }
     let value = stage.model.instrument().fields[field].value.clone();
     if let (Ok(old), Ok(new), Action::Increase { .. } | Action::Decrease { .. }) =
         (parse_value(&parameter.value), parse_value(&value), action)
-        && !matches!(parameter.adjust, Adjust::Among(_))
+        && !matches!(parameter.control.adjust, Adjust::Among(_))
         && (new > old) != matches!(action, Action::Increase { .. })
         && new != old
     {

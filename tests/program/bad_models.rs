@@ -275,16 +275,19 @@ fn huge_sizes_are_refused_before_anything_is_built() {
     };
     for family in ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text"] {
         let gpt2 = family == "gpt2";
-        let [depth, width, heads] = match gpt2 {
-            true => ["n_layer", "n_embd", "n_head"],
-            false => ["num_hidden_layers", "hidden_size", "num_attention_heads"],
+        let [depth, width, heads] = if gpt2 {
+            ["n_layer", "n_embd", "n_head"]
+        } else {
+            ["num_hidden_layers", "hidden_size", "num_attention_heads"]
         };
         let change = |changes: &[(&str, u64)]| {
             let mut config = json!({"model_type": family, heads: 16, "num_key_value_heads": 16});
             if !gpt2 {
                 config["head_dim"] = 256.into();
             }
-            changes.iter().for_each(|(key, value)| config[key] = (*value).into());
+            for (key, value) in changes {
+                config[key] = (*value).into();
+            }
             config
         };
         refuse(change(&[(depth, 1 << 20)]), "it must be a whole number from 1 to 4096");

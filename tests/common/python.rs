@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::compare::skip;
 use super::launch;
 
-/// The Python, or none after saying so.
+/// The Python; `None` after printing that it is missing.
 pub(crate) fn python() -> Option<PathBuf> {
     let python = std::env::var_os("FINETUNE_PYTHON").map(PathBuf::from).filter(|python| python.is_file());
     if python.is_none() {

@@ -1,4 +1,4 @@
-//! The comparators of the tests find what they are for.
+//! The comparators of the tests reject differences and numbers that are not finite.
 
 use crate::common::compare::{assert_close, distance, furthest, largest, max_difference, relative};
 use candle_core::{Device, Tensor};

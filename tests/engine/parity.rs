@@ -11,7 +11,7 @@ use finetune::train::Outcome;
 
 const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
 
-/// Every case for every set of kernels. Says so if the cases of `../shared` are missing.
+/// Every case for every set of kernels. Prints it if the cases of `../shared` are missing.
 fn cases() -> Vec<Case> {
     if Case::shared().is_none() {
         skip("shared", "there is no ../shared/golden/tiny-gpt2");

@@ -128,7 +128,7 @@ struct ConfigCommand {
 
 /// The command line's definition. Numbers may be negative, so that the error comes from their validation and not from the
 /// parser, which would take them for flags.
-fn definition() -> clap::Command {
+pub fn definition() -> clap::Command {
     fn with_numbers(command: clap::Command) -> clap::Command {
         let command = command.mut_args(|arg| {
             let takes_value = arg.get_action().takes_values();
@@ -300,66 +300,4 @@ fn in_pipe() -> Box<dyn Write> {
 /// The exit code of a command without special codes.
 fn done(result: Result<()>) -> Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-    use super::*;
-    use crate::settings::Kind;
-    use crate::train::Config;
-    use serde::Deserialize;
-    use std::collections::BTreeSet;
-    use std::fmt::Write as _;
-
-    /// The help of `command` and of its commands, with the flags that it hides.
-    fn describe(command: &mut clap::Command, path: &str, text: &mut String) {
-        _ = write!(text, "\n# {path}\n{}", command.render_long_help());
-        for arg in command.get_arguments().filter(|arg| arg.is_hide_set()) {
-            _ = writeln!(text, "hidden: {arg}: {}", arg.get_help().unwrap_or_default());
-        }
-        for sub in command.get_subcommands_mut().filter(|sub| sub.get_name() != "help") {
-            describe(sub, &format!("{path} {}", sub.get_name()), text);
-        }
-    }
-
-    #[test]
-    #[cfg_attr(feature = "mpi", ignore = "has a command more")]
-    fn flags() {
-        let (mut command, mut text) = (definition(), String::new());
-        command.build();
-        describe(&mut command, "finetune", &mut text);
-        insta::assert_snapshot!("flags", text);
-    }
-
-    /// The value of another configuration for `key`.
-    fn other_value(default: &Config, key: &str) -> Config {
-        let values = r#"3 4 0.5 true false "random" "jsonl" "bf16" "candle" "block" "all" "always" "adamw8bit" "linear" "clean"
-            "retry" "predictive" "layer" "x" ["x"] [0.5,0.5]"#;
-        let (section, name) = key.rsplit_once('.').unwrap_or(("", key));
-        let mut others = values.split_whitespace().filter_map(|value| {
-            let mut all = toml::Table::try_from(default).unwrap();
-            let table = section
-                .split('.')
-                .filter(|section| !section.is_empty())
-                .fold(&mut all, |table, section| table[section].as_table_mut().unwrap());
-            table.extend(format!("{name} = {value}").parse::<toml::Table>().unwrap());
-            Config::deserialize(all).ok()
-        });
-        others.find(|other| other != default).unwrap_or_else(|| panic!("no other value for `{key}`"))
-    }
-
-    #[test]
-    fn settings() {
-        let default = Config::default();
-        let mut text = default.explained().unwrap() + "\n# What a resumed run may change\n";
-        let settings = Config::settings().into_iter().filter(|setting| setting.kind != Kind::Section);
-        let keys: BTreeSet<_> = settings.map(|setting| setting.key).collect();
-        for key in keys {
-            let changed = default.check_continues(&other_value(&default, &key));
-            _ = writeln!(text, "{key}: {}", if changed.is_ok() { "yes" } else { "no" });
-        }
-        insta::assert_snapshot!("settings", text);
-    }
 }

@@ -317,7 +317,7 @@ mod tests {
         insta::assert_snapshot!("scaler_twenty_steps", comparison.page(80).text());
     }
 
-    /// The closed loop's figures, over 100 seeds: an independent simulation with numpy (`tests/lab_figures.py`) has 30.99
+    /// The closed loop's figures, over 100 seeds: an independent simulation with numpy (`tests/python/lab_figures.py`) has 30.99
     /// overflows at a mean scale of 2^14.47 for an interval of 50, and 16.30 at 2^14.21 for 100.
     #[test]
     fn the_closed_loop_over_a_hundred_seeds() {

@@ -1,5 +1,4 @@
 //! Distances between tensors, and skipping tests whose requirements are missing.
-#![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

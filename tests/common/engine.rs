@@ -1,5 +1,4 @@
 //! Sets up the engine for a test: a model with its state, the engine's batches, and its tensors by name.
-#![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::collections::BTreeMap;
 use std::path::Path;

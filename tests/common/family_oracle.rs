@@ -1,5 +1,4 @@
 //! The layers of Llama-like models in plain differentiable candle operations, as slow as they are simple.
-#![allow(dead_code, reason = "each test binary uses its part of the oracle")]
 
 use super::oracle::softmax;
 use candle_core::{D, Device, Result, Tensor};

@@ -1,5 +1,4 @@
 //! Writes a model as a GGUF file, its matrices in block types of the test's choice.
-#![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::fs::File;
 use std::path::Path;

@@ -1,7 +1,6 @@
 //! Reference values from PyTorch: those of the project, under `tests/golden`, and those beside it, in `../shared/golden`.
 //!
 //! Both become a [`Case`] with the project's parameter names. `make_golden.py` in either folder says how they were made.
-#![allow(dead_code, reason = "each test binary uses its part of the reference values")]
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};

@@ -1,5 +1,4 @@
 //! Starts processes for tests: with the default actions of signals, and for a limited time.
-#![allow(dead_code, reason = "not every test uses all of it")]
 
 use std::collections::HashMap;
 use std::ffi::OsStr;

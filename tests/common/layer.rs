@@ -4,7 +4,6 @@
 //! A layer is compared three ways on the same inputs: with the plain operation's value, with its gradients by autograd
 //! in FP32, and with central differences of it in FP64. In FP16 and BF16 it is compared with the plain operation in FP32
 //! on the same rounded inputs: what is left is the rounding of what the layer stores.
-#![allow(dead_code, reason = "each test binary uses its part")]
 
 use super::compare::{relative, values};
 use candle_core::{DType, Device, Result, Tensor, Var};

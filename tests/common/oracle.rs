@@ -2,7 +2,6 @@
 //!
 //! Nothing here is fused, because candle's fused layer norm and softmax cut the autograd graph without a word. It runs in
 //! FP32 to compare with, and in FP64 for finite differences. `tests/engine/oracle.rs` checks it against PyTorch.
-#![allow(dead_code, reason = "each test binary uses its part of the oracle")]
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -1,5 +1,4 @@
 //! A Python to compare with: the one in `FINETUNE_PYTHON`, as `.ci/python-env` makes it.
-#![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -28,9 +27,9 @@ pub(crate) fn has_module(python: &Path, module: &str) -> bool {
     output.status.success()
 }
 
-/// The JSON object that a script under `tests/` prints on its last line.
+/// The JSON object that a script in `tests/python` prints on its last line.
 pub(crate) fn run_script(python: &Path, script: &str, arguments: &[&OsStr]) -> Value {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(script);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python").join(script);
     let output = launch::command(python).arg(script).args(arguments).env("HF_HUB_OFFLINE", "1").output().unwrap();
     let (answer, complaint) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{complaint}");

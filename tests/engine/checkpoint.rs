@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::{Sample, TOKENIZER, names, set, values, zeros};
+use crate::common::checkpoint::{Sample, TOKENIZER, names, set, values, zeros};
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::store::ModelFolder;
 use finetune::store::checkpoint::{

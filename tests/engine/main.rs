@@ -6,26 +6,14 @@
     reason = "a test stops at the first thing that is not as it should be, and prints what it has measured"
 )]
 
-#[path = "../common"]
-mod common {
-    pub(crate) mod compare;
-    pub(crate) mod engine;
-    pub(crate) mod family_oracle;
-    pub(crate) mod gguf;
-    pub(crate) mod golden;
-    pub(crate) mod launch;
-    pub(crate) mod layer;
-    pub(crate) mod oracle;
-    pub(crate) mod processes;
-    pub(crate) mod python;
-}
-#[path = "../support/checkpoint.rs"]
-mod support;
+#[path = "../common/mod.rs"]
+mod common;
 
 mod amp;
 mod candle_transformers;
 mod checkpoint;
 mod comparators;
+mod distributed;
 mod fallback;
 mod families;
 mod family_layers;
@@ -35,12 +23,14 @@ mod gguf_models;
 mod gradscaler;
 mod layers;
 mod lora;
+mod mismatch;
 mod oracle;
 mod packing;
 mod parity;
 mod predictive;
 mod probe;
 mod qlora;
+mod real_weights;
 mod saving;
 mod tracking;
 mod training_loop;

@@ -1,6 +1,6 @@
 //! A checkpoint is written while the next step's passes run, and holds nothing of that step.
 
-use crate::support::{folder, names};
+use crate::common::checkpoint::{folder, names};
 use finetune::engine::collective::{Collective, Solo};
 use finetune::engine::optim::OptimizerKind;
 use finetune::precision::PrecisionPolicy;

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use crate::common::checkpoint::{Sample, folder, names};
 use crate::common::launch;
-use crate::support::{Sample, folder, names};
 use finetune::store::checkpoint::{Kind, Run};
 use tempfile::TempDir;
 

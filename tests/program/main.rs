@@ -1,28 +1,14 @@
-//! The program as its users have it: commands, messages, files. One program, because each links everything once more; tests
-//! that watch a clock have their own, where nothing else runs beside them.
+//! The program as its users have it: commands, messages, files, the terminal. One program, because each links everything once more.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
     reason = "a test stops at the first thing that is not as it should be, and prints what it has measured"
 )]
 
-#[path = "../common"]
-mod common {
-    pub(crate) mod compare;
-    pub(crate) mod desk;
-    pub(crate) mod launch;
-    pub(crate) mod markup;
-    pub(crate) mod python;
-}
-#[path = "../support/changes.rs"]
-mod changes;
-#[path = "../support/checkpoint.rs"]
-mod support;
+#[path = "../common/mod.rs"]
+mod common;
 
-mod bad_input;
-mod bad_models;
 mod bos;
-mod channels;
 mod chat;
 mod checkpoint_command;
 mod commands;
@@ -33,9 +19,10 @@ mod evaluate;
 mod export;
 mod fp16_check;
 mod generate;
+mod interface;
 mod lab;
 mod lora_runs;
-mod malicious;
 mod out_of_the_terminal;
 mod quick_start;
 mod templates;
+mod terminal;

@@ -1,0 +1,146 @@
+//! `finetune mismatch`: training's and generation's probabilities of the same tokens, against values computed otherwise.
+
+use crate::common::launch;
+use finetune::data::TokenSource;
+use finetune::engine::device::OpenDevice;
+use finetune::engine::model::{Decoder, KvCache, Mode, Parameters, Tokens, Workspace};
+use finetune::inference::evaluate::{Windows, evaluate};
+use finetune::inference::mismatch::{Mismatch, Sequences, log_probs};
+use finetune::inference::trained::TrainedModel;
+use finetune::precision::PrecisionPolicy;
+use serde_json::Value;
+use std::path::Path;
+
+const TOKENS: usize = 40;
+
+/// The exit code, and what the command printed: its result, or with a failure everything. A phase that takes long is named on
+/// standard error.
+fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
+    let output = launch::program().args(arguments).current_dir(folder).output().unwrap();
+    let text = if output.status.success() { output.stdout } else { [output.stdout, output.stderr].concat() };
+    (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
+}
+
+/// A folder with the run `r`: `tiny`, trained for a moment.
+fn trained() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let train = ["--run", "r", "--steps", "40", "--plain", "--seq-len", "64", "--set", "train.eval_batches=1"];
+    let (code, text) = finetune(folder.path(), &train);
+    assert_eq!(code, 0, "{text}");
+    folder
+}
+
+fn measured(model: &TrainedModel, policy: PrecisionPolicy, sequences: &Sequences) -> Mismatch {
+    let (decoder, weights) = model.load(policy, &OpenDevice::cpu()).unwrap();
+    Mismatch::new(&log_probs(&decoder, &weights, policy, sequences, |_| ()).unwrap(), sequences.ids[0].len() - 4)
+}
+
+/// log p of `id` after `past`, from a forward pass over nothing but `past`, in FP64 from its logits.
+fn after(model: &Decoder, weights: &Parameters, past: &[u32], id: u32) -> f64 {
+    let device = candle_core::Device::Cpu;
+    let shape = (1, past.len());
+    let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &device).unwrap();
+    let tokens = Tokens::new(past, past.len());
+    model.forward(weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    let last = workspace.hidden().narrow(0, past.len() - 1, 1).unwrap();
+    let logits: Vec<f32> = model.logits(weights, &last).unwrap().to_vec2().unwrap().remove(0);
+    let sum: f64 = logits.iter().map(|x| f64::from(*x).exp()).sum();
+    f64::from(logits[id as usize]) - sum.ln()
+}
+
+#[test]
+fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
+    let folder = trained();
+    let model = TrainedModel::open(&folder.path().join("checkpoints/r"), None).unwrap();
+    let (decoder, weights) = model.load(PrecisionPolicy::FP32, &OpenDevice::cpu()).unwrap();
+    let prompt: Vec<u32> = "The ".bytes().map(u32::from).collect();
+    let sequences =
+        Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7, |_| ()).unwrap();
+    assert!(sequences.ids.iter().all(|ids| ids.len() == 4 + TOKENS && ids.starts_with(&prompt)));
+    assert_ne!(sequences.ids[0], sequences.ids[1], "each sequence has a seed of its own");
+
+    // Training's side is minus the loss that an evaluation finds, generation's what passes over each prefix alone find.
+    let found = log_probs(&decoder, &weights, PrecisionPolicy::FP32, &sequences, |_| ()).unwrap();
+    assert_eq!([&found.training, &found.generation, &found.kl].map(Vec::len), [3 * TOKENS; 3]);
+    let ids = &sequences.ids[1];
+    let windows = Windows { seq_len: ids.len() - 1, stride: ids.len() - 1, batch_size: 1 };
+    let text = TokenSource::from_ids(ids.clone());
+    let loss = evaluate(&decoder, &weights, PrecisionPolicy::FP32, &text, 1.0, windows, |_| ()).unwrap().loss;
+    let of_prompt: f64 = (1..4).map(|place| after(&decoder, &weights, &ids[..place], ids[place])).sum();
+    let sum: f64 = found.training[TOKENS..2 * TOKENS].iter().sum();
+    let expected = -loss * (ids.len() - 1) as f64 - of_prompt;
+    assert!((sum - expected).abs() < 1e-4, "{sum} {expected}");
+    for (at, found) in found.generation[TOKENS..2 * TOKENS].iter().enumerate() {
+        let expected = after(&decoder, &weights, &ids[..4 + at], ids[4 + at]);
+        assert!((found - expected).abs() < 1e-5, "token {at}: {found} {expected}");
+    }
+
+    // Both sides round nearly the same sums, so a half type differs seldom, where a sum lies close to the middle of two numbers,
+    // and then by a unit of its last place.
+    let sequences =
+        Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (12, 100), 8, |_| ()).unwrap();
+    let of = |policy| measured(&model, policy, &sequences);
+    let (fp32, fp16, bf16) = (of(PrecisionPolicy::FP32), of(PrecisionPolicy::FP16), of(PrecisionPolicy::BF16));
+    assert!(fp32.largest < 1e-5, "{fp32:?}");
+    assert!(2.0 * fp32.mean < fp16.mean && 2.0 * fp32.mean < bf16.mean, "{fp32:?} {fp16:?} {bf16:?}");
+    assert!(10.0 * fp32.largest < fp16.largest && 2.0 * fp16.largest < bf16.largest, "{fp32:?} {fp16:?} {bf16:?}");
+    assert!(fp16.kl > 0.0 && fp16.kl < bf16.kl && bf16.kl < 1e-2, "{fp16:?} {bf16:?}");
+    assert!(bf16.token_ratio.min < 1.0 && bf16.token_ratio.max > 1.0 && bf16.largest < 0.5, "{bf16:?}");
+    // The same cache and the same pass twice give the same figures.
+    assert_eq!(of(PrecisionPolicy::BF16), bf16);
+    let mut cache = KvCache::new(decoder.spec(), PrecisionPolicy::FP32, 4, &candle_core::Device::Cpu).unwrap();
+    assert_eq!(decoder.decode(&weights, &prompt, &mut cache).unwrap().dims()[0], 4);
+}
+
+#[test]
+fn the_command_prints_a_table_and_an_object() {
+    let folder = trained();
+    let arguments = ["mismatch", "r", "--dtype", "fp16,bf16,fp32", "-n", "20", "--sequences", "2", "--prompt", "The "];
+    let (code, text) = finetune(folder.path(), &arguments);
+    assert_eq!(code, 0, "{text}");
+    let names: Vec<_> = text.lines().skip(2).take(3).map(|line| line.split_whitespace().next().unwrap()).collect();
+    assert_eq!(names, ["fp16", "bf16", "fp32"], "{text}");
+    let (code, text) = finetune(folder.path(), &[&arguments[..], &["--json"]].concat());
+    assert_eq!(code, 0, "{text}");
+    let json: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(json["types"]["bf16"]["tokens"], 40);
+    assert!(json["types"]["fp32"]["largest"].as_f64().unwrap() < 1e-5, "{json}");
+    assert!(json["types"]["bf16"]["sequence_ratio"]["max"].as_f64().unwrap() > 0.0, "{json}");
+    for (wrong, said) in [
+        (&["mismatch", "r", "--dtype", "fp16,int8"][..], "int8"),
+        (&["mismatch", "r", "--dtype", "fp16,fp16"][..], "stands twice"),
+        (&["mismatch", "r", "-n", "128", "--prompt", "a"][..], "--max-tokens"),
+        (&["mismatch", "r", "--sequences", "0"][..], "--sequences"),
+    ] {
+        let (code, text) = finetune(folder.path(), wrong);
+        assert!(code == 2 && text.contains(said), "{wrong:?}: {code} {text}");
+    }
+}
+
+/// Each type is measured in a process of its own and stands in one table; with `--latency`, so do percentiles.
+#[test]
+fn bench_compares_types_and_measures_latency() {
+    let folder = tempfile::tempdir().unwrap();
+    let bench =
+        ["bench", "--device", "cpu", "--model", "tiny", "--layers", "1", "--batch-size", "2", "--seq-len", "16"];
+    let run = |more: &[&str]| finetune(folder.path(), &[&bench[..], more].concat());
+    let (code, text) = run(&["--dtype", "fp32,fp16,bf16", "--steps", "2", "--warmup", "1"]);
+    assert_eq!(code, 0, "{text}");
+    let rows: Vec<Vec<&str>> = text.lines().take(4).map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!([rows[1][0], rows[2][0], rows[3][0]], ["fp32", "fp16", "bf16"], "{text}");
+    assert_eq!([rows[1][2], rows[1][4], rows[1][6]], ["1.00", "1.00", "+0.0e0"], "{text}");
+    let distance = |row: usize| rows[row][6].parse::<f64>().unwrap().abs();
+    assert!(distance(2) < 1e-2 && distance(3) < 5e-2 && distance(2) + distance(3) > 0.0, "{text}");
+    let (code, text) = run(&["--latency", "20"]);
+    assert_eq!(code, 0, "{text}");
+    let json: Value = serde_json::from_str(&text).unwrap();
+    for what in ["forward_ms", "token_ms"] {
+        let [p50, p95, p99] = ["p50", "p95", "p99"].map(|share| json[what][share].as_f64().unwrap());
+        assert!(0.0 < p50 && p50 <= p95 && p95 <= p99, "{json}");
+    }
+    assert_eq!(json["passes"], 20);
+    let (code, text) = run(&["--latency", "5", "--dtype", "fp32,bf16"]);
+    assert!(code == 0 && text.lines().nth(2).unwrap().starts_with("bf16 "), "{text}");
+    let (code, text) = run(&["--latency", "0"]);
+    assert!(code == 2 && text.contains("--latency"), "{text}");
+}

@@ -1,0 +1,247 @@
+//! A steady-state training step allocates almost nothing, because its buffers are allocated in the first step.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Barrier};
+
+use crate::alone;
+use crate::common::engine::{Settings, engine};
+use crate::common::gguf::{with_lora, write_random};
+use crate::common::processes::together;
+use candle_core::quantized::GgmlDType::{Q4_1, Q8_0};
+use candle_core::{DType, Device, Tensor};
+use finetune::data::{BatchLoader, TokenSource, Tokenizer, grammar};
+use finetune::engine::collective::Collective;
+use finetune::engine::kernels::attention::{Operands, Shape};
+use finetune::engine::kernels::columns::Columns;
+use finetune::engine::kernels::dropout::Dropout;
+use finetune::engine::kernels::{Fused, Kernels, Plain};
+use finetune::engine::model::{Keep, ModelSpec, ParamSpec, Parameters};
+use finetune::engine::optim::{AdamWConfig, MasterWeights};
+use finetune::lab::{Group, Memory};
+use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
+use finetune::store::GgufModel;
+use finetune::store::base::over_base;
+use finetune::train::{Config, Init, TrainState, Trainer};
+
+/// Bytes allocated since the start by all threads, not reduced by freeing.
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+/// Bytes in use, and the most since somebody has set it back.
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+fn count(bytes: usize) {
+    ALLOCATED.fetch_add(bytes, Relaxed);
+    PEAK.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+}
+
+struct Counting;
+
+// SAFETY: every call goes to `System` unchanged; counting touches no memory but the counter.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        count(new_size);
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.realloc(old, layout, new_size) }
+    }
+
+    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promises are passed on.
+        unsafe { System.dealloc(old, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const LIMIT: usize = 64 << 10;
+/// Limit on an engine's allocations besides its buffers: the survey's histogram for each parameter, and names; and the queues of
+/// the threads' pool, which take another block of 1.5 kB now and then.
+const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
+/// After these steps, every thread has its scratch memory for every part of a step.
+const WARM_UP: usize = 20;
+
+#[test]
+fn a_steady_state_step_allocates_at_most_64_kb() {
+    let _alone = alone();
+    let config = ModelSpec::named("tiny").unwrap().resized(2, 64, 4);
+    let text = grammar::text(1, 60_000);
+    for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
+        for grad_accum in [1, 2] {
+            let scaler = GradScalerConfig { growth_interval: 7, ..GradScalerConfig::default() };
+            let masters = TrainState::random_masters(&config, 3, &Device::Cpu).unwrap();
+            let settings = Settings {
+                policy,
+                scaler: GradScaler::new(scaler).unwrap(),
+                adamw: AdamWConfig { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
+                lr: 1e-3,
+                max_grad_norm: Some(1.0),
+                batch: (4, 64),
+                grad_accum,
+            };
+            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Keep::All, false).unwrap();
+            let before = ALLOCATED.load(Relaxed);
+            let mut engine = engine(&config, masters, settings);
+            // The masters were there before.
+            let told: u64 = items.iter().filter(|item| item.group != Group::Masters).map(|item| item.bytes).sum();
+            let allocated = ALLOCATED.load(Relaxed) - before;
+            let untold = allocated.checked_sub(told as usize);
+            assert!(untold.is_some_and(|bytes| bytes < SMALL_THINGS), "{policy}: allocated {allocated}, told {told}");
+            engine.exponents = true;
+            let tokens = TokenSource::from_ids(text.bytes().map(u32::from).collect());
+            let mut loader = BatchLoader::new(tokens, 4, 64, 5).unwrap();
+            let mut micro_batches = vec![loader.batch(); grad_accum];
+            let mut step = || {
+                let before = ALLOCATED.load(Relaxed);
+                for batch in &mut micro_batches {
+                    loader.next_batch(batch);
+                }
+                engine.step(&micro_batches).unwrap();
+                ALLOCATED.load(Relaxed) - before
+            };
+            let most = (0..WARM_UP + 20).map(|_| step()).skip(WARM_UP).max().unwrap();
+            assert!(most <= LIMIT, "{policy}, {grad_accum} micro-batches: a step allocated {most} bytes");
+        }
+    }
+}
+
+/// Masters and moments take 12 bytes a parameter in one process and 3 in each of four, and nothing keeps the rest alive. In one
+/// process four micro-batches have two sums, in each of four none, and the sum of its shard.
+#[test]
+fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let spec = ModelSpec::named("tiny").unwrap().resized(4, 256, 4);
+    std::fs::write(folder.path().join("config.json"), spec.to_json("float32")).unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    let mut config =
+        Config { model: folder.path().to_str().unwrap().to_owned(), init: Init::Random, ..Config::default() };
+    (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (1, 16, 4);
+    (config.dtype, config.train.sample_tokens) = (PrecisionPolicy::FP16, 0);
+    let held = |world: usize| {
+        let everyone = Barrier::new(world);
+        let before = LIVE.load(Relaxed);
+        let held = together(world, |process: Arc<dyn Collective>| {
+            let trainer = Trainer::among(process, config.clone(), None, &mut |_| ()).unwrap();
+            everyone.wait();
+            let held = LIVE.load(Relaxed) - before;
+            everyone.wait();
+            drop(trainer);
+            held
+        });
+        held[0] as f64 / world as f64
+    };
+    let parameters: usize = spec.parameters().iter().map(|entry| entry.shape.iter().product::<usize>()).sum();
+    let [alone, of_four] = [1, 4].map(held);
+    let saved = (alone - of_four) / parameters as f64;
+    assert!((15.9..16.1).contains(&saved), "{saved} bytes a parameter less: 9 are of masters and moments, 7 of sums");
+}
+
+/// At the start a process never has more than one parameter in FP32 beside its shard.
+#[test]
+fn no_process_of_several_ever_has_all_masters() {
+    let _alone = alone();
+    let entries = ModelSpec::named("tiny").unwrap().resized(4, 256, 4).parameters();
+    let sizes = || entries.iter().map(|entry| entry.shape.iter().product::<usize>());
+    let (all, largest) = (sizes().sum::<usize>(), sizes().max().unwrap());
+    let before = LIVE.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    let policy = PrecisionPolicy::FP16;
+    let draw = |one: &Parameters| Ok(one.initialise(3)?);
+    let (masters, weights) = MasterWeights::filled(&entries, policy, &Device::Cpu, [1, 4], &Fused, draw).unwrap();
+    let (peak, own) = (PEAK.load(Relaxed) - before, masters.parameters().elements() as usize);
+    assert_eq!(weights.elements() as usize, all);
+    assert!(own < all / 3, "a shard of {own} of {all}");
+    assert!(peak < 2 * all + 4 * (own + largest) + SMALL_THINGS, "{peak} bytes for {all} parameters");
+}
+
+/// QLoRA: what a base in blocks holds are the blocks, and a run over it takes what the memory check counts.
+#[test]
+fn a_base_in_blocks_holds_its_blocks() {
+    let _alone = alone();
+    let shape = ModelSpec { vocab_size: 1024, ..ModelSpec::named("tiny").unwrap().resized(2, 256, 4) };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    write_random(&shape, &[Q4_1, Q8_0], &path);
+    let file = GgufModel::open(&path).unwrap();
+    let (spec, policy) = (with_lora(file.config(), false), PrecisionPolicy::BF16);
+    let in_blocks: u64 = file
+        .gguf()
+        .tensors()
+        .filter(|(_, dtype, _)| dtype.block_size() > 1)
+        .map(|(_, dtype, shape)| (shape.iter().product::<usize>() / dtype.block_size() * dtype.type_size()) as u64)
+        .sum();
+    let before = LIVE.load(Relaxed);
+    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
+    let over = over_base(&spec, policy.compute, 3, &Device::Cpu, "base", Some(&file), read).unwrap();
+    let held = (LIVE.load(Relaxed) - before) as u64 - over.parameters.bytes();
+    let (bytes, dense) = over.parameters.base().unwrap().saved_by_blocks().unwrap();
+    // The positions' table and the norms are not quantised.
+    assert!(bytes >= in_blocks && bytes < in_blocks + (dense >> 3), "{bytes} held, {in_blocks} of them in blocks");
+    assert!(bytes * 2 < dense + in_blocks && held.abs_diff(bytes) < SMALL_THINGS as u64, "{held} {bytes} {dense}");
+
+    let items = Memory::engine(&spec, policy, [4, 64, 1], Keep::All, false).unwrap();
+    let told: u64 = items.iter().map(|item| item.bytes).sum();
+    let settings = Settings {
+        policy,
+        scaler: GradScaler::disabled(),
+        adamw: AdamWConfig { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
+        lr: 1e-3,
+        max_grad_norm: Some(1.0),
+        batch: (4, 64),
+        grad_accum: 1,
+    };
+    let mut engine = engine(&spec, over.parameters, settings);
+    let tokens = TokenSource::from_ids(grammar::text(1, 60_000).bytes().map(u32::from).collect());
+    let mut loader = BatchLoader::new(tokens, 4, 64, 5).unwrap();
+    let mut batch = loader.batch();
+    loader.next_batch(&mut batch);
+    engine.step(std::slice::from_ref(&batch)).unwrap();
+    let base = engine.state.weights.base().unwrap();
+    assert!(base.buffer_bytes() <= 2 * 1024 * 1024, "the buffer holds one matrix: {}", base.buffer_bytes());
+    let live = (LIVE.load(Relaxed) - before) as u64;
+    let share = live as f64 / told as f64;
+    // Beside the buffers each thread has scratch memory for packing.
+    assert!((0.95..1.6).contains(&share), "{live} bytes in use, {told} told");
+}
+
+/// What the memory check counts for attention on a GPU, measured where the same operations of candle's run on the CPU.
+#[test]
+fn stored_scores_take_what_is_predicted() {
+    let _alone = alone();
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
+    for (shape, dropout) in [
+        (Shape::new(2, 256, 4, 16), Dropout::new(0.1, 1, 2, 3)),
+        (Shape { softcap: Some(30.0), ..Shape::new(1, 384, 2, 16) }, None),
+    ] {
+        let (tokens, width) = (shape.batch * shape.seq_len, shape.heads * shape.head_size);
+        let (qkv, dqkv) = (zeros(&[tokens, 3 * width], DType::F32), zeros(&[tokens, 3 * width], DType::F32));
+        let (out, lse) = (zeros(&[tokens, width], DType::F32), zeros(&[tokens * shape.heads], DType::F32));
+        let operands = Operands::packed(&shape, &qkv, dropout).unwrap();
+        let kernels = Plain::new();
+        let predicted = kernels.score_bytes(&shape).unwrap() as usize;
+        let before = LIVE.load(Relaxed);
+        PEAK.store(before, Relaxed);
+        kernels.attention(&shape, &operands, &out, &lse).unwrap();
+        let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
+        kernels.attention_backward(&shape, &operands, &out, &out, &lse, gradients).unwrap();
+        let measured = PEAK.load(Relaxed) - before;
+        // Beside the scores there are heads and a mask of a byte an element.
+        let share = measured as f64 / predicted as f64;
+        assert!((0.8..1.15).contains(&share), "{shape:?}: {measured} bytes, predicted {predicted}");
+    }
+}

@@ -1,0 +1,22 @@
+//! Memory and time: how much of them a step, a command and a whole run take. One test runs at a time.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test stops at the first thing that is not as it should be, and prints what it has measured"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod allocation;
+mod long_log;
+mod memory;
+mod start;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Waits until no other test of this program runs, because the counters of memory are for all of it.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}

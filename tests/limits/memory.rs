@@ -1,0 +1,219 @@
+//! What `finetune lab memory` predicts for a run is what the run took.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use crate::alone;
+use crate::common::launch;
+use candle_core::{DType, Device, Tensor};
+use finetune::data::{Tokenizer, grammar};
+use finetune::engine::model::{ModelSpec, Parameters};
+use serde_json::Value;
+
+/// How far a prediction may be off.
+const TOLERANCE: f64 = 0.1;
+/// Where a tokenizer takes most of the memory. It is measured by reading it, and what reading leaves to the allocator is reused by
+/// training in part: from 11 % too little to 3 % too much were seen.
+const TOKENIZER_TOLERANCE: f64 = 0.2;
+
+fn finetune(folder: &Path, arguments: &[&str]) -> String {
+    let mut command = launch::program();
+    let output = command.args(arguments).current_dir(folder).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Trains, asks the laboratory, and compares with the peak that the kernel has counted.
+fn check(arguments: &[&str], tolerance: f64) {
+    let folder = tempfile::tempdir().unwrap();
+    train(folder.path(), arguments);
+    predict(folder.path(), arguments, tolerance);
+}
+
+/// The same of a run whose second process went on from a checkpoint.
+fn check_resumed(arguments: &[&str], tolerance: f64) {
+    let folder = tempfile::tempdir().unwrap();
+    train(folder.path(), arguments);
+    finetune(folder.path(), &["--resume", "run", "--steps", "6", "--plain"]);
+    predict(folder.path(), arguments, tolerance);
+}
+
+fn train(folder: &Path, arguments: &[&str]) {
+    let short: Vec<_> =
+        "--run run --plain --steps 3 --init-scale 65536 --set train.eval_batches=1".split(' ').collect();
+    // A sample of as many tokens as by default takes longer than the steps.
+    finetune(folder, &[&["--set", "train.sample_tokens=8"], arguments, &short].concat());
+}
+
+fn predict(folder: &Path, arguments: &[&str], tolerance: f64) {
+    let report = finetune(folder, &["lab", "memory", "--run", "checkpoints/run", "--json"]);
+    let report: Value = serde_json::from_str(&report).unwrap();
+    let run = &report["measured"];
+    let (policy, measured) = (format!("{}{}", run["policy"], run["recipe"]), run["peak"].as_f64().unwrap());
+    let items = run["engine"].as_array().unwrap();
+    let predicted: f64 = items.iter().map(|item| item["bytes"].as_f64().unwrap()).sum();
+    let error = predicted / measured - 1.0;
+    println!(
+        "{arguments:?} {policy}: predicted {:.1} MiB, measured {:.1} MiB, {:+.1} %",
+        predicted / 1_048_576.0,
+        measured / 1_048_576.0,
+        error * 100.0
+    );
+    for item in items {
+        println!("  {} {:.1}", item["group"], item["bytes"].as_f64().unwrap() / 1_048_576.0);
+    }
+    assert!(error.abs() <= tolerance, "{arguments:?}: predicted {predicted}, measured {measured}");
+}
+
+#[test]
+fn tiny() {
+    let _alone = alone();
+    for dtype in ["fp32", "fp16", "bf16"] {
+        check(&["--dtype", dtype], TOLERANCE);
+    }
+    check(&["--dtype", "fp16", "--grad-accum", "2"], TOLERANCE);
+    check(&["--dtype", "fp16", "--set", "telemetry.probe_every=1"], TOLERANCE);
+    check(&["--dtype", "bf16", "--batch-size", "32", "--set", "train.recompute=block"], TOLERANCE);
+}
+
+/// A vocabulary of 50,257 tokens over a model of a few million weights: the tokenizer takes as much as a third of the whole.
+/// Once from a folder, whose file is mapped while its weights are read, once with FP32 probes, once resumed.
+#[test]
+fn a_large_vocabulary_with_and_without_probes() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let vocabulary = 50_257;
+    let spec = ModelSpec { vocab_size: vocabulary, ..ModelSpec::named("distilgpt2").unwrap().resized(2, 64, 2) };
+    let path = save(folder.path(), &spec, tokenizer(vocabulary).as_bytes());
+    let shape = ["--model", &path, "--data", "grammar", "--dtype", "fp16", "--batch-size", "2", "--seq-len", "32"];
+    check(&shape, TOKENIZER_TOLERANCE);
+    check(&[&shape[..], &["--set", "telemetry.probe_every=2"]].concat(), TOKENIZER_TOLERANCE);
+    check_resumed(&shape, TOKENIZER_TOLERANCE);
+}
+
+/// A folder with a model of random weights.
+fn save(folder: &Path, spec: &ModelSpec, tokenizer: &[u8]) -> String {
+    let model = folder.join("model");
+    std::fs::create_dir(&model).unwrap();
+    std::fs::write(model.join("config.json"), spec.to_json("float32")).unwrap();
+    std::fs::write(model.join("tokenizer.json"), tokenizer).unwrap();
+    let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
+    weights.initialise(1).unwrap();
+    let named: HashMap<String, Tensor> =
+        weights.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
+    candle_core::safetensors::save(&named, model.join("model.safetensors")).unwrap();
+    model.display().to_string()
+}
+
+const SHAPE: [&str; 6] = ["--data", "grammar", "--batch-size", "4", "--seq-len", "64"];
+
+/// A folder with a model of so many blocks of that width, over bytes.
+fn of_width(folder: &Path, blocks: usize, width: usize) -> String {
+    let spec = ModelSpec { vocab_size: 257, ..ModelSpec::named("distilgpt2").unwrap().resized(blocks, width, 8) };
+    save(folder, &spec, Tokenizer::byte().json())
+}
+
+/// Twelve million weights: whole with 16 bytes each, or ten with moments in 8 bits; under adapters with two, and with one where they
+/// stay in blocks.
+#[test]
+fn adapters_are_predicted_as_such() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let path = of_width(folder.path(), 4, 512);
+    let quantised = folder.path().join("model.gguf").display().to_string();
+    finetune(folder.path(), &["export", &path, &quantised, "--dtype", "q8_0"]);
+    let shape = [&SHAPE[..], &["--dtype", "bf16"]].concat();
+    let lora = ["--lora", "r=8,alpha=16"];
+    check(&[&shape[..], &["--model", &path]].concat(), TOLERANCE);
+    // A save makes no copy of the moments.
+    check(&[&shape[..], &["--model", &path, "--optimizer", "adamw8bit"]].concat(), TOLERANCE);
+    for base in [&path, &quantised] {
+        let lora = [&shape[..], &lora, &["--model", base]].concat();
+        check(&lora, TOLERANCE);
+        // A probe copies a dense base to FP32, and shares blocks.
+        check(&[&lora[..], &["--set", "telemetry.probe_every=2"]].concat(), TOLERANCE);
+    }
+    // Keys and values of a long text sample were not counted: with what is packed, the prediction was 19 % too low.
+    let sample = ["--set", "train.sample_tokens=900"];
+    check(&[&shape[..], &lora, &["--model", &quantised], &sample].concat(), TOLERANCE);
+}
+
+/// The table of a large vocabulary, 98 MiB in FP32, is read some rows at a time: whole, it would take more than the rest.
+#[test]
+fn a_frozen_table_is_read_in_parts() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let spec = ModelSpec { vocab_size: 50_000, ..ModelSpec::named("distilgpt2").unwrap().resized(1, 512, 8) };
+    let path = save(folder.path(), &spec, Tokenizer::byte().json());
+    let quantised = folder.path().join("model.gguf").display().to_string();
+    finetune(folder.path(), &["export", &path, &quantised, "--dtype", "q8_0"]);
+    // A GGUF file has a vocabulary of its own, and what reading its 50,000 tokens leaves with the allocator is not counted.
+    for (base, tolerance) in [(&path, TOLERANCE), (&quantised, 0.15)] {
+        let lora = ["--dtype", "bf16", "--lora", "r=8,alpha=16", "--model", base];
+        check(&[&["--data", "grammar", "--batch-size", "1", "--seq-len", "32"][..], &lora].concat(), tolerance);
+    }
+}
+
+/// One wide block over many tokens: without packed operands and partial sums the prediction was 17 % too low.
+#[test]
+fn packed_operands_are_predicted() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let path = of_width(folder.path(), 1, 1024);
+    let shape = ["--data", "grammar", "--dtype", "bf16", "--batch-size", "4", "--seq-len", "512"];
+    check(&[&shape[..], &["--lora", "r=8,alpha=16", "--model", &path]].concat(), TOLERANCE);
+}
+
+/// A probe widens masters that are not in FP32.
+#[test]
+fn a_probe_of_narrow_masters_is_predicted() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let path = of_width(folder.path(), 4, 512);
+    let narrow = ["--dtype", "p=bf16,c=bf16,g=bf16,r=f32", "--set", "telemetry.probe_every=2"];
+    check(&[&SHAPE[..], &narrow, &["--model", &path]].concat(), TOLERANCE);
+}
+
+/// A byte-level BPE of so many tokens: the bytes, and pairs of what was there before.
+fn tokenizer(tokens: usize) -> String {
+    let mut json: Value = serde_json::from_slice(Tokenizer::byte().json()).unwrap();
+    let mut vocabulary = json["model"]["vocab"].as_object().unwrap().clone();
+    let mut names: Vec<String> = vocabulary.keys().filter(|name| name.chars().count() == 1).cloned().collect();
+    names.sort();
+    let mut merges = Vec::new();
+    let bytes = names.len();
+    'grown: for second in 0.. {
+        for first in 0..bytes * bytes {
+            // The end-of-text token comes last.
+            if vocabulary.len() + 1 == tokens {
+                break 'grown;
+            }
+            let pair = (names[first % names.len()].clone(), names[(first / bytes + second) % bytes].clone());
+            let name = format!("{}{}", pair.0, pair.1);
+            if !vocabulary.contains_key(&name) {
+                vocabulary.insert(name.clone(), vocabulary.len().into());
+                merges.push(Value::from(vec![pair.0, pair.1]));
+                names.push(name);
+            }
+        }
+    }
+    json["model"]["vocab"] = vocabulary.into();
+    json["model"]["merges"] = merges.into();
+    json.to_string()
+}
+
+/// The real architecture, with random weights and a tokenizer that needs no download.
+#[test]
+#[ignore = "trains 82 M parameters twice and writes two gigabytes; .ci/full runs it"]
+fn distilgpt2() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (tokenizer, text) = (path("tokenizer.json"), path("text.txt"));
+    std::fs::write(&tokenizer, Tokenizer::byte().json()).unwrap();
+    std::fs::write(&text, grammar::text(1, 40_000)).unwrap();
+    for dtype in ["fp32", "fp16"] {
+        let model = ["--model", "distilgpt2", "--init", "random", "--tokenizer", &tokenizer, "--data", &text];
+        check(&[&model[..], &["--dtype", dtype, "--batch-size", "4", "--seq-len", "32"]].concat(), TOLERANCE);
+    }
+}

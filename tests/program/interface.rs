@@ -1,0 +1,72 @@
+//! The list of all flags, settings and texts about them, so that none changes unnoticed.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+
+use finetune::cli::definition;
+use finetune::train::Config;
+use serde::Deserialize;
+
+/// The help of `command` and of its commands, with the flags that it hides.
+fn describe(command: &mut clap::Command, path: &str, text: &mut String) {
+    _ = write!(text, "\n# {path}\n{}", command.render_long_help());
+    for arg in command.get_arguments().filter(|arg| arg.is_hide_set()) {
+        _ = writeln!(text, "hidden: {arg}: {}", arg.get_help().unwrap_or_default());
+    }
+    for sub in command.get_subcommands_mut().filter(|sub| sub.get_name() != "help") {
+        describe(sub, &format!("{path} {}", sub.get_name()), text);
+    }
+}
+
+#[test]
+#[cfg_attr(feature = "mpi", ignore = "has a command more")]
+fn flags() {
+    let (mut command, mut text) = (definition(), String::new());
+    command.build();
+    describe(&mut command, "finetune", &mut text);
+    insta::assert_snapshot!("flags", text);
+}
+
+/// The value of another configuration for `key`.
+fn other_value(default: &Config, key: &str) -> Config {
+    let values = r#"3 4 0.5 true false "random" "jsonl" "bf16" "candle" "block" "all" "always" "adamw8bit" "linear" "clean"
+        "retry" "predictive" "layer" "x" ["x"] [0.5,0.5]"#;
+    let (section, name) = key.rsplit_once('.').unwrap_or(("", key));
+    let mut others = values.split_whitespace().filter_map(|value| {
+        let mut all = toml::Table::try_from(default).unwrap();
+        let table = section
+            .split('.')
+            .filter(|section| !section.is_empty())
+            .fold(&mut all, |table, section| table[section].as_table_mut().unwrap());
+        table.extend(format!("{name} = {value}").parse::<toml::Table>().unwrap());
+        Config::deserialize(all).ok()
+    });
+    others.find(|other| other != default).unwrap_or_else(|| panic!("no other value for `{key}`"))
+}
+
+/// The keys of a configuration in TOML, also those without a value, which are comments that end with `=`.
+fn keys(explained: &str) -> BTreeSet<String> {
+    let (mut keys, mut section) = (BTreeSet::new(), String::new());
+    for line in explained.lines() {
+        if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+            section = format!("{name}.");
+        }
+        let optional = line.strip_prefix("# ").and_then(|line| line.strip_suffix(" ="));
+        let name = optional.or(line.split_once(" = ").map(|(name, _)| name));
+        keys.extend(name.filter(|name| !name.contains([' ', '#'])).map(|name| format!("{section}{name}")));
+    }
+    keys
+}
+
+#[test]
+fn settings() {
+    let default = Config::default();
+    let mut text = default.explained().unwrap();
+    let keys = keys(&text);
+    text += "\n# What a resumed run may change\n";
+    for key in keys {
+        let changed = default.check_continues(&other_value(&default, &key));
+        _ = writeln!(text, "{key}: {}", if changed.is_ok() { "yes" } else { "no" });
+    }
+    insta::assert_snapshot!("settings", text);
+}

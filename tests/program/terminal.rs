@@ -1,0 +1,445 @@
+//! The dashboard and the lab in a real terminal (tmux), which must be restored however they end.
+//!
+//! The programs under test are `examples/dashboard_demo`, the dashboard over a synthetic run, and `finetune watch`. Without
+//! tmux these tests are skipped with a message, except in CI, where they fail.
+
+use crate::common::compare::skip;
+use crate::common::launch;
+use finetune::telemetry::{Event, read};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// How long anything may take on a busy machine.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// The demonstration: brought up to date, for a test that is asked for alone does not build it.
+static DEMO: LazyLock<PathBuf> = LazyLock::new(|| {
+    let mut build = launch::command(env!("CARGO"));
+    build.args(["build", "--quiet", "--example", "dashboard_demo"]);
+    // Cargo sets variables for a test that it does not have itself. ring's build script would run again for their sake, here and at
+    // the next build, and the compiler for all that depends on it.
+    let of_test = |name: &OsString| {
+        let name = name.to_string_lossy();
+        name == "OUT_DIR" || name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
+    };
+    std::env::vars_os().map(|(name, _)| name).filter(of_test).for_each(|name| {
+        build.env_remove(name);
+    });
+    if !cfg!(debug_assertions) {
+        build.arg("--release");
+    }
+    assert!(build.status().unwrap().success());
+    Path::new(env!("CARGO_BIN_EXE_finetune")).parent().unwrap().join("examples/dashboard_demo")
+});
+
+/// A shell in a tmux server of its own.
+struct Terminal {
+    server: String,
+    folder: tempfile::TempDir,
+}
+
+impl Terminal {
+    /// A shell of this size that has noted the terminal's settings; `None` where there is no tmux.
+    fn open(columns: u32, rows: u32) -> Option<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        if launch::command("tmux").arg("-V").output().is_err() {
+            skip("tmux", "tmux is not installed");
+            return None;
+        }
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let server = format!("finetune-test-{}-{number}", std::process::id());
+        let terminal = Self { server, folder: tempfile::tempdir().unwrap() };
+        let (columns, rows) = (columns.to_string(), rows.to_string());
+        terminal.tmux(&["-f", "/dev/null", "new-session", "-d", "-x", &columns, "-y", &rows, "env PS1='$ ' sh -i"]);
+        terminal.tmux(&["set", "-g", "remain-on-exit", "on"]);
+        terminal.run("stty -a > before; echo ready");
+        terminal.wait_for("ready\n");
+        Some(terminal)
+    }
+
+    fn tmux(&self, arguments: &[&str]) -> Output {
+        let mut command = launch::command("tmux");
+        command.args(["-L", &self.server]).args(arguments).current_dir(self.folder.path());
+        command.env_remove("NO_COLOR").env_remove("TMUX");
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "tmux {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        output
+    }
+
+    /// Types a line into the shell.
+    fn run(&self, line: &str) {
+        self.tmux(&["send-keys", "-l", line]);
+        self.keys(&["Enter"]);
+    }
+
+    fn keys(&self, keys: &[&str]) {
+        self.tmux(&[&["send-keys"], keys].concat());
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8(self.tmux(&["capture-pane", "-p"]).stdout).unwrap()
+    }
+
+    /// Waits until the screen shows a text; gives the screen.
+    fn wait_for(&self, expected: &str) -> String {
+        self.wait_until(expected, |screen| screen.contains(expected))
+    }
+
+    fn wait_until(&self, what: &str, holds: impl Fn(&str) -> bool) -> String {
+        let began = Instant::now();
+        loop {
+            let screen = self.text();
+            if holds(&screen) {
+                return screen;
+            }
+            assert!(began.elapsed() < PATIENCE, "no `{what}` on the screen:\n{screen}");
+            sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Starts the demonstration and waits for its first picture.
+    fn start_demo(&self, arguments: &str) {
+        self.run(&format!("clear; {} {arguments}", DEMO.display()));
+        self.wait_for("▶ running");
+    }
+
+    /// Sends signals, at once one after the other.
+    fn signal(&self, signals: &[&str]) {
+        let name = DEMO.file_name().unwrap().to_str().unwrap();
+        let pane = String::from_utf8(self.tmux(&["display", "-p", "#{pane_pid}"]).stdout).unwrap();
+        let children = Command::new("pgrep").args(["-P", pane.trim(), "-f", name]).output().unwrap();
+        let child = String::from_utf8(children.stdout).unwrap();
+        let kills: Vec<_> = signals.iter().map(|signal| format!("kill -{signal} {}", child.trim())).collect();
+        assert!(Command::new("sh").args(["-c", &kills.join("; ")]).status().unwrap().success());
+    }
+
+    /// That the terminal is as it was: settings, screen, cursor, and a shell that answers.
+    fn assert_restored(&self) {
+        self.run("stty -a > after; echo an\"swe\"r");
+        self.wait_for("answer\n");
+        let settings = |name: &str| std::fs::read_to_string(self.folder.path().join(name)).unwrap();
+        assert_eq!(settings("after"), settings("before"));
+        let state = self
+            .tmux(&["display", "-p", "alternate=#{alternate_on} cursor=#{cursor_flag} mouse=#{mouse_any_flag}"])
+            .stdout;
+        assert_eq!(String::from_utf8(state).unwrap().trim(), "alternate=0 cursor=1 mouse=0");
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        launch::command("tmux").args(["-L", &self.server, "kill-server"]).output().ok();
+    }
+}
+
+#[test]
+fn quit_saves_stops_and_restores() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    terminal.keys(&["q"]);
+    terminal.wait_for("save and stop");
+    terminal.keys(&["s"]);
+    terminal.wait_for("finished reason=stopped");
+    terminal.wait_for("exit: Ended");
+    terminal.wait_for("told: Stop { save: true }");
+    terminal.assert_restored();
+}
+
+#[test]
+fn detach_goes_on_as_lines() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    terminal.keys(&["q"]);
+    terminal.wait_for("detach");
+    terminal.keys(&["d"]);
+    terminal.wait_for("loss_avg=");
+    // The terminal makes a signal of Ctrl-C again.
+    terminal.keys(&["C-c"]);
+    let screen = terminal.wait_for("told: ");
+    assert!(screen.contains("exit: Detached") && screen.contains("told: Detach interrupt"), "{screen}");
+    terminal.assert_restored();
+}
+
+#[test]
+fn keys_reach_training_and_the_screen() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    terminal.keys(&["Space"]);
+    terminal.wait_for("‖ paused");
+    terminal.keys(&["Space"]);
+    terminal.wait_for("▶ running");
+    terminal.keys(&["s"]);
+    terminal.wait_for("last checkpoint");
+    terminal.keys(&["f"]);
+    terminal.wait_for("view frozen at");
+    terminal.keys(&["4"]);
+    terminal.wait_for("[4 Events]");
+    terminal.keys(&["?"]);
+    terminal.wait_for("any key closes");
+    terminal.keys(&["x", "C-c", "C-c"]);
+    terminal.wait_for("told: Pause Resume SaveNow Interrupt");
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_live_resize_keeps_everything() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("");
+    for (columns, rows, expected) in [
+        ("80", "24", "Overflows"),
+        ("50", "8", "scale 2^"),
+        ("60", "40", "Loss scale (log2)"),
+        ("100", "20", "Loss scale (log2)"),
+        ("30", "4", "scale 2^"),
+        ("120", "36", "Gradients as FP16 stores them"),
+    ] {
+        terminal.tmux(&["resize-window", "-x", columns, "-y", rows]);
+        terminal.wait_for(expected);
+    }
+    terminal.keys(&["q"]);
+    terminal.wait_for("save and stop");
+    terminal.keys(&["D", "y"]);
+    terminal.wait_for("told: Stop { save: false }");
+    // The size is part of the settings: it is as before too.
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_panic_in_training_shows_its_message_on_a_restored_terminal() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.run(&format!("clear; {} --panic training", DEMO.display()));
+    let screen = terminal.wait_for("told: training panicked");
+    assert!(screen.contains("an invented panic in training") && screen.contains("exit: Lost"), "{screen}");
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_panic_in_drawing_leaves_training_alone() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.run(&format!("clear; {} --panic screen", DEMO.display()));
+    terminal.wait_for("loss_avg=");
+    terminal.keys(&["C-c"]);
+    let screen = terminal.wait_for("told: interrupt");
+    assert!(screen.contains("exit: Crashed"), "{screen}");
+    terminal.assert_restored();
+}
+
+#[test]
+fn a_signal_makes_training_stop_and_restores() {
+    for signal in ["TERM", "INT", "HUP"] {
+        let Some(terminal) = Terminal::open(120, 36) else { return };
+        terminal.start_demo("");
+        terminal.signal(&[signal]);
+        terminal.wait_for("exit: Terminated");
+        // The flag and the screen's command mean the same; training serves the first one.
+        terminal.wait_until("interrupted", |screen| screen.to_lowercase().contains("told: interrupt"));
+        terminal.assert_restored();
+    }
+}
+
+#[test]
+fn a_second_signal_ends_everything_at_once_and_restores() {
+    for signals in [["TERM", "INT"], ["INT", "TERM"]] {
+        let Some(terminal) = Terminal::open(120, 36) else { return };
+        terminal.start_demo("--stubborn; echo code=$?");
+        terminal.signal(&signals);
+        terminal.wait_for("code=130");
+        terminal.assert_restored();
+    }
+}
+
+#[test]
+fn a_terminal_that_hangs_up_makes_training_save() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("--log events.jsonl");
+    terminal.tmux(&["kill-server"]);
+    let began = Instant::now();
+    let log = terminal.folder.path().join("events.jsonl");
+    while !std::fs::read_to_string(&log).unwrap().contains(r#""event":"finished","reason":"interrupted""#) {
+        assert!(began.elapsed() < PATIENCE, "training did not stop");
+        sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn no_color_means_no_colour() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.run(&format!("clear; NO_COLOR=1 {}", DEMO.display()));
+    terminal.wait_for("▶ running");
+    let screen = String::from_utf8(terminal.tmux(&["capture-pane", "-p", "-e"]).stdout).unwrap();
+    // Bold is allowed: 3x and 4x set colours, 9x and 10x bright ones.
+    let colours = screen.split("\u{1b}[").skip(1).filter_map(|code| code.split('m').next());
+    let coloured = colours
+        .flat_map(|code| code.split(';'))
+        .any(|part| part.parse().is_ok_and(|code: u32| matches!(code, 30..=38 | 40..=48 | 90..=97 | 100..=107)));
+    assert!(!coloured, "{screen:?}");
+    terminal.keys(&["q", "D", "y"]);
+    terminal.wait_for("exit: Ended");
+    terminal.assert_restored();
+}
+
+#[test]
+fn watch_follows_another_process_and_sees_it_killed() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    let Some(watcher) = Terminal::open(120, 36) else { return };
+    let log = terminal.folder.path().join("events.jsonl");
+    terminal.start_demo("--log events.jsonl");
+    watcher.run(&format!("clear; {} watch {}", env!("CARGO_BIN_EXE_finetune"), log.display()));
+    watcher.wait_for("▶ running");
+    terminal.signal(&["KILL"]);
+    watcher.wait_for("✕ process gone");
+    watcher.keys(&["q"]);
+    // What is typed before the prompt is back goes to the dashboard.
+    watcher.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    watcher.assert_restored();
+}
+
+#[test]
+fn piped_output_is_lines() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("events.jsonl");
+    let finished = r#"{"v":1,"t":1,"s":9.0,"event":"finished","reason":"done","step":3}"#;
+    let step = r#"{"v":1,"t":1,"s":1.0,"event":"step","step":128,"loss":2.5,"loss_scale":65536.0}"#;
+    std::fs::write(&log, format!("{step}\n{finished}\n")).unwrap();
+    let output = launch::program().arg("watch").arg(&log).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("step=128 ") && text.contains("finished reason=done"), "{text}");
+    assert!(!text.contains('\u{1b}'), "{text:?}");
+}
+
+#[test]
+fn real_training_shows_itself_and_stops_when_told() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    // Longer than anyone looks, and no growth: the scale only falls, however fast the machine is.
+    let run = "--run t --batch-size 2 --seq-len 16 --steps 100000 --set scaler.growth_interval=100000";
+    terminal.run(&format!("clear; {} {run}; echo code $?", env!("CARGO_BIN_EXE_finetune")));
+    terminal.wait_until("a step", |screen| screen.contains("▶ running") && screen.contains("tok/s"));
+    terminal.keys(&["2"]);
+    terminal.wait_for("If the loss scale were");
+    terminal.keys(&["p"]);
+    terminal.wait_for("FP32 probe at step");
+    terminal.keys(&["1"]);
+    // The default run's scale begins too high, on purpose.
+    terminal.wait_until("an overflow", |screen| screen.contains("Overflows ") && screen.contains("→2^"));
+    terminal.keys(&["q"]);
+    terminal.wait_for("save and stop");
+    terminal.keys(&["s"]);
+    terminal.wait_for("code 130");
+    terminal.wait_until("the prompt", |screen| screen.ends_with("$\n") || screen.trim_end().ends_with('$'));
+    terminal.assert_restored();
+    let log = std::fs::read_to_string(terminal.folder.path().join("checkpoints/t/events.jsonl")).unwrap();
+    assert!(log.contains(r#""event":"saved""#) && log.contains(r#""reason":"stopped""#), "{log}");
+
+    // The overflowed tensors and the falling scale are visible afterwards.
+    terminal.run(&format!("clear; {} watch t", env!("CARGO_BIN_EXE_finetune")));
+    terminal.wait_for("■ stopped");
+    terminal.keys(&["z", "z", "z", "z"]);
+    let screen = terminal.wait_until("the overflows alone", |screen| {
+        screen.lines().nth(1).is_some_and(|line| line.starts_with("┌ Overflows "))
+    });
+    let overflows: Vec<_> = read(terminal.folder.path().join("checkpoints/t/events.jsonl"))
+        .unwrap()
+        .into_iter()
+        .filter_map(|record| if let Event::Overflow(overflow) = record.event { Some(overflow) } else { None })
+        .collect();
+    assert!(overflows.len() > 2 && overflows.windows(2).all(|pair| pair[1].scale.to <= pair[0].scale.to));
+    for overflow in overflows {
+        let change = format!("{} 2^{}→2^{}", overflow.step, overflow.scale.from.log2(), overflow.scale.to.log2());
+        let row = screen.lines().find_map(|line| line.split_once(&format!(" {change}  ")));
+        let (_, names) = row.unwrap_or_else(|| panic!("no `{change}`:\n{screen}"));
+        assert!(overflow.tensors.iter().any(|tensor| names.contains(&tensor.name)), "{names}");
+        assert!(overflow.origin.is_none_or(|origin| names.contains(&origin.layer)), "{names}");
+    }
+    terminal.keys(&["q"]);
+    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    terminal.assert_restored();
+}
+
+/// Item 7 of daily use: what a resumed dashboard shows, from training itself.
+#[test]
+fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    let program = env!("CARGO_BIN_EXE_finetune");
+    let run = "--run t --batch-size 2 --seq-len 16 --steps 40 --save-every 20 --eval-every 20";
+    terminal.run(&format!("clear; {program} {run} --plain > lines; echo do\"ne\""));
+    terminal.wait_for("done\n");
+    terminal.run(&format!("clear; {program} --resume t"));
+    let screen = terminal.wait_for("┌ Done");
+    assert!(screen.contains("■ done") && screen.contains("step 40/40") && !screen.contains("NaN"), "{screen}");
+    assert!(screen.contains("steps       40, ") && !screen.contains("step 0/"), "{screen}");
+    terminal.keys(&["Escape"]);
+    let screen = terminal.wait_until("the charts", |screen| !screen.contains("┌ Done"));
+    assert!(screen.contains("val ") && screen.contains("(best ") && !screen.contains("no loss yet"), "{screen}");
+    terminal.keys(&["q"]);
+    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    terminal.run(&format!("clear; {program} --resume t/step-000020 --plain | tail -1"));
+    terminal.wait_for("finished reason=done step=40");
+    terminal.run(&format!("clear; {program} watch t"));
+    let is_drawn = |screen: &str| screen.contains("■ done") && screen.contains("step 40/40");
+    let screen = terminal.wait_until("the finished run", is_drawn);
+    assert!(screen.contains("│   0 "), "{screen}");
+    terminal.keys(&["q"]);
+    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    terminal.assert_restored();
+}
+
+/// Item 15 of daily use: the mouse, and the flag that leaves it to the terminal.
+#[test]
+fn item_15_the_mouse_is_taken_and_given_back() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    let mouse = |terminal: &Terminal| {
+        String::from_utf8(terminal.tmux(&["display", "-p", "#{mouse_any_flag}"]).stdout).unwrap().trim().to_owned()
+    };
+    terminal.start_demo("");
+    assert_eq!(mouse(&terminal), "1");
+    // A click on the fourth tab, as a terminal reports it.
+    let header = terminal.text().lines().next().unwrap().to_owned();
+    let column = header.split(" 4 ").next().unwrap().chars().count() + 2;
+    terminal.tmux(&["send-keys", "-l", &format!("\u{1b}[<0;{column};1M")]);
+    terminal.wait_for("[4 Events]");
+    terminal.keys(&["q"]);
+    terminal.wait_for("save and stop");
+    terminal.keys(&["s"]);
+    terminal.wait_for("exit: Ended");
+    terminal.assert_restored();
+    std::fs::write(terminal.folder.path().join("events.jsonl"), "").unwrap();
+    terminal.run(&format!("clear; {} watch events.jsonl --no-mouse", env!("CARGO_BIN_EXE_finetune")));
+    terminal.wait_for("∙ waiting");
+    assert_eq!(mouse(&terminal), "0");
+    terminal.keys(&["q"]);
+    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+    terminal.assert_restored();
+}
+
+#[test]
+fn the_laboratory_shows_its_views_and_moves_their_values() {
+    for (columns, rows) in [(80, 24), (120, 36)] {
+        let Some(terminal) = Terminal::open(columns, rows) else { return };
+        terminal.run(&format!("clear; {} lab", env!("CARGO_BIN_EXE_finetune")));
+        for (key, expected) in [
+            ("1", "0x4248"),
+            ("2", "held by"),
+            ("3", "half way, nearer is lost"),
+            ("4", "log2 max|g| ~ N(-1, 1)"),
+            ("5", "log-normal around 2^-22"),
+            ("6", "distilgpt2: 81.9 M parameters"),
+        ] {
+            terminal.keys(&[key]);
+            terminal.wait_for(expected);
+        }
+        // An arrow takes the next model, typing any other.
+        terminal.keys(&["l"]);
+        terminal.wait_for("gpt2: 124.4 M parameters");
+        terminal.keys(&["Enter", "C-u", "7", "b", "Enter"]);
+        terminal.wait_for("7b: 6658.4 M parameters");
+        terminal.keys(&["q"]);
+        // What is typed before the prompt is back goes to the laboratory.
+        terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+        terminal.assert_restored();
+    }
+}

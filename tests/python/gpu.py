@@ -1,0 +1,363 @@
+#!/usr/bin/env python3
+"""Whether `--device cuda` computes what the CPU does: one table, exit code 1 if a row failed.
+
+    cargo build --release --features cuda
+    cargo test --release --features cuda --test cuda --no-run        # prints where the test program is
+    tests/python/gpu.py --tests target/release/deps/cuda-…
+
+    .ci/cuda-stand-in target/ci/stand-in                             # no GPU: candle's kernels run on the CPU, small and slow
+    tests/python/gpu.py --stand-in target/ci/stand-in --finetune target/debug/finetune …
+
+Rows: candle's operations against the CPU's; whole runs of `tiny` against the CPU's, with overflows and growths of the loss
+scale; of a small Llama, and of a Gemma with LoRA; the same with our own kernels, and what becomes of faulty ones; a run that is
+killed and resumed; the commands that use a trained model against the CPU's; what is refused; and `finetune bench` with candle's
+kernels and with our own, at README's shapes, whose first losses must agree. `--only processes`, of a build with `cuda,mpi` and with mpirun: several processes, which share a
+GPU if there are fewer.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Tolerance for the relative difference of two devices' losses after these steps.
+STEPS = 30
+OWN_STEPS = 12
+FAMILY_STEPS = 6
+TOLERANCE = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 3e-3}
+BENCHES = [("distilgpt2", "32x32"), ("distilgpt2", "8x1024"), ("smollm2-135m", "8x512")]
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--finetune", default=ROOT / "target/release/finetune", type=Path, help="a build with the feature `cuda`")
+parser.add_argument("--tests", type=Path, help="the test program `cuda`")
+parser.add_argument("--stand-in", type=Path, metavar="DIR", help="what .ci/cuda-stand-in has built")
+parser.add_argument("--libraries", type=Path, metavar="DIR", help="where libcudart and libnvrtc are, if the loader must be told")
+parser.add_argument("--only", default="operations,runs,families,own,killed,commands,refused,bench", metavar="PARTS", help="separated by commas")
+args = parser.parse_args()
+
+environment = dict(os.environ)
+path = [str(folder.resolve()) for folder in (args.stand_in, args.libraries) if folder]
+environment["LD_LIBRARY_PATH"] = ":".join(path + [os.environ.get("LD_LIBRARY_PATH", "")])
+failed = False
+
+
+def row(what, passed, figures):
+    global failed
+    failed |= not passed
+    print(f"{'ok' if passed else 'FAILED':<7} {what:<44} {figures}", flush=True)
+
+
+def run(*command, typed=None, **more):
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, errors="replace", input=typed, env={**environment, **more}
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+def last_line(*texts):
+    return next((text.strip().splitlines()[-1] for text in texts if text.strip()), "nothing was said")
+
+
+def command(device, folder, *flags):
+    small = ["--batch-size", "2", "--seq-len", "16"] if args.stand_in else []
+    fixed = ["--plain", "--set", "train.eval_batches=2", "--set", "train.sample_every=0", "--set", "train.sample_tokens=4"]
+    return [args.finetune, "--device", device, "--checkpoint-dir", folder, *fixed, *small, *flags]
+
+
+def events(folder):
+    """A run's events by kind, of its last attempt at each step."""
+    kinds = {}
+    for line in (next(Path(folder).glob("*/events.jsonl"))).read_text().splitlines():
+        event = json.loads(line)
+        kinds.setdefault(event["event"], []).append(event)
+    kinds["step"] = list({event["step"]: event for event in kinds.get("step", [])}.values())
+    return kinds
+
+
+def train(device, folder, *flags, launcher=()):
+    code, out, err = run(*launcher, *command(device, folder, *flags))
+    if code != 0:
+        raise RuntimeError(f"{device}: exit code {code}: {last_line(err, out)}")
+    said = [line for line in (out + err).splitlines() if "preflight" in line]
+    return {**events(folder), "preflight": said}
+
+
+def flags_of(dtype, steps=STEPS, save_every=10):
+    # An overflow at once, and growths behind it. With the default learning rate the loss leaps at step 5, and from there on any two
+    # orders of summation drift apart, two CPUs' as well: by 5e-3 in FP32, by 0.5 in BF16.
+    return ["--dtype", dtype, "--steps", steps, "--lr", 3e-4, "--init-scale", 2.0**20, "--set", "scaler.growth_interval=8", "--set", f"checkpoint.save_every={save_every}"]
+
+
+def skips(run):
+    return [overflow["step"] for overflow in run.get("overflow", [])]
+
+
+def runs():
+    for dtype, tolerance in TOLERANCE.items():
+        what = f"{STEPS} steps of {dtype} as on the CPU"
+        with tempfile.TemporaryDirectory() as gpu_folder, tempfile.TemporaryDirectory() as cpu_folder:
+            try:
+                gpu = train("cuda", gpu_folder, *flags_of(dtype), "--kernels", "candle")
+                cpu = train("cpu", cpu_folder, *flags_of(dtype))
+            except RuntimeError as error:
+                row(what, False, error)
+                continue
+        pairs = list(zip(gpu["step"], cpu["step"]))
+        worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in pairs)
+        fell = gpu["step"][-1]["loss"] < gpu["step"][0]["loss"]
+        passed = len(pairs) == STEPS and worst < tolerance and fell
+        figures = f"losses within {worst:.1e} (allowed {tolerance:.0e}), {gpu['step'][0]['loss']:.3f} to {gpu['step'][-1]['loss']:.3f}"
+        if dtype == "fp16":
+            scales = [[math.log2(step["loss_scale"]) for step in of["step"]] for of in (gpu, cpu)]
+            grew = any(b > a for a, b in zip(scales[0], scales[0][1:]))
+            passed &= 0 < len(skips(gpu)) < STEPS and grew and scales[0] == scales[1]
+            figures += f"; overflows at {skips(gpu)} (CPU {skips(cpu)}), scale 2^{scales[0][0]:.0f} to 2^{scales[0][-1]:.0f}"
+            figures += f", {sum(b > a for a, b in zip(scales[0], scales[0][1:]))} growths"
+        row(what, passed, figures)
+
+
+def families():
+    """What GPT-2 has not: rotations, RMS norms, gated units, grouped heads, windows; and adapters over a frozen base."""
+    # Heads of 16 are the smallest that our own kernels rotate.
+    wider = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48}
+    dora = ["--lora", "r=4,alpha=8,dora"]
+    cases = (
+        ("llama", {}, "fp16", [], ["candle"]),
+        ("llama", wider, "bf16", [], ["fused"]),
+        ("gemma3", {}, "bf16", dora, ["candle", "fused"]),
+    )
+    for family, sizes, dtype, more, choices in cases:
+        config = json.loads((ROOT / "tests/golden/families" / family / "config.json").read_text())
+        name = f"{family}{' with wider heads' if sizes else ''}{' with DoRA' if more else ''}"
+        with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
+            # One id for each byte, and one for the end of a text, as the tokenizer of `tiny` has them.
+            (Path(model) / "config.json").write_text(json.dumps({**config, **sizes, "vocab_size": 257, "eos_token_id": 256, "bos_token_id": 256}))
+            size = [] if args.stand_in else ["--seq-len", 16]
+            flags = ["--model", model, "--init", "random", "--dtype", dtype, "--steps", FAMILY_STEPS, "--lr", 1e-3, *size, *more]
+            try:
+                train("cpu", Path(folder) / "tiny", "--dtype", "fp32", "--steps", 1)
+                shutil.copy(next((Path(folder) / "tiny").glob("*/step-*/tokenizer.json")), model)
+                cpu = train("cpu", Path(folder) / "cpu", *flags)["step"]
+            except RuntimeError as error:
+                row(name, False, error)
+                continue
+            for kernels in choices:
+                what = f"{name}, {FAMILY_STEPS} steps of {dtype}, kernels {kernels}"
+                try:
+                    gpu = train("cuda", Path(folder) / kernels, *flags, "--kernels", kernels)
+                except RuntimeError as error:
+                    row(what, False, error)
+                    continue
+                pairs = list(zip(gpu["step"], cpu))
+                worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in pairs)
+                figures = [f"losses within {worst:.1e} of the CPU's (allowed {TOLERANCE[dtype]:.0e})", *gpu["preflight"]]
+                row(what, len(pairs) == FAMILY_STEPS and worst < TOLERANCE[dtype], "; ".join(figures))
+
+
+def kernels_of(folder):
+    """What a run's newest checkpoint says that it was computed with."""
+    state = max(Path(folder).glob("*/step-*/state.json"))
+    return json.loads(state.read_text())["schedule"]["kernels"]
+
+
+def own():
+    """Our own kernels: used after their preflight, and found out where they are wrong, crash or hang."""
+    everything = ["adamw", "attention", "cross_entropy", "elementwise", "embedding", "norm", "product", "rope", "survey"]
+    for dtype, tolerance in TOLERANCE.items():
+        what = f"own kernels, {OWN_STEPS} steps of {dtype} as on the CPU"
+        flags = flags_of(dtype, OWN_STEPS)
+        with tempfile.TemporaryDirectory() as gpu_folder, tempfile.TemporaryDirectory() as cpu_folder:
+            try:
+                gpu, cpu = train("cuda", gpu_folder, *flags), train("cpu", cpu_folder, *flags)
+            except RuntimeError as error:
+                row(what, False, error)
+                continue
+            kernels = kernels_of(gpu_folder)
+            if dtype == "fp16" and args.stand_in:
+                other = [args.finetune, "--resume", next(Path(gpu_folder).glob("*/")), "--plain", "--checkpoint-dir", gpu_folder]
+                code, _, err = run(*other, "--steps", OWN_STEPS + 1, STAND_IN_SKIPS="adamw")
+                row("refused: to go on with other kernels", code == 2 and "resume with `--kernels fused`" in err, last_line(err))
+        worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(gpu["step"], cpu["step"]))
+        passed = len(gpu["step"]) == OWN_STEPS and worst < tolerance and kernels == "fused:" + ",".join(everything)
+        figures = [f"losses within {worst:.1e} (allowed {tolerance:.0e}), {kernels}", *gpu["preflight"]]
+        row(what, passed, "; ".join(figures))
+    if not args.stand_in:
+        return
+    faults = {"STAND_IN_SKIPS": "norm_backward", "STAND_IN_CRASHES": "attention_backward", "STAND_IN_HANGS": "survey"}
+    said = ["norm computes otherwise than candle", "attention crashed", "survey did not end within 60 s"]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--steps", 2, "--dtype", "bf16", "--kernels", "fused", "--set", "checkpoint.save_every=2"]
+        code, out, err = run(*command("cuda", folder, *flags), **faults)
+        kernels = kernels_of(folder) if code == 0 else last_line(err, out)
+    notices = [line for line in (out + err).splitlines() if "preflight" in line]
+    left = [name for name in everything if not any(why.startswith(name + " ") for why in said)]
+    passed = code == 0 and len(notices) == 1 and all(why in notices[0] for why in said) and kernels == "fused:" + ",".join(left)
+    row("kernels that are wrong, crash and hang", passed, notices[0] if notices else kernels)
+
+
+def killed():
+    """SIGKILL behind a checkpoint; the resumed run has the same bits as one that nobody killed."""
+    for dtype, kernels in (("fp16", "candle"), ("bf16", "fused")):
+        what = f"{dtype}, kernels {kernels}, killed and resumed"
+        with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as folder:
+            try:
+                flags = [*flags_of(dtype, OWN_STEPS), "--kernels", kernels]
+                expected = train("cuda", whole, *flags)["step"]
+                process = subprocess.Popen(
+                    [str(part) for part in command("cuda", folder, *flags)],
+                    env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )
+                while process.poll() is None and not list(Path(folder).glob("*/step-*10")):
+                    time.sleep(0.02)
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                died = process.returncode == -signal.SIGKILL
+                code, out, err = run(args.finetune, "--resume", next(Path(folder).glob("*/")), "--plain", "--checkpoint-dir", folder)
+                if code != 0:
+                    raise RuntimeError(last_line(err, out))
+                found = events(folder)["step"]
+            except RuntimeError as error:
+                row(what, False, error)
+                continue
+        same = [(step["loss"], step["loss_scale"]) for step in found] == [(step["loss"], step["loss_scale"]) for step in expected]
+        row(what, died and same, f"{len(found)} steps {'with the same bits' if same else 'with OTHER bits'}" + ("" if died else "; it ended before it was killed"))
+
+
+def processes():
+    """Two and three processes have the same bits, one resumes what the other began, and one process alone is close."""
+    mpirun = [ROOT / ".ci/mpirun", "-n"]
+    for dtype, kernels in (("fp16", "candle"), ("bf16", "fused"))[: 1 if args.stand_in else 2]:
+        what = f"{dtype}, kernels {kernels}, several processes"
+        flags = [*flags_of(dtype, FAMILY_STEPS, save_every=4), "--grad-accum", 4, "--kernels", kernels]
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                one = train("cuda", f"{folder}/1", *flags)
+                found = {count: train("cuda", f"{folder}/{count}", *flags, launcher=[*mpirun, count]) for count in (2, 3)}
+                # The checkpoint of step 4 by the other number of processes.
+                checkpoint = next(Path(folder, "3").glob("*/step-*4"))
+                code, out, err = run(*mpirun, 2, *command("cuda", f"{folder}/3", "--resume", checkpoint))
+                if code != 0:
+                    raise RuntimeError(last_line(err, out))
+                found["3, then 2"] = events(f"{folder}/3")
+            except RuntimeError as error:
+                row(what, False, error)
+                continue
+        bits = {count: [(step["loss"], step["loss_scale"], step["grad_norm"]) for step in run["step"]] for count, run in found.items()}
+        overflows = dtype != "fp16" or 0 < len(skips(found[2])) < FAMILY_STEPS
+        same = len(bits[2]) == FAMILY_STEPS and all(other == bits[2] for other in bits.values())
+        worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(found[2]["step"], one["step"]))
+        figures = f"2, 3 and 3 resumed by 2: {'the same' if same else 'OTHER'} bits; losses within {worst:.1e} of one process (allowed {TOLERANCE[dtype]:.0e})"
+        row(what, same and overflows and worst < TOLERANCE[dtype], f"{figures}; overflows at {skips(found[2])}")
+
+
+def commands():
+    """What `generate`, `chat`, `eval` and `fp16-check` say of one trained model, on the GPU and on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            train("cpu", folder, "--dtype", "fp16", "--steps", 10, "--run", "r")
+        except RuntimeError as error:
+            return row("a model to use", False, error)
+        size = ["--batch-size", 2, "--seq-len", 16]
+        # On the stand-in the whole of it takes minutes.
+        text = Path(folder) / "text.txt"
+        text.write_text((ROOT / "README.md").read_text()[:2000])
+
+        def both(what, *flags, typed=None):
+            """Runs a command on both devices; its outputs, or nothing where it fails."""
+            found = []
+            for device in ("cuda", "cpu"):
+                code, out, err = run(args.finetune, *flags, "--checkpoint-dir", folder, "--device", device, typed=typed)
+                if code != 0:
+                    row(what, False, f"{device}: exit code {code}: {last_line(err, out)}")
+                    return None
+                found.append(out)
+            return found
+
+        for dtype in TOLERANCE:
+            # What a half type rounds otherwise may turn a draw, and seldom the likeliest token.
+            temperature = 1 if dtype == "fp32" else 0
+            said = both(f"generate, {dtype}", "generate", "r", "-p", "the ", "-n", 12, "--temperature", temperature, "--dtype", dtype)
+            if said:
+                row(f"generate, {dtype}", said[0] == said[1], repr(said[0][:50]))
+            found = both(f"eval, {dtype}", "eval", "r", "--data", text, "--json", "--dtype", dtype, *size)
+            if found:
+                losses = [json.loads(one)["loss"] for one in found]
+                error = abs(losses[0] - losses[1]) / losses[1]
+                row(f"eval, {dtype}", error < TOLERANCE[dtype], f"loss {losses[0]:.6f}, within {error:.1e} of the CPU's")
+        answers = both("chat", "chat", "r", "-n", 8, "--temperature", 0, typed="hello\nagain\n")
+        if answers:
+            row("chat", answers[0] == answers[1] and len(answers[0]) > 2, repr(answers[0][:50]))
+        found = both("fp16-check", "fp16-check", "r", "--data", text, "--json", "--batches", 1, *size)
+        if found:
+            reports = [json.loads(one) for one in found]
+            same = [(report["verdict"], report["best_scale"]) for report in reports]
+            row("fp16-check", same[0] == same[1], f"{same[0][0]}, best scale 2^{math.log2(same[0][1]):.0f}")
+
+
+def refused():
+    _, said, _ = run(args.finetune, "doctor")
+    gpu = next((line for line in said.splitlines() if line.startswith("GPU")), "nothing")
+    row("doctor names the GPU", "compute capability" in gpu, gpu.removeprefix("GPU").strip())
+    cases = [
+        ("a GPU that is not there", ["--device", "cuda:7"], {}, "no such GPU"),
+        ("BF16 on compute capability 7.5", ["--device", "cuda", "--dtype", "bf16"], {"STAND_IN_CAPABILITY": "75"}, "BF16 needs 8.0"),
+        ("a driver that is too old", ["--device", "cuda"], {"STAND_IN_DRIVER": "12080"}, "the driver runs CUDA 12.8"),
+        ("no GPU at all", ["--device", "cuda"], {"STAND_IN_WITHOUT_GPU": "1"}, "no CUDA-capable device"),
+    ]
+    for what, flags, more, said in cases:
+        if more and not args.stand_in:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            code, _, err = run(args.finetune, *flags, "--plain", "--steps", 1, "--checkpoint-dir", folder, **more)
+        row(f"refused: {what}", code == 2 and said in err and err.strip().count("\n") == 0, last_line(err))
+
+
+def bench():
+    """Rates, and the first loss with our own kernels against candle's; a step that is skipped trains nothing."""
+    for model, shape in [("tiny", "2x16")] if args.stand_in else BENCHES:
+        batch, seq = shape.split("x")
+        for dtype, tolerance in TOLERANCE.items():
+            what, found = f"bench {model}, {shape}, {dtype}", {}
+            for kernels in ("candle", "fused"):
+                flags = ["bench", "--model", model, "--device", "cuda", "--kernels", kernels, "--dtype", dtype]
+                small = ["--steps", 2, "--warmup", 1] if args.stand_in else []
+                code, out, err = run(args.finetune, *flags, *small, "--batch-size", batch, "--seq-len", seq)
+                if code != 0:
+                    row(what, False, f"kernels {kernels}: {last_line(err)}")
+                    break
+                found[kernels] = json.loads(out)
+            else:
+                candle, own = found["candle"], found["fused"]
+                error = abs(own["loss_first"] - candle["loss_first"]) / candle["loss_first"]
+                skipped = candle["skipped"] + own["skipped"]
+                rates = "" if args.stand_in else f"; {candle['tokens_per_s']} tokens/s with candle's kernels, {own['tokens_per_s']} with {own['kernels']}"
+                passed = error < tolerance and skipped == 0 and own["kernels"].startswith("fused:")
+                row(what, passed, f"first losses within {error:.1e} (allowed {tolerance:.0e}), {skipped} steps skipped{rates}")
+
+
+def operations():
+    if args.tests is None:
+        return row("candle's operations", False, "name the test program with --tests")
+    code, out, err = run(args.tests, "--test-threads=1")
+    summary = next((line for line in out.splitlines() if line.startswith("test result")), last_line(err))
+    row("candle's operations", code == 0, summary)
+
+
+parts = {
+    "operations": operations, "runs": runs, "families": families, "own": own, "killed": killed, "processes": processes,
+    "commands": commands, "refused": refused, "bench": bench,
+}
+# The stand-in computes on one core.
+with concurrent.futures.ThreadPoolExecutor(os.cpu_count() if args.stand_in else 1) as pool:
+    for part in [pool.submit(parts[name]) for name in args.only.split(",")]:
+        part.result()
+sys.exit(failed)

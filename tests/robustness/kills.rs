@@ -1,0 +1,145 @@
+//! Training itself under fire: killed and interrupted at random instants, resumed, and in the end bit for bit what it would
+//! have been.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::common::checkpoint::{Dice, folder};
+use crate::common::launch;
+use finetune::store::checkpoint::{compare, list, newest_good, verify};
+use finetune::telemetry::{Event, read};
+use signal_hook::consts::{SIGKILL, SIGTERM};
+
+const STEPS: u64 = 60;
+
+/// Starts, or goes on with, the run called `run`. It saves every third step, so that many a kill hits a save.
+fn start(folder: &Path, run: &str, resume: bool, more: &[&str]) -> Child {
+    let mut command = launch::program();
+    command.current_dir(folder).args(["--run", run, "--plain"]);
+    if resume {
+        command.arg("--resume");
+    } else {
+        let steps = STEPS.to_string();
+        command.args(["--steps", &steps, "--batch-size", "2", "--seq-len", "16", "--save-every", "3"]);
+        command.args(["--eval-every", "20", "--set", "train.eval_batches=2", "--set", "train.sample_tokens=0"]);
+        command.args(["--set", "dropout.residual=0.1", "--threads", "1"]).args(more);
+    }
+    command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn finish(child: Child) -> ExitStatus {
+    let output = child.wait_with_output().unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(matches!(output.status.code(), Some(0 | 130) | None), "{}: {error}", output.status);
+    output.status
+}
+
+fn path(folder: &Path, run: &str) -> std::path::PathBuf {
+    folder.join("checkpoints").join(run)
+}
+
+/// What every step of a run came to: the bits of its loss, its scale, and its gradients' norm.
+fn losses(folder: &Path, run: &str) -> BTreeMap<u64, (u32, String)> {
+    let records = read(path(folder, run).join("events.jsonl")).unwrap();
+    let step = |event: Event| match event {
+        Event::Step(step) => Some((step.step, (step.loss.to_bits(), format!("{:?} {:?}", step.scale, step.grads)))),
+        _ => None,
+    };
+    records.into_iter().filter_map(|record| step(record.event)).collect()
+}
+
+/// The run has the losses and, at its end, the checkpoint of the one that nobody disturbed.
+fn assert_same_as_undisturbed(folder: &Path, run: &str) {
+    let (expected, found) = (losses(folder, "undisturbed"), losses(folder, run));
+    assert_eq!(expected.len() as u64, STEPS);
+    assert_eq!(found, expected);
+    let last = |run| newest_good(&path(folder, run)).unwrap().checkpoint.path().to_path_buf();
+    assert_eq!(compare(&last("undisturbed"), &last(run)).unwrap(), []);
+}
+
+/// Sends `signal` to `count` processes, each after a random time, and lets each run that comes to its end be compared.
+fn disturb(folder: &Path, signal: i32, count: usize, seed: u64, more: &[&str]) {
+    let began = Instant::now();
+    assert!(finish(start(folder, "undisturbed", false, more)).success());
+    let undisturbed = began.elapsed();
+
+    let mut dice = Dice(seed);
+    let (mut run, mut disturbed) = (0, 0);
+    while disturbed < count {
+        run += 1;
+        let name = format!("run-{run}");
+        loop {
+            let resume = path(folder, &name).join("config.toml").exists();
+            let mut child = start(folder, &name, resume, more);
+            // Half of the time between the start of a process and the end of the run, at most.
+            std::thread::sleep(Duration::from_micros(dice.below(undisturbed.as_micros() as usize / 2) as u64));
+            if disturbed < count && child.try_wait().unwrap().is_none() {
+                let kill = Command::new("kill").args([format!("-{signal}"), child.id().to_string()]).status().unwrap();
+                assert!(kill.success());
+            }
+            let status = finish(child);
+            if status.success() {
+                break;
+            }
+            disturbed += 1;
+            let saved = status.code() == Some(130);
+            assert!(saved || status.signal() == Some(signal), "{status}");
+            let run = path(folder, &name);
+            // An interrupt before the first step comes before the run's folder is made.
+            if saved && run.join("config.toml").exists() {
+                assert!(newest_good(&run).unwrap().damaged.is_empty());
+            }
+            for one in list(&run).unwrap_or_default() {
+                assert_eq!(verify(&one.path), []);
+            }
+        }
+        assert_same_as_undisturbed(folder, &name);
+    }
+}
+
+#[test]
+fn twenty_kills_at_random_instants_change_no_bit() {
+    disturb(folder().path(), SIGKILL, 20, 1, &[]);
+}
+
+#[test]
+fn twenty_terminations_at_random_instants_change_no_bit() {
+    disturb(folder().path(), SIGTERM, 20, 2, &[]);
+}
+
+/// Rows of several documents, two micro-batches a step, epochs that end in between.
+#[test]
+fn five_kills_of_a_run_of_packed_samples_change_no_bit() {
+    let folder = folder();
+    let row = |i: u32| format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", 1 << (i % 9), i * i % 97);
+    fs::write(folder.path().join("short.jsonl"), (0..90).map(row).collect::<String>()).unwrap();
+    let more = ["--data", "short.jsonl", "--packing", "--grad-accum", "2"];
+    disturb(folder.path(), SIGKILL, 5, 3, &more);
+}
+
+/// The log is for people and screens: a torn one costs lines, not the run.
+#[test]
+fn a_truncated_log_costs_its_lines_only() {
+    let folder = folder();
+    let folder = folder.path();
+    assert!(finish(start(folder, "undisturbed", false, &[])).success());
+    let mut child = start(folder, "torn", false, &[]);
+    let run = path(folder, "torn");
+    while list(&run).unwrap_or_default().len() < 2 {
+        assert_eq!(child.try_wait().unwrap(), None);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    finish(child);
+    let log = fs::File::options().write(true).open(run.join("events.jsonl")).unwrap();
+    let length = log.metadata().unwrap().len();
+    log.set_len(length * 2 / 3).unwrap();
+    assert!(finish(start(folder, "torn", true, &[])).success());
+    let (expected, found) = (losses(folder, "undisturbed"), losses(folder, "torn"));
+    assert!(found.len() < expected.len() && found.contains_key(&STEPS));
+    assert!(found.iter().all(|(step, loss)| expected[step] == *loss));
+}

@@ -1,0 +1,21 @@
+//! What the program survives, and what it says: bad input, faults of disks and of the network, kills. `docs/faults.md` is about the
+//! same. It trains and runs the program as `tests/program` does.
+#![cfg(unix)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test stops at the first thing that is not as it should be, and prints what it has measured"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod bad_input;
+mod bad_models;
+mod channels;
+mod faults;
+mod hub;
+mod kills;
+mod malicious;
+mod parsers;
+mod promises;

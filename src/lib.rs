@@ -22,6 +22,7 @@ pub mod store;
 pub mod telemetry;
 mod temporary;
 pub mod train;
+pub mod ui;
 pub mod untrusted;
 
 pub use error::{Error, Result};

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 21] = [
+const ORDER: [&str; 22] = [
     "error",
     "untrusted",
     "settings",
@@ -24,6 +24,7 @@ const ORDER: [&str; 21] = [
     "store",
     "inference",
     "train",
+    "ui",
     "screen",
     "lab",
     "compare",
@@ -35,7 +36,7 @@ const ORDER: [&str; 21] = [
 /// Modules that must not know the other, whatever their place in the order.
 const STRANGERS: [(&str, &str); 2] = [("screen", "train"), ("train", "screen")];
 /// Modules that must not use candle.
-const WITHOUT_CANDLE: [&str; 6] = ["error", "untrusted", "settings", "precision", "telemetry", "screen"];
+const WITHOUT_CANDLE: [&str; 7] = ["error", "untrusted", "settings", "precision", "telemetry", "ui", "screen"];
 /// `error` may only use candle's error type, which it wraps in a variant.
 const CANDLE_ERROR: &str = "candle_core::Error";
 /// Names the crate root re-exports from `error`.

@@ -7,11 +7,12 @@
 
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 
-use finetune::screen::dashboard::{self, Exit, Theme};
+use finetune::screen::dashboard::{self, Exit};
 use finetune::screen::terminal::Interruption;
 use finetune::telemetry::{
     self, Activity, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState, Saved,
 };
+use finetune::ui::Theme;
 use std::io::{Write, stdout};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

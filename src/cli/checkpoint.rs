@@ -2,10 +2,10 @@
 
 use crate::cli::names::run_or_path;
 use crate::cli::reporter::Reporter;
-use crate::screen::dashboard::format::scale;
 use crate::store::checkpoint::{
     Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify,
 };
+use crate::ui::format::scale;
 use crate::{Error, Result, untrusted};
 use clap::{Args, Subcommand};
 use std::io::Write;

@@ -1,7 +1,8 @@
 //! Shows a run in the terminal while another thread trains.
 
-use crate::screen::dashboard::{self, Exit, Look, Output, Plain, Progress, Terminal, Theme};
+use crate::screen::dashboard::{self, Exit, Output, Plain, Progress, Terminal};
 use crate::telemetry::{Activity, Command, PhaseLines, Record, RunState};
+use crate::ui::{Look, Theme};
 use clap::Args;
 use std::io::{Write, stderr, stdout};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};

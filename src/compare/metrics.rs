@@ -2,7 +2,7 @@
 
 use super::run::Figures;
 use super::statistics::Estimate;
-use crate::screen::dashboard::format;
+use crate::ui::format;
 
 /// A figure of a run.
 #[derive(Debug)]

@@ -4,8 +4,8 @@ use super::metrics::METRICS;
 use super::report::{Arm, Report, Verdict};
 use super::run::RunSummary;
 use crate::lab::{Line, Page, Role};
-use crate::screen::dashboard::{Axes, Plot, Role as Ink};
 use crate::telemetry::Series;
+use crate::ui::{Axes, Plot, Role as Ink};
 use crate::untrusted::is_unsafe;
 
 /// Draws a run's curve; returns the position of its letter.

@@ -1,8 +1,8 @@
 //! The charts of a run's page.
 
 use crate::compare::chart::{Axes, HEIGHT, escape};
-use crate::screen::dashboard::format;
 use crate::telemetry::{Bucket, Curve, RunState, SMOOTHING, histogram, smoothing_for};
+use crate::ui::format;
 use std::fmt::Write;
 
 /// All charts that have data.

@@ -2,8 +2,8 @@
 
 use crate::compare::METRICS;
 use crate::compare::chart::escape;
-use crate::screen::dashboard::format;
 use crate::telemetry::{Figures, OverflowRow, RunState};
+use crate::ui::format;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 

@@ -8,8 +8,8 @@ use ratatui::style::{Color, Modifier, Style};
 use super::keys::KEYS;
 use super::model::{Instrument, Model};
 use crate::lab::{Line, Page, Role};
-use crate::screen::terminal::Palette;
 use crate::screen::terminal::keys::{self, GAPS};
+use crate::ui::Palette;
 
 /// The colours and characters of the screen on this terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,11 +3,11 @@
 use super::panels::header::BLINK;
 use super::plain::{Plain, announcement};
 use super::state::{Exit, Mode, Msg, Playback, ViewModel, update};
-use super::theme::Theme;
 use super::view;
 use crate::screen::terminal::keys::is_ctrl_z;
 use crate::screen::terminal::{Ending, Screen};
 use crate::telemetry::{Activity, Command, Event, PhaseLines, Record, RunState};
+use crate::ui::Theme;
 use crate::{Error, Result};
 use ratatui::crossterm::event::{Event as TerminalEvent, KeyEventKind, MouseEventKind};
 use std::io::{Write, stderr, stdout};

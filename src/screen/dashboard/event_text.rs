@@ -1,9 +1,11 @@
 //! The list of events as text: a glyph, a role and a line for each event.
 
-use super::format::{loss, magnitude, scale};
 use super::plain::announcement;
-use super::theme::Role;
 use crate::telemetry::{Event, EventRow, Overflow, ScaleCause};
+use crate::ui::{
+    Role,
+    format::{loss, magnitude, scale},
+};
 
 /// The glyph of an event, and its role.
 pub(super) fn glyph(event: &Event) -> (char, Role) {

@@ -5,10 +5,10 @@ mod svg;
 
 use super::event_loop::Source;
 use super::state::{Mode, Msg, Other, ViewModel, update};
-use super::theme::{Look, Theme};
 use super::view;
 use super::watch::Watched;
 use crate::Result;
+use crate::ui::{Look, Theme};
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::layout::Rect;

@@ -3,13 +3,13 @@
 //! A step is one line of `key=value` pairs every `log_every` steps, and at least every ten seconds; other events are printed at
 //! once.
 
-use super::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
 use crate::precision::{ScalerPolicy, Unit};
 use crate::telemetry::pace::Pace;
 use crate::telemetry::{
     Activity, Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, PhaseLines, Processes, Record, Retyped,
     ScaleCause, ScaleMove, Started, StepRecord,
 };
+use crate::ui::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
 use crate::untrusted::line;
 use std::io::{self, Write};
 

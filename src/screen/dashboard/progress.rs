@@ -1,9 +1,9 @@
 //! One status line that is rewritten in place, for a terminal without the dashboard.
 
-use super::format::{clock, count, loss, scale};
 use super::plain::{announcement, overflow_brief};
 use crate::telemetry::pace::Pace;
 use crate::telemetry::{Event, PhaseLines, PhaseNow, Record, StepRecord};
+use crate::ui::format::{clock, count, loss, scale};
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};

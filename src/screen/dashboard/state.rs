@@ -5,11 +5,11 @@ use super::event_text;
 use super::keys::{Action, KEYS};
 use super::mouse;
 use super::panels::chart::first_step;
-use super::theme::Look;
 use crate::screen::terminal::keys::{action, is_ctrl_c};
 use crate::telemetry::{
     Command, EventRow, FinishReason, Phase, Record, RunState, SMOOTHING, SampleRow, TensorRow, smoothing_for,
 };
+use crate::ui::Look;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, MouseEvent};
 
 /// The tabs' names, in order.

@@ -9,13 +9,13 @@ mod invented;
 use super::event_loop::Source;
 use super::event_text;
 use super::state::{Dialog, Exit, Mode, Msg, Playback, ViewModel, update};
-use super::theme::{Look, Theme};
 use super::view;
 use super::watch::Watched;
 use crate::telemetry::{
     self, Command, Event, EventLog, FinishReason, GpuStats, Origin, Overflow, Pass, ProcessStats, Record, Retyped,
     Saved, Started, StepRecord, Touched, VERSION, Variances,
 };
+use crate::ui::{Look, Theme};
 use invented::{Invented, InventedRun};
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};

@@ -1,16 +1,14 @@
 //! Draws a frame from the state at a size.
 
-use super::ascii::to_ascii;
 use super::keys::{Action, KEYS};
 use super::layout::{Areas, Overview, Size, precision};
-use super::pad::Pad;
 use super::panels::{
     curve, dialogs, events, gradients, header, layers, loss, overflows, readout, samples, status, tensors, what_if,
 };
 use super::state::{Dialog, Panel, ViewModel};
-use super::theme::{Role, Theme};
 use crate::screen::terminal::Binding;
 use crate::screen::terminal::keys::{self, GAPS};
+use crate::ui::{Pad, Role, Theme, to_ascii};
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::Color;

@@ -3,8 +3,8 @@
 use super::event_loop::{Source, show, wall_clock};
 use super::plain::Plain;
 use super::state::{Exit, Mode, Msg, Other, Playback, ViewModel};
-use super::theme::Theme;
 use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, Tail, VERSION};
+use crate::ui::Theme;
 use crate::{Error, Result};
 use std::collections::VecDeque;
 use std::fs::File;

@@ -1,12 +1,9 @@
 //! The charts of the first tab: the ranges of their axes, and the step of each column.
 
 use super::{curve, loss};
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::plot::{Axes, Plot};
 use crate::screen::dashboard::state::{Panel, ViewModel};
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{Bucket, RunState};
+use crate::ui::{Axes, Pad, Plot, Role, format};
 use ratatui::layout::Rect;
 
 /// The unit of a chart's y axis, which determines the format of its labels.

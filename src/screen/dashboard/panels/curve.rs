@@ -2,11 +2,9 @@
 
 use super::chart::{Chart, Unit, extent, first_step, x_of, x_range};
 use super::loss::letter;
-use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::plot::Plot;
 use crate::screen::dashboard::state::{SecondChart, ViewModel};
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{Bucket, Curve, RunState};
+use crate::ui::{Pad, Plot, Role};
 
 /// Draws the panel.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {

@@ -1,13 +1,11 @@
 //! The dialogs over the tabs: help, the question before leaving, the summary at the end.
 
-use crate::screen::dashboard::format;
 use crate::screen::dashboard::keys::{Action, KEYS};
-use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::{Dialog, Mode, ViewModel};
-use crate::screen::dashboard::theme::Role;
 use crate::screen::terminal::Binding;
 use crate::telemetry::Phase;
 use crate::telemetry::{FinishReason, Finished};
+use crate::ui::{Pad, Role, format};
 
 /// Draws the dialog that is open, if any.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {

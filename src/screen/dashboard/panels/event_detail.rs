@@ -1,10 +1,8 @@
 //! One event with all of its fields.
 
 use crate::screen::dashboard::event_text;
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::EventRow;
+use crate::ui::{Pad, Role, format};
 use serde_json::Value;
 
 /// Draws the event, scrolled to line `top`, over the whole panel.

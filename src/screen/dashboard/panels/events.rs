@@ -2,10 +2,8 @@
 
 use super::event_detail;
 use crate::screen::dashboard::event_text;
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::{EVENTS, ViewModel};
-use crate::screen::dashboard::theme::Role;
+use crate::ui::{Pad, Role, format};
 use ratatui::layout::Rect;
 
 /// Draws the fourth tab.

@@ -1,13 +1,10 @@
 //! The gradients on the ruler: the histogram of their exponents, and the range of each layer below.
 
 use crate::precision::{ExponentHistogram, FloatFormat};
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::ruler::Ruler;
 use crate::screen::dashboard::state::ViewModel;
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::GradStats;
 use crate::telemetry::{Layer, RunState, histogram};
+use crate::ui::{Pad, Role, Ruler, format};
 
 /// Columns for the labels of layers, left of the ruler.
 const LABELS: u16 = 16;

@@ -1,11 +1,9 @@
 //! The first line: the run's phase, its name, and the tabs. If it is too narrow, it drops in this order: the long form of
 //! the precision, the model if the run's name contains it, the tabs' names, the run.
 
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::{Mode, TABS, ViewModel};
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{FinishReason, Phase};
+use crate::ui::{Pad, Role, format};
 
 /// Draws the line.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {

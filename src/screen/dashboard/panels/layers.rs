@@ -3,11 +3,9 @@
 use super::chart::{first_step, x_label, x_of, x_range};
 use super::tensors::{dotted, edge, extreme};
 use crate::precision::Unit;
-use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::plot::Axes;
 use crate::screen::dashboard::state::ViewModel;
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{Bucket, RunState};
+use crate::ui::{Axes, Pad, Role};
 
 /// Columns of name, type and newest variance, left of the ranges.
 const LABELS: u16 = 26;

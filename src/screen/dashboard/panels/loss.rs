@@ -2,12 +2,9 @@
 //! are overlaid as their smoothed curves, each with its letter at the end.
 
 use super::chart::{Chart, Unit, extent, first_step, x_of, x_range};
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::plot::Plot;
 use crate::screen::dashboard::state::ViewModel;
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{Bucket, RunState, SMOOTHING};
+use crate::ui::{Pad, Plot, Role, format};
 use std::borrow::Cow;
 
 /// Draws the panel.

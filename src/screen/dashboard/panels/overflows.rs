@@ -1,12 +1,10 @@
 //! The skipped steps, newest first: the new scale and the tensors that overflowed. If the overflow was traced, an arrow
 //! marks the pass it began in, forward or backward, followed by the layer. The title names the layers in fallback.
 
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::ViewModel;
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::OverflowRow;
 use crate::telemetry::{Pass, ScaleCause};
+use crate::ui::{Pad, Role, format};
 
 /// Draws the panel.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {

@@ -1,10 +1,8 @@
 //! The figures of the step at the charts' cursor, on one line.
 
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::ViewModel;
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{Bucket, Curve};
+use crate::ui::{Pad, Role, format};
 
 /// Draws the line.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, step: u64, pad: &mut Pad) {

@@ -1,9 +1,7 @@
 //! Generated texts, newest first.
 
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::{SAMPLES, ViewModel};
-use crate::screen::dashboard::theme::Role;
+use crate::ui::{Pad, Role, format};
 use ratatui::text::Span;
 
 /// Draws the fifth tab.

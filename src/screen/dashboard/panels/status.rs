@@ -1,11 +1,9 @@
 //! The three status lines: progress, learning, resources.
 
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::ViewModel;
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::GpuStats;
 use crate::telemetry::RunState;
+use crate::ui::{Pad, Role, format};
 
 /// Draws the lines.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {

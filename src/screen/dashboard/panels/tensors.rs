@@ -2,12 +2,9 @@
 
 use super::chart::{first_step, x_label, x_range};
 use super::layers;
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
-use crate::screen::dashboard::plot::{Axes, Plot};
 use crate::screen::dashboard::state::{TENSORS, ViewModel};
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{Bucket, RunState, Series, TensorRow};
+use crate::ui::{Axes, Pad, Plot, Role, format};
 use ratatui::layout::Rect;
 
 /// Columns right of the name, in the first tab's narrow table and in the third tab's.

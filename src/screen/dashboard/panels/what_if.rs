@@ -1,11 +1,9 @@
 //! The table "if the loss scale were 2^k": the shares that would flush to zero, be subnormal, or overflow.
 
 use crate::precision::{ExponentHistogram, RangeShares};
-use crate::screen::dashboard::format;
-use crate::screen::dashboard::pad::Pad;
 use crate::screen::dashboard::state::ViewModel;
-use crate::screen::dashboard::theme::Role;
 use crate::telemetry::{RunState, histogram};
+use crate::ui::{Pad, Role, format};
 
 /// Draws the panel.
 pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {

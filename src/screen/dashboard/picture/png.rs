@@ -1,6 +1,6 @@
 //! A frame as PNG, drawn with GNU Unifont, which covers the basic multilingual plane.
 
-use crate::screen::dashboard::theme::Look;
+use crate::ui::Look;
 use crate::{Error, Result};
 use ratatui::buffer::Buffer;
 use ratatui::style::{Color, Modifier};

@@ -1,6 +1,6 @@
 //! A frame as SVG. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the viewer's fonts.
 
-use crate::screen::dashboard::theme::Look;
+use crate::ui::Look;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::style::{Color, Modifier};
 use std::fmt::Write;

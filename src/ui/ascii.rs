@@ -3,7 +3,7 @@
 use ratatui::buffer::Buffer;
 
 /// Replaces in place. Characters without an equivalent, as in generated text, become `?`.
-pub(super) fn to_ascii(buffer: &mut Buffer) {
+pub(crate) fn to_ascii(buffer: &mut Buffer) {
     for cell in &mut buffer.content {
         let symbol = cell.symbol();
         if !symbol.is_ascii() {

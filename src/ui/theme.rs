@@ -1,6 +1,6 @@
 //! Colours by role. Panels use only roles, and nothing is conveyed by colour alone.
 
-use crate::screen::terminal::Palette;
+use super::palette::Palette;
 use ratatui::style::{Color, Modifier, Style};
 use std::str::FromStr;
 
@@ -51,7 +51,7 @@ impl Look {
     }
 
     /// The look after this one.
-    pub(super) fn next(self) -> Self {
+    pub(crate) fn next(self) -> Self {
         match self {
             Self::Dark => Self::Light,
             Self::Light => Self::HighContrast,
@@ -60,7 +60,7 @@ impl Look {
     }
 
     /// Default foreground and background of a picture.
-    pub(super) fn page(self) -> ((u8, u8, u8), (u8, u8, u8)) {
+    pub(crate) fn page(self) -> ((u8, u8, u8), (u8, u8, u8)) {
         match self {
             Self::Dark => ((216, 222, 233), (22, 24, 29)),
             Self::Light => ((28, 31, 38), (255, 255, 255)),
@@ -109,7 +109,7 @@ impl Theme {
     }
 
     /// Whether to replace non-ASCII characters.
-    pub(super) fn ascii(self) -> bool {
+    pub(crate) fn ascii(self) -> bool {
         self.ascii
     }
 
@@ -119,12 +119,12 @@ impl Theme {
     }
 
     /// The theme with another look.
-    pub(super) fn on(self, look: Look) -> Self {
+    pub(crate) fn on(self, look: Look) -> Self {
         Self { look, ..self }
     }
 
     /// The style of the whole screen: the terminal's own, unless the theme sets the background.
-    pub(super) fn base(self) -> Style {
+    pub(crate) fn base(self) -> Style {
         match (self.look, self.palette) {
             (Look::HighContrast, Palette::Truecolor) => {
                 Style::new().fg(Color::Rgb(255, 255, 255)).bg(Color::Rgb(0, 0, 0))
@@ -136,7 +136,7 @@ impl Theme {
 
     /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito; on a light background, darker variants
     /// with a contrast of at least 4.5:1 to white.
-    pub(super) fn style(self, role: Role) -> Style {
+    pub(crate) fn style(self, role: Role) -> Style {
         let plain = match role {
             Role::Title => Style::new().add_modifier(Modifier::BOLD),
             Role::Selected => Style::new().add_modifier(Modifier::REVERSED),

@@ -12,7 +12,7 @@ const CELLS: i32 = 40;
 
 /// The mapping of exponents to cells and columns.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Ruler {
+pub(crate) struct Ruler {
     format: FloatFormat,
     /// The lowest exponent of the first cell.
     first: i32,
@@ -22,13 +22,13 @@ pub(super) struct Ruler {
     /// Columns per cell.
     cell_width: u16,
     /// Column of the cell for zero.
-    pub(super) zero: u16,
+    pub(crate) zero: u16,
 }
 
 impl Ruler {
     /// A ruler whose cell for zero is in column `zero`, for a format and the lowest and highest exponent in use. `below` is the
     /// number of binades shown below FP16's smallest, where a probe sees what is lost.
-    pub(super) fn new(format: FloatFormat, used: Option<(i32, i32)>, zero: u16, cell_width: u16, below: i32) -> Self {
+    pub(crate) fn new(format: FloatFormat, used: Option<(i32, i32)>, zero: u16, cell_width: u16, below: i32) -> Self {
         let (least, top) = (format.min_subnormal_exponent(), format.max_exponent());
         if top - least < CELLS {
             let below = below.max(0);
@@ -41,7 +41,7 @@ impl Ruler {
     }
 
     /// The column of the cell for ∞ and NaN.
-    pub(super) fn infinity(&self) -> u16 {
+    pub(crate) fn infinity(&self) -> u16 {
         self.start() + self.cells as u16 * self.cell_width + 1
     }
 
@@ -50,7 +50,7 @@ impl Ruler {
     }
 
     /// The first column of the cell of 2^exponent, or of the nearest cell.
-    pub(super) fn column(&self, exponent: i32) -> u16 {
+    pub(crate) fn column(&self, exponent: i32) -> u16 {
         self.start() + self.cell(exponent) * self.cell_width
     }
 
@@ -100,7 +100,7 @@ impl Ruler {
     }
 
     /// The columns of the format's limits, for rows to mark.
-    pub(super) fn limits(&self) -> impl Iterator<Item = u16> {
+    pub(crate) fn limits(&self) -> impl Iterator<Item = u16> {
         let format = self.format;
         [format.min_subnormal_exponent(), format.min_exponent(), format.max_exponent()]
             .into_iter()
@@ -110,7 +110,7 @@ impl Ruler {
 
     /// Draws the histogram as bars of log10 of the counts, on `height` rows from `y`, with the outline of another one over it.
     /// Returns the count of the highest bar.
-    pub(super) fn bars(
+    pub(crate) fn bars(
         &self,
         pad: &mut Pad,
         y: u16,
@@ -151,7 +151,7 @@ impl Ruler {
     }
 
     /// Draws the axis on two rows from `y`. Its labels are exponents minus `shift`.
-    pub(super) fn axis(&self, pad: &mut Pad, y: u16, shift: i32) {
+    pub(crate) fn axis(&self, pad: &mut Pad, y: u16, shift: i32) {
         let start = self.start();
         pad.glyph(self.zero, y, '┴', Role::Dim);
         pad.text(self.zero, y + 1, "0", Role::Dim);

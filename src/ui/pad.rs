@@ -8,7 +8,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Clear, Widget};
 
 /// A rectangle of the buffer; positions count from its top left corner.
-pub(super) struct Pad<'a> {
+pub(crate) struct Pad<'a> {
     buffer: &'a mut Buffer,
     area: Rect,
     theme: Theme,
@@ -16,28 +16,28 @@ pub(super) struct Pad<'a> {
 
 impl<'a> Pad<'a> {
     /// The part of `area` that is on the screen.
-    pub(super) fn new(buffer: &'a mut Buffer, area: Rect, theme: Theme) -> Self {
+    pub(crate) fn new(buffer: &'a mut Buffer, area: Rect, theme: Theme) -> Self {
         let area = area.intersection(buffer.area);
         Self { buffer, area, theme }
     }
 
-    pub(super) fn width(&self) -> u16 {
+    pub(crate) fn width(&self) -> u16 {
         self.area.width
     }
 
-    pub(super) fn height(&self) -> u16 {
+    pub(crate) fn height(&self) -> u16 {
         self.area.height
     }
 
     /// A sub-rectangle of this pad.
-    pub(super) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Pad<'_> {
+    pub(crate) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Pad<'_> {
         let part = Rect::new(self.area.x.saturating_add(x), self.area.y.saturating_add(y), width, height);
         let area = part.intersection(self.area);
         Pad { buffer: self.buffer, area, theme: self.theme }
     }
 
     /// Writes text on one line; returns the column after it.
-    pub(super) fn text(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
+    pub(crate) fn text(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
         if x >= self.area.width || y >= self.area.height {
             return x;
         }
@@ -48,7 +48,7 @@ impl<'a> Pad<'a> {
     }
 
     /// Like [`Pad::text`], but text that does not fit ends with `…`.
-    pub(super) fn shortened(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
+    pub(crate) fn shortened(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
         let end = self.text(x, y, text, role);
         let room = usize::from(self.area.width.saturating_sub(x));
         if room > 0 && Span::raw(line(text)).width() > room {
@@ -58,29 +58,29 @@ impl<'a> Pad<'a> {
     }
 
     /// Writes several spans in sequence; returns the column after them.
-    pub(super) fn spans(&mut self, x: u16, y: u16, spans: &[(&str, Role)]) -> u16 {
+    pub(crate) fn spans(&mut self, x: u16, y: u16, spans: &[(&str, Role)]) -> u16 {
         spans.iter().fold(x, |x, (text, role)| self.text(x, y, text, *role))
     }
 
     /// Writes right-aligned text that ends before column `end`.
-    pub(super) fn text_before(&mut self, end: u16, y: u16, text: &str, role: Role) {
+    pub(crate) fn text_before(&mut self, end: u16, y: u16, text: &str, role: Role) {
         self.text(end.saturating_sub(Span::raw(text).width() as u16), y, text, role);
     }
 
     /// Writes one character.
-    pub(super) fn glyph(&mut self, x: u16, y: u16, glyph: char, role: Role) {
+    pub(crate) fn glyph(&mut self, x: u16, y: u16, glyph: char, role: Role) {
         self.text(x, y, glyph.encode_utf8(&mut [0; 4]), role);
     }
 
     /// Applies a role's style to a whole line.
-    pub(super) fn highlight(&mut self, y: u16, role: Role) {
+    pub(crate) fn highlight(&mut self, y: u16, role: Role) {
         let line = Rect { y: self.area.y.saturating_add(y), height: 1, ..self.area };
         let line = line.intersection(self.area);
         self.buffer.set_style(line, self.theme.style(role));
     }
 
     /// Draws a frame with a title; returns the area inside.
-    pub(super) fn frame(&mut self, title: &[(&str, Role)]) -> Pad<'_> {
+    pub(crate) fn frame(&mut self, title: &[(&str, Role)]) -> Pad<'_> {
         let mut spans = vec![Span::raw(" ")];
         spans.extend(title.iter().map(|(text, role)| Span::styled((*text).to_owned(), self.theme.style(*role))));
         spans.push(Span::raw(" "));
@@ -91,7 +91,7 @@ impl<'a> Pad<'a> {
     }
 
     /// Clears a centred box of at most this size; returns it.
-    pub(super) fn popup(&mut self, width: u16, height: u16) -> Pad<'_> {
+    pub(crate) fn popup(&mut self, width: u16, height: u16) -> Pad<'_> {
         let (width, height) = (width.min(self.area.width), height.min(self.area.height));
         let area = Rect::new(
             self.area.x + (self.area.width - width) / 2,

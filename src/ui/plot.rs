@@ -66,12 +66,12 @@ impl Axes<'_> {
     }
 
     /// Columns left of the y axis.
-    pub(super) fn margin(&self) -> u16 {
+    pub(crate) fn margin(&self) -> u16 {
         self.y_labels().iter().map(|label| label.chars().count()).max().unwrap_or(0) as u16
     }
 
     /// Draws the axes, and calls `curves` to draw between them.
-    pub(super) fn draw(&self, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
+    pub(crate) fn draw(&self, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
         let (labels, margin) = (self.y_labels(), self.margin());
         let (columns, rows) = (pad.width().saturating_sub(margin + 1), pad.height().saturating_sub(2));
         if columns < 2 || rows < 1 {
@@ -119,7 +119,7 @@ impl Axes<'_> {
 
 impl Plot {
     /// Draws the upper and lower edge of ranges (x, low, high), leaving space for a curve between them.
-    pub(super) fn envelope(&mut self, ranges: impl Iterator<Item = (f64, f64, f64)>, role: Role) {
+    pub(crate) fn envelope(&mut self, ranges: impl Iterator<Item = (f64, f64, f64)>, role: Role) {
         let mut edges: Vec<Option<(usize, usize)>> = vec![None; self.resolution()];
         for (x, low, high) in ranges {
             let (Some(column), Some(top), Some(bottom)) = (self.dot_column(x), self.dot_row(high), self.dot_row(low))
@@ -138,7 +138,7 @@ impl Plot {
     }
 
     /// Draws a vertical stroke from `low` to `high`.
-    pub(super) fn stroke(&mut self, x: f64, low: f64, high: f64, role: Role) {
+    pub(crate) fn stroke(&mut self, x: f64, low: f64, high: f64, role: Role) {
         let (Some(column), Some(from), Some(to)) = (self.dot_column(x), self.dot_row(high), self.dot_row(low)) else {
             return;
         };
@@ -179,7 +179,7 @@ impl Plot {
     }
 
     /// Draws a line from top to bottom, behind everything.
-    pub(super) fn rule(&mut self, x: f64, role: Role) {
+    pub(crate) fn rule(&mut self, x: f64, role: Role) {
         let Some(column) = self.dot_column(x) else { return };
         for row in 0..usize::from(self.rows) {
             let cell = &mut self.cells[row * usize::from(self.columns) + column / 2];
@@ -188,7 +188,7 @@ impl Plot {
     }
 
     /// The number of columns of dots.
-    pub(super) fn resolution(&self) -> usize {
+    pub(crate) fn resolution(&self) -> usize {
         usize::from(self.columns) * 2
     }
 

@@ -36,12 +36,12 @@ pub(crate) fn loss(value: f64) -> String {
 }
 
 /// A learning rate: `4.1e-5`.
-pub(super) fn rate(value: f64) -> String {
+pub(crate) fn rate(value: f64) -> String {
     if value == 0.0 { "0".into() } else { format!("{value:.1e}") }
 }
 
 /// A count with a decimal prefix: `950`, `41.2k`, `1.3M`.
-pub(super) fn count(value: f64) -> String {
+pub(crate) fn count(value: f64) -> String {
     match value {
         _ if value >= 999_950_000.0 => format!("{:.1}G", value / 1e9),
         _ if value >= 999_950.0 => format!("{:.1}M", value / 1e6),
@@ -64,7 +64,7 @@ pub(crate) fn bytes(value: u64) -> String {
 }
 
 /// A duration as `hh:mm:ss`, preceded by days if there are any.
-pub(super) fn clock(seconds: f64) -> String {
+pub(crate) fn clock(seconds: f64) -> String {
     let whole = seconds.max(0.0).round() as u64;
     let (days, hours, minutes, seconds) = (whole / 86_400, whole / 3600 % 24, whole / 60 % 60, whole % 60);
     if days > 0 {
@@ -75,12 +75,12 @@ pub(super) fn clock(seconds: f64) -> String {
 }
 
 /// A short time: `96 ms`, `3.8 s`.
-pub(super) fn milliseconds(value: f64) -> String {
+pub(crate) fn milliseconds(value: f64) -> String {
     if value < 1000.0 { format!("{} ms", count(value)) } else { format!("{:.1} s", value / 1000.0) }
 }
 
 /// How long ago: `41 s`, `12 min`, `3 h`.
-pub(super) fn ago(seconds: f64) -> String {
+pub(crate) fn ago(seconds: f64) -> String {
     match seconds.max(0.0) {
         seconds if seconds < 100.0 => format!("{seconds:.0} s"),
         seconds if seconds < 6000.0 => format!("{:.0} min", seconds / 60.0),
@@ -101,7 +101,7 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
 }
 
 /// Replaces line breaks, tabs and other control characters, which would break the layout or control the terminal.
-pub(super) fn printable(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     text.chars()
         .map(|c| match c {
             '\n' => '⏎',

@@ -33,9 +33,9 @@ mod watch;
 
 use crate::data::{parquet_rows, template_process};
 use crate::engine::collective::Collective;
+use crate::engine::kernels::isa::{ISA_VARIABLE, Isa};
 #[cfg(feature = "cuda")]
-use crate::engine::kernels::cuda::preflight;
-use crate::engine::kernels::isa::Isa;
+use crate::engine::preflight;
 use crate::telemetry::FinishReason;
 use crate::untrusted::{Clean, apart, block};
 use crate::{Error, Result};
@@ -242,7 +242,7 @@ pub fn main() -> ExitCode {
 }
 
 fn dispatch(cli: Cli, world: &Arc<dyn Collective>) -> Result<ExitCode> {
-    Isa::pinned()?;
+    Isa::pinned().map_err(|message| Error::config(ISA_VARIABLE, message))?;
     if cli.command.is_some() && !world.leads() {
         // What is not training is done by one process.
         return Ok(ExitCode::SUCCESS);

@@ -136,7 +136,7 @@ fn gpu() -> GpuFacts {
 
 #[cfg(feature = "cuda")]
 fn in_words(_: bool) -> String {
-    match crate::engine::device::gpus() {
+    match crate::engine::gpu::all() {
         Ok(gpus) if gpus.is_empty() => {
             "GPU support is compiled in; the driver shows no GPU: training runs on the CPU".into()
         }

@@ -2,6 +2,10 @@
 
 pub mod collective;
 pub mod device;
-pub mod kernels;
+pub(crate) mod gpu;
 pub mod model;
 pub mod optim;
+#[cfg(feature = "cuda")]
+pub(crate) mod preflight;
+
+pub use finetune_kernels as kernels;

@@ -14,7 +14,6 @@ pub mod error;
 pub mod inference;
 pub mod lab;
 pub mod precision;
-pub mod random;
 pub mod report;
 pub mod screen;
 mod settings;
@@ -26,3 +25,4 @@ pub mod ui;
 pub mod untrusted;
 
 pub use error::{Error, Result};
+pub use finetune_kernels::random;

@@ -1,4 +1,5 @@
-//! The dependency order of the modules, and a few habits of the source tree, read from `src/**/*.rs`.
+//! The dependency order of the modules, and a few habits of the source tree, read from `src/**/*.rs`, and the habits in
+//! `kernels/src/**/*.rs`, whose package the compiler keeps from using the other.
 //!
 //! A module may name only modules that stand above it in [`ORDER`]. The reader is a scanner, not a parser: it removes
 //! comments and string literals, then follows every path that begins with `crate` or `super`, including `use` trees. The tests
@@ -72,7 +73,7 @@ fn dependencies(source: &Source) -> Vec<String> {
         return vec![format!("{}: `{top}` is not in the dependency order", source.path.display())];
     };
     let code = code_of(&source.text);
-    let mut found = Vec::new();
+    let mut found = candle_use(source, &code);
     for used in used_modules(&code, &module) {
         let stranger = STRANGERS.contains(&(top.as_str(), used.as_str()));
         match self::rank(&used) {
@@ -84,11 +85,18 @@ fn dependencies(source: &Source) -> Vec<String> {
             Some(_) => {}
         }
     }
-    let candle = if top == "error" { code.replace(CANDLE_ERROR, "") } else { code };
-    if WITHOUT_CANDLE.contains(&top.as_str()) && candle.contains("candle_") {
-        found.push(format!("{}: `{top}` must not use candle", source.path.display()));
-    }
     found
+}
+
+/// The breach of a module of [`WITHOUT_CANDLE`] that uses candle in its `code`.
+fn candle_use(source: &Source, code: &str) -> Vec<String> {
+    let module = source.module();
+    let Some(top) = module.first().filter(|top| WITHOUT_CANDLE.contains(&top.as_str())) else { return Vec::new() };
+    let candle = if top == "error" { code.replace(CANDLE_ERROR, "") } else { code.to_owned() };
+    if !candle.contains("candle_") {
+        return Vec::new();
+    }
+    vec![format!("{}: `{top}` must not use candle", source.path.display())]
 }
 
 /// The breaches of rules about files.
@@ -273,11 +281,15 @@ fn sources_under(folder: &Path, root: &Path, found: &mut Vec<Source>) {
 
 #[test]
 fn the_source_tree_keeps_the_dependency_order_and_the_habits() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut sources = Vec::new();
-    sources_under(&root, &root, &mut sources);
-    assert!(sources.len() > 2, "found only {} files under src/", sources.len());
-    let list = breaches(&sources).iter().fold(String::new(), |mut list, breach| {
+    let [sources, kernels] = ["src", "kernels/src"].map(|folder| {
+        let (root, mut sources) = (Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), Vec::new());
+        sources_under(&root, &root, &mut sources);
+        assert!(sources.len() > 2, "found only {} files under {folder}/", sources.len());
+        sources
+    });
+    let of_kernels =
+        kernels.iter().flat_map(|source| [candle_use(source, &code_of(&source.text)), habits(source)].concat());
+    let list = breaches(&sources).into_iter().chain(of_kernels).fold(String::new(), |mut list, breach| {
         writeln!(list, "  {breach}").unwrap();
         list
     });

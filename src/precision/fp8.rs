@@ -89,17 +89,6 @@ pub fn scale_for(amax: f32, format: FloatFormat) -> f32 {
     2f32.powi(exponent.clamp(-100, 100))
 }
 
-impl FloatFormat {
-    /// `x` rounded to the format with a power-of-two scale, saturating. Values that are not finite stay so, because overflows
-    /// must be detected.
-    pub fn round_scaled(self, x: f32, scale: f32) -> f32 {
-        if !x.is_finite() {
-            return x;
-        }
-        (self.decode(self.encode_saturating(f64::from(x) * f64::from(scale))) / f64::from(scale)) as f32
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]

@@ -168,7 +168,14 @@ mod tests {
             })
             .unwrap();
         }
-        engine(&config, &shape, masters, kernels.on(&Device::Cpu, &mut |_| ()).unwrap(), 10).unwrap()
+        engine(
+            &config,
+            &shape,
+            masters,
+            crate::engine::device::kernels(kernels, &Device::Cpu, &mut |_| ()).unwrap(),
+            10,
+        )
+        .unwrap()
     }
 
     fn tiny() -> ModelSpec {

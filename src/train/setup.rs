@@ -5,7 +5,8 @@ use crate::data::{
     names_in, nearest,
 };
 use crate::engine::collective::{Collective, Solo};
-use crate::engine::device::{OpenDevice, gpu_count};
+use crate::engine::device::OpenDevice;
+use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, ParamSpec, Parameters, Workspace, draw};
 use crate::engine::optim::{Gradients, MasterWeights, Survey};
@@ -452,7 +453,7 @@ pub(super) fn fit_memory(
 ) -> Result<Config> {
     let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
     let Some(available) = available else { return Ok(config) };
-    let beside = if open.device.is_cpu() { world.beside() } else { world.beside().div_ceil(gpu_count().max(1)) };
+    let beside = if open.device.is_cpu() { world.beside() } else { world.beside().div_ceil(gpu::count().max(1)) };
     let available = available / beside as u64;
     let sharing = Sharing { world: world.world(), on_gpu: !open.device.is_cpu() };
     let (mut config, mut shape) = (config, shape.clone());

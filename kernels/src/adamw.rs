@@ -1,0 +1,164 @@
+//! AdamW on one tensor (Loshchilov and Hutter, 2019), fused with unscaling, clipping and the working copy.
+
+use crate::rows::{Rows, for_each_part};
+use crate::view::{ViewMut, read, write, write_f32};
+use candle_core::{Result, Tensor};
+
+/// The numbers of one update.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWStep {
+    /// Learning rate.
+    pub lr: f32,
+    /// Decay rates of the two moments; in FP64, because in FP32 `1 - beta` of a beta near 1 has few digits left.
+    pub betas: [f64; 2],
+    /// Added to the root of the second moment.
+    pub eps: f32,
+    /// Decoupled weight decay.
+    pub weight_decay: f32,
+    /// `1 - beta^t` for each moment, t the number of updates including this one.
+    pub bias_corrections: [f32; 2],
+    /// Multiplies the stored gradient: one over the loss scale, times the clipping factor.
+    pub grad_factor: f32,
+}
+
+/// Adam's moments of one tensor, in FP32.
+#[derive(Clone, Copy, Debug)]
+pub struct Moments<'a> {
+    /// The first.
+    pub exp_avg: &'a Tensor,
+    /// The second.
+    pub exp_avg_sq: &'a Tensor,
+}
+
+const WIDTH: usize = 1024;
+
+/// Updates `master`, `exp_avg` and `exp_avg_sq` (all FP32) from `grad` (any type), and rounds the new master into
+/// `weight`, the compute type's working copy. With `None` the master itself is the working copy.
+pub fn step(
+    numbers: AdamWStep,
+    grad: &Tensor,
+    master: &Tensor,
+    exp_avg: &Tensor,
+    exp_avg_sq: &Tensor,
+    weight: Option<&Tensor>,
+) -> Result<()> {
+    let grad = read(grad)?;
+    let grad = grad.view();
+    let update = |weight: Option<ViewMut<'_>>| {
+        write_f32(master, |master| {
+            write_f32(exp_avg, |exp_avg| {
+                write_f32(exp_avg_sq, |exp_avg_sq| {
+                    let rows = |view| Rows { view, width: 1 };
+                    let len = master.len();
+                    let state = (rows(master), rows(exp_avg), rows(exp_avg_sq));
+                    let weight = weight.map(|view| Rows { view, width: 1 });
+                    for_each_part(
+                        (state, weight),
+                        len,
+                        32 * WIDTH,
+                        #[inline(always)]
+                        |first, len, ((master, exp_avg, exp_avg_sq), mut weight)| {
+                            let mut buffer = [0.0; WIDTH];
+                            for start in (0..len).step_by(WIDTH) {
+                                let end = (start + WIDTH).min(len);
+                                let grad = grad.widened(first + start, &mut buffer[..end - start]);
+                                let master = &mut master.view[start..end];
+                                let moments = (&mut exp_avg.view[start..end], &mut exp_avg_sq.view[start..end]);
+                                update_block(numbers, grad, master, moments.0, moments.1);
+                                if let Some(weight) = &mut weight {
+                                    weight.view.store(start, master);
+                                }
+                            }
+                        },
+                    );
+                })
+            })
+        })
+    };
+    match weight {
+        Some(weight) => write(weight, |weight| update(Some(weight)))????,
+        None => update(None)???,
+    }
+    Ok(())
+}
+
+#[inline(always)]
+fn update_block(n: AdamWStep, grad: &[f32], master: &mut [f32], exp_avg: &mut [f32], exp_avg_sq: &mut [f32]) {
+    let betas = n.betas.map(|beta| beta as f32);
+    let shares = n.betas.map(|beta| (1.0 - beta) as f32);
+    let decay = 1.0 - n.lr * n.weight_decay;
+    let step_size = n.lr / n.bias_corrections[0];
+    let root = n.bias_corrections[1].sqrt();
+    for (((grad, master), m), v) in grad.iter().zip(master).zip(exp_avg).zip(exp_avg_sq) {
+        let g = grad * n.grad_factor;
+        *m += (g - *m) * shares[0];
+        *v = *v * betas[1] + g * g * shares[1];
+        *master = *master * decay - step_size * *m / (v.sqrt() / root + n.eps);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+    use candle_core::{DType, Device};
+
+    /// The first update of any gradient is the learning rate, whatever the betas.
+    #[test]
+    fn a_beta_near_one_leaves_the_first_update_as_it_is() {
+        for beta2 in [0.95, 0.999, 0.999_999, 1.0 - 1e-9] {
+            let one = |value: f32| Tensor::new(&[value], &Device::Cpu).unwrap();
+            let (grad, master, m, v) = (one(0.3), one(0.0), one(0.0), one(0.0));
+            let numbers = AdamWStep {
+                lr: 1.0,
+                betas: [0.9, beta2],
+                eps: 0.0,
+                weight_decay: 0.0,
+                bias_corrections: [0.1, (1.0 - beta2) as f32],
+                grad_factor: 1.0,
+            };
+            step(numbers, &grad, &master, &m, &v, None).unwrap();
+            let update = master.to_vec1::<f32>().unwrap()[0];
+            assert!((update + 1.0).abs() < 1e-6, "beta2 {beta2}: {update}");
+        }
+    }
+
+    /// Three updates against the definition in f64; the working copy is the rounded master.
+    #[test]
+    fn follows_the_definition() {
+        let device = Device::Cpu;
+        let n = 1500;
+        let start: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
+        let grads: Vec<f32> = (0..n).map(|i| (i as f32 * 0.11).cos() * 8.0).collect();
+        let master = Tensor::new(start.as_slice(), &device).unwrap();
+        let grad = Tensor::new(grads.as_slice(), &device).unwrap();
+        let [m, v] = [0; 2].map(|_| Tensor::zeros(n, DType::F32, &device).unwrap());
+        let weight = Tensor::zeros(n, DType::F16, &device).unwrap();
+        let (lr, beta1, beta2, eps, wd) = (0.01f64, 0.9f64, 0.95f64, 1e-8f64, 0.1f64);
+        let mut expected: Vec<(f64, f64, f64)> = start.iter().map(|&x| (f64::from(x), 0.0, 0.0)).collect();
+        for t in 1..=3 {
+            let corrections = [1.0 - beta1.powi(t), 1.0 - beta2.powi(t)];
+            let numbers = AdamWStep {
+                lr: lr as f32,
+                betas: [beta1, beta2],
+                eps: eps as f32,
+                weight_decay: wd as f32,
+                bias_corrections: corrections.map(|c| c as f32),
+                grad_factor: 0.125,
+            };
+            step(numbers, &grad, &master, &m, &v, Some(&weight)).unwrap();
+            for ((p, m, v), g) in expected.iter_mut().zip(&grads) {
+                let g = f64::from(*g) / 8.0;
+                *m = beta1 * *m + (1.0 - beta1) * g;
+                *v = beta2 * *v + (1.0 - beta2) * g * g;
+                *p = *p * (1.0 - lr * wd) - lr * (*m / corrections[0]) / ((*v / corrections[1]).sqrt() + eps);
+            }
+        }
+        let got = master.to_vec1::<f32>().unwrap();
+        let copy = weight.to_vec1::<half::f16>().unwrap();
+        for ((got, copy), (expected, ..)) in got.iter().zip(&copy).zip(&expected) {
+            assert!((f64::from(*got) - expected).abs() < 2e-6, "{got} {expected}");
+            assert_eq!(*copy, half::f16::from_f32(*got));
+        }
+    }
+}

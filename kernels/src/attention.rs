@@ -1,0 +1,481 @@
+//! Causal self-attention with grouped queries, sliding windows and document boundaries.
+//!
+//! A head's full score matrix is never stored: the forward pass keeps each row's log-sum-exp, and the backward pass
+//! recomputes the probabilities from it (Dao et al., "`FlashAttention`", 2022). Scores, softmax and sums are FP32.
+//! Keys and values are not copied for the heads that share them; the gradients of these heads are summed in FP32, in a fixed
+//! tree. Keys that no query of a block attends to are skipped.
+
+use self::product::{by_columns, by_rows, in_panels, in_rows, multiply, transpose};
+use crate::columns::{Columns, Source, Target, write_columns};
+use crate::dropout::Dropout;
+use crate::isa;
+use crate::math;
+use crate::rows::{axpy, dot, max, sum, with_scratch};
+use crate::view::{read, write_f32};
+use candle_core::{Result, Tensor, bail};
+use rayon::prelude::*;
+use std::ops::Range;
+
+mod product;
+
+/// The shape of one attention call, and which keys a query attends to.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Sequences in the batch, B.
+    pub batch: usize,
+    /// Tokens in a sequence, T.
+    pub seq_len: usize,
+    /// Heads of queries, H.
+    pub heads: usize,
+    /// Heads of keys and values, each shared by `heads / kv_heads` neighbouring heads of queries.
+    pub kv_heads: usize,
+    /// Width of a head.
+    pub head_size: usize,
+    /// Factor of the scores.
+    pub scale: f32,
+    /// The most keys a query attends to: its own position and those just before it.
+    pub window: Option<usize>,
+    /// Scores `s` become `cap * tanh(s / cap)`.
+    pub softcap: Option<f32>,
+}
+
+impl Shape {
+    /// As many heads of keys as of queries, scores divided by `√head_size`, and no limits.
+    pub fn new(batch: usize, seq_len: usize, heads: usize, head_size: usize) -> Self {
+        let scale = 1.0 / (head_size as f32).sqrt();
+        Self { batch, seq_len, heads, kv_heads: heads, head_size, scale, window: None, softcap: None }
+    }
+
+    /// Columns of queries, of keys and of values.
+    pub fn widths(&self) -> [usize; 3] {
+        [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_size)
+    }
+
+    /// The first key within the window of row `i` of a sequence.
+    pub(crate) fn first_in_window(&self, i: usize) -> usize {
+        self.window.map_or(0, |window| (i + 1).saturating_sub(window))
+    }
+
+    /// Fails unless operands of these shapes fit.
+    pub(crate) fn check(&self, qkv: [Columns<'_>; 3]) -> Result<()> {
+        let fits = self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads) && self.window != Some(0);
+        let tokens = self.batch * self.seq_len;
+        let operands = qkv.map(|columns| [columns.rows(), columns.count()]);
+        if !fits || operands != self.widths().map(|width| [tokens, width]) {
+            bail!("attention of {self:?} got queries, keys and values of {operands:?}");
+        }
+        Ok(())
+    }
+}
+
+/// The inputs of attention.
+#[derive(Clone, Copy, Debug)]
+pub struct Operands<'a> {
+    /// Queries `[B·T, H·head_size]`, keys and values `[B·T, kv_heads·head_size]`.
+    pub qkv: [Columns<'a>; 3],
+    /// For each row, the row of its sequence at which its document starts; earlier rows are masked.
+    pub documents: Option<&'a [u32]>,
+    /// Applied to the softmax's output.
+    pub dropout: Option<Dropout>,
+}
+
+impl<'a> Operands<'a> {
+    /// Queries, keys and values side by side in `qkv [B·T, C]`.
+    pub fn packed(shape: &Shape, qkv: &'a Tensor, dropout: Option<Dropout>) -> Result<Self> {
+        Ok(Self { qkv: Columns::split(qkv, shape.widths())?, documents: None, dropout })
+    }
+
+    pub(crate) fn check(&self, shape: &Shape, out: &Tensor, lse: &Tensor) -> Result<()> {
+        shape.check(self.qkv)?;
+        let tokens = shape.batch * shape.seq_len;
+        if out.dims() != [tokens, shape.widths()[0]] || lse.elem_count() != tokens * shape.heads {
+            bail!("attention of {shape:?} got an output of {:?} and {} statistics", out.dims(), lse.elem_count());
+        }
+        let Some(starts) = self.documents else { return Ok(()) };
+        let rising =
+            |starts: &[u32]| starts.is_sorted() && starts.iter().enumerate().all(|(row, start)| *start as usize <= row);
+        if starts.len() != tokens || !starts.chunks(shape.seq_len.max(1)).all(rising) {
+            bail!("each of {tokens} rows must name the row its document starts in, itself or one before it");
+        }
+        Ok(())
+    }
+}
+
+/// Queries processed together: their scores against all keys fit in the L2 cache.
+const QUERIES: usize = 16;
+/// Rows and columns of scratch matrices are zero-padded to a multiple of this, so that loops have no tails.
+const PAD: usize = 16;
+
+/// One sequence, with padded sizes.
+#[derive(Clone, Copy)]
+struct Sequence<'a> {
+    shape: Shape,
+    b: usize,
+    /// Where its rows' documents start.
+    documents: Option<&'a [u32]>,
+    /// Padded sequence length.
+    tokens: usize,
+    /// Distance of rows of scores; a power of two would make them evict each other from the cache.
+    row: usize,
+    /// Padded head size.
+    size: usize,
+}
+
+impl<'a> Sequence<'a> {
+    fn new(shape: Shape, b: usize, documents: Option<&'a [u32]>) -> Self {
+        let (tokens, size) = (shape.seq_len.next_multiple_of(PAD), shape.head_size.next_multiple_of(PAD));
+        let documents = documents.map(|starts| &starts[b * shape.seq_len..][..shape.seq_len]);
+        Self { shape, b, documents, tokens, row: tokens + PAD, size }
+    }
+
+    /// Elements of a matrix `[T, head_size]` with padding.
+    fn elements(self) -> usize {
+        self.tokens * self.size
+    }
+
+    /// The first key that row `i` attends to.
+    #[inline(always)]
+    fn first_key(self, i: usize) -> usize {
+        self.documents.map_or(0, |starts| starts[i] as usize).max(self.shape.first_in_window(i))
+    }
+
+    /// The first key needed by queries from `first` on, rounded down to the padding.
+    #[inline(always)]
+    fn first_block_key(self, first: usize) -> usize {
+        self.first_key(first) / PAD * PAD
+    }
+
+    /// Widens `head`'s part of the rows into `out [T, head_size]`, times `factor`.
+    #[inline(always)]
+    fn load(self, rows: Source<'_>, head: usize, factor: f32, out: &mut [f32]) {
+        let Shape { seq_len, head_size, .. } = self.shape;
+        out.fill(0.0);
+        for (t, row) in out.chunks_exact_mut(self.size).take(seq_len).enumerate() {
+            let row = &mut row[..head_size];
+            rows.load(self.b * seq_len + t, head * head_size, row);
+            for x in row.iter_mut() {
+                *x *= factor;
+            }
+        }
+    }
+
+    /// Rounds `rows [T, head_size]` into `head`'s part of `out`.
+    ///
+    /// # Safety
+    /// No other thread writes this part at the same time.
+    #[inline(always)]
+    unsafe fn store(self, rows: &[f32], head: usize, out: Target<'_>) {
+        let Shape { seq_len, head_size, .. } = self.shape;
+        for (t, row) in rows.chunks_exact(self.size).take(seq_len).enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { out.store(self.b * seq_len + t, head * head_size, &row[..head_size]) };
+        }
+    }
+
+    /// Index of the first element of row `i` of `head`'s attention matrix, for the dropout mask.
+    fn mask_row(self, head: usize, i: usize) -> usize {
+        ((self.b * self.shape.heads + head) * self.shape.seq_len + i) * self.shape.seq_len
+    }
+}
+
+/// `out [B·T, H·head_size] = softmax(scale · Q Kᵀ, causal) V`; `lse [B·H·T]` (FP32) receives each row's log-sum-exp.
+pub fn forward(shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {
+    operands.check(shape, out, lse)?;
+    let [q, k, v] = operands.qkv;
+    let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?);
+    let sources = [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)];
+    let Operands { documents, dropout, .. } = *operands;
+    write_columns([Columns::all(out)?], |[out]| {
+        write_f32(lse, |lse| {
+            lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
+                let (b, head) = (task / shape.heads, task % shape.heads);
+                isa::vectorize(
+                    #[inline(always)]
+                    || forward_head(Sequence::new(*shape, b, documents), head, sources, dropout, out, lse),
+                );
+            });
+        })
+    })?
+}
+
+#[inline(always)]
+fn forward_head(
+    sequence: Sequence<'_>,
+    head: usize,
+    [queries, keys, values]: [Source<'_>; 3],
+    dropout: Option<Dropout>,
+    out: Target<'_>,
+    lse: &mut [f32],
+) {
+    let Sequence { shape, b, row, size, .. } = sequence;
+    let Shape { seq_len, head_size, .. } = shape;
+    let kv_head = head / (shape.heads / shape.kv_heads);
+    let n = sequence.elements();
+    with_matrices(
+        [n, n, n, QUERIES * row, QUERIES * size],
+        #[inline(always)]
+        |[q, kt, v, p, rows]| {
+            sequence.load(keys, kv_head, 1.0, q);
+            transpose(q, size, kt);
+            sequence.load(queries, head, shape.scale, q);
+            sequence.load(values, kv_head, 1.0, v);
+            let mut totals = [0.0; QUERIES];
+            for first in (0..seq_len).step_by(QUERIES) {
+                // Keys of the block are counted from the first that one of its queries attends to.
+                let lowest = sequence.first_block_key(first);
+                let keys = first + QUERIES - lowest;
+                let queries = by_rows(&q[first * size..], size);
+                let kt = in_panels(&kt[lowest * size..], size);
+                multiply([QUERIES, size, keys], queries, kt, (p, row), false);
+                for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(row)) {
+                    let start = sequence.first_key(i) - lowest;
+                    let (seen, masked) = p[..keys].split_at_mut(i + 1 - lowest);
+                    masked.fill(0.0);
+                    let (before, seen) = seen.split_at_mut(start);
+                    before.fill(0.0);
+                    if let Some(cap) = shape.softcap {
+                        for p in seen.iter_mut() {
+                            *p = cap * math::tanh(*p / cap);
+                        }
+                    }
+                    let top = max(seen);
+                    for p in seen.iter_mut() {
+                        *p = math::exp(*p - top);
+                    }
+                    let total = sum(seen);
+                    totals[i - first] = total;
+                    lse[i] = top + total.ln();
+                    if let Some(dropout) = dropout {
+                        dropout.apply(sequence.mask_row(head, i) + lowest + start, seen);
+                    }
+                }
+                let values = in_rows(&v[lowest * size..], size);
+                multiply([QUERIES, keys, size], by_rows(p, row), values, (rows, size), false);
+                for (i, row) in (first..seq_len).zip(rows.chunks_exact_mut(size)) {
+                    let row = &mut row[..head_size];
+                    for x in row.iter_mut() {
+                        *x /= totals[i - first];
+                    }
+                    // SAFETY: this task alone writes this head's part of the row.
+                    unsafe { out.store(b * seq_len + i, head * head_size, row) };
+                }
+            }
+        },
+    );
+}
+
+/// The gradients of queries, keys and values, in the shapes of `operands.qkv` and packed or separate, from `dout [B·T,
+/// H·head_size]` and the forward pass's operands and results.
+pub fn backward(
+    shape: &Shape,
+    operands: &Operands<'_>,
+    dout: &Tensor,
+    out: &Tensor,
+    lse: &Tensor,
+    gradients: [Columns<'_>; 3],
+) -> Result<()> {
+    operands.check(shape, out, lse)?;
+    operands.check(shape, dout, lse)?;
+    shape.check(gradients)?;
+    let [q, k, v] = operands.qkv;
+    let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?, read(dout)?, read(out)?, read(lse)?);
+    let saved = Saved {
+        qkv: [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)],
+        dout: Columns::all(dout)?.source(&opened.3),
+        out: Columns::all(out)?.source(&opened.4),
+        lse: opened.5.typed::<f32>()?,
+        dropout: operands.dropout,
+    };
+    write_columns(gradients, |gradients| {
+        (0..shape.batch * shape.kv_heads).into_par_iter().for_each(|task| {
+            let (b, kv_head) = (task / shape.kv_heads, task % shape.kv_heads);
+            let sequence = Sequence::new(*shape, b, operands.documents);
+            isa::vectorize(
+                #[inline(always)]
+                || backward_group(sequence, kv_head, &saved, gradients),
+            );
+        });
+    })
+}
+
+/// What the backward pass reads.
+struct Saved<'a> {
+    qkv: [Source<'a>; 3],
+    dout: Source<'a>,
+    out: Source<'a>,
+    lse: &'a [f32],
+    dropout: Option<Dropout>,
+}
+
+/// What the heads of a group share: keys by rows, and keys and values in panels.
+#[derive(Clone, Copy)]
+struct Group<'a> {
+    k: &'a [f32],
+    kt: &'a [f32],
+    vt: &'a [f32],
+}
+
+/// The gradients of the heads that share `kv_head`.
+#[inline(always)]
+fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_q, d_k, d_v]: [Target<'_>; 3]) {
+    let n = sequence.elements();
+    let group = sequence.shape.heads / sequence.shape.kv_heads;
+    let [_, keys, values] = saved.qkv;
+    with_matrices(
+        [n; 5],
+        #[inline(always)]
+        |[k, kt, vt, dk, dv]| {
+            sequence.load(values, kv_head, 1.0, k);
+            transpose(k, sequence.size, vt);
+            sequence.load(keys, kv_head, 1.0, k);
+            transpose(k, sequence.size, kt);
+            let heads = kv_head * group..(kv_head + 1) * group;
+            backward_heads(sequence, heads, saved, Group { k, kt, vt }, [dk, dv], d_q);
+            // SAFETY: this task alone writes the parts of this group's heads.
+            unsafe {
+                sequence.store(dk, kv_head, d_k);
+                sequence.store(dv, kv_head, d_v);
+            }
+        },
+    );
+}
+
+/// The gradients of queries for some heads of a group, and the sums of these heads' gradients of keys and values, in a tree
+/// that depends on their number alone.
+fn backward_heads(
+    sequence: Sequence<'_>,
+    heads: Range<usize>,
+    saved: &Saved<'_>,
+    shared: Group<'_>,
+    [dk, dv]: [&mut [f32]; 2],
+    d_q: Target<'_>,
+) {
+    if heads.len() == 1 {
+        return isa::vectorize(
+            #[inline(always)]
+            || backward_head(sequence, heads.start, saved, shared, [dk, dv], d_q),
+        );
+    }
+    let middle = usize::midpoint(heads.start, heads.end);
+    let n = sequence.elements();
+    with_matrices([n, n], |[dk_high, dv_high]| {
+        rayon::join(
+            || backward_heads(sequence, heads.start..middle, saved, shared, [dk, dv], d_q),
+            || backward_heads(sequence, middle..heads.end, saved, shared, [dk_high, dv_high], d_q),
+        );
+        axpy(1.0, dk_high, dk);
+        axpy(1.0, dv_high, dv);
+    });
+}
+
+#[inline(always)]
+fn backward_head(
+    sequence: Sequence<'_>,
+    head: usize,
+    saved: &Saved<'_>,
+    Group { k, kt, vt }: Group<'_>,
+    [dk, dv]: [&mut [f32]; 2],
+    d_q: Target<'_>,
+) {
+    let Sequence { shape, b, row, size, .. } = sequence;
+    let Shape { seq_len, scale, .. } = shape;
+    let n = sequence.elements();
+    with_matrices(
+        [n, n, n, QUERIES * row, QUERIES * row],
+        #[inline(always)]
+        |[q, dout, dq, p, dp]| {
+            dk.fill(0.0);
+            dv.fill(0.0);
+            let lse = &saved.lse[(b * shape.heads + head) * seq_len..][..seq_len];
+            sequence.load(saved.qkv[0], head, scale, q);
+            sequence.load(saved.dout, head, 1.0, dout);
+            // dq holds the forward pass's output until its block is processed.
+            sequence.load(saved.out, head, 1.0, dq);
+            for first in (0..seq_len).step_by(QUERIES) {
+                let lowest = sequence.first_block_key(first);
+                let keys = first + QUERIES - lowest;
+                let block = first * size..(first + QUERIES) * size;
+                let (query, dout) = (&q[block.clone()], &dout[block.clone()]);
+                let mut deltas = [0.0; QUERIES];
+                let rows = dout.chunks_exact(size).zip(dq[block.clone()].chunks_exact(size));
+                for (delta, (dout, out)) in deltas.iter_mut().zip(rows) {
+                    *delta = dot(dout, out);
+                }
+                let [kt, vt] = [kt, vt].map(|panels| in_panels(&panels[lowest * size..], size));
+                multiply([QUERIES, size, keys], by_rows(query, size), kt, (p, row), false);
+                multiply([QUERIES, size, keys], by_rows(dout, size), vt, (dp, row), false);
+                for (r, (p, dp)) in p.chunks_exact_mut(row).zip(dp.chunks_exact_mut(row)).enumerate() {
+                    let i = first + r;
+                    let inside = i < seq_len;
+                    let end = if inside { i + 1 - lowest } else { 0 };
+                    let start = if inside { sequence.first_key(i) - lowest } else { 0 };
+                    for row in [&mut *p, &mut *dp] {
+                        row[..start].fill(0.0);
+                        row[end..keys].fill(0.0);
+                    }
+                    let (p, dp) = (&mut p[start..end], &mut dp[start..end]);
+                    let log = lse.get(i).copied().unwrap_or(0.0);
+                    let mask = sequence.mask_row(head, i) + lowest + start;
+                    if let Some(dropout) = saved.dropout {
+                        dropout.apply(mask, dp);
+                    }
+                    if let Some(cap) = shape.softcap {
+                        for (dp, p) in dp.iter_mut().zip(p.iter_mut()) {
+                            let tanh = math::tanh(*p / cap);
+                            *p = math::exp(cap * tanh - log);
+                            *dp = *p * (*dp - deltas[r]) * (1.0 - tanh * tanh);
+                        }
+                    } else {
+                        for p in p.iter_mut() {
+                            *p = math::exp(*p - log);
+                        }
+                        for (dp, p) in dp.iter_mut().zip(p.iter()) {
+                            *dp = p * (*dp - deltas[r]);
+                        }
+                    }
+                    if let Some(dropout) = saved.dropout {
+                        dropout.apply(mask, p);
+                    }
+                }
+                let below = lowest * size;
+                multiply(
+                    [keys, QUERIES, size],
+                    by_columns(p, row),
+                    in_rows(dout, size),
+                    (&mut dv[below..], size),
+                    true,
+                );
+                multiply(
+                    [keys, QUERIES, size],
+                    by_columns(dp, row),
+                    in_rows(query, size),
+                    (&mut dk[below..], size),
+                    true,
+                );
+                let dq = &mut dq[block];
+                multiply([QUERIES, keys, size], by_rows(dp, row), in_rows(&k[below..], size), (dq, size), false);
+                for x in dq {
+                    *x *= scale;
+                }
+            }
+            // SAFETY: this task alone writes this head's part.
+            unsafe { sequence.store(dq, head, d_q) };
+        },
+    );
+}
+
+/// Passes `f` scratch matrices of the given lengths, with arbitrary contents.
+#[inline(always)]
+fn with_matrices<const N: usize>(lengths: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
+    with_scratch(
+        lengths.iter().sum(),
+        #[inline(always)]
+        |mut rest| {
+            f(lengths.map(|length| {
+                let (matrix, tail) = std::mem::take(&mut rest).split_at_mut(length);
+                rest = tail;
+                matrix
+            }));
+        },
+    );
+}

@@ -1,0 +1,298 @@
+//! Products of the small FP32 matrices of one head, in scratch memory.
+//!
+//! A tile of the result stays in registers while its sums run over the whole inner dimension. Its shape depends on the
+//! instruction set, and so do the bits: only the vector instructions multiply and add with one rounding.
+
+use crate::isa::Isa;
+
+/// Rows of a tile: all numbers of rows are multiples of it.
+const ROWS: usize = 8;
+/// Columns of a panel: all numbers of columns are multiples of it.
+const PANEL: usize = 16;
+
+/// A matrix of FP32 in scratch memory, read at any strides.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix<'a> {
+    data: &'a [f32],
+    row_stride: usize,
+    column_stride: usize,
+}
+
+/// A matrix by rows of `width`.
+pub(super) fn by_rows(data: &[f32], width: usize) -> Matrix<'_> {
+    Matrix { data, row_stride: width, column_stride: 1 }
+}
+
+/// The transpose of a matrix with rows of `width`.
+pub(super) fn by_columns(data: &[f32], width: usize) -> Matrix<'_> {
+    Matrix { data, row_stride: 1, column_stride: width }
+}
+
+/// A right factor: panels of 16 columns.
+#[derive(Clone, Copy)]
+pub(super) struct Right<'a> {
+    data: &'a [f32],
+    row_stride: usize,
+    panel_stride: usize,
+}
+
+/// A right factor by rows of `width`.
+pub(super) fn in_rows(data: &[f32], width: usize) -> Right<'_> {
+    Right { data, row_stride: width, panel_stride: PANEL }
+}
+
+/// A right factor as [`transpose`] writes it, of `inner` rows.
+pub(super) fn in_panels(data: &[f32], inner: usize) -> Right<'_> {
+    Right { data, row_stride: PANEL, panel_stride: inner * PANEL }
+}
+
+/// Writes the transpose of a matrix with rows of `width` in panels, one after another: in long rows, whose distance is often a
+/// power of two, the elements of a column would evict each other from the cache.
+#[inline(always)]
+pub(super) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
+    for (rows, panel) in rows.chunks_exact(PANEL * width).zip(out.chunks_exact_mut(PANEL * width)) {
+        for (column, out) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
+            *out = std::array::from_fn(|row| rows[row * width + column]);
+        }
+    }
+}
+
+/// `c (+)= a · b` for `a` of `rows` × `inner`. Rows of `c` are `ldc` elements apart, and `columns` of them are used; all three
+/// sizes are multiples of 16.
+pub(super) fn multiply(
+    [rows, inner, columns]: [usize; 3],
+    a: Matrix<'_>,
+    b: Right<'_>,
+    (c, ldc): (&mut [f32], usize),
+    accumulate: bool,
+) {
+    assert!(
+        [rows, inner, columns].iter().all(|size| *size > 0 && size.is_multiple_of(PANEL)),
+        "attention pads its matrices"
+    );
+    assert!(a.data.len() > (rows - 1) * a.row_stride + (inner - 1) * a.column_stride, "the left matrix is too short");
+    let last_panel = (columns / PANEL - 1) * b.panel_stride;
+    assert!(b.data.len() >= last_panel + (inner - 1) * b.row_stride + PANEL, "the right matrix is too short");
+    assert!(c.len() >= (rows - 1) * ldc + columns, "the result is too short");
+    for row in (0..rows).step_by(ROWS) {
+        let a = Matrix { data: &a.data[row * a.row_stride..], ..a };
+        let c = &mut c[row * ldc..];
+        match Isa::current() {
+            // SAFETY: the CPU has the instructions, and the sizes were checked: `ROWS` more rows follow.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe {
+                avx512::rows([inner, columns], a, b, (c, ldc), accumulate);
+            },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { avx2::rows([inner, columns], a, b, (c, ldc), accumulate) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon | Isa::NeonBf16 => unsafe { neon::rows([inner, columns], a, b, (c, ldc), accumulate) },
+            Isa::Portable => portable([inner, columns], a, b, (c, ldc), accumulate),
+        }
+    }
+}
+
+/// Four rows of `b` are multiplied into a row of `c` at a time, for the compiler to vectorise as its target allows.
+fn portable(
+    [inner, columns]: [usize; 2],
+    a: Matrix<'_>,
+    b: Right<'_>,
+    (c, ldc): (&mut [f32], usize),
+    accumulate: bool,
+) {
+    for (row, c) in c.chunks_mut(ldc).take(ROWS).enumerate() {
+        for (panel, c) in c[..columns].as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
+            let mut sums = if accumulate { *c } else { [0.0; PANEL] };
+            for k in (0..inner).step_by(4) {
+                let factors: [f32; 4] = std::array::from_fn(|i| a.data[row * a.row_stride + (k + i) * a.column_stride]);
+                let rows: [&[f32]; 4] =
+                    std::array::from_fn(|i| &b.data[panel * b.panel_stride + (k + i) * b.row_stride..][..PANEL]);
+                for (j, sum) in sums.iter_mut().enumerate() {
+                    let term = |i: usize| factors[i] * rows[i][j];
+                    *sum += (term(0) + term(1)) + (term(2) + term(3));
+                }
+            }
+            *c = sums;
+        }
+    }
+}
+
+/// [`multiply`] for [`ROWS`] rows in vectors of `$lanes`, `$vectors` of them side by side in a tile of `$rows`.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! tiles {
+    ($name:ident, $features:literal, $lanes:literal, $rows:literal, $vectors:literal, $arch:ident,
+     [$zero:path, $set:ident, $load:ident, $store:ident, $multiply_add:path]) => {
+        mod $name {
+            use super::{Matrix, PANEL, ROWS, Right};
+            use std::arch::$arch::{$load, $set, $store};
+
+            /// Vectors in a panel.
+            const EACH: usize = PANEL / $lanes;
+
+            /// # Safety
+            /// The CPU must have the instructions; the matrices must have these rows and columns, and `a` and `c` at least `ROWS`
+            /// rows.
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn rows(
+                [inner, columns]: [usize; 2],
+                a: Matrix<'_>,
+                b: Right<'_>,
+                (c, ldc): (&mut [f32], usize),
+                accumulate: bool,
+            ) {
+                for row in (0..ROWS).step_by($rows) {
+                    let a = (a.data.as_ptr().wrapping_add(row * a.row_stride), a.row_stride, a.column_stride);
+                    let mut column = 0;
+                    while column < columns {
+                        let first = b.data.as_ptr().wrapping_add(column / PANEL * b.panel_stride);
+                        let b = (first, b.row_stride, b.panel_stride);
+                        let c = c.as_mut_ptr().wrapping_add(row * ldc + column);
+                        // SAFETY: the caller's promise; `columns` is a multiple of a panel, so a narrow tile fits in what is left.
+                        unsafe {
+                            if column + $vectors * $lanes <= columns {
+                                tile::<$vectors>(inner, a, b, (c, ldc), accumulate);
+                                column += $vectors * $lanes;
+                            } else {
+                                tile::<EACH>(inner, a, b, (c, ldc), accumulate);
+                                column += PANEL;
+                            }
+                        }
+                    }
+                }
+            }
+
+            /// # Safety
+            /// As [`rows`], for `VECTORS` vectors of columns.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn tile<const VECTORS: usize>(
+                inner: usize,
+                (a, row_stride, column_stride): (*const f32, usize, usize),
+                (b, ldb, panel_stride): (*const f32, usize, usize),
+                (c, ldc): (*mut f32, usize),
+                accumulate: bool,
+            ) {
+                let mut sums = [[$zero(); VECTORS]; $rows];
+                // SAFETY: the caller promised that all of these are elements of the matrices.
+                unsafe {
+                    if accumulate {
+                        for row in 0..$rows {
+                            for vector in 0..VECTORS {
+                                sums[row][vector] = $load(c.add(row * ldc + vector * $lanes));
+                            }
+                        }
+                    }
+                    for k in 0..inner {
+                        let mut columns = [$zero(); VECTORS];
+                        for vector in 0..VECTORS {
+                            let column = vector * $lanes;
+                            let place = column / PANEL * panel_stride + column % PANEL;
+                            columns[vector] = $load(b.add(k * ldb + place));
+                        }
+                        for row in 0..$rows {
+                            let factor = $set(*a.add(row * row_stride + k * column_stride));
+                            for vector in 0..VECTORS {
+                                sums[row][vector] = $multiply_add(factor, columns[vector], sums[row][vector]);
+                            }
+                        }
+                    }
+                    for row in 0..$rows {
+                        for vector in 0..VECTORS {
+                            $store(c.add(row * ldc + vector * $lanes), sums[row][vector]);
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+tiles!(
+    avx512,
+    "avx512f",
+    16,
+    8,
+    2,
+    x86_64,
+    [
+        std::arch::x86_64::_mm512_setzero_ps,
+        _mm512_set1_ps,
+        _mm512_loadu_ps,
+        _mm512_storeu_ps,
+        std::arch::x86_64::_mm512_fmadd_ps
+    ]
+);
+#[cfg(target_arch = "x86_64")]
+tiles!(
+    avx2,
+    "avx2,fma",
+    8,
+    4,
+    2,
+    x86_64,
+    [
+        std::arch::x86_64::_mm256_setzero_ps,
+        _mm256_set1_ps,
+        _mm256_loadu_ps,
+        _mm256_storeu_ps,
+        std::arch::x86_64::_mm256_fmadd_ps
+    ]
+);
+#[cfg(target_arch = "aarch64")]
+tiles!(
+    neon,
+    "neon",
+    4,
+    4,
+    4,
+    aarch64,
+    [crate::neon::zero, vdupq_n_f32, vld1q_f32, vst1q_f32, crate::neon::multiply_add]
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Against sums in f64, by rows and transposed, fresh and accumulated, with rows longer than what is used.
+    #[test]
+    fn products_are_those_of_the_definition() {
+        let values = |count: usize, seed: usize| -> Vec<f32> {
+            (0..count).map(|i| ((i * 7919 + seed) % 2003) as f32 / 1001.5 - 1.0).collect()
+        };
+        for [rows, inner, columns] in [[16, 16, 16], [32, 48, 80], [16, 64, 96], [80, 16, 64]] {
+            let (ldb, ldc) = (columns + 16, columns + 32);
+            let (a, b) = (values(rows * inner, 1), values(inner * ldb, 2));
+            for (a, accumulate) in [(by_rows(&a, inner), false), (by_columns(&a, rows), true)] {
+                let before = values(rows * ldc, 3);
+                let mut c = before.clone();
+                let mut panels = vec![f32::NAN; inner * columns];
+                let right = if accumulate {
+                    let transposed: Vec<f32> = (0..columns)
+                        .flat_map(|j| (0..inner).map(move |k| (k, j)))
+                        .map(|(k, j)| b[k * ldb + j])
+                        .collect();
+                    transpose(&transposed, inner, &mut panels);
+                    in_panels(&panels, inner)
+                } else {
+                    in_rows(&b, ldb)
+                };
+                multiply([rows, inner, columns], a, right, (&mut c, ldc), accumulate);
+                for (at, found) in c.iter().enumerate() {
+                    let (row, column) = (at / ldc, at % ldc);
+                    let old = f64::from(before[at]);
+                    let at = |k: usize| f64::from(a.data[row * a.row_stride + k * a.column_stride]);
+                    let sum: f64 = (0..inner).map(|k| at(k) * f64::from(b[k * ldb + column.min(ldb - 1)])).sum();
+                    let expected = match (column < columns, accumulate) {
+                        (false, _) => old,
+                        (true, false) => sum,
+                        (true, true) => old + sum,
+                    };
+                    assert!((f64::from(*found) - expected).abs() < 1e-5, "{row}, {column}: {found}, not {expected}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! The launch of `adamw.cu`.
+
+use super::launch::{Arguments, Buffer, Launch, Queue, entry};
+use crate::adamw::AdamWStep;
+use candle_core::{DType, Result};
+
+/// Elements a thread takes at a time.
+const PACK: usize = 4;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AdamW {
+    grad: u64,
+    master: u64,
+    exp_avg: u64,
+    exp_avg_sq: u64,
+    weight: u64,
+    len: u64,
+    lr: f32,
+    betas: [f32; 2],
+    shares: [f32; 2],
+    eps: f32,
+    weight_decay: f32,
+    bias_corrections: [f32; 2],
+    grad_factor: f32,
+}
+// SAFETY: mirrors `AdamW`.
+unsafe impl Arguments for AdamW {}
+
+/// See [`adamw::step`](crate::adamw::step): updates a master and its moments, and with them the working copy
+/// unless the master is that itself.
+pub(crate) fn step(
+    queue: &impl Queue,
+    numbers: AdamWStep,
+    grad: Buffer,
+    [master, exp_avg, exp_avg_sq]: [Buffer; 3],
+    weight: Option<Buffer>,
+) -> Result<()> {
+    let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = numbers;
+    let len = grad.len;
+    let arguments = AdamW {
+        grad: grad.of("grad", len)?,
+        master: master.expect("master", DType::F32, len)?,
+        exp_avg: exp_avg.expect("exp_avg", DType::F32, len)?,
+        exp_avg_sq: exp_avg_sq.expect("exp_avg_sq", DType::F32, len)?,
+        weight: weight.map_or(Ok(0), |weight| weight.of("weight", len))?,
+        len: len as u64,
+        lr,
+        betas: betas.map(|beta| beta as f32),
+        shares: betas.map(|beta| (1.0 - beta) as f32),
+        eps,
+        weight_decay,
+        bias_corrections,
+        grad_factor,
+    };
+    let kernel = entry("adamw", &[grad.dtype, weight.map_or(DType::F32, |weight| weight.dtype)])?;
+    let launch = Launch::by_packs("adamw", kernel, len.div_ceil(PACK))?;
+    // SAFETY: every buffer was found large enough.
+    unsafe { queue.launch(&launch, &arguments) }
+}

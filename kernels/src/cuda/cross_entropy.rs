@@ -1,0 +1,55 @@
+//! The launch of `cross_entropy.cu`.
+
+use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use candle_core::{DType, Result};
+
+const THREADS: u32 = 512;
+const WARPS: u32 = THREADS / 32;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CrossEntropy {
+    logits: u64,
+    targets: u64,
+    losses: u64,
+    rows: u32,
+    vocab: u32,
+    stride: u32,
+    has_gradient: u32,
+    seed: f32,
+    unused: u32,
+}
+// SAFETY: mirrors `CrossEntropy`.
+unsafe impl Arguments for CrossEntropy {}
+
+/// The loss of each row of `logits [rows, vocab]`, rows `stride` apart, whose rest is overwritten; and where `seed` says what the gradient of a row's loss is, that of the
+/// logits in their place. The targets are [`IGNORE`](crate::cross_entropy::IGNORE) or below `vocab`.
+pub(crate) fn rows(
+    queue: &impl Queue,
+    [rows, vocab, stride]: [usize; 3],
+    logits: Buffer,
+    targets: Buffer,
+    losses: Buffer,
+    seed: Option<f32>,
+) -> Result<()> {
+    let arguments = CrossEntropy {
+        logits: logits.of("logits", rows * stride)?,
+        targets: targets.expect("targets", DType::U32, rows)?,
+        losses: losses.expect("losses", DType::F32, rows)?,
+        rows: word(rows)?,
+        vocab: word(vocab)?,
+        stride: word(stride.max(vocab))?,
+        has_gradient: u32::from(seed.is_some()),
+        seed: seed.unwrap_or(0.0),
+        unused: 0,
+    };
+    let launch = Launch {
+        module: "cross_entropy",
+        kernel: entry("cross_entropy", &[logits.dtype])?,
+        grid: [word(rows)?, 1, 1],
+        threads: THREADS,
+        shared_bytes: WARPS * size_of::<f32>() as u32,
+    };
+    // SAFETY: every buffer was found large enough; the caller has checked the targets.
+    unsafe { queue.launch(&launch, &arguments) }
+}

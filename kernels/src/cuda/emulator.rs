@@ -1,0 +1,295 @@
+//! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
+
+use super::launch::{Arguments, Buffer, Launch, Queue};
+use candle_core::{DType, Result, bail};
+use half::{bf16, f16};
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+use std::{env, fs, thread};
+
+/// Undefined behaviour, misaligned vectors among it, ends the test. Products are not contracted, so that results do not
+/// depend on the compiler.
+const FLAGS: [&str; 8] = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-ffp-contract=off",
+    "-fsanitize=undefined",
+    "-fno-sanitize-recover=all",
+];
+
+type EntryPoint = unsafe extern "C" fn(
+    *const c_char,
+    *const u32,
+    *const u32,
+    usize,
+    *const c_void,
+    usize,
+    *const Range,
+    usize,
+    u32,
+    *mut c_char,
+    usize,
+) -> c_int;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Range {
+    first: usize,
+    end: usize,
+    writable: bool,
+}
+
+static ENTRY_POINT: LazyLock<std::result::Result<EntryPoint, String>> = LazyLock::new(|| {
+    let path = library()?;
+    let path = CString::new(path.to_string_lossy().as_bytes()).map_err(|error| error.to_string())?;
+    // SAFETY: the library is the one built below; its constructors only register the kernels.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+    if handle.is_null() {
+        return Err(format!("cannot load {}", path.to_string_lossy()));
+    }
+    // SAFETY: the handle is open, and the name ends in a zero.
+    let symbol = unsafe { libc::dlsym(handle, c"emulator_launch".as_ptr()) };
+    if symbol.is_null() {
+        return Err("the emulator has no entry point".into());
+    }
+    // SAFETY: emulator.cpp declares the function with these arguments.
+    Ok(unsafe { std::mem::transmute::<*mut c_void, EntryPoint>(symbol) })
+});
+
+/// The compiled emulator, built anew where a source has changed.
+fn library() -> std::result::Result<PathBuf, String> {
+    let text = |error: std::io::Error| error.to_string();
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut contents = FLAGS.join(" ");
+    let mut sources = Vec::new();
+    for folder in [kernels.clone(), kernels.join("cuda")] {
+        let mut files: Vec<_> = fs::read_dir(folder)
+            .map_err(text)?
+            .map(|entry| entry.map(|e| e.path()))
+            .collect::<std::io::Result<_>>()
+            .map_err(text)?;
+        files.sort();
+        for file in files {
+            let extension = file.extension().and_then(|e| e.to_str()).unwrap_or_default();
+            if ["cu", "cuh", "cpp", "h"].contains(&extension) {
+                contents += &fs::read_to_string(&file).map_err(text)?;
+                if ["cu", "cpp"].contains(&extension) {
+                    sources.push(file);
+                }
+            }
+        }
+    }
+    let folder = env::current_exe().map_err(text)?.with_file_name("cuda-emulator");
+    let mut hasher = DefaultHasher::new();
+    contents.hash(&mut hasher);
+    let library = folder.join(format!("{:016x}.so", hasher.finish()));
+    if !library.exists() {
+        fs::create_dir_all(&folder).map_err(text)?;
+        let build = tempfile::tempdir_in(&folder).map_err(text)?;
+        compile(&sources, build.path())?;
+        fs::rename(build.path().join("emulator.so"), &library).map_err(text)?;
+    }
+    Ok(library)
+}
+
+fn compile(sources: &[PathBuf], folder: &Path) -> std::result::Result<(), String> {
+    let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let run = |arguments: &[&str]| {
+        let output = Command::new(&compiler).args(FLAGS).args(arguments).output();
+        match output.map_err(|error| format!("{compiler}: {error}; the kernels' tests need a C++ compiler"))? {
+            output if output.status.success() => Ok(()),
+            output => Err(format!("{arguments:?}: {}", String::from_utf8_lossy(&output.stderr))),
+        }
+    };
+    let objects: Vec<_> =
+        (0..sources.len()).map(|i| folder.join(format!("{i}.o")).to_string_lossy().into_owned()).collect();
+    let jobs: Vec<_> = sources.iter().zip(&objects).collect();
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let workers = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        let worker = || -> std::result::Result<(), String> {
+            while let Some((source, object)) = jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+                run(&["-x", "c++", "-c", &source.to_string_lossy(), "-o", object])?;
+            }
+            Ok(())
+        };
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|_| Err("a compiling thread panicked".into())))
+    })?;
+    let library = folder.join("emulator.so").to_string_lossy().into_owned();
+    let mut arguments = vec!["-shared", "-o", &library];
+    arguments.extend(objects.iter().map(String::as_str));
+    run(&arguments)
+}
+
+/// Aligned as a device's allocator aligns.
+#[repr(C, align(256))]
+#[derive(Clone, Copy)]
+struct Line([u8; 256]);
+
+struct Allocation {
+    lines: Vec<Line>,
+    bytes: usize,
+    writable: bool,
+}
+
+impl Allocation {
+    fn address(&self) -> u64 {
+        self.lines.as_ptr() as u64
+    }
+
+    /// The bytes of `buffer`, if all of them are here.
+    fn bytes_of(&mut self, buffer: Buffer) -> Option<&mut [u8]> {
+        let first = usize::try_from(buffer.address.checked_sub(self.address())?).ok()?;
+        // SAFETY: lines are bytes and nothing else.
+        let (_, all, _) = unsafe { self.lines.align_to_mut::<u8>() };
+        all[..self.bytes].get_mut(first..first + buffer.bytes())
+    }
+}
+
+/// A device of its own memory: kernels may touch what was made by it and nothing else.
+pub(crate) struct Emulator {
+    order: u32,
+    memory: RefCell<Vec<Allocation>>,
+}
+
+impl Emulator {
+    /// Every order in which fibers and blocks run: a race makes two of them differ.
+    pub(crate) const ORDERS: [u32; 3] = [0, 1, 2];
+
+    pub(crate) fn new(order: u32) -> Self {
+        Self { order, memory: RefCell::default() }
+    }
+
+    fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> Buffer {
+        let mut lines = vec![Line([0xff; 256]); bytes.len().div_ceil(256).max(1)];
+        for (line, part) in lines.iter_mut().zip(bytes.chunks(256)) {
+            line.0[..part.len()].copy_from_slice(part);
+        }
+        let allocation = Allocation { lines, bytes: bytes.len(), writable };
+        let buffer = Buffer { address: allocation.address(), dtype, len };
+        self.memory.borrow_mut().push(allocation);
+        buffer
+    }
+
+    /// Numbers that kernels may read.
+    pub(crate) fn input(&self, values: &[f32], dtype: DType) -> Buffer {
+        self.keep(&encode(values, dtype), dtype, values.len(), false)
+    }
+
+    /// Numbers that kernels may change.
+    pub(crate) fn state(&self, values: &[f32], dtype: DType) -> Buffer {
+        self.keep(&encode(values, dtype), dtype, values.len(), true)
+    }
+
+    /// Room for results, full of NaN, so that a read before the first write shows.
+    pub(crate) fn output(&self, len: usize, dtype: DType) -> Buffer {
+        self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true)
+    }
+
+    pub(crate) fn words(&self, words: &[u32]) -> Buffer {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        self.keep(&bytes, DType::U32, words.len(), false)
+    }
+
+    /// Plain structs, as bytes.
+    pub(crate) fn structs<T: Copy>(&self, values: &[T], writable: bool) -> Buffer {
+        let bytes = size_of_val(values);
+        // SAFETY: the structs are made of plain numbers without padding.
+        let view = unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), bytes) };
+        self.keep(view, DType::U8, bytes, writable)
+    }
+
+    pub(crate) fn bytes(&self, buffer: Buffer) -> Vec<u8> {
+        let mut memory = self.memory.borrow_mut();
+        let bytes = memory.iter_mut().find_map(|allocation| allocation.bytes_of(buffer));
+        bytes.expect("a buffer of this emulator").to_vec()
+    }
+
+    /// The buffer's elements, widened.
+    pub(crate) fn read(&self, buffer: Buffer) -> Vec<f32> {
+        decode(&self.bytes(buffer), buffer.dtype)
+    }
+
+    /// Structs that kernels have written.
+    pub(crate) fn read_structs<T: Copy>(&self, buffer: Buffer) -> Vec<T> {
+        let bytes = self.bytes(buffer);
+        // SAFETY: the bytes are those of whole structs of plain numbers.
+        bytes.chunks_exact(size_of::<T>()).map(|b| unsafe { b.as_ptr().cast::<T>().read_unaligned() }).collect()
+    }
+}
+
+/// `values` as `dtype` stores them.
+pub(super) fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
+        _ => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+    }
+}
+
+/// The values of stored elements.
+pub(super) fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    let halves = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
+    match dtype {
+        DType::F16 => halves().map(|bits| f16::from_bits(bits).to_f32()).collect(),
+        DType::BF16 => halves().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+        _ => bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect(),
+    }
+}
+
+impl Queue for Emulator {
+    unsafe fn launch<A: Arguments>(&self, launch: &Launch, arguments: &A) -> Result<()> {
+        if launch.grid.contains(&0) {
+            return Ok(());
+        }
+        let entry_point = match &*ENTRY_POINT {
+            Ok(entry_point) => entry_point,
+            Err(error) => bail!("{error}"),
+        };
+        let ranges: Vec<Range> = (self.memory.borrow().iter())
+            .map(|allocation| {
+                let first = allocation.address() as usize;
+                Range { first, end: first + allocation.bytes, writable: allocation.writable }
+            })
+            .collect();
+        let Ok(name) = CString::new(launch.kernel.as_str()) else { bail!("a kernel's name holds a zero") };
+        let mut message = [0; 600];
+        // SAFETY: the library checks the arguments' size and every access to memory against `ranges`.
+        let failed = unsafe {
+            entry_point(
+                name.as_ptr(),
+                launch.grid.as_ptr(),
+                [launch.threads, 1, 1].as_ptr(),
+                launch.shared_bytes as usize,
+                std::ptr::from_ref(arguments).cast(),
+                size_of::<A>(),
+                ranges.as_ptr(),
+                ranges.len(),
+                self.order,
+                message.as_mut_ptr(),
+                message.len(),
+            )
+        };
+        if failed != 0 {
+            // SAFETY: the library ends the message with a zero.
+            bail!("{}", unsafe { CStr::from_ptr(message.as_ptr()) }.to_string_lossy());
+        }
+        Ok(())
+    }
+
+    type Scratch = ();
+
+    fn scratch(&self, len: usize) -> Result<(Buffer, ())> {
+        Ok((self.output(len, DType::F32), ()))
+    }
+}

@@ -1,0 +1,94 @@
+//! Each kernel in the emulator against its CPU twin or its definition in f64: odd sizes, poisoned outputs, all types, and
+//! every order of threads, whose results must have the same bits.
+#![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
+
+mod attention;
+mod cross_entropy;
+mod elementwise;
+mod emulator;
+mod heads;
+mod norm;
+mod optimizer;
+
+use super::emulator::Emulator;
+use super::launch::Buffer;
+use crate::view::{View, read};
+use candle_core::{DType, Device, Tensor};
+
+const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+/// The residual stream's and the products' type, as policies allow them.
+const STREAM_AND_COMPUTE: [[DType; 2]; 5] = [
+    [DType::F32, DType::F32],
+    [DType::F32, DType::F16],
+    [DType::F16, DType::F16],
+    [DType::F32, DType::BF16],
+    [DType::BF16, DType::BF16],
+];
+
+/// Values between -1 and 1 in no order that `dtype` can hold.
+fn pattern(count: usize, salt: u64, dtype: DType) -> Vec<f32> {
+    let entry = |i: u64| {
+        let mut bits = (i + 1 + (salt << 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((bits >> 40) as f32 / (1 << 23) as f32) - 1.0
+    };
+    rounded((0..count as u64).map(entry).collect(), dtype)
+}
+
+/// `values` as `dtype` holds them.
+#[expect(clippy::needless_pass_by_value, reason = "callers make the values on the spot")]
+fn rounded(values: Vec<f32>, dtype: DType) -> Vec<f32> {
+    let len = values.len();
+    numbers(&tensor(&values, &[len], dtype))
+}
+
+fn tensor(values: &[f32], shape: &[usize], dtype: DType) -> Tensor {
+    Tensor::from_slice(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+}
+
+/// A CPU tensor full of NaN.
+fn poisoned(shape: &[usize], dtype: DType) -> Tensor {
+    tensor(&vec![f32::NAN; shape.iter().product()], shape, dtype)
+}
+
+fn numbers(tensor: &Tensor) -> Vec<f32> {
+    let tensor = tensor.to_dtype(DType::F32).unwrap();
+    let opened = read(&tensor).unwrap();
+    let View::F32(values) = opened.view() else { unreachable!("converted above") };
+    values.to_vec()
+}
+
+/// What `run` returns, for each order of threads the same bits.
+fn in_every_order(run: impl Fn(&Emulator) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+    let [first, others @ ..] = Emulator::ORDERS.map(|order| run(&Emulator::new(order)));
+    let bits = |results: &[Vec<f32>]| results.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+    for other in &others {
+        assert!(bits(&first) == bits(other), "the result depends on the order of the threads");
+    }
+    first
+}
+
+/// How far two roundings of nearly the same number to `dtype` may be apart, relatively.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 1e-5,
+        DType::F16 => 2e-3,
+        _ => 2e-2,
+    }
+}
+
+/// Every element within the tolerance, relative to the larger of the expected one and the tensor's root mean square.
+fn assert_close(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
+    assert_within(tolerance(dtype), what, found, expected, dtype);
+}
+
+fn assert_within(allowed: f64, what: &str, found: &[f32], expected: &[f32], dtype: DType) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let squares: f64 = expected.iter().map(|&x| f64::from(x).powi(2)).sum();
+    let typical = (squares / expected.len().max(1) as f64).sqrt();
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = f64::from(found - expected).abs() / f64::from(expected.abs()).max(typical).max(f64::MIN_POSITIVE);
+        assert!(error <= allowed, "{what} in {dtype:?}: element {i} is {found}, not {expected}");
+    }
+}

@@ -1,0 +1,287 @@
+//! Attention: in FP32, and on tensor cores in FP16 and BF16.
+
+use super::super::attention as device_attention;
+use super::*;
+use crate::attention::{self, Operands, Shape};
+use crate::columns::Columns;
+use crate::dropout::Dropout;
+
+/// A draw with something in both words.
+const DRAW: u64 = 77 << 32 | 5;
+const NARROW: [DType; 2] = [DType::F16, DType::BF16];
+
+fn dropout(rate: f32) -> Option<Dropout> {
+    Dropout::new(rate, 11, 4, DRAW)
+}
+
+/// Output, log-sum-exps and gradients of the CPU's kernels.
+fn on_the_cpu(
+    (shape, documents): Bounded<'_>,
+    dtype: DType,
+    dropout: Option<Dropout>,
+    qkv: &[f32],
+    dout: &[f32],
+) -> [Vec<f32>; 3] {
+    let Shape { batch, seq_len, heads, head_size, .. } = shape;
+    let (tokens, width) = (batch * seq_len, heads * head_size);
+    let (qkv, dout) = (tensor(qkv, &[tokens, 3 * width], dtype), tensor(dout, &[tokens, width], dtype));
+    let (out, dqkv) = (poisoned(&[tokens, width], dtype), poisoned(&[tokens, 3 * width], dtype));
+    let lse = poisoned(&[tokens * heads], DType::F32);
+    let operands = Operands { documents, ..Operands::packed(&shape, &qkv, dropout).unwrap() };
+    attention::forward(&shape, &operands, &out, &lse).unwrap();
+    let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
+    attention::backward(&shape, &operands, &dout, &out, &lse, gradients).unwrap();
+    [out, lse, dqkv].map(|tensor| numbers(&tensor))
+}
+
+/// The same of the device's.
+fn on_the_device(
+    gpu: &Emulator,
+    (shape, documents): Bounded<'_>,
+    dtype: DType,
+    dropout: Option<Dropout>,
+    qkv: &[f32],
+    dout: &[f32],
+) -> [Vec<f32>; 3] {
+    let Shape { batch, seq_len, heads, head_size, .. } = shape;
+    let (tokens, width) = (batch * seq_len, heads * head_size);
+    let (qkv, dout) = (gpu.input(qkv, dtype), gpu.input(dout, dtype));
+    let (out, dqkv) = (gpu.output(tokens * width, dtype), gpu.output(tokens * 3 * width, dtype));
+    let lse = gpu.output(tokens * heads, DType::F32);
+    let shape = (shape, device_attention::bounds(&shape, documents).unwrap().map(|bounds| gpu.words(&bounds)));
+    device_attention::forward(gpu, shape, qkv, dropout, out, lse).unwrap();
+    device_attention::backward(gpu, shape, [dout, qkv, out, lse], dropout, dqkv).unwrap();
+    [out, lse, dqkv].map(|buffer| gpu.read(buffer))
+}
+
+fn operands(shape: Shape, dtype: DType) -> (Vec<f32>, Vec<f32>) {
+    let elements = shape.batch * shape.seq_len * shape.heads * shape.head_size;
+    let qkv = pattern(3 * elements, 1, DType::F32).into_iter().map(|x| 2.0 * x).collect();
+    (rounded(qkv, dtype), pattern(elements, 2, dtype))
+}
+
+fn check(shape: Shape, dtype: DType, dropout: Option<Dropout>) {
+    check_bounded((shape, None), dtype, dropout);
+}
+
+/// A shape, and where its rows' documents start.
+type Bounded<'a> = (Shape, Option<&'a [u32]>);
+
+fn check_bounded((shape, documents): Bounded<'_>, dtype: DType, dropout: Option<Dropout>) {
+    let (qkv, dout) = operands(shape, dtype);
+    let [out, lse, dqkv] = on_the_cpu((shape, documents), dtype, dropout, &qkv, &dout);
+    let found = in_every_order(|gpu| on_the_device(gpu, (shape, documents), dtype, dropout, &qkv, &dout).to_vec());
+    let Shape { batch, seq_len, heads, head_size, window, .. } = shape;
+    let sizes = [batch, seq_len, heads, head_size];
+    let sizes = format!("{sizes:?}: dropout {}, window {window:?}, {documents:?}", dropout.is_some());
+    assert_close(&format!("attention's value {sizes}"), &found[0], &out, dtype);
+    assert_close(&format!("attention's log-sum-exp {sizes}"), &found[1], &lse, DType::F32);
+    if dtype == DType::F32 {
+        assert_close(&format!("attention's gradient {sizes}"), &found[2], &dqkv, dtype);
+    } else {
+        assert_gradient(&format!("attention's gradient {sizes}"), &found[2], &dqkv, dtype);
+    }
+}
+
+/// Tensor cores take scores and their gradients rounded, each with an error of its own. So the worst element may be three
+/// times as far off as where one rounding makes the difference, but the tensor as a whole by half of that.
+fn assert_gradient(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
+    assert_within(3.0 * tolerance(dtype), what, found, expected, dtype);
+    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
+    let size = square(&mut expected.iter().map(|&x| f64::from(x)));
+    let apart = square(&mut found.iter().zip(expected).map(|(&a, &b)| f64::from(a) - f64::from(b)));
+    let error = (apart / size.max(f64::MIN_POSITIVE)).sqrt();
+    assert!(error <= tolerance(dtype) / 2.0, "{what} in {dtype:?} is off by {error:e}");
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn in_fp32() {
+    for dropout in [None, dropout(0.2)] {
+        check(Shape::new(2, 13, 3, 8), DType::F32, dropout);
+        check(Shape::new(1, 72, 2, 64), DType::F32, dropout);
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn in_fp32_of_all_head_sizes() {
+    for (seq_len, head_size) in [(1, 1), (65, 20), (131, 32), (64, 48), (33, 80), (70, 96), (41, 128)] {
+        check(Shape::new(1, seq_len, 2, head_size), DType::F32, None);
+    }
+    check(Shape::new(1, 40, 1, 100), DType::F32, dropout(0.5));
+}
+
+/// Within a warp's rows and a tile, at their ends, and over them; lengths in which lanes can share draws of masks, and others.
+const LENGTHS: [usize; 8] = [1, 7, 32, 63, 64, 65, 100, 130];
+/// The kernels' own head sizes and smaller ones, the last of them with rows that are not aligned.
+const HEAD_SIZES: [usize; 8] = [32, 40, 64, 80, 96, 128, 8, 33];
+
+/// The case of number `i`, of all types and masks.
+fn case(shape: Shape, i: usize) {
+    check(shape, NARROW[i % 2], dropout(0.2).filter(|_| i % 4 < 2));
+}
+
+fn of_length(seq_len: usize, head_size: usize) -> Shape {
+    let (batch, heads) = if seq_len < 64 { (2, 3) } else { (1, 2) };
+    Shape::new(batch, seq_len, heads, head_size)
+}
+
+/// Every length with these head sizes, and each pair with one of the types and masks.
+fn check_head_sizes(numbers: std::ops::Range<usize>) {
+    for number in numbers {
+        for (i, seq_len) in LENGTHS.into_iter().enumerate() {
+            case(of_length(seq_len, HEAD_SIZES[number]), number + i);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn on_tensor_cores_with_small_heads() {
+    check_head_sizes(0..2);
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn on_tensor_cores_with_heads_of_64_and_80() {
+    check_head_sizes(2..4);
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn on_tensor_cores_with_large_heads() {
+    check_head_sizes(4..6);
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn on_tensor_cores_with_heads_that_fill_no_tile() {
+    check_head_sizes(6..8);
+}
+
+#[test]
+#[ignore = "minutes, and needs a C++ compiler with sanitizers; .ci/full runs it"]
+fn every_shape_on_tensor_cores() {
+    for head_size in HEAD_SIZES {
+        for seq_len in LENGTHS {
+            (0..4).for_each(|i| case(of_length(seq_len, head_size), i));
+        }
+    }
+}
+
+/// Windows and documents within a tile, at its end, and over several, so that whole tiles are skipped on either side.
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn in_windows_and_documents() {
+    for (i, (seq_len, head_size, window)) in
+        [(70, 32, 1), (130, 64, 40), (200, 128, 64), (260, 40, 130), (33, 64, 7)].into_iter().enumerate()
+    {
+        let shape = Shape { window: Some(window), ..Shape::new(2, seq_len, 2, head_size) };
+        for dtype in TYPES {
+            check_bounded((shape, None), dtype, dropout(0.2).filter(|_| i % 2 == 0));
+        }
+    }
+    for (i, (seq_len, head_size, ends)) in
+        [(140, 64, &[1, 17, 80, 81][..]), (260, 96, &[200, 231]), (72, 32, &[64])].into_iter().enumerate()
+    {
+        let start = |row: usize| ends.iter().rev().find(|end| **end <= row).map_or(0, |end| *end as u32);
+        // The second sequence is one document.
+        let starts: Vec<u32> = (0..2 * seq_len).map(|row| if row < seq_len { start(row) } else { 0 }).collect();
+        for (window, dtype) in [(None, DType::F32), (Some(50), DType::F16), (None, DType::BF16)] {
+            let shape = Shape { window, ..Shape::new(2, seq_len, 2, head_size) };
+            check_bounded((shape, Some(&starts)), dtype, dropout(0.2).filter(|_| i % 2 == 1));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn later_tokens_change_nothing_earlier() {
+    let shape = Shape::new(1, 130, 2, 64);
+    let width = shape.heads * shape.head_size;
+    for (dtype, first) in [(DType::F32, 70), (DType::F16, 70), (DType::BF16, 5)] {
+        let run =
+            |qkv: &[f32], dout: &[f32]| on_the_device(&Emulator::new(0), (shape, None), dtype, dropout(0.1), qkv, dout);
+        let (mut qkv, mut dout) = operands(shape, dtype);
+        let before = run(&qkv, &dout);
+        qkv[first * 3 * width..].iter_mut().for_each(|x| *x = 1.5 - *x);
+        dout[first * width..].iter_mut().for_each(|x| *x = -*x);
+        let after = run(&qkv, &dout);
+        assert_eq!(before[0][..first * width], after[0][..first * width], "{dtype:?}");
+        assert_ne!(before[0][first * width..], after[0][first * width..], "{dtype:?}");
+        for head in 0..shape.heads {
+            let rows = head * shape.seq_len..head * shape.seq_len + first;
+            assert_eq!(before[1][rows.clone()], after[1][rows], "{dtype:?}");
+        }
+        // Of the gradients, those of earlier queries.
+        let queries = |result: &[Vec<f32>; 3]| -> Vec<f32> {
+            result[2].chunks_exact(3 * width).take(first).flat_map(|row| row[..width].to_vec()).collect()
+        };
+        assert_eq!(queries(&before), queries(&after), "{dtype:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn numbers_that_are_not_finite_show() {
+    let shape = Shape::new(1, 70, 1, 32);
+    let width = shape.head_size;
+    let (token, column) = (66, 3);
+    for dtype in TYPES {
+        let (qkv, dout) = operands(shape, dtype);
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            // In a query, a key, a value.
+            for part in 0..3 {
+                let mut qkv = qkv.clone();
+                qkv[token * 3 * width + part * width + column] = bad;
+                let [out, lse, dqkv] = on_the_device(&Emulator::new(2), (shape, None), dtype, None, &qkv, &dout);
+                // An infinite key may be one that its query does not look at.
+                if part != 1 || bad.is_nan() {
+                    assert!(!out[token * width + column].is_finite(), "{bad} in part {part} in {dtype:?}");
+                    assert!(part == 2 || !lse[token].is_finite(), "{bad} in part {part} in {dtype:?}");
+                }
+                assert!(dqkv.iter().any(|x| !x.is_finite()), "{bad} in part {part} in {dtype:?}");
+            }
+            let mut dout = dout.clone();
+            dout[token * width + column] = bad;
+            let [out, _, dqkv] = on_the_device(&Emulator::new(2), (shape, None), dtype, None, &qkv, &dout);
+            assert!(out.iter().all(|x| x.is_finite()));
+            // Of the query, of the keys and of the values.
+            for part in 0..3 {
+                let rows = dqkv.chunks_exact(3 * width).map(|row| &row[part * width..][..width]);
+                assert!(rows.flatten().any(|x| !x.is_finite()), "{bad} in the gradient, part {part} in {dtype:?}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn an_overflow_in_between_shows() {
+    // The output's gradient is finite, and so are the operands, but not their products as FP16 holds them.
+    let shape = Shape::new(1, 20, 1, 64);
+    let (qkv, dout) = operands(shape, DType::F16);
+    let dout: Vec<f32> = rounded(dout.into_iter().map(|x| 60_000.0 * x).collect(), DType::F16);
+    let [out, _, dqkv] = on_the_device(&Emulator::new(1), (shape, None), DType::F16, None, &qkv, &dout);
+    assert!(out.iter().all(|x| x.is_finite()) && dqkv.iter().any(|x| !x.is_finite()));
+    let [_, _, twin] = on_the_cpu((shape, None), DType::F16, None, &qkv, &dout);
+    assert!(twin.iter().zip(&dqkv).all(|(twin, found)| twin.is_finite() || !found.is_finite()));
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn what_there_is_no_kernel_for_is_refused() {
+    let gpu = Emulator::new(0);
+    let buffer = gpu.output(1, DType::F32);
+    let shape = Shape::new(1, 1, 2, 8);
+    assert!(device_attention::serves(&shape) && device_attention::serves(&Shape { window: Some(1), ..shape }));
+    for shape in [Shape::new(1, 1, 1, 129), Shape { kv_heads: 1, ..shape }, Shape { softcap: Some(50.0), ..shape }] {
+        let error =
+            device_attention::forward(&gpu, (shape, None), buffer, None, buffer, buffer).unwrap_err().to_string();
+        assert!(!device_attention::serves(&shape) && error.contains("no CUDA kernel"), "{error}");
+    }
+    let windowed = Shape { seq_len: 2, window: Some(1), ..shape };
+    let error = device_attention::forward(&gpu, (windowed, None), buffer, None, buffer, buffer).unwrap_err();
+    assert!(error.to_string().contains("without its bounds"), "{error}");
+}

@@ -1,0 +1,117 @@
+//! The survey, AdamW.
+
+use super::super::adamw;
+use super::super::survey::{self, Survey};
+use super::*;
+use crate::adamw::AdamWStep;
+use crate::precision::FloatFormat;
+use crate::survey::TensorSurvey;
+
+/// Gradients of several sizes, one larger than a chunk, with everything that counts apart.
+fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
+    [70_001, 8, 1, 3001]
+        .into_iter()
+        .enumerate()
+        .map(|(i, len)| {
+            let spread =
+                |(at, x): (usize, f32)| if at % 9 == 0 { 0.0 } else { x * x * x * 2f32.powi(-((at % 40) as i32)) };
+            let mut values: Vec<f32> = pattern(len, i as u64, DType::F32).into_iter().enumerate().map(spread).collect();
+            if broken && len > 100 {
+                (values[7], values[len - 1], values[50]) = (f32::INFINITY, f32::NAN, f32::NEG_INFINITY);
+            }
+            rounded(values, dtype)
+        })
+        .collect()
+}
+
+/// The device's survey of these gradients.
+fn surveyed(gpu: &Emulator, tensors: &[(Vec<f32>, DType, FloatFormat)], exponents: bool) -> Vec<TensorSurvey> {
+    let inputs: Vec<_> = tensors.iter().map(|(values, dtype, format)| (gpu.input(values, *dtype), *format)).collect();
+    let figures = gpu.structs(&vec![0u32; tensors.len() * survey::WORDS], true);
+    let figures = Buffer { dtype: DType::U32, len: tensors.len() * survey::WORDS, ..figures };
+    let survey = Survey::new(&inputs).unwrap();
+    survey.run(gpu, gpu.words(survey.table()), exponents, figures).unwrap();
+    let words: Vec<u32> = gpu.read_structs(figures);
+    words.as_chunks().0.iter().map(|words| survey::decode(words, exponents)).collect()
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn surveys() {
+    let types = [(DType::F32, FloatFormat::FP16), (DType::F16, FloatFormat::FP16), (DType::BF16, FloatFormat::BF16)];
+    for (broken, exponents) in [(false, true), (true, true), (true, false)] {
+        // Tensors of a type are not neighbours, and one is empty.
+        let mut tensors: Vec<_> = (types.iter())
+            .flat_map(|&(dtype, format)| {
+                gradients(dtype, broken).into_iter().map(move |values| (values, dtype, format))
+            })
+            .collect();
+        tensors.push((Vec::new(), DType::F16, FloatFormat::FP16));
+        tensors.rotate_left(3);
+        tensors.swap(1, 10);
+        let [found, others @ ..] = Emulator::ORDERS.map(|order| surveyed(&Emulator::new(order), &tensors, exponents));
+        for (i, ((values, dtype, format), found)) in tensors.iter().zip(&found).enumerate() {
+            let cpu = tensor(values, &[values.len()], *dtype);
+            let expected = crate::survey::survey(&cpu, *format, exponents).unwrap();
+            assert_eq!(found.exponents, expected.exponents);
+            let squares = expected.stats.sum_squares;
+            assert!((found.stats.sum_squares - squares).abs() <= 1e-13 * squares, "{found:?} {expected:?}");
+            let mut stats = found.stats;
+            stats.sum_squares = squares;
+            assert_eq!(stats, expected.stats);
+            for other in &others {
+                assert_eq!(other[i].stats, found.stats, "the order of threads shows");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn updates() {
+    let step = AdamWStep {
+        lr: 0.01,
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+        weight_decay: 0.0,
+        bias_corrections: [0.1, 0.001],
+        grad_factor: 0.125,
+    };
+    let lens = [70_001, 5, 130];
+    let decays = [0.1, 0.0, 0.01];
+    for [grads, compute] in STREAM_AND_COMPUTE {
+        let values =
+            |salt: u64| lens.iter().zip(0..).map(|(&len, i)| pattern(len, salt + i, DType::F32)).collect::<Vec<_>>();
+        let (gradients, masters, exp_avg) = (values(10), values(20), values(30));
+        let gradients: Vec<_> = gradients.into_iter().map(|values| rounded(values, grads)).collect();
+        let exp_avg_sq: Vec<Vec<f32>> = values(40).into_iter().map(|v| v.into_iter().map(f32::abs).collect()).collect();
+        let keeps_copy = compute != DType::F32;
+
+        let mut expected = Vec::new();
+        for i in 0..lens.len() {
+            let cpu = |values: &[Vec<f32>]| tensor(&values[i], &[lens[i]], DType::F32);
+            let (grad, weight) = (tensor(&gradients[i], &[lens[i]], grads), poisoned(&[lens[i]], compute));
+            let [master, m, v] = [&masters, &exp_avg, &exp_avg_sq].map(|values| cpu(values));
+            let decayed = AdamWStep { weight_decay: decays[i], ..step };
+            crate::adamw::step(decayed, &grad, &master, &m, &v, keeps_copy.then_some(&weight)).unwrap();
+            expected.extend([&master, &m, &v].map(numbers));
+            expected.extend(keeps_copy.then(|| numbers(&weight)));
+        }
+
+        let found = in_every_order(|gpu| {
+            let mut results = Vec::new();
+            for i in 0..lens.len() {
+                let grad = gpu.input(&gradients[i], grads);
+                let state = [&masters, &exp_avg, &exp_avg_sq].map(|values| gpu.state(&values[i], DType::F32));
+                let weight = keeps_copy.then(|| gpu.output(lens[i], compute));
+                let decayed = AdamWStep { weight_decay: decays[i], ..step };
+                adamw::step(gpu, decayed, grad, state, weight).unwrap();
+                results.extend(state.into_iter().chain(weight));
+            }
+            results.into_iter().map(|buffer| gpu.read(buffer)).collect()
+        });
+        for (found, expected) in found.iter().zip(&expected) {
+            assert_close("AdamW", found, expected, if keeps_copy { compute } else { DType::F32 });
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! Simulates FP8 operands: rounds a tensor in place to a format narrower than its storage. It is for experiments, not for
+//! speed.
+
+use crate::precision::FloatFormat;
+use crate::rows::{Rows, for_each_part};
+use crate::view::{float_format, write};
+use candle_core::{Result, Tensor};
+
+/// Elements rounded at a time.
+const WIDTH: usize = 1024;
+
+/// Each value as `format` stores it under `scale`, then as the tensor's own type does.
+pub fn round_through(tensor: &Tensor, format: FloatFormat, scale: f32) -> Result<()> {
+    let top = float_format(tensor.dtype()).max() as f32;
+    write(tensor, |out| {
+        let len = out.len();
+        for_each_part(Rows { view: out, width: 1 }, len, 16 * WIDTH, |_, len, mut out| {
+            let mut values = [0.0; WIDTH];
+            for start in (0..len).step_by(WIDTH) {
+                let values = &mut values[..WIDTH.min(len - start)];
+                out.view.as_view().load(start, values);
+                for value in values.iter_mut() {
+                    // Rounding must not turn a finite value into infinity.
+                    if value.is_finite() {
+                        *value = format.round_scaled(*value, scale).clamp(-top, top);
+                    }
+                }
+                out.view.store(start, values);
+            }
+        });
+    })
+}

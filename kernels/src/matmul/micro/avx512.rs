@@ -1,0 +1,79 @@
+//! AVX-512: 8 × 48 sums in 24 registers; the inner loop issues two multiply-adds a cycle and little else.
+//!
+//! Loops by index over local arrays, and nothing that takes or returns a vector but the intrinsics: a closure or an
+//! iterator of vectors is inlined at the compiler's whim, and where it is not, the kernel takes five times as long.
+
+use std::arch::x86_64::{
+    __m512, __m512bh, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_store_ps,
+};
+use std::mem::transmute;
+
+use super::{Ahead, Tile};
+use crate::matmul::pack::fetch;
+
+const ROWS: usize = 8;
+const VECTORS: usize = 3;
+const LANES: usize = 16;
+
+macro_rules! micro_kernel {
+    ($(#[$attribute:meta])* $name:ident, |$left:ident, $right:ident, $sum:ident| $multiply_add:expr) => {
+        $(#[$attribute])*
+        pub(super) unsafe fn $name(units: usize, a: *const u32, b: *const u32, ahead: &Ahead, tile: &mut Tile) {
+            let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
+            let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+            for span in ahead.spread_over(units) {
+                fetch(span.address);
+                for _ in 0..span.units {
+                    // SAFETY: the caller promised this many aligned units.
+                    unsafe {
+                        let mut columns = [_mm512_setzero_ps(); VECTORS];
+                        for vector in 0..VECTORS {
+                            columns[vector] = _mm512_load_ps(b.add(vector * LANES));
+                        }
+                        for row in 0..ROWS {
+                            let $left = _mm512_set1_ps(*a.add(row));
+                            for vector in 0..VECTORS {
+                                let ($right, $sum) = (columns[vector], sums[row][vector]);
+                                sums[row][vector] = $multiply_add;
+                            }
+                        }
+                        a = a.add(ROWS);
+                        b = b.add(VECTORS * LANES);
+                    }
+                }
+            }
+            for row in 0..ROWS {
+                for vector in 0..VECTORS {
+                    let place = (row * VECTORS + vector) * LANES;
+                    // SAFETY: a tile is aligned and has room for 8 × 48 floats.
+                    unsafe { _mm512_store_ps(tile.0.as_mut_ptr().add(place), sums[row][vector]) };
+                }
+            }
+        }
+    };
+}
+
+micro_kernel! {
+    /// Units are floats.
+    ///
+    /// # Safety
+    /// The CPU must have AVX-512; `a` must have 8 units of memory for each of `units`, `b` 48, aligned to 64 bytes.
+    #[target_feature(enable = "avx512f")]
+    float, |left, right, sum| _mm512_fmadd_ps(left, right, sum)
+}
+
+micro_kernel! {
+    /// Units are pairs of BF16. The instruction adds both products of a pair to the FP32 sum, rounding after each; it takes
+    /// subnormal inputs and results for zero, which no other micro-kernel does.
+    ///
+    /// # Safety
+    /// As [`float`], and the CPU must have BF16 dot products.
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    bf16_pair, |left, right, sum| _mm512_dpbf16_ps(
+        sum,
+        // The casts keep all bits.
+        transmute::<__m512, __m512bh>(left),
+        transmute::<__m512, __m512bh>(right),
+    )
+}

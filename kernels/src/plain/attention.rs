@@ -1,0 +1,215 @@
+//! Causal attention with stored scores, in FP32, for as many whole sequences at a time as fit a budget.
+
+use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows};
+use crate::attention::{Operands, Shape};
+use crate::columns::Columns;
+use crate::decode_attention::KeyValues;
+use candle_core::{D, DType, Device, Result, Tensor, bail};
+use std::ops::Range;
+
+/// Bytes of one matrix of scores at most, unless one sequence takes more.
+const SCORE_BYTES: usize = 256 << 20;
+/// Matrices of a score's shape that exist at once in the backward pass, with dropout or a soft cap.
+const MATRICES: usize = 8;
+
+/// See [`Kernels::score_bytes`](crate::Kernels::score_bytes).
+pub(super) fn score_bytes(shape: &Shape) -> Result<u64> {
+    let scores = sequences_at_a_time(shape)? * shape.heads * shape.seq_len * shape.seq_len;
+    Ok((MATRICES * scores * size_of::<f32>()) as u64)
+}
+
+/// Sequences processed together.
+fn sequences_at_a_time(shape: &Shape) -> Result<usize> {
+    let Shape { heads, seq_len, .. } = *shape;
+    let scores = heads * seq_len * seq_len;
+    if scores >= 1 << 32 {
+        bail!(
+            "{heads} heads of {seq_len} × {seq_len} scores exceed what candle's kernels address; use a shorter `seq_len`"
+        );
+    }
+    Ok((SCORE_BYTES / (scores * size_of::<f32>())).clamp(1, shape.batch))
+}
+
+/// A part of the batch: whole sequences.
+#[derive(Clone, Copy)]
+struct Part<'a> {
+    first: usize,
+    count: usize,
+    shape: &'a Shape,
+}
+
+impl<'a> Part<'a> {
+    fn all(shape: &'a Shape) -> Result<impl Iterator<Item = Self>> {
+        let step = sequences_at_a_time(shape)?;
+        let part = move |first| Self { first, count: step.min(shape.batch - first), shape };
+        Ok((0..shape.batch).step_by(step).map(part))
+    }
+
+    /// Its rows of a tensor with one row for each token.
+    fn rows(self) -> Range<usize> {
+        self.first * self.shape.seq_len..(self.first + self.count) * self.shape.seq_len
+    }
+
+    /// Its part of the statistics, of which each token has one for each head.
+    fn statistics(self, x: &Tensor) -> Result<Tensor> {
+        let each = self.shape.heads * self.shape.seq_len;
+        x.narrow(0, self.first * each, self.count * each)
+    }
+
+    /// Index of its first score, for the dropout mask.
+    fn first_score(self) -> usize {
+        self.first * self.shape.heads * self.shape.seq_len * self.shape.seq_len
+    }
+
+    /// `[count · kv_heads, group · T, head_size]` in FP32: heads of queries beside those that share their keys.
+    fn heads(self, x: Columns<'_>) -> Result<Tensor> {
+        split_heads(&columns_of_rows(x, self.rows())?, (self.count, self.shape))
+    }
+
+    /// The inverse of [`Part::heads`]: rows of heads.
+    fn merge(self, heads: &Tensor) -> Result<Tensor> {
+        merge_heads(heads, (self.count, self.shape))
+    }
+
+    fn operands(self, qkv: [Columns<'_>; 3]) -> Result<[Tensor; 3]> {
+        let [queries, keys, values] = qkv;
+        Ok([self.heads(queries)?, self.heads(keys)?, self.heads(values)?])
+    }
+
+    /// Which keys its queries attend to.
+    fn visible(self, documents: Option<&[u32]>, device: &Device) -> Result<Tensor> {
+        visible(self.shape, 0, documents.map(|starts| &starts[self.rows()]), device)
+    }
+}
+
+/// Rows of heads as `[sequences · kv_heads, group · T, head_size]`, in FP32.
+fn split_heads(rows: &Tensor, (sequences, shape): (usize, &Shape)) -> Result<Tensor> {
+    let heads = rows.reshape((sequences, shape.seq_len, (), shape.head_size))?.transpose(1, 2)?.contiguous()?;
+    heads.reshape((sequences * shape.kv_heads, (), shape.head_size))?.to_dtype(DType::F32)
+}
+
+fn merge_heads(heads: &Tensor, (sequences, shape): (usize, &Shape)) -> Result<Tensor> {
+    let heads = heads.reshape((sequences, (), shape.seq_len, shape.head_size))?;
+    heads.transpose(1, 2)?.contiguous()?.reshape((sequences * shape.seq_len, ()))
+}
+
+/// Which of `past + T` keys each of T queries attends to: `[sequences, 1, T, past + T]`, U8. Without documents one mask serves
+/// all sequences.
+fn visible(shape: &Shape, past: usize, documents: Option<&[u32]>, device: &Device) -> Result<Tensor> {
+    let (queries, keys) = (shape.seq_len, past + shape.seq_len);
+    let rows = documents.map_or(queries, <[u32]>::len);
+    let mut visible = vec![0u8; rows * keys];
+    for (row, visible) in visible.chunks_exact_mut(keys).enumerate() {
+        let query = past + row % queries;
+        let start = documents.map_or(0, |starts| starts[row] as usize).max(shape.first_in_window(query));
+        visible[start..=query].fill(1);
+    }
+    Tensor::from_vec(visible, (rows / queries, 1, queries, keys), device)
+}
+
+/// The scores of all keys, capped where the model caps them: `[sequences, heads, T, keys]`.
+fn scores(shape: &Shape, queries: &Tensor, keys: &Tensor) -> Result<Tensor> {
+    let scores = matmul(&(queries * f64::from(shape.scale))?, &keys.transpose(1, 2)?)?;
+    let scores = scores.reshape(((), shape.heads, shape.seq_len, keys.dim(1)?))?;
+    match shape.softcap.map(f64::from) {
+        Some(cap) => (scores / cap)?.tanh()? * cap,
+        None => Ok(scores),
+    }
+}
+
+/// Sets the scores of masked keys to -∞. Adding -∞ instead would let a NaN of a later token reach an earlier one.
+fn masked(scores: &Tensor, visible: &Tensor) -> Result<Tensor> {
+    select(visible, scores, f32::NEG_INFINITY)
+}
+
+/// The softmax of each row and its log-sum-exp. On CUDA the maximum drops a NaN, but the sum keeps it.
+fn softmax(scores: &Tensor) -> Result<(Tensor, Tensor)> {
+    let top = scores.max_keepdim(D::Minus1)?;
+    let exponentials = scores.broadcast_sub(&top)?.exp()?;
+    let total = exponentials.sum_keepdim(D::Minus1)?;
+    Ok((exponentials.broadcast_div(&total)?, (total.log()? + top)?))
+}
+
+/// A matrix of a score's shape as the products take it: `[sequences · kv_heads, group · T, keys]`.
+fn grouped(scores: &Tensor, like: &Tensor) -> Result<Tensor> {
+    scores.reshape((like.dim(0)?, like.dim(1)?, ()))
+}
+
+/// See [`Kernels::attention`](crate::Kernels::attention).
+pub(super) fn forward(shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {
+    operands.check(shape, out, lse)?;
+    for part in Part::all(shape)? {
+        let [queries, keys, values] = part.operands(operands.qkv)?;
+        let visible = part.visible(operands.documents, out.device())?;
+        let (probabilities, log_sum) = softmax(&masked(&scores(shape, &queries, &keys)?, &visible)?)?;
+        let probabilities = drop(operands.dropout, part.first_score(), probabilities)?;
+        let attended = matmul(&grouped(&probabilities, &queries)?, &values)?;
+        store_columns_of_rows(&part.merge(&attended)?, Columns::all(out)?, part.rows())?;
+        store(&log_sum.flatten_all()?, &part.statistics(&lse.flatten_all()?)?)?;
+    }
+    Ok(())
+}
+
+/// See [`Kernels::attention_backward`](crate::Kernels::attention_backward).
+pub(super) fn backward(
+    shape: &Shape,
+    operands: &Operands<'_>,
+    dout: &Tensor,
+    out: &Tensor,
+    lse: &Tensor,
+    gradients: [Columns<'_>; 3],
+) -> Result<()> {
+    operands.check(shape, out, lse)?;
+    operands.check(shape, dout, lse)?;
+    shape.check(gradients)?;
+    for part in Part::all(shape)? {
+        let [queries, keys, values] = part.operands(operands.qkv)?;
+        let (dout, out) = (part.heads(Columns::all(dout)?)?, part.heads(Columns::all(out)?)?);
+        let visible = part.visible(operands.documents, dout.device())?;
+        let per_row = |x: &Tensor| x.reshape((part.count, shape.heads, shape.seq_len, 1));
+        let scores = scores(shape, &queries, &keys)?;
+        let log_sum = per_row(&part.statistics(&lse.flatten_all()?)?)?;
+        let p = masked(&scores, &visible)?.broadcast_sub(&log_sum)?.exp()?;
+        // The softmax's derivative takes Σ_j p_j · dp_j, which is dout · out, masks included.
+        let delta = per_row(&(&dout * out)?.sum_keepdim(D::Minus1)?)?;
+        let dp = matmul(&dout, &values.transpose(1, 2)?)?.reshape(p.shape())?;
+        let dp = drop(operands.dropout, part.first_score(), dp)?;
+        let mut ds = (&p * dp.broadcast_sub(&delta)?)?;
+        if let Some(cap) = shape.softcap {
+            ds = (ds * ((scores / f64::from(cap))?.sqr()?.neg()? + 1.0)?)?;
+        }
+        let ds = grouped(&(ds * f64::from(shape.scale))?, &queries)?;
+        let dropped = grouped(&drop(operands.dropout, part.first_score(), p)?, &queries)?;
+        let dv = matmul(&dropped.transpose(1, 2)?, &dout)?;
+        let dk = matmul(&ds.transpose(1, 2)?, &queries)?;
+        let dq = matmul(&ds, &keys)?;
+        for (gradient, columns) in [dq, dk, dv].iter().zip(gradients) {
+            store_columns_of_rows(&part.merge(gradient)?, columns, part.rows())?;
+        }
+    }
+    Ok(())
+}
+
+/// See [`KeyValues::attend`].
+pub(super) fn decode(shape: &Shape, cache: &KeyValues, past: usize, qkv: [Columns<'_>; 3], out: &Tensor) -> Result<()> {
+    let (kv_heads, capacity, head_size) = cache.keys.dims3()?;
+    let new = shape.seq_len;
+    shape.check(qkv)?;
+    if [1, kv_heads, head_size] != [shape.batch, shape.kv_heads, shape.head_size]
+        || out.dims() != [new, shape.widths()[0]]
+        || past + new > capacity
+    {
+        bail!("{kv_heads} heads with room for {capacity} tokens got {shape:?} after {past}");
+    }
+    let heads = |x: Columns<'_>| split_heads(&columns_of_rows(x, 0..new)?, (1, shape));
+    let [queries, keys, values] = qkv;
+    for (x, store) in [(keys, &cache.keys), (values, &cache.values)] {
+        store.slice_set(&heads(x)?.to_dtype(store.dtype())?, 1, past)?;
+    }
+    let cached = |x: &Tensor| x.narrow(1, 0, past + new)?.contiguous()?.to_dtype(DType::F32);
+    let queries = heads(queries)?;
+    let scores = scores(shape, &queries, &cached(&cache.keys)?)?;
+    let (probabilities, _) = softmax(&masked(&scores, &visible(shape, past, None, out.device())?)?)?;
+    let attended = matmul(&grouped(&probabilities, &queries)?, &cached(&cache.values)?)?;
+    store(&merge_heads(&attended, (1, shape))?, out)
+}

@@ -1,0 +1,116 @@
+//! Statistics of a gradient before anything rescales it: whether it is finite, its magnitude, and what its type lost.
+
+use crate::isa;
+use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
+use crate::view::{View, host, read};
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+/// A tensor's statistics and its histogram of exponents.
+#[derive(Clone, Debug, Default)]
+pub struct TensorSurvey {
+    /// Counts, extremes and sum of squares.
+    pub stats: TensorStats,
+    /// Counts by binade; empty where none were asked for.
+    pub exponents: ExponentHistogram,
+}
+
+impl TensorSurvey {
+    /// Adds another part's figures.
+    pub fn merge(&mut self, other: &Self) {
+        self.stats.merge(&other.stats);
+        self.exponents.merge(&other.exponents);
+    }
+}
+
+/// Surveys tensors on all threads, each by `survey`.
+pub(super) fn side_by_side(
+    tensors: &[(&Tensor, FloatFormat)],
+    out: &mut [TensorSurvey],
+    survey: impl Fn(&Tensor, FloatFormat) -> Result<TensorSurvey> + Sync,
+) -> Result<()> {
+    out.par_iter_mut().zip(tensors).try_for_each(|(out, (tensor, format))| {
+        *out = survey(tensor, *format)?;
+        Ok(())
+    })
+}
+
+/// Elements of a task. The tree in which parts are merged, and so the sums' bits, depend only on this.
+pub const PART: usize = 1 << 16;
+
+/// Surveys `tensor` on the host; a value counts as subnormal below the smallest normal value of `format`.
+pub fn survey(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
+    let tensor = host(tensor)?;
+    Ok(by_parts(read(&tensor)?.view(), format, exponents))
+}
+
+/// The sum of a tensor's values, in f64: that of its `part_sums` in their order.
+pub fn sum(tensor: &Tensor) -> Result<f64> {
+    Ok(part_sums(tensor)?.into_iter().sum())
+}
+
+/// The sum of each part's values, in f64 in the order of its elements.
+pub fn part_sums(tensor: &Tensor) -> Result<Vec<f64>> {
+    const WIDTH: usize = 1024;
+    let tensor = read(tensor)?;
+    let view = tensor.view();
+    let part = |start: usize| {
+        let (mut values, mut sum) = ([0.0; WIDTH], 0.0);
+        let end = view.len().min(start + PART);
+        for start in (start..end).step_by(WIDTH) {
+            let values = &mut values[..WIDTH.min(end - start)];
+            view.load(start, values);
+            sum += values.iter().map(|x| f64::from(*x)).sum::<f64>();
+        }
+        sum
+    };
+    Ok((0..view.len()).step_by(PART).map(part).collect())
+}
+
+/// Surveys part after part of `tensor`, the whole of a parameter or parts of it from [`PART`] to [`PART`].
+pub fn parts(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Vec<TensorSurvey>> {
+    let tensor = read(tensor)?;
+    let view = tensor.view();
+    let count = view.len().div_ceil(PART);
+    let part = |i: usize| by_parts(view.slice(i * PART..view.len().min((i + 1) * PART)), format, exponents);
+    Ok((0..count).into_par_iter().map(part).collect())
+}
+
+/// The statistics of a tensor of `len` elements from those of its parts, merged as [`survey`] does.
+pub fn merge_parts(len: usize, parts: &mut impl Iterator<Item = TensorStats>) -> TensorStats {
+    if len <= PART {
+        return parts.next().unwrap_or_default();
+    }
+    let cut = (len / 2).next_multiple_of(PART).min(len - 1);
+    let mut low = merge_parts(cut, parts);
+    low.merge(&merge_parts(len - cut, parts));
+    low
+}
+
+fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSurvey {
+    if view.len() <= PART {
+        return isa::vectorize(
+            #[inline(always)]
+            || leaf(view, format, exponents),
+        );
+    }
+    let cut = (view.len() / 2).next_multiple_of(PART).min(view.len() - 1);
+    let (low, high) = (view.slice(0..cut), view.slice(cut..view.len()));
+    let (mut low, high) = rayon::join(|| by_parts(low, format, exponents), || by_parts(high, format, exponents));
+    low.merge(&high);
+    low
+}
+
+#[inline(always)]
+fn leaf(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSurvey {
+    let mut survey = TensorSurvey::default();
+    survey.stats = match (view, exponents) {
+        (View::F32(x), false) => TensorStats::of(x, format),
+        (View::F16(x), false) => TensorStats::of(x, format),
+        (View::BF16(x), false) => TensorStats::of(x, format),
+        (View::F32(x), true) => TensorStats::with_histogram(x, format, &mut survey.exponents),
+        (View::F16(x), true) => TensorStats::with_histogram(x, format, &mut survey.exponents),
+        (View::BF16(x), true) => TensorStats::with_histogram(x, format, &mut survey.exponents),
+    };
+    survey
+}

@@ -1,0 +1,440 @@
+//! Typed slices of candle tensors: the only access to their CPU storage.
+//!
+//! A [`View`] knows its element type at run time and loads rows as FP32, so kernels compute on FP32 rows and need no copy for
+//! each combination of storage types. The match for each row costs nothing compared with the row's work.
+
+use crate::convert::Element;
+use crate::precision::FloatFormat;
+use crate::rows::{Rows, for_each_part};
+use candle_core::{CpuStorage, DType, Device, Error, InplaceOp1, Layout, Result, Storage, StorageRef, Tensor, bail};
+use half::{bf16, f16};
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// The elements of a contiguous CPU tensor, for reading.
+#[derive(Clone, Copy, Debug)]
+pub enum View<'a> {
+    /// FP32 storage.
+    F32(&'a [f32]),
+    /// FP16 storage.
+    F16(&'a [f16]),
+    /// BF16 storage.
+    BF16(&'a [bf16]),
+}
+
+/// The elements of a contiguous CPU tensor, for writing.
+#[derive(Debug)]
+pub enum ViewMut<'a> {
+    /// FP32 storage.
+    F32(&'a mut [f32]),
+    /// FP16 storage.
+    F16(&'a mut [f16]),
+    /// BF16 storage.
+    BF16(&'a mut [bf16]),
+}
+
+impl<'a> View<'a> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(s) => s.len(),
+            Self::F16(s) => s.len(),
+            Self::BF16(s) => s.len(),
+        }
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The elements of `range`.
+    #[must_use]
+    pub fn slice(self, range: Range<usize>) -> View<'a> {
+        match self {
+            Self::F32(s) => View::F32(&s[range]),
+            Self::F16(s) => View::F16(&s[range]),
+            Self::BF16(s) => View::BF16(&s[range]),
+        }
+    }
+
+    /// Widens the elements from `start` on into `out`.
+    #[inline(always)]
+    pub fn load(&self, start: usize, out: &mut [f32]) {
+        let range = start..start + out.len();
+        match self {
+            Self::F32(s) => out.copy_from_slice(&s[range]),
+            Self::F16(s) => f16::load(&s[range], out),
+            Self::BF16(s) => bf16::load(&s[range], out),
+        }
+    }
+
+    /// The elements as FP32: the storage itself where it is FP32, else widened into `scratch`.
+    #[inline(always)]
+    pub fn widened<'b>(&self, start: usize, scratch: &'b mut [f32]) -> &'b [f32]
+    where
+        'a: 'b,
+    {
+        let range = start..start + scratch.len();
+        match self {
+            Self::F32(s) => f32::widened(&s[range], scratch),
+            Self::F16(s) => f16::widened(&s[range], scratch),
+            Self::BF16(s) => bf16::widened(&s[range], scratch),
+        }
+    }
+}
+
+impl ViewMut<'_> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.as_view().len()
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The same elements, to read.
+    pub fn as_view(&self) -> View<'_> {
+        match self {
+            Self::F32(s) => View::F32(s),
+            Self::F16(s) => View::F16(s),
+            Self::BF16(s) => View::BF16(s),
+        }
+    }
+
+    /// Reborrows the same elements.
+    pub fn reborrow(&mut self) -> ViewMut<'_> {
+        match self {
+            Self::F32(s) => ViewMut::F32(s),
+            Self::F16(s) => ViewMut::F16(s),
+            Self::BF16(s) => ViewMut::BF16(s),
+        }
+    }
+
+    /// Rounds `values` (to nearest even) into the elements from `start` on.
+    #[inline(always)]
+    pub fn store(&mut self, start: usize, values: &[f32]) {
+        let range = start..start + values.len();
+        match self {
+            Self::F32(s) => s[range].copy_from_slice(values),
+            Self::F16(s) => f16::store(values, &mut s[range]),
+            Self::BF16(s) => bf16::store(values, &mut s[range]),
+        }
+    }
+
+    /// Sets every element to zero.
+    pub fn zero(&mut self) {
+        match self {
+            Self::F32(s) => s.fill(0.0),
+            Self::F16(s) => s.fill(f16::ZERO),
+            Self::BF16(s) => s.fill(bf16::ZERO),
+        }
+    }
+}
+
+impl<'a> ViewMut<'a> {
+    /// Two disjoint parts, the first of `mid` elements.
+    pub fn split_at(self, mid: usize) -> (ViewMut<'a>, ViewMut<'a>) {
+        match self {
+            Self::F32(s) => {
+                let (a, b) = s.split_at_mut(mid);
+                (ViewMut::F32(a), ViewMut::F32(b))
+            }
+            Self::F16(s) => {
+                let (a, b) = s.split_at_mut(mid);
+                (ViewMut::F16(a), ViewMut::F16(b))
+            }
+            Self::BF16(s) => {
+                let (a, b) = s.split_at_mut(mid);
+                (ViewMut::BF16(a), ViewMut::BF16(b))
+            }
+        }
+    }
+}
+
+/// A view that several threads write at once, for interleaved parts that cannot be split into slices.
+#[derive(Clone, Copy)]
+pub struct Interleaved<'a> {
+    pointer: Pointer,
+    len: usize,
+    elements: PhantomData<&'a mut [f32]>,
+}
+
+#[derive(Clone, Copy)]
+enum Pointer {
+    F32(*mut f32),
+    F16(*mut f16),
+    BF16(*mut bf16),
+}
+
+// SAFETY: the pointer represents a unique borrow of plain numbers, and writing through it is `unsafe`.
+unsafe impl Send for Interleaved<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Interleaved<'_> {}
+
+impl<'a> ViewMut<'a> {
+    /// The same elements, to be written by several threads.
+    pub fn interleaved(self) -> Interleaved<'a> {
+        let len = self.len();
+        let pointer = match self {
+            Self::F32(s) => Pointer::F32(s.as_mut_ptr()),
+            Self::F16(s) => Pointer::F16(s.as_mut_ptr()),
+            Self::BF16(s) => Pointer::BF16(s.as_mut_ptr()),
+        };
+        Interleaved { pointer, len, elements: PhantomData }
+    }
+}
+
+impl Interleaved<'_> {
+    /// Rounds `values` into the elements from `start` on.
+    ///
+    /// # Panics
+    /// If there are fewer elements than that.
+    ///
+    /// # Safety
+    /// No other thread writes these elements at the same time.
+    #[inline(always)]
+    pub unsafe fn store(&self, start: usize, values: &[f32]) {
+        let count = values.len();
+        assert!(start + count <= self.len, "elements {start}.. of {}", self.len);
+        match self.pointer {
+            // SAFETY: the range lies inside the loan, and the caller keeps others away from it.
+            Pointer::F32(p) => unsafe { std::slice::from_raw_parts_mut(p.add(start), count) }.copy_from_slice(values),
+            // SAFETY: as above.
+            Pointer::F16(p) => f16::store(values, unsafe { std::slice::from_raw_parts_mut(p.add(start), count) }),
+            // SAFETY: as above.
+            Pointer::BF16(p) => bf16::store(values, unsafe { std::slice::from_raw_parts_mut(p.add(start), count) }),
+        }
+    }
+}
+
+/// Holds a tensor's storage for reading.
+pub struct Read<'a> {
+    storage: StorageRef<'a>,
+    range: Range<usize>,
+}
+
+/// `tensor` in host memory: itself if it is on the CPU, otherwise a copy.
+pub fn host(tensor: &Tensor) -> Result<Tensor> {
+    tensor.to_device(&Device::Cpu)
+}
+
+/// Elements of a contiguous tensor, counted in row-major order, in host memory: a view if it is on the CPU.
+pub fn host_range(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    let part = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
+    // Of a view, candle copies all that it is a view of.
+    if tensor.device().is_cpu() { Ok(part) } else { host(&part.force_contiguous()?) }
+}
+
+/// Whether both are views of one storage.
+pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
+    let (a, b) = (a.storage_and_layout().0, b.storage_and_layout().0);
+    std::ptr::eq::<Storage>(&raw const *a, &raw const *b)
+}
+
+/// Opens `tensor` for reading; an error unless it is contiguous, on the CPU, and FP32, FP16 or BF16.
+pub fn read(tensor: &Tensor) -> Result<Read<'_>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let range = contiguous(layout)?;
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(_) | CpuStorage::F16(_) | CpuStorage::BF16(_)) => Ok(Read { storage, range }),
+        other => bail!("no CPU kernel for a tensor of {:?} on {:?}", other.dtype(), other.device().location()),
+    }
+}
+
+impl Read<'_> {
+    /// The elements.
+    pub fn view(&self) -> View<'_> {
+        match &*self.storage {
+            Storage::Cpu(CpuStorage::F32(s)) => View::F32(&s[self.range.clone()]),
+            Storage::Cpu(CpuStorage::F16(s)) => View::F16(&s[self.range.clone()]),
+            Storage::Cpu(CpuStorage::BF16(s)) => View::BF16(&s[self.range.clone()]),
+            _ => unreachable!("`read` let only these through"),
+        }
+    }
+
+    /// The elements of a tensor that is stored as `T`.
+    pub fn typed<T: Element>(&self) -> Result<&[T]> {
+        match &*self.storage {
+            Storage::Cpu(storage) => Ok(&storage.as_slice::<T>()?[self.range.clone()]),
+            _ => unreachable!("`read` let only CPU storage through"),
+        }
+    }
+}
+
+fn contiguous(layout: &Layout) -> Result<Range<usize>> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(start..end),
+        None => {
+            bail!("kernels take contiguous tensors, not one of {:?} with strides {:?}", layout.dims(), layout.stride())
+        }
+    }
+}
+
+/// Gives `f` write access to `tensor`'s elements; the tensor must not be open for reading. A tensor on another device is
+/// copied to the host and back.
+pub fn write<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
+    if tensor.device().is_cpu() {
+        return write_on_host(tensor, f);
+    }
+    let copy = host(tensor)?;
+    let result = write_on_host(&copy, f)?;
+    tensor.slice_set(&copy.to_device(tensor.device())?, 0, 0)?;
+    Ok(result)
+}
+
+fn write_on_host<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
+    struct Lend<F, R> {
+        f: Cell<Option<F>>,
+        result: Cell<Option<R>>,
+    }
+    impl<R, F: FnOnce(ViewMut<'_>) -> R> InplaceOp1 for Lend<F, R> {
+        fn name(&self) -> &'static str {
+            "write"
+        }
+        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+            let range = contiguous(layout)?;
+            let view = match storage {
+                CpuStorage::F32(s) => ViewMut::F32(&mut s[range]),
+                CpuStorage::F16(s) => ViewMut::F16(&mut s[range]),
+                CpuStorage::BF16(s) => ViewMut::BF16(&mut s[range]),
+                _ => bail!("no CPU kernel writes this element type"),
+            };
+            self.result.set(self.f.take().map(|f| f(view)));
+            Ok(())
+        }
+    }
+    let lend = Lend { f: Cell::new(Some(f)), result: Cell::new(None) };
+    tensor.inplace_op1(&lend)?;
+    lend.result.take().ok_or_else(|| Error::Msg("a CPU kernel was called on another device".into()))
+}
+
+/// Gives `f` write access to an FP32 tensor's elements.
+pub fn write_f32<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<R> {
+    write(tensor, |view| match view {
+        ViewMut::F32(slice) => Ok(f(slice)),
+        _ => bail!("expected an FP32 tensor, got {:?}", tensor.dtype()),
+    })?
+}
+
+/// `out = x`, rounded to `out`'s type.
+pub fn copy(x: &Tensor, out: &Tensor) -> Result<()> {
+    streamed(x, out, |x, _| x)
+}
+
+/// `out += x`, the sum formed in FP32.
+pub fn accumulate(x: &Tensor, out: &Tensor) -> Result<()> {
+    streamed(x, out, |x, out| out + x)
+}
+
+/// `out += (x + inner[0]) + …`, each sum formed in FP32, in one pass over memory. `inner` is FP32 and stays as it is.
+pub fn accumulate_along(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
+    let inner = inner.iter().map(|tensor| read(tensor)).collect::<Result<Vec<_>>>()?;
+    let inner = inner.iter().map(Read::typed::<f32>).collect::<Result<Vec<_>>>()?;
+    streamed_blocks(
+        x,
+        out,
+        #[inline(always)]
+        |first, values, out| {
+            for inner in &inner {
+                for (value, inner) in values.iter_mut().zip(&inner[first..]) {
+                    *value += inner;
+                }
+            }
+            for (value, out) in values.iter_mut().zip(out) {
+                *value += *out;
+            }
+        },
+    )
+}
+
+/// `out = f(x, out)`, elementwise.
+fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(f32, f32) -> f32 + Sync) -> Result<()> {
+    streamed_blocks(
+        x,
+        out,
+        #[inline(always)]
+        |_, values, out| {
+            for (value, out) in values.iter_mut().zip(out) {
+                *value = f(*value, *out);
+            }
+        },
+    )
+}
+
+/// `f` gets the index of a block's first element, `x`'s values, which it turns into the new ones, and `out`'s old ones.
+fn streamed_blocks(x: &Tensor, out: &Tensor, f: impl Fn(usize, &mut [f32], &[f32]) + Sync) -> Result<()> {
+    const WIDTH: usize = 1024;
+    let x = read(x)?;
+    let x = x.view();
+    write(out, |out| {
+        let len = out.len();
+        for_each_part(
+            Rows { view: out, width: 1 },
+            len,
+            16 * WIDTH,
+            #[inline(always)]
+            |first, len, mut out| {
+                let (mut values, mut old) = ([0.0; WIDTH], [0.0; WIDTH]);
+                for start in (0..len).step_by(WIDTH) {
+                    let width = WIDTH.min(len - start);
+                    let (values, old) = (&mut values[..width], &mut old[..width]);
+                    x.load(first + start, values);
+                    out.view.as_view().load(start, old);
+                    f(first + start, values, old);
+                    out.view.store(start, values);
+                }
+            },
+        );
+    })
+}
+
+/// A zeroed CPU or device buffer.
+pub fn zeros(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+    if shape.iter().product::<usize>() >= 1 << 32 {
+        bail!("a tensor of {shape:?} has 2^32 elements or more, which the kernels do not address: use a smaller batch");
+    }
+    Tensor::zeros(shape, dtype, device)
+}
+
+/// Creates a buffer of a shape and type: a tensor of zeros, or its size where only sizes are counted.
+pub type Allocate<'a, T> = &'a dyn Fn(&[usize], DType) -> Result<T>;
+
+/// The number format of a type.
+pub fn float_format(dtype: DType) -> FloatFormat {
+    match dtype {
+        DType::F16 => FloatFormat::FP16,
+        DType::BF16 => FloatFormat::BF16,
+        _ => FloatFormat::FP32,
+    }
+}
+
+/// Bytes of a tensor of this shape and type.
+pub fn bytes(shape: &[usize], dtype: DType) -> u64 {
+    shape.iter().map(|dim| *dim as u64).product::<u64>() * dtype.size_in_bytes() as u64
+}
+
+/// Runs `$body` with `$t` standing for the element type of `$dtype`.
+macro_rules! with_element {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $t = half::f16;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $t = half::bf16;
+                $body
+            }
+            other => candle_core::bail!("no kernel for {other:?}"),
+        }
+    };
+}
+pub(crate) use with_element;

@@ -1,0 +1,93 @@
+//! The preflight of our CUDA kernels.
+//!
+//! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each operation
+//! ([`serve`]), with a time limit. An operation that disagrees, crashes or does not end stays candle's.
+
+use super::gpu;
+use super::kernels::cuda::{Operation, check};
+use crate::precision::PrecisionPolicy;
+use crate::untrusted::apart;
+use candle_core::{Device, DeviceLocation};
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::io::Read;
+use std::process::{ExitCode, ExitStatus};
+use std::time::Duration;
+
+/// The first argument that makes the program call [`serve`].
+pub(crate) const ARGUMENT: &str = "__preflight";
+/// For one operation: opening the device, compiling its kernels for the GPU, and all checks.
+const LIMIT: Duration = Duration::from_mins(1);
+
+/// The operations whose kernels pass on `device`; `notice` receives one message about those that fail.
+pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<Operation> {
+    let (Some(_), DeviceLocation::Cuda { gpu_id }) = (apart::command(ARGUMENT), device.location()) else {
+        notice("no preflight: only the program `finetune` can run one, so candle's kernels are used".into());
+        return BTreeSet::new();
+    };
+    // Most of each trial is opening the device, so they run side by side.
+    let tried = std::thread::scope(|scope| {
+        let trials = Operation::ALL.map(|operation| (operation, scope.spawn(move || run(gpu_id, operation))));
+        trials.map(|(operation, trial)| (operation, trial.join().unwrap_or_else(|_| Err("could not be tried".into()))))
+    });
+    let (mut passed, mut failed) = (BTreeSet::new(), Vec::new());
+    for (operation, result) in tried {
+        match result {
+            Ok(()) => drop(passed.insert(operation)),
+            Err(why) => failed.push(format!("{} {why}", operation.name())),
+        }
+    }
+    if !failed.is_empty() {
+        notice(format!("kernels that failed their preflight, so candle's are used: {}", failed.join("; ")));
+    }
+    passed
+}
+
+/// Tries one operation in another process.
+fn run(ordinal: usize, operation: Operation) -> std::result::Result<(), String> {
+    let untried = |error: std::io::Error| format!("could not be tried: {error}");
+    let mut command = apart::command(ARGUMENT).ok_or_else(|| untried(std::io::ErrorKind::NotFound.into()))?;
+    let mut child = command.args([ordinal.to_string().as_str(), operation.name()]).spawn().map_err(untried)?;
+    let Some(status) = apart::wait(&mut child, LIMIT).map_err(untried)? else {
+        return Err(format!("did not end within {} s", LIMIT.as_secs()));
+    };
+    let mut said = String::new();
+    if let Some(out) = &mut child.stdout {
+        let _ = out.read_to_string(&mut said);
+    }
+    judge(status, said.lines().next())
+}
+
+fn judge(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), String> {
+    match (status.code(), said) {
+        (Some(0), _) => Ok(()),
+        (Some(_), Some(said)) => Err(said.to_owned()),
+        _ => Err(format!("crashed ({status})")),
+    }
+}
+
+/// Checks one operation in this process: `arguments` are the GPU's number and the operation's name. Prints a failure to standard
+/// output.
+pub(crate) fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    // A kernel may hang after the waiting program has ended. The waiting program itself reports the timeout first.
+    std::thread::spawn(|| {
+        std::thread::sleep(2 * LIMIT);
+        std::process::exit(1);
+    });
+    let arguments: Vec<OsString> = arguments.collect();
+    let texts: Vec<&str> = arguments.iter().filter_map(|argument| argument.to_str()).collect();
+    let [ordinal, name] = texts[..] else { return ExitCode::from(2) };
+    let operation = Operation::ALL.into_iter().find(|operation| operation.name() == name);
+    let (Ok(ordinal), Some(operation)) = (ordinal.parse(), operation) else { return ExitCode::from(2) };
+    let tried = gpu::open(ordinal, PrecisionPolicy::FP32)
+        .and_then(|(device, _)| check(operation, &device).map_err(|error| error.to_string()));
+    match tried {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let mut out = std::io::stdout();
+            let line = error.lines().next().unwrap_or_default();
+            let _ = std::io::Write::write_all(&mut out, format!("{line}\n").as_bytes());
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -2,6 +2,7 @@
 
 pub mod collective;
 pub mod device;
+mod error;
 pub(crate) mod gpu;
 pub mod model;
 pub mod optim;

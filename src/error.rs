@@ -5,8 +5,6 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use candle_core::Error as CandleError;
-
 /// The library's result type.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -78,9 +76,14 @@ pub enum Error {
     /// The processes of a run cannot go on together.
     #[error("{0}")]
     Collective(String),
-    /// An operation of the engine or of candle failed.
-    #[error("{}", message(.0))]
-    Kernel(#[from] CandleError),
+    /// An operation of the engine failed.
+    #[error("{message}")]
+    Engine {
+        /// What is wrong.
+        message: String,
+        /// The stack frames at that place, captured under `RUST_BACKTRACE=1`; `None` if they have no symbols.
+        backtrace: Option<String>,
+    },
 }
 
 impl Error {
@@ -115,10 +118,15 @@ impl Error {
         Self::Checkpoint { path: path.as_ref().to_path_buf(), message: message.into() }
     }
 
-    /// The stack frames of an [`Error::Kernel`], which candle captures under `RUST_BACKTRACE=1`; `None` if they have no symbols.
-    pub fn backtrace(&self) -> Option<String> {
-        let Self::Kernel(error) = self else { return None };
-        frames(error).filter(|text| has_symbols(text))
+    /// An [`Error::Engine`] without stack frames.
+    pub fn engine(message: impl std::fmt::Display) -> Self {
+        Self::Engine { message: message.to_string(), backtrace: None }
+    }
+
+    /// The stack frames of an [`Error::Engine`].
+    pub fn backtrace(&self) -> Option<&str> {
+        let Self::Engine { backtrace, .. } = self else { return None };
+        backtrace.as_deref()
     }
 
     /// The process's exit code: 2 for wrong input from the user, 3 for a diverged run, else 1.
@@ -127,7 +135,7 @@ impl Error {
             Self::Config { .. } | Self::Data { .. } | Self::Model { .. } | Self::Checkpoint { .. } => 2,
             Self::Diverged { .. } => 3,
             Self::Io { source, .. } if is_wrong_path(source.kind()) => 2,
-            Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Collective(_) | Self::Kernel(_) => 1,
+            Self::Io { .. } | Self::Hub { .. } | Self::Scaler(_) | Self::Collective(_) | Self::Engine { .. } => 1,
         }
     }
 }
@@ -141,62 +149,4 @@ fn is_wrong_path(kind: ErrorKind) -> bool {
         kind,
         InvalidData | InvalidInput | IsADirectory | NotADirectory | NotFound | PermissionDenied | ReadOnlyFilesystem
     )
-}
-
-/// The text of `error` without the backtraces that candle prints among it.
-fn message(error: &CandleError) -> String {
-    match error {
-        CandleError::WithBacktrace { inner, .. } => message(inner),
-        CandleError::WithPath { inner, path } => format!("`{}`: {}", path.display(), message(inner)),
-        CandleError::Context { inner, context } => format!("{context}: {}", message(inner)),
-        CandleError::WrappedContext { wrapped, context } => match wrapped.downcast_ref() {
-            Some(inner) => format!("{context}: {}", message(inner)),
-            None => format!("{context}: {wrapped}"),
-        },
-        other => other.to_string(),
-    }
-}
-
-/// The innermost backtrace in `error`.
-fn frames(error: &CandleError) -> Option<String> {
-    match error {
-        CandleError::WithBacktrace { inner, backtrace } => frames(inner).or_else(|| Some(backtrace.to_string())),
-        CandleError::WithPath { inner, .. } | CandleError::Context { inner, .. } => frames(inner),
-        CandleError::WrappedContext { wrapped, .. } => wrapped.downcast_ref().and_then(frames),
-        _ => None,
-    }
-}
-
-/// Whether a backtrace names a function. In a program without symbols, such as a release build, it only counts frames.
-fn has_symbols(frames: &str) -> bool {
-    frames.lines().any(|frame| !frame.ends_with(": <unknown>"))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::backtrace::Backtrace;
-
-    use super::*;
-
-    #[test]
-    fn an_internal_error_keeps_its_backtrace_out_of_its_message() {
-        let backtrace = || Box::new(Backtrace::force_capture());
-        let traced = |inner| CandleError::WithBacktrace { inner: Box::new(inner), backtrace: backtrace() };
-        let inner = traced(traced(CandleError::Msg("no buffers".into())).with_path("a.gguf"));
-        let wrapped = CandleError::WrappedContext { wrapped: Box::new(inner), context: "block 3".into() };
-        let error = Error::from(traced(wrapped).context("step 7"));
-        assert_eq!(error.to_string(), "step 7: block 3: `a.gguf`: no buffers");
-        assert!(
-            error.backtrace().is_some_and(|frames| frames.contains("out_of_its_message")),
-            "{:?}",
-            error.backtrace()
-        );
-        assert_eq!(Error::from(CandleError::Msg("no buffers".into())).backtrace(), None);
-    }
-
-    #[test]
-    fn frames_without_symbols_are_not_printed() {
-        assert!(!has_symbols("   0: <unknown>\n   1: <unknown>\n"));
-        assert!(has_symbols("   0: <unknown>\n   1: finetune::main\n"));
-    }
 }

@@ -150,9 +150,7 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         .spawn(move || pool.install(|| trainer.run()))
         .map_err(Error::io("start a thread in", "."))?;
     show((&records, &activity), &commands, &args.show, config.telemetry.log_every, history);
-    training.join().unwrap_or_else(|_| {
-        Err(Error::Kernel(candle_core::Error::Msg("training stopped with a panic; this is a bug in finetune".into())))
-    })
+    training.join().unwrap_or_else(|_| Err(Error::engine("training stopped with a panic; this is a bug in finetune")))
 }
 
 /// Takes part in the run that process 0 leads.

@@ -78,7 +78,7 @@ impl Place {
     /// `notice` receives the reason.
     ///
     /// # Errors
-    /// [`Error::Config`] for `device` if the requested GPU cannot be used, and [`Error::Kernel`] if the device has no kernels of
+    /// [`Error::Config`] for `device` if the requested GPU cannot be used, and [`Error::Engine`] if the device has no kernels of
     /// this kind.
     pub fn open(self, policy: PrecisionPolicy, choice: Choice, notice: &mut dyn FnMut(String)) -> Result<OpenDevice> {
         let (device, name) = match self {

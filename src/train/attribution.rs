@@ -3,7 +3,6 @@
 //! A skipped step changes neither weights nor dropout masks (a function of the step number), so the same infinities
 //! appear again. Clean steps cost nothing.
 
-use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
 use crate::engine::model::{Hook, Mode, ModelSpec, Place};
@@ -11,6 +10,7 @@ use crate::precision::{FloatFormat, TensorStats, Unit};
 use crate::telemetry::{Origin, Pass};
 use crate::train::passes::{passes, with_step_weights};
 use crate::train::step::{Engine, StepReport};
+use crate::{Error, Result};
 use candle_core::Tensor;
 
 /// The first tensor of the step, in order of computation, that is not finite, and the unit of its layer. `None` if all
@@ -30,10 +30,10 @@ fn search(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> 
     if engine.world.world() == 1 {
         return Ok(found);
     }
-    let text = serde_json::to_vec(&found).map_err(candle_core::Error::wrap)?;
+    let text = serde_json::to_vec(&found).map_err(Error::engine)?;
     for theirs in engine.world.all_gather(&text)? {
         // Shares follow each other in the order of ranks.
-        let theirs: Option<(Origin, Unit)> = serde_json::from_slice(&theirs).map_err(candle_core::Error::wrap)?;
+        let theirs: Option<(Origin, Unit)> = serde_json::from_slice(&theirs).map_err(Error::engine)?;
         if theirs.is_some() {
             return Ok(theirs);
         }

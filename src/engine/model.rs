@@ -6,7 +6,6 @@ mod blocks;
 mod decoder;
 mod dora;
 mod gemma3;
-mod gguf;
 mod gpt2;
 mod hook;
 mod layers;
@@ -21,8 +20,8 @@ mod rope;
 mod spec;
 mod workspace;
 
+pub(crate) use architecture::{Keys, one_or_more};
 pub use decoder::{Decoder, KvCache, Mode, Tokens};
-pub use gguf::{GgufHeader, GgufWords, ROPE_FACTORS, gguf_name};
 pub use hook::{Hook, Part, Place};
 pub use lora::{ALL_LINEAR, Lora, merge, set_output_norms};
 pub use parameters::{Parameters, draw};

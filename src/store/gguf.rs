@@ -3,11 +3,14 @@
 //! candle's reader parses the file without checking every number, so everything that reading a tensor relies on is
 //! checked here when the file is opened: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
+mod architectures;
 mod model;
 mod tokenizer;
+mod vocabulary;
 
+pub use architectures::{GgufHeader, GgufWords, ROPE_FACTORS, gguf_name};
 pub use model::GgufModel;
-pub use tokenizer::{TokenKind, word_pattern};
+pub(crate) use vocabulary::vocabulary;
 
 use std::collections::BTreeMap;
 use std::fs::File;

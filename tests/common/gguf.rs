@@ -6,7 +6,8 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Tensor};
-use finetune::engine::model::{ALL_LINEAR, Lora, ModelSpec, Parameters, gguf_name};
+use finetune::engine::model::{ALL_LINEAR, Lora, ModelSpec, Parameters};
+use finetune::store::gguf::gguf_name;
 use finetune::train::TrainState;
 use serde_json::Value as Json;
 

@@ -74,7 +74,7 @@ pub(super) fn names() -> Vec<&'static str> {
 }
 
 /// Reads keys of one type each; a key that is missing or `null` takes its default.
-pub(super) struct Keys<'a>(pub(super) &'a Map<String, Value>);
+pub(crate) struct Keys<'a>(pub(crate) &'a Map<String, Value>);
 
 impl<'a> Keys<'a> {
     fn get<T>(&self, key: &str, default: T, wanted: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<T, String> {
@@ -84,7 +84,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    pub(super) fn size(&self, key: &str, default: usize) -> Result<usize, String> {
+    pub(crate) fn size(&self, key: &str, default: usize) -> Result<usize, String> {
         self.up_to(LARGEST, key, default)
     }
 
@@ -104,7 +104,7 @@ impl<'a> Keys<'a> {
         self.get(key, default, &format!("a whole number up to {LARGEST}"), read)
     }
 
-    pub(super) fn number(&self, key: &str, default: f64) -> Result<f64, String> {
+    pub(crate) fn number(&self, key: &str, default: f64) -> Result<f64, String> {
         self.get(key, default, "a number", Value::as_f64)
     }
 
@@ -160,7 +160,7 @@ impl<'a> Keys<'a> {
 }
 
 /// How configurations write a list of tokens: one as itself.
-pub(super) fn one_or_more(ids: &[u32]) -> Value {
+pub(crate) fn one_or_more(ids: &[u32]) -> Value {
     match ids {
         [] => Value::Null,
         [id] => (*id).into(),

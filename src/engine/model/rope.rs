@@ -82,7 +82,7 @@ const KNOWN: [&str; 14] = [
 
 impl Rope {
     /// Frequencies as they are, of this base.
-    pub(super) const fn plain(theta: f64) -> Self {
+    pub(crate) const fn plain(theta: f64) -> Self {
         Self { theta, kind: RopeType::Default }
     }
 
@@ -217,7 +217,7 @@ impl Rope {
     }
 
     /// The value of `rope_parameters` in a `config.json`.
-    pub(super) fn to_json(&self) -> Value {
+    pub(crate) fn to_json(&self) -> Value {
         let mut json = match &self.kind {
             RopeType::Default => json!({"rope_type": "default"}),
             RopeType::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),

@@ -321,13 +321,23 @@ impl ModelSpec {
         let fail = |message: String| Error::model(origin, message);
         let json: Map<String, Value> =
             serde_json::from_slice(text).map_err(|error| fail(format!("not JSON: {error}")))?;
-        architecture::read(&Keys(&json)).map_err(fail)
+        Self::from_config(&json).map_err(fail)
+    }
+
+    /// Like [`Self::from_json`], from a parsed `config.json`.
+    pub(crate) fn from_config(json: &Map<String, Value>) -> Result<Self, String> {
+        architecture::read(&Keys(json))
+    }
+
+    /// The `config.json`, without the type of the weights.
+    pub(crate) fn config(&self) -> Value {
+        self.family.0.write(self)
     }
 
     /// A `config.json` that transformers' `from_pretrained` takes; `dtype` is that of the weights beside it, as torch
     /// names it (`float32`, `float16`, `bfloat16`).
     pub fn to_json(&self, dtype: &str) -> String {
-        let mut json = self.family.0.write(self);
+        let mut json = self.config();
         // transformers 5 writes and reads `dtype`; older versions know `torch_dtype` only.
         for key in ["dtype", "torch_dtype"] {
             json[key] = dtype.into();

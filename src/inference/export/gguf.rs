@@ -1,11 +1,10 @@
-//! Exports every family as GGUF, as llama.cpp reads it. `engine::model` translates the model, [`vocabulary`] the tokenizer.
-
-mod vocabulary;
+//! Exports every family as GGUF, as llama.cpp reads it. `store::gguf` translates the model and the tokenizer.
 
 use super::Encoding;
-use crate::engine::model::{GgufWords, Op, ParamSpec, Parameters, ROPE_FACTORS, gguf_name};
+use crate::engine::model::{Op, ParamSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
+use crate::store::gguf::{GgufWords, ROPE_FACTORS, gguf_name, vocabulary};
 use crate::{Error, Result};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -37,7 +36,7 @@ pub(super) fn write(
     }
     let GgufWords { architecture, keys, rope_factors } = words;
     metadata.extend(keys.iter().filter_map(|(key, value)| Some((format!("{architecture}.{key}"), value_of(value)?))));
-    metadata.extend(vocabulary::keys(trained)?);
+    metadata.extend(vocabulary(&trained.tokenizer, &trained.config, trained.chat.template.as_deref())?);
 
     let convert = |(entry, tensor): (&ParamSpec, &Tensor)| -> Result<(String, QTensor)> {
         // candle quantises a tensor's whole storage, and a parameter may be a view of a part of it.

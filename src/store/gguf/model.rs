@@ -7,11 +7,11 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use serde_json::{Map, Value as Json, json};
 
-use super::Gguf;
+use super::{Gguf, GgufHeader, ROPE_FACTORS, gguf_name};
 use crate::Result;
 use crate::engine::kernels::quantised::Quantised;
 use crate::engine::kernels::view::{self, read};
-use crate::engine::model::{GgufHeader, ModelSpec, Op, ParamSpec, Parameters, ROPE_FACTORS, gguf_name};
+use crate::engine::model::{ModelSpec, Op, ParamSpec, Parameters};
 use crate::store::companions::{CHAT_TEMPLATE, Companions, GENERATION_CONFIG, TOKENIZER_CONFIG};
 
 /// A GGUF file in which every parameter was found with the right shape.

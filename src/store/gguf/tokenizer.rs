@@ -13,7 +13,7 @@ use crate::Result;
 
 /// Kinds of tokens, by llama.cpp's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TokenKind {
+pub(super) enum TokenKind {
     /// Made by merges.
     Normal = 1,
     /// Stands for text without a token.
@@ -150,7 +150,7 @@ fn byte_step(use_regex: bool) -> Json {
 }
 
 /// The GGUF name of a Hugging Face pre-tokenizer's word pattern.
-pub fn word_pattern(step: &Json) -> Option<&'static str> {
+pub(super) fn word_pattern(step: &Json) -> Option<&'static str> {
     WORD_PATTERNS.into_iter().find(|name| pre_tokenizer(name).is_some_and(|known| plain(step) == plain(&known)))
 }
 

@@ -3,10 +3,10 @@
 //! Each metadata key maps to a key of `config.json`, in both directions, so each family still reads and writes its
 //! configuration in its own file only. Names, row orders and offsets follow llama.cpp's converter.
 
-use super::architecture::{self, Keys, one_or_more};
-use super::rope::{Rope, RopeType};
-use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec};
 use crate::engine::kernels::{Norm, WeightLayout};
+use crate::engine::model::{
+    Keys, Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec, Rope, RopeType, one_or_more,
+};
 use crate::{Error, Result};
 use candle_core::Tensor;
 use serde_json::{Map, Value, json};
@@ -98,8 +98,7 @@ impl ModelSpec {
     pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
         let json = config(header).map_err(fail)?;
-        let spec =
-            architecture::read(&Keys(&json)).map_err(|message| fail(in_gguf_terms(header.architecture, message)))?;
+        let spec = Self::from_config(&json).map_err(|message| fail(in_gguf_terms(header.architecture, message)))?;
         check_heads(&spec, header).map_err(fail)?;
         Ok(spec)
     }
@@ -111,7 +110,7 @@ impl ModelSpec {
     pub fn to_gguf(&self) -> Result<GgufWords> {
         let fail = |message: String| Error::model(self.family.model_type(), message);
         let words = self.gguf_words().map_err(fail)?;
-        let json = self.family.0.write(self);
+        let json = self.config();
         let mut keys: Vec<(&'static str, Value)> = Vec::new();
         for (theirs, ours, _) in words.keys {
             keys.extend(Some(&json[*ours]).filter(|value| !value.is_null()).map(|value| (*theirs, value.clone())));

@@ -1,7 +1,8 @@
-//! Translates a tokenizer to llama.cpp's metadata: the two kinds that `store::gguf` reads.
+//! Translates a tokenizer to llama.cpp's metadata: the two kinds that [`super::tokenizer`] reads.
 
-use crate::inference::trained::TrainedModel;
-use crate::store::gguf::{TokenKind, word_pattern};
+use super::tokenizer::{TokenKind, word_pattern};
+use crate::data::Tokenizer;
+use crate::engine::model::ModelSpec;
 use crate::{Error, Result};
 use candle_core::quantized::gguf_file::Value;
 use serde_json::Value as Json;
@@ -9,10 +10,10 @@ use std::collections::{BTreeMap, HashMap};
 
 type Keys = Vec<(String, Value)>;
 
-/// The tokenizer, its special tokens and the chat template.
-pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
+/// The metadata of a tokenizer, its special tokens and the chat template, for the model `config`.
+pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Option<&str>) -> Result<Keys> {
     let fail = |message: &str| Error::model("tokenizer.json", format!("{message}, so it cannot go into a GGUF file"));
-    let json: Json = serde_json::from_slice(trained.tokenizer.json()).map_err(|error| fail(&error.to_string()))?;
+    let json: Json = serde_json::from_slice(tokenizer.json()).map_err(|error| fail(&error.to_string()))?;
     let model = &json["model"];
     // Older files leave the type out where it is BPE.
     if !matches!(model["type"].as_str(), None | Some("BPE")) {
@@ -20,7 +21,8 @@ pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
     }
     let merges: Vec<[String; 2]> = model["merges"].as_array().into_iter().flatten().filter_map(merge).collect();
     let sentence_piece = model["byte_fallback"] == true;
-    let vocabulary = Vocabulary::new(trained, &json, sentence_piece).ok_or_else(|| fail("it has no vocabulary"))?;
+    let vocabulary =
+        Vocabulary::new(config.vocab_size, &json, sentence_piece).ok_or_else(|| fail("it has no vocabulary"))?;
     let mut keys = Keys::new();
     let mut put = |key: &str, value: Value| keys.push((format!("tokenizer.ggml.{key}"), value));
     if sentence_piece {
@@ -46,12 +48,11 @@ pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
     let kinds = vocabulary.tokens.iter().map(|(_, kind)| Value::I32(*kind as i32));
     put("token_type", Value::Array(kinds.collect()));
 
-    let begin = trained.tokenizer.bos();
+    let begin = tokenizer.bos();
     put("add_bos_token", Value::Bool(begin.is_some()));
-    let config = &trained.config;
     let mut ends = config.eos_token_ids.clone();
-    ends.extend(trained.tokenizer.eos_id());
-    let known = |id: &u32| (*id as usize) < trained.tokenizer.vocab_size();
+    ends.extend(tokenizer.eos_id());
+    let known = |id: &u32| (*id as usize) < tokenizer.vocab_size();
     ends.retain(known);
     if let Some(id) = begin.or(config.bos_token_id).or(ends.first().copied()) {
         put("bos_token_id", Value::U32(id));
@@ -66,8 +67,8 @@ pub(super) fn keys(trained: &TrainedModel) -> Result<Keys> {
     if let Some(id) = model["unk_token"].as_str().and_then(|text| vocabulary.id(text)) {
         put("unknown_token_id", Value::U32(id));
     }
-    if let Some(template) = &trained.chat.template {
-        keys.push(("tokenizer.chat_template".to_owned(), Value::String(template.clone())));
+    if let Some(template) = template {
+        keys.push(("tokenizer.chat_template".to_owned(), Value::String(template.to_owned())));
     }
     Ok(keys)
 }
@@ -78,7 +79,7 @@ struct Vocabulary {
 }
 
 impl Vocabulary {
-    fn new(trained: &TrainedModel, json: &Json, byte_tokens: bool) -> Option<Self> {
+    fn new(rows: usize, json: &Json, byte_tokens: bool) -> Option<Self> {
         let mut tokens: BTreeMap<usize, (String, TokenKind)> = BTreeMap::new();
         let mut put = |id: &Json, text: &str, kind| {
             id.as_u64().map(|id| tokens.insert(id as usize, (text.to_owned(), kind)));
@@ -104,8 +105,7 @@ impl Vocabulary {
         }
         // Rows of the embedding without a token need a name too.
         let unused = |id| (format!("[PAD{id}]"), TokenKind::Unused);
-        let rows = 0..trained.config.vocab_size;
-        Some(Self { tokens: rows.map(|id| tokens.remove(&id).unwrap_or_else(|| unused(id))).collect() })
+        Some(Self { tokens: (0..rows).map(|id| tokens.remove(&id).unwrap_or_else(|| unused(id))).collect() })
     }
 
     fn id(&self, text: &str) -> Option<u32> {

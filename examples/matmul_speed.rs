@@ -7,8 +7,8 @@
 use std::time::{Duration, Instant};
 
 use finetune::engine::kernels::convert::Element;
+use finetune::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use finetune::engine::kernels::matmul::{Epilogue, Operand, matmul};
-use finetune::engine::kernels::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use half::{bf16, f16};
 
 /// Weights `[in, out]` of distilgpt2, how often they occur, and the head, stored `[out, in]`.
@@ -22,7 +22,8 @@ const WEIGHTS: [(&str, usize, usize, usize); 5] = [
 
 /// As in the program, whose matrices use huge pages.
 #[global_allocator]
-static ALLOCATOR: finetune::engine::kernels::allocator::Allocator = finetune::engine::kernels::allocator::Allocator;
+static ALLOCATOR: finetune::engine::kernels::machine::allocator::Allocator =
+    finetune::engine::kernels::machine::allocator::Allocator;
 
 fn main() {
     let mut arguments = std::env::args().skip(1);

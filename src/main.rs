@@ -1,7 +1,8 @@
 //! The `finetune` program.
 
 #[global_allocator]
-static ALLOCATOR: finetune::engine::kernels::allocator::Allocator = finetune::engine::kernels::allocator::Allocator;
+static ALLOCATOR: finetune::engine::kernels::machine::allocator::Allocator =
+    finetune::engine::kernels::machine::allocator::Allocator;
 
 fn main() -> std::process::ExitCode {
     finetune::cli::main()

@@ -6,9 +6,7 @@
 #![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
 
 pub mod adamw;
-pub mod allocator;
 pub mod attention;
-pub mod awake;
 pub mod columns;
 pub mod convert;
 pub mod cross_entropy;
@@ -24,11 +22,11 @@ pub mod gelu;
 pub mod isa;
 pub mod layer_norm;
 pub mod linear;
+pub mod machine;
 pub mod math;
 pub mod matmul;
 #[cfg(target_arch = "aarch64")]
 mod neon;
-pub mod peak;
 mod plain;
 pub mod precision;
 pub mod quantised;

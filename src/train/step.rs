@@ -3,7 +3,7 @@
 
 use crate::data::Batch;
 use crate::engine::collective::{Collective, gather};
-use crate::engine::kernels::awake::keep_awake;
+use crate::engine::kernels::machine::awake::keep_awake;
 use crate::engine::model::{Decoder, Mode, Workspace};
 use crate::engine::optim::{Gradients, LrSchedule, Survey};
 use crate::precision::ScaleChange;

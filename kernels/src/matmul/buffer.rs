@@ -7,7 +7,7 @@ use std::alloc::{GlobalAlloc, Layout, handle_alloc_error};
 use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 
-use crate::allocator::{Allocator, HUGE_PAGE};
+use crate::machine::allocator::{Allocator, HUGE_PAGE};
 
 /// Alignment of buffers; the allocator lays those that fill a huge page on one.
 const CACHE_LINE: usize = 64;

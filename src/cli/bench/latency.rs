@@ -4,7 +4,7 @@ use super::{BenchArgs, round};
 use crate::Result;
 use crate::cli::model::tell_notice;
 use crate::engine::kernels::isa::Isa;
-use crate::engine::kernels::peak::measure_bandwidth;
+use crate::engine::kernels::machine::peak::measure_bandwidth;
 use crate::engine::kernels::view::host;
 use crate::engine::model::{Decoder, KvCache, Mode, ModelSpec, Op, Parameters, Tokens, Workspace};
 use crate::engine::optim::MasterWeights;

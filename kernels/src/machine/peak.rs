@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use super::isa::Isa;
+use crate::isa::Isa;
 #[cfg(target_arch = "x86_64")]
-use super::tiles;
+use crate::tiles;
 
 /// Independent sums: enough to hide the latency of a multiply-add, few enough for the registers of every CPU.
 const SUMS: usize = 12;
@@ -179,8 +179,8 @@ fn bf16_loop(isa: Isa) -> Loop {
 mod aarch64 {
     use std::arch::aarch64::{vdupq_n_f32, vdupq_n_u32, vfmaq_f32};
 
-    use super::super::neon::multiply_bf16;
     use super::{SUMS, black_box};
+    use crate::neon::multiply_bf16;
 
     #[target_feature(enable = "neon")]
     pub(super) fn neon(rounds: usize) {

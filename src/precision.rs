@@ -6,16 +6,16 @@ mod fallback;
 mod fp8;
 mod grad_scaler;
 mod headroom;
-mod optimizer_stages;
+mod per_optimizer_state;
 mod policy;
 mod scaler_config;
 
 pub use finetune_kernels::precision::*;
 
-pub use fallback::{Fallback, FallbackRule, PrecisionConfig, Unit, UnitRecord};
+pub use fallback::{Fallback, FallbackRule, PrecisionConfig, PrecisionUnit, UnitRecord};
 pub use fp8::{AmaxHistory, Fp8Config, Fp8State, scale_for};
 pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
 pub use headroom::Headroom;
-pub use optimizer_stages::OptimizerStages;
+pub use per_optimizer_state::PerOptimizerState;
 pub use policy::{Dtype, PrecisionPolicy};
-pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow, ScalerPolicy};
+pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow, ScalerMode};

@@ -5,7 +5,7 @@
 use candle_core::{Tensor, Var, backprop::GradStore};
 
 use super::{OptimizerId, ScaledOptimizer, widen};
-use crate::precision::{self, GradScalerConfig, OptimizerStages, ScaleChange, ScalerPolicy, StateDict};
+use crate::precision::{self, GradScalerConfig, PerOptimizerState, ScaleChange, ScalerMode, StateDict};
 use crate::{Error, Result};
 
 /// Scales losses, unscales gradients, skips steps whose gradients are not finite, and adjusts the scale.
@@ -23,7 +23,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone)]
 pub struct GradScaler {
     scaler: precision::GradScaler,
-    stages: OptimizerStages<OptimizerId>,
+    stages: PerOptimizerState<OptimizerId>,
     /// Whether the second check of a `step` since the last update found a value that is not finite.
     found_inf_late: bool,
 }
@@ -31,12 +31,12 @@ pub struct GradScaler {
 impl GradScaler {
     /// A scaler at its initial scale. *Errors name the invalid option.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
-        if config.policy != ScalerPolicy::Dynamic {
+        if config.mode != ScalerMode::Dynamic {
             let message = "`predictive` needs the size of gradients, which is not measured here; use `dynamic`";
-            return Err(Error::config("scaler.policy", message));
+            return Err(Error::config("scaler.mode", message));
         }
         let scaler = precision::GradScaler::new(config)?;
-        Ok(Self { scaler, stages: OptimizerStages::new(), found_inf_late: false })
+        Ok(Self { scaler, stages: PerOptimizerState::new(), found_inf_late: false })
     }
 
     /// Whether scaling is enabled. If not, `scale`, `unscale` and `update` do nothing and `step` always runs the optimizer, so

@@ -2,7 +2,7 @@
 
 use crate::cli::model::{DeviceArgs, NameArgs};
 use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
-use crate::precision::{PrecisionPolicy, Unit};
+use crate::precision::{PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::Amount;
 use crate::train::whole_text;
 use crate::{Error, Result};
@@ -83,7 +83,7 @@ fn as_text(report: &Fp16Report) -> String {
     for unit in &report.units {
         let cell = |largest: &crate::inference::fp16_check::Largest| {
             // Drop the part up to the block's number, which is the same in every row.
-            let block = if let Unit::Block(block) = unit.unit { format!(".{block}.") } else { String::new() };
+            let block = if let PrecisionUnit::Block(block) = unit.unit { format!(".{block}.") } else { String::new() };
             let name = largest.tensor.split_once(&block).map_or(largest.tensor.as_str(), |(_, name)| name);
             format!("{:<9.3e} {name:<21.21}", largest.max_abs)
         };
@@ -110,7 +110,7 @@ fn as_text(report: &Fp16Report) -> String {
         Verdict::Fp16WithFallback { units } => {
             let units: Vec<String> = units.iter().map(ToString::to_string).collect();
             format!(
-                "verdict: fp16 with {} in FP32 (`--dtype fp16 --set precision.fallback=layer --set precision.fallback_after=1`), or bf16",
+                "verdict: fp16 with {} in FP32 (`--dtype fp16 --set precision.fallback=layer --set precision.fallback_overflows=1`), or bf16",
                 units.join(", ")
             )
         }

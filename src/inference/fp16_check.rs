@@ -12,7 +12,7 @@ use crate::engine::model::{
     Decoder, Hook, Keep, Layer, Mode, ModelSpec, Parameters, Part, Place, Workspace, candle_dtype,
 };
 use crate::engine::optim::{Gradients, MasterWeights};
-use crate::precision::{Dtype, FloatFormat, PrecisionPolicy, Unit};
+use crate::precision::{Dtype, FloatFormat, PrecisionPolicy, PrecisionUnit};
 use candle_core::Tensor;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,7 +51,7 @@ pub struct Largest {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct UnitReport {
     /// `h.3`, or `head`.
-    pub unit: Unit,
+    pub unit: PrecisionUnit,
     /// The largest activation.
     pub activation: Largest,
     /// The largest unscaled gradient.
@@ -71,7 +71,7 @@ pub enum Verdict {
     /// FP16, with these units in FP32.
     Fp16WithFallback {
         /// The units that overflow, or whose gradients limit the loss scale of all others.
-        units: Vec<Unit>,
+        units: Vec<PrecisionUnit>,
     },
     /// BF16.
     Bf16 {
@@ -107,7 +107,7 @@ struct Measured {
 struct Record<'a> {
     spec: &'a ModelSpec,
     kernels: &'a dyn Kernels,
-    units: BTreeMap<Unit, Measured>,
+    units: BTreeMap<PrecisionUnit, Measured>,
 }
 
 impl Hook for Record<'_> {
@@ -235,9 +235,10 @@ impl<'a> Passes<'a> {
 
 /// The units that cannot stay in FP16: those whose activations overflow, and, while the loss scale flushes too much of the
 /// others, the one whose gradient limits it.
-fn wide_units(units: &BTreeMap<Unit, Measured>) -> BTreeSet<Unit> {
+fn wide_units(units: &BTreeMap<PrecisionUnit, Measured>) -> BTreeSet<PrecisionUnit> {
     let overflows = |seen: &Measured| seen.activation.max_abs.is_nan() || seen.activation.max_abs > TOP;
-    let mut wide: BTreeSet<Unit> = units.iter().filter(|(_, seen)| overflows(seen)).map(|(unit, _)| *unit).collect();
+    let mut wide: BTreeSet<PrecisionUnit> =
+        units.iter().filter(|(_, seen)| overflows(seen)).map(|(unit, _)| *unit).collect();
     while 2 * wide.len() < units.len() && best_scale(units, &wide).1 > MOST_FLUSHED {
         let rest = units.iter().filter(|(unit, _)| !wide.contains(unit));
         let Some((unit, _)) = rest.max_by(|a, b| a.1.gradient.max_abs.total_cmp(&b.1.gradient.max_abs)) else { break };
@@ -248,7 +249,7 @@ fn wide_units(units: &BTreeMap<Unit, Measured>) -> BTreeSet<Unit> {
 
 /// The largest power of two that leaves headroom for the gradients of the units in FP16, and the share of their weight
 /// gradients that flush to zero at it.
-fn best_scale(units: &BTreeMap<Unit, Measured>, wide: &BTreeSet<Unit>) -> (f32, f64) {
+fn best_scale(units: &BTreeMap<PrecisionUnit, Measured>, wide: &BTreeSet<PrecisionUnit>) -> (f32, f64) {
     let kept = || units.iter().filter(|(unit, _)| !wide.contains(unit)).map(|(_, seen)| seen);
     let largest = kept().map(|seen| seen.gradient.max_abs).fold(0.0, f32::max);
     let scale = (TOP / ROOM / largest.max(f32::MIN_POSITIVE)).min(HIGHEST_SCALE).log2().floor().exp2();
@@ -259,7 +260,7 @@ fn best_scale(units: &BTreeMap<Unit, Measured>, wide: &BTreeSet<Unit>) -> (f32, 
     (scale.max(1.0), weights.exponents.shares_at(scale.log2() as i32, FloatFormat::FP16).flushed)
 }
 
-fn judge(units: &BTreeMap<Unit, Measured>, wide: &BTreeSet<Unit>, flushed: f64) -> Verdict {
+fn judge(units: &BTreeMap<PrecisionUnit, Measured>, wide: &BTreeSet<PrecisionUnit>, flushed: f64) -> Verdict {
     if let Some((unit, _)) =
         units.iter().find(|(_, seen)| seen.activation.max_abs.is_nan() || seen.gradient.max_abs.is_nan())
     {
@@ -290,8 +291,8 @@ mod tests {
     }
 
     fn verdict(units: [Measured; 4]) -> (Verdict, f32) {
-        let units: BTreeMap<Unit, Measured> =
-            units.into_iter().enumerate().map(|(block, seen)| (Unit::Block(block), seen)).collect();
+        let units: BTreeMap<PrecisionUnit, Measured> =
+            units.into_iter().enumerate().map(|(block, seen)| (PrecisionUnit::Block(block), seen)).collect();
         let wide = wide_units(&units);
         let (scale, flushed) = best_scale(&units, &wide);
         (judge(&units, &wide, flushed), scale)
@@ -307,7 +308,7 @@ mod tests {
     fn a_unit_that_limits_the_scale_gets_a_wider_type() {
         // At 2^4, which suits the second unit, 2^-32 of the others flushes to zero; at 2^14 it does not.
         let units = [seen(10.0, 1.0, -32), seen(10.0, 1024.0, -8), seen(10.0, 1.0, -32), seen(10.0, 1.0, -32)];
-        assert_eq!(verdict(units), (Verdict::Fp16WithFallback { units: vec![Unit::Block(1)] }, 16384.0));
+        assert_eq!(verdict(units), (Verdict::Fp16WithFallback { units: vec![PrecisionUnit::Block(1)] }, 16384.0));
     }
 
     #[test]

@@ -171,7 +171,7 @@ const SCALER: &[Scenario] = &[
             ("spikes", "0.01"),
             ("spike", "8"),
             ("setting-2", "hysteresis=2"),
-            ("setting-3", "policy=predictive"),
+            ("setting-3", "mode=predictive"),
             ("growth_interval", "100"),
         ],
         "One step in a hundred is 256 times larger. Hysteresis forgives the first; the predictive rule keeps room. Compare overflows and mean scale.",

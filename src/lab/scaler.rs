@@ -221,19 +221,20 @@ impl Trajectory {
         let mut lost = 0;
         for (visit, step) in overflows.visits.iter().zip(overflows.first..) {
             let before = attempts.len();
-            if scaler.wants_measure() {
-                visit.largest().map(|largest| scaler.measure(largest));
+            if scaler.needs_amax() {
+                visit.largest().map(|largest| scaler.set_amax(largest));
             }
             loop {
                 let scale = scaler.scale();
                 let finite = visit.is_finite(scale, attempts.len() == before);
-                let mut change = scaler.update_measured(finite, visit.largest().map_or(0.0, |largest| largest * scale));
+                let mut change =
+                    scaler.update_with_amax(finite, visit.largest().map_or(0.0, |largest| largest * scale));
                 if let (ScaleChange::BackedOff { to, .. }, Some(largest)) = (&mut change, visit.largest()) {
-                    *to = scaler.measure(largest);
+                    *to = scaler.set_amax(largest);
                 }
                 let (after, clean) = (scaler.scale(), scaler.state().growth_tracker);
                 attempts.push(Attempt { step, scale, finite, after, clean, largest: visit.measured(), change });
-                let hopeless = matches!(change, ScaleChange::AtFloor { .. }) || attempts.len() - before > RETRIES;
+                let hopeless = matches!(change, ScaleChange::AtMinScale { .. }) || attempts.len() - before > RETRIES;
                 if finite {
                     break;
                 }
@@ -394,7 +395,7 @@ mod tests {
         let visits = (0..4000).map(|step| Visit::Limit(2f32.powf(18.3 - noise(step)))).collect();
         let overflows = Overflows { source: "noise".into(), first: 1, visits, tokens_per_step: 0 };
         let base = "init_scale=16777216,growth_interval=100";
-        let comparison = compare(&[base, &format!("{base},policy=predictive")], &overflows);
+        let comparison = compare(&[base, &format!("{base},mode=predictive")], &overflows);
         let [trying, measuring] = &comparison.trajectories[..] else { panic!("two settings") };
         assert!(trying.overflows > 30 && measuring.overflows * 8 <= trying.overflows, "{}", comparison.page(80).text());
         assert!(measuring.mean_log2 > trying.mean_log2 - 0.5, "{}", comparison.page(80).text());

@@ -1,7 +1,7 @@
-//! Layer fallback: units of a model that overflow too often compute in a wider type than the policy's.
+//! Layer fallback: units of a model that overflow too often compute in a wider dtype than the policy's.
 //!
-//! A unit that overflows repeatedly costs skipped steps, or limits the loss scale of all others. In FP32 or BF16 it does not
-//! overflow, and the others stay as fast as they were.
+//! A unit that overflows repeatedly costs skipped steps, or limits the loss scale of all others. In FP32 or BF16 it
+//! does not overflow, and the others stay as fast as they were.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,46 +13,51 @@ use super::{Dtype, Fp8Config};
 use crate::settings::settings;
 use crate::{Error, Result};
 
-/// A part of the model with its own compute type: a block, or everything outside the blocks.
+/// A part of the model with its own compute dtype: a block, or everything outside the blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Unit {
+pub enum PrecisionUnit {
     /// A transformer block.
     Block(usize),
-    /// The embeddings, the last layer norm and the head: one unit, because tied embeddings are the head's weight.
-    Head,
+    /// The embeddings, the final norm and the LM head; written `head`. One unit, because tied embeddings are the head's
+    /// weight.
+    NonBlock,
 }
 
-impl Unit {
-    /// The unit of a layer or parameter, `h.3.mlp.c_fc`, `layers.3.mlp.up_proj` or `wte.weight`.
+impl PrecisionUnit {
+    /// The unit of a module or parameter, such as `h.3.mlp.c_fc`, `layers.3.mlp.up_proj` or `wte.weight`.
     pub fn of(name: &str) -> Self {
         let block = ["h.", "layers."]
             .iter()
             .find_map(|prefix| name.strip_prefix(prefix))
             .and_then(|rest| rest.split('.').next());
-        block.and_then(|number| number.parse().ok()).map_or(Self::Head, Self::Block)
+        block.and_then(|number| number.parse().ok()).map_or(Self::NonBlock, Self::Block)
     }
 }
 
-impl fmt::Display for Unit {
+impl fmt::Display for PrecisionUnit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Block(block) => f.pad(&format!("h.{block}")),
-            Self::Head => f.pad("head"),
+            Self::NonBlock => f.pad("head"),
         }
     }
 }
 
-impl FromStr for Unit {
+impl FromStr for PrecisionUnit {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
         let unit = Self::of(text);
-        if unit.to_string() == text { Ok(unit) } else { Err(Error::config("unit", format!("`{text}` is not a unit"))) }
+        if unit.to_string() == text {
+            Ok(unit)
+        } else {
+            Err(Error::config("unit", format!("`{text}` is neither `h.N` nor `head`")))
+        }
     }
 }
 
-impl TryFrom<String> for Unit {
+impl TryFrom<String> for PrecisionUnit {
     type Error = Error;
 
     fn try_from(text: String) -> Result<Self> {
@@ -60,8 +65,8 @@ impl TryFrom<String> for Unit {
     }
 }
 
-impl From<Unit> for String {
-    fn from(unit: Unit) -> Self {
+impl From<PrecisionUnit> for String {
+    fn from(unit: PrecisionUnit) -> Self {
         unit.to_string()
     }
 }
@@ -70,7 +75,7 @@ impl From<Unit> for String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FallbackRule {
-    /// None: every layer computes in the policy's type.
+    /// None: every layer computes in the policy's dtype.
     #[default]
     Off,
     /// Single units: a block, or everything outside the blocks.
@@ -78,21 +83,21 @@ pub enum FallbackRule {
 }
 
 settings! {
-    /// When a layer leaves the policy's compute type, and when it returns.
+    /// The rules for a layer to leave the policy's compute dtype and to return to it.
     #[derive(Debug, Clone, Copy, PartialEq)]
     pub struct PrecisionConfig {
-        /// Whether layers that overflow too often switch to a wider type: `off` or `layer`.
+        /// Whether layers that overflow too often switch to a wider dtype: `off` or `layer`.
         fallback: FallbackRule = FallbackRule::Off;
-        /// The type of layers in fallback: `f32` or `bf16`.
+        /// The compute dtype of layers in fallback: `f32` or `bf16`.
         fallback_dtype: Dtype = Dtype::F32;
         /// Overflows within `fallback_window` steps that make a layer fall back.
-        fallback_after: usize = 3;
-        /// Window in steps for counting overflows for `fallback_after`.
+        fallback_overflows: usize = 3;
+        /// The window, in steps, in which `fallback_overflows` are counted.
         fallback_window: u64 = 500;
-        /// Overflows of the backward pass count only at loss scales up to this; above, the scale itself is too high.
-        fallback_scale: f32 = 65536.0;
-        /// Steps after which a layer returns if all its gradients would have fit the policy's type; 0 for never.
-        fallback_quiet: u64 = 0;
+        /// Overflows of the backward pass count only at loss scales up to this; at a higher one the scale is the cause.
+        fallback_max_scale: f32 = 65536.0;
+        /// Consecutive steps whose gradients fit the policy's dtype before a layer returns to it; 0 for never.
+        fallback_cooldown: u64 = 0;
         /// A block whose matrix products use simulated FP8.
         fp8: Fp8Config = Fp8Config::default(), section(Fp8Config::settings);
     }
@@ -103,26 +108,27 @@ impl PrecisionConfig {
     pub fn validate(&self, compute: Dtype) -> Result<()> {
         let refuse = |key: &str, message: String| Err(Error::config(format!("precision.{key}"), message));
         if self.fallback_dtype == Dtype::F16 {
-            return refuse("fallback_dtype", "`f16` is what a layer falls back from; use `f32` or `bf16`".into());
+            return refuse("fallback_dtype", "a layer in fallback cannot compute in `f16`; use `f32` or `bf16`".into());
         }
-        if self.fallback_after == 0 || self.fallback_window == 0 {
-            return refuse("fallback_after", "`fallback_after` and `fallback_window` must be at least 1".into());
+        if self.fallback_overflows == 0 || self.fallback_window == 0 {
+            return refuse("fallback_overflows", "this and `fallback_window` must be at least 1".into());
         }
-        if !(self.fallback_scale.is_finite() && self.fallback_scale > 0.0) {
-            return refuse("fallback_scale", format!("{} must be finite and positive", self.fallback_scale));
+        if !(self.fallback_max_scale.is_finite() && self.fallback_max_scale > 0.0) {
+            return refuse("fallback_max_scale", format!("{} must be finite and positive", self.fallback_max_scale));
         }
         if self.fallback != FallbackRule::Off && compute != Dtype::F16 {
-            let message = format!("layers fall back from FP16, but this run computes in `{compute}`; omit it");
+            let message =
+                format!("layers fall back from FP16, but this run computes in `{compute}`; remove the setting");
             return refuse("fallback", message);
         }
         self.fp8.validate()?;
-        if self.fp8.layer.is_some() && self.fallback != FallbackRule::Off {
-            let message = "layer fallback and FP8 cannot be combined; omit `precision.fp8.layer`";
+        if self.fp8.block.is_some() && self.fallback != FallbackRule::Off {
+            let message = "layer fallback and FP8 cannot be combined; remove `precision.fp8.block`";
             return refuse("fallback", message.into());
         }
-        if self.fp8.layer.is_some() && compute == Dtype::F32 {
+        if self.fp8.block.is_some() && compute == Dtype::F32 {
             return refuse(
-                "fp8.layer",
+                "fp8.block",
                 "an FP32 run has no working copy of its weights to round; use fp16 or bf16".into(),
             );
         }
@@ -138,20 +144,20 @@ pub struct UnitRecord {
     pub overflows: Vec<u64>,
     /// The step after which it fell back, if it has.
     pub since: Option<u64>,
-    /// Steps since then in which its gradients would have fit the policy's type.
-    pub quiet: u64,
+    /// Consecutive steps since then whose gradients would have fit the policy's dtype.
+    pub clean_steps: u64,
 }
 
 /// The units that overflowed or fell back, and when.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fallback {
     config: PrecisionConfig,
-    units: BTreeMap<Unit, UnitRecord>,
+    units: BTreeMap<PrecisionUnit, UnitRecord>,
 }
 
 impl Fallback {
     /// Starts from a checkpoint's `units`, or none. If the rule is off, no unit is in fallback.
-    pub fn new(config: PrecisionConfig, units: BTreeMap<Unit, UnitRecord>) -> Self {
+    pub fn new(config: PrecisionConfig, units: BTreeMap<PrecisionUnit, UnitRecord>) -> Self {
         let units = if config.fallback == FallbackRule::Off { BTreeMap::new() } else { units };
         Self { config, units }
     }
@@ -163,40 +169,40 @@ impl Fallback {
 
     /// The highest loss scale at which overflows of the backward pass count.
     pub fn highest_scale(&self) -> f32 {
-        self.config.fallback_scale
+        self.config.fallback_max_scale
     }
 
-    /// The compute type of units in fallback.
+    /// The compute dtype of units in fallback.
     pub fn dtype(&self) -> Dtype {
         self.config.fallback_dtype
     }
 
     /// The state that a checkpoint saves.
-    pub fn units(&self) -> &BTreeMap<Unit, UnitRecord> {
+    pub fn units(&self) -> &BTreeMap<PrecisionUnit, UnitRecord> {
         &self.units
     }
 
     /// The units in fallback.
-    pub fn active(&self) -> impl Iterator<Item = Unit> {
+    pub fn active(&self) -> impl Iterator<Item = PrecisionUnit> {
         self.units.iter().filter(|(_, record)| record.since.is_some()).map(|(unit, _)| *unit)
     }
 
-    /// Records that the overflow of attempted step `step` began in `unit`; returns the number of overflows in the window if that
-    /// makes it fall back.
-    pub fn overflowed(&mut self, unit: Unit, step: u64) -> Option<usize> {
+    /// Records that the overflow of attempted step `step` began in `unit`. Returns the number of overflows in the
+    /// window if the unit falls back now.
+    pub fn overflowed(&mut self, unit: PrecisionUnit, step: u64) -> Option<usize> {
         if !self.is_on() {
             return None;
         }
-        let PrecisionConfig { fallback_after, fallback_window, .. } = self.config;
+        let PrecisionConfig { fallback_overflows, fallback_window, .. } = self.config;
         let record = self.units.entry(unit).or_default();
-        record.quiet = 0;
+        record.clean_steps = 0;
         if record.since.is_some() {
             return None;
         }
         record.overflows.retain(|earlier| earlier + fallback_window > step);
         record.overflows.push(step);
         let count = record.overflows.len();
-        if count < fallback_after {
+        if count < fallback_overflows {
             return None;
         }
         record.overflows.clear();
@@ -204,17 +210,17 @@ impl Fallback {
         Some(count)
     }
 
-    /// Records a clean step; `fits` returns whether a unit's gradients would have fit the policy's type. Returns the units that
-    /// return to it.
-    pub fn clean(&mut self, mut fits: impl FnMut(Unit) -> bool) -> Vec<Unit> {
-        let wanted = self.config.fallback_quiet;
+    /// Records a clean step. `fits` returns whether a unit's gradients would have fit the policy's dtype. Returns the
+    /// units that go back to it.
+    pub fn clean(&mut self, mut fits: impl FnMut(PrecisionUnit) -> bool) -> Vec<PrecisionUnit> {
+        let wanted = self.config.fallback_cooldown;
         let mut back = Vec::new();
         if wanted == 0 {
             return back;
         }
         for (&unit, record) in self.units.iter_mut().filter(|(_, record)| record.since.is_some()) {
-            record.quiet = if fits(unit) { record.quiet + 1 } else { 0 };
-            if record.quiet >= wanted {
+            record.clean_steps = if fits(unit) { record.clean_steps + 1 } else { 0 };
+            if record.clean_steps >= wanted {
                 back.push(unit);
             }
         }
@@ -233,11 +239,11 @@ mod tests {
     const ON: PrecisionConfig = PrecisionConfig {
         fallback: FallbackRule::Layer,
         fallback_dtype: Dtype::F32,
-        fallback_after: 3,
+        fallback_overflows: 3,
         fallback_window: 10,
-        fallback_scale: 65536.0,
-        fallback_quiet: 4,
-        fp8: Fp8Config { layer: None, history: 16, switch_variance: None, switch_hysteresis: 2.0 },
+        fallback_max_scale: 65536.0,
+        fallback_cooldown: 4,
+        fp8: Fp8Config { block: None, amax_history_len: 16, enter_variance: None, exit_ratio: 2.0 },
     };
 
     fn fallback(config: PrecisionConfig) -> Fallback {
@@ -247,9 +253,9 @@ mod tests {
     #[test]
     fn a_unit_falls_back_at_the_third_overflow_within_the_window() {
         let mut state = fallback(ON);
-        let one = Unit::Block(1);
+        let one = PrecisionUnit::Block(1);
         assert_eq!([1, 5, 11, 16].map(|step| state.overflowed(one, step)), [None; 4], "never three within ten steps");
-        assert_eq!(state.overflowed(Unit::Head, 17), None, "overflows are counted by unit");
+        assert_eq!(state.overflowed(PrecisionUnit::NonBlock, 17), None, "overflows are counted by unit");
         assert_eq!(state.overflowed(one, 20), Some(3), "11, 16, 20");
         assert_eq!(state.active().collect::<Vec<_>>(), [one]);
         assert_eq!(state.units()[&one].since, Some(20));
@@ -259,7 +265,7 @@ mod tests {
     #[test]
     fn it_returns_after_consecutive_quiet_steps_and_counts_from_zero() {
         let mut state = fallback(ON);
-        let (one, two) = (Unit::Block(1), Unit::Block(2));
+        let (one, two) = (PrecisionUnit::Block(1), PrecisionUnit::Block(2));
         for step in 1..=3 {
             let _ = (state.overflowed(one, step), state.overflowed(two, step));
         }
@@ -268,36 +274,40 @@ mod tests {
         assert_eq!([quiet(true), quiet(true)], [vec![one], vec![]]);
         assert_eq!(state.active().collect::<Vec<_>>(), [two], "it did not fit in the third step");
         assert_eq!(state.overflowed(one, 9), None, "a unit that returned counts from zero");
-        let mut never = fallback(PrecisionConfig { fallback_quiet: 0, ..ON });
+        let mut never = fallback(PrecisionConfig { fallback_cooldown: 0, ..ON });
         (1..=3).for_each(|step| assert!(never.overflowed(one, step).is_none() || step == 3));
         assert!((0..1000).all(|_| never.clean(|_| true).is_empty()));
     }
 
     #[test]
     fn nothing_is_recorded_if_it_is_off() {
-        let mut state = Fallback::new(PrecisionConfig::default(), [(Unit::Head, UnitRecord::default())].into());
-        assert!(!state.is_on() && (0..100).all(|step| state.overflowed(Unit::Head, step).is_none()));
+        let mut state =
+            Fallback::new(PrecisionConfig::default(), [(PrecisionUnit::NonBlock, UnitRecord::default())].into());
+        assert!(!state.is_on() && (0..100).all(|step| state.overflowed(PrecisionUnit::NonBlock, step).is_none()));
         assert!(state.units().is_empty(), "a checkpoint's units are discarded too");
     }
 
     #[test]
     fn units_have_names_and_keep_them_in_json() {
         for (name, unit) in [
-            ("h.3.mlp.c_fc.weight", Unit::Block(3)),
-            ("h.11.attn", Unit::Block(11)),
-            ("layers.7.mlp.down_proj.weight", Unit::Block(7)),
-            ("wte.weight", Unit::Head),
-            ("lm_head", Unit::Head),
+            ("h.3.mlp.c_fc.weight", PrecisionUnit::Block(3)),
+            ("h.11.attn", PrecisionUnit::Block(11)),
+            ("layers.7.mlp.down_proj.weight", PrecisionUnit::Block(7)),
+            ("wte.weight", PrecisionUnit::NonBlock),
+            ("lm_head", PrecisionUnit::NonBlock),
         ] {
-            assert_eq!(Unit::of(name), unit);
+            assert_eq!(PrecisionUnit::of(name), unit);
         }
-        let record = UnitRecord { overflows: vec![7], since: Some(9), quiet: 2 };
-        let units = BTreeMap::from([(Unit::Block(10), UnitRecord::default()), (Unit::Head, record)]);
+        let record = UnitRecord { overflows: vec![7], since: Some(9), clean_steps: 2 };
+        let units =
+            BTreeMap::from([(PrecisionUnit::Block(10), UnitRecord::default()), (PrecisionUnit::NonBlock, record)]);
         let json = serde_json::to_string(&units).unwrap();
         assert!(json.starts_with(r#"{"h.10":{"overflows":[],"#) && json.contains(r#""head":{"#), "{json}");
-        assert_eq!(serde_json::from_str::<BTreeMap<Unit, UnitRecord>>(&json).unwrap(), units);
+        assert_eq!(serde_json::from_str::<BTreeMap<PrecisionUnit, UnitRecord>>(&json).unwrap(), units);
         assert!(
-            "h.x".parse::<Unit>().is_err() && "h.1.attn".parse::<Unit>().is_err() && "wte".parse::<Unit>().is_err()
+            "h.x".parse::<PrecisionUnit>().is_err()
+                && "h.1.attn".parse::<PrecisionUnit>().is_err()
+                && "wte".parse::<PrecisionUnit>().is_err()
         );
     }
 
@@ -309,6 +319,6 @@ mod tests {
         assert!(complaint(ON, Dtype::BF16).starts_with("precision.fallback: "));
         let narrow = PrecisionConfig { fallback_dtype: Dtype::F16, ..ON };
         assert!(complaint(narrow, Dtype::F16).starts_with("precision.fallback_dtype: "));
-        assert!(complaint(PrecisionConfig { fallback_after: 0, ..ON }, Dtype::F16).contains("fallback_after"));
+        assert!(complaint(PrecisionConfig { fallback_overflows: 0, ..ON }, Dtype::F16).contains("fallback_overflows"));
     }
 }

@@ -1,8 +1,8 @@
 //! The scales of simulated FP8, from a tensor's recent maxima.
 //!
-//! FP8 has too little range for a loss scale alone, so each operand of a matrix product has its own scale. Delayed scaling
-//! takes it from the largest magnitudes of earlier steps (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022): the
-//! tensor is read only once, and values that exceed its history saturate at the format's largest value.
+//! FP8 has too little range for a loss scale alone, so each operand of a matrix product has its own scale. Delayed
+//! scaling takes it from the largest magnitudes of earlier steps (Micikevicius et al., *FP8 Formats for Deep Learning*,
+//! 2022): the tensor is read only once, and values that exceed its history saturate at the format's largest value.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,35 +15,36 @@ settings! {
     #[derive(Debug, Clone, Copy, PartialEq)]
     pub struct Fp8Config {
         /// The block whose matrix products use simulated FP8 operands, counted from 0; none by default.
-        layer: Option<usize> = None;
-        /// Number of steps whose maxima determine a scale.
-        history: usize = 16;
-        /// The block enters FP8 when the running mean of its gradient variance is at most this; it always uses FP8 if not set.
-        switch_variance: Option<f64> = None;
-        /// It leaves FP8 where that mean exceeds `switch_variance` times this: 1 for a single threshold.
-        switch_hysteresis: f64 = 2.0;
+        block: Option<usize> = None;
+        /// The number of recent steps whose maxima determine a scale.
+        amax_history_len: usize = 16;
+        /// The block enters FP8 when the running mean of its gradient variance is at most this; without it, FP8 is
+        /// always on.
+        enter_variance: Option<f64> = None;
+        /// It leaves FP8 if that mean exceeds `enter_variance` times this; 1 for a single threshold.
+        exit_ratio: f64 = 2.0;
     }
 }
 
 impl Fp8Config {
     /// Rejects invalid settings.
     pub fn validate(&self) -> Result<()> {
-        if self.history == 0 {
-            return Err(Error::config("precision.fp8.history", "must be at least 1"));
+        if self.amax_history_len == 0 {
+            return Err(Error::config("precision.fp8.amax_history_len", "must be at least 1"));
         }
-        if self.switch_variance.is_some_and(|variance| !(variance > 0.0 && variance.is_finite())) {
-            return Err(Error::config("precision.fp8.switch_variance", "must be finite and positive"));
+        if self.enter_variance.is_some_and(|variance| !(variance > 0.0 && variance.is_finite())) {
+            return Err(Error::config("precision.fp8.enter_variance", "must be finite and positive"));
         }
-        if !(self.switch_hysteresis >= 1.0 && self.switch_hysteresis.is_finite()) {
-            return Err(Error::config("precision.fp8.switch_hysteresis", "must be finite and at least 1"));
+        if !(self.exit_ratio >= 1.0 && self.exit_ratio.is_finite()) {
+            return Err(Error::config("precision.fp8.exit_ratio", "must be finite and at least 1"));
         }
         Ok(())
     }
 
-    /// Whether the block is in FP8 from now on, given whether it was and the running mean of its gradient's variance.
+    /// Whether the block uses FP8 from now on, given whether it did and the running mean of its gradient variance.
     pub fn switched(&self, active: bool, mean: f64) -> bool {
-        let leaves = if active { self.switch_hysteresis } else { 1.0 };
-        self.switch_variance.is_none_or(|enters| mean <= enters * leaves)
+        let leaves = if active { self.exit_ratio } else { 1.0 };
+        self.enter_variance.is_none_or(|enters| mean <= enters * leaves)
     }
 }
 
@@ -59,7 +60,7 @@ impl AmaxHistory {
         self.0.drain(..self.0.len().saturating_sub(length));
     }
 
-    /// The largest power of two that keeps their maximum within `format`; `None` if there are none.
+    /// The largest power of two that keeps the largest of them within `format`; `None` without a step.
     pub fn scale(&self, format: FloatFormat) -> Option<f32> {
         let amax = self.0.iter().copied().reduce(f32::max)?;
         Some(scale_for(amax, format))
@@ -70,13 +71,13 @@ impl AmaxHistory {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fp8State {
-    /// The block.
-    pub layer: usize,
-    /// Whether its products take FP8.
+    /// The index of the block.
+    pub block: usize,
+    /// Whether its matrix products use FP8 now.
     pub active: bool,
-    /// The running mean of its gradient's variance.
+    /// The running mean of its gradient variance.
     pub variance: Option<f64>,
-    /// The maxima of each tensor.
+    /// The history of each tensor.
     pub amax: Vec<AmaxHistory>,
 }
 
@@ -139,17 +140,20 @@ mod tests {
     fn invalid_settings_are_rejected_by_key() {
         let complaint = |config: Fp8Config| config.validate().unwrap_err().to_string();
         Fp8Config::default().validate().unwrap();
-        assert!(complaint(Fp8Config { history: 0, ..Fp8Config::default() }).starts_with("precision.fp8.history: "));
-        let variance = Fp8Config { switch_variance: Some(f64::NAN), ..Fp8Config::default() };
-        assert!(complaint(variance).starts_with("precision.fp8.switch_variance: "));
-        let hysteresis = Fp8Config { switch_hysteresis: 0.5, ..Fp8Config::default() };
-        assert!(complaint(hysteresis).starts_with("precision.fp8.switch_hysteresis: "));
+        assert!(
+            complaint(Fp8Config { amax_history_len: 0, ..Fp8Config::default() })
+                .starts_with("precision.fp8.amax_history_len: ")
+        );
+        let variance = Fp8Config { enter_variance: Some(f64::NAN), ..Fp8Config::default() };
+        assert!(complaint(variance).starts_with("precision.fp8.enter_variance: "));
+        let hysteresis = Fp8Config { exit_ratio: 0.5, ..Fp8Config::default() };
+        assert!(complaint(hysteresis).starts_with("precision.fp8.exit_ratio: "));
     }
 
     #[test]
     fn a_mean_that_hovers_around_the_threshold_switches_once() {
-        let moves = |switch_hysteresis, means: &[f64]| {
-            let config = Fp8Config { switch_variance: Some(1.0), switch_hysteresis, ..Fp8Config::default() };
+        let moves = |exit_ratio, means: &[f64]| {
+            let config = Fp8Config { enter_variance: Some(1.0), exit_ratio, ..Fp8Config::default() };
             let mut active = false;
             let states = means.iter().map(|mean| {
                 active = config.switched(active, *mean);

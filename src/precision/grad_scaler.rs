@@ -1,14 +1,10 @@
-//! The loss scale as a pure state machine: whether each step's gradients were finite in, the change of the scale out.
-//!
-//! Semantics are `torch.amp.GradScaler`'s, with four deliberate differences: the scale has a floor (see
-//! [`GradScalerConfig::min_scale`]); the growth tracker is compared with `>=`, so an interval lowered below it still
-//! grows the scale; invalid values are rejected, also in a loaded state; and `update` returns the change.
-//! Programs with several optimizers add [`OptimizerStages`](super::OptimizerStages).
+//! The loss scale as a pure state machine: [`GradScaler`]. Programs with several optimizers add
+//! [`PerOptimizerState`](super::PerOptimizerState).
 
 use serde::{Deserialize, Serialize};
 
 use super::scaler_config::{check_factors, check_scale};
-use super::{FloatFormat, GradScalerConfig, Headroom, HysteresisRefill, ScalerPolicy};
+use super::{FloatFormat, GradScalerConfig, Headroom, HysteresisRefill, ScalerMode};
 use crate::{Error, Result};
 
 /// The change of the scale by an update, and its cause.
@@ -19,35 +15,35 @@ pub enum ScaleChange {
     Held,
     /// `growth_interval` clean steps passed, or the predictive rule found enough headroom.
     Grew {
-        /// The scale before.
+        /// The scale before the update.
         from: f32,
-        /// The scale from now on.
+        /// The scale after the update.
         to: f32,
     },
     /// The predictive rule found too little headroom. Nothing overflowed.
     Lowered {
-        /// The scale before.
+        /// The scale before the update.
         from: f32,
-        /// The scale from now on.
+        /// The scale after the update.
         to: f32,
     },
     /// An overflow; the step must be skipped.
     BackedOff {
-        /// The scale before.
+        /// The scale before the update.
         from: f32,
-        /// The scale from now on.
+        /// The scale after the update.
         to: f32,
     },
-    /// An overflow while the scale is at its floor or disabled.
-    AtFloor {
-        /// The scale, which stays.
+    /// An overflow while the scale is at `min_scale`, or disabled.
+    AtMinScale {
+        /// The scale, which does not change.
         scale: f32,
-        /// Consecutive overflows at the floor, including this one.
+        /// Consecutive overflows at `min_scale`, including this one.
         streak: u32,
     },
 }
 
-/// The mutable state of a [`GradScaler`]; together with the configuration, all that a checkpoint needs.
+/// The mutable state of a [`GradScaler`], which a checkpoint saves.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
@@ -55,11 +51,11 @@ pub struct ScalerState {
     pub scale: f32,
     /// Clean steps since the last overflow or growth.
     pub growth_tracker: u32,
-    /// Overflows left until the scale backs off, including that one.
+    /// Overflows until the scale backs off, including the one that backs off; at least 1.
     pub hysteresis_left: u32,
-    /// Consecutive overflows at the floor.
-    pub floor_streak: u32,
-    /// The measurements of the predictive rule; `None` under the dynamic rule, and before the first clean step.
+    /// Consecutive overflows at `min_scale`.
+    pub min_scale_streak: u32,
+    /// The measurements of the predictive mode; `None` in the dynamic mode, and before the first clean step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub headroom: Option<Headroom>,
 }
@@ -81,10 +77,32 @@ pub struct StateDict {
     pub growth_tracker: u32,
 }
 
-/// The loss scale and the rule that adjusts it.
+/// The loss scale, adjusted after every step so that FP16 gradients neither overflow nor vanish.
 ///
-/// A step multiplies the loss's gradient by [`scale`](Self::scale), checks whether all gradients are finite, applies them
-/// times [`inverse`](Self::inverse) if so, and reports the result to [`update`](Self::update).
+/// ```text
+/// scale = init_scale; tracker = 0; hysteresis_left = hysteresis
+/// for each step:
+///     grads = backward(loss · scale)
+///     if all grads are finite:
+///         optimizer.step(grads / scale)
+///         if hysteresis_refill == clean: hysteresis_left = hysteresis
+///         tracker += 1
+///         if mode == predictive: next = the largest power of two with headroom (see `Headroom`)
+///         else if tracker >= growth_interval: next = scale · growth_factor, tracker = 0, hysteresis_left = hysteresis
+///         else: next = scale
+///         if next is finite and next != scale:
+///             if next > scale: hysteresis_left = hysteresis
+///             scale = next, tracker = 0
+///     else:                                        # skip the optimizer
+///         tracker = 0
+///         if hysteresis_left > 1: hysteresis_left -= 1
+///         else if scale > min_scale: scale = max(scale · backoff_factor, min_scale)
+///         else: stop after max_overflows_at_min_scale of these in a row
+/// ```
+///
+/// This is `torch.amp.GradScaler` with four differences: `min_scale`; the tracker is compared with `>=`, so that an
+/// interval lowered below it still grows the scale; invalid values are rejected, also in a loaded state; and
+/// [`update`](Self::update) returns the change.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GradScaler {
     config: GradScalerConfig,
@@ -92,7 +110,10 @@ pub struct GradScaler {
 }
 
 impl GradScaler {
-    /// A scaler at its initial scale. *Errors name the invalid option.
+    /// A scaler at its initial scale.
+    ///
+    /// # Errors
+    /// [`Error::Config`] that names the invalid option.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self::start(config))
@@ -104,11 +125,16 @@ impl GradScaler {
     }
 
     /// A scaler that continues from a saved state.
+    ///
+    /// # Errors
+    /// An invalid option, or a damaged state.
     pub fn resume(config: GradScalerConfig, state: ScalerState) -> Result<Self> {
         config.validate()?;
         check_scale("scale", state.scale)?;
         if state.hysteresis_left == 0 {
-            return Err(Error::Scaler("the saved state is damaged: `hysteresis_left` is 0".into()));
+            return Err(Error::Scaler(
+                "the saved scaler state is damaged: `hysteresis_left` is 0 but must be at least 1".into(),
+            ));
         }
         // The configuration may have changed since the state was saved.
         let hysteresis_left = state.hysteresis_left.min(config.hysteresis);
@@ -120,7 +146,7 @@ impl GradScaler {
         let hysteresis_left = config.hysteresis;
         Self {
             config,
-            state: ScalerState { scale, growth_tracker: 0, hysteresis_left, floor_streak: 0, headroom: None },
+            state: ScalerState { scale, growth_tracker: 0, hysteresis_left, min_scale_streak: 0, headroom: None },
         }
     }
 
@@ -139,37 +165,37 @@ impl GradScaler {
         self.state.scale
     }
 
-    /// The factor that unscales gradients: 1/scale, divided in f64 and rounded once, as in PyTorch. With a scale below 1 it is
-    /// above 1, so that unscaling may overflow and callers must check again.
+    /// The factor that unscales gradients: 1/scale, divided in f64 and rounded once, as in PyTorch. If the scale is
+    /// below 1, unscaling can overflow, so callers must check again.
     pub const fn inverse(&self) -> f32 {
         (1.0 / self.state.scale as f64) as f32
     }
 
-    /// Adjusts the scale after a step, given whether all of its gradients were finite. Without their maximum, the predictive rule
-    /// acts like the dynamic one: see [`update_measured`](Self::update_measured).
+    /// Adjusts the scale after a step, given whether all of its gradients were finite. Without their maximum, which
+    /// [`update_with_amax`](Self::update_with_amax) takes, the predictive mode acts like the dynamic one.
     pub fn update(&mut self, grads_finite: bool) -> ScaleChange {
         self.move_scale(grads_finite, None)
     }
 
-    /// Whether the predictive rule is in use.
+    /// Whether the predictive mode is in use.
     pub fn is_predictive(&self) -> bool {
-        self.config.enabled && self.config.policy == ScalerPolicy::Predictive
+        self.config.enabled && self.config.mode == ScalerMode::Predictive
     }
 
     /// Adjusts the scale after a step whose largest finite scaled gradient was `max_abs`.
-    pub fn update_measured(&mut self, grads_finite: bool, max_abs: f32) -> ScaleChange {
-        let measured = self.config.policy == ScalerPolicy::Predictive && grads_finite && max_abs > 0.0;
+    pub fn update_with_amax(&mut self, grads_finite: bool, max_abs: f32) -> ScaleChange {
+        let measured = self.config.mode == ScalerMode::Predictive && grads_finite && max_abs > 0.0;
         self.move_scale(grads_finite, measured.then_some(max_abs))
     }
 
     fn move_scale(&mut self, grads_finite: bool, max_abs: Option<f32>) -> ScaleChange {
         if grads_finite {
-            self.state.floor_streak = 0;
+            self.state.min_scale_streak = 0;
             if self.config.enabled { self.after_clean_step(max_abs) } else { ScaleChange::Held }
         } else if self.config.enabled {
             self.after_overflow()
         } else {
-            self.at_floor()
+            self.at_min_scale()
         }
     }
 
@@ -208,23 +234,23 @@ impl GradScaler {
         predicted(*headroom, &self.config)
     }
 
-    /// Whether the predictive rule has no measurement yet.
-    pub fn wants_measure(&self) -> bool {
-        let GradScalerConfig { enabled, policy, .. } = self.config;
-        enabled && policy == ScalerPolicy::Predictive && self.state.headroom.is_none()
+    /// Whether the predictive mode has no measurement yet, so that it needs [`set_amax`](Self::set_amax).
+    pub fn needs_amax(&self) -> bool {
+        let GradScalerConfig { enabled, mode: policy, .. } = self.config;
+        enabled && policy == ScalerMode::Predictive && self.state.headroom.is_none()
     }
 
-    /// Gives the predictive rule the largest *unscaled* gradient, including activation gradients, of a step that overflowed, or
-    /// of the first one before it runs, and returns the new scale: after an overflow, at most the one backed off to. Does
-    /// nothing under the dynamic rule.
-    pub fn measure(&mut self, largest: f32) -> f32 {
-        let GradScalerConfig { enabled, policy, .. } = self.config;
-        if enabled && policy == ScalerPolicy::Predictive && largest > 0.0 && largest.is_finite() {
+    /// Sets the largest *unscaled* gradient, including activation gradients, of a step that overflowed, or of the first
+    /// step before it runs. Returns the new scale, which after an overflow is at most the current one. Does nothing in
+    /// the dynamic mode.
+    pub fn set_amax(&mut self, largest: f32) -> f32 {
+        let GradScalerConfig { enabled, mode: policy, .. } = self.config;
+        if enabled && policy == ScalerMode::Predictive && largest > 0.0 && largest.is_finite() {
             let log2 = largest.log2();
             let highest = self.state.headroom.map_or(f32::INFINITY, |_| self.state.scale);
             let headroom = self.state.headroom.get_or_insert_with(|| Headroom::new(log2));
-            // Replace the estimate from the overflow.
-            headroom.replace_excess(log2);
+            // Replaces the estimate that the overflow made.
+            headroom.replace_peak_deviation(log2);
             self.state.scale = predicted(*headroom, &self.config).min(highest);
         }
         self.state.scale
@@ -238,11 +264,11 @@ impl GradScaler {
         }
         let from = self.state.scale;
         if from <= self.config.min_scale {
-            return self.at_floor();
+            return self.at_min_scale();
         }
         let mut to = times(from, self.config.backoff_factor).max(self.config.min_scale);
         if let Some(headroom) = &mut self.state.headroom {
-            // The largest gradient is only known to exceed FP16's maximum: assume by half a binade.
+            // The largest gradient exceeds FP16's maximum by an unknown factor: assume half a binade.
             headroom.add_overflow(top_log2() + 0.5 - from.log2());
             to = to.min(predicted(*headroom, &self.config));
         }
@@ -250,17 +276,18 @@ impl GradScaler {
         ScaleChange::BackedOff { from, to }
     }
 
-    fn at_floor(&mut self) -> ScaleChange {
-        self.state.floor_streak = self.state.floor_streak.saturating_add(1);
-        ScaleChange::AtFloor { scale: self.state.scale, streak: self.state.floor_streak }
+    fn at_min_scale(&mut self) -> ScaleChange {
+        self.state.min_scale_streak = self.state.min_scale_streak.saturating_add(1);
+        ScaleChange::AtMinScale { scale: self.state.scale, streak: self.state.min_scale_streak }
     }
 
-    /// Whether `patience` consecutive overflows occurred at the floor, so that no scale helps.
+    /// Whether `max_overflows_at_min_scale` consecutive overflows occurred at the minimum, so that no scale helps.
     pub const fn is_stuck(&self) -> bool {
-        self.config.patience > 0 && self.state.floor_streak >= self.config.patience
+        self.config.max_overflows_at_min_scale > 0
+            && self.state.min_scale_streak >= self.config.max_overflows_at_min_scale
     }
 
-    /// PyTorch's `update(new_scale)`: sets the scale and leaves the growth tracker alone. Does nothing when disabled.
+    /// PyTorch's `update(new_scale)`: sets the scale and keeps the growth tracker. Does nothing if disabled.
     pub fn set_scale(&mut self, scale: f32) -> Result<()> {
         check_scale("scale", scale)?;
         if self.config.enabled {
@@ -269,7 +296,10 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Changes the factors and the interval for later updates; keeps scale and tracker. An error changes nothing.
+    /// Sets the factors and the interval of later updates; keeps scale and tracker.
+    ///
+    /// # Errors
+    /// A value out of range; nothing is changed.
     pub fn set_factors(&mut self, growth_factor: f64, backoff_factor: f64, growth_interval: u32) -> Result<()> {
         check_factors(growth_factor, backoff_factor, growth_interval)?;
         self.config = GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config };
@@ -283,14 +313,19 @@ impl GradScaler {
         enabled.then_some(StateDict { scale, growth_factor, backoff_factor, growth_interval, growth_tracker })
     }
 
-    /// Restores scale, tracker, factors and interval, and resets the rest. Does nothing if disabled. An empty state or a value
-    /// out of range is an error and changes nothing.
+    /// Restores scale, tracker, factors and interval, and resets the rest. Does nothing if disabled.
+    ///
+    /// # Errors
+    /// An empty state or a value out of range; nothing is changed.
     pub fn load_state_dict(&mut self, state: Option<&StateDict>) -> Result<()> {
         if !self.config.enabled {
             return Ok(());
         }
         let state = state.ok_or_else(|| {
-            Error::Scaler("the saved state is empty: it comes from a disabled scaler; start a new one instead".into())
+            Error::Scaler(
+                "the saved scaler state is empty, because the scaler was disabled; start with a new scaler instead"
+                    .into(),
+            )
         })?;
         check_scale("scale", state.scale)?;
         check_factors(state.growth_factor, state.backoff_factor, state.growth_interval)?;
@@ -301,14 +336,14 @@ impl GradScaler {
             scale: state.scale,
             growth_tracker: state.growth_tracker,
             hysteresis_left: self.config.hysteresis,
-            floor_streak: 0,
+            min_scale_streak: 0,
             headroom: None,
         };
         Ok(())
     }
 }
 
-/// The largest power of two with the headroom needed, within the limits of the configuration and f32.
+/// The largest power of two with enough headroom, within the limits of the configuration and f32.
 fn predicted(headroom: Headroom, config: &GradScalerConfig) -> f32 {
     2f32.powi(headroom.log2_scale().clamp(-126, 127)).max(config.min_scale)
 }

@@ -68,8 +68,8 @@ impl FromStr for Dtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct PrecisionPolicy {
-    /// Master weights: FP32, because updates vanish in anything narrower; or BF16 with stochastic rounding, where they do not
-    /// vanish on average. Adam's moments are not of this type.
+    /// Master weights: FP32, because small updates vanish in a narrower dtype; or BF16 with stochastic rounding, which
+    /// keeps them on average. Adam's moments are not of this type.
     pub params: Dtype,
     /// The working copy of the weights, activations and matrix products (which always accumulate in FP32).
     pub compute: Dtype,
@@ -87,7 +87,7 @@ impl PrecisionPolicy {
     /// BF16 products and gradients over FP32 masters; has FP32's range, so no loss scaling.
     pub const BF16: Self = Self { compute: Dtype::BF16, grads: Dtype::BF16, ..Self::FP32 };
 
-    /// The policy for a layer with another compute type: its gradients have that type, or FP32 as before.
+    /// The policy for a layer that computes in `compute`: its gradients have that dtype, or stay FP32.
     #[must_use]
     pub fn with_compute(self, compute: Dtype) -> Self {
         let grads = if self.grads == Dtype::F32 { Dtype::F32 } else { compute };
@@ -105,7 +105,7 @@ impl PrecisionPolicy {
             Err(Error::config(format!("policy.{field}"), format!("`{value}` is not allowed: {allowed}")))
         };
         if self.params != Dtype::F32 && (self.params, self.compute) != (Dtype::BF16, Dtype::BF16) {
-            return refuse("params", self.params, "master weights are `f32`, or `bf16` where compute is `bf16`");
+            return refuse("params", self.params, "master weights are `f32`, or `bf16` if compute is `bf16`");
         }
         for (field, value) in [("grads", self.grads), ("residual", self.residual)] {
             if value != self.compute && value != Dtype::F32 {
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn errors_name_the_field_and_what_is_allowed() {
-        let allowed = "master weights are `f32`, or `bf16` where compute is `bf16`";
+        let allowed = "master weights are `f32`, or `bf16` if compute is `bf16`";
         for (text, refused) in [("p=f16,c=f16,g=f16,r=f32", "f16"), ("p=bf16,c=f16,g=f16,r=f32", "bf16")] {
             assert_eq!(message(text), format!("policy.params: `{refused}` is not allowed: {allowed}"));
         }

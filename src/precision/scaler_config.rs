@@ -9,7 +9,7 @@ use crate::{Error, Result};
 settings! {
     /// The initial loss scale and how it changes; the `[scaler]` table of a configuration file.
     ///
-    /// The first five options are those of `torch.amp.GradScaler`. With factors that are powers of two, like the defaults, the
+    /// The first five options are `torch.amp.GradScaler`'s. With factors that are powers of two, like the defaults, the
     /// scale stays a power of two, so that scaling and unscaling are exact.
     #[derive(Debug, Clone, Copy, PartialEq)]
     pub struct GradScalerConfig {
@@ -24,26 +24,26 @@ settings! {
         /// Consecutive clean steps after which the scale grows.
         growth_interval: u32 = 2000, flag("growth-interval", LossScale, 0, "N"),
             help("Steps without an overflow before the scale grows");
-        /// The scale never backs off below this. PyTorch has no floor and may multiply gradients by a number above 1, which can
-        /// overflow undetected; with a floor of at least 1 this cannot happen.
+        /// The scale never backs off below this. PyTorch has no minimum and may multiply gradients by a number above 1,
+        /// which can overflow undetected; a minimum of at least 1 prevents this.
         min_scale: f32 = 1.0;
-        /// Consecutive overflows at the floor after which the run counts as diverged; 0 for never.
-        patience: u32 = 16;
+        /// Consecutive overflows at `min_scale` after which the run counts as diverged; 0 for never.
+        max_overflows_at_min_scale: u32 = 16;
         /// Overflows needed to back off; earlier ones only skip their step. 1 is PyTorch's rule.
         hysteresis: u32 = 1;
-        /// What resets the count for `hysteresis`: `growth` of the scale, or any `clean` step.
+        /// The event that resets the count for `hysteresis`: `growth` of the scale, or any `clean` step.
         hysteresis_refill: HysteresisRefill = HysteresisRefill::Growth;
-        /// What happens to the batch of an overflowing step: `skip` or `retry`.
+        /// Whether to `skip` the batch of an overflowing step, or `retry` it at the lower scale.
         on_overflow: OnOverflow = OnOverflow::Skip;
         /// How the scale is chosen: `dynamic`, by trial, or `predictive`, from the headroom of earlier steps.
-        policy: ScalerPolicy = ScalerPolicy::Dynamic;
+        mode: ScalerMode = ScalerMode::Dynamic;
     }
 }
 
-/// How the scale is chosen while nothing overflows.
+/// How the scale is chosen without an overflow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum ScalerPolicy {
+pub enum ScalerMode {
     /// By trial, as in PyTorch: it grows after a number of clean steps.
     #[default]
     Dynamic,
@@ -53,7 +53,7 @@ pub enum ScalerPolicy {
     Predictive,
 }
 
-/// What resets the count for [`GradScalerConfig::hysteresis`].
+/// The event that resets the count for [`GradScalerConfig::hysteresis`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HysteresisRefill {
@@ -64,7 +64,7 @@ pub enum HysteresisRefill {
     Clean,
 }
 
-/// What happens to the batch of an overflowing step.
+/// Whether the batch of an overflowing step is skipped or repeated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnOverflow {
@@ -90,7 +90,7 @@ impl GradScalerConfig {
             let (init, min) = (self.init_scale, self.min_scale);
             return Err(invalid(
                 "init_scale",
-                format!("{init} is below `min_scale` {min}; raise it or lower the floor"),
+                format!("{init} is below `min_scale` {min}; raise `init_scale` or lower `min_scale`"),
             ));
         }
         if self.hysteresis < 1 {

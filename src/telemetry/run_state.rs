@@ -16,7 +16,7 @@ pub use tensors::{Layer, TensorRow, Tensors};
 use super::log::{Tail, for_each};
 use super::pace::Pace;
 use super::{Event, FinishReason, Finished, GradStats, Probe, Record, Saved, Started, StepRecord};
-use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, Unit};
+use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, PrecisionUnit};
 use crate::{Error, Result};
 use figures::Tally;
 use rows::{EVENTS, OVERFLOWS, SAMPLES, keep};
@@ -399,25 +399,25 @@ impl RunState {
     pub fn layers(&self) -> Vec<Layer> {
         let mut layers = self.tensors.layers();
         for layer in &mut layers {
-            layer.retyped = self.fallback.get(&Unit::of(&layer.name).to_string()).cloned();
+            layer.retyped = self.fallback.get(&PrecisionUnit::of(&layer.name).to_string()).cloned();
         }
         layers
     }
 
     /// The type that a tensor or layer computes in now.
     pub fn computes_in(&self, name: &str) -> String {
-        let retyped = self.fallback.get(&Unit::of(name).to_string()).cloned();
+        let retyped = self.fallback.get(&PrecisionUnit::of(name).to_string()).cloned();
         retyped.unwrap_or_else(|| self.policy().compute.to_string())
     }
 
     /// The block whose products take FP8 while its gradient's variance is low: up to the first variance it enters, beyond the
     /// second it leaves.
-    pub fn fp8_thresholds(&self) -> Option<(Unit, [f64; 2])> {
-        let block = self.setting("/precision/fp8/layer")?.as_u64()?;
-        let enters = self.setting("/precision/fp8/switch_variance")?.as_f64()?;
+    pub fn fp8_thresholds(&self) -> Option<(PrecisionUnit, [f64; 2])> {
+        let block = self.setting("/precision/fp8/block")?.as_u64()?;
+        let enters = self.setting("/precision/fp8/enter_variance")?.as_f64()?;
         // Older runs had a single threshold.
-        let hysteresis = self.setting("/precision/fp8/switch_hysteresis").and_then(Value::as_f64).unwrap_or(1.0);
-        Some((Unit::Block(usize::try_from(block).ok()?), [enters, enters * hysteresis]))
+        let hysteresis = self.setting("/precision/fp8/exit_ratio").and_then(Value::as_f64).unwrap_or(1.0);
+        Some((PrecisionUnit::Block(usize::try_from(block).ok()?), [enters, enters * hysteresis]))
     }
 }
 

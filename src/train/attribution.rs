@@ -6,7 +6,7 @@
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
 use crate::engine::model::{Hook, Mode, ModelSpec, Place};
-use crate::precision::{FloatFormat, TensorStats, Unit};
+use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
 use crate::telemetry::{Origin, Pass};
 use crate::train::passes::{passes, with_step_weights};
 use crate::train::step::{Engine, StepReport};
@@ -20,12 +20,16 @@ pub(super) fn origin(
     engine: &mut Engine,
     micro_batches: &[Batch],
     report: &StepReport,
-) -> Result<Option<(Origin, Unit)>> {
+) -> Result<Option<(Origin, PrecisionUnit)>> {
     with_step_weights(engine, |engine| search(engine, micro_batches, report))
 }
 
 /// The first of all processes, in the order of the micro-batches.
-fn search(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> Result<Option<(Origin, Unit)>> {
+fn search(
+    engine: &mut Engine,
+    micro_batches: &[Batch],
+    report: &StepReport,
+) -> Result<Option<(Origin, PrecisionUnit)>> {
     let found = search_share(engine, micro_batches, report)?;
     if engine.world.world() == 1 {
         return Ok(found);
@@ -33,7 +37,7 @@ fn search(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> 
     let text = serde_json::to_vec(&found).map_err(Error::engine)?;
     for theirs in engine.world.all_gather(&text)? {
         // Shares follow each other in the order of ranks.
-        let theirs: Option<(Origin, Unit)> = serde_json::from_slice(&theirs).map_err(Error::engine)?;
+        let theirs: Option<(Origin, PrecisionUnit)> = serde_json::from_slice(&theirs).map_err(Error::engine)?;
         if theirs.is_some() {
             return Ok(theirs);
         }
@@ -41,7 +45,11 @@ fn search(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> 
     Ok(None)
 }
 
-fn search_share(engine: &mut Engine, micro_batches: &[Batch], report: &StepReport) -> Result<Option<(Origin, Unit)>> {
+fn search_share(
+    engine: &mut Engine,
+    micro_batches: &[Batch],
+    report: &StepReport,
+) -> Result<Option<(Origin, PrecisionUnit)>> {
     let Engine { model, state, workspace, grads, seed, .. } = engine;
     let before = state.counters.before_skipped();
     let loss_seed = report.scale / report.targets.max(1) as f32;

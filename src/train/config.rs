@@ -308,8 +308,8 @@ impl Config {
         self.precision.validate(self.dtype.compute)?;
         self.lora.validate()?;
         let narrowed = self.lora.r.is_some() || self.dtype.params != Dtype::F32;
-        if narrowed && (self.precision.fallback != FallbackRule::Off || self.precision.fp8.layer.is_some()) {
-            let key = if self.precision.fp8.layer.is_some() { "precision.fp8.layer" } else { "precision.fallback" };
+        if narrowed && (self.precision.fallback != FallbackRule::Off || self.precision.fp8.block.is_some()) {
+            let key = if self.precision.fp8.block.is_some() { "precision.fp8.block" } else { "precision.fallback" };
             let message = "needs FP32 masters of every weight; leave it out, or train without `lora` and with `p=f32`";
             return Err(Error::config(key, message));
         }

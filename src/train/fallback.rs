@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::engine::model::candle_dtype;
-use crate::precision::{Dtype, PrecisionPolicy, Unit};
+use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::{Origin, Pass, Retyped};
 use crate::train::fp8::{FP8, Fp8Layer};
 use crate::train::step::{Engine, Outcome, StepReport};
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 impl Engine {
     /// Makes `unit` compute in `compute` from the next step on: converts its working weights, buffers and gradients.
-    pub fn retype(&mut self, unit: Unit, compute: Dtype) -> Result<()> {
+    pub fn retype(&mut self, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
         self.workspace.retype(self.model.spec(), unit, compute)?;
         let state = &mut self.state;
         for index in state.weights.packs_of(unit) {
@@ -35,7 +35,7 @@ pub(super) fn after_step(
     engine: &mut Engine,
     policy: PrecisionPolicy,
     report: &StepReport,
-    origin: Option<&(Origin, Unit)>,
+    origin: Option<&(Origin, PrecisionUnit)>,
 ) -> Result<Vec<Retyped>> {
     let Engine { state, survey, .. } = engine;
     if !state.fallback.is_on() {

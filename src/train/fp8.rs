@@ -10,7 +10,7 @@ use crate::engine::kernels::fp8::round_through;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view;
 use crate::engine::model::{Hook, Layer, LinearRole, NormRole, Op, ParamRole, Parameters, Part, Place};
-use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, Unit, scale_for};
+use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, PrecisionUnit, scale_for};
 use crate::telemetry::{Event, Retyped, Variances};
 use crate::train::step::{Engine, Outcome, StepReport};
 use candle_core::Tensor;
@@ -55,14 +55,14 @@ impl Fp8Layer {
     /// The block that `config` names, with the checkpoint's `state` or a fresh one; `None` if it names none. State of
     /// another block is discarded.
     pub fn new(config: Fp8Config, state: Option<Fp8State>) -> Option<Self> {
-        let (tensors, block) = (INPUTS.len() + WEIGHTS.len(), config.layer?);
+        let (tensors, block) = (INPUTS.len() + WEIGHTS.len(), config.block?);
         let fresh = || Fp8State {
-            layer: block,
-            active: config.switch_variance.is_none(),
+            block,
+            active: config.enter_variance.is_none(),
             variance: None,
             amax: vec![AmaxHistory::default(); tensors],
         };
-        let state = state.filter(|state| state.layer == block && state.amax.len() == tensors).unwrap_or_else(fresh);
+        let state = state.filter(|state| state.block == block && state.amax.len() == tensors).unwrap_or_else(fresh);
         Some(Self { config, block, state, scales: vec![None; tensors], amax: vec![0.0; tensors], kept: Vec::new() })
     }
 
@@ -72,8 +72,8 @@ impl Fp8Layer {
     }
 
     /// The block, while its products take FP8.
-    pub fn active(&self) -> Option<Unit> {
-        self.state.active.then_some(Unit::Block(self.block))
+    pub fn active(&self) -> Option<PrecisionUnit> {
+        self.state.active.then_some(PrecisionUnit::Block(self.block))
     }
 
     /// Computes the step's scales from the amax history.
@@ -113,7 +113,7 @@ impl Fp8Layer {
         if self.state.active {
             world.max(&mut self.amax)?;
             for (history, amax) in self.state.amax.iter_mut().zip(&self.amax) {
-                history.push(*amax, self.config.history);
+                history.push(*amax, self.config.amax_history_len);
             }
         }
         Ok(())
@@ -170,7 +170,7 @@ pub(super) fn after_step(
     let Engine { world, model, state, grads, survey, .. } = engine;
     let step = state.counters.step;
     let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
-    let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.switch_variance.is_some());
+    let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.enter_variance.is_some());
     if report.outcome == Outcome::Skipped || !(wanted || switches) {
         return Ok(Vec::new());
     }
@@ -180,7 +180,7 @@ pub(super) fn after_step(
     }
     let mut events = Vec::new();
     if let Some(fp8) = &mut state.fp8
-        && let unit = Unit::Block(fp8.block)
+        && let unit = PrecisionUnit::Block(fp8.block)
         && let Some(active) = variances.get(&unit).and_then(|variance| fp8.switch(*variance))
     {
         let (from, to) = (compute.to_string(), FP8.to_owned());
@@ -206,9 +206,8 @@ mod tests {
     /// Between the two thresholds a block stays where it is, and where that is, is part of a checkpoint's state.
     #[test]
     fn hysteresis_keeps_a_block_where_it_is_through_a_checkpoint() {
-        let resumed = |active, switch_hysteresis| {
-            let config =
-                Fp8Config { layer: Some(1), switch_variance: Some(1e-6), switch_hysteresis, ..Fp8Config::default() };
+        let resumed = |active, exit_ratio| {
+            let config = Fp8Config { block: Some(1), enter_variance: Some(1e-6), exit_ratio, ..Fp8Config::default() };
             let mut before = Fp8Layer::new(config, None).unwrap();
             let entered = before.switch(if active { 0.9e-6 } else { 1.1e-6 });
             assert_eq!(entered, active.then_some(true));
@@ -228,7 +227,7 @@ mod tests {
         let shape = ModelSpec::named("tiny").unwrap().resized(2, 16, 2);
         let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
         let weights = masters.zeros_like(DType::F16).unwrap();
-        let mut layer = Fp8Layer::new(Fp8Config { layer: Some(1), ..Fp8Config::default() }, None).unwrap();
+        let mut layer = Fp8Layer::new(Fp8Config { block: Some(1), ..Fp8Config::default() }, None).unwrap();
         let read = |name: &str| -> Vec<f32> {
             let weight = weights.get(name).unwrap().to_dtype(DType::F32).unwrap();
             weight.flatten_all().unwrap().to_vec1().unwrap()

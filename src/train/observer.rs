@@ -3,7 +3,7 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::precision::{Dtype, FallbackRule, FloatFormat, PrecisionPolicy, ScaleChange, ScalerPolicy, Unit};
+use crate::precision::{Dtype, FallbackRule, FloatFormat, PrecisionPolicy, PrecisionUnit, ScaleChange, ScalerMode};
 use crate::telemetry::{self, Event, Origin};
 use crate::train::config::Config;
 use crate::train::step::{Engine, Outcome, StepReport};
@@ -18,7 +18,7 @@ pub(super) struct Taken<'a> {
     /// Its figures.
     pub(super) report: StepReport,
     /// Where its overflow began, and in which unit.
-    pub(super) origin: Option<(Origin, Unit)>,
+    pub(super) origin: Option<(Origin, PrecisionUnit)>,
     /// Events to log after the step's own.
     pub(super) events: Vec<Event>,
 }
@@ -50,7 +50,7 @@ pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
         observers.push(Box::new(Maxima { every: maxima_every }));
     }
     let variance_every = config.telemetry.variance_every;
-    if variance_every > 0 || config.precision.fp8.layer.is_some() {
+    if variance_every > 0 || config.precision.fp8.block.is_some() {
         observers.push(Box::new(Variances { compute: config.dtype.compute, every: variance_every }));
     }
     let falls_back = config.precision.fallback != FallbackRule::Off;
@@ -60,7 +60,7 @@ pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
     if falls_back {
         observers.push(Box::new(LayerFallback { policy: config.dtype }));
     }
-    if config.scaler.policy == ScalerPolicy::Predictive {
+    if config.scaler.mode == ScalerMode::Predictive {
         observers.push(Box::new(PredictiveScale));
     }
     observers
@@ -155,10 +155,10 @@ struct PredictiveScale;
 impl StepObserver for PredictiveScale {
     fn before(&mut self, engine: &mut Engine, batches: &[Batch]) -> Result<()> {
         let scaler = &engine.state.scaler;
-        if scaler.wants_measure() {
+        if scaler.needs_amax() {
             let (scale, counters) = (scaler.scale(), engine.state.counters);
             if let Some(largest) = headroom::largest_gradient(engine, batches, counters, scale)? {
-                engine.state.scaler.measure(largest);
+                engine.state.scaler.set_amax(largest);
             }
         }
         Ok(())
@@ -168,7 +168,7 @@ impl StepObserver for PredictiveScale {
         if let ScaleChange::BackedOff { to, .. } = &mut step.report.change {
             let (scale, counters) = (step.report.scale, engine.state.counters.before_skipped());
             if let Some(largest) = headroom::largest_gradient(engine, step.batches, counters, scale)? {
-                *to = engine.state.scaler.measure(largest);
+                *to = engine.state.scaler.set_amax(largest);
             }
         }
         Ok(())

@@ -506,9 +506,9 @@ pub(super) fn engine_among(
     let mut state = TrainState::new(weights, config.optimizer(), scaler)?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
     state.fp8 = Fp8Layer::new(config.precision.fp8, None);
-    if let Some(block) = config.precision.fp8.layer.filter(|block| *block >= shape.layers) {
+    if let Some(block) = config.precision.fp8.block.filter(|block| *block >= shape.layers) {
         let message = format!("there is no block {block}: the model has {}, from 0 on", shape.layers);
-        return Err(Error::config("precision.fp8.layer", message));
+        return Err(Error::config("precision.fp8.block", message));
     }
     Ok(Engine {
         workspace: Workspace::for_training(shape, policy, (train.batch_size, train.seq_len), train.recompute, &device)?,

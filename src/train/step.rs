@@ -180,7 +180,7 @@ impl Engine {
         };
         time.optimizer = clock.elapsed();
         // 5. Adjust the scale: back off after an overflow; grow after enough clean steps, or into the headroom.
-        let change = scaler.update_measured(finite, survey.largest);
+        let change = scaler.update_with_amax(finite, survey.largest);
         if let Some(fp8) = fp8 {
             fp8.end_step(&**world)?;
             // An applied step has already refreshed the working copy.

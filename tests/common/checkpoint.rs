@@ -48,7 +48,7 @@ impl Sample {
                 scale: 65536.0,
                 growth_tracker: 1,
                 hysteresis_left: 1,
-                floor_streak: 0,
+                min_scale_streak: 0,
                 headroom: None,
             },
             fallback: std::collections::BTreeMap::new(),

@@ -14,7 +14,9 @@ use finetune::data::Batch;
 use finetune::engine::kernels::view;
 use finetune::engine::model::{KvCache, Mode, ModelSpec, Tokens};
 use finetune::engine::optim::AdamWConfig;
-use finetune::precision::{Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionConfig, PrecisionPolicy, Unit};
+use finetune::precision::{
+    Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionConfig, PrecisionPolicy, PrecisionUnit,
+};
 use finetune::store::checkpoint::{Run, compare, newest_good};
 use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::{Activity, Emitter, Event, Outcome, Record, Retyped, read};
@@ -54,7 +56,7 @@ fn config(model: &Path, rule: FallbackRule, scale: f32, constant: bool) -> Confi
     (config.train.sample_tokens, config.train.eval_batches) = (4, 1);
     config.scaler.init_scale = scale;
     if constant {
-        (config.scaler.min_scale, config.scaler.patience) = (scale, 1000);
+        (config.scaler.min_scale, config.scaler.max_overflows_at_min_scale) = (scale, 1000);
     }
     config.precision.fallback = rule;
     config
@@ -165,7 +167,7 @@ fn a_run_resumes_bit_for_bit_with_a_layer_in_fallback_and_through_its_return() {
     for (quiet, at) in [(0, 6), (0, 2), (2, 4)] {
         let mut config = config(&model, FallbackRule::Layer, 65536.0, false);
         (config.train.batch_size, config.train.seq_len) = (1, 16);
-        config.precision.fallback_quiet = quiet;
+        config.precision.fallback_cooldown = quiet;
         let run = folder.path().join(format!("{quiet}-{at}"));
         let proof = verify_resume(&config, 10, at, &run, &Activity::default()).unwrap();
         assert!(proof.differences.is_empty(), "{:?}", proof.differences);
@@ -178,14 +180,14 @@ fn a_layer_comes_back_where_its_gradients_have_room_again() {
     let folder = tempfile::tempdir().unwrap();
     let model = with_outlier(folder.path());
     let mut config = config(&model, FallbackRule::Layer, 16384.0, true);
-    (config.precision.fallback_quiet, config.precision.fallback_after) = (4, 2);
+    (config.precision.fallback_cooldown, config.precision.fallback_overflows) = (4, 2);
     let (trainer, events) = train(config.clone(), 10, &folder.path().join("high"));
     assert_eq!(retyped(&events).len(), 1, "its gradients are beyond FP16 at every step");
     assert_eq!(trainer.engine().state.weights.get("h.1.ln_1.bias").unwrap().dtype(), DType::F32);
     // One overflow halves this scale to where the layer fits.
     config.scaler.min_scale = 1.0;
     config.scaler.init_scale = 2048.0;
-    config.precision.fallback_after = 1;
+    config.precision.fallback_overflows = 1;
     let (trainer, events) = train(config, 12, &folder.path().join("low"));
     let moves: Vec<_> = retyped(&events).iter().map(|moved| (moved.layer.as_str(), moved.to.as_str())).collect();
     assert_eq!(moves, [("h.1", "f32"), ("h.1", "f16")], "{moves:?}");
@@ -264,7 +266,7 @@ fn batch(first: u32) -> Batch {
     }
 }
 
-const UNITS: [Unit; 3] = [Unit::Block(0), Unit::Block(1), Unit::Head];
+const UNITS: [PrecisionUnit; 3] = [PrecisionUnit::Block(0), PrecisionUnit::Block(1), PrecisionUnit::NonBlock];
 
 fn retype_all(engine: &mut Engine, dtype: Dtype) {
     for unit in UNITS {
@@ -314,7 +316,7 @@ fn one_unit_in_fp32_among_others_in_fp16() {
         let losses = [&mut mixed, &mut narrow, &mut exact].map(|engine| engine.step(&[batch(3)]).unwrap().loss);
         assert!((losses[0] - losses[2]).abs() < 1e-3 && losses[0].to_bits() != losses[1].to_bits(), "{losses:?}");
         for (name, gradient) in mixed.grads.micro_batch().iter() {
-            let wide = if Unit::of(name) == unit { DType::F32 } else { DType::F16 };
+            let wide = if PrecisionUnit::of(name) == unit { DType::F32 } else { DType::F16 };
             assert_eq!(gradient.dtype(), wide, "{name}");
             let of = |engine: &Engine| values(engine.grads.micro_batch().get(name).unwrap());
             let (found, expected) = (of(&mixed), of(&exact));
@@ -361,7 +363,7 @@ fn the_rule_is_refused_where_it_means_nothing() {
     };
     assert_eq!(
         refused(&[("dtype", "\"bf16\"")]),
-        "precision.fallback: layers fall back from FP16, but this run computes in `bf16`; omit it"
+        "precision.fallback: layers fall back from FP16, but this run computes in `bf16`; remove the setting"
     );
     assert!(refused(&[("precision.fallback_dtype", "\"f16\"")]).starts_with("precision.fallback_dtype: `f16` is what"));
     assert!(PrecisionConfig::default().fallback == FallbackRule::Off);

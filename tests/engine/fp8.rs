@@ -19,7 +19,7 @@ fn config(fp8: Fp8Config) -> Config {
 }
 
 fn fp8(layer: usize) -> Fp8Config {
-    Fp8Config { layer: Some(layer), ..Fp8Config::default() }
+    Fp8Config { block: Some(layer), ..Fp8Config::default() }
 }
 
 /// A run's events over so many steps.
@@ -123,8 +123,8 @@ fn a_block_in_fp8_trains_and_keeps_its_masters() {
 fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
     let folder = tempfile::tempdir().unwrap();
     let variance = first_variance();
-    for (name, switch_variance) in [("always", None), ("switched", Some(variance * 0.7))] {
-        let mut config = config(Fp8Config { history: 3, switch_variance, ..fp8(1) });
+    for (name, enter_variance) in [("always", None), ("switched", Some(variance * 0.7))] {
+        let mut config = config(Fp8Config { amax_history_len: 3, enter_variance, ..fp8(1) });
         // The first steps overflow.
         config.scaler.init_scale = 2f32.powi(19);
         let proof = verify_resume(&config, 14, 7, &folder.path().join(name), &Activity::default()).unwrap();
@@ -183,7 +183,7 @@ fn the_variance_is_that_of_the_unscaled_gradients_elements() {
 fn the_variance_switches_the_block_and_the_log_says_so() {
     let variance = first_variance();
     let switched = |threshold: f64| {
-        let config = config(Fp8Config { switch_variance: Some(threshold), ..fp8(1) });
+        let config = config(Fp8Config { enter_variance: Some(threshold), ..fp8(1) });
         let (trainer, events) = train(config, 8);
         let moves: Vec<_> = events
             .into_iter()
@@ -208,11 +208,11 @@ fn invalid_settings_are_rejected_by_key() {
         let config = Config::resolve(&Layers { file: None, overrides: overrides.collect(), ..Layers::default() });
         config.and_then(|config| Trainer::new(config, &mut |_| ()).map(drop)).unwrap_err().to_string()
     };
-    assert!(refused(&[("precision.fp8.layer", "9")]).starts_with("precision.fp8.layer: there is no block 9"));
-    assert!(refused(&[("precision.fp8.layer", "1"), ("dtype", "\"fp32\"")]).starts_with("precision.fp8.layer: "));
-    let both = refused(&[("precision.fp8.layer", "1"), ("precision.fallback", "\"layer\"")]);
+    assert!(refused(&[("precision.fp8.block", "9")]).starts_with("precision.fp8.block: there is no block 9"));
+    assert!(refused(&[("precision.fp8.block", "1"), ("dtype", "\"fp32\"")]).starts_with("precision.fp8.block: "));
+    let both = refused(&[("precision.fp8.block", "1"), ("precision.fallback", "\"layer\"")]);
     assert!(both.starts_with("precision.fallback: layer fallback and FP8 cannot be combined"), "{both}");
-    assert!(refused(&[("precision.fp8.history", "0")]).starts_with("precision.fp8.history: "));
+    assert!(refused(&[("precision.fp8.amax_history_len", "0")]).starts_with("precision.fp8.amax_history_len: "));
 }
 
 /// The experiment in `configs/experiments`, in small: three arms that `compare` tells apart.
@@ -238,7 +238,7 @@ fn the_experiment_runs_and_is_compared() {
         finetune().args(["compare", "--checkpoint-dir", ".", "fp16", "fp8", "switched", "--json"]).output().unwrap();
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let keys: Vec<_> = json["differences"].as_array().unwrap().iter().map(|d| d["key"].as_str().unwrap()).collect();
-    assert_eq!(keys, ["precision.fp8.layer", "precision.fp8.switch_variance"]);
+    assert_eq!(keys, ["precision.fp8.block", "precision.fp8.enter_variance"]);
     for arm in 0..3 {
         let figures = &json["arms"][arm]["runs"][0]["figures"];
         assert!(figures["longest_streak"].as_f64().unwrap() >= 3.0, "2^22 is too high: {figures}");

@@ -4,7 +4,7 @@
 //! concerns the engine on a GPU.
 
 use finetune::precision::{
-    GradScaler, GradScalerConfig, HysteresisRefill, OnOverflow, OptimizerStages, ScaleChange, ScalerPolicy,
+    GradScaler, GradScalerConfig, HysteresisRefill, OnOverflow, PerOptimizerState, ScaleChange, ScalerMode,
     ScalerState, StateDict,
 };
 use half::f16;
@@ -66,7 +66,7 @@ fn c3_disabled_scales_nothing_and_keeps_nothing() {
     for _ in 0..5000 {
         assert_eq!(scaler.update(true), ScaleChange::Held);
     }
-    assert!(matches!(scaler.update(false), ScaleChange::AtFloor { streak: 1, .. }));
+    assert!(matches!(scaler.update(false), ScaleChange::AtMinScale { streak: 1, .. }));
     assert_eq!(scaler.state_dict(), None);
     let other = self::scaler(8.0, 1).state_dict();
     scaler.load_state_dict(other.as_ref()).unwrap();
@@ -78,7 +78,9 @@ fn c3_disabled_scales_nothing_and_keeps_nothing() {
 #[test]
 fn c5_scale_before_use_is_the_initial_one_and_update_needs_a_check() {
     assert_eq!(scaler(1024.0, 7).scale(), 1024.0);
-    assert!(OptimizerStages::<usize>::new().finish().unwrap_err().to_string().contains("without any gradient checked"));
+    assert!(
+        PerOptimizerState::<usize>::new().finish().unwrap_err().to_string().contains("without any gradient checked")
+    );
 }
 
 // scale, unscale
@@ -109,13 +111,13 @@ fn c9_the_floor_keeps_unscaling_from_overflowing() {
 
 #[test]
 fn c10_a_step_of_an_optimizer_without_gradients_is_an_error() {
-    let error = OptimizerStages::new().record_step(&0).unwrap_err().to_string();
-    assert!(error.contains("none of its parameters has one"), "{error}");
+    let error = PerOptimizerState::new().record_step(&0).unwrap_err().to_string();
+    assert!(error.contains("none of its parameters has a gradient"), "{error}");
 }
 
 #[test]
 fn c13_unscale_twice_or_after_step_is_an_error() {
-    let mut stages = OptimizerStages::new();
+    let mut stages = PerOptimizerState::new();
     stages.record_unscale("adam", false).unwrap();
     assert!(stages.record_unscale("adam", false).unwrap_err().to_string().contains("already called"));
     stages.record_step(&"adam").unwrap();
@@ -129,7 +131,7 @@ fn c13_unscale_twice_or_after_step_is_an_error() {
 #[test]
 fn c15_step_reuses_the_recorded_verdict() {
     for found_inf in [false, true] {
-        let mut stages = OptimizerStages::new();
+        let mut stages = PerOptimizerState::new();
         assert!(stages.is_ready(&0));
         stages.record_unscale(0, found_inf).unwrap();
         assert!(!stages.is_ready(&0));
@@ -139,7 +141,7 @@ fn c15_step_reuses_the_recorded_verdict() {
 
 #[test]
 fn c18_a_second_step_before_update_is_an_error() {
-    let mut stages = OptimizerStages::new();
+    let mut stages = PerOptimizerState::new();
     stages.record_unscale(0, false).unwrap();
     stages.record_step(&0).unwrap();
     assert!(stages.record_step(&0).unwrap_err().to_string().contains("already called"));
@@ -149,7 +151,7 @@ fn c18_a_second_step_before_update_is_an_error() {
 
 #[test]
 fn c21_one_overflow_among_optimizers_lowers_the_scale_though_the_others_step() {
-    let (mut scaler, mut stages) = (scaler(16.0, 2000), OptimizerStages::new());
+    let (mut scaler, mut stages) = (scaler(16.0, 2000), PerOptimizerState::new());
     for (optimizer, found_inf) in [(0, false), (1, true), (2, false)] {
         stages.record_unscale(optimizer, found_inf).unwrap();
     }
@@ -188,7 +190,7 @@ fn c24_an_interval_lowered_below_the_tracker_still_grows() {
 
 #[test]
 fn c25_unscaled_but_unstepped_counts_as_a_check() {
-    let mut stages = OptimizerStages::new();
+    let mut stages = PerOptimizerState::new();
     stages.record_unscale(0, true).unwrap();
     assert!(stages.finish().unwrap());
     assert!(stages.finish().is_err());
@@ -196,7 +198,7 @@ fn c25_unscaled_but_unstepped_counts_as_a_check() {
 
 #[test]
 fn c26_a_new_scale_leaves_the_tracker_and_ignores_found_inf() {
-    let (mut scaler, mut stages) = (scaler(16.0, 10), OptimizerStages::new());
+    let (mut scaler, mut stages) = (scaler(16.0, 10), PerOptimizerState::new());
     scaler.update(true);
     stages.record_unscale(0, true).unwrap();
     scaler.set_scale(5.0).unwrap();
@@ -209,13 +211,13 @@ fn c26_a_new_scale_leaves_the_tracker_and_ignores_found_inf() {
 
 #[test]
 fn c27_after_update_every_stage_is_ready() {
-    let mut stages = OptimizerStages::new();
+    let mut stages = PerOptimizerState::new();
     stages.record_unscale(0, false).unwrap();
     stages.record_unscale(1, false).unwrap();
     stages.record_step(&1).unwrap();
     stages.finish().unwrap();
     assert!(stages.is_ready(&0) && stages.is_ready(&1));
-    assert_eq!(stages, OptimizerStages::new());
+    assert_eq!(stages, PerOptimizerState::new());
 }
 
 // state
@@ -350,11 +352,16 @@ fn twenty_step_simulation() {
 
 #[test]
 fn the_floor_holds_and_reports_until_patience_ends() {
-    let config = GradScalerConfig { init_scale: 6.0, min_scale: 2.0, patience: 3, ..GradScalerConfig::default() };
+    let config = GradScalerConfig {
+        init_scale: 6.0,
+        min_scale: 2.0,
+        max_overflows_at_min_scale: 3,
+        ..GradScalerConfig::default()
+    };
     let mut scaler = GradScaler::new(config).unwrap();
     assert_eq!(scaler.update(false), ScaleChange::BackedOff { from: 6.0, to: 3.0 });
     assert_eq!(scaler.update(false), ScaleChange::BackedOff { from: 3.0, to: 2.0 });
-    let floor = |streak| ScaleChange::AtFloor { scale: 2.0, streak };
+    let floor = |streak| ScaleChange::AtMinScale { scale: 2.0, streak };
     assert_eq!([(); 2].map(|()| scaler.update(false)), [floor(1), floor(2)]);
     assert!(!scaler.is_stuck());
     scaler.update(true);
@@ -364,7 +371,7 @@ fn the_floor_holds_and_reports_until_patience_ends() {
 
 #[test]
 fn patience_zero_is_endless() {
-    let config = GradScalerConfig { init_scale: 1.0, patience: 0, ..GradScalerConfig::default() };
+    let config = GradScalerConfig { init_scale: 1.0, max_overflows_at_min_scale: 0, ..GradScalerConfig::default() };
     let mut scaler = GradScaler::new(config).unwrap();
     steps(&mut scaler, 1000, false);
     assert!(!scaler.is_stuck());
@@ -467,7 +474,7 @@ proptest! {
                 ScaleChange::BackedOff { from, to } => {
                     prop_assert!(!finite && from == before && to == scaler.scale() && to < from);
                 }
-                ScaleChange::AtFloor { scale, .. } => {
+                ScaleChange::AtMinScale { scale, .. } => {
                     prop_assert!(!finite && scale == before && scale == config.min_scale && scale == scaler.scale());
                 }
             }
@@ -513,20 +520,21 @@ proptest! {
 // The predictive rule
 
 fn predictive(init_scale: f32, growth_interval: u32) -> GradScaler {
-    let policy = ScalerPolicy::Predictive;
-    GradScaler::new(GradScalerConfig { init_scale, growth_interval, policy, ..GradScalerConfig::default() }).unwrap()
+    let policy = ScalerMode::Predictive;
+    GradScaler::new(GradScalerConfig { init_scale, growth_interval, mode: policy, ..GradScalerConfig::default() })
+        .unwrap()
 }
 
 #[test]
 fn the_first_measure_leaves_a_binade_above_it() {
     // 2^-3: at scale 2^18 it comes to 2^15, and what exceeds it by less than a binade stays below 65504.
     let mut scaler = predictive(65536.0, 100);
-    assert!(scaler.wants_measure());
-    let change = scaler.update_measured(true, 8192.0);
+    assert!(scaler.needs_amax());
+    let change = scaler.update_with_amax(true, 8192.0);
     assert_eq!(change, ScaleChange::Grew { from: 65536.0, to: 262_144.0 });
-    assert!(!scaler.wants_measure());
+    assert!(!scaler.needs_amax());
     // A larger one lowers it, though nothing has overflowed.
-    let change = scaler.update_measured(true, 60000.0);
+    let change = scaler.update_with_amax(true, 60000.0);
     assert_eq!(change, ScaleChange::Lowered { from: 262_144.0, to: 131_072.0 });
     assert_eq!(scaler.state().growth_tracker, 0);
 }
@@ -537,7 +545,7 @@ fn a_lone_peak_is_remembered_and_slowly_forgotten() {
     let level = |scaler: &mut GradScaler, log2: f32, steps: u32| {
         for _ in 0..steps {
             let scale = scaler.scale();
-            assert!(!matches!(scaler.update_measured(true, 2f32.powf(log2) * scale), ScaleChange::BackedOff { .. }));
+            assert!(!matches!(scaler.update_with_amax(true, 2f32.powf(log2) * scale), ScaleChange::BackedOff { .. }));
         }
         scaler.scale().log2()
     };
@@ -551,42 +559,42 @@ fn a_lone_peak_is_remembered_and_slowly_forgotten() {
 #[test]
 fn an_overflow_still_backs_off_and_what_it_was_decides_how_far() {
     let mut scaler = predictive(1024.0, 100);
-    scaler.update_measured(true, 1024.0);
+    scaler.update_with_amax(true, 1024.0);
     let from = scaler.scale();
     assert_eq!(from, 32768.0);
     let mut guess = scaler.clone();
-    assert_eq!(guess.update_measured(false, 65504.0), ScaleChange::BackedOff { from, to: 16384.0 });
+    assert_eq!(guess.update_with_amax(false, 65504.0), ScaleChange::BackedOff { from, to: 16384.0 });
     // It was 50: 2^10 brings it to 51200.
-    assert_eq!(guess.measure(50.0), 1024.0);
-    assert!(guess.update_measured(true, 1024.0) == ScaleChange::Held, "it is remembered");
+    assert_eq!(guess.set_amax(50.0), 1024.0);
+    assert!(guess.update_with_amax(true, 1024.0) == ScaleChange::Held, "it is remembered");
     // Without a measure at all, overflows halve it as ever.
     let mut blind = predictive(1024.0, 100);
-    assert_eq!(blind.update_measured(false, 0.0), ScaleChange::BackedOff { from: 1024.0, to: 512.0 });
-    assert!(blind.wants_measure());
+    assert_eq!(blind.update_with_amax(false, 0.0), ScaleChange::BackedOff { from: 1024.0, to: 512.0 });
+    assert!(blind.needs_amax());
 }
 
 #[test]
 fn what_is_measured_is_nothing_to_the_other_rule() {
     let mut scaler = scaler(1024.0, 100);
-    assert!(!scaler.wants_measure());
-    assert_eq!(scaler.measure(1.0), 1024.0);
-    assert_eq!(scaler.update_measured(true, 60000.0), ScaleChange::Held);
+    assert!(!scaler.needs_amax());
+    assert_eq!(scaler.set_amax(1.0), 1024.0);
+    assert_eq!(scaler.update_with_amax(true, 60000.0), ScaleChange::Held);
     assert_eq!(scaler.state().headroom, None);
-    let off = GradScalerConfig { enabled: false, policy: ScalerPolicy::Predictive, ..GradScalerConfig::default() };
+    let off = GradScalerConfig { enabled: false, mode: ScalerMode::Predictive, ..GradScalerConfig::default() };
     let mut off = GradScaler::new(off).unwrap();
-    assert!(!off.wants_measure());
-    assert_eq!((off.update_measured(true, 1.0), off.measure(1.0)), (ScaleChange::Held, 1.0));
+    assert!(!off.needs_amax());
+    assert_eq!((off.update_with_amax(true, 1.0), off.set_amax(1.0)), (ScaleChange::Held, 1.0));
 }
 
 #[test]
 fn a_state_without_headroom_is_read_and_one_with_it_comes_back() {
-    let old = r#"{"scale":8.0,"growth_tracker":1,"hysteresis_left":1,"floor_streak":0}"#;
+    let old = r#"{"scale":8.0,"growth_tracker":1,"hysteresis_left":1,"min_scale_streak":0}"#;
     let state: ScalerState = serde_json::from_str(old).unwrap();
     assert_eq!(state.headroom, None);
     assert_eq!(serde_json::to_string(&state).unwrap(), old);
     let mut scaler = predictive(1024.0, 10);
     for i in 1..9u8 {
-        scaler.update_measured(true, 1000.0 + 300.0 / f32::from(i));
+        scaler.update_with_amax(true, 1000.0 + 300.0 / f32::from(i));
     }
     let json = serde_json::to_string(&scaler.state()).unwrap();
     let resumed = GradScaler::resume(*scaler.config(), serde_json::from_str(&json).unwrap()).unwrap();
@@ -603,7 +611,7 @@ proptest! {
         let mut scaler = predictive(65536.0, interval);
         for (finite, log2) in steps {
             let (before, largest) = (scaler.scale(), 2f32.powf(log2));
-            let change = scaler.update_measured(finite, largest * before);
+            let change = scaler.update_with_amax(finite, largest * before);
             if let ScaleChange::BackedOff { from, to } = change {
                 prop_assert!(to <= from / 2.0);
             }

@@ -9,7 +9,7 @@ use crate::common::compare::gpt2_tokenizer;
 use candle_core::Device;
 use finetune::data::grammar;
 use finetune::engine::model::ModelSpec;
-use finetune::precision::ScalerPolicy;
+use finetune::precision::ScalerMode;
 use finetune::random::{Domain, Stream};
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Activity, Emitter, Event, Outcome, ScaleCause};
@@ -29,8 +29,8 @@ struct Figures {
     loss: f64,
 }
 
-fn train(mut config: Config, policy: ScalerPolicy, steps: u64) -> Figures {
-    config.scaler.policy = policy;
+fn train(mut config: Config, policy: ScalerMode, steps: u64) -> Figures {
+    config.scaler.mode = policy;
     config.train.steps = Some(steps);
     config.telemetry.probe_every = 20;
     let folder = tempfile::tempdir().unwrap();
@@ -68,7 +68,7 @@ fn train(mut config: Config, policy: ScalerPolicy, steps: u64) -> Figures {
 }
 
 fn compare(name: &str, config: &Config, steps: u64) -> [Figures; 2] {
-    let both = [ScalerPolicy::Dynamic, ScalerPolicy::Predictive].map(|policy| train(config.clone(), policy, steps));
+    let both = [ScalerMode::Dynamic, ScalerMode::Predictive].map(|policy| train(config.clone(), policy, steps));
     for (rule, found) in ["dynamic", "predictive"].iter().zip(&both) {
         let Figures { overflows, moves, flushed, subnormal, mean_log2_scale, loss } = found;
         println!(
@@ -133,7 +133,7 @@ fn the_predictive_rule_overflows_less_than_the_dynamic_one() {
 fn a_run_resumes_bit_for_bit_with_what_was_measured() {
     let mut config = tiny();
     (config.train.batch_size, config.train.seq_len) = (1, 16);
-    config.scaler.policy = ScalerPolicy::Predictive;
+    config.scaler.mode = ScalerMode::Predictive;
     let folder = tempfile::tempdir().unwrap();
     let proof = verify_resume(&config, 16, 9, folder.path(), &Activity::default()).unwrap();
     assert!(proof.differences.is_empty(), "{:?}", proof.differences);

@@ -6,7 +6,7 @@ use finetune::data::Batch;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Keep, ModelSpec, Workspace};
-use finetune::precision::{PrecisionPolicy, Unit};
+use finetune::precision::{PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, newest_good};
 use finetune::telemetry::{Activity, Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
 use finetune::train::{Config, Layers, Preparing, TrainState, Trainer, engine, verify_resume};
@@ -138,7 +138,7 @@ fn everything_on(kernels: Choice) -> Config {
     (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
     config.scaler.init_scale = 2f32.powi(24);
     (config.telemetry.probe_every, config.telemetry.variance_every) = (2, 1);
-    config.precision.fp8.layer = Some(1);
+    config.precision.fp8.block = Some(1);
     config
 }
 
@@ -254,7 +254,7 @@ fn the_largest_gradient_of_each_layer_is_recorded() {
         assert_eq!(maxima.loss_scale.to_bits(), step.loss_scale.to_bits());
         assert_eq!(maxima.layers.len(), trainer.engine().model.spec().layers + 1);
         for (layer, largest) in &maxima.layers {
-            let of_layer = step.tensors.iter().filter(|tensor| Unit::of(&tensor.name).to_string() == *layer);
+            let of_layer = step.tensors.iter().filter(|tensor| PrecisionUnit::of(&tensor.name).to_string() == *layer);
             let expected = compare::largest(&of_layer.map(|tensor| tensor.stats.max_abs).collect::<Vec<_>>());
             assert_eq!(f64::from(*largest).to_bits(), expected.to_bits(), "{layer}");
         }

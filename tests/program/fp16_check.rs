@@ -7,7 +7,7 @@ use finetune::engine::kernels::view;
 use finetune::engine::model::{Decoder, Parameters};
 use finetune::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
 use finetune::inference::trained::TrainedModel;
-use finetune::precision::{Dtype, Unit};
+use finetune::precision::{Dtype, PrecisionUnit};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -78,8 +78,8 @@ fn the_verdict_is_what_training_shows() {
     scale(&masters, "h.1.mlp.c_proj.weight", 1.0 / factor, |i| i / width == 7);
     let report = check(masters, &model);
     let Verdict::Fp16WithFallback { units } = &report.verdict else { panic!("{report:?}") };
-    assert_eq!(units, &[Unit::Block(1)]);
-    let block = report.units.iter().find(|unit| unit.unit == Unit::Block(1)).unwrap();
+    assert_eq!(units, &[PrecisionUnit::Block(1)]);
+    let block = report.units.iter().find(|unit| unit.unit == PrecisionUnit::Block(1)).unwrap();
     assert!(block.activation.tensor.starts_with("h.1.mlp.") && block.activation.max_abs > 65504.0, "{block:?}");
 
     // With a smaller factor it fits, and the scale is what its gradient allows, which is enough for the others.
@@ -89,7 +89,7 @@ fn the_verdict_is_what_training_shows() {
     scale(&masters, "h.1.mlp.c_proj.weight", 1.0 / 4096.0, |i| i / width == 7);
     let smaller = check(masters, &model);
     assert_eq!(smaller.verdict, Verdict::Fp16, "{smaller:?}");
-    let block = smaller.units.iter().find(|unit| unit.unit == Unit::Block(1)).unwrap();
+    let block = smaller.units.iter().find(|unit| unit.unit == PrecisionUnit::Block(1)).unwrap();
     assert_eq!(block.gradient.tensor, "h.1.mlp.c_proj weight gradient");
     assert!(smaller.best_scale < report.best_scale / 4.0, "{} {}", smaller.best_scale, report.best_scale);
 

@@ -443,7 +443,7 @@ fn nonsense_is_refused() {
     lines.extend(
         [
             "--lora r=4,alpha=8 --set precision.fallback=layer",
-            "--lora r=4,alpha=8 --set precision.fp8.layer=1",
+            "--lora r=4,alpha=8 --set precision.fp8.block=1",
             "--dtype p=bf16,c=f16,g=f16,r=f32",
             "--optimizer sgd",
         ]

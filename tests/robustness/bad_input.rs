@@ -207,7 +207,7 @@ fn invalid_configurations() {
         "--set telemetry.tensors_every=0",
         "--set schedule.warmup_ratio=2",
         "config --set scaler.on_overflow=panic",
-        "config --set scaler.policy=clever",
+        "config --set scaler.mode=clever",
     ]);
     insta::assert_snapshot!("configuration", desk.said);
 }

@@ -6,8 +6,8 @@ use super::FloatFormat;
 
 /// Counts of a tensor's magnitudes by binade, with separate counts of zeros, infinities and NaNs.
 ///
-/// Binades are those of the value, not of its storage: FP16's subnormals count at 2^-24 … 2^-15. Values below 2^-126, which
-/// are subnormal even in FP32, share the binade -127.
+/// The binade is the value's, not the stored exponent's: FP16's subnormals count at 2^-24 … 2^-15. Values below 2^-126,
+/// which are subnormal even in FP32, share the binade -127.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Sparse", into = "Sparse")]
 pub struct ExponentHistogram {
@@ -108,8 +108,9 @@ impl ExponentHistogram {
 
     /// How `format` would represent the finite non-zero values times `2^shift`; all zero if there are none.
     ///
-    /// Binades count as a whole: one that rounds up to the smallest subnormal counts as subnormal, and the format's highest one
-    /// as representable, although FP16 rounds values from 65520 to infinity, and E4M3 those from 464 to NaN.
+    /// Binades count as a whole: one that rounds up to the smallest subnormal counts as subnormal, and the format's
+    /// highest one as representable, although FP16 rounds values from 65520 to infinity, and E4M3 those from 464 to
+    /// NaN.
     pub fn shares_at(&self, shift: i32, format: FloatFormat) -> RangeShares {
         let (least, normal, top) = (format.min_subnormal_exponent(), format.min_exponent(), format.max_exponent());
         RangeShares {

@@ -1,8 +1,8 @@
 //! Binary floating-point formats as data, with exact conversion.
 //!
-//! A format is two field widths and whether it has infinities; limits, spacing, rounding and decoding follow from those. One
-//! algorithm serves all formats, so the exhaustive tests against `half` and `float8` also cover formats that no crate
-//! implements.
+//! A format is two field widths and whether it has infinities; limits, spacing, rounding and decoding follow from
+//! those. One algorithm serves all formats, so the exhaustive tests against `half` and `float8` also cover formats that
+//! no crate implements.
 
 /// A format with a sign bit, `exponent_bits` and `mantissa_bits`, and bias `2^(exponent_bits - 1) - 1`, as in IEEE 754.
 ///
@@ -15,8 +15,8 @@ pub struct FloatFormat {
     pub exponent_bits: u32,
     /// Width of the stored mantissa, without the implied leading one.
     pub mantissa_bits: u32,
-    /// Whether the top exponent means infinity and NaN, as in IEEE 754. If not (E4M3 in the OCP 8-bit specification, also called
-    /// "fn"), it has finite numbers too, and only the all-ones pattern is NaN.
+    /// Whether the top exponent means infinity and NaN, as in IEEE 754. If not (E4M3 in the OCP 8-bit specification,
+    /// also called "fn"), it has finite numbers too, and only the all-ones pattern is NaN.
     pub has_inf: bool,
 }
 
@@ -105,7 +105,8 @@ impl FloatFormat {
         exp2(-(self.mantissa_bits as i32))
     }
 
-    /// Spacing of the format's values in the binade of `x`; the smallest subnormal at and around zero; NaN out of range.
+    /// Spacing of the format's values in the binade of `x`; the smallest subnormal at and around zero; NaN out of
+    /// range.
     pub fn ulp(self, x: f64) -> f64 {
         let exponent = binade(x).max(self.min_exponent());
         if exponent > self.max_exponent() { f64::NAN } else { exp2(exponent - self.mantissa_bits as i32) }
@@ -113,15 +114,15 @@ impl FloatFormat {
 
     /// The pattern nearest to `x`, ties to even; infinity out of range, or NaN if the format has no infinity.
     ///
-    /// This is IEEE 754's rule and the OCP specification's non-saturating conversion. A NaN becomes the canonical quiet NaN with
-    /// the same sign.
+    /// This is IEEE 754's rule and the OCP specification's non-saturating conversion. A NaN becomes the canonical quiet
+    /// NaN with the same sign.
     pub fn encode(self, x: f64) -> u32 {
         let sign = u32::from(x.is_sign_negative()) << (self.bits() - 1);
         if x.is_nan() {
             return sign | self.nan_bits();
         }
-        // Count x in units of its binade's spacing. The leading one of a normal number adds one to the exponent field, so
-        // the same sum works for subnormals (no leading one) and a carry into the next binade.
+        // Count x in units of its binade's spacing. The leading one of a normal number adds one to the exponent field,
+        // so the same sum works for subnormals (no leading one) and a carry into the next binade.
         let exponent = binade(x).max(self.min_exponent());
         let units = (x.abs() / exp2(exponent - self.mantissa_bits as i32)).round_ties_even() as u64;
         let magnitude = (((exponent - self.min_exponent()) as u64) << self.mantissa_bits).saturating_add(units);
@@ -187,8 +188,8 @@ impl FloatFormat {
         }
     }
 
-    /// The next pattern towards +inf: infinity (or NaN) after the largest value, the smallest positive number after either zero.
-    /// `None` for NaN and +inf.
+    /// The next pattern towards +inf: infinity (or NaN) after the largest value, the smallest positive number after
+    /// either zero. `None` for NaN and +inf.
     pub fn next_up(self, bits: u32) -> Option<u32> {
         let sign = 1 << (self.bits() - 1);
         let negative = bits & sign != 0;
@@ -243,8 +244,8 @@ mod tests {
         }
     }
 
-    /// Compares the rounding of every value, every midpoint to its successor, and their f32 neighbours. (Not f64 neighbours:
-    /// `half` converts f64 through f32, so rounds twice.)
+    /// Compares the rounding of every value, every midpoint to its successor, and their f32 neighbours. (Not f64
+    /// neighbours: `half` converts f64 through f32, so rounds twice.)
     fn check_every_rounding(format: FloatFormat, reference: impl Fn(f32) -> f64) {
         for bits in 0..=format.max_bits() {
             let low = format.decode(bits);

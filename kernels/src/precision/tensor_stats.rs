@@ -1,8 +1,8 @@
 //! The survey of a gradient: all statistics for the scaler, the log and the dashboard in one pass.
 //!
-//! Values are processed in blocks that stay in the L1 cache: widened to FP32 patterns, reduced, and counted by exponent. The
-//! loops are branch-free over fixed lanes, so that they vectorize for the caller's instruction set; everything is
-//! `#[inline(always)]` so that a caller can be a `#[target_feature]` function.
+//! Values are processed in blocks that stay in the L1 cache: widened to FP32 patterns, reduced, and counted by
+//! exponent. The loops are branch-free over fixed lanes, so that they vectorize for the caller's instruction set;
+//! everything is `#[inline(always)]` so that a caller can be a `#[target_feature]` function.
 
 #![expect(clippy::inline_always, reason = "a loop only vectorizes for the caller if it is inlined")]
 
@@ -126,8 +126,8 @@ impl TensorStats {
     }
 }
 
-/// Calls `visit` with each block of `values` as FP32 magnitudes, with non-finite values replaced by zero. The last block is
-/// padded with zeros.
+/// Calls `visit` with each block of `values` as FP32 magnitudes, with non-finite values replaced by zero. The last
+/// block is padded with zeros.
 #[inline(always)]
 fn survey<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u32; BLOCK])) -> TensorStats {
     let mut stats = TensorStats { count: values.len() as u64, ..TensorStats::default() };
@@ -242,8 +242,8 @@ impl ExponentCounters {
         }
     }
 
-    /// Adds the counts of the fields between the extremes of `stats` to `histogram`. Field 0 contains FP32's subnormals, the zeros and the values that `survey` replaced by
-    /// zero; `stats` has the number of the latter two.
+    /// Adds the counts of the fields between the extremes of `stats` to `histogram`. Field 0 contains FP32's
+    /// subnormals, the zeros and the values that `survey` replaced by zero; `stats` has the number of the latter two.
     fn add_to(&self, histogram: &mut ExponentHistogram, stats: &TensorStats) {
         let field = |x: f32| (x.to_bits() >> 23) as usize;
         let mut counted = 0;

@@ -54,7 +54,7 @@ const OPTIONS: &[(&str, Control)] = &[
     ("hysteresis", control(Count(1)).within(1.0, f64::MAX).of_run("1")),
     ("hysteresis_refill", control(Among(&["growth", "clean"])).of_run("growth")),
     ("on_overflow", control(Among(&["skip", "retry"])).of_run("skip")),
-    ("policy", control(Among(&["dynamic", "predictive"])).of_run("dynamic")),
+    ("mode", control(Among(&["dynamic", "predictive"])).of_run("dynamic")),
 ];
 const SETTINGS: &[(&str, Control)] =
     &[("setting-2", control(Typed)), ("setting-3", control(Typed)), ("setting-4", control(Typed))];

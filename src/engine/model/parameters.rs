@@ -12,7 +12,7 @@ use crate::engine::kernels::Kernels;
 use crate::engine::kernels::isa::vectorize;
 use crate::engine::kernels::quantised::Quantised;
 use crate::engine::kernels::view;
-use crate::precision::Unit;
+use crate::precision::PrecisionUnit;
 use crate::random::{Domain, Stream, site_of};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -351,7 +351,7 @@ impl Parameters {
     }
 
     /// The packs of a unit, by index.
-    pub fn packs_of(&self, unit: Unit) -> Vec<usize> {
+    pub fn packs_of(&self, unit: PrecisionUnit) -> Vec<usize> {
         (0..self.packs.len()).filter(|&index| self.layout.packs[index].layer.unit() == unit).collect()
     }
 

@@ -6,7 +6,7 @@ use super::architecture::{self, Architecture, Keys, named};
 use super::lora::Lora;
 use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
-use crate::precision::Unit;
+use crate::precision::PrecisionUnit;
 use crate::{Error, Result};
 use candle_core::quantized::GgmlDType;
 use serde_json::{Map, Value};
@@ -246,8 +246,8 @@ impl Layer {
     }
 
     /// The unit that shares its compute type.
-    pub fn unit(self) -> Unit {
-        self.block.map_or(Unit::Head, Unit::Block)
+    pub fn unit(self) -> PrecisionUnit {
+        self.block.map_or(PrecisionUnit::NonBlock, PrecisionUnit::Block)
     }
 }
 

@@ -14,7 +14,7 @@ use crate::engine::kernels::Normed;
 use crate::engine::kernels::cross_entropy::HeadWorkspace;
 use crate::engine::kernels::rope::{Positions, Table};
 use crate::engine::kernels::view::{self, Allocate};
-use crate::precision::{Dtype, PrecisionPolicy, Unit};
+use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 use std::cell::Cell;
@@ -423,20 +423,20 @@ impl Workspace {
     }
 
     /// Gives `unit` buffers of another compute type; those of others stay as they are.
-    pub fn retype(&mut self, spec: &ModelSpec, unit: Unit, compute: Dtype) -> Result<()> {
+    pub fn retype(&mut self, spec: &ModelSpec, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
         let device = self.stream[0].device().clone();
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, &device);
         let tokens = self.batch * self.seq_len;
         let (dtype, stream) = (candle_dtype(compute), self.stream[0].dtype());
         match unit {
-            Unit::Block(block) if block < self.compute.len() => {
+            PrecisionUnit::Block(block) if block < self.compute.len() => {
                 self.compute[block] = dtype;
                 if let Some(activations) = self.blocks.get_mut(block) {
                     *activations = Activations::lay_out(spec, tokens, dtype, stream, &zeros)?;
                 }
             }
-            Unit::Block(block) => bail!("there is no block {block} among {}", self.compute.len()),
-            Unit::Head => {
+            PrecisionUnit::Block(block) => bail!("there is no block {block} among {}", self.compute.len()),
+            PrecisionUnit::NonBlock => {
                 let grads =
                     (self.train && spec.trains_head()).then(|| candle_dtype(self.policy.with_compute(compute).grads));
                 self.final_norm = Normed::lay_out(spec.norm, tokens, spec.width, dtype, &zeros)?;

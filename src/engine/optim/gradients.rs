@@ -7,7 +7,7 @@ use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::kernels::{Kernels, view};
 use crate::engine::model::{Parameters, candle_dtype};
 use crate::engine::optim::tree::{Nodes, Placed, share};
-use crate::precision::{Dtype, PrecisionPolicy, Unit};
+use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -176,13 +176,13 @@ impl Gradients {
         survey: &Survey,
         kernels: &dyn Kernels,
         world: &dyn Collective,
-    ) -> crate::Result<BTreeMap<Unit, f64>> {
+    ) -> crate::Result<BTreeMap<PrecisionUnit, f64>> {
         let sums = if self.shard.is_some() {
             self.shared_sums(world)?
         } else {
             self.total().tensors().par_iter().map(|grad| kernels.sum(grad)).collect::<Result<Vec<f64>>>()?
         };
-        let mut units: BTreeMap<Unit, [f64; 3]> = BTreeMap::new();
+        let mut units: BTreeMap<PrecisionUnit, [f64; 3]> = BTreeMap::new();
         for ((entry, looked), sum) in self.grads.layout().iter().zip(&survey.tensors).zip(sums) {
             let of_unit = units.entry(entry.layer.unit()).or_default();
             for (total, term) in of_unit.iter_mut().zip([looked.stats.count as f64, sum, looked.stats.sum_squares]) {

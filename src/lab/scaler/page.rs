@@ -227,6 +227,6 @@ fn happened(attempt: &Attempt) -> (Role, String) {
         ScaleChange::BackedOff { from, .. } => {
             (Role::Bad, format!("✕ overflow, skipped; backed off from {}", short(f64::from(from))))
         }
-        ScaleChange::AtFloor { .. } => (Role::Bad, "✕ overflow, skipped; at the floor".into()),
+        ScaleChange::AtMinScale { .. } => (Role::Bad, "✕ overflow, skipped; at the floor".into()),
     }
 }

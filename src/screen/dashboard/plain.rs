@@ -3,7 +3,7 @@
 //! A step is one line of `key=value` pairs every `log_every` steps, and at least every ten seconds; other events are printed at
 //! once.
 
-use crate::precision::{ScalerPolicy, Unit};
+use crate::precision::{PrecisionUnit, ScalerMode};
 use crate::telemetry::pace::Pace;
 use crate::telemetry::{
     Activity, Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, PhaseLines, Processes, Record, Retyped,
@@ -147,14 +147,14 @@ impl<W: Write> Plain<W> {
 fn environment(started: &Started) -> String {
     let scaler = &started.scaler;
     let scaling = if scaler.enabled {
-        let growth = match scaler.policy {
-            ScalerPolicy::Dynamic => format!(
+        let growth = match scaler.mode {
+            ScalerMode::Dynamic => format!(
                 "dynamic, from {}, ×{} after {} clean steps",
                 scale(scaler.init_scale),
                 scaler.growth_factor,
                 scaler.growth_interval
             ),
-            ScalerPolicy::Predictive => "predictive, from the headroom of earlier steps".to_owned(),
+            ScalerMode::Predictive => "predictive, from the headroom of earlier steps".to_owned(),
         };
         format!("{growth}, ×{} after an overflow", scaler.backoff_factor)
     } else {
@@ -304,7 +304,7 @@ fn retyped_line(retyped: &Retyped) -> String {
 fn maxima_line(maxima: &LayerMaxima) -> String {
     // Blocks by number, what is outside of them last: as the units are ordered.
     let mut layers: Vec<_> = maxima.layers.iter().collect();
-    layers.sort_by_key(|(layer, _)| Unit::of(layer));
+    layers.sort_by_key(|(layer, _)| PrecisionUnit::of(layer));
     let layers = layers.into_iter().map(|(layer, largest)| format!("{layer}={}", magnitude(Some(*largest))));
     format!("maxima step={} scale={} {}", maxima.step, maxima.loss_scale, layers.collect::<Vec<_>>().join(" "))
 }

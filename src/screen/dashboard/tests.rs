@@ -153,8 +153,7 @@ fn layers_in_fallback_are_named_and_marked() {
 #[test]
 fn layers_have_types_variances_and_the_threshold() {
     let mut view = running();
-    let config =
-        serde_json::json!({"precision": {"fp8": {"layer": 3, "switch_variance": 6e-6, "switch_hysteresis": 2.0}}});
+    let config = serde_json::json!({"precision": {"fp8": {"block": 3, "enter_variance": 6e-6, "exit_ratio": 2.0}}});
     let started = Started { resumed_from: Some(1779), config, ..Started::default() };
     update(&mut view, record(Event::Started(Box::new(started))));
     for step in 0..60 {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::data::Cursor;
-use crate::precision::{Fp8State, ScalerState, Unit, UnitRecord};
+use crate::precision::{Fp8State, PrecisionUnit, ScalerState, UnitRecord};
 use crate::{Error, Result};
 
 /// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes; it reads this and
@@ -37,7 +37,7 @@ pub struct State {
     pub scaler: ScalerState,
     /// The layers that overflowed recently or compute in a wider type.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub fallback: BTreeMap<Unit, UnitRecord>,
+    pub fallback: BTreeMap<PrecisionUnit, UnitRecord>,
     /// The state of a block in simulated FP8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fp8: Option<Fp8State>,
@@ -159,10 +159,13 @@ mod tests {
                 scale: 65536.0,
                 growth_tracker: 7,
                 hysteresis_left: 1,
-                floor_streak: 0,
+                min_scale_streak: 0,
                 headroom: None,
             },
-            fallback: BTreeMap::from([(Unit::Block(1), UnitRecord { since: Some(9), ..UnitRecord::default() })]),
+            fallback: BTreeMap::from([(
+                PrecisionUnit::Block(1),
+                UnitRecord { since: Some(9), ..UnitRecord::default() },
+            )]),
             fp8: None,
             touched: BTreeSet::new(),
             base: None,

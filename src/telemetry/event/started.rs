@@ -1,6 +1,6 @@
 //! The first event of each process that trains a run.
 
-use crate::precision::{GradScalerConfig, PrecisionPolicy, ScalerPolicy};
+use crate::precision::{GradScalerConfig, PrecisionPolicy, ScalerMode};
 use crate::telemetry::process::ProcessId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -114,7 +114,7 @@ pub struct ScalerSettings {
     /// The scale never falls below this.
     pub min_scale: f32,
     /// The rule that chooses the scale.
-    pub policy: ScalerPolicy,
+    pub policy: ScalerMode,
 }
 
 impl From<&GradScalerConfig> for ScalerSettings {
@@ -126,7 +126,7 @@ impl From<&GradScalerConfig> for ScalerSettings {
             backoff_factor: config.backoff_factor,
             growth_interval: config.growth_interval,
             min_scale: config.min_scale,
-            policy: config.policy,
+            policy: config.mode,
         }
     }
 }

@@ -128,7 +128,7 @@ impl ScaleMove {
             ScaleChange::Grew { to, .. } => (ScaleCause::Grew, to),
             ScaleChange::Lowered { to, .. } => (ScaleCause::Lowered, to),
             ScaleChange::BackedOff { to, .. } => (ScaleCause::BackedOff, to),
-            ScaleChange::AtFloor { scale, .. } => (ScaleCause::AtFloor, scale),
+            ScaleChange::AtMinScale { scale, .. } => (ScaleCause::AtFloor, scale),
         };
         Self { cause, from, to }
     }

@@ -1,6 +1,6 @@
 //! The gradient of each of the model's tensors, now and over time, and their totals by layer.
 
-use crate::precision::Unit;
+use crate::precision::PrecisionUnit;
 use crate::telemetry::{GradStats, Overflow, Probe, Series, TensorRecord, Touched, Variances};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -22,7 +22,7 @@ pub struct Tensors {
     /// The first step in which a tensor's gradient held FP16's least magnitude, 2^-24.
     pub touched: BTreeMap<String, u64>,
     /// The variance of each unit's unscaled gradient: the newest, and log2 of all of them.
-    pub variances: BTreeMap<Unit, (f64, Series)>,
+    pub variances: BTreeMap<PrecisionUnit, (f64, Series)>,
 }
 
 /// A tensor's gradient, now and over time.
@@ -74,7 +74,7 @@ impl Tensors {
         let capacity = (HISTORIES / variances.layers.len().max(1)).clamp(32, 512);
         for (layer, variance) in variances.layers {
             // A name that is no layer's is from a damaged log.
-            let Ok(unit) = layer.parse::<Unit>() else { continue };
+            let Ok(unit) = layer.parse::<PrecisionUnit>() else { continue };
             let (newest, history) = self.variances.entry(unit).or_insert_with(|| (0.0, Series::new(capacity)));
             *newest = variance;
             if variance > 0.0 {

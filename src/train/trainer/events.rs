@@ -34,7 +34,7 @@ impl Trainer {
         began: Instant,
     ) -> Option<Error> {
         let skipped = report.outcome == Outcome::Skipped;
-        let at_floor = matches!(report.change, ScaleChange::AtFloor { .. });
+        let at_floor = matches!(report.change, ScaleChange::AtMinScale { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
             self.progress.retry = Some(cursor);
         }
@@ -77,7 +77,7 @@ impl Trainer {
 
     fn diverged(&self, last: &Overflow) -> Error {
         let step = last.step;
-        let streak = self.engine.state.scaler.state().floor_streak;
+        let streak = self.engine.state.scaler.state().min_scale_streak;
         let scale = self.engine.state.scaler.scale();
         let origin = last.origin.as_ref().map_or_else(String::new, |origin| {
             format!(" (first the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)

@@ -2,7 +2,7 @@
 
 use super::chart::{first_step, x_label, x_of, x_range};
 use super::tensors::{dotted, edge, extreme};
-use crate::precision::Unit;
+use crate::precision::PrecisionUnit;
 use crate::screen::dashboard::state::ViewModel;
 use crate::telemetry::{Bucket, RunState};
 use crate::ui::{Axes, Pad, Role};
@@ -55,8 +55,8 @@ fn nothing() -> &'static str {
 }
 
 /// The model's units, blocks first.
-fn units(run: &RunState) -> Vec<Unit> {
-    let of_tensors = run.tensors.rows.iter().map(|row| Unit::of(&row.name));
+fn units(run: &RunState) -> Vec<PrecisionUnit> {
+    let of_tensors = run.tensors.rows.iter().map(|row| PrecisionUnit::of(&row.name));
     let mut units: Vec<_> = of_tensors.chain(run.tensors.variances.keys().copied()).collect();
     units.sort_unstable();
     units.dedup();
@@ -98,12 +98,12 @@ impl Axis {
 
 /// Whether the variance of a tensor's layer was ever measured.
 pub(super) fn is_measured(run: &RunState, tensor: &str) -> bool {
-    run.tensors.variances.get(&Unit::of(tensor)).is_some_and(|(_, history)| !history.is_empty())
+    run.tensors.variances.get(&PrecisionUnit::of(tensor)).is_some_and(|(_, history)| !history.is_empty())
 }
 
 /// Draws the variance of a tensor's layer over the run, with the line at which a block enters FP8.
 pub(super) fn history(view: &ViewModel, tensor: &str, pad: &mut Pad) {
-    let (run, unit) = (view.run(), Unit::of(tensor));
+    let (run, unit) = (view.run(), PrecisionUnit::of(tensor));
     let Some((newest, series)) = run.tensors.variances.get(&unit) else { return };
     let thresholds = run.fp8_thresholds().filter(|(block, _)| *block == unit).map(|(_, at)| at);
     let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", in_words(at)));

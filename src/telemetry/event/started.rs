@@ -114,7 +114,7 @@ pub struct ScalerSettings {
     /// The scale never falls below this.
     pub min_scale: f32,
     /// The rule that chooses the scale.
-    pub policy: ScalerMode,
+    pub mode: ScalerMode,
 }
 
 impl From<&GradScalerConfig> for ScalerSettings {
@@ -126,7 +126,7 @@ impl From<&GradScalerConfig> for ScalerSettings {
             backoff_factor: config.backoff_factor,
             growth_interval: config.growth_interval,
             min_scale: config.min_scale,
-            policy: config.mode,
+            mode: config.mode,
         }
     }
 }

@@ -13,5 +13,5 @@ mod statistics;
 
 pub use metrics::{METRICS, Metric};
 pub use report::{Arm, Difference, Report, Verdict};
-pub use run::{Figures, RunSummary};
+pub use run::{RunMetrics, RunSummary};
 pub use statistics::Estimate;

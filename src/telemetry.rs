@@ -1,39 +1,40 @@
 //! A run's telemetry: events, their log on disk, and the bounded series that charts are drawn from.
 //!
-//! Training passes each [`Event`] to an [`Emitter`], which stamps it, appends it to `events.jsonl` and sends it to a screen.
-//! A screen (`dashboard`, or `finetune watch` in another terminal) knows only these types and controls training with
+//! Training passes each [`Event`] to an [`Emitter`], which stamps it, appends it to `events.jsonl` and sends it to a
+//! screen. A screen (`dashboard`, or `finetune watch` in another terminal) knows only these types and controls training
+//! with
 //! [`Command`]s. Nothing here knows tensors, models or terminals.
 
 mod activity;
 mod command;
 mod emitter;
+pub(crate) mod eta;
 mod event;
 pub(crate) mod float;
 mod gpu;
 mod log;
-pub(crate) mod pace;
 mod process;
 mod prometheus;
 mod run_state;
 mod series;
 mod tensorboard;
 
-pub use activity::{Activity, Amount, PhaseLines, PhaseNow};
+pub use activity::{Activity, CurrentPhase, PhaseLines, PhaseProgress};
 pub use command::Command;
 pub use emitter::{Emitter, Sink};
 pub use event::{
-    ActivationMax, Cpu, Diagnostic, Event, FinishReason, Finished, FlushedTensor, GpuStats, GradStats, LayerMaxima,
-    ModelShape, Origin, Outcome, Overflow, Pass, Probe, ProcessRate, Processes, Record, Retyped, SampleText, Saved,
-    ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord, StepTime, TensorRecord, Touched, VERSION, Validation,
-    Variances,
+    ActivationMax, CheckpointSaved, Cpu, Diagnostic, DtypeChange, Event, FinishReason, Finished, FirstNonFinite,
+    FlushedTensor, Fp32Probe, GpuStats, GradMax, GradStats, GradVariance, ModelShape, Overflow, Pass, ProcessRate,
+    Record, SampleText, ScaleCause, ScaleUpdate, ScalerSettings, Started, StepRecord, StepStatus, StepTime,
+    TensorRecord, Throughput, UnderflowOnset, VERSION, Validation,
 };
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, for_each, read};
 pub use process::{MachineMemory, ProcessId, ProcessStats, available_bytes, cpu_name, is_bound, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{
-    Curves, EventRow, Figures, Layer, OverflowRow, Phase, ProbeTotals, RunState, SMOOTHING, SampleRow, TensorRow,
+    Curves, EventRow, Layer, OverflowRow, Phase, ProbeTotals, RunMetrics, RunState, SMOOTHING, SampleRow, TensorRow,
     Tensors, histogram, smoothing_for,
 };
-pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StairCase};
+pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StepSeries};
 pub use tensorboard::TensorBoard;

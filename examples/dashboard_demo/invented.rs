@@ -1,9 +1,9 @@
 //! A synthetic run: realistic records generated from a seed, for the dashboard's demonstration and tests.
 
 use super::telemetry::{
-    Cpu, Event, FinishReason, Finished, FlushedTensor, GradStats, ModelShape, Outcome, Overflow, Probe, Record,
-    SampleText, Saved, ScaleCause, ScaleMove, ScalerSettings, Started, StepRecord, StepTime, TensorRecord, VERSION,
-    Validation,
+    CheckpointSaved, Cpu, Event, FinishReason, Finished, FlushedTensor, Fp32Probe, GradStats, ModelShape, Overflow,
+    Record, SampleText, ScaleCause, ScaleUpdate, ScalerSettings, Started, StepRecord, StepStatus, StepTime,
+    TensorRecord, VERSION, Validation,
 };
 
 /// Settings of the synthetic run.
@@ -108,14 +108,14 @@ impl InventedRun {
             TENSORS.iter().map(|(name, count, exponent)| tensor(name, *count, exponent + self.scale, peak)).collect();
         let grads = total(&tensors);
         let overflowed: Vec<_> = tensors.iter().filter(|tensor| tensor.stats.inf > 0).cloned().collect();
-        let outcome = if overflowed.is_empty() { Outcome::Applied } else { Outcome::Skipped };
+        let outcome = if overflowed.is_empty() { StepStatus::Applied } else { StepStatus::Skipped };
         let change = self.move_scale(outcome);
-        self.updates += u64::from(outcome == Outcome::Applied);
+        self.updates += u64::from(outcome == StepStatus::Applied);
         let progress = at as f64 / self.settings.total_steps as f64;
         let loss = 3.1 + 1.3 * (-5.0 * progress).exp() + 0.25 * (self.random() - 0.5);
         let loss = if at >= self.settings.nan_from { f32::NAN } else { loss as f32 };
         let norm = grads.norm;
-        let looked = at.is_multiple_of(self.settings.tables_every) || outcome == Outcome::Skipped;
+        let looked = at.is_multiple_of(self.settings.tables_every) || outcome == StepStatus::Skipped;
         self.pending.push_back(Event::Step(Box::new(StepRecord {
             step: at,
             loss,
@@ -128,10 +128,16 @@ impl InventedRun {
             skipped: at - self.updates,
             epoch: 3.0 * progress,
             lr: 5e-5 * (1.0 - progress),
-            clip: 1.0,
+            clip_coef: 1.0,
             growth_tracker: self.tracker,
             scale: change,
-            time: StepTime { step_ms: 100.0, forward_ms: 30.0, backward_ms: 55.0, survey_ms: 3.0, optimizer_ms: 12.0 },
+            time: StepTime {
+                step_ms: 100.0,
+                forward_ms: 30.0,
+                backward_ms: 55.0,
+                grad_stats_ms: 3.0,
+                optimizer_ms: 12.0,
+            },
             rss_bytes: Some(1_300_000_000),
             peak_rss_bytes: Some(1_500_000_000),
             cpu_seconds: Some(at as f64 * 0.19),
@@ -139,7 +145,7 @@ impl InventedRun {
             grads,
             tensors: if looked { tensors } else { Vec::new() },
         })));
-        if outcome == Outcome::Skipped {
+        if outcome == StepStatus::Skipped {
             let max_abs = 65_504.0;
             self.pending.push_back(Event::Overflow(Overflow {
                 step: at,
@@ -147,7 +153,7 @@ impl InventedRun {
                 loss,
                 max_abs,
                 tensors: overflowed,
-                origin: None,
+                first_nonfinite: None,
             }));
         }
         self.invent_others(at, progress);
@@ -161,42 +167,42 @@ impl InventedRun {
         }
         if at.is_multiple_of(500) {
             let path = format!("checkpoints/0007/step-{at:06}");
-            self.pending.push_back(Event::Saved(Saved {
+            self.pending.push_back(Event::CheckpointSaved(CheckpointSaved {
                 step: at,
                 path,
                 bytes: 982_000_000,
                 seconds: 1.25,
-                ..Saved::default()
+                ..CheckpointSaved::default()
             }));
             let text = " and the rest is\nsilence, or so they say in the town by the sea".into();
             self.pending.push_back(Event::Sample(SampleText { step: at, prompt: "To be,".into(), text }));
         }
         if at.is_multiple_of(1000) {
-            self.pending.push_back(Event::Probe(Box::new(self.probe(at))));
+            self.pending.push_back(Event::Fp32Probe(Box::new(self.probe(at))));
         }
         if at == self.settings.total_steps {
             self.pending.push_back(self.finished(FinishReason::Done));
         }
     }
 
-    fn move_scale(&mut self, outcome: Outcome) -> ScaleMove {
+    fn move_scale(&mut self, outcome: StepStatus) -> ScaleUpdate {
         let from = 2f32.powi(self.scale);
         self.tracker += 1;
-        let cause = if outcome == Outcome::Skipped {
+        let cause = if outcome == StepStatus::Skipped {
             self.scale -= 1;
             ScaleCause::BackedOff
         } else if self.tracker > self.settings.growth_interval {
             self.scale += 1;
             ScaleCause::Grew
         } else {
-            return ScaleMove { cause: ScaleCause::Held, from, to: from };
+            return ScaleUpdate { cause: ScaleCause::Held, from, to: from };
         };
         self.tracker = 0;
-        ScaleMove { cause, from, to: 2f32.powi(self.scale) }
+        ScaleUpdate { cause, from, to: 2f32.powi(self.scale) }
     }
 
     /// The same gradients in FP32, unscaled, including what FP16 flushed.
-    fn probe(&self, step: u64) -> Probe {
+    fn probe(&self, step: u64) -> Fp32Probe {
         let mut grads = GradStats::default();
         let mut tensors = Vec::new();
         for (name, count, exponent) in TENSORS {
@@ -205,7 +211,7 @@ impl InventedRun {
             tensors.push(FlushedTensor { name: name.into(), count, nonzero: count, flushed });
             add(&mut grads, &TensorRecord { name: String::new(), stats: stats(count, &counts, -149, 127) });
         }
-        Probe { step, loss_scale: 2f32.powi(self.scale), grads, tensors, ..Probe::default() }
+        Fp32Probe { step, loss_scale: 2f32.powi(self.scale), grads, tensors, ..Fp32Probe::default() }
     }
 }
 

@@ -10,7 +10,7 @@
 use finetune::screen::dashboard::{self, Exit};
 use finetune::screen::terminal::Interruption;
 use finetune::telemetry::{
-    self, Activity, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState, Saved,
+    self, Activity, CheckpointSaved, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState,
 };
 use finetune::ui::Theme;
 use std::io::{Write, stdout};
@@ -91,8 +91,8 @@ fn train(mut emitter: Emitter, trained: &Trained) -> Vec<String> {
                     emitter.emit(event);
                 }
                 Command::SaveNow => {
-                    let saved = Saved { step, path: "nowhere".into(), ..Saved::default() };
-                    emitter.emit(Event::Saved(saved));
+                    let saved = CheckpointSaved { step, path: "nowhere".into(), ..CheckpointSaved::default() };
+                    emitter.emit(Event::CheckpointSaved(saved));
                 }
                 Command::Interrupt => {
                     emitter.emit(run.finished(FinishReason::Interrupted));

@@ -7,7 +7,7 @@ use crate::data::{Bos, TokenSource};
 use crate::inference::answers::{Answers, exact_answers};
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
 use crate::inference::trained::TrainedModel;
-use crate::telemetry::Amount;
+use crate::telemetry::PhaseProgress;
 use crate::train::{Config, Layers, dataset, dialogues, whole_text};
 use crate::{Error, Result};
 use clap::Args;
@@ -58,7 +58,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     let count = windows.count(text.tokens.len()) as u64;
     reporter.begin("evaluating");
     let found = evaluate(&model, &weights, args.model.dtype, &text.tokens, text.bytes_per_token, windows, |done| {
-        reporter.activity().advance("evaluating", Amount::Items(done as u64, count));
+        reporter.activity().advance("evaluating", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);
     let report =
@@ -74,7 +74,7 @@ fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &s
     let count = dialogues.len() as u64;
     reporter.begin("answering");
     let found = exact_answers(trained, (&model, &weights, args.model.dtype), &dialogues, |done| {
-        reporter.activity().advance("answering", Amount::Items(done as u64, count));
+        reporter.activity().advance("answering", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);
     let Answers { asked, exact, wrong } = &found;

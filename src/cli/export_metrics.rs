@@ -2,7 +2,7 @@
 
 use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
-use crate::telemetry::{Event, Outcome, Sink, StepRecord, Tail, TensorBoard, Validation, float, for_each};
+use crate::telemetry::{Event, Sink, StepRecord, StepStatus, Tail, TensorBoard, Validation, float, for_each};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -43,7 +43,7 @@ struct Row {
     seconds: f64,
     #[serde(with = "float")]
     loss: f32,
-    outcome: Outcome,
+    outcome: StepStatus,
     loss_scale: f32,
     #[serde(with = "float")]
     grad_norm: f64,
@@ -85,7 +85,7 @@ impl Row {
             outcome: step.outcome,
             loss_scale: step.loss_scale,
             grad_norm: step.grad_norm,
-            clip: step.clip,
+            clip: step.clip_coef,
             lr: step.lr,
             epoch: step.epoch,
             tokens: step.tokens,
@@ -145,7 +145,7 @@ fn check_has_steps(log: &Path) -> Result<()> {
 fn tensorboard(log: &Path, folder: &Path, out: &mut dyn Write) -> Result<()> {
     let mut board = TensorBoard::create(folder)?;
     let reporter = Reporter::of("reading the log");
-    for_each(log, |record| board.take(&record))?;
+    for_each(log, |record| board.write(&record))?;
     drop(reporter);
     let written =
         writeln!(out, "wrote {}; view it with `tensorboard --logdir {}`", board.path().display(), folder.display());

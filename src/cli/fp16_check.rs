@@ -3,7 +3,7 @@
 use crate::cli::model::{DeviceArgs, NameArgs};
 use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
 use crate::precision::{PrecisionPolicy, PrecisionUnit};
-use crate::telemetry::Amount;
+use crate::telemetry::PhaseProgress;
 use crate::train::whole_text;
 use crate::{Error, Result};
 use clap::Args;
@@ -61,7 +61,7 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
     let (model, masters) = trained.load_merged(PrecisionPolicy::FP32, &open)?;
     reporter.begin("measuring");
     let report = fp16_check(&model, masters, tokens, extent, |done, total| {
-        reporter.activity().advance("measuring", Amount::Items(done as u64, total as u64));
+        reporter.activity().advance("measuring", PhaseProgress::Items(done as u64, total as u64));
     })?;
     drop(reporter);
     let text = if args.json {

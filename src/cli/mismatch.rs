@@ -4,7 +4,7 @@ use crate::cli::model::{DeviceArgs, NameArgs, Policies};
 use crate::inference::generate::prompt_ids;
 use crate::inference::mismatch::{Mismatch, Ratios, Sequences, log_probs};
 use crate::precision::PrecisionPolicy;
-use crate::telemetry::Amount;
+use crate::telemetry::PhaseProgress;
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -53,7 +53,7 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
         return Err(Error::config("--max-tokens", message));
     }
     let total = args.sequences as u64;
-    let advance = |what: &str, done: usize| reporter.activity().advance(what, Amount::Items(done as u64, total));
+    let advance = |what: &str, done: usize| reporter.activity().advance(what, PhaseProgress::Items(done as u64, total));
     let sequences = {
         let policy = PrecisionPolicy::FP32;
         let (model, weights) = trained.load(policy, &args.device.open(policy)?)?;

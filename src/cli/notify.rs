@@ -69,7 +69,7 @@ impl Notify {
 }
 
 impl Sink for Notify {
-    fn take(&mut self, record: &Record) -> Result<()> {
+    fn write(&mut self, record: &Record) -> Result<()> {
         let (event, text) = match &record.event {
             Event::Started(started) => {
                 self.run.clone_from(&started.run);
@@ -104,7 +104,7 @@ impl Sink for Notify {
         Ok(())
     }
 
-    fn trouble(&mut self) -> Option<String> {
+    fn take_warning(&mut self) -> Option<String> {
         self.trouble.take()
     }
 

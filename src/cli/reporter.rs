@@ -1,6 +1,6 @@
 //! Reports preparation on standard error: notices at once, and phases once they take long enough.
 
-use crate::telemetry::{Activity, Amount, PhaseLines};
+use crate::telemetry::{Activity, PhaseLines, PhaseProgress};
 use crate::train::Preparing;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -87,7 +87,7 @@ impl Reporter {
                 self.send(Notice::Clean(proof.text(colour)));
             }
             Preparing::Progress { what, done, total } if done < total => {
-                self.activity.advance(&what, Amount::Bytes(done, total));
+                self.activity.advance(&what, PhaseProgress::Bytes(done, total));
             }
             Preparing::Progress { what, total, .. } => {
                 self.activity.end();
@@ -134,7 +134,7 @@ impl StatusLine {
         if !self.terminal {
             return self.lines.due(activity, least).is_some_and(|text| write!(stderr(), "{text}").is_ok());
         }
-        let phase = activity.lasting(least);
+        let phase = activity.running_for(least);
         match &phase {
             Some(phase) => {
                 self.open = true;

@@ -89,7 +89,7 @@ fn progress(records: &Receiver<Record>, activity: &Activity) -> std::io::Result<
     loop {
         match records.recv_timeout(Duration::from_millis(100)) {
             Ok(record) => progress.show(&record)?,
-            Err(RecvTimeoutError::Timeout) => match activity.lasting(PhaseLines::FIRST) {
+            Err(RecvTimeoutError::Timeout) => match activity.running_for(PhaseLines::FIRST) {
                 Some(phase) => progress.phase(&phase)?,
                 None => progress.wait()?,
             },

@@ -118,7 +118,7 @@ impl Report {
         let mut body = String::new();
         for (i, run) in self.runs() {
             axes.curve(&mut body, i, logarithms(&run.loss));
-            for bucket in run.loss.buckets().iter().filter(|bucket| bucket.broken > 0) {
+            for bucket in run.loss.buckets().iter().filter(|bucket| bucket.non_finite > 0) {
                 axes.cross(&mut body, bucket.step as f64, axes.y.1);
             }
         }

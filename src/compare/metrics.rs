@@ -1,6 +1,6 @@
 //! The compared figures, each with its JSON key, name and format, in one table for text, JSON and HTML.
 
-use super::run::Figures;
+use super::run::RunMetrics;
 use super::statistics::Estimate;
 use crate::ui::format;
 
@@ -12,7 +12,7 @@ pub struct Metric {
     /// Its name.
     pub name: &'static str,
     /// Extracts it from a run's figures.
-    pub of: fn(&Figures) -> Option<f64>,
+    pub of: fn(&RunMetrics) -> Option<f64>,
     unit: Unit,
 }
 
@@ -32,7 +32,7 @@ enum Unit {
     Bytes,
 }
 
-const fn metric(key: &'static str, name: &'static str, unit: Unit, of: fn(&Figures) -> Option<f64>) -> Metric {
+const fn metric(key: &'static str, name: &'static str, unit: Unit, of: fn(&RunMetrics) -> Option<f64>) -> Metric {
     Metric { key, name, of, unit }
 }
 

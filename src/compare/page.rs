@@ -235,7 +235,7 @@ fn loss(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64, 
     for pair in points.windows(2) {
         plot.line(pair[0], pair[1], ink);
     }
-    for bucket in run.loss.buckets().iter().filter(|bucket| bucket.broken > 0) {
+    for bucket in run.loss.buckets().iter().filter(|bucket| bucket.non_finite > 0) {
         plot.mark(bucket.step as f64, f64::MAX, '✕', Ink::Overflow);
     }
     points.get((points.len() as f64 * part) as usize).copied()

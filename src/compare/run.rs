@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-pub use crate::telemetry::Figures;
-use crate::telemetry::{FinishReason, RunState, Series, StairCase, Started};
+pub use crate::telemetry::RunMetrics;
+use crate::telemetry::{FinishReason, RunState, Series, Started, StepSeries};
 use crate::{Error, Result};
 
 /// Buckets of a curve; a chart has about twice as many columns.
@@ -22,7 +22,7 @@ pub struct RunSummary {
     /// Its newest `Started` event.
     pub started: Started,
     /// Its summary figures.
-    pub figures: Figures,
+    pub figures: RunMetrics,
     /// The configuration of each process that trained it, with the step the process started from.
     configs: Vec<(u64, Value)>,
     /// Why it stopped; `None` if the log ends without a `Finished` event.
@@ -34,7 +34,7 @@ pub struct RunSummary {
     /// Validation losses.
     pub(super) validation: Series,
     /// log2 of the loss scale.
-    pub(super) scale: StairCase,
+    pub(super) scale: StepSeries,
     /// log2 of the loss scale at each overflow.
     pub(super) overflows: Series,
 }
@@ -71,7 +71,7 @@ impl RunSummary {
 
     /// How the run ended, as text.
     pub fn end(&self) -> String {
-        let Figures { steps, .. } = self.figures;
+        let RunMetrics { steps, .. } = self.figures;
         let end = match self.finished {
             Some(FinishReason::Done) => "done".to_owned(),
             Some(FinishReason::EarlyStopped) => format!("stopped early at step {steps}"),

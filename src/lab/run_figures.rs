@@ -8,7 +8,7 @@ use super::scaler::{Overflows, Visit};
 use crate::engine::model::Keep;
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, PrecisionPolicy, TensorStats};
 use crate::store::tensor_file::TensorFile;
-use crate::telemetry::{Event, Outcome, ProbeTotals, RunState, Started, StepRecord};
+use crate::telemetry::{Event, ProbeTotals, RunState, Started, StepRecord, StepStatus};
 use crate::{Error, Result};
 
 /// A run's figures, read from its folder or its `events.jsonl`.
@@ -63,7 +63,7 @@ struct Sums {
 
 impl Sums {
     fn add(&mut self, step: &StepRecord, most: usize) {
-        let (loss_scale, max_abs, applied) = (step.loss_scale, step.grads.max_abs, step.outcome == Outcome::Applied);
+        let (loss_scale, max_abs, applied) = (step.loss_scale, step.grads.max_abs, step.outcome == StepStatus::Applied);
         if self.steps.len() == most {
             self.steps.pop_front();
             self.earlier += 1;
@@ -109,7 +109,7 @@ impl RunFigures {
             // Another run in the same log.
             Event::Started(started) if started.resumed_from.is_none() => sums = Sums::default(),
             Event::Step(step) => sums.add(step, most),
-            Event::Probe(probe) => drop(sums.largest.insert(probe.step, probe.grads.max_abs)),
+            Event::Fp32Probe(probe) => drop(sums.largest.insert(probe.step, probe.grads.max_abs)),
             _ => {}
         })?;
         let (probed, peak_rss_bytes) = (state.probed().clone(), state.figures().peak_rss);
@@ -315,7 +315,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::telemetry::{ActivationMax, EventLog, GradStats, ModelShape, Probe, Record, VERSION, Variances};
+    use crate::telemetry::{ActivationMax, EventLog, Fp32Probe, GradStats, GradVariance, ModelShape, Record, VERSION};
 
     fn run() -> (tempfile::TempDir, RunFigures) {
         let folder = tempfile::tempdir().unwrap();
@@ -334,7 +334,7 @@ mod tests {
         let started = Started { config: serde_json::json!({ "scaler": scaler }), shape, ..started };
         append(Event::Started(Box::new(started)));
         for (step, loss_scale, outcome) in
-            [(1, 65536.0, Outcome::Applied), (2, 65536.0, Outcome::Skipped), (3, 32768.0, Outcome::Applied)]
+            [(1, 65536.0, StepStatus::Applied), (2, 65536.0, StepStatus::Skipped), (3, 32768.0, StepStatus::Applied)]
         {
             let grads = GradStats {
                 min_abs: Some(2f32.powi(-20)),
@@ -391,7 +391,7 @@ mod tests {
         let mut log = EventLog::open(folder.path().join("events.jsonl")).unwrap();
         let layers = [("h.0", 2f64.powi(-20)), ("head", 2f64.powi(-30)), ("h.1", 2f64.powi(-26))];
         let layers = layers.map(|(layer, variance)| (layer.to_owned(), variance)).into();
-        let event = Event::Variances(Variances { step: 3, layers });
+        let event = Event::GradVariance(GradVariance { step: 3, layers });
         log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
         let run = RunFigures::read(folder.path()).unwrap();
         let order: Vec<_> = run.variances.iter().map(|(layer, _)| layer.as_str()).collect();
@@ -412,8 +412,8 @@ mod tests {
                 activation("h.1.mlp.residual", 2.0 * stream),
                 activation("h.1.mlp.c_fc", 10.0),
             ];
-            let probe = Probe { step: 2, activations, ..Probe::default() };
-            log.append(&Record { v: VERSION, t: 0, s: 0.0, event: Event::Probe(Box::new(probe)) }).unwrap();
+            let probe = Fp32Probe { step: 2, activations, ..Fp32Probe::default() };
+            log.append(&Record { v: VERSION, t: 0, s: 0.0, event: Event::Fp32Probe(Box::new(probe)) }).unwrap();
         }
         let extents = RunFigures::read(folder.path()).unwrap().extents().unwrap();
         let extent = |label: &str, low, high| Extent { label: label.into(), low, high };

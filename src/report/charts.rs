@@ -73,7 +73,7 @@ fn loss(run: &RunState) -> Option<String> {
         let _ =
             writeln!(body, "<circle class=\"point\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\"/>", axes.left(x), axes.top(y));
     }
-    for bucket in batches.iter().filter(|bucket| bucket.broken > 0) {
+    for bucket in batches.iter().filter(|bucket| bucket.non_finite > 0) {
         axes.cross(&mut body, bucket.step as f64, axes.y.1);
     }
     let figures = run.figures();

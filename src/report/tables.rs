@@ -2,7 +2,7 @@
 
 use crate::compare::METRICS;
 use crate::compare::chart::escape;
-use crate::telemetry::{Figures, OverflowRow, RunState};
+use crate::telemetry::{OverflowRow, RunMetrics, RunState};
 use crate::ui::format;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -30,7 +30,7 @@ fn table(caption: &str, headings: &[&str], rows: impl Iterator<Item = Vec<String
     out + "</tbody>\n</table></div>\n"
 }
 
-pub(super) fn figures(figures: &Figures) -> String {
+pub(super) fn figures(figures: &RunMetrics) -> String {
     let rows = METRICS
         .iter()
         .filter_map(|metric| Some(vec![metric.name.to_owned(), metric.show(Some((metric.of)(figures)?))]));

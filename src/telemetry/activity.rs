@@ -1,6 +1,6 @@
-//! The phase a run is in right now, with its progress: written by one thread, displayed by another.
+//! The current phase of a run, with its progress: written by one thread, displayed by another.
 //!
-//! The log has when a phase of training began, but not its progress.
+//! The log has the start of a phase, but not its progress.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,23 +8,23 @@ use std::time::{Duration, Instant};
 /// A shared handle to the phase in progress; clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Activity {
-    phase: Arc<Mutex<Option<PhaseNow>>>,
+    phase: Arc<Mutex<Option<CurrentPhase>>>,
 }
 
 /// A phase in progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PhaseNow {
-    /// What is being done, such as "evaluating".
+pub struct CurrentPhase {
+    /// Its name, such as "evaluating".
     pub what: String,
-    /// How much of it.
-    pub amount: Amount,
-    /// When it began.
+    /// Its progress.
+    pub amount: PhaseProgress,
+    /// Its start.
     pub since: Instant,
 }
 
-/// How much of a phase is done.
+/// The progress of a phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Amount {
+pub enum PhaseProgress {
     /// Not known.
     #[default]
     Unknown,
@@ -37,15 +37,15 @@ pub enum Amount {
 impl Activity {
     /// Begins a phase, unless it is in progress, and ends the previous one.
     pub fn begin(&self, what: &str) {
-        self.advance(what, Amount::Unknown);
+        self.advance(what, PhaseProgress::Unknown);
     }
 
     /// Sets the progress of the phase called `what`; begins it if it is not in progress.
-    pub fn advance(&self, what: &str, amount: Amount) {
+    pub fn advance(&self, what: &str, amount: PhaseProgress) {
         let mut phase = self.lock();
         match &mut *phase {
             Some(now) if now.what == what => now.amount = amount,
-            other => *other = Some(PhaseNow { what: what.to_owned(), amount, since: Instant::now() }),
+            other => *other = Some(CurrentPhase { what: what.to_owned(), amount, since: Instant::now() }),
         }
     }
 
@@ -55,31 +55,33 @@ impl Activity {
     }
 
     /// The phase in progress, if it has lasted for at least `least`.
-    pub fn lasting(&self, least: Duration) -> Option<PhaseNow> {
+    pub fn running_for(&self, least: Duration) -> Option<CurrentPhase> {
         self.lock().clone().filter(|phase| phase.since.elapsed() >= least)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<PhaseNow>> {
+    fn lock(&self) -> MutexGuard<'_, Option<CurrentPhase>> {
         self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl std::fmt::Display for PhaseNow {
+impl std::fmt::Display for CurrentPhase {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { what, amount, .. } = self;
         match *amount {
-            Amount::Unknown => write!(f, "{what}"),
-            Amount::Items(done, total) => write!(f, "{what} {done}/{total}"),
-            Amount::Bytes(done, total) if total >= 1_000_000_000 => {
+            PhaseProgress::Unknown => write!(f, "{what}"),
+            PhaseProgress::Items(done, total) => write!(f, "{what} {done}/{total}"),
+            PhaseProgress::Bytes(done, total) if total >= 1_000_000_000 => {
                 write!(f, "{what} {:.1}/{:.1} GB", done as f64 / 1e9, total as f64 / 1e9)
             }
-            Amount::Bytes(done, total) => write!(f, "{what} {:.1}/{:.1} MB", done as f64 / 1e6, total as f64 / 1e6),
+            PhaseProgress::Bytes(done, total) => {
+                write!(f, "{what} {:.1}/{:.1} MB", done as f64 / 1e6, total as f64 / 1e6)
+            }
         }
     }
 }
 
-/// Text for a terminal or file that keeps every line: a phase's name after [`Self::FIRST`] and every 5 s, and a dot wherever
-/// nothing would be written for longer than [`Self::FIRST`].
+/// Text for a terminal or file that keeps every line: a phase's name after [`Self::FIRST`] and every 5 s, and a dot
+/// wherever nothing would be written for longer than [`Self::FIRST`].
 #[derive(Debug, Default)]
 pub struct PhaseLines {
     /// Since when the last phase lasts, and when its name was written.
@@ -95,9 +97,9 @@ impl PhaseLines {
     pub const FIRST: Duration = Duration::from_millis(400);
     const NEXT: Duration = Duration::from_secs(5);
 
-    /// What to append now, if something is due for a phase that has lasted for at least `least`.
+    /// The text to append now, if any, for a phase that has lasted for at least `least`.
     pub fn due(&mut self, activity: &Activity, least: Duration) -> Option<String> {
-        let phase = activity.lasting(least)?;
+        let phase = activity.running_for(least)?;
         let now = Instant::now();
         let silent = self.written.is_none_or(|written| now - written >= Self::FIRST);
         let is_new = self.named.is_none_or(|(since, named)| since != phase.since || now - named >= Self::NEXT);
@@ -115,7 +117,7 @@ impl PhaseLines {
         Some(text)
     }
 
-    /// What to write before anything else: the end of the line that was begun.
+    /// The end of an unfinished line, to write before anything else.
     pub fn end(&mut self) -> &'static str {
         self.written = Some(Instant::now());
         if std::mem::take(&mut self.open) { "\n" } else { "" }
@@ -134,18 +136,18 @@ mod tests {
         activity.begin("evaluating");
         assert_eq!(lines.due(&activity, PhaseLines::FIRST), None, "it may be over in a moment");
         wait();
-        activity.advance("evaluating", Amount::Items(5, 16));
+        activity.advance("evaluating", PhaseProgress::Items(5, 16));
         assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "evaluating 5/16");
         assert_eq!(lines.due(&activity, PhaseLines::FIRST), None);
         wait();
         assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), ".");
-        activity.advance("saving", Amount::Bytes(400_000_000, 1_100_000_000));
+        activity.advance("saving", PhaseProgress::Bytes(400_000_000, 1_100_000_000));
         assert_eq!(lines.due(&activity, PhaseLines::FIRST), None);
         wait();
         assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "\nsaving 0.4/1.1 GB");
         assert_eq!((lines.end(), lines.end()), ("\n", ""), "before a line of something else");
         wait();
-        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "saving 0.4/1.1 GB", "the phase goes on");
+        assert_eq!(lines.due(&activity, PhaseLines::FIRST).unwrap(), "saving 0.4/1.1 GB", "the phase continues");
         activity.begin("reading");
         assert_eq!(lines.due(&activity, Duration::ZERO).unwrap(), "\nreading", "others before it took long enough");
         activity.end();

@@ -6,7 +6,7 @@ use crate::Result;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Capacity of the screen's queue; a screen that lags further behind misses events.
+/// Capacity of the screen's queue; a screen that lags further misses events.
 const QUEUE: usize = 8192;
 
 /// Another consumer of a run's records, such as a TensorBoard file or a Prometheus endpoint.
@@ -14,11 +14,11 @@ pub trait Sink: std::fmt::Debug + Send {
     /// Processes a record.
     ///
     /// # Errors
-    /// If it cannot be written. The sink then gets no further records, and training continues.
-    fn take(&mut self, record: &Record) -> Result<()>;
+    /// The record cannot be written. The sink then gets no further records, and training continues.
+    fn write(&mut self, record: &Record) -> Result<()>;
 
-    /// What has gone wrong without ending the sink: a warning, given once.
-    fn trouble(&mut self) -> Option<String> {
+    /// A warning about a problem that does not end the sink; returned once.
+    fn take_warning(&mut self) -> Option<String> {
         None
     }
 
@@ -32,10 +32,10 @@ pub struct Emitter {
     log: Option<EventLog>,
     screen: Option<SyncSender<Record>>,
     sinks: Vec<Box<dyn Sink>>,
-    /// Events the screen has missed because its queue was full.
-    missed: u64,
+    /// Events dropped because the screen's queue was full.
+    dropped: u64,
     /// Whether the last event could not be written.
-    refused: bool,
+    log_failing: bool,
     began: Instant,
     /// Seconds the run took before this process.
     before: f64,
@@ -45,10 +45,10 @@ impl Emitter {
     /// An emitter that writes to `log`, if there is one.
     pub fn new(log: Option<EventLog>) -> Self {
         let before = log.as_ref().map_or(0.0, EventLog::last_seconds);
-        Self { log, screen: None, sinks: Vec::new(), missed: 0, refused: false, began: Instant::now(), before }
+        Self { log, screen: None, sinks: Vec::new(), dropped: 0, log_failing: false, began: Instant::now(), before }
     }
 
-    /// Connects a screen on another thread to the events from now on. A screen that stops reading (a suspended terminal)
+    /// Connects a screen on another thread to all later events. A screen that stops reading (a suspended terminal)
     /// misses events, which stay in the log; it never blocks training.
     pub fn connect(&mut self) -> Receiver<Record> {
         let (sender, receiver) = sync_channel(QUEUE);
@@ -56,7 +56,7 @@ impl Emitter {
         receiver
     }
 
-    /// Sends every event from now on to `sink` as well.
+    /// Adds a sink, which receives every later event.
     pub fn add_sink(&mut self, sink: Box<dyn Sink>) {
         self.sinks.push(sink);
     }
@@ -66,15 +66,15 @@ impl Emitter {
         self.before + self.began.elapsed().as_secs_f64()
     }
 
-    /// Emits an event that happened just now. A failing log or a closed screen is not an error, because training continues
-    /// without them; the first failed write and the recovery are logged as warnings.
+    /// Emits an event that happened just now. A failing log or a closed screen is not an error, because training
+    /// continues without them; the first failed write and the recovery are logged as warnings.
     pub fn emit(&mut self, event: Event) {
         let step = event.step().unwrap_or(0);
         let record = self.stamp(event);
         let mut failed = Vec::new();
-        self.sinks.retain_mut(|sink| match sink.take(&record) {
+        self.sinks.retain_mut(|sink| match sink.write(&record) {
             Ok(()) => {
-                failed.extend(sink.trouble());
+                failed.extend(sink.take_warning());
                 true
             }
             Err(error) => {
@@ -92,15 +92,15 @@ impl Emitter {
     fn write(&mut self, record: Record, step: u64) {
         let appended = self.log.as_mut().map_or(Ok(()), |log| log.append(&record));
         self.show(record);
-        let message = match (appended, self.refused) {
+        let message = match (appended, self.log_failing) {
             (Err(error), false) => format!("{error}; training continues and retries with each event"),
             (Ok(()), true) => match self.log.as_mut().map_or(0, EventLog::take_dropped) {
-                0 => "the log can be written again; nothing is missing in it".to_owned(),
-                dropped => format!("the log can be written again; {dropped} events before this one are missing in it"),
+                0 => "writing the log works again; no events were lost".to_owned(),
+                dropped => format!("writing the log works again; {dropped} events before this one were lost"),
             },
             _ => return,
         };
-        self.refused = !self.refused;
+        self.log_failing = !self.log_failing;
         let warning = self.stamp(Event::Warning(Diagnostic { step, message }));
         if let Some(log) = &mut self.log {
             // A failure to write this one has been reported already.
@@ -116,16 +116,16 @@ impl Emitter {
 
     fn show(&mut self, record: Record) {
         let Some(screen) = &self.screen else { return };
-        if self.missed > 0 {
+        if self.dropped > 0 {
             let step = record.event.step().unwrap_or(0);
-            let message = format!("the screen fell behind: {} events are only in `events.jsonl`", self.missed);
+            let message = format!("the screen was too slow: {} events are only in `events.jsonl`", self.dropped);
             if screen.try_send(self.stamp(Event::Warning(Diagnostic { step, message }))).is_ok() {
-                self.missed = 0;
+                self.dropped = 0;
             }
         }
         match screen.try_send(record) {
             Ok(()) => {}
-            Err(TrySendError::Full(_)) => self.missed += 1,
+            Err(TrySendError::Full(_)) => self.dropped += 1,
             Err(TrySendError::Disconnected(_)) => self.screen = None,
         }
     }
@@ -174,14 +174,14 @@ mod tests {
             .collect();
         assert_eq!((logged.len(), warnings.len()), (6, 2), "{warnings:?}");
         assert!(warnings[0].contains("events.jsonl") && warnings[0].contains("training continues"), "{warnings:?}");
-        assert!(warnings[1].contains("can be written again; nothing is missing"), "{warnings:?}");
+        assert!(warnings[1].contains("works again; no events were lost"), "{warnings:?}");
     }
 
     #[derive(Debug)]
     struct Broken;
 
     impl Sink for Broken {
-        fn take(&mut self, _: &Record) -> Result<()> {
+        fn write(&mut self, _: &Record) -> Result<()> {
             Err(crate::Error::config("disk", "is full"))
         }
 

@@ -1,11 +1,11 @@
 //! The events of a run: one [`Record`] is one line of `events.jsonl`.
 //!
-//! A line is a JSON object that begins `{"v":1,"t":…,"s":…,"event":"step",…}`. Within a version, fields are only added,
-//! and missing fields read as their defaults, so old logs stay readable. Floats that are not finite are written as strings
-//! (`"NaN"`, `"inf"`, `"-inf"`).
+//! A line is a JSON object that begins `{"v":2,"t":…,"s":…,"event":"step",…}`. Within a version, fields are only added,
+//! and missing fields read as their defaults, so old logs stay readable. Floats that are not finite are written as
+//! strings (`"NaN"`, `"inf"`, `"-inf"`).
 //!
-//! Magnitudes and counts of gradients are those of the *scaled* gradients, as the gradient dtype stores them, unless the
-//! name says otherwise.
+//! Magnitudes and counts are taken from the *scaled* gradients, as the gradient dtype stores them, unless a field's
+//! comment specifies another source.
 
 mod gradients;
 mod measurement;
@@ -14,17 +14,17 @@ mod overflow;
 mod started;
 mod step;
 
-pub use gradients::{GradStats, LayerMaxima, TensorRecord, Touched, Variances};
-pub use measurement::{ActivationMax, FlushedTensor, Probe, SampleText, Validation};
-pub use outcome::{Diagnostic, FinishReason, Finished, ProcessRate, Processes, Saved};
-pub use overflow::{Origin, Overflow, Pass, Retyped};
+pub use gradients::{GradMax, GradStats, GradVariance, TensorRecord, UnderflowOnset};
+pub use measurement::{ActivationMax, FlushedTensor, Fp32Probe, SampleText, Validation};
+pub use outcome::{CheckpointSaved, Diagnostic, FinishReason, Finished, ProcessRate, Throughput};
+pub use overflow::{DtypeChange, FirstNonFinite, Overflow, Pass};
 pub use started::{Cpu, ModelShape, ScalerSettings, Started};
-pub use step::{GpuStats, Outcome, ScaleCause, ScaleMove, StepRecord, StepTime};
+pub use step::{GpuStats, ScaleCause, ScaleUpdate, StepRecord, StepStatus, StepTime};
 
 use serde::{Deserialize, Serialize};
 
 /// The version of the log's format, written as `v` on every line.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// An event with its time: one line of the log.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -35,7 +35,7 @@ pub struct Record {
     pub t: u64,
     /// Seconds the run has taken; continues over a resume, so it never decreases within a log.
     pub s: f64,
-    /// What happened.
+    /// The event.
     #[serde(flatten)]
     pub event: Event,
 }
@@ -50,29 +50,29 @@ pub enum Event {
     Step(Box<StepRecord>),
     /// A step was skipped because gradients were not finite. Follows its `Step`.
     Overflow(Overflow),
-    /// A layer computes in another type from the next step on. Follows the `Step` that caused it.
-    Retyped(Retyped),
+    /// A layer changes its compute dtype, starting with the next step. Follows the `Step` that caused it.
+    DtypeChange(DtypeChange),
     /// The variance of each layer's gradient.
-    Variances(Variances),
+    GradVariance(GradVariance),
     /// The largest gradient of each layer.
-    LayerMaxima(LayerMaxima),
-    /// Gradients that reached FP16's least magnitude for the first time.
-    Touched(Touched),
+    GradMax(GradMax),
+    /// Gradients that reached FP16's smallest magnitude for the first time.
+    UnderflowOnset(UnderflowOnset),
     /// The validation loss was computed.
     Eval(Validation),
     /// Text was generated.
     Sample(SampleText),
     /// A batch's backward pass was repeated in FP32.
-    Probe(Box<Probe>),
+    Fp32Probe(Box<Fp32Probe>),
     /// A checkpoint was written.
-    Saved(Saved),
-    /// How fast the processes of the run are.
-    Processes(Processes),
+    CheckpointSaved(CheckpointSaved),
+    /// The speed of each process of a distributed run.
+    Throughput(Throughput),
     /// A phase between two steps began that may be slow. The next event ends it.
     Phase {
         /// Steps attempted so far.
         step: u64,
-        /// What is being done, such as "evaluating".
+        /// The name of the phase, such as "evaluating".
         what: String,
     },
     /// Training paused on request.
@@ -100,15 +100,15 @@ impl Event {
             Self::Started(_) => return None,
             Self::Step(step) => step.step,
             Self::Overflow(overflow) => overflow.step,
-            Self::Retyped(retyped) => retyped.step,
-            Self::Variances(variances) => variances.step,
-            Self::LayerMaxima(maxima) => maxima.step,
-            Self::Touched(touched) => touched.step,
+            Self::DtypeChange(retyped) => retyped.step,
+            Self::GradVariance(variances) => variances.step,
+            Self::GradMax(maxima) => maxima.step,
+            Self::UnderflowOnset(touched) => touched.step,
             Self::Eval(eval) => eval.step,
             Self::Sample(sample) => sample.step,
-            Self::Probe(probe) => probe.step,
-            Self::Saved(saved) => saved.step,
-            Self::Processes(processes) => processes.step,
+            Self::Fp32Probe(probe) => probe.step,
+            Self::CheckpointSaved(saved) => saved.step,
+            Self::Throughput(processes) => processes.step,
             Self::Phase { step, .. } | Self::Paused { step } | Self::Resumed { step } => *step,
             Self::Warning(diagnostic) | Self::Diverged(diagnostic) => diagnostic.step,
             Self::Finished(finished) => finished.step,
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn a_line_begins_with_version_time_and_kind() {
         let (line, _) = round_trip(Event::Step(Box::new(StepRecord { step: 7, ..Default::default() })));
-        assert!(line.starts_with(r#"{"v":1,"t":1,"s":0.5,"event":"step","step":7,"loss":0.0,"#), "{line}");
+        assert!(line.starts_with(r#"{"v":2,"t":1,"s":0.5,"event":"step","step":7,"loss":0.0,"#), "{line}");
     }
 
     #[test]
@@ -151,8 +151,9 @@ mod tests {
         assert_eq!(round_trip(event.clone()).1.event, event);
         let event = Event::Finished(Finished { val_loss: Some(1.5), ..Default::default() });
         assert_eq!(round_trip(event.clone()).1.event, event);
-        let origin = Origin { pass: Pass::Backward, layer: "h.0.attn".into(), samples: vec![1], ..Default::default() };
-        let event = Event::Overflow(Overflow { origin: Some(origin), ..Default::default() });
+        let origin =
+            FirstNonFinite { pass: Pass::Backward, layer: "h.0.attn".into(), samples: vec![1], ..Default::default() };
+        let event = Event::Overflow(Overflow { first_nonfinite: Some(origin), ..Default::default() });
         assert_eq!(round_trip(event.clone()).1.event, event);
         let event = Event::Paused { step: 3 };
         assert_eq!(round_trip(event.clone()).1.event, event);
@@ -160,7 +161,7 @@ mod tests {
 
     #[test]
     fn fields_that_an_older_program_did_not_write_are_defaults() {
-        let record: Record = serde_json::from_str(r#"{"v":1,"t":0,"s":0,"event":"step","step":3,"new":1}"#).unwrap();
+        let record: Record = serde_json::from_str(r#"{"v":2,"t":0,"s":0,"event":"step","step":3,"new":1}"#).unwrap();
         assert_eq!(record.event, Event::Step(Box::new(StepRecord { step: 3, ..Default::default() })));
     }
 }

@@ -1,4 +1,5 @@
-//! Floats in JSON, which cannot represent NaN and infinities: they are written as the strings `"NaN"`, `"inf"`, `"-inf"`.
+//! Floats in JSON, which cannot represent NaN and infinities: they are written as the strings `"NaN"`, `"inf"`,
+//! `"-inf"`.
 //!
 //! Use with `#[serde(with = "float")]`.
 

@@ -31,8 +31,8 @@ impl GpuSampler {
         }
     }
 
-    /// Calls the query that `open` returns every `period` on a new thread, which ends if `open` returns `None` or soon after
-    /// the sampler is dropped.
+    /// Calls the query that `open` returns every `period` on a new thread, which ends if `open` returns `None` or soon
+    /// after the sampler is dropped.
     #[cfg(any(feature = "nvml", test))]
     fn every<L: FnMut() -> Option<GpuStats>>(
         period: Duration,

@@ -1,13 +1,14 @@
 //! `events.jsonl`: written by one process, read by any number of others while it grows.
 //!
-//! The writer appends each record with a single `write` of a whole line, so a killed process loses nothing it has reported
-//! and leaves at worst one torn last line, which [`EventLog::open`] cuts off. A line that cannot be written is kept in
-//! memory and retried with the next one.
+//! The writer appends each record with a single `write` of a whole line, so a killed process loses nothing it has
+//! reported and leaves at worst one torn last line, which [`EventLog::open`] cuts off. A line that cannot be written is
+//! kept in memory and retried with the next one.
 //!
-//! A run that is resumed from step k repeats the steps after k. `Started { resumed_from: k }` marks this: earlier lines of
-//! steps after k are void. [`read`] drops those lines; a [`Tail`] returns every line, and its reader rewinds at the mark.
+//! A run that is resumed from step k repeats the steps after k. `Started { resumed_from: k }` marks this: earlier lines
+//! of steps after k are void. [`read`] drops those lines; a [`Tail`] returns every line, and its reader rewinds at the
+//! mark.
 
-use super::event::{Event, Outcome, Record, StepRecord};
+use super::event::{Event, Record, StepRecord, StepStatus, VERSION};
 use crate::{Error, Result, untrusted};
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
@@ -149,15 +150,15 @@ pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// Passes each record of [`read`] to `take`, in memory that does not grow with the log, and returns the number of unreadable
-/// lines.
+/// Passes each record of [`read`] to `take`, in memory that does not grow with the log, and returns the number of
+/// unreadable lines.
 ///
 /// # Errors
 /// If there is no such file, it cannot be read, or `take` fails.
 pub fn for_each(path: impl AsRef<Path>, mut take: impl FnMut(Record) -> Result<()>) -> Result<usize> {
     let path = path.as_ref();
     untrusted::open(path).map_err(Error::io("read", path))?;
-    // The last step that a later resume leaves valid, from before each start on.
+    // `cuts[i]`: the last step that later resumes leave valid among the records after start `i`.
     let mut cuts = Vec::new();
     let mut starts = Tail { only_starts: true, ..Tail::new(path) };
     starts.drain(&mut |record| {
@@ -189,7 +190,7 @@ pub fn for_each(path: impl AsRef<Path>, mut take: impl FnMut(Record) -> Result<(
 pub struct Poll {
     /// New records, in the order they were written.
     pub records: Vec<Record>,
-    /// New whole lines that could not be parsed: damaged, or written by a newer program.
+    /// New whole lines that could not be parsed.
     pub unreadable: usize,
     /// Whether the file already holds more whole lines.
     pub more: bool,
@@ -197,8 +198,8 @@ pub struct Poll {
 
 /// A reader that follows a log as it grows.
 ///
-/// It reads only whole lines. If the file is truncated or replaced in place, it starts over; if it is renamed and a new one
-/// appears under its name, it reads the old one to its end first. A log that does not exist yet reads as empty.
+/// It reads only whole lines. If the file is truncated or replaced in place, it starts over; if it is renamed and a new
+/// one appears under its name, it reads the old one to its end first. A log that does not exist yet reads as empty.
 #[derive(Debug)]
 pub struct Tail {
     path: PathBuf,
@@ -236,8 +237,8 @@ impl Tail {
         }
     }
 
-    /// Skims a long log, which is ten times faster: reads only its last megabytes in full, and of earlier steps the leading
-    /// fields up to [`StepRecord::skipped`] and some of the tensor tables.
+    /// Skims a long log, which is ten times faster: reads only its last megabytes in full, and of earlier steps the
+    /// leading fields up to [`StepRecord::skipped`] and some of the tensor tables.
     #[must_use]
     pub fn skimming(mut self) -> Self {
         self.skimming = true;
@@ -249,7 +250,7 @@ impl Tail {
         &self.path
     }
 
-    /// Reads what was written since the last poll, or the first part of it.
+    /// Reads the lines written since the last poll, or the first of them.
     ///
     /// # Errors
     /// If the file exists but cannot be read.
@@ -327,6 +328,7 @@ impl Tail {
             self.table = 0;
             len = file.metadata()?.len();
         }
+        check_version(&head)?;
         self.head = head;
 
         let mut bytes = Vec::new();
@@ -365,7 +367,19 @@ impl Tail {
     }
 }
 
-/// Whether a step's line carries the table of tensors, its last field.
+/// Rejects a log with a different format version, which its first bytes contain.
+fn check_version(head: &[u8]) -> std::io::Result<()> {
+    let version = head.strip_prefix(b"{\"v\":").and_then(|rest| rest.split(|&byte| byte == b',').next());
+    match version.and_then(|digits| std::str::from_utf8(digits).ok()?.parse::<u32>().ok()) {
+        Some(version) if version != VERSION => Err(std::io::Error::new(
+            ErrorKind::InvalidData,
+            format!("its format is version {version}, but this program reads version {VERSION}; repeat the run"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Whether a step's line has the table of tensors, which is its last field.
 fn has_table(line: &[u8]) -> bool {
     line.ends_with(b"]}")
 }
@@ -402,8 +416,8 @@ fn skim(line: &[u8]) -> Option<Record> {
         loss: fields.number("loss")?,
         loss_scale: fields.number("loss_scale")?,
         outcome: match fields.text("outcome")? {
-            "\"applied\"" => Outcome::Applied,
-            "\"skipped\"" => Outcome::Skipped,
+            "\"applied\"" => StepStatus::Applied,
+            "\"skipped\"" => StepStatus::Skipped,
             _ => return None,
         },
         grad_norm: fields.number("grad_norm")?,
@@ -436,7 +450,7 @@ impl<'a> Fields<'a> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-    use super::super::event::{GradStats, Started, TensorRecord, VERSION};
+    use super::super::event::{GradStats, Started, TensorRecord};
     use super::*;
 
     fn step(step: u64, loss: f32) -> Record {
@@ -541,7 +555,7 @@ mod tests {
         let records = read(&path).unwrap();
         assert_eq!(steps(&records), [1, 2]);
         assert_eq!(records.last(), Some(&step(2, 2.5)));
-        // A second resume from an earlier step voids what the first one had left.
+        // A second resume, from an earlier step, voids more.
         for record in [step(3, 3.5), started(Some(2)), step(3, 4.0), started(Some(1)), step(2, 5.0)] {
             log.append(&record).unwrap();
         }
@@ -594,7 +608,7 @@ mod tests {
         assert_eq!(steps(&tail.poll().unwrap().records), [1, 2]);
         std::fs::write(&path, line(&step(7, 1.0))).unwrap();
         assert_eq!(steps(&tail.poll().unwrap().records), [7]);
-        // Longer than what was read before, so only its first bytes reveal the change.
+        // The file is longer than before, so only its first bytes reveal the change.
         let other = Record { t: 5, ..step(8, 1.0) };
         std::fs::write(&path, line(&other).repeat(3)).unwrap();
         assert_eq!(steps(&tail.poll().unwrap().records), [8, 8, 8]);
@@ -620,6 +634,20 @@ mod tests {
             }
         }
         assert_eq!(found, [2, 3]);
+    }
+
+    #[test]
+    fn a_log_of_an_older_version_is_one_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        write(&path, &line(&Record { v: VERSION - 1, ..step(1, 1.0) }));
+        for error in [read(&path).unwrap_err(), Tail::new(&path).poll().unwrap_err()] {
+            let error = error.to_string();
+            assert!(
+                error.ends_with("its format is version 1, but this program reads version 2; repeat the run"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fs;
 
-/// Clock ticks a second in `/proc/self/stat`: fixed at 100 for user space on every Linux architecture we build for.
+/// Clock ticks per second in `/proc/self/stat`: fixed at 100 for user space on every Linux architecture we build for.
 const TICKS_PER_SECOND: f64 = 100.0;
 
 /// Memory and processor time of this process; `None` on systems without `/proc`.
@@ -30,8 +30,8 @@ impl ProcessStats {
     }
 }
 
-/// Bytes of memory that this process can still allocate: what is available on the machine, within the limits of its control
-/// groups and its own (`ulimit -v`). `None` if the system does not report it.
+/// Bytes of memory that this process can still allocate: the machine's available memory, within the limits of its
+/// control groups and its own (`ulimit -v`). `None` if the system does not report it.
 pub fn available_bytes() -> Option<u64> {
     let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let machine = MachineMemory::now().available;
@@ -135,15 +135,15 @@ fn kibibytes(status: &str, key: &str) -> Option<u64> {
     Some(figure * 1024)
 }
 
-/// Fields 14 and 15 of `/proc/self/stat`. Field 2, the program's name in parentheses, may contain anything, so fields are
-/// counted from its closing parenthesis.
+/// Fields 14 and 15 of `/proc/self/stat`. Field 2, the program's name in parentheses, may contain anything, so fields
+/// are counted from its closing parenthesis.
 fn cpu_seconds(stat: &str) -> Option<f64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut ticks = rest.split_whitespace().skip(11).map(str::parse::<f64>);
     Some((ticks.next()?.ok()? + ticks.next()?.ok()?) / TICKS_PER_SECOND)
 }
 
-/// Whether this process may use some of the machine's processors only, as a launcher of several processes has it.
+/// Whether this process is pinned to some of the machine's processors, for example by an MPI launcher.
 pub fn is_bound() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let own = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a client may take for its request, and again for the answer.
+/// The time limit for a client's request, and again for the answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Clients answered at once; one more is disconnected.
 const CLIENTS: usize = 32;
@@ -20,7 +20,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Longest accepted request, in bytes.
 const REQUEST: usize = 8192;
 
-/// Answers requests until the process ends, each on a thread of its own.
+/// Answers requests until the process ends, each on a separate thread.
 #[derive(Debug)]
 pub struct Prometheus {
     figures: Arc<Mutex<Figures>>,
@@ -54,7 +54,7 @@ impl Prometheus {
     /// If the address is in use or not permitted.
     pub fn listen(address: SocketAddr) -> Result<Self> {
         let refused = |error: std::io::Error| {
-            Error::config("--metrics-port", format!("cannot listen on {address}: {error}; choose another port"))
+            Error::config("--metrics-port", format!("cannot listen on {address}: {error}; choose a different port"))
         };
         let listener = TcpListener::bind(address).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
@@ -86,7 +86,7 @@ impl Prometheus {
 }
 
 impl Sink for Prometheus {
-    fn take(&mut self, record: &Record) -> Result<()> {
+    fn write(&mut self, record: &Record) -> Result<()> {
         let mut figures = self.figures.lock().unwrap_or_else(PoisonError::into_inner);
         match &record.event {
             Event::Started(started) => {
@@ -132,7 +132,7 @@ fn answer(mut client: TcpStream, figures: &Mutex<Figures>) -> std::io::Result<()
     let mut request = Vec::new();
     let mut part = [0; 1024];
     while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST {
-        // A client that sends a byte at a time does not get more time for it.
+        // A client that sends one byte at a time gets no extra time.
         let left = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero());
         client.set_read_timeout(Some(left.ok_or(ErrorKind::TimedOut)?))?;
         match client.read(&mut part)? {
@@ -171,9 +171,9 @@ impl Figures {
             ("gradient_norm", "gauge", "Global gradient norm, unscaled, before clipping", self.grad_norm),
             ("learning_rate", "gauge", "Learning rate of the last step", self.lr),
             ("tokens_total", "counter", "Tokens trained on", self.tokens),
-            ("tokens_per_second", "gauge", "Tokens a second over the last steps", self.tokens_per_s),
+            ("tokens_per_second", "gauge", "Tokens per second over the last steps", self.tokens_per_s),
             ("resident_memory_bytes", "gauge", "Resident memory of the process", self.resident),
-            ("last_step_timestamp_seconds", "gauge", "When the last step ended, Unix time", self.last_step),
+            ("last_step_timestamp_seconds", "gauge", "Unix time at the end of the last step", self.last_step),
         ] {
             let Some(value) = value else { continue };
             let value = match value {
@@ -217,7 +217,7 @@ mod tests {
             (2500, Event::Step(Box::new(step))),
             (2600, Event::Eval(Validation { step: 7, loss: 1.5, ..Validation::default() })),
         ] {
-            server.take(&Record { v: VERSION, t, s: 0.0, event }).unwrap();
+            server.write(&Record { v: VERSION, t, s: 0.0, event }).unwrap();
         }
         let text = ask(address, "GET /metrics HTTP/1.1\r\n\r\n");
         for line in [
@@ -250,7 +250,7 @@ mod tests {
         assert!(garbage(b"\r\n\r\n").starts_with("HTTP/1.1 405"));
         assert!(garbage(b"\xFF\0\x1B[2J\r\n\r\n").starts_with("HTTP/1.1 405"));
         garbage(&[b'x'; REQUEST + 1]);
-        // Many say nothing. Those beyond the limit are disconnected, the others when their time is over.
+        // Many clients send nothing. Those beyond the limit are disconnected at once, the others after the timeout.
         let mut idle: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(address).unwrap()).collect();
         let began = Instant::now();
         let mut slow = idle.pop().unwrap();
@@ -258,7 +258,7 @@ mod tests {
             client.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
             assert!(!client.read(&mut [0]).is_err_and(|error| error.kind() == ErrorKind::WouldBlock), "still open");
         };
-        // One sends a byte now and then.
+        // One client sends a byte at a time.
         let _ = (0..6).try_for_each(|_| {
             thread::sleep(PATIENCE / 4);
             slow.write_all(b"G")

@@ -1,24 +1,24 @@
 //! The state of a run, reduced from its log record by record in bounded memory.
 //!
-//! This is the only reducer of events: the dashboard feeds it as records arrive, `compare`, `report` and the lab from a whole
-//! log. A `Started` with `resumed_from: k` rewinds the state to step k.
+//! This is the only reducer of events: the dashboard feeds it as records arrive, `compare`, `report` and the lab from a
+//! whole log. A `Started` with `resumed_from: k` rewinds the state to step k.
 
 mod curves;
-mod figures;
+mod metrics;
 mod rows;
 mod tensors;
 
 pub use curves::Curves;
-pub use figures::{Figures, ProbeTotals, SMOOTHING, smoothing_for};
+pub use metrics::{ProbeTotals, RunMetrics, SMOOTHING, smoothing_for};
 pub use rows::{EventRow, OverflowRow, SampleRow};
 pub use tensors::{Layer, TensorRow, Tensors};
 
+use super::eta::EtaEstimator;
 use super::log::{Tail, for_each};
-use super::pace::Pace;
-use super::{Event, FinishReason, Finished, GradStats, Probe, Record, Saved, Started, StepRecord};
+use super::{CheckpointSaved, Event, FinishReason, Finished, Fp32Probe, GradStats, Record, Started, StepRecord};
 use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, PrecisionUnit};
 use crate::{Error, Result};
-use figures::Tally;
+use metrics::MetricsAccumulator;
 use rows::{EVENTS, OVERFLOWS, SAMPLES, keep};
 use serde_json::Value;
 use std::collections::{BTreeMap, VecDeque};
@@ -50,19 +50,19 @@ pub struct RunState {
     pub curves: Curves,
     /// Skipped steps, newest last.
     pub overflows: VecDeque<OverflowRow>,
-    /// The layers that compute in another type than the policy's, each with its type.
+    /// The layers whose compute dtype differs from the policy's, with their dtype.
     pub fallback: BTreeMap<String, String>,
     /// The model's tensors.
     pub tensors: Tensors,
     /// The newest probe.
-    pub probe: Option<Probe>,
+    pub probe: Option<Fp32Probe>,
     /// Events worth listing, newest last.
     pub events: VecDeque<EventRow>,
     /// Generated texts, newest last.
     pub samples: VecDeque<SampleRow>,
     /// The newest checkpoint and when it was written, in wall-clock milliseconds.
-    pub saved: Option<(Saved, u64)>,
-    pace: Pace,
+    pub saved: Option<(CheckpointSaved, u64)>,
+    pace: EtaEstimator,
     /// Processor time over wall time, percent of one thread.
     pub cpu_percent: Option<f64>,
     cpu_before: Option<(f64, f64)>,
@@ -70,16 +70,16 @@ pub struct RunState {
     pub last_t: u64,
     /// Run-relative seconds of the newest record.
     pub last_s: f64,
-    tally: Tally,
+    tally: MetricsAccumulator,
     /// The state at the newest checkpoints, oldest first.
-    marks: VecDeque<Mark>,
+    snapshots: VecDeque<Snapshot>,
 }
 
 /// The state at a checkpoint that cannot be recovered from the curves.
 #[derive(Debug, Clone)]
-struct Mark {
+struct Snapshot {
     step: StepRecord,
-    tally: Tally,
+    tally: MetricsAccumulator,
 }
 
 /// The phase of a run.
@@ -122,13 +122,13 @@ impl RunState {
             events: VecDeque::new(),
             samples: VecDeque::new(),
             saved: None,
-            pace: Pace::default(),
+            pace: EtaEstimator::default(),
             cpu_percent: None,
             cpu_before: None,
             last_t: 0,
             last_s: 0.0,
-            tally: Tally::default(),
-            marks: VecDeque::new(),
+            tally: MetricsAccumulator::default(),
+            snapshots: VecDeque::new(),
         }
     }
 
@@ -148,11 +148,11 @@ impl RunState {
             Ok(())
         })?;
         if self.started.is_none() && unreadable > 0 {
-            let message = "this is not a run's log: no record of a start in it";
+            let message = "this is not a run's log: it has no `started` event";
             return Err(Error::data(log.display(), message));
         }
         if self.step.step == 0 {
-            let message = "the log has no step yet; wait for the first one, or name another run";
+            let message = "the log has no step yet; wait for the first one, or select a different run";
             return Err(Error::data(log.display(), message));
         }
         Ok((self, unreadable))
@@ -203,8 +203,8 @@ impl RunState {
                 self.tensors.overflowed(&overflow);
                 keep(&mut self.overflows, OverflowRow::of(&overflow), OVERFLOWS);
             }
-            Event::Retyped(retyped) if retyped.back => drop(self.fallback.remove(&retyped.layer)),
-            Event::Retyped(retyped) => drop(self.fallback.insert(retyped.layer, retyped.to)),
+            Event::DtypeChange(retyped) if retyped.restored => drop(self.fallback.remove(&retyped.layer)),
+            Event::DtypeChange(retyped) => drop(self.fallback.insert(retyped.layer, retyped.to)),
             Event::Eval(eval) => {
                 self.curves.validation.push(eval.step, s, eval.loss);
                 self.tally.eval(&eval);
@@ -214,14 +214,14 @@ impl RunState {
                 let row = SampleRow { step: sample.step, loss, prompt: sample.prompt, text: sample.text };
                 keep(&mut self.samples, row, SAMPLES);
             }
-            Event::Probe(probe) => {
+            Event::Fp32Probe(probe) => {
                 self.tensors.flushed(&probe);
                 self.tally.probe(&probe);
                 self.probe = Some(*probe);
             }
-            Event::Saved(saved) if saved.weights_only => {}
-            Event::Saved(saved) => {
-                keep(&mut self.marks, Mark { step: self.step.clone(), tally: self.tally.clone() }, MARKS);
+            Event::CheckpointSaved(saved) if saved.weights_only => {}
+            Event::CheckpointSaved(saved) => {
+                keep(&mut self.snapshots, Snapshot { step: self.step.clone(), tally: self.tally.clone() }, MARKS);
                 self.saved = Some((saved, t));
             }
             Event::Paused { .. } => {
@@ -229,13 +229,10 @@ impl RunState {
                 self.pace.interrupt();
             }
             Event::Resumed { .. } => self.phase = Phase::Running,
-            Event::Variances(variances) => self.tensors.spread(variances, s),
-            Event::Touched(touched) => self.tensors.touched(touched),
-            Event::Warning(_)
-            | Event::Diverged(_)
-            | Event::LayerMaxima(_)
-            | Event::Processes(_)
-            | Event::Phase { .. } => {}
+            Event::GradVariance(variances) => self.tensors.record_variances(variances, s),
+            Event::UnderflowOnset(touched) => self.tensors.record_underflow_onset(touched),
+            Event::Warning(_) | Event::Diverged(_) | Event::GradMax(_) | Event::Throughput(_) | Event::Phase { .. } => {
+            }
             Event::Finished(finished) => {
                 let peak = &mut self.tally.figures.peak_rss;
                 *peak = (*peak).max(finished.peak_rss_bytes);
@@ -251,25 +248,25 @@ impl RunState {
             return;
         };
         self.configs.retain(|(from, _)| *from == 0 || *from < step);
-        self.curves.cut(step);
-        self.tensors.cut(step);
+        self.curves.truncate_after(step);
+        self.tensors.truncate_after(step);
         self.overflows.retain(|row| row.step <= step);
         self.samples.retain(|row| row.step <= step);
-        self.marks.retain(|mark| mark.step.step <= step);
+        self.snapshots.retain(|mark| mark.step.step <= step);
         if self.step.step > step {
-            match self.marks.back().filter(|mark| mark.step.step == step) {
+            match self.snapshots.back().filter(|mark| mark.step.step == step) {
                 Some(mark) => (self.step, self.tally) = (mark.step.clone(), mark.tally.clone()),
-                // There is no mark, because nothing was saved or the log is damaged: only the curves are left.
-                None => self.recount(step),
+                // There is no snapshot, because nothing was saved or the log is damaged: only the curves are left.
+                None => self.restore_from_curves(step),
             }
         }
         self.pace.interrupt();
         self.cpu_before = None;
     }
 
-    /// Recovers the figures of the steps up to `step` from the curves.
-    fn recount(&mut self, step: u64) {
-        self.tally = Tally::default();
+    /// Recovers the metrics of the steps up to `step` from the curves.
+    fn restore_from_curves(&mut self, step: u64) {
+        self.tally = MetricsAccumulator::default();
         for bucket in self.curves.validation.buckets() {
             let loss = bucket.min;
             let eval = super::Validation { step: bucket.step, loss, perplexity: loss.exp(), tokens: 0 };
@@ -308,9 +305,9 @@ impl RunState {
     }
 
     /// The run's figures so far.
-    pub fn figures(&self) -> Figures {
+    pub fn figures(&self) -> RunMetrics {
         let falls_back = self.setting("/precision/fallback").and_then(Value::as_str) == Some("layer");
-        Figures { in_fallback: falls_back.then_some(self.fallback.len() as u64), ..self.tally.figures() }
+        RunMetrics { in_fallback: falls_back.then_some(self.fallback.len() as u64), ..self.tally.figures() }
     }
 
     /// The totals of its FP32 probes.
@@ -338,7 +335,7 @@ impl RunState {
         self.tally.figures.peak_rss.unwrap_or(0)
     }
 
-    /// Why it stopped; `None` if it runs, or its log ends without a `Finished` event.
+    /// The reason for the end; `None` if it runs, or its log ends without a `Finished` event.
     pub fn finished(&self) -> Option<FinishReason> {
         if let Phase::Finished(finished) = &self.phase { Some(finished.reason) } else { None }
     }
@@ -383,7 +380,7 @@ impl RunState {
         self.probe.as_ref().map(|probe| histogram(&probe.grads))
     }
 
-    /// The layers that compute in another type than the policy's, such as `f32 h.1, h.3`. Empty if there are none.
+    /// The layers whose compute dtype differs from the policy's, such as `f32 h.1, h.3`. Empty if there are none.
     pub fn in_fallback(&self) -> String {
         let mut layers: Vec<_> = self.fallback.keys().map(String::as_str).collect();
         layers.sort_by_key(|layer| layer_order(layer));
@@ -399,7 +396,7 @@ impl RunState {
     pub fn layers(&self) -> Vec<Layer> {
         let mut layers = self.tensors.layers();
         for layer in &mut layers {
-            layer.retyped = self.fallback.get(&PrecisionUnit::of(&layer.name).to_string()).cloned();
+            layer.fallback_dtype = self.fallback.get(&PrecisionUnit::of(&layer.name).to_string()).cloned();
         }
         layers
     }
@@ -410,12 +407,10 @@ impl RunState {
         retyped.unwrap_or_else(|| self.policy().compute.to_string())
     }
 
-    /// The block whose products take FP8 while its gradient's variance is low: up to the first variance it enters, beyond the
-    /// second it leaves.
+    /// The block that uses FP8 while its gradient variance is low, with the thresholds for entering and leaving FP8.
     pub fn fp8_thresholds(&self) -> Option<(PrecisionUnit, [f64; 2])> {
         let block = self.setting("/precision/fp8/block")?.as_u64()?;
         let enters = self.setting("/precision/fp8/enter_variance")?.as_f64()?;
-        // Older runs had a single threshold.
         let hysteresis = self.setting("/precision/fp8/exit_ratio").and_then(Value::as_f64).unwrap_or(1.0);
         Some((PrecisionUnit::Block(usize::try_from(block).ok()?), [enters, enters * hysteresis]))
     }
@@ -436,7 +431,7 @@ pub fn histogram(stats: &GradStats) -> ExponentHistogram {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::{Outcome, ScaleCause, ScaleMove, VERSION, Validation};
+    use crate::telemetry::{ScaleCause, ScaleUpdate, StepStatus, VERSION, Validation};
 
     fn record(s: f64, event: Event) -> Record {
         Record { v: VERSION, t: 0, s, event }
@@ -446,10 +441,10 @@ mod tests {
         Event::Started(Box::new(Started { run: "one".into(), resumed_from, ..Started::default() }))
     }
 
-    fn step(step: u64, loss: f32, outcome: Outcome) -> Event {
-        let skipped = outcome == Outcome::Skipped;
+    fn step(step: u64, loss: f32, outcome: StepStatus) -> Event {
+        let skipped = outcome == StepStatus::Skipped;
         let cause = if skipped { ScaleCause::BackedOff } else { ScaleCause::Held };
-        let scale = ScaleMove { cause, from: 1024.0, to: if skipped { 512.0 } else { 1024.0 } };
+        let scale = ScaleUpdate { cause, from: 1024.0, to: if skipped { 512.0 } else { 1024.0 } };
         let time = crate::telemetry::StepTime { step_ms: 10.0, ..Default::default() };
         let record =
             StepRecord { step, loss, outcome, loss_scale: 1024.0, scale, tokens: step * 8, time, ..Default::default() };
@@ -467,17 +462,20 @@ mod tests {
             events.push(step(
                 at,
                 4.0 - at as f32 / 20.0,
-                if at % 7 == 0 { Outcome::Skipped } else { Outcome::Applied },
+                if at % 7 == 0 { StepStatus::Skipped } else { StepStatus::Applied },
             ));
             match at {
                 10 => events.push(eval(10, 3.0)),
-                20 => events.extend([eval(20, 3.1), Event::Saved(Saved { step: 20, ..Saved::default() })]),
+                20 => events.extend([
+                    eval(20, 3.1),
+                    Event::CheckpointSaved(CheckpointSaved { step: 20, ..CheckpointSaved::default() }),
+                ]),
                 30 => events.push(eval(30, 2.0)),
                 _ => {}
             }
         }
         events.push(started(Some(20)));
-        events.extend((21..=25).map(|at| step(at, 5.0, Outcome::Applied)));
+        events.extend((21..=25).map(|at| step(at, 5.0, StepStatus::Applied)));
         events
     }
 
@@ -495,7 +493,7 @@ mod tests {
         assert_eq!(state.best_validation(), Some((3.0, 10)));
         assert_eq!(state.last_validation(), Some(3.1));
         // Also if the log lacks the checkpoint's event.
-        let without = resumed().into_iter().filter(|event| !matches!(event, Event::Saved(_)));
+        let without = resumed().into_iter().filter(|event| !matches!(event, Event::CheckpointSaved(_)));
         assert_eq!(fold(without).best_validation(), Some((3.0, 10)));
     }
 
@@ -531,7 +529,7 @@ mod tests {
 
     #[test]
     fn a_new_run_in_the_same_log_discards_the_previous_one() {
-        let state = fold(resumed().into_iter().chain([started(None), step(1, 1.0, Outcome::Applied)]));
+        let state = fold(resumed().into_iter().chain([started(None), step(1, 1.0, StepStatus::Applied)]));
         assert_eq!((state.figures().steps, state.best_validation(), state.curves.loss.since(0).len()), (1, None, 1));
     }
 }

@@ -1,10 +1,10 @@
-//! Series of bounded size that lose no spike, however long the run.
+//! Series of bounded size that keep every spike of a run of any length.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-/// A series of numbers over steps in at most `capacity` buckets of equal width. When they run out, the width doubles and
-/// adjacent buckets are merged, which preserves minimum, maximum and mean.
+/// A series of numbers over steps in at most `capacity` buckets of equal width. When they run out, the width doubles
+/// and adjacent buckets are merged, which preserves minimum, maximum and mean.
 #[derive(Debug, Clone)]
 pub struct Series {
     capacity: usize,
@@ -31,7 +31,7 @@ pub struct Bucket {
     /// Number of finite values.
     pub count: u64,
     /// Number of values that were NaN or infinite.
-    pub broken: u64,
+    pub non_finite: u64,
 }
 
 impl Bucket {
@@ -44,12 +44,12 @@ impl Bucket {
             max: f64::NEG_INFINITY,
             sum: 0.0,
             count: 0,
-            broken: 0,
+            non_finite: 0,
         };
         if value.is_finite() {
             Self { min: value, max: value, sum: value, count: 1, ..empty }
         } else {
-            Self { broken: 1, ..empty }
+            Self { non_finite: 1, ..empty }
         }
     }
 
@@ -65,7 +65,7 @@ impl Bucket {
         self.max = self.max.max(next.max);
         self.sum += next.sum;
         self.count += next.count;
-        self.broken += next.broken;
+        self.non_finite += next.non_finite;
     }
 }
 
@@ -85,11 +85,11 @@ impl Series {
         self.buckets.is_empty()
     }
 
-    /// Adds the value of a step. A step that is not after the last one comes from a resumed run, so the steps it repeats are
-    /// removed first.
+    /// Adds the value of a step. A step that is not after the last one comes from a resumed run, so the steps it
+    /// repeats are removed first.
     pub fn push(&mut self, step: u64, seconds: f64, value: f64) {
         if self.buckets.last().is_some_and(|last| step <= last.last_step) {
-            self.cut(step.saturating_sub(1));
+            self.truncate_after(step.saturating_sub(1));
         }
         let next = Bucket::new(step, seconds, value);
         match self.buckets.last_mut() {
@@ -102,7 +102,7 @@ impl Series {
     }
 
     /// Removes the steps after `step`. A bucket that also holds earlier ones is kept.
-    pub fn cut(&mut self, step: u64) {
+    pub fn truncate_after(&mut self, step: u64) {
         self.buckets.truncate(self.buckets.partition_point(|bucket| bucket.step <= step));
         if let Some(last) = self.buckets.last_mut() {
             last.last_step = last.last_step.min(step);
@@ -143,7 +143,7 @@ impl Curve {
         &self.whole
     }
 
-    /// The buckets from a step on, in the finest resolution available.
+    /// The buckets starting at `step`, in the finest resolution available.
     pub fn since(&self, step: u64) -> Cow<'_, [Bucket]> {
         match self.recent.front() {
             Some(first) if step >= first.step => {
@@ -172,20 +172,20 @@ impl Curve {
     }
 
     /// Removes the steps after `step`.
-    pub fn cut(&mut self, step: u64) {
-        self.whole.cut(step);
+    pub fn truncate_after(&mut self, step: u64) {
+        self.whole.truncate_after(step);
         self.recent.retain(|bucket| bucket.step <= step);
     }
 }
 
 /// A piecewise constant value, stored as its change points.
 #[derive(Debug, Clone)]
-pub struct StairCase {
+pub struct StepSeries {
     capacity: usize,
     points: Vec<ChangePoint>,
 }
 
-/// The value from a step on.
+/// A change point.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ChangePoint {
     /// The first step with the value.
@@ -196,7 +196,7 @@ pub struct ChangePoint {
     pub value: f64,
 }
 
-impl StairCase {
+impl StepSeries {
     /// An empty staircase of at most `capacity` change points, at least 8.
     pub fn new(capacity: usize) -> Self {
         Self { capacity: capacity.max(8), points: Vec::new() }
@@ -217,10 +217,10 @@ impl StairCase {
         self.points.last().map(|point| point.value)
     }
 
-    /// Sets the value from a step on.
+    /// Sets the value, starting at `step`.
     pub fn push(&mut self, step: u64, seconds: f64, value: f64) {
         if self.points.last().is_some_and(|last| step <= last.step) {
-            self.cut(step.saturating_sub(1));
+            self.truncate_after(step.saturating_sub(1));
         }
         if self.last() != Some(value) {
             self.points.push(ChangePoint { step, seconds, value });
@@ -231,7 +231,7 @@ impl StairCase {
     }
 
     /// Removes the steps after `step`.
-    pub fn cut(&mut self, step: u64) {
+    pub fn truncate_after(&mut self, step: u64) {
         self.points.truncate(self.points.partition_point(|point| point.step <= step));
     }
 
@@ -271,7 +271,7 @@ mod tests {
         for (step, value) in [(0, 1.0), (1, f64::NAN), (2, f64::INFINITY), (3, 3.0)] {
             series.push(step, 0.0, value);
         }
-        let broken: u64 = series.buckets().iter().map(|bucket| bucket.broken).sum();
+        let broken: u64 = series.buckets().iter().map(|bucket| bucket.non_finite).sum();
         assert_eq!(broken, 2);
         assert_eq!(series.buckets().iter().filter_map(Bucket::mean).sum::<f64>(), 4.0);
     }
@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn a_repeated_step_drops_what_came_after_it() {
         let mut series = Series::new(100);
-        let mut stairs = StairCase::new(100);
+        let mut stairs = StepSeries::new(100);
         for step in 1..=10 {
             series.push(step, 0.0, step as f64);
             stairs.push(step, 0.0, step as f64);
@@ -301,7 +301,7 @@ mod tests {
         assert_eq!(last, [9_998.0, 9_999.0, 10_000.0]);
         assert_eq!(curve.at(9_500).map(|bucket| (bucket.step, bucket.count)), Some((9_500, 1)));
         assert!(curve.at(500).is_some_and(|bucket| bucket.step <= 500 && 500 <= bucket.last_step));
-        curve.cut(9_600);
+        curve.truncate_after(9_600);
         assert_eq!(curve.since(9_600).len(), 1);
         curve.push(9_601, 0.0, 1.0);
         assert_eq!(curve.since(9_600).len(), 2);
@@ -309,14 +309,14 @@ mod tests {
 
     #[test]
     fn a_staircase_holds_changes_only_and_keeps_its_envelope() {
-        let mut stairs = StairCase::new(64);
+        let mut stairs = StepSeries::new(64);
         for step in 0..100_000 {
             let value = if step == 54_321 { 30.0 } else { f64::from(step as u32 / 50 % 7) };
             stairs.push(step, 0.0, value);
         }
         assert!(stairs.points().len() <= 64);
         assert!(stairs.points().windows(2).all(|pair| pair[0].step < pair[1].step));
-        let mut held = StairCase::new(64);
+        let mut held = StepSeries::new(64);
         (0..1000).for_each(|step| held.push(step, 0.0, 16.0));
         assert_eq!(held.points().len(), 1);
         assert_eq!(held.last(), Some(16.0));

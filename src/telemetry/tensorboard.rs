@@ -1,7 +1,7 @@
 //! Exports a run to TensorBoard: scalars and histograms of the gradients, as an event file.
 //!
-//! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf message
-//! `Event` of TensorFlow's `event.proto` and `summary.proto`. The five messages are encoded here by hand;
+//! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf
+//! message `Event` of TensorFlow's `event.proto` and `summary.proto`. The five messages are encoded here by hand;
 //! `tests/program/out_of_the_terminal.rs` reads them back with TensorBoard itself.
 
 use super::emitter::Sink;
@@ -20,8 +20,8 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Creates a new event file in `folder`, and the folder if needed. Each process of a run writes its own file; TensorBoard
-    /// reads all files of a folder as one run.
+    /// Creates a new event file in `folder`, and the folder if needed. Each process of a run writes its own file;
+    /// TensorBoard reads all files of a folder as one run.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -88,7 +88,7 @@ impl TensorBoard {
 }
 
 impl Sink for TensorBoard {
-    fn take(&mut self, record: &Record) -> Result<()> {
+    fn write(&mut self, record: &Record) -> Result<()> {
         match &record.event {
             Event::Started(started) => {
                 let Some(step) = started.resumed_from else { return Ok(()) };
@@ -139,8 +139,8 @@ impl Message {
         scalar
     }
 
-    /// A `Summary.Value` of a histogram over log2 of the magnitudes, one bucket per binade, without zeros and values that are
-    /// not finite.
+    /// A `Summary.Value` of a histogram over log2 of the magnitudes, one bucket per binade, without zeros and values
+    /// that are not finite.
     fn histogram(tag: &str, grads: &GradStats) -> Self {
         let mut histogram = Self::default();
         let binades = || grads.exponents.iter().map(|(exponent, count)| (f64::from(*exponent), *count as f64));

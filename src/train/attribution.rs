@@ -7,7 +7,7 @@ use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
 use crate::engine::model::{Hook, Mode, ModelSpec, Place};
 use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
-use crate::telemetry::{Origin, Pass};
+use crate::telemetry::{FirstNonFinite, Pass};
 use crate::train::passes::{passes, with_step_weights};
 use crate::train::step::{Engine, StepReport};
 use crate::{Error, Result};
@@ -20,7 +20,7 @@ pub(super) fn origin(
     engine: &mut Engine,
     micro_batches: &[Batch],
     report: &StepReport,
-) -> Result<Option<(Origin, PrecisionUnit)>> {
+) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
     with_step_weights(engine, |engine| search(engine, micro_batches, report))
 }
 
@@ -29,7 +29,7 @@ fn search(
     engine: &mut Engine,
     micro_batches: &[Batch],
     report: &StepReport,
-) -> Result<Option<(Origin, PrecisionUnit)>> {
+) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
     let found = search_share(engine, micro_batches, report)?;
     if engine.world.world() == 1 {
         return Ok(found);
@@ -37,7 +37,7 @@ fn search(
     let text = serde_json::to_vec(&found).map_err(Error::engine)?;
     for theirs in engine.world.all_gather(&text)? {
         // Shares follow each other in the order of ranks.
-        let theirs: Option<(Origin, PrecisionUnit)> = serde_json::from_slice(&theirs).map_err(Error::engine)?;
+        let theirs: Option<(FirstNonFinite, PrecisionUnit)> = serde_json::from_slice(&theirs).map_err(Error::engine)?;
         if theirs.is_some() {
             return Ok(theirs);
         }
@@ -49,7 +49,7 @@ fn search_share(
     engine: &mut Engine,
     micro_batches: &[Batch],
     report: &StepReport,
-) -> Result<Option<(Origin, PrecisionUnit)>> {
+) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
     let Engine { model, state, workspace, grads, seed, .. } = engine;
     let before = state.counters.before_skipped();
     let loss_seed = report.scale / report.targets.max(1) as f32;
@@ -121,9 +121,9 @@ fn stats_of(tensor: &Tensor) -> candle_core::Result<TensorStats> {
 }
 
 impl Found {
-    fn origin(self, spec: &ModelSpec, micro_batch: usize) -> Origin {
+    fn origin(self, spec: &ModelSpec, micro_batch: usize) -> FirstNonFinite {
         let Self { place: Place { layer, part, .. }, stats, samples } = self;
-        Origin {
+        FirstNonFinite {
             pass: if part.is_forward() { Pass::Forward } else { Pass::Backward },
             layer: spec.layer_name(layer),
             tensor: part.name().to_owned(),
@@ -203,7 +203,7 @@ mod tests {
     }
 
     /// The origin that an overflowing step on two micro-batches is attributed to; every set of kernels must agree.
-    fn traced(engines: [Engine; 2]) -> Origin {
+    fn traced(engines: [Engine; 2]) -> FirstNonFinite {
         let [fused, plain] = engines.map(|mut engine| {
             let batches = [batch(1), batch(20)];
             let report = engine.step(&batches).unwrap();
@@ -215,8 +215,8 @@ mod tests {
         fused
     }
 
-    fn brief(origin: &Origin) -> (String, usize, &[usize]) {
-        let Origin { pass, layer, tensor, micro_batch, samples, .. } = origin;
+    fn brief(origin: &FirstNonFinite) -> (String, usize, &[usize]) {
+        let FirstNonFinite { pass, layer, tensor, micro_batch, samples, .. } = origin;
         (format!("{pass} {layer} {tensor}"), *micro_batch, samples)
     }
 
@@ -291,7 +291,7 @@ mod tests {
     }
 
     /// A run of `tiny` with dropout, accumulation and overflows at its start; each overflow's origin.
-    fn run(attribute_overflows: bool, init_scale: f32) -> (Trainer, Vec<Option<Origin>>) {
+    fn run(attribute_overflows: bool, init_scale: f32) -> (Trainer, Vec<Option<FirstNonFinite>>) {
         let mut config = Config::resolve(&crate::train::Layers::default()).unwrap();
         config.telemetry.attribute_overflows = attribute_overflows;
         config.scaler.init_scale = init_scale;
@@ -304,7 +304,7 @@ mod tests {
         trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
         trainer.advance(9).unwrap();
         let origins = events.try_iter().filter_map(|record| match record.event {
-            Event::Overflow(overflow) => Some(overflow.origin),
+            Event::Overflow(overflow) => Some(overflow.first_nonfinite),
             _ => None,
         });
         let origins = origins.collect();

@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::engine::model::candle_dtype;
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
-use crate::telemetry::{Origin, Pass, Retyped};
+use crate::telemetry::{DtypeChange, FirstNonFinite, Pass};
 use crate::train::fp8::{FP8, Fp8Layer};
 use crate::train::step::{Engine, Outcome, StepReport};
 use std::collections::BTreeMap;
@@ -35,8 +35,8 @@ pub(super) fn after_step(
     engine: &mut Engine,
     policy: PrecisionPolicy,
     report: &StepReport,
-    origin: Option<&(Origin, PrecisionUnit)>,
-) -> Result<Vec<Retyped>> {
+    origin: Option<&(FirstNonFinite, PrecisionUnit)>,
+) -> Result<Vec<DtypeChange>> {
     let Engine { state, survey, .. } = engine;
     if !state.fallback.is_on() {
         return Ok(Vec::new());
@@ -64,7 +64,7 @@ pub(super) fn after_step(
         engine.retype(unit, to)?;
         let (layer, from, to) = (unit.to_string(), from.to_string(), to.to_string());
         let back = overflows.is_none();
-        events.push(Retyped { step, layer, from, to, overflows, back, ..Retyped::default() });
+        events.push(DtypeChange { step, layer, from, to, overflows, restored: back, ..DtypeChange::default() });
     }
     if moved && engine.state.masters.parameters().shards().is_some() {
         engine.state.copy_to_weights(engine.model.kernels(), &*engine.world)?;

@@ -11,7 +11,7 @@ use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view;
 use crate::engine::model::{Hook, Layer, LinearRole, NormRole, Op, ParamRole, Parameters, Part, Place};
 use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, PrecisionUnit, scale_for};
-use crate::telemetry::{Event, Retyped, Variances};
+use crate::telemetry::{DtypeChange, Event, GradVariance};
 use crate::train::step::{Engine, Outcome, StepReport};
 use candle_core::Tensor;
 
@@ -186,11 +186,19 @@ pub(super) fn after_step(
         let (from, to) = (compute.to_string(), FP8.to_owned());
         let (from, to) = if active { (from, to) } else { (to, from) };
         let (layer, variance) = (unit.to_string(), fp8.state.variance);
-        events.push(Event::Retyped(Retyped { step, layer, from, to, overflows: None, variance, back: !active }));
+        events.push(Event::DtypeChange(DtypeChange {
+            step,
+            layer,
+            from,
+            to,
+            overflows: None,
+            variance,
+            restored: !active,
+        }));
     }
     if wanted {
         let layers = variances.into_iter().map(|(unit, variance)| (unit.to_string(), variance)).collect();
-        events.push(Event::Variances(Variances { step, layers }));
+        events.push(Event::GradVariance(GradVariance { step, layers }));
     }
     Ok(events)
 }

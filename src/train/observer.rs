@@ -4,7 +4,7 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::precision::{Dtype, FallbackRule, FloatFormat, PrecisionPolicy, PrecisionUnit, ScaleChange, ScalerMode};
-use crate::telemetry::{self, Event, Origin};
+use crate::telemetry::{self, Event, FirstNonFinite};
 use crate::train::config::Config;
 use crate::train::step::{Engine, Outcome, StepReport};
 use crate::train::{attribution, fallback, fp8, headroom};
@@ -18,7 +18,7 @@ pub(super) struct Taken<'a> {
     /// Its figures.
     pub(super) report: StepReport,
     /// Where its overflow began, and in which unit.
-    pub(super) origin: Option<(Origin, PrecisionUnit)>,
+    pub(super) origin: Option<(FirstNonFinite, PrecisionUnit)>,
     /// Events to log after the step's own.
     pub(super) events: Vec<Event>,
 }
@@ -82,7 +82,7 @@ impl StepObserver for Touched {
             }
         }
         if !tensors.is_empty() {
-            taken.events.push(Event::Touched(telemetry::Touched { step: state.counters.step, tensors }));
+            taken.events.push(Event::UnderflowOnset(telemetry::UnderflowOnset { step: state.counters.step, tensors }));
         }
         Ok(())
     }
@@ -105,7 +105,7 @@ impl StepObserver for Maxima {
             *largest = largest.max(looked.stats.max_abs);
         }
         let loss_scale = taken.report.scale;
-        taken.events.push(Event::LayerMaxima(telemetry::LayerMaxima { step, loss_scale, layers }));
+        taken.events.push(Event::GradMax(telemetry::GradMax { step, loss_scale, layers }));
         Ok(())
     }
 }
@@ -143,7 +143,7 @@ struct LayerFallback {
 impl StepObserver for LayerFallback {
     fn after(&mut self, engine: &mut Engine, step: &mut Taken<'_>) -> Result<()> {
         let retyped = fallback::after_step(engine, self.policy, &step.report, step.origin.as_ref())?;
-        step.events.extend(retyped.into_iter().map(Event::Retyped));
+        step.events.extend(retyped.into_iter().map(Event::DtypeChange));
         Ok(())
     }
 }

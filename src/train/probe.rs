@@ -13,7 +13,7 @@ use crate::engine::kernels::view::{host, read};
 use crate::engine::model::{Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{FloatFormat, PrecisionPolicy};
-use crate::telemetry::{ActivationMax, FlushedTensor, Probe};
+use crate::telemetry::{ActivationMax, FlushedTensor, Fp32Probe};
 use crate::train::TrainState;
 use crate::train::passes::passes;
 use crate::train::records::grad_stats;
@@ -27,7 +27,7 @@ const WIDTH: usize = 1024;
 /// Compares the gradients of `batch` in the run's precision with its loss scale with those in FP32 without one.
 /// `masters` are all of them, where this process holds a part.
 /// Overwrites the engine's buffers and gradients, and nothing that outlives a step.
-pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Parameters>) -> Result<Probe> {
+pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Parameters>) -> Result<Fp32Probe> {
     let spec = engine.model.spec();
     let device = engine.state.weights.device();
     let shape = (batch.batch_size, batch.seq_len);
@@ -53,7 +53,7 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Paramet
         .map(|(entry, (exact, stored))| flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
     let grads = grad_stats(&survey.total);
-    Ok(Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
+    Ok(Fp32Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 
 /// The weights in FP32: the masters, over their base. What is in FP32 already is shared.

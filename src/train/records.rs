@@ -4,7 +4,7 @@ use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::model::ParamSpec;
 use crate::engine::optim::Survey;
 use crate::telemetry::{
-    GradStats, Origin, Outcome as RecordedOutcome, Overflow, ScaleMove, StepRecord, StepTime, TensorRecord,
+    FirstNonFinite, GradStats, Overflow, ScaleUpdate, StepRecord, StepStatus as RecordedOutcome, StepTime, TensorRecord,
 };
 use crate::train::state::Counters;
 use crate::train::step::{Outcome, StepReport};
@@ -61,14 +61,14 @@ pub(super) fn step_record(
         updates: counters.updates,
         skipped: counters.skipped(),
         lr,
-        clip,
+        clip_coef: clip,
         growth_tracker,
-        scale: ScaleMove::new(report.scale, report.change),
+        scale: ScaleUpdate::new(report.scale, report.change),
         time: StepTime {
             step_ms: milliseconds(step),
             forward_ms: milliseconds(report.time.forward),
             backward_ms: milliseconds(report.time.backward),
-            survey_ms: milliseconds(report.time.survey),
+            grad_stats_ms: milliseconds(report.time.survey),
             optimizer_ms: milliseconds(report.time.optimizer),
         },
         grads: grad_stats(&survey.total),
@@ -82,15 +82,15 @@ pub(super) fn overflow(
     step: u64,
     layout: &[ParamSpec],
     survey: &Survey,
-    origin: Option<Origin>,
+    origin: Option<FirstNonFinite>,
 ) -> Overflow {
     let broken = layout.iter().zip(&survey.tensors).filter(|(_, survey)| !survey.stats.is_finite());
     Overflow {
         step,
-        scale: ScaleMove::new(report.scale, report.change),
+        scale: ScaleUpdate::new(report.scale, report.change),
         loss: report.loss as f32,
         max_abs: survey.total.stats.max_abs,
         tensors: broken.map(|(entry, survey)| tensor_record(entry, survey)).collect(),
-        origin,
+        first_nonfinite: origin,
     }
 }

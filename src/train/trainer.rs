@@ -17,7 +17,8 @@ use crate::precision::{Fallback, GradScaler};
 use crate::store::checkpoint::{Base, Best, Checkpoint, Identity, Run, State};
 use crate::store::companions::{CHAT_TEMPLATE, Companions};
 use crate::telemetry::{
-    Activity, Amount, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, RunState, SampleText, Validation,
+    Activity, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, PhaseProgress, RunState, SampleText,
+    Validation,
 };
 use crate::train::config::{Config, Place};
 use crate::train::fp8::Fp8Layer;
@@ -543,7 +544,7 @@ impl Trainer {
         let total = self.eval.remaining();
         let (eval, activity) = (&mut self.eval, &self.activity);
         let (loss, tokens) = self.engine.evaluate(&mut self.eval_batch, |batch| {
-            activity.advance("evaluating", Amount::Items(total - eval.remaining(), total));
+            activity.advance("evaluating", PhaseProgress::Items(total - eval.remaining(), total));
             eval.next_batch(batch)
         })?;
         self.activity.end();
@@ -602,7 +603,7 @@ impl Trainer {
             return Ok(());
         }
         let probe = probe::probe(&mut self.engine, &self.micro_batches[0], masters.as_ref())?;
-        self.emitter.emit(Event::Probe(Box::new(probe)));
+        self.emitter.emit(Event::Fp32Probe(Box::new(probe)));
         Ok(())
     }
 }

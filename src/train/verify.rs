@@ -3,7 +3,7 @@
 use crate::engine::kernels::view::{View, host, read};
 use crate::engine::model::Parameters;
 use crate::store::checkpoint::{Checkpoint, Run};
-use crate::telemetry::{Activity, Amount, Emitter};
+use crate::telemetry::{Activity, Emitter, PhaseProgress};
 use crate::train::config::Config;
 use crate::train::fp8::Fp8Layer;
 use crate::train::state::TrainState;
@@ -35,7 +35,7 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
     config.train.steps = Some(steps);
     let advance = |trainer: &mut Trainer, from: u64, to: u64, what: &str| {
         (from..to).try_for_each(|step| {
-            activity.advance(what, Amount::Items(step, steps));
+            activity.advance(what, PhaseProgress::Items(step, steps));
             trainer.advance(1)
         })
     };

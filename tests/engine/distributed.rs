@@ -77,7 +77,7 @@ fn train(world: usize, config: &Config, folder: &Path, checkpoint: Option<&Path>
     });
     let mut events = told.into_iter().next().unwrap();
     events.retain(|event| {
-        !matches!(event, Event::Started(_) | Event::Saved(_) | Event::Finished(_) | Event::Processes(_))
+        !matches!(event, Event::Started(_) | Event::CheckpointSaved(_) | Event::Finished(_) | Event::Throughput(_))
     });
     for event in &mut events {
         if let Event::Step(step) = event {

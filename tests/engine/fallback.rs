@@ -19,7 +19,7 @@ use finetune::precision::{
 };
 use finetune::store::checkpoint::{Run, compare, newest_good};
 use finetune::store::tensor_file::TensorFile;
-use finetune::telemetry::{Activity, Emitter, Event, Outcome, Record, Retyped, read};
+use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, Record, StepStatus, read};
 use finetune::train::{Config, Engine, Layers, TrainState, Trainer, verify_resume};
 
 /// `tiny` with random weights, of which one hidden unit of block 1's MLP is 2^10 times as large and what reads it as much
@@ -74,8 +74,11 @@ fn train(mut config: Config, steps: u64, folder: &Path) -> (Trainer, Vec<Event>)
     (trainer, events.try_iter().map(|record: Record| record.event).collect())
 }
 
-fn retyped(events: &[Event]) -> Vec<&Retyped> {
-    events.iter().filter_map(|event| if let Event::Retyped(retyped) = event { Some(retyped) } else { None }).collect()
+fn retyped(events: &[Event]) -> Vec<&DtypeChange> {
+    events
+        .iter()
+        .filter_map(|event| if let Event::DtypeChange(retyped) = event { Some(retyped) } else { None })
+        .collect()
 }
 
 /// Skipped steps, log2 of the last loss scale, and the subnormal share of the applied steps' gradients that are not zero,
@@ -88,7 +91,7 @@ fn figures(events: &[Event]) -> Figures {
     for event in events {
         let Event::Step(step) = event else { continue };
         scale = step.scale.to;
-        if step.outcome == Outcome::Skipped {
+        if step.outcome == StepStatus::Skipped {
             skipped += 1;
         } else {
             subnormal += step.grads.subnormal;
@@ -124,7 +127,7 @@ fn a_layer_in_fallback_costs_no_more_steps_and_leaves_the_scale_to_the_others() 
         let moved = retyped(&events);
         if rule == FallbackRule::Layer {
             let (layer, from, to) = ("h.1".into(), "f16".into(), "f32".into());
-            let expected = Retyped { step: 3, layer, from, to, overflows: Some(3), ..Retyped::default() };
+            let expected = DtypeChange { step: 3, layer, from, to, overflows: Some(3), ..DtypeChange::default() };
             assert_eq!(moved, [&expected]);
         } else {
             assert!(moved.is_empty());
@@ -192,7 +195,7 @@ fn a_layer_comes_back_where_its_gradients_have_room_again() {
     let moves: Vec<_> = retyped(&events).iter().map(|moved| (moved.layer.as_str(), moved.to.as_str())).collect();
     assert_eq!(moves, [("h.1", "f32"), ("h.1", "f16")], "{moves:?}");
     assert_eq!(trainer.engine().state.weights.get("h.1.ln_1.bias").unwrap().dtype(), DType::F16);
-    let skipped_after = events.iter().skip_while(|event| !matches!(event, Event::Retyped(_)));
+    let skipped_after = events.iter().skip_while(|event| !matches!(event, Event::DtypeChange(_)));
     assert!(!skipped_after.into_iter().any(|event| matches!(event, Event::Overflow(_))), "it fits at this scale");
 }
 
@@ -219,7 +222,8 @@ fn a_killed_run_goes_on_with_the_layer_in_fallback() {
     let log = folder.path().join("checkpoints/killed/events.jsonl");
     let mut child = start("killed", false);
     // The third step is the last before the fallback, the fourth is saved.
-    let saved = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains(r#""event":"saved","step":4"#));
+    let saved =
+        || std::fs::read_to_string(&log).is_ok_and(|text| text.contains(r#""event":"checkpoint_saved","step":4"#));
     while !saved() && child.try_wait().unwrap().is_none() {
         std::thread::sleep(Duration::from_millis(2));
     }

@@ -150,7 +150,7 @@ fn first_variance() -> f64 {
     config.telemetry.variance_every = 1;
     let (trainer, events) = train(config, 1);
     let variances =
-        events.iter().find_map(|event| if let Event::Variances(v) = event { Some(v) } else { None }).unwrap();
+        events.iter().find_map(|event| if let Event::GradVariance(v) = event { Some(v) } else { None }).unwrap();
     let names: Vec<_> = variances.layers.keys().map(String::as_str).collect();
     let blocks = trainer.engine().model.spec().layers;
     assert_eq!((names.len(), names[0], *names.last().unwrap()), (blocks + 1, "h.0", "head"));
@@ -176,7 +176,9 @@ fn the_variance_is_that_of_the_unscaled_gradients_elements() {
     let expected = elements.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / elements.len() as f64;
     let found = first_variance();
     assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
-    assert!(train(self::config(Fp8Config::default()), 2).1.iter().all(|event| !matches!(event, Event::Variances(_))));
+    assert!(
+        train(self::config(Fp8Config::default()), 2).1.iter().all(|event| !matches!(event, Event::GradVariance(_)))
+    );
 }
 
 #[test]
@@ -187,9 +189,9 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
         let (trainer, events) = train(config, 8);
         let moves: Vec<_> = events
             .into_iter()
-            .filter_map(
-                |event| if let Event::Retyped(moved) = event { Some((moved.step, moved.to, moved.back)) } else { None },
-            )
+            .filter_map(|event| {
+                if let Event::DtypeChange(moved) = event { Some((moved.step, moved.to, moved.restored)) } else { None }
+            })
             .collect();
         (moves, trainer.engine().state.fp8.as_ref().unwrap().active().is_some())
     };
@@ -245,7 +247,7 @@ fn the_experiment_runs_and_is_compared() {
         assert!(figures["longest_streak"].as_f64() <= figures["skipped"].as_f64());
     }
     let log = std::fs::read_to_string(runs.path().join("fp8/events.jsonl")).unwrap();
-    assert!(log.contains(r#""fallback":{"h.0":"fp8"}"#) && log.contains(r#""event":"variances""#));
+    assert!(log.contains(r#""fallback":{"h.0":"fp8"}"#) && log.contains(r#""event":"grad_variance""#));
 }
 
 /// The table in the documentation matches the results.

@@ -12,7 +12,7 @@ use finetune::engine::model::ModelSpec;
 use finetune::precision::ScalerMode;
 use finetune::random::{Domain, Stream};
 use finetune::store::checkpoint::Run;
-use finetune::telemetry::{Activity, Emitter, Event, Outcome, ScaleCause};
+use finetune::telemetry::{Activity, Emitter, Event, ScaleCause, StepStatus};
 use finetune::train::{Config, Layers, TrainState, Trainer, verify_resume};
 
 /// What a run comes to.
@@ -49,13 +49,13 @@ fn train(mut config: Config, policy: ScalerMode, steps: u64) -> Figures {
                 if step.step + 50 > steps {
                     found.loss += f64::from(step.loss) / 50.0;
                 }
-                if step.outcome == Outcome::Applied {
+                if step.outcome == StepStatus::Applied {
                     stored += step.grads.count - step.grads.zero;
                     subnormal += step.grads.subnormal;
                 }
             }
             Event::Overflow(_) => found.overflows += 1,
-            Event::Probe(probe) => {
+            Event::Fp32Probe(probe) => {
                 nonzero += probe.tensors.iter().map(|tensor| tensor.nonzero).sum::<u64>();
                 flushed += probe.tensors.iter().map(|tensor| tensor.flushed).sum::<u64>();
             }

@@ -2,7 +2,7 @@
 
 use finetune::precision::OnOverflow;
 use finetune::store::checkpoint::{Run, compare, newest_good};
-use finetune::telemetry::{Emitter, Event, EventLog, Probe, StepRecord, read};
+use finetune::telemetry::{Emitter, Event, EventLog, Fp32Probe, StepRecord, read};
 use finetune::train::{Config, Trainer};
 use std::path::Path;
 
@@ -10,7 +10,7 @@ const STEPS: u64 = 12;
 
 /// Trains a run called `name` with everything switched on that a probe might disturb; gives its steps without their times,
 /// and its probes.
-fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<Probe>) {
+fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<Fp32Probe>) {
     let mut config = Config::default();
     config.train.steps = Some(STEPS);
     (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (2, 16, 2);
@@ -35,7 +35,7 @@ fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<P
                 gpu: None,
                 ..*step
             }),
-            Event::Probe(probe) => probes.push(*probe),
+            Event::Fp32Probe(probe) => probes.push(*probe),
             _ => {}
         }
     }

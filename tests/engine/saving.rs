@@ -71,7 +71,7 @@ fn files(checkpoint: &Path) -> BTreeMap<String, Vec<u8>> {
 fn told(events: &[Event]) -> Vec<String> {
     let brief = |event: &Event| match event {
         Event::Step(step) => Some(format!("step {}", step.step)),
-        Event::Saved(saved) => Some(format!("saved {}", saved.step)),
+        Event::CheckpointSaved(saved) => Some(format!("saved {}", saved.step)),
         Event::Warning(warning) => Some(format!("warning {}: {}", warning.step, warning.message)),
         Event::Phase { step, what } if what == "saving" => Some(format!("saving {step}")),
         Event::Paused { .. } => Some("paused".into()),
@@ -178,7 +178,7 @@ fn a_save_that_is_due_is_written_before_a_run_pauses_or_stops() {
     }
     trainer.listen(receiver);
     let training = std::thread::spawn(move || trainer.run());
-    let saved = events.iter().find(|record| matches!(record.event, Event::Saved(_)));
+    let saved = events.iter().find(|record| matches!(record.event, Event::CheckpointSaved(_)));
     assert!(saved.is_some_and(|record| record.event.step() == Some(0)));
     sender.send(Command::Stop { save: false }).unwrap();
     assert_eq!(training.join().unwrap().unwrap(), FinishReason::Stopped);

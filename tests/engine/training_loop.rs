@@ -154,23 +154,25 @@ fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
     let told = |events: &[Event]| -> Vec<String> {
         let brief = |event: &Event| match event {
             Event::Overflow(overflow) => {
-                let origin = overflow.origin.as_ref().unwrap();
+                let origin = overflow.first_nonfinite.as_ref().unwrap();
                 Some(format!("overflow at {}, {} {}", overflow.step, origin.layer, origin.tensor))
             }
-            Event::Probe(probe) => {
+            Event::Fp32Probe(probe) => {
                 // Which of the smallest gradients are exactly zero depends on the order of sums.
                 let sum = |of: fn(&FlushedTensor) -> u64| probe.tensors.iter().map(of).sum::<u64>() as f64;
                 let share = sum(|tensor| tensor.nonzero) / sum(|tensor| tensor.count);
                 Some(format!("probe at {} of {} tensors, {share:.3}", probe.step, probe.tensors.len()))
             }
-            Event::Variances(variances) => Some(format!("variances at {}: {}", variances.step, variances.layers.len())),
+            Event::GradVariance(variances) => {
+                Some(format!("variances at {}: {}", variances.step, variances.layers.len()))
+            }
             Event::Sample(_) => Some("a sample".into()),
             _ => None,
         };
         events.iter().filter_map(brief).collect()
     };
     assert_eq!(told(&plain), told(&fused));
-    for kind in ["overflow", "probe", "variances", "a sample"] {
+    for kind in ["overflow", "fp32_probe", "grad_variance", "a sample"] {
         assert!(told(&fused).iter().any(|told| told.starts_with(kind)), "no {kind}");
     }
 }
@@ -218,7 +220,7 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     events.extend(train(Trainer::resume(config.clone(), &saved, &mut |_| ()).unwrap(), 7));
     let mut told = BTreeMap::new();
     for event in &events {
-        if let Event::Touched(touched) = event {
+        if let Event::UnderflowOnset(touched) = event {
             for name in &touched.tensors {
                 assert_eq!(told.insert(name.clone(), touched.step), None, "{name} is named twice");
             }
@@ -235,7 +237,7 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     assert!(told.values().any(|step| *step == 1) && told.values().any(|step| *step > 5), "{told:?}");
     config.dtype = PrecisionPolicy::BF16;
     let (_, events, _) = run(config, None);
-    assert!(!events.iter().any(|event| matches!(event, Event::Touched(_))), "BF16's gradients have room");
+    assert!(!events.iter().any(|event| matches!(event, Event::UnderflowOnset(_))), "BF16's gradients have room");
 }
 
 #[test]
@@ -246,7 +248,7 @@ fn the_largest_gradient_of_each_layer_is_recorded() {
     let (trainer, events, _) = run(config, None);
     let maxima: Vec<_> = events
         .iter()
-        .filter_map(|event| if let Event::LayerMaxima(maxima) = event { Some(maxima) } else { None })
+        .filter_map(|event| if let Event::GradMax(maxima) = event { Some(maxima) } else { None })
         .collect();
     assert_eq!(maxima.iter().map(|maxima| maxima.step).collect::<Vec<_>>(), [3, 6]);
     for maxima in maxima {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::alone;
 use crate::common::launch;
 use finetune::data::Tokenizer;
-use finetune::telemetry::{Event, Outcome, Record, ScaleCause, ScaleMove, StepRecord, read};
+use finetune::telemetry::{Event, Record, ScaleCause, ScaleUpdate, StepRecord, StepStatus, read};
 
 /// Peak memory that every command stays below, in MiB; a program that has done nothing takes about 20.
 const MOST_MIB: u64 = 100;
@@ -53,8 +53,8 @@ fn long_run(folder: &Path, steps: u64) {
         let record = StepRecord {
             step: at,
             loss: 2.0 + (at as f32).sin() / 4.0,
-            outcome: if skipped { Outcome::Skipped } else { Outcome::Applied },
-            scale: ScaleMove { cause: if skipped { ScaleCause::BackedOff } else { ScaleCause::Held }, ..step.scale },
+            outcome: if skipped { StepStatus::Skipped } else { StepStatus::Applied },
+            scale: ScaleUpdate { cause: if skipped { ScaleCause::BackedOff } else { ScaleCause::Held }, ..step.scale },
             skipped: at.div_ceil(1000),
             updates: at - at.div_ceil(1000),
             tokens: at * 16,
@@ -62,7 +62,7 @@ fn long_run(folder: &Path, steps: u64) {
             ..(*step).clone()
         };
         write(&Record {
-            v: 1,
+            v: finetune::telemetry::VERSION,
             t: 1_800_000_000_000 + at * 100,
             s: at as f64 / 10.0,
             event: Event::Step(Box::new(record)),

@@ -6,8 +6,8 @@ use std::process::Output;
 use crate::common::launch;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};
 use finetune::telemetry::{
-    Event, EventLog, FinishReason, Finished, FlushedTensor, GradStats, Outcome, Overflow, Probe, Record, ScaleCause,
-    ScaleMove, Started, StepRecord, StepTime, VERSION, Validation,
+    Event, EventLog, FinishReason, Finished, FlushedTensor, Fp32Probe, GradStats, Overflow, Record, ScaleCause,
+    ScaleUpdate, Started, StepRecord, StepStatus, StepTime, VERSION, Validation,
 };
 use serde_json::{Value, json};
 
@@ -85,13 +85,13 @@ impl Runs {
                 ScaleCause::Grew => 2.0,
                 _ => 1.0,
             };
-            let moved = ScaleMove { cause, from, to: scale };
+            let moved = ScaleUpdate { cause, from, to: scale };
             append(Event::Step(Box::new(StepRecord {
                 step,
                 updates,
                 loss: (5.0 / step as f64 + 0.5 + run.worse) as f32,
                 loss_scale: from,
-                outcome: if overflow { Outcome::Skipped } else { Outcome::Applied },
+                outcome: if overflow { StepStatus::Skipped } else { StepStatus::Applied },
                 tokens: step * 128,
                 scale: moved,
                 time: StepTime { step_ms: 64.0, ..StepTime::default() },
@@ -108,7 +108,7 @@ impl Runs {
             }
         }
         let tensors = vec![FlushedTensor { name: "wte.weight".into(), count: 4000, nonzero: 2000, flushed: 1 }];
-        append(Event::Probe(Box::new(Probe { step: 60, tensors, ..Probe::default() })));
+        append(Event::Fp32Probe(Box::new(Fp32Probe { step: 60, tensors, ..Fp32Probe::default() })));
         append(Event::Finished(Finished { reason: FinishReason::Done, step: 60, ..Finished::default() }));
     }
 

@@ -97,12 +97,12 @@ fn the_loop_reproduces_a_runs_overflows() {
     assert_eq!(replayed, steps);
     let probed = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let probed =
-        probed.filter(|event| event["event"] == "probe").map(|probe| probe["grads"]["max_abs"].as_f64().unwrap());
+        probed.filter(|event| event["event"] == "fp32_probe").map(|probe| probe["grads"]["max_abs"].as_f64().unwrap());
     let measured = probed.fold(0.0, f64::max);
     assert!((largest / measured - 1.0).abs() < 1e-6, "the series is the probes': {largest} {measured}");
 
     std::fs::create_dir(folder.path().join("unprobed")).unwrap();
-    let kept: Vec<&str> = log.lines().filter(|line| !line.contains(r#""event":"probe""#)).collect();
+    let kept: Vec<&str> = log.lines().filter(|line| !line.contains(r#""event":"fp32_probe""#)).collect();
     std::fs::write(folder.path().join("unprobed/events.jsonl"), kept.join("\n") + "\n").unwrap();
     assert_eq!(replay("unprobed").0, steps);
 }
@@ -125,7 +125,7 @@ fn views_take_their_numbers_from_a_run() {
     let inner = 4 * started["shape"]["n_embd"].as_u64().unwrap();
     assert_eq!(sums["lengths"].as_array().unwrap().last().unwrap(), inner, "{}", sums["lengths"]);
 
-    let logits = all("probe").flat_map(|probe| probe["activations"].as_array().unwrap());
+    let logits = all("fp32_probe").flat_map(|probe| probe["activations"].as_array().unwrap());
     let logits =
         logits.filter(|activation| activation["name"] == "lm_head").map(|logit| logit["max_abs"].as_f64().unwrap());
     let softmax = of("softmax");

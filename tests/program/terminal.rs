@@ -303,8 +303,8 @@ fn watch_follows_another_process_and_sees_it_killed() {
 fn piped_output_is_lines() {
     let folder = tempfile::tempdir().unwrap();
     let log = folder.path().join("events.jsonl");
-    let finished = r#"{"v":1,"t":1,"s":9.0,"event":"finished","reason":"done","step":3}"#;
-    let step = r#"{"v":1,"t":1,"s":1.0,"event":"step","step":128,"loss":2.5,"loss_scale":65536.0}"#;
+    let finished = r#"{"v":2,"t":1,"s":9.0,"event":"finished","reason":"done","step":3}"#;
+    let step = r#"{"v":2,"t":1,"s":1.0,"event":"step","step":128,"loss":2.5,"loss_scale":65536.0}"#;
     std::fs::write(&log, format!("{step}\n{finished}\n")).unwrap();
     let output = launch::program().arg("watch").arg(&log).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
@@ -333,7 +333,7 @@ fn real_training_shows_itself_and_stops_when_told() {
     terminal.wait_until("the prompt", |screen| screen.ends_with("$\n") || screen.trim_end().ends_with('$'));
     terminal.assert_restored();
     let log = std::fs::read_to_string(terminal.folder.path().join("checkpoints/t/events.jsonl")).unwrap();
-    assert!(log.contains(r#""event":"saved""#) && log.contains(r#""reason":"stopped""#), "{log}");
+    assert!(log.contains(r#""event":"checkpoint_saved""#) && log.contains(r#""reason":"stopped""#), "{log}");
 
     // The overflowed tensors and the falling scale are visible afterwards.
     terminal.run(&format!("clear; {} watch t", env!("CARGO_BIN_EXE_finetune")));
@@ -353,7 +353,7 @@ fn real_training_shows_itself_and_stops_when_told() {
         let row = screen.lines().find_map(|line| line.split_once(&format!(" {change}  ")));
         let (_, names) = row.unwrap_or_else(|| panic!("no `{change}`:\n{screen}"));
         assert!(overflow.tensors.iter().any(|tensor| names.contains(&tensor.name)), "{names}");
-        assert!(overflow.origin.is_none_or(|origin| names.contains(&origin.layer)), "{names}");
+        assert!(overflow.first_nonfinite.is_none_or(|origin| names.contains(&origin.layer)), "{names}");
     }
     terminal.keys(&["q"]);
     terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));

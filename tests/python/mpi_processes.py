@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-COMPARED = {"step", "eval", "overflow", "retyped", "variances", "probe"}
+COMPARED = {"step", "eval", "overflow", "dtype_change", "grad_variance", "fp32_probe"}
 TIMES = ["time", "tokens_per_s", "rss_bytes", "peak_rss_bytes", "cpu_seconds", "gpu"]
 MPIRUN = [str(Path(__file__).resolve().parents[2] / ".ci/mpirun")]
 SMALL = ["--batch-size", "2", "--seq-len", "32", "--plain",
@@ -132,7 +132,7 @@ def identical(program, full):
         for processes in [1, *few]:
             batches = [] if "--grad-accum" in arguments else ["--grad-accum", "4"]
             run(program, processes, *SMALL, *batches, "--steps", "10", *arguments, "--run", f"{name}-{processes}")
-        if name == "fallback" and not any(kind == "retyped" for _, kind in events(Path("checkpoints/fallback-1"))):
+        if name == "fallback" and not any(kind == "dtype_change" for _, kind in events(Path("checkpoints/fallback-1"))):
             sys.exit("fallback: no layer changed its type, so nothing was tried")
         overflows = sum(kind == "overflow" for _, kind in events(Path(f"checkpoints/{name}-1")))
         if "fp16" in arguments and name != "predictive" and overflows == 0:

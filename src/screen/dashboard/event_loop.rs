@@ -84,7 +84,7 @@ impl Source for Attached<'_> {
     }
 
     fn activity(&self) -> Option<String> {
-        self.activity.lasting(PhaseLines::FIRST).map(|phase| phase.to_string())
+        self.activity.running_for(PhaseLines::FIRST).map(|phase| phase.to_string())
     }
 }
 

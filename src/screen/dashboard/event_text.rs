@@ -15,13 +15,13 @@ pub(super) fn glyph(event: &Event) -> (char, Role) {
         Event::Started(_) | Event::Resumed { .. } => ('▶', Role::Good),
         Event::Overflow(_) | Event::Diverged(_) => ('✕', Role::Overflow),
         Event::Eval(_) => ('◆', Role::Validation),
-        Event::Sample(_) | Event::Variances(_) | Event::LayerMaxima(_) | Event::Processes(_) | Event::Phase { .. } => {
+        Event::Sample(_) | Event::GradVariance(_) | Event::GradMax(_) | Event::Throughput(_) | Event::Phase { .. } => {
             ('∙', Role::Text)
         }
-        Event::Probe(_) | Event::Touched(_) => ('▾', Role::Subnormal),
-        Event::Saved(_) => ('●', Role::Good),
+        Event::Fp32Probe(_) | Event::UnderflowOnset(_) => ('▾', Role::Subnormal),
+        Event::CheckpointSaved(_) => ('●', Role::Good),
         Event::Paused { .. } => ('‖', Role::Subnormal),
-        Event::Warning(_) | Event::Retyped(_) => ('▴', Role::Subnormal),
+        Event::Warning(_) | Event::DtypeChange(_) => ('▴', Role::Subnormal),
         Event::Finished(_) => ('■', Role::Good),
     }
 }
@@ -35,7 +35,7 @@ pub(super) fn text(row: &EventRow) -> String {
             None => format!("started {}: {} on {}", started.model, started.program, started.device),
         },
         Event::Overflow(overflow) => overflow_text(overflow, row.more),
-        Event::Touched(touched) => format!("first at 2^-24, FP16's least: {}", touched.tensors.join(", ")),
+        Event::UnderflowOnset(touched) => format!("first at 2^-24, FP16's least: {}", touched.tensors.join(", ")),
         other => announcement(other).unwrap_or_default(),
     };
     // The row has a column for the step.
@@ -57,11 +57,11 @@ fn overflow_text(overflow: &Overflow, more: usize) -> String {
         names.push(format!("+{more}"));
     }
     let change = match overflow.scale.cause {
-        ScaleCause::AtFloor => format!("{} is the minimum", scale(overflow.scale.to)),
+        ScaleCause::AtMinScale => format!("{} is the minimum", scale(overflow.scale.to)),
         _ => format!("{}→{}", scale(overflow.scale.from), scale(overflow.scale.to)),
     };
     let began = overflow
-        .origin
+        .first_nonfinite
         .as_ref()
         .map_or_else(String::new, |origin| format!(", {} at {} ({})", origin.pass, origin.layer, origin.tensor));
     let (names, loss) = (names.join(", "), loss(f64::from(overflow.loss)));

@@ -4,10 +4,10 @@
 //! once.
 
 use crate::precision::{PrecisionUnit, ScalerMode};
-use crate::telemetry::pace::Pace;
+use crate::telemetry::eta::EtaEstimator;
 use crate::telemetry::{
-    Activity, Event, FinishReason, Finished, LayerMaxima, Origin, Overflow, PhaseLines, Processes, Record, Retyped,
-    ScaleCause, ScaleMove, Started, StepRecord,
+    Activity, DtypeChange, Event, FinishReason, Finished, FirstNonFinite, GradMax, Overflow, PhaseLines, Record,
+    ScaleCause, ScaleUpdate, Started, StepRecord, Throughput,
 };
 use crate::ui::format::{bytes, clock, loss, magnitude, percent, printable, rate, scale, short};
 use crate::untrusted::line;
@@ -22,7 +22,7 @@ pub struct Plain<W> {
     out: W,
     log_every: u64,
     total_steps: u64,
-    pace: Pace,
+    pace: EtaEstimator,
     /// Sum and number of the finite losses since the last step line.
     losses: (f64, u32),
     /// When the last step line was due, in seconds of the run.
@@ -37,7 +37,7 @@ impl<W: Write> Plain<W> {
             out,
             log_every: log_every.max(1),
             total_steps: 0,
-            pace: Pace::default(),
+            pace: EtaEstimator::default(),
             losses: (0.0, 0),
             due_at: 0.0,
             phases: PhaseLines::default(),
@@ -207,12 +207,16 @@ pub(super) fn announcement(event: &Event) -> Option<String> {
 
 fn words(event: &Event) -> Option<String> {
     Some(match event {
-        Event::Started(_) | Event::Step(_) | Event::Variances(_) | Event::Touched(_) | Event::Phase { .. } => {
+        Event::Started(_)
+        | Event::Step(_)
+        | Event::GradVariance(_)
+        | Event::UnderflowOnset(_)
+        | Event::Phase { .. } => {
             return None;
         }
-        Event::LayerMaxima(maxima) => maxima_line(maxima),
+        Event::GradMax(maxima) => maxima_line(maxima),
         Event::Overflow(overflow) => overflow_line(overflow),
-        Event::Retyped(retyped) => retyped_line(retyped),
+        Event::DtypeChange(retyped) => retyped_line(retyped),
         Event::Eval(eval) => format!(
             "eval step={} val_loss={} perplexity={} tokens={}",
             eval.step,
@@ -223,7 +227,7 @@ fn words(event: &Event) -> Option<String> {
         Event::Sample(sample) => {
             format!("sample step={} text=\"{}\"", sample.step, printable(&format!("{}{}", sample.prompt, sample.text)))
         }
-        Event::Probe(probe) => {
+        Event::Fp32Probe(probe) => {
             let (nonzero, flushed) =
                 probe.tensors.iter().fold((0, 0), |(n, f), tensor| (n + tensor.nonzero, f + tensor.flushed));
             format!(
@@ -234,7 +238,7 @@ fn words(event: &Event) -> Option<String> {
                 percent(flushed, nonzero),
             )
         }
-        Event::Saved(saved) => {
+        Event::CheckpointSaved(saved) => {
             format!(
                 "saved step={} path={} size={} seconds={:.2}",
                 saved.step,
@@ -243,7 +247,7 @@ fn words(event: &Event) -> Option<String> {
                 saved.seconds
             )
         }
-        Event::Processes(processes) => processes_line(processes),
+        Event::Throughput(processes) => processes_line(processes),
         Event::Paused { step } => format!("paused step={step}"),
         Event::Resumed { step } => format!("resumed step={step}"),
         Event::Warning(warning) => format!("warning step={} {}", warning.step, warning.message),
@@ -252,13 +256,16 @@ fn words(event: &Event) -> Option<String> {
     })
 }
 
-fn processes_line(processes: &Processes) -> String {
-    let each = processes
-        .processes
-        .iter()
-        .map(|one| format!("{}: {:.0} tokens/s, {:.0} % waiting", one.name, one.tokens_per_s, 100.0 * one.waiting));
+fn processes_line(processes: &Throughput) -> String {
+    let each = processes.processes.iter().map(|one| {
+        format!("{}: {:.0} tokens/s, {:.0} % waiting", one.name, one.tokens_per_s, 100.0 * one.comm_fraction)
+    });
     let each = each.collect::<Vec<_>>().join("; ");
-    let slow = if processes.slow.is_empty() { String::new() } else { format!(" slow: {}", processes.slow.join(", ")) };
+    let slow = if processes.stragglers.is_empty() {
+        String::new()
+    } else {
+        format!(" slow: {}", processes.stragglers.join(", "))
+    };
     format!("processes step={} {each}{slow}", processes.step)
 }
 
@@ -279,29 +286,29 @@ fn overflow_line(overflow: &Overflow) -> String {
         loss(f64::from(overflow.loss)),
         scale_change(overflow.scale),
         magnitude(Some(overflow.max_abs)),
-        overflow.origin.as_ref().map_or_else(String::new, origin_pair),
+        overflow.first_nonfinite.as_ref().map_or_else(String::new, origin_pair),
         tensors.join(" ")
     )
 }
 
 /// An overflow, short enough for one line of a terminal.
 pub(super) fn overflow_brief(overflow: &Overflow) -> String {
-    let place = overflow.origin.as_ref().map_or_else(
+    let place = overflow.first_nonfinite.as_ref().map_or_else(
         || format!("in {} tensors", overflow.tensors.len()),
         |origin| format!("in {}'s {} pass", origin.layer, origin.pass),
     );
     format!("overflow step={} scale={} {place}", overflow.step, scale_change(overflow.scale))
 }
 
-fn retyped_line(retyped: &Retyped) -> String {
-    let Retyped { step, layer, from, to, overflows, variance, back } = retyped;
+fn retyped_line(retyped: &DtypeChange) -> String {
+    let DtypeChange { step, layer, from, to, overflows, variance, restored: back } = retyped;
     let mut line = format!("retyped step={step} layer={layer} computes={from}->{to}");
     line.extend(overflows.map(|overflows| format!(" overflows={overflows}")));
     line.extend(variance.map(|variance| format!(" variance={variance:.2e}")));
     line + if *back { " back" } else { "" }
 }
 
-fn maxima_line(maxima: &LayerMaxima) -> String {
+fn maxima_line(maxima: &GradMax) -> String {
     // Blocks by number, what is outside of them last: as the units are ordered.
     let mut layers: Vec<_> = maxima.layers.iter().collect();
     layers.sort_by_key(|(layer, _)| PrecisionUnit::of(layer));
@@ -309,7 +316,7 @@ fn maxima_line(maxima: &LayerMaxima) -> String {
     format!("maxima step={} scale={} {}", maxima.step, maxima.loss_scale, layers.collect::<Vec<_>>().join(" "))
 }
 
-fn origin_pair(origin: &Origin) -> String {
+fn origin_pair(origin: &FirstNonFinite) -> String {
     const NAMED: usize = 8;
     let named = &origin.samples[..origin.samples.len().min(NAMED)];
     let mut samples: Vec<_> = named.iter().map(usize::to_string).collect();
@@ -329,11 +336,11 @@ fn origin_pair(origin: &Origin) -> String {
     )
 }
 
-fn scale_change(change: ScaleMove) -> String {
+fn scale_change(change: ScaleUpdate) -> String {
     let (from, to) = (scale(change.from), scale(change.to));
     match change.cause {
         ScaleCause::Held => from,
-        ScaleCause::AtFloor => format!("{from} (at its floor)"),
+        ScaleCause::AtMinScale => format!("{from} (at its floor)"),
         ScaleCause::Grew | ScaleCause::Lowered | ScaleCause::BackedOff => format!("{from}->{to}"),
     }
 }
@@ -367,7 +374,7 @@ fn finished_line(finished: &Finished) -> String {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use crate::telemetry::{GradStats, Outcome, Pass, TensorRecord, VERSION};
+    use crate::telemetry::{GradStats, Pass, StepStatus, TensorRecord, VERSION};
 
     fn lines(log_every: u64, events: Vec<Event>) -> Vec<String> {
         let mut plain = Plain::new(Vec::new(), log_every);
@@ -425,7 +432,7 @@ mod tests {
     #[test]
     fn maxima_are_a_line_in_the_order_of_layers() {
         let layers = [("head", 5e-4), ("h.10", 2.0), ("h.2", 31.0)].map(|(layer, max)| (layer.to_owned(), max)).into();
-        let found = lines(128, vec![Event::LayerMaxima(LayerMaxima { step: 20, loss_scale: 65536.0, layers })]);
+        let found = lines(128, vec![Event::GradMax(GradMax { step: 20, loss_scale: 65536.0, layers })]);
         assert_eq!(found, ["maxima step=20 scale=65536 h.2=3.1e1 h.10=2.0e0 head=5.0e-4"]);
     }
 
@@ -436,12 +443,12 @@ mod tests {
         let overflow = Overflow {
             step: 3,
             loss: 4.5,
-            scale: ScaleMove { cause: ScaleCause::BackedOff, from: 65536.0, to: 32768.0 },
+            scale: ScaleUpdate { cause: ScaleCause::BackedOff, from: 65536.0, to: 32768.0 },
             max_abs: 65504.0,
             tensors: ["a", "b", "c", "d", "e", "f"].map(tensor).to_vec(),
-            origin: None,
+            first_nonfinite: None,
         };
-        let skipped = StepRecord { step: 3, outcome: Outcome::Skipped, ..Default::default() };
+        let skipped = StepRecord { step: 3, outcome: StepStatus::Skipped, ..Default::default() };
         let found = lines(128, vec![Event::Step(Box::new(skipped)), Event::Overflow(overflow)]);
         let [line] = &found[..] else { panic!("{found:?}") };
         assert_eq!(
@@ -453,7 +460,7 @@ mod tests {
 
     #[test]
     fn an_overflow_that_was_traced_names_its_origin() {
-        let origin = Origin {
+        let origin = FirstNonFinite {
             pass: Pass::Backward,
             layer: "h.3.mlp.c_fc".into(),
             tensor: "input_gradient".into(),
@@ -464,7 +471,7 @@ mod tests {
             micro_batch: 1,
             samples: (0..11).collect(),
         };
-        let overflow = Overflow { step: 3, origin: Some(origin), ..Default::default() };
+        let overflow = Overflow { step: 3, first_nonfinite: Some(origin), ..Default::default() };
         let found = lines(128, vec![Event::Overflow(overflow)]);
         assert!(
             found[0].contains(
@@ -481,7 +488,7 @@ mod tests {
         let retyped = |to: &str, overflows, variance| {
             let from = if to == "f16" { "f32" } else { "f16" }.into();
             let (layer, back) = ("h.1".into(), to == "f16");
-            Event::Retyped(Retyped { step: 9, layer, from, to: to.into(), overflows, variance, back })
+            Event::DtypeChange(DtypeChange { step: 9, layer, from, to: to.into(), overflows, variance, restored: back })
         };
         assert_eq!(
             lines(

@@ -1,8 +1,8 @@
 //! One status line that is rewritten in place, for a terminal without the dashboard.
 
 use super::plain::{announcement, overflow_brief};
-use crate::telemetry::pace::Pace;
-use crate::telemetry::{Event, PhaseLines, PhaseNow, Record, StepRecord};
+use crate::telemetry::eta::EtaEstimator;
+use crate::telemetry::{CurrentPhase, Event, PhaseLines, Record, StepRecord};
 use crate::ui::format::{clock, count, loss, scale};
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};
@@ -20,7 +20,7 @@ const RUNNING: usize = " (+99.9 s)".len();
 pub struct Progress<W: Write> {
     err: W,
     total_steps: u64,
-    pace: Pace,
+    pace: EtaEstimator,
     drawn: Option<Instant>,
     /// Whether the cursor is at the end of a status line.
     open: bool,
@@ -36,7 +36,7 @@ impl<W: Write> Progress<W> {
         Self {
             err,
             total_steps: 0,
-            pace: Pace::default(),
+            pace: EtaEstimator::default(),
             drawn: None,
             open: false,
             status: (0.0, String::new()),
@@ -75,7 +75,7 @@ impl<W: Write> Progress<W> {
     ///
     /// # Errors
     /// If the terminal has hung up.
-    pub fn phase(&mut self, phase: &PhaseNow) -> io::Result<()> {
+    pub fn phase(&mut self, phase: &CurrentPhase) -> io::Result<()> {
         self.open = true;
         // Redraw at the next step.
         self.drawn = None;
@@ -159,7 +159,7 @@ impl<W: Write> Drop for Progress<W> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use crate::telemetry::{Saved, Started, VERSION};
+    use crate::telemetry::{CheckpointSaved, Started, VERSION};
 
     fn output(events: Vec<Event>) -> String {
         let mut out = Vec::new();
@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn the_line_is_rewritten_and_events_are_above_it() {
         let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
-        let saved = Event::Saved(Saved { step: 1, ..Default::default() });
+        let saved = Event::CheckpointSaved(CheckpointSaved { step: 1, ..Default::default() });
         let text = output(vec![started, step(1), saved, step(4)]);
         let [first, erased, last, end] = text.split("\x1b[K").collect::<Vec<_>>()[..] else { panic!("{text:?}") };
         assert!(first.starts_with('\r') && first.contains("25.0% step 1/4 ETA --:--:--"), "{text:?}");

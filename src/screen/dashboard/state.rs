@@ -426,10 +426,10 @@ pub(super) fn update(view: &mut ViewModel, msg: Msg) -> Option<Command> {
 fn record_arrived(view: &mut ViewModel, record: Record) {
     use crate::telemetry::Event;
     let answers = match &record.event {
-        Event::Saved(_) => Some("saving"),
+        Event::CheckpointSaved(_) => Some("saving"),
         Event::Eval(_) => Some("evaluating"),
         Event::Sample(_) => Some("sampling"),
-        Event::Probe(_) => Some("probing"),
+        Event::Fp32Probe(_) => Some("probing"),
         Event::Paused { .. } => Some("pausing"),
         Event::Resumed { .. } => Some("resuming"),
         _ => None,

@@ -12,8 +12,8 @@ use super::state::{Dialog, Exit, Mode, Msg, Playback, ViewModel, update};
 use super::view;
 use super::watch::Watched;
 use crate::telemetry::{
-    self, Command, Event, EventLog, FinishReason, GpuStats, Origin, Overflow, Pass, ProcessStats, Record, Retyped,
-    Saved, Started, StepRecord, Touched, VERSION, Variances,
+    self, CheckpointSaved, Command, DtypeChange, Event, EventLog, FinishReason, FirstNonFinite, GpuStats, GradVariance,
+    Overflow, Pass, ProcessStats, Record, Started, StepRecord, UnderflowOnset, VERSION,
 };
 use crate::ui::{Look, Theme};
 use invented::{Invented, InventedRun};
@@ -132,7 +132,15 @@ fn layers_in_fallback_are_named_and_marked() {
     let retyped = |step, layer: &str, overflows: Option<usize>| {
         let (from, to, back) = if overflows.is_some() { ("f16", "f32", false) } else { ("f32", "f16", true) };
         let (layer, from, to) = (layer.into(), from.into(), to.into());
-        record(Event::Retyped(Retyped { step, layer, from, to, overflows, back, ..Retyped::default() }))
+        record(Event::DtypeChange(DtypeChange {
+            step,
+            layer,
+            from,
+            to,
+            overflows,
+            restored: back,
+            ..DtypeChange::default()
+        }))
     };
     for (step, layer) in [(1801, "head"), (1802, "h.3"), (1803, "h.5")] {
         update(&mut view, retyped(step, layer, Some(3)));
@@ -159,15 +167,18 @@ fn layers_have_types_variances_and_the_threshold() {
     for step in 0..60 {
         let variance = |unit: usize| 2f64.powi(-14 - unit as i32) * (1.0 + (step % 7) as f64) / 4.0;
         let layers = (0..6).map(|unit| (format!("h.{unit}"), variance(unit))).collect();
-        update(&mut view, record(Event::Variances(Variances { step: 1780 + step, layers })));
+        update(&mut view, record(Event::GradVariance(GradVariance { step: 1780 + step, layers })));
     }
     let (layer, from, to) = ("h.3".into(), "f16".into(), "fp8".into());
-    update(&mut view, record(Event::Retyped(Retyped { step: 1840, layer, from, to, ..Retyped::default() })));
+    update(
+        &mut view,
+        record(Event::DtypeChange(DtypeChange { step: 1840, layer, from, to, ..DtypeChange::default() })),
+    );
     let tensors = vec!["wte.weight".to_owned(), "h.3.mlp.c_fc.weight".to_owned()];
-    update(&mut view, record(Event::Touched(Touched { step: 1840, tensors })));
+    update(&mut view, record(Event::UnderflowOnset(UnderflowOnset { step: 1840, tensors })));
     // Once said, it stays.
-    let again = Touched { step: 1841, tensors: vec!["wte.weight".to_owned()] };
-    update(&mut view, record(Event::Touched(again)));
+    let again = UnderflowOnset { step: 1841, tensors: vec!["wte.weight".to_owned()] };
+    update(&mut view, record(Event::UnderflowOnset(again)));
     let overview = picture(&view, FULL);
     assert!(overview.contains("h.3   8 2^") && !overview.contains('▴'), "FP8 is no wider type: {overview}");
     press(&mut view, "3");
@@ -187,7 +198,7 @@ fn layers_have_types_variances_and_the_threshold() {
     // A resume from before all this forgets it.
     let started = Started { resumed_from: Some(1700), ..Started::default() };
     update(&mut view, record(Event::Started(Box::new(started))));
-    assert!(view.run().tensors.touched.is_empty());
+    assert!(view.run().tensors.underflow_onsets.is_empty());
     press(&mut view, "3v");
     snapshots("layers_unmeasured", &view);
 }
@@ -196,8 +207,8 @@ fn layers_have_types_variances_and_the_threshold() {
 fn a_traced_overflow_names_pass_and_layer_in_list_and_events() {
     let mut view = running();
     for (step, pass, layer) in [(1801, Pass::Forward, "h.0.attn"), (1802, Pass::Backward, "h.3.mlp.c_fc")] {
-        let origin = Origin { pass, layer: layer.into(), tensor: "output".into(), ..Origin::default() };
-        let overflow = Overflow { step, origin: Some(origin), ..Overflow::default() };
+        let origin = FirstNonFinite { pass, layer: layer.into(), tensor: "output".into(), ..FirstNonFinite::default() };
+        let overflow = Overflow { step, first_nonfinite: Some(origin), ..Overflow::default() };
         update(&mut view, record(Event::Overflow(overflow)));
     }
     let list = picture(&view, FULL);
@@ -346,7 +357,7 @@ fn keys_become_commands_and_answers_clear_their_notice() {
     assert_eq!(press(&mut view, "segp"), [Command::SaveNow, Command::EvalNow, Command::SampleNow, Command::ProbeNow]);
     press(&mut view, "s");
     assert_eq!(view.notice, Some("saving"));
-    update(&mut view, record(Event::Saved(Saved::default())));
+    update(&mut view, record(Event::CheckpointSaved(CheckpointSaved::default())));
     assert_eq!(view.notice, None);
     assert_eq!(press(&mut view, " "), [Command::Pause]);
     update(&mut view, record(Event::Paused { step: 1 }));

@@ -16,7 +16,7 @@ use crate::engine::optim::{Blockwise, Quantised};
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
 use crate::store::companions::Companions;
 use crate::store::tensor_file::{write_header, write_tensors, write_values};
-use crate::telemetry::{Activity, Amount};
+use crate::telemetry::{Activity, PhaseProgress};
 use crate::{Error, Result};
 
 /// What a process may hold a part of.
@@ -229,7 +229,7 @@ impl Write for Reporting<'_> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         let written = self.out.write(bytes)?;
         *self.done += written as u64;
-        self.activity.advance("saving", Amount::Bytes((*self.done).min(self.total), self.total));
+        self.activity.advance("saving", PhaseProgress::Bytes((*self.done).min(self.total), self.total));
         Ok(written)
     }
 

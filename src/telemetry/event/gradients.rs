@@ -26,14 +26,14 @@ pub struct GradStats {
     /// Euclidean norm.
     #[serde(with = "float")]
     pub norm: f64,
-    /// The number of finite non-zero values with exponent e, 2^e ≤ |g| < 2^(e+1): pairs (e, count) in ascending e, without
-    /// zero counts.
+    /// The number of finite non-zero values with exponent e, 2^e ≤ |g| < 2^(e+1): pairs (e, count) in ascending e,
+    /// without zero counts.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub exponents: Vec<(i16, u64)>,
 }
 
 impl GradStats {
-    /// From a survey's statistics and, if it counted them, its exponents.
+    /// Converts a tensor's statistics and, if they were counted, its exponents.
     pub fn new(stats: &TensorStats, histogram: Option<&ExponentHistogram>) -> Self {
         let exponents = histogram.map_or_else(Vec::new, |histogram| {
             histogram.iter().map(|(exponent, count)| (exponent as i16, count)).collect()
@@ -71,7 +71,7 @@ pub struct TensorRecord {
 /// The largest gradient of each layer in a step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct LayerMaxima {
+pub struct GradMax {
     /// The step.
     pub step: u64,
     /// Its loss scale.
@@ -80,11 +80,11 @@ pub struct LayerMaxima {
     pub layers: BTreeMap<String, f32>,
 }
 
-/// Tensors whose gradient held 2^-24, the least magnitude of FP16, for the first time in the run: what is smaller was
-/// flushed to zero.
+/// Tensors whose gradient contained 2^-24, FP16's smallest magnitude, for the first time in the run. Smaller values
+/// were flushed to zero.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Touched {
+pub struct UnderflowOnset {
     /// The step.
     pub step: u64,
     /// The parameters' names, in order.
@@ -94,7 +94,7 @@ pub struct Touched {
 /// The variance of each layer's gradient in an applied step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Variances {
+pub struct GradVariance {
     /// The step.
     pub step: u64,
     /// The variance of the *unscaled* gradient's elements, by layer: a block, `h.3`, or `head`.

@@ -32,17 +32,18 @@ pub struct SampleText {
     pub text: String,
 }
 
-/// One batch's gradients in FP32 compared with those in the run's precision: what flushes to zero despite loss scaling.
+/// One batch's gradients in FP32 compared with the run's precision, to find values that flush to zero despite loss
+/// scaling.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Probe {
+pub struct Fp32Probe {
     /// The step whose batch it was.
     pub step: u64,
     /// The loss scale of that step.
     pub loss_scale: f32,
     /// The FP32 gradients, *unscaled*.
     pub grads: GradStats,
-    /// What the run's gradient dtype flushed of them, by tensor, in parameter order.
+    /// The part that the run's gradient dtype flushed to zero, per tensor, in parameter order.
     pub tensors: Vec<FlushedTensor>,
     /// The largest activations of the FP32 forward pass, by layer in order of computation.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -59,7 +60,7 @@ pub struct ActivationMax {
     pub max_abs: f32,
 }
 
-/// How much of a tensor's gradient the run's dtype flushed to zero.
+/// The part of a tensor's gradient that the run's dtype flushed to zero.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FlushedTensor {

@@ -6,14 +6,14 @@ use serde::{Deserialize, Serialize};
 /// A written checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Saved {
+pub struct CheckpointSaved {
     /// The step it holds.
     pub step: u64,
     /// The step's folder.
     pub path: String,
     /// Size of all its files, in bytes.
     pub bytes: u64,
-    /// Seconds that it took; passes of the next step may have run meanwhile.
+    /// Duration in seconds; passes of the next step may have run at the same time.
     pub seconds: f64,
     /// Whether it holds only the weights, so that a run cannot resume from it.
     pub weights_only: bool,
@@ -25,20 +25,20 @@ pub struct Saved {
 pub struct Diagnostic {
     /// The step; 0 before the first.
     pub step: u64,
-    /// What happened and what to do.
+    /// The problem and the next step.
     pub message: String,
 }
 
-/// How fast the processes of a run are.
+/// The speed of each process of a distributed run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Processes {
+pub struct Throughput {
     /// The last step that was measured.
     pub step: u64,
-    /// Each, by rank.
+    /// One entry per process, by rank.
     pub processes: Vec<ProcessRate>,
-    /// Those whose passes take much longer than most, by name.
-    pub slow: Vec<String>,
+    /// The names of processes whose passes take much longer than the median.
+    pub stragglers: Vec<String>,
 }
 
 /// One process's share in the last steps.
@@ -47,13 +47,13 @@ pub struct Processes {
 pub struct ProcessRate {
     /// Its rank and host.
     pub name: String,
-    /// Tokens a second of its passes.
+    /// Tokens per second of its passes.
     pub tokens_per_s: f64,
-    /// The share of its time that went into exchanges, waiting for others included.
-    pub waiting: f64,
+    /// The fraction of its time spent in communication, including waiting for other processes.
+    pub comm_fraction: f64,
 }
 
-/// Why a process stopped training.
+/// The reason for the end of training in a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
@@ -74,7 +74,7 @@ pub enum FinishReason {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Finished {
-    /// Why training stopped.
+    /// The reason for the end.
     pub reason: FinishReason,
     /// Steps attempted.
     pub step: u64,

@@ -17,7 +17,7 @@ pub struct Started {
     pub process: Option<ProcessId>,
     /// The host's processor.
     pub cpu: Cpu,
-    /// Where the model computes: `cpu`, `cuda:0 NVIDIA …`.
+    /// The device that computes: `cpu`, `cuda:0 NVIDIA …`.
     pub device: String,
     /// Operating system and architecture.
     pub os: String,
@@ -25,7 +25,7 @@ pub struct Started {
     pub model: String,
     /// Its dimensions.
     pub shape: ModelShape,
-    /// Its `config.json`; null in logs of earlier versions.
+    /// Its `config.json`.
     #[serde(default)]
     pub model_config: serde_json::Value,
     /// Trained parameters.
@@ -52,10 +52,10 @@ pub struct Started {
     pub total_steps: u64,
     /// The seed of every random stream.
     pub seed: u64,
-    /// The step of the checkpoint that this process resumed from; earlier lines of later steps are void. `None` for a run
-    /// from scratch.
+    /// The step of the checkpoint that this process resumed from; earlier lines of later steps are void. `None` for a
+    /// run from scratch.
     pub resumed_from: Option<u64>,
-    /// The layers that computed in another type than the policy's at the start, each with its type.
+    /// The layers whose compute dtype differed from the policy's at the start, with their dtype.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub fallback: BTreeMap<String, String>,
     /// The resolved configuration.
@@ -113,7 +113,7 @@ pub struct ScalerSettings {
     pub growth_interval: u32,
     /// The scale never falls below this.
     pub min_scale: f32,
-    /// The rule that chooses the scale.
+    /// Whether the scale is found by trial or predicted.
     pub mode: ScalerMode,
 }
 

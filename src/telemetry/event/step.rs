@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Whether an attempted step changed the parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outcome {
+pub enum StepStatus {
     /// The optimizer ran.
     #[default]
     Applied,
@@ -16,8 +16,8 @@ pub enum Outcome {
     Skipped,
 }
 
-/// Every figure of one attempted step. The fields that charts need come first, so that [`Tail`](crate::telemetry::Tail) can
-/// skim a long log.
+/// Every figure of one attempted step. The fields that charts need come first, so that [`Tail`](crate::telemetry::Tail)
+/// can skim a long log.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StepRecord {
@@ -29,13 +29,13 @@ pub struct StepRecord {
     /// The factor the loss was multiplied by.
     pub loss_scale: f32,
     /// Applied or skipped.
-    pub outcome: Outcome,
+    pub outcome: StepStatus,
     /// Global norm after unscaling, before clipping.
     #[serde(with = "float")]
     pub grad_norm: f64,
     /// Tokens trained on since the run began.
     pub tokens: u64,
-    /// Tokens a second over the last steps.
+    /// Tokens per second over the last steps.
     pub tokens_per_s: f64,
     /// Applied steps.
     pub updates: u64,
@@ -47,12 +47,12 @@ pub struct StepRecord {
     pub lr: f64,
     /// The factor that clipping multiplied the gradients by; 1 if nothing was clipped.
     #[serde(with = "float")]
-    pub clip: f64,
+    pub clip_coef: f64,
     /// Clean steps since the scale last changed.
     pub growth_tracker: u32,
-    /// How the scale changed after the step.
-    pub scale: ScaleMove,
-    /// Where the time went.
+    /// The change of the scale after the step.
+    pub scale: ScaleUpdate,
+    /// Time spent in each part.
     pub time: StepTime,
     /// Resident memory of the process, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,7 +68,7 @@ pub struct StepRecord {
     pub gpu: Option<GpuStats>,
     /// All scaled gradients together; `norm` is the global norm before unscaling.
     pub grads: GradStats,
-    /// The same for each tensor, in parameter order. Filled every few steps and on an overflow, otherwise empty.
+    /// Statistics per tensor, in parameter order. Filled every few steps and on an overflow, otherwise empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tensors: Vec<TensorRecord>,
 }
@@ -84,12 +84,12 @@ pub struct StepTime {
     /// Backward passes.
     pub backward_ms: f64,
     /// The statistics of the gradients.
-    pub survey_ms: f64,
+    pub grad_stats_ms: f64,
     /// Unscaling, clipping, the optimizer and the new working copy.
     pub optimizer_ms: f64,
 }
 
-/// A GPU's figures from its driver; `None` for what it does not report.
+/// Figures of a GPU from its driver; `None` if the driver does not report one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GpuStats {
@@ -111,8 +111,8 @@ pub struct GpuStats {
 /// The change of the loss scale after a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct ScaleMove {
-    /// Why it changed.
+pub struct ScaleUpdate {
+    /// The cause.
     pub cause: ScaleCause,
     /// The scale of the step.
     pub from: f32,
@@ -120,33 +120,33 @@ pub struct ScaleMove {
     pub to: f32,
 }
 
-impl ScaleMove {
-    /// From the scaler's result for a step whose scale was `from`.
+impl ScaleUpdate {
+    /// Converts the scaler's result for a step whose scale was `from`.
     pub fn new(from: f32, change: ScaleChange) -> Self {
         let (cause, to) = match change {
             ScaleChange::Held => (ScaleCause::Held, from),
             ScaleChange::Grew { to, .. } => (ScaleCause::Grew, to),
             ScaleChange::Lowered { to, .. } => (ScaleCause::Lowered, to),
             ScaleChange::BackedOff { to, .. } => (ScaleCause::BackedOff, to),
-            ScaleChange::AtMinScale { scale, .. } => (ScaleCause::AtFloor, scale),
+            ScaleChange::AtMinScale { scale, .. } => (ScaleCause::AtMinScale, scale),
         };
         Self { cause, from, to }
     }
 }
 
-/// Why the loss scale changed.
+/// The cause of a change of the loss scale.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleCause {
     /// No change.
     #[default]
     Held,
-    /// `growth_interval` steps without an overflow passed, or the predictive rule found enough headroom.
+    /// `growth_interval` steps without an overflow passed, or the predictive mode found enough headroom.
     Grew,
-    /// The predictive rule found too little headroom.
+    /// The predictive mode found too little headroom.
     Lowered,
     /// Gradients overflowed.
     BackedOff,
-    /// Gradients overflowed, but the scale is already the smallest allowed.
-    AtFloor,
+    /// Gradients overflowed, but the scale is already `min_scale`.
+    AtMinScale,
 }

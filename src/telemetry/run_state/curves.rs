@@ -1,7 +1,7 @@
 //! The series that charts are drawn from.
 
-use super::figures::SMOOTHING;
-use crate::telemetry::{Curve, Outcome, Series, StairCase, StepRecord};
+use super::metrics::SMOOTHING;
+use crate::telemetry::{Curve, Series, StepRecord, StepSeries, StepStatus};
 
 /// Every curve of a run.
 #[derive(Debug, Clone)]
@@ -13,14 +13,14 @@ pub struct Curves {
     /// Validation losses.
     pub validation: Series,
     /// log2 of the loss scale.
-    pub scale: StairCase,
+    pub scale: StepSeries,
     /// log2 of the loss scale at each skipped step.
     pub skips: Series,
     /// The learning rate.
     pub lr: Curve,
     /// The global gradient norm, unscaled, before clipping.
     pub grad_norm: Curve,
-    /// Tokens a second.
+    /// Tokens per second.
     pub tokens_per_s: Curve,
     /// Resident memory, bytes.
     pub memory: Curve,
@@ -33,7 +33,7 @@ impl Curves {
             loss: Curve::new(capacity),
             smoothed: std::array::from_fn(|_| Curve::new(capacity)),
             validation: Series::new(capacity),
-            scale: StairCase::new(capacity),
+            scale: StepSeries::new(capacity),
             skips: Series::new(capacity),
             lr: Curve::new(capacity),
             grad_norm: Curve::new(capacity),
@@ -54,7 +54,7 @@ impl Curves {
         if step.loss_scale > 0.0 {
             self.scale.push(at, s, scale);
         }
-        if step.outcome == Outcome::Skipped {
+        if step.outcome == StepStatus::Skipped {
             self.skips.push(at, s, scale);
         }
         self.grad_norm.push(at, s, step.grad_norm);
@@ -69,13 +69,13 @@ impl Curves {
     }
 
     /// Removes the steps after `step`.
-    pub(super) fn cut(&mut self, step: u64) {
+    pub(super) fn truncate_after(&mut self, step: u64) {
         for curve in [&mut self.loss, &mut self.lr, &mut self.grad_norm, &mut self.tokens_per_s, &mut self.memory] {
-            curve.cut(step);
+            curve.truncate_after(step);
         }
-        self.smoothed.iter_mut().for_each(|curve| curve.cut(step));
-        self.validation.cut(step);
-        self.skips.cut(step);
-        self.scale.cut(step);
+        self.smoothed.iter_mut().for_each(|curve| curve.truncate_after(step));
+        self.validation.truncate_after(step);
+        self.skips.truncate_after(step);
+        self.scale.truncate_after(step);
     }
 }

@@ -1,6 +1,6 @@
 //! Rows for lists of a run's events, overflows and samples, each kept in bounded memory.
 
-use crate::telemetry::{Event, Origin, Overflow, ScaleCause, ScaleMove, TensorRecord};
+use crate::telemetry::{Event, FirstNonFinite, Overflow, ScaleCause, ScaleUpdate, TensorRecord};
 use std::collections::VecDeque;
 
 /// Maximum number of rows kept of each kind.
@@ -30,7 +30,7 @@ impl EventRow {
     pub(super) fn of(t: u64, s: f64, step: u64, event: &Event) -> Option<Self> {
         let mut more = 0;
         let event = match event {
-            Event::Variances(_) | Event::LayerMaxima(_) | Event::Processes(_) | Event::Phase { .. } => return None,
+            Event::GradVariance(_) | Event::GradMax(_) | Event::Throughput(_) | Event::Phase { .. } => return None,
             Event::Step(step) => {
                 if !matches!(step.scale.cause, ScaleCause::Grew | ScaleCause::Lowered) {
                     return None;
@@ -60,22 +60,22 @@ pub struct OverflowRow {
     /// The step.
     pub step: u64,
     /// The scale before and after.
-    pub scale: ScaleMove,
+    pub scale: ScaleUpdate,
     /// The names of the tensors that overflowed, by descending share of elements that are not finite.
     pub tensors: Vec<String>,
     /// Number of tensors left out.
     pub more: usize,
-    /// Where it began, if it was traced.
-    pub origin: Option<Origin>,
+    /// The first non-finite tensor, if it was traced.
+    pub origin: Option<FirstNonFinite>,
 }
 
 impl OverflowRow {
     pub(super) fn of(overflow: &Overflow) -> Self {
         let mut tensors: Vec<_> = overflow.tensors.iter().collect();
-        tensors.sort_by(|a, b| broken_share(b).total_cmp(&broken_share(a)));
+        tensors.sort_by(|a, b| non_finite_fraction(b).total_cmp(&non_finite_fraction(a)));
         let more = tensors.len().saturating_sub(NAMED);
         let tensors = tensors.into_iter().take(NAMED).map(|tensor| tensor.name.clone()).collect();
-        Self { step: overflow.step, scale: overflow.scale, tensors, more, origin: overflow.origin.clone() }
+        Self { step: overflow.step, scale: overflow.scale, tensors, more, origin: overflow.first_nonfinite.clone() }
     }
 }
 
@@ -93,12 +93,12 @@ pub struct SampleRow {
 }
 
 /// The share of a tensor's gradient that is not finite.
-fn broken_share(tensor: &TensorRecord) -> f64 {
+fn non_finite_fraction(tensor: &TensorRecord) -> f64 {
     tensor.stats.not_finite() as f64 / tensor.stats.count.max(1) as f64
 }
 
 fn worst_first(tensors: &mut [TensorRecord]) {
-    tensors.sort_by(|a, b| broken_share(b).total_cmp(&broken_share(a)));
+    tensors.sort_by(|a, b| non_finite_fraction(b).total_cmp(&non_finite_fraction(a)));
 }
 
 /// Adds a row, and drops the oldest if there are already `capacity`.

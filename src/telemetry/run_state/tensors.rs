@@ -1,7 +1,7 @@
 //! The gradient of each of the model's tensors, now and over time, and their totals by layer.
 
 use crate::precision::PrecisionUnit;
-use crate::telemetry::{GradStats, Overflow, Probe, Series, TensorRecord, Touched, Variances};
+use crate::telemetry::{Fp32Probe, GradStats, GradVariance, Overflow, Series, TensorRecord, UnderflowOnset};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Total number of buckets in all tensors' histories.
@@ -19,8 +19,8 @@ pub struct Tensors {
     by_name: HashMap<String, usize>,
     /// The tensors of the newest overflow.
     pub last_overflow: BTreeSet<String>,
-    /// The first step in which a tensor's gradient held FP16's least magnitude, 2^-24.
-    pub touched: BTreeMap<String, u64>,
+    /// The first step in which a tensor's gradient contained FP16's smallest magnitude, 2^-24.
+    pub underflow_onsets: BTreeMap<String, u64>,
     /// The variance of each unit's unscaled gradient: the newest, and log2 of all of them.
     pub variances: BTreeMap<PrecisionUnit, (f64, Series)>,
 }
@@ -64,16 +64,16 @@ impl Tensors {
         }
     }
 
-    pub(super) fn flushed(&mut self, probe: &Probe) {
+    pub(super) fn flushed(&mut self, probe: &Fp32Probe) {
         for tensor in &probe.tensors {
             self.row(tensor.name.clone(), 128).flushed = Some((tensor.flushed, tensor.nonzero));
         }
     }
 
-    pub(super) fn spread(&mut self, variances: Variances, s: f64) {
+    pub(super) fn record_variances(&mut self, variances: GradVariance, s: f64) {
         let capacity = (HISTORIES / variances.layers.len().max(1)).clamp(32, 512);
         for (layer, variance) in variances.layers {
-            // A name that is no layer's is from a damaged log.
+            // Only a damaged log has a name that is not a layer's.
             let Ok(unit) = layer.parse::<PrecisionUnit>() else { continue };
             let (newest, history) = self.variances.entry(unit).or_insert_with(|| (0.0, Series::new(capacity)));
             *newest = variance;
@@ -83,9 +83,9 @@ impl Tensors {
         }
     }
 
-    pub(super) fn touched(&mut self, touched: Touched) {
+    pub(super) fn record_underflow_onset(&mut self, touched: UnderflowOnset) {
         for name in touched.tensors {
-            self.touched.entry(name).or_insert(touched.step);
+            self.underflow_onsets.entry(name).or_insert(touched.step);
         }
     }
 
@@ -99,13 +99,13 @@ impl Tensors {
         &mut self.rows[at]
     }
 
-    pub(super) fn cut(&mut self, step: u64) {
+    pub(super) fn truncate_after(&mut self, step: u64) {
         for row in &mut self.rows {
-            row.history.0.cut(step);
-            row.history.1.cut(step);
+            row.history.0.truncate_after(step);
+            row.history.1.truncate_after(step);
         }
-        self.touched.retain(|_, first| *first <= step);
-        self.variances.values_mut().for_each(|(_, history)| history.cut(step));
+        self.underflow_onsets.retain(|_, first| *first <= step);
+        self.variances.values_mut().for_each(|(_, history)| history.truncate_after(step));
     }
 
     /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`.
@@ -158,8 +158,8 @@ pub struct Layer {
     pub count: u64,
     /// Whether the newest overflow was in this layer.
     pub overflowed: bool,
-    /// The type that it computes in, where that is another than the policy's.
-    pub retyped: Option<String>,
+    /// Its compute dtype, if it differs from the policy's.
+    pub fallback_dtype: Option<String>,
 }
 
 impl Layer {
@@ -180,8 +180,8 @@ impl Layer {
         self.sum_squares += next.sum_squares;
         self.count += next.count;
         self.overflowed |= next.overflowed;
-        if self.retyped.is_none() {
-            self.retyped.clone_from(&next.retyped);
+        if self.fallback_dtype.is_none() {
+            self.fallback_dtype.clone_from(&next.fallback_dtype);
         }
     }
 

@@ -8,7 +8,7 @@ use crate::engine::model::{Layer, Op, ParamSpec};
 use crate::engine::optim::AdamWConfig;
 use crate::precision::{OnOverflow, ScaleChange};
 use crate::telemetry::{
-    Cpu, Event, FinishReason, Finished, GpuSampler, ModelShape, Origin, Overflow, ProcessId, ProcessStats,
+    Cpu, Event, FinishReason, Finished, FirstNonFinite, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     ScalerSettings, Started, cpu_name,
 };
 use crate::train::records;
@@ -30,7 +30,7 @@ impl Trainer {
         &mut self,
         cursor: Cursor,
         report: &StepReport,
-        origin: Option<Origin>,
+        origin: Option<FirstNonFinite>,
         began: Instant,
     ) -> Option<Error> {
         let skipped = report.outcome == Outcome::Skipped;
@@ -79,7 +79,7 @@ impl Trainer {
         let step = last.step;
         let streak = self.engine.state.scaler.state().min_scale_streak;
         let scale = self.engine.state.scaler.scale();
-        let origin = last.origin.as_ref().map_or_else(String::new, |origin| {
+        let origin = last.first_nonfinite.as_ref().map_or_else(String::new, |origin| {
             format!(" (first the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
         });
         let cause = if last.loss.is_finite() {

@@ -5,7 +5,7 @@ use crate::engine::collective::{Collective, Shards, range_bytes};
 use crate::engine::model::Parameters;
 use crate::engine::optim::Blockwise;
 use crate::store::checkpoint::{Held, Spread};
-use crate::telemetry::{Event, ProcessRate, Processes};
+use crate::telemetry::{Event, ProcessRate, Throughput};
 use crate::train::config::Config;
 use crate::train::state::TrainState;
 use crate::{Error, Result};
@@ -408,7 +408,7 @@ impl Trainer {
         let rate = |rank: usize| ProcessRate {
             name: world.name(rank),
             tokens_per_s: rates.micro_batches[rank] as f64 * tokens_of_one / rates.compute[rank].max(1e-9),
-            waiting: rates.waited[rank] / seconds.max(1e-9),
+            comm_fraction: rates.waited[rank] / seconds.max(1e-9),
         };
         let each = |rank: &usize| rates.compute[*rank] / rates.micro_batches[*rank] as f64;
         let busy: Vec<usize> = (0..world.world()).filter(|rank| rates.micro_batches[*rank] > 0).collect();
@@ -417,7 +417,7 @@ impl Trainer {
         let middle = sorted.get((sorted.len().max(1) - 1) / 2).copied().unwrap_or(0.0);
         let slow = busy.iter().filter(|rank| each(rank) > SLOW * middle).map(|rank| world.name(*rank)).collect();
         let processes = (0..world.world()).map(rate).collect();
-        self.emitter.emit(Event::Processes(Processes { step, processes, slow }));
+        self.emitter.emit(Event::Throughput(Throughput { step, processes, stragglers: slow }));
     }
 }
 

@@ -6,7 +6,7 @@ use crate::data::Batch;
 use crate::engine::model::ModelSpec;
 use crate::store::checkpoint::{self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, Run, Spread, State};
 use crate::store::companions::Companions;
-use crate::telemetry::{Activity, Diagnostic, Event, Saved};
+use crate::telemetry::{Activity, CheckpointSaved, Diagnostic, Event};
 use crate::train::beside::Learned;
 use crate::train::step::{Engine, StepReport};
 use crate::{Error, Result};
@@ -189,7 +189,7 @@ impl Trainer {
         let Written(checkpoint::Saved { path, manifest, trouble }, rotated, seconds) = written?;
         let (step, bytes, weights_only) = (manifest.step, manifest.bytes(), manifest.kind == Kind::Weights);
         let name = path.display().to_string();
-        self.emitter.emit(Event::Saved(Saved { step, path: name, bytes, seconds, weights_only }));
+        self.emitter.emit(Event::CheckpointSaved(CheckpointSaved { step, path: name, bytes, seconds, weights_only }));
         if let Some(error) = trouble {
             self.warn_at(step, format!("the checkpoint of step {step} is complete, but {error}"));
         }

@@ -95,7 +95,7 @@ fn line(plot: &mut Plot, view: &ViewModel, curve: &Curve, role: Role, mark: Opti
             }
         }
     }
-    for bucket in buckets.iter().filter(|bucket| bucket.broken > 0) {
+    for bucket in buckets.iter().filter(|bucket| bucket.non_finite > 0) {
         plot.mark(x(bucket), f64::MAX, '✕', Role::Overflow);
     }
     if let (Some(mark), Some((last, mean))) = (mark, buckets.last().and_then(|last| Some((last, last.mean()?)))) {

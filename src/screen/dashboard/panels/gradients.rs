@@ -155,7 +155,7 @@ fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &
     if let Some(min) = layer.min_abs {
         let low = exponent_of(min);
         let at_edge = low <= format.min_subnormal_exponent();
-        let mark = match (layer.retyped.as_deref(), at_edge) {
+        let mark = match (layer.fallback_dtype.as_deref(), at_edge) {
             (Some("fp8"), _) => "8",
             (Some(_), _) => "▴",
             (None, true) => "▾",

@@ -115,7 +115,7 @@ fn curves(view: &ViewModel, plot: &mut Plot) {
             plot.mark(x(bucket), to_y(mean), '◆', Role::Validation);
         }
     }
-    for bucket in losses.iter().filter(|bucket| bucket.broken > 0) {
+    for bucket in losses.iter().filter(|bucket| bucket.non_finite > 0) {
         plot.mark(x(bucket), f64::MAX, '✕', Role::Overflow);
     }
 }

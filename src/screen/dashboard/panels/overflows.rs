@@ -63,7 +63,7 @@ fn names(row: &OverflowRow, pad: &mut Pad, x: u16, y: u16) {
 fn change(row: &OverflowRow, wide: bool) -> String {
     let (from, to) = (format::scale(row.scale.from), format::scale(row.scale.to));
     match row.scale.cause {
-        ScaleCause::AtFloor => format!("{to} floor"),
+        ScaleCause::AtMinScale => format!("{to} floor"),
         ScaleCause::Held => format!("{to} held"),
         _ if wide => format!("{from}→{to}"),
         _ => format!("→{to}"),

@@ -33,7 +33,7 @@ fn figures(view: &ViewModel, step: u64) -> Vec<(String, Role)> {
                 loss.last_step
             ),
         };
-        figures.push((text, if loss.broken > 0 { Role::Overflow } else { Role::Train }));
+        figures.push((text, if loss.non_finite > 0 { Role::Overflow } else { Role::Train }));
     }
     let mean = |curve: &Curve| curve.at(step).as_ref().and_then(Bucket::mean);
     if let Some(smoothed) = curves.smoothed.get(view.window()).and_then(mean) {

@@ -149,7 +149,7 @@ fn headings(view: &ViewModel) -> (&'static str, &'static str) {
 
 /// The first step in which a tensor's gradient held 2^-24, as the table has it.
 fn touched(run: &RunState, name: &str) -> String {
-    run.tensors.touched.get(name).map_or_else(|| "-".into(), u64::to_string)
+    run.tensors.underflow_onsets.get(name).map_or_else(|| "-".into(), u64::to_string)
 }
 
 /// The selected tensor's smallest and largest magnitude over the run, with the format's limits, and the variance of its

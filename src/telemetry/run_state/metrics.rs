@@ -1,8 +1,8 @@
-//! A run's summary figures and the sums behind them.
+//! A run's summary metrics and the sums that they are computed from.
 
 use super::retries;
 use crate::precision::ExponentHistogram;
-use crate::telemetry::{Outcome, Probe, ScaleCause, Started, StepRecord, Validation};
+use crate::telemetry::{Fp32Probe, ScaleCause, Started, StepRecord, StepStatus, Validation};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Steps whose losses are averaged into one figure, because a single batch's loss is noisy.
@@ -20,9 +20,9 @@ pub fn smoothing_for(total_steps: u64) -> usize {
     }
 }
 
-/// A run's summary figures.
+/// A run's summary metrics.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Figures {
+pub struct RunMetrics {
     /// Steps attempted.
     pub steps: u64,
     /// Steps applied.
@@ -57,7 +57,7 @@ pub struct Figures {
     pub flushed: Option<f64>,
     /// Share of the applied steps' scaled gradients that were subnormal.
     pub subnormal: Option<f64>,
-    /// Tokens a second, counting only time within steps.
+    /// Tokens per second, counting only time within steps.
     pub tokens_per_s: Option<f64>,
     /// Seconds the run took, including validation and saving.
     pub seconds: f64,
@@ -70,7 +70,7 @@ pub struct Figures {
 pub struct ProbeTotals {
     /// Elements that are not zero in FP32.
     pub nonzero: u64,
-    /// Those of them that the run's dtype flushed to zero.
+    /// Elements that the run's dtype flushed to zero although they are not zero in FP32.
     pub flushed: u64,
     /// The FP32 gradients by exponent, unscaled.
     pub exponents: ExponentHistogram,
@@ -78,10 +78,10 @@ pub struct ProbeTotals {
     pub activations: BTreeMap<String, f32>,
 }
 
-/// The sums behind the figures. Copied at every checkpoint, so that a resume can rewind to it.
+/// Accumulates the metrics. Copied at every checkpoint, so that a resume can rewind to it.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Tally {
-    pub(super) figures: Figures,
+pub(super) struct MetricsAccumulator {
+    pub(super) figures: RunMetrics,
     pub(super) probed: ProbeTotals,
     /// The lowest validation loss and its step.
     pub(super) best_validation: Option<(f64, u64)>,
@@ -118,16 +118,16 @@ impl Average {
     }
 }
 
-impl Tally {
+impl MetricsAccumulator {
     pub(super) fn step(&mut self, step: &StepRecord, started: Option<&Started>) {
         let (figures, loss) = (&mut self.figures, f64::from(step.loss));
-        let applied = step.outcome == Outcome::Applied;
+        let applied = step.outcome == StepStatus::Applied;
         figures.steps = step.step;
         figures.updates = step.updates;
         figures.repeated += u64::from(self.repeats);
         self.streak = if applied { 0 } else { self.streak + 1 };
         figures.longest_streak = figures.longest_streak.max(self.streak);
-        self.repeats = !applied && started.is_some_and(retries) && step.scale.cause != ScaleCause::AtFloor;
+        self.repeats = !applied && started.is_some_and(retries) && step.scale.cause != ScaleCause::AtMinScale;
         if applied {
             self.gradients.0 += step.grads.count;
             self.gradients.1 += step.grads.subnormal;
@@ -169,7 +169,7 @@ impl Tally {
         }
     }
 
-    pub(super) fn probe(&mut self, probe: &Probe) {
+    pub(super) fn probe(&mut self, probe: &Fp32Probe) {
         let totals = &mut self.probed;
         for tensor in &probe.tensors {
             totals.nonzero += tensor.nonzero;
@@ -188,11 +188,11 @@ impl Tally {
         self.smoothed.get(window).copied().and_then(Average::value)
     }
 
-    /// The figures as they are now.
-    pub(super) fn figures(&self) -> Figures {
+    /// The current metrics.
+    pub(super) fn figures(&self) -> RunMetrics {
         let share = |(whole, part): (u64, u64)| (whole > 0).then(|| part as f64 / whole as f64);
         let rate = |(first, last, ms)| (ms > 0.0 && last > first).then(|| (last - first) as f64 / ms * 1e3);
-        Figures {
+        RunMetrics {
             flushed: share((self.probed.nonzero, self.probed.flushed)),
             subnormal: share(self.gradients),
             loss: (!self.last.is_empty()).then(|| mean(self.last.iter().flatten().copied())),

@@ -2,7 +2,7 @@
 
 /// Smoothed seconds per step, including evaluations, checkpoints and waiting for data.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Pace {
+pub(crate) struct EtaEstimator {
     last: Option<(u64, f64)>,
     smoothed: f64,
     weight: f64,
@@ -11,7 +11,7 @@ pub(crate) struct Pace {
 /// A step's weight in the average: about the last 50 steps count.
 const ALPHA: f64 = 0.02;
 
-impl Pace {
+impl EtaEstimator {
     /// A step ended at these run-relative seconds.
     pub(crate) fn step(&mut self, step: u64, seconds: f64) {
         if let Some((before, then)) = self.last
@@ -42,7 +42,7 @@ mod tests {
 
     #[test]
     fn the_estimate_is_right_from_the_second_step_and_ignores_a_pause() {
-        let mut pace = Pace::default();
+        let mut pace = EtaEstimator::default();
         pace.step(1, 10.0);
         assert_eq!(pace.remaining(1, 11), None);
         pace.step(2, 12.0);

@@ -100,7 +100,8 @@ fn finish(command: &mut Command) -> Result<()> {
 /// What a run's log says but for times and what is about single processes; as text, in which NaN equals itself.
 fn figures(run: &Path) -> Result<Vec<String>> {
     let mut events: Vec<Event> = read(run.join("events.jsonl"))?.into_iter().map(|record| record.event).collect();
-    events.retain(|event| matches!(event, Event::Step(_) | Event::Eval(_) | Event::Overflow(_) | Event::Retyped(_)));
+    events
+        .retain(|event| matches!(event, Event::Step(_) | Event::Eval(_) | Event::Overflow(_) | Event::DtypeChange(_)));
     for event in &mut events {
         if let Event::Step(step) = event {
             step.time = StepTime::default();

@@ -1,8 +1,9 @@
 //! AdamW on one tensor (Loshchilov and Hutter, 2019), fused with unscaling, clipping and the working copy.
 
+use crate::op;
 use crate::rows::{Rows, for_each_part};
 use crate::view::{ViewMut, read, write, write_f32};
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 
 /// The numbers of one update.
 #[derive(Clone, Copy, Debug)]
@@ -21,27 +22,11 @@ pub struct AdamWStep {
     pub grad_factor: f32,
 }
 
-/// Adam's moments of one tensor, in FP32.
-#[derive(Clone, Copy, Debug)]
-pub struct Moments<'a> {
-    /// The first.
-    pub exp_avg: &'a Tensor,
-    /// The second.
-    pub exp_avg_sq: &'a Tensor,
-}
-
 const WIDTH: usize = 1024;
 
-/// Updates `master`, `exp_avg` and `exp_avg_sq` (all FP32) from `grad` (any type), and rounds the new master into
-/// `weight`, the compute type's working copy. With `None` the master itself is the working copy.
-pub fn step(
-    numbers: AdamWStep,
-    grad: &Tensor,
-    master: &Tensor,
-    exp_avg: &Tensor,
-    exp_avg_sq: &Tensor,
-    weight: Option<&Tensor>,
-) -> Result<()> {
+/// Computes [`op::AdamW`].
+pub fn step(op: &op::AdamW<'_>) -> Result<()> {
+    let &op::AdamW { step, grad, master, exp_avg, exp_avg_sq, weight } = op;
     let grad = read(grad)?;
     let grad = grad.view();
     let update = |weight: Option<ViewMut<'_>>| {
@@ -64,7 +49,7 @@ pub fn step(
                                 let grad = grad.widened(first + start, &mut buffer[..end - start]);
                                 let master = &mut master.view[start..end];
                                 let moments = (&mut exp_avg.view[start..end], &mut exp_avg_sq.view[start..end]);
-                                update_block(numbers, grad, master, moments.0, moments.1);
+                                update_block(step, grad, master, moments.0, moments.1);
                                 if let Some(weight) = &mut weight {
                                     weight.view.store(start, master);
                                 }
@@ -101,7 +86,7 @@ fn update_block(n: AdamWStep, grad: &[f32], master: &mut [f32], exp_avg: &mut [f
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::{DType, Device, Tensor};
 
     /// The first update of any gradient is the learning rate, whatever the betas.
     #[test]
@@ -117,7 +102,9 @@ mod tests {
                 bias_corrections: [0.1, (1.0 - beta2) as f32],
                 grad_factor: 1.0,
             };
-            step(numbers, &grad, &master, &m, &v, None).unwrap();
+            let update =
+                op::AdamW { step: numbers, grad: &grad, master: &master, exp_avg: &m, exp_avg_sq: &v, weight: None };
+            step(&update).unwrap();
             let update = master.to_vec1::<f32>().unwrap()[0];
             assert!((update + 1.0).abs() < 1e-6, "beta2 {beta2}: {update}");
         }
@@ -146,7 +133,9 @@ mod tests {
                 bias_corrections: corrections.map(|c| c as f32),
                 grad_factor: 0.125,
             };
-            step(numbers, &grad, &master, &m, &v, Some(&weight)).unwrap();
+            let weight = Some(&weight);
+            step(&op::AdamW { step: numbers, grad: &grad, master: &master, exp_avg: &m, exp_avg_sq: &v, weight })
+                .unwrap();
             for ((p, m, v), g) in expected.iter_mut().zip(&grads) {
                 let g = f64::from(*g) / 8.0;
                 *m = beta1 * *m + (1.0 - beta1) * g;

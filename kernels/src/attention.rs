@@ -10,6 +10,7 @@ use crate::columns::{Columns, Source, Target, write_columns};
 use crate::dropout::Dropout;
 use crate::isa;
 use crate::math;
+use crate::op;
 use crate::rows::{axpy, dot, max, sum, with_scratch};
 use crate::view::{read, write_f32};
 use candle_core::{Result, Tensor, bail};
@@ -178,20 +179,20 @@ impl<'a> Sequence<'a> {
     }
 }
 
-/// `out [B·T, H·head_size] = softmax(scale · Q Kᵀ, causal) V`; `lse [B·H·T]` (FP32) receives each row's log-sum-exp.
-pub fn forward(shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {
-    operands.check(shape, out, lse)?;
+/// Computes [`op::Attention`].
+pub fn forward(op: &op::Attention<'_>) -> Result<()> {
+    let &op::Attention { shape, operands, out, lse } = op;
     let [q, k, v] = operands.qkv;
     let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?);
     let sources = [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)];
-    let Operands { documents, dropout, .. } = *operands;
+    let Operands { documents, dropout, .. } = operands;
     write_columns([Columns::all(out)?], |[out]| {
         write_f32(lse, |lse| {
             lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
                 let (b, head) = (task / shape.heads, task % shape.heads);
                 isa::vectorize(
                     #[inline(always)]
-                    || forward_head(Sequence::new(*shape, b, documents), head, sources, dropout, out, lse),
+                    || forward_head(Sequence::new(shape, b, documents), head, sources, dropout, out, lse),
                 );
             });
         })
@@ -264,19 +265,9 @@ fn forward_head(
     );
 }
 
-/// The gradients of queries, keys and values, in the shapes of `operands.qkv` and packed or separate, from `dout [B·T,
-/// H·head_size]` and the forward pass's operands and results.
-pub fn backward(
-    shape: &Shape,
-    operands: &Operands<'_>,
-    dout: &Tensor,
-    out: &Tensor,
-    lse: &Tensor,
-    gradients: [Columns<'_>; 3],
-) -> Result<()> {
-    operands.check(shape, out, lse)?;
-    operands.check(shape, dout, lse)?;
-    shape.check(gradients)?;
+/// Computes [`op::AttentionBackward`].
+pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
+    let &op::AttentionBackward { shape, operands, dout, out, lse, gradients } = op;
     let [q, k, v] = operands.qkv;
     let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?, read(dout)?, read(out)?, read(lse)?);
     let saved = Saved {
@@ -289,7 +280,7 @@ pub fn backward(
     write_columns(gradients, |gradients| {
         (0..shape.batch * shape.kv_heads).into_par_iter().for_each(|task| {
             let (b, kv_head) = (task / shape.kv_heads, task % shape.kv_heads);
-            let sequence = Sequence::new(*shape, b, operands.documents);
+            let sequence = Sequence::new(shape, b, operands.documents);
             isa::vectorize(
                 #[inline(always)]
                 || backward_group(sequence, kv_head, &saved, gradients),

@@ -6,11 +6,11 @@ use crate::view::{Interleaved, Read, View, write};
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 
-/// How a gradient is stored.
+/// How a result is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Store {
+pub enum WriteMode {
     /// Added to the buffer's content, in FP32 with one rounding.
-    Add,
+    Accumulate,
     /// The buffer's content is overwritten.
     Overwrite,
 }

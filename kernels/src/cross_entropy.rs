@@ -1,16 +1,14 @@
-//! The language-model head fused with its cross-entropy loss.
+//! The language-model head with its cross-entropy loss.
 //!
 //! Logits exist for one tile of rows at a time, in the compute type; the softmax and the loss are FP32. The logits'
 //! gradient overwrites the logits, and goes straight into the gradients of the head's input and weight.
 
-use crate::HeadHook;
-use crate::convert::Element;
-use crate::linear::product;
+use crate::columns::{Columns, Factor, WriteMode};
 use crate::math;
-use crate::matmul::{Epilogue, Operand};
 use crate::rows::{Rows, WORK, for_each_part, max, sum, with_scratch};
-use crate::view::{Allocate, ViewMut, copy, read, with_element, write, write_f32};
-use candle_core::{DType, Result, Tensor, bail};
+use crate::view::{self, Allocate, ViewMut, host, read, write, write_f32};
+use crate::{HeadHook, Kernels, op};
+use candle_core::{DType, Result, Tensor};
 
 /// A target excluded from the loss: padding, or a prompt that is not trained on.
 pub const IGNORE: u32 = u32::MAX;
@@ -95,10 +93,10 @@ pub enum HeadTensor {
     WeightGradient,
 }
 
-/// Sum of the losses `-log softmax(x · weightᵀ)[target]` over rows whose target is not [`IGNORE`], for `x [N, D]` and
-/// `weight [V, D]`. With `gradient`, its products too. `hook` is called with each tensor as it is made, in the
-/// order of [`HeadTensor`].
+/// Sum of the losses `-log softmax(x · weightᵀ)[target]` in nats, over rows whose target is not [`IGNORE`], for `x [N, D]` and
+/// `weight [V, D]`; with `gradient` its derivatives too. Calls `hook` with each tensor in the order of [`HeadTensor`].
 pub fn head(
+    kernels: &dyn Kernels,
     x: &Tensor,
     weight: &Tensor,
     targets: &[u32],
@@ -106,65 +104,73 @@ pub fn head(
     gradient: Option<HeadGradient<'_>>,
     mut hook: HeadHook<'_>,
 ) -> Result<f64> {
+    let padded = if hook.is_none() && kernels.pads_logits() { padded(&workspace.logits)? } else { None };
     let mut hook = |tensor, first, values: &Tensor| hook.as_mut().map_or(Ok(()), |hook| hook(tensor, first, values));
-    let ((rows, width), (vocab, _)) = (x.dims2()?, weight.dims2()?);
-    if let Some(target) = targets.iter().find(|&&t| t != IGNORE && t as usize >= vocab) {
-        bail!("target {target} is outside the model's vocabulary of {vocab}");
-    }
-    let tile = workspace.logits.dim(0)?;
-    let (x, weight) = (read(x)?, read(weight)?);
-    with_element!(workspace.logits.dtype(), T => {
-        let (x, weight) = (x.typed::<T>()?, weight.typed::<T>()?);
-        for first in (0..rows).step_by(tile) {
-            let count = tile.min(rows - first);
-            let x = Operand::new(&x[first * width..(first + count) * width], count, width);
-            let weight = Operand::new(weight, vocab, width);
-            let logits = workspace.logits.narrow(0, 0, count)?;
-            product(x, weight.transposed(), None, &logits, Epilogue::default())?;
-            hook(HeadTensor::Logits, first, &logits)?;
-            let losses = workspace.losses.narrow(0, first, count)?;
-            loss_rows(&logits, &targets[first..first + count], &losses, gradient.map(|g| g.seed))?;
-            if let Some(gradient) = gradient {
-                hook(HeadTensor::LogitsGradient, first, &logits)?;
-                let dx = gradient.dx.narrow(0, first, count)?;
-                let dweight = gradient.dweight.map(|dweight| workspace.weight_sum.as_ref().unwrap_or(dweight));
-                backward_tile::<T>(&logits, x, weight, &dx, dweight, first > 0)?;
-                hook(HeadTensor::InputGradient, first, &dx)?;
+    let (rows, (vocab, _), tile) = (x.dim(0)?, weight.dims2()?, workspace.logits.dim(0)?);
+    for first in (0..rows).step_by(tile) {
+        let count = tile.min(rows - first);
+        let (x, losses) = (x.narrow(0, first, count)?, workspace.losses.narrow(0, first, count)?);
+        let tile = padded.as_ref().unwrap_or(&workspace.logits).narrow(0, 0, count)?;
+        let logits = Columns::new(&tile, 0..vocab)?;
+        product(kernels, whole(&x)?, Factor::transposed(Columns::all(weight)?), logits, WriteMode::Overwrite)?;
+        hook(HeadTensor::Logits, first, &tile)?;
+        let (targets, seed) = (&targets[first..first + count], gradient.map(|gradient| gradient.seed));
+        op::CrossEntropy { logits, targets, losses: &losses, seed }.run(kernels)?;
+        let Some(gradient) = gradient else { continue };
+        hook(HeadTensor::LogitsGradient, first, &tile)?;
+        let dx = gradient.dx.narrow(0, first, count)?;
+        product(kernels, Factor::plain(logits), whole(weight)?, Columns::all(&dx)?, WriteMode::Overwrite)?;
+        if let Some(dweight) = gradient.dweight {
+            let sum = workspace.weight_sum.as_ref().unwrap_or(dweight);
+            let (dlogits, x) = (Factor::transposed(logits), whole(&x)?);
+            let mode = if first > 0 { WriteMode::Accumulate } else { WriteMode::Overwrite };
+            if x.columns.tensor().device().is_cpu() || kernels.pads_logits() {
+                product(kernels, dlogits, x, Columns::all(sum)?, mode)?;
+            } else {
+                // candle's product is fast on a GPU only if it is of the operands' type.
+                let term = view::zeros(dweight.dims(), dweight.dtype(), dweight.device())?;
+                product(kernels, dlogits, x, Columns::all(&term)?, WriteMode::Overwrite)?;
+                match mode {
+                    WriteMode::Accumulate => op::Accumulate { x: &term, inner: &[], out: sum }.run(kernels),
+                    WriteMode::Overwrite => kernels.copy(&term, sum),
+                }?;
             }
         }
-    });
+        hook(HeadTensor::InputGradient, first, &dx)?;
+    }
     if let Some(dweight) = gradient.and_then(|gradient| gradient.dweight) {
         if let Some(sum) = &workspace.weight_sum {
-            copy(sum, dweight)?;
+            kernels.copy(sum, dweight)?;
         }
         hook(HeadTensor::WeightGradient, 0, dweight)?;
     }
-    let losses = read(&workspace.losses)?;
-    Ok(losses.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())
+    let losses = host(&workspace.losses)?;
+    Ok(read(&losses)?.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())
 }
 
-fn backward_tile<T: Element>(
-    dlogits: &Tensor,
-    x: Operand<'_, T>,
-    weight: Operand<'_, T>,
-    dx: &Tensor,
-    dweight: Option<&Tensor>,
-    accumulate: bool,
-) -> Result<()> {
-    let (count, vocab) = dlogits.dims2()?;
-    let dlogits = read(dlogits)?;
-    let dlogits = Operand::new(dlogits.typed::<T>()?, count, vocab);
-    product(dlogits, weight, None, dx, Epilogue::default())?;
-    let accumulate = Epilogue { accumulate, ..Epilogue::default() };
-    dweight.map_or(Ok(()), |dweight| product(dlogits.transposed(), x, None, dweight, accumulate))
+fn whole(x: &Tensor) -> Result<Factor<'_>> {
+    Ok(Factor::plain(Columns::all(x)?))
 }
 
-/// Each row's loss, and with a `seed` the logits' gradient in their place.
-fn loss_rows(logits: &Tensor, targets: &[u32], losses: &Tensor, seed: Option<f32>) -> Result<()> {
+fn product(kernels: &dyn Kernels, a: Factor<'_>, b: Factor<'_>, c: Columns<'_>, mode: WriteMode) -> Result<()> {
+    op::Product { a, b, alpha: 1.0, c, mode }.run(kernels)
+}
+
+/// Logits whose rows begin at multiples of 16 bytes, which makes cuBLAS several times as fast; `None` if those of `logits` do.
+fn padded(logits: &Tensor) -> Result<Option<Tensor>> {
+    const MULTIPLE: usize = 8;
     let (rows, vocab) = logits.dims2()?;
-    write(logits, |logits| {
+    let room = || Tensor::zeros((rows, vocab.next_multiple_of(MULTIPLE)), logits.dtype(), logits.device());
+    (!vocab.is_multiple_of(MULTIPLE)).then(room).transpose()
+}
+
+/// Computes [`op::CrossEntropy`].
+pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
+    let &op::CrossEntropy { logits, targets, losses, seed } = op;
+    let ((rows, vocab), (stride, column)) = ((logits.rows(), logits.count()), (logits.stride(), logits.first()));
+    write(logits.tensor(), |logits| {
         write_f32(losses, |losses| {
-            let out = (Rows { view: logits, width: vocab }, Rows { view: losses, width: 1 });
+            let out = (Rows { view: logits, width: stride }, Rows { view: losses, width: 1 });
             for_each_part(
                 out,
                 rows,
@@ -177,7 +183,7 @@ fn loss_rows(logits: &Tensor, targets: &[u32], losses: &Tensor, seed: Option<f32
                         |row| {
                             for i in 0..rows {
                                 let target = targets[first + i];
-                                losses.view[i] = loss_row(&mut logits.view, i * vocab, target, seed, row);
+                                losses.view[i] = loss_row(&mut logits.view, i * stride + column, target, seed, row);
                             }
                         },
                     );

@@ -1,4 +1,4 @@
-//! CUDA kernels of our own, which take the place of single operations of candle's: the `.cu` files beside their CPU twins, and
+//! CUDA kernels of our own, for single operations: the `.cu` files beside their CPU twins, and
 //! how each is launched.
 //!
 //! A `Queue` takes launches in order: candle's stream on a GPU; or in tests an emulator, which runs the kernels
@@ -7,6 +7,7 @@
 mod adamw;
 mod attention;
 mod cross_entropy;
+mod dispatch;
 mod elementwise;
 mod embedding;
 #[cfg(test)]
@@ -14,8 +15,6 @@ mod emulator;
 mod heads;
 mod launch;
 mod norm;
-#[cfg(feature = "cuda")]
-mod own;
 #[cfg(feature = "cuda")]
 mod preflight;
 #[cfg(feature = "cuda")]
@@ -28,19 +27,21 @@ mod tests;
 
 #[cfg(feature = "cuda")]
 use {
-    crate::Plain,
+    crate::{CandleKernels, Chain, Kernels},
     candle_core::{Device, Result},
     std::{collections::BTreeSet, sync::Arc},
 };
 
+pub use dispatch::KernelFamily;
 #[cfg(feature = "cuda")]
-pub use {own::Operation, preflight::check};
+pub use preflight::check;
 
-/// candle's kernels on `device`, with our own for `operations`.
+/// The CUDA kernels of `families`, and candle's for all other operations.
 #[cfg(feature = "cuda")]
-pub fn replacing(operations: BTreeSet<Operation>, device: &Device) -> Result<Plain> {
-    if operations.is_empty() {
-        return Ok(Plain::new());
+pub fn before_candle(families: BTreeSet<KernelFamily>, device: &Device) -> Result<Arc<dyn Kernels>> {
+    if families.is_empty() {
+        return Ok(Arc::new(CandleKernels));
     }
-    Ok(Plain::with(Arc::new(own::Own::new(device, operations)?)))
+    let queue = queue::CudaQueue::new(device.as_cuda_device()?);
+    Ok(Arc::new(Chain(vec![Box::new(dispatch::CudaKernels::new(queue, families)), Box::new(CandleKernels)])))
 }

@@ -6,9 +6,10 @@ use crate::attention::Shape;
 use crate::columns::{Columns, write_columns};
 use crate::isa;
 use crate::math;
+use crate::op;
 use crate::rows::{axpy, dot, max, sum, with_scratch};
 use crate::view::{read, write, zeros};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
 /// One layer's keys and values, `[kv_heads, capacity, head_size]` each: a head's rows lie side by side.
@@ -34,18 +35,11 @@ impl KeyValues {
         Ok(())
     }
 
-    /// Appends the keys and values of `shape.seq_len` new tokens to those of the first `past` tokens, and computes attention for
-    /// the new queries: `out [n, H·head_size] = softmax(scale · Q Kᵀ, causal) V`. The batch is one sequence.
-    pub fn attend(&self, shape: &Shape, past: usize, qkv: [Columns<'_>; 3], out: &Tensor) -> Result<()> {
+    /// Computes [`op::DecodeAttention`] with this cache.
+    pub(super) fn attend(&self, op: &op::DecodeAttention<'_>) -> Result<()> {
+        let &op::DecodeAttention { ref shape, past, qkv, out, .. } = op;
         let (kv_heads, capacity, head_size) = self.keys.dims3()?;
         let new = shape.seq_len;
-        shape.check(qkv)?;
-        if [1, kv_heads, head_size] != [shape.batch, shape.kv_heads, shape.head_size]
-            || out.dims() != [new, shape.widths()[0]]
-            || past + new > capacity
-        {
-            bail!("{kv_heads} heads with room for {capacity} tokens got {shape:?} after {past}");
-        }
         let [queries, k, v] = qkv;
         self.append(past, new, [k, v])?;
         let (keys, values, opened) = (read(&self.keys)?, read(&self.values)?, read(queries.tensor())?);

@@ -1,24 +1,12 @@
 //! Embeddings of tokens and, where they are learned, positions, and their gradient by rows.
 
-use crate::dropout::Dropout;
-use crate::rope::Positions;
+use crate::op::{self, Embedding};
 use crate::rows::{Rows, SplitRows, axpy, for_each_part, with_scratch, write_rows};
 use crate::view::{Read, View, ViewMut, read, write};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result};
 use half::{bf16, f16};
 
 const GRAIN: usize = 16;
-
-/// The embeddings of a model.
-#[derive(Clone, Copy, Debug)]
-pub struct Tables<'a> {
-    /// One row a token, `[V, D]`.
-    pub tokens: &'a Tensor,
-    /// One row a position, `[C, D]`, where positions are learned.
-    pub positions: Option<&'a Tensor>,
-    /// Factor of the tokens' rows: 1, or [`scale_of_width`] for Gemma.
-    pub scale: f32,
-}
 
 /// √width, rounded to the type that the embedding is stored in, as Gemma was trained with it.
 pub fn scale_of_width(width: usize, dtype: DType) -> f32 {
@@ -30,24 +18,14 @@ pub fn scale_of_width(width: usize, dtype: DType) -> f32 {
     }
 }
 
-/// `out[n] = dropout(scale · tokens[ids[n]] + positions[p])`, with p from `places`, for `out [N, D]` of the residual type. An
-/// id outside the vocabulary is an error.
-pub fn forward(
-    tables: Tables<'_>,
-    ids: &[u32],
-    places: Positions<'_>,
-    dropout: Option<Dropout>,
-    out: &Tensor,
-) -> Result<()> {
-    let Tables { tokens, positions, scale } = tables;
-    let (vocab, width) = tokens.dims2()?;
-    if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
-        bail!("token id {id} is outside the model's vocabulary of {vocab}");
-    }
-    let (tokens, positions) = (read(tokens)?, positions.map(read).transpose()?);
+/// Computes [`op::Embed`].
+pub fn forward(op: &op::Embed<'_>) -> Result<()> {
+    let Embedding { table, positions, ids, scale, dropout, .. } = op.input;
+    let (places, (_, width)) = (op.input.places(), table.dims2()?);
+    let (tokens, positions) = (read(table)?, positions.map(read).transpose()?);
     let (tokens, positions) = (tokens.view(), positions.as_ref().map(Read::view));
     write_rows(
-        out,
+        op.out,
         #[inline(always)]
         |at, total, position| {
             let n = at / width;
@@ -68,19 +46,11 @@ pub fn forward(
     )
 }
 
-/// Adds the gradient of the tokens' rows to `grads.tokens` and writes that of the positions.
-///
-/// `dx [N, D]` is the residual stream's gradient. `order` is scratch of `N` numbers: rows are grouped by token, and a
-/// token's rows are summed in FP32 in batch order by one thread, so that the sum does not depend on the threads. Then the
-/// same by position.
-pub fn backward(
-    dx: &Tensor,
-    ids: &[u32],
-    places: Positions<'_>,
-    dropout: Option<Dropout>,
-    order: &mut [u32],
-    grads: Tables<'_>,
-) -> Result<()> {
+/// Computes [`op::EmbedBackward`]. Rows are grouped by token, and a token's rows are summed in FP32 in batch order by one thread,
+/// so that the sum does not depend on the threads. Then the same by position.
+pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
+    let op::EmbedBackward { input, dx, order, dtable, dpositions } = op;
+    let (Embedding { ids, scale, dropout, .. }, places) = (*input, input.places());
     let (_, width) = dx.dims2()?;
     let dx = read(dx)?;
     let dx = dx.view();
@@ -97,8 +67,8 @@ pub fn backward(
         *slot = n as u32;
     }
     order.sort_unstable_by_key(|&n| (ids[n as usize], n));
-    write(grads.tokens, |dwte| by_token(dwte, width, ids, order, grads.scale, &add_row))?;
-    let Some(dwpe) = grads.positions else { return Ok(()) };
+    write(dtable, |dwte| by_token(dwte, width, ids, order, scale, &add_row))?;
+    let Some(dwpe) = dpositions else { return Ok(()) };
     let positions = dwpe.dim(0)?;
     order.sort_unstable_by_key(|&n| (places.of(n as usize), n));
     let order = &*order;

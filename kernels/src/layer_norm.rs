@@ -1,24 +1,27 @@
 //! Layer normalisation over the last dimension, statistics in FP32 (Ba, Kiros and Hinton, 2016).
 
-use crate::NormGradients;
+use crate::Ran;
+use crate::columns::{Columns, WriteMode};
+use crate::op;
 use crate::rows::{
     Rows, STRIPE, WORK, column_sums, dot, for_each_part, for_each_stripe, sum, sum_squared_distance, with_scratch,
 };
 use crate::view::{View, ViewMut, read, write, write_f32};
-use candle_core::{Result, Tensor, bail};
+use candle_core::Result;
 
-/// `y = (x - mean) / sqrt(var + eps) * weight + bias` for each row of `x [N, D]` (residual type) into `y [N, D]`
-/// (compute type); `mean [N]` and `rstd [N]` (FP32) are kept for the backward pass.
-pub fn forward(
-    x: &Tensor,
-    weight: &Tensor,
-    bias: &Tensor,
-    eps: f32,
-    y: &Tensor,
-    mean: &Tensor,
-    rstd: &Tensor,
-) -> Result<()> {
-    let (rows, width) = x.dims2()?;
+/// Whether these are whole rows of one group.
+fn are_whole(columns: &[Columns<'_>], width: usize) -> bool {
+    columns.iter().all(|x| [x.stride(), x.count()] == [width; 2])
+}
+
+/// Computes [`op::Norm`]: `y = (x - mean) / sqrt(var + eps) * weight + bias` for each row.
+pub fn forward(op: &op::Norm<'_>) -> Result<Ran> {
+    let &op::Norm { x, weight, y, rstd, .. } = op;
+    let (rows, width, eps) = (x.rows(), weight.elem_count(), op.settings.eps);
+    let (Some(bias), Some(mean), true) = (op.bias, op.mean, are_whole(&[x, y], width)) else {
+        return Ok(Ran::Unsupported);
+    };
+    let (x, y) = (x.tensor(), y.tensor());
     let (x, weight, bias) = (read(x)?, read(weight)?, read(bias)?);
     let (x, weight, bias) = (x.view(), weight.view(), bias.view());
     write(y, |y| {
@@ -57,27 +60,21 @@ pub fn forward(
                 );
             })
         })
-    })??
+    })???;
+    Ok(Ran::Done)
 }
 
-/// Adds the gradient with respect to `x` to `dx [N, D]` (residual type) and writes those of weight and bias, unless they are frozen.
-/// `dy [N, D]` is of the compute type; `x`, `mean` and `rstd` are the forward pass's.
-pub fn backward(
-    dy: &Tensor,
-    x: &Tensor,
-    weight: &Tensor,
-    mean: &Tensor,
-    rstd: &Tensor,
-    dx: &Tensor,
-    gradients: Option<NormGradients<'_>>,
-) -> Result<()> {
-    let (rows, width) = x.dims2()?;
+/// Computes [`op::NormBackward`].
+pub fn backward(op: &op::NormBackward<'_>) -> Result<Ran> {
+    let &op::NormBackward { dy, x, weight, rstd, dx, mode, .. } = op;
+    let (rows, width) = (x.rows(), weight.elem_count());
+    let (Some(mean), true) = (op.mean, are_whole(&[dy, x, dx], width)) else { return Ok(Ran::Unsupported) };
+    let (dy, x, dx) = (dy.tensor(), x.tensor(), dx.tensor());
     let (dy, x, weight, mean, rstd) = (read(dy)?, read(x)?, read(weight)?, read(mean)?, read(rstd)?);
     let (mean, rstd) = (mean.typed::<f32>()?, rstd.typed::<f32>()?);
     let (dy, x, weight) = (dy.view(), x.view(), weight.view());
-    write(dx, |dx| backward_input(dy, x, weight, mean, rstd, dx, width))?;
-    let Some(gradients) = gradients else { return Ok(()) };
-    let NormGradients { weight: dweight, bias: Some(dbias) } = gradients else { bail!("a layer norm has a bias") };
+    write(dx, |dx| backward_input([dy, x, weight], [mean, rstd], (dx, mode), width))?;
+    let (Some(dweight), Some(dbias)) = (op.dweight, op.dbias) else { return Ok(Ran::Done) };
     write(dweight, |dweight| {
         write(dbias, |dbias| {
             let out = (Rows { view: dweight, width: 1 }, Rows { view: dbias, width: 1 });
@@ -108,11 +105,17 @@ pub fn backward(
                 },
             );
         })
-    })?
+    })??;
+    Ok(Ran::Done)
 }
 
 /// `dx += rstd * (g - mean(g) - xhat * mean(g * xhat))` with `g = dy * weight`.
-fn backward_input(dy: View, x: View, weight: View, mean: &[f32], rstd: &[f32], dx: ViewMut, width: usize) {
+fn backward_input(
+    [dy, x, weight]: [View<'_>; 3],
+    [mean, rstd]: [&[f32]; 2],
+    (dx, mode): (ViewMut<'_>, WriteMode),
+    width: usize,
+) {
     let rows = mean.len();
     for_each_part(
         Rows { view: dx, width },
@@ -139,7 +142,10 @@ fn backward_input(dy: View, x: View, weight: View, mean: &[f32], rstd: &[f32], d
                         }
                         let mean_g = sum(g) / width as f32;
                         let mean_gx = dot(g, xhat) / width as f32;
-                        dx.view.as_view().load(i * width, total);
+                        match mode {
+                            WriteMode::Accumulate => dx.view.as_view().load(i * width, total),
+                            WriteMode::Overwrite => total.fill(0.0),
+                        }
                         for ((total, g), xhat) in total.iter_mut().zip(g.iter()).zip(xhat.iter()) {
                             *total += r * (g - mean_g - xhat * mean_gx);
                         }

@@ -1,21 +1,21 @@
-//! The residual stream: adding a branch to it, and handing its gradient to the branch.
+//! The residual stream: adds a branch to it, and passes its gradient to the branch.
 
-use crate::dropout::Dropout;
+use crate::op;
 use crate::rows::{axpy, write_rows};
 use crate::view::read;
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 
-/// `out = stream + dropout(branch)`, all `[N, D]`; the sum is formed in FP32 and rounded to the residual type.
-pub fn add(stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Tensor) -> Result<()> {
-    let (stream, branch) = (read(stream)?, read(branch)?);
+/// Computes [`op::AddBranch`].
+pub fn add(op: &op::AddBranch<'_>) -> Result<()> {
+    let (stream, branch) = (read(op.stream)?, read(op.branch)?);
     let (stream, branch) = (stream.view(), branch.view());
     write_rows(
-        out,
+        op.out,
         #[inline(always)]
         |at, total, term| {
             stream.load(at, total);
             branch.load(at, term);
-            if let Some(dropout) = dropout {
+            if let Some(dropout) = op.dropout {
                 dropout.apply(at, term);
             }
             axpy(1.0, term, total);
@@ -23,16 +23,16 @@ pub fn add(stream: &Tensor, branch: &Tensor, dropout: Option<Dropout>, out: &Ten
     )
 }
 
-/// `branch = dropout(stream)`: the residual stream's gradient (residual type) as the branch sees it (compute type).
-pub fn branch_gradient(stream: &Tensor, dropout: Option<Dropout>, branch: &Tensor) -> Result<()> {
-    let stream = read(stream)?;
-    let stream = stream.view();
+/// Computes [`op::Copy`] of a matrix.
+pub fn copy(op: &op::Copy<'_>) -> Result<()> {
+    let x = read(op.x)?;
+    let x = x.view();
     write_rows(
-        branch,
+        op.out,
         #[inline(always)]
         |at, row, _| {
-            stream.load(at, row);
-            if let Some(dropout) = dropout {
+            x.load(at, row);
+            if let Some(dropout) = op.dropout {
                 dropout.apply(at, row);
             }
         },

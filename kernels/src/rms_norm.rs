@@ -2,28 +2,14 @@
 //!
 //! A row consists of groups as wide as the weight: one group for a whole row, or one for each head.
 
-use crate::columns::{Columns, Store};
+use crate::columns::WriteMode;
+use crate::op;
 use crate::rows::{Rows, STRIPE, column_sums, dot, for_each_part, for_each_stripe, with_scratch};
 use crate::view::{View, read, write, write_f32};
-use candle_core::{Result, Tensor, bail};
+use candle_core::Result;
 
 /// Approximate number of elements of a task.
 const GRAIN: usize = 16 << 10;
-
-/// What normalised elements are multiplied by.
-#[derive(Clone, Copy, Debug)]
-pub struct Gain<'a> {
-    /// One weight for each element of a group.
-    pub weight: &'a Tensor,
-    /// Added to every weight: 0, or 1 for Gemma, which stores the difference from 1.
-    pub offset: f32,
-}
-
-impl Gain<'_> {
-    fn width(&self) -> Result<usize> {
-        self.weight.dims1()
-    }
-}
 
 /// The gains of a group in FP32.
 #[inline(always)]
@@ -34,24 +20,13 @@ fn load_gain(weight: View<'_>, offset: f32, out: &mut [f32]) {
     }
 }
 
-/// Rows, and groups in a row, of operands that must fit together.
-fn groups(width: usize, x: Columns<'_>, y: Columns<'_>, rstd: &Tensor) -> Result<[usize; 2]> {
-    let (rows, columns) = (x.rows(), x.count());
-    if width == 0 || !columns.is_multiple_of(width) || [y.rows(), y.count()] != [rows, columns] {
-        bail!("RMS norm of {rows} × {columns} into {} × {} by groups of {width}", y.rows(), y.count());
-    }
-    if rstd.elem_count() != rows * (columns / width) {
-        bail!("RMS norm of {rows} × {columns} by groups of {width} with room for {} statistics", rstd.elem_count());
-    }
-    Ok([rows, columns / width])
-}
-
-/// `y = x * rstd * (weight + offset)` with `rstd = 1 / sqrt(mean(x²) + eps)` for each group of each row; `rstd [N · groups]`
-/// (FP32) is kept for the backward pass. `x` and `y` are different tensors.
-pub fn forward(x: Columns<'_>, gain: Gain<'_>, eps: f32, y: Columns<'_>, rstd: &Tensor) -> Result<()> {
-    let width = gain.width()?;
-    let [rows, groups] = groups(width, x, y, rstd)?;
-    let (opened, weight) = (read(x.tensor())?, read(gain.weight)?);
+/// Computes [`op::Norm`]: `y = x * rstd * (weight + offset)` with `rstd = 1 / sqrt(mean(x²) + eps)` for each group of each row. `x`
+/// and `y` are different tensors.
+pub fn forward(op: &op::Norm<'_>) -> Result<()> {
+    let &op::Norm { settings, x, weight, y, rstd, .. } = op;
+    let (width, rows, eps, offset) = (weight.dims1()?, x.rows(), settings.eps, settings.gain_offset());
+    let groups = x.count() / width;
+    let (opened, weight) = (read(x.tensor())?, read(weight)?);
     let (x, weight) = (x.source(&opened), weight.view());
     write(y.tensor(), |out| {
         write_f32(rstd, |rstd| {
@@ -68,7 +43,7 @@ pub fn forward(x: Columns<'_>, gain: Gain<'_>, eps: f32, y: Columns<'_>, rstd: &
                         |scratch| {
                             let (gains, rest) = scratch.split_at_mut(width);
                             let (row, result) = rest.split_at_mut(width);
-                            load_gain(weight, gain.offset, gains);
+                            load_gain(weight, offset, gains);
                             for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
                                 let row = x.widened(first + i, group * width, row);
                                 let r = 1.0 / (dot(row, row) / width as f32 + eps).sqrt();
@@ -86,22 +61,12 @@ pub fn forward(x: Columns<'_>, gain: Gain<'_>, eps: f32, y: Columns<'_>, rstd: &
     })?
 }
 
-/// Stores the gradient with respect to `x` in `dx` and writes the weight's to `dweight`, unless it is frozen. `x` and `rstd` are the forward
-/// pass's; `dx` must not alias `dy` or `x`.
-pub fn backward(
-    dy: Columns<'_>,
-    x: Columns<'_>,
-    gain: Gain<'_>,
-    rstd: &Tensor,
-    (dx, store): (Columns<'_>, Store),
-    dweight: Option<&Tensor>,
-) -> Result<()> {
-    let width = gain.width()?;
-    let [rows, groups] = groups(width, x, dx, rstd)?;
-    if [dy.rows(), dy.count()] != [rows, x.count()] || dweight.is_some_and(|grad| grad.dims() != [width]) {
-        bail!("RMS norm's gradient of {} × {} for {rows} × {}", dy.rows(), dy.count(), x.count());
-    }
-    let (dy_opened, x_opened, weight, rstd) = (read(dy.tensor())?, read(x.tensor())?, read(gain.weight)?, read(rstd)?);
+/// Computes [`op::NormBackward`]. `dx` must not alias `dy` or `x`.
+pub fn backward(op: &op::NormBackward<'_>) -> Result<()> {
+    let &op::NormBackward { settings, dy, x, weight, rstd, dx, mode, dweight, .. } = op;
+    let (width, rows, offset) = (weight.dims1()?, x.rows(), settings.gain_offset());
+    let groups = x.count() / width;
+    let (dy_opened, x_opened, weight, rstd) = (read(dy.tensor())?, read(x.tensor())?, read(weight)?, read(rstd)?);
     let (dy, x, weight, rstd) = (dy.source(&dy_opened), x.source(&x_opened), weight.view(), rstd.typed::<f32>()?);
     write(dx.tensor(), |out| {
         for_each_part(
@@ -117,7 +82,7 @@ pub fn backward(
                         let (gains, rest) = scratch.split_at_mut(width);
                         let (g, rest) = rest.split_at_mut(width);
                         let (xhat, total) = rest.split_at_mut(width);
-                        load_gain(weight, gain.offset, gains);
+                        load_gain(weight, offset, gains);
                         for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
                             let r = rstd[(first + i) * groups + group];
                             dy.load(first + i, group * width, g);
@@ -128,9 +93,9 @@ pub fn backward(
                             }
                             let mean = dot(g, xhat) / width as f32;
                             let at = i * dx.stride() + dx.first() + group * width;
-                            match store {
-                                Store::Add => out.view.as_view().load(at, total),
-                                Store::Overwrite => total.fill(0.0),
+                            match mode {
+                                WriteMode::Accumulate => out.view.as_view().load(at, total),
+                                WriteMode::Overwrite => total.fill(0.0),
                             }
                             for ((total, g), xhat) in total.iter_mut().zip(g.iter()).zip(xhat.iter()) {
                                 *total += r * (g - xhat * mean);

@@ -3,10 +3,10 @@
 //!
 //! `engine::model::rope` computes the frequencies from a model's configuration.
 
-use crate::columns::Columns;
+use crate::op;
 use crate::rows::{Rows, for_each_part, with_scratch};
 use crate::view::{read, write};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor};
 use std::ops::Range;
 
 /// Approximate number of elements of a task.
@@ -76,20 +76,11 @@ pub enum Direction {
     Backward,
 }
 
-/// Rotates the heads in the columns `x` in place, in FP32 with one rounding.
-pub fn rotate(x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<()> {
-    let (available, half) = table.cos.dims2()?;
-    let (rows, head_size) = (x.rows(), 2 * half);
-    if half == 0 || !x.count().is_multiple_of(head_size) || positions.seq_len == 0 {
-        bail!("rotation of {rows} × {} by heads of {head_size}", x.count());
-    }
-    if positions.documents.is_some_and(|starts| starts.len() != rows) {
-        bail!("rotation of {rows} rows got another number of documents' starts");
-    }
-    let longest = positions.past + positions.seq_len.min(rows);
-    if longest > available {
-        bail!("rotation of {longest} positions with a table of {available}");
-    }
+/// Computes [`op::Rotate`], in FP32 with one rounding.
+pub fn rotate(op: &op::Rotate<'_>) -> Result<()> {
+    let &op::Rotate { x, table, positions, direction } = op;
+    let (rows, half) = (x.rows(), table.cos.dim(1)?);
+    let head_size = 2 * half;
     let (cos, sin) = (read(&table.cos)?, read(&table.sin)?);
     let (cos, sin) = (cos.typed::<f32>()?, sin.typed::<f32>()?);
     let sign = if direction == Direction::Forward { 1.0 } else { -1.0 };

@@ -1,6 +1,7 @@
 //! Statistics of a gradient before anything rescales it: whether it is finite, its magnitude, and what its type lost.
 
 use crate::isa;
+use crate::op;
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
 use crate::view::{View, host, read};
 use candle_core::{Result, Tensor};
@@ -23,14 +24,13 @@ impl TensorSurvey {
     }
 }
 
-/// Surveys tensors on all threads, each by `survey`.
+/// Computes [`op::Survey`] on all threads, each tensor by `survey`.
 pub(super) fn side_by_side(
-    tensors: &[(&Tensor, FloatFormat)],
-    out: &mut [TensorSurvey],
-    survey: impl Fn(&Tensor, FloatFormat) -> Result<TensorSurvey> + Sync,
+    op: &mut op::Survey<'_>,
+    survey: impl Fn(&Tensor, FloatFormat, bool) -> Result<TensorSurvey> + Sync,
 ) -> Result<()> {
-    out.par_iter_mut().zip(tensors).try_for_each(|(out, (tensor, format))| {
-        *out = survey(tensor, *format)?;
+    op.out.par_iter_mut().zip(op.tensors).try_for_each(|(out, (tensor, format))| {
+        *out = survey(tensor, *format, op.exponents)?;
         Ok(())
     })
 }

@@ -322,19 +322,14 @@ pub fn write_f32<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<
 
 /// `out = x`, rounded to `out`'s type.
 pub fn copy(x: &Tensor, out: &Tensor) -> Result<()> {
-    streamed(x, out, |x, _| x)
-}
-
-/// `out += x`, the sum formed in FP32.
-pub fn accumulate(x: &Tensor, out: &Tensor) -> Result<()> {
-    streamed(x, out, |x, out| out + x)
+    streamed(x, out, |_, _, _| ())
 }
 
 /// `out += (x + inner[0]) + …`, each sum formed in FP32, in one pass over memory. `inner` is FP32 and stays as it is.
-pub fn accumulate_along(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
+pub fn accumulate(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
     let inner = inner.iter().map(|tensor| read(tensor)).collect::<Result<Vec<_>>>()?;
     let inner = inner.iter().map(Read::typed::<f32>).collect::<Result<Vec<_>>>()?;
-    streamed_blocks(
+    streamed(
         x,
         out,
         #[inline(always)]
@@ -344,30 +339,20 @@ pub fn accumulate_along(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<(
                     *value += inner;
                 }
             }
-            for (value, out) in values.iter_mut().zip(out) {
-                *value += *out;
+            let mut old = [0.0; BLOCK];
+            for (value, out) in values.iter_mut().zip(out.widened(0, &mut old[..out.len()])) {
+                *value += out;
             }
         },
     )
 }
 
-/// `out = f(x, out)`, elementwise.
-fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(f32, f32) -> f32 + Sync) -> Result<()> {
-    streamed_blocks(
-        x,
-        out,
-        #[inline(always)]
-        |_, values, out| {
-            for (value, out) in values.iter_mut().zip(out) {
-                *value = f(*value, *out);
-            }
-        },
-    )
-}
+/// Elements that are converted at a time.
+const BLOCK: usize = 1024;
 
-/// `f` gets the index of a block's first element, `x`'s values, which it turns into the new ones, and `out`'s old ones.
-fn streamed_blocks(x: &Tensor, out: &Tensor, f: impl Fn(usize, &mut [f32], &[f32]) + Sync) -> Result<()> {
-    const WIDTH: usize = 1024;
+/// Writes `x` to `out` by blocks. `f` gets the index of a block's first element, `x`'s values, which it turns into the new ones,
+/// and `out`'s old ones.
+fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(usize, &mut [f32], View<'_>) + Sync) -> Result<()> {
     let x = read(x)?;
     let x = x.view();
     write(out, |out| {
@@ -375,16 +360,14 @@ fn streamed_blocks(x: &Tensor, out: &Tensor, f: impl Fn(usize, &mut [f32], &[f32
         for_each_part(
             Rows { view: out, width: 1 },
             len,
-            16 * WIDTH,
+            16 * BLOCK,
             #[inline(always)]
             |first, len, mut out| {
-                let (mut values, mut old) = ([0.0; WIDTH], [0.0; WIDTH]);
-                for start in (0..len).step_by(WIDTH) {
-                    let width = WIDTH.min(len - start);
-                    let (values, old) = (&mut values[..width], &mut old[..width]);
+                let mut values = [0.0; BLOCK];
+                for start in (0..len).step_by(BLOCK) {
+                    let values = &mut values[..BLOCK.min(len - start)];
                     x.load(first + start, values);
-                    out.view.as_view().load(start, old);
-                    f(first + start, values, old);
+                    f(first + start, values, out.view.as_view().slice(start..start + values.len()));
                     out.view.store(start, values);
                 }
             },

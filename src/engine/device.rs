@@ -1,7 +1,7 @@
 //! Opens the device and the [`Kernels`] that a configuration names.
 
 use super::gpu;
-use crate::engine::kernels::{Choice, Fused, Kernels, Plain};
+use crate::engine::kernels::{CandleKernels, Choice, Fused, Kernels};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::Device;
@@ -99,19 +99,19 @@ impl Place {
 pub(crate) fn kernels(choice: Choice, device: &Device, notice: &mut dyn FnMut(String)) -> Result<Arc<dyn Kernels>> {
     Ok(match choice {
         Choice::Auto | Choice::Fused if device.is_cpu() => Arc::new(Fused),
-        Choice::Candle => Arc::new(Plain::new()),
-        Choice::Auto | Choice::Fused => Arc::new(with_own(device, notice)?),
+        Choice::Candle => Arc::new(CandleKernels),
+        Choice::Auto | Choice::Fused => with_cuda(device, notice)?,
     })
 }
 
-/// candle's operations, replaced by our CUDA kernels that passed the preflight.
+/// Our CUDA kernels that passed the preflight, and candle's.
 #[cfg(feature = "cuda")]
-fn with_own(device: &Device, notice: &mut dyn FnMut(String)) -> candle_core::Result<Plain> {
-    super::kernels::cuda::replacing(super::preflight::passed(device, notice), device)
+fn with_cuda(device: &Device, notice: &mut dyn FnMut(String)) -> candle_core::Result<Arc<dyn Kernels>> {
+    super::kernels::cuda::before_candle(super::preflight::passed(device, notice), device)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn with_own(device: &Device, _: &mut dyn FnMut(String)) -> candle_core::Result<Plain> {
+fn with_cuda(device: &Device, _: &mut dyn FnMut(String)) -> candle_core::Result<Arc<dyn Kernels>> {
     candle_core::bail!("there are no fused kernels for {:?}", device.location())
 }
 

@@ -4,7 +4,7 @@
 //! ([`serve`]), with a time limit. An operation that disagrees, crashes or does not end stays candle's.
 
 use super::gpu;
-use super::kernels::cuda::{Operation, check};
+use super::kernels::cuda::{KernelFamily, check};
 use crate::precision::PrecisionPolicy;
 use crate::untrusted::apart;
 use candle_core::{Device, DeviceLocation};
@@ -20,21 +20,21 @@ pub(crate) const ARGUMENT: &str = "__preflight";
 const LIMIT: Duration = Duration::from_mins(1);
 
 /// The operations whose kernels pass on `device`; `notice` receives one message about those that fail.
-pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<Operation> {
+pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<KernelFamily> {
     let (Some(_), DeviceLocation::Cuda { gpu_id }) = (apart::command(ARGUMENT), device.location()) else {
         notice("no preflight: only the program `finetune` can run one, so candle's kernels are used".into());
         return BTreeSet::new();
     };
     // Most of each trial is opening the device, so they run side by side.
     let tried = std::thread::scope(|scope| {
-        let trials = Operation::ALL.map(|operation| (operation, scope.spawn(move || run(gpu_id, operation))));
-        trials.map(|(operation, trial)| (operation, trial.join().unwrap_or_else(|_| Err("could not be tried".into()))))
+        let trials = KernelFamily::ALL.map(|family| (family, scope.spawn(move || run(gpu_id, family))));
+        trials.map(|(family, trial)| (family, trial.join().unwrap_or_else(|_| Err("could not be tried".into()))))
     });
     let (mut passed, mut failed) = (BTreeSet::new(), Vec::new());
-    for (operation, result) in tried {
+    for (family, result) in tried {
         match result {
-            Ok(()) => drop(passed.insert(operation)),
-            Err(why) => failed.push(format!("{} {why}", operation.name())),
+            Ok(()) => drop(passed.insert(family)),
+            Err(why) => failed.push(format!("{} {why}", family.name())),
         }
     }
     if !failed.is_empty() {
@@ -44,10 +44,10 @@ pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSe
 }
 
 /// Tries one operation in another process.
-fn run(ordinal: usize, operation: Operation) -> std::result::Result<(), String> {
+fn run(ordinal: usize, family: KernelFamily) -> std::result::Result<(), String> {
     let untried = |error: std::io::Error| format!("could not be tried: {error}");
     let mut command = apart::command(ARGUMENT).ok_or_else(|| untried(std::io::ErrorKind::NotFound.into()))?;
-    let mut child = command.args([ordinal.to_string().as_str(), operation.name()]).spawn().map_err(untried)?;
+    let mut child = command.args([ordinal.to_string().as_str(), family.name()]).spawn().map_err(untried)?;
     let Some(status) = apart::wait(&mut child, LIMIT).map_err(untried)? else {
         return Err(format!("did not end within {} s", LIMIT.as_secs()));
     };
@@ -77,10 +77,10 @@ pub(crate) fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.collect();
     let texts: Vec<&str> = arguments.iter().filter_map(|argument| argument.to_str()).collect();
     let [ordinal, name] = texts[..] else { return ExitCode::from(2) };
-    let operation = Operation::ALL.into_iter().find(|operation| operation.name() == name);
-    let (Ok(ordinal), Some(operation)) = (ordinal.parse(), operation) else { return ExitCode::from(2) };
+    let family = KernelFamily::ALL.into_iter().find(|family| family.name() == name);
+    let (Ok(ordinal), Some(family)) = (ordinal.parse(), family) else { return ExitCode::from(2) };
     let tried = gpu::open(ordinal, PrecisionPolicy::FP32)
-        .and_then(|(device, _)| check(operation, &device).map_err(|error| error.to_string()));
+        .and_then(|(device, _)| check(family, &device).map_err(|error| error.to_string()));
     match tried {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

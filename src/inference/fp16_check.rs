@@ -228,8 +228,9 @@ impl<'a> Passes<'a> {
         let (tokens, mut narrow) = (batch.tokens(), None);
         let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
         let (seed, grads) = (scale / batch.target_count as f32, grads.micro_batch());
-        model.gradients(weights, tokens, &batch.targets, Mode::Eval, seed, workspace, grads, hook)?;
-        Ok(())
+        model.forward(weights, tokens, Mode::Eval, workspace, hook)?;
+        model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads, hook)?;
+        Ok(model.backward(weights, tokens, Mode::Eval, workspace, grads, hook)?)
     }
 }
 

@@ -4,7 +4,7 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 
 use super::page::{Line, Page, Role};
-use crate::engine::kernels::{Fused, Kernels, Plain};
+use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Keep, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
@@ -240,7 +240,7 @@ pub struct Setup {
 impl Setup {
     /// This engine's memory, the program's own included. `config` has the adapters, if there are any.
     pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<Item>> {
-        let kernels: &dyn Kernels = if self.stores_scores { &Plain::new() } else { &Fused };
+        let kernels: &dyn Kernels = if self.stores_scores { &CandleKernels } else { &Fused };
         let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
         let mut bytes = EngineBytes::new(config, policy, self.shape, self.keep, kind, kernels)?;
         bytes.scratch += sample_bytes(config, policy, tokens, prompt);
@@ -317,7 +317,7 @@ impl Memory {
         keep: Keep,
         stores_scores: bool,
     ) -> Result<Vec<Item>> {
-        let kernels: &dyn Kernels = if stores_scores { &Plain::new() } else { &Fused };
+        let kernels: &dyn Kernels = if stores_scores { &CandleKernels } else { &Fused };
         Ok(items(EngineBytes::new(config, policy, shape, keep, OptimizerKind::AdamW, kernels)?))
     }
 

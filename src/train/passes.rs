@@ -22,8 +22,9 @@ pub(super) fn passes(
     let hook = &mut (fp8, hook);
     let mut narrow = None;
     let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
-    model.gradients(weights, batch.tokens(), &batch.targets, mode, seed, workspace, grads, hook)?;
-    Ok(())
+    model.forward(weights, batch.tokens(), mode, workspace, hook)?;
+    model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads, hook)?;
+    Ok(model.backward(weights, batch.tokens(), mode, workspace, grads, hook)?)
 }
 
 /// Runs `f` with the working weights as the last step used them: rounded for a block in FP8.

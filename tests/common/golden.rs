@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use finetune::engine::kernels::{Fused, Kernels, Plain};
+use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use serde::Deserialize;
 
 use super::oracle::{IGNORED, Shape};
@@ -36,7 +36,7 @@ pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep
 
 /// Every set of kernels that computes on a CPU.
 pub(crate) fn all_kernels() -> [Arc<dyn Kernels>; 2] {
-    [Arc::new(Fused), Arc::new(Plain::new())]
+    [Arc::new(Fused), Arc::new(CandleKernels)]
 }
 
 /// A model, batches for it, and what PyTorch makes of them.

@@ -8,10 +8,10 @@
 use super::compare::{relative, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use finetune::engine::kernels::view::zeros;
-use finetune::engine::kernels::{Fused, Kernels, Plain};
+use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 
 /// Every set of kernels that computes on a CPU.
-pub(crate) const KERNELS: [&dyn Kernels; 2] = [&Fused, &Plain::new()];
+pub(crate) const KERNELS: [&dyn Kernels; 2] = [&Fused, &CandleKernels];
 
 /// A layer's forward value, and its inputs' gradients in the order of the inputs.
 pub(crate) type Outcome = (Tensor, Vec<Tensor>);

@@ -9,7 +9,7 @@ use crate::common::compare::distance;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{gemma3, llama, mistral, qwen2, qwen3};
-use finetune::engine::kernels::{Fused, Kernels, Plain, view};
+use finetune::engine::kernels::{CandleKernels, Fused, Kernels, view};
 use finetune::engine::model::{Decoder, Mode, ModelSpec, Parameters, Tokens, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
@@ -62,7 +62,7 @@ fn compare(config: &Value, mut theirs: impl FnMut(VarBuilder<'static>, &Tensor) 
         let builder = VarBuilder::from_tensors(tensors.clone(), DType::F32, &Device::Cpu);
         let input = Tensor::new(&ids[..], &Device::Cpu).unwrap().unsqueeze(0).unwrap();
         let expected = theirs(builder, &input).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain::new())] {
+        for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(CandleKernels)] {
             let name = kernels.name().to_owned();
             let error = distance(&ours(&spec, &weights, &ids, kernels), &expected);
             assert!(error < 1e-5, "{} by {name}, {length} tokens: {error:.1e}", config["model_type"]);

@@ -6,7 +6,7 @@ use finetune::Result;
 use finetune::data::Tokenizer;
 use finetune::engine::collective::{Collective, Solo};
 use finetune::engine::kernels::view::{View, read};
-use finetune::engine::kernels::{Fused, Kernels};
+use finetune::engine::kernels::{Fused, op};
 use finetune::engine::model::ModelSpec;
 use finetune::engine::optim::{Gradients, OptimizerKind};
 use finetune::store::checkpoint::{Checkpoint, Run, compare};
@@ -307,7 +307,12 @@ fn the_tree_costs_one_process_little() {
             times[1].push(timed(&mut || {
                 for micro_batch in 0..micro_batches {
                     for (from, to) in along_tree.micro_batch().tensors().iter().zip(sum.tensors()) {
-                        if micro_batch == 0 { Fused.copy(from, to) } else { Fused.accumulate(from, to) }.unwrap();
+                        if micro_batch == 0 {
+                            op::Copy { x: from, dropout: None, out: to }.run(&Fused)
+                        } else {
+                            op::Accumulate { x: from, out: to, inner: &[] }.run(&Fused)
+                        }
+                        .unwrap();
                     }
                 }
             }));

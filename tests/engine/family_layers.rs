@@ -7,16 +7,14 @@ use crate::common::layer::{KERNELS, Layer, allocate, flat, like, pattern, tolera
 use crate::common::oracle;
 use candle_core::{DType, Device, Result, Tensor};
 use finetune::engine::kernels::attention::{Operands, Shape};
-use finetune::engine::kernels::columns::{Columns, Factor, Store};
+use finetune::engine::kernels::columns::{Columns, Factor, WriteMode};
 use finetune::engine::kernels::decode_attention::KeyValues;
 use finetune::engine::kernels::embedding;
 use finetune::engine::kernels::gated::{self, Gate};
-use finetune::engine::kernels::rms_norm::{self, Gain};
+use finetune::engine::kernels::op::{self, Embedding};
 use finetune::engine::kernels::rope::{Direction, Positions, Table};
 use finetune::engine::kernels::view::zeros;
-use finetune::engine::kernels::{
-    Activation, Embedding, Fused, Kernels, LowRank, Norm, NormGradients, NormSettings, Normed, WeightLayout,
-};
+use finetune::engine::kernels::{Activation, Fused, Kernels, LowRank, Norm, NormSettings, Normed, WeightLayout};
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -56,12 +54,33 @@ fn rms_norms_of_rows_and_of_heads() {
                     let y = between(&like(dy)?, 2, 4)?;
                     let rstd = zeros(&[rows * groups], DType::F32, &Device::Cpu)?;
                     let weight = &inputs[1];
-                    kernels.head_norm(settings, x, weight, Columns::new(&y, 2..2 + columns)?, &rstd)?;
+                    op::Norm {
+                        settings,
+                        x,
+                        weight,
+                        y: Columns::new(&y, 2..2 + columns)?,
+                        rstd: &rstd,
+                        bias: None,
+                        mean: None,
+                    }
+                    .run(kernels)?;
                     // What must not be read.
                     let dx = between(dy, 0, 5)?;
                     let dweight = like(&inputs[1])?;
                     let into = Columns::new(&dx, 0..columns)?;
-                    kernels.head_norm_backward(settings, Columns::all(dy)?, x, weight, &rstd, into, Some(&dweight))?;
+                    op::NormBackward {
+                        settings,
+                        dy: Columns::all(dy)?,
+                        x,
+                        weight,
+                        rstd: &rstd,
+                        dx: into,
+                        dweight: Some(&dweight),
+                        mode: WriteMode::Overwrite,
+                        mean: None,
+                        dbias: None,
+                    }
+                    .run(kernels)?;
                     Ok((inner(&y, 2, columns)?, vec![inner(&dx, 0, columns)?, dweight]))
                 },
             }
@@ -77,11 +96,34 @@ fn an_rms_norms_gradient_joins_the_streams() {
     let settings = NormSettings { norm: Norm::Rms { unit_offset: false }, eps: 1e-5 };
     for kernels in KERNELS {
         let normed = Normed::lay_out(settings.norm, 5, 24, DType::F32, &allocate).unwrap();
-        kernels.norm(settings, &x, &weight, None, &normed).unwrap();
+        op::Norm {
+            settings,
+            x: Columns::all(&x).unwrap(),
+            weight: &weight,
+            bias: None,
+            y: Columns::all(&normed.out).unwrap(),
+            mean: normed.mean.as_ref(),
+            rstd: &normed.rstd,
+        }
+        .run(kernels)
+        .unwrap();
         let (alone, joined, dweight) = (dy.copy().unwrap(), stream.copy().unwrap(), like(&weight).unwrap());
-        let gradients = NormGradients { weight: &dweight, bias: None };
-        for into in [(&alone, Store::Overwrite), (&joined, Store::Add)] {
-            kernels.norm_backward(settings, &dy, &x, &weight, &normed, into, Some(gradients)).unwrap();
+        for into in [(&alone, WriteMode::Overwrite), (&joined, WriteMode::Accumulate)] {
+            let all = |tensor| Columns::all(tensor).unwrap();
+            op::NormBackward {
+                settings,
+                dy: all(&dy),
+                x: all(&x),
+                weight: &weight,
+                mean: None,
+                rstd: &normed.rstd,
+                dx: all(into.0),
+                mode: into.1,
+                dweight: Some(&dweight),
+                dbias: None,
+            }
+            .run(kernels)
+            .unwrap();
         }
         assert!(relative(&joined, &(alone + &stream).unwrap()) < 1e-7, "{}", kernels.name());
     }
@@ -110,8 +152,20 @@ fn rotations_by_position() {
             plain: &|inputs| family_oracle::rotate(&inputs[0], &cos, &sin),
             engine: &|kernels, inputs, dy| {
                 let (y, dx) = (between(&inputs[0], 2, 1)?, between(dy, 0, 3)?);
-                kernels.rotate(Columns::new(&y, 2..2 + columns)?, &table, positions, Direction::Forward)?;
-                kernels.rotate(Columns::new(&dx, 0..columns)?, &table, positions, Direction::Backward)?;
+                op::Rotate {
+                    x: Columns::new(&y, 2..2 + columns)?,
+                    table: &table,
+                    positions,
+                    direction: Direction::Forward,
+                }
+                .run(kernels)?;
+                op::Rotate {
+                    x: Columns::new(&dx, 0..columns)?,
+                    table: &table,
+                    positions,
+                    direction: Direction::Backward,
+                }
+                .run(kernels)?;
                 Ok((inner(&y, 2, columns)?, vec![inner(&dx, 0, columns)?]))
             },
         }
@@ -120,7 +174,11 @@ fn rotations_by_position() {
     let x = zeros(&[14, 4], DType::F32, &Device::Cpu).unwrap();
     let positions = Positions { seq_len: 14, past: 0, documents: None };
     for kernels in KERNELS {
-        assert!(kernels.rotate(Columns::all(&x).unwrap(), &table(2, 13), positions, Direction::Forward).is_err());
+        assert!(
+            op::Rotate { x: Columns::all(&x).unwrap(), table: &table(2, 13), positions, direction: Direction::Forward }
+                .run(kernels)
+                .is_err()
+        );
     }
 }
 
@@ -157,8 +215,8 @@ fn gated_activations() {
                     let (y, again, gradient) = (like(dy)?, like(dy)?, like(&packed)?);
                     let activation =
                         if activation == Gate::Silu { Activation::GatedSilu } else { Activation::GatedGelu };
-                    kernels.activate(activation, &packed, &y)?;
-                    kernels.activate_backward(activation, &packed, dy, &gradient, &again)?;
+                    op::Activate { activation, x: &packed, y: &y }.run(kernels)?;
+                    op::ActivateBackward { activation, x: &packed, dy, dx: &gradient, y: &again }.run(kernels)?;
                     assert!(relative(&again, &y) == 0.0);
                     Ok((again, vec![inner_half(&gradient, 0)?, inner_half(&gradient, 1)?]))
                 },
@@ -186,14 +244,29 @@ fn thin_products_beside_a_layers_own() {
                 let [x, weight, low, factor] = inputs else { unreachable!() };
                 let low_rank =
                     LowRank { low, factor: Factor::transposed(Columns::all(factor)?), alpha: 1.5, shares: &[] };
-                kernels.linear_low_rank(layout, x, weight, None, low_rank, &y)?;
+                op::Linear { layout, x, weight, bias: None, low_rank: Some(low_rank), y: &y }.run(kernels)?;
                 let [dx, dweight, dlow, dfactor] = &gradients[..] else { unreachable!() };
-                kernels.linear_weight_gradient(layout, x, dy, dweight, None)?;
-                kernels.linear_input_gradient(layout, dy, weight, dx)?;
+                op::linear_weight_gradient(kernels, layout, [x, dy], dweight, None)?;
+                op::Linear { layout: layout.transposed(), x: dy, weight, bias: None, low_rank: None, y: dx }
+                    .run(kernels)?;
                 let whole = |x| Columns::all(x);
                 let (dy, low, factor) = (whole(dy)?, whole(low)?, whole(factor)?);
-                kernels.product(Factor::plain(dy), Factor::plain(factor), 1.5, whole(dlow)?, Store::Overwrite)?;
-                kernels.product(Factor::transposed(dy), Factor::plain(low), 1.5, whole(dfactor)?, Store::Overwrite)?;
+                op::Product {
+                    a: Factor::plain(dy),
+                    b: Factor::plain(factor),
+                    alpha: 1.5,
+                    c: whole(dlow)?,
+                    mode: WriteMode::Overwrite,
+                }
+                .run(kernels)?;
+                op::Product {
+                    a: Factor::transposed(dy),
+                    b: Factor::plain(low),
+                    alpha: 1.5,
+                    c: whole(dfactor)?,
+                    mode: WriteMode::Overwrite,
+                }
+                .run(kernels)?;
                 Ok((y, gradients))
             },
         }
@@ -217,9 +290,18 @@ fn linear_layers_on_weights_stored_by_output() {
             engine: &|kernels, inputs, dy| {
                 let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
                 let layout = WeightLayout::OutIn;
-                kernels.linear(layout, &inputs[0], &inputs[1], Some(&inputs[2]), &y)?;
-                kernels.linear_weight_gradient(layout, &inputs[0], dy, &gradients[1], Some(&gradients[2]))?;
-                kernels.linear_input_gradient(layout, dy, &inputs[1], &gradients[0])?;
+                op::Linear { layout, x: &inputs[0], weight: &inputs[1], bias: Some(&inputs[2]), y: &y, low_rank: None }
+                    .run(kernels)?;
+                op::linear_weight_gradient(kernels, layout, [&inputs[0], dy], &gradients[1], Some(&gradients[2]))?;
+                op::Linear {
+                    layout: layout.transposed(),
+                    x: dy,
+                    weight: &inputs[1],
+                    bias: None,
+                    low_rank: None,
+                    y: &gradients[0],
+                }
+                .run(kernels)?;
                 Ok((y, gradients))
             },
         }
@@ -231,9 +313,18 @@ fn linear_layers_on_weights_stored_by_output() {
             engine: &|kernels, inputs, dy| {
                 let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
                 let layout = WeightLayout::OutIn;
-                kernels.linear(layout, &inputs[0], &inputs[1], None, &y)?;
-                kernels.linear_weight_gradient(layout, &inputs[0], dy, &gradients[1], None)?;
-                kernels.linear_input_gradient(layout, dy, &inputs[1], &gradients[0])?;
+                op::Linear { layout, x: &inputs[0], weight: &inputs[1], bias: None, y: &y, low_rank: None }
+                    .run(kernels)?;
+                op::linear_weight_gradient(kernels, layout, [&inputs[0], dy], &gradients[1], None)?;
+                op::Linear {
+                    layout: layout.transposed(),
+                    x: dy,
+                    weight: &inputs[1],
+                    bias: None,
+                    low_rank: None,
+                    y: &gradients[0],
+                }
+                .run(kernels)?;
                 Ok((y, gradients))
             },
         }
@@ -261,8 +352,9 @@ fn embeddings_with_a_scale() {
                 scale: 4.75,
                 dropout: None,
             };
-            kernels.embed(embedding, &out)?;
-            kernels.embed_backward(embedding, dy, &mut order, &gradient, None)?;
+            op::Embed { input: embedding, out: &out }.run(kernels)?;
+            op::EmbedBackward { input: embedding, dx: dy, order: &mut order, dtable: &gradient, dpositions: None }
+                .run(kernels)?;
             Ok((out, vec![gradient]))
         },
     }
@@ -314,8 +406,9 @@ fn attend(
     let (out, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
     let lse = zeros(&[shape.batch * shape.heads * shape.seq_len], DType::F32, &Device::Cpu)?;
     let operands = Operands { qkv: separate(inputs)?, documents: attention.documents.as_deref(), dropout: None };
-    kernels.attention(shape, &operands, &out, &lse)?;
-    kernels.attention_backward(shape, &operands, dy, &out, &lse, separate(&gradients)?)?;
+    op::Attention { shape: *shape, operands, out: &out, lse: &lse }.run(kernels)?;
+    op::AttentionBackward { shape: *shape, operands, dout: dy, out: &out, lse: &lse, gradients: separate(&gradients)? }
+        .run(kernels)?;
     Ok((out, gradients))
 }
 
@@ -330,9 +423,9 @@ fn attend_packed(
     let (out, gradient) = (like(dy)?, like(qkv)?);
     let lse = zeros(&[shape.batch * shape.heads * shape.seq_len], DType::F32, &Device::Cpu)?;
     let operands = Operands { documents: attention.documents.as_deref(), ..Operands::packed(shape, qkv, None)? };
-    kernels.attention(shape, &operands, &out, &lse)?;
+    op::Attention { shape: *shape, operands, out: &out, lse: &lse }.run(kernels)?;
     let gradients = Columns::split(&gradient, shape.widths())?;
-    kernels.attention_backward(shape, &operands, dy, &out, &lse, gradients)?;
+    op::AttentionBackward { shape: *shape, operands, dout: dy, out: &out, lse: &lse, gradients }.run(kernels)?;
     Ok((out, vec![gradient]))
 }
 
@@ -399,7 +492,9 @@ fn a_kv_cache_attends_as_the_whole_sequence_does() {
                     let rows: Vec<Tensor> =
                         inputs.iter().map(|x| x.narrow(0, past, new).unwrap().contiguous().unwrap()).collect();
                     let (out, shape) = (like(&rows[0]).unwrap(), shape_of(1, new, &attention));
-                    kernels.decode_attention(&shape, &cache, past, separate(&rows).unwrap(), &out).unwrap();
+                    op::DecodeAttention { shape, cache: &cache, past, qkv: separate(&rows).unwrap(), out: &out }
+                        .run(kernels)
+                        .unwrap();
                     let (error, by) = (relative(&out, &expected.narrow(0, past, new).unwrap()), kernels.name());
                     assert!(error < tolerance(dtype), "{attention:?} in {dtype:?} by {by} after {past}: {error:.1e}");
                     past += new;
@@ -428,7 +523,7 @@ fn packed_documents(kernels: &dyn Kernels) {
     let starts: Vec<u32> = [(0, 13), (13, 1), (14, 23)].iter().flat_map(|&(start, len)| vec![start; len]).collect();
     let turn = |x: &Tensor, positions: Positions<'_>, direction| {
         let x = x.copy().unwrap();
-        kernels.rotate(Columns::all(&x).unwrap(), &table, positions, direction).unwrap();
+        op::Rotate { x: Columns::all(&x).unwrap(), table: &table, positions, direction }.run(kernels).unwrap();
         x
     };
     let run = |inputs: &[Tensor], dy: &Tensor, seq_len: usize, documents: Option<Vec<u32>>| {
@@ -495,17 +590,32 @@ fn the_number_of_threads_changes_no_bit() {
         let (out, mut found) = attend(kernels, &shape, &attention, &inputs, &dy).unwrap();
         let (x, weight) = (stored(pattern(&[rows, 40], 4)), stored(pattern(&[10], 5)));
         let (y, dx, dweight) = (like(&x).unwrap(), like(&x).unwrap(), like(&weight).unwrap());
-        let (gain, rstd) =
-            (Gain { weight: &weight, offset: 1.0 }, zeros(&[rows * 4], DType::F32, &Device::Cpu).unwrap());
+        let rstd = zeros(&[rows * 4], DType::F32, &Device::Cpu).unwrap();
+        let settings = NormSettings { norm: Norm::Rms { unit_offset: true }, eps: 1e-5 };
         let all = |tensor| Columns::all(tensor).unwrap();
-        rms_norm::forward(all(&x), gain, 1e-5, all(&y), &rstd).unwrap();
-        rms_norm::backward(all(&dy), all(&x), gain, &rstd, (all(&dx), Store::Overwrite), Some(&dweight)).unwrap();
+        let (weight, mode) = (&weight, WriteMode::Overwrite);
+        let (x_columns, y_columns, rstd, dweight) = (all(&x), all(&y), &rstd, &dweight);
+        op::Norm { settings, x: x_columns, weight, bias: None, y: y_columns, mean: None, rstd }.run(kernels).unwrap();
+        op::NormBackward {
+            settings,
+            dy: all(&dy),
+            x: x_columns,
+            weight,
+            mean: None,
+            rstd,
+            dx: all(&dx),
+            mode,
+            dweight: Some(dweight),
+            dbias: None,
+        }
+        .run(kernels)
+        .unwrap();
         let positions = Positions { seq_len: 37, past: 0, documents: None };
-        kernels.rotate(all(&x), &table(5, 37), positions, Direction::Forward).unwrap();
+        op::Rotate { x: all(&x), table: &table(5, 37), positions, direction: Direction::Forward }.run(kernels).unwrap();
         let [gated, again, dgate, dup] = [(); 4].map(|()| like(&x).unwrap());
         gated::forward(Gate::Silu, all(&x), all(&dy), &gated).unwrap();
         gated::backward(Gate::Silu, all(&x), all(&dy), &dy, [all(&dgate), all(&dup)], &again).unwrap();
-        found.extend([out, y, dx, dweight, x, gated, again, dgate, dup]);
+        found.extend([out, y, dx, dweight.clone(), x, gated, again, dgate, dup]);
         found.iter().map(values).collect()
     };
     for (kernels, dtype) in KERNELS.into_iter().flat_map(|kernels| TYPES.map(|dtype| (kernels, dtype))) {

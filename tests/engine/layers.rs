@@ -6,12 +6,11 @@ use crate::common::layer::{KERNELS, Layer, allocate, flat, like, pattern, tolera
 use crate::common::oracle;
 use candle_core::{DType, Device, Result, Tensor};
 use finetune::engine::kernels::attention::{Operands, Shape};
-use finetune::engine::kernels::columns::{Columns, Store};
-use finetune::engine::kernels::cross_entropy::{HeadGradient, HeadWorkspace, IGNORE};
+use finetune::engine::kernels::columns::{Columns, WriteMode};
+use finetune::engine::kernels::cross_entropy::{self, HeadGradient, HeadWorkspace, IGNORE};
 use finetune::engine::kernels::dropout::Dropout;
-use finetune::engine::kernels::{
-    Activation, Embedding, Kernels, Norm, NormGradients, NormSettings, Normed, WeightLayout,
-};
+use finetune::engine::kernels::op::{self, Embedding};
+use finetune::engine::kernels::{Activation, Kernels, Norm, NormSettings, Normed, WeightLayout};
 
 #[test]
 fn linear_layers() {
@@ -23,9 +22,18 @@ fn linear_layers() {
             engine: &|kernels, inputs, dy| {
                 let (y, gradients) = (like(dy)?, inputs.iter().map(like).collect::<Result<Vec<_>>>()?);
                 let layout = WeightLayout::InOut;
-                kernels.linear(layout, &inputs[0], &inputs[1], Some(&inputs[2]), &y)?;
-                kernels.linear_weight_gradient(layout, &inputs[0], dy, &gradients[1], Some(&gradients[2]))?;
-                kernels.linear_input_gradient(layout, dy, &inputs[1], &gradients[0])?;
+                op::Linear { layout, x: &inputs[0], weight: &inputs[1], bias: Some(&inputs[2]), y: &y, low_rank: None }
+                    .run(kernels)?;
+                op::linear_weight_gradient(kernels, layout, [&inputs[0], dy], &gradients[1], Some(&gradients[2]))?;
+                op::Linear {
+                    layout: layout.transposed(),
+                    x: dy,
+                    weight: &inputs[1],
+                    bias: None,
+                    low_rank: None,
+                    y: &gradients[0],
+                }
+                .run(kernels)?;
                 Ok((y, gradients))
             },
         }
@@ -46,10 +54,30 @@ fn layer_norms() {
                 let settings = NormSettings { norm: Norm::Layer, eps: EPSILON as f32 };
                 let normed = Normed::lay_out(Norm::Layer, rows, width, dy.dtype(), &allocate)?;
                 let [x, weight, bias] = inputs else { unreachable!() };
-                kernels.norm(settings, x, weight, Some(bias), &normed)?;
-                let [dx, weight_gradient, bias_gradient] = &gradients[..] else { unreachable!() };
-                let into = NormGradients { weight: weight_gradient, bias: Some(bias_gradient) };
-                kernels.norm_backward(settings, dy, x, weight, &normed, (dx, Store::Add), Some(into))?;
+                op::Norm {
+                    settings,
+                    x: Columns::all(x)?,
+                    weight,
+                    bias: Some(bias),
+                    y: Columns::all(&normed.out)?,
+                    mean: normed.mean.as_ref(),
+                    rstd: &normed.rstd,
+                }
+                .run(kernels)?;
+                let [dx, dweight, dbias] = &gradients[..] else { unreachable!() };
+                op::NormBackward {
+                    settings,
+                    dy: Columns::all(dy)?,
+                    x: Columns::all(x)?,
+                    weight,
+                    mean: normed.mean.as_ref(),
+                    rstd: &normed.rstd,
+                    dx: Columns::all(dx)?,
+                    mode: WriteMode::Accumulate,
+                    dweight: Some(dweight),
+                    dbias: Some(dbias),
+                }
+                .run(kernels)?;
                 Ok((normed.out, gradients))
             },
         }
@@ -66,8 +94,9 @@ fn gelus() {
             plain: &|inputs| oracle::gelu(&inputs[0]),
             engine: &|kernels, inputs, dy| {
                 let (y, again, dx) = (like(dy)?, like(dy)?, dy.copy()?);
-                kernels.activate(Activation::Gelu, &inputs[0], &y)?;
-                kernels.activate_backward(Activation::Gelu, &inputs[0], &dx, &dx, &again)?;
+                op::Activate { activation: Activation::Gelu, x: &inputs[0], y: &y }.run(kernels)?;
+                op::ActivateBackward { activation: Activation::Gelu, x: &inputs[0], dy: &dx, dx: &dx, y: &again }
+                    .run(kernels)?;
                 assert!(relative(&again, &y) == 0.0);
                 Ok((again, vec![dx]))
             },
@@ -90,9 +119,9 @@ fn attentions() {
                 let (out, dqkv) = (like(&dy)?, like(&qkv)?);
                 let lse = allocate(&[batch * heads * seq_len], DType::F32)?;
                 let operands = Operands::packed(&shape, &qkv, None)?;
-                kernels.attention(&shape, &operands, &out, &lse)?;
+                op::Attention { shape, operands, out: &out, lse: &lse }.run(kernels)?;
                 let gradients = Columns::split(&dqkv, shape.widths())?;
-                kernels.attention_backward(&shape, &operands, &dy, &out, &lse, gradients)?;
+                op::AttentionBackward { shape, operands, dout: &dy, out: &out, lse: &lse, gradients }.run(kernels)?;
                 Ok((out, vec![dqkv]))
             },
         }
@@ -116,9 +145,16 @@ fn embeddings() {
             let (table, positions) = (&inputs[0], Some(&inputs[1]));
             let embedding =
                 Embedding { table, positions, ids: &ids, seq_len, documents: None, scale: 1.0, dropout: None };
-            kernels.embed(embedding, &out)?;
+            op::Embed { input: embedding, out: &out }.run(kernels)?;
             let mut order = vec![0; ids.len()];
-            kernels.embed_backward(embedding, &flat(dy)?, &mut order, &gradients[0], Some(&gradients[1]))?;
+            op::EmbedBackward {
+                input: embedding,
+                dx: &flat(dy)?,
+                order: &mut order,
+                dtable: &gradients[0],
+                dpositions: Some(&gradients[1]),
+            }
+            .run(kernels)?;
             Ok((out, gradients))
         },
     }
@@ -133,8 +169,8 @@ fn residual_sums() {
         plain: &|inputs| &inputs[0] + &inputs[1],
         engine: &|kernels, inputs, dy| {
             let (out, branch) = (like(dy)?, like(dy)?);
-            kernels.add_branch(&inputs[0], &inputs[1], None, &out)?;
-            kernels.branch_gradient(dy, None, &branch)?;
+            op::AddBranch { stream: &inputs[0], branch: &inputs[1], dropout: None, out: &out }.run(kernels)?;
+            op::Copy { x: dy, dropout: None, out: &branch }.run(kernels)?;
             // The stream's own gradient passes through untouched.
             Ok((out, vec![dy.clone(), branch]))
         },
@@ -165,8 +201,8 @@ fn heads_with_cross_entropy() {
                 let workspace = HeadWorkspace::lay_out(rows, vocab, width, dtype, Some(dtype), &allocate)?;
                 let (dx, dweight) = (like(x)?, like(weight)?);
                 let gradient = HeadGradient { seed, dx: &dx, dweight: Some(&dweight) };
-                let loss = kernels.head(x, weight, &targets, &workspace, Some(gradient), None)?;
-                assert_eq!(loss, kernels.head(x, weight, &targets, &workspace, None, None)?);
+                let loss = cross_entropy::head(kernels, x, weight, &targets, &workspace, Some(gradient), None)?;
+                assert_eq!(loss, cross_entropy::head(kernels, x, weight, &targets, &workspace, None, None)?);
                 Ok((Tensor::new(loss as f32, &Device::Cpu)?, vec![dx, dweight]))
             },
         }
@@ -196,20 +232,27 @@ fn dropout_masks_are_the_same_for_all_kernels() {
             let (qkv, dy) = (values(&[tokens, 3 * width], 1)?, values(&[tokens, width], 2)?);
             let (out, dqkv, lse) = (like(&dy)?, like(&qkv)?, allocate(&[tokens * heads], DType::F32)?);
             let operands = Operands::packed(&shape, &qkv, dropout)?;
-            kernels.attention(&shape, &operands, &out, &lse)?;
+            op::Attention { shape, operands, out: &out, lse: &lse }.run(kernels)?;
             let gradients = Columns::split(&dqkv, shape.widths())?;
-            kernels.attention_backward(&shape, &operands, &dy, &out, &lse, gradients)?;
+            op::AttentionBackward { shape, operands, dout: &dy, out: &out, lse: &lse, gradients }.run(kernels)?;
             let (sum, branch) = (like(&dy)?, like(&dy)?);
-            kernels.add_branch(&out, &dy, dropout, &sum)?;
-            kernels.branch_gradient(&dy, dropout, &branch)?;
+            op::AddBranch { stream: &out, branch: &dy, dropout, out: &sum }.run(kernels)?;
+            op::Copy { x: &dy, dropout, out: &branch }.run(kernels)?;
             let (table, positions) = (values(&[13, width], 3)?, values(&[seq_len + 2, width], 4)?);
             let ids: Vec<u32> = (0..tokens).map(|i| (i * i % 11) as u32).collect();
             let (table, positions) = (&table, Some(&positions));
             let embedding = Embedding { table, positions, ids: &ids, seq_len, documents: None, scale: 1.5, dropout };
             let (x, dtable, dpositions) =
                 (like(&dy)?, values(&[13, width], 5)?, allocate(&[seq_len + 2, width], dtype)?);
-            kernels.embed(embedding, &x)?;
-            kernels.embed_backward(embedding, &dy, &mut vec![0; tokens], &dtable, Some(&dpositions))?;
+            op::Embed { input: embedding, out: &x }.run(kernels)?;
+            op::EmbedBackward {
+                input: embedding,
+                dx: &dy,
+                order: &mut vec![0; tokens],
+                dtable: &dtable,
+                dpositions: Some(&dpositions),
+            }
+            .run(kernels)?;
             Ok(vec![out, lse, dqkv, sum, branch, x, dtable, dpositions])
         });
     }
@@ -228,7 +271,7 @@ fn tiles_of_the_head_sum_up() {
                 let (dx, dweight) = (like(&x)?, like(&weight)?);
                 let workspace = HeadWorkspace::with_tiles(tiles, [rows, vocab, width], dtype, Some(dtype), &allocate)?;
                 let gradient = HeadGradient { seed: 0.5, dx: &dx, dweight: Some(&dweight) };
-                let loss = kernels.head(&x, &weight, &targets, &workspace, Some(gradient), None)?;
+                let loss = cross_entropy::head(kernels, &x, &weight, &targets, &workspace, Some(gradient), None)?;
                 Ok(vec![Tensor::new(&[loss], &Device::Cpu)?, dx, dweight])
             });
         }

@@ -9,7 +9,7 @@ use crate::common::gguf::{with_lora, write_random};
 use candle_core::Device;
 use candle_core::quantized::GgmlDType::{self, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
 use finetune::data::{BatchLoader, TokenSource, grammar};
-use finetune::engine::kernels::{Fused, Kernels, Plain};
+use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{KvCache, ModelSpec, ParamSpec};
 use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
@@ -94,7 +94,7 @@ fn a_base_in_blocks_has_the_bits_of_the_dequantised_one() {
             ] {
                 let spec = with_lora(file.config(), dora);
                 let plain =
-                    (dora && policy == PrecisionPolicy::FP16).then(|| Arc::new(Plain::new()) as Arc<dyn Kernels>);
+                    (dora && policy == PrecisionPolicy::FP16).then(|| Arc::new(CandleKernels) as Arc<dyn Kernels>);
                 for kernels in [Arc::new(Fused) as Arc<dyn Kernels>].into_iter().chain(plain) {
                     let what = format!("{:?} {types:?} {policy} {} dora {dora}", shape.family, kernels.name());
                     let (blocks, dense) = (read(&spec, policy, &file, true), read(&spec, policy, &file, false));

@@ -15,7 +15,7 @@ use finetune::engine::collective::Collective;
 use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::Columns;
 use finetune::engine::kernels::dropout::Dropout;
-use finetune::engine::kernels::{Fused, Kernels, Plain};
+use finetune::engine::kernels::{CandleKernels, Fused, Kernels, op};
 use finetune::engine::model::{Keep, ModelSpec, ParamSpec, Parameters};
 use finetune::engine::optim::{AdamWConfig, MasterWeights};
 use finetune::lab::{Group, Memory};
@@ -232,13 +232,13 @@ fn stored_scores_take_what_is_predicted() {
         let (qkv, dqkv) = (zeros(&[tokens, 3 * width], DType::F32), zeros(&[tokens, 3 * width], DType::F32));
         let (out, lse) = (zeros(&[tokens, width], DType::F32), zeros(&[tokens * shape.heads], DType::F32));
         let operands = Operands::packed(&shape, &qkv, dropout).unwrap();
-        let kernels = Plain::new();
+        let kernels = CandleKernels;
         let predicted = kernels.score_bytes(&shape).unwrap() as usize;
         let before = LIVE.load(Relaxed);
         PEAK.store(before, Relaxed);
-        kernels.attention(&shape, &operands, &out, &lse).unwrap();
+        op::Attention { shape, operands, out: &out, lse: &lse }.run(&kernels).unwrap();
         let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
-        kernels.attention_backward(&shape, &operands, &out, &out, &lse, gradients).unwrap();
+        op::AttentionBackward { shape, operands, dout: &out, out: &out, lse: &lse, gradients }.run(&kernels).unwrap();
         let measured = PEAK.load(Relaxed) - before;
         // Beside the scores there are heads and a mask of a byte an element.
         let share = measured as f64 / predicted as f64;

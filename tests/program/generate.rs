@@ -9,7 +9,7 @@ use crate::common::python::{python, run_script};
 use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
-use finetune::engine::kernels::{Fused, Kernels, Plain};
+use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{Decoder, KvCache, Mode, ModelSpec, Parameters, Tokens, Workspace, candle_dtype};
 use finetune::inference::generate::{Request, Sampling, Stop, generate};
 use finetune::precision::PrecisionPolicy;
@@ -75,7 +75,7 @@ fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
             let length = model.spec().context;
             let ids: Vec<u32> = (0..length).map(|i| (7 * i as u32 + 3) % model.spec().vocab_size as u32).collect();
             let truth = full_logits(&model, &weights, policy, &ids);
-            for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(Plain::new())] {
+            for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(CandleKernels)] {
                 let by = kernels.name().to_owned();
                 let model = Decoder::new(model.spec(), &weights, kernels).unwrap();
                 let mut cache = KvCache::new(model.spec(), policy, length, &Device::Cpu).unwrap();

@@ -1,14 +1,14 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
 
 use super::launch::{Arguments, Buffer, Launch, Queue};
-use candle_core::{DType, Result, bail};
+use crate::op::{Access, Op};
+use candle_core::{DType, Result, Tensor, TensorId, bail};
 use half::{bf16, f16};
-use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex};
 use std::{env, fs, thread};
 
 /// Undefined behaviour, misaligned vectors among it, ends the test. Products are not contracted, so that results do not
@@ -133,11 +133,14 @@ fn compile(sources: &[PathBuf], folder: &Path) -> std::result::Result<(), String
 
 /// Aligned as a device's allocator aligns.
 #[repr(C, align(256))]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Line([u8; 256]);
 
+#[derive(Debug)]
 struct Allocation {
     lines: Vec<Line>,
+    /// The tensor that the memory stands for.
+    tensor: Option<Tensor>,
     bytes: usize,
     writable: bool,
 }
@@ -156,10 +159,14 @@ impl Allocation {
     }
 }
 
-/// A device of its own memory: kernels may touch what was made by it and nothing else.
+/// A device with separate memory: kernels may access what it has allocated, and nothing else. For a CPU tensor it allocates memory
+/// of the tensor's size, which holds its values during a launch.
+#[derive(Debug)]
 pub(crate) struct Emulator {
     order: u32,
-    memory: RefCell<Vec<Allocation>>,
+    memory: Mutex<Vec<Allocation>>,
+    /// The tensors that the operation in progress only reads.
+    read_only: Mutex<Vec<TensorId>>,
 }
 
 impl Emulator {
@@ -167,7 +174,7 @@ impl Emulator {
     pub(crate) const ORDERS: [u32; 3] = [0, 1, 2];
 
     pub(crate) fn new(order: u32) -> Self {
-        Self { order, memory: RefCell::default() }
+        Self { order, memory: Mutex::default(), read_only: Mutex::default() }
     }
 
     fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> Buffer {
@@ -175,9 +182,9 @@ impl Emulator {
         for (line, part) in lines.iter_mut().zip(bytes.chunks(256)) {
             line.0[..part.len()].copy_from_slice(part);
         }
-        let allocation = Allocation { lines, bytes: bytes.len(), writable };
+        let allocation = Allocation { lines, tensor: None, bytes: bytes.len(), writable };
         let buffer = Buffer { address: allocation.address(), dtype, len };
-        self.memory.borrow_mut().push(allocation);
+        self.memory.lock().unwrap().push(allocation);
         buffer
     }
 
@@ -210,9 +217,26 @@ impl Emulator {
     }
 
     pub(crate) fn bytes(&self, buffer: Buffer) -> Vec<u8> {
-        let mut memory = self.memory.borrow_mut();
+        let mut memory = self.memory.lock().unwrap();
         let bytes = memory.iter_mut().find_map(|allocation| allocation.bytes_of(buffer));
         bytes.expect("a buffer of this emulator").to_vec()
+    }
+
+    /// Copies tensors to their memory before a launch, or what was written back after it.
+    fn copy(&self, back: bool) -> Result<()> {
+        for allocation in self.memory.lock().unwrap().iter_mut().filter(|allocation| allocation.writable || !back) {
+            let Some(tensor) = &allocation.tensor else { continue };
+            // SAFETY: lines are bytes and nothing else.
+            let (_, all, _) = unsafe { allocation.lines.align_to_mut::<u8>() };
+            let memory = &mut all[..allocation.bytes];
+            if back {
+                let values = Tensor::from_raw_buffer(memory, tensor.dtype(), tensor.dims(), tensor.device())?;
+                tensor.slice_set(&values, 0, 0)?;
+            } else {
+                memory.copy_from_slice(&bytes_of(tensor)?);
+            }
+        }
+        Ok(())
     }
 
     /// The buffer's elements, widened.
@@ -247,6 +271,17 @@ pub(super) fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {
     }
 }
 
+/// The elements of a contiguous CPU tensor.
+fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+    let tensor = tensor.flatten_all()?;
+    Ok(match tensor.dtype() {
+        DType::U32 => tensor.to_vec1::<u32>()?.into_iter().flat_map(u32::to_ne_bytes).collect(),
+        DType::F16 => tensor.to_vec1::<f16>()?.into_iter().flat_map(f16::to_ne_bytes).collect(),
+        DType::BF16 => tensor.to_vec1::<bf16>()?.into_iter().flat_map(bf16::to_ne_bytes).collect(),
+        _ => tensor.to_vec1::<f32>()?.into_iter().flat_map(f32::to_ne_bytes).collect(),
+    })
+}
+
 impl Queue for Emulator {
     unsafe fn launch<A: Arguments>(&self, launch: &Launch, arguments: &A) -> Result<()> {
         if launch.grid.contains(&0) {
@@ -256,13 +291,14 @@ impl Queue for Emulator {
             Ok(entry_point) => entry_point,
             Err(error) => bail!("{error}"),
         };
-        let ranges: Vec<Range> = (self.memory.borrow().iter())
+        let ranges: Vec<Range> = (self.memory.lock().unwrap().iter())
             .map(|allocation| {
                 let first = allocation.address() as usize;
                 Range { first, end: first + allocation.bytes, writable: allocation.writable }
             })
             .collect();
         let Ok(name) = CString::new(launch.kernel.as_str()) else { bail!("a kernel's name holds a zero") };
+        self.copy(false)?;
         let mut message = [0; 600];
         // SAFETY: the library checks the arguments' size and every access to memory against `ranges`.
         let failed = unsafe {
@@ -284,12 +320,36 @@ impl Queue for Emulator {
             // SAFETY: the library ends the message with a zero.
             bail!("{}", unsafe { CStr::from_ptr(message.as_ptr()) }.to_string_lossy());
         }
-        Ok(())
+        self.copy(true)
     }
 
     type Scratch = ();
 
     fn scratch(&self, len: usize) -> Result<(Buffer, ())> {
         Ok((self.output(len, DType::F32), ()))
+    }
+
+    fn buffer(&self, tensor: &Tensor) -> Result<Option<Buffer>> {
+        let known = |memory: &Allocation| memory.tensor.as_ref().is_some_and(|known| known.id() == tensor.id());
+        let (dtype, len) = (tensor.dtype(), tensor.elem_count());
+        if let Some(allocation) = self.memory.lock().unwrap().iter().find(|memory| known(memory)) {
+            return Ok(Some(Buffer { address: allocation.address(), dtype, len }));
+        }
+        let writable = !self.read_only.lock().unwrap().contains(&tensor.id());
+        let buffer = self.keep(&bytes_of(tensor)?, dtype, len, writable);
+        if let Some(allocation) = self.memory.lock().unwrap().last_mut() {
+            allocation.tensor = Some(tensor.clone());
+        }
+        Ok(Some(buffer))
+    }
+
+    fn begin(&self, op: &Op<'_>) {
+        self.memory.lock().unwrap().clear();
+        let mut read_only = self.read_only.lock().unwrap();
+        read_only.clear();
+        op.for_each_tensor(&mut |tensor, access| match access {
+            Access::Read => read_only.push(tensor.id()),
+            Access::Write => read_only.retain(|id| *id != tensor.id()),
+        });
     }
 }

@@ -3,7 +3,9 @@
 #[cfg(doc)]
 use crate::columns::Columns;
 use crate::dropout::Dropout;
-use candle_core::{DType, Result, bail};
+use crate::op::{self, Op};
+use candle_core::{DType, Result, Tensor, bail};
+use std::fmt;
 
 /// Elements in the memory of a device, contiguous and aligned to [`ALIGNMENT`].
 #[derive(Clone, Copy, Debug)]
@@ -124,7 +126,7 @@ impl Launch {
 }
 
 /// Takes launches and runs them in order.
-pub(crate) trait Queue {
+pub(crate) trait Queue: fmt::Debug + Send + Sync {
     /// Launches a kernel; a grid without blocks is nothing to do.
     ///
     /// # Safety
@@ -136,6 +138,20 @@ pub(crate) trait Queue {
 
     /// Memory for `len` FP32 numbers, and its owner, which may go once the kernels that use it are launched.
     fn scratch(&self, len: usize) -> Result<(Buffer, Self::Scratch)>;
+
+    /// The memory of `tensor`, on this device; `None` if it has gaps or an address that kernels do not take.
+    fn buffer(&self, tensor: &Tensor) -> Result<Option<Buffer>>;
+
+    /// Computes a product with a library of the device. `false` if the library has no such product.
+    fn product(&self, op: &op::Product<'_>) -> Result<bool> {
+        let _ = op;
+        Ok(false)
+    }
+
+    /// Called before the launches of an operation.
+    fn begin(&self, op: &Op<'_>) {
+        let _ = op;
+    }
 }
 
 /// A dropout mask as the kernels take it.

@@ -1,8 +1,9 @@
 //! Products by cuBLAS straight into their place, where candle's would be a tensor of their own that is copied there.
 
-use super::launch::Buffer;
+use super::launch::{Buffer, Queue};
 use super::queue::CudaQueue;
-use crate::columns::{Columns, Factor, Store};
+use crate::columns::{Factor, WriteMode};
+use crate::op;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::{DType, Result, bail};
@@ -65,22 +66,9 @@ fn size(n: usize) -> Result<i32> {
 }
 
 /// `c = alpha · a · b`, or added to it, summed in FP32 and rounded once; `false` where cuBLAS has no such product.
-pub(crate) fn product(
-    queue: &CudaQueue,
-    a: Factor<'_>,
-    b: Factor<'_>,
-    alpha: f32,
-    c: Columns<'_>,
-    how: Store,
-) -> Result<bool> {
-    let shape = |factor: Factor<'_>| {
-        let (rows, columns) = (factor.columns.rows(), factor.columns.count());
-        if factor.transposed { (columns, rows) } else { (rows, columns) }
-    };
-    let ((m, k), (inner, n)) = (shape(a), shape(b));
-    if inner != k || (c.rows(), c.count()) != (m, n) {
-        bail!("a product of {m} × {k} and {inner} × {n} for {} × {}", c.rows(), c.count());
-    }
+pub(crate) fn product(queue: &CudaQueue, op: &op::Product<'_>) -> Result<bool> {
+    let &op::Product { a, b, alpha, c, mode } = op;
+    let (m, n, k) = (c.rows(), c.count(), if a.transposed { a.columns.rows() } else { a.columns.count() });
     let [a, b, c] = [Matrix::new(queue, a)?, Matrix::new(queue, b)?, Matrix::new(queue, Factor::plain(c))?];
     let [Some(a), Some(b), Some(c)] = [a, b, c] else { return Ok(false) };
     let [Some(of_factors), Some(of_c)] = [data_type(a.dtype), data_type(c.dtype)] else { return Ok(false) };
@@ -92,7 +80,7 @@ pub(crate) fn product(
         for columns in parts(n, true, a.dtype) {
             // The short part of the depth first: so the sum is rounded once, but for what that part adds.
             for depth in parts(k, !a.transposed || b.transposed, a.dtype) {
-                let adds = how == Store::Add || depth.end < k;
+                let adds = mode == WriteMode::Accumulate || depth.end < k;
                 let beta = if adds { 1.0f32 } else { 0.0 };
                 // By columns, c's transpose is b's transpose times a's.
                 // SAFETY: the matrices lie in memory of this device, which their tensors hold until the product is in the stream.

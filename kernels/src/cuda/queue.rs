@@ -1,6 +1,8 @@
 //! Launches on a GPU, in candle's stream.
 
 use super::launch::{ALIGNMENT, Arguments, Buffer, Launch, Queue};
+use super::product;
+use crate::op;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage, WrapErr};
 use candle_core::{DType, Result, Storage, Tensor, bail};
@@ -36,26 +38,6 @@ unsafe impl<A: Arguments> DeviceRepr for Argument<A> {}
 impl CudaQueue {
     pub(crate) fn new(device: &CudaDevice) -> Self {
         Self { device: device.clone() }
-    }
-
-    /// The memory of `tensor`, on this device; `None` where it has gaps or begins where the kernels cannot.
-    pub(crate) fn buffer(&self, tensor: &Tensor) -> Result<Option<Buffer>> {
-        let (storage, layout) = tensor.storage_and_layout();
-        let Storage::Cuda(storage) = &*storage else {
-            bail!("a tensor of {:?} for a kernel of a GPU", tensor.device())
-        };
-        let Some((first, _)) = layout.contiguous_offsets() else { return Ok(None) };
-        let dtype = tensor.dtype();
-        let base = match dtype {
-            DType::F32 => self.address_of::<f32>(storage),
-            DType::F16 => self.address_of::<f16>(storage),
-            DType::BF16 => self.address_of::<bf16>(storage),
-            DType::U32 => self.address_of::<u32>(storage),
-            other => bail!("no CUDA kernel for {other:?}"),
-        }?;
-        let address = base + (first * dtype.size_in_bytes()) as u64;
-        let aligned = address.is_multiple_of(ALIGNMENT);
-        Ok(aligned.then(|| Buffer { address, dtype, len: tensor.elem_count() }))
     }
 
     fn address_of<T: candle_core::cuda_backend::CudaDType>(&self, storage: &CudaStorage) -> Result<u64> {
@@ -102,5 +84,28 @@ impl Queue for CudaQueue {
         let slice = unsafe { self.device.alloc::<f32>(len) }?;
         // It is freed in the stream's order, behind the kernels that use it.
         Ok((Buffer { address: self.address(&slice), dtype: DType::F32, len }, slice))
+    }
+
+    fn buffer(&self, tensor: &Tensor) -> Result<Option<Buffer>> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else {
+            bail!("a tensor of {:?} for a kernel of a GPU", tensor.device())
+        };
+        let Some((first, _)) = layout.contiguous_offsets() else { return Ok(None) };
+        let dtype = tensor.dtype();
+        let base = match dtype {
+            DType::F32 => self.address_of::<f32>(storage),
+            DType::F16 => self.address_of::<f16>(storage),
+            DType::BF16 => self.address_of::<bf16>(storage),
+            DType::U32 => self.address_of::<u32>(storage),
+            other => bail!("no CUDA kernel for {other:?}"),
+        }?;
+        let address = base + (first * dtype.size_in_bytes()) as u64;
+        let aligned = address.is_multiple_of(ALIGNMENT);
+        Ok(aligned.then(|| Buffer { address, dtype, len: tensor.elem_count() }))
+    }
+
+    fn product(&self, op: &op::Product<'_>) -> Result<bool> {
+        product::product(self, op)
     }
 }

@@ -6,14 +6,52 @@ mod attention;
 mod cross_entropy;
 mod elementwise;
 mod emulator;
-mod heads;
 mod norm;
-mod optimizer;
+mod survey;
 
+use super::dispatch::{CudaKernels, KernelFamily};
 use super::emulator::Emulator;
 use super::launch::Buffer;
+use crate::Kernels;
+use crate::op::cases::cases;
 use crate::view::{View, read};
+use crate::{Fused, op};
 use candle_core::{DType, Device, Tensor};
+
+/// Our kernels in the emulator, but for products, which are cuBLAS'.
+fn kernels(order: u32) -> CudaKernels<Emulator> {
+    let families = KernelFamily::ALL.into_iter().filter(|family| *family != KernelFamily::Product);
+    CudaKernels::new(Emulator::new(order), families.collect())
+}
+
+/// The cases of some families, with the same bits in every order.
+fn check_cases(families: &[KernelFamily]) {
+    for case in cases().iter().filter(|case| families.iter().any(|family| family.name() == case.family)) {
+        in_every_order_of(|order| {
+            let found = case.check(&kernels(order), &Device::Cpu, 1, 1.0).unwrap_or_else(|error| panic!("{error}"));
+            found.iter().map(numbers).collect()
+        });
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn cases_of_attention() {
+    check_cases(&[KernelFamily::Attention]);
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn cases_of_norms() {
+    check_cases(&[KernelFamily::Norm]);
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn cases_of_all_other_kernels() {
+    use KernelFamily::{AdamW, CrossEntropy, Elementwise, Embedding, Rope, Survey};
+    check_cases(&[AdamW, CrossEntropy, Elementwise, Embedding, Rope, Survey]);
+}
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// The residual stream's and the products' type, as policies allow them.
@@ -61,7 +99,11 @@ fn numbers(tensor: &Tensor) -> Vec<f32> {
 
 /// What `run` returns, for each order of threads the same bits.
 fn in_every_order(run: impl Fn(&Emulator) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
-    let [first, others @ ..] = Emulator::ORDERS.map(|order| run(&Emulator::new(order)));
+    in_every_order_of(|order| run(&Emulator::new(order)))
+}
+
+fn in_every_order_of(run: impl Fn(u32) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+    let [first, others @ ..] = Emulator::ORDERS.map(run);
     let bits = |results: &[Vec<f32>]| results.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
     for other in &others {
         assert!(bits(&first) == bits(other), "the result depends on the order of the threads");

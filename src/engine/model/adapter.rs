@@ -4,16 +4,15 @@
 //! multiplied once. Their second factors make one as well, with zeros where a layer takes no share in an output, so that the
 //! kernels can add the thin product to the frozen one before they round.
 
-use super::decoder::Mode;
 use super::dora::{self, Lengths};
-use super::hook::{Hook, Part};
-use super::layers::pack_of;
+use super::hook::Part;
+use super::layers::{Context, pack_of};
 use super::lora::{Lora, dropout_site, parts};
 use super::parameters::{Parameters, Slot};
 use super::spec::{Layer, ModelSpec, Op, ParamRole};
-use crate::engine::kernels::columns::{Columns, Factor, Store};
+use crate::engine::kernels::columns::{Columns, Factor};
 use crate::engine::kernels::view::Allocate;
-use crate::engine::kernels::{Kernels, LowRank, WeightLayout};
+use crate::engine::kernels::{LowRank, WeightLayout, op};
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -53,7 +52,6 @@ pub(super) struct Member {
 /// What an adapter takes beside its operands.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AdapterPass<'a> {
-    pub(super) mode: Mode,
     /// Those of the layer's compute type; none where the model has no adapters.
     pub(super) buffers: Option<&'a AdapterBuffers>,
     /// What the block's adapters compute between their factors, `[N · low_columns]`.
@@ -173,69 +171,53 @@ impl Adapter {
     }
 
     /// The whole product of `x`: the frozen one and what the adapters add.
-    pub(super) fn forward(
-        &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
-        x: &Tensor,
-        y: &Tensor,
-        pass: AdapterPass<'_>,
-        hook: &mut dyn Hook,
-    ) -> Result<()> {
-        let low = self.forward_low(kernels, weights, x, pass, hook)?;
-        let bias = self.bias.map(|bias| weights.pack(bias));
-        self.product(kernels, weights, x, &low, bias, y, pass)?;
-        match self.lengths(weights)? {
+    pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor, pass: AdapterPass<'_>) -> Result<()> {
+        let low = self.forward_low(cx, x, pass)?;
+        let bias = self.bias.map(|bias| cx.weights.pack(bias));
+        self.product(cx, x, &low, bias, y, pass)?;
+        match self.lengths(cx.weights)? {
             Some(lengths) => lengths.apply(y, bias),
             None => Ok(()),
         }
     }
 
     /// Computes what is between the factors, `dropout(x) · Aᵀ`.
-    pub(super) fn forward_low(
-        &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
-        x: &Tensor,
-        pass: AdapterPass<'_>,
-        hook: &mut dyn Hook,
-    ) -> Result<Tensor> {
-        let (input, low) = (self.dropped(kernels, x, pass)?, self.low(x.dim(0)?, pass)?);
-        let a = Factor::transposed(Columns::all(weights.pack(self.a))?);
-        kernels.product(Factor::plain(Columns::all(&input)?), a, 1.0, Columns::all(&low)?, Store::Overwrite)?;
-        hook.part(self.layer, Part::LowRank, &low)?;
+    pub(super) fn forward_low(&self, cx: &mut Context<'_>, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
+        let (input, low) = (self.dropped(cx, x, pass)?, self.low(x.dim(0)?, pass)?);
+        let a = Factor::transposed(Columns::all(cx.weights.pack(self.a))?);
+        cx.product(Factor::plain(Columns::all(&input)?), a, 1.0, Columns::all(&low)?)?;
+        cx.hook.part(self.layer, Part::LowRank, &low)?;
         Ok(low)
     }
 
     /// `y = x · weight + bias + scale · low · Bᵀ`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the product, and what computes it")]
     fn product(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         x: &Tensor,
         low: &Tensor,
         bias: Option<&Tensor>,
         y: &Tensor,
         pass: AdapterPass<'_>,
     ) -> Result<()> {
-        let factor = self.factor(kernels, weights, pass)?;
+        let factor = self.factor(cx, pass)?;
         let (factor, shares) = (Factor::transposed(Columns::all(&factor)?), &self.shares[..]);
         let low_rank = LowRank { low, factor, alpha: self.scale, shares };
-        let weight = weights.operand(self.weight)?;
-        kernels.linear_low_rank(weight.layout(self.layout), x, &weight, bias, low_rank, y)
+        let weight = cx.weights.operand(self.weight)?;
+        op::Linear { layout: weight.layout(self.layout), x, weight: &weight, bias, low_rank: Some(low_rank), y }
+            .run(cx.kernels)
     }
 
     /// The second factors as one, `[outputs, members · r]`.
-    fn factor(&self, kernels: &dyn Kernels, weights: &Parameters, pass: AdapterPass<'_>) -> Result<Tensor> {
+    fn factor(&self, cx: &Context<'_>, pass: AdapterPass<'_>) -> Result<Tensor> {
         if let (true, [member]) = (self.shares.is_empty(), &self.members[..]) {
-            return Ok(weights.pack(member.b).clone());
+            return Ok(cx.weights.pack(member.b).clone());
         }
         let factor = matrix(pass.buffers()?.factor.as_ref(), self.outputs, self.members.len() * self.r)?;
-        kernels.zero(&factor)?;
+        op::Zero { x: &factor }.run(cx.kernels)?;
         for (i, member) in self.members.iter().enumerate() {
             let rows = factor.narrow(0, member.outputs.start, member.outputs.len())?;
-            rows.slice_set(weights.pack(member.b), 1, i * self.r)?;
+            rows.slice_set(cx.weights.pack(member.b), 1, i * self.r)?;
         }
         Ok(factor)
     }
@@ -243,103 +225,106 @@ impl Adapter {
     /// Writes the gradient of `x` to `dx`, given that of the output, `dy`. With DoRA it returns the lengths.
     pub(super) fn backward_input(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         dy: &Tensor,
         dx: &Tensor,
         pass: AdapterPass<'_>,
-        hook: &mut dyn Hook,
     ) -> Result<Option<Lengths>> {
-        let (lengths, rows) = (self.lengths(weights)?, dy.dim(0)?);
-        let dy = self.through(kernels, lengths.as_ref(), dy, pass)?;
+        let (lengths, rows) = (self.lengths(cx.weights)?, dy.dim(0)?);
+        let dy = self.through(cx, lengths.as_ref(), dy, pass)?;
         let dlow = self.low_gradient(rows, pass)?;
         for (i, member) in self.members.iter().enumerate() {
             let dy = Factor::plain(Columns::new(&dy, member.outputs.clone())?);
-            let b = Factor::plain(Columns::all(weights.pack(member.b))?);
+            let b = Factor::plain(Columns::all(cx.weights.pack(member.b))?);
             let into = Columns::new(&dlow, self.columns(i))?;
-            kernels.product(dy, b, self.scale, into, Store::Overwrite)?;
+            cx.product(dy, b, self.scale, into)?;
         }
-        hook.part(self.layer, Part::LowRankGradient, &dlow)?;
-        let (weight, a) = (weights.operand(self.weight)?, Factor::plain(Columns::all(weights.pack(self.a))?));
+        cx.hook.part(self.layer, Part::LowRankGradient, &dlow)?;
+        let (weight, a) = (cx.weights.operand(self.weight)?, Factor::plain(Columns::all(cx.weights.pack(self.a))?));
         let layout = weight.layout(self.layout);
-        let Some(dropout) = pass.mode.dropout(self.dropout, self.site) else {
+        let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else {
             let low_rank = LowRank { low: &dlow, factor: a, alpha: 1.0, shares: &[] };
-            kernels.linear_low_rank(layout.transposed(), &dy, &weight, None, low_rank, dx)?;
+            op::Linear {
+                layout: layout.transposed(),
+                x: &dy,
+                weight: &weight,
+                bias: None,
+                low_rank: Some(low_rank),
+                y: dx,
+            }
+            .run(cx.kernels)?;
             return Ok(lengths);
         };
-        kernels.linear_input_gradient(layout, &dy, &weight, dx)?;
+        op::Linear { layout: layout.transposed(), x: &dy, weight: &weight, bias: None, low_rank: None, y: dx }
+            .run(cx.kernels)?;
         let buffers = pass.buffers()?.dropped.as_ref();
         let [through, before] = [buffers.map(|buffers| &buffers[0]), buffers.map(|buffers| &buffers[1])];
         let (through, before) = (matrix(through, rows, dx.dim(1)?)?, matrix(before, rows, dx.dim(1)?)?);
         let dlow = Factor::plain(Columns::all(&dlow)?);
-        kernels.product(dlow, a, 1.0, Columns::all(&before)?, Store::Overwrite)?;
-        kernels.branch_gradient(&before, Some(dropout), &through)?;
-        kernels.accumulate(&through, dx)?;
+        cx.product(dlow, a, 1.0, Columns::all(&before)?)?;
+        op::Copy { x: &before, dropout: Some(dropout), out: &through }.run(cx.kernels)?;
+        op::Accumulate { x: &through, out: dx, inner: &[] }.run(cx.kernels)?;
         Ok(lengths)
     }
 
     /// Writes the gradients of the factors and the lengths, after [`Self::backward_input`] of the same `dy`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward_weight(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         x: &Tensor,
         dy: &Tensor,
         lengths: Option<&Lengths>,
-        grads: &Parameters,
         pass: AdapterPass<'_>,
-        hook: &mut dyn Hook,
     ) -> Result<()> {
         let rows = x.dim(0)?;
         let (low, dlow) = (self.low(rows, pass)?, self.low_gradient(rows, pass)?);
         if let Some(lengths) = lengths {
             let output = matrix(pass.buffers()?.output.as_ref(), rows, self.outputs)?;
-            self.product(kernels, weights, x, &low, None, &output, pass)?;
+            self.product(cx, x, &low, None, &output, pass)?;
             for (i, member) in self.members.iter().enumerate() {
-                if let Some(dmagnitude) = member.magnitude.and_then(|slot| grads.own(slot)) {
+                if let Some(dmagnitude) = member.magnitude.and_then(|slot| cx.grad(slot)) {
                     lengths.gradient(i, dy, &output, dmagnitude)?;
-                    hook.part(self.layer, Part::WeightGradient, dmagnitude)?;
+                    cx.hook.part(self.layer, Part::WeightGradient, dmagnitude)?;
                 }
             }
         }
-        let dy = self.through(kernels, lengths, dy, pass)?;
+        let dy = self.through(cx, lengths, dy, pass)?;
         for (i, member) in self.members.iter().enumerate() {
-            if let Some(db) = grads.own(member.b) {
+            if let Some(db) = cx.grad(member.b) {
                 let dy = Factor::transposed(Columns::new(&dy, member.outputs.clone())?);
                 let low = Factor::plain(Columns::new(&low, self.columns(i))?);
-                kernels.product(dy, low, self.scale, Columns::all(db)?, Store::Overwrite)?;
-                hook.part(self.layer, Part::WeightGradient, db)?;
+                cx.product(dy, low, self.scale, Columns::all(db)?)?;
+                cx.hook.part(self.layer, Part::WeightGradient, db)?;
             }
         }
-        let Some(da) = grads.own(self.a) else { return Ok(()) };
-        let input = self.dropped(kernels, x, pass)?;
+        let Some(da) = cx.grad(self.a) else { return Ok(()) };
+        let input = self.dropped(cx, x, pass)?;
         let (dlow, input) = (Factor::transposed(Columns::all(&dlow)?), Factor::plain(Columns::all(&input)?));
-        kernels.product(dlow, input, 1.0, Columns::all(da)?, Store::Overwrite)?;
-        hook.part(self.layer, Part::WeightGradient, da)
+        cx.product(dlow, input, 1.0, Columns::all(da)?)?;
+        cx.hook.part(self.layer, Part::WeightGradient, da)
     }
 
     /// The gradient of the product's output before `lengths` act on it, if there are any.
     fn through(
         &self,
-        kernels: &dyn Kernels,
+        cx: &Context<'_>,
         lengths: Option<&Lengths>,
         dy: &Tensor,
         pass: AdapterPass<'_>,
     ) -> Result<Tensor> {
         let Some(lengths) = lengths else { return Ok(dy.clone()) };
         let before = matrix(pass.buffers()?.output.as_ref(), dy.dim(0)?, self.outputs)?;
-        kernels.copy(dy, &before)?;
+        cx.kernels.copy(dy, &before)?;
         lengths.apply(&before, None)?;
         Ok(before)
     }
 
     /// `x` behind dropout.
-    fn dropped(&self, kernels: &dyn Kernels, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
-        let Some(dropout) = pass.mode.dropout(self.dropout, self.site) else { return Ok(x.clone()) };
+    fn dropped(&self, cx: &Context<'_>, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
+        let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else { return Ok(x.clone()) };
         let (rows, columns) = x.dims2()?;
         let dropped = matrix(pass.buffers()?.dropped.as_ref().map(|buffers| &buffers[0]), rows, columns)?;
-        kernels.branch_gradient(x, Some(dropout), &dropped)?;
+        op::Copy { x, dropout: Some(dropout), out: &dropped }.run(cx.kernels)?;
         Ok(dropped)
     }
 

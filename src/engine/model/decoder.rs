@@ -4,23 +4,23 @@
 //! The forward pass leaves in the [`Workspace`] what the backward pass reads. After the first step neither allocates.
 
 mod decode;
-mod gradients;
 
 pub use decode::KvCache;
 
 use super::adapter::AdapterPass;
 use super::hook::{Hook, Part, Place};
-use super::layers::{Linear, NormLayer, pack_of};
+use super::layers::{Context, Linear, NormLayer, pack_of};
 use super::parameters::{Parameters, Slot};
 use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole};
 use super::workspace::{BranchNorm, HeadNorms, Keep, Rotations, StreamGradient, Workspace};
 use crate::engine::kernels::attention::{Operands, Shape};
-use crate::engine::kernels::columns::{Columns, Store};
-use crate::engine::kernels::cross_entropy::{HeadGradient, HeadTensor};
+use crate::engine::kernels::columns::{Columns, WriteMode};
+use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadTensor};
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::embedding::scale_of_width;
+use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::rope::{Direction, Positions};
-use crate::engine::kernels::{Embedding, Kernels, WeightLayout, view};
+use crate::engine::kernels::{HeadHook, Kernels, WeightLayout, view};
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
 
@@ -99,6 +99,36 @@ impl Block {
             down: linear(LinearRole::Down)?,
         })
     }
+
+    /// Runs the last linear layer of a branch, and the norm after it, if there is one.
+    fn close_branch(
+        &self,
+        cx: &mut Context<'_>,
+        (linear, x): (&Linear, &Tensor),
+        (norm, kept): (usize, Option<&BranchNorm>),
+        branch: &Tensor,
+        adapters: AdapterPass<'_>,
+    ) -> Result<()> {
+        let (Some(norms), Some(kept)) = (&self.branch_norms, kept) else {
+            return linear.forward(cx, x, branch, adapters);
+        };
+        linear.forward(cx, x, &kept.input, adapters)?;
+        norms[norm].forward(cx, &kept.input, &kept.into(branch))
+    }
+
+    /// Backpropagates `branch`, the gradient of the branch output, through the norm after it, if there is one.
+    fn open_branch<'a>(
+        &self,
+        cx: &mut Context<'_>,
+        (norm, kept): (usize, Option<&BranchNorm>),
+        (branch, other): (&'a Tensor, Option<&'a Tensor>),
+    ) -> Result<&'a Tensor> {
+        let (Some(norms), Some(kept), Some(other)) = (&self.branch_norms, kept, other) else {
+            return Ok(branch);
+        };
+        norms[norm].backward(cx, &kept.input, &kept.into(branch), branch, (other, WriteMode::Overwrite))?;
+        Ok(other)
+    }
 }
 
 /// A decoder: which layers there are, which parameters are theirs, and what computes them.
@@ -151,22 +181,21 @@ impl Decoder {
     /// values.
     fn prepare_heads<'a>(
         &self,
+        cx: &mut Context<'_>,
         i: usize,
-        weights: &Parameters,
         (qkv, heads): (&'a Tensor, Option<&'a HeadNorms>),
         (rotations, positions): (&Rotations, Positions<'_>),
-        hook: &mut dyn Hook,
     ) -> Result<[Columns<'a>; 3]> {
         let [query, key, value] = self.columns(qkv, heads)?;
         if let (Some(norms), Some(heads)) = (&self.blocks[i].head_norms, heads) {
             let inputs = Columns::split(qkv, self.spec.qkv_widths())?;
             for (((norm, x), y), rstd) in norms.iter().zip(inputs).zip([query, key]).zip(&heads.rstd) {
-                norm.forward_heads(self.kernels(), weights, x, (y, rstd), hook)?;
+                norm.forward_heads(cx, x, (y, rstd))?;
             }
         }
         if let Some(table) = rotations.of(&self.spec, i) {
             for x in [query, key] {
-                self.kernels.rotate(x, table, positions, Direction::Forward)?;
+                op::Rotate { x, table, positions, direction: Direction::Forward }.run(cx.kernels)?;
             }
         }
         Ok([query, key, value])
@@ -210,9 +239,9 @@ impl Decoder {
     /// Embeds tokens. Of a table in blocks only their rows are dequantised.
     fn embed_into(&self, weights: &Parameters, embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
         let Some(rows) = weights.gathered(self.embedding, embedding.ids)? else {
-            return self.kernels.embed(embedding, out);
+            return op::Embed { input: embedding, out }.run(self.kernels());
         };
-        self.kernels.embed(Embedding { table: &rows, ids: rows.places(), ..embedding }, out)
+        op::Embed { input: Embedding { table: &rows, ids: rows.places(), ..embedding }, out }.run(self.kernels())
     }
 
     /// From tokens to the head's input, [`Workspace::hidden`].
@@ -229,94 +258,52 @@ impl Decoder {
         ws.documents.extend_from_slice(tokens.documents.unwrap_or_default());
         self.embed_into(weights, self.embed(weights, tokens, mode), &ws.stream[0])?;
         hook.part(EMBEDDING, Part::Output, &ws.stream[0])?;
+        let cx = &mut Context { kernels: self.kernels(), weights, grads: None, mode, hook };
         for (i, block) in self.blocks.iter().enumerate() {
-            self.forward_block(i, weights, mode, ws, hook)?;
+            self.forward_block(cx, i, ws)?;
             let (acts, scratch) = ws.block(i)?;
             if acts.mlp_branch.is_none() {
-                let adapters = acts.adapters(mode, scratch);
-                block.down.forward(self.kernels(), weights, &scratch.activated, &scratch.branch, adapters, hook)?;
+                block.down.forward(cx, &scratch.activated, &scratch.branch, acts.adapters(scratch))?;
             }
             let dropout = mode.dropout(self.spec.dropout.residual, Sites::of(i).mlp_out);
-            self.kernels.add_branch(&acts.middle, &scratch.branch, dropout, &ws.stream[i + 1])?;
-            hook.part(Layer::inner(i, Op::MlpSum), Part::Output, &ws.stream[i + 1])?;
+            op::AddBranch { stream: &acts.middle, branch: &scratch.branch, dropout, out: &ws.stream[i + 1] }
+                .run(cx.kernels)?;
+            cx.hook.part(Layer::inner(i, Op::MlpSum), Part::Output, &ws.stream[i + 1])?;
         }
         let last = &ws.stream[self.spec.layers];
-        self.final_norm.forward(self.kernels(), weights, last, &ws.final_norm, hook)
+        self.final_norm.forward(cx, last, &ws.final_norm)
     }
 
     /// A block from its input to what its last product takes, or to the norm behind that: all that its backward pass reads.
-    fn forward_block(
-        &self,
-        i: usize,
-        weights: &Parameters,
-        mode: Mode,
-        ws: &Workspace,
-        hook: &mut dyn Hook,
-    ) -> Result<()> {
-        let (kernels, block, site, rates) = (self.kernels(), &self.blocks[i], Sites::of(i), self.spec.dropout);
+    fn forward_block(&self, cx: &mut Context<'_>, i: usize, ws: &Workspace) -> Result<()> {
+        let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
+        let (site, rates) = (Sites::of(i), self.spec.dropout);
         let (input, (acts, scratch)) = (&ws.stream[i], ws.block(i)?);
-        let adapters = acts.adapters(mode, scratch);
-        block.attention_norm.forward(kernels, weights, input, &acts.attention_norm, hook)?;
-        block.qkv.forward(kernels, weights, &acts.attention_norm.out, &acts.qkv, adapters, hook)?;
+        let adapters = acts.adapters(scratch);
+        block.attention_norm.forward(cx, input, &acts.attention_norm)?;
+        block.qkv.forward(cx, &acts.attention_norm.out, &acts.qkv, adapters)?;
         let places = (&ws.rotations, ws.positions());
-        let qkv = self.prepare_heads(i, weights, (&acts.qkv, acts.heads.as_ref()), places, hook)?;
+        let qkv = self.prepare_heads(cx, i, (&acts.qkv, acts.heads.as_ref()), places)?;
         let operands =
             Operands { qkv, documents: ws.documents(), dropout: mode.dropout(rates.attention, site.attention) };
-        kernels.attention(&self.shape(i, ws.batch, ws.seq_len), &operands, &acts.attended, &acts.lse)?;
-        hook.part(Layer::inner(i, Op::Attention), Part::Output, &acts.attended)?;
-        let close = |linear: &Linear, x: &Tensor, norm: usize, kept: Option<&BranchNorm>, hook: &mut dyn Hook| {
-            self.close_branch(i, weights, (linear, x), (norm, kept), &scratch.branch, adapters, hook)
-        };
-        close(&block.out, &acts.attended, 0, acts.attention_branch.as_ref(), hook)?;
+        op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
+            .run(kernels)?;
+        cx.hook.part(Layer::inner(i, Op::Attention), Part::Output, &acts.attended)?;
+        let kept = acts.attention_branch.as_ref();
+        block.close_branch(cx, (&block.out, &acts.attended), (0, kept), &scratch.branch, adapters)?;
         let dropout = mode.dropout(rates.residual, site.attention_out);
-        kernels.add_branch(input, &scratch.branch, dropout, &acts.middle)?;
-        hook.part(Layer::inner(i, Op::AttentionSum), Part::Output, &acts.middle)?;
+        op::AddBranch { stream: input, branch: &scratch.branch, dropout, out: &acts.middle }.run(kernels)?;
+        cx.hook.part(Layer::inner(i, Op::AttentionSum), Part::Output, &acts.middle)?;
 
-        block.mlp_norm.forward(kernels, weights, &acts.middle, &acts.mlp_norm, hook)?;
-        block.up.forward(kernels, weights, &acts.mlp_norm.out, &acts.up, adapters, hook)?;
-        kernels.activate(self.spec.activation, &acts.up, &scratch.activated)?;
-        hook.part(Layer::inner(i, Op::Activation), Part::Output, &scratch.activated)?;
-        if acts.mlp_branch.is_some() {
-            close(&block.down, &scratch.activated, 1, acts.mlp_branch.as_ref(), hook)?;
+        block.mlp_norm.forward(cx, &acts.middle, &acts.mlp_norm)?;
+        block.up.forward(cx, &acts.mlp_norm.out, &acts.up, adapters)?;
+        op::Activate { activation: self.spec.activation, x: &acts.up, y: &scratch.activated }.run(kernels)?;
+        cx.hook.part(Layer::inner(i, Op::Activation), Part::Output, &scratch.activated)?;
+        if let Some(kept) = &acts.mlp_branch {
+            let (down, branch) = ((&block.down, &scratch.activated), &scratch.branch);
+            block.close_branch(cx, down, (1, Some(kept)), branch, adapters)?;
         }
         Ok(())
-    }
-
-    /// What a block's branch adds to the stream: its last product, normalised where there is a norm behind it.
-    #[expect(clippy::too_many_arguments, reason = "the pass's operands, taken apart")]
-    fn close_branch(
-        &self,
-        i: usize,
-        weights: &Parameters,
-        (linear, x): (&Linear, &Tensor),
-        (norm, kept): (usize, Option<&BranchNorm>),
-        branch: &Tensor,
-        adapters: AdapterPass<'_>,
-        hook: &mut dyn Hook,
-    ) -> Result<()> {
-        let (Some(norms), Some(kept)) = (&self.blocks[i].branch_norms, kept) else {
-            return linear.forward(self.kernels(), weights, x, branch, adapters, hook);
-        };
-        linear.forward(self.kernels(), weights, x, &kept.input, adapters, hook)?;
-        norms[norm].forward(self.kernels(), weights, &kept.input, &kept.into(branch), hook)
-    }
-
-    /// The gradient of a branch's last product from that of what the branch adds, `branch`.
-    fn open_branch<'a>(
-        &self,
-        i: usize,
-        weights: &Parameters,
-        (norm, kept): (usize, Option<&BranchNorm>),
-        (branch, other): (&'a Tensor, Option<&'a Tensor>),
-        grads: &Parameters,
-        hook: &mut dyn Hook,
-    ) -> Result<&'a Tensor> {
-        let (Some(norms), Some(kept), Some(other)) = (&self.blocks[i].branch_norms, kept, other) else {
-            return Ok(branch);
-        };
-        let (normed, dx) = (kept.into(branch), (other, Store::Overwrite));
-        norms[norm].backward(self.kernels(), weights, &kept.input, &normed, branch, dx, grads, hook)?;
-        Ok(other)
     }
 
     /// The factor of the tokens' embeddings.
@@ -328,7 +315,7 @@ impl Decoder {
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
     pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
         let weight = weights.operand(self.head)?;
-        self.kernels.head(ws.hidden(), &weight, targets, &ws.head, None, None)
+        cross_entropy::head(self.kernels(), ws.hidden(), &weight, targets, &ws.head, None, None)
     }
 
     /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target.
@@ -354,7 +341,8 @@ impl Decoder {
             hook.record(Place { layer: Layer::outer(Op::Head), part, first_token }, values)
         };
         let weight = weights.operand(self.head)?;
-        self.kernels.head(ws.hidden(), &weight, targets, &ws.head, Some(gradient), watches.then_some(&mut record))
+        let hook: HeadHook<'_> = if watches { Some(&mut record) } else { None };
+        cross_entropy::head(self.kernels(), ws.hidden(), &weight, targets, &ws.head, Some(gradient), hook)
     }
 
     /// From the head's input back to the embeddings, after [`Self::loss_and_head_gradient`]; writes every gradient.
@@ -373,94 +361,87 @@ impl Decoder {
             bail!("this workspace has no buffers for a backward pass")
         };
         order.resize(tokens.ids.len(), 0);
-        kernels.zero(&stream)?;
+        op::Zero { x: &stream }.run(kernels)?;
         let scratch = ws.scratch(ws.hidden().dtype())?;
         let dy = &scratch.gradients()?.normed;
         let last = &ws.stream[self.spec.layers];
-        let dx = (&stream, Store::Add);
-        self.final_norm.backward(kernels, weights, last, &ws.final_norm, dy, dx, grads, hook)?;
+        let cx = &mut Context { kernels, weights, grads: Some(grads), mode, hook };
+        self.final_norm.backward(cx, last, &ws.final_norm, dy, (&stream, WriteMode::Accumulate))?;
         for i in (0..self.spec.layers).rev() {
             if ws.keep() == Keep::BlockInput {
-                self.forward_block(i, weights, mode, ws, hook)?;
+                self.forward_block(cx, i, ws)?;
                 let (acts, scratch) = ws.block(i)?;
                 if acts.mlp_branch.is_none() {
-                    let (down, adapters) = (&self.blocks[i].down, acts.adapters(mode, scratch));
-                    down.forward_again(kernels, weights, &scratch.activated, adapters, hook)?;
+                    self.blocks[i].down.forward_again(cx, &scratch.activated, acts.adapters(scratch))?;
                 }
             }
-            self.backward_block(i, weights, mode, ws, &stream, grads, hook)?;
+            self.backward_block(cx, i, ws, &stream)?;
         }
         let dpositions = self.positions.and_then(|positions| grads.own(positions));
         if let Some(dtable) = grads.own(self.embedding) {
             if !self.spec.tied {
-                kernels.zero(dtable)?;
+                op::Zero { x: dtable }.run(kernels)?;
             }
-            kernels.embed_backward(self.embed(weights, tokens, mode), &stream, &mut order, dtable, dpositions)?;
-            hook.part(EMBEDDING, Part::WeightGradient, dtable)?;
+            op::EmbedBackward {
+                input: self.embed(weights, tokens, mode),
+                dx: &stream,
+                order: &mut order,
+                dtable,
+                dpositions,
+            }
+            .run(kernels)?;
+            cx.hook.part(EMBEDDING, Part::WeightGradient, dtable)?;
         }
         ws.backward = Some(StreamGradient { stream, order });
-        dpositions.map_or(Ok(()), |grad| hook.part(Layer::outer(Op::Positions), Part::WeightGradient, grad))
+        dpositions.map_or(Ok(()), |grad| cx.hook.part(Layer::outer(Op::Positions), Part::WeightGradient, grad))
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the pass's operands, taken apart")]
-    fn backward_block(
-        &self,
-        i: usize,
-        weights: &Parameters,
-        mode: Mode,
-        ws: &Workspace,
-        stream: &Tensor,
-        grads: &Parameters,
-        hook: &mut dyn Hook,
-    ) -> Result<()> {
-        let (kernels, block, site, rates) = (self.kernels(), &self.blocks[i], Sites::of(i), self.spec.dropout);
+    fn backward_block(&self, cx: &mut Context<'_>, i: usize, ws: &Workspace, stream: &Tensor) -> Result<()> {
+        let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
+        let (site, rates) = (Sites::of(i), self.spec.dropout);
         let (acts, scratch) = ws.block(i)?;
         let (branch, gradients) = (&scratch.branch, scratch.gradients()?);
-        let adapters = acts.adapters(mode, scratch);
+        let adapters = acts.adapters(scratch);
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
-        kernels.branch_gradient(stream, mode.dropout(rates.residual, site.mlp_out), branch)?;
+        op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.mlp_out), out: branch }.run(kernels)?;
         let other = gradients.branch.as_ref();
-        let dy = self.open_branch(i, weights, (1, acts.mlp_branch.as_ref()), (branch, other), grads, hook)?;
-        hook.part(block.down.layer(), Part::OutputGradient, dy)?;
-        let lengths = block.down.backward_input(kernels, weights, dy, activated, adapters, hook)?;
+        let dy = block.open_branch(cx, (1, acts.mlp_branch.as_ref()), (branch, other))?;
+        cx.hook.part(block.down.layer(), Part::OutputGradient, dy)?;
+        let lengths = block.down.backward_input(cx, dy, activated, adapters)?;
         let (up, input) = (gradients.up(), &scratch.activated);
-        kernels.activate_backward(self.spec.activation, &acts.up, activated, up, input)?;
+        op::ActivateBackward { activation: self.spec.activation, x: &acts.up, dy: activated, dx: up, y: input }
+            .run(kernels)?;
         let activation = Layer::inner(i, Op::Activation);
-        hook.part(activation, Part::Output, input)?;
-        hook.part(activation, Part::InputGradient, up)?;
-        block.down.backward_weight(kernels, weights, input, dy, lengths.as_ref(), grads, adapters, hook)?;
-        block.up.backward(kernels, weights, &acts.mlp_norm.out, up, normed, grads, adapters, hook)?;
-        let dx = (stream, Store::Add);
-        block.mlp_norm.backward(kernels, weights, &acts.middle, &acts.mlp_norm, normed, dx, grads, hook)?;
+        cx.hook.part(activation, Part::Output, input)?;
+        cx.hook.part(activation, Part::InputGradient, up)?;
+        block.down.backward_weight(cx, input, dy, lengths.as_ref(), adapters)?;
+        block.up.backward(cx, &acts.mlp_norm.out, up, normed, adapters)?;
+        let dx = (stream, WriteMode::Accumulate);
+        block.mlp_norm.backward(cx, &acts.middle, &acts.mlp_norm, normed, dx)?;
 
-        kernels.branch_gradient(stream, mode.dropout(rates.residual, site.attention_out), branch)?;
+        op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.attention_out), out: branch }.run(kernels)?;
         let attended = gradients.attended();
-        let dy = self.open_branch(i, weights, (0, acts.attention_branch.as_ref()), (branch, other), grads, hook)?;
-        hook.part(block.out.layer(), Part::OutputGradient, dy)?;
-        block.out.backward(kernels, weights, &acts.attended, dy, attended, grads, adapters, hook)?;
-        self.attention_backward(i, weights, mode, ws, attended, qkv, grads, hook)?;
-        hook.part(Layer::inner(i, Op::Attention), Part::InputGradient, qkv)?;
-        block.qkv.backward(kernels, weights, &acts.attention_norm.out, qkv, normed, grads, adapters, hook)?;
-        let input = &ws.stream[i];
-        block.attention_norm.backward(kernels, weights, input, &acts.attention_norm, normed, dx, grads, hook)
+        let dy = block.open_branch(cx, (0, acts.attention_branch.as_ref()), (branch, other))?;
+        cx.hook.part(block.out.layer(), Part::OutputGradient, dy)?;
+        block.out.backward(cx, &acts.attended, dy, attended, adapters)?;
+        self.attention_backward(cx, i, ws, attended, qkv)?;
+        cx.hook.part(Layer::inner(i, Op::Attention), Part::InputGradient, qkv)?;
+        block.qkv.backward(cx, &acts.attention_norm.out, qkv, normed, adapters)?;
+        block.attention_norm.backward(cx, &ws.stream[i], &acts.attention_norm, normed, dx)
     }
 
     /// From the gradient of attention's output to that of the product `qkv`.
-    #[expect(clippy::too_many_arguments, reason = "the pass's operands, taken apart")]
     fn attention_backward(
         &self,
+        cx: &mut Context<'_>,
         i: usize,
-        weights: &Parameters,
-        mode: Mode,
         ws: &Workspace,
         attended: &Tensor,
         dqkv: &Tensor,
-        grads: &Parameters,
-        hook: &mut dyn Hook,
     ) -> Result<()> {
-        let (kernels, (acts, scratch)) = (self.kernels(), ws.block(i)?);
+        let (kernels, (acts, scratch)) = (cx.kernels, ws.block(i)?);
         let widths = self.spec.qkv_widths();
-        let dropout = mode.dropout(self.spec.dropout.attention, Sites::of(i).attention);
+        let dropout = cx.mode.dropout(self.spec.dropout.attention, Sites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
         let operands = Operands { qkv, documents: ws.documents(), dropout };
         let linear = Columns::split(dqkv, widths)?;
@@ -471,17 +452,25 @@ impl Decoder {
             None => [linear[0], linear[1]],
         };
         let shape = self.shape(i, ws.batch, ws.seq_len);
-        kernels.attention_backward(&shape, &operands, attended, &acts.attended, &acts.lse, [dq, dk, linear[2]])?;
+        op::AttentionBackward {
+            shape,
+            operands,
+            dout: attended,
+            out: &acts.attended,
+            lse: &acts.lse,
+            gradients: [dq, dk, linear[2]],
+        }
+        .run(kernels)?;
         if let Some(table) = ws.rotations.of(&self.spec, i) {
             for x in [dq, dk] {
-                kernels.rotate(x, table, ws.positions(), Direction::Backward)?;
+                op::Rotate { x, table, positions: ws.positions(), direction: Direction::Backward }.run(kernels)?;
             }
         }
         if let (Some(norms), Some(heads)) = (&self.blocks[i].head_norms, &acts.heads) {
             let inputs = Columns::split(&acts.qkv, widths)?;
             for part in 0..2 {
                 let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
-                norms[part].backward_heads(kernels, weights, x, rstd, dy, linear[part], grads, hook)?;
+                norms[part].backward_heads(cx, x, rstd, dy, linear[part])?;
             }
         }
         Ok(())
@@ -491,7 +480,8 @@ impl Decoder {
     pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
         let weight = weights.operand(self.head)?;
         let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;
-        self.kernels.linear(WeightLayout::OutIn, hidden, &weight, None, &logits)?;
+        op::Linear { layout: WeightLayout::OutIn, x: hidden, weight: &weight, bias: None, y: &logits, low_rank: None }
+            .run(self.kernels())?;
         Ok(logits)
     }
 

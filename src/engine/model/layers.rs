@@ -2,15 +2,38 @@
 //! `backward` writes the gradients of its parameters.
 
 use super::adapter::{Adapter, AdapterPass};
+use super::decoder::Mode;
 use super::dora::Lengths;
 use super::hook::{Hook, Part};
 use super::parameters::{Parameters, Slot};
 use super::spec::{Layer, ModelSpec, ParamRole};
-use crate::engine::kernels::columns::{Columns, Store};
-use crate::engine::kernels::{Kernels, NormGradients, NormSettings, Normed, WeightLayout};
+use crate::engine::kernels::columns::{Columns, Factor, WriteMode};
+use crate::engine::kernels::{Kernels, NormSettings, Normed, WeightLayout, op};
 use candle_core::{DType, Result, Tensor, bail};
 
-/// Where what is `role` to a layer is among the packs of tensors.
+/// The arguments that the layers of a pass share.
+pub(super) struct Context<'a> {
+    pub(super) kernels: &'a dyn Kernels,
+    pub(super) weights: &'a Parameters,
+    /// The gradients that a backward pass writes.
+    pub(super) grads: Option<&'a Parameters>,
+    pub(super) mode: Mode,
+    pub(super) hook: &'a mut dyn Hook,
+}
+
+impl<'a> Context<'a> {
+    /// The tensor for a parameter's gradient; `None` if it is frozen.
+    pub(super) fn grad(&self, slot: Slot) -> Option<&'a Tensor> {
+        self.grads?.own(slot)
+    }
+
+    /// `c = alpha · a · b`.
+    pub(super) fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>) -> Result<()> {
+        op::Product { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels)
+    }
+}
+
+/// Looks up the fused tensor that holds parameter `role` of `layer`.
 pub(super) fn pack_of(parameters: &Parameters, layer: Layer, role: ParamRole) -> Result<Slot> {
     match parameters.find_pack(layer, role) {
         Some(slot) => Ok(slot),
@@ -36,42 +59,52 @@ impl NormLayer {
     }
 
     /// Normalises the rows of `x [N, D]` into `normed`.
-    pub(super) fn forward(
-        &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
-        x: &Tensor,
-        normed: &Normed,
-        hook: &mut dyn Hook,
-    ) -> Result<()> {
-        let bias = self.bias.map(|bias| weights.pack(bias));
-        kernels.norm(self.settings, x, weights.pack(self.weight), bias, normed)?;
-        hook.part(self.layer, Part::Output, &normed.out)
+    pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, normed: &Normed) -> Result<()> {
+        let bias = self.bias.map(|bias| cx.weights.pack(bias));
+        op::Norm {
+            settings: self.settings,
+            x: Columns::all(x)?,
+            weight: cx.weights.pack(self.weight),
+            bias,
+            y: Columns::all(&normed.out)?,
+            mean: normed.mean.as_ref(),
+            rstd: &normed.rstd,
+        }
+        .run(cx.kernels)?;
+        cx.hook.part(self.layer, Part::Output, &normed.out)
     }
 
     /// Adds the gradient with respect to `x` to `dx`, or overwrites it, given the output's gradient `dy`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         x: &Tensor,
         normed: &Normed,
         dy: &Tensor,
-        (dx, store): (&Tensor, Store),
-        grads: &Parameters,
-        hook: &mut dyn Hook,
+        (dx, mode): (&Tensor, WriteMode),
     ) -> Result<()> {
-        let bias = self.bias.and_then(|bias| grads.own(bias));
-        let gradients = grads.own(self.weight).map(|weight| NormGradients { weight, bias });
-        kernels.norm_backward(self.settings, dy, x, weights.pack(self.weight), normed, (dx, store), gradients)?;
-        self.record_gradients(grads, hook)?;
-        hook.part(self.layer, Part::InputGradient, dx)
+        let (dy, x, to) = (Columns::all(dy)?, Columns::all(x)?, Columns::all(dx)?);
+        let dweight = cx.grad(self.weight);
+        op::NormBackward {
+            settings: self.settings,
+            dy,
+            x,
+            weight: cx.weights.pack(self.weight),
+            mean: normed.mean.as_ref(),
+            rstd: &normed.rstd,
+            dx: to,
+            mode,
+            dweight,
+            dbias: self.bias.and_then(|bias| cx.grad(bias)),
+        }
+        .run(cx.kernels)?;
+        self.record_gradients(cx)?;
+        cx.hook.part(self.layer, Part::InputGradient, dx)
     }
 
     /// Shows the gradients of its parameters, unless they are frozen.
-    fn record_gradients(&self, grads: &Parameters, hook: &mut dyn Hook) -> Result<()> {
-        record_gradients(self.layer, self.weight, self.bias, grads, hook)
+    fn record_gradients(&self, cx: &mut Context<'_>) -> Result<()> {
+        record_gradients(cx, self.layer, self.weight, self.bias)
     }
 }
 
@@ -79,48 +112,49 @@ impl NormLayer {
     /// Normalises each head in the columns `x` into the columns `y`.
     pub(super) fn forward_heads(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         x: Columns<'_>,
         (y, rstd): (Columns<'_>, &Tensor),
-        hook: &mut dyn Hook,
     ) -> Result<()> {
-        kernels.head_norm(self.settings, x, weights.pack(self.weight), y, rstd)?;
-        hook.part(self.layer, Part::Output, y.tensor())
+        op::Norm { settings: self.settings, x, weight: cx.weights.pack(self.weight), y, rstd, bias: None, mean: None }
+            .run(cx.kernels)?;
+        cx.hook.part(self.layer, Part::Output, y.tensor())
     }
 
     /// Writes the gradients of the weight and of `x`, given that of the output, `dy`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward_heads(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         x: Columns<'_>,
         rstd: &Tensor,
         dy: Columns<'_>,
         dx: Columns<'_>,
-        grads: &Parameters,
-        hook: &mut dyn Hook,
     ) -> Result<()> {
-        let weight = weights.pack(self.weight);
-        kernels.head_norm_backward(self.settings, dy, x, weight, rstd, dx, grads.own(self.weight))?;
-        self.record_gradients(grads, hook)
+        let weight = cx.weights.pack(self.weight);
+        op::NormBackward {
+            settings: self.settings,
+            dy,
+            x,
+            weight,
+            rstd,
+            dx,
+            dweight: cx.grad(self.weight),
+            mode: WriteMode::Overwrite,
+            mean: None,
+            dbias: None,
+        }
+        .run(cx.kernels)?;
+        self.record_gradients(cx)
     }
 }
 
 /// Shows the gradients of a layer's weight and bias, unless they are frozen.
-fn record_gradients(
-    layer: Layer,
-    weight: Slot,
-    bias: Option<Slot>,
-    grads: &Parameters,
-    hook: &mut dyn Hook,
-) -> Result<()> {
-    if let Some(dweight) = grads.own(weight) {
-        hook.part(layer, Part::WeightGradient, dweight)?;
+fn record_gradients(cx: &mut Context<'_>, layer: Layer, weight: Slot, bias: Option<Slot>) -> Result<()> {
+    if let Some(dweight) = cx.grad(weight) {
+        cx.hook.part(layer, Part::WeightGradient, dweight)?;
     }
-    match bias.and_then(|bias| grads.own(bias)) {
-        Some(dbias) => hook.part(layer, Part::BiasGradient, dbias),
+    match bias.and_then(|bias| cx.grad(bias)) {
+        Some(dbias) => cx.hook.part(layer, Part::BiasGradient, dbias),
         None => Ok(()),
     }
 }
@@ -156,96 +190,86 @@ impl Linear {
     /// `y = x · weight + bias`, and what the adapter adds.
     pub(super) fn forward(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         x: &Tensor,
         y: &Tensor,
         adapters: AdapterPass<'_>,
-        hook: &mut dyn Hook,
     ) -> Result<()> {
         if let Some(adapter) = &self.adapter {
-            adapter.forward(kernels, weights, x, y, adapters, hook)?;
+            adapter.forward(cx, x, y, adapters)?;
         } else {
-            let bias = self.bias.map(|bias| weights.pack(bias));
-            let weight = weights.operand(self.weight)?;
-            kernels.linear(weight.layout(self.layout), x, &weight, bias, y)?;
+            let bias = self.bias.map(|bias| cx.weights.pack(bias));
+            let weight = cx.weights.operand(self.weight)?;
+            op::Linear { layout: weight.layout(self.layout), x, weight: &weight, bias, y, low_rank: None }
+                .run(cx.kernels)?;
         }
-        hook.part(self.layer, Part::Output, y)
+        cx.hook.part(self.layer, Part::Output, y)
     }
 
     /// Computes what the backward pass needs of [`Self::forward`] beside its operands.
-    pub(super) fn forward_again(
-        &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
-        x: &Tensor,
-        adapters: AdapterPass<'_>,
-        hook: &mut dyn Hook,
-    ) -> Result<()> {
+    pub(super) fn forward_again(&self, cx: &mut Context<'_>, x: &Tensor, adapters: AdapterPass<'_>) -> Result<()> {
         let Some(adapter) = &self.adapter else { return Ok(()) };
-        adapter.forward_low(kernels, weights, x, adapters, hook).map(drop)
+        adapter.forward_low(cx, x, adapters).map(drop)
     }
 
     /// Writes the gradient of `x`, given that of the output, `dy`. What this returns belongs into
     /// [`Self::backward_weight`], which must be next to use the adapters' buffers.
     pub(super) fn backward_input(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         dy: &Tensor,
         dx: &Tensor,
         adapters: AdapterPass<'_>,
-        hook: &mut dyn Hook,
     ) -> Result<Option<Lengths>> {
         let lengths = if let Some(adapter) = &self.adapter {
-            adapter.backward_input(kernels, weights, dy, dx, adapters, hook)?
+            adapter.backward_input(cx, dy, dx, adapters)?
         } else {
-            let weight = weights.operand(self.weight)?;
-            kernels.linear_input_gradient(weight.layout(self.layout), dy, &weight, dx)?;
+            let weight = cx.weights.operand(self.weight)?;
+            op::Linear {
+                layout: weight.layout(self.layout).transposed(),
+                x: dy,
+                weight: &weight,
+                bias: None,
+                low_rank: None,
+                y: dx,
+            }
+            .run(cx.kernels)?;
             None
         };
-        hook.part(self.layer, Part::InputGradient, dx)?;
+        cx.hook.part(self.layer, Part::InputGradient, dx)?;
         Ok(lengths)
     }
 
     /// Writes the gradients of weight and bias, and of the adapter's, given the input and the gradient of the output, `dy`.
-    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward_weight(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         x: &Tensor,
         dy: &Tensor,
         lengths: Option<&Lengths>,
-        grads: &Parameters,
         adapters: AdapterPass<'_>,
-        hook: &mut dyn Hook,
     ) -> Result<()> {
-        if let Some(dweight) = grads.own(self.weight) {
-            let dbias = self.bias.and_then(|bias| grads.own(bias));
-            kernels.linear_weight_gradient(self.layout, x, dy, dweight, dbias)?;
+        if let Some(dweight) = cx.grad(self.weight) {
+            let dbias = self.bias.and_then(|bias| cx.grad(bias));
+            op::linear_weight_gradient(cx.kernels, self.layout, [x, dy], dweight, dbias)?;
         }
-        record_gradients(self.layer, self.weight, self.bias, grads, hook)?;
+        record_gradients(cx, self.layer, self.weight, self.bias)?;
         match &self.adapter {
-            Some(adapter) => adapter.backward_weight(kernels, weights, x, dy, lengths, grads, adapters, hook),
+            Some(adapter) => adapter.backward_weight(cx, x, dy, lengths, adapters),
             None => Ok(()),
         }
     }
 
     /// [`Self::backward_input`], then [`Self::backward_weight`].
-    #[expect(clippy::too_many_arguments, reason = "the operands of the derivative, what computes it, and the hook")]
     pub(super) fn backward(
         &self,
-        kernels: &dyn Kernels,
-        weights: &Parameters,
+        cx: &mut Context<'_>,
         x: &Tensor,
         dy: &Tensor,
         dx: &Tensor,
-        grads: &Parameters,
         adapters: AdapterPass<'_>,
-        hook: &mut dyn Hook,
     ) -> Result<()> {
-        let lengths = self.backward_input(kernels, weights, dy, dx, adapters, hook)?;
-        self.backward_weight(kernels, weights, x, dy, lengths.as_ref(), grads, adapters, hook)
+        let lengths = self.backward_input(cx, dy, dx, adapters)?;
+        self.backward_weight(cx, x, dy, lengths.as_ref(), adapters)
     }
 }

@@ -7,7 +7,6 @@
 mod narrow;
 
 use super::adapter::{AdapterBuffers, AdapterPass, low_columns};
-use super::decoder::Mode;
 use super::rope::Rope;
 use super::spec::ModelSpec;
 use crate::engine::kernels::Normed;
@@ -117,8 +116,8 @@ pub(super) struct Activations<T = Tensor> {
 
 impl Activations {
     /// What the block's adapters need.
-    pub(super) fn adapters<'a>(&'a self, mode: Mode, scratch: &'a Scratch) -> AdapterPass<'a> {
-        AdapterPass { mode, buffers: scratch.adapter.as_ref(), low: self.low.as_ref() }
+    pub(super) fn adapters<'a>(&'a self, scratch: &'a Scratch) -> AdapterPass<'a> {
+        AdapterPass { buffers: scratch.adapter.as_ref(), low: self.low.as_ref() }
     }
 }
 

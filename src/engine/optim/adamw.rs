@@ -3,9 +3,9 @@
 
 use super::blockwise::{BLOCK, Blockwise, SMALLEST};
 use crate::engine::collective::Shards;
-use crate::engine::kernels::adamw::{AdamWStep, Moments};
+use crate::engine::kernels::adamw::AdamWStep;
 use crate::engine::kernels::survey::PART;
-use crate::engine::kernels::{Fused, Kernels, stochastic, view};
+use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -170,22 +170,19 @@ impl AdamW {
         bytes + (2 * largest + widened) * Dtype::F32.size_in_bytes() as u64
     }
 
-    /// Update number `updates` + 1 of `masters` from `grads · grad_factor`, rounded into the working copy `weights`.
-    #[expect(clippy::too_many_arguments, reason = "the update's operands and what computes it")]
+    /// Updates `masters` from `grads · grad_factor`, and rounds them into the working copy `weights`.
     pub fn step(
         &mut self,
         kernels: &dyn Kernels,
         grads: &Parameters,
-        grad_factor: f32,
-        lr: f64,
-        updates: u64,
+        Update { lr, grad_factor, updates }: Update,
         masters: &mut MasterWeights,
         weights: &Parameters,
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
         let Self { config, seed, exp_avg, exp_avg_sq, quantised, places, scratch } = self;
         for (i, (entry, place)) in grads.layout().iter().zip(places).enumerate() {
-            let numbers = AdamWStep {
+            let step = AdamWStep {
                 lr: lr as f32,
                 betas: config.betas,
                 eps: config.eps as f32,
@@ -205,10 +202,12 @@ impl AdamW {
                 kernels.copy(master, &updated)?;
             }
             let weight = weight.filter(|weight| !view::share_storage(master, weight));
+            let update = |exp_avg: &Tensor, exp_avg_sq: &Tensor| {
+                op::AdamW { step, grad: &grads[i], master: &updated, exp_avg, exp_avg_sq, weight }.run(kernels)
+            };
             match *place {
                 Place::Exact(at) => {
-                    let moments = Moments { exp_avg: &exp_avg[at], exp_avg_sq: &exp_avg_sq[at] };
-                    kernels.adamw(numbers, &grads[i], &updated, moments, weight)?;
+                    update(&exp_avg[at], &exp_avg_sq[at])?;
                 }
                 Place::Quantised(at) => {
                     let values = [widened(0)?, widened(1)?];
@@ -216,8 +215,7 @@ impl AdamW {
                     for (moment, values) in moments.iter().zip(&values) {
                         moment.load(values)?;
                     }
-                    let moments_now = Moments { exp_avg: &values[0], exp_avg_sq: &values[1] };
-                    kernels.adamw(numbers, &grads[i], &updated, moments_now, weight)?;
+                    update(&values[0], &values[1])?;
                     for (moment, values) in moments.iter_mut().zip(&values) {
                         moment.store(values)?;
                     }
@@ -233,6 +231,17 @@ impl AdamW {
         }
         Ok(())
     }
+}
+
+/// The numbers of one update of all parameters.
+#[derive(Clone, Copy, Debug)]
+pub struct Update {
+    /// Learning rate.
+    pub lr: f64,
+    /// Multiplies the gradients.
+    pub grad_factor: f32,
+    /// The number of updates before this one.
+    pub updates: u64,
 }
 
 /// The weights that updates accumulate in: FP32, with a working copy in the compute type that is rounded from them; or BF16,

@@ -4,7 +4,7 @@ mod reduce;
 
 use crate::engine::collective::{Collective, Shards};
 use crate::engine::kernels::survey::TensorSurvey;
-use crate::engine::kernels::{Kernels, view};
+use crate::engine::kernels::{Kernels, op, view};
 use crate::engine::model::{Parameters, candle_dtype};
 use crate::engine::optim::tree::{Nodes, Placed, share};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
@@ -159,7 +159,7 @@ impl Gradients {
             }
             Some((outer, inner)) => (0..self.grads.len()).try_for_each(|index| {
                 let inner: Vec<_> = inner.iter().rev().map(|sum| &sum[index]).collect();
-                kernels.accumulate_along(&self.grads[index], &inner, &outer[index])
+                op::Accumulate { x: &self.grads[index], inner: &inner, out: &outer[index] }.run(kernels)
             }),
         }
     }
@@ -224,6 +224,6 @@ impl Gradients {
         let grads = self.total().tensors().iter().zip(self.grads.tensors());
         let tensors: Vec<_> = grads.map(|(total, grad)| (total, view::float_format(grad.dtype()))).collect();
         survey.tensors.resize(tensors.len(), TensorSurvey::default());
-        kernels.surveys(&tensors, exponents, &mut survey.tensors)
+        op::Survey { tensors: &tensors, exponents, out: &mut survey.tensors }.run(kernels)
     }
 }

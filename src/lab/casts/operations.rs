@@ -7,8 +7,9 @@ use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
 use crate::engine::kernels::attention::{Operands, Shape};
-use crate::engine::kernels::cross_entropy::HeadWorkspace;
-use crate::engine::kernels::{Activation, Fused, Kernels, Norm, NormSettings, Normed, WeightLayout, view};
+use crate::engine::kernels::columns::Columns;
+use crate::engine::kernels::op::{self, cases::Trial};
+use crate::engine::kernels::{Activation, Fused, Norm, NormSettings, WeightLayout};
 use crate::engine::model::candle_dtype;
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::random::{Domain, Stream};
@@ -34,10 +35,11 @@ const MOST: f64 = 0.9;
 /// Measures the operations of a decoder with this project's kernels for a CPU.
 pub(super) fn measured(policy: PrecisionPolicy) -> candle_core::Result<Vec<Operation>> {
     let bench = Bench { compute: candle_dtype(policy.compute), format: policy.compute.format() };
-    let (norm, statistics) = bench.norm(candle_dtype(policy.residual))?;
-    let (softmax, attention) = bench.attention()?;
-    let (product, bias) = bench.products(candle_dtype(policy.grads))?;
-    Ok(vec![product, bias, norm, statistics, softmax, attention, bench.gelu()?, bench.loss()?])
+    let [norm, statistics] = bench.norm(candle_dtype(policy.residual))?;
+    let [softmax, attention] = bench.attention()?;
+    let [product, bias] = bench.products(candle_dtype(policy.grads))?;
+    let ([gelu], [loss]) = (bench.gelu()?, bench.loss()?);
+    Ok(vec![product, bias, norm, statistics, softmax, attention, gelu, loss])
 }
 
 /// Rows and columns of the operands.
@@ -48,119 +50,93 @@ struct Bench {
     format: FloatFormat,
 }
 
-/// The values of a tensor, which are exact in FP64.
-fn values(tensor: &Tensor) -> candle_core::Result<Vec<f64>> {
-    Ok(tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?.into_iter().map(f64::from).collect())
-}
-
-fn room(shape: &[usize], dtype: DType) -> candle_core::Result<Tensor> {
-    view::zeros(shape, dtype, &Device::Cpu)
-}
-
 /// Normally distributed numbers.
-fn numbers(salt: u32, shape: [usize; 2], dtype: DType) -> candle_core::Result<Tensor> {
+fn numbers(salt: u32, shape: [usize; 2]) -> candle_core::Result<Tensor> {
     let mut numbers = vec![0f32; shape[0] * shape[1]];
     Stream::new(0, Domain::Bench).fill_normal(salt, 0, 0, &mut numbers);
-    Tensor::from_vec(numbers, &shape, &Device::Cpu)?.to_dtype(dtype)
+    Tensor::from_vec(numbers, &shape, &Device::Cpu)
 }
 
 impl Bench {
-    fn operation(
+    /// Measures operations with operands of one type; `compute` returns a result for each of `names`.
+    fn measure<const N: usize>(
         &self,
-        name: &'static str,
+        names: [&'static str; N],
         operands: DType,
-        result: &Tensor,
-        exact: &[f64],
-    ) -> candle_core::Result<Operation> {
-        let rounded_once = rounded_once(&values(result)?, exact, self.format);
-        let inside = if rounded_once >= MOST { DType::F32 } else { operands };
-        let (operands, inside) = (operands.as_str(), inside.as_str());
-        Ok(Operation { name, operands, inside, result: result.dtype().as_str(), rounded_once })
-    }
-
-    fn products(&self, grads: DType) -> candle_core::Result<(Operation, Operation)> {
-        let [rows, width] = SIZE;
-        let (x, weight) = (numbers(1, SIZE, self.compute)?, numbers(2, [width, rows], self.compute)?);
-        let y = room(&[rows, rows], self.compute)?;
-        Fused.linear(WeightLayout::InOut, &x, &weight, None, &y)?;
-        let (a, b) = (values(&x)?, values(&weight)?);
-        let dot = |row: usize, column: usize| (0..width).map(|k| a[row * width + k] * b[k * rows + column]).sum();
-        let exact: Vec<f64> = (0..rows * rows).map(|at| dot(at / rows, at % rows)).collect();
-        let product = self.operation("matrix products", self.compute, &y, &exact)?;
-        let (dweight, dbias) = (room(&[width, width], grads)?, room(&[width], grads)?);
-        Fused.linear_weight_gradient(WeightLayout::InOut, &x, &x, &dweight, Some(&dbias))?;
-        let exact: Vec<f64> = (0..width).map(|column| a.iter().skip(column).step_by(width).sum()).collect();
-        Ok((product, self.operation("gradients of biases", self.compute, &dbias, &exact)?))
-    }
-
-    fn norm(&self, residual: DType) -> candle_core::Result<(Operation, Operation)> {
-        let [rows, width] = SIZE;
-        let x = numbers(3, SIZE, residual)?;
-        let (weight, bias) = (numbers(4, [1, width], self.compute)?, numbers(5, [1, width], self.compute)?);
-        let (weight, bias) = (weight.flatten_all()?, bias.flatten_all()?);
-        let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
-        let normed = Normed::lay_out(Norm::Layer, rows, width, self.compute, &room)?;
-        Fused.norm(settings, &x, &weight, Some(&bias), &normed)?;
-        let (gain, shift) = (values(&weight)?, values(&bias)?);
-        let (mut exact, mut rstds) = (Vec::new(), Vec::new());
-        for row in values(&x)?.chunks(width) {
-            let mean = row.iter().sum::<f64>() / width as f64;
-            let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
-            let rstd = 1.0 / (variance + f64::from(settings.eps)).sqrt();
-            exact.extend(row.iter().zip(&gain).zip(&shift).map(|((x, gain), shift)| (x - mean) * rstd * gain + shift));
-            rstds.push(rstd);
+        compute: impl Fn(&Trial<'_>) -> candle_core::Result<[Tensor; N]>,
+    ) -> candle_core::Result<[Operation; N]> {
+        let (results, exact) = (compute(&Trial::on_cpu(&Fused))?, compute(&Trial::exact())?);
+        let values = |tensor: &Tensor| tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
+        let mut operations =
+            names.map(|name| Operation { name, operands: "", inside: "", result: "", rounded_once: 0.0 });
+        for ((operation, result), exact) in operations.iter_mut().zip(&results).zip(&exact) {
+            operation.rounded_once = rounded_once(&values(result)?, &values(exact)?, self.format);
+            let inside = if operation.rounded_once >= MOST { DType::F32 } else { operands };
+            (operation.operands, operation.inside) = (operands.as_str(), inside.as_str());
+            operation.result = result.dtype().as_str();
         }
-        let norm = self.operation("normalisation", residual, &normed.out, &exact)?;
-        Ok((norm, self.operation("its statistics", residual, &normed.rstd, &rstds)?))
+        Ok(operations)
     }
 
-    fn attention(&self) -> candle_core::Result<(Operation, Operation)> {
+    fn products(&self, grads: DType) -> candle_core::Result<[Operation; 2]> {
+        let [rows, width] = SIZE;
+        self.measure(["matrix products", "gradients of biases"], self.compute, |t| {
+            let (x, weight) = (numbers(1, SIZE)?, numbers(2, [width, rows])?);
+            let (x, weight) = (&t.stored(&x, self.compute)?, &t.stored(&weight, self.compute)?);
+            let (y, sums) = (t.poisoned(&[rows, rows], self.compute)?, t.poisoned(&[width], grads)?);
+            t.run(op::Linear { layout: WeightLayout::InOut, x, weight, bias: None, low_rank: None, y: &y })?;
+            t.run(op::SumRows { x, out: &sums })?;
+            Ok([y, sums])
+        })
+    }
+
+    fn norm(&self, residual: DType) -> candle_core::Result<[Operation; 2]> {
+        let [rows, width] = SIZE;
+        self.measure(["normalisation", "its statistics"], residual, |t| {
+            let x = t.stored(&numbers(3, SIZE)?, residual)?;
+            let [weight, bias] = [4, 5].map(|salt| t.stored(&numbers(salt, [1, width])?.flatten_all()?, self.compute));
+            let (weight, bias, y) = (&weight?, &bias?, t.poisoned(&SIZE, self.compute)?);
+            let [mean, rstd] = [(); 2].map(|()| t.poisoned(&[rows], DType::F32));
+            let (x, out, bias, mean, rstd) = (Columns::all(&x)?, Columns::all(&y)?, Some(bias), Some(&mean?), rstd?);
+            let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
+            t.run(op::Norm { settings, x, weight, bias, y: out, mean, rstd: &rstd })?;
+            Ok([y, rstd])
+        })
+    }
+
+    fn attention(&self) -> candle_core::Result<[Operation; 2]> {
         const HEAD: usize = SIZE[1] / 3;
-        let rows = SIZE[0];
-        let shape = Shape::new(1, rows, 1, HEAD);
-        let qkv = numbers(6, SIZE, self.compute)?;
-        let (out, lse) = (room(&[rows, HEAD], self.compute)?, room(&[rows], DType::F32)?);
-        Fused.attention(&shape, &Operands::packed(&shape, &qkv, None)?, &out, &lse)?;
-        let packed = values(&qkv)?;
-        let part = |row: usize, part: usize| &packed[(3 * row + part) * HEAD..][..HEAD];
-        let (mut exact, mut sums) = (Vec::new(), Vec::new());
-        for row in 0..rows {
-            let score = |key: usize| {
-                let product: f64 = part(row, 0).iter().zip(part(key, 1)).map(|(q, k)| q * k).sum();
-                (product * f64::from(shape.scale)).exp()
-            };
-            let scores: Vec<f64> = (0..=row).map(score).collect();
-            let sum: f64 = scores.iter().sum();
-            let mixed = |column: usize| {
-                scores.iter().enumerate().map(|(key, score)| score * part(key, 2)[column]).sum::<f64>() / sum
-            };
-            exact.extend((0..HEAD).map(mixed));
-            sums.push(sum.ln());
-        }
-        let softmax = self.operation("softmax's sums", self.compute, &lse, &sums)?;
-        Ok((softmax, self.operation("attention", self.compute, &out, &exact)?))
+        let shape = Shape::new(1, SIZE[0], 1, HEAD);
+        self.measure(["softmax's sums", "attention"], self.compute, |t| {
+            let qkv = t.stored(&numbers(6, SIZE)?, self.compute)?;
+            let (out, lse) = (t.poisoned(&[SIZE[0], HEAD], self.compute)?, t.poisoned(&[SIZE[0]], DType::F32)?);
+            let operands = Operands::packed(&shape, &qkv, None)?;
+            t.run(op::Attention { shape, operands, out: &out, lse: &lse })?;
+            Ok([lse, out])
+        })
     }
 
-    fn gelu(&self) -> candle_core::Result<Operation> {
-        let x = numbers(7, SIZE, self.compute)?;
-        let y = room(&SIZE, self.compute)?;
-        Fused.activate(Activation::Gelu, &x, &y)?;
-        let gelu =
-            |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))).tanh());
-        let exact: Vec<f64> = values(&x)?.into_iter().map(gelu).collect();
-        self.operation("GELU", self.compute, &y, &exact)
+    fn gelu(&self) -> candle_core::Result<[Operation; 1]> {
+        self.measure(["GELU"], self.compute, |t| {
+            let (x, y) = (&t.stored(&numbers(7, SIZE)?, self.compute)?, t.poisoned(&SIZE, self.compute)?);
+            t.run(op::Activate { activation: Activation::Gelu, x, y: &y })?;
+            Ok([y])
+        })
     }
 
-    fn loss(&self) -> candle_core::Result<Operation> {
+    fn loss(&self) -> candle_core::Result<[Operation; 1]> {
         let [rows, width] = SIZE;
-        let (x, weight) = (numbers(8, SIZE, self.compute)?, numbers(9, [rows, width], self.compute)?);
+        let trial = Trial::on_cpu(&Fused);
+        let (x, weight) = (numbers(8, SIZE)?.to_dtype(self.compute)?, numbers(9, [rows, width])?);
+        let (weight, y) = (&weight.to_dtype(self.compute)?, &trial.poisoned(&[rows, rows], self.compute)?);
+        trial.run(op::Linear { layout: WeightLayout::OutIn, x: &x, weight, bias: None, low_rank: None, y })?;
         let targets: Vec<u32> = (0..rows as u32).collect();
-        let workspace = HeadWorkspace::lay_out(rows, rows, width, self.compute, None, &room)?;
-        Fused.head(&x, &weight, &targets, &workspace, None, None)?;
-        let loss =
-            |(row, logits): (usize, &[f64])| logits.iter().map(|logit| (logit - logits[row]).exp()).sum::<f64>().ln();
-        let exact: Vec<f64> = values(&workspace.logits)?.chunks(rows).enumerate().map(loss).collect();
-        self.operation("loss", self.compute, &workspace.losses, &exact)
+        self.measure(["loss"], self.compute, |t| {
+            let (logits, losses) = (t.stored(y, self.compute)?, t.poisoned(&[rows], DType::F32)?);
+            let logits = Columns::all(&logits)?;
+            t.run(op::CrossEntropy { logits, targets: &targets, losses: &losses, seed: None })?;
+            Ok([losses])
+        })
     }
 }
 

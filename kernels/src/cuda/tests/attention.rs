@@ -2,7 +2,7 @@
 
 use super::super::attention as device_attention;
 use super::*;
-use crate::attention::{self, Operands, Shape};
+use crate::attention::{Operands, Shape};
 use crate::columns::Columns;
 use crate::dropout::Dropout;
 
@@ -14,8 +14,9 @@ fn dropout(rate: f32) -> Option<Dropout> {
     Dropout::new(rate, 11, 4, DRAW)
 }
 
-/// Output, log-sum-exps and gradients of the CPU's kernels.
-fn on_the_cpu(
+/// Output, log-sum-exps and gradients.
+fn attend(
+    kernels: &dyn Kernels,
     (shape, documents): Bounded<'_>,
     dtype: DType,
     dropout: Option<Dropout>,
@@ -28,30 +29,10 @@ fn on_the_cpu(
     let (out, dqkv) = (poisoned(&[tokens, width], dtype), poisoned(&[tokens, 3 * width], dtype));
     let lse = poisoned(&[tokens * heads], DType::F32);
     let operands = Operands { documents, ..Operands::packed(&shape, &qkv, dropout).unwrap() };
-    attention::forward(&shape, &operands, &out, &lse).unwrap();
+    op::Attention { shape, operands, out: &out, lse: &lse }.run(kernels).unwrap();
     let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
-    attention::backward(&shape, &operands, &dout, &out, &lse, gradients).unwrap();
+    op::AttentionBackward { shape, operands, dout: &dout, out: &out, lse: &lse, gradients }.run(kernels).unwrap();
     [out, lse, dqkv].map(|tensor| numbers(&tensor))
-}
-
-/// The same of the device's.
-fn on_the_device(
-    gpu: &Emulator,
-    (shape, documents): Bounded<'_>,
-    dtype: DType,
-    dropout: Option<Dropout>,
-    qkv: &[f32],
-    dout: &[f32],
-) -> [Vec<f32>; 3] {
-    let Shape { batch, seq_len, heads, head_size, .. } = shape;
-    let (tokens, width) = (batch * seq_len, heads * head_size);
-    let (qkv, dout) = (gpu.input(qkv, dtype), gpu.input(dout, dtype));
-    let (out, dqkv) = (gpu.output(tokens * width, dtype), gpu.output(tokens * 3 * width, dtype));
-    let lse = gpu.output(tokens * heads, DType::F32);
-    let shape = (shape, device_attention::bounds(&shape, documents).unwrap().map(|bounds| gpu.words(&bounds)));
-    device_attention::forward(gpu, shape, qkv, dropout, out, lse).unwrap();
-    device_attention::backward(gpu, shape, [dout, qkv, out, lse], dropout, dqkv).unwrap();
-    [out, lse, dqkv].map(|buffer| gpu.read(buffer))
 }
 
 fn operands(shape: Shape, dtype: DType) -> (Vec<f32>, Vec<f32>) {
@@ -69,8 +50,9 @@ type Bounded<'a> = (Shape, Option<&'a [u32]>);
 
 fn check_bounded((shape, documents): Bounded<'_>, dtype: DType, dropout: Option<Dropout>) {
     let (qkv, dout) = operands(shape, dtype);
-    let [out, lse, dqkv] = on_the_cpu((shape, documents), dtype, dropout, &qkv, &dout);
-    let found = in_every_order(|gpu| on_the_device(gpu, (shape, documents), dtype, dropout, &qkv, &dout).to_vec());
+    let [out, lse, dqkv] = attend(&Fused, (shape, documents), dtype, dropout, &qkv, &dout);
+    let found =
+        in_every_order_of(|order| attend(&kernels(order), (shape, documents), dtype, dropout, &qkv, &dout).to_vec());
     let Shape { batch, seq_len, heads, head_size, window, .. } = shape;
     let sizes = [batch, seq_len, heads, head_size];
     let sizes = format!("{sizes:?}: dropout {}, window {window:?}, {documents:?}", dropout.is_some());
@@ -201,8 +183,7 @@ fn later_tokens_change_nothing_earlier() {
     let shape = Shape::new(1, 130, 2, 64);
     let width = shape.heads * shape.head_size;
     for (dtype, first) in [(DType::F32, 70), (DType::F16, 70), (DType::BF16, 5)] {
-        let run =
-            |qkv: &[f32], dout: &[f32]| on_the_device(&Emulator::new(0), (shape, None), dtype, dropout(0.1), qkv, dout);
+        let run = |qkv: &[f32], dout: &[f32]| attend(&kernels(0), (shape, None), dtype, dropout(0.1), qkv, dout);
         let (mut qkv, mut dout) = operands(shape, dtype);
         let before = run(&qkv, &dout);
         qkv[first * 3 * width..].iter_mut().for_each(|x| *x = 1.5 - *x);
@@ -235,7 +216,7 @@ fn numbers_that_are_not_finite_show() {
             for part in 0..3 {
                 let mut qkv = qkv.clone();
                 qkv[token * 3 * width + part * width + column] = bad;
-                let [out, lse, dqkv] = on_the_device(&Emulator::new(2), (shape, None), dtype, None, &qkv, &dout);
+                let [out, lse, dqkv] = attend(&kernels(2), (shape, None), dtype, None, &qkv, &dout);
                 // An infinite key may be one that its query does not look at.
                 if part != 1 || bad.is_nan() {
                     assert!(!out[token * width + column].is_finite(), "{bad} in part {part} in {dtype:?}");
@@ -245,7 +226,7 @@ fn numbers_that_are_not_finite_show() {
             }
             let mut dout = dout.clone();
             dout[token * width + column] = bad;
-            let [out, _, dqkv] = on_the_device(&Emulator::new(2), (shape, None), dtype, None, &qkv, &dout);
+            let [out, _, dqkv] = attend(&kernels(2), (shape, None), dtype, None, &qkv, &dout);
             assert!(out.iter().all(|x| x.is_finite()));
             // Of the query, of the keys and of the values.
             for part in 0..3 {
@@ -263,9 +244,9 @@ fn an_overflow_in_between_shows() {
     let shape = Shape::new(1, 20, 1, 64);
     let (qkv, dout) = operands(shape, DType::F16);
     let dout: Vec<f32> = rounded(dout.into_iter().map(|x| 60_000.0 * x).collect(), DType::F16);
-    let [out, _, dqkv] = on_the_device(&Emulator::new(1), (shape, None), DType::F16, None, &qkv, &dout);
+    let [out, _, dqkv] = attend(&kernels(1), (shape, None), DType::F16, None, &qkv, &dout);
     assert!(out.iter().all(|x| x.is_finite()) && dqkv.iter().any(|x| !x.is_finite()));
-    let [_, _, twin] = on_the_cpu((shape, None), DType::F16, None, &qkv, &dout);
+    let [_, _, twin] = attend(&Fused, (shape, None), DType::F16, None, &qkv, &dout);
     assert!(twin.iter().zip(&dqkv).all(|(twin, found)| twin.is_finite() || !found.is_finite()));
 }
 

@@ -1,9 +1,9 @@
-//! Activations, branches and biases, and the embedding's gradient, against the CPU's kernels.
+//! Activations, branches and biases against the CPU's kernels.
 
-use super::super::{elementwise, embedding};
+use super::super::elementwise;
 use super::*;
+use crate::Activation;
 use crate::dropout::Dropout;
-use crate::{Activation, Embedding, Fused, Kernels};
 
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
@@ -31,8 +31,8 @@ fn activations() {
             let (x, dy) = (tensor(&x, &[rows, x.len() / rows], dtype), tensor(&dy, &[rows, width], dtype));
             let (y, again) = (poisoned(&[rows, width], dtype), poisoned(&[rows, width], dtype));
             let dx = if activation.is_gated() { poisoned(x.dims(), dtype) } else { dy.clone() };
-            Fused.activate(activation, &x, &y).unwrap();
-            Fused.activate_backward(activation, &x, &dy, &dx, &again).unwrap();
+            op::Activate { activation, x: &x, y: &y }.run(&Fused).unwrap();
+            op::ActivateBackward { activation, x: &x, dy: &dy, dx: &dx, y: &again }.run(&Fused).unwrap();
             for (what, found, expected) in
                 [("y", &found[0], &y), ("dx", &found[1], &dx), ("y again", &found[2], &again)]
             {
@@ -63,8 +63,8 @@ fn branches() {
             });
             let (x, y) = (tensor(&x, &[1, len], stream), tensor(&y, &[1, len], compute));
             let (sum, grad) = (poisoned(&[1, len], stream), poisoned(&[1, len], compute));
-            Fused.add_branch(&x, &y, dropout, &sum).unwrap();
-            Fused.branch_gradient(&x, dropout, &grad).unwrap();
+            op::AddBranch { stream: &x, branch: &y, dropout, out: &sum }.run(&Fused).unwrap();
+            op::Copy { x: &x, dropout, out: &grad }.run(&Fused).unwrap();
             // Both round the same FP32 number.
             assert_eq!(found, [numbers(&sum), numbers(&grad)], "{len} of {stream:?} and {compute:?}");
         }
@@ -85,31 +85,4 @@ fn the_same_row_in_every_row() {
     }
     let gpu = Emulator::new(0);
     elementwise::fill_rows(&gpu, gpu.input(&[0.0; 12], DType::F32), gpu.output(24, DType::F32)).unwrap_err();
-}
-
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn gradients_of_embeddings() {
-    let (vocab, width, seq_len) = (19, 136, 33);
-    let ids: Vec<u32> = (0..3 * seq_len as u32).map(|n| n * n % 17).collect();
-    let pairs = STREAM_AND_COMPUTE.into_iter().chain([[DType::F16, DType::F32], [DType::BF16, DType::F32]]);
-    for [stream, table] in pairs {
-        for dropout in [None, Dropout::new(0.3, 9, 4, 5)] {
-            let (dx, before) = (pattern(ids.len() * width, 1, stream), pattern(vocab * width, 2, table));
-            let found = in_every_order(|gpu| {
-                let groups = embedding::grouped(ids.len(), |row| ids[row] as usize).unwrap();
-                let lists = [gpu.words(&groups.order), gpu.words(&groups.ends)];
-                let dtable = gpu.state(&before, table);
-                embedding::backward(gpu, [gpu.input(&dx, stream), dtable], lists, width, 1.5, dropout).unwrap();
-                vec![gpu.read(dtable)]
-            });
-            let tokens = tensor(&before, &[vocab, width], table);
-            let dtable = tokens.copy().unwrap();
-            let embedding =
-                Embedding { table: &tokens, positions: None, ids: &ids, seq_len, documents: None, scale: 1.5, dropout };
-            let dx = tensor(&dx, &[ids.len(), width], stream);
-            Fused.embed_backward(embedding, &dx, &mut vec![0; ids.len()], &dtable, None).unwrap();
-            assert_close(&format!("from {stream:?}"), &found[0], &numbers(&dtable), table);
-        }
-    }
 }

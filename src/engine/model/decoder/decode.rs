@@ -2,9 +2,11 @@
 
 use super::{Decoder, Mode, Tokens};
 use crate::engine::kernels::decode_attention::KeyValues;
+use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::rope::Positions;
-use crate::engine::kernels::{Embedding, Normed, view};
+use crate::engine::kernels::{Normed, view};
 use crate::engine::model::adapter::{AdapterBuffers, AdapterPass};
+use crate::engine::model::layers::Context;
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::ModelSpec;
@@ -168,7 +170,8 @@ impl Decoder {
             bail!("the cache has no buffers")
         };
         let Buffers { stream, middle, blocks, .. } = &*buffers;
-        let kernels = self.kernels();
+        let (kernels, mode) = (self.kernels(), Mode::Eval);
+        let cx = &mut Context { kernels, weights, grads: None, mode, hook: &mut () };
         // Positions count from the sequence's start.
         let positions = self.positions.map(|table| weights.pack(table).narrow(0, past, rows)).transpose()?;
         let embedding = self.embed(weights, Tokens::new(ids, rows), Mode::Eval);
@@ -176,22 +179,23 @@ impl Decoder {
         for (i, ((block, layer), dtype)) in self.blocks.iter().zip(layers).zip(&compute).enumerate() {
             let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter, low } =
                 BlockBuffers::of(blocks, *dtype)?;
-            let adapters = AdapterPass { mode: Mode::Eval, buffers: adapter.as_ref(), low: low.as_ref() };
+            let adapters = AdapterPass { buffers: adapter.as_ref(), low: low.as_ref() };
             let (heads, branch_norm) = (heads.as_ref(), branch_norm.as_ref());
-            block.attention_norm.forward(kernels, weights, stream, normed, &mut ())?;
-            block.qkv.forward(kernels, weights, &normed.out, qkv, adapters, &mut ())?;
-            let qkv = self.prepare_heads(i, weights, (qkv, heads), (rotations, places), &mut ())?;
-            kernels.decode_attention(&self.shape(i, 1, rows), layer, past, qkv, attended)?;
-            self.close_branch(i, weights, (&block.out, attended), (0, branch_norm), branch, adapters, &mut ())?;
-            kernels.add_branch(stream, branch, None, middle)?;
-            block.mlp_norm.forward(kernels, weights, middle, normed, &mut ())?;
-            block.up.forward(kernels, weights, &normed.out, up, adapters, &mut ())?;
-            kernels.activate(self.spec.activation, up, activated)?;
-            self.close_branch(i, weights, (&block.down, activated), (1, branch_norm), branch, adapters, &mut ())?;
-            kernels.add_branch(middle, branch, None, stream)?;
+            block.attention_norm.forward(cx, stream, normed)?;
+            block.qkv.forward(cx, &normed.out, qkv, adapters)?;
+            let qkv = self.prepare_heads(cx, i, (qkv, heads), (rotations, places))?;
+            op::DecodeAttention { shape: self.shape(i, 1, rows), cache: layer, past, qkv, out: attended }
+                .run(kernels)?;
+            block.close_branch(cx, (&block.out, attended), (0, branch_norm), branch, adapters)?;
+            op::AddBranch { stream, branch, dropout: None, out: middle }.run(kernels)?;
+            block.mlp_norm.forward(cx, middle, normed)?;
+            block.up.forward(cx, &normed.out, up, adapters)?;
+            op::Activate { activation: self.spec.activation, x: up, y: activated }.run(kernels)?;
+            block.close_branch(cx, (&block.down, activated), (1, branch_norm), branch, adapters)?;
+            op::AddBranch { stream: middle, branch, dropout: None, out: stream }.run(kernels)?;
         }
         let normed = &BlockBuffers::of(blocks, head)?.normed;
-        self.final_norm.forward(kernels, weights, stream, normed, &mut ())?;
+        self.final_norm.forward(cx, stream, normed)?;
         *len += rows;
         Ok(&normed.out)
     }

@@ -2,49 +2,30 @@
 //! atomics would make the bits depend on timing.
 
 use super::tensors::{column_sums, drop, require_contiguous, rows_at, store, widen};
-use crate::Embedding;
-use candle_core::{DType, Result, Tensor, bail};
+use crate::op::{self, Embedding};
+use candle_core::{Result, Tensor};
 
-impl Embedding<'_> {
-    pub(crate) fn check(&self, vocab: usize) -> Result<()> {
-        if let Some(id) = self.ids.iter().find(|&&id| id as usize >= vocab) {
-            bail!("token id {id} is outside the model's vocabulary of {vocab}");
-        }
-        if self.seq_len == 0 || !self.ids.len().is_multiple_of(self.seq_len) {
-            bail!("{} tokens in rows of {}", self.ids.len(), self.seq_len);
-        }
-        Ok(())
-    }
-}
-
-/// See [`Kernels::embed`](crate::Kernels::embed).
-pub(super) fn forward(embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
-    let Embedding { table, positions, ids, scale, dropout, .. } = embedding;
-    embedding.check(table.dim(0)?)?;
+/// Computes [`op::Embed`].
+pub(super) fn forward(op: &op::Embed<'_>) -> Result<()> {
+    let Embedding { table, positions, ids, scale, dropout, .. } = op.input;
     let mut x = (widen(&rows_at(table, ids)?)? * f64::from(scale))?;
     if let Some(positions) = positions {
-        let places: Vec<u32> = (0..ids.len()).map(|n| embedding.places().of(n) as u32).collect();
+        let places: Vec<u32> = (0..ids.len()).map(|n| op.input.places().of(n) as u32).collect();
         x = (x + widen(&rows_at(positions, &places)?)?)?;
     }
-    store(&drop(dropout, 0, x)?, out)
+    store(&drop(dropout, 0, x)?, op.out)
 }
 
-/// See [`Kernels::embed_backward`](crate::Kernels::embed_backward).
-pub(super) fn backward(
-    embedding: Embedding<'_>,
-    dx: &Tensor,
-    order: &mut [u32],
-    dtable: &Tensor,
-    dpositions: Option<&Tensor>,
-) -> Result<()> {
-    let Embedding { ids, seq_len, scale, dropout, .. } = embedding;
+/// Computes [`op::EmbedBackward`].
+pub(super) fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
+    let op::EmbedBackward { input, dx, order, dtable, dpositions } = op;
+    let Embedding { ids, seq_len, scale, dropout, .. } = *input;
     let (vocab, width) = dtable.dims2()?;
-    embedding.check(vocab)?;
     let dx = drop(dropout, 0, widen(dx)?)?;
     if let Some(dpositions) = dpositions {
         require_contiguous(dpositions)?;
-        if embedding.documents.is_some() {
-            let places = embedding.places();
+        if input.documents.is_some() {
+            let places = input.places();
             store(&sums_by(&dx, order, |n| places.of(n), dpositions.dim(0)?)?, dpositions)?;
         } else {
             let sums = column_sums(&dx.reshape(((), seq_len * width))?)?.reshape((seq_len, width))?;
@@ -77,7 +58,7 @@ fn sums_by(rows: &Tensor, order: &mut [u32], key: impl Fn(usize) -> usize, keys:
 
 /// `rows` with a row of zeros behind them.
 fn with_zeros(rows: &Tensor) -> Result<Tensor> {
-    Tensor::cat(&[rows, &Tensor::zeros((1, rows.dim(1)?), DType::F32, rows.device())?], 0)
+    Tensor::cat(&[rows, &Tensor::zeros((1, rows.dim(1)?), rows.dtype(), rows.device())?], 0)
 }
 
 /// The sum of each group of neighbouring rows, by pairs, pairs of pairs and so on.

@@ -10,7 +10,7 @@ const WIDTH: usize = 1024;
 /// Range of the largest magnitude in which FP32 sums of squares neither overflow nor underflow.
 const SQUARES: std::ops::RangeInclusive<f32> = 1e-12..=1e15;
 
-/// See [`Kernels::survey`](crate::Kernels::survey). Exponents are counted on the host: candle has no
+/// Statistics of one tensor. Exponents are counted on the host: candle has no
 /// operation for them.
 pub(super) fn survey(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
     if exponents {

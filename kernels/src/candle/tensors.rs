@@ -15,10 +15,15 @@ pub(super) fn require_contiguous(x: &Tensor) -> Result<()> {
     Ok(())
 }
 
+/// The type to compute with: FP32, or FP64 if the operands are.
+pub(super) fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { dtype } else { DType::F32 }
+}
+
 /// `x` in FP32.
 pub(super) fn widen(x: &Tensor) -> Result<Tensor> {
     require_contiguous(x)?;
-    x.to_dtype(DType::F32)
+    x.to_dtype(wide(x.dtype()))
 }
 
 /// Rounds `value` into the existing tensor `out`, which may be a view of a larger one.
@@ -39,7 +44,7 @@ pub(super) fn columns_of_rows(x: Columns<'_>, rows: Range<usize>) -> Result<Tens
 
 /// Some columns, in FP32.
 pub(super) fn widen_columns(x: Columns<'_>) -> Result<Tensor> {
-    columns_of_rows(x, 0..x.rows())?.to_dtype(DType::F32)
+    widen(&columns_of_rows(x, 0..x.rows())?)
 }
 
 /// Rounds `value` into some columns of some rows.
@@ -99,13 +104,13 @@ fn widen_matrix(x: &Tensor) -> Result<Tensor> {
 
 /// The sum of the rows of `x [N, D]` (FP32): `[D]`, as a product with ones, which is fast and ordered on every device.
 pub(super) fn column_sums(x: &Tensor) -> Result<Tensor> {
-    let ones = Tensor::ones((1, x.dim(0)?), DType::F32, x.device())?;
+    let ones = Tensor::ones((1, x.dim(0)?), x.dtype(), x.device())?;
     matmul(&ones, x)?.squeeze(0)
 }
 
 /// `condition ? x : otherwise`, where `condition` is U8 and spreads to the shape of `x`.
 pub(super) fn select(condition: &Tensor, x: &Tensor, otherwise: f32) -> Result<Tensor> {
-    let otherwise = Tensor::full(otherwise, (), x.device())?.broadcast_as(x.shape())?;
+    let otherwise = Tensor::full(otherwise, (), x.device())?.to_dtype(x.dtype())?.broadcast_as(x.shape())?;
     condition.broadcast_as(x.shape())?.where_cond(x, &otherwise)
 }
 
@@ -133,5 +138,5 @@ pub(super) fn drop(dropout: Option<Dropout>, first: usize, x: Tensor) -> Result<
     let Some(dropout) = dropout else { return Ok(x) };
     let mut mask = vec![1.0f32; x.elem_count()];
     mask.par_chunks_mut(PART).enumerate().for_each(|(part, values)| dropout.apply(first + part * PART, values));
-    &x * Tensor::from_vec(mask, x.shape(), x.device())?
+    &x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?
 }

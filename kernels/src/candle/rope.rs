@@ -1,19 +1,14 @@
 //! Rotary position embeddings: rotates each head's halves by the angles of the row's position.
 
 use super::tensors::{rows_at, store_columns, widen_columns};
-use crate::columns::Columns;
-use crate::rope::{Direction, Positions, Table};
-use candle_core::{Result, Tensor, bail};
+use crate::op;
+use crate::rope::Direction;
+use candle_core::{Result, Tensor};
 
-/// See [`Kernels::rotate`](crate::Kernels::rotate).
-pub(super) fn rotate(x: Columns<'_>, table: &Table, positions: Positions<'_>, direction: Direction) -> Result<()> {
+/// Computes [`op::Rotate`].
+pub(super) fn rotate(op: &op::Rotate<'_>) -> Result<()> {
+    let &op::Rotate { x, table, positions, direction } = op;
     let half = table.cos.dim(1)?;
-    if half == 0 || !x.count().is_multiple_of(2 * half) || positions.seq_len == 0 {
-        bail!("rotation of {} × {} by heads of {}", x.rows(), x.count(), 2 * half);
-    }
-    if positions.documents.is_some_and(|starts| starts.len() != x.rows()) {
-        bail!("rotation of {} rows got another number of documents' starts", x.rows());
-    }
     let rows: Vec<u32> = (0..x.rows()).map(|row| positions.of(row) as u32).collect();
     let angles = |table: &Tensor| rows_at(table, &rows)?.reshape((x.rows(), 1, half));
     let (cos, sin) = (angles(&table.cos)?, angles(&table.sin)?);

@@ -1,10 +1,10 @@
 //! Causal attention with stored scores, in FP32, for as many whole sequences at a time as fit a budget.
 
-use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows};
-use crate::attention::{Operands, Shape};
+use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows, widen};
+use crate::attention::Shape;
 use crate::columns::Columns;
-use crate::decode_attention::KeyValues;
-use candle_core::{D, DType, Device, Result, Tensor, bail};
+use crate::op;
+use candle_core::{D, Device, Result, Tensor, bail};
 use std::ops::Range;
 
 /// Bytes of one matrix of scores at most, unless one sequence takes more.
@@ -85,7 +85,7 @@ impl<'a> Part<'a> {
 /// Rows of heads as `[sequences · kv_heads, group · T, head_size]`, in FP32.
 fn split_heads(rows: &Tensor, (sequences, shape): (usize, &Shape)) -> Result<Tensor> {
     let heads = rows.reshape((sequences, shape.seq_len, (), shape.head_size))?.transpose(1, 2)?.contiguous()?;
-    heads.reshape((sequences * shape.kv_heads, (), shape.head_size))?.to_dtype(DType::F32)
+    widen(&heads.reshape((sequences * shape.kv_heads, (), shape.head_size))?)
 }
 
 fn merge_heads(heads: &Tensor, (sequences, shape): (usize, &Shape)) -> Result<Tensor> {
@@ -135,9 +135,9 @@ fn grouped(scores: &Tensor, like: &Tensor) -> Result<Tensor> {
     scores.reshape((like.dim(0)?, like.dim(1)?, ()))
 }
 
-/// See [`Kernels::attention`](crate::Kernels::attention).
-pub(super) fn forward(shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse: &Tensor) -> Result<()> {
-    operands.check(shape, out, lse)?;
+/// Computes [`op::Attention`].
+pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
+    let op::Attention { shape, operands, out, lse } = op;
     for part in Part::all(shape)? {
         let [queries, keys, values] = part.operands(operands.qkv)?;
         let visible = part.visible(operands.documents, out.device())?;
@@ -150,18 +150,9 @@ pub(super) fn forward(shape: &Shape, operands: &Operands<'_>, out: &Tensor, lse:
     Ok(())
 }
 
-/// See [`Kernels::attention_backward`](crate::Kernels::attention_backward).
-pub(super) fn backward(
-    shape: &Shape,
-    operands: &Operands<'_>,
-    dout: &Tensor,
-    out: &Tensor,
-    lse: &Tensor,
-    gradients: [Columns<'_>; 3],
-) -> Result<()> {
-    operands.check(shape, out, lse)?;
-    operands.check(shape, dout, lse)?;
-    shape.check(gradients)?;
+/// Computes [`op::AttentionBackward`].
+pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
+    let &op::AttentionBackward { ref shape, operands, dout, out, lse, gradients } = op;
     for part in Part::all(shape)? {
         let [queries, keys, values] = part.operands(operands.qkv)?;
         let (dout, out) = (part.heads(Columns::all(dout)?)?, part.heads(Columns::all(out)?)?);
@@ -190,23 +181,16 @@ pub(super) fn backward(
     Ok(())
 }
 
-/// See [`KeyValues::attend`].
-pub(super) fn decode(shape: &Shape, cache: &KeyValues, past: usize, qkv: [Columns<'_>; 3], out: &Tensor) -> Result<()> {
-    let (kv_heads, capacity, head_size) = cache.keys.dims3()?;
+/// Computes [`op::DecodeAttention`].
+pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
+    let &op::DecodeAttention { ref shape, cache, past, qkv, out } = op;
     let new = shape.seq_len;
-    shape.check(qkv)?;
-    if [1, kv_heads, head_size] != [shape.batch, shape.kv_heads, shape.head_size]
-        || out.dims() != [new, shape.widths()[0]]
-        || past + new > capacity
-    {
-        bail!("{kv_heads} heads with room for {capacity} tokens got {shape:?} after {past}");
-    }
     let heads = |x: Columns<'_>| split_heads(&columns_of_rows(x, 0..new)?, (1, shape));
     let [queries, keys, values] = qkv;
     for (x, store) in [(keys, &cache.keys), (values, &cache.values)] {
         store.slice_set(&heads(x)?.to_dtype(store.dtype())?, 1, past)?;
     }
-    let cached = |x: &Tensor| x.narrow(1, 0, past + new)?.contiguous()?.to_dtype(DType::F32);
+    let cached = |x: &Tensor| widen(&x.narrow(1, 0, past + new)?.contiguous()?);
     let queries = heads(queries)?;
     let scores = scores(shape, &queries, &cached(&cache.keys)?)?;
     let (probabilities, _) = softmax(&masked(&scores, &visible(shape, past, None, out.device())?)?)?;

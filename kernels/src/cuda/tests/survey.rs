@@ -1,9 +1,7 @@
-//! The survey, AdamW.
+//! The survey.
 
-use super::super::adamw;
 use super::super::survey::{self, Survey};
 use super::*;
-use crate::adamw::AdamWStep;
 use crate::precision::FloatFormat;
 use crate::survey::TensorSurvey;
 
@@ -62,56 +60,6 @@ fn surveys() {
             for other in &others {
                 assert_eq!(other[i].stats, found.stats, "the order of threads shows");
             }
-        }
-    }
-}
-
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn updates() {
-    let step = AdamWStep {
-        lr: 0.01,
-        betas: [0.9, 0.999],
-        eps: 1e-8,
-        weight_decay: 0.0,
-        bias_corrections: [0.1, 0.001],
-        grad_factor: 0.125,
-    };
-    let lens = [70_001, 5, 130];
-    let decays = [0.1, 0.0, 0.01];
-    for [grads, compute] in STREAM_AND_COMPUTE {
-        let values =
-            |salt: u64| lens.iter().zip(0..).map(|(&len, i)| pattern(len, salt + i, DType::F32)).collect::<Vec<_>>();
-        let (gradients, masters, exp_avg) = (values(10), values(20), values(30));
-        let gradients: Vec<_> = gradients.into_iter().map(|values| rounded(values, grads)).collect();
-        let exp_avg_sq: Vec<Vec<f32>> = values(40).into_iter().map(|v| v.into_iter().map(f32::abs).collect()).collect();
-        let keeps_copy = compute != DType::F32;
-
-        let mut expected = Vec::new();
-        for i in 0..lens.len() {
-            let cpu = |values: &[Vec<f32>]| tensor(&values[i], &[lens[i]], DType::F32);
-            let (grad, weight) = (tensor(&gradients[i], &[lens[i]], grads), poisoned(&[lens[i]], compute));
-            let [master, m, v] = [&masters, &exp_avg, &exp_avg_sq].map(|values| cpu(values));
-            let decayed = AdamWStep { weight_decay: decays[i], ..step };
-            crate::adamw::step(decayed, &grad, &master, &m, &v, keeps_copy.then_some(&weight)).unwrap();
-            expected.extend([&master, &m, &v].map(numbers));
-            expected.extend(keeps_copy.then(|| numbers(&weight)));
-        }
-
-        let found = in_every_order(|gpu| {
-            let mut results = Vec::new();
-            for i in 0..lens.len() {
-                let grad = gpu.input(&gradients[i], grads);
-                let state = [&masters, &exp_avg, &exp_avg_sq].map(|values| gpu.state(&values[i], DType::F32));
-                let weight = keeps_copy.then(|| gpu.output(lens[i], compute));
-                let decayed = AdamWStep { weight_decay: decays[i], ..step };
-                adamw::step(gpu, decayed, grad, state, weight).unwrap();
-                results.extend(state.into_iter().chain(weight));
-            }
-            results.into_iter().map(|buffer| gpu.read(buffer)).collect()
-        });
-        for (found, expected) in found.iter().zip(&expected) {
-            assert_close("AdamW", found, expected, if keeps_copy { compute } else { DType::F32 });
         }
     }
 }

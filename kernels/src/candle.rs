@@ -1,0 +1,193 @@
+//! The decoder's operations in candle's own, on any candle device.
+//!
+//! Inputs are widened to FP32, computed with in FP32 and rounded once, when they are stored. Two things differ by the device:
+//! products in half precision run in that type on a GPU, where a bias is added to the rounded product; and the order of sums.
+
+mod attention;
+mod cross_entropy;
+mod embedding;
+mod norm;
+mod rope;
+mod survey;
+mod tensors;
+
+use super::adamw::AdamWStep;
+use super::attention::Shape;
+use super::columns::{Factor, WriteMode};
+use super::op::{self, Op};
+use super::survey::side_by_side;
+use super::{Activation, Kernels, Ran, WeightLayout};
+use candle_core::{Result, Tensor};
+use tensors::{
+    accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, store, store_columns, widen,
+    widen_columns,
+};
+
+/// candle's own operations.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CandleKernels;
+
+impl Kernels for CandleKernels {
+    fn name(&self) -> &'static str {
+        "candle"
+    }
+
+    fn score_bytes(&self, shape: &Shape) -> Result<u64> {
+        attention::score_bytes(shape)
+    }
+
+    fn run(&self, op: &mut Op<'_>) -> Result<Ran> {
+        match op {
+            Op::Zero(op) => op.x.zero_set(),
+            Op::Copy(op::Copy { x, dropout: None, out }) => store(x, out),
+            Op::Copy(op) => store(&drop(op.dropout, 0, widen(op.x)?)?, op.out),
+            Op::Accumulate(op) => {
+                let mut from = op.x;
+                for to in op.inner.iter().copied().chain([op.out]) {
+                    accumulate(from, to)?;
+                    from = to;
+                }
+                Ok(())
+            }
+            Op::Embed(op) => embedding::forward(op),
+            Op::EmbedBackward(op) => embedding::backward(op),
+            Op::Norm(op) => norm::forward(op),
+            Op::NormBackward(op) => norm::backward(op),
+            Op::Rotate(op) => rope::rotate(op),
+            Op::Linear(op) => {
+                linear(op)?;
+                return op.low_rank.map_or(Ok(Ran::Done), |low_rank| low_rank.add_to(self, op.y));
+            }
+            Op::Product(op) => product_of_columns(op),
+            Op::SumRows(op) => store(&column_sums(&widen(op.x)?)?, op.out),
+            Op::Attention(op) => attention::forward(op),
+            Op::AttentionBackward(op) => attention::backward(op),
+            Op::DecodeAttention(op) => attention::decode(op),
+            Op::Activate(op) => activate(op),
+            Op::ActivateBackward(op) => activate_backward(op),
+            Op::AddBranch(op) => store(&(widen(op.stream)? + drop(op.dropout, 0, widen(op.branch)?)?)?, op.out),
+            Op::CrossEntropy(op) => cross_entropy::rows(op),
+            Op::Survey(op) => side_by_side(op, survey::survey),
+            Op::Sum(op) => survey::sum(op.x).map(|sum| *op.sum = sum),
+            Op::AdamW(op) => adamw(op),
+        }?;
+        Ok(Ran::Done)
+    }
+}
+
+fn linear(op: &op::Linear<'_>) -> Result<()> {
+    let mut sum = product(op.x, &oriented(op.layout, op.weight)?, op.y.dtype())?;
+    if let Some(bias) = op.bias {
+        // The sum of two half-precision numbers is rounded once, as it would be from FP32.
+        sum = sum.broadcast_add(&bias.to_dtype(sum.dtype())?)?;
+    }
+    store(&sum, op.y)
+}
+
+fn product_of_columns(op: &op::Product<'_>) -> Result<()> {
+    let matrix = |factor: Factor<'_>| {
+        let columns = columns_of_rows(factor.columns, 0..factor.columns.rows())?;
+        if factor.transposed { columns.t() } else { Ok(columns) }
+    };
+    let mut product = product(&matrix(op.a)?, &matrix(op.b)?, op.c.tensor().dtype())?;
+    if op.alpha != 1.0 {
+        product = (widen(&product)? * f64::from(op.alpha))?;
+    }
+    match op.mode {
+        WriteMode::Accumulate => store_columns(&(widen_columns(op.c)? + widen(&product)?)?, op.c),
+        WriteMode::Overwrite => store_columns(&product, op.c),
+    }
+}
+
+fn activate(op: &op::Activate<'_>) -> Result<()> {
+    let (gate, up) = halves(op.activation, op.x)?;
+    let value = (&gate * gate_of(op.activation, &gate)?)?;
+    store(&up.map_or(Ok(value.clone()), |up| value * up)?, op.y)
+}
+
+fn activate_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
+    let ((gate, up), dy) = (halves(op.activation, op.x)?, widen(op.dy)?);
+    let (slope, value) = (slope_of(op.activation, &gate)?, (&gate * gate_of(op.activation, &gate)?)?);
+    let Some(up) = up else {
+        store(&value, op.y)?;
+        return store(&(dy * slope)?, op.dx);
+    };
+    store(&(&value * &up)?, op.y)?;
+    store(&Tensor::cat(&[((&dy * up)? * slope)?, (dy * value)?], 1)?.contiguous()?, op.dx)
+}
+
+fn adamw(op: &op::AdamW<'_>) -> Result<()> {
+    let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = op.step;
+    let grad = (widen(op.grad)? * f64::from(grad_factor))?;
+    let (m, v) = (op.exp_avg, op.exp_avg_sq);
+    let exp_avg = (m + ((&grad - m)? * (1.0 - betas[0]))?)?;
+    let exp_avg_sq = ((v * betas[1])? + (grad.sqr()? * (1.0 - betas[1]))?)?;
+    let root = (exp_avg_sq.sqrt()? / f64::from(bias_corrections[1].sqrt()))?;
+    let update = ((&exp_avg * f64::from(lr / bias_corrections[0]))? / (root + f64::from(eps))?)?;
+    let updated = ((op.master * f64::from(1.0 - lr * weight_decay))? - update)?;
+    store(&exp_avg, m)?;
+    store(&exp_avg_sq, v)?;
+    store(&updated, op.master)?;
+    op.weight.map_or(Ok(()), |weight| store(&updated, weight))
+}
+
+/// `weight` as `[in, out]`, a view.
+fn oriented(layout: WeightLayout, weight: &Tensor) -> Result<Tensor> {
+    match layout {
+        WeightLayout::InOut => Ok(weight.clone()),
+        WeightLayout::OutIn => weight.t(),
+    }
+}
+
+/// What the function is applied to, in FP32, and what a gated activation multiplies it with.
+fn halves(activation: Activation, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    if !activation.is_gated() {
+        return Ok((widen(x)?, None));
+    }
+    require_contiguous(x)?;
+    let width = x.dim(1)? / 2;
+    let half = |first: usize| widen(&x.narrow(1, first, width)?.contiguous()?);
+    Ok((half(0)?, Some(half(width)?)))
+}
+
+/// sqrt(2 / π) and the cubic coefficient of the tanh form of GELU.
+const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
+const GELU_CUBIC: f64 = 0.044_715;
+/// Beyond this magnitude the activations are the identity or zero in FP32, and their derivatives 1 or 0.
+const LIMIT: f32 = 100.0;
+
+/// 1 / (1 + exp(-x)): 0 and 1 at the ends, without a NaN between.
+fn logistic(x: &Tensor) -> Result<Tensor> {
+    (x.neg()?.exp()? + 1.0)?.recip()
+}
+
+/// What each element is multiplied with: GELU's (1 + tanh(u)) / 2 is the logistic function of 2u.
+fn gate_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    match activation {
+        Activation::GatedSilu => logistic(x),
+        Activation::Gelu | Activation::GatedGelu => {
+            let inner = (((x.sqr()? * (2.0 * SQRT_2_OVER_PI * GELU_CUBIC))? + 2.0 * SQRT_2_OVER_PI)? * x)?;
+            logistic(&inner)
+        }
+    }
+}
+
+/// The derivative of `x · gate(x)`, finite for every number: candle's own GELU gradient is NaN where x³ overflows.
+fn slope_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    // Comparisons and not `clamp`, which drops NaN on CUDA.
+    let limit = |x: &Tensor, bound: f32, beyond: Tensor| -> Result<Tensor> {
+        let bound = Tensor::full(bound, (), x.device())?.to_dtype(x.dtype())?;
+        beyond.where_cond(&bound.broadcast_as(x.shape())?, x)
+    };
+    let x = limit(x, LIMIT, x.gt(LIMIT)?)?;
+    let x = limit(&x, -LIMIT, x.lt(-LIMIT)?)?;
+    let gate = gate_of(activation, &x)?;
+    let inner = match activation {
+        Activation::GatedSilu => x.ones_like()?,
+        Activation::Gelu | Activation::GatedGelu => {
+            ((x.sqr()? * (6.0 * SQRT_2_OVER_PI * GELU_CUBIC))? + 2.0 * SQRT_2_OVER_PI)?
+        }
+    };
+    let rest = (gate.neg()? + 1.0)?;
+    &gate + (((&gate * rest)? * x)? * inner)?
+}

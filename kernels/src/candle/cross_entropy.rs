@@ -1,0 +1,49 @@
+//! Cross-entropy; softmax and loss are FP32.
+
+use super::tensors::{indices, require_contiguous, select, store, store_columns, widen_columns};
+use crate::cross_entropy::IGNORE;
+use crate::op;
+use candle_core::{Result, Tensor};
+
+/// Computes [`op::CrossEntropy`].
+pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
+    let values = widen_columns(op.logits)?;
+    let targets = Targets::new(op.targets, &values)?;
+    require_contiguous(&targets.ids)?;
+    let picked = values.gather(&targets.ids, 1)?;
+    let top = values.max_keepdim(1)?;
+    let exponentials = values.broadcast_sub(&top)?.exp()?;
+    let total = exponentials.sum_keepdim(1)?;
+    let loss = (total.log()? + (top - picked)?)?;
+    store(&targets.only_valid(&loss)?.squeeze(1)?, op.losses)?;
+    let Some(seed) = op.seed else { return Ok(()) };
+    let factor = (total.recip()? * f64::from(seed))?;
+    let grad = exponentials.broadcast_mul(&factor)?;
+    let at_targets = Tensor::full(-seed, targets.ids.shape(), values.device())?.to_dtype(values.dtype())?;
+    grad.scatter_add_set(&targets.ids, &at_targets, 1)?;
+    store_columns(&targets.only_valid(&grad)?, op.logits)
+}
+
+/// The targets of a tile.
+struct Targets {
+    /// `[n, 1]`, U32; 0 where there is none.
+    ids: Tensor,
+    /// `[n, 1]`, U8: 0 where there is none; `None` if all rows have one.
+    valid: Option<Tensor>,
+}
+
+impl Targets {
+    fn new(targets: &[u32], logits: &Tensor) -> Result<Self> {
+        let known: Vec<u32> = targets.iter().map(|&target| if target == IGNORE { 0 } else { target }).collect();
+        let valid: Vec<u8> = targets.iter().map(|&target| u8::from(target != IGNORE)).collect();
+        let ids = indices(&known, logits.device())?.unsqueeze(1)?;
+        let all = valid.iter().all(|&valid| valid == 1);
+        let valid = if all { None } else { Some(Tensor::new(valid, logits.device())?.unsqueeze(1)?) };
+        Ok(Self { ids, valid })
+    }
+
+    /// `x` with zeros in the rows without a target.
+    fn only_valid(&self, x: &Tensor) -> Result<Tensor> {
+        self.valid.as_ref().map_or_else(|| Ok(x.clone()), |valid| select(valid, x, 0.0))
+    }
+}

@@ -1,0 +1,653 @@
+//! The operations of a decoder as values, which every set of [`Kernels`] computes.
+//!
+//! N is the number of tokens, D a row's width and V the size of the vocabulary. Results are written into existing tensors.
+//! Sums are formed in FP32, and results are rounded once, to the type of the tensor that stores them.
+
+pub mod cases;
+
+use super::adamw::AdamWStep;
+use super::attention::{Operands, Shape};
+use super::columns::{Columns, Factor, WriteMode};
+use super::cross_entropy::IGNORE;
+use super::decode_attention::KeyValues;
+use super::dropout::Dropout;
+use super::rope::{Direction, Positions, Table};
+use super::survey::TensorSurvey;
+use super::{Activation, Kernels, LowRank, NormSettings, Ran, WeightLayout};
+use crate::precision::FloatFormat;
+use candle_core::{DType, Result, Tensor, bail};
+
+/// Defines [`Op`] with a variant for each operation's struct.
+macro_rules! operations {
+    ($($name:ident),*) => {
+        /// One operation with its operands.
+        #[derive(Debug)]
+        pub enum Op<'a> {
+            $(#[doc = concat!("See [`", stringify!($name), "`].")] $name($name<'a>),)*
+        }
+
+        impl Op<'_> {
+            /// The name of the operation.
+            pub const fn name(&self) -> &'static str {
+                match self { $(Self::$name(_) => stringify!($name),)* }
+            }
+        }
+
+        $(impl<'a> From<$name<'a>> for Op<'a> {
+            fn from(op: $name<'a>) -> Self {
+                Self::$name(op)
+            }
+        }
+
+        impl $name<'_> {
+            /// Checks the operands, and computes the operation with `kernels`.
+            pub fn run(self, kernels: &dyn Kernels) -> Result<()> {
+                Op::$name(self).run(kernels)
+            }
+        })*
+    };
+}
+
+operations!(
+    Zero,
+    Copy,
+    Accumulate,
+    Embed,
+    EmbedBackward,
+    Norm,
+    NormBackward,
+    Rotate,
+    Linear,
+    Product,
+    SumRows,
+    Attention,
+    AttentionBackward,
+    DecodeAttention,
+    Activate,
+    ActivateBackward,
+    AddBranch,
+    CrossEntropy,
+    Survey,
+    Sum,
+    AdamW
+);
+
+/// `x = 0`.
+#[derive(Debug)]
+pub struct Zero<'a> {
+    /// Any shape and type.
+    pub x: &'a Tensor,
+}
+
+/// `out = dropout(x)`, for any two types.
+#[derive(Debug)]
+pub struct Copy<'a> {
+    /// Any shape; with dropout a matrix.
+    pub x: &'a Tensor,
+    /// Applied to the values.
+    pub dropout: Option<Dropout>,
+    /// The shape of `x`.
+    pub out: &'a Tensor,
+}
+
+/// `out += x`, or a sum along a tree: `x` is added to the first of `inner`, that to the next, and the last to `out`.
+#[derive(Debug)]
+pub struct Accumulate<'a> {
+    /// Any shape and type.
+    pub x: &'a Tensor,
+    /// The shape of `x`, FP32. Their contents are undefined afterwards.
+    pub inner: &'a [&'a Tensor],
+    /// The shape of `x`.
+    pub out: &'a Tensor,
+}
+
+/// The inputs of an embedding, `dropout(scale · table[ids[n]] + positions[p])` for token n at position p of its document.
+#[derive(Clone, Copy, Debug)]
+pub struct Embedding<'a> {
+    /// `[V, D]`.
+    pub table: &'a Tensor,
+    /// `[C, D]`, the learned position embedding; row 0 belongs to the first token of a sequence.
+    pub positions: Option<&'a Tensor>,
+    /// Token ids, sequence after sequence.
+    pub ids: &'a [u32],
+    /// Tokens in a sequence.
+    pub seq_len: usize,
+    /// For each token, the index in its sequence of its document's first token, where positions begin anew.
+    pub documents: Option<&'a [u32]>,
+    /// Factor of the tokens' rows.
+    pub scale: f32,
+    /// Applied to the sum.
+    pub dropout: Option<Dropout>,
+}
+
+/// Embeds tokens.
+#[derive(Debug)]
+pub struct Embed<'a> {
+    /// Tokens and tables.
+    pub input: Embedding<'a>,
+    /// `[N, D]`, residual type.
+    pub out: &'a Tensor,
+}
+
+/// Adds the gradient of an embedding's table, and writes that of its positions.
+#[derive(Debug)]
+pub struct EmbedBackward<'a> {
+    /// The operands of the forward pass; its tables are not read.
+    pub input: Embedding<'a>,
+    /// `[N, D]`, the gradient of the output.
+    pub dx: &'a Tensor,
+    /// Scratch of N numbers.
+    pub order: &'a mut [u32],
+    /// `[V, D]`, added to.
+    pub dtable: &'a Tensor,
+    /// `[C, D]`, overwritten.
+    pub dpositions: Option<&'a Tensor>,
+}
+
+/// Layer or RMS norm of groups as wide as the weight: of whole rows, or of each head.
+#[derive(Debug)]
+pub struct Norm<'a> {
+    /// The formula.
+    pub settings: NormSettings,
+    /// `[N, D]`, residual type.
+    pub x: Columns<'a>,
+    /// As wide as a group, compute type.
+    pub weight: &'a Tensor,
+    /// Like `weight`; layer norms only.
+    pub bias: Option<&'a Tensor>,
+    /// `[N, D]`, compute type.
+    pub y: Columns<'a>,
+    /// One value per group, FP32; layer norms only.
+    pub mean: Option<&'a Tensor>,
+    /// One value per group, FP32: the inverse standard deviation.
+    pub rstd: &'a Tensor,
+}
+
+/// The gradients of a [`Norm`].
+#[derive(Debug)]
+pub struct NormBackward<'a> {
+    /// The formula.
+    pub settings: NormSettings,
+    /// `[N, D]`, compute type: the gradient of the output.
+    pub dy: Columns<'a>,
+    /// The input of the forward pass.
+    pub x: Columns<'a>,
+    /// The weight of the forward pass.
+    pub weight: &'a Tensor,
+    /// The mean of the forward pass.
+    pub mean: Option<&'a Tensor>,
+    /// The inverse standard deviation of the forward pass.
+    pub rstd: &'a Tensor,
+    /// `[N, D]`, the type of `x`.
+    pub dx: Columns<'a>,
+    /// Whether the gradient is added to `dx`.
+    pub mode: WriteMode,
+    /// Like `weight`, overwritten; `None` if the norm is frozen.
+    pub dweight: Option<&'a Tensor>,
+    /// Like `weight`, overwritten; layer norms only.
+    pub dbias: Option<&'a Tensor>,
+}
+
+/// Rotates heads in place by the angles of their positions.
+#[derive(Debug)]
+pub struct Rotate<'a> {
+    /// `[N, heads · head_size]`.
+    pub x: Columns<'a>,
+    /// The angles.
+    pub table: &'a Table,
+    /// The rows' positions.
+    pub positions: Positions<'a>,
+    /// Forward, or backward for gradients.
+    pub direction: Direction,
+}
+
+/// `y = x · weight + bias + low rank`.
+#[derive(Debug)]
+pub struct Linear<'a> {
+    /// How the weight lies in memory.
+    pub layout: WeightLayout,
+    /// `[N, I]`, compute type.
+    pub x: &'a Tensor,
+    /// I × O in its layout, compute type.
+    pub weight: &'a Tensor,
+    /// `[O]`.
+    pub bias: Option<&'a Tensor>,
+    /// An additional product. It may be added after the sum was rounded.
+    pub low_rank: Option<LowRank<'a>>,
+    /// `[N, O]`.
+    pub y: &'a Tensor,
+}
+
+/// `c = alpha · a · b`, or added to `c`.
+#[derive(Debug)]
+pub struct Product<'a> {
+    /// M × K.
+    pub a: Factor<'a>,
+    /// K × N, the type of `a`.
+    pub b: Factor<'a>,
+    /// Multiplies the product.
+    pub alpha: f32,
+    /// `[M, N]`.
+    pub c: Columns<'a>,
+    /// Whether the product is added to `c`.
+    pub mode: WriteMode,
+}
+
+/// `out = Σ_rows x`.
+#[derive(Debug)]
+pub struct SumRows<'a> {
+    /// `[N, D]`.
+    pub x: &'a Tensor,
+    /// `[D]`.
+    pub out: &'a Tensor,
+}
+
+/// Causal attention.
+#[derive(Debug)]
+pub struct Attention<'a> {
+    /// Sizes and limits.
+    pub shape: Shape,
+    /// Queries, keys and values.
+    pub operands: Operands<'a>,
+    /// `[N, H·head_size]`.
+    pub out: &'a Tensor,
+    /// `[B·H·T]`, FP32: the log-sum-exp of each row of scores.
+    pub lse: &'a Tensor,
+}
+
+/// The gradients of [`Attention`].
+#[derive(Debug)]
+pub struct AttentionBackward<'a> {
+    /// Sizes and limits.
+    pub shape: Shape,
+    /// The operands of the forward pass.
+    pub operands: Operands<'a>,
+    /// `[N, H·head_size]`, the gradient of the output.
+    pub dout: &'a Tensor,
+    /// The output of the forward pass.
+    pub out: &'a Tensor,
+    /// The log-sum-exps of the forward pass.
+    pub lse: &'a Tensor,
+    /// The gradients of queries, keys and values, overwritten.
+    pub gradients: [Columns<'a>; 3],
+}
+
+/// Appends the keys and values of new tokens to a cache, and computes attention for the new queries.
+#[derive(Debug)]
+pub struct DecodeAttention<'a> {
+    /// One sequence of the n new tokens.
+    pub shape: Shape,
+    /// Keys and values of all tokens.
+    pub cache: &'a KeyValues,
+    /// Tokens in the cache before these.
+    pub past: usize,
+    /// Queries, keys and values of the new tokens.
+    pub qkv: [Columns<'a>; 3],
+    /// `[n, H·head_size]`.
+    pub out: &'a Tensor,
+}
+
+/// `y = activation(x)`.
+#[derive(Debug)]
+pub struct Activate<'a> {
+    /// The function.
+    pub activation: Activation,
+    /// `[N, F]`; of a gated activation `[N, 2·F]`, the gate first.
+    pub x: &'a Tensor,
+    /// `[N, F]`.
+    pub y: &'a Tensor,
+}
+
+/// The gradient of [`Activate`], and its output again.
+#[derive(Debug)]
+pub struct ActivateBackward<'a> {
+    /// The function.
+    pub activation: Activation,
+    /// The input of the forward pass.
+    pub x: &'a Tensor,
+    /// `[N, F]`, the gradient of the output.
+    pub dy: &'a Tensor,
+    /// The shape of `x`, overwritten. Without a gate it is `dy`: the gradient is computed in place.
+    pub dx: &'a Tensor,
+    /// `[N, F]`, the output.
+    pub y: &'a Tensor,
+}
+
+/// `out = stream + dropout(branch)`.
+#[derive(Debug)]
+pub struct AddBranch<'a> {
+    /// `[N, D]`, residual type.
+    pub stream: &'a Tensor,
+    /// `[N, D]`, compute type.
+    pub branch: &'a Tensor,
+    /// Applied to the branch.
+    pub dropout: Option<Dropout>,
+    /// `[N, D]`, residual type.
+    pub out: &'a Tensor,
+}
+
+/// Each row's loss `-log softmax(logits)[target]` in nats, and the gradient of the logits in their place.
+#[derive(Debug)]
+pub struct CrossEntropy<'a> {
+    /// `[n, V]`.
+    pub logits: Columns<'a>,
+    /// n ids, or [`IGNORE`].
+    pub targets: &'a [u32],
+    /// `[n]`, FP32; 0 for ignored targets.
+    pub losses: &'a Tensor,
+    /// dL/d(row's loss). If `None`, the logits stay as they are.
+    pub seed: Option<f32>,
+}
+
+/// Statistics of tensors.
+#[derive(Debug)]
+pub struct Survey<'a> {
+    /// Each tensor with the format whose smallest normal value bounds subnormal ones.
+    pub tensors: &'a [(&'a Tensor, FloatFormat)],
+    /// Whether to count values by exponent.
+    pub exponents: bool,
+    /// The statistics of each tensor.
+    pub out: &'a mut [TensorSurvey],
+}
+
+/// The sum of a tensor's values.
+#[derive(Debug)]
+pub struct Sum<'a> {
+    /// Any shape and type.
+    pub x: &'a Tensor,
+    /// The sum.
+    pub sum: &'a mut f64,
+}
+
+/// One AdamW update of a tensor.
+#[derive(Debug)]
+pub struct AdamW<'a> {
+    /// Learning rate, decay and corrections.
+    pub step: AdamWStep,
+    /// Any type.
+    pub grad: &'a Tensor,
+    /// The shape of `grad`, FP32.
+    pub master: &'a Tensor,
+    /// The first moment, FP32.
+    pub exp_avg: &'a Tensor,
+    /// The second moment, FP32.
+    pub exp_avg_sq: &'a Tensor,
+    /// The working copy that the new master is rounded into; `None` if the master is the working copy.
+    pub weight: Option<&'a Tensor>,
+}
+
+/// How an operation uses a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Only reads it.
+    Read,
+    /// Writes it, and may read it.
+    Write,
+}
+
+/// Writes the gradients of a linear layer's weight, in its layout, and bias, given its input `x [N, I]` and the gradient of its
+/// output `dy [N, O]`.
+pub fn linear_weight_gradient(
+    kernels: &dyn Kernels,
+    layout: WeightLayout,
+    [x, dy]: [&Tensor; 2],
+    dweight: &Tensor,
+    dbias: Option<&Tensor>,
+) -> Result<()> {
+    let [left, right] = if layout == WeightLayout::InOut { [x, dy] } else { [dy, x] };
+    let (a, b) = (Factor::transposed(Columns::all(left)?), Factor::plain(Columns::all(right)?));
+    Product { a, b, alpha: 1.0, c: Columns::all(dweight)?, mode: WriteMode::Overwrite }.run(kernels)?;
+    dbias.map_or(Ok(()), |out| SumRows { x: dy, out }.run(kernels))
+}
+
+impl<'a> Embedding<'a> {
+    /// The position of each token.
+    pub(crate) fn places(&self) -> Positions<'a> {
+        Positions { seq_len: self.seq_len, past: 0, documents: self.documents }
+    }
+
+    /// Whether there are rows for all tokens, given the tables that are read or written.
+    fn fits(&self, table: &Tensor, positions: Option<&Tensor>, x: &Tensor) -> Result<bool> {
+        let (vocab, width) = table.dims2()?;
+        if let Some(id) = self.ids.iter().find(|&&id| id as usize >= vocab) {
+            bail!("token id {id} is outside the model's vocabulary of {vocab}");
+        }
+        let rows = self.ids.len();
+        let known = |positions: &Tensor| matches!(*positions.dims(), [count, w] if count >= self.seq_len && w == width);
+        let documents = self.documents.is_none_or(|starts| starts.len() == rows);
+        let sequences = self.seq_len > 0 && rows.is_multiple_of(self.seq_len);
+        Ok(sequences && documents && positions.is_none_or(known) && x.dims() == [rows, width])
+    }
+}
+
+fn tensors(columns: [Columns<'_>; 3]) -> [&Tensor; 3] {
+    columns.map(|columns| columns.tensor())
+}
+
+/// Rows and columns.
+fn dims(columns: Columns<'_>) -> [usize; 2] {
+    [columns.rows(), columns.count()]
+}
+
+fn factor_dims(factor: Factor<'_>) -> [usize; 2] {
+    let [rows, columns] = dims(factor.columns);
+    if factor.transposed { [columns, rows] } else { [rows, columns] }
+}
+
+fn same_shapes<const N: usize>(tensors: [&Tensor; N]) -> bool {
+    tensors.iter().all(|tensor| tensor.dims() == tensors[0].dims())
+}
+
+impl Op<'_> {
+    /// Checks the operands, and computes the operation with `kernels`. Fails if there is no kernel for it.
+    pub fn run(mut self, kernels: &dyn Kernels) -> Result<()> {
+        self.check()?;
+        match kernels.run(&mut self)? {
+            Ran::Done => Ok(()),
+            Ran::Unsupported => bail!("the kernels `{}` cannot compute {self:?}", kernels.name()),
+        }
+    }
+
+    /// Calls `visit` with each tensor that is read, then with each one that is written. Not for [`Op::Survey`].
+    pub fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
+        let mut all = |access, tensors: &[&Tensor], optional: &[Option<&Tensor>]| {
+            let optional = optional.iter().copied().flatten();
+            tensors.iter().copied().chain(optional).for_each(|tensor| visit(tensor, access));
+        };
+        let (read, write) = (Access::Read, Access::Write);
+        match self {
+            Self::Zero(op) => all(write, &[op.x], &[]),
+            Self::Copy(op) => {
+                all(read, &[op.x], &[]);
+                all(write, &[op.out], &[]);
+            }
+            Self::Accumulate(op) => {
+                all(read, &[op.x], &[]);
+                all(write, op.inner, &[Some(op.out)]);
+            }
+            Self::Embed(op) => {
+                all(read, &[op.input.table], &[op.input.positions]);
+                all(write, &[op.out], &[]);
+            }
+            Self::EmbedBackward(op) => {
+                all(read, &[op.dx], &[]);
+                all(write, &[op.dtable], &[op.dpositions]);
+            }
+            Self::Norm(op) => {
+                all(read, &[op.x.tensor(), op.weight], &[op.bias]);
+                all(write, &[op.y.tensor(), op.rstd], &[op.mean]);
+            }
+            Self::NormBackward(op) => {
+                all(read, &[op.dy.tensor(), op.x.tensor(), op.weight, op.rstd], &[op.mean]);
+                all(write, &[op.dx.tensor()], &[op.dweight, op.dbias]);
+            }
+            Self::Rotate(op) => {
+                all(read, &[&op.table.cos, &op.table.sin], &[]);
+                all(write, &[op.x.tensor()], &[]);
+            }
+            Self::Linear(op) => {
+                let low_rank = op.low_rank.map(|low_rank| [low_rank.low, low_rank.factor.columns.tensor()]);
+                all(read, &[op.x, op.weight], &[op.bias]);
+                all(read, low_rank.as_ref().map_or(&[], |tensors| tensors), &[]);
+                all(write, &[op.y], &[]);
+            }
+            Self::Product(op) => {
+                all(read, &[op.a.columns.tensor(), op.b.columns.tensor()], &[]);
+                all(write, &[op.c.tensor()], &[]);
+            }
+            Self::SumRows(op) => {
+                all(read, &[op.x], &[]);
+                all(write, &[op.out], &[]);
+            }
+            Self::Attention(op) => {
+                all(read, &tensors(op.operands.qkv), &[]);
+                all(write, &[op.out, op.lse], &[]);
+            }
+            Self::AttentionBackward(op) => {
+                all(read, &tensors(op.operands.qkv), &[Some(op.dout), Some(op.out), Some(op.lse)]);
+                all(write, &tensors(op.gradients), &[]);
+            }
+            Self::DecodeAttention(op) => {
+                all(read, &tensors(op.qkv), &[]);
+                all(write, &[&op.cache.keys, &op.cache.values, op.out], &[]);
+            }
+            Self::Activate(op) => {
+                all(read, &[op.x], &[]);
+                all(write, &[op.y], &[]);
+            }
+            Self::ActivateBackward(op) => {
+                all(read, &[op.x, op.dy], &[]);
+                all(write, &[op.dx, op.y], &[]);
+            }
+            Self::AddBranch(op) => {
+                all(read, &[op.stream, op.branch], &[]);
+                all(write, &[op.out], &[]);
+            }
+            Self::CrossEntropy(op) => all(write, &[op.logits.tensor(), op.losses], &[]),
+            Self::Survey(_) => {}
+            Self::Sum(op) => all(read, &[op.x], &[]),
+            Self::AdamW(op) => {
+                all(read, &[op.grad], &[]);
+                all(write, &[op.master, op.exp_avg, op.exp_avg_sq], &[op.weight]);
+            }
+        }
+    }
+
+    /// Fails unless the operands are contiguous, of types that kernels store, and of shapes that fit together.
+    pub fn check(&self) -> Result<()> {
+        let mut stored = true;
+        self.for_each_tensor(&mut |x, _| {
+            stored &= x.is_contiguous() && matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
+        });
+        if !(stored && self.fits()?) {
+            bail!("operands that do not fit together, or that no kernel takes: {self:?}");
+        }
+        Ok(())
+    }
+
+    /// Whether the shapes and types of the operands fit together.
+    fn fits(&self) -> Result<bool> {
+        Ok(match self {
+            Self::Zero(_) | Self::Sum(_) => true,
+            Self::Copy(op) => same_shapes([op.x, op.out]),
+            Self::Accumulate(op) => {
+                op.inner.iter().all(|x| same_shapes([op.x, x]) && x.dtype() == DType::F32)
+                    && same_shapes([op.x, op.out])
+            }
+            Self::Embed(op) => op.input.fits(op.input.table, op.input.positions, op.out)?,
+            Self::EmbedBackward(op) => {
+                op.order.len() == op.input.ids.len() && op.input.fits(op.dtable, op.dpositions, op.dx)?
+            }
+            Self::Norm(op) => {
+                let vectors = [op.bias, op.mean].map(|vector| vector.is_some());
+                op.settings.fits([op.x, op.y], op.weight, op.mean, op.rstd)
+                    && vectors == [op.settings.centers(); 2]
+                    && op.bias.is_none_or(|bias| same_shapes([bias, op.weight]))
+            }
+            Self::NormBackward(op) => {
+                let gradients = [op.dweight, op.dbias].into_iter().flatten().all(|grad| same_shapes([grad, op.weight]));
+                let biased = op.dbias.is_some() == (op.dweight.is_some() && op.settings.centers());
+                dims(op.dx) == dims(op.x)
+                    && (gradients && biased)
+                    && op.settings.fits([op.x, op.dy], op.weight, op.mean, op.rstd)
+            }
+            Self::Rotate(op) => {
+                let (rows, (available, half)) = (op.x.rows(), op.table.cos.dims2()?);
+                let heads = half > 0 && op.x.count().is_multiple_of(2 * half);
+                let known = op.positions.past + op.positions.seq_len.min(rows) <= available;
+                let documents = op.positions.documents.is_none_or(|starts| starts.len() == rows);
+                heads && known && documents && op.positions.seq_len > 0
+            }
+            Self::Linear(op) => {
+                let (rows, columns) = op.weight.dims2()?;
+                let [inner, outer] = if op.layout == WeightLayout::InOut { [rows, columns] } else { [columns, rows] };
+                let rows = op.x.dim(0)?;
+                let bias = op.bias.is_none_or(|bias| bias.dims() == [outer]);
+                let low_rank = op.low_rank.is_none_or(|low_rank| {
+                    let [rank, width] = factor_dims(low_rank.factor);
+                    low_rank.low.dims() == [rows, rank] && width == outer
+                });
+                op.x.dims() == [rows, inner] && op.y.dims() == [rows, outer] && bias && low_rank
+            }
+            Self::Product(op) => {
+                let ([m, k], [depth, n]) = (factor_dims(op.a), factor_dims(op.b));
+                let one_type = op.a.columns.tensor().dtype() == op.b.columns.tensor().dtype();
+                k == depth && [m, n] == dims(op.c) && one_type
+            }
+            Self::SumRows(op) => op.out.dims() == [op.x.dims2()?.1],
+            Self::Attention(op) => {
+                op.operands.check(&op.shape, op.out, op.lse)?;
+                true
+            }
+            Self::AttentionBackward(op) => {
+                op.operands.check(&op.shape, op.out, op.lse)?;
+                op.shape.check(op.gradients)?;
+                same_shapes([op.dout, op.out])
+            }
+            Self::DecodeAttention(op) => {
+                op.shape.check(op.qkv)?;
+                let (kv_heads, capacity, head_size) = op.cache.keys.dims3()?;
+                let Shape { batch, seq_len, .. } = op.shape;
+                [batch, op.shape.kv_heads, op.shape.head_size] == [1, kv_heads, head_size]
+                    && op.out.dims() == [seq_len, op.shape.widths()[0]]
+                    && op.past + seq_len <= capacity
+            }
+            Self::Activate(op) => op.activation.fits(op.x, op.y)?,
+            Self::ActivateBackward(op) => {
+                op.activation.fits(op.x, op.y)? && same_shapes([op.dx, op.x]) && same_shapes([op.dy, op.y])
+            }
+            Self::AddBranch(op) => same_shapes([op.stream, op.branch, op.out]),
+            Self::CrossEntropy(op) => {
+                let [rows, vocab] = dims(op.logits);
+                if let Some(target) = op.targets.iter().find(|&&target| target != IGNORE && target as usize >= vocab) {
+                    bail!("target {target} is outside the model's vocabulary of {vocab}");
+                }
+                op.targets.len() == rows && op.losses.dims() == [rows] && op.losses.dtype() == DType::F32
+            }
+            Self::Survey(op) => op.tensors.len() == op.out.len(),
+            Self::AdamW(op) => {
+                let state = [op.master, op.exp_avg, op.exp_avg_sq];
+                let shapes = same_shapes([op.grad, state[0], state[1], state[2], op.weight.unwrap_or(op.grad)]);
+                shapes && state.iter().all(|x| x.dtype() == DType::F32)
+            }
+        })
+    }
+}
+
+impl NormSettings {
+    /// Whether two matrices are rows of groups as wide as the weight, with statistics for each group.
+    fn fits(&self, x: [Columns<'_>; 2], weight: &Tensor, mean: Option<&Tensor>, rstd: &Tensor) -> bool {
+        let ([rows, columns], width) = (dims(x[0]), weight.elem_count());
+        let whole = weight.rank() == 1 && width > 0 && columns.is_multiple_of(width) && dims(x[1]) == [rows, columns];
+        let groups = |x: &Tensor| x.dtype() == DType::F32 && x.elem_count() * width == rows * columns;
+        whole && mean.is_some() == self.centers() && groups(rstd) && mean.is_none_or(groups)
+    }
+}
+
+impl Activation {
+    /// Whether input and output are of shapes that fit together.
+    fn fits(self, x: &Tensor, y: &Tensor) -> Result<bool> {
+        let (rows, width) = y.dims2()?;
+        Ok(x.dims() == [rows, if self.is_gated() { 2 * width } else { width }])
+    }
+}

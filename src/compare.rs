@@ -3,7 +3,6 @@
 //! Runs that differ only in the seed and in settings without effect on the numbers are samples of one [`Arm`], to distinguish
 //! the effect of a setting from chance: means with confidence intervals, and for two arms their difference.
 
-pub(crate) mod chart;
 mod html;
 mod metrics;
 mod page;

@@ -1,7 +1,8 @@
 //! The number-format lab: shows the effects of a format on numbers, gradients, the loss scale and memory.
 //!
-//! Views, each a function from its parameters to a report. A report serialises (`--json`) and renders to a [`Page`], which is
-//! printed, or shown on the interactive [`screen`]; the [`guide`] has what a newcomer reads and presses. Reports can start from a real run's events ([`RunFigures`]).
+//! Views, each a function from its parameters to a report. A report serialises (`--json`) and renders to a
+//! [`Page`](crate::ui::Page), which is printed, or shown on the interactive [`screen`]; the [`guide`] has the explanations,
+//! scenarios and keys. Reports can start from a real run's events ([`RunFigures`]).
 //! All arithmetic is that of [`precision`](crate::precision); nothing is computed twice.
 
 mod bits;
@@ -11,7 +12,6 @@ mod crises;
 pub mod guide;
 mod memory;
 mod number;
-mod page;
 mod ranges;
 mod run_figures;
 mod scaler;
@@ -27,7 +27,6 @@ pub use casts::{Cast, Casts, Operation};
 pub use crises::{Crises, Outcome};
 pub use memory::{Group, Item, Measured, Memory, Plan, Recipe, Setup, model_named};
 pub use number::{parse_format, parse_value};
-pub use page::{Line, Page, Role, Span};
 pub use ranges::{Extent, RangeRow, Ranges};
 pub use run_figures::RunFigures;
 #[cfg(test)]
@@ -37,3 +36,35 @@ pub use scaling::{Scaling, ScalingRow, log_normal};
 pub use softmax::{Softmax, SoftmaxRow};
 pub use sums::{Algorithm, SumRow, Sums, Terms};
 pub use ulp::{UlpGrid, UlpRow, Verdict};
+
+#[cfg(test)]
+mod tests {
+    use crate::ui::{Line, Page};
+
+    #[test]
+    fn every_glyph_of_the_views_has_an_ascii_replacement() {
+        for source in [
+            include_str!("lab/bits.rs"),
+            include_str!("lab/blocks.rs"),
+            include_str!("lab/casts.rs"),
+            include_str!("lab/casts/operations.rs"),
+            include_str!("lab/crises.rs"),
+            include_str!("lab/guide.rs"),
+            include_str!("lab/scaler/page.rs"),
+            include_str!("lab/softmax.rs"),
+            include_str!("lab/sums.rs"),
+            include_str!("lab/memory.rs"),
+            include_str!("lab/ranges.rs"),
+            include_str!("lab/scaler.rs"),
+            include_str!("lab/scaling.rs"),
+            include_str!("lab/ulp.rs"),
+        ] {
+            let code = source.split("mod tests").next().unwrap_or_default();
+            for line in code.lines().filter(|line| !line.trim_start().starts_with("//")) {
+                let mut page = Page::new();
+                page.push(Line::new().plain(line.replace('?', "")));
+                assert!(!page.ascii().text().contains('?'), "{line}");
+            }
+        }
+    }
+}

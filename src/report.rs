@@ -1,20 +1,19 @@
-//! Reports a run as one self-contained HTML page, without scripts, fonts or other files. It supports light and dark mode, and
-//! is well-formed XML.
+//! Reports a run as one HTML page.
 
 mod charts;
 mod tables;
 
 use crate::Result;
 use crate::compare::RunSummary;
-use crate::compare::chart::{STYLE, escape};
 use crate::telemetry::{RunState, Started};
+use crate::ui::html::{self, escape};
 use std::path::Path;
 
 /// Buckets of a curve; a chart has about twice as many columns.
 const CURVE: usize = 450;
 
-/// Additional styles besides those of charts and tables.
-const MORE_STYLE: &str = "
+/// Styles in addition to those of charts and tables.
+const STYLE: &str = "
 .band { fill: var(--c0); opacity: .3; stroke: none; } .smooth { stroke: var(--c3); fill: none; stroke-width: 1.8; }
 .point { fill: var(--c1); } .bar { fill: var(--c0); } .sub { fill: var(--c1); } .plain { stroke: var(--c0); fill: none;
   stroke-width: 1.6; }
@@ -33,21 +32,17 @@ h2 { margin-top: 2.2rem; } details summary { cursor: pointer; }
 pub fn page(log: &Path) -> Result<String> {
     let (state, unreadable) = RunState::new(CURVE).read(log)?;
     let run = RunSummary::of(log, state.clone(), unreadable)?;
-    let name = escape(&run.name);
-    let mut out = format!(
-        "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n<meta charset=\"utf-8\"/>\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n<title>Run {name}</title>\n\
-         <style>{STYLE}{MORE_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>Run {name}</h1>\n<p>{}</p>\n",
-        escape(&summary(&run))
-    );
-    out.push_str(&tables::figures(&run.figures));
-    out.push_str(&charts::all(&state));
-    out.push_str(&tables::overflows(&state));
-    out.push_str(&tables::precision(&state));
-    out.push_str(&tables::samples(&state));
-    out.push_str(&tables::settings(&run.settings()));
-    out.push_str("</main>\n</body>\n</html>\n");
-    Ok(out)
+    let parts = [
+        format!("<p>{}</p>\n", escape(&summary(&run))),
+        tables::figures(&run.figures),
+        charts::all(&state),
+        tables::overflows(&state),
+        tables::precision(&state),
+        tables::samples(&state),
+        tables::settings(&run.settings()),
+    ];
+    let title = format!("Run {}", run.name);
+    Ok(html::page(&title, &title, STYLE, &parts.concat()))
 }
 
 /// A one-sentence summary of the run.

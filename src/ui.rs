@@ -4,7 +4,9 @@
 
 mod ascii;
 pub(crate) mod format;
+pub(crate) mod html;
 mod pad;
+mod page;
 mod palette;
 mod plot;
 mod ruler;
@@ -12,8 +14,10 @@ mod theme;
 
 pub(crate) use ascii::to_ascii;
 pub(crate) use pad::Pad;
+pub(crate) use page::column_cell;
+pub use page::{Line, Page, Span};
+#[cfg(test)]
 pub(crate) use palette::Palette;
-pub(crate) use plot::{Axes, Plot};
+pub(crate) use plot::{Axes, Plot, extent};
 pub(crate) use ruler::Ruler;
-pub(crate) use theme::Role;
-pub use theme::{Look, Theme};
+pub use theme::{Look, Role, Theme};

@@ -61,7 +61,8 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let text = if args.json {
         crate::untrusted::lines(&format!("{:#}\n", report.json())).into_owned()
     } else {
-        let page = report.page(args.width.unwrap_or_else(terminal_width), args.ascii);
+        let page = report.page(args.width.unwrap_or_else(terminal_width));
+        let page = if args.ascii { page.ascii() } else { page };
         page.printed(stdout().is_terminal())
     };
     out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))

@@ -20,16 +20,16 @@ use crate::data::Tokenizer;
 use crate::engine::model::{Keep, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::lab::guide;
-use crate::lab::screen::{self, Theme};
+use crate::lab::screen;
 use crate::lab::{
-    Bits, Blocks, Casts, Comparison, Crises, Extent, GradientModel, Measured, Memory, Overflows, Page, Ranges, Role,
-    RunFigures, Scaling, Setup, Softmax, Sums, UlpGrid, apply_setting, log_normal, model_named, normal_tensor,
-    parse_value,
+    Bits, Blocks, Casts, Comparison, Crises, Extent, GradientModel, Measured, Memory, Overflows, Ranges, RunFigures,
+    Scaling, Setup, Softmax, Sums, UlpGrid, apply_setting, log_normal, model_named, normal_tensor, parse_value,
 };
 use crate::precision::PrecisionPolicy;
 use crate::store::StoredModel;
 use crate::telemetry::{ProcessStats, Started};
 use crate::train::Config;
+use crate::ui::{Look, Page, Role, Theme};
 use crate::untrusted::Clean;
 use crate::{Error, Result};
 
@@ -460,7 +460,8 @@ static VIEWS: LazyLock<Command> = LazyLock::new(|| View::augment_subcommands(Com
 
 fn show_screen(args: &LabArgs, bench: &mut Bench) -> Result<()> {
     let run = args.run.as_deref().map(|run| run.display().to_string()).unwrap_or_default();
-    screen::run(guide::instruments(&VIEWS, &run), Theme::from_env(args.ascii), |view, fields, width| {
+    let theme = Theme::from_env(args.ascii, Some(Look::Dark));
+    screen::run(guide::instruments(&VIEWS, &run), theme, &mut |view, fields, width| {
         evaluate(bench, view, fields, width)
     })
 }
@@ -564,8 +565,9 @@ mod tests {
         for (width, height) in [(80, 24), (120, 36)] {
             for (tab, instrument) in guide::instruments(&VIEWS, "").into_iter().enumerate() {
                 let mut bench = Bench { program: 24 << 20, ..Bench::new(Path::new("checkpoints")) };
-                let evaluate = |view: &str, fields: &[(&str, &str)], width| evaluate(&mut bench, view, fields, width);
-                let picture = screen::picture(guide::instruments(&VIEWS, ""), tab, (width, height), evaluate);
+                let mut evaluate =
+                    |view: &str, fields: &[(&str, &str)], width| evaluate(&mut bench, view, fields, width);
+                let picture = screen::picture(guide::instruments(&VIEWS, ""), tab, (width, height), &mut evaluate);
                 insta::assert_snapshot!(format!("{}_{width}x{height}", instrument.name), picture);
             }
         }
@@ -578,14 +580,14 @@ mod tests {
             let mut bench = Bench { program: 24 << 20, ..Bench::new(Path::new("checkpoints")) };
             // Most keys start from the same page.
             let mut known = HashMap::new();
-            let evaluate = |view: &str, fields: &[(&str, &str)], width| {
+            let mut evaluate = |view: &str, fields: &[(&str, &str)], width| {
                 let asked = format!("{view} {fields:?} {width}");
                 if !known.contains_key(&asked) {
                     known.insert(asked.clone(), evaluate(&mut bench, view, fields, width)?);
                 }
                 Ok(known[&asked].clone())
             };
-            let dead = screen::pressed::dead_keys(&guide::instruments(&VIEWS, ""), size, evaluate);
+            let dead = screen::pressed::dead_keys(&guide::instruments(&VIEWS, ""), size, &mut evaluate);
             assert!(dead.is_empty(), "at {size:?}:\n{}", dead.join("\n"));
         }
     }

@@ -1,26 +1,21 @@
-//! The comparison as one self-contained HTML page, without scripts, fonts or other files.
+//! The comparison as one HTML page.
 //!
 //! For accessibility, arms differ by colour and by dashes, every chart has a title and a description, and the figures are a
-//! table. The page is well-formed XML.
+//! table.
 
 use std::fmt::Write;
 
-use super::chart::{Axes, STYLE, escape};
 use super::metrics::METRICS;
 use super::page::{logarithms, means, range};
 use super::report::{Arm, Report, Verdict};
 use super::run::RunSummary;
+use crate::ui::html::{Axes, escape, page, table};
 
 impl Report {
     /// The report as an HTML page.
     pub fn html(&self) -> String {
         let names: Vec<_> = self.arms.iter().map(|arm| arm.name.as_str()).collect();
-        let title = escape(&names.join(" · "));
-        let mut out = format!(
-            "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n<meta charset=\"utf-8\"/>\n\
-             <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n\
-             <title>Runs compared: {title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>Runs compared</h1>\n"
-        );
+        let mut out = String::new();
         self.html_list(&mut out);
         self.html_conclusion(&mut out);
         for picture in [self.losses(), self.validation(), self.scales()].into_iter().flatten() {
@@ -28,7 +23,7 @@ impl Report {
         }
         self.html_differences(&mut out);
         self.html_figures(&mut out);
-        out + "</main>\n</body>\n</html>\n"
+        page(&format!("Runs compared: {}", names.join(" · ")), "Runs compared", "", &out)
     }
 
     fn html_list(&self, out: &mut String) {
@@ -62,7 +57,7 @@ impl Report {
             return;
         }
         let rows = self.differences.iter().map(|difference| (difference.key.as_str(), difference.values.clone()));
-        self.html_table(out, "Settings that differ", None, rows);
+        out.push_str(&self.html_table("Settings that differ", None, rows));
     }
 
     fn html_figures(&self, out: &mut String) {
@@ -79,29 +74,19 @@ impl Report {
             }
             (metric.name, cells)
         });
-        self.html_table(out, caption, difference.as_deref(), rows);
+        out.push_str(&self.html_table(caption, difference.as_deref(), rows));
     }
 
+    /// A table with a column per arm, and perhaps a last one.
     fn html_table<'a>(
-        &self,
-        out: &mut String,
+        &'a self,
         caption: &str,
-        last: Option<&str>,
+        last: Option<&'a str>,
         rows: impl Iterator<Item = (&'a str, Vec<String>)>,
-    ) {
-        let _ = write!(out, "<div class=\"scroll\"><table>\n<caption>{caption}</caption>\n<thead><tr><td></td>");
-        for label in self.arms.iter().map(|arm| arm.label.as_str()).chain(last) {
-            let _ = write!(out, "<th scope=\"col\">{label}</th>");
-        }
-        out.push_str("</tr></thead>\n<tbody>\n");
-        for (name, cells) in rows {
-            let _ = write!(out, "<tr><th scope=\"row\">{}</th>", escape(name));
-            for cell in cells {
-                let _ = write!(out, "<td>{}</td>", escape(&cell));
-            }
-            out.push_str("</tr>\n");
-        }
-        out.push_str("</tbody>\n</table></div>\n");
+    ) -> String {
+        let labels = self.arms.iter().map(|arm| arm.label.as_str());
+        let headings: Vec<_> = std::iter::once("").chain(labels).chain(last).collect();
+        table(caption, &headings, rows.map(|(name, cells)| [vec![name.to_owned()], cells].concat()))
     }
 
     fn runs(&self) -> impl Iterator<Item = (usize, &RunSummary)> {
@@ -117,7 +102,7 @@ impl Report {
         let axes = self.axes(range(self.runs().flat_map(|(_, run)| logarithms(&run.loss)).map(|(_, y)| y))?);
         let mut body = String::new();
         for (i, run) in self.runs() {
-            axes.curve(&mut body, i, logarithms(&run.loss));
+            axes.curve(&mut body, &class(i), logarithms(&run.loss));
             for bucket in run.loss.buckets().iter().filter(|bucket| bucket.non_finite > 0) {
                 axes.cross(&mut body, bucket.step as f64, axes.y.1);
             }
@@ -130,7 +115,7 @@ impl Report {
         let axes = self.axes(range(self.runs().flat_map(|(_, run)| means(&run.validation)).map(|(_, y)| y))?);
         let mut body = String::new();
         for (i, run) in self.runs() {
-            axes.curve(&mut body, i, means(&run.validation));
+            axes.curve(&mut body, &class(i), means(&run.validation));
             for (x, y) in means(&run.validation) {
                 let (x, y) = (axes.left(x), axes.top(y));
                 let _ = writeln!(
@@ -149,13 +134,7 @@ impl Report {
         let axes = self.axes((low.floor() - 0.5, high.ceil() + 0.5));
         let mut body = String::new();
         for (i, run) in self.runs() {
-            let points = run.scale.points();
-            let ends = points.iter().skip(1).map(|next| next.step as f64).chain([run.figures.steps as f64]);
-            let corners = points.iter().zip(ends).flat_map(|(p, end)| [(p.step as f64, p.value), (end, p.value)]);
-            axes.curve(&mut body, i, corners);
-            for bucket in run.overflows.buckets().iter().filter(|bucket| bucket.count > 0) {
-                axes.cross(&mut body, bucket.step as f64, bucket.max);
-            }
+            axes.stairs(&mut body, &class(i), &run.scale, &run.overflows, run.figures.steps as f64);
         }
         let figures = self.in_words("overflows", "overflows, each marked with a cross");
         Some(axes.picture("scale", "Loss scale, log2, by step", &figures, &body, |y| format!("2^{y:.0}")))
@@ -172,10 +151,15 @@ impl Report {
     }
 }
 
+/// The class of an arm's curves.
+fn class(arm: usize) -> String {
+    format!("curve s{}", arm % 4)
+}
+
 /// The line of an arm in the legend.
 fn key(arm: usize) -> String {
     format!(
-        "<svg class=\"key\" viewBox=\"0 0 48 12\" aria-hidden=\"true\"><path d=\"M0 6H48\" class=\"curve s{}\"/></svg>",
-        arm % 4
+        "<svg class=\"key\" viewBox=\"0 0 48 12\" aria-hidden=\"true\"><path d=\"M0 6H48\" class=\"{}\"/></svg>",
+        class(arm)
     )
 }

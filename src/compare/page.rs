@@ -3,27 +3,26 @@
 use super::metrics::METRICS;
 use super::report::{Arm, Report, Verdict};
 use super::run::RunSummary;
-use crate::lab::{Line, Page, Role};
 use crate::telemetry::Series;
-use crate::ui::{Axes, Plot, Role as Ink};
+use crate::ui::{Axes, Line, Pad, Page, Plot, Role, extent};
 use crate::untrusted::is_unsafe;
 
 /// Draws a run's curve; returns the position of its letter.
-type Curve<'a> = dyn Fn(&mut Plot, &RunSummary, Ink) -> Option<(f64, f64)> + 'a;
+type Curve<'a> = dyn Fn(&mut Plot, &RunSummary, Role) -> Option<(f64, f64)> + 'a;
 
 /// Rows of a plot, including its axis.
 const PLOT: u16 = 15;
 
 impl Report {
     /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize, ascii: bool) -> Page {
+    pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         self.list(&mut page, width);
         self.differing(&mut page, width);
         self.table(&mut page, width);
-        self.plots(&mut page, width, ascii);
+        self.plots(&mut page, width);
         self.conclusion(&mut page, width);
-        if ascii { page.ascii() } else { page }
+        page
     }
 
     /// The runs, by arm.
@@ -83,13 +82,13 @@ impl Report {
     }
 
     /// Loss and loss scale of all arms in one plot each; every curve has its arm's colour and letter.
-    fn plots(&self, page: &mut Page, width: usize, ascii: bool) {
+    fn plots(&self, page: &mut Page, width: usize) {
         let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
         let Some(losses) = range(runs().flat_map(|run| logarithms(&run.loss)).map(|(_, loss)| loss)) else { return };
         let steps = (0.0, runs().map(|run| run.figures.steps).max().unwrap_or(1) as f64);
         let scales = range(runs().flat_map(|run| run.scale.points()).map(|point| point.value));
         let x_label = |x: f64| format!("{x:.0}");
-        let half = (width.saturating_sub(2) / 2).min(usize::from(u16::MAX)) as u16;
+        let half = (width.saturating_sub(2) / 2).min(usize::from(u16::MAX / 2 - 1)) as u16;
         page.push(
             Line::new()
                 .with(Role::Title, format!("{:<1$}", "loss", usize::from(half) + 2))
@@ -97,60 +96,40 @@ impl Report {
                 .with(Role::Bad, "   ✕")
                 .dim(" overflow"),
         );
-        let inks: Vec<_> = (0..4).map(ink).chain([Ink::Overflow, Ink::Dim]).collect();
-        let draw = |axes: &Axes, curve: &Curve| {
-            axes.cells((half, PLOT), ascii, &inks, |plot| {
+        let draw = |axes: &Axes, pad: &mut Pad, curve: &Curve| {
+            axes.draw(pad, |plot| {
                 for (i, arm) in self.arms.iter().enumerate() {
-                    let middles: Vec<_> = arm.runs.iter().filter_map(|run| curve(plot, run, ink(i))).collect();
+                    let middles: Vec<_> = arm.runs.iter().filter_map(|run| curve(plot, run, role(i))).collect();
                     if let Some((x, y)) = middles.first() {
-                        plot.mark(*x, *y, arm.label.chars().next().unwrap_or('?'), ink(i));
+                        plot.mark(*x, *y, arm.label.chars().next().unwrap_or('?'), role(i));
                     }
                 }
-            })
+            });
         };
         // Place letters at different steps, to distinguish overlapping curves.
         let part = |run: &RunSummary| {
             let at = self.arms.iter().position(|arm| arm.runs.iter().any(|other| std::ptr::eq(other, run)));
             (at.unwrap_or(0) + 1) as f64 / (self.arms.len() + 1) as f64
         };
-        let y_label = |y: f64| format!("{:.2}", y.exp());
-        let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
-        let losses = draw(&axes, &|plot, run, ink| loss(plot, run, ink, part(run)));
-        let scales = scales.map_or_else(Vec::new, |(low, high)| {
+        let roles: Vec<_> = (0..4).map(role).chain([Role::Bad, Role::Dim]).collect();
+        page.drawn((2 * half + 2, PLOT), &roles, |pad| {
+            let y_label = |y: f64| format!("{:.2}", y.exp());
+            let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
+            draw(&axes, &mut pad.part(0, 0, half, PLOT), &|plot, run, role| loss(plot, run, role, part(run)));
+            let Some((low, high)) = scales else { return };
             let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
             let y_label = |y: f64| format!("2^{y:.0}");
             let y = (low, high + (high - low) % 2.0);
             let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
-            draw(&axes, &|plot, run, ink| scale(plot, run, ink, part(run)))
+            draw(&axes, &mut pad.part(half + 2, 0, half, PLOT), &|plot, run, role| scale(plot, run, role, part(run)));
         });
-        let blank = || (" ".to_owned(), None);
-        for (row, mut cells) in losses.into_iter().enumerate() {
-            cells.extend([blank(), blank()]);
-            cells.extend(scales.get(row).cloned().unwrap_or_default());
-            while cells.last().is_some_and(|(symbol, _)| symbol == " ") {
-                cells.pop();
-            }
-            let runs = cells.chunk_by(|(_, one), (_, other)| one == other);
-            let line = runs.fold(Line::new(), |line, run| {
-                let text: String = run.iter().map(|(symbol, _)| symbol.as_str()).collect();
-                match run[0].1 {
-                    Some(Ink::Overflow) => line.with(Role::Bad, text),
-                    Some(Ink::Dim) => line.dim(text),
-                    Some(drawn) => {
-                        line.with(Role::Series(inks.iter().position(|ink| *ink == drawn).unwrap_or(0)), text)
-                    }
-                    None => line.plain(text),
-                }
-            });
-            page.push(line);
-        }
         page.gap();
     }
 
     /// The difference of two arms' perplexities, and the verdict on the bound.
     fn conclusion(&self, page: &mut Page, width: usize) {
         if let Some(text) = self.perplexity_in_words() {
-            page.wrapped(Role::Plain, &text, width);
+            page.wrapped(Role::Text, &text, width);
         }
         for (text, verdict) in self.verdict_in_words().into_iter().chain(self.skips_in_words()) {
             let role = match verdict {
@@ -216,37 +195,32 @@ pub(super) fn logarithms(series: &Series) -> impl Iterator<Item = (f64, f64)> + 
 
 /// The smallest and the largest value, with a margin.
 pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
-    let finite = values.filter(|value| value.is_finite());
-    let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
-    (low <= high).then_some((low, if high > low { high } else { low + 1.0 }))
+    extent(values).map(|(low, high)| (low, if high > low { high } else { low + 1.0 }))
 }
 
-/// The ink of an arm, which becomes its colour on the page.
-fn ink(arm: usize) -> Ink {
-    match arm % 4 {
-        0 => Ink::Train,
-        other => Ink::Other(other - 1),
-    }
+/// The role of an arm, which determines its colour.
+fn role(arm: usize) -> Role {
+    Role::Series(arm % 4)
 }
 
 /// Draws a run's loss; returns the point at a share of its steps.
-fn loss(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64, f64)> {
+fn loss(plot: &mut Plot, run: &RunSummary, role: Role, part: f64) -> Option<(f64, f64)> {
     let points: Vec<_> = logarithms(&run.loss).collect();
     for pair in points.windows(2) {
-        plot.line(pair[0], pair[1], ink);
+        plot.line(pair[0], pair[1], role);
     }
     for bucket in run.loss.buckets().iter().filter(|bucket| bucket.non_finite > 0) {
-        plot.mark(bucket.step as f64, f64::MAX, '✕', Ink::Overflow);
+        plot.mark(bucket.step as f64, f64::MAX, '✕', Role::Bad);
     }
     points.get((points.len() as f64 * part) as usize).copied()
 }
 
 /// Draws a run's loss scale; returns the point at a share of its steps.
-fn scale(plot: &mut Plot, run: &RunSummary, ink: Ink, part: f64) -> Option<(f64, f64)> {
+fn scale(plot: &mut Plot, run: &RunSummary, role: Role, part: f64) -> Option<(f64, f64)> {
     let points = run.scale.points().iter().map(|point| (point.step as f64, point.value));
-    plot.stairs(points, run.figures.steps as f64, ink);
+    plot.stairs(points, run.figures.steps as f64, role);
     for bucket in run.overflows.buckets().iter().filter(|bucket| bucket.count > 0) {
-        plot.mark(bucket.step as f64, bucket.max, '✕', Ink::Overflow);
+        plot.mark(bucket.step as f64, bucket.max, '✕', Role::Bad);
     }
     let step = (run.figures.steps as f64 * part) as u64;
     run.scale.at(step).map(|level| (step as f64, level))

@@ -3,9 +3,9 @@
 use serde::Serialize;
 
 use super::number::{exact, parse_value, serialize, short};
-use super::page::{Line, Page, Role};
 use crate::Result;
 use crate::precision::{FloatClass, FloatFormat};
+use crate::ui::{Line, Page, Role};
 
 /// A number in every format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -232,7 +232,7 @@ impl Stored {
             (Fate::Overflow, _) => (Role::Bad, "✕ inf by overflow"),
             (_, FloatClass::Normal) => (Role::Good, "● normal"),
             (_, FloatClass::Subnormal) => (Role::Warn, "◐ subnormal"),
-            (_, FloatClass::Zero) => (Role::Plain, "○ zero"),
+            (_, FloatClass::Zero) => (Role::Text, "○ zero"),
             (_, FloatClass::Infinite) => (Role::Bad, "✕ inf"),
             (_, FloatClass::Nan) => (Role::Bad, "✕ NaN"),
         }

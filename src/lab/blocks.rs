@@ -6,9 +6,9 @@
 use serde::Serialize;
 
 use super::number::{percent, short};
-use super::page::{Line, Page, Role};
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
+use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
 /// A quantization scheme for a tensor.
@@ -173,7 +173,7 @@ impl Blocks {
                     .plain(format!("{:>13}", short(f64::from(first))))
                     .with(role, format!("{:>10}{:>10}", percent(scheme.error), percent(scheme.flushed)))
                     .with(
-                        if scheme.saturated > 0 { Role::Bad } else { Role::Plain },
+                        if scheme.saturated > 0 { Role::Bad } else { Role::Text },
                         format!("{:>8}", scheme.saturated),
                     ),
             );
@@ -304,8 +304,8 @@ impl Quantised {
         let brief = |x: f64| {
             if x.abs() >= 1e4 || (x != 0.0 && x.abs() < 1e-3) { format!("{x:.1e}") } else { format!("{x:.3}") }
         };
-        row(page, "value", Role::Plain, &|i| brief(f64::from(tensor[i])));
-        row(page, "/ scale", Role::Plain, &|i| brief(f64::from(tensor[i]) / scale));
+        row(page, "value", Role::Text, &|i| brief(f64::from(tensor[i])));
+        row(page, "/ scale", Role::Text, &|i| brief(f64::from(tensor[i]) / scale));
         row(page, "code", Role::Mantissa, &|i| format!("0x{:02X}", self.codes[i]));
         row(page, "back", Role::Good, &|i| brief(self.values[i]));
         row(page, "error %", Role::Warn, &|i| percent((self.values[i] / f64::from(tensor[i]) - 1.0).abs()));

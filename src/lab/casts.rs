@@ -10,11 +10,11 @@ use serde::Serialize;
 pub use operations::Operation;
 
 use super::number::percent;
-use super::page::{Line, Page, Role};
 use crate::engine::kernels::Fused;
 use crate::engine::model::{Decoder, Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace};
 use crate::engine::optim::{Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
+use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
 /// The stored types of a step under a policy.

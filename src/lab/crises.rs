@@ -4,9 +4,9 @@
 use serde::Serialize;
 
 use super::number::{exact, serialize, short};
-use super::page::{Line, Page, Role};
 use crate::Result;
 use crate::precision::{FloatFormat, GradScaler, GradScalerConfig};
+use crate::ui::{Line, Page, Role};
 
 /// The inputs and outcomes of the three failures.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -101,7 +101,7 @@ impl Crises {
         let mut crisis = |title: &str, cause: &str, without: (Role, String), cure: &str, with: (Role, String)| {
             page.title(title);
             for (label, text, (role, result)) in [("cause", cause, without), ("cure", cure, with)] {
-                page.wrapped(Role::Plain, &format!("  {label}: {text}"), width);
+                page.wrapped(Role::Text, &format!("  {label}: {text}"), width);
                 page.push(Line::new().plain("     ").with(role, result));
             }
             page.gap();

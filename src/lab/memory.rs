@@ -3,12 +3,12 @@
 use serde::Serialize;
 use std::collections::BTreeSet;
 
-use super::page::{Line, Page, Role};
 use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Keep, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::train::{EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};
+use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
 /// A training recipe.
@@ -208,7 +208,7 @@ impl Group {
             Self::Activations => ('a', "activations", Role::Mantissa),
             Self::Buffers => ('b', "buffers", Role::Dim),
             Self::Probe => ('P', "probe", Role::Warn),
-            Self::Process => ('p', "program", Role::Plain),
+            Self::Process => ('p', "program", Role::Text),
         }
     }
 }
@@ -384,7 +384,7 @@ impl Memory {
     fn bar(&self, label: &str, items: &[Item], scale: u64, width: usize) -> Line {
         let all = total(items);
         let (role, mark) =
-            if self.budget.is_some_and(|budget| all > budget) { (Role::Bad, '✕') } else { (Role::Plain, ' ') };
+            if self.budget.is_some_and(|budget| all > budget) { (Role::Bad, '✕') } else { (Role::Text, ' ') };
         let mut line = Line::new().with(Role::Title, label).with(role, mark.to_string());
         let column = |sum: u64| (sum as f64 / scale as f64 * width as f64).round() as usize;
         let mut sum = 0;
@@ -415,7 +415,7 @@ impl Memory {
                 Line::new().with(Role::Title, format!("{:<15}", label(recipe, ours))).plain(cells.collect::<String>());
             let mut line = line.with(if fits { Role::Good } else { Role::Bad }, format!("{:>7}", compact(all as f64)));
             if let Some(left) = left {
-                let role = if left > 0 { Role::Plain } else { Role::Bad };
+                let role = if left > 0 { Role::Text } else { Role::Bad };
                 let batch = batch.map_or_else(|| "none".to_owned(), |batch| batch.to_string());
                 line = line.with(role, format!("{:>7}{batch:>7}", compact(left as f64)));
             }

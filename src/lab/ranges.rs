@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::number::{serialize, short};
-use super::page::{Line, Page, Role};
 use crate::precision::{FloatClass, FloatFormat};
+use crate::ui::{Line, Page, Role};
 
 /// The formats' ranges, and the magnitudes to compare with them.
 #[derive(Debug, Clone, PartialEq, Serialize)]

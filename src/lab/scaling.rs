@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::number::percent;
-use super::page::{Line, Page, Role, column_cell};
 use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
+use crate::ui::{Line, Page, Role, column_cell};
 
 /// A histogram of gradients in a format at a range of scales.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -211,7 +211,7 @@ impl Scaling {
             let line = Line::new()
                 .plain(format!("{:>8}", format!("2^{}", row.shift)))
                 .plain(format!("{flushed:>13}{subnormal:>13}{normal:>13}"))
-                .with(if s.overflow > 0.0 { Role::Bad } else { Role::Plain }, format!("{overflow:>13}"));
+                .with(if s.overflow > 0.0 { Role::Bad } else { Role::Text }, format!("{overflow:>13}"));
             page.push(line.with(Role::Title, mark));
         }
     }

@@ -14,27 +14,24 @@ use std::time::Duration;
 
 use ratatui::crossterm::event::{Event, KeyEventKind};
 
-use super::Page;
 use crate::screen::terminal::{Ending, Screen};
+use crate::ui::{Page, Theme};
 use crate::{Error, Result};
 
 use model::Model;
 pub(crate) use model::typed;
 pub use model::{Adjust, Control, Controls, Field, Instrument, Scenario, ViewKey};
-pub use view::Theme;
 
 /// How long to wait for a key before checking for signals.
 const TICK: Duration = Duration::from_millis(200);
 /// Time per frame of a playing view.
 const FRAME: Duration = Duration::from_millis(80);
 
-/// Shows `instruments` until the user quits or a signal arrives, and restores the terminal. `evaluate` renders a view's page
-/// from its name, the flags and values of its fields, and a width.
-pub fn run(
-    instruments: Vec<Instrument>,
-    theme: Theme,
-    evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
-) -> Result<()> {
+/// Renders a view's page from its name, the flags and values of its fields, and a width.
+pub type Evaluate<'a> = dyn FnMut(&str, &[(&str, &str)], usize) -> Result<Page> + 'a;
+
+/// Shows `instruments` until the user quits or a signal arrives, and restores the terminal.
+pub fn run(instruments: Vec<Instrument>, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
     show(Model::new(instruments), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
 }
 
@@ -44,27 +41,23 @@ pub(crate) fn picture(
     instruments: Vec<Instrument>,
     tab: usize,
     (width, height): (u16, u16),
-    mut evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
+    evaluate: &mut Evaluate,
 ) -> String {
     let mut model = Model::new(instruments);
     model.tab = tab;
-    model.evaluate(width.into(), &mut evaluate);
-    view::picture(&mut model, Theme::MONOCHROME, width, height)
+    model.evaluate(width.into(), evaluate);
+    view::picture(&mut model, Theme::monochrome(), width, height)
 }
 
 /// Runs the loop: redraws after changes and waits for keys.
-fn show(
-    mut model: Model,
-    theme: Theme,
-    mut evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
-) -> io::Result<()> {
+fn show(mut model: Model, theme: Theme, evaluate: &mut Evaluate) -> io::Result<()> {
     let ending = Ending::listen()?;
     let mut screen = Screen::take(stdout(), false)?;
     let mut changed = true;
     while !ending.arrived() {
         if changed {
             screen.draw(|frame| {
-                model.evaluate(frame.area().width.into(), &mut evaluate);
+                model.evaluate(frame.area().width.into(), evaluate);
                 view::draw(&mut model, theme, frame);
             })?;
         }

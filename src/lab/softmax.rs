@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::number::{serialize, short};
-use super::page::{Line, Page, Role};
 use crate::precision::FloatFormat;
+use crate::ui::{Line, Page, Role};
 
 /// Softmax and positions in every format.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -5,11 +5,11 @@
 use serde::Serialize;
 
 use super::number::{serialize, short};
-use super::page::{Line, Page, Role};
 use crate::Result;
 use crate::error::Error;
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
+use crate::ui::{Line, Page, Role};
 
 /// The terms of the sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -183,7 +183,7 @@ impl Sums {
                 ),
                 None => format!("{} one by one ends at {}", row.format, short(result)),
             };
-            page.wrapped(if row.stuck_from.is_some() { Role::Bad } else { Role::Plain }, &text, width);
+            page.wrapped(if row.stuck_from.is_some() { Role::Bad } else { Role::Text }, &text, width);
         }
         page
     }

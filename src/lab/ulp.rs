@@ -6,8 +6,8 @@
 use serde::Serialize;
 
 use super::number::{serialize, short};
-use super::page::{Line, Page, Role};
 use crate::precision::FloatFormat;
+use crate::ui::{Line, Page, Role};
 
 /// A weight, an update, and their sum in each format.
 #[derive(Debug, Clone, PartialEq, Serialize)]

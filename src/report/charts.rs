@@ -1,8 +1,8 @@
 //! The charts of a run's page.
 
-use crate::compare::chart::{Axes, HEIGHT, escape};
 use crate::telemetry::{Bucket, Curve, RunState, SMOOTHING, histogram, smoothing_for};
-use crate::ui::format;
+use crate::ui::html::{Axes, escape};
+use crate::ui::{extent, format};
 use std::fmt::Write;
 
 /// All charts that have data.
@@ -27,10 +27,9 @@ fn x_of(run: &RunState) -> (f64, f64) {
 
 /// The smallest and the largest value with a margin; `None` without finite values.
 fn y_of(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
-    let finite = values.filter(|value| value.is_finite());
-    let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)));
+    let (low, high) = extent(values)?;
     let air = ((high - low) * 0.04).max(high.abs() * 1e-3).max(f64::MIN_POSITIVE);
-    (low <= high).then_some((low - air, high + air))
+    Some((low - air, high + air))
 }
 
 fn ends(buckets: &[Bucket]) -> impl Iterator<Item = f64> + '_ {
@@ -40,17 +39,13 @@ fn ends(buckets: &[Bucket]) -> impl Iterator<Item = f64> + '_ {
 /// The area between the smallest and the largest value of each bucket.
 fn band(axes: &Axes, buckets: &[Bucket], out: &mut String) {
     let shown = || buckets.iter().filter(|bucket| bucket.count > 0);
-    let at = |x: u64, y: f64| format!("{:.1},{:.1}", axes.left(x as f64), axes.top(y));
-    let above = shown().map(|bucket| at(bucket.step, bucket.max));
-    let below = shown().rev().map(|bucket| at(bucket.step, bucket.min));
-    let points: Vec<_> = above.chain(below).collect();
-    let _ = writeln!(out, "<polygon class=\"band\" points=\"{}\"/>", points.join(" "));
+    let above = shown().map(|bucket| (bucket.step as f64, bucket.max));
+    let below = shown().rev().map(|bucket| (bucket.step as f64, bucket.min));
+    let _ = writeln!(out, "<polygon class=\"band\" points=\"{}\"/>", axes.points(above.chain(below)));
 }
 
 fn means(axes: &Axes, buckets: &[Bucket], class: &str, out: &mut String) {
-    let points = buckets.iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?)));
-    let points: Vec<_> = points.map(|(x, y)| format!("{:.1},{:.1}", axes.left(x), axes.top(y))).collect();
-    let _ = writeln!(out, "<polyline class=\"{class}\" points=\"{}\"/>", points.join(" "));
+    axes.curve(out, class, buckets.iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?))));
 }
 
 fn legend(entries: &[(&str, &str)]) -> String {
@@ -93,20 +88,13 @@ fn loss(run: &RunState) -> Option<String> {
 }
 
 fn scale(run: &RunState) -> Option<String> {
-    let points = run.curves.scale.points();
     if !run.scales_losses() {
         return None;
     }
-    let (low, high) =
-        points.iter().map(|point| (point.value, point.value)).reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)))?;
+    let (low, high) = extent(run.curves.scale.points().iter().map(|point| point.value))?;
     let axes = Axes { x: x_of(run), y: (low.floor() - 0.5, high.ceil() + 0.5) };
-    let ends = points.iter().skip(1).map(|next| next.step as f64).chain([axes.x.1]);
-    let corners = points.iter().zip(ends).flat_map(|(p, end)| [(p.step as f64, p.value), (end, p.value)]);
-    let corners: Vec<_> = corners.map(|(x, y)| format!("{:.1},{:.1}", axes.left(x), axes.top(y))).collect();
-    let mut body = format!("<polyline class=\"plain\" points=\"{}\"/>\n", corners.join(" "));
-    for skip in run.curves.skips.buckets().iter().filter(|skip| skip.count > 0) {
-        axes.cross(&mut body, skip.step as f64, skip.max);
-    }
+    let mut body = String::new();
+    axes.stairs(&mut body, "plain", &run.curves.scale, &run.curves.skips, axes.x.1);
     let words = format!("{} overflows, each marked with a cross", run.figures().overflows);
     let legend = legend(&[("<path class=\"mark\" d=\"M11 2l10 10m0 -10l-10 10\"/>", "overflow")]);
     Some(axes.picture("scale", "Loss scale, log2, by step", &words, &body, |y| format!("2^{y:.0}")) + &legend)
@@ -123,15 +111,8 @@ fn gradients(run: &RunState) -> Option<String> {
     let mut body = String::new();
     for (exponent, count) in counts.iter().filter(|(_, count)| *count > 0) {
         let class = if exponent < format.min_exponent() { "sub" } else { "bar" };
-        let (left, right) = (axes.left(f64::from(exponent)), axes.left(f64::from(exponent) + 1.0));
-        let top = axes.top((count as f64 + 1.0).log10());
-        let bottom = HEIGHT - crate::compare::chart::BOTTOM;
-        let _ = writeln!(
-            body,
-            "<rect class=\"{class}\" x=\"{left:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{:.1}\"/>",
-            (right - left - 1.0).max(0.5),
-            (bottom - top).max(0.0)
-        );
+        let x = (f64::from(exponent), f64::from(exponent) + 1.0);
+        axes.bar(&mut body, class, x, (count as f64 + 1.0).log10());
     }
     let share = |part| format::percent(part, stats.count);
     let words = format!(

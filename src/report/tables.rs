@@ -1,9 +1,8 @@
 //! The tables of a run's page.
 
 use crate::compare::METRICS;
-use crate::compare::chart::escape;
 use crate::telemetry::{OverflowRow, RunMetrics, RunState};
-use crate::ui::format;
+use crate::ui::{format, html::escape, html::table};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -11,24 +10,6 @@ use std::fmt::Write;
 const ROWS: usize = 100;
 /// Maximum number of samples.
 const SAMPLES: usize = 20;
-
-/// A table with a heading row; columns whose heading starts with a space are text.
-fn table(caption: &str, headings: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
-    let class = |column: usize| if headings[column].starts_with(' ') { " class=\"text\"" } else { "" };
-    let mut out = format!("<div class=\"scroll\"><table>\n<caption>{}</caption>\n<thead><tr>", escape(caption));
-    for (column, heading) in headings.iter().enumerate() {
-        let _ = write!(out, "<th scope=\"col\"{}>{}</th>", class(column), escape(heading.trim()));
-    }
-    out.push_str("</tr></thead>\n<tbody>\n");
-    for row in rows {
-        out.push_str("<tr>");
-        for (column, cell) in row.iter().enumerate() {
-            let _ = write!(out, "<td{}>{}</td>", class(column), escape(cell));
-        }
-        out.push_str("</tr>\n");
-    }
-    out + "</tbody>\n</table></div>\n"
-}
 
 pub(super) fn figures(figures: &RunMetrics) -> String {
     let rows = METRICS

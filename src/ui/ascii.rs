@@ -13,7 +13,8 @@ pub(crate) fn to_ascii(buffer: &mut Buffer) {
     }
 }
 
-fn replacement(c: char) -> char {
+/// The ASCII equivalent of a character.
+pub(super) fn replacement(c: char) -> char {
     match c {
         '─' | '┄' | '·' | '⠒' | '⠤' | '▷' => '-',
         '│' | '┊' | '┃' => '|',

@@ -29,6 +29,10 @@ impl<'a> Pad<'a> {
         self.area.height
     }
 
+    pub(crate) fn theme(&self) -> Theme {
+        self.theme
+    }
+
     /// A sub-rectangle of this pad.
     pub(crate) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Pad<'_> {
         let part = Rect::new(self.area.x.saturating_add(x), self.area.y.saturating_add(y), width, height);

@@ -1,10 +1,6 @@
 //! Curves in braille, two by four dots per character, with axes.
 
-use super::ascii::to_ascii;
-use super::pad::Pad;
-use super::theme::{Look, Role, Theme};
-use ratatui::buffer::{Buffer, Cell};
-use ratatui::layout::Rect;
+use super::{Pad, Role};
 
 /// A chart's axes: the ranges of the data and the formats of the labels.
 pub(crate) struct Axes<'a> {
@@ -40,26 +36,6 @@ struct PlotCell {
 const DOTS: [[u8; 2]; 4] = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]];
 
 impl Axes<'_> {
-    /// The chart as rows of cells for an HTML page, each with its character and its role among `roles`.
-    pub(crate) fn cells(
-        &self,
-        (width, height): (u16, u16),
-        ascii: bool,
-        roles: &[Role],
-        curves: impl FnOnce(&mut Plot),
-    ) -> Vec<Vec<(String, Option<Role>)>> {
-        let area = Rect::new(0, 0, width, height);
-        let (mut buffer, theme) = (Buffer::empty(area), Theme::truecolor(Look::Dark));
-        self.draw(&mut Pad::new(&mut buffer, area, theme), curves);
-        if ascii {
-            to_ascii(&mut buffer);
-        }
-        // A cell stores only its colour, which is unique to each role.
-        let role = |cell: &Cell| roles.iter().copied().find(|role| theme.style(*role).fg == Some(cell.fg));
-        let cells: Vec<_> = buffer.content.iter().map(|cell| (cell.symbol().to_owned(), role(cell))).collect();
-        cells.chunks(usize::from(width).max(1)).map(<[_]>::to_vec).collect()
-    }
-
     /// The labels at the top, in the middle and at the bottom.
     fn y_labels(&self) -> [String; 3] {
         [1.0, 0.5, 0.0].map(|share| (self.y_label)(self.y.0 + (self.y.1 - self.y.0) * share))
@@ -222,6 +198,13 @@ impl Plot {
     }
 }
 
+/// The smallest and the largest finite value; `None` without one.
+pub(crate) fn extent(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
+    let finite = values.filter(|value| value.is_finite());
+    let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+    (low <= high).then_some((low, high))
+}
+
 /// The index of the nearest of `count` evenly spaced places in the range, clamped to its ends.
 fn place(value: f64, (first, last): (f64, f64), count: usize) -> Option<usize> {
     let share = (value - first) / (last - first);
@@ -230,14 +213,15 @@ fn place(value: f64, (first, last): (f64, f64), count: usize) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Page;
     use super::*;
 
     fn drawn(width: u16, height: u16, curves: impl FnOnce(&mut Plot)) -> Vec<String> {
         let label = |value: f64| format!("{value:.0}");
         let axes = Axes { x: (0.0, 9.0), y: (0.0, 4.0), x_label: &label, y_label: &label };
-        let rows = axes.cells((width, height), false, &[], curves).into_iter();
-        let text = |row: Vec<(String, Option<Role>)>| row.into_iter().map(|(symbol, _)| symbol).collect::<String>();
-        rows.map(|row| text(row).trim_end().to_owned()).collect()
+        let mut page = Page::new();
+        page.drawn((width, height), &[], |pad| axes.draw(pad, curves));
+        page.text().lines().map(str::to_owned).collect()
     }
 
     #[test]

@@ -5,11 +5,11 @@ use ratatui::style::{Color, Modifier, Style};
 use std::str::FromStr;
 
 /// The role of a piece of a frame, which determines its colour.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Role {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Role {
     /// Numbers and text.
     Text,
-    /// Frames, axes, captions.
+    /// Frames, axes, captions, explanations.
     Dim,
     /// Titles and the chosen tab.
     Title,
@@ -23,12 +23,43 @@ pub(crate) enum Role {
     Overflow,
     /// Subnormal numbers, underflow.
     Subnormal,
-    /// Success.
+    /// Success; in full precision; fits.
     Good,
+    /// Degraded, a warning.
+    Warn,
+    /// Failure; lost, overflowed, too large.
+    Bad,
+    /// A sign bit.
+    Sign,
+    /// Exponent bits.
+    Exponent,
+    /// Mantissa bits.
+    Mantissa,
+    /// One of up to four compared series.
+    Series(usize),
     /// The row under the cursor.
     Selected,
+    /// The selected tab or parameter, a selected title.
+    SelectedTitle,
     /// An overlaid run, by its index.
     Other(usize),
+}
+
+impl Role {
+    /// The ANSI escape sequence of text that is printed, for sixteen colours.
+    pub(super) const fn ansi(self) -> &'static str {
+        match self {
+            Self::Text | Self::Smooth | Self::Selected => "",
+            Self::Title | Self::SelectedTitle => "\x1b[1m",
+            Self::Dim => "\x1b[2m",
+            Self::Sign | Self::Bad | Self::Overflow => "\x1b[31m",
+            Self::Exponent | Self::Warn | Self::Subnormal | Self::Series(1) => "\x1b[33m",
+            Self::Mantissa | Self::Train => "\x1b[36m",
+            Self::Good | Self::Series(2) => "\x1b[32m",
+            Self::Series(0) => "\x1b[94m",
+            Self::Series(_) | Self::Validation | Self::Other(_) => "\x1b[35m",
+        }
+    }
 }
 
 /// The background and contrast of the colours.
@@ -108,6 +139,12 @@ impl Theme {
         Self { palette: Palette::Monochrome, look: Look::Dark, ascii: false }
     }
 
+    /// The dark look with a number of colours.
+    #[cfg(test)]
+    pub(crate) const fn of(palette: Palette, ascii: bool) -> Self {
+        Self { palette, look: Look::Dark, ascii }
+    }
+
     /// Whether to replace non-ASCII characters.
     pub(crate) fn ascii(self) -> bool {
         self.ascii
@@ -137,81 +174,89 @@ impl Theme {
     /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito; on a light background, darker variants
     /// with a contrast of at least 4.5:1 to white.
     pub(crate) fn style(self, role: Role) -> Style {
-        let plain = match role {
-            Role::Title => Style::new().add_modifier(Modifier::BOLD),
-            Role::Selected => Style::new().add_modifier(Modifier::REVERSED),
-            _ => Style::new(),
+        let inks = match self.look {
+            Look::Dark => &DARK,
+            Look::Light => &LIGHT,
+            Look::HighContrast => &HIGH_CONTRAST,
         };
-        if matches!(role, Role::Text | Role::Title | Role::Selected) {
-            return plain;
-        }
-        let (rgb, ansi) = match self.look {
-            Look::Dark => dark(role),
-            Look::Light => light(role),
-            Look::HighContrast => high_contrast(role),
+        let (rgb, ansi) = match role {
+            Role::Text => return Style::new(),
+            Role::Title => return Style::new().add_modifier(Modifier::BOLD),
+            Role::Selected => return Style::new().add_modifier(Modifier::REVERSED),
+            Role::SelectedTitle => return Style::new().add_modifier(Modifier::BOLD | Modifier::REVERSED),
+            Role::Dim => inks.dim,
+            Role::Train | Role::Mantissa | Role::Series(0) => inks.train,
+            Role::Smooth => inks.smooth,
+            Role::Validation | Role::Exponent | Role::Series(1) => inks.validation,
+            Role::Overflow | Role::Bad | Role::Sign => inks.bad,
+            Role::Subnormal | Role::Warn => inks.warn,
+            Role::Good | Role::Series(2) => inks.good,
+            Role::Series(_) => inks.fourth,
+            Role::Other(run) => [inks.validation, inks.good, inks.third][run % 3],
         };
-        self.palette.style(rgb, ansi).patch(plain)
+        self.palette.style(rgb, ansi)
     }
 }
 
+/// A colour, and its substitute among the sixteen of ANSI.
 type Ink = ((u8, u8, u8), Color);
 
-fn dark(role: Role) -> Ink {
-    match role {
-        Role::Text | Role::Title | Role::Selected | Role::Dim => ((136, 136, 136), Color::DarkGray),
-        Role::Train => ((86, 180, 233), Color::Cyan),
-        Role::Smooth => ((204, 121, 167), Color::Reset),
-        Role::Validation => ((230, 159, 0), Color::Magenta),
-        Role::Overflow => ((213, 94, 0), Color::Red),
-        Role::Subnormal => ((240, 228, 66), Color::Yellow),
-        Role::Good => ((0, 158, 115), Color::Green),
-        Role::Other(run) => match run % 3 {
-            0 => ((230, 159, 0), Color::Magenta),
-            1 => ((0, 158, 115), Color::Green),
-            _ => ((240, 228, 66), Color::Yellow),
-        },
-    }
+/// The colours of a look, named by the roles that use them.
+struct Inks {
+    dim: Ink,
+    train: Ink,
+    smooth: Ink,
+    validation: Ink,
+    bad: Ink,
+    warn: Ink,
+    good: Ink,
+    /// The third overlaid run.
+    third: Ink,
+    /// The fourth compared series.
+    fourth: Ink,
 }
 
-fn light(role: Role) -> Ink {
-    match role {
-        Role::Text | Role::Title | Role::Selected | Role::Dim => ((92, 99, 112), Color::DarkGray),
-        Role::Train => ((0, 114, 178), Color::Blue),
-        Role::Smooth => ((163, 68, 122), Color::Reset),
-        Role::Validation => ((150, 90, 0), Color::Magenta),
-        Role::Overflow => ((196, 46, 0), Color::Red),
-        Role::Subnormal => ((116, 102, 0), Color::DarkGray),
-        Role::Good => ((0, 119, 90), Color::Green),
-        Role::Other(run) => match run % 3 {
-            0 => ((150, 90, 0), Color::Magenta),
-            1 => ((0, 119, 90), Color::Green),
-            _ => ((163, 68, 122), Color::Red),
-        },
-    }
-}
+const DARK: Inks = Inks {
+    dim: ((136, 136, 136), Color::DarkGray),
+    train: ((86, 180, 233), Color::Cyan),
+    smooth: ((204, 121, 167), Color::Reset),
+    validation: ((230, 159, 0), Color::Magenta),
+    bad: ((213, 94, 0), Color::Red),
+    warn: ((240, 228, 66), Color::Yellow),
+    good: ((0, 158, 115), Color::Green),
+    third: ((240, 228, 66), Color::Yellow),
+    fourth: ((204, 121, 167), Color::LightMagenta),
+};
 
-fn high_contrast(role: Role) -> Ink {
-    match role {
-        Role::Text | Role::Title | Role::Selected | Role::Dim => ((200, 200, 200), Color::Gray),
-        Role::Train => ((0, 215, 255), Color::LightCyan),
-        Role::Smooth => ((255, 255, 255), Color::White),
-        Role::Validation => ((255, 175, 0), Color::LightMagenta),
-        Role::Overflow => ((255, 110, 90), Color::LightRed),
-        Role::Subnormal => ((255, 255, 0), Color::LightYellow),
-        Role::Good => ((0, 255, 135), Color::LightGreen),
-        Role::Other(run) => match run % 3 {
-            0 => ((255, 175, 0), Color::LightMagenta),
-            1 => ((0, 255, 135), Color::LightGreen),
-            _ => ((255, 255, 0), Color::LightYellow),
-        },
-    }
-}
+const LIGHT: Inks = Inks {
+    dim: ((92, 99, 112), Color::DarkGray),
+    train: ((0, 114, 178), Color::Blue),
+    smooth: ((163, 68, 122), Color::Reset),
+    validation: ((150, 90, 0), Color::Magenta),
+    bad: ((196, 46, 0), Color::Red),
+    warn: ((116, 102, 0), Color::DarkGray),
+    good: ((0, 119, 90), Color::Green),
+    third: ((163, 68, 122), Color::Red),
+    fourth: ((163, 68, 122), Color::Magenta),
+};
+
+const HIGH_CONTRAST: Inks = Inks {
+    dim: ((200, 200, 200), Color::Gray),
+    train: ((0, 215, 255), Color::LightCyan),
+    smooth: ((255, 255, 255), Color::White),
+    validation: ((255, 175, 0), Color::LightMagenta),
+    bad: ((255, 110, 90), Color::LightRed),
+    warn: ((255, 255, 0), Color::LightYellow),
+    good: ((0, 255, 135), Color::LightGreen),
+    third: ((255, 255, 0), Color::LightYellow),
+    fourth: ((255, 255, 255), Color::White),
+};
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const ROLES: [Role; 13] = [
+    const ROLES: [Role; 23] = [
         Role::Text,
         Role::Dim,
         Role::Title,
@@ -221,7 +266,17 @@ mod tests {
         Role::Overflow,
         Role::Subnormal,
         Role::Good,
+        Role::Warn,
+        Role::Bad,
+        Role::Sign,
+        Role::Exponent,
+        Role::Mantissa,
+        Role::Series(0),
+        Role::Series(1),
+        Role::Series(2),
+        Role::Series(3),
         Role::Selected,
+        Role::SelectedTitle,
         Role::Other(0),
         Role::Other(1),
         Role::Other(2),

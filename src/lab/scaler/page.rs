@@ -4,8 +4,8 @@ use std::iter::repeat_n;
 
 use super::{Attempt, Comparison, Trajectory};
 use crate::lab::number::short;
-use crate::lab::page::{Line, Page, Role, column_cell};
 use crate::precision::{FloatFormat, ScaleChange};
+use crate::ui::{Line, Page, Role, column_cell};
 
 impl Comparison {
     /// The report as text, `width` columns wide.
@@ -147,7 +147,7 @@ impl Trajectory {
             let (role, mark) = match (at(bucket), overflown(bucket)) {
                 (true, _) => (Role::Title, '▲'),
                 (_, true) => (Role::Bad, '✕'),
-                _ => (Role::Plain, ' '),
+                _ => (Role::Text, ' '),
             };
             line = line.with(role, [mark].into_iter().chain(repeat_n(' ', each - 1)).collect::<String>());
         }

@@ -6,10 +6,11 @@ use clap::builder::ArgExt;
 use clap::{Arg, ArgAction, Command};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
+use super::Evaluate;
 use super::keys::{Action, KEYS};
-use crate::Result;
-use crate::lab::{Line, Page, Role, parse_value};
+use crate::lab::parse_value;
 use crate::screen::terminal::keys::{action, is_ctrl_c};
+use crate::ui::{Line, Page, Role};
 
 /// A tab: a view with its parameters.
 #[derive(Debug, Clone)]
@@ -321,11 +322,7 @@ impl Model {
     }
 
     /// Updates the page; shows an error as the page.
-    pub(super) fn evaluate(
-        &mut self,
-        width: usize,
-        evaluate: &mut impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
-    ) {
+    pub(super) fn evaluate(&mut self, width: usize, evaluate: &mut Evaluate) {
         if !self.stale {
             return;
         }
@@ -357,7 +354,7 @@ impl Model {
                 let mut page = Page::new();
                 page.push(Line::new().with(Role::Bad, "✕ cannot show this"));
                 for line in error.to_string().lines() {
-                    page.wrapped(Role::Plain, line, width.saturating_sub(2));
+                    page.wrapped(Role::Text, line, width.saturating_sub(2));
                 }
                 page
             }

@@ -7,10 +7,10 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
 use super::keys::{Action, KEYS};
 use super::model::{Adjust, Instrument, Model};
-use super::view::{self, Theme};
-use crate::Result;
-use crate::lab::{Page, parse_value};
+use super::{Evaluate, view};
+use crate::lab::parse_value;
 use crate::screen::terminal::Binding;
+use crate::ui::Theme;
 
 /// Parameters that change nothing at first, and the one that has to be set for them.
 const NEEDED: [(&str, &str, &str, &str); 5] = [
@@ -22,22 +22,27 @@ const NEEDED: [(&str, &str, &str, &str); 5] = [
 ];
 
 /// A view at work.
-struct Stage<'a, E> {
+struct Stage<'a, 'e> {
     model: Model,
     size: (u16, u16),
-    evaluate: &'a RefCell<E>,
+    evaluate: &'a RefCell<&'a mut Evaluate<'e>>,
 }
 
-impl<'a, E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>> Stage<'a, E> {
-    fn new(instruments: &[Instrument], tab: usize, size: (u16, u16), evaluate: &'a RefCell<E>) -> Self {
+impl<'a, 'e> Stage<'a, 'e> {
+    fn new(
+        instruments: &[Instrument],
+        tab: usize,
+        size: (u16, u16),
+        evaluate: &'a RefCell<&'a mut Evaluate<'e>>,
+    ) -> Self {
         let mut model = Model::new(instruments.to_vec());
         model.tab = tab;
         Self { model, size, evaluate }
     }
 
     fn picture(&mut self) -> String {
-        self.model.evaluate(self.size.0.into(), &mut *self.evaluate.borrow_mut());
-        view::picture(&mut self.model, Theme::MONOCHROME, self.size.0, self.size.1)
+        self.model.evaluate(self.size.0.into(), &mut **self.evaluate.borrow_mut());
+        view::picture(&mut self.model, Theme::monochrome(), self.size.0, self.size.1)
     }
 
     /// The page, whole.
@@ -58,11 +63,7 @@ impl<'a, E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>> Stage<'a, E> {
 }
 
 /// What is wrong with the keys of every view at `size`.
-pub(crate) fn dead_keys(
-    instruments: &[Instrument],
-    size: (u16, u16),
-    evaluate: impl FnMut(&str, &[(&str, &str)], usize) -> Result<Page>,
-) -> Vec<String> {
+pub(crate) fn dead_keys(instruments: &[Instrument], size: (u16, u16), evaluate: &mut Evaluate) -> Vec<String> {
     let (evaluate, mut wrong) = (RefCell::new(evaluate), Vec::new());
     for (tab, instrument) in instruments.iter().enumerate() {
         let stage = || Stage::new(instruments, tab, size, &evaluate);
@@ -119,12 +120,7 @@ pub(crate) fn dead_keys(
 }
 
 /// A key that changes a parameter.
-fn step<E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>>(
-    mut stage: Stage<'_, E>,
-    field: usize,
-    code: KeyCode,
-    action: Action,
-) -> std::result::Result<(), String> {
+fn step(mut stage: Stage, field: usize, code: KeyCode, action: Action) -> Result<(), String> {
     let instrument = stage.model.instrument().clone();
     let parameter = &instrument.fields[field];
     let name = format!("{code} on `{}` = `{}`", parameter.flag, parameter.value);
@@ -161,11 +157,7 @@ fn step<E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>>(
 }
 
 /// Any other key of all views.
-fn common<E: FnMut(&str, &[(&str, &str)], usize) -> Result<Page>>(
-    mut stage: Stage<'_, E>,
-    code: KeyCode,
-    action: Action,
-) -> std::result::Result<(), String> {
+fn common(mut stage: Stage, code: KeyCode, action: Action) -> Result<(), String> {
     let (tab, tabs) = (stage.model.tab, stage.model.instruments.len());
     let fields = stage.model.instrument().fields.len();
     let first = stage.picture();

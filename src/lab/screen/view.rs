@@ -1,115 +1,42 @@
 //! Draws the screen: tabs, parameters, the page, the keys.
 
 use ratatui::Frame;
-use ratatui::buffer::Buffer;
-use ratatui::layout::{Position, Rect};
-use ratatui::style::{Color, Modifier, Style};
+use ratatui::layout::Position;
 
 use super::keys::KEYS;
 use super::model::{Instrument, Model};
-use crate::lab::{Line, Page, Role};
 use crate::screen::terminal::keys::{self, GAPS};
-use crate::ui::Palette;
-
-/// The colours and characters of the screen on this terminal.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Theme {
-    palette: Palette,
-    ascii: bool,
-}
-
-impl Theme {
-    /// No colours, as under `NO_COLOR`.
-    #[cfg(test)]
-    pub(super) const MONOCHROME: Self = Self { palette: Palette::Monochrome, ascii: false };
-
-    /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI.
-    pub fn from_env(ascii: bool) -> Self {
-        Self { palette: Palette::from_env(), ascii }
-    }
-
-    /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito.
-    fn style(self, role: Role) -> Style {
-        let (rgb, ansi) = match role {
-            Role::Plain => return Style::new(),
-            Role::Title => return Style::new().add_modifier(Modifier::BOLD),
-            Role::Dim => ((136, 136, 136), Color::DarkGray),
-            Role::Sign | Role::Bad => ((213, 94, 0), Color::Red),
-            Role::Exponent | Role::Series(1) => ((230, 159, 0), Color::Magenta),
-            Role::Mantissa | Role::Series(0) => ((86, 180, 233), Color::Cyan),
-            Role::Good | Role::Series(2) => ((0, 158, 115), Color::Green),
-            Role::Warn => ((240, 228, 66), Color::Yellow),
-            Role::Series(_) => ((204, 121, 167), Color::LightMagenta),
-        };
-        self.palette.style(rgb, ansi)
-    }
-}
+use crate::ui::{Line, Pad, Page, Role, Theme};
 
 /// Draws the whole screen at any size; clamps scrolling to the page.
 pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
     let area = frame.area();
-    let buffer = frame.buffer_mut();
+    let width = usize::from(area.width);
+    let mut shown = Page::new();
+    shown.push(tabs(model, width));
     // The keys need the whole screen at 80×24.
-    let mut fields = if model.help { Vec::new() } else { field_lines(model, usize::from(area.width)) };
-    fields.extend(scenario_line(model).filter(|_| !model.help));
+    if !model.help {
+        shown.lines.extend(field_lines(model, width));
+        shown.lines.extend(scenario_line(model));
+    }
+    let room = usize::from(area.height).saturating_sub(shown.lines.len() + 1);
     let help = help_page(model);
-    let top = 1 + fields.len();
-    let room = usize::from(area.height).saturating_sub(top + 1);
     let page = if model.help { &help } else { &model.page };
     let most = page.lines.len().saturating_sub(room);
     model.scroll = model.scroll.min(most);
-    let below = if model.help { 0 } else { most - model.scroll };
+    let (scroll, below) = if model.help { (0, 0) } else { (model.scroll, most - model.scroll) };
+    shown.lines.extend(page.lines.iter().skip(scroll).take(room).cloned());
+    let mut last = Page::new();
+    last.push(footer(model, below, width.saturating_sub(1)));
 
-    let mut row = Row { buffer, area, theme, y: 0 };
-    row.print(&tabs(model, usize::from(area.width)));
-    let scroll = if model.help { 0 } else { model.scroll };
-    for line in fields.iter().chain(page.lines.iter().skip(scroll).take(room)) {
-        row.print(line);
-    }
-    row.y = area.height.saturating_sub(1);
-    row.print(&footer(model, below, usize::from(area.width).saturating_sub(1)));
+    let mut pad = Pad::new(frame.buffer_mut(), area, theme);
+    shown.show(&mut pad, 0);
+    last.show(&mut pad, area.height.saturating_sub(1));
     if let (Some(typed), true) = (&model.typed, area.height > 0) {
         let column = 9 + model.instrument().fields[model.field].flag.chars().count() + typed.chars().count();
         let last = Position { x: area.width.saturating_sub(1), y: area.height - 1 };
         frame.set_cursor_position(Position { x: last.x.min(column as u16), ..last });
     }
-}
-
-/// The position of the next line.
-struct Row<'a> {
-    buffer: &'a mut Buffer,
-    area: Rect,
-    theme: Theme,
-    y: u16,
-}
-
-impl Row<'_> {
-    fn print(&mut self, line: &Line) {
-        if self.y >= self.area.height {
-            return;
-        }
-        let page = Page { lines: vec![line.clone()], ..Page::new() };
-        let line = if self.theme.ascii { page.ascii().lines.remove(0) } else { line.clone() };
-        let mut x = self.area.x + 1;
-        for span in &line.spans {
-            let room = usize::from(self.area.right().saturating_sub(x));
-            // Mark the selected parameter and tab by reverse video, which works without colour.
-            let style = match span.text.strip_prefix(CHOSEN) {
-                Some(_) => self.theme.style(span.role).add_modifier(Modifier::REVERSED),
-                None => self.theme.style(span.role),
-            };
-            (x, _) =
-                self.buffer.set_stringn(x, self.area.y + self.y, span.text.trim_start_matches(CHOSEN), room, style);
-        }
-        self.y += 1;
-    }
-}
-
-/// Prefix that marks text as selected: a private-use code point, which is never drawn or escaped.
-const CHOSEN: char = '\u{E000}';
-
-fn chosen(text: &str, is: bool) -> String {
-    if is { format!("{CHOSEN} {text} ") } else { format!(" {text} ") }
 }
 
 /// The tabs; in a narrow terminal only the current one has its number.
@@ -121,12 +48,12 @@ fn tabs(model: &Model, width: usize) -> Line {
     if columns <= width {
         let line = Line::new().with(Role::Title, "finetune lab ");
         return full.iter().fold(line, |line, (i, name)| {
-            line.with(if *i == model.tab { Role::Title } else { Role::Dim }, chosen(name, *i == model.tab))
+            line.with(if *i == model.tab { Role::SelectedTitle } else { Role::Dim }, format!(" {name} "))
         });
     }
     full.iter().fold(Line::new(), |line, (i, name)| {
         if *i == model.tab {
-            line.with(Role::Title, chosen(name, true))
+            line.with(Role::SelectedTitle, format!(" {name} "))
         } else {
             line.dim(format!(" {}", model.instruments[*i].name))
         }
@@ -140,7 +67,7 @@ fn scenario_line(model: &Model) -> Option<Line> {
         let is = model.scenario == Some(i);
         line.plain("  ")
             .with(Role::Title, key.to_string())
-            .with(if is { Role::Title } else { Role::Dim }, chosen(scenario.name, is))
+            .with(if is { Role::SelectedTitle } else { Role::Dim }, format!(" {} ", scenario.name))
     });
     (!scenarios.is_empty()).then_some(line)
 }
@@ -162,8 +89,8 @@ fn field_lines(model: &Model, width: usize) -> Vec<Line> {
             used = 1;
         }
         used += length;
-        let mark = if is_chosen { CHOSEN.to_string() } else { String::new() };
-        line = line.dim(format!("{} ", field.flag)).with(Role::Title, format!("{mark}{open}{value}{close}")).plain(" ");
+        let role = if is_chosen { Role::SelectedTitle } else { Role::Title };
+        line = line.dim(format!("{} ", field.flag)).with(role, format!("{open}{value}{close}")).plain(" ");
     }
     lines.push(line);
     lines
@@ -235,13 +162,16 @@ mod tests {
 
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
+    use ratatui::buffer::Buffer;
     use ratatui::crossterm::event::{KeyCode, KeyEvent};
+    use ratatui::style::Color;
 
     use super::*;
     use crate::lab::Bits;
     use crate::lab::screen::{Adjust, Field};
+    use crate::ui::Palette;
 
-    const MONOCHROME: Theme = Theme::MONOCHROME;
+    const MONOCHROME: Theme = Theme::of(Palette::Monochrome, false);
 
     fn picture(model: &mut Model, theme: Theme, width: u16, height: u16) -> Buffer {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
@@ -298,9 +228,9 @@ mod tests {
         let mut model = model();
         let plain = text(&picture(&mut model, MONOCHROME, 100, 30));
         for palette in [Palette::Ansi, Palette::Truecolor] {
-            assert_eq!(text(&picture(&mut model, Theme { palette, ascii: false }, 100, 30)), plain);
+            assert_eq!(text(&picture(&mut model, Theme::of(palette, false), 100, 30)), plain);
         }
-        assert!(text(&picture(&mut model, Theme { ascii: true, ..MONOCHROME }, 100, 30)).is_ascii());
+        assert!(text(&picture(&mut model, Theme::of(Palette::Monochrome, true), 100, 30)).is_ascii());
         let colours = picture(&mut model, MONOCHROME, 100, 30).content;
         assert!(colours.iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
     }

@@ -1,9 +1,11 @@
-//! Charts as inline SVG, and the style of their pages.
+//! Self-contained HTML pages, without scripts, fonts or other files: their frame and style, tables, and charts as inline SVG.
+//! They support light and dark mode, and are well-formed XML.
 
+use crate::telemetry::{Series, StepSeries};
 use std::fmt::Write;
 
 /// The palette of Okabe and Ito for light and for dark backgrounds; the sky blue is too pale on white.
-pub(crate) const STYLE: &str = "
+const STYLE: &str = "
 :root { color-scheme: light dark; --back: #fff; --fore: #1c1f26; --dim: #5c6370; --line: #d0d4da;
   --c0: #0072b2; --c1: #b35900; --c2: #00775a; --c3: #a3447a; --bad: #c43d00; }
 @media (prefers-color-scheme: dark) {
@@ -28,11 +30,45 @@ th:first-child { text-align: left; font-weight: 400; }
 .note { color: var(--dim); }
 ";
 
+/// A page with a title, a first heading, and a body. `style` is added to the style of tables and charts.
+pub(crate) fn page(title: &str, heading: &str, style: &str, body: &str) -> String {
+    let (title, heading) = (escape(title), escape(heading));
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\" xmlns=\"http://www.w3.org/1999/xhtml\">\n<head>\n<meta charset=\"utf-8\"/>\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n<title>{title}</title>\n\
+         <style>{STYLE}{style}</style>\n</head>\n<body>\n<main>\n<h1>{heading}</h1>\n{body}</main>\n</body>\n</html>\n"
+    )
+}
+
+/// A table. A column without a heading heads its rows; one whose heading starts with a space is text.
+pub(crate) fn table(caption: &str, headings: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let class = |column: usize| if headings[column].starts_with(' ') { " class=\"text\"" } else { "" };
+    let mut out = format!("<div class=\"scroll\"><table>\n<caption>{}</caption>\n<thead><tr>", escape(caption));
+    for (column, heading) in headings.iter().enumerate() {
+        let _ = match *heading {
+            "" => write!(out, "<td></td>"),
+            heading => write!(out, "<th scope=\"col\"{}>{}</th>", class(column), escape(heading.trim())),
+        };
+    }
+    out.push_str("</tr></thead>\n<tbody>\n");
+    for row in rows {
+        out.push_str("<tr>");
+        for (column, cell) in row.iter().enumerate() {
+            let _ = match headings[column] {
+                "" => write!(out, "<th scope=\"row\">{}</th>", escape(cell)),
+                _ => write!(out, "<td{}>{}</td>", class(column), escape(cell)),
+            };
+        }
+        out.push_str("</tr>\n");
+    }
+    out + "</tbody>\n</table></div>\n"
+}
+
 /// Size of a chart, and of the margins for the labels of its axes.
 const WIDTH: f64 = 900.0;
-pub(crate) const HEIGHT: f64 = 260.0;
+const HEIGHT: f64 = 260.0;
 const LEFT: f64 = 56.0;
-pub(crate) const BOTTOM: f64 = 28.0;
+const BOTTOM: f64 = 28.0;
 const AIR: f64 = 10.0;
 /// Room for half of the last step's number.
 const RIGHT: f64 = 28.0;
@@ -52,14 +88,42 @@ impl Axes {
         AIR + (self.y.1 - y) / (self.y.1 - self.y.0) * (HEIGHT - BOTTOM - AIR)
     }
 
-    pub(crate) fn curve(&self, out: &mut String, arm: usize, points: impl Iterator<Item = (f64, f64)>) {
-        let points: Vec<_> = points.map(|(x, y)| format!("{:.1},{:.1}", self.left(x), self.top(y))).collect();
-        let _ = writeln!(out, "<polyline class=\"curve s{}\" points=\"{}\"/>", arm % 4, points.join(" "));
+    /// Positions in an SVG attribute: `left,top left,top`.
+    pub(crate) fn points(&self, points: impl Iterator<Item = (f64, f64)>) -> String {
+        points.map(|(x, y)| format!("{:.1},{:.1}", self.left(x), self.top(y))).collect::<Vec<_>>().join(" ")
     }
 
+    /// A line through points.
+    pub(crate) fn curve(&self, out: &mut String, class: &str, points: impl Iterator<Item = (f64, f64)>) {
+        let _ = writeln!(out, "<polyline class=\"{class}\" points=\"{}\"/>", self.points(points));
+    }
+
+    /// A staircase of levels that each hold until the next, the last until `end`, with a cross at each skipped step.
+    pub(crate) fn stairs(&self, out: &mut String, class: &str, levels: &StepSeries, skips: &Series, end: f64) {
+        let points = levels.points();
+        let ends = points.iter().skip(1).map(|next| next.step as f64).chain([end]);
+        let corners = points.iter().zip(ends).flat_map(|(p, end)| [(p.step as f64, p.value), (end, p.value)]);
+        self.curve(out, class, corners);
+        for skip in skips.buckets().iter().filter(|skip| skip.count > 0) {
+            self.cross(out, skip.step as f64, skip.max);
+        }
+    }
+
+    /// A cross around a point.
     pub(crate) fn cross(&self, out: &mut String, x: f64, y: f64) {
         let (x, y) = (self.left(x), self.top(y));
         let _ = writeln!(out, "<path class=\"mark\" d=\"M{:.1} {:.1}l8 8m0 -8l-8 8\"/>", x - 4.0, y - 4.0);
+    }
+
+    /// A bar from the bottom of the chart, between two values of x.
+    pub(crate) fn bar(&self, out: &mut String, class: &str, x: (f64, f64), y: f64) {
+        let (left, right, top) = (self.left(x.0), self.left(x.1), self.top(y));
+        let _ = writeln!(
+            out,
+            "<rect class=\"{class}\" x=\"{left:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{:.1}\"/>",
+            (right - left - 1.0).max(0.5),
+            (HEIGHT - BOTTOM - top).max(0.0)
+        );
     }
 
     /// The chart with axes, labels and a heading.

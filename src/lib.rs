@@ -14,6 +14,7 @@ pub mod error;
 pub mod inference;
 pub mod lab;
 pub mod precision;
+mod protobuf;
 pub mod report;
 pub mod screen;
 mod settings;

@@ -10,11 +10,12 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
-const ORDER: [&str; 22] = [
+const ORDER: [&str; 23] = [
     "error",
     "untrusted",
     "settings",
     "precision",
+    "protobuf",
     "telemetry",
     "random",
     "digest",
@@ -37,7 +38,8 @@ const ORDER: [&str; 22] = [
 /// Modules that must not know the other, whatever their place in the order.
 const STRANGERS: [(&str, &str); 3] = [("screen", "train"), ("train", "screen"), ("compare", "lab")];
 /// Modules that must not use candle.
-const WITHOUT_CANDLE: [&str; 7] = ["error", "untrusted", "settings", "precision", "telemetry", "ui", "screen"];
+const WITHOUT_CANDLE: [&str; 8] =
+    ["error", "untrusted", "settings", "precision", "protobuf", "telemetry", "ui", "screen"];
 /// Names the crate root re-exports from `error`.
 const ROOT_NAMES: [&str; 2] = ["Error", "Result"];
 const MAX_MAIN_LINES: usize = 60;

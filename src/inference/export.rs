@@ -6,7 +6,6 @@ mod gguf;
 mod hugging_face;
 mod onnx;
 mod peft;
-mod protobuf;
 
 pub use onnx::OnnxOptions;
 

@@ -1,11 +1,12 @@
 //! Exports a run to TensorBoard: scalars and histograms of the gradients, as an event file.
 //!
-//! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf
-//! message `Event` of TensorFlow's `event.proto` and `summary.proto`. The five messages are encoded here by hand;
-//! `tests/program/out_of_the_terminal.rs` reads them back with TensorBoard itself.
+//! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf message
+//! `Event` of TensorFlow's `event.proto` and `summary.proto`. `tests/program/out_of_the_terminal.rs` reads them back with
+//! TensorBoard itself.
 
 use super::emitter::Sink;
 use super::{Event, GradStats, Record, StepRecord};
+use crate::protobuf::Message;
 use crate::{Error, Result};
 use std::fs::File;
 use std::io::Write;
@@ -33,9 +34,7 @@ impl TensorBoard {
         let path = (0..u32::MAX).map(name).find(|path| !path.exists()).unwrap_or_else(|| name(u32::MAX));
         let file = File::create_new(&path).map_err(Error::io("create", &path))?;
         let mut board = Self { path, file };
-        let mut event = Message::event(t, 0);
-        event.text(3, "brain.Event:2");
-        board.append(&event)?;
+        board.append(&event(t, 0).put(3, "brain.Event:2"))?;
         Ok(board)
     }
 
@@ -45,18 +44,22 @@ impl TensorBoard {
     }
 
     fn append(&mut self, event: &Message) -> Result<()> {
-        let length = (event.0.len() as u64).to_le_bytes();
-        let mut record = Vec::with_capacity(event.0.len() + 16);
-        record.extend(length);
-        record.extend(masked_crc(&length).to_le_bytes());
-        record.extend(&event.0);
-        record.extend(masked_crc(&event.0).to_le_bytes());
+        let event = event.bytes();
+        let length = (event.len() as u64).to_le_bytes();
+        let record =
+            [&length, &masked_crc(&length).to_le_bytes()[..], event, &masked_crc(event).to_le_bytes()].concat();
         self.file.write_all(&record).map_err(Error::io("write", &self.path))
     }
 
+    /// Appends an `Event` with a `Summary` of values.
+    fn summary(&mut self, t: u64, step: u64, values: &[Message]) -> Result<()> {
+        let summary = Message::default().each(values, |summary, value| summary.message(1, value));
+        self.append(&event(t, step).message(5, &summary))
+    }
+
     fn step(&mut self, t: u64, step: &StepRecord) -> Result<()> {
-        let mut summary = Message::default();
-        let mut scalar = |tag: &str, value: f64| summary.message(1, &Message::scalar(tag, value));
+        let mut values = Vec::new();
+        let mut scalar = |tag: &str, value: f64| values.push(self::scalar(tag, value));
         scalar("loss/train", f64::from(step.loss));
         scalar("loss_scale/log2", f64::from(step.loss_scale).log2());
         scalar("loss_scale/skipped_steps", step.skipped as f64);
@@ -75,15 +78,13 @@ impl TensorBoard {
             scalar("gradients/not_finite", grads.not_finite() as f64);
         }
         if !grads.exponents.is_empty() {
-            summary.message(1, &Message::histogram("gradients/log2_abs_scaled", grads));
+            values.push(histogram("gradients/log2_abs_scaled", grads));
         }
         for tensor in step.tensors.iter().filter(|tensor| !tensor.stats.exponents.is_empty()) {
             let tag = format!("gradients_log2_abs_scaled/{}", tensor.name);
-            summary.message(1, &Message::histogram(&tag, &tensor.stats));
+            values.push(histogram(&tag, &tensor.stats));
         }
-        let mut event = Message::event(t, step.step);
-        event.message(5, &summary);
-        self.append(&event)
+        self.summary(t, step.step, &values)
     }
 }
 
@@ -93,20 +94,12 @@ impl Sink for TensorBoard {
             Event::Started(started) => {
                 let Some(step) = started.resumed_from else { return Ok(()) };
                 // A session start makes TensorBoard drop earlier data of this step and later ones.
-                let mut session = Message::default();
-                session.number(1, 1);
-                let mut event = Message::event(record.t, step + 1);
-                event.message(7, &session);
-                self.append(&event)
+                self.append(&event(record.t, step + 1).message(7, &Message::default().int(1, 1)))
             }
             Event::Step(step) => self.step(record.t, step),
             Event::Eval(eval) => {
-                let mut summary = Message::default();
-                summary.message(1, &Message::scalar("loss/validation", eval.loss));
-                summary.message(1, &Message::scalar("perplexity/validation", eval.perplexity));
-                let mut event = Message::event(record.t, eval.step);
-                event.message(5, &summary);
-                self.append(&event)
+                let values = [scalar("loss/validation", eval.loss), scalar("perplexity/validation", eval.perplexity)];
+                self.summary(record.t, eval.step, &values)
             }
             _ => Ok(()),
         }
@@ -117,102 +110,45 @@ impl Sink for TensorBoard {
     }
 }
 
-/// A protobuf message being encoded.
-#[derive(Debug, Default)]
-struct Message(Vec<u8>);
+/// An `Event` at time `t`, in wall-clock milliseconds, and a step.
+fn event(t: u64, step: u64) -> Message {
+    Message::default().double(1, t as f64 / 1000.0).int(2, step as i64)
+}
 
-impl Message {
-    /// An `Event` at time `t`, in wall-clock milliseconds, and a step.
-    fn event(t: u64, step: u64) -> Self {
-        let mut event = Self::default();
-        event.double(1, t as f64 / 1000.0);
-        event.number(2, step);
-        event
-    }
+/// A `Summary.Value` of one number.
+fn scalar(tag: &str, value: f64) -> Message {
+    Message::default().put(1, tag).float(2, value as f32)
+}
 
-    /// A `Summary.Value` of one number.
-    fn scalar(tag: &str, value: f64) -> Self {
-        let mut scalar = Self::default();
-        scalar.text(1, tag);
-        scalar.key(2, 5);
-        scalar.0.extend((value as f32).to_le_bytes());
-        scalar
-    }
-
-    /// A `Summary.Value` of a histogram over log2 of the magnitudes, one bucket per binade, without zeros and values
-    /// that are not finite.
-    fn histogram(tag: &str, grads: &GradStats) -> Self {
-        let mut histogram = Self::default();
-        let binades = || grads.exponents.iter().map(|(exponent, count)| (f64::from(*exponent), *count as f64));
-        let sum = |value: fn(f64) -> f64| binades().map(|(low, count)| value(low + 0.5) * count).sum::<f64>();
-        let low = binades().next().map_or(0.0, |(low, _)| low);
-        let high = binades().next_back().map_or(0.0, |(low, _)| low + 1.0);
-        histogram.double(1, low);
-        histogram.double(2, high);
-        histogram.double(3, sum(|_| 1.0));
-        histogram.double(4, sum(|middle| middle));
-        histogram.double(5, sum(|middle| middle * middle));
-        // Add empty binades in between, so that every bucket has width 1.
-        let (mut limits, mut counts) = (Vec::new(), Vec::new());
-        let mut next = low;
-        for (binade, count) in binades() {
-            while next < binade {
-                next += 1.0;
-                limits.push(next);
-                counts.push(0.0);
-            }
-            next = binade + 1.0;
+/// A `Summary.Value` of a histogram over log2 of the magnitudes, one bucket per binade, without zeros and values that are
+/// not finite.
+fn histogram(tag: &str, grads: &GradStats) -> Message {
+    let binades = || grads.exponents.iter().map(|(exponent, count)| (f64::from(*exponent), *count as f64));
+    let sum = |value: fn(f64) -> f64| binades().map(|(low, count)| value(low + 0.5) * count).sum::<f64>();
+    let low = binades().next().map_or(0.0, |(low, _)| low);
+    let high = binades().next_back().map_or(0.0, |(low, _)| low + 1.0);
+    // Add empty binades in between, so that every bucket has width 1.
+    let (mut limits, mut counts) = (Vec::new(), Vec::new());
+    let mut next = low;
+    for (binade, count) in binades() {
+        while next < binade {
+            next += 1.0;
             limits.push(next);
-            counts.push(count);
+            counts.push(0.0);
         }
-        histogram.doubles(6, &limits);
-        histogram.doubles(7, &counts);
-        let mut value = Self::default();
-        value.text(1, tag);
-        value.message(5, &histogram);
-        value
+        next = binade + 1.0;
+        limits.push(next);
+        counts.push(count);
     }
-
-    fn varint(&mut self, mut value: u64) {
-        while value >= 0x80 {
-            self.0.push(value as u8 | 0x80);
-            value >>= 7;
-        }
-        self.0.push(value as u8);
-    }
-
-    fn key(&mut self, field: u64, wire: u64) {
-        self.varint(field << 3 | wire);
-    }
-
-    fn number(&mut self, field: u64, value: u64) {
-        self.key(field, 0);
-        self.varint(value);
-    }
-
-    fn double(&mut self, field: u64, value: f64) {
-        self.key(field, 1);
-        self.0.extend(value.to_le_bytes());
-    }
-
-    fn bytes(&mut self, field: u64, bytes: &[u8]) {
-        self.key(field, 2);
-        self.varint(bytes.len() as u64);
-        self.0.extend(bytes);
-    }
-
-    fn text(&mut self, field: u64, text: &str) {
-        self.bytes(field, text.as_bytes());
-    }
-
-    fn message(&mut self, field: u64, message: &Self) {
-        self.bytes(field, &message.0);
-    }
-
-    fn doubles(&mut self, field: u64, values: &[f64]) {
-        let packed: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.bytes(field, &packed);
-    }
+    let histogram = Message::default()
+        .double(1, low)
+        .double(2, high)
+        .double(3, sum(|_| 1.0))
+        .double(4, sum(|middle| middle))
+        .double(5, sum(|middle| middle * middle))
+        .doubles(6, &limits)
+        .doubles(7, &counts);
+    Message::default().put(1, tag).message(5, &histogram)
 }
 
 /// The checksum of TFRecords: CRC-32C, rotated and offset so that it stays robust on data that contains checksums.
@@ -250,12 +186,5 @@ mod tests {
         assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
         assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
-    }
-
-    #[test]
-    fn numbers_are_varints() {
-        let mut message = Message::default();
-        message.number(2, 300);
-        assert_eq!(message.0, [0x10, 0xac, 0x02]);
     }
 }

@@ -1,6 +1,6 @@
 //! An ONNX graph under construction. Field numbers are those of `onnx.proto`.
 
-use super::super::protobuf::Message;
+use crate::protobuf::Message;
 use std::collections::HashSet;
 
 const OPERATOR_SET: i64 = 20;

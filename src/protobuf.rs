@@ -1,32 +1,44 @@
-//! As much of the protocol buffers' encoding as an ONNX graph needs:
+//! Encodes messages as protocol buffers, for ONNX graphs and TensorBoard's event files:
 //! <https://protobuf.dev/programming-guides/encoding>.
 
 /// A message under construction.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Message(Vec<u8>);
+pub(crate) struct Message(Vec<u8>);
 
 impl Message {
     /// The encoded fields.
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.0
     }
 
     /// Appends an integer field.
-    pub(super) fn int(mut self, field: u32, value: i64) -> Self {
+    pub(crate) fn int(mut self, field: u32, value: i64) -> Self {
         self.varint(u64::from(field) << 3);
         self.varint(value as u64);
         self
     }
 
     /// Appends a field of type float.
-    pub(super) fn float(mut self, field: u32, value: f32) -> Self {
+    pub(crate) fn float(mut self, field: u32, value: f32) -> Self {
         self.varint(u64::from(field) << 3 | 5);
         self.0.extend(value.to_le_bytes());
         self
     }
 
+    /// Appends a field of type double.
+    pub(crate) fn double(mut self, field: u32, value: f64) -> Self {
+        self.varint(u64::from(field) << 3 | 1);
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+
+    /// Appends a packed repeated field of type double.
+    pub(crate) fn doubles(self, field: u32, values: &[f64]) -> Self {
+        self.put(field, values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>())
+    }
+
     /// Appends a field of type string or bytes.
-    pub(super) fn put(mut self, field: u32, value: impl AsRef<[u8]>) -> Self {
+    pub(crate) fn put(mut self, field: u32, value: impl AsRef<[u8]>) -> Self {
         let value = value.as_ref();
         self.varint(u64::from(field) << 3 | 2);
         self.varint(value.len() as u64);
@@ -35,12 +47,12 @@ impl Message {
     }
 
     /// Appends a message as a field.
-    pub(super) fn message(self, field: u32, value: &Self) -> Self {
+    pub(crate) fn message(self, field: u32, value: &Self) -> Self {
         self.put(field, value.bytes())
     }
 
     /// Appends a repeated field.
-    pub(super) fn each<T>(self, values: impl IntoIterator<Item = T>, put: impl Fn(Self, T) -> Self) -> Self {
+    pub(crate) fn each<T>(self, values: impl IntoIterator<Item = T>, put: impl Fn(Self, T) -> Self) -> Self {
         values.into_iter().fold(self, put)
     }
 
@@ -67,5 +79,7 @@ mod tests {
         let minus_two = Message::default().int(1, -2);
         assert_eq!(minus_two.bytes(), [0x08, 0xfe, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01]);
         assert_eq!(Message::default().float(1, 1.0).bytes(), [0x0d, 0, 0, 0x80, 0x3f]);
+        assert_eq!(Message::default().double(2, 1.0).bytes(), [0x11, 0, 0, 0, 0, 0, 0, 0xf0, 0x3f]);
+        assert_eq!(Message::default().int(2, 300).doubles(3, &[0.0]).bytes()[..5], [0x10, 0xac, 0x02, 0x1a, 0x08]);
     }
 }

@@ -7,7 +7,7 @@ use std::fmt::Write;
 
 use super::metrics::METRICS;
 use super::page::{logarithms, means, range};
-use super::report::{Arm, Report, Verdict};
+use super::report::{Report, Verdict};
 use super::run::RunSummary;
 use crate::ui::html::{Axes, escape, page, table};
 
@@ -56,37 +56,12 @@ impl Report {
             out.push_str("<p class=\"note\">The configurations differ only in the seed.</p>\n");
             return;
         }
-        let rows = self.differences.iter().map(|difference| (difference.key.as_str(), difference.values.clone()));
-        out.push_str(&self.html_table("Settings that differ", None, rows));
+        out.push_str(&arm_table("Settings that differ", &self.labels(None), self.settings()));
     }
 
     fn html_figures(&self, out: &mut String) {
-        let difference = match &self.arms[..] {
-            [first, second] => Some(format!("{} − {}", second.label, first.label)),
-            _ => None,
-        };
         let caption = if self.has_samples() { "Figures, mean ± 95 % confidence" } else { "Figures" };
-        let rows = self.metrics().map(|metric| {
-            let of_arm = |arm: &Arm| metric.show_estimate(arm.estimate(metric), false);
-            let mut cells: Vec<String> = self.arms.iter().map(of_arm).collect();
-            if difference.is_some() {
-                cells.push(metric.show_estimate(self.difference(metric), true));
-            }
-            (metric.name, cells)
-        });
-        out.push_str(&self.html_table(caption, difference.as_deref(), rows));
-    }
-
-    /// A table with a column per arm, and perhaps a last one.
-    fn html_table<'a>(
-        &'a self,
-        caption: &str,
-        last: Option<&'a str>,
-        rows: impl Iterator<Item = (&'a str, Vec<String>)>,
-    ) -> String {
-        let labels = self.arms.iter().map(|arm| arm.label.as_str());
-        let headings: Vec<_> = std::iter::once("").chain(labels).chain(last).collect();
-        table(caption, &headings, rows.map(|(name, cells)| [vec![name.to_owned()], cells].concat()))
+        out.push_str(&arm_table(caption, &self.labels(Some("−")), self.figures()));
     }
 
     fn runs(&self) -> impl Iterator<Item = (usize, &RunSummary)> {
@@ -149,6 +124,12 @@ impl Report {
             .map(|arm| format!("{} ({}): {}", arm.label, arm.name, metric.show_estimate(arm.estimate(metric), false)));
         format!("{what}: {}", arms.collect::<Vec<_>>().join("; "))
     }
+}
+
+/// A table whose columns are arms, or the difference of two.
+fn arm_table(caption: &str, labels: &[String], rows: Vec<(String, Vec<String>)>) -> String {
+    let headings: Vec<_> = std::iter::once("").chain(labels.iter().map(String::as_str)).collect();
+    table(caption, &headings, rows.into_iter().map(|(name, cells)| [vec![name], cells].concat()))
 }
 
 /// The class of an arm's curves.

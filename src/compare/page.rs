@@ -1,6 +1,6 @@
 //! The comparison as text.
 
-use super::metrics::METRICS;
+use super::metrics::{METRICS, Metric};
 use super::report::{Arm, Report, Verdict};
 use super::run::RunSummary;
 use crate::telemetry::Series;
@@ -54,31 +54,37 @@ impl Report {
             page.gap();
             return;
         }
-        let rows = self.differences.iter().map(|difference| (difference.key.clone(), difference.values.clone()));
-        blocks(page, width, "differing", &self.labels(), &rows.collect::<Vec<_>>());
+        blocks(page, width, "differing", &self.labels(None), &self.settings());
     }
 
-    fn labels(&self) -> Vec<String> {
-        self.arms.iter().map(|arm| arm.label.clone()).collect()
+    /// The heads of a table's columns: an arm for each, and the difference of two with this sign.
+    pub(super) fn labels(&self, minus: Option<&str>) -> Vec<String> {
+        let difference = match (&self.arms[..], minus) {
+            ([first, second], Some(minus)) => Some(format!("{} {minus} {}", second.label, first.label)),
+            _ => None,
+        };
+        self.arms.iter().map(|arm| arm.label.clone()).chain(difference).collect()
+    }
+
+    /// A row for each setting that differs: its key and its values.
+    pub(super) fn settings(&self) -> Vec<(String, Vec<String>)> {
+        self.differences.iter().map(|difference| (difference.key.clone(), difference.values.clone())).collect()
+    }
+
+    /// A row for each figure: its name, the arms' estimates, and the difference of two arms.
+    pub(super) fn figures(&self) -> Vec<(String, Vec<String>)> {
+        let row = |metric: &'static Metric| {
+            let difference = (self.arms.len() == 2).then(|| metric.show_estimate(self.difference(metric), true));
+            let of_arm = |arm: &Arm| metric.show_estimate(arm.estimate(metric), false);
+            (metric.name.to_owned(), self.arms.iter().map(of_arm).chain(difference).collect())
+        };
+        self.metrics().map(row).collect()
     }
 
     /// The figures: of single runs, or means with intervals; and the difference of two arms.
     fn table(&self, page: &mut Page, width: usize) {
-        let mut labels = self.labels();
-        let two = self.arms.len() == 2;
-        if two {
-            labels.push(format!("{} - {}", labels[1], labels[0]));
-        }
-        let rows = self.metrics().map(|metric| {
-            let of_arm = |arm: &Arm| metric.show_estimate(arm.estimate(metric), false);
-            let mut cells: Vec<String> = self.arms.iter().map(of_arm).collect();
-            if two {
-                cells.push(metric.show_estimate(self.difference(metric), true));
-            }
-            (metric.name.to_owned(), cells)
-        });
         let heading = if self.has_samples() { "mean ±95 %" } else { "figures" };
-        blocks(page, width, heading, &labels, &rows.collect::<Vec<_>>());
+        blocks(page, width, heading, &self.labels(Some("-")), &self.figures());
     }
 
     /// Loss and loss scale of all arms in one plot each; every curve has its arm's colour and letter.

@@ -8,6 +8,7 @@ use crate::engine::model::{ALL_LINEAR, Keep, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::train::{EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};
+use crate::ui::format::binary;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
@@ -343,36 +344,28 @@ impl Memory {
         page
     }
 
-    /// Recipe, whether the figures are this engine's, items, largest batch, bytes left for activations.
-    #[expect(clippy::type_complexity, reason = "a row of a table")]
-    fn rows(&self) -> Vec<(Recipe, bool, &[Item], Option<usize>, Option<i64>)> {
-        let of_plan = |plan: &'_ Plan| {
-            let ours = plan.engine.is_some().then_some(true);
-            ours.into_iter().chain([false])
-        };
-        let row = |plan: &'_ Plan, ours: bool| {
-            if ours {
-                (plan.largest_batch.0, plan.for_activations.0)
-            } else {
-                (plan.largest_batch.1, plan.for_activations.1)
-            }
-        };
-        (self.plans.iter())
-            .flat_map(|plan| of_plan(plan).map(move |ours| (plan, ours)))
-            .map(|(plan, ours)| {
-                let items = if ours { plan.engine.as_deref().unwrap_or_default() } else { &plan.textbook };
-                let (batch, left) = row(plan, ours);
-                (plan.recipe, ours, items, batch, left)
-            })
-            .collect()
+    /// The figures of each recipe, by this engine, if it supports it, and by the textbook.
+    fn rows(&self) -> impl Iterator<Item = Row<'_>> {
+        self.plans.iter().flat_map(|plan| {
+            let Plan { recipe, engine, textbook, largest_batch, for_activations } = plan;
+            let name = recipe.name();
+            let ours = engine.as_deref().map(|items| Row {
+                label: format!("{:<15}", format!("{name} (ours)")),
+                items,
+                batch: largest_batch.0,
+                left: for_activations.0,
+            });
+            let textbook =
+                Row { label: format!("{name:<15}"), items: textbook, batch: largest_batch.1, left: for_activations.1 };
+            ours.into_iter().chain([textbook])
+        })
     }
 
     fn bars(&self, page: &mut Page, width: usize) {
-        let rows = self.rows();
-        let scale = rows.iter().map(|(_, _, items, ..)| total(items)).max().unwrap_or(1).max(1);
+        let scale = self.rows().map(|row| total(row.items)).max().unwrap_or(1).max(1);
         page.gap();
-        for (recipe, ours, items, ..) in &rows {
-            page.push(self.bar(&format!("{:<15}", label(*recipe, *ours)), items, scale, width.saturating_sub(16)));
+        for Row { label, items, .. } in self.rows() {
+            page.push(self.bar(&label, items, scale, width.saturating_sub(16)));
         }
         let mut legend = Line::new();
         for (letter, name, role) in Group::ALL.map(Group::show) {
@@ -405,14 +398,13 @@ impl Memory {
         let budget = self.budget.map(|_| ["room", "batch"]).into_iter().flatten();
         let head = ["weight", "master", "grad", "Adam", "activ.", "other", "total"].into_iter().chain(budget);
         page.title(head.fold(format!("{:<15}", "recipe"), |line, name| line + &format!("{name:>7}")));
-        for (recipe, ours, items, batch, left) in self.rows() {
+        for Row { label, items, batch, left } in self.rows() {
             let cell = |bytes: u64| if bytes == 0 { "–".to_owned() } else { compact(bytes as f64) };
             let own = OWN.iter().map(|group| sum(items, &|of| of == *group));
             let cells = own.chain([sum(items, &|of| !OWN.contains(&of))]).map(|bytes| format!("{:>7}", cell(bytes)));
             let all = total(items);
             let fits = self.budget.is_none_or(|budget| all <= budget);
-            let line =
-                Line::new().with(Role::Title, format!("{:<15}", label(recipe, ours))).plain(cells.collect::<String>());
+            let line = Line::new().with(Role::Title, label).plain(cells.collect::<String>());
             let mut line = line.with(if fits { Role::Good } else { Role::Bad }, format!("{:>7}", compact(all as f64)));
             if let Some(left) = left {
                 let role = if left > 0 { Role::Text } else { Role::Bad };
@@ -435,9 +427,14 @@ impl Memory {
     }
 }
 
-/// A recipe's name, and whether the figures are this engine's.
-fn label(recipe: Recipe, ours: bool) -> String {
-    format!("{}{}", recipe.name(), if ours { " (ours)" } else { "" })
+/// A recipe's figures, by this engine or by the textbook.
+struct Row<'a> {
+    label: String,
+    items: &'a [Item],
+    /// The largest batch.
+    batch: Option<usize>,
+    /// Bytes left for activations.
+    left: Option<i64>,
 }
 
 /// The engine's bytes by group.
@@ -543,28 +540,16 @@ pub fn model_named(name: &str) -> Result<ModelSpec> {
 
 /// `512`, `1.4M`, `-12.0G`: binary units in six columns.
 fn compact(value: f64) -> String {
-    const UNITS: [&str; 5] = ["", "K", "M", "G", "T"];
-    let (mut magnitude, mut unit) = (value.abs(), 0);
-    while magnitude >= 1023.95 && unit + 1 < UNITS.len() {
-        magnitude /= 1024.0;
-        unit += 1;
-    }
-    let decimals = usize::from(unit > 0 && magnitude < 99.95);
-    format!("{}{magnitude:.decimals$}{}", if value < 0.0 { "-" } else { "" }, UNITS[unit])
+    let (magnitude, power) = binary(value.abs(), 4);
+    let decimals = usize::from(power > 0 && magnitude < 99.95);
+    format!("{}{magnitude:.decimals$}{}", if value < 0.0 { "-" } else { "" }, ["", "K", "M", "G", "T"][power])
 }
 
 /// `512 B`, `1.4 MiB`, `12.0 GiB`.
 fn bytes(value: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "K", "M", "G", "T"];
-    let mut value = value as f64;
-    let mut unit = 0;
-    while value >= 1023.95 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    let decimals = usize::from(unit > 0 && value < 99.95);
-    let suffix = if unit == 0 { "B".to_owned() } else { format!("{}iB", UNITS[unit]) };
-    format!("{value:.decimals$} {suffix}")
+    let (value, power) = binary(value as f64, 4);
+    let decimals = usize::from(power > 0 && value < 99.95);
+    format!("{value:.decimals$} {}", ["B", "KiB", "MiB", "GiB", "TiB"][power])
 }
 
 #[cfg(test)]

@@ -51,16 +51,20 @@ pub(crate) fn count(value: f64) -> String {
     }
 }
 
+/// `value` divided by the power of 1024 that leaves a number below 1024, and that power, at most `most`.
+pub(crate) fn binary(mut value: f64, most: usize) -> (f64, usize) {
+    let mut power = 0;
+    while value >= 1023.95 && power < most {
+        value /= 1024.0;
+        power += 1;
+    }
+    (value, power)
+}
+
 /// Bytes with a binary prefix: `21.4 GiB`.
 pub(crate) fn bytes(value: u64) -> String {
-    const UNITS: [&str; 4] = ["B", "KiB", "MiB", "GiB"];
-    let mut value = value as f64;
-    let mut unit = 0;
-    while value >= 1023.95 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{value:.0} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+    let (value, power) = binary(value as f64, 3);
+    format!("{value:.*} {}", usize::from(power > 0), ["B", "KiB", "MiB", "GiB"][power])
 }
 
 /// A duration as `hh:mm:ss`, preceded by days if there are any.

@@ -99,12 +99,12 @@ impl Bits {
         let room = width.saturating_sub(label.chars().count()).max(24);
         page.push(Line::new().with(Role::Title, label).plain(cut(&self.exact, room)));
         for stored in &self.formats {
+            let at = page.lines.len();
             stored.render(&mut page, width);
             if let Some((_, bit)) = self.cursor.filter(|(format, _)| format.name == stored.format) {
                 // The fields are separated by spaces.
                 let fields = [1, stored.exponent.len() as u32];
                 let blanks = u32::from(bit >= fields[0]) + u32::from(bit >= fields[0] + fields[1]);
-                let at = page.lines.len() - stored.lines(width);
                 let mark = " ".repeat((LABEL as u32 + bit + blanks) as usize) + "▲";
                 page.lines.insert(
                     at + 1,
@@ -206,13 +206,6 @@ impl Stored {
         page.push(line.plain(error).dim("  ulp ").plain(short(self.ulp)));
         let (below, above) = (neighbour(self.below), neighbour(self.above));
         page.push(Line::new().dim("  between ").plain(below).dim(" and ").plain(above));
-    }
-
-    /// The number of lines that [`render`](Self::render) adds.
-    fn lines(&self, width: usize) -> usize {
-        let mut page = Page::new();
-        self.render(&mut page, width);
-        page.lines.len()
     }
 
     /// The meaning of a bit, counted from the left.

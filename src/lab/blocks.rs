@@ -160,11 +160,7 @@ impl Blocks {
             "scheme", "block", "bits", "scales", "first scale", "error %", "flushed %", "cut off"
         ));
         for scheme in &self.schemes {
-            let role = match scheme.error {
-                error if error < 0.03 => Role::Good,
-                error if error < 0.1 => Role::Warn,
-                _ => Role::Bad,
-            };
+            let role = Role::graded(scheme.error, [0.03, 0.1]);
             let first = scheme.scales.first().copied().unwrap_or(0.0);
             page.push(
                 Line::new()

@@ -100,11 +100,7 @@ impl Softmax {
         page.title(format!("position {}: sin is {:.6}", short(self.position), self.position.sin()));
         page.title(format!("{:<8}{:>14}{:>14}{:>14}{:>20}", "format", "stored", "sin", "error", "exact below"));
         for row in &self.formats {
-            let role = match row.sine_error {
-                error if error < 1e-3 => Role::Good,
-                error if error < 1e-1 => Role::Warn,
-                _ => Role::Bad,
-            };
+            let role = Role::graded(row.sine_error, [1e-3, 1e-1]);
             page.push(
                 Line::new()
                     .with(Role::Title, format!("{:<8}", row.format))

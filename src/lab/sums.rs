@@ -162,12 +162,7 @@ impl Sums {
             };
             let mut line = Line::new().with(Role::Title, format!("{:<6}", row.format)).plain(format!("{name:<14}"));
             for error in &row.errors {
-                let role = match *error {
-                    error if error < 1e-3 => Role::Good,
-                    error if error < 1e-2 => Role::Warn,
-                    _ => Role::Bad,
-                };
-                line = line.with(role, format!("{:>9}", percentage(*error)));
+                line = line.with(Role::graded(*error, [1e-3, 1e-2]), format!("{:>9}", percentage(*error)));
             }
             page.push(line);
         }

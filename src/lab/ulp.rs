@@ -27,6 +27,8 @@ pub struct UlpGrid {
 pub struct UlpRow {
     /// The format's name.
     pub format: &'static str,
+    #[serde(skip)]
+    layout: FloatFormat,
     /// The weight as stored.
     #[serde(serialize_with = "serialize")]
     pub stored: f64,
@@ -138,18 +140,17 @@ impl UlpGrid {
         let step = 2.0 * reach / (columns - 1) as f64;
         let column = |x: f64| ((x - self.center + reach) / step).round();
         for row in &self.formats {
-            let format = FloatFormat::ALL.into_iter().find(|format| format.name == row.format);
+            let format = row.layout;
             // In this range the update rounds back to the weight.
-            let down = format.map_or(0.0, |format| half_below(format, row.stored));
-            let up = format.map_or(0.0, |format| half_below(format, -row.stored));
+            let (down, up) = (half_below(format, row.stored), half_below(format, -row.stored));
             let edges = (column(row.stored - down), column(row.stored + up));
             let lost = |at: usize| at as f64 > edges.0 && (at as f64) < edges.1;
             let mut cells = vec!['·'; columns];
-            let mut bits = format.map_or(0, |format| format.encode(self.center - reach));
+            let mut bits = format.encode(self.center - reach);
             // A format finer than the columns fills all of them.
             if row.spacing < step {
                 cells.fill('━');
-            } else if let Some(format) = format {
+            } else {
                 while let Some(next) = format.next_up(bits) {
                     let at = column(format.decode(bits));
                     if at >= columns as f64 {
@@ -211,6 +212,7 @@ impl UlpRow {
         };
         Self {
             format: format.name,
+            layout: format,
             stored,
             next,
             sum,

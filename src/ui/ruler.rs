@@ -3,8 +3,7 @@
 //! FP16 has exactly 40 binades of finite values, 2^-24 to 2^15, so it gets a cell for each, 44 columns in all. The wide
 //! formats show the binades in use, several per cell if there are more than 40.
 
-use super::pad::Pad;
-use super::theme::Role;
+use super::{Pad, Role, column_cell};
 use crate::precision::{ExponentHistogram, FloatFormat};
 
 /// Number of cells for finite values.
@@ -129,9 +128,8 @@ impl Ruler {
         };
         let mut bar = |x: u16, width: u16, count: u64, role: Role| {
             for at in 0..height {
-                let level = eighths(count).max(u16::from(count > 0)).saturating_sub((height - 1 - at) * 8).min(8);
-                if count > 0 && level > 0 {
-                    let block = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'][usize::from(level) - 1];
+                let block = column_cell(eighths(count).max(1).into(), (height - 1 - at).into());
+                if count > 0 && block != ' ' {
                     (x..x + width).for_each(|x| pad.glyph(x, y + at, block, role));
                 }
             }

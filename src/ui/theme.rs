@@ -46,6 +46,15 @@ pub enum Role {
 }
 
 impl Role {
+    /// Good below the first limit, a warning below the second, bad from there on and if `value` is NaN.
+    pub(crate) fn graded(value: f64, limits: [f64; 2]) -> Self {
+        match limits.map(|limit| value < limit) {
+            [true, _] => Self::Good,
+            [_, true] => Self::Warn,
+            _ => Self::Bad,
+        }
+    }
+
     /// The ANSI escape sequence of text that is printed, for sixteen colours.
     pub(super) const fn ansi(self) -> &'static str {
         match self {

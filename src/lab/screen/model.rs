@@ -66,11 +66,6 @@ impl Instrument {
         self.fields.iter().find(|field| field.flag == flag).map_or("", |field| &field.value)
     }
 
-    /// The value of a parameter, or `otherwise` if it is not a number.
-    pub fn number(&self, flag: &str, otherwise: f64) -> f64 {
-        parse_value(self.value(flag)).unwrap_or(otherwise)
-    }
-
     /// Sets a parameter, if it exists.
     pub fn set(&mut self, flag: &str, value: impl Into<String>) {
         if let Some(field) = self.fields.iter_mut().find(|field| field.flag == flag) {

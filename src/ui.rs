@@ -18,6 +18,7 @@ pub(crate) use page::column_cell;
 pub use page::{Line, Page, Span};
 #[cfg(test)]
 pub(crate) use palette::Palette;
+pub(crate) use palette::may_colour;
 pub(crate) use plot::{Axes, Plot, extent};
 pub(crate) use ruler::Ruler;
 pub use theme::{Look, Role, Theme};

@@ -1,9 +1,10 @@
 //! `finetune data`: what training would read, without training.
 
 use crate::cli::flags::ConfigArgs;
-use crate::cli::reporter::{Reporter, may_colour};
+use crate::cli::reporter::Reporter;
 use crate::data::{BatchLoader, Documents, Layout, Proof};
 use crate::train::{ModelSource, dataset, reading};
+use crate::ui::may_colour;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
 use serde_json::json;

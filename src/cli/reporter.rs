@@ -2,6 +2,7 @@
 
 use crate::telemetry::{Activity, PhaseLines, PhaseProgress};
 use crate::train::Preparing;
+use crate::ui::may_colour;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -18,11 +19,6 @@ enum Notice {
     Line(String),
     /// Lines that have been cleaned, with colours of ours.
     Clean(String),
-}
-
-/// Whether the user has nothing against colours.
-pub(crate) fn may_colour() -> bool {
-    std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
 /// Reports the preparation on its own thread until it is dropped.

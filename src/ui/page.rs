@@ -3,7 +3,7 @@
 //! Roles never carry meaning alone: the text says the same without colour.
 
 use super::ascii::replacement;
-use super::{Look, Pad, Role, Theme};
+use super::{Look, Pad, Role, Theme, may_colour};
 use crate::untrusted::line;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::layout::Rect;
@@ -161,8 +161,7 @@ impl Page {
 
     /// The page for printing: with colours on a terminal, unless `NO_COLOR` is set.
     pub fn printed(&self, terminal: bool) -> String {
-        let colour = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-        if colour { self.ansi() } else { self.text() }
+        if terminal && may_colour() { self.ansi() } else { self.text() }
     }
 
     /// The page with ANSI colours.

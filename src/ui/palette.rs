@@ -10,6 +10,11 @@ pub(crate) enum Palette {
     Monochrome,
 }
 
+/// Whether `NO_COLOR` is unset or empty.
+pub(crate) fn may_colour() -> bool {
+    Palette::from_env() != Palette::Monochrome
+}
+
 impl Palette {
     /// From the environment: none with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI.
     pub(crate) fn from_env() -> Self {

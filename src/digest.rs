@@ -114,7 +114,6 @@ impl Running {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use super::*;
 
     /// FIPS 180-2, appendix B.1.

@@ -55,7 +55,6 @@ fn sweep_older_than(folder: &Path, young: Duration, ours: impl Fn(&str) -> bool)
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
 

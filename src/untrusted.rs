@@ -175,7 +175,6 @@ impl<W: Write> Write for Clean<W> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use super::*;
 
     const PAYLOAD: &str = "a\x1b]0;OWNED\x07\u{9b}2J\r\n\u{202e}b\u{7f}\u{2028}\té";

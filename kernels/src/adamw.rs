@@ -84,7 +84,6 @@ fn update_block(n: AdamWStep, grad: &[f32], master: &mut [f32], exp_avg: &mut [f
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use candle_core::{DType, Device, Tensor};
 

@@ -180,7 +180,6 @@ pub(crate) fn write_columns<const N: usize, R>(
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use crate::view::read;
     use candle_core::Device;

@@ -196,7 +196,6 @@ pub fn vectorize<R>(body: impl FnOnce() -> R) -> R {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     #[test]

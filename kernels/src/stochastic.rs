@@ -49,7 +49,6 @@ fn round_one(x: f32, draw: u16) -> bf16 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use candle_core::{DType, Device};
 

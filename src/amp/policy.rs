@@ -158,8 +158,6 @@ impl Policy {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use candle_core::Device;
 
     use super::*;

@@ -479,8 +479,6 @@ fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use std::collections::HashMap;
 
     use super::*;

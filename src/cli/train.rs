@@ -278,8 +278,6 @@ fn new_run(config: &Config) -> Result<Run> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     #[test]

@@ -67,8 +67,6 @@ fn half_width(variance: f64, freedom: f64) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     fn assert_near(value: f64, expected: f64) {

@@ -307,7 +307,6 @@ fn check_shape(batch_size: usize, seq_len: usize) -> Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
     use proptest::prelude::*;

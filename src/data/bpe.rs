@@ -145,7 +145,6 @@ impl Class {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use proptest::prelude::*;

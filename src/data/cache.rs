@@ -287,7 +287,6 @@ impl TokenWriter {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -27,7 +27,6 @@ pub(crate) fn contained<T>(work: impl FnOnce() -> T) -> Option<T> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

@@ -246,7 +246,6 @@ impl<'a> Loader<'a> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 mod tests {
     use super::*;
     use crate::data::tokenizer::tests::byte_level_bpe;

@@ -185,7 +185,6 @@ fn line_feeds(bytes: &[u8]) -> usize {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::super::row::Reading;
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};

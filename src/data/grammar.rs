@@ -125,7 +125,6 @@ pub fn sentence_log_probability(sentence: &str) -> Option<f64> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
     use std::collections::HashSet;

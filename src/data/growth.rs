@@ -62,7 +62,6 @@ fn longest_entry(base64: &str) -> Result<f64, String> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test may panic")]
     use super::*;
     use serde_json::json;
 

@@ -319,7 +319,6 @@ fn group_end(text: &str, at: usize) -> usize {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::super::template::{Conversation, Template, TemplateTokens};
     use super::*;

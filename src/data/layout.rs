@@ -257,7 +257,6 @@ fn pack(spans: &[Span], seq_len: usize) -> Rows {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -272,7 +272,6 @@ fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

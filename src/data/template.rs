@@ -279,7 +279,6 @@ fn ranges(marked: &str) -> Option<Rendered> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     const CHATML: &str = "{% for message in messages %}\n  {% if message.role == 'assistant' %}\n<|im_start|>assistant\n\

@@ -321,7 +321,6 @@ pub(super) fn byte_level_char(byte: u8) -> char {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 pub(super) mod tests {
     use super::*;
     use proptest::prelude::*;

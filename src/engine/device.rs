@@ -117,7 +117,6 @@ fn with_cuda(device: &Device, _: &mut dyn FnMut(String)) -> candle_core::Result<
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     #[test]

@@ -160,7 +160,6 @@ fn evaluate_samples(
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use proptest::prelude::*;
 

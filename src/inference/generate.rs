@@ -171,7 +171,6 @@ fn penalised(logits: Tensor, penalty: f32, seen: &[u32]) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     #[test]

@@ -180,7 +180,6 @@ impl Ratios {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     /// Two sequences of two tokens. Training gives their tokens half, a quarter, a half and all of generation's probability.

@@ -272,8 +272,6 @@ fn cut(digits: &str, room: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use half::{bf16, f16};
     use proptest::prelude::*;
 

@@ -340,8 +340,6 @@ fn e2m1_value(code: u8) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     fn blocks(outlier: f32, remembered: f32) -> Blocks {

@@ -147,8 +147,6 @@ fn role(dtype: Option<&str>) -> Role {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     #[test]

@@ -145,8 +145,6 @@ impl Crises {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     /// The figures of `examples/three_crises.rs`, which trains with candle.

@@ -554,8 +554,6 @@ fn bytes(value: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     fn setup(shape: [usize; 3], budget: Option<u64>) -> Setup {

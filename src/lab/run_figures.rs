@@ -312,8 +312,6 @@ pub(crate) use tests::write_run;
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
     use crate::telemetry::{ActivationMax, EventLog, Fp32Probe, GradStats, GradVariance, ModelShape, Record, VERSION};
 

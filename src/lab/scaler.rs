@@ -287,8 +287,6 @@ pub fn apply_setting(config: GradScalerConfig, text: &str) -> Result<GradScalerC
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     fn compare(settings: &[&str], overflows: &Overflows) -> Comparison {

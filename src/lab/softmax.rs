@@ -167,8 +167,6 @@ fn last(format: FloatFormat, holds: impl Fn(f64) -> bool) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     fn row(softmax: &Softmax, format: &str) -> SoftmaxRow {

@@ -255,8 +255,6 @@ fn stochastic(format: FloatFormat, x: f64, uniform: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     fn row(sums: &Sums, format: &str, algorithm: Algorithm) -> SumRow {

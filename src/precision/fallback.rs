@@ -233,7 +233,6 @@ impl Fallback {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use super::*;
 
     const ON: PrecisionConfig = PrecisionConfig {

@@ -92,7 +92,6 @@ pub fn scale_for(amax: f32, format: FloatFormat) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use proptest::prelude::*;
 
     use super::*;

@@ -179,8 +179,6 @@ impl FromStr for PrecisionPolicy {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     fn message(text: &str) -> String {

@@ -214,7 +214,6 @@ pub(super) fn check_depth(config: &ModelSpec, tensors: usize, file: &Path) -> Re
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use candle_core::{DType, Device, Tensor};
     use proptest::prelude::*;
     use tempfile::TempDir;

@@ -436,7 +436,6 @@ fn is_plain_path(path: &str) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

@@ -126,7 +126,6 @@ impl PhaseLines {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     #[test]

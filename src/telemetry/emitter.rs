@@ -133,7 +133,6 @@ impl Emitter {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     #[test]

@@ -118,7 +118,6 @@ impl Event {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     fn round_trip(event: Event) -> (String, Record) {

@@ -449,7 +449,6 @@ impl<'a> Fields<'a> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::super::event::{GradStats, Started, TensorRecord};
     use super::*;
 

@@ -192,7 +192,6 @@ impl Figures {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use crate::telemetry::{Started, StepRecord, VERSION, Validation};
 

@@ -139,7 +139,6 @@ impl Found {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use crate::engine::kernels::{Choice, view};
     use crate::engine::model::{Layer, Op, Part};

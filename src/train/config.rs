@@ -364,7 +364,6 @@ fn add_layer(base: &mut toml::Table, over: toml::Table, origin: &str) -> Result<
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     fn resolve(file: &str, overrides: &[(&str, &str)]) -> Result<Config> {

@@ -205,7 +205,6 @@ pub(super) fn after_step(
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use crate::engine::model::ModelSpec;
     use crate::train::TrainState;

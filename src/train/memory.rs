@@ -328,8 +328,6 @@ pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize>
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
     use crate::engine::kernels::Fused;
     use candle_core::quantized::GgmlDType;

@@ -124,8 +124,6 @@ pub(crate) fn end(child: &mut Child) -> End {
 
 #[cfg(all(test, unix))]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     fn shell(text: &str) -> Child {

@@ -57,7 +57,6 @@ fn poll(done: &AtomicBool) {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use std::panic::AssertUnwindSafe;
 

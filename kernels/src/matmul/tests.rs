@@ -1,7 +1,5 @@
 //! Every micro-kernel against sums in f64.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
 use std::ops::Range;
 
 use half::{bf16, f16};

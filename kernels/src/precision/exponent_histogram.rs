@@ -179,8 +179,6 @@ impl TryFrom<Sparse> for ExponentHistogram {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     #[test]

@@ -145,7 +145,6 @@ impl Blockwise {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
     /// Values that bitsandbytes' formula gives in Python.

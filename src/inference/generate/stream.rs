@@ -48,7 +48,6 @@ impl<'a> TextStream<'a> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use proptest::prelude::*;
 

@@ -148,8 +148,6 @@ fn rounded_once(results: &[f64], exact: &[f64], format: FloatFormat) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
 
     /// The measurement tells sums in half precision from those in FP32.

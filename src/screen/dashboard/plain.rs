@@ -372,7 +372,6 @@ fn finished_line(finished: &Finished) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use crate::telemetry::{GradStats, Pass, StepStatus, TensorRecord, VERSION};
 

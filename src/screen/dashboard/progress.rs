@@ -157,7 +157,6 @@ impl<W: Write> Drop for Progress<W> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use crate::telemetry::{CheckpointSaved, Started, VERSION};
 

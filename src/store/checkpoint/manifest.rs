@@ -189,7 +189,6 @@ pub(super) fn missing_or(error: &std::io::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use proptest::prelude::*;
 
     use super::*;

@@ -141,7 +141,6 @@ pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use proptest::prelude::*;
 
     use super::*;

@@ -231,7 +231,6 @@ pub(super) fn is_hex(text: &str, digits: usize) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

@@ -323,7 +323,6 @@ fn percent_encode(segment: &str) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::super::Kind;
     use super::*;

@@ -117,7 +117,6 @@ impl std::fmt::Debug for Settings {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

@@ -91,7 +91,6 @@ fn explain(error: &SafeTensorError, bytes: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use proptest::prelude::*;
 
     use super::*;

@@ -91,7 +91,6 @@ fn write_le<T: Copy, const N: usize>(out: &mut dyn Write, values: &[T], bytes: f
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use super::*;
     use crate::store::tensor_file::TensorFile;
 

@@ -1,6 +1,4 @@
 //! Llama and its relatives: sizes, and what is refused.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use super::*;
 
 fn read(json: &Value) -> Result<ModelSpec, String> {

@@ -1,6 +1,4 @@
 //! Rotary embeddings against transformers' values, and what is refused.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
 use super::*;
 use crate::engine::kernels::rope::Table;
 use candle_core::Device;

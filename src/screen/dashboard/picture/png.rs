@@ -83,8 +83,6 @@ fn colour(colour: Color) -> Option<Rgb> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
     use super::*;
     use ratatui::layout::Rect;
     use ratatui::style::Style;

@@ -16,9 +16,9 @@ use std::io::{self, IsTerminal, Write, stdout};
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, Once};
+use std::sync::{Arc, Mutex, Once, TryLockError};
 use std::thread::{self, JoinHandle, sleep};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Whether a screen has taken over the terminal.
 static TAKEN: AtomicBool = AtomicBool::new(false);
@@ -142,11 +142,19 @@ impl Keyboard {
     fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         // A reader that does not return has lost its terminal.
-        let mut waited = Duration::ZERO;
-        while !self.reader.is_finished() && waited < PATIENCE {
-            sleep(Duration::from_millis(1));
-            waited += Duration::from_millis(1);
+        wait(PATIENCE, || self.reader.is_finished().then_some(()));
+    }
+}
+
+/// Waits until `done` has a result, but at most this long.
+pub(super) fn wait<T>(patience: Duration, done: impl Fn() -> Option<T>) -> Option<T> {
+    let began = Instant::now();
+    loop {
+        let result = done();
+        if result.is_some() || began.elapsed() >= patience {
+            return result;
         }
+        sleep(Duration::from_millis(1));
     }
 }
 
@@ -160,18 +168,11 @@ pub(super) fn give_back() {
     if !TAKEN.swap(false, Ordering::SeqCst) {
         return;
     }
-    let mut waited = Duration::ZERO;
-    let _drawing = loop {
-        match DRAWING.try_lock() {
-            Ok(lock) => break Some(lock),
-            Err(std::sync::TryLockError::Poisoned(lock)) => break Some(lock.into_inner()),
-            Err(std::sync::TryLockError::WouldBlock) if waited < PATIENCE => {
-                waited += Duration::from_millis(5);
-                sleep(Duration::from_millis(5));
-            }
-            Err(std::sync::TryLockError::WouldBlock) => break None,
-        }
-    };
+    let _drawing = wait(PATIENCE, || match DRAWING.try_lock() {
+        Ok(lock) => Some(lock),
+        Err(TryLockError::Poisoned(lock)) => Some(lock.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    });
     // A terminal that has hung up cannot be restored and need not be.
     if MOUSE.swap(false, Ordering::SeqCst) {
         let _ = execute!(stdout(), DisableMouseCapture);

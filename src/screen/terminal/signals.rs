@@ -1,6 +1,6 @@
 //! Signals that stop a run or a screen.
 
-use super::screen::{give_back, is_taken};
+use super::screen::{give_back, is_taken, wait};
 use crate::telemetry::is_ignored;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
 use signal_hook::iterator::Signals;
@@ -104,11 +104,7 @@ fn say(text: &str) {
 fn leave() {
     // On its own thread, because a blocked terminal must not keep the process alive.
     let restoring = thread::spawn(give_back);
-    let mut waited = Duration::ZERO;
-    while !restoring.is_finished() && waited < PATIENCE {
-        thread::sleep(Duration::from_millis(1));
-        waited += Duration::from_millis(1);
-    }
+    wait(PATIENCE, || restoring.is_finished().then_some(()));
     low_level::exit(INTERRUPTED);
 }
 

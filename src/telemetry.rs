@@ -33,8 +33,8 @@ pub use log::{EventLog, Poll, Tail, for_each, read};
 pub use process::{MachineMemory, ProcessId, ProcessStats, available_bytes, cpu_name, is_bound, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{
-    Curves, EventRow, Layer, OverflowRow, Phase, ProbeTotals, RunMetrics, RunState, SMOOTHING, SampleRow, TensorRow,
-    Tensors, histogram, smoothing_for,
+    Curves, EventRow, Layer, OverflowRow, PLOTTED, Phase, Plotted, ProbeTotals, Quantity, RunMetrics, RunState,
+    SMOOTHING, SampleRow, TensorRow, Tensors, histogram, smoothing_for,
 };
 pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StepSeries};
 pub use tensorboard::TensorBoard;

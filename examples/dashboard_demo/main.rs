@@ -7,8 +7,8 @@
 
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 
-use finetune::screen::dashboard::{self, Exit};
 use finetune::screen::terminal::Interruption;
+use finetune::screen::{self, Exit};
 use finetune::telemetry::{
     self, Activity, CheckpointSaved, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState,
 };
@@ -48,7 +48,7 @@ fn main() {
     let writer = PanickingWriter { frames };
     let theme = Theme::from_env(has("--ascii"), None);
     let look = (theme, true);
-    let exit = dashboard::follow(writer, (&events, &Activity::default()), &commands, look, 10, RunState::default());
+    let exit = screen::follow(writer, (&events, &Activity::default()), &commands, look, 10, RunState::default());
     say(&format!("exit: {exit:?}"));
     if exit == Exit::Aborted {
         std::process::exit(130);

@@ -4,7 +4,7 @@ use crate::cli::checkpoint::size;
 use crate::cli::flags::read;
 use crate::cli::reporter::Reporter;
 use crate::store::checkpoint::{Listed, Run, list};
-use crate::telemetry::{Event, FinishReason, Record, Started};
+use crate::telemetry::{Event, Record, Started};
 use crate::train::{Config, Layers};
 use crate::untrusted::line;
 use crate::{Error, Result};
@@ -110,16 +110,10 @@ impl Summary {
         let loss = |one: &Listed| one.manifest.as_ref().ok()?.validation_loss;
         let best = checkpoints.iter().filter_map(loss).min_by(f64::total_cmp);
         let state = match last.as_ref().map(|last| &last.event) {
-            Some(Event::Finished(finished)) => match finished.reason {
-                FinishReason::Done => "done",
-                FinishReason::EarlyStopped => "stopped early",
-                FinishReason::Interrupted => "interrupted",
-                FinishReason::Stopped => "stopped",
-                FinishReason::Diverged => "diverged",
-            },
+            Some(Event::Finished(finished)) => finished.reason.to_string(),
             _ => match started.and_then(|started| started.process?.is_alive()) {
-                Some(true) => "training",
-                _ => "killed or crashed",
+                Some(true) => "training".to_owned(),
+                _ => "killed or crashed".to_owned(),
             },
         };
         let time = last.map_or(0, |last| last.t);
@@ -132,7 +126,7 @@ impl Summary {
             if total == 0 { step.to_string() } else { format!("{step}/{total}") },
             best.map_or_else(dash, |best| format!("{best:.4}")),
             size(bytes_in(path)),
-            state.to_owned(),
+            state,
         ];
         Self { time, cells }
     }

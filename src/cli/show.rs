@@ -1,12 +1,11 @@
 //! Shows a run in the terminal while another thread trains.
 
-use crate::screen::dashboard::{self, Exit, Output, Plain, Progress, Terminal};
-use crate::telemetry::{Activity, Command, PhaseLines, Record, RunState};
+use crate::screen::{self, Exit, Output, Plain, Progress, Terminal};
+use crate::telemetry::{Activity, Command, Record, RunState};
 use crate::ui::{Look, Theme};
 use clap::Args;
 use std::io::{Write, stderr, stdout};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
-use std::time::Duration;
+use std::sync::mpsc::{Receiver, Sender};
 
 /// Flags for the look and mouse of the dashboard.
 #[derive(Args, Clone, Debug, Default)]
@@ -69,31 +68,12 @@ pub(crate) fn show(
     match Terminal::current().output(args.asked()) {
         Output::Dashboard => {
             let look = (args.look.theme(), !args.look.no_mouse);
-            if dashboard::follow(stdout(), (records, activity), commands, look, log_every, history) == Exit::Aborted {
+            if screen::follow(stdout(), (records, activity), commands, look, log_every, history) == Exit::Aborted {
                 writeln!(stderr(), "stopped without saving the steps after the last checkpoint").ok();
                 std::process::exit(130);
             }
         }
-        Output::Progress => {
-            progress(records, activity).ok();
-        }
-        Output::Plain => dashboard::follow_plain(records, activity, &mut Plain::new(stdout(), log_every)),
-    }
-    // A closed output does not stop training: the log has everything.
-    records.iter().for_each(drop);
-}
-
-/// Updates the status line until training has ended.
-fn progress(records: &Receiver<Record>, activity: &Activity) -> std::io::Result<()> {
-    let mut progress = Progress::new(stderr());
-    loop {
-        match records.recv_timeout(Duration::from_millis(100)) {
-            Ok(record) => progress.show(&record)?,
-            Err(RecvTimeoutError::Timeout) => match activity.running_for(PhaseLines::FIRST) {
-                Some(phase) => progress.phase(&phase)?,
-                None => progress.wait()?,
-            },
-            Err(RecvTimeoutError::Disconnected) => return Ok(()),
-        }
+        Output::Progress => screen::follow_with((records, activity), &mut Progress::new(stderr())),
+        Output::Plain => screen::follow_with((records, activity), &mut Plain::new(stdout(), log_every)),
     }
 }

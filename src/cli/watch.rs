@@ -3,7 +3,7 @@
 use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
 use crate::cli::show::LookArgs;
-use crate::screen::dashboard::{self, Format, Output, Terminal};
+use crate::screen::{self, Format, Output, Terminal};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::stdout;
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     for (file, format) in [(&args.svg, Format::Svg), (&args.png, Format::Png)] {
         let Some(file) = file else { continue };
         let _reporter = Reporter::of("reading the log");
-        let picture = dashboard::picture(&logs, &args.keys, args.size, args.look.theme().look(), format)?;
+        let picture = screen::picture(&logs, &args.keys, args.size, args.look.theme().look(), format)?;
         return std::fs::write(file, picture).map_err(Error::io("write", file));
     }
     if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {
@@ -61,10 +61,10 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     }
     let asked = if args.plain { Output::Plain } else { Output::Dashboard };
     if Terminal::current().output(Some(asked)) == Output::Dashboard {
-        dashboard::watch(&logs, args.speed, args.look.theme(), !args.look.no_mouse)?;
+        screen::watch(&logs, args.speed, args.look.theme(), !args.look.no_mouse)?;
         Ok(())
     } else {
-        dashboard::watch_plain(&logs[0], args.speed, stdout(), LOG_EVERY)
+        screen::watch_plain(&logs[0], args.speed, stdout(), LOG_EVERY)
     }
 }
 

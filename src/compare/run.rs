@@ -74,10 +74,7 @@ impl RunSummary {
         let RunMetrics { steps, .. } = self.figures;
         let end = match self.finished {
             Some(FinishReason::Done) => "done".to_owned(),
-            Some(FinishReason::EarlyStopped) => format!("stopped early at step {steps}"),
-            Some(FinishReason::Interrupted) => format!("interrupted at step {steps}"),
-            Some(FinishReason::Stopped) => format!("stopped at step {steps}"),
-            Some(FinishReason::Diverged) => format!("diverged at step {steps}"),
+            Some(reason) => format!("{reason} at step {steps}"),
             None => format!("log ends at step {steps} of {}", self.started.total_steps),
         };
         match self.unreadable {

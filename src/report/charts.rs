@@ -7,16 +7,16 @@ use std::fmt::Write;
 
 /// All charts that have data.
 pub(super) fn all(run: &RunState) -> String {
-    let curves = &run.curves;
+    let [lr, norm, speed, memory, ..] = &run.curves.plotted;
     let bytes = |y: f64| format::bytes(y.max(0.0) as u64);
     let charts = [
         loss(run),
         scale(run),
         gradients(run),
-        line(run, "lr", "Learning rate, by step", &curves.lr, |y| format!("{y:.1e}")),
-        line(run, "norm", "Global gradient norm before clipping, by step", &curves.grad_norm, format::short),
-        line(run, "speed", "Tokens a second, by step", &curves.tokens_per_s, |y| format!("{y:.0}")),
-        line(run, "memory", "Resident memory, by step", &curves.memory, bytes),
+        line(run, "lr", "Learning rate, by step", lr, |y| format!("{y:.1e}")),
+        line(run, "norm", "Global gradient norm before clipping, by step", norm, format::short),
+        line(run, "speed", "Tokens a second, by step", speed, |y| format!("{y:.0}")),
+        line(run, "memory", "Resident memory, by step", memory, bytes),
     ];
     charts.into_iter().flatten().collect()
 }

@@ -1,28 +1,28 @@
-//! Shows a run in the terminal: as the dashboard, as one status line, or as plain lines.
+//! The dashboard: a screen of five tabs.
 //!
-//! Everything here reads [`telemetry`](crate::telemetry) records and knows nothing of training.
+//! [`App`] has the shared state and passes keys and clicks to the tabs, one file each; a tab has its own state, handles its
+//! keys and draws itself from a [`Scene`](scene::Scene).
 
-mod event_loop;
-mod event_text;
+mod app;
+mod charts;
+mod dialogs;
+mod events;
+mod header;
 mod keys;
+mod layers;
 mod layout;
-mod mouse;
-mod output;
-mod panels;
-mod picture;
-mod plain;
-mod progress;
-mod state;
-mod view;
-mod watch;
+mod list;
+mod live;
+mod overview;
+mod precision;
+mod samples;
+mod scene;
+mod status;
+mod tensors;
 
 #[cfg(test)]
 mod tests;
 
-pub use event_loop::{follow, follow_plain};
-pub use output::{Output, Terminal};
-pub use picture::{Format, picture};
-pub use plain::Plain;
-pub use progress::Progress;
-pub use state::Exit;
-pub use watch::{watch, watch_plain};
+pub(crate) use app::App;
+pub(super) use layout::Size;
+pub(crate) use scene::Mode;

@@ -8,7 +8,7 @@ mod metrics;
 mod rows;
 mod tensors;
 
-pub use curves::Curves;
+pub use curves::{Curves, PLOTTED, Plotted, Quantity};
 pub use metrics::{ProbeTotals, RunMetrics, SMOOTHING, smoothing_for};
 pub use rows::{EventRow, OverflowRow, SampleRow};
 pub use tensors::{Layer, TensorRow, Tensors};

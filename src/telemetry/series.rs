@@ -80,6 +80,11 @@ impl Series {
         &self.buckets
     }
 
+    /// The buckets since a step.
+    pub fn since(&self, step: u64) -> &[Bucket] {
+        &self.buckets[self.buckets.partition_point(|bucket| bucket.last_step < step)..]
+    }
+
     /// Whether nothing was pushed.
     pub fn is_empty(&self) -> bool {
         self.buckets.is_empty()
@@ -149,7 +154,7 @@ impl Curve {
             Some(first) if step >= first.step => {
                 self.recent.iter().filter(|bucket| bucket.step >= step).copied().collect()
             }
-            _ => Cow::Borrowed(&self.whole.buckets[self.whole.buckets.partition_point(|b| b.last_step < step)..]),
+            _ => Cow::Borrowed(self.whole.since(step)),
         }
     }
 
@@ -205,6 +210,11 @@ impl StepSeries {
     /// The change points in the order of their steps.
     pub fn points(&self) -> &[ChangePoint] {
         &self.points
+    }
+
+    /// The change points after a step, and the one that holds there.
+    pub fn since(&self, step: u64) -> &[ChangePoint] {
+        &self.points[self.points.partition_point(|point| point.step <= step).saturating_sub(1)..]
     }
 
     /// The value at a step; `None` before the first.

@@ -105,9 +105,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new("n", &[(Char('n'), Action::Range)], "charts over the last 1000, 300, 100 or all steps")
         .footer("range", "range")
         .tabs(&[0, 2]),
-    Binding::new("c", &[(Char('c'), Action::Curve)], "second chart: loss scale, lr, |g|, tokens/s, memory")
-        .footer("curve", "curve")
-        .tabs(&[0]),
+    Binding::new("c", &[(Char('c'), Action::Curve)], "second chart: loss scale").footer("curve", "curve").tabs(&[0]),
     Binding::new("w", &[(Char('w'), Action::Smoothing)], "smooth the loss over 5, 20, 50 or 200 steps, or not at all")
         .footer("smooth", "smoothing")
         .tabs(&[0]),
@@ -172,7 +170,7 @@ mod tests {
 
     #[test]
     fn the_table_is_consistent() {
-        check(KEYS, super::super::state::TABS.len());
+        check(KEYS, super::super::app::TABS.len());
         assert!(footer(KEYS, 400, |_| true).contains(&("f", "freeze view")));
         assert!(footer(KEYS, 78, |_| true).contains(&("f", "freeze")));
         assert!(!footer(KEYS, 250, |binding| !binding.does(Action::commands)).contains(&("s", "save")));

@@ -4,7 +4,7 @@ use ratatui::layout::Rect;
 
 /// How much a terminal can show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Size {
+pub(crate) enum Size {
     /// Everything: at least 110×34.
     Full,
     /// All panels except the table of tensors: at least 78×22.
@@ -18,7 +18,7 @@ pub(super) enum Size {
 }
 
 impl Size {
-    pub(super) fn of(area: Rect) -> Self {
+    pub(crate) fn of(area: Rect) -> Self {
         match (area.width, area.height) {
             (110.., 34..) => Self::Full,
             (78.., 22..) => Self::Compact,
@@ -27,7 +27,17 @@ impl Size {
             _ => Self::Tiny,
         }
     }
+
+    /// The size of a terminal whose tabs have this area.
+    pub(super) fn around(body: Rect) -> Self {
+        Self::of(Rect { height: body.height + HEADER + STATUS + FOOTER, ..body })
+    }
 }
+
+/// Lines around the tabs.
+const HEADER: u16 = 1;
+const STATUS: u16 = 3;
+const FOOTER: u16 = 1;
 
 /// The areas of the screen, from top to bottom.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,21 +50,11 @@ pub(super) struct Areas {
 
 impl Areas {
     pub(super) fn of(area: Rect) -> Self {
-        let (header, rest) = split_top(area, 1);
-        let (rest, footer) = split_bottom(rest, 1);
-        let (body, status) = split_bottom(rest, 3);
+        let (header, rest) = split_top(area, HEADER);
+        let (rest, footer) = split_bottom(rest, FOOTER);
+        let (body, status) = split_bottom(rest, STATUS);
         Self { header, body, status, footer }
     }
-}
-
-/// The panels of the first tab. A panel that does not fit is empty.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Overview {
-    pub(super) loss: Rect,
-    pub(super) scale: Rect,
-    pub(super) ruler: Rect,
-    pub(super) overflows: Rect,
-    pub(super) tensors: Rect,
 }
 
 /// Columns of the ruler's panel, including labels and frame; it never gets fewer.
@@ -65,44 +65,42 @@ const TWO_COLUMNS: u16 = 78;
 /// The minimum height for two stacked charts.
 const TWO_CHARTS: u16 = 11;
 
-impl Overview {
-    pub(super) fn of(body: Rect, size: Size) -> Self {
-        match size {
-            Size::Full => {
-                let (top, bottom) = split_top(body, (body.height * 11).div_ceil(31));
-                let left = RULER_FULL.max(body.width / 2);
-                let (loss, scale) = split_left(top, left);
-                let (ruler, right) = split_left(bottom, left);
-                let (overflows, tensors) = split_top(right, bottom.height * 2 / 5);
-                Self { loss, scale, ruler, overflows, tensors }
-            }
-            Size::Compact => {
-                let (top, bottom) = split_top(body, body.height / 2);
-                let (loss, scale) = split_left(top, body.width / 2);
-                let (ruler, overflows) = split_left(bottom, RULER_COMPACT);
-                Self { loss, scale, ruler, overflows, ..Self::default() }
-            }
-            _ if body.width >= TWO_COLUMNS || body.height < TWO_CHARTS => {
-                let list = if body.height >= TWO_CHARTS { body.height / 3 } else { 0 };
-                let (top, overflows) = split_bottom(body, list);
-                let (loss, scale) = split_left(top, body.width / 2);
-                Self { loss, scale, overflows, ..Self::default() }
-            }
-            _ => Self::column(body),
+/// The panels of the first tab: loss, second chart, ruler, overflows and tensors. A panel that does not fit is empty.
+pub(super) fn overview(body: Rect, size: Size) -> [Rect; 5] {
+    let none = Rect::default();
+    match size {
+        Size::Full => {
+            let (top, bottom) = split_top(body, (body.height * 11).div_ceil(31));
+            let left = RULER_FULL.max(body.width / 2);
+            let (loss, scale) = split_left(top, left);
+            let (ruler, right) = split_left(bottom, left);
+            let (overflows, tensors) = split_top(right, bottom.height * 2 / 5);
+            [loss, scale, ruler, overflows, tensors]
         }
-    }
-
-    /// Stacks the panels. The charts take the space that the others leave.
-    fn column(body: Rect) -> Self {
-        let height = body.height;
-        let ruler = if body.width >= RULER_COMPACT && height >= 26 { 9 + (height - 26) / 4 } else { 0 };
-        let list = if height >= 16 { 4 + (height - 16) / 8 } else { 0 };
-        let tensors = if body.width >= RULER_COMPACT && height >= 44 { 6 + (height - 44) / 4 } else { 0 };
-        let (rest, tensors) = split_bottom(body, tensors);
-        let (rest, overflows) = split_bottom(rest, list);
-        let (rest, ruler) = split_bottom(rest, ruler);
-        let (loss, scale) = split_top(rest, rest.height * 3 / 5);
-        Self { loss, scale, ruler, overflows, tensors }
+        Size::Compact => {
+            let (top, bottom) = split_top(body, body.height / 2);
+            let (loss, scale) = split_left(top, body.width / 2);
+            let (ruler, overflows) = split_left(bottom, RULER_COMPACT);
+            [loss, scale, ruler, overflows, none]
+        }
+        _ if body.width >= TWO_COLUMNS || body.height < TWO_CHARTS => {
+            let list = if body.height >= TWO_CHARTS { body.height / 3 } else { 0 };
+            let (top, overflows) = split_bottom(body, list);
+            let (loss, scale) = split_left(top, body.width / 2);
+            [loss, scale, none, overflows, none]
+        }
+        _ => {
+            // The charts take the space that the others leave.
+            let height = body.height;
+            let ruler = if body.width >= RULER_COMPACT && height >= 26 { 9 + (height - 26) / 4 } else { 0 };
+            let list = if height >= 16 { 4 + (height - 16) / 8 } else { 0 };
+            let tensors = if body.width >= RULER_COMPACT && height >= 44 { 6 + (height - 44) / 4 } else { 0 };
+            let (rest, tensors) = split_bottom(body, tensors);
+            let (rest, overflows) = split_bottom(rest, list);
+            let (rest, ruler) = split_bottom(rest, ruler);
+            let (loss, scale) = split_top(rest, rest.height * 3 / 5);
+            [loss, scale, ruler, overflows, tensors]
+        }
     }
 }
 
@@ -155,8 +153,7 @@ mod tests {
                 let Areas { header, body, status, footer } = Areas::of(area);
                 check(area, &[header, body, status, footer], true);
                 for size in [Size::Full, Size::Compact, Size::Small] {
-                    let Overview { loss, scale, ruler, overflows, tensors } = Overview::of(body, size);
-                    check(body, &[loss, scale, ruler, overflows, tensors], true);
+                    check(body, &overview(body, size), true);
                 }
                 let (ruler, table) = precision(body);
                 check(body, &[ruler, table], true);
@@ -169,8 +166,10 @@ mod tests {
         for width in 40..=250 {
             for height in 12..=80 {
                 let area = Rect::new(0, 0, width, height);
-                let overview = Overview::of(Areas::of(area).body, Size::of(area));
-                let ruler = overview.ruler;
+                let body = Areas::of(area).body;
+                assert_eq!(Size::around(body), Size::of(area));
+                let overview = overview(body, Size::of(area));
+                let ruler = overview[2];
                 let least = if Size::of(area) == Size::Full { RULER_FULL } else { RULER_COMPACT };
                 let shown = matches!(Size::of(area), Size::Full | Size::Compact);
                 assert!(!ruler.is_empty() || !shown, "{area}: {overview:?}");
@@ -185,7 +184,7 @@ mod tests {
         for width in 40..=250 {
             for height in 12..=80 {
                 let area = Rect::new(0, 0, width, height);
-                let Overview { loss, scale, .. } = Overview::of(Areas::of(area).body, Size::of(area));
+                let [loss, scale, ..] = overview(Areas::of(area).body, Size::of(area));
                 assert!(loss.height >= 5 && scale.height >= 5, "{area}: {loss} {scale}");
                 assert!(loss.width >= 20 && scale.width >= 20, "{area}: {loss} {scale}");
             }

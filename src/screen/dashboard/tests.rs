@@ -6,14 +6,14 @@ mod daily_use;
 #[path = "../../../examples/dashboard_demo/invented.rs"]
 mod invented;
 
-use super::event_loop::Source;
-use super::event_text;
-use super::state::{Dialog, Exit, Mode, Msg, Playback, ViewModel, update};
-use super::view;
-use super::watch::Watched;
+use super::dialogs::Dialog;
+use super::{App, Mode};
+use crate::screen::renderer::{Exit, Message, Playback, Source};
+use crate::screen::watch::Watched;
+use crate::screen::words;
 use crate::telemetry::{
     self, CheckpointSaved, Command, DtypeChange, Event, EventLog, FinishReason, FirstNonFinite, GpuStats, GradVariance,
-    Overflow, Pass, ProcessStats, Record, Started, StepRecord, UnderflowOnset, VERSION,
+    Overflow, Pass, ProcessStats, Record, RunState, Started, StepRecord, TensorRow, UnderflowOnset, VERSION,
 };
 use crate::ui::{Look, Theme};
 use invented::{Invented, InventedRun};
@@ -26,39 +26,51 @@ const FULL: (u16, u16) = (120, 36);
 const COMPACT: (u16, u16) = (80, 24);
 
 /// The dashboard after the first `records` records of a run.
-fn after(settings: Invented, records: usize) -> ViewModel {
-    let mut view = ViewModel::new(Mode::Attached);
+fn after(settings: Invented, records: usize) -> App {
+    let mut view = App::new(Mode::Attached, RunState::default());
     for record in InventedRun::new(settings).take(records) {
-        update(&mut view, Msg::Clock(record.t + 41_000));
-        update(&mut view, Msg::Record(Box::new(record)));
+        view.scene.now = record.t + 41_000;
+        view.receive(Message::Record(Box::new(record)));
     }
     view
 }
 
 /// The dashboard in the middle of a run.
-fn running() -> ViewModel {
+fn running() -> App {
     after(Invented::default(), 1800)
 }
 
-fn record(event: Event) -> Msg {
-    Msg::Record(Box::new(Record { v: VERSION, t: 1_750_000_200_000, s: 200.0, event }))
+fn record(event: Event) -> Message {
+    Message::Record(Box::new(Record { v: VERSION, t: 1_750_000_200_000, s: 200.0, event }))
 }
 
-fn key(view: &mut ViewModel, code: KeyCode) -> Option<Command> {
-    update(view, Msg::Key(KeyEvent::new(code, KeyModifiers::NONE)))
+fn started(started: Started) -> Message {
+    record(Event::Started(Box::new(started)))
 }
 
-fn press(view: &mut ViewModel, keys: &str) -> Vec<Command> {
+fn step(step: StepRecord) -> Message {
+    record(Event::Step(Box::new(step)))
+}
+
+fn key(view: &mut App, code: KeyCode) -> Option<Command> {
+    view.key(KeyEvent::new(code, KeyModifiers::NONE))
+}
+
+fn press(view: &mut App, keys: &str) -> Vec<Command> {
     keys.chars().filter_map(|c| key(view, KeyCode::Char(c))).collect()
 }
 
-fn ctrl_c(view: &mut ViewModel) -> Option<Command> {
-    update(view, Msg::Key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)))
+fn tensors(view: &App) -> Vec<&TensorRow> {
+    view.scene.tensors.rows(view.scene.run())
 }
 
-fn buffer(view: &ViewModel, theme: Theme, (width, height): (u16, u16)) -> Buffer {
+fn ctrl_c(view: &mut App) -> Option<Command> {
+    view.key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL))
+}
+
+fn buffer(view: &App, theme: Theme, (width, height): (u16, u16)) -> Buffer {
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
-    view::draw(view, theme, &mut buffer);
+    view.draw(theme, &mut buffer);
     buffer
 }
 
@@ -69,12 +81,12 @@ fn text(buffer: &Buffer) -> String {
     lines.join("\n")
 }
 
-fn picture(view: &ViewModel, size: (u16, u16)) -> String {
+fn picture(view: &App, size: (u16, u16)) -> String {
     text(&buffer(view, Theme::truecolor(Look::Dark), size))
 }
 
 /// Compares the frames at both sizes with the stored ones.
-fn snapshots(name: &str, view: &ViewModel) {
+fn snapshots(name: &str, view: &App) {
     for (width, height) in [FULL, COMPACT] {
         insta::assert_snapshot!(format!("{name}_{width}x{height}"), picture(view, (width, height)));
     }
@@ -94,7 +106,7 @@ fn every_tab() {
 
 #[test]
 fn an_empty_run() {
-    snapshots("empty", &ViewModel::new(Mode::Attached));
+    snapshots("empty", &App::new(Mode::Attached, RunState::default()));
 }
 
 #[test]
@@ -103,26 +115,26 @@ fn a_scale_that_is_far_too_high_shows_who_overflowed_and_falls() {
     snapshots("overflow_storm", &view);
     let picture = picture(&view, FULL);
     assert!(picture.contains("3 2^22→2^21  ln_f.weight"), "{picture}");
-    let last = view.run().overflows.back().unwrap();
+    let last = view.scene.run().overflows.back().unwrap();
     assert!(last.tensors.contains(&"ln_f.weight".to_owned()) && last.scale.to < 2f32.powi(18), "{last:?}");
 }
 
 /// The start of the log of a real run of `tiny` with `scaler.init_scale = 2^24`, with only one table of tensors.
 #[test]
 fn a_real_overflow_can_be_read_off() {
-    let mut view = ViewModel::new(Mode::Watching);
+    let mut view = App::new(Mode::Watching, RunState::default());
     for line in include_str!("fixtures/init_scale_2_24.jsonl").lines() {
         let record: Record = serde_json::from_str(line).unwrap();
-        update(&mut view, Msg::Clock(record.t));
-        update(&mut view, Msg::Record(Box::new(record)));
+        view.scene.now = record.t;
+        view.receive(Message::Record(Box::new(record)));
     }
     snapshots("real_overflows", &view);
     press(&mut view, "zzzz");
     let list = picture(&view, FULL);
     let rows = list.lines().filter(|line| line.starts_with("│✕")).count();
-    assert_eq!(rows, view.run().overflows.len());
+    assert_eq!(rows, view.scene.run().overflows.len());
     assert!(list.contains("1 2^24→2^23  ") && list.contains("8 2^17→2^16  h.0.attn.c_proj.bias, "), "{list}");
-    let stairs: Vec<_> = view.run().curves.scale.points().iter().map(|point| point.value).collect();
+    let stairs: Vec<_> = view.scene.run().curves.scale.points().iter().map(|point| point.value).collect();
     assert!(stairs.len() > 6 && stairs.windows(2).all(|pair| pair[1] == pair[0] - 1.0), "{stairs:?}");
 }
 
@@ -130,30 +142,21 @@ fn a_real_overflow_can_be_read_off() {
 fn layers_in_fallback_are_named_and_marked() {
     let mut view = running();
     let retyped = |step, layer: &str, overflows: Option<usize>| {
-        let (from, to, back) = if overflows.is_some() { ("f16", "f32", false) } else { ("f32", "f16", true) };
+        let (from, to, restored) = if overflows.is_some() { ("f16", "f32", false) } else { ("f32", "f16", true) };
         let (layer, from, to) = (layer.into(), from.into(), to.into());
-        record(Event::DtypeChange(DtypeChange {
-            step,
-            layer,
-            from,
-            to,
-            overflows,
-            restored: back,
-            ..DtypeChange::default()
-        }))
+        record(Event::DtypeChange(DtypeChange { step, layer, from, to, overflows, restored, ..DtypeChange::default() }))
     };
     for (step, layer) in [(1801, "head"), (1802, "h.3"), (1803, "h.5")] {
-        update(&mut view, retyped(step, layer, Some(3)));
+        view.receive(retyped(step, layer, Some(3)));
     }
-    update(&mut view, retyped(1900, "h.5", None));
+    view.receive(retyped(1900, "h.5", None));
     snapshots("fallback", &view);
     press(&mut view, "4");
     assert!(picture(&view, FULL).contains("▴ retyped layer=h.5 computes=f32->f16 back"), "{}", picture(&view, FULL));
     // A process that resumes from an earlier step states its layers in fallback.
     let fallback = [("h.2".to_owned(), "f32".to_owned())].into();
-    let started = Started { resumed_from: Some(1700), fallback, ..Started::default() };
-    update(&mut view, record(Event::Started(Box::new(started))));
-    assert_eq!(view.run().in_fallback(), "f32 h.2");
+    view.receive(started(Started { resumed_from: Some(1700), fallback, ..Started::default() }));
+    assert_eq!(view.scene.run().in_fallback(), "f32 h.2");
 }
 
 /// The third tab says what each layer computes in, when a tensor first held 2^-24, and how a layer's variance stands to
@@ -162,23 +165,19 @@ fn layers_in_fallback_are_named_and_marked() {
 fn layers_have_types_variances_and_the_threshold() {
     let mut view = running();
     let config = serde_json::json!({"precision": {"fp8": {"block": 3, "enter_variance": 6e-6, "exit_ratio": 2.0}}});
-    let started = Started { resumed_from: Some(1779), config, ..Started::default() };
-    update(&mut view, record(Event::Started(Box::new(started))));
+    view.receive(started(Started { resumed_from: Some(1779), config, ..Started::default() }));
     for step in 0..60 {
         let variance = |unit: usize| 2f64.powi(-14 - unit as i32) * (1.0 + (step % 7) as f64) / 4.0;
         let layers = (0..6).map(|unit| (format!("h.{unit}"), variance(unit))).collect();
-        update(&mut view, record(Event::GradVariance(GradVariance { step: 1780 + step, layers })));
+        view.receive(record(Event::GradVariance(GradVariance { step: 1780 + step, layers })));
     }
     let (layer, from, to) = ("h.3".into(), "f16".into(), "fp8".into());
-    update(
-        &mut view,
-        record(Event::DtypeChange(DtypeChange { step: 1840, layer, from, to, ..DtypeChange::default() })),
-    );
+    view.receive(record(Event::DtypeChange(DtypeChange { step: 1840, layer, from, to, ..DtypeChange::default() })));
     let tensors = vec!["wte.weight".to_owned(), "h.3.mlp.c_fc.weight".to_owned()];
-    update(&mut view, record(Event::UnderflowOnset(UnderflowOnset { step: 1840, tensors })));
+    view.receive(record(Event::UnderflowOnset(UnderflowOnset { step: 1840, tensors })));
     // Once said, it stays.
     let again = UnderflowOnset { step: 1841, tensors: vec!["wte.weight".to_owned()] };
-    update(&mut view, record(Event::UnderflowOnset(again)));
+    view.receive(record(Event::UnderflowOnset(again)));
     let overview = picture(&view, FULL);
     assert!(overview.contains("h.3   8 2^") && !overview.contains('▴'), "FP8 is no wider type: {overview}");
     press(&mut view, "3");
@@ -196,9 +195,8 @@ fn layers_have_types_variances_and_the_threshold() {
     press(&mut view, "4");
     assert!(picture(&view, FULL).contains("▾ first at 2^-24, FP16's least: wte.weight, h.3.mlp.c_fc.weight"));
     // A resume from before all this forgets it.
-    let started = Started { resumed_from: Some(1700), ..Started::default() };
-    update(&mut view, record(Event::Started(Box::new(started))));
-    assert!(view.run().tensors.underflow_onsets.is_empty());
+    view.receive(started(Started { resumed_from: Some(1700), ..Started::default() }));
+    assert!(view.scene.run().tensors.underflow_onsets.is_empty());
     press(&mut view, "3v");
     snapshots("layers_unmeasured", &view);
 }
@@ -209,7 +207,7 @@ fn a_traced_overflow_names_pass_and_layer_in_list_and_events() {
     for (step, pass, layer) in [(1801, Pass::Forward, "h.0.attn"), (1802, Pass::Backward, "h.3.mlp.c_fc")] {
         let origin = FirstNonFinite { pass, layer: layer.into(), tensor: "output".into(), ..FirstNonFinite::default() };
         let overflow = Overflow { step, first_nonfinite: Some(origin), ..Overflow::default() };
-        update(&mut view, record(Event::Overflow(overflow)));
+        view.receive(record(Event::Overflow(overflow)));
     }
     let list = picture(&view, FULL);
     assert!(list.contains("  ← h.3.mlp.c_fc") && list.contains("  → h.0.attn"), "{list}");
@@ -228,7 +226,7 @@ fn a_loss_that_is_nan() {
 #[test]
 fn a_paused_run() {
     let mut view = running();
-    update(&mut view, record(Event::Paused { step: 1790 }));
+    view.receive(record(Event::Paused { step: 1790 }));
     snapshots("paused", &view);
 }
 
@@ -238,7 +236,7 @@ fn a_frozen_view_does_not_change_while_the_run_continues() {
     press(&mut view, "f");
     let frozen = picture(&view, FULL);
     for record in InventedRun::new(Invented::default()).skip(1800).take(100) {
-        update(&mut view, Msg::Record(Box::new(record)));
+        view.receive(Message::Record(Box::new(record)));
     }
     assert_eq!(picture(&view, FULL), frozen);
     snapshots("frozen", &view);
@@ -278,13 +276,13 @@ fn small_terminals() {
 #[test]
 fn wide_formats_fold_their_ruler() {
     for (policy, name) in [("p=f32,c=bf16,g=bf16,r=f32", "BF16"), ("p=f32,c=f32,g=f32,r=f32", "FP32")] {
-        let mut view = ViewModel::new(Mode::Attached);
+        let mut view = App::new(Mode::Attached, RunState::default());
         for mut record in InventedRun::new(Invented { init_scale: 0, ..Invented::default() }).take(200) {
             if let Event::Started(started) = &mut record.event {
                 started.policy = policy.into();
                 started.scaler.enabled = false;
             }
-            update(&mut view, Msg::Record(Box::new(record)));
+            view.receive(Message::Record(Box::new(record)));
         }
         let picture = picture(&view, FULL);
         assert!(
@@ -298,15 +296,15 @@ fn wide_formats_fold_their_ruler() {
 #[test]
 fn every_size_draws() {
     let mut view = after(Invented { total_steps: 80, init_scale: 20, ..Invented::default() }, 90);
-    let dialogs = [None, None, Some(Dialog::Help), Some(Dialog::Quit), Some(Dialog::Summary)];
+    let dialogs = [None, None, Some(Dialog::Help(0)), Some(Dialog::Quit), Some(Dialog::Summary)];
     let mut turn = 0;
     for width in 1..=250 {
         for height in 1..=80 {
             turn += 1;
             view.tab = turn % 5;
             view.dialog = dialogs[turn / 5 % 5];
-            view.detail = (turn % 2 == 0).then(|| "wte.weight".into());
-            view.zoom = None;
+            view.tensors.detail = (turn % 2 == 0).then(|| "wte.weight".into());
+            view.overview.zoom = None;
             let drawn = buffer(&view, Theme::truecolor(Look::Dark), (width, height));
             assert!(drawn.content.iter().any(|cell| cell.symbol() != " "), "{width}x{height} is empty");
         }
@@ -339,7 +337,7 @@ fn ascii_is_ascii() {
         assert_eq!(drawn.matches('?').count(), 1, "{drawn}");
     }
     view.tab = 2;
-    view.detail = Some("wte.weight".into());
+    view.tensors.detail = Some("wte.weight".into());
     assert_eq!(text(&buffer(&view, theme, FULL)).matches('?').count(), 1);
     view.tab = 0;
     insta::assert_snapshot!("ascii_120x36", text(&buffer(&view, theme, FULL)));
@@ -357,18 +355,18 @@ fn keys_become_commands_and_answers_clear_their_notice() {
     assert_eq!(press(&mut view, "segp"), [Command::SaveNow, Command::EvalNow, Command::SampleNow, Command::ProbeNow]);
     press(&mut view, "s");
     assert_eq!(view.notice, Some("saving"));
-    update(&mut view, record(Event::CheckpointSaved(CheckpointSaved::default())));
+    view.receive(record(Event::CheckpointSaved(CheckpointSaved::default())));
     assert_eq!(view.notice, None);
     assert_eq!(press(&mut view, " "), [Command::Pause]);
-    update(&mut view, record(Event::Paused { step: 1 }));
+    view.receive(record(Event::Paused { step: 1 }));
     assert_eq!(press(&mut view, " "), [Command::Resume]);
 }
 
 #[test]
 fn a_watcher_sends_no_commands_and_quits_at_once() {
-    let mut view = ViewModel::new(Mode::Watching);
+    let mut view = App::new(Mode::Watching, RunState::default());
     InventedRun::new(Invented::default()).take(50).for_each(|record| {
-        update(&mut view, Msg::Record(Box::new(record)));
+        view.receive(Message::Record(Box::new(record)));
     });
     assert_eq!(press(&mut view, " segp"), []);
     assert!(view.notice.is_some());
@@ -378,12 +376,12 @@ fn a_watcher_sends_no_commands_and_quits_at_once() {
 
 #[test]
 fn a_watcher_is_offered_only_what_works() {
-    let footer = |view: &ViewModel| picture(view, FULL).lines().last().unwrap().to_owned();
+    let footer = |view: &App| picture(view, FULL).lines().last().unwrap().to_owned();
     let mut watching = running();
-    watching.mode = Mode::Watching;
+    watching.scene.mode = Mode::Watching;
     let offered = footer(&watching);
     assert!(offered.contains("f  freeze") && !offered.contains("pause") && !offered.contains("save"), "{offered}");
-    watching.playback = Some(Playback { speed: 12.5, paused: false, seek: None, at: 0.0 });
+    watching.scene.playback = Some(Playback { speed: 12.5, paused: false, seek: None, at: 0.0 });
     assert!(picture(&watching, FULL).starts_with("finetune ▶ replay ×12.5"));
     let finished = after(Invented::default(), usize::MAX);
     assert!(footer(&running()).contains("s  save") && !footer(&finished).contains("s  save"));
@@ -399,7 +397,7 @@ fn a_gpu_has_its_figures_and_leaves_room_for_the_others() {
         power_w: Some(610.8),
         temperature_c: Some(61.0),
     };
-    let cost = |view: &ViewModel, size: (u16, u16)| {
+    let cost = |view: &App, size: (u16, u16)| {
         let picture = picture(view, size);
         picture.lines().nth(usize::from(size.1) - 2).unwrap().trim().to_owned()
     };
@@ -410,7 +408,7 @@ fn a_gpu_has_its_figures_and_leaves_room_for_the_others() {
         rss_bytes: Some(1 << 30),
         ..StepRecord::default()
     };
-    update(&mut view, record(Event::Step(Box::new(step(gpu)))));
+    view.receive(record(Event::Step(Box::new(step(gpu)))));
     assert_eq!(
         cost(&view, FULL),
         "41.2k tok/s   0 ms/step   CPU 190%   GPU 94% 611 W 61 °C 21.4/139.8 GiB   mem 1.0 GiB   ckpt 1500, 69 s ago"
@@ -418,7 +416,7 @@ fn a_gpu_has_its_figures_and_leaves_room_for_the_others() {
     assert_eq!(cost(&view, COMPACT), "41.2k tok/s  0 ms/step  CPU 190%  GPU 94% 61°C 21.4/140 GiB  mem 1.0 GiB");
     // A MIG partition does not report all of them.
     let part = GpuStats { utilisation: None, power_w: None, temperature_c: None, ..gpu };
-    update(&mut view, record(Event::Step(Box::new(step(part)))));
+    view.receive(record(Event::Step(Box::new(step(part)))));
     assert!(cost(&view, FULL).contains("   GPU 21.4/139.8 GiB   "));
 }
 
@@ -441,7 +439,7 @@ fn quitting_asks_and_follows_the_answer() {
     assert_eq!(press(&mut view, "qs"), [Command::Stop { save: true }]);
     assert_eq!(view.exit, None, "the screen stays until training has saved");
     let finished = InventedRun::new(Invented::default()).finished(FinishReason::Stopped);
-    update(&mut view, record(finished));
+    view.receive(record(finished));
     assert_eq!(view.exit, Some(Exit::Ended));
 }
 
@@ -453,8 +451,8 @@ fn control_c_asks_then_saves_then_ends_everything() {
     assert_eq!(ctrl_c(&mut view), Some(Command::Interrupt));
     assert_eq!(view.exit, None);
     assert_eq!(ctrl_c(&mut view), None, "rapid presses do not abort");
-    let later = view.now + 2000;
-    update(&mut view, Msg::Clock(later));
+    let later = view.scene.now + 2000;
+    view.scene.now = later;
     assert_eq!(ctrl_c(&mut view), Some(Command::Abort));
     assert_eq!(view.exit, Some(Exit::Aborted));
 }
@@ -471,18 +469,18 @@ fn control_c_after_going_back_asks_again() {
 #[test]
 fn a_signal_to_terminate_saves_and_closes_the_screen() {
     let mut view = running();
-    assert_eq!(update(&mut view, Msg::Terminate), Some(Command::Interrupt));
+    assert_eq!(view.terminate(), Some(Command::Interrupt));
     assert_eq!(view.exit, Some(Exit::Terminated));
 }
 
 #[test]
 fn training_that_ends_without_a_finished_event_is_lost() {
     let mut view = running();
-    update(&mut view, Msg::Closed);
+    view.receive(Message::Closed);
     assert_eq!(view.exit, Some(Exit::Lost));
 
     let mut view = after(Invented::default(), usize::MAX);
-    update(&mut view, Msg::Closed);
+    view.receive(Message::Closed);
     assert_eq!(view.exit, None);
     press(&mut view, "q");
     assert_eq!(view.exit, Some(Exit::Ended));
@@ -491,47 +489,46 @@ fn training_that_ends_without_a_finished_event_is_lost() {
 #[test]
 fn a_killed_process_shows_in_the_header_and_a_resumed_one_runs_again() {
     let mut view = running();
-    update(&mut view, Msg::Gone);
+    view.receive(Message::Gone);
     assert!(picture(&view, FULL).starts_with("finetune ✕ process gone"));
-    let started = Started { resumed_from: Some(1000), ..Started::default() };
-    update(&mut view, record(Event::Started(Box::new(started))));
-    let now = view.live().last_t;
-    update(&mut view, Msg::Clock(now));
+    view.receive(started(Started { resumed_from: Some(1000), ..Started::default() }));
+    let now = view.scene.live.last_t;
+    view.scene.now = now;
     assert!(picture(&view, FULL).starts_with("finetune ▶ running"));
 }
 
 #[test]
 fn a_resumed_run_forgets_what_it_repeats_and_a_new_one_everything() {
     let mut view = running();
-    let events = view.run().overflows.len();
+    let events = view.scene.run().overflows.len();
     assert!(events > 0);
     let started = |resumed_from| record(Event::Started(Box::new(Started { resumed_from, ..Started::default() })));
-    update(&mut view, started(Some(100)));
-    assert!(view.run().curves.loss.whole().buckets().iter().all(|bucket| bucket.step <= 100));
-    assert!(view.run().overflows.iter().all(|row| row.step <= 100));
-    update(&mut view, record(Event::Step(Box::new(StepRecord { step: 101, loss: 9.0, ..StepRecord::default() }))));
-    assert_eq!(view.run().curves.loss.whole().buckets().last().unwrap().max, 9.0);
-    update(&mut view, started(None));
-    assert!(view.run().curves.loss.whole().is_empty());
+    view.receive(started(Some(100)));
+    assert!(view.scene.run().curves.loss.whole().buckets().iter().all(|bucket| bucket.step <= 100));
+    assert!(view.scene.run().overflows.iter().all(|row| row.step <= 100));
+    view.receive(step(StepRecord { step: 101, loss: 9.0, ..StepRecord::default() }));
+    assert_eq!(view.scene.run().curves.loss.whole().buckets().last().unwrap().max, 9.0);
+    view.receive(started(None));
+    assert!(view.scene.run().curves.loss.whole().is_empty());
 }
 
 #[test]
 fn a_filter_is_typed_kept_and_dropped() {
     let mut view = running();
     press(&mut view, "3/mlpq");
-    assert_eq!((view.filters[2].as_str(), view.exit), ("mlpq", None), "keys are letters while typing");
+    assert_eq!((view.scene.tensors.list.filter.as_str(), view.exit), ("mlpq", None), "keys are letters while typing");
     key(&mut view, KeyCode::Backspace);
     key(&mut view, KeyCode::Enter);
-    assert!(view.tensors().iter().all(|row| row.name.contains("mlp")) && view.tensors().len() == 6);
+    assert!(tensors(&view).iter().all(|row| row.name.contains("mlp")) && tensors(&view).len() == 6);
     key(&mut view, KeyCode::Esc);
-    assert_eq!(view.tensors().len(), 16);
+    assert_eq!(tensors(&view).len(), 16);
 }
 
 #[test]
 fn sorting_goes_round_and_the_cursor_stays_within() {
     let mut view = running();
     press(&mut view, "3");
-    let first = |view: &ViewModel| view.tensors()[0].name.clone();
+    let first = |view: &App| tensors(view)[0].name.clone();
     let by_underflow = first(&view);
     assert_eq!(by_underflow, "wte.weight");
     press(&mut view, "o");
@@ -539,9 +536,9 @@ fn sorting_goes_round_and_the_cursor_stays_within() {
     press(&mut view, "ooooo");
     assert_eq!(first(&view), by_underflow);
     press(&mut view, &"j".repeat(100));
-    assert_eq!(view.cursors[2], 15);
+    assert_eq!(view.scene.tensors.list.cursor, 15);
     press(&mut view, &"k".repeat(100));
-    assert_eq!(view.cursors[2], 0);
+    assert_eq!(view.scene.tensors.list.cursor, 0);
 }
 
 #[test]
@@ -577,7 +574,7 @@ fn a_frame_is_drawn_in_milliseconds() {
 }
 
 /// Writes a log of `steps` steps with the default intervals and opens it as `watch` does; returns the time and memory used.
-fn open_long_log(steps: u64) -> (Duration, u64, ViewModel) {
+fn open_long_log(steps: u64) -> (Duration, u64, App) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events.jsonl");
     let template: Vec<Record> =
@@ -602,8 +599,8 @@ fn open_long_log(steps: u64) -> (Duration, u64, ViewModel) {
     let before = ProcessStats::now().rss_bytes.unwrap_or(0);
     let began = thread_time();
     let mut source = Watched::new(std::slice::from_ref(&path), None);
-    let mut view = ViewModel::new(Mode::Watching);
-    while source.poll(&mut |msg| _ = update(&mut view, msg)).unwrap() {}
+    let mut view = App::new(Mode::Watching, RunState::default());
+    while source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap() {}
     let took = thread_time().saturating_sub(began);
     (took, ProcessStats::now().rss_bytes.unwrap_or(0).saturating_sub(before), view)
 }
@@ -611,7 +608,7 @@ fn open_long_log(steps: u64) -> (Duration, u64, ViewModel) {
 #[test]
 fn a_long_log_opens_fast() {
     let (took, _, view) = open_long_log(50_000);
-    assert!(view.run().step.step >= 50_000);
+    assert!(view.scene.run().step.step >= 50_000);
     // At 3 s a million these take 0.15 s in a release build; a test build is a few times slower.
     assert!(took < Duration::from_millis(if cfg!(debug_assertions) { 1500 } else { 150 }), "{took:?}");
 }
@@ -620,8 +617,8 @@ fn a_long_log_opens_fast() {
 #[ignore = "writes two gigabytes; .ci/full runs it in a release build"]
 fn a_log_of_a_million_steps_opens_in_three_seconds_and_thirty_megabytes() {
     let (took, memory, view) = open_long_log(1_000_000);
-    assert!(view.run().step.step >= 1_000_000);
-    println!("a log of {} steps: {took:?}, {:.1} MiB", view.run().step.step, memory as f64 / f64::from(1 << 20));
+    assert!(view.scene.run().step.step >= 1_000_000);
+    println!("a log of {} steps: {took:?}, {:.1} MiB", view.scene.run().step.step, memory as f64 / f64::from(1 << 20));
     assert!(took < Duration::from_secs(3) && memory < 30 << 20, "{took:?}, {memory} bytes");
 }
 
@@ -633,8 +630,10 @@ fn a_log_with_a_damaged_line_says_so() {
     InventedRun::new(Invented::default()).take(20).for_each(|record| log.append(&record).unwrap());
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text + "{\"v\":1, broken\n").unwrap();
-    let mut view = ViewModel::new(Mode::Watching);
-    Watched::new(std::slice::from_ref(&path), None).poll(&mut |msg| _ = update(&mut view, msg)).unwrap();
-    assert!(view.run().events.iter().any(|row| event_text::text(row).contains("1 lines of the log could not be read")));
+    let mut view = App::new(Mode::Watching, RunState::default());
+    Watched::new(std::slice::from_ref(&path), None).poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap();
+    assert!(
+        view.scene.run().events.iter().any(|row| words::listed(row).contains("1 lines of the log could not be read"))
+    );
     assert_eq!(telemetry::read(&path).unwrap().len(), 20);
 }

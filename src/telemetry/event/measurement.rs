@@ -50,6 +50,13 @@ pub struct Fp32Probe {
     pub activations: Vec<ActivationMax>,
 }
 
+impl Fp32Probe {
+    /// Elements flushed to zero, and elements that are not zero in FP32.
+    pub fn underflow(&self) -> (u64, u64) {
+        self.tensors.iter().fold((0, 0), |(flushed, of), tensor| (flushed + tensor.flushed, of + tensor.nonzero))
+    }
+}
+
 /// The largest magnitude of a layer's output.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]

@@ -70,6 +70,18 @@ pub enum FinishReason {
     Diverged,
 }
 
+impl std::fmt::Display for FinishReason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Done => "done",
+            Self::EarlyStopped => "stopped early",
+            Self::Interrupted => "interrupted",
+            Self::Stopped => "stopped",
+            Self::Diverged => "diverged",
+        })
+    }
+}
+
 /// The end of training in this process, with the run's totals.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]

@@ -3,6 +3,67 @@
 use super::metrics::SMOOTHING;
 use crate::telemetry::{Curve, Series, StepRecord, StepSeries, StepStatus};
 
+/// A figure of a step that is drawn as a curve.
+#[derive(Debug)]
+pub struct Plotted {
+    /// Its name before a value.
+    pub short: &'static str,
+    /// Its name in a list.
+    pub name: &'static str,
+    /// Its name as a title.
+    pub title: &'static str,
+    /// Its kind, which determines the format of values.
+    pub quantity: Quantity,
+    /// The step's value; `None` if the record lacks it.
+    of: fn(&StepRecord) -> Option<f64>,
+}
+
+/// The kind of a figure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quantity {
+    /// A learning rate, whose axis begins at zero.
+    Rate,
+    /// A plain number.
+    Number,
+    /// A large number of things.
+    Count,
+    /// Bytes.
+    Bytes,
+}
+
+/// The figures that are drawn as curves besides losses and the loss scale. Every chart of one is made from its row here.
+pub const PLOTTED: [Plotted; 4] = [
+    Plotted {
+        short: "lr",
+        name: "lr",
+        title: "Learning rate",
+        quantity: Quantity::Rate,
+        // A skimmed line lacks the later fields.
+        of: |step| (step.time.step_ms > 0.0).then_some(step.lr),
+    },
+    Plotted {
+        short: "|g|",
+        name: "|g|",
+        title: "Gradient norm, unscaled",
+        quantity: Quantity::Number,
+        of: |step| Some(step.grad_norm),
+    },
+    Plotted {
+        short: "tok/s",
+        name: "tokens/s",
+        title: "Tokens a second",
+        quantity: Quantity::Count,
+        of: |step| Some(step.tokens_per_s),
+    },
+    Plotted {
+        short: "mem",
+        name: "memory",
+        title: "Resident memory",
+        quantity: Quantity::Bytes,
+        of: |step| step.rss_bytes.map(|rss| rss as f64),
+    },
+];
+
 /// Every curve of a run.
 #[derive(Debug, Clone)]
 pub struct Curves {
@@ -16,14 +77,8 @@ pub struct Curves {
     pub scale: StepSeries,
     /// log2 of the loss scale at each skipped step.
     pub skips: Series,
-    /// The learning rate.
-    pub lr: Curve,
-    /// The global gradient norm, unscaled, before clipping.
-    pub grad_norm: Curve,
-    /// Tokens per second.
-    pub tokens_per_s: Curve,
-    /// Resident memory, bytes.
-    pub memory: Curve,
+    /// The figures of [`PLOTTED`].
+    pub plotted: [Curve; PLOTTED.len()],
 }
 
 impl Curves {
@@ -35,10 +90,7 @@ impl Curves {
             validation: Series::new(capacity),
             scale: StepSeries::new(capacity),
             skips: Series::new(capacity),
-            lr: Curve::new(capacity),
-            grad_norm: Curve::new(capacity),
-            tokens_per_s: Curve::new(capacity),
-            memory: Curve::new(capacity),
+            plotted: std::array::from_fn(|_| Curve::new(capacity)),
         }
     }
 
@@ -57,23 +109,17 @@ impl Curves {
         if step.outcome == StepStatus::Skipped {
             self.skips.push(at, s, scale);
         }
-        self.grad_norm.push(at, s, step.grad_norm);
-        self.tokens_per_s.push(at, s, step.tokens_per_s);
-        // Skimmed lines lack the later fields.
-        if step.time.step_ms > 0.0 {
-            self.lr.push(at, s, step.lr);
-        }
-        if let Some(rss) = step.rss_bytes {
-            self.memory.push(at, s, rss as f64);
+        for (curve, plotted) in self.plotted.iter_mut().zip(&PLOTTED) {
+            if let Some(value) = (plotted.of)(step) {
+                curve.push(at, s, value);
+            }
         }
     }
 
     /// Removes the steps after `step`.
     pub(super) fn truncate_after(&mut self, step: u64) {
-        for curve in [&mut self.loss, &mut self.lr, &mut self.grad_norm, &mut self.tokens_per_s, &mut self.memory] {
-            curve.truncate_after(step);
-        }
-        self.smoothed.iter_mut().for_each(|curve| curve.truncate_after(step));
+        let curves = std::iter::once(&mut self.loss).chain(&mut self.smoothed).chain(&mut self.plotted);
+        curves.for_each(|curve| curve.truncate_after(step));
         self.validation.truncate_after(step);
         self.skips.truncate_after(step);
         self.scale.truncate_after(step);

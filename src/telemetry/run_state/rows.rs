@@ -41,12 +41,16 @@ impl EventRow {
                 Event::Step(step)
             }
             Event::Overflow(overflow) => {
-                let mut overflow = overflow.clone();
-                worst_first(&mut overflow.tensors);
-                more = overflow.tensors.len().saturating_sub(NAMED);
-                overflow.tensors.truncate(NAMED);
-                overflow.tensors.iter_mut().for_each(|tensor| tensor.stats.exponents.clear());
-                Event::Overflow(overflow)
+                let (mut worst, others) = worst(&overflow.tensors);
+                for tensor in &mut worst {
+                    tensor.stats.exponents.clear();
+                }
+                more = others;
+                Event::Overflow(Overflow {
+                    tensors: worst,
+                    first_nonfinite: overflow.first_nonfinite.clone(),
+                    ..*overflow
+                })
             }
             other => other.clone(),
         };
@@ -65,16 +69,14 @@ pub struct OverflowRow {
     pub tensors: Vec<String>,
     /// Number of tensors left out.
     pub more: usize,
-    /// The first non-finite tensor, if it was traced.
+    /// Where it began, if it was traced.
     pub origin: Option<FirstNonFinite>,
 }
 
 impl OverflowRow {
     pub(super) fn of(overflow: &Overflow) -> Self {
-        let mut tensors: Vec<_> = overflow.tensors.iter().collect();
-        tensors.sort_by(|a, b| non_finite_fraction(b).total_cmp(&non_finite_fraction(a)));
-        let more = tensors.len().saturating_sub(NAMED);
-        let tensors = tensors.into_iter().take(NAMED).map(|tensor| tensor.name.clone()).collect();
+        let (tensors, more) = worst(&overflow.tensors);
+        let tensors = tensors.into_iter().map(|tensor| tensor.name).collect();
         Self { step: overflow.step, scale: overflow.scale, tensors, more, origin: overflow.first_nonfinite.clone() }
     }
 }
@@ -92,13 +94,13 @@ pub struct SampleRow {
     pub text: String,
 }
 
-/// The share of a tensor's gradient that is not finite.
-fn non_finite_fraction(tensor: &TensorRecord) -> f64 {
-    tensor.stats.not_finite() as f64 / tensor.stats.count.max(1) as f64
-}
-
-fn worst_first(tensors: &mut [TensorRecord]) {
-    tensors.sort_by(|a, b| non_finite_fraction(b).total_cmp(&non_finite_fraction(a)));
+/// The tensors with the largest shares of elements that are not finite, the worst first, and the number of the others.
+fn worst(tensors: &[TensorRecord]) -> (Vec<TensorRecord>, usize) {
+    let share = |tensor: &TensorRecord| tensor.stats.not_finite() as f64 / tensor.stats.count.max(1) as f64;
+    let mut worst: Vec<_> = tensors.iter().collect();
+    worst.sort_by(|a, b| share(b).total_cmp(&share(a)));
+    worst.truncate(NAMED);
+    (worst.into_iter().cloned().collect(), tensors.len().saturating_sub(NAMED))
 }
 
 /// Adds a row, and drops the oldest if there are already `capacity`.

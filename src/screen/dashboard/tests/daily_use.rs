@@ -1,9 +1,7 @@
 //! Regressions from daily use, one test for each numbered item: 7 (a resumed run), 14 (layouts), 15 (charts).
 
 use super::*;
-use crate::screen::dashboard::picture::{Format, picture as picture_file};
-use crate::screen::dashboard::state::{Other, SecondChart};
-use crate::telemetry::RunState;
+use crate::screen::picture::{Format, picture as picture_file};
 use ratatui::crossterm::event::{MouseButton, MouseEvent, MouseEventKind};
 use std::path::PathBuf;
 
@@ -16,10 +14,10 @@ fn log(settings: Invented, records: usize) -> (tempfile::TempDir, PathBuf) {
     (folder, path)
 }
 
-fn click(view: &mut ViewModel, size: (u16, u16), column: u16, row: u16) {
-    update(view, Msg::Size(size.0, size.1));
+fn click(view: &mut App, size: (u16, u16), column: u16, row: u16) {
+    view.size = size;
     let kind = MouseEventKind::Down(MouseButton::Left);
-    update(view, Msg::Mouse(MouseEvent { kind, column, row, modifiers: KeyModifiers::NONE }));
+    view.mouse(MouseEvent { kind, column, row, modifiers: KeyModifiers::NONE });
 }
 
 /// The position of a text in a frame.
@@ -33,12 +31,11 @@ fn item_7_a_resumed_dashboard_shows_the_whole_run() {
     let (_folder, path) = log(Invented::default(), 1400);
     let before = RunState::history(&path).unwrap();
     let reached = before.step.step;
-    let mut view = ViewModel::after(Mode::Attached, before);
+    let mut view = App::new(Mode::Attached, before);
     assert!(picture(&view, FULL).starts_with("finetune ∙ waiting"));
-    let started = Started { resumed_from: Some(1000), total_steps: 2000, ..Started::default() };
-    update(&mut view, record(Event::Started(Box::new(started))));
-    update(&mut view, record(Event::Step(Box::new(StepRecord { step: 1001, loss: 3.5, ..StepRecord::default() }))));
-    let run = view.run();
+    view.receive(started(Started { resumed_from: Some(1000), total_steps: 2000, ..Started::default() }));
+    view.receive(step(StepRecord { step: 1001, loss: 3.5, ..StepRecord::default() }));
+    let run = view.scene.run();
     assert!(reached > 1100);
     assert_eq!(run.curves.loss.whole().buckets().first().unwrap().step, 1);
     assert_eq!(run.curves.loss.at(1001).unwrap().last_step, 1001);
@@ -51,11 +48,10 @@ fn item_7_a_resumed_dashboard_shows_the_whole_run() {
 #[test]
 fn item_7_a_finished_run_that_is_resumed_shows_its_end() {
     let (_folder, path) = log(Invented { total_steps: 300, ..Invented::default() }, usize::MAX);
-    let mut view = ViewModel::after(Mode::Attached, RunState::history(&path).unwrap());
-    let started = Started { resumed_from: Some(300), total_steps: 300, ..Started::default() };
-    update(&mut view, record(Event::Started(Box::new(started))));
+    let mut view = App::new(Mode::Attached, RunState::history(&path).unwrap());
+    view.receive(started(Started { resumed_from: Some(300), total_steps: 300, ..Started::default() }));
     let finished = crate::telemetry::Finished { step: 300, loss: 3.214, ..Default::default() };
-    update(&mut view, record(Event::Finished(finished)));
+    view.receive(record(Event::Finished(finished)));
     let shown = picture(&view, FULL);
     assert!(shown.contains("step 300/300") && shown.contains("val loss    3.") && !shown.contains("NaN"), "{shown}");
     assert!(!shown.contains("step 0/"), "{shown}");
@@ -83,11 +79,11 @@ fn item_14_one_column_below_78_and_charts_at_any_height() {
 #[test]
 fn n3_something_moves_during_a_slow_step() {
     let mut view = running();
-    let glyph = |view: &ViewModel| picture(view, (80, 24)).lines().next().unwrap().contains('▷');
-    let last = view.run().last_t;
+    let glyph = |view: &App| picture(view, (80, 24)).lines().next().unwrap().contains('▷');
+    let last = view.scene.run().last_t;
     let mut seen = Vec::new();
     for later in (0..4000).step_by(100) {
-        update(&mut view, Msg::Clock(last + later));
+        view.scene.now = last + later;
         seen.push(glyph(&view));
     }
     assert!(!seen[..4].contains(&true), "steps that are fast enough show that it runs");
@@ -97,7 +93,7 @@ fn n3_something_moves_during_a_slow_step() {
 #[test]
 fn item_14_the_header_sheds_piece_by_piece() {
     let mut view = running();
-    let header = |view: &ViewModel, width| picture(view, (width, 24)).lines().next().unwrap().to_owned();
+    let header = |view: &App, width| picture(view, (width, 24)).lines().next().unwrap().to_owned();
     assert!(header(&view, 160).contains("distilgpt2 · p=f32 c=f16 · run 0007"));
     assert!(header(&view, 120).contains("c=f16 · run 0007") && header(&view, 120).contains("2 Precision"));
     assert!(header(&view, 105).contains("distilgpt2 · f16 · 0007") && header(&view, 105).contains("2 Precision"));
@@ -110,8 +106,7 @@ fn item_14_the_header_sheds_piece_by_piece() {
     // A run named after its model is shown without the model.
     let run = "distilgpt2-fp16-0001".to_owned();
     let (model, policy) = ("distilgpt2".into(), "p=f32,c=f16,g=f16,r=f32".into());
-    let started = Started { run, model, policy, resumed_from: Some(1700), ..Started::default() };
-    update(&mut view, record(Event::Started(Box::new(started))));
+    view.receive(started(Started { run, model, policy, resumed_from: Some(1700), ..Started::default() }));
     assert!(header(&view, 120).contains("f16 · distilgpt2-fp16-0001"), "{}", header(&view, 120));
 }
 
@@ -119,9 +114,9 @@ fn item_14_the_header_sheds_piece_by_piece() {
 fn item_15_a_cursor_reads_the_charts_at_a_step() {
     let mut view = running();
     press(&mut view, ",");
-    assert_eq!(view.cursor, Some(view.run().step.step));
+    assert_eq!(view.scene.charts.cursor, Some(view.scene.run().step.step));
     press(&mut view, "<<<,");
-    let step = view.cursor.unwrap();
+    let step = view.scene.charts.cursor.unwrap();
     assert!(step < 1600 && step > 1400, "{step}");
     let shown = picture(&view, FULL);
     let readout = shown.lines().last().unwrap();
@@ -131,19 +126,19 @@ fn item_15_a_cursor_reads_the_charts_at_a_step() {
     assert!(shown.lines().skip(2).take(3).all(|line| line.matches('┊').count() == 2), "{shown}");
     insta::assert_snapshot!("cursor_120x36", shown);
     key(&mut view, KeyCode::Esc);
-    assert_eq!(view.cursor, None);
+    assert_eq!(view.scene.charts.cursor, None);
     // If every step has its own column, the cursor moves by one step.
     press(&mut view, "nnn,");
-    let at = view.cursor.unwrap();
+    let at = view.scene.charts.cursor.unwrap();
     press(&mut view, ",");
-    assert_eq!(view.cursor, Some(at - 1));
+    assert_eq!(view.scene.charts.cursor, Some(at - 1));
 }
 
 #[test]
 fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
     let mut view = running();
-    let last = view.run().step.step;
-    let axis = |view: &ViewModel| {
+    let last = view.scene.run().step.step;
+    let axis = |view: &App| {
         let shown = picture(view, FULL);
         shown.lines().filter(|line| line.contains(&last.to_string())).map(str::to_owned).next().unwrap()
     };
@@ -155,20 +150,20 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
     }
     insta::assert_snapshot!("last_100_120x36", picture(&view, FULL));
     press(&mut view, "n");
-    assert_eq!(view.range, None);
+    assert_eq!(view.scene.charts.range, None);
     for window in ["smoothed 20", "smoothed 50", "smoothed 200", "batch   ◆ val", "smoothed 5 "] {
         assert!(picture(&view, FULL).contains(window), "{window}\n{}", picture(&view, FULL));
         press(&mut view, "w");
     }
     assert!(picture(&view, FULL).contains("smoothed 20"));
     for (chosen, title, figure) in [
-        (SecondChart::Scale, "Loss scale (log2)", "2^15│"),
-        (SecondChart::Rate, "Learning rate", "e-5│"),
-        (SecondChart::Norm, "Gradient norm", "│"),
-        (SecondChart::Speed, "Tokens a second", "10.2k│"),
-        (SecondChart::Memory, "Resident memory", "1.2 GiB│"),
+        (None, "Loss scale (log2)", "2^15│"),
+        (Some(0), "Learning rate", "e-5│"),
+        (Some(1), "Gradient norm", "│"),
+        (Some(2), "Tokens a second", "10.2k│"),
+        (Some(3), "Resident memory", "1.2 GiB│"),
     ] {
-        assert_eq!(view.second_chart, chosen);
+        assert_eq!(view.scene.charts.second, chosen);
         let shown = picture(&view, FULL);
         assert!(shown.contains(title) && shown.contains(figure), "{title}\n{shown}");
         press(&mut view, "c");
@@ -187,7 +182,7 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     assert!(shown.contains("scale.cause: backed_off") && shown.contains("tensors ln_f.weight: "), "{shown}");
     insta::assert_snapshot!("event_detail_120x36", shown);
     key(&mut view, KeyCode::Esc);
-    assert!(view.event.is_none() && picture(&view, FULL).contains("[4 Events]"));
+    assert!(view.events.open.is_none() && picture(&view, FULL).contains("[4 Events]"));
 }
 
 #[test]
@@ -214,19 +209,19 @@ fn item_15_the_mouse_chooses_a_tab_a_point_a_tensor_and_an_event() {
         // The middle of the loss panel is about the middle of the run, its left edge the beginning.
         let panel = if size.0 < 78 { size.0 } else { size.0 / 2 };
         click(&mut view, size, panel / 2, first + 3);
-        let middle = view.cursor.unwrap();
+        let middle = view.scene.charts.cursor.unwrap();
         assert!((700..1100).contains(&middle), "{size:?}: {middle}");
         click(&mut view, size, panel / 4, first + 3);
-        assert!(view.cursor.unwrap() < middle);
+        assert!(view.scene.charts.cursor.unwrap() < middle);
 
         let (column, row) = find(&picture(&view, size), " 3 ");
         click(&mut view, size, column + 1, row);
         assert_eq!(view.tab, 2, "{size:?}");
-        let name = view.tensors()[4].name.clone();
+        let name = tensors(&view)[4].name.clone();
         click(&mut view, size, 5, 7);
-        assert_eq!((view.cursors[2], &view.detail), (4, &None));
+        assert_eq!((view.scene.tensors.list.cursor, &view.tensors.detail), (4, &None));
         click(&mut view, size, 5, 7);
-        assert_eq!(view.detail, Some(name));
+        assert_eq!(view.tensors.detail, Some(name));
 
         let (column, row) = find(&picture(&view, size), " 4 ");
         click(&mut view, size, column + 1, row);
@@ -234,7 +229,11 @@ fn item_15_the_mouse_chooses_a_tab_a_point_a_tensor_and_an_event() {
         let line = shown.lines().position(|line| line.contains("│") && line.contains("scale 2^14→2^15")).unwrap();
         click(&mut view, size, 5, line as u16);
         click(&mut view, size, 5, line as u16);
-        assert!(view.event.is_some() && picture(&view, size).contains("scale 2^14→2^15"), "{}", picture(&view, size));
+        assert!(
+            view.events.open.is_some() && picture(&view, size).contains("scale 2^14→2^15"),
+            "{}",
+            picture(&view, size)
+        );
     }
     // A click never sends a command.
     let mut view = running();
@@ -246,26 +245,26 @@ fn item_15_the_mouse_chooses_a_tab_a_point_a_tensor_and_an_event() {
 #[test]
 fn item_15_a_replay_pauses_and_seeks() {
     let (_folder, path) = log(Invented { total_steps: 400, ..Invented::default() }, usize::MAX);
-    let mut view = ViewModel::new(Mode::Watching);
-    view.playback = Some(Playback { speed: 1.0, paused: true, seek: None, at: 0.0 });
+    let mut view = App::new(Mode::Watching, RunState::default());
+    view.scene.playback = Some(Playback { speed: 1.0, paused: true, seek: None, at: 0.0 });
     let mut source = Watched::new(std::slice::from_ref(&path), Some(1.0));
-    let mut look = |view: &mut ViewModel| {
-        source.play(&mut view.playback);
-        while source.poll(&mut |msg| _ = update(view, msg)).unwrap() {}
-        source.play(&mut view.playback);
+    let mut look = |view: &mut App| {
+        source.play(&mut view.scene.playback);
+        while source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap() {}
+        source.play(&mut view.scene.playback);
     };
     look(&mut view);
-    let at = |view: &ViewModel| view.run().step.step;
+    let at = |view: &App| view.scene.run().step.step;
     assert!(at(&view) <= 1, "{}", at(&view));
     for (key, expected) in [("]", 20), ("]", 40), ("]]]]]]", 60), ("[", 40), ("[", 20)] {
         press(&mut view, &key[..1]);
         look(&mut view);
         assert!(at(&view).abs_diff(expected) <= 2, "{key}: {} is not {expected}", at(&view));
-        assert!(view.run().curves.loss.whole().buckets().last().unwrap().last_step <= expected + 2);
+        assert!(view.scene.run().curves.loss.whole().buckets().last().unwrap().last_step <= expected + 2);
     }
     assert!(picture(&view, FULL).contains("‖ replay ×1"));
     press(&mut view, " ++-");
-    let playback = view.playback.unwrap();
+    let playback = view.scene.playback.unwrap();
     assert_eq!((playback.paused, playback.speed), (false, 2.0));
     let footer = picture(&view, (250, 36)).lines().last().unwrap().to_owned();
     assert!(footer.contains("[ ]  seek") && footer.contains("space  pause"), "{footer}");
@@ -277,7 +276,7 @@ fn item_15_a_replay_pauses_and_seeks() {
 #[test]
 fn item_15_runs_are_laid_over_one_another() {
     let mut view = running();
-    view.others = vec![Other::default(), Other::default()];
+    view.scene.others = vec![RunState::default(), RunState::default()];
     for (at, seed) in [(0, 1200), (1, 600)] {
         for mut record in InventedRun::new(Invented { init_scale: 14 + at, ..Invented::default() }).take(seed) {
             if let Event::Started(started) = &mut record.event {
@@ -286,7 +285,7 @@ fn item_15_runs_are_laid_over_one_another() {
             if let Event::Step(step) = &mut record.event {
                 step.loss += 0.3;
             }
-            update(&mut view, Msg::Other(at as usize, Box::new(record)));
+            view.receive(Message::Other(at as usize, Box::new(record)));
         }
     }
     let shown = picture(&view, FULL);

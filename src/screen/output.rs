@@ -1,12 +1,12 @@
 //! Chooses how a run is shown.
 
-use super::layout::Size;
+use super::dashboard::Size;
 use ratatui::layout::Rect;
 use std::io::IsTerminal;
 
 /// How a run is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Output {
+pub(crate) enum Output {
     /// The whole screen.
     Dashboard,
     /// One status line on standard error.
@@ -17,20 +17,20 @@ pub enum Output {
 
 /// The properties of the terminal that the choice depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Terminal {
+pub(crate) struct Terminal {
     /// Whether standard output is a terminal.
-    pub stdout: bool,
+    pub(crate) stdout: bool,
     /// Whether standard error is one.
-    pub stderr: bool,
+    pub(crate) stderr: bool,
     /// Whether it cannot move the cursor: `TERM=dumb`, or no `TERM`.
-    pub dumb: bool,
+    pub(crate) dumb: bool,
     /// Columns and rows.
-    pub size: (u16, u16),
+    pub(crate) size: (u16, u16),
 }
 
 impl Terminal {
     /// This process's terminal.
-    pub fn current() -> Self {
+    pub(crate) fn current() -> Self {
         let stdout = std::io::stdout().is_terminal();
         // Without a terminal crossterm would start `tput` to ask for a size.
         let size = if stdout { ratatui::crossterm::terminal::size().unwrap_or((0, 0)) } else { (0, 0) };
@@ -43,7 +43,7 @@ impl Terminal {
     }
 
     /// The output for this terminal: the one `asked` for, else the dashboard; plain lines if the terminal cannot show it.
-    pub fn output(self, asked: Option<Output>) -> Output {
+    pub(crate) fn output(self, asked: Option<Output>) -> Output {
         let (width, height) = self.size;
         let fits = matches!(Size::of(Rect::new(0, 0, width, height)), Size::Full | Size::Compact | Size::Small);
         match asked {

@@ -1,18 +1,37 @@
-//! The gradients on the ruler: the histogram of their exponents, and the range of each layer below.
+//! The second tab: the gradients on a ruler, and the table "if the loss scale were 2^k". The first tab has a smaller ruler.
 
-use crate::precision::{ExponentHistogram, FloatFormat};
-use crate::screen::dashboard::state::ViewModel;
-use crate::telemetry::GradStats;
-use crate::telemetry::{Layer, RunState, histogram};
+use super::app::Tab;
+use super::layout;
+use super::scene::Scene;
+use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
+use crate::telemetry::{GradStats, Layer, RunState, histogram};
 use crate::ui::{Pad, Role, Ruler, format};
+use ratatui::layout::Rect;
 
 /// Columns for the labels of layers, left of the ruler.
 const LABELS: u16 = 16;
 
+/// The tab, which has no state.
+#[derive(Debug, Default)]
+pub(super) struct Precision;
+
+impl Tab for Precision {
+    fn draw(&self, scene: &Scene, pad: &mut Pad) {
+        let (width, height) = (pad.width(), pad.height());
+        let (ruler, table) = layout::precision(Rect::new(0, 0, width, height));
+        if !ruler.is_empty() {
+            draw_large(scene, &mut pad.part(0, 0, width, ruler.height));
+        }
+        if !table.is_empty() {
+            draw_scales(scene, &mut pad.part(0, table.y, width, table.height));
+        }
+    }
+}
+
 /// Draws the panel of the first tab.
-pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
-    let run = view.run();
-    let mut inner = pad.frame(&[(&title(view), Role::Title)]);
+pub(super) fn draw_ruler(scene: &Scene, pad: &mut Pad) {
+    let run = scene.run();
+    let mut inner = pad.frame(&[(&title(scene), Role::Title)]);
     let layered = inner.width() >= LABELS + 45;
     let zero = if layered { LABELS } else { 7 };
     let Some((_, scale, stats)) = &run.grads else {
@@ -24,7 +43,7 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
     };
     let histogram = histogram(stats);
     let ruler = Ruler::new(run.grad_format(), histogram.lowest().zip(histogram.highest()), zero, 1, 0);
-    let shift = if view.true_magnitudes { exponent_of(*scale) } else { 0 };
+    let shift = if scene.true_magnitudes { exponent_of(*scale) } else { 0 };
     if layered {
         let layers = fold(run.layers(), inner.height().saturating_sub(8));
         let bars = inner.height().saturating_sub(2 + layers.len() as u16);
@@ -41,9 +60,9 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
 }
 
 /// Draws the panel of the second tab: a full-width ruler with the probe's FP32 gradients as an outline.
-pub(in crate::screen::dashboard) fn draw_large(view: &ViewModel, pad: &mut Pad) {
-    let run = view.run();
-    let mut inner = pad.frame(&[(&title(view), Role::Title)]);
+fn draw_large(scene: &Scene, pad: &mut Pad) {
+    let run = scene.run();
+    let mut inner = pad.frame(&[(&title(scene), Role::Title)]);
     let Some((step, scale, stats)) = &run.grads else {
         inner.text(1, 0, "no gradients yet", Role::Dim);
         return;
@@ -58,12 +77,12 @@ pub(in crate::screen::dashboard) fn draw_large(view: &ViewModel, pad: &mut Pad) 
     let below = (FloatFormat::FP16.min_subnormal_exponent() - lowest).clamp(0, room / i32::from(cell_width));
     let used = histogram.lowest().zip(histogram.highest());
     let ruler = Ruler::new(run.grad_format(), used, zero, cell_width, below);
-    let shift = if view.true_magnitudes { scale_exponent } else { 0 };
+    let shift = if scene.true_magnitudes { scale_exponent } else { 0 };
     let bars = inner.height().saturating_sub(4);
     draw_bars(&mut inner, bars, &ruler, &histogram, probe.as_ref(), shift);
     let line = format!("step {step}, scale {}: {}", format::scale(*scale), summary(stats, shift));
     inner.text(1, bars + 2, &line, Role::Text);
-    probe_line(run, view.can_command(), &mut inner, bars + 3);
+    probe_line(run, scene.can_command(), &mut inner, bars + 3);
 }
 
 fn probe_line(run: &RunState, attached: bool, pad: &mut Pad, y: u16) {
@@ -71,7 +90,7 @@ fn probe_line(run: &RunState, attached: bool, pad: &mut Pad, y: u16) {
         pad.text(1, y, if attached { "no FP32 probe yet: press p" } else { "no FP32 probe" }, Role::Dim);
         return;
     };
-    let (flushed, nonzero) = probe.tensors.iter().fold((0, 0), |(f, n), row| (f + row.flushed, n + row.nonzero));
+    let (flushed, nonzero) = probe.underflow();
     let text = format!(
         " FP32 probe at step {}: underflow {} of {} values that are not zero",
         probe.step,
@@ -81,9 +100,9 @@ fn probe_line(run: &RunState, attached: bool, pad: &mut Pad, y: u16) {
     pad.spans(1, y, &[("∙", Role::Validation), (&text, Role::Text)]);
 }
 
-fn title(view: &ViewModel) -> String {
-    let run = view.run();
-    let how = match (run.scales_losses(), view.true_magnitudes) {
+fn title(scene: &Scene) -> String {
+    let run = scene.run();
+    let how = match (run.scales_losses(), scene.true_magnitudes) {
         (true, false) => " (after loss scaling)",
         (true, true) => " (true magnitudes)",
         (false, _) => "",
@@ -213,6 +232,62 @@ fn exponent_of(value: f32) -> i32 {
 /// The exponents of the same values times 2^shift.
 fn shifted(histogram: &ExponentHistogram, shift: i32) -> ExponentHistogram {
     ExponentHistogram::from_counts(histogram.iter().map(|(exponent, count)| (exponent + shift, count)))
+}
+
+/// Draws the shares that would flush to zero, be subnormal, or overflow at each loss scale.
+fn draw_scales(scene: &Scene, pad: &mut Pad) {
+    let run = scene.run();
+    let mut inner = pad.frame(&[("If the loss scale were", Role::Title)]);
+    let Some((true_gradients, source)) = unscaled(run, scene.can_command()) else {
+        inner.text(1, 0, "no gradients yet", Role::Dim);
+        return;
+    };
+    let format = run.grad_format();
+    inner.text(1, 0, "scale     flushed to 0   subnormal      normal    overflow", Role::Dim);
+    let rows = i32::from(inner.height().saturating_sub(2));
+    let now = (run.step.loss_scale.max(f32::MIN_POSITIVE).log2().round()) as i32;
+    let shares = |scale: i32| true_gradients.shares_at(scale, format);
+    // The largest scale without an overflow.
+    let best = (-30..=60).rev().find(|scale| shares(*scale).overflow == 0.0);
+    let first = now - rows / 2;
+    for (y, scale) in (1..).zip(first..first + rows) {
+        let RangeShares { flushed, subnormal, normal, overflow } = shares(scale);
+        let x = inner.text(1, y, &format!("2^{scale:<7}"), if scale == now { Role::Title } else { Role::Text });
+        let x = inner.text(x, y, &cell(flushed), if flushed > 0.0 { Role::Subnormal } else { Role::Text });
+        let x = inner.text(x, y, &cell(subnormal), Role::Text);
+        let x = inner.text(x, y, &cell(normal), Role::Text);
+        let x = inner.text(x, y, &cell(overflow), if overflow > 0.0 { Role::Overflow } else { Role::Text });
+        if scale == now {
+            inner.text(x + 2, y, "▸ now", Role::Title);
+        } else if Some(scale) == best {
+            inner.text(x + 2, y, "● largest without overflow", Role::Good);
+        }
+    }
+    let x = inner.text(1, rows as u16 + 1, &source, Role::Dim);
+    if let Some(best) = best.filter(|best| !(first..first + rows).contains(best)) {
+        inner.text(x, rows as u16 + 1, &format!("; largest without overflow 2^{best}"), Role::Good);
+    }
+}
+
+/// A share in percent, right-aligned in twelve columns.
+fn cell(share: f64) -> String {
+    let parts = 1_000_000_000_000;
+    format!("{:>12}", format::percent((share * parts as f64).ceil() as u64, parts))
+}
+
+/// The unscaled gradients, from the newest probe if there is one, and a description of their source.
+fn unscaled(run: &RunState, attached: bool) -> Option<(ExponentHistogram, String)> {
+    if let Some(probe) = &run.probe {
+        let source = format!("of the FP32 gradients of the probe at step {}", probe.step);
+        return Some((histogram(&probe.grads), source));
+    }
+    let (step, scale, stats) = run.grads.as_ref()?;
+    let shift = scale.log2().round() as i32;
+    let counts = histogram(stats);
+    let unscaled = ExponentHistogram::from_counts(counts.iter().map(|(exponent, count)| (exponent - shift, count)));
+    let hint = if attached { "; press p for an FP32 probe, which includes the rest" } else { "" };
+    let source = format!("of what {} kept at step {step}{hint}", run.grad_format().name);
+    Some((unscaled, source))
 }
 
 #[cfg(test)]

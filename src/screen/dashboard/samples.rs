@@ -1,30 +1,43 @@
-//! Generated texts, newest first.
+//! The fifth tab: generated texts, newest first.
 
-use crate::screen::dashboard::state::{SAMPLES, ViewModel};
+use super::app::Tab;
+use super::list::List;
+use super::scene::Scene;
 use crate::ui::{Pad, Role, format};
 use ratatui::text::Span;
 
-/// Draws the fifth tab.
-pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
-    let count = view.run().samples.len();
-    let mut inner = pad.frame(&[(&format!("Samples {count}, newest first"), Role::Title)]);
-    if count == 0 {
-        inner.text(1, 0, if view.can_command() { "none yet: press g" } else { "none" }, Role::Dim);
-    }
-    let mut y = 0;
-    for sample in view.samples().skip(view.cursors[SAMPLES]) {
-        if y >= inner.height() {
-            break;
+/// The tab's state.
+#[derive(Debug, Default)]
+pub(super) struct Samples {
+    list: List,
+}
+
+impl Tab for Samples {
+    fn draw(&self, scene: &Scene, pad: &mut Pad) {
+        let samples = &scene.run().samples;
+        let mut inner = pad.frame(&[(&format!("Samples {}, newest first", samples.len()), Role::Title)]);
+        if samples.is_empty() {
+            inner.text(1, 0, if scene.can_command() { "none yet: press g" } else { "none" }, Role::Dim);
         }
-        let loss = sample.loss.map_or_else(|| "-".into(), format::loss);
-        inner.text(0, y, &format!("step {}   loss {loss}", sample.step), Role::Title);
-        y += 1;
-        for (line, prompt) in wrapped(&sample.prompt, &sample.text, inner.width().saturating_sub(2).into()) {
-            let (prompt, rest) = line.split_at(prompt);
-            inner.spans(2, y, &[(prompt, Role::Train), (rest, Role::Text)]);
+        let mut y = 0;
+        for sample in samples.iter().rev().skip(self.list.cursor) {
+            if y >= inner.height() {
+                break;
+            }
+            let loss = sample.loss.map_or_else(|| "-".into(), format::loss);
+            inner.text(0, y, &format!("step {}   loss {loss}", sample.step), Role::Title);
+            y += 1;
+            for (line, prompt) in wrapped(&sample.prompt, &sample.text, inner.width().saturating_sub(2).into()) {
+                let (prompt, rest) = line.split_at(prompt);
+                inner.spans(2, y, &[(prompt, Role::Train), (rest, Role::Text)]);
+                y += 1;
+            }
             y += 1;
         }
-        y += 1;
+    }
+
+    fn list<'a>(&'a mut self, scene: &'a mut Scene) -> Option<(&'a mut List, usize)> {
+        Some((&mut self.list, scene.run().samples.len()))
     }
 }
 

@@ -1,13 +1,12 @@
 //! The three status lines: progress, learning, resources.
 
-use crate::screen::dashboard::state::ViewModel;
-use crate::telemetry::GpuStats;
-use crate::telemetry::RunState;
+use super::scene::Scene;
+use crate::telemetry::{GpuStats, RunState};
 use crate::ui::{Pad, Role, format};
 
 /// Draws the lines.
-pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
-    let run = view.run();
+pub(super) fn draw(scene: &Scene, pad: &mut Pad) {
+    let run = scene.run();
     if run.started.is_none() && run.step.step == 0 {
         pad.text(1, 0, "waiting for the run to begin", Role::Dim);
         return;
@@ -19,17 +18,17 @@ pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
         return;
     }
     let narrow = pad.width() < 64;
-    items(pad, 1, &learning(view, run, wide, narrow));
-    items(pad, 2, &cost(view, run, wide));
+    items(pad, 1, &learning(scene, run, wide, narrow));
+    items(pad, 2, &cost(scene, run, wide));
 }
 
 /// Loss, loss scale and step, for a very small terminal.
-pub(in crate::screen::dashboard) fn essentials(view: &ViewModel) -> Vec<(String, Role)> {
-    let run = view.run();
+pub(super) fn essentials(scene: &Scene) -> Vec<(String, Role)> {
+    let run = scene.run();
     if run.step.step == 0 {
         return vec![("waiting".into(), Role::Dim)];
     }
-    let mut items = learning(view, run, false, true);
+    let mut items = learning(scene, run, false, true);
     items.retain(|(text, _)| text.starts_with("loss") || text.starts_with("scale"));
     items.push((format!("step {}/{}", run.step.step, run.total_steps()), Role::Text));
     items
@@ -74,11 +73,11 @@ fn items(pad: &mut Pad, y: u16, items: &[(String, Role)]) {
     }
 }
 
-fn learning(view: &ViewModel, run: &RunState, wide: bool, narrow: bool) -> Vec<(String, Role)> {
+fn learning(scene: &Scene, run: &RunState, wide: bool, narrow: bool) -> Vec<(String, Role)> {
     let step = &run.step;
     let loss_role = if step.loss.is_finite() { Role::Text } else { Role::Overflow };
     let mut items = vec![(format!("loss {}", format::loss(f64::from(step.loss))), loss_role)];
-    if wide && let Some(smoothed) = run.smoothed_loss(view.window()) {
+    if wide && let Some(smoothed) = run.smoothed_loss(scene.charts.window(run)) {
         items.push((format!("smoothed {}", format::loss(smoothed)), Role::Text));
     }
     if let Some(last) = run.last_validation() {
@@ -102,7 +101,7 @@ fn learning(view: &ViewModel, run: &RunState, wide: bool, narrow: bool) -> Vec<(
     items
 }
 
-fn cost(view: &ViewModel, run: &RunState, wide: bool) -> Vec<(String, Role)> {
+fn cost(scene: &Scene, run: &RunState, wide: bool) -> Vec<(String, Role)> {
     let step = &run.step;
     let roomy = wide && step.gpu.is_none();
     let mut items = vec![
@@ -121,7 +120,7 @@ fn cost(view: &ViewModel, run: &RunState, wide: bool) -> Vec<(String, Role)> {
     }
     match &run.saved {
         Some((saved, t)) if wide => {
-            let ago = format::ago(view.now.saturating_sub(*t) as f64 / 1000.0);
+            let ago = format::ago(scene.now.saturating_sub(*t) as f64 / 1000.0);
             let what = if roomy { "last checkpoint" } else { "ckpt" };
             items.push((format!("{what} {}, {ago} ago", saved.step), Role::Text));
         }

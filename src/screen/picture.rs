@@ -3,9 +3,8 @@
 mod png;
 mod svg;
 
-use super::event_loop::Source;
-use super::state::{Mode, Msg, Other, ViewModel, update};
-use super::view;
+use super::dashboard::App;
+use super::renderer::Source;
 use super::watch::Watched;
 use crate::Result;
 use crate::ui::{Look, Theme};
@@ -13,10 +12,11 @@ use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::layout::Rect;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// The encoding of a picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub(crate) enum Format {
     /// Vector shapes and text.
     Svg,
     /// Pixels, eight by sixteen per cell.
@@ -28,27 +28,25 @@ pub enum Format {
 ///
 /// # Errors
 /// If a log cannot be read.
-pub fn picture(
+pub(crate) fn picture(
     logs: &[PathBuf],
     keys: &str,
     (columns, rows): (u16, u16),
     look: Look,
     format: Format,
 ) -> Result<Vec<u8>> {
-    let mut state = ViewModel::new(Mode::Watching);
-    state.others = logs.iter().skip(1).map(|_| Other::default()).collect();
+    let mut app = App::watching(logs);
     let mut source = Watched::new(logs, None);
-    while source.poll(&mut |msg| _ = update(&mut state, msg))? {}
-    let now = state.run().last_t;
-    update(&mut state, Msg::Clock(now));
-    update(&mut state, Msg::Size(columns, rows));
+    while source.poll(Duration::ZERO, &mut |message| app.receive(message))? {}
+    app.scene.now = app.scene.run().last_t;
+    app.size = (columns, rows);
     for key in keys.chars() {
         let code = if key == '\n' { KeyCode::Enter } else { KeyCode::Char(key) };
-        update(&mut state, Msg::Key(KeyEvent::new(code, KeyModifiers::NONE)));
+        app.key(KeyEvent::new(code, KeyModifiers::NONE));
     }
     let mut buffer = Buffer::empty(Rect::new(0, 0, columns, rows));
-    view::draw(&state, Theme::truecolor(look), &mut buffer);
-    let look = state.look.unwrap_or(look);
+    app.draw(Theme::truecolor(look), &mut buffer);
+    let look = app.look.unwrap_or(look);
     match format {
         Format::Svg => Ok(svg::svg(&buffer, look).into_bytes()),
         Format::Png => png::png(&buffer, look),

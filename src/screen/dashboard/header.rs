@@ -1,43 +1,40 @@
 //! The first line: the run's phase, its name, and the tabs. If it is too narrow, it drops in this order: the long form of
 //! the precision, the model if the run's name contains it, the tabs' names, the run.
 
-use crate::screen::dashboard::state::{Mode, TABS, ViewModel};
+use super::app::TABS;
+use super::scene::{Mode, Scene};
 use crate::telemetry::{FinishReason, Phase};
 use crate::ui::{Pad, Role, format};
 
 /// Draws the line.
-pub(in crate::screen::dashboard) fn draw(view: &ViewModel, pad: &mut Pad) {
-    let x = draw_state(view, pad);
-    let (about, named) = pieces(view, x, pad.width());
+pub(super) fn draw(scene: &Scene, tab: usize, pad: &mut Pad) {
+    let x = draw_state(scene, pad);
+    let (about, named) = pieces(scene, tab, x, pad.width());
     if !about.is_empty() {
         pad.text(x + 2, 0, &about, Role::Dim);
     }
-    for (at, label, tab) in tabs(view.tab, named, x, pad.width()) {
-        pad.text(at, 0, &label, if tab == view.tab { Role::Title } else { Role::Dim });
+    for (at, label, one) in tabs(tab, named, x, pad.width()) {
+        pad.text(at, 0, &label, if one == tab { Role::Title } else { Role::Dim });
     }
 }
 
 /// Draws the run's phase; returns the column after it.
-pub(in crate::screen::dashboard) fn draw_state(view: &ViewModel, pad: &mut Pad) -> u16 {
-    let (state, role) = phase(view);
+pub(super) fn draw_state(scene: &Scene, pad: &mut Pad) -> u16 {
+    let (state, role) = phase(scene);
     let x = pad.spans(0, 0, &[("finetune ", Role::Title), (&state, role)]);
-    match view.frozen_at() {
+    match scene.frozen_at() {
         Some(step) => pad.text(x + 1, 0, &format!("view frozen at {step}"), Role::Subnormal),
         None => x,
     }
 }
 
 /// The tab at a column of the first line.
-pub(in crate::screen::dashboard) fn tab_at(view: &ViewModel, width: u16, column: u16) -> Option<usize> {
-    let x = state_width(view);
-    let (_, named) = pieces(view, x, width);
-    let mut tabs = tabs(view.tab, named, x, width).into_iter();
+pub(super) fn tab_at(scene: &Scene, tab: usize, width: u16, column: u16) -> Option<usize> {
+    let frozen = scene.frozen_at().map_or(0, |step| format!(" view frozen at {step}").len());
+    let x = ("finetune ".len() + phase(scene).0.chars().count() + frozen) as u16;
+    let (_, named) = pieces(scene, tab, x, width);
+    let mut tabs = tabs(tab, named, x, width).into_iter();
     tabs.find(|(at, label, _)| (*at..*at + label.len() as u16).contains(&column)).map(|(_, _, tab)| tab)
-}
-
-fn state_width(view: &ViewModel) -> u16 {
-    let frozen = view.frozen_at().map_or(0, |step| format!(" view frozen at {step}").len());
-    ("finetune ".len() + phase(view).0.chars().count() + frozen) as u16
 }
 
 /// A tab's label. The current one is in brackets; without names, the others show only their numbers.
@@ -63,15 +60,15 @@ fn tabs(chosen: usize, named: bool, x: u16, width: u16) -> Vec<(u16, String, usi
 }
 
 /// The text about the run that fits between the columns `x` and `width`, and whether the tabs show their names.
-fn pieces(view: &ViewModel, x: u16, width: u16) -> (String, bool) {
-    let columns = |named: bool| (0..TABS.len()).map(|tab| label(tab, view.tab, named).len()).sum::<usize>();
+fn pieces(scene: &Scene, tab: usize, x: u16, width: u16) -> (String, bool) {
+    let columns = |named: bool| (0..TABS.len()).map(|one| label(one, tab, named).len()).sum::<usize>();
     let room = |named: bool| usize::from(width).saturating_sub(usize::from(x) + columns(named));
     let fits = |about: &str, named: bool| {
         let length = about.chars().count();
         length + if length > 0 { 3 } else { 1 } <= room(named)
     };
     let nothing = || (String::new(), fits("", true));
-    let Some(started) = &view.run().started else { return nothing() };
+    let Some(started) = &scene.run().started else { return nothing() };
     let (model, run) = (format::printable(&started.model), format::printable(&started.run));
     let policy: Vec<_> = started.policy.split(',').take(2).collect();
     let long = policy.join(" ");
@@ -93,37 +90,35 @@ fn pieces(view: &ViewModel, x: u16, width: u16) -> (String, bool) {
 }
 
 /// Milliseconds between two looks of a run's glyph while nothing else happens.
-pub(in crate::screen::dashboard) const BLINK: u64 = 400;
+pub(super) const BLINK: u64 = 400;
 
 /// The run's phase as a glyph and a word.
-fn phase(view: &ViewModel) -> (String, Role) {
-    let run = view.live();
+fn phase(scene: &Scene) -> (String, Role) {
+    let run = &scene.live;
     let (word, role) = match &run.phase {
-        Phase::Waiting => ("∙ waiting", Role::Dim),
-        Phase::Running => ("▶ running", Role::Good),
-        Phase::Paused => ("‖ paused", Role::Subnormal),
+        Phase::Waiting => ("∙ waiting".to_owned(), Role::Dim),
+        Phase::Running => ("▶ running".to_owned(), Role::Good),
+        Phase::Paused => ("‖ paused".to_owned(), Role::Subnormal),
         Phase::Finished(finished) => match finished.reason {
-            FinishReason::Done => ("■ done", Role::Good),
-            FinishReason::EarlyStopped => ("■ stopped early", Role::Good),
-            FinishReason::Interrupted => ("■ interrupted", Role::Subnormal),
-            FinishReason::Stopped => ("■ stopped", Role::Subnormal),
-            FinishReason::Diverged => ("✕ diverged", Role::Overflow),
+            FinishReason::Diverged => ("✕ diverged".to_owned(), Role::Overflow),
+            reason @ (FinishReason::Done | FinishReason::EarlyStopped) => (format!("■ {reason}"), Role::Good),
+            reason => (format!("■ {reason}"), Role::Subnormal),
         },
-        Phase::Lost => ("✕ process gone", Role::Overflow),
+        Phase::Lost => ("✕ process gone".to_owned(), Role::Overflow),
     };
-    if let Some(playback) = view.playback.filter(|_| !run.is_over()) {
+    if let Some(playback) = scene.playback.filter(|_| !run.is_over()) {
         let glyph = if playback.paused { '‖' } else { '▶' };
         return (format!("{glyph} replay ×{}", playback.speed), role);
     }
     // A watched run without new records may hang or be in a slow step, so show for how long.
-    let silent = view.now.saturating_sub(run.last_t) as f64 / 1000.0;
-    if view.mode == Mode::Watching && run.phase == Phase::Running && run.last_t > 0 && silent > 30.0 {
+    let silent = scene.now.saturating_sub(run.last_t) as f64 / 1000.0;
+    if scene.mode == Mode::Watching && run.phase == Phase::Running && run.last_t > 0 && silent > 30.0 {
         return (format!("{word}, silent for {}", format::ago(silent)), Role::Subnormal);
     }
     // Something moves during a slow step.
-    let still = view.now.saturating_sub(run.last_t) / BLINK;
-    if run.phase == Phase::Running && view.frozen_at().is_none() && still % 2 == 1 {
+    let still = scene.now.saturating_sub(run.last_t) / BLINK;
+    if run.phase == Phase::Running && scene.frozen_at().is_none() && still % 2 == 1 {
         return (word.replace('▶', "▷"), role);
     }
-    (word.to_owned(), role)
+    (word, role)
 }

@@ -1,8 +1,8 @@
 //! One status line that is rewritten in place, for a terminal without the dashboard.
 
-use super::plain::{announcement, overflow_brief};
-use crate::telemetry::eta::EtaEstimator;
-use crate::telemetry::{CurrentPhase, Event, PhaseLines, Record, StepRecord};
+use super::renderer::{Exit, Message, Renderer, Source};
+use super::words::brief;
+use crate::telemetry::{Event, PhaseLines, RunState};
 use crate::ui::format::{clock, count, loss, scale};
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};
@@ -17,10 +17,9 @@ const RUNNING: usize = " (+99.9 s)".len();
 
 /// Keeps a status line on a terminal; overflows, saves and the like are written above it.
 #[derive(Debug)]
-pub struct Progress<W: Write> {
+pub(crate) struct Progress<W: Write> {
     err: W,
-    total_steps: u64,
-    pace: EtaEstimator,
+    run: RunState,
     drawn: Option<Instant>,
     /// Whether the cursor is at the end of a status line.
     open: bool,
@@ -32,50 +31,12 @@ pub struct Progress<W: Write> {
 
 impl<W: Write> Progress<W> {
     /// A status line on `err`, which should be a terminal.
-    pub fn new(err: W) -> Self {
-        Self {
-            err,
-            total_steps: 0,
-            pace: EtaEstimator::default(),
-            drawn: None,
-            open: false,
-            status: (0.0, String::new()),
-            since: None,
-        }
-    }
-
-    /// Updates the line for a record.
-    ///
-    /// # Errors
-    /// If the terminal has hung up.
-    pub fn show(&mut self, record: &Record) -> io::Result<()> {
-        self.since = (!matches!(record.event, Event::Finished(_))).then(Instant::now);
-        match &record.event {
-            Event::Started(started) => {
-                self.total_steps = started.total_steps;
-                self.pace.interrupt();
-                let (done, total) = (started.resumed_from.unwrap_or(0), started.total_steps);
-                self.status = (done as f64 / total.max(1) as f64, format!("step {done}/{total}"));
-                Ok(())
-            }
-            Event::Step(step) => {
-                self.pace.step(step.step, record.s);
-                let due = self.drawn.is_none_or(|drawn| drawn.elapsed() >= EVERY) || step.step == self.total_steps;
-                if due { self.draw(step) } else { Ok(()) }
-            }
-            Event::Overflow(overflow) => self.above(&overflow_brief(overflow)),
-            other => match announcement(other) {
-                Some(line) => self.above(&line),
-                None => Ok(()),
-            },
-        }
+    pub(crate) fn new(err: W) -> Self {
+        Self { err, run: RunState::default(), drawn: None, open: false, status: (0.0, String::new()), since: None }
     }
 
     /// Shows a slow phase instead of the figures.
-    ///
-    /// # Errors
-    /// If the terminal has hung up.
-    pub fn phase(&mut self, phase: &CurrentPhase) -> io::Result<()> {
+    fn phase(&mut self, phase: &str) -> io::Result<()> {
         self.open = true;
         // Redraw at the next step.
         self.drawn = None;
@@ -86,10 +47,7 @@ impl<W: Write> Progress<W> {
     }
 
     /// Shows for how long a slow step has been running.
-    ///
-    /// # Errors
-    /// If the terminal has hung up.
-    pub fn wait(&mut self) -> io::Result<()> {
+    fn wait(&mut self) -> io::Result<()> {
         let Some(running) = self.since.map(|since| since.elapsed()).filter(|time| *time >= PhaseLines::FIRST) else {
             return Ok(());
         };
@@ -99,23 +57,24 @@ impl<W: Write> Progress<W> {
         self.err.flush()
     }
 
-    fn draw(&mut self, step: &StepRecord) -> io::Result<()> {
+    fn draw(&mut self) -> io::Result<()> {
         self.drawn = Some(Instant::now());
         self.open = true;
-        self.status = self.figures(step);
+        self.status = self.figures();
         // Return to the first column, write, and erase the rest of the line.
         write!(self.err, "\r{}\x1b[K", self.line(width()))?;
         self.err.flush()
     }
 
-    fn figures(&self, step: &StepRecord) -> (f64, String) {
-        let share = if self.total_steps == 0 { 0.0 } else { step.step as f64 / self.total_steps as f64 };
-        let eta = self.pace.remaining(step.step, self.total_steps).map_or_else(|| "--:--:--".into(), clock);
+    fn figures(&self) -> (f64, String) {
+        let (step, total) = (&self.run.step, self.run.total_steps());
+        let share = if total == 0 { 0.0 } else { step.step as f64 / total as f64 };
+        let eta = self.run.remaining().map_or_else(|| "--:--:--".into(), clock);
         let figures = format!(
             "{:.1}% step {}/{} ETA {eta} {} tok/s loss {} scale {} skipped {}",
             share * 100.0,
             step.step,
-            self.total_steps,
+            total,
             count(step.tokens_per_s),
             loss(f64::from(step.loss)),
             scale(step.loss_scale),
@@ -141,6 +100,35 @@ impl<W: Write> Progress<W> {
     }
 }
 
+impl<W: Write> Renderer for Progress<W> {
+    fn show(&mut self, message: Message) -> io::Result<()> {
+        let Message::Record(record) = message else { return Ok(()) };
+        self.since = (!matches!(record.event, Event::Finished(_))).then(Instant::now);
+        let line = brief(&record.event);
+        let stepped = matches!(record.event, Event::Step(_));
+        if let Event::Started(started) = &record.event {
+            let (done, total) = (started.resumed_from.unwrap_or(0), started.total_steps);
+            self.status = (done as f64 / total.max(1) as f64, format!("step {done}/{total}"));
+        }
+        self.run.apply(*record);
+        let due = || self.drawn.is_none_or(|drawn| drawn.elapsed() >= EVERY);
+        if stepped && (due() || self.run.step.step == self.run.total_steps()) {
+            return self.draw();
+        }
+        line.map_or(Ok(()), |line| self.above(&line))
+    }
+
+    fn idle(&mut self, source: &mut dyn Source, quiet: bool, more: bool) -> io::Result<Option<Exit>> {
+        if quiet {
+            match source.activity() {
+                Some(phase) => self.phase(&phase)?,
+                None => self.wait()?,
+            }
+        }
+        Ok((source.is_over() && !more).then_some(Exit::Ended))
+    }
+}
+
 /// Columns of the terminal without the last, in which some terminals wrap.
 fn width() -> usize {
     terminal::size().map_or(80, |(columns, _)| usize::from(columns)).saturating_sub(1)
@@ -158,13 +146,17 @@ impl<W: Write> Drop for Progress<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::{CheckpointSaved, Started, VERSION};
+    use crate::telemetry::{CheckpointSaved, Record, Started, StepRecord, VERSION};
+
+    fn message(s: f64, event: Event) -> Message {
+        Message::Record(Box::new(Record { v: VERSION, t: 0, s, event }))
+    }
 
     fn output(events: Vec<Event>) -> String {
         let mut out = Vec::new();
         let mut progress = Progress::new(&mut out);
         for (at, event) in events.into_iter().enumerate() {
-            progress.show(&Record { v: VERSION, t: 0, s: at as f64, event }).unwrap();
+            progress.show(message(at as f64, event)).unwrap();
         }
         drop(progress);
         String::from_utf8(out).unwrap()
@@ -192,11 +184,11 @@ mod tests {
         let mut out = Vec::new();
         let mut progress = Progress::new(&mut out);
         let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
-        progress.show(&Record { v: VERSION, t: 0, s: 0.0, event: started }).unwrap();
+        progress.show(message(0.0, started)).unwrap();
         progress.wait().unwrap();
         std::thread::sleep(PhaseLines::FIRST);
         progress.wait().unwrap();
-        progress.show(&Record { v: VERSION, t: 0, s: 1.0, event: step(1) }).unwrap();
+        progress.show(message(1.0, step(1))).unwrap();
         progress.wait().unwrap();
         drop(progress);
         let text = String::from_utf8(out).unwrap();
@@ -207,13 +199,15 @@ mod tests {
     #[test]
     fn a_narrow_terminal_gets_a_shorter_line() {
         let mut progress = Progress::new(io::sink());
-        progress.total_steps = 10;
-        progress.status = progress.figures(&StepRecord { step: 5, ..Default::default() });
+        let started = Started { total_steps: 10, ..Started::default() };
+        progress.show(message(0.0, Event::Started(Box::new(started)))).unwrap();
+        progress.show(message(1.0, step(5))).unwrap();
         for width in 0..200 {
             let line = progress.line(width);
             assert!(line.chars().count() <= width, "{width}: {line}");
         }
-        progress.status = progress.figures(&StepRecord::default());
+        progress.run = RunState::default();
+        progress.status = progress.figures();
         assert!(progress.line(200).starts_with(&"─".repeat(BAR)));
     }
 }

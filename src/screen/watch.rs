@@ -1,11 +1,12 @@
-//! The dashboard over a log instead of a channel: of a run in another process, or of a finished one.
+//! A run's log as a source: of a run in another process, or of a finished one.
 
-use super::event_loop::{Source, show, wall_clock};
+use super::dashboard::{App, Mode};
 use super::plain::Plain;
-use super::state::{Exit, Mode, Msg, Other, Playback, ViewModel};
-use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, Tail, VERSION};
+use super::renderer::{Exit, Message, Playback, Source, drive, wall_clock};
+use crate::Result;
+use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, RunState, Tail, VERSION};
 use crate::ui::Theme;
-use crate::{Error, Result};
+use crate::untrusted::line;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write, stdout};
@@ -13,21 +14,18 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How often to check a silent run's process, and to read a log without a screen.
+/// How often to check a silent run's process.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
-/// How often to write the due records of a replay without a screen.
-const REPLAY: Duration = Duration::from_millis(50);
 
 /// Shows the run of the first of `logs` on standard output, which must be a terminal, with the others overlaid. With a
 /// `speed`, replays it that many times as fast as it ran; without, follows the log from its end.
 ///
 /// # Errors
 /// If a log cannot be read or the terminal cannot be taken.
-pub fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) -> Result<Exit> {
-    let mut view = ViewModel::new(Mode::Watching);
-    view.others = logs.iter().skip(1).map(|_| Other::default()).collect();
-    view.playback = speed.map(|speed| Playback { speed, paused: false, seek: None, at: 0.0 });
-    show(stdout(), view, &mut Watched::new(logs, speed), None, theme, mouse)
+pub(crate) fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) -> Result<Exit> {
+    let mut app = App::watching(logs);
+    app.scene.playback = speed.map(|speed| Playback { speed, paused: false, seek: None, at: 0.0 });
+    app.run(stdout(), &mut Watched::new(logs, speed), None, theme, mouse)
 }
 
 /// Writes the run of `log` as plain lines, and follows it until it ends. With a `speed`, replays the existing records that
@@ -35,38 +33,19 @@ pub fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) ->
 ///
 /// # Errors
 /// If the log cannot be read or `out` is closed.
-pub fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: u64) -> Result<()> {
-    let mut plain = Plain::new(out, log_every);
+pub(crate) fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: u64) -> Result<()> {
     let mut source = Watched::new(&[log.to_path_buf()], speed);
     // A skimmed step lacks most of its line's figures.
     source.tail = Tail::new(log);
-    let mut said = None;
-    loop {
-        let mut over = false;
-        let mut failure = None;
-        let more = source.poll(&mut |msg| match msg {
-            Msg::Record(record) => {
-                over = matches!(record.event, Event::Finished(_));
-                failure = plain.show(&record).err().or(failure.take());
-            }
-            Msg::Gone => over = true,
-            _ => {}
-        })?;
-        if let Some(error) = failure {
-            return Err(Error::io("write", "standard output")(error));
-        }
-        if (over || source.is_replayed()) && !more {
-            return Ok(());
-        }
-        if !more && source.phase != said {
-            source.activity().map_or(Ok(()), |text| {
-                said.clone_from(&source.phase);
-                plain.line(&text).map_err(Error::io("write", "standard output"))
-            })?;
-        }
-        if !more {
-            sleep(if speed.is_some() { REPLAY } else { CHECK_INTERVAL });
-        }
+    drive(&mut source, &mut Plain::new(out, log_every)).map(drop)
+}
+
+impl App {
+    /// A dashboard for these logs.
+    pub(super) fn watching(logs: &[PathBuf]) -> Self {
+        let mut app = Self::new(Mode::Watching, RunState::default());
+        app.scene.others = logs.iter().skip(1).map(|_| RunState::default()).collect();
+        app
     }
 }
 
@@ -80,7 +59,11 @@ pub(super) struct Watched {
     process: Option<ProcessId>,
     /// The slow phase that the process is in, and when it was logged, in wall-clock milliseconds.
     phase: Option<(String, u64)>,
+    /// The phase that was written last.
+    said: Option<(String, u64)>,
     checked: Instant,
+    /// Whether the last record was the end, or the process has ended without one.
+    over: bool,
 }
 
 /// Records that are not due yet.
@@ -160,71 +143,63 @@ impl Watched {
         let tail = Tail::new(log);
         let tail = if replay.is_some() { tail } else { tail.skimming() };
         let others = logs.iter().skip(1).map(|log| Tail::new(log).skimming()).collect();
-        Self { tail, others, replay, process: None, phase: None, checked: Instant::now() }
+        Self { tail, others, replay, process: None, phase: None, said: None, checked: Instant::now(), over: false }
     }
 
     /// Passes on the records of the other runs; `true` if there are more already.
-    fn poll_others(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
+    fn poll_others(&mut self, pass: &mut dyn FnMut(Message)) -> Result<bool> {
         let mut more = false;
         for (at, tail) in self.others.iter_mut().enumerate() {
             let poll = tail.poll()?;
-            poll.records.into_iter().for_each(|record| pass(Msg::Other(at, Box::new(record))));
+            poll.records.into_iter().for_each(|record| pass(Message::Other(at, Box::new(record))));
             more |= poll.more;
         }
         Ok(more)
     }
 
-    /// Whether a replay has reached the end of the log.
-    fn is_replayed(&self) -> bool {
-        self.replay.as_ref().is_some_and(|replay| replay.first.is_some() && replay.waiting.is_empty())
-    }
-
-    fn follow(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
-        let poll = self.tail.poll()?;
+    fn follow(&mut self, pass: &mut dyn FnMut(Message)) -> Result<bool> {
+        let mut poll = self.tail.poll()?;
+        let mut gone = false;
+        if poll.records.is_empty() && !poll.more && self.checked.elapsed() >= CHECK_INTERVAL {
+            self.checked = Instant::now();
+            gone = self.process.as_ref().and_then(ProcessId::is_alive) == Some(false);
+            if gone {
+                (self.process, self.phase) = (None, None);
+                // The process may have written its last records between the poll and the check.
+                poll = self.tail.poll()?;
+            }
+        }
         let last = poll.records.last().map(|record| (record.t, record.s, record.event.step().unwrap_or(0)));
-        let quiet = poll.records.is_empty();
         for record in poll.records {
             match &record.event {
                 Event::Started(started) => self.process.clone_from(&started.process),
                 Event::Finished(_) => self.process = None,
                 _ => {}
             }
+            self.over = matches!(record.event, Event::Finished(_));
             self.phase = match &record.event {
                 Event::Phase { what, .. } => Some((what.clone(), record.t)),
                 _ => None,
             };
-            pass(Msg::Record(Box::new(record)));
+            pass(Message::Record(Box::new(record)));
         }
         if poll.unreadable > 0 {
-            pass(Msg::Record(Box::new(unreadable(poll.unreadable, last.unwrap_or_default()))));
+            pass(Message::Record(Box::new(unreadable(poll.unreadable, last.unwrap_or_default()))));
         }
-        if quiet && !poll.more && self.checked.elapsed() >= CHECK_INTERVAL {
-            self.checked = Instant::now();
-            if self.process.as_ref().and_then(ProcessId::is_alive) == Some(false) {
-                (self.process, self.phase) = (None, None);
-                // The process may have written its last records between the poll and the check.
-                let last = self.tail.poll()?.records;
-                let finished = last.iter().any(|record| matches!(record.event, Event::Finished(_)));
-                for record in last {
-                    pass(Msg::Record(Box::new(record)));
-                }
-                if !finished {
-                    pass(Msg::Gone);
-                }
-            }
+        if gone && !self.over {
+            self.over = true;
+            pass(Message::Gone);
         }
         Ok(poll.more)
     }
-}
 
-impl Source for Watched {
-    fn poll(&mut self, pass: &mut dyn FnMut(Msg)) -> Result<bool> {
+    fn read(&mut self, pass: &mut dyn FnMut(Message)) -> Result<bool> {
         let more = self.poll_others(pass)?;
         let Some(replay) = &mut self.replay else { return Ok(self.follow(pass)? || more) };
         if std::mem::take(&mut replay.rewind) {
             self.tail = Tail::new(self.tail.path());
             replay.waiting.clear();
-            pass(Msg::Rewind);
+            pass(Message::Rewind);
         }
         if replay.waiting.len() < 1024 {
             replay.waiting.extend(self.tail.poll()?.records);
@@ -238,10 +213,37 @@ impl Source for Watched {
         while replay.waiting.front().is_some_and(|record| record.s <= due) {
             if let Some(record) = replay.waiting.pop_front() {
                 replay.clock = record.t;
-                pass(Msg::Record(Box::new(record)));
+                pass(Message::Record(Box::new(record)));
             }
         }
         Ok(replay.waiting.is_empty())
+    }
+}
+
+impl Source for Watched {
+    fn poll(&mut self, wait: Duration, pass: &mut dyn FnMut(Message)) -> Result<bool> {
+        let mut quiet = true;
+        let more = self.read(&mut |message| {
+            quiet = false;
+            pass(message);
+        })?;
+        if quiet && !more {
+            sleep(wait);
+        }
+        Ok(more)
+    }
+
+    fn is_over(&self) -> bool {
+        match &self.replay {
+            Some(replay) => replay.first.is_some() && replay.waiting.is_empty(),
+            None => self.over,
+        }
+    }
+
+    fn phase(&mut self, lines: &mut PhaseLines) -> Option<String> {
+        let text = self.activity().filter(|_| self.phase != self.said)?;
+        self.said.clone_from(&self.phase);
+        Some(format!("{}{}\n", lines.end(), line(&text)))
     }
 
     fn play(&mut self, playback: &mut Option<Playback>) {

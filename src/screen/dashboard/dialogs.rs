@@ -1,0 +1,151 @@
+//! The dialogs over the tabs: help, the questions before leaving, the summary at the end.
+
+use super::app::App;
+use super::keys::{Action, KEYS};
+use super::scene::Mode;
+use crate::screen::renderer::Exit;
+use crate::screen::terminal::Binding;
+use crate::screen::terminal::keys::action;
+use crate::telemetry::{Command, Finished, PLOTTED, Phase};
+use crate::ui::{Pad, Role, format};
+use ratatui::crossterm::event::{KeyCode, KeyEvent};
+
+/// A dialog.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Dialog {
+    /// The keys, with the first visible row.
+    Help(u16),
+    Quit,
+    /// Whether to stop without saving.
+    Discard,
+    /// The totals of a run that has ended.
+    Summary,
+}
+
+impl App {
+    /// Handles a key while a dialog is open.
+    pub(super) fn answer(&mut self, dialog: Dialog, key: KeyEvent) -> Option<Command> {
+        match (dialog, key.code) {
+            (Dialog::Help(top), _) => {
+                self.dialog = match action(KEYS, key) {
+                    Some(Action::Down) => Some(Dialog::Help((top + 1).min(KEYS.len() as u16))),
+                    Some(Action::Up) => Some(Dialog::Help(top.saturating_sub(1))),
+                    _ => None,
+                };
+            }
+            (Dialog::Quit, KeyCode::Char('s')) => return Some(self.stop(true)),
+            (Dialog::Quit, KeyCode::Char('d')) => {
+                self.exit = Some(Exit::Detached);
+                return Some(Command::Detach);
+            }
+            (Dialog::Quit, KeyCode::Char('D')) => self.dialog = Some(Dialog::Discard),
+            (Dialog::Discard, KeyCode::Char('y')) => return Some(self.stop(false)),
+            (Dialog::Quit, KeyCode::Esc) | (Dialog::Discard, KeyCode::Esc | KeyCode::Char('n' | 'q')) => {
+                self.dialog = None;
+            }
+            _ => {}
+        }
+        None
+    }
+
+    /// Draws the dialog that is open, if any.
+    pub(super) fn draw_dialog(&self, pad: &mut Pad) {
+        match (self.dialog, &self.scene.live.phase) {
+            (Some(Dialog::Help(top)), _) => self.draw_help(top, pad),
+            (Some(Dialog::Quit), _) => {
+                let answers = [
+                    ("s", "save and stop"),
+                    ("d", "detach: continue as plain lines"),
+                    ("D", "discard: stop without saving"),
+                    ("Esc", "back"),
+                ];
+                draw_question(pad, ("Leave?", Role::Title), None, &answers);
+            }
+            (Some(Dialog::Discard), _) => {
+                let run = &self.scene.live;
+                let saved = run.saved.as_ref().map_or(0, |(saved, _)| saved.step);
+                let lost = format!("{} steps since the last save are lost", run.step.step.saturating_sub(saved));
+                let answers = [("y", "stop without saving"), ("Esc", "back")];
+                draw_question(pad, ("Discard?", Role::Overflow), Some(&lost), &answers);
+            }
+            (Some(Dialog::Summary), Phase::Finished(finished)) => self.draw_summary(finished, pad),
+            _ => {}
+        }
+    }
+
+    fn draw_help(&self, top: u16, pad: &mut Pad) {
+        // Keys that command training do nothing in a watcher, except the pause key, which also pauses a replay.
+        let replaying = self.scene.playback.is_some();
+        let pauses = |key: &Binding<Action>| replaying && key.does(|action| action == Action::Pause);
+        let commands = self.scene.mode == Mode::Attached;
+        let works = |key: &&Binding<Action>| commands || !key.does(Action::commands) || pauses(key);
+        let keys: Vec<_> = KEYS.iter().filter(works).collect();
+        let mut popup = pad.popup(78, keys.len() as u16 + 3);
+        let rows = popup.height().saturating_sub(3);
+        let top = top.min((keys.len() as u16).saturating_sub(rows));
+        let scrolls = rows < keys.len() as u16;
+        let hint = if scrolls { "   j k scroll, any other key closes" } else { "   any key closes" };
+        let mut inner = popup.frame(&[("Keys", Role::Title), (hint, Role::Dim)]);
+        for (y, binding) in (0..rows).zip(&keys[usize::from(top)..]) {
+            inner.text(1, y, binding.written, Role::Title);
+            let x = inner.text(8, y, binding.help, Role::Text);
+            if binding.does(|action| action == Action::Curve) {
+                let curves = PLOTTED.iter().fold(String::new(), |list, plotted| list + ", " + plotted.name);
+                inner.text(x, y, &curves, Role::Text);
+            }
+        }
+        let range = [
+            ("├ ● ┤", Role::Train),
+            (" min, RMS, max  ", Role::Text),
+            ("▾", Role::Subnormal),
+            (" format's minimum  ", Role::Text),
+            ("▴", Role::Subnormal),
+            (" wider type  ", Role::Text),
+            ("8", Role::Subnormal),
+            (" FP8  ", Role::Text),
+            ("✕", Role::Overflow),
+            (" overflow", Role::Text),
+        ];
+        inner.spans(1, rows, &range);
+    }
+
+    fn draw_summary(&self, finished: &Finished, pad: &mut Pad) {
+        let run = &self.scene.live;
+        let reason = finished.reason.to_string();
+        let reason = reason[..1].to_uppercase() + &reason[1..];
+        let mut lines = vec![
+            ("steps", format!("{}, {} applied, {} skipped", finished.step, finished.updates, finished.skipped)),
+            ("tokens", format::count(finished.tokens as f64)),
+            // Of all the run's processes.
+            ("time", format::clock(run.last_s.max(finished.seconds))),
+            ("loss", format::loss(f64::from(finished.loss))),
+        ];
+        if let Some(loss) = finished.val_loss.or(run.last_validation()) {
+            let best = run.best_validation().map(|(best, at)| format!(", best {} at step {at}", format::loss(best)));
+            lines.push(("val loss", format::loss(loss) + &best.unwrap_or_default()));
+        }
+        lines.push(("loss scale", format::scale(finished.loss_scale)));
+        lines.extend(finished.peak_rss_bytes.map(|peak| ("peak memory", format::bytes(peak))));
+        lines.extend(finished.checkpoint.clone().map(|path| ("checkpoint", path)));
+        let mut popup = pad.popup(64, lines.len() as u16 + 4);
+        let mut inner = popup.frame(&[(&reason, Role::Title)]);
+        for (y, (what, value)) in (0..).zip(&lines) {
+            inner.text(1, y, what, Role::Dim);
+            inner.text(13, y, value, Role::Text);
+        }
+        let y = inner.height().saturating_sub(1);
+        inner.text(1, y, "Esc closes this, q quits", Role::Dim);
+    }
+}
+
+/// Draws a question: what it is about, and the keys that answer it.
+fn draw_question(pad: &mut Pad, title: (&str, Role), about: Option<&str>, answers: &[(&str, &str)]) {
+    let first = u16::from(about.is_some());
+    let mut popup = pad.popup(44, first + answers.len() as u16 + 2);
+    let mut inner = popup.frame(&[title]);
+    inner.text(1, 0, about.unwrap_or_default(), Role::Text);
+    for (y, (key, meaning)) in (first..).zip(answers) {
+        inner.text(1, y, key, Role::Title);
+        inner.text(6, y, meaning, Role::Text);
+    }
+}

@@ -1,0 +1,199 @@
+//! Shows a run while it trains: one loop passes messages from a source to a renderer. Sources are training in this process
+//! and a run's log; renderers are the dashboard, the status line and plain lines.
+
+use super::dashboard::{App, Mode};
+use super::plain::Plain;
+use super::words::announcement;
+use crate::telemetry::{Activity, Command, Event, Phase, PhaseLines, Record, RunState};
+use crate::ui::Theme;
+use crate::{Error, Result};
+use std::io::{self, Write, stderr, stdout};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Maximum number of records read between two checks of the keyboard.
+const BATCH: usize = 4096;
+
+/// How the dashboard ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// The run is over, or was only watched.
+    Ended,
+    /// The user left, and training continues.
+    Detached,
+    /// A signal came or the terminal is lost; training saves and stops.
+    Terminated,
+    /// The user does not want to wait: the process should end at once.
+    Aborted,
+    /// Training panicked.
+    Lost,
+    /// The dashboard itself panicked; training continues.
+    Crashed,
+}
+
+/// News of the runs.
+#[derive(Debug)]
+pub(crate) enum Message {
+    /// A record of the run.
+    Record(Box<Record>),
+    /// A record of an overlaid run.
+    Other(usize, Box<Record>),
+    /// A replay starts over, so discard the state.
+    Rewind,
+    /// There will be no more records.
+    Closed,
+    /// The watched process has ended.
+    Gone,
+}
+
+/// The playback of a replay.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Playback {
+    /// Speed relative to the run's.
+    pub(crate) speed: f64,
+    pub(crate) paused: bool,
+    /// Position to seek to, as a share of the run; the replay takes it.
+    pub(crate) seek: Option<f64>,
+    /// Current position, as a share of the run.
+    pub(crate) at: f64,
+}
+
+/// A source of messages.
+pub(crate) trait Source {
+    /// Passes on the messages since the last call, or some of them; `true` if there are more already. If there are none, it
+    /// may wait for this long.
+    fn poll(&mut self, wait: Duration, pass: &mut dyn FnMut(Message)) -> Result<bool>;
+
+    /// Whether there will be no more records.
+    fn is_over(&self) -> bool;
+
+    /// The slow work training does between two steps, if any.
+    fn activity(&self) -> Option<String>;
+
+    /// What to write about that work now, for an output that keeps every line.
+    fn phase(&mut self, lines: &mut PhaseLines) -> Option<String>;
+
+    /// Applies pause, speed and seek to a replay, and updates its position.
+    fn play(&mut self, _playback: &mut Option<Playback>) {}
+
+    /// The wall-clock time to show, in milliseconds.
+    fn clock(&self) -> u64 {
+        wall_clock()
+    }
+}
+
+/// Shows a run, whose state it has.
+pub(crate) trait Renderer {
+    /// How long a source may wait for news.
+    const PATIENCE: Duration = Duration::from_millis(100);
+
+    /// Shows a message.
+    fn show(&mut self, message: Message) -> io::Result<()>;
+
+    /// Shows what else there is, after a poll that passed no message if it was `quiet`; a result ends the loop.
+    fn idle(&mut self, source: &mut dyn Source, quiet: bool, more: bool) -> io::Result<Option<Exit>>;
+}
+
+/// Passes the source's messages to the renderer until it ends.
+pub(super) fn drive<R: Renderer>(source: &mut dyn Source, renderer: &mut R) -> Result<Exit> {
+    loop {
+        let (mut quiet, mut shown) = (true, Ok(()));
+        let more = source.poll(R::PATIENCE, &mut |message| {
+            quiet = false;
+            if shown.is_ok() {
+                shown = renderer.show(message);
+            }
+        })?;
+        let exit = shown.and_then(|()| renderer.idle(source, quiet, more));
+        if let Some(exit) = exit.map_err(Error::io("write", "standard output"))? {
+            return Ok(exit);
+        }
+    }
+}
+
+pub(super) fn wall_clock() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
+}
+
+/// The training thread of this process.
+struct Attached<'a> {
+    records: &'a Receiver<Record>,
+    activity: &'a Activity,
+    closed: bool,
+}
+
+impl Source for Attached<'_> {
+    fn poll(&mut self, mut wait: Duration, pass: &mut dyn FnMut(Message)) -> Result<bool> {
+        for _ in 0..BATCH {
+            match self.records.recv_timeout(wait) {
+                Ok(record) => pass(Message::Record(Box::new(record))),
+                Err(RecvTimeoutError::Disconnected) if !self.closed => {
+                    self.closed = true;
+                    pass(Message::Closed);
+                }
+                Err(_) => return Ok(false),
+            }
+            wait = Duration::ZERO;
+        }
+        Ok(true)
+    }
+
+    fn is_over(&self) -> bool {
+        self.closed
+    }
+
+    fn activity(&self) -> Option<String> {
+        self.activity.running_for(PhaseLines::FIRST).map(|phase| phase.to_string())
+    }
+
+    fn phase(&mut self, lines: &mut PhaseLines) -> Option<String> {
+        lines.due(self.activity, PhaseLines::FIRST)
+    }
+}
+
+/// Shows the dashboard on `writer`, a handle to standard output, which must be a terminal, until the run ends or the user
+/// leaves; from then until training ends, prints plain lines for every `log_every`-th step. Call it on the main thread, with
+/// training on another one that sends `records` and serves `commands` between two steps. `history` is the state of a
+/// resumed run; the flag enables the mouse.
+///
+/// The terminal is restored before any line and before any thread's panic message is printed. If drawing panics, the result
+/// is [`Exit::Crashed`], and the run continues. [`Exit::Aborted`] returns without waiting for training.
+pub fn follow<W: Write>(
+    writer: W,
+    (records, activity): (&Receiver<Record>, &Activity),
+    commands: &Sender<Command>,
+    (theme, mouse): (Theme, bool),
+    log_every: u64,
+    history: RunState,
+) -> Exit {
+    let mut source = Attached { records, activity, closed: false };
+    let mut app = App::new(Mode::Attached, history);
+    let exit = app.run(writer, &mut source, Some(commands), theme, mouse).unwrap_or_else(|error| {
+        // A closed standard error is not a failure.
+        let _ = writeln!(stderr(), "warning: no dashboard: {error}");
+        Exit::Crashed
+    });
+    let run = app.scene.live;
+    if let Phase::Finished(finished) = &run.phase
+        && let Some(end) = announcement(&Event::Finished(finished.as_ref().clone()))
+    {
+        // The screen that showed it has closed.
+        let _ = writeln!(stdout(), "{end}");
+    }
+    if exit == Exit::Aborted {
+        return exit;
+    }
+    if exit == Exit::Detached {
+        let name = run.started.as_ref().map_or("", |started| &started.run);
+        let _ = writeln!(stdout(), "detached; `finetune watch {name}` in another terminal shows the dashboard");
+    }
+    let _ = drive(&mut source, &mut Plain::after(run, stdout(), log_every));
+    records.iter().for_each(drop);
+    exit
+}
+
+/// Shows training on another thread until it has ended. A closed output does not stop it: the log has everything.
+pub(crate) fn follow_with<R: Renderer>((records, activity): (&Receiver<Record>, &Activity), renderer: &mut R) {
+    let _ = drive(&mut Attached { records, activity, closed: false }, renderer);
+    records.iter().for_each(drop);
+}

@@ -240,17 +240,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cpu_does_a_billion_operations_a_second_and_bf16_is_no_slower() {
-        // The best of several measurements: on a busy machine a single one may be preempted.
-        let (mut f32, mut bf16) = (0f64, 0f64);
-        for _ in 0..25 {
-            f32 = f32.max(measure_peak_f32().best);
-            bf16 = bf16.max(measure_peak_bf16().best);
-            if bf16 > 0.5 * f32 {
-                break;
-            }
+    fn a_cpu_does_a_billion_operations_a_second() {
+        for peak in [measure_peak_f32(), measure_peak_bf16()] {
+            assert!(1.0 < peak.held && peak.held <= peak.best && peak.best < 1e6, "{peak:?}");
         }
-        assert!(f32 > 1.0 && f32 < 1e6, "{f32}");
-        assert!(bf16 > 0.5 * f32, "{bf16} against {f32}");
+    }
+
+    /// Rates of two measurements cannot be compared on a busy machine, but what is counted can: an instruction of BF16 multiplies
+    /// and adds at least as many values as one of FP32.
+    #[test]
+    fn a_round_in_bf16_has_no_fewer_operations() {
+        for &isa in Isa::ALL {
+            let (f32, bf16) = (f32_loop(isa).operations, bf16_loop(isa).operations);
+            assert!(f32 % (2 * SUMS) == 0 && bf16 >= f32, "{isa}: {bf16} operations against {f32}");
+        }
     }
 }

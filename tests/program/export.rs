@@ -11,6 +11,7 @@ use std::sync::Arc;
 use crate::common::compare::{distance, values};
 use crate::common::launch;
 use crate::common::python::{has_module, python, run_script};
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
@@ -21,6 +22,7 @@ use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::tensor_file::write_tensors;
+use half::f16;
 
 /// A golden model of 257 rows or fewer with the byte tokenizer where it fits, else with the letters.
 fn model(name: &str, folder: &Path) -> TrainedModel {
@@ -232,24 +234,78 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
     models
 }
 
+/// Rows whose length is no multiple of 32 stay in FP16 in a file of `Q8_0`: all of them but those of Mistral's `o_proj`, whose
+/// rounding moves logits by 9e-3.
 #[test]
 fn every_family_comes_back_from_a_gguf_file() {
     let folder = tempfile::tempdir().unwrap();
     for trained in families(folder.path()) {
         let ids = ids(&trained, 36);
         let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
-        for (encoding, tolerance) in
-            [(Encoding::Plain(Dtype::F32), 1e-6), (Encoding::Plain(Dtype::F16), 4e-3), (Encoding::Q8_0, 2e-2)]
-        {
+        let in_blocks = trained.path.ends_with("mistral");
+        for (encoding, tolerance) in [
+            (Encoding::Plain(Dtype::F32), 1e-6),
+            (Encoding::Plain(Dtype::F16), 4e-3),
+            (Encoding::Q8_0, if in_blocks { 1.2e-2 } else { 4e-3 }),
+        ] {
             let out = trained.path.with_extension(format!("{encoding:?}.gguf"));
             export(&trained, encoding, Format::of(&out), Parts::Merged, &out).unwrap();
             let again = TrainedModel::open(&out, None).unwrap();
             let distance = distance(&values(&logits(&again, Dtype::F32, &ids, 12)), &exact);
             assert!(distance < tolerance, "{}: {distance:.1e}", out.display());
+            let blocks = quantised(&out, GgmlDType::Q8_0).len();
+            assert_eq!(blocks, if encoding == Encoding::Q8_0 && in_blocks { 2 } else { 0 }, "{}", out.display());
             assert_eq!(again.config.rope, trained.config.rope);
             assert_eq!(again.config.eos_token_ids, trained.config.eos_token_ids);
             assert_eq!(again.tokenizer.encode("abcab").unwrap(), trained.tokenizer.encode("abcab").unwrap());
         }
+    }
+}
+
+/// The names of the tensors of this type in a GGUF file.
+fn quantised(path: &Path, dtype: GgmlDType) -> Vec<String> {
+    let content = Content::read(&mut File::open(path).unwrap()).unwrap();
+    content.tensor_infos.into_iter().filter(|(_, info)| info.ggml_dtype == dtype).map(|(name, _)| name).collect()
+}
+
+/// The weights with each matrix rounded as `Q8_0` says: 32 values of a row are multiples of a 127th of the largest magnitude, and
+/// this step is stored in FP16.
+fn in_blocks_of_32(trained: &TrainedModel) -> Parameters {
+    let weights = trained.masters().unwrap();
+    for tensor in weights.tensors().iter().filter(|tensor| tensor.rank() == 2) {
+        let mut rounded: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
+        for block in rounded.chunks_exact_mut(32) {
+            let step = block.iter().fold(0_f32, |most, x| most.max(x.abs())) / 127.0;
+            for x in block {
+                *x = (*x / step).round() * f16::from_f32(step).to_f32();
+            }
+        }
+        let rounded = Tensor::from_vec(rounded, tensor.shape(), &Device::Cpu).unwrap();
+        finetune::engine::kernels::view::copy(&rounded, tensor).unwrap();
+    }
+    weights
+}
+
+/// Of models whose rows are all of whole blocks; nothing but the order of a sum may differ from weights that are rounded here.
+#[test]
+fn a_file_of_blocks_has_the_weights_that_its_type_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let sizes = [("hidden_size", 64.into()), ("head_dim", 16.into()), ("intermediate_size", 96.into())];
+    let gemma = [&sizes[..], &[("query_pre_attn_scalar", 16.into())]].concat();
+    for (name, sizes) in [("llama", &sizes[..]), ("mistral", &sizes), ("qwen3", &sizes), ("gemma3", &gemma)] {
+        let trained = wavy_model(&format!("families/{name}"), folder.path(), sizes);
+        let ids = ids(&trained, 36);
+        let expected = in_blocks_of_32(&trained);
+        let matrices = expected.tensors().iter().filter(|tensor| tensor.rank() == 2).count();
+        let expected = values(&logits_of(&trained, &expected, &ids, 12));
+        let out = folder.path().join(format!("{name}.gguf"));
+        export(&trained, Encoding::Q8_0, Format::of(&out), Parts::Merged, &out).unwrap();
+        assert_eq!(quantised(&out, GgmlDType::Q8_0).len(), matrices, "{name}");
+        let again = TrainedModel::open(&out, None).unwrap();
+        let exact = distance(&values(&logits(&trained, Dtype::F32, &ids, 12)), &expected);
+        let distance = distance(&values(&logits(&again, Dtype::F32, &ids, 12)), &expected);
+        assert!(distance < 1e-6, "{name}: {distance:.1e}");
+        assert!(exact > 1e-3, "{name}: rounding changes logits by {exact:.1e} only");
     }
 }
 

@@ -68,7 +68,8 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-const LIMIT: usize = 64 << 10;
+/// Limit on the allocations of a step: 27,088 bytes were the most, with two micro-batches in half precision.
+const LIMIT: usize = 32 << 10;
 /// Limit on an engine's allocations besides its buffers: the survey's histogram for each parameter, and names; and the queues of
 /// the threads' pool, which take another block of 1.5 kB now and then.
 const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
@@ -76,7 +77,7 @@ const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
 const WARM_UP: usize = 20;
 
 #[test]
-fn a_steady_state_step_allocates_at_most_64_kb() {
+fn a_steady_state_step_allocates_at_most_32_kib() {
     let _alone = alone();
     let config = ModelSpec::named("tiny").unwrap().resized(2, 64, 4);
     let text = grammar::text(1, 60_000);

@@ -8,14 +8,18 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
 use finetune::engine::collective::{Collective, Solo};
 use finetune::engine::kernels::{Fused, Kernels, view};
-use finetune::engine::model::{Decoder, Keep, Mode, ModelSpec, Parameters, Workspace};
+use finetune::engine::model::{Decoder, Keep, Mode, ModelSpec, ParamSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, MasterWeights, ScheduleKind, Survey};
-use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
+use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
+use finetune::store::adapter::AdapterFolder;
+use finetune::store::base::over_base;
 use finetune::train::{Engine, Outcome, StepReport, TrainState};
 
-use super::compare::assert_close;
+use super::compare::{assert_close, max_difference, values};
 use super::golden::{Case, Trajectory};
+
+pub(crate) const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
 
 /// The settings of a run besides its initial weights.
 pub(crate) struct Settings {
@@ -77,11 +81,74 @@ pub(crate) fn read_model(folder: &Path) -> (ModelSpec, Parameters) {
     (config, masters)
 }
 
+/// Adapters over the model in a folder, which is read in `compute`.
+pub(crate) fn over_folder(base: &ModelFolder, spec: &ModelSpec, compute: Dtype) -> Parameters {
+    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
+    over_base(spec, compute, 1, &Device::Cpu, "base", None, read).unwrap().parameters
+}
+
 impl Case {
     /// The engine with this case's initial weights and settings, for micro-batches of `rows` rows.
     pub(crate) fn engine(&self, policy: PrecisionPolicy, rows: usize) -> Engine {
-        let (config, masters) = read_model(&self.folder);
-        self.engine_over(&config, masters, policy, rows)
+        let Some(adapter) = &self.adapter else {
+            let (config, masters) = read_model(&self.folder);
+            return self.engine_over(&config, masters, policy, rows);
+        };
+        let adapter = AdapterFolder::open(adapter).unwrap();
+        let base = ModelFolder::open(&self.folder).unwrap();
+        let spec = adapter.spec(base.config()).unwrap();
+        let over = over_folder(&base, &spec, policy.compute);
+        adapter.read_parameters(&spec, &over).unwrap();
+        self.engine_over(&spec, over, policy, rows)
+    }
+
+    /// The engine for whole batches. Its loss scale is one at which no case overflows.
+    pub(crate) fn calm_engine(&self, policy: PrecisionPolicy) -> Engine {
+        let mut engine = self.engine(policy, self.rows());
+        if policy.needs_loss_scale() {
+            engine.state.scaler.set_scale(1024.0).unwrap();
+        }
+        engine
+    }
+
+    /// The first batch's gradients in this type.
+    pub(crate) fn gradients_in(&self, policy: PrecisionPolicy) -> BTreeMap<String, Tensor> {
+        let mut engine = self.calm_engine(policy);
+        let report = engine.step(&self.whole_batch(0)).unwrap();
+        unscaled(&engine, report.scale)
+    }
+
+    /// Asserts that FP32 logits are this case's.
+    pub(crate) fn assert_logits(&self) {
+        let logits = self.logits_of(&mut self.engine(PrecisionPolicy::FP32, self.rows()));
+        let difference = max_difference(&logits, &self.logits);
+        assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", self.name);
+    }
+
+    /// Asserts that rounding is all that separates half-precision gradients from this case's: 2^-11 and 2^-8 a value, times the
+    /// depth.
+    pub(crate) fn assert_half_precision_gradients(&self, [fp16, bf16]: [f64; 2]) {
+        for (policy, tolerance) in [(PrecisionPolicy::FP16, fp16), (PrecisionPolicy::BF16, bf16)] {
+            let what = format!("{} {policy}", self.name);
+            assert_close(&what, &self.gradients_in(policy), &self.gradients, tolerance, tolerance);
+        }
+    }
+
+    /// Asserts that every trained parameter receives a gradient.
+    pub(crate) fn assert_every_parameter_learns(&self) {
+        for policy in POLICIES {
+            let mut engine = self.engine(policy, self.rows());
+            engine.step(&self.whole_batch(0)).unwrap();
+            for (name, gradient) in engine.grads.total().iter() {
+                assert!(values(gradient).iter().any(|&g| g != 0.0), "{} {policy}: `{name}` has none", self.name);
+            }
+        }
+    }
+
+    /// The losses of `steps` steps of `engine`, and its masters afterwards.
+    pub(crate) fn learned(&self, engine: &mut Engine, steps: usize) -> (Vec<f64>, Vec<Vec<f64>>) {
+        let losses = (0..steps).map(|step| engine.step(&self.whole_batch(step)).unwrap().loss).collect();
+        (losses, by_name(engine.state.masters.parameters()).values().map(values).collect())
     }
 
     /// The same with other weights.
@@ -146,7 +213,8 @@ impl Case {
     }
 
     /// Asserts that the first FP32 step has this case's loss and gradients.
-    pub(crate) fn assert_first_step(&self, engine: &mut Engine) {
+    pub(crate) fn assert_first_step(&self) {
+        let engine = &mut self.engine(PrecisionPolicy::FP32, self.rows());
         let report = engine.step(&self.whole_batch(0)).unwrap();
         let expected = &self.trajectory.fp32[0];
         assert!((report.loss - expected.loss).abs() < 2e-6 * expected.loss, "{}: loss {}", self.name, report.loss);
@@ -156,8 +224,8 @@ impl Case {
     }
 
     /// Asserts that twenty FP32 steps have this case's losses and end in its parameters.
-    pub(crate) fn assert_twenty_steps(&self, engine: &mut Engine) {
-        self.assert_twenty_steps_of(engine, self.rows());
+    pub(crate) fn assert_twenty_steps(&self) {
+        self.assert_twenty_steps_of(&mut self.engine(PrecisionPolicy::FP32, self.rows()), self.rows());
     }
 
     /// The same for micro-batches of `rows` rows.

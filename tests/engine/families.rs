@@ -1,71 +1,49 @@
 //! Llama, Mistral, Qwen 2 and 3, and Gemma 3 against PyTorch and transformers: logits, loss, every gradient, twenty steps of
 //! AdamW, half precision; and against themselves: decoding with a cache, written configurations, threads.
 //!
-//! The values are those of `tests/golden/families`; its README says what each case is there for.
+//! The values are those of `tests/golden/families`; `make_families.py` says what each case is there for.
 
-use crate::common::compare::{assert_close, max_difference, relative, values};
-use crate::common::engine::{by_name, unscaled};
+use crate::common::compare::{relative, values};
+use crate::common::engine::POLICIES;
 use crate::common::golden::Case;
 use candle_core::{Device, Tensor};
 use finetune::engine::model::{Keep, KvCache, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
 use finetune::train::Outcome;
 
-const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
-
 #[test]
 fn logits_agree_with_transformers() {
     for case in Case::families() {
-        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        let difference = max_difference(&case.logits_of(&mut engine), &case.logits);
-        assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
+        case.assert_logits();
     }
 }
 
 #[test]
 fn loss_and_every_gradient_agree_with_transformers() {
     for case in Case::families() {
-        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        case.assert_first_step(&mut engine);
+        case.assert_first_step();
     }
 }
 
 #[test]
 fn twenty_adamw_steps_agree_with_transformers() {
     for case in Case::families() {
-        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        case.assert_twenty_steps(&mut engine);
+        case.assert_twenty_steps();
     }
 }
 
-/// Rounding is all that may separate half-precision gradients from PyTorch's: 2^-11 and 2^-8 a value, times the depth. Gemma's
-/// blocks have twice the norms of the others, and its case has three of them.
+/// Gemma's blocks have twice the norms of the others, and its case has three of them.
 #[test]
 fn half_precision_gradients_are_pytorchs_but_for_rounding() {
     for case in Case::families() {
-        for (policy, tolerance) in [(PrecisionPolicy::FP16, 6e-3), (PrecisionPolicy::BF16, 4e-2)] {
-            let mut engine = case.engine(policy, case.rows());
-            if policy.needs_loss_scale() {
-                // Below the overflows that the case's own initial scale is there to provoke.
-                engine.state.scaler.set_scale(1024.0).unwrap();
-            }
-            let report = engine.step(&case.whole_batch(0)).unwrap();
-            let gradients = unscaled(&engine, report.scale);
-            assert_close(&format!("{} {policy}", case.name), &gradients, &case.gradients, tolerance, tolerance);
-        }
+        case.assert_half_precision_gradients([6e-3, 4e-2]);
     }
 }
 
 #[test]
 fn every_parameter_receives_a_gradient() {
     for case in Case::families() {
-        for policy in POLICIES {
-            let mut engine = case.engine(policy, case.rows());
-            engine.step(&case.whole_batch(0)).unwrap();
-            for (name, gradient) in engine.grads.total().iter() {
-                assert!(values(gradient).iter().any(|&g| g != 0.0), "{} {policy}: `{name}` has none", case.name);
-            }
-        }
+        case.assert_every_parameter_learns();
     }
 }
 
@@ -74,10 +52,7 @@ fn every_parameter_receives_a_gradient() {
 fn half_precision_losses_follow_those_of_fp32() {
     for case in Case::families() {
         for policy in [PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
-            let mut engine = case.engine(policy, case.rows());
-            if policy.needs_loss_scale() {
-                engine.state.scaler.set_scale(1024.0).unwrap();
-            }
+            let mut engine = case.calm_engine(policy);
             for (step, expected) in case.trajectory.fp32.iter().enumerate() {
                 let report = engine.step(&case.whole_batch(step)).unwrap();
                 assert!(report.outcome != Outcome::Skipped, "{} {policy}: step {step} overflows", case.name);
@@ -129,11 +104,8 @@ fn recomputed_blocks_change_no_bit() {
     for case in Case::families() {
         for policy in POLICIES {
             let step = |keep| {
-                let mut engine = case.engine(policy, case.rows());
-                if policy.needs_loss_scale() {
-                    // An overflow's NaN is equal to nothing.
-                    engine.state.scaler.set_scale(1024.0).unwrap();
-                }
+                // An overflow's NaN is equal to nothing.
+                let mut engine = case.calm_engine(policy);
                 let shape = (case.rows(), engine.workspace.seq_len());
                 engine.workspace =
                     Workspace::for_training(engine.model.spec(), policy, shape, keep, &Device::Cpu).unwrap();
@@ -152,12 +124,7 @@ fn a_step_is_deterministic() {
         for policy in POLICIES {
             let run = |threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                pool.install(|| {
-                    let mut engine = case.engine(policy, case.rows());
-                    let losses: Vec<f64> =
-                        (0..2).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
-                    (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
-                })
+                pool.install(|| case.learned(&mut case.engine(policy, case.rows()), 2))
             };
             assert!(run(1) == run(3), "{} {policy}: two runs differ", case.name);
         }

@@ -3,76 +3,67 @@
 //!
 //! The values are those of `tests/golden/lora`; `make_lora.py` says how they were made.
 
-use crate::common::compare::{assert_close, max_difference, relative, values};
-use crate::common::engine::{by_name, unscaled};
-use crate::common::golden::Case;
+use crate::common::compare::{assert_close, relative, values};
+use crate::common::engine::{POLICIES, by_name, over_folder, unscaled};
+use crate::common::golden::{Case, LORA};
 use candle_core::{Device, Tensor};
-use finetune::engine::model::{
-    Keep, KvCache, Layer, Lora, Mode, ModelSpec, ParamRole, ParamSpec, Parameters, Workspace,
-};
+use finetune::engine::model::{Keep, KvCache, Layer, Lora, Mode, ModelSpec, ParamRole, Parameters, Workspace};
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
-use finetune::store::base::over_base;
 use finetune::train::Engine;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
-
-/// The engine of a case: its adapters over its base.
-fn engine(case: &Case, policy: PrecisionPolicy, rows: usize) -> Engine {
-    let adapter = AdapterFolder::open(case.adapter.as_ref().unwrap()).unwrap();
-    let base = ModelFolder::open(&case.folder).unwrap();
-    let spec = adapter.spec(base.config()).unwrap();
-    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
-    let over = over_base(&spec, policy.compute, 1, &Device::Cpu, "base", None, read).unwrap();
-    adapter.read_parameters(&spec, &over.parameters).unwrap();
-    case.engine_over(&spec, over.parameters, policy, rows)
-}
-
 #[test]
 fn logits_agree_with_peft() {
     for case in Case::lora() {
-        let difference =
-            max_difference(&case.logits_of(&mut engine(&case, PrecisionPolicy::FP32, case.rows())), &case.logits);
-        assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
+        case.assert_logits();
     }
 }
 
 #[test]
 fn loss_and_every_gradient_agree_with_peft() {
     for case in Case::lora() {
-        let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
-        case.assert_first_step(&mut engine);
+        case.assert_first_step();
     }
 }
 
 #[test]
 fn twenty_adamw_steps_agree_with_peft() {
     for case in Case::lora() {
-        let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
-        case.assert_twenty_steps(&mut engine);
+        case.assert_twenty_steps();
     }
 }
 
-/// Rounding is all that may separate half-precision gradients from PyTorch's: 2^-11 and 2^-8 a value, times the depth. A factor's
-/// gradient has the rounding of the other factor's output too; that of keys is the worst, being the smallest. Which way a single
-/// tensor's roundings fall is chance, so the mean square over all of them has a bound of its own, half of that.
+/// The largest error of a gradient in BF16, and their root mean square. PyTorch's own gradients of a model in BF16 have errors of
+/// this size: of Gemma 3 0.103 and 0.037. There as here that of `layers.1.self_attn.k_proj.lora_B` is the largest: softmax ignores
+/// what is added to all scores, so most of a key's gradient cancels, but only after its parts were rounded.
+const BF16_ERRORS: [(&str, f64, f64); 8] = [
+    ("gpt2", 0.017, 0.010),
+    ("gpt2-dora", 0.022, 0.013),
+    ("llama-rslora", 0.026, 0.017),
+    ("llama-biases-dora", 0.050, 0.029),
+    ("qwen3", 0.040, 0.022),
+    ("qwen3-dora", 0.052, 0.030),
+    ("gemma3", 0.100, 0.046),
+    ("gemma3-dora", 0.075, 0.044),
+];
+
+/// FP16 has three more bits than BF16, and so an eighth of its errors.
 #[test]
 fn half_precision_gradients_are_pefts_but_for_rounding() {
-    for case in Case::lora() {
-        for (policy, tolerance) in [(PrecisionPolicy::FP16, 1.2e-2), (PrecisionPolicy::BF16, 0.1)] {
-            let mut engine = engine(&case, policy, case.rows());
-            if policy.needs_loss_scale() {
-                engine.state.scaler.set_scale(1024.0).unwrap();
-            }
-            let report = engine.step(&case.whole_batch(0)).unwrap();
-            let gradients = unscaled(&engine, report.scale);
-            assert_close(&format!("{} {policy}", case.name), &gradients, &case.gradients, tolerance, tolerance);
+    assert_eq!(BF16_ERRORS.map(|(name, ..)| name), LORA);
+    let cases =
+        |(name, worst, mean)| Case::lora_of(name).for_all_kernels().into_iter().map(move |case| (case, worst, mean));
+    for (case, worst, mean) in BF16_ERRORS.into_iter().flat_map(cases) {
+        for (policy, share) in [(PrecisionPolicy::FP16, 0.125), (PrecisionPolicy::BF16, 1.0)] {
+            let gradients = case.gradients_in(policy);
             let errors = case.gradients.iter().map(|(name, truth)| relative(&gradients[name], truth));
-            let mean_square = errors.map(|error| error * error).sum::<f64>() / case.gradients.len() as f64;
-            assert!(mean_square.sqrt() <= tolerance / 2.0, "{} {policy}: {:.2e}", case.name, mean_square.sqrt());
+            let errors: Vec<f64> = errors.collect();
+            let mean_square = errors.iter().map(|error| error * error).sum::<f64>() / errors.len() as f64;
+            assert_close(&format!("{} {policy}", case.name), &gradients, &case.gradients, share * worst, share * worst);
+            assert!(mean_square.sqrt() <= share * mean, "{} {policy}: {:.2e}", case.name, mean_square.sqrt());
         }
     }
 }
@@ -82,7 +73,7 @@ fn half_precision_gradients_are_pefts_but_for_rounding() {
 fn the_base_stays_as_it_is() {
     for case in Case::lora() {
         for policy in POLICIES {
-            let mut engine = engine(&case, policy, case.rows());
+            let mut engine = case.engine(policy, case.rows());
             let base = |engine: &Engine| by_name(engine.state.weights.base().unwrap());
             let copy = |(name, tensor): (String, Tensor)| (name, values(&tensor));
             let before: Vec<_> = base(&engine).into_iter().map(copy).collect();
@@ -108,8 +99,7 @@ fn recomputed_blocks_make_the_same_steps() {
                 let (rows, seq_len) = (case.rows(), case.whole_batch(0)[0].seq_len);
                 let spec = engine.model.spec().clone();
                 engine.workspace = Workspace::for_training(&spec, policy, (rows, seq_len), keep, &Device::Cpu).unwrap();
-                let losses: Vec<f64> = (0..3).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
-                (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
+                case.learned(&mut engine, 3)
             };
             assert!(run(Keep::All) == run(Keep::BlockInput), "{} {policy}", case.name);
         }
@@ -117,7 +107,7 @@ fn recomputed_blocks_make_the_same_steps() {
 }
 
 fn with_dropout(case: &Case, policy: PrecisionPolicy, dropout: f64) -> Engine {
-    let engine = engine(case, policy, case.rows());
+    let engine = case.engine(policy, case.rows());
     let spec = engine.model.spec().clone();
     let spec = ModelSpec { lora: spec.lora.clone().map(|lora| Lora { dropout, ..lora }), ..spec };
     let base = engine.state.weights.base().cloned();
@@ -168,7 +158,7 @@ fn gradients_under_dropout_are_those_of_the_loss() {
 #[test]
 fn decoding_computes_what_the_whole_pass_does() {
     for case in Case::lora() {
-        let mut engine = engine(&case, PrecisionPolicy::FP32, case.rows());
+        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
         let whole = case.logits_of(&mut engine);
         let batch = &case.whole_batch(0)[0];
         let spec = engine.model.spec();
@@ -186,11 +176,7 @@ fn decoding_computes_what_the_whole_pass_does() {
 #[test]
 fn a_run_is_deterministic() {
     for case in Case::lora() {
-        let run = || {
-            let mut engine = with_dropout(&case, PrecisionPolicy::FP16, 0.1);
-            let losses: Vec<f64> = (0..5).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
-            (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
-        };
+        let run = || case.learned(&mut with_dropout(&case, PrecisionPolicy::FP16, 0.1), 5);
         assert!(run() == run(), "{}: two runs differ", case.name);
     }
 }
@@ -199,8 +185,8 @@ fn a_run_is_deterministic() {
 #[test]
 fn micro_batches_make_the_same_step_as_the_whole_batch() {
     for case in Case::lora() {
-        let mut whole = engine(&case, PrecisionPolicy::FP32, case.rows());
-        let mut parts = engine(&case, PrecisionPolicy::FP32, 1);
+        let mut whole = case.engine(PrecisionPolicy::FP32, case.rows());
+        let mut parts = case.engine(PrecisionPolicy::FP32, 1);
         whole.step(&case.whole_batch(0)).unwrap();
         parts.step(&case.micro_batches(0, 1)).unwrap();
         assert_close(&case.name, &unscaled(&parts, 1.0), &unscaled(&whole, 1.0), 5e-6, 5e-6);
@@ -210,9 +196,9 @@ fn micro_batches_make_the_same_step_as_the_whole_batch() {
 /// What is written reads back to the same bits, and names the same layers.
 #[test]
 fn a_written_adapter_reads_back() {
-    for name in crate::common::golden::LORA {
+    for name in LORA {
         let case = Case::lora_of(name);
-        let trained = engine(&case, PrecisionPolicy::FP32, case.rows());
+        let trained = case.engine(PrecisionPolicy::FP32, case.rows());
         let (spec, masters) = (trained.model.spec(), trained.state.masters.parameters());
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter_model.safetensors");
@@ -224,11 +210,10 @@ fn a_written_adapter_reads_back() {
         let read = AdapterFolder::open(folder.path()).unwrap();
         let base = ModelFolder::open(&case.folder).unwrap();
         assert_eq!(&read.spec(base.config()).unwrap(), spec, "{name}");
-        let stored = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
-        let over = over_base(spec, Dtype::F32, 9, &Device::Cpu, "base", None, stored).unwrap();
-        read.read_parameters(spec, &over.parameters).unwrap();
+        let over = over_folder(&base, spec, Dtype::F32);
+        read.read_parameters(spec, &over).unwrap();
         let same = |(name, tensor): (&str, &Tensor)| assert_eq!(values(tensor), values(masters.get(name).unwrap()));
-        over.parameters.iter().for_each(same);
+        over.iter().for_each(same);
         assert!(Path::new(&path).is_file());
     }
 }
@@ -238,9 +223,8 @@ fn untrained(case: &Case, dora: bool, targets: BTreeSet<Layer>) -> Engine {
     let base = ModelFolder::open(&case.folder).unwrap();
     let lora = Lora { r: 2, alpha: 3.0, dropout: 0.0, rslora: false, dora, targets, saved: BTreeSet::new() };
     let spec = ModelSpec { lora: Some(lora), ..base.config().clone() };
-    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
-    let over = over_base(&spec, Dtype::F32, 1, &Device::Cpu, "base", None, read).unwrap();
-    let mut engine = case.engine_over(&spec, over.parameters, PrecisionPolicy::FP32, case.rows());
+    let over = over_folder(&base, &spec, Dtype::F32);
+    let mut engine = case.engine_over(&spec, over, PrecisionPolicy::FP32, case.rows());
     (engine.schedule.peak_lr, engine.max_grad_norm) = (0.0, None);
     engine
 }

@@ -2,14 +2,12 @@
 //!
 //! The values are those of `tests/golden`, and of `../shared/golden` where that folder is there.
 
-use crate::common::compare::{assert_close, max_difference, relative, skip, values};
-use crate::common::engine::{among, by_name, unscaled};
+use crate::common::compare::{assert_close, relative, skip};
+use crate::common::engine::{POLICIES, among, unscaled};
 use crate::common::golden::Case;
 use crate::common::processes::together;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::train::Outcome;
-
-const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
 
 /// Every case for every set of kernels. Prints it if the cases of `../shared` are missing.
 fn cases() -> Vec<Case> {
@@ -22,55 +20,35 @@ fn cases() -> Vec<Case> {
 #[test]
 fn logits_agree_with_pytorch() {
     for case in cases() {
-        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        let difference = max_difference(&case.logits_of(&mut engine), &case.logits);
-        assert!(difference < 1e-5, "{}: logits differ by {difference:.1e}", case.name);
+        case.assert_logits();
     }
 }
 
 #[test]
 fn loss_and_every_gradient_agree_with_pytorch() {
     for case in cases() {
-        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        case.assert_first_step(&mut engine);
+        case.assert_first_step();
     }
 }
 
-/// Rounding is all that may separate half-precision gradients from PyTorch's: 2^-11 and 2^-8 a value, times the depth.
 #[test]
 fn half_precision_gradients_are_pytorchs_but_for_rounding() {
     for case in cases() {
-        for (policy, tolerance) in [(PrecisionPolicy::FP16, 4e-3), (PrecisionPolicy::BF16, 3e-2)] {
-            let mut engine = case.engine(policy, case.rows());
-            if policy.needs_loss_scale() {
-                // Below the overflows that the case's own initial scale is there to provoke.
-                engine.state.scaler.set_scale(1024.0).unwrap();
-            }
-            let report = engine.step(&case.whole_batch(0)).unwrap();
-            let gradients = unscaled(&engine, report.scale);
-            assert_close(&format!("{} {policy}", case.name), &gradients, &case.gradients, tolerance, tolerance);
-        }
+        case.assert_half_precision_gradients([4e-3, 3e-2]);
     }
 }
 
 #[test]
 fn every_parameter_receives_a_gradient() {
     for case in cases() {
-        for policy in POLICIES {
-            let mut engine = case.engine(policy, case.rows());
-            engine.step(&case.whole_batch(0)).unwrap();
-            for (name, gradient) in engine.grads.total().iter() {
-                assert!(values(gradient).iter().any(|&g| g != 0.0), "{} {policy}: `{name}` has none", case.name);
-            }
-        }
+        case.assert_every_parameter_learns();
     }
 }
 
 #[test]
 fn twenty_adamw_steps_agree_with_pytorch() {
     for case in cases() {
-        let mut engine = case.engine(PrecisionPolicy::FP32, case.rows());
-        case.assert_twenty_steps(&mut engine);
+        case.assert_twenty_steps();
     }
 }
 
@@ -125,10 +103,7 @@ fn micro_batches_make_the_same_step_as_the_whole_batch() {
 #[test]
 fn fp32_gradients_are_closer_than_fp16_gradients() {
     let distance = |case: &Case, grads: Dtype| -> f64 {
-        let mut engine = case.engine(PrecisionPolicy { grads, ..PrecisionPolicy::FP16 }, case.rows());
-        engine.state.scaler.set_scale(1024.0).unwrap();
-        let report = engine.step(&case.whole_batch(0)).unwrap();
-        let gradients = unscaled(&engine, report.scale);
+        let gradients = case.gradients_in(PrecisionPolicy { grads, ..PrecisionPolicy::FP16 });
         gradients.iter().map(|(name, gradient)| relative(gradient, &case.gradients[name]).powi(2)).sum()
     };
     for case in Case::own("deep").for_all_kernels() {
@@ -142,11 +117,7 @@ fn fp32_gradients_are_closer_than_fp16_gradients() {
 fn a_step_is_deterministic() {
     let cases = Case::own("deep").for_all_kernels();
     for (case, policy) in cases.iter().flat_map(|case| POLICIES.map(|policy| (case, policy))) {
-        let run = || {
-            let mut engine = case.engine(policy, case.rows());
-            let losses: Vec<f64> = (0..5).map(|step| engine.step(&case.whole_batch(step)).unwrap().loss).collect();
-            (losses, by_name(engine.state.masters.parameters()).values().map(values).collect::<Vec<_>>())
-        };
+        let run = || case.learned(&mut case.engine(policy, case.rows()), 5);
         assert!(run() == run(), "{} {policy}: two runs differ", case.name);
     }
 }

@@ -1,6 +1,7 @@
 //! The comparators of the tests reject differences and numbers that are not finite.
 
-use crate::common::compare::{assert_close, distance, furthest, largest, max_difference, relative};
+use crate::common::compare::{assert_close, distance, furthest, largest, max_difference, relative, skip};
+use crate::common::launch;
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -61,4 +62,21 @@ fn a_swapped_tensor_and_an_error_of_one_percent_are_found() {
     assert!(is_refused(|| close(&[&b, &a], &[&a, &b], 0.1)));
     assert!(is_refused(|| close(&[&a.map(|x| x * 1.01), &b], &[&a, &b], 0.0099)));
     assert!(is_refused(|| close(&[&a], &[&a, &b], 0.1)), "a tensor is missing");
+}
+
+#[test]
+#[ignore = "started by the test below"]
+fn skips_itself() {
+    skip("shared", "it lacks something");
+}
+
+#[test]
+fn what_is_missing_fails_a_test_if_it_is_required() {
+    for (required, passes) in [("", true), ("python,tmux", true), ("python,shared", false)] {
+        let mut test = launch::command(std::env::current_exe().unwrap());
+        test.args(["--exact", "comparators::skips_itself", "--ignored"]);
+        let output = test.env("FINETUNE_REQUIRE", required).output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success() == passes && said.contains("1 test"), "{required}: {said}");
+    }
 }

@@ -132,7 +132,7 @@ pub(crate) fn values(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// The visible and hidden names in a folder, sorted.
-pub(crate) fn names(folder: &Path) -> Vec<String> {
+pub(crate) fn names(folder: impl AsRef<Path>) -> Vec<String> {
     let mut names: Vec<String> =
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();

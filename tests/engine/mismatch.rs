@@ -1,6 +1,6 @@
 //! `finetune mismatch`: training's and generation's probabilities of the same tokens, against values computed otherwise.
 
-use crate::common::launch;
+use crate::common::desk::Desk;
 use finetune::data::TokenSource;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::model::{Decoder, KvCache, Mode, Parameters, Tokens, Workspace};
@@ -8,26 +8,14 @@ use finetune::inference::evaluate::{Windows, evaluate};
 use finetune::inference::mismatch::{Mismatch, Sequences, log_probs};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
-use serde_json::Value;
-use std::path::Path;
 
 const TOKENS: usize = 40;
 
-/// The exit code, and what the command printed: its result, or with a failure everything. A phase that takes long is named on
-/// standard error.
-fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
-    let output = launch::program().args(arguments).current_dir(folder).output().unwrap();
-    let text = if output.status.success() { output.stdout } else { [output.stdout, output.stderr].concat() };
-    (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
-}
-
 /// A folder with the run `r`: `tiny`, trained for a moment.
-fn trained() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let train = ["--run", "r", "--steps", "40", "--plain", "--seq-len", "64", "--set", "train.eval_batches=1"];
-    let (code, text) = finetune(folder.path(), &train);
-    assert_eq!(code, 0, "{text}");
-    folder
+fn trained() -> Desk {
+    let desk = Desk::empty();
+    desk.said("--run r --steps 40 --plain --seq-len 64 --set train.eval_batches=1");
+    desk
 }
 
 fn measured(model: &TrainedModel, policy: PrecisionPolicy, sequences: &Sequences) -> Mismatch {
@@ -50,8 +38,8 @@ fn after(model: &Decoder, weights: &Parameters, past: &[u32], id: u32) -> f64 {
 
 #[test]
 fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
-    let folder = trained();
-    let model = TrainedModel::open(&folder.path().join("checkpoints/r"), None).unwrap();
+    let desk = trained();
+    let model = TrainedModel::open(&desk.run("r"), None).unwrap();
     let (decoder, weights) = model.load(PrecisionPolicy::FP32, &OpenDevice::cpu()).unwrap();
     let prompt: Vec<u32> = "The ".bytes().map(u32::from).collect();
     let sequences =
@@ -94,53 +82,45 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
 
 #[test]
 fn the_command_prints_a_table_and_an_object() {
-    let folder = trained();
-    let arguments = ["mismatch", "r", "--dtype", "fp16,bf16,fp32", "-n", "20", "--sequences", "2", "--prompt", "The "];
-    let (code, text) = finetune(folder.path(), &arguments);
-    assert_eq!(code, 0, "{text}");
+    let desk = trained();
+    let line = "mismatch r --dtype fp16,bf16,fp32 -n 20 --sequences 2 --prompt The";
+    let text = desk.said(line);
     let names: Vec<_> = text.lines().skip(2).take(3).map(|line| line.split_whitespace().next().unwrap()).collect();
     assert_eq!(names, ["fp16", "bf16", "fp32"], "{text}");
-    let (code, text) = finetune(folder.path(), &[&arguments[..], &["--json"]].concat());
-    assert_eq!(code, 0, "{text}");
-    let json: Value = serde_json::from_str(&text).unwrap();
+    let json = desk.json(&format!("{line} --json"));
     assert_eq!(json["types"]["bf16"]["tokens"], 40);
     assert!(json["types"]["fp32"]["largest"].as_f64().unwrap() < 1e-5, "{json}");
     assert!(json["types"]["bf16"]["sequence_ratio"]["max"].as_f64().unwrap() > 0.0, "{json}");
     for (wrong, said) in [
-        (&["mismatch", "r", "--dtype", "fp16,int8"][..], "int8"),
-        (&["mismatch", "r", "--dtype", "fp16,fp16"][..], "stands twice"),
-        (&["mismatch", "r", "-n", "128", "--prompt", "a"][..], "--max-tokens"),
-        (&["mismatch", "r", "--sequences", "0"][..], "--sequences"),
+        ("r --dtype fp16,int8", "int8"),
+        ("r --dtype fp16,fp16", "stands twice"),
+        ("r -n 128 --prompt a", "--max-tokens"),
+        ("r --sequences 0", "--sequences"),
     ] {
-        let (code, text) = finetune(folder.path(), wrong);
-        assert!(code == 2 && text.contains(said), "{wrong:?}: {code} {text}");
+        let complaint = desk.refused(&format!("mismatch {wrong}"));
+        assert!(complaint.contains(said), "{wrong}: {complaint}");
     }
 }
 
 /// Each type is measured in a process of its own and stands in one table; with `--latency`, so do percentiles.
 #[test]
 fn bench_compares_types_and_measures_latency() {
-    let folder = tempfile::tempdir().unwrap();
-    let bench =
-        ["bench", "--device", "cpu", "--model", "tiny", "--layers", "1", "--batch-size", "2", "--seq-len", "16"];
-    let run = |more: &[&str]| finetune(folder.path(), &[&bench[..], more].concat());
-    let (code, text) = run(&["--dtype", "fp32,fp16,bf16", "--steps", "2", "--warmup", "1"]);
-    assert_eq!(code, 0, "{text}");
+    let desk = Desk::empty();
+    let bench = "bench --device cpu --model tiny --layers 1 --batch-size 2 --seq-len 16";
+    let text = desk.said(&format!("{bench} --dtype fp32,fp16,bf16 --steps 2 --warmup 1"));
     let rows: Vec<Vec<&str>> = text.lines().take(4).map(|line| line.split_whitespace().collect()).collect();
     assert_eq!([rows[1][0], rows[2][0], rows[3][0]], ["fp32", "fp16", "bf16"], "{text}");
     assert_eq!([rows[1][2], rows[1][4], rows[1][6]], ["1.00", "1.00", "+0.0e0"], "{text}");
     let distance = |row: usize| rows[row][6].parse::<f64>().unwrap().abs();
     assert!(distance(2) < 1e-2 && distance(3) < 5e-2 && distance(2) + distance(3) > 0.0, "{text}");
-    let (code, text) = run(&["--latency", "20"]);
-    assert_eq!(code, 0, "{text}");
-    let json: Value = serde_json::from_str(&text).unwrap();
+    let json = desk.json(&format!("{bench} --latency 20"));
     for what in ["forward_ms", "token_ms"] {
         let [p50, p95, p99] = ["p50", "p95", "p99"].map(|share| json[what][share].as_f64().unwrap());
         assert!(0.0 < p50 && p50 <= p95 && p95 <= p99, "{json}");
     }
     assert_eq!(json["passes"], 20);
-    let (code, text) = run(&["--latency", "5", "--dtype", "fp32,bf16"]);
-    assert!(code == 0 && text.lines().nth(2).unwrap().starts_with("bf16 "), "{text}");
-    let (code, text) = run(&["--latency", "0"]);
-    assert!(code == 2 && text.contains("--latency"), "{text}");
+    let text = desk.said(&format!("{bench} --latency 5 --dtype fp32,bf16"));
+    assert!(text.lines().nth(2).unwrap().starts_with("bf16 "), "{text}");
+    let complaint = desk.refused(&format!("{bench} --latency 0"));
+    assert!(complaint.contains("--latency"), "{complaint}");
 }

@@ -169,7 +169,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
         let theirs = bench.transformers(&out, &prompt, 1);
         let read_alike = distance(&numbers(&theirs["logits"]), &again);
         let rounded = distance(&again, &ours);
-        eprintln!("{encoding:?}: {read_alike:.1e} from transformers' reading, {rounded:.1e} from the exact weights");
+        println!("{encoding:?}: {read_alike:.1e} from transformers' reading, {rounded:.1e} from the exact weights");
         assert!(read_alike < 1e-5 && rounded < tolerance, "{encoding:?}: {read_alike:.1e}, {rounded:.1e}");
         fs::remove_file(out).unwrap();
     }
@@ -237,7 +237,7 @@ fn lora_learns_the_drawers_of_the_built_in_chats() {
         command.args(["--dtype", dtype, "--run", run, "--plain"]).stdout(Stdio::null()).stderr(Stdio::piped());
         finish(command.spawn().unwrap());
         let exact = exact_answers(&bench, &bench.path("checkpoints").join(run), dtype);
-        eprintln!("{run}: {exact} of 40 answers, {base} before");
+        println!("{run}: {exact} of 40 answers, {base} before");
         assert_eq!(exact, 40, "{run}: docs/adapters.md says 40 of 40");
     }
 }
@@ -256,7 +256,7 @@ fn fine_tuning_lowers_the_loss_alike_in_every_type_and_survives_a_kill() {
         .map(|dtype| {
             finish(train(&bench, dtype, dtype, TRAINING, false));
             let after = validation(&runs.join(dtype));
-            eprintln!("{dtype}: validation loss {before:.4} before, {after:.4} after {STEPS} steps");
+            println!("{dtype}: validation loss {before:.4} before, {after:.4} after {STEPS} steps");
             assert!(after < 0.97 * before, "{dtype}: {before} before, {after} after");
             after
         })

@@ -3,40 +3,24 @@
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use crate::alone;
-use crate::common::launch;
-use finetune::data::Tokenizer;
+use crate::common::desk::Desk;
 use finetune::telemetry::{Event, Record, ScaleCause, ScaleUpdate, StepRecord, StepStatus, read};
 
 /// Peak memory that every command stays below, in MiB; a program that has done nothing takes about 20.
 const MOST_MIB: u64 = 100;
 
-fn command(folder: &Path, line: &str) -> Command {
-    let mut command = launch::program();
-    command.current_dir(folder).args(line.split_whitespace()).env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
-    command
-}
-
 /// A run of two steps in `checkpoints/long`, whose log is then continued up to step `steps`.
-fn long_run(folder: &Path, steps: u64) {
-    let model = folder.join("model");
-    fs::create_dir(&model).unwrap();
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
-    for name in ["config.json", "model.safetensors"] {
-        fs::copy(golden.join(name), model.join(name)).unwrap();
-    }
-    fs::write(model.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
-    fs::write(folder.join("text.txt"), "some words to learn from, and a few more; ".repeat(20)).unwrap();
-    let line = "--model model --data text.txt --run long --steps 2 --seq-len 8 --batch-size 2 --plain \
-                --set train.sample_tokens=0 --set telemetry.exponents_every=1";
-    assert!(command(folder, line).output().unwrap().status.success());
-
-    let log = folder.join("checkpoints/long/events.jsonl");
+fn long_run(desk: &Desk, steps: u64) {
+    desk.said(
+        "--model model --data text.txt --run long --steps 2 --seq-len 8 --batch-size 2 --plain \
+         --set train.sample_tokens=0 --set telemetry.exponents_every=1",
+    );
+    let log = desk.run("long").join("events.jsonl");
     let mut records = read(&log).unwrap();
     let is_step = |record: &Record| matches!(&record.event, Event::Step(_));
     let Event::Step(step) = records.iter().rfind(|record| is_step(record)).unwrap().event.clone() else { panic!() };
@@ -72,10 +56,10 @@ fn long_run(folder: &Path, steps: u64) {
 }
 
 /// Runs a command, and returns the seconds it took and its peak memory in MiB.
-fn measured(folder: &Path, line: &str) -> (f64, u64) {
+fn measured(desk: &Desk, line: &str) -> (f64, u64) {
     let began = Instant::now();
-    let stderr = folder.join("stderr");
-    let mut child = command(folder, line).stdout(Stdio::null()).stderr(File::create(&stderr).unwrap()).spawn().unwrap();
+    let stderr = desk.path("stderr");
+    let mut child = desk.command(line).stdout(Stdio::null()).stderr(File::create(&stderr).unwrap()).spawn().unwrap();
     let status = format!("/proc/{}/status", child.id());
     let mut peak = 0;
     let code = loop {
@@ -92,12 +76,12 @@ fn measured(folder: &Path, line: &str) -> (f64, u64) {
 }
 
 fn open_a_log_of(steps: u64, most_seconds: f64) {
-    let folder = tempfile::tempdir().unwrap();
-    long_run(folder.path(), steps);
-    let runs = folder.path().join("checkpoints");
+    let desk = Desk::new();
+    long_run(&desk, steps);
+    let runs = desk.path("checkpoints");
     fs::create_dir(runs.join("other")).unwrap();
     fs::copy(runs.join("long/events.jsonl"), runs.join("other/events.jsonl")).unwrap();
-    let bytes = fs::metadata(folder.path().join("checkpoints/long/events.jsonl")).unwrap().len();
+    let bytes = fs::metadata(desk.path("checkpoints/long/events.jsonl")).unwrap().len();
     println!("{steps} steps, {} MiB", bytes >> 20);
     assert!(bytes >> 20 > MOST_MIB / 2, "the log is too short for the bound to say anything");
     for line in [
@@ -111,20 +95,19 @@ fn open_a_log_of(steps: u64, most_seconds: f64) {
         "lab scaler --run long",
         "lab memory --run long",
     ] {
-        let (seconds, mib) = measured(folder.path(), line);
+        let (seconds, mib) = measured(&desk, line);
         println!("{seconds:6.1} s  {mib:4} MiB  finetune {line}");
         assert!(mib < MOST_MIB, "finetune {line} took {mib} MiB for a log of {} MiB", bytes >> 20);
         assert!(seconds < most_seconds, "finetune {line} took {seconds:.1} s");
     }
     // The lines of early steps have all of their figures.
-    let lines = command(folder.path(), "watch long --plain").output().unwrap().stdout;
-    let lines = String::from_utf8(lines).unwrap();
+    let lines = desk.said("watch long --plain");
     let early = lines.lines().find(|line| line.starts_with("step=128/")).unwrap();
     assert!(!early.contains("lr=0 ") && !early.contains("step_ms=0 "), "{early}");
-    let (seconds, mib) = measured(folder.path(), "--resume long --steps 4 --plain");
+    let (seconds, mib) = measured(&desk, "--resume long --steps 4 --plain");
     println!("{seconds:6.1} s  {mib:4} MiB  finetune --resume long");
     assert!(mib < MOST_MIB && seconds < most_seconds, "resuming took {mib} MiB and {seconds:.1} s");
-    let table = fs::read_to_string(folder.path().join("table.csv")).unwrap();
+    let table = fs::read_to_string(desk.path("table.csv")).unwrap();
     assert_eq!(table.lines().count() as u64, steps + 1);
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use crate::alone;
-use crate::common::launch;
+use crate::common::desk::Desk;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Tokenizer, grammar};
 use finetune::engine::model::{ModelSpec, Parameters};
@@ -16,45 +16,37 @@ const TOLERANCE: f64 = 0.1;
 /// training in part: from 11 % too little to 3 % too much were seen.
 const TOKENIZER_TOLERANCE: f64 = 0.2;
 
-fn finetune(folder: &Path, arguments: &[&str]) -> String {
-    let mut command = launch::program();
-    let output = command.args(arguments).current_dir(folder).output().unwrap();
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
 /// Trains, asks the laboratory, and compares with the peak that the kernel has counted.
-fn check(arguments: &[&str], tolerance: f64) {
-    let folder = tempfile::tempdir().unwrap();
-    train(folder.path(), arguments);
-    predict(folder.path(), arguments, tolerance);
+fn check(line: &str, tolerance: f64) {
+    let desk = Desk::empty();
+    train(&desk, line);
+    predict(&desk, line, tolerance);
 }
 
 /// The same of a run whose second process went on from a checkpoint.
-fn check_resumed(arguments: &[&str], tolerance: f64) {
-    let folder = tempfile::tempdir().unwrap();
-    train(folder.path(), arguments);
-    finetune(folder.path(), &["--resume", "run", "--steps", "6", "--plain"]);
-    predict(folder.path(), arguments, tolerance);
+fn check_resumed(line: &str, tolerance: f64) {
+    let desk = Desk::empty();
+    train(&desk, line);
+    desk.said("--resume run --steps 6 --plain");
+    predict(&desk, line, tolerance);
 }
 
-fn train(folder: &Path, arguments: &[&str]) {
-    let short: Vec<_> =
-        "--run run --plain --steps 3 --init-scale 65536 --set train.eval_batches=1".split(' ').collect();
+fn train(desk: &Desk, line: &str) {
     // A sample of as many tokens as by default takes longer than the steps.
-    finetune(folder, &[&["--set", "train.sample_tokens=8"], arguments, &short].concat());
+    desk.said(&format!(
+        "--set train.sample_tokens=8 {line} --run run --plain --steps 3 --init-scale 65536 --set train.eval_batches=1"
+    ));
 }
 
-fn predict(folder: &Path, arguments: &[&str], tolerance: f64) {
-    let report = finetune(folder, &["lab", "memory", "--run", "checkpoints/run", "--json"]);
-    let report: Value = serde_json::from_str(&report).unwrap();
+fn predict(desk: &Desk, line: &str, tolerance: f64) {
+    let report = desk.json("lab memory --run checkpoints/run --json");
     let run = &report["measured"];
     let (policy, measured) = (format!("{}{}", run["policy"], run["recipe"]), run["peak"].as_f64().unwrap());
     let items = run["engine"].as_array().unwrap();
     let predicted: f64 = items.iter().map(|item| item["bytes"].as_f64().unwrap()).sum();
     let error = predicted / measured - 1.0;
     println!(
-        "{arguments:?} {policy}: predicted {:.1} MiB, measured {:.1} MiB, {:+.1} %",
+        "{line} {policy}: predicted {:.1} MiB, measured {:.1} MiB, {:+.1} %",
         predicted / 1_048_576.0,
         measured / 1_048_576.0,
         error * 100.0
@@ -62,18 +54,22 @@ fn predict(folder: &Path, arguments: &[&str], tolerance: f64) {
     for item in items {
         println!("  {} {:.1}", item["group"], item["bytes"].as_f64().unwrap() / 1_048_576.0);
     }
-    assert!(error.abs() <= tolerance, "{arguments:?}: predicted {predicted}, measured {measured}");
+    assert!(error.abs() <= tolerance, "{line}: predicted {predicted}, measured {measured}");
 }
 
 #[test]
 fn tiny() {
     let _alone = alone();
-    for dtype in ["fp32", "fp16", "bf16"] {
-        check(&["--dtype", dtype], TOLERANCE);
+    for line in [
+        "--dtype fp32",
+        "--dtype fp16",
+        "--dtype bf16",
+        "--dtype fp16 --grad-accum 2",
+        "--dtype fp16 --set telemetry.probe_every=1",
+        "--dtype bf16 --batch-size 32 --set train.recompute=block",
+    ] {
+        check(line, TOLERANCE);
     }
-    check(&["--dtype", "fp16", "--grad-accum", "2"], TOLERANCE);
-    check(&["--dtype", "fp16", "--set", "telemetry.probe_every=1"], TOLERANCE);
-    check(&["--dtype", "bf16", "--batch-size", "32", "--set", "train.recompute=block"], TOLERANCE);
 }
 
 /// A vocabulary of 50,257 tokens over a model of a few million weights: the tokenizer takes as much as a third of the whole.
@@ -85,9 +81,9 @@ fn a_large_vocabulary_with_and_without_probes() {
     let vocabulary = 50_257;
     let spec = ModelSpec { vocab_size: vocabulary, ..ModelSpec::named("distilgpt2").unwrap().resized(2, 64, 2) };
     let path = save(folder.path(), &spec, tokenizer(vocabulary).as_bytes());
-    let shape = ["--model", &path, "--data", "grammar", "--dtype", "fp16", "--batch-size", "2", "--seq-len", "32"];
+    let shape = format!("--model {path} --data grammar --dtype fp16 --batch-size 2 --seq-len 32");
     check(&shape, TOKENIZER_TOLERANCE);
-    check(&[&shape[..], &["--set", "telemetry.probe_every=2"]].concat(), TOKENIZER_TOLERANCE);
+    check(&format!("{shape} --set telemetry.probe_every=2"), TOKENIZER_TOLERANCE);
     check_resumed(&shape, TOKENIZER_TOLERANCE);
 }
 
@@ -105,7 +101,7 @@ fn save(folder: &Path, spec: &ModelSpec, tokenizer: &[u8]) -> String {
     model.display().to_string()
 }
 
-const SHAPE: [&str; 6] = ["--data", "grammar", "--batch-size", "4", "--seq-len", "64"];
+const SHAPE: &str = "--data grammar --batch-size 4 --seq-len 64";
 
 /// A folder with a model of so many blocks of that width, over bytes.
 fn of_width(folder: &Path, blocks: usize, width: usize) -> String {
@@ -118,39 +114,36 @@ fn of_width(folder: &Path, blocks: usize, width: usize) -> String {
 #[test]
 fn adapters_are_predicted_as_such() {
     let _alone = alone();
-    let folder = tempfile::tempdir().unwrap();
-    let path = of_width(folder.path(), 4, 512);
-    let quantised = folder.path().join("model.gguf").display().to_string();
-    finetune(folder.path(), &["export", &path, &quantised, "--dtype", "q8_0"]);
-    let shape = [&SHAPE[..], &["--dtype", "bf16"]].concat();
-    let lora = ["--lora", "r=8,alpha=16"];
-    check(&[&shape[..], &["--model", &path]].concat(), TOLERANCE);
+    let desk = Desk::empty();
+    let path = of_width(desk.folder(), 4, 512);
+    let quantised = desk.path("model.gguf").display().to_string();
+    desk.said(&format!("export {path} {quantised} --dtype q8_0"));
+    let shape = format!("{SHAPE} --dtype bf16 --model");
+    check(&format!("{shape} {path}"), TOLERANCE);
     // A save makes no copy of the moments.
-    check(&[&shape[..], &["--model", &path, "--optimizer", "adamw8bit"]].concat(), TOLERANCE);
+    check(&format!("{shape} {path} --optimizer adamw8bit"), TOLERANCE);
     for base in [&path, &quantised] {
-        let lora = [&shape[..], &lora, &["--model", base]].concat();
-        check(&lora, TOLERANCE);
+        check(&format!("{shape} {base} --lora r=8,alpha=16"), TOLERANCE);
         // A probe copies a dense base to FP32, and shares blocks.
-        check(&[&lora[..], &["--set", "telemetry.probe_every=2"]].concat(), TOLERANCE);
+        check(&format!("{shape} {base} --lora r=8,alpha=16 --set telemetry.probe_every=2"), TOLERANCE);
     }
     // Keys and values of a long text sample were not counted: with what is packed, the prediction was 19 % too low.
-    let sample = ["--set", "train.sample_tokens=900"];
-    check(&[&shape[..], &lora, &["--model", &quantised], &sample].concat(), TOLERANCE);
+    check(&format!("{shape} {quantised} --lora r=8,alpha=16 --set train.sample_tokens=900"), TOLERANCE);
 }
 
 /// The table of a large vocabulary, 98 MiB in FP32, is read some rows at a time: whole, it would take more than the rest.
 #[test]
 fn a_frozen_table_is_read_in_parts() {
     let _alone = alone();
-    let folder = tempfile::tempdir().unwrap();
+    let desk = Desk::empty();
     let spec = ModelSpec { vocab_size: 50_000, ..ModelSpec::named("distilgpt2").unwrap().resized(1, 512, 8) };
-    let path = save(folder.path(), &spec, Tokenizer::byte().json());
-    let quantised = folder.path().join("model.gguf").display().to_string();
-    finetune(folder.path(), &["export", &path, &quantised, "--dtype", "q8_0"]);
+    let path = save(desk.folder(), &spec, Tokenizer::byte().json());
+    let quantised = desk.path("model.gguf").display().to_string();
+    desk.said(&format!("export {path} {quantised} --dtype q8_0"));
     // A GGUF file has a vocabulary of its own, and what reading its 50,000 tokens leaves with the allocator is not counted.
     for (base, tolerance) in [(&path, TOLERANCE), (&quantised, 0.15)] {
-        let lora = ["--dtype", "bf16", "--lora", "r=8,alpha=16", "--model", base];
-        check(&[&["--data", "grammar", "--batch-size", "1", "--seq-len", "32"][..], &lora].concat(), tolerance);
+        let line = "--data grammar --batch-size 1 --seq-len 32 --dtype bf16 --lora r=8,alpha=16";
+        check(&format!("{line} --model {base}"), tolerance);
     }
 }
 
@@ -160,8 +153,8 @@ fn packed_operands_are_predicted() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let path = of_width(folder.path(), 1, 1024);
-    let shape = ["--data", "grammar", "--dtype", "bf16", "--batch-size", "4", "--seq-len", "512"];
-    check(&[&shape[..], &["--lora", "r=8,alpha=16", "--model", &path]].concat(), TOLERANCE);
+    let line = "--data grammar --dtype bf16 --batch-size 4 --seq-len 512 --lora r=8,alpha=16";
+    check(&format!("{line} --model {path}"), TOLERANCE);
 }
 
 /// A probe widens masters that are not in FP32.
@@ -170,8 +163,8 @@ fn a_probe_of_narrow_masters_is_predicted() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let path = of_width(folder.path(), 4, 512);
-    let narrow = ["--dtype", "p=bf16,c=bf16,g=bf16,r=f32", "--set", "telemetry.probe_every=2"];
-    check(&[&SHAPE[..], &narrow, &["--model", &path]].concat(), TOLERANCE);
+    let narrow = "--dtype p=bf16,c=bf16,g=bf16,r=f32 --set telemetry.probe_every=2";
+    check(&format!("{SHAPE} {narrow} --model {path}"), TOLERANCE);
 }
 
 /// A byte-level BPE of so many tokens: the bytes, and pairs of what was there before.
@@ -213,7 +206,7 @@ fn distilgpt2() {
     std::fs::write(&tokenizer, Tokenizer::byte().json()).unwrap();
     std::fs::write(&text, grammar::text(1, 40_000)).unwrap();
     for dtype in ["fp32", "fp16"] {
-        let model = ["--model", "distilgpt2", "--init", "random", "--tokenizer", &tokenizer, "--data", &text];
-        check(&[&model[..], &["--dtype", dtype, "--batch-size", "4", "--seq-len", "32"]].concat(), TOLERANCE);
+        let model = format!("--model distilgpt2 --init random --tokenizer {tokenizer} --data {text}");
+        check(&format!("{model} --dtype {dtype} --batch-size 4 --seq-len 32"), TOLERANCE);
     }
 }

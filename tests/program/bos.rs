@@ -1,12 +1,10 @@
 //! The BOS token: which models have it, and that training, evaluation, generation, chat and export agree on it.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 
 use super::evaluate::with_tokenizer;
-use crate::common::launch;
+use crate::common::desk::Desk;
 use crate::common::python::{python, run_script};
-use assert_cmd::Command;
 use finetune::data::{Bos, Dataset, IGNORE_INDEX, Layout, Loader, Source, TokenSource, Tokenizer};
 use finetune::inference::trained::TrainedModel;
 use serde_json::{Value, json};
@@ -15,9 +13,9 @@ const BOS: u32 = 26;
 
 /// A model folder whose tokenizer of one-letter words has `<s>`. `added` is whether its post-processor adds it, and `key` the
 /// value of `add_bos_token`.
-fn model(added: bool, key: Option<bool>) -> tempfile::TempDir {
-    let folder = with_tokenizer("untied");
-    let file = folder.path().join("tokenizer.json");
+fn model(added: bool, key: Option<bool>) -> Desk {
+    let desk = with_tokenizer("untied");
+    let file = desk.path("tokenizer.json");
     let mut tokenizer: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     tokenizer["model"]["vocab"]["<s>"] = BOS.into();
     let special = |id: u32, content: &str| {
@@ -38,20 +36,12 @@ fn model(added: bool, key: Option<bool>) -> tempfile::TempDir {
     if let Some(key) = key {
         config["add_bos_token"] = key.into();
     }
-    fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-    fs::write(folder.path().join("text.txt"), super::evaluate::text()).unwrap();
-    folder
+    desk.write("tokenizer_config.json", config.to_string());
+    desk
 }
 
-fn said(folder: &Path, arguments: &str) -> String {
-    let mut command = Command::from_std(launch::program());
-    let output = command.current_dir(folder).args(arguments.split(' ')).assert().success().get_output().stdout.clone();
-    String::from_utf8(output).unwrap()
-}
-
-fn loss(folder: &Path, more: &str) -> f64 {
-    let report: Value = serde_json::from_str(&said(folder, &format!("eval . --data text.txt --json{more}"))).unwrap();
-    report["loss"].as_f64().unwrap()
+fn loss(desk: &Desk, more: &str) -> f64 {
+    desk.json(&format!("eval . --data text.txt --json {more}"))["loss"].as_f64().unwrap()
 }
 
 fn ids(tokens: &TokenSource) -> Vec<u32> {
@@ -60,10 +50,9 @@ fn ids(tokens: &TokenSource) -> Vec<u32> {
     ids
 }
 
-fn source(folder: &Path, name: &str, text: &str) -> Source {
-    let path: PathBuf = folder.join(name);
-    fs::write(&path, text).unwrap();
-    Source::Path(path)
+fn source(desk: &Desk, name: &str, text: &str) -> Source {
+    desk.write(name, text);
+    Source::Path(desk.path(name))
 }
 
 /// `add_bos_token` has precedence over the post-processor, as in llama.cpp's converter.
@@ -77,33 +66,32 @@ fn the_files_of_a_model_say_whether_it_has_a_bos_token() {
         (false, Some(false), false),
         (true, Some(false), false),
     ] {
-        let folder = model(added, key);
-        let open = |rule| TrainedModel::open(folder.path(), None).unwrap().with_bos(rule).unwrap().tokenizer.bos();
+        let desk = model(added, key);
+        let open = |rule| TrainedModel::open(desk.folder(), None).unwrap().with_bos(rule).unwrap().tokenizer.bos();
         let found = [Bos::Auto, Bos::Always, Bos::Never].map(open);
         assert_eq!(found, [expected.then_some(BOS), Some(BOS), None], "added {added}, key {key:?}");
     }
-    let folder = with_tokenizer("narrow");
-    let error = TrainedModel::open(folder.path(), None).unwrap().with_bos(Bos::Always).unwrap_err().to_string();
+    let desk = with_tokenizer("narrow");
+    let error = TrainedModel::open(desk.folder(), None).unwrap().with_bos(Bos::Always).unwrap_err().to_string();
     assert!(error.starts_with("bos: `always` needs a `bos_token`"), "{error}");
 }
 
 /// Every window begins with the token, which changes the loss; transformers finds the same one.
 #[test]
 fn transformers_finds_the_loss_of_windows_that_begin_with_the_token() {
-    let folder = model(true, None);
-    let (with, without) = (loss(folder.path(), ""), loss(folder.path(), " --bos never"));
+    let desk = model(true, None);
+    let (with, without) = (loss(&desk, ""), loss(&desk, " --bos never"));
     assert!((with - without).abs() > 1e-3, "{with} with the token, {without} without");
     // How the model asks for it does not matter.
-    assert_eq!(loss(model(false, Some(true)).path(), ""), with);
-    assert_eq!(loss(model(true, Some(false)).path(), " --bos always"), with);
-    assert_eq!(loss(model(true, Some(false)).path(), ""), without);
+    assert_eq!(loss(&model(false, Some(true)), ""), with);
+    assert_eq!(loss(&model(true, Some(false)), " --bos always"), with);
+    assert_eq!(loss(&model(true, Some(false)), ""), without);
     let Some(python) = python() else { return };
-    let (text, context) =
-        (folder.path().join("text.txt"), TrainedModel::open(folder.path(), None).unwrap().config.context);
+    let (text, context) = (desk.path("text.txt"), TrainedModel::open(desk.folder(), None).unwrap().config.context);
     let (seq_len, stride) = (context.to_string(), (context / 2).to_string());
-    let arguments = [folder.path().as_os_str(), text.as_os_str(), seq_len.as_ref(), seq_len.as_ref(), stride.as_ref()];
+    let arguments = [desk.folder().as_os_str(), text.as_os_str(), seq_len.as_ref(), seq_len.as_ref(), stride.as_ref()];
     let theirs = run_script(&python, "transformers_windows.py", &arguments);
-    for (theirs, ours) in [(&theirs[0], with), (&theirs[1], loss(folder.path(), &format!(" --stride {stride}")))] {
+    for (theirs, ours) in [(&theirs[0], with), (&theirs[1], loss(&desk, &format!(" --stride {stride}")))] {
         let theirs = theirs["loss"].as_f64().unwrap();
         assert!((theirs - ours).abs() < 1e-4, "{ours} here, {theirs} there");
     }
@@ -111,13 +99,12 @@ fn transformers_finds_the_loss_of_windows_that_begin_with_the_token() {
 
 #[test]
 fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
-    let folder = model(true, None);
-    let bos = Tokenizer::from_file(folder.path().join("tokenizer.json")).unwrap();
+    let desk = model(true, None);
+    let bos = Tokenizer::from_file(desk.path("tokenizer.json")).unwrap();
     let none = bos.clone().with_bos(Bos::Never, None, None, None).unwrap();
-    let rows =
-        source(folder.path(), "rows.jsonl", "{\"text\": \"a b c\"}\n{\"text\": \"d e\"}\n{\"text\": \"<s> f\"}\n");
+    let rows = source(&desk, "rows.jsonl", "{\"text\": \"a b c\"}\n{\"text\": \"d e\"}\n{\"text\": \"<s> f\"}\n");
     let load =
-        |source: &Source, tokenizer: &Tokenizer| Loader::new(folder.path()).load_whole(source, tokenizer).unwrap().0;
+        |source: &Source, tokenizer: &Tokenizer| Loader::new(desk.folder()).load_whole(source, tokenizer).unwrap().0;
     let eos = BOS + 1;
     let tokens = load(&rows, &bos);
     assert_eq!(ids(&tokens), [BOS, 0, 1, 2, eos, BOS, 3, 4, eos, BOS, 5]);
@@ -136,13 +123,13 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     assert_eq!(inputs, [BOS, 2, eos]);
     assert_eq!(Layout::new(tokens, 4, false, "rows").unwrap().counts().learned, 9);
 
-    let prompts = source(folder.path(), "prompts.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
+    let prompts = source(&desk, "prompts.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
     assert_eq!(ids(&load(&prompts, &bos)), [BOS, 0, 1, eos]);
     let chat = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
-    let chats = source(folder.path(), "chats.jsonl", chat);
-    let trained = TrainedModel::open(folder.path(), None).unwrap();
+    let chats = source(&desk, "chats.jsonl", chat);
+    let trained = TrainedModel::open(desk.folder(), None).unwrap();
     let chat = |trained: &TrainedModel| {
-        let mut loader = Loader::new(folder.path()).reading(trained.reading());
+        let mut loader = Loader::new(desk.folder()).reading(trained.reading());
         ids(&loader.load_whole(&chats, &trained.tokenizer).unwrap().0)
     };
     // The model has no template, so the plain one begins with the token.
@@ -153,8 +140,8 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     );
     assert_eq!(chat(&templated), [BOS, 0, 1]);
     // Bits per byte are exact: the token stands for no byte.
-    let text = source(folder.path(), "text.txt", "a b c d");
-    let (tokens, bytes) = Loader::new(folder.path()).load_whole(&text, &bos).unwrap();
+    let text = source(&desk, "text.txt", "a b c d");
+    let (tokens, bytes) = Loader::new(desk.folder()).load_whole(&text, &bos).unwrap();
     assert_eq!((tokens.len(), bytes), (5, 7.0 / 4.0));
     assert_eq!(Dataset::load(&Source::Grammar, None, &Tokenizer::byte()).unwrap().train.len() % 2, 0);
 }
@@ -162,36 +149,32 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
 /// A run keeps its setting. An older run, whose `config.toml` does not have it, resumes without the token.
 #[test]
 fn a_run_keeps_its_rule() {
-    let folder = model(true, None);
-    let at = folder.path();
+    let desk = model(true, None);
     let flags = "--data text.txt --seq-len 8 --batch-size 2 --threads 1 --plain --set train.sample_tokens=0";
     for (run, rule) in [("old", "never"), ("new", "auto")] {
-        said(at, &format!("--model . --run {run} --steps 2 --bos {rule} {flags}"));
+        desk.said(&format!("--model . --run {run} --steps 2 --bos {rule} {flags}"));
     }
-    let config = |run: &str| at.join(format!("checkpoints/{run}/config.toml"));
+    let config = |run: &str| desk.path(format!("checkpoints/{run}/config.toml"));
     let text = fs::read_to_string(config("old")).unwrap();
     assert!(text.contains("bos = \"never\"\n"), "{text}");
     fs::write(config("old"), text.replace("bos = \"never\"\n", "")).unwrap();
-    said(at, "--resume old --steps 4 --plain");
-    said(at, "--resume new --steps 4 --plain");
+    desk.said("--resume old --steps 4 --plain");
+    desk.said("--resume new --steps 4 --plain");
     assert!(fs::read_to_string(config("old")).unwrap().contains("bos = \"never\""));
-    let mut command = Command::from_std(launch::program());
-    let refused =
-        command.current_dir(at).args(["--resume", "old", "--steps", "6", "--bos", "auto"]).assert().failure().code(2);
-    let message = String::from_utf8_lossy(&refused.get_output().stderr).into_owned();
+    let message = desk.refused("--resume old --steps 6 --bos auto");
     assert!(message.contains("bos: was \"never\" and is now \"auto\""), "{message}");
 
     // The run's checkpoints and exports have the token that it was trained with.
     for (run, expected) in [("old", None), ("new", Some(BOS))] {
-        let step = at.join(format!("checkpoints/{run}/step-000004"));
+        let step = desk.path(format!("checkpoints/{run}/step-000004"));
         assert_eq!(TrainedModel::open(&step, None).unwrap().tokenizer.bos(), expected, "{run}");
-        said(at, &format!("export {run} out-{run}"));
+        desk.said(&format!("export {run} out-{run}"));
         assert_eq!(
-            TrainedModel::open(&at.join(format!("out-{run}")), None).unwrap().tokenizer.bos(),
+            TrainedModel::open(&desk.path(format!("out-{run}")), None).unwrap().tokenizer.bos(),
             expected,
             "{run}"
         );
     }
-    let shown = said(at, "data show --model . --data text.txt --seq-len 8");
+    let shown = desk.said("data show --model . --data text.txt --seq-len 8");
     assert!(shown.contains("<s>"), "{shown}");
 }

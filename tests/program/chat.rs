@@ -1,11 +1,10 @@
 //! Chat templates compared with transformers, and `finetune chat` as a user runs it.
 
-use crate::common::launch;
+use crate::common::desk::Desk;
 use crate::common::python::{python, run_script};
-use finetune::data::{Conversation, Template, TemplateTokens, Tokenizer};
+use finetune::data::{Conversation, Template, TemplateTokens};
 use serde_json::{Value, json};
 use std::io::Write;
-use std::path::Path;
 use std::process::Stdio;
 
 /// Templates like those of the families, each with the constructs that they use.
@@ -125,38 +124,28 @@ fn templates_give_the_text_that_transformers_gives() {
     assert!(texts > 50 && refusals > 3, "{texts} texts and {refusals} refusals");
 }
 
-/// A model with random weights and a byte vocabulary, with the template if one is given.
-fn model(folder: &Path, template: Option<&str>) -> String {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
-    let path = folder.join("model");
-    std::fs::create_dir(&path).unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(golden.join(file), path.join(file)).unwrap();
-    }
-    std::fs::write(path.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
+/// A folder with a model whose template is this.
+fn desk(template: Option<&str>) -> Desk {
+    let desk = Desk::new();
     if let Some(template) = template {
-        std::fs::write(path.join("tokenizer_config.json"), json!({"chat_template": template}).to_string()).unwrap();
+        desk.write("model/tokenizer_config.json", json!({"chat_template": template}).to_string());
     }
-    path.display().to_string()
+    desk
 }
 
 /// Standard output and standard error of a conversation with these lines.
-fn chat(folder: &Path, arguments: &[&str], lines: &[&str]) -> (String, String) {
-    let mut command = launch::program();
-    command.current_dir(folder).arg("chat").args(arguments).args(["-n", "4", "--temperature", "0", "--threads", "1"]);
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().unwrap();
+fn chat(desk: &Desk, lines: &[&str]) -> (String, String) {
+    let mut child = desk.command("chat model -n 4 --temperature 0 --threads 1").stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all((lines.join("\n") + "\n").as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{error}");
-    (String::from_utf8_lossy(&output.stdout).into_owned(), error)
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(output.status.success(), "{err}");
+    (out, err)
 }
 
 #[test]
 fn a_conversation_is_held_saved_and_restarted() {
-    let folder = tempfile::tempdir().unwrap();
-    let name = model(folder.path(), Some("{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"));
+    let desk = desk(Some("{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"));
     let lines = [
         "a",
         "/save talk.jsonl",
@@ -169,7 +158,7 @@ fn a_conversation_is_held_saved_and_restarted() {
         "c",
         "/save talk.jsonl",
     ];
-    let (answers, notes) = chat(folder.path(), &[&name], &lines);
+    let (answers, notes) = chat(&desk, &lines);
     assert_eq!(
         answers.matches('\n').count() - answers.matches("\n\n").count(),
         3,
@@ -179,7 +168,7 @@ fn a_conversation_is_held_saved_and_restarted() {
         notes.contains("unknown command `/nonsense`") && notes.contains("`/save` needs the name of a file"),
         "{notes}"
     );
-    let saved = std::fs::read_to_string(folder.path().join("talk.jsonl")).unwrap();
+    let saved = std::fs::read_to_string(desk.path("talk.jsonl")).unwrap();
     let roles: Vec<Vec<String>> = saved
         .lines()
         .map(|line| {
@@ -192,21 +181,17 @@ fn a_conversation_is_held_saved_and_restarted() {
 
 #[test]
 fn messages_rejected_by_the_template_or_the_context_are_dropped() {
-    let folder = tempfile::tempdir().unwrap();
-    let name = model(
-        folder.path(),
-        Some("{% if messages|length > 1 %}{{ raise_exception('too long') }}{% endif %}{{ messages[0].content }}"),
-    );
+    let desk =
+        desk(Some("{% if messages|length > 1 %}{{ raise_exception('too long') }}{% endif %}{{ messages[0].content }}"));
     let long = "x".repeat(400);
-    let (_, notes) = chat(folder.path(), &[&name], &[&long, "a", "b", "/save talk.jsonl"]);
+    let (_, notes) = chat(&desk, &[&long, "a", "b", "/save talk.jsonl"]);
     assert!(notes.contains("/reset restarts it") && notes.contains("line 1: too long"), "{notes}");
     assert!(notes.contains("2 messages are in `talk.jsonl`"), "{notes}");
 }
 
 #[test]
 fn without_a_template_turns_are_lines_and_a_notice_says_so() {
-    let folder = tempfile::tempdir().unwrap();
-    let name = model(folder.path(), None);
-    let (_, notes) = chat(folder.path(), &[&name], &["hello"]);
+    let desk = desk(None);
+    let (_, notes) = chat(&desk, &["hello"]);
     assert!(notes.contains("has no chat template"), "{notes}");
 }

@@ -2,38 +2,26 @@
 
 use std::fs;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::path::Path;
+use std::process::{Child, Output, Stdio};
 
-use crate::common::desk::desk;
+use crate::common::checkpoint::names;
+use crate::common::desk::Desk;
 use crate::common::launch;
 use candle_core::quantized::gguf_file;
 use finetune::data::grammar;
 use finetune::store::checkpoint::{Kind, list};
-use finetune::telemetry::{Event, read};
+use finetune::telemetry::Event;
 use serde_json::Value;
-use tempfile::TempDir;
-
-fn command(desk: &TempDir, line: &str) -> Command {
-    let mut command = launch::program();
-    command.current_dir(desk.path()).args(line.split(' ')).env("HF_HUB_OFFLINE", "1").env_remove("FINETUNE_ISA");
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
 
 fn text(output: Output, line: &str) -> String {
     assert!(output.status.success(), "finetune {line}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The standard output of `finetune LINE`.
-fn said(desk: &TempDir, line: &str) -> String {
-    text(command(desk, line).output().unwrap(), line)
-}
-
 /// The same, with `input` on its standard input.
-fn said_of(desk: &TempDir, line: &str, input: &str) -> String {
-    let mut child = command(desk, line).stdin(Stdio::piped()).spawn().unwrap();
+fn said_of(desk: &Desk, line: &str, input: &str) -> String {
+    let mut child = desk.command(line).stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     text(child.wait_with_output().unwrap(), line)
 }
@@ -46,67 +34,54 @@ fn training(name: &str, more: &str) -> String {
     )
 }
 
-fn names(folder: PathBuf) -> Vec<String> {
-    let entries = fs::read_dir(folder).unwrap();
-    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
 #[test]
 fn processes_that_tokenise_the_same_text_at_once_share_one_cache() {
-    let desk = desk();
-    fs::write(desk.path().join("text.txt"), grammar::text(3, 2_000_000)).unwrap();
+    let desk = Desk::new();
+    fs::write(desk.path("text.txt"), grammar::text(3, 2_000_000)).unwrap();
     let children: Vec<Child> =
-        (0..6).map(|index| command(&desk, &training(&format!("r{index}"), "--steps 2")).spawn().unwrap()).collect();
+        (0..6).map(|index| desk.command(&training(&format!("r{index}"), "--steps 2")).spawn().unwrap()).collect();
     for child in children {
         text(child.wait_with_output().unwrap(), "of six at once");
     }
-    let caches = names(desk.path().join("data"));
+    let caches = names(desk.path("data"));
     assert_eq!(caches.len(), 1, "{caches:?}");
     assert!(caches[0].ends_with(".tokens"), "{caches:?}");
-    let losses = |run: &str| -> Vec<u32> {
-        let records = read(desk.path().join("checkpoints").join(run).join("events.jsonl")).unwrap();
-        let loss = |event: &Event| if let Event::Step(step) = event { Some(step.loss.to_bits()) } else { None };
-        records.iter().filter_map(|record| loss(&record.event)).collect()
-    };
+    let losses = |run: &str| desk.steps(run).iter().map(|step| step.loss.to_bits()).collect::<Vec<_>>();
     assert_eq!(losses("r0").len(), 2);
     assert!((1..6).all(|index| losses(&format!("r{index}")) == losses("r0")));
 }
 
 #[test]
 fn standard_input_is_a_text_like_any_other() {
-    let desk = desk();
-    let input = fs::read_to_string(desk.path().join("text.txt")).unwrap();
-    let report = |said: String| -> Value { serde_json::from_str(&said).unwrap() };
-    let file = report(said(&desk, "eval model --data text.txt --json"));
-    let piped = report(said_of(&desk, "eval model --data - --json", &input));
+    let desk = Desk::new();
+    let input = fs::read_to_string(desk.path("text.txt")).unwrap();
+    let file = desk.json("eval model --data text.txt --json");
+    let piped: Value = serde_json::from_str(&said_of(&desk, "eval model --data - --json", &input)).unwrap();
     assert_eq!((&piped["loss"], &piped["tokens"], &piped["data"]), (&file["loss"], &file["tokens"], &"-".into()));
 
-    said(&desk, &training("file", "--steps 3"));
+    desk.said(&training("file", "--steps 3"));
     said_of(&desk, &training("piped", "--steps 3").replace("text.txt", "-"), &input);
-    let weights = |run: &str| fs::read(desk.path().join(format!("checkpoints/{run}/step-000003/master.safetensors")));
+    let weights = |run: &str| fs::read(desk.path(format!("checkpoints/{run}/step-000003/master.safetensors")));
     assert_eq!(weights("piped").unwrap(), weights("file").unwrap());
     // It resumes only if the text is given again.
     let resume = "--resume checkpoints/piped --steps 4 --plain";
     said_of(&desk, resume, &input);
-    let other = command(&desk, resume).output().unwrap();
-    assert_eq!(other.status.code(), Some(2), "{}", String::from_utf8_lossy(&other.stderr));
+    desk.refused(resume);
 }
 
 #[test]
 fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
-    let desk = desk();
+    let desk = Desk::new();
     let weights = "--set checkpoint.weights_every=2 --set checkpoint.keep_weights=2 --set checkpoint.keep_best=false";
-    said(&desk, &training("r", &format!("--steps 9 --save-every 4 {weights}")));
-    let run = desk.path().join("checkpoints/r");
+    desk.said(&training("r", &format!("--steps 9 --save-every 4 {weights}")));
+    let run = desk.path("checkpoints/r");
     let folders = || names(run.clone()).into_iter().filter(|name| name.contains("-0000")).collect::<Vec<_>>();
     assert_eq!(folders(), ["step-000008", "step-000009", "weights-000006", "weights-000008"]);
     assert_eq!(
         names(run.join("weights-000008")),
         ["config.json", "manifest.json", "model.safetensors", "tokenizer.json"]
     );
-    let listing = said(&desk, "checkpoint list checkpoints/r");
+    let listing = desk.said("checkpoint list checkpoints/r");
     assert_eq!(listing.lines().filter(|line| line.contains("weights-")).count(), 2, "{listing}");
     assert_eq!(fs::read_to_string(run.join("latest")).unwrap(), "step-000009\n");
     for name in ["step-000008", "weights-000008"] {
@@ -115,56 +90,52 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     }
 
     // The newest checkpoint has only weights: it can be used, but not resumed.
-    said(&desk, &format!("--resume checkpoints/r --steps 12 --plain {}", weights.replace("every=2", "every=5")));
+    desk.said(&format!("--resume checkpoints/r --steps 12 --plain {}", weights.replace("every=2", "every=5")));
     assert_eq!(folders(), ["step-000009", "step-000012", "weights-000008", "weights-000010"]);
     fs::remove_dir_all(run.join("step-000012")).unwrap();
     assert_eq!(list(&run).unwrap().last().unwrap().kind, Kind::Weights);
-    let records = || read(run.join("events.jsonl")).unwrap();
-    said(&desk, "--resume --steps 12 --plain");
-    let resumed = records().into_iter().filter_map(|record| match record.event {
+    desk.said("--resume --steps 12 --plain");
+    let resumed = desk.events("r").into_iter().filter_map(|event| match event {
         Event::Started(started) => Some(started.resumed_from),
         _ => None,
     });
     assert_eq!(resumed.collect::<Vec<_>>(), [None, Some(9), Some(9)]);
-    let refused = command(&desk, "--resume checkpoints/r/weights-000010").output().unwrap();
-    assert_eq!(refused.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("it holds weights only"));
+    assert!(desk.refused("--resume checkpoints/r/weights-000010").contains("it holds weights only"));
 
-    let generated = said(&desk, "generate checkpoints/r/weights-000010 --prompt so -n 8 --temperature 0");
+    let generated = desk.said("generate checkpoints/r/weights-000010 --prompt so -n 8 --temperature 0");
     assert!(!generated.is_empty());
-    said(&desk, "export checkpoints/r/weights-000010 exported --dtype fp16");
-    let report = |model: &str| said(&desk, &format!("eval {model} --data text.txt --json"));
-    let loss = |model: &str| serde_json::from_str::<Value>(&report(model)).unwrap()["loss"].as_f64().unwrap();
+    desk.said("export checkpoints/r/weights-000010 exported --dtype fp16");
+    let loss = |model: &str| desk.json(&format!("eval {model} --data text.txt --json"))["loss"].as_f64().unwrap();
     assert_eq!(loss("exported"), loss("checkpoints/r/weights-000010"));
     assert_eq!(loss("r"), loss("checkpoints/r"), "a run goes by its name too");
 }
 
 #[test]
 fn a_model_is_exported_in_every_format_and_read_back() {
-    let desk = desk();
-    let generate = |model: &str| said(&desk, &format!("generate {model} --prompt so -n 20 --temperature 0"));
+    let desk = Desk::new();
+    let generate = |model: &str| desk.said(&format!("generate {model} --prompt so -n 20 --temperature 0"));
     let original = generate("model");
     for dtype in ["fp32", "fp16", "bf16"] {
         let folder = format!("out/{dtype}");
-        assert_eq!(said(&desk, &format!("export model {folder} --dtype {dtype}")), format!("{folder}\n"));
+        assert_eq!(desk.said(&format!("export model {folder} --dtype {dtype}")), format!("{folder}\n"));
         assert!(dtype != "fp32" || generate(&folder) == original);
         let gguf = format!("out/{dtype}.gguf");
-        assert_eq!(said(&desk, &format!("export model {gguf} --dtype {dtype}")), format!("{gguf}\n"));
-        let content = gguf_file::Content::read(&mut fs::File::open(desk.path().join(&gguf)).unwrap()).unwrap();
+        assert_eq!(desk.said(&format!("export model {gguf} --dtype {dtype}")), format!("{gguf}\n"));
+        let content = gguf_file::Content::read(&mut fs::File::open(desk.path(&gguf)).unwrap()).unwrap();
         assert!(content.tensor_infos.contains_key("token_embd.weight"));
         let onnx = format!("out/{dtype}.onnx");
-        assert_eq!(said(&desk, &format!("export model {onnx} --dtype {dtype}")), format!("{onnx}.data\n{onnx}\n"));
-        assert!(fs::metadata(desk.path().join(&onnx)).unwrap().len() > 1000);
+        assert_eq!(desk.said(&format!("export model {onnx} --dtype {dtype}")), format!("{onnx}.data\n{onnx}\n"));
+        assert!(fs::metadata(desk.path(&onnx)).unwrap().len() > 1000);
     }
-    assert_eq!(said(&desk, "export model out/named --format gguf"), "out/named\n");
-    assert!(fs::read(desk.path().join("out/named")).unwrap().starts_with(b"GGUF"));
-    assert_eq!(names(desk.path().join("out")).len(), 3 * 4 + 1, "nothing else is left behind");
+    assert_eq!(desk.said("export model out/named --format gguf"), "out/named\n");
+    assert!(fs::read(desk.path("out/named")).unwrap().starts_with(b"GGUF"));
+    assert_eq!(names(desk.path("out")).len(), 3 * 4 + 1, "nothing else is left behind");
 }
 
 #[test]
 fn the_doctor_answers_in_json() {
-    let desk = desk();
-    let report: Value = serde_json::from_str(&said(&desk, "doctor --json")).unwrap();
+    let desk = Desk::new();
+    let report = desk.json("doctor --json");
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
     assert!(report["cpu"]["threads"].as_u64().unwrap() > 0 && report["cpu"]["isa"].is_string());
     assert!(report["cpu"]["tiles"].is_string());
@@ -172,12 +143,12 @@ fn the_doctor_answers_in_json() {
     assert_eq!(report["hub"]["reachable"], Value::Null, "offline, nobody is asked");
     let purposes: Vec<&Value> = report["folders"].as_array().unwrap().iter().map(|folder| &folder["purpose"]).collect();
     assert_eq!(&purposes[..2], ["runs", "data and tokens"]);
-    assert!(said(&desk, "doctor").lines().count() >= 8);
+    assert!(desk.said("doctor").lines().count() >= 8);
 }
 
 #[test]
 fn completions_and_the_manual_have_every_command() {
-    let desk = desk();
+    let desk = Desk::new();
     let commands = [
         "generate",
         "eval",
@@ -193,17 +164,17 @@ fn completions_and_the_manual_have_every_command() {
         "watch",
     ];
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let script = said(&desk, &format!("completions {shell}"));
+        let script = desk.said(&format!("completions {shell}"));
         assert!(commands.iter().all(|command| script.contains(command)), "{shell}");
     }
     if Path::new("/bin/bash").exists() {
-        let script = desk.path().join("finetune.bash");
-        fs::write(&script, said(&desk, "completions bash")).unwrap();
+        let script = desk.path("finetune.bash");
+        fs::write(&script, desk.said("completions bash")).unwrap();
         let load = "source finetune.bash && complete -p finetune";
-        let output = launch::command("/bin/bash").args(["-c", load]).current_dir(desk.path()).output().unwrap();
+        let output = launch::command("/bin/bash").args(["-c", load]).current_dir(desk.folder()).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
-    let page = said(&desk, "man");
+    let page = desk.said("man");
     assert!(page.contains(".TH finetune"), "{page}");
     let sections: Vec<&str> = page.lines().filter(|line| line.starts_with(".SH")).collect();
     for command in commands {
@@ -214,48 +185,45 @@ fn completions_and_the_manual_have_every_command() {
 
 #[test]
 fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
-    let desk = desk();
+    let desk = Desk::new();
     let template = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}|{% endgeneration %}\
                     {% else %}{{ m.content }}>{% endif %}{% endfor %}";
     let config = serde_json::json!({"chat_template": template, "eos_token": "|"}).to_string();
-    fs::write(desk.path().join("model/tokenizer_config.json"), &config).unwrap();
+    fs::write(desk.path("model/tokenizer_config.json"), &config).unwrap();
     let row = |i: u32| {
         format!(
             "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{i}\"}}, {{\"role\": \"assistant\", \"content\": \"{}\"}}]}}\n",
             i * i
         )
     };
-    fs::write(desk.path().join("chats.jsonl"), (0..20).map(row).collect::<String>()).unwrap();
+    fs::write(desk.path("chats.jsonl"), (0..20).map(row).collect::<String>()).unwrap();
     let what = "--model model --data chats.jsonl --seq-len 16 --batch-size 2";
     assert_eq!(
-        said(&desk, &format!("data show {what} --sample 13")),
+        desk.said(&format!("data show {what} --sample 13")),
         "18 samples in 18 rows, 102 tokens, 58 of them learned; answers are marked by the template's generation blocks\n\
          sample 13, with what is learned in [brackets]:\n  12>[144|]\n"
     );
-    let stats = |more: &str| -> serde_json::Value {
-        serde_json::from_str(&said(&desk, format!("data stats {what} --json {more}").trim_end())).unwrap()
-    };
+    let stats = |more: &str| desk.json(&format!("data stats {what} --json {more}"));
     let (alone, packed) = (stats(""), stats("--packing"));
     assert_eq!((&alone["rows"], &alone["steps_per_epoch"], &alone["learned"]), (&18.into(), &9.into(), &58.into()));
     assert_eq!((&packed["rows"], &packed["learned"]), (&6.into(), &58.into()), "{packed}");
     assert_eq!(stats("--loss-on all")["learned"], 84);
 
     let run = format!("{what} --packing --run r --steps 4 --threads 1 --plain --set train.sample_tokens=0");
-    let output = command(&desk, &run).output().unwrap();
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && told.contains("18 samples in 6 rows") && told.contains("  0>[0|]\n"), "{told}");
-    let step = desk.path().join("checkpoints/r/step-000004");
+    let (code, _, told) = desk.output(&run);
+    assert!(code == Some(0) && told.contains("18 samples in 6 rows") && told.contains("  0>[0|]\n"), "{told}");
+    let step = desk.path("checkpoints/r/step-000004");
     assert_eq!(fs::read_to_string(step.join("chat_template.jinja")).unwrap(), template);
     assert_eq!(fs::read_to_string(step.join("tokenizer_config.json")).unwrap(), config);
     // What the model brought may be gone by now.
-    fs::remove_dir_all(desk.path().join("model")).unwrap();
-    said(&desk, "--resume r --steps 6 --plain");
-    let exact = said(&desk, "eval r --data chats.jsonl --answers");
+    fs::remove_dir_all(desk.path("model")).unwrap();
+    desk.said("--resume r --steps 6 --plain");
+    let exact = desk.said("eval r --data chats.jsonl --answers");
     assert!(exact.starts_with("exact answers   ") && exact.contains(" of 20 ("), "{exact}");
-    let loss: serde_json::Value = serde_json::from_str(&said(&desk, "eval r --data chats.jsonl --json")).unwrap();
+    let loss = desk.json("eval r --data chats.jsonl --json");
     assert_eq!((&loss["windows"], &loss["tokens"]), (&20.into(), &66.into()));
-    said(&desk, "export r out");
-    assert_eq!(fs::read_to_string(desk.path().join("out/chat_template.jinja")).unwrap(), template);
+    desk.said("export r out");
+    assert_eq!(fs::read_to_string(desk.path("out/chat_template.jinja")).unwrap(), template);
     let out = "--model out --data chats.jsonl --seq-len 16 --batch-size 2 --packing --steps 6";
-    assert!(said(&desk, &format!("verify-resume {out}")).starts_with("bit-identical"));
+    assert!(desk.said(&format!("verify-resume {out}")).starts_with("bit-identical"));
 }

@@ -1,9 +1,8 @@
 //! `finetune compare` on synthetic logs, and on a small version of the experiment in `configs/experiments`.
 
 use std::path::{Path, PathBuf};
-use std::process::Output;
 
-use crate::common::launch;
+use crate::common::desk::Desk;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};
 use finetune::telemetry::{
     Event, EventLog, FinishReason, Finished, FlushedTensor, Fp32Probe, GradStats, Overflow, Record, ScaleCause,
@@ -12,7 +11,7 @@ use finetune::telemetry::{
 use serde_json::{Value, json};
 
 /// A folder of runs.
-struct Runs(tempfile::TempDir);
+struct Runs(Desk);
 
 /// An invented run.
 struct Invented {
@@ -33,11 +32,11 @@ const RUN: Invented =
 
 impl Runs {
     fn new() -> Self {
-        Self(tempfile::tempdir().unwrap())
+        Self(Desk::empty())
     }
 
     fn log(&self, name: &str) -> PathBuf {
-        self.0.path().join(name).join("events.jsonl")
+        self.0.path(name).join("events.jsonl")
     }
 
     /// Sixty steps: the loss falls, the scale grows every `interval` clean steps and overflows above 2^17.
@@ -112,27 +111,17 @@ impl Runs {
         append(Event::Finished(Finished { reason: FinishReason::Done, step: 60, ..Finished::default() }));
     }
 
-    fn compare(&self, arguments: &[&str]) -> Output {
-        let mut command = launch::program();
-        command.arg("compare").args(["--checkpoint-dir", "."]).args(arguments).current_dir(self.0.path());
-        command.output().unwrap()
+    fn text(&self, line: &str) -> String {
+        self.0.said(&format!("compare --checkpoint-dir . {line}"))
     }
 
-    fn text(&self, arguments: &[&str]) -> String {
-        let output = self.compare(arguments);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    fn json(&self, arguments: &[&str]) -> Value {
-        serde_json::from_str(&self.text(&[arguments, &["--json"]].concat())).unwrap()
+    fn json(&self, line: &str) -> Value {
+        self.0.json(&format!("compare --checkpoint-dir . {line} --json"))
     }
 
     /// The program's error message.
-    fn complaint(&self, arguments: &[&str]) -> String {
-        let output = self.compare(arguments);
-        assert_eq!(output.status.code(), Some(2), "{}", String::from_utf8_lossy(&output.stdout));
-        String::from_utf8(output.stderr).unwrap()
+    fn complaint(&self, line: &str) -> String {
+        self.0.refused(&format!("compare --checkpoint-dir . {line}"))
     }
 }
 
@@ -149,22 +138,22 @@ fn two_arms(validation: f64) -> Runs {
     runs
 }
 
-const SIX: [&str; 6] = ["a-1", "a-2", "a-3", "b-1", "b-2", "b-3"];
+const SIX: &str = "a-1 a-2 a-3 b-1 b-2 b-3";
 
 #[test]
 fn two_runs_side_by_side() {
     let runs = Runs::new();
     runs.invent(&RUN);
     runs.invent(&Invented { name: "other", interval: 40, worse: 0.25, validation: 0.7, ..RUN });
-    insta::assert_snapshot!("two_runs", runs.text(&["one", "other", "--width", "80"]));
-    let ascii = runs.text(&["one", "other", "--ascii", "--width", "80"]);
+    insta::assert_snapshot!("two_runs", runs.text("one other --width 80"));
+    let ascii = runs.text("one other --ascii --width 80");
     assert!(ascii.is_ascii() && ascii.lines().all(|line| line.len() <= 80), "{ascii}");
 }
 
 #[test]
 fn seeds_of_two_configurations() {
     let runs = two_arms(0.61);
-    insta::assert_snapshot!("two_arms", runs.text(&[&SIX[..], &["--bound", "2.0", "--width", "100"]].concat()));
+    insta::assert_snapshot!("two_arms", runs.text(&format!("{SIX} --bound 2.0 --width 100")));
 }
 
 #[test]
@@ -173,7 +162,7 @@ fn many_runs_fit_a_narrow_page() {
     for (i, name) in ["r0", "r1", "r2", "r3", "r4", "r5", "r6"].into_iter().enumerate() {
         runs.invent(&Invented { name, interval: 10 + i as u32, ..RUN });
     }
-    let text = runs.text(&["r0", "r1", "r2", "r3", "r4", "r5", "r6", "--width", "60"]);
+    let text = runs.text("r0 r1 r2 r3 r4 r5 r6 --width 60");
     assert!(text.lines().all(|line| line.chars().count() <= 60), "{text}");
     assert!(text.contains("r6") && text.matches("tokens lost").count() > 1, "{text}");
 }
@@ -184,7 +173,7 @@ fn figures_are_counted() {
     let runs = Runs::new();
     runs.invent(&RUN);
     runs.invent(&Invented { name: "retry", retries: true, ..RUN });
-    let json = runs.json(&["one", "retry"]);
+    let json = runs.json("one retry");
     let figures = &json["arms"][0]["runs"][0]["figures"];
     for (key, expected) in [
         ("steps", 60.0),
@@ -221,7 +210,7 @@ fn figures_are_counted() {
 fn the_verdict_needs_the_whole_interval() {
     let verdict = |validation, bound: &str| {
         let runs = two_arms(validation);
-        let json = runs.json(&[&SIX[..], &["--bound", bound]].concat());
+        let json = runs.json(&format!("{SIX} --bound {bound}"));
         assert_eq!(json["arms"][0]["runs"].as_array().unwrap().len(), 3);
         let estimate = &json["second_minus_first"]["perplexity"];
         (estimate["mean"].as_f64().unwrap(), json["bound"]["verdict"].as_str().unwrap().to_owned())
@@ -232,7 +221,7 @@ fn the_verdict_needs_the_whole_interval() {
     assert_eq!(verdict(1.61, "2.0").1, "exceeded");
     let (difference, _) = verdict(0.7, "2.0");
     assert_eq!(verdict(0.7, &difference.to_string()).1, "undecided");
-    let text = two_arms(0.61).text(&["a-1", "b-1", "--bound", "2.0"]);
+    let text = two_arms(0.61).text("a-1 b-1 --bound 2.0");
     assert!(text.contains("each arm needs") && text.contains("undecided"), "{text}");
 }
 
@@ -248,8 +237,8 @@ fn more_than_three_consecutive_skips_falsify_the_claim() {
         };
         arm(["a-1", "a-2", "a-3"], 20, [1, 1, 2]);
         arm(["b-1", "b-2", "b-3"], 19, streaks);
-        let arguments = [&SIX[..], &["--skip-bound", "3"]].concat();
-        let (json, text) = (runs.json(&arguments), runs.text(&[&arguments[..], &["--width", "200"]].concat()));
+        let line = format!("{SIX} --skip-bound 3");
+        let (json, text) = (runs.json(&line), runs.text(&format!("{line} --width 200")));
         let said = text.lines().find(|line| line.starts_with("skipped in a row:")).unwrap().to_owned();
         (json["skip_bound"]["verdict"].as_str().unwrap().to_owned(), said)
     };
@@ -262,7 +251,7 @@ fn more_than_three_consecutive_skips_falsify_the_claim() {
     assert!(found == "undecided" && said.ends_with("undecided; run more seeds"), "{said}");
     let runs = two_arms(0.6);
     runs.invent(&Invented { name: "c", interval: 50, ..RUN });
-    assert!(runs.complaint(&["a-1", "b-1", "c", "--skip-bound", "3"]).contains("--skip-bound: requires two"));
+    assert!(runs.complaint("a-1 b-1 c --skip-bound 3").contains("--skip-bound: requires two"));
 }
 
 #[test]
@@ -270,11 +259,11 @@ fn a_diverged_run_is_compared() {
     let runs = Runs::new();
     runs.invent(&Invented { validation: f64::NAN, ..RUN });
     runs.invent(&Invented { name: "other", interval: 40, worse: f64::NAN, ..RUN });
-    let text = runs.text(&["one", "other", "--bound", "2.0"]);
+    let text = runs.text("one other --bound 2.0");
     let row = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
     assert!(row("perplexity ").contains("NaN") && row("loss, last 10 steps").contains("NaN"), "{text}");
     assert!(text.contains("undecided"), "{text}");
-    let json = runs.json(&["one", "other"]);
+    let json = runs.json("one other");
     assert_eq!(json["arms"][0]["runs"][0]["figures"]["perplexity"], "NaN");
 }
 
@@ -288,9 +277,9 @@ fn a_truncated_log_is_compared_as_far_as_it_goes() {
     // A damaged line in the middle, and a torn last one.
     let kept = [lines[..10].join("\n"), "{\"v\":1,\"t\"".into(), lines[11..26].join("\n"), lines[26][..40].into()];
     std::fs::write(runs.log("cut"), kept.join("\n")).unwrap();
-    let text = runs.text(&["one", "cut"]);
+    let text = runs.text("one cut");
     assert!(text.contains("log ends at step 25 of 60, 1 line unreadable"), "{text}");
-    let json = runs.json(&["one", "cut"]);
+    let json = runs.json("one cut");
     assert_eq!(json["arms"][1]["runs"][0]["finished"], Value::Null);
     assert_eq!(json["arms"][1]["runs"][0]["unreadable_lines"], 1);
     assert_eq!(json["arms"][0]["runs"][0]["finished"], "done");
@@ -301,23 +290,23 @@ fn invalid_input_is_one_clear_error() {
     let runs = Runs::new();
     runs.invent(&RUN);
     runs.invent(&Invented { name: "same", seed: 2, ..RUN });
-    std::fs::create_dir(runs.0.path().join("empty")).unwrap();
-    std::fs::write(runs.0.path().join("text.txt"), "some words\n").unwrap();
+    std::fs::create_dir(runs.0.path("empty")).unwrap();
+    std::fs::write(runs.0.path("text.txt"), "some words\n").unwrap();
     let begun = std::fs::read_to_string(runs.log("one")).unwrap();
-    std::fs::write(runs.0.path().join("begun.jsonl"), begun.lines().next().unwrap().to_owned() + "\n").unwrap();
-    for (arguments, part) in [
-        (&["one"][..], "a comparison needs at least two runs"),
-        (&["one", "nowhere"], "`nowhere`: is not an events file"),
-        (&["one", "empty"], "`empty`: is not an events file"),
-        (&["one", "text.txt"], "text.txt: this is not a run's log"),
-        (&["one", "begun.jsonl"], "begun.jsonl: the log has no step yet"),
-        (&["one", "one/events.jsonl"], "is named twice"),
-        (&["one", "same", "--bound", "2.0"], "--bound: requires two configurations, but these runs have 1"),
-        (&["one", "same", "--bound", "0"], "must be above 0"),
-        (&["one", "same", "--html", "nowhere/page.html"], "cannot write `nowhere/page.html`"),
+    std::fs::write(runs.0.path("begun.jsonl"), begun.lines().next().unwrap().to_owned() + "\n").unwrap();
+    for (line, part) in [
+        ("one", "a comparison needs at least two runs"),
+        ("one nowhere", "`nowhere`: is not an events file"),
+        ("one empty", "`empty`: is not an events file"),
+        ("one text.txt", "text.txt: this is not a run's log"),
+        ("one begun.jsonl", "begun.jsonl: the log has no step yet"),
+        ("one one/events.jsonl", "is named twice"),
+        ("one same --bound 2.0", "--bound: requires two configurations, but these runs have 1"),
+        ("one same --bound 0", "must be above 0"),
+        ("one same --html nowhere/page.html", "cannot write `nowhere/page.html`"),
     ] {
-        let complaint = runs.complaint(arguments);
-        assert!(complaint.contains(part), "{arguments:?}: {complaint}");
+        let complaint = runs.complaint(line);
+        assert!(complaint.contains(part), "{line}: {complaint}");
     }
 }
 
@@ -326,8 +315,8 @@ fn invalid_input_is_one_clear_error() {
 fn the_html_page_stands_alone() {
     let runs = two_arms(0.61);
     runs.invent(&Invented { name: "<script>alert('x')", interval: 3, ..RUN });
-    runs.text(&["a-1", "a-2", "b-1", "<script>alert('x')", "--html", "page.html"]);
-    let html = std::fs::read_to_string(runs.0.path().join("page.html")).unwrap();
+    runs.text("a-1 a-2 b-1 <script>alert('x') --html page.html");
+    let html = std::fs::read_to_string(runs.0.path("page.html")).unwrap();
     assert_well_formed(&html);
     assert_stands_alone(&html);
     assert_eq!(html.matches("<svg role=\"img\"").count(), 3);
@@ -347,25 +336,22 @@ fn the_growth_interval_experiment_runs_from_beginning_to_end() {
     for (arm, interval) in [("standard", "4"), ("doubled", "8")] {
         for seed in ["1", "2"] {
             let name = format!("growth-{arm}-{seed}");
-            let mut command = launch::program();
-            command.arg("--config").arg(folder.join(format!("{arm}.toml")));
-            command.args(["--seed", seed, "--run", &name, "--plain", "--checkpoint-dir", "."]);
-            command.args(["--steps", "24", "--batch-size", "2", "--seq-len", "16", "--growth-interval", interval]);
-            command.args(["--set", "train.eval_batches=4", "--set", "telemetry.probe_every=12"]);
-            let output = command.current_dir(runs.0.path()).output().unwrap();
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            let config = folder.join(format!("{arm}.toml")).display().to_string();
+            runs.0.said(&format!(
+                "--config {config} --seed {seed} --run {name} --plain --checkpoint-dir . --steps 24 --batch-size 2 --seq-len 16 \
+                 --growth-interval {interval} --set train.eval_batches=4 --set telemetry.probe_every=12"
+            ));
             named.push(name);
         }
     }
-    let named: Vec<&str> = named.iter().map(String::as_str).collect();
-    let json = runs.json(&[&named[..], &["--bound", "2.0", "--html", "page.html"]].concat());
+    let json = runs.json(&format!("{} --bound 2.0 --html page.html", named.join(" ")));
     assert_eq!(json["differences"], json!([{ "key": "scaler.growth_interval", "values": ["4", "8"] }]));
     let of_arm = |arm: usize, key: &str| json["arms"][arm]["means"][key]["mean"].as_f64().unwrap();
     assert!(of_arm(0, "growths") > of_arm(1, "growths"), "the interval has no effect");
     assert!(of_arm(0, "flushed") >= 0.0 && of_arm(0, "perplexity") > 1.0);
     assert!(json["second_minus_first"]["perplexity"]["half"].as_f64().unwrap() > 0.0);
     assert!(json["bound"]["verdict"].is_string());
-    assert_well_formed(&std::fs::read_to_string(runs.0.path().join("page.html")).unwrap());
+    assert_well_formed(&std::fs::read_to_string(runs.0.path("page.html")).unwrap());
 }
 
 /// The table in the documentation matches the results of the growth-interval runs.

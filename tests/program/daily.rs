@@ -3,32 +3,11 @@
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Command, Output, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::common::desk::desk;
-use crate::common::launch;
+use crate::common::desk::Desk;
 use finetune::telemetry::{Event, ProcessId, Record, StepRecord, VERSION, read};
-use tempfile::TempDir;
-
-fn command(desk: &TempDir, line: &str) -> Command {
-    let mut command = launch::program();
-    command.current_dir(desk.path()).args(line.split_whitespace()).env("HF_HUB_OFFLINE", "1");
-    command.env_remove("FINETUNE_ISA").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
-
-fn output(desk: &TempDir, line: &str) -> (Option<i32>, String, String) {
-    let Output { status, stdout, stderr } = command(desk, line).output().unwrap();
-    (status.code(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
-}
-
-/// What `finetune LINE` writes to standard output.
-fn said(desk: &TempDir, line: &str) -> String {
-    let (code, stdout, stderr) = output(desk, line);
-    assert_eq!(code, Some(0), "finetune {line}: {stderr}");
-    stdout
-}
 
 /// A line that trains `model` a little in the run called `name`.
 fn training(name: &str, more: &str) -> String {
@@ -40,24 +19,24 @@ fn training(name: &str, more: &str) -> String {
 
 #[test]
 fn n1_a_model_without_a_text_learns_shakespeare_without_a_network() {
-    let desk = desk();
-    let lines = said(&desk, &training("r", "--steps 1 --log-every 1"));
+    let desk = Desk::new();
+    let lines = desk.said(&training("r", "--steps 1 --log-every 1"));
     assert!(lines.contains("tiny_shakespeare: "), "{lines}");
-    assert!(said(&desk, "config --model distilgpt2").contains("data = \"tiny_shakespeare\""));
-    assert!(said(&desk, "config").contains("data = \"grammar\""));
+    assert!(desk.said("config --model distilgpt2").contains("data = \"tiny_shakespeare\""));
+    assert!(desk.said("config").contains("data = \"grammar\""));
 }
 
 #[test]
 fn n3_no_network_is_found_out_in_two_seconds() {
-    let desk = desk();
+    let desk = Desk::new();
     let (_listener, _waiting, silent) = silent_endpoint();
     // An address that never answers, and a port without a listener.
     for endpoint in [silent.as_str(), "http://127.0.0.1:9"] {
         for line in ["generate owner/name", "--model owner/name", "--data hf://datasets/o/n/f.txt"] {
             let time = |offline: bool| {
                 let began = Instant::now();
-                let mut command = command(&desk, line);
-                command.env("HF_ENDPOINT", endpoint).env("HF_HOME", desk.path());
+                let mut command = desk.command(line);
+                command.env("HF_ENDPOINT", endpoint).env("HF_HOME", desk.folder());
                 for variable in ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"] {
                     command.env_remove(variable);
                 }
@@ -94,10 +73,10 @@ fn silent_endpoint() -> (TcpListener, Vec<TcpStream>, String) {
 
 #[test]
 fn n3_a_name_that_cannot_be_on_the_hub_is_wrong_without_a_network_too() {
-    let desk = desk();
+    let desk = Desk::new();
     for name in ["~/model", "https://huggingface.co/distilgpt2", "my:model", "model.gguf"] {
-        let mut command = command(&desk, &format!("generate {name}"));
-        command.env("HF_ENDPOINT", "http://127.0.0.1:9").env_remove("HF_HUB_OFFLINE").env("HF_HOME", desk.path());
+        let mut command = desk.command(&format!("generate {name}"));
+        command.env("HF_ENDPOINT", "http://127.0.0.1:9").env_remove("HF_HUB_OFFLINE").env("HF_HOME", desk.folder());
         let output = command.output().unwrap();
         let complaint = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{complaint}");
@@ -108,12 +87,9 @@ fn n3_a_name_that_cannot_be_on_the_hub_is_wrong_without_a_network_too() {
 /// Whoever watches from another terminal reads in the log what the run is busy with.
 #[test]
 fn n3_phases_are_in_the_log_and_shown_to_those_who_watch() {
-    let desk = desk();
-    said(
-        &desk,
-        &training("r", "--data text.txt --steps 4 --eval-every 2 --set train.sample_tokens=2 --sample-every 4"),
-    );
-    let log = desk.path().join("checkpoints/r/events.jsonl");
+    let desk = Desk::new();
+    desk.said(&training("r", "--data text.txt --steps 4 --eval-every 2 --set train.sample_tokens=2 --sample-every 4"));
+    let log = desk.path("checkpoints/r/events.jsonl");
     let records = read(&log).unwrap();
     let begun = |record: &Record| match &record.event {
         Event::Phase { step, what } => Some((*step, what.clone())),
@@ -134,7 +110,7 @@ fn n3_phases_are_in_the_log_and_shown_to_those_who_watch() {
     }
     fs::write(&log, records.iter().map(|record| serde_json::to_string(record).unwrap() + "\n").collect::<String>())
         .unwrap();
-    let mut watching = command(&desk, "watch r --plain").spawn().unwrap();
+    let mut watching = desk.command("watch r --plain").spawn().unwrap();
     let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
     let shown = lines.find(|line| line.as_ref().unwrap().starts_with("saving for "));
     watching.kill().unwrap();
@@ -144,12 +120,12 @@ fn n3_phases_are_in_the_log_and_shown_to_those_who_watch() {
 
 #[test]
 fn n3_a_misspelt_name_is_suggested_before_the_hub_is_asked() {
-    let desk = desk();
+    let desk = Desk::new();
     let hub = TcpListener::bind("127.0.0.1:0").unwrap();
     hub.set_nonblocking(true).unwrap();
     let endpoint = format!("http://{}", hub.local_addr().unwrap());
     for line in ["eval mdoel --data text.txt", "generate modle", "--model mdoel", "--model distilgtp2"] {
-        let output = command(&desk, line).env("HF_ENDPOINT", &endpoint).env_remove("HF_HUB_OFFLINE").output().unwrap();
+        let output = desk.command(line).env("HF_ENDPOINT", &endpoint).env_remove("HF_HUB_OFFLINE").output().unwrap();
         let complaint = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{complaint}");
         assert!(complaint.contains("did you mean `"), "{complaint}");
@@ -159,91 +135,87 @@ fn n3_a_misspelt_name_is_suggested_before_the_hub_is_asked() {
 
 #[test]
 fn n4_help_is_grouped_and_has_defaults_and_examples() {
-    let desk = desk();
-    let help = said(&desk, "--help");
+    let desk = Desk::new();
+    let help = desk.said("--help");
     for part in ["Model and text:", "Training:", "Loss scale:", "Examples:", "[default: 5e-5]"] {
         assert!(help.contains(part), "{part} is missing:\n{help}");
     }
     assert_eq!(help.lines().filter(|line| line.starts_with("  finetune ")).count(), 3);
-    let explained = said(&desk, "config --explain");
+    let explained = desk.said("config --explain");
     assert!(explained.contains("# The highest learning rate.\nlr = 0.003\n"), "{explained}");
-    assert!(said(&desk, "config --dtype half").contains("dtype = \"p=f32,c=f16,g=f16,r=f32\""));
+    assert!(desk.said("config --dtype half").contains("dtype = \"p=f32,c=f16,g=f16,r=f32\""));
     for (typed, tip) in [("train", "`finetune` without a command trains"), ("resume", "`finetune --resume`")] {
-        let (code, _, complaint) = output(&desk, typed);
-        assert_eq!(code, Some(2));
+        let complaint = desk.refused(typed);
         assert!(complaint.contains(tip), "{complaint}");
     }
 }
 
 #[test]
 fn n5_epochs_win_over_the_presets_steps() {
-    let desk = desk();
-    let config = said(&desk, "config --epochs 1");
+    let desk = Desk::new();
+    let config = desk.said("config --epochs 1");
     assert!(config.contains("epochs = 1.0") && !config.contains("\nsteps"), "{config}");
-    let (code, _, complaint) = output(&desk, "--epochs 1 --steps 4");
-    assert!(code == Some(2) && complaint.contains("both `epochs` and `steps`"), "{complaint}");
+    let complaint = desk.refused("--epochs 1 --steps 4");
+    assert!(complaint.contains("both `epochs` and `steps`"), "{complaint}");
 }
 
 #[test]
 fn n6_the_best_checkpoint_is_kept_and_used() {
-    let desk = desk();
+    let desk = Desk::new();
     // At this high rate the loss rises after the first steps.
     let worse = "--data text.txt --steps 40 --eval-every 2 --lr 0.3 --schedule constant --warmup-steps 4 --keep-last 1";
-    let lines = said(&desk, &training("r", &format!("{worse} --early-stopping 3 --save-every 1000")));
+    let lines = desk.said(&training("r", &format!("{worse} --early-stopping 3 --save-every 1000")));
     assert!(lines.contains("finished reason=early_stopped"), "{lines}");
-    let records = read(desk.path().join("checkpoints/r/events.jsonl")).unwrap();
-    let evals = records.iter().filter_map(|record| match &record.event {
+    let events = desk.events("r");
+    let evals = events.iter().filter_map(|event| match event {
         Event::Eval(eval) => Some((eval.step, eval.loss)),
         _ => None,
     });
     let (best, loss) = evals.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
-    let listed = said(&desk, "checkpoint list r");
+    let listed = desk.said("checkpoint list r");
     let marked: Vec<_> = listed.lines().filter(|line| line.contains("the best")).collect();
     assert_eq!(marked.len(), 1, "{listed}");
     assert!(marked[0].contains(&format!("step-{best:06}")), "{listed}");
     assert_eq!(listed.lines().count(), 3, "the run, the best and the last:\n{listed}");
-    let shown = said(&desk, "checkpoint show r");
+    let shown = desk.said("checkpoint show r");
     assert!(shown.contains(&format!("best         validation loss {loss:.4} at step {best}\n")), "{shown}");
-    let evaluated = |more: &str| -> String {
-        let report = said(&desk, &format!("eval r --json {more}"));
-        serde_json::from_str::<serde_json::Value>(&report).unwrap()["model"].as_str().unwrap().to_owned()
-    };
+    let evaluated =
+        |more: &str| -> String { desk.json(&format!("eval r --json {more}"))["model"].as_str().unwrap().to_owned() };
     assert!(
         evaluated("--best").ends_with(&format!("step-{best:06}"))
             && !evaluated("").ends_with(&format!("step-{best:06}"))
     );
-    said(&desk, "export r out --best");
-    assert!(!said(&desk, "generate r --best -n 4 --prompt so").is_empty());
+    desk.said("export r out --best");
+    assert!(!desk.said("generate r --best -n 4 --prompt so").is_empty());
 }
 
 #[test]
 fn n8_a_setting_that_changes_on_resume_is_an_event_and_compare_tells_both() {
-    let desk = desk();
-    said(&desk, &training("a", "--data text.txt --steps 2 --lr 0.001"));
-    said(&desk, &training("b", "--data text.txt --steps 4 --lr 0.001"));
-    said(&desk, "--resume a --steps 4 --lr 0.002 --plain");
-    let records = read(desk.path().join("checkpoints/a/events.jsonl")).unwrap();
-    let told = |record: &Record| matches!(&record.event, Event::Warning(told) if told.message.contains("optimizer.lr"));
-    assert!(records.iter().any(told));
-    let report = said(&desk, "compare a b --width 200");
+    let desk = Desk::new();
+    desk.said(&training("a", "--data text.txt --steps 2 --lr 0.001"));
+    desk.said(&training("b", "--data text.txt --steps 4 --lr 0.001"));
+    desk.said("--resume a --steps 4 --lr 0.002 --plain");
+    let told = |event: &Event| matches!(event, Event::Warning(told) if told.message.contains("optimizer.lr"));
+    assert!(desk.events("a").iter().any(told));
+    let report = desk.said("compare a b --width 200");
     assert!(report.contains("0.001; from step 2 0.002"), "{report}");
-    let (code, _, complaint) = output(&desk, "--resume a --steps 3");
-    assert!(code == Some(2) && complaint.contains("3 steps in all, of which the run has taken 4"), "{complaint}");
+    let complaint = desk.refused("--resume a --steps 3");
+    assert!(complaint.contains("3 steps in all, of which the run has taken 4"), "{complaint}");
 }
 
 #[test]
 fn n9_a_run_that_applies_no_step_says_so_and_fails() {
-    let desk = desk();
+    let desk = Desk::new();
     let line = training("r", "--data text.txt --steps 2 --init-scale 1e30");
-    let (code, _, complaint) = output(&desk, &line);
+    let (code, _, complaint) = desk.output(&line);
     assert_eq!(code, Some(3), "{complaint}");
     assert!(complaint.contains("all 2 steps overflowed") && complaint.contains("--init-scale"), "{complaint}");
 }
 
 #[test]
 fn n10_a_closed_pipe_is_not_an_error() {
-    let desk = desk();
-    let mut child = command(&desk, "man").spawn().unwrap();
+    let desk = Desk::new();
+    let mut child = desk.command("man").spawn().unwrap();
     let mut line = String::new();
     BufReader::with_capacity(1, child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     let mut complaint = String::new();
@@ -253,11 +225,11 @@ fn n10_a_closed_pipe_is_not_an_error() {
 
 #[test]
 fn n9_every_step_records_the_peak_of_memory_that_the_end_reports() {
-    let desk = desk();
-    said(&desk, &training("r", "--data text.txt --steps 3"));
+    let desk = Desk::new();
+    desk.said(&training("r", "--data text.txt --steps 3"));
     let (mut during, mut at_end) = (0, 0);
-    for record in read(desk.path().join("checkpoints/r/events.jsonl")).unwrap() {
-        match record.event {
+    for event in desk.events("r") {
+        match event {
             Event::Step(step) => during = step.peak_rss_bytes.unwrap(),
             Event::Finished(finished) => at_end = finished.peak_rss_bytes.unwrap(),
             _ => {}
@@ -268,7 +240,7 @@ fn n9_every_step_records_the_peak_of_memory_that_the_end_reports() {
 
 #[test]
 fn n10_lines_are_replayed_at_the_speed_asked_for() {
-    let desk = desk();
+    let desk = Desk::new();
     let step = |step: u64, s: f64| Record {
         v: VERSION,
         t: 0,
@@ -277,10 +249,10 @@ fn n10_lines_are_replayed_at_the_speed_asked_for() {
     };
     let lines: Vec<String> =
         [(128, 0.0), (256, 3.0)].map(|(at, s)| serde_json::to_string(&step(at, s)).unwrap() + "\n").into();
-    fs::write(desk.path().join("events.jsonl"), lines.concat()).unwrap();
+    fs::write(desk.path("events.jsonl"), lines.concat()).unwrap();
     let timed = |speed: &str| {
         let began = Instant::now();
-        assert_eq!(said(&desk, &format!("watch events.jsonl --plain --speed {speed}")).lines().count(), 2);
+        assert_eq!(desk.said(&format!("watch events.jsonl --plain --speed {speed}")).lines().count(), 2);
         began.elapsed()
     };
     assert!(timed("2") >= Duration::from_millis(1500));
@@ -289,47 +261,47 @@ fn n10_lines_are_replayed_at_the_speed_asked_for() {
 
 #[test]
 fn n11_runs_go_by_their_names_everywhere() {
-    let desk = desk();
-    said(&desk, &training("r", "--data text.txt --steps 4 --save-every 2"));
+    let desk = Desk::new();
+    desk.said(&training("r", "--data text.txt --steps 4 --save-every 2"));
     for line in ["list r", "show r", "show r/step-000002", "verify r", "diff r r/step-000004", "prune r --dry-run"] {
-        said(&desk, &format!("checkpoint {line}"));
+        desk.said(&format!("checkpoint {line}"));
     }
-    said(&desk, "watch r --plain");
-    assert!(said(&desk, "lab scaler --run r").contains("replayed from run r"));
-    assert!(said(&desk, "lab memory --run checkpoints/r/events.jsonl").contains("model: "));
-    assert!(said(&desk, "verify-resume r --steps 4").contains("bit-identical: 4 steps against 2 + save + load + 2"));
-    said(&desk, "--resume r/step-000002 --plain");
-    said(&desk, "eval r/step-000002");
-    let (code, _, complaint) = output(&desk, "--resume r --run other");
-    assert!(code == Some(2) && complaint.contains("leave `--run other` out"), "{complaint}");
-    let (code, _, complaint) = output(&desk, "--lr -1");
-    assert!(code == Some(2) && complaint.contains("optimizer.lr: `-1` is not between"), "{complaint}");
+    desk.said("watch r --plain");
+    assert!(desk.said("lab scaler --run r").contains("replayed from run r"));
+    assert!(desk.said("lab memory --run checkpoints/r/events.jsonl").contains("model: "));
+    assert!(desk.said("verify-resume r --steps 4").contains("bit-identical: 4 steps against 2 + save + load + 2"));
+    desk.said("--resume r/step-000002 --plain");
+    desk.said("eval r/step-000002");
+    let complaint = desk.refused("--resume r --run other");
+    assert!(complaint.contains("leave `--run other` out"), "{complaint}");
+    let complaint = desk.refused("--lr -1");
+    assert!(complaint.contains("optimizer.lr: `-1` is not between"), "{complaint}");
 }
 
 #[test]
 fn n11_runs_are_listed_and_deleted_after_a_question() {
-    let desk = desk();
-    said(&desk, &training("first", "--data text.txt --steps 2"));
-    said(&desk, &training("second", "--data text.txt --steps 3 --dtype bf16"));
-    let listed = said(&desk, "runs");
+    let desk = Desk::new();
+    desk.said(&training("first", "--data text.txt --steps 2"));
+    desk.said(&training("second", "--data text.txt --steps 3 --dtype bf16"));
+    let listed = desk.said("runs");
     let rows: Vec<Vec<&str>> =
         listed.lines().map(|line| line.split("  ").filter(|cell| !cell.is_empty()).collect()).collect();
     assert_eq!(rows.len(), 3, "{listed}");
     let cells = |row: usize| -> Vec<&str> { rows[row].iter().map(|cell| cell.trim()).collect() };
     assert_eq!((cells(1)[0], cells(1)[2], cells(1)[3], cells(1)[6]), ("first", "model f16", "2/2", "done"), "{listed}");
     assert_eq!((cells(2)[0], cells(2)[2], cells(2)[3]), ("second", "model bf16", "3/3"), "{listed}");
-    let (code, _, complaint) = output(&desk, "runs delete first");
-    assert!(code == Some(2) && complaint.contains("add `--yes`"), "nobody is there to answer: {complaint}");
-    assert!(desk.path().join("checkpoints/first").is_dir());
-    said(&desk, "runs delete first --yes");
-    assert!(!desk.path().join("checkpoints/first").exists());
-    assert_eq!(said(&desk, "runs").lines().count(), 2);
+    let complaint = desk.refused("runs delete first");
+    assert!(complaint.contains("add `--yes`"), "nobody is there to answer: {complaint}");
+    assert!(desk.path("checkpoints/first").is_dir());
+    desk.said("runs delete first --yes");
+    assert!(!desk.path("checkpoints/first").exists());
+    assert_eq!(desk.said("runs").lines().count(), 2);
 }
 
 #[test]
 fn n12_three_quick_interrupts_save_and_say_so() {
-    let desk = desk();
-    let mut child = command(&desk, &training("r", "--data text.txt --steps 1000000 --log-every 1")).spawn().unwrap();
+    let desk = Desk::new();
+    let mut child = desk.command(&training("r", "--data text.txt --steps 1000000 --log-every 1")).spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();
     while !line.starts_with("step=2/") {
@@ -352,13 +324,13 @@ fn n12_three_quick_interrupts_save_and_say_so() {
 #[test]
 fn n17_a_program_is_run_at_the_best_and_at_the_end() {
     use std::os::unix::fs::PermissionsExt;
-    let desk = desk();
-    let script = desk.path().join("notify.sh");
+    let desk = Desk::new();
+    let script = desk.path("notify.sh");
     fs::write(&script, "#!/bin/sh\necho \"$1|$2|$3|$4\" >> told\n").unwrap();
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
-    let mut command = command(&desk, &training("r", "--data text.txt --steps 2"));
+    let mut command = desk.command(&training("r", "--data text.txt --steps 2"));
     assert!(command.args(["--notify", "./notify.sh $HOME"]).status().unwrap().success());
-    let told = || fs::read_to_string(desk.path().join("told")).unwrap_or_default();
+    let told = || fs::read_to_string(desk.path("told")).unwrap_or_default();
     let began = Instant::now();
     while told().lines().count() < 2 && began.elapsed() < Duration::from_secs(10) {
         std::thread::sleep(Duration::from_millis(20));
@@ -373,21 +345,21 @@ fn n17_a_program_is_run_at_the_best_and_at_the_end() {
 #[test]
 fn n17_a_program_that_hangs_or_fails_is_told_and_bounded() {
     use std::os::unix::fs::PermissionsExt;
-    let desk = desk();
+    let desk = Desk::new();
     for (name, script, expected) in [
         ("hang", "echo $$ >> hang.ids; exec sleep 60", "still runs for 8 events"),
         ("fail", "exit 3", "has failed (exit status: 3)"),
     ] {
-        let path = desk.path().join(name);
+        let path = desk.path(name);
         fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         let line = format!("--data text.txt --steps 20 --eval-every 1 --notify ./{name}");
-        let output = command(&desk, &training(name, &line)).output().unwrap();
+        let output = desk.command(&training(name, &line)).output().unwrap();
         assert!(output.status.success());
         let said = String::from_utf8(output.stdout).unwrap();
         assert_eq!(said.matches(expected).count(), 1, "{said}");
     }
-    let ids = || fs::read_to_string(desk.path().join("hang.ids")).unwrap_or_default();
+    let ids = || fs::read_to_string(desk.path("hang.ids")).unwrap_or_default();
     let began = Instant::now();
     while ids().lines().count() < 8 && began.elapsed() < Duration::from_secs(10) {
         std::thread::sleep(Duration::from_millis(20));

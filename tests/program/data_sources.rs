@@ -1,7 +1,5 @@
 //! Data as a run loads it: files of every kind to tokens, the token cache, many processes at once.
 
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "a test may panic")]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -276,7 +274,7 @@ fn a_gigabyte_is_tokenised_in_bounded_memory() {
     };
     // Pages of the map count as resident but can be dropped at any time.
     let (resident, mapped) = (peak("VmHWM"), peak("RssFile"));
-    eprintln!("{} tokens, {megabytes_per_s:.1} MB/s, peak {resident} MiB of which {mapped} mapped", data.train.len());
+    println!("{} tokens, {megabytes_per_s:.1} MB/s, peak {resident} MiB of which {mapped} mapped", data.train.len());
     assert!(resident - mapped.min(resident) < 300, "peak {resident} MiB");
     assert!(megabytes_per_s > 10.0, "{megabytes_per_s} MB/s");
 }

@@ -3,18 +3,11 @@
 //! The comparison needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one.
 //! Without it the test says so and passes, but for CI, where it fails.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::print_stderr,
-    reason = "a test stops at the first thing that is not as it should be"
-)]
-
 use std::path::{Path, PathBuf};
 
 use crate::common::compare::gpt2_tokenizer;
-use crate::common::launch;
+use crate::common::desk::Desk;
 use crate::common::python::{python, run_script};
-use assert_cmd::Command;
 use candle_core::Device;
 use finetune::data::{Dataset, Source, TokenSource};
 use finetune::engine::device::OpenDevice;
@@ -32,10 +25,10 @@ fn golden(name: &str) -> PathBuf {
 }
 
 /// A folder with the golden model `name` and a tokenizer of one-letter words that fits it.
-pub(crate) fn with_tokenizer(name: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
+pub(crate) fn with_tokenizer(name: &str) -> Desk {
+    let desk = Desk::empty();
     for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(golden(name).join(file), folder.path().join(file)).unwrap();
+        desk.write(file, std::fs::read(golden(name).join(file)).unwrap());
     }
     let vocab: serde_json::Map<String, Value> =
         ('a'..='z').enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();
@@ -44,8 +37,9 @@ pub(crate) fn with_tokenizer(name: &str) -> tempfile::TempDir {
         "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "a"},
     });
-    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-    folder
+    desk.write("tokenizer.json", tokenizer.to_string());
+    desk.write("text.txt", text());
+    desk
 }
 
 /// 300 letters in no simple order.
@@ -59,10 +53,8 @@ pub(crate) fn text() -> String {
         .collect()
 }
 
-fn tokens(folder: &Path, trained: &TrainedModel) -> TokenSource {
-    let file = folder.join("text.txt");
-    std::fs::write(&file, text()).unwrap();
-    let source: Source = file.display().to_string().parse().unwrap();
+fn tokens(desk: &Desk, trained: &TrainedModel) -> TokenSource {
+    let source = Source::Path(desk.path("text.txt"));
     Dataset::load(&source, Some(&source), &trained.tokenizer).unwrap().train
 }
 
@@ -75,18 +67,18 @@ fn measure(trained: &TrainedModel, policy: PrecisionPolicy, tokens: &TokenSource
 fn transformers_finds_the_same_loss_on_the_same_windows() {
     let Some(python) = python() else { return };
     for name in ["narrow", "deep", "untied"] {
-        let folder = with_tokenizer(name);
-        let trained = TrainedModel::open(folder.path(), None).unwrap();
-        let tokens = tokens(folder.path(), &trained);
+        let desk = with_tokenizer(name);
+        let trained = TrainedModel::open(desk.folder(), None).unwrap();
+        let tokens = tokens(&desk, &trained);
         let mut ids = vec![0; tokens.len()];
         tokens.read(0, &mut ids);
-        let file = folder.path().join("ids.json");
+        let file = desk.path("ids.json");
         std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
         let context = trained.config.context;
         let strides = [context, context / 2, 3];
         let numbers = [context, strides[0], strides[1], strides[2]].map(|number| number.to_string());
         let arguments =
-            [folder.path().as_os_str(), file.as_os_str()].into_iter().chain(numbers.iter().map(AsRef::as_ref));
+            [desk.folder().as_os_str(), file.as_os_str()].into_iter().chain(numbers.iter().map(AsRef::as_ref));
         let theirs = run_script(&python, "transformers_windows.py", &arguments.collect::<Vec<_>>());
         for (at, stride) in strides.into_iter().enumerate() {
             let windows = Windows::new(context, None, Some(stride), Some(5)).unwrap();
@@ -110,39 +102,36 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
 #[ignore = "minutes; .ci/full runs it"]
 fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
     let (Some(python), Some(tokenizer)) = (python(), gpt2_tokenizer()) else { return };
-    let folder = tempfile::tempdir().unwrap();
+    let desk = Desk::empty();
     let text = zstd::decode_all(&include_bytes!("../../src/data/tiny_shakespeare.txt.zst")[..]).unwrap();
-    std::fs::write(folder.path().join("text.txt"), text).unwrap();
-    std::fs::copy(tokenizer, folder.path().join("tokenizer.json")).unwrap();
+    desk.write("text.txt", text);
+    std::fs::copy(tokenizer, desk.path("tokenizer.json")).unwrap();
     let gpt2 = ModelSpec::named("gpt2").unwrap();
     // Weights this wide make a model that is sure of itself, and wrong: its loss is far from a uniform guess.
     let small = ModelSpec { context: 256, ..gpt2.resized(2, 64, 4) };
     let config = ModelSpec { initializer_range: 0.2, ..small };
     let masters = TrainState::random_masters(&config, 1, &Device::Cpu).unwrap();
     let tensors: Vec<_> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
-    let weights = folder.path().join("model.safetensors");
+    let weights = desk.path("model.safetensors");
     write_tensors(&mut std::fs::File::create(&weights).unwrap(), &weights, &tensors).unwrap();
-    std::fs::write(folder.path().join("config.json"), config.to_json("float32")).unwrap();
+    desk.write("config.json", config.to_json("float32"));
     for stride in ["256", "128"] {
-        let mut command = Command::from_std(launch::program());
-        command.current_dir(folder.path()).args(["eval", ".", "--data", "text.txt", "--stride", stride, "--json"]);
-        let output = command.assert().success().get_output().stdout.clone();
-        let ours: Value = serde_json::from_slice(&output).unwrap();
-        let text = folder.path().join("text.txt");
-        let arguments = [folder.path().as_os_str(), text.as_os_str(), "256".as_ref(), stride.as_ref()];
+        let ours = desk.json(&format!("eval . --data text.txt --stride {stride} --json"));
+        let text = desk.path("text.txt");
+        let arguments = [desk.folder().as_os_str(), text.as_os_str(), "256".as_ref(), stride.as_ref()];
         let theirs = run_script(&python, "transformers_windows.py", &arguments);
         assert_eq!(theirs[0]["tokens"], ours["tokens"]);
         let [ours, theirs] = [&ours["loss"], &theirs[0]["loss"]].map(|loss| loss.as_f64().unwrap());
-        eprintln!("stride {stride}: {ours} here, {theirs} there");
+        println!("stride {stride}: {ours} here, {theirs} there");
         assert!((ours - theirs).abs() < 1e-4, "stride {stride}: {ours} here, {theirs} there");
     }
 }
 
 #[test]
 fn batches_of_windows_do_not_show_in_the_loss() {
-    let folder = with_tokenizer("deep");
-    let trained = TrainedModel::open(folder.path(), None).unwrap();
-    let tokens = tokens(folder.path(), &trained);
+    let desk = with_tokenizer("deep");
+    let trained = TrainedModel::open(desk.folder(), None).unwrap();
+    let tokens = tokens(&desk, &trained);
     let context = trained.config.context;
     let loss = |batch| {
         let windows = Windows::new(context, None, Some(context / 2), Some(batch)).unwrap();
@@ -159,9 +148,9 @@ fn batches_of_windows_do_not_show_in_the_loss() {
 
 #[test]
 fn overlapping_windows_have_more_context_and_predict_no_token_twice() {
-    let folder = with_tokenizer("narrow");
-    let trained = TrainedModel::open(folder.path(), None).unwrap();
-    let tokens = tokens(folder.path(), &trained);
+    let desk = with_tokenizer("narrow");
+    let trained = TrainedModel::open(desk.folder(), None).unwrap();
+    let tokens = tokens(&desk, &trained);
     let context = trained.config.context;
     let of = |stride| {
         measure(&trained, PrecisionPolicy::FP32, &tokens, Windows::new(context, None, Some(stride), None).unwrap())
@@ -174,16 +163,12 @@ fn overlapping_windows_have_more_context_and_predict_no_token_twice() {
 
 #[test]
 fn the_command_prints_the_librarys_figures() {
-    let folder = with_tokenizer("narrow");
-    let trained = TrainedModel::open(folder.path(), None).unwrap();
-    let tokens = tokens(folder.path(), &trained);
+    let desk = with_tokenizer("narrow");
+    let trained = TrainedModel::open(desk.folder(), None).unwrap();
+    let tokens = tokens(&desk, &trained);
     let windows = Windows::new(trained.config.context, Some(8), Some(4), None).unwrap();
     let expected = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
-    let mut command = Command::from_std(launch::program());
-    command.current_dir(folder.path()).args(["eval", ".", "--data", "text.txt"]);
-    command.args(["--seq-len", "8", "--stride", "4", "--json"]);
-    let output = command.assert().success().get_output().stdout.clone();
-    let report: Value = serde_json::from_slice(&output).unwrap();
+    let report = desk.json("eval . --data text.txt --seq-len 8 --stride 4 --json");
     assert_eq!(report["loss"].as_f64().unwrap(), expected.loss);
     assert_eq!(report["windows"], expected.windows);
     assert_eq!((&report["seq_len"], &report["stride"]), (&8.into(), &4.into()));
@@ -193,17 +178,9 @@ fn the_command_prints_the_librarys_figures() {
 /// `generate` runs.
 #[test]
 fn an_adapter_of_one_projection_is_evaluated() {
-    let folder = with_tokenizer("families/llama");
-    std::fs::write(folder.path().join("text.txt"), text()).unwrap();
-    let program = |arguments: &[&str]| {
-        let mut command = Command::cargo_bin("finetune").unwrap();
-        command.current_dir(folder.path()).args(arguments).assert().success().get_output().stdout.clone()
-    };
-    let loss = |model: &[&str]| {
-        let output = program(&[&["eval"], model, &["--data", "text.txt", "--json"]].concat());
-        serde_json::from_slice::<Value>(&output).unwrap()["loss"].as_f64().unwrap()
-    };
-    let base = loss(&["."]);
+    let desk = with_tokenizer("families/llama");
+    let loss = |model: &str| desk.json(&format!("eval {model} --data text.txt --json"))["loss"].as_f64().unwrap();
+    let base = loss(".");
     for (name, module, outputs, layers) in [("all", "q_proj", 24, &[0, 1][..]), ("one", "v_proj", 12, &[1])] {
         let wave = |shape: [usize; 2]| {
             let values = (0..shape[0] * shape[1]).map(|i| (i as f32).sin());
@@ -214,7 +191,7 @@ fn an_adapter_of_one_projection_is_evaluated() {
             [("A", [2, 24]), ("B", [outputs, 2])].map(|(f, shape)| (format!("{module}.lora_{f}.weight"), wave(shape)))
         };
         let tensors: Vec<_> = layers.iter().flat_map(factors).collect();
-        let adapter = folder.path().join(name);
+        let adapter = desk.path(name);
         std::fs::create_dir(&adapter).unwrap();
         let weights = adapter.join("adapter_model.safetensors");
         write_tensors(&mut std::fs::File::create(&weights).unwrap(), &weights, &tensors).unwrap();
@@ -222,11 +199,10 @@ fn an_adapter_of_one_projection_is_evaluated() {
             "peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": [module], "layers_to_transform": layers,
         });
         std::fs::write(adapter.join("adapter_config.json"), config.to_string()).unwrap();
-        let merged = format!("{name}-merged");
-        program(&["merge", ".", &merged, "--adapter", name]);
-        let (expected, found) = (loss(&[&merged]), loss(&[".", "--adapter", name]));
+        desk.said(&format!("merge . {name}-merged --adapter {name}"));
+        let (expected, found) = (loss(&format!("{name}-merged")), loss(&format!(". --adapter {name}")));
         assert!((found - expected).abs() < 1e-5 * expected, "{name}: {found}, merged {expected}");
         assert!((found - base).abs() > 1e-3, "{name}: the adapter does nothing");
-        program(&["generate", ".", "--adapter", name, "--prompt", "a b", "--max-tokens", "4"]);
+        desk.said(&format!("generate . --adapter {name} --prompt a --max-tokens 4"));
     }
 }

@@ -1,6 +1,6 @@
 //! The verdict of `fp16-check` compared with actual training.
 
-use crate::common::launch;
+use crate::common::desk::Desk;
 use finetune::data::{TokenSource, grammar};
 use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::view;
@@ -8,25 +8,15 @@ use finetune::engine::model::{Decoder, Parameters};
 use finetune::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionUnit};
+use finetune::telemetry::Event;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
 
-fn finetune(folder: &Path, arguments: &[&str]) -> (i32, String) {
-    let mut command = launch::program();
-    let output = command.args(arguments).current_dir(folder).output().unwrap();
-    // A verdict is an exit code too. A phase that takes long is named on standard error.
-    let text = if output.stdout.is_empty() { output.stderr } else { output.stdout };
-    (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
-}
-
-/// `tiny`, trained for some steps, as a Hugging Face folder.
-fn trained(folder: &Path, steps: &str) -> PathBuf {
-    let train = ["--run", "r", "--steps", steps, "--plain", "--set", "train.eval_batches=1"];
-    let (code, text) = finetune(folder, &train);
-    assert_eq!(code, 0, "{text}");
-    let (code, text) = finetune(folder, &["export", "r", "model"]);
-    assert_eq!(code, 0, "{text}");
-    folder.join("model")
+/// A folder with `model`: `tiny`, trained for some steps.
+fn trained(steps: u32) -> Desk {
+    let desk = Desk::empty();
+    desk.said(&format!("--run r --steps {steps} --plain --set train.eval_batches=1"));
+    desk.said("export r model");
+    desk
 }
 
 fn check(masters: Parameters, model: &TrainedModel) -> Fp16Report {
@@ -49,26 +39,20 @@ fn scale(masters: &Parameters, name: &str, factor: f32, of: impl Fn(usize) -> bo
 #[test]
 #[ignore = "more than a minute; .ci/run runs it"]
 fn the_verdict_is_what_training_shows() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = trained(folder.path(), "30");
-    let model = TrainedModel::open(&path, None).unwrap();
+    let desk = trained(30);
+    let model = TrainedModel::open(&desk.path("model"), None).unwrap();
 
     // A model of its kind trains in FP16, and 200 steps of training skip next to none.
     let report = check(model.weights(Dtype::F32).unwrap(), &model);
     assert_eq!(report.verdict, Verdict::Fp16, "{report:?}");
     let scale_said = format!("scaler.init_scale={}", report.best_scale);
-    let log = |run: &str| -> Vec<Value> {
-        let text = std::fs::read_to_string(folder.path().join("checkpoints").join(run).join("events.jsonl")).unwrap();
-        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-    };
-    let train = ["--model", "model", "--data", "grammar", "--dtype", "fp16", "--plain", "--steps", "200"];
-    let more = ["--run", "plain", "--set", &scale_said, "--set", "train.eval_batches=1"];
-    assert_eq!(finetune(folder.path(), &[&train[..], &more[..]].concat()).0, 0);
-    let finished = log("plain")
-        .into_iter()
-        .find_map(|event| event.get("finished").cloned().or_else(|| (event["event"] == "finished").then_some(event)))
-        .unwrap();
-    assert!(finished["skipped"].as_u64().unwrap() <= 2, "{finished}");
+    let train = "--model model --data grammar --dtype fp16 --plain --steps 200 --run plain --set train.eval_batches=1";
+    desk.said(&format!("{train} --set {scale_said}"));
+    let skipped = desk.events("plain").into_iter().find_map(|event| match event {
+        Event::Finished(finished) => Some(finished.skipped),
+        _ => None,
+    });
+    assert!(skipped.is_some_and(|skipped| skipped <= 2), "{skipped:?}");
 
     // A hidden unit whose activations leave the range, and what reads it makes up for it: the block and tensor are named.
     let masters = model.weights(Dtype::F32).unwrap();
@@ -105,18 +89,15 @@ fn the_verdict_is_what_training_shows() {
 
 #[test]
 fn the_command_says_it_in_text_json_and_exit_code() {
-    let folder = tempfile::tempdir().unwrap();
-    trained(folder.path(), "10");
-    let (code, text) =
-        finetune(folder.path(), &["fp16-check", "model", "--data", "grammar", "--batches", "1", "-l", "32"]);
-    assert!(code == 0 && text.contains("verdict: fp16 (") && text.contains("h.3"), "{code} {text}");
-    let json = ["fp16-check", "model", "--data", "grammar", "--batches", "1", "-l", "32", "--json"];
-    let (_, text) = finetune(folder.path(), &json);
+    let desk = trained(10);
+    let line = "fp16-check model --data grammar --batches 1 -l 32";
+    let text = desk.said(line);
+    assert!(text.contains("verdict: fp16 (") && text.contains("h.3"), "{text}");
+    let text = desk.said(&format!("{line} --json"));
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
     assert_eq!((report["verdict"].as_str(), report["units"].as_array().unwrap().len()), (Some("fp16"), 5));
-    for nonsense in [["--batches", "0"], ["-l", "4096"]] {
-        let (code, text) =
-            finetune(folder.path(), &[&["fp16-check", "model", "--data", "grammar"][..], &nonsense[..]].concat());
-        assert!(code == 2 && text.contains("error: "), "{code} {text}");
+    for nonsense in ["--batches 0", "-l 4096"] {
+        let complaint = desk.refused(&format!("fp16-check model --data grammar {nonsense}"));
+        assert!(complaint.contains("error: "), "{complaint}");
     }
 }

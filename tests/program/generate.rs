@@ -4,9 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::common::compare::{distance, values};
-use crate::common::launch;
+use crate::common::desk::Desk;
 use crate::common::python::{python, run_script};
-use assert_cmd::Command;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
@@ -246,36 +245,26 @@ fn the_receiver_can_stop_generation() {
 
 #[test]
 fn the_command_writes_the_same_text_for_the_same_seed_from_run_checkpoint_and_folder() {
-    let folder = tempfile::tempdir().unwrap();
-    let finetune = |arguments: &[&str]| {
-        let mut command = Command::from_std(launch::program());
-        let output = command.current_dir(folder.path()).args(arguments).assert().success().get_output().clone();
-        (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
-    };
-    let size = "--steps 2 --batch-size 2 --init-scale 65536 --set train.sample_tokens=0 --set train.eval_batches=1";
-    let size: Vec<&str> = size.split(' ').collect();
-    finetune(&[&["--plain", "--run", "r", "--threads", "1"], &size[..]].concat());
-    let text = |model: &str, seed: &str| {
-        finetune(&["generate", model, "--prompt", "the ", "-n", "20", "--seed", seed, "--threads", "1"]).0
-    };
-    let from_run = text("checkpoints/r", "3");
-    assert_eq!(text("checkpoints/r/step-000002", "3"), from_run);
-    assert_eq!(text("checkpoints/r", "3"), from_run);
-    assert_ne!(text("checkpoints/r", "4"), from_run);
+    let desk = Desk::empty();
+    desk.said(
+        "--plain --run r --threads 1 --steps 2 --batch-size 2 --init-scale 65536 --set train.sample_tokens=0 \
+         --set train.eval_batches=1",
+    );
+    let text =
+        |model: &str, seed: u32| desk.said(&format!("generate {model} --prompt the -n 20 --seed {seed} --threads 1"));
+    let from_run = text("checkpoints/r", 3);
+    assert_eq!(text("checkpoints/r/step-000002", 3), from_run);
+    assert_eq!(text("checkpoints/r", 3), from_run);
+    assert_ne!(text("checkpoints/r", 4), from_run);
 
     // The device and its kernels are chosen as for training.
     let greedy = |kernels: &str| {
-        let device = ["--device", "cpu", "--kernels", kernels];
-        finetune(
-            &[&["generate", "checkpoints/r", "--prompt", "the ", "-n", "20", "--temperature", "0"], &device[..]]
-                .concat(),
-        )
-        .0
+        desk.said(&format!("generate r --prompt the -n 20 --temperature 0 --device cpu --kernels {kernels}"))
     };
     assert_eq!(greedy("candle"), greedy("fused"));
 
-    let (text, notice) =
-        finetune(&["generate", "checkpoints/r", "-n", "1000", "--temperature", "0", "--dtype", "fp16"]);
+    let (code, text, notice) = desk.output("generate checkpoints/r -n 1000 --temperature 0 --dtype fp16");
+    assert_eq!(code, Some(0), "{notice}");
     assert!(text.ends_with('\n'));
     let ended = notice.contains("the context of 128 tokens is full");
     assert!(ended || notice.is_empty(), "{notice}");

@@ -3,22 +3,12 @@
 //! The libraries are looked for in the Python of `FINETUNE_PYTHON`. Without it the test says so and passes, but for CI,
 //! where it fails.
 
-use std::path::Path;
-
-use crate::common::launch;
+use crate::common::desk::Desk;
 use crate::common::python::{has_module, python, run_script};
 use serde_json::{Map, Value};
 
-fn finetune(folder: &Path, arguments: &[&str]) -> String {
-    let mut command = launch::program();
-    let output = command.args(arguments).current_dir(folder).output().unwrap();
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
-fn report(folder: &Path, typed: &str) -> Value {
-    let arguments: Vec<&str> = ["lab"].into_iter().chain(typed.split(' ')).chain(["--json"]).collect();
-    serde_json::from_str(&finetune(folder, &arguments)).unwrap()
+fn report(desk: &Desk, typed: &str) -> Value {
+    desk.json(&format!("lab {typed} --json"))
 }
 
 #[test]
@@ -27,7 +17,7 @@ fn the_libraries_compute_the_same_figures() {
     if !has_module(&python, "torchao") {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
+    let desk = Desk::empty();
     let views = [
         "bits pi",
         "bits 1e-8",
@@ -49,9 +39,8 @@ fn the_libraries_compute_the_same_figures() {
         "blocks --outlier 10000 --seed 3",
         "blocks --outlier 1e-3 --remembered 0.25 --columns 128",
     ];
-    let reports: Map<String, Value> =
-        views.iter().map(|typed| ((*typed).to_owned(), report(folder.path(), typed))).collect();
-    let path = folder.path().join("reports.json");
+    let reports: Map<String, Value> = views.iter().map(|typed| ((*typed).to_owned(), report(&desk, typed))).collect();
+    let path = desk.path("reports.json");
     std::fs::write(&path, serde_json::to_vec(&reports).unwrap()).unwrap();
     let answer = run_script(&python, "lab_figures.py", &[path.as_os_str()]);
     assert_eq!(answer.as_object().unwrap().len(), views.len());
@@ -66,13 +55,13 @@ fn the_libraries_compute_the_same_figures() {
 /// scale was too large.
 #[test]
 fn the_loop_reproduces_a_runs_overflows() {
-    let folder = tempfile::tempdir().unwrap();
+    let desk = Desk::empty();
     let config = "seed = 2\nmodel = \"tiny\"\ndata = \"grammar\"\ndtype = \"fp16\"\n[train]\nbatch_size = 2\nseq_len = 32\nsteps = 90\n\
                   eval_every = 0\nsample_tokens = 0\n[scaler]\ninit_scale = 16777216.0\ngrowth_interval = 8\n\
                   [checkpoint]\nsave_every = 0\n[telemetry]\nprobe_every = 1\n";
-    std::fs::write(folder.path().join("run.toml"), config).unwrap();
-    finetune(folder.path(), &["--config", "run.toml", "--run", "run", "--plain"]);
-    let log = std::fs::read_to_string(folder.path().join("checkpoints/run/events.jsonl")).unwrap();
+    desk.write("run.toml", config);
+    desk.said("--config run.toml --run run --plain");
+    let log = std::fs::read_to_string(desk.path("checkpoints/run/events.jsonl")).unwrap();
     let events = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let steps: Vec<(u64, f64, bool)> = events
         .filter(|event| event["event"] == "step")
@@ -84,7 +73,7 @@ fn the_loop_reproduces_a_runs_overflows() {
     let overflows = steps.iter().filter(|(.., applied)| !applied).count();
     assert!(steps.len() == 90 && overflows >= 5, "{overflows} overflows in {} steps", steps.len());
     let replay = |run: &str| -> (Vec<(u64, f64, bool)>, f64) {
-        let replay = report(folder.path(), &format!("scaler --run {run}"));
+        let replay = report(&desk, &format!("scaler --run {run}"));
         let attempts = replay["trajectories"][0]["attempts"].as_array().unwrap().iter();
         let largest = attempts.clone().filter_map(|attempt| attempt["largest"].as_f64()).fold(0.0, f64::max);
         let steps = attempts.map(|attempt| {
@@ -101,23 +90,22 @@ fn the_loop_reproduces_a_runs_overflows() {
     let measured = probed.fold(0.0, f64::max);
     assert!((largest / measured - 1.0).abs() < 1e-6, "the series is the probes': {largest} {measured}");
 
-    std::fs::create_dir(folder.path().join("unprobed")).unwrap();
     let kept: Vec<&str> = log.lines().filter(|line| !line.contains(r#""event":"fp32_probe""#)).collect();
-    std::fs::write(folder.path().join("unprobed/events.jsonl"), kept.join("\n") + "\n").unwrap();
+    desk.write("unprobed/events.jsonl", kept.join("\n") + "\n");
     assert_eq!(replay("unprobed").0, steps);
 }
 
 /// Each of the views that can begins with a run's own numbers.
 #[test]
 fn views_take_their_numbers_from_a_run() {
-    let folder = tempfile::tempdir().unwrap();
+    let desk = Desk::empty();
     let train = "--run r --plain --steps 8 --batch-size 2 --seq-len 48 --dtype bf16 --lr 2e-4 --set train.eval_batches=1 \
                  --set telemetry.probe_every=3";
-    finetune(folder.path(), &train.split_whitespace().collect::<Vec<_>>());
-    let run = folder.path().join("checkpoints/r");
+    desk.said(train);
+    let run = desk.run("r");
     let log = std::fs::read_to_string(run.join("events.jsonl")).unwrap();
     let events: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let of = |view: &str| report(folder.path(), &format!("{view} --run checkpoints/r"));
+    let of = |view: &str| report(&desk, &format!("{view} --run checkpoints/r"));
     let all = |event: &'static str| events.iter().filter(move |one| one["event"] == event);
     let started = all("started").next().unwrap();
 
@@ -186,11 +174,10 @@ fn the_commands_of_the_folklore_show_what_it_says() {
     let entries = folklore.lines().filter(|line| line.contains("`finetune lab")).count();
     // One is for a run with probes; its figures are those of `views_take_their_numbers_from_a_run`.
     assert_eq!(entries, SHOWN.len() + 1);
-    let folder = tempfile::tempdir().unwrap();
+    let desk = Desk::empty();
     for (view, shown) in SHOWN {
         assert!(folklore.contains(&format!("`finetune lab {view}` |")), "no entry has `{view}`");
-        let arguments: Vec<&str> = ["lab"].into_iter().chain(view.split(' ')).collect();
-        let text = finetune(folder.path(), &arguments);
+        let text = desk.said(&format!("lab {view}"));
         assert!(text.contains(shown), "`{view}` does not show `{shown}`:\n{text}");
     }
 }

@@ -3,56 +3,26 @@
 //! TensorBoard itself reads its event files back. Without a Python that has `tensorboard` (`.ci/python-env`, named by
 //! `FINETUNE_PYTHON`) that test says so and passes; under CI it fails.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::print_stderr,
-    reason = "a test stops at the first thing that is not as it should be"
-)]
-
-use crate::common::launch;
+use crate::common::desk::Desk;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};
 use crate::common::python::{has_module, python, run_script};
-use finetune::telemetry::{Event, StepRecord, read};
+use finetune::telemetry::{Event, read};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::path::Path;
-use std::process::{Command, Stdio};
-
-/// The command, in a folder.
-fn command(folder: &Path, line: &str) -> Command {
-    let mut command = launch::program();
-    command.current_dir(folder).args(line.split_whitespace()).env("HF_HUB_OFFLINE", "1").stdin(Stdio::null());
-    command
-}
-
-/// What `finetune LINE` prints.
-fn finetune(folder: &Path, line: &str) -> String {
-    let output = command(folder, line).output().unwrap();
-    assert!(output.status.success(), "finetune {line}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
 
 /// A short run called `t`, whose first loss scale is too high.
 const RUN: &str = "--run t --batch-size 2 --seq-len 8 --threads 1 --plain --save-every 10 --eval-every 10 --sample-every 10 \
                    --prompt <&\"> --set train.eval_batches=1 --set train.sample_tokens=8 --set telemetry.probe_every=8 \
                    --init-scale 16777216";
 
-fn steps(folder: &Path) -> Vec<StepRecord> {
-    let records = read(folder.join("checkpoints/t/events.jsonl")).unwrap();
-    records
-        .into_iter()
-        .filter_map(|record| if let Event::Step(step) = record.event { Some(*step) } else { None })
-        .collect()
-}
-
 #[test]
 fn item_16_figures_are_exported_as_tables() {
-    let desk = tempfile::tempdir().unwrap();
-    finetune(desk.path(), &format!("{RUN} --steps 20"));
-    finetune(desk.path(), "--resume t/step-000010 --plain");
-    let steps = steps(desk.path());
-    let csv = finetune(desk.path(), "export-metrics t --format csv");
+    let desk = Desk::empty();
+    desk.said(&format!("{RUN} --steps 20"));
+    desk.said("--resume t/step-000010 --plain");
+    let steps = desk.steps("t");
+    let csv = desk.said("export-metrics t --format csv");
     let rows: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
     assert_eq!(rows.len(), 21, "a heading, and each step once");
     let column = |name: &str| rows[0].iter().position(|column| *column == name).unwrap();
@@ -64,21 +34,20 @@ fn item_16_figures_are_exported_as_tables() {
         assert_eq!(row[column("loss_scale")].parse::<f32>().unwrap(), step.loss_scale);
         assert_eq!(row[column("val_loss")].is_empty(), !step.step.is_multiple_of(10));
     }
-    finetune(desk.path(), "export-metrics t --format jsonl --output t.jsonl");
-    let text = std::fs::read_to_string(desk.path().join("t.jsonl")).unwrap();
+    desk.said("export-metrics t --format jsonl --output t.jsonl");
+    let text = std::fs::read_to_string(desk.path("t.jsonl")).unwrap();
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len(), 20);
     assert!(lines[9]["val_loss"].is_number() && lines[8]["val_loss"].is_null());
-    let refused = command(desk.path(), "export-metrics nowhere").output().unwrap();
-    assert_eq!(refused.status.code(), Some(2));
+    desk.refused("export-metrics nowhere");
 }
 
 #[test]
 fn item_16_a_report_is_one_page_that_stands_alone() {
-    let desk = tempfile::tempdir().unwrap();
-    finetune(desk.path(), &format!("{RUN} --steps 20"));
-    assert!(finetune(desk.path(), "report t").contains("report.html"));
-    let html = std::fs::read_to_string(desk.path().join("checkpoints/t/report.html")).unwrap();
+    let desk = Desk::empty();
+    desk.said(&format!("{RUN} --steps 20"));
+    assert!(desk.said("report t").contains("report.html"));
+    let html = std::fs::read_to_string(desk.path("checkpoints/t/report.html")).unwrap();
     assert_well_formed(&html);
     assert_stands_alone(&html);
     for part in [
@@ -98,17 +67,17 @@ fn item_16_a_report_is_one_page_that_stands_alone() {
         assert!(html.contains(part), "`{part}` is not in the page");
     }
     assert!(html.contains("color-scheme: light dark") && html.contains("prefers-color-scheme: dark"));
-    finetune(desk.path(), "report t --output elsewhere.html");
-    assert_eq!(std::fs::read_to_string(desk.path().join("elsewhere.html")).unwrap(), html);
+    desk.said("report t --output elsewhere.html");
+    assert_eq!(std::fs::read_to_string(desk.path("elsewhere.html")).unwrap(), html);
 }
 
 #[test]
 fn item_16_prometheus_reads_a_running_run() {
-    let desk = tempfile::tempdir().unwrap();
+    let desk = Desk::empty();
     // The system gives a free port; that another process takes it before the run does is as good as impossible.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let line = format!("{RUN} --steps 100000 --log-every 1 --metrics-port {port}");
-    let mut run = command(desk.path(), &line).stdout(Stdio::piped()).spawn().unwrap();
+    let mut run = desk.command(&line).spawn().unwrap();
     let lines = BufReader::new(run.stdout.take().unwrap()).lines().map_while(Result::ok);
     assert!(lines.skip_while(|line| !line.starts_with("step=3/")).take(1).count() == 1);
     let mut client = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -128,30 +97,29 @@ fn item_16_prometheus_reads_a_running_run() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     for (port, part) in [(port.as_str(), "cannot listen on 127.0.0.1"), ("many", "is a port such as 9464")] {
-        let output = command(desk.path(), &format!("--run u --metrics-port {port}")).output().unwrap();
-        let complaint = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.code() == Some(2) && complaint.contains(part), "{complaint}");
-        assert!(!desk.path().join("checkpoints/u").exists());
+        let complaint = desk.refused(&format!("--run u --metrics-port {port}"));
+        assert!(complaint.contains(part), "{complaint}");
+        assert!(!desk.path("checkpoints/u").exists());
     }
 }
 
 #[test]
 fn item_16_tensorboard_reads_what_a_run_wrote_live_and_afterwards() {
     let Some(python) = python().filter(|python| has_module(python, "tensorboard")) else { return };
-    let desk = tempfile::tempdir().unwrap();
-    finetune(desk.path(), &format!("{RUN} --steps 20 --set telemetry.tensorboard=true"));
+    let desk = Desk::empty();
+    desk.said(&format!("{RUN} --steps 20 --set telemetry.tensorboard=true"));
     // A second process repeats the steps after the tenth, and must not leave two of each.
-    finetune(desk.path(), "--resume t/step-000010 --plain");
-    finetune(desk.path(), "export-metrics t --format tensorboard --output afterwards");
+    desk.said("--resume t/step-000010 --plain");
+    desk.said("export-metrics t --format tensorboard --output afterwards");
 
-    let records = read(desk.path().join("checkpoints/t/events.jsonl")).unwrap();
+    let records = read(desk.path("checkpoints/t/events.jsonl")).unwrap();
     let steps: Vec<_> = records
         .iter()
         .filter_map(|record| if let Event::Step(step) = &record.event { Some((record.t, step)) } else { None })
         .collect();
     assert_eq!(steps.len(), 20);
     for folder in ["checkpoints/t/tensorboard", "afterwards"] {
-        let board = run_script(&python, "tensorboard_read.py", &[desk.path().join(folder).as_os_str()]);
+        let board = run_script(&python, "tensorboard_read.py", &[desk.path(folder).as_os_str()]);
         let scalar =
             |tag: &str| board["scalars"][tag].as_array().unwrap_or_else(|| panic!("{folder}: no {tag}")).clone();
         let losses = scalar("loss/train");

@@ -6,25 +6,23 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use crate::common::launch;
+use crate::common::desk::Desk;
 use serde_json::{Value, json};
 
 /// Messages of a slow preparation.
 const PHASES: [&str; 8] =
     ["drawing", "reading", "tokenising", "preparing", "verifying", "computing", "measuring", "exporting"];
 
-/// A working folder, and the messages so far.
-struct Desk {
-    folder: tempfile::TempDir,
+/// A working folder with broken files beside a model and a text, and the messages so far.
+struct Refusals {
+    desk: Desk,
     said: String,
 }
 
-impl Desk {
-    /// A folder with a model, a text and broken versions of both.
+impl Refusals {
     fn new() -> Self {
-        let desk = Self { folder: tempfile::tempdir().unwrap(), said: String::new() };
+        let desk = Desk::new();
         desk.write("text.txt", "some words to learn from ".repeat(40));
         desk.write("short.txt", "abc");
         desk.write("empty.txt", "");
@@ -33,43 +31,14 @@ impl Desk {
         desk.write("not-json.jsonl", "{\"text\": \"fine\"}\nnot json\n");
         desk.write("no-text.jsonl", "{\"title\": \"no text here\"}\n");
         desk.write("no.parquet", "not parquet");
-        desk.model("model", |_| {});
-        desk
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn write(&self, name: &str, contents: impl AsRef<[u8]>) {
-        let path = self.path(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, contents).unwrap();
-    }
-
-    /// A Hugging Face folder with a byte-sized vocabulary, its configuration changed by `change`.
-    fn model(&self, name: &str, change: impl FnOnce(&mut Value)) {
-        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
-        let mut config: Value = serde_json::from_slice(&fs::read(golden.join("config.json")).unwrap()).unwrap();
-        change(&mut config);
-        self.write(&format!("{name}/config.json"), config.to_string());
-        self.write(&format!("{name}/model.safetensors"), fs::read(golden.join("model.safetensors")).unwrap());
-        self.write(&format!("{name}/tokenizer.json"), finetune::data::Tokenizer::byte().json());
+        Self { desk, said: String::new() }
     }
 
     /// A run of one step in `checkpoints/NAME`.
-    fn run(&self, name: &str, more: &[&str]) {
-        let mut command = self.command(&["--model", "model", "--data", "text.txt", "--run", name, "--steps", "1"]);
-        command.args(["--seq-len", "8", "--batch-size", "2", "--set", "train.sample_tokens=0"]).args(more);
-        let output = command.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    }
-
-    fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = launch::program();
-        command.current_dir(self.folder.path()).args(arguments).env("HF_HUB_OFFLINE", "1");
-        command.env_remove("FINETUNE_ISA").env_remove("COLUMNS").stdin(std::process::Stdio::null());
-        command
+    fn run(&self, name: &str) {
+        self.desk.said(&format!(
+            "--model model --data text.txt --run {name} --steps 1 --seq-len 8 --batch-size 2 --set train.sample_tokens=0"
+        ));
     }
 
     /// Every file with its contents, except token caches, which depend only on the text, and lock files, which contain the last
@@ -87,21 +56,19 @@ impl Desk {
             }
         }
         let mut found = BTreeMap::new();
-        walk(self.folder.path(), &mut found);
-        found.retain(|path, _| !path.starts_with(self.path("data")) && !path.ends_with(".lock"));
+        walk(self.desk.folder(), &mut found);
+        found.retain(|path, _| !path.starts_with(self.desk.path("data")) && !path.ends_with(".lock"));
         found
     }
 
     /// Runs a command line that must fail, and records its message.
     fn refuse(&mut self, line: &str) {
-        let arguments: Vec<&str> = line.split(' ').map(|word| if word == "''" { "" } else { word }).collect();
         let before = self.tree();
-        let output = self.command(&arguments).output().unwrap();
-        let (said, complaint) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        let (code, said, complaint) = self.desk.output(line);
         // On a slow machine, slow phases before the error have been reported.
         let is_phase = |line: &&str| PHASES.iter().any(|phase| line.starts_with(phase));
         let complaint: String = complaint.lines().skip_while(is_phase).map(|line| line.to_owned() + "\n").collect();
-        assert_eq!(output.status.code(), Some(2), "finetune {line}\n{said}{complaint}");
+        assert_eq!(code, Some(2), "finetune {line}\n{said}{complaint}");
         assert!(said.is_empty(), "finetune {line} wrote to standard output: {said}");
         assert_eq!(
             complaint.lines().filter(|line| line.starts_with("error: ")).count(),
@@ -113,7 +80,7 @@ impl Desk {
         let after = self.tree();
         let changed: Vec<_> = after.iter().filter(|(path, bytes)| before.get(*path) != Some(bytes)).collect();
         assert!(changed.is_empty() && before.len() == after.len(), "finetune {line} changed the folder: {changed:?}");
-        let folder = self.folder.path().display().to_string();
+        let folder = self.desk.folder().display().to_string();
         writeln!(self.said, "$ finetune {line}\n{}\n", complaint.trim_end().replace(&folder, "[FOLDER]")).unwrap();
     }
 
@@ -126,8 +93,8 @@ impl Desk {
 
 #[test]
 fn invalid_flags() {
-    let mut desk = Desk::new();
-    desk.refuse_all(&[
+    let mut refusals = Refusals::new();
+    refusals.refuse_all(&[
         "--no-such-flag",
         "--bach-size 4",
         "no-such-command",
@@ -168,19 +135,20 @@ fn invalid_flags() {
         "--init sometimes",
         "--plain --progress",
     ]);
-    insta::assert_snapshot!("flags", desk.said);
+    insta::assert_snapshot!("flags", refusals.said);
 }
 
 #[test]
 fn invalid_configurations() {
-    let mut desk = Desk::new();
+    let mut refusals = Refusals::new();
+    let desk = &refusals.desk;
     desk.write("unknown-key.toml", "[train]\nseqlen = 8\n");
     desk.write("unknown-section.toml", "[trainer]\nsteps = 8\n");
     desk.write("wrong-type.toml", "[train]\nsteps = \"ten\"\n");
     desk.write("not.toml", "steps: 8\n");
     desk.write("long.toml", "# ".repeat(600_000));
     desk.write("latin1.toml", b"model = \"caf\xE9\"\n");
-    desk.refuse_all(&[
+    refusals.refuse_all(&[
         "--config missing.toml",
         "--config model",
         "--config not.toml",
@@ -209,12 +177,13 @@ fn invalid_configurations() {
         "config --set scaler.on_overflow=panic",
         "config --set scaler.mode=clever",
     ]);
-    insta::assert_snapshot!("configuration", desk.said);
+    insta::assert_snapshot!("configuration", refusals.said);
 }
 
 #[test]
 fn a_model_that_is_none() {
-    let mut desk = Desk::new();
+    let mut refusals = Refusals::new();
+    let desk = &refusals.desk;
     desk.write("no-config/model.safetensors", "");
     desk.write("bad-config/config.json", "{\"model_type\": ");
     desk.model("phi3", |config| config["model_type"] = json!("phi3"));
@@ -243,7 +212,7 @@ fn a_model_that_is_none() {
     let large = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
         "pre_tokenizer": null, "post_processor": null, "decoder": null, "model": model});
     desk.write("large.json", large.to_string());
-    desk.refuse_all(&[
+    refusals.refuse_all(&[
         "--model no-config",
         "--model bad-config",
         "--model phi3",
@@ -272,15 +241,16 @@ fn a_model_that_is_none() {
         "--model model --data text.txt --seq-len 41",
         "--seq-len 129",
     ]);
-    insta::assert_snapshot!("models", desk.said);
+    insta::assert_snapshot!("models", refusals.said);
 }
 
 #[test]
 fn invalid_texts() {
-    let mut desk = Desk::new();
+    let mut refusals = Refusals::new();
+    let desk = &refusals.desk;
     fs::create_dir(desk.path("nothing")).unwrap();
     desk.write("middling.txt", "a tenth of this is too short ".repeat(10));
-    desk.refuse_all(&[
+    refusals.refuse_all(&[
         "--data missing.txt",
         "--data ''",
         "--data empty.txt",
@@ -300,26 +270,27 @@ fn invalid_texts() {
         "--data text.txt --val short.txt",
         "--data middling.txt",
     ]);
-    insta::assert_snapshot!("texts", desk.said);
+    insta::assert_snapshot!("texts", refusals.said);
 }
 
 #[test]
 fn invalid_resumes() {
-    let mut desk = Desk::new();
+    let mut refusals = Refusals::new();
+    let desk = &refusals.desk;
     desk.model("other", |_| {});
     desk.write("other.txt", "some other words to learn from ".repeat(40));
-    desk.run("good", &[]);
-    desk.run("future", &[]);
+    refusals.run("good");
+    refusals.run("future");
     let manifest = desk.path("checkpoints/future/step-000001/manifest.json");
     let newer = fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 1", "\"format_version\": 99");
     fs::write(&manifest, newer.replace("\"format_version\":1", "\"format_version\":99")).unwrap();
-    desk.run("broken", &[]);
+    refusals.run("broken");
     let weights = desk.path("checkpoints/broken/step-000001/master.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&weights, bytes).unwrap();
     fs::create_dir_all(desk.path("checkpoints/none")).unwrap();
-    desk.refuse_all(&[
+    refusals.refuse_all(&[
         "--resume missing",
         "--resume text.txt",
         "--resume model",
@@ -340,7 +311,7 @@ fn invalid_resumes() {
         "verify-resume --at 0",
         "verify-resume --steps 4 --at 4",
     ]);
-    insta::assert_snapshot!("resume", desk.said);
+    insta::assert_snapshot!("resume", refusals.said);
 }
 
 /// What cannot be looked at is not taken for missing. Links in a circle fail for root as well, unlike permissions.
@@ -349,9 +320,8 @@ fn invalid_resumes() {
 fn a_run_or_folder_that_cannot_be_read_is_not_called_missing() {
     let desk = Desk::new();
     let refused = |line: &str| {
-        let output = desk.command(&line.split(' ').collect::<Vec<_>>()).output().unwrap();
-        assert_eq!(output.status.code().filter(|code| [1, 2].contains(code)), output.status.code(), "{line}");
-        let said = String::from_utf8(output.stderr).unwrap();
+        let (code, _, said) = desk.output(line);
+        assert!(matches!(code, Some(1 | 2)), "{line}");
         assert!(said.lines().any(|it| it.starts_with("error: ") && it.contains("symbolic links")), "{line}: {said}");
     };
     fs::create_dir_all(desk.path("checkpoints/r")).unwrap();
@@ -364,11 +334,12 @@ fn a_run_or_folder_that_cannot_be_read_is_not_called_missing() {
 
 #[test]
 fn unusable_models() {
-    let mut desk = Desk::new();
-    desk.run("good", &[]);
-    desk.run("broken", &[]);
+    let mut refusals = Refusals::new();
+    let desk = &refusals.desk;
+    refusals.run("good");
+    refusals.run("broken");
     desk.write("checkpoints/broken/step-000001/model.safetensors", "damaged");
-    desk.refuse_all(&[
+    refusals.refuse_all(&[
         "generate",
         "generate missing",
         "generate model/missing",
@@ -405,14 +376,14 @@ fn unusable_models() {
         "completions cmd.exe",
         "doctor --yaml",
     ]);
-    insta::assert_snapshot!("use", desk.said);
+    insta::assert_snapshot!("use", refusals.said);
 }
 
 /// Mistakes of new and of daily users.
 #[test]
 fn mistakes_of_daily_use() {
-    let mut desk = Desk::new();
-    desk.refuse_all(&[
+    let mut refusals = Refusals::new();
+    refusals.refuse_all(&[
         "train",
         "resume",
         "list",
@@ -442,8 +413,8 @@ fn mistakes_of_daily_use() {
         "--model https://huggingface.co/distilgpt2",
         "--model out.gguf",
     ]);
-    desk.run("good", &[]);
-    desk.refuse_all(&[
+    refusals.run("good");
+    refusals.refuse_all(&[
         "--lr -1",
         "--steps -5",
         "--epochs 0",
@@ -499,23 +470,23 @@ fn mistakes_of_daily_use() {
         "report goood",
         "compare good goood",
     ]);
-    insta::assert_snapshot!("daily_use", desk.said);
+    insta::assert_snapshot!("daily_use", refusals.said);
 }
 
 #[test]
 fn invalid_environments() {
-    let mut desk = Desk::new();
-    let mut command = desk.command(&[]);
-    let output = command.env("FINETUNE_ISA", "mmx").output().unwrap();
+    let mut refusals = Refusals::new();
+    let desk = &refusals.desk;
+    let output = desk.command("").env("FINETUNE_ISA", "mmx").output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    desk.said = String::from_utf8(output.stderr).unwrap();
-    insta::assert_snapshot!("environment", desk.said);
+    refusals.said = String::from_utf8(output.stderr).unwrap();
+    insta::assert_snapshot!("environment", refusals.said);
 }
 
 /// Rows that cannot be learned from: where the mistake is, and what to do about it.
 #[test]
 fn nonsense_in_rows() {
-    let mut desk = Desk::new();
+    let mut refusals = Refusals::new();
     let message = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
     let chat = |messages: &[String]| format!("{{\"messages\": [{}]}}\n", messages.join(", "));
     let good = chat(&[message("user", "a"), message("assistant", "b")]);
@@ -558,15 +529,17 @@ fn nonsense_in_rows() {
         ("binary.txt", "text\0\u{1}\u{2}".into()),
     ];
     for (name, content) in &files {
-        desk.write(name, content);
-        desk.refuse(&format!("data show --model model --seq-len 32 --data {name}"));
+        refusals.desk.write(name, content);
+        refusals.refuse(&format!("data show --model model --seq-len 32 --data {name}"));
     }
-    desk.write("latin1.csv", b"text\ncaf\xE9\n");
-    desk.write("chats.jsonl", chat(&[message("user", "a"), message("user", "b"), message("assistant", "c")]) + &good);
-    desk.write("strict.jinja", "{% for m in messages %}\n{% if m.role == 'user' and loop.index0 % 2 == 1 %}{{ raise_exception('users must not follow users') }}{% endif %}\n{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}");
-    desk.write("broken.jinja", "{% for m in messages %}\n{{ m.content }\n");
-    desk.write("unmarked.jinja", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}");
-    desk.refuse_all(&[
+    refusals.desk.write("latin1.csv", b"text\ncaf\xE9\n");
+    refusals
+        .desk
+        .write("chats.jsonl", chat(&[message("user", "a"), message("user", "b"), message("assistant", "c")]) + &good);
+    refusals.desk.write("strict.jinja", "{% for m in messages %}\n{% if m.role == 'user' and loop.index0 % 2 == 1 %}{{ raise_exception('users must not follow users') }}{% endif %}\n{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}");
+    refusals.desk.write("broken.jinja", "{% for m in messages %}\n{{ m.content }\n");
+    refusals.desk.write("unmarked.jinja", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}");
+    refusals.refuse_all(&[
         "data show --model model --seq-len 32 --data latin1.csv",
         "data show --model model --seq-len 32 --data chats.jsonl --chat-template strict.jinja",
         "data show --model model --seq-len 32 --data chats.jsonl --chat-template broken.jinja",
@@ -583,18 +556,19 @@ fn nonsense_in_rows() {
         "eval model --answers",
         "eval model --data text.txt --answers",
     ]);
-    insta::assert_snapshot!("rows", desk.said);
+    insta::assert_snapshot!("rows", refusals.said);
 }
 
 /// As many runs of the same would begin, or wait for each other.
 #[cfg(not(feature = "mpi"))]
 #[test]
 fn a_build_for_one_process_refuses_to_be_one_of_several() {
-    let desk = Desk::new();
-    let before = desk.tree();
+    let refusals = Refusals::new();
+    let (desk, before) = (&refusals.desk, refusals.tree());
+    let line = "--model model --data text.txt --steps 1";
     for (size, rank) in [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")] {
         for process in ["0", "1"] {
-            let mut command = desk.command(&["--model", "model", "--data", "text.txt", "--steps", "1"]);
+            let mut command = desk.command(line);
             let output = command.env(size, "2").env(rank, process).output().unwrap();
             assert_eq!(output.status.code(), Some(2));
             let said = String::from_utf8(output.stderr).unwrap();
@@ -605,13 +579,13 @@ fn a_build_for_one_process_refuses_to_be_one_of_several() {
                 _ => assert_eq!(said, "", "process 0 says it for all"),
             }
         }
-        let mut alone = desk.command(&["config"]);
+        let mut alone = desk.command("config");
         assert!(alone.env(size, "2").env(rank, "0").output().unwrap().status.success(), "only training is refused");
     }
-    let mut command = desk.command(&["--model", "model", "--data", "text.txt", "--steps", "1"]);
+    let mut command = desk.command(line);
     let output = command.env("OMPI_COMM_WORLD_SIZE", "ban\x1bana").output().unwrap();
     assert_eq!(output.status.code(), Some(2), "a number of processes that is none is not one process");
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.starts_with("error: OMPI_COMM_WORLD_SIZE: `ban\\u001bana` is not a whole number"), "{said}");
-    assert_eq!(desk.tree(), before);
+    assert_eq!(refusals.tree(), before);
 }

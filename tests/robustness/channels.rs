@@ -2,12 +2,9 @@
 //! every channel by which a name or a value is printed.
 
 use std::fs;
-use std::path::Path;
-use std::process::Stdio;
 
-use crate::common::checkpoint::{Sample, folder};
-use crate::common::launch;
-use finetune::data::Tokenizer;
+use crate::common::checkpoint::Sample;
+use crate::common::desk::Desk;
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{
     Diagnostic, Event, EventLog, Finished, GradStats, Overflow, Record, SampleText, Started, StepRecord, TensorRecord,
@@ -28,56 +25,40 @@ const PAYLOADS: [&str; 6] = [
 
 /// A folder with the payload in every possible name and value.
 struct Trap<'a> {
-    folder: &'a Path,
+    desk: &'a Desk,
     payload: &'a str,
 }
 
 impl Trap<'_> {
-    fn write(&self, name: &str, contents: impl AsRef<[u8]>) {
-        let path = self.folder.join(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, contents).unwrap();
-    }
-
-    /// A model folder with a changed configuration.
-    fn model(&self, name: &str, change: impl FnOnce(&mut Value)) {
-        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
-        let mut config: Value = serde_json::from_slice(&fs::read(golden.join("config.json")).unwrap()).unwrap();
-        change(&mut config);
-        self.write(&format!("{name}/config.json"), config.to_string());
-        self.write(&format!("{name}/model.safetensors"), fs::read(golden.join("model.safetensors")).unwrap());
-        self.write(&format!("{name}/tokenizer.json"), Tokenizer::byte().json());
-    }
-
     /// A safetensors file with one tensor of this name.
     fn tensor(&self, file: &str, name: &str) {
         let header = json!({ name: { "dtype": "F32", "shape": [1], "data_offsets": [0, 4] } }).to_string();
-        self.write(file, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 4]].concat());
+        self.desk.write(file, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 4]].concat());
     }
 
     fn set(&self) {
         let p = self.payload;
-        self.write("text.txt", "some words to learn from ".repeat(40));
-        self.model("model", |_| {});
-        self.model(&format!("named-{p}"), |config| config["n_head"] = 5.into());
-        self.model("type", |config| config["model_type"] = p.into());
-        self.model("activation", |config| config["activation_function"] = p.into());
-        self.model("size", |config| config["n_embd"] = p.into());
-        self.model("extra", |_| {});
+        self.desk.write("text.txt", "some words to learn from ".repeat(40));
+        self.desk.model("model", |_| {});
+        self.desk.model(&format!("named-{p}"), |config| config["n_head"] = 5.into());
+        self.desk.model("type", |config| config["model_type"] = p.into());
+        self.desk.model("activation", |config| config["activation_function"] = p.into());
+        self.desk.model("size", |config| config["n_embd"] = p.into());
+        self.desk.model("extra", |_| {});
         self.tensor("extra/model.safetensors", p);
-        self.model("index", |_| {});
-        fs::remove_file(self.folder.join("index/model.safetensors")).unwrap();
-        self.write("index/model.safetensors.index.json", json!({ "weight_map": { p: p } }).to_string());
-        self.model("tokenizer", |_| {});
-        self.write("tokenizer/tokenizer.json", json!({ "model": { "type": p } }).to_string());
-        self.write(&format!("{p}.jsonl"), json!({ p: p }).to_string());
-        self.write("row.jsonl", json!({ "messages": [{ "role": p, p: p }] }).to_string());
-        self.write(&format!("{p}.txt"), b"\xff");
-        self.write("key.toml", format!("[train]\n{} = 1\n", json!(p)));
-        self.write("value.toml", format!("device = {}\n", json!(p)));
-        self.write("broken.toml", format!("a = [ # {}\n", p.replace(['\r', '\n'], " ")));
+        self.desk.model("index", |_| {});
+        fs::remove_file(self.desk.path("index/model.safetensors")).unwrap();
+        self.desk.write("index/model.safetensors.index.json", json!({ "weight_map": { p: p } }).to_string());
+        self.desk.model("tokenizer", |_| {});
+        self.desk.write("tokenizer/tokenizer.json", json!({ "model": { "type": p } }).to_string());
+        self.desk.write(&format!("{p}.jsonl"), json!({ p: p }).to_string());
+        self.desk.write("row.jsonl", json!({ "messages": [{ "role": p, p: p }] }).to_string());
+        self.desk.write(&format!("{p}.txt"), b"\xff");
+        self.desk.write("key.toml", format!("[train]\n{} = 1\n", json!(p)));
+        self.desk.write("value.toml", format!("device = {}\n", json!(p)));
+        self.desk.write("broken.toml", format!("a = [ # {}\n", p.replace(['\r', '\n'], " ")));
         let runs = format!("runs-{p}");
-        let mut run = Run::open(self.folder.join(&runs).join(p)).unwrap();
+        let mut run = Run::open(self.desk.path(&runs).join(p)).unwrap();
         let mut sample = Sample::new(1);
         sample.state.identity.model = p.into();
         sample.state.identity.data = p.into();
@@ -115,8 +96,8 @@ impl Trap<'_> {
             Event::Diverged(Diagnostic { step: 1, message: p.clone() }),
             Event::Finished(Finished { checkpoint: Some(p), ..Finished::default() }),
         ];
-        let path = self.folder.join("log/events.jsonl");
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        self.desk.write("log/events.jsonl", "");
+        let path = self.desk.path("log/events.jsonl");
         let mut log = EventLog::open(&path).unwrap();
         for event in events {
             log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
@@ -126,7 +107,7 @@ impl Trap<'_> {
         assert!(!text.replace('\n', "").contains(is_unsafe));
         let raw = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap().to_string() + "\n");
         let raw: String = raw.collect();
-        self.write("second/events.jsonl", &raw);
+        self.desk.write("second/events.jsonl", &raw);
         fs::write(&path, raw).unwrap();
     }
 
@@ -215,16 +196,14 @@ fn steers(text: &str) -> bool {
 #[test]
 fn promise_6_no_channel_passes_on_what_steers_a_terminal() {
     for payload in PAYLOADS {
-        let folder = folder();
-        let trap = Trap { folder: folder.path(), payload };
+        let desk = Desk::empty();
+        let trap = Trap { desk: &desk, payload };
         trap.set();
         let channels = trap.channels();
         assert!(channels.len() >= 45);
         for words in channels {
-            let mut command = launch::program();
-            command.current_dir(folder.path()).args(&words).stdin(Stdio::null());
-            command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", folder.path().join(payload)).env_remove("FINETUNE_ISA");
-            let output = command.output().unwrap();
+            let listed: Vec<&str> = words.iter().map(String::as_str).collect();
+            let output = desk.command_of(&listed).env("HF_HOME", desk.path(payload)).output().unwrap();
             // clap quotes the command line, which is not untrusted.
             let typed = words.iter().any(|word| word.contains(payload)) && output.status.code() == Some(2);
             for (stream, bytes) in [("out", output.stdout), ("err", output.stderr)] {
@@ -236,7 +215,7 @@ fn promise_6_no_channel_passes_on_what_steers_a_terminal() {
                 assert!(by_clap || !steered, "{words:?} lets it through on std{stream}:\n{text:?}");
             }
         }
-        let page = fs::read_to_string(folder.path().join("page.html")).unwrap();
+        let page = fs::read_to_string(desk.path("page.html")).unwrap();
         assert!(!steers(&page), "the page of `compare` lets {payload:?} through");
     }
 }

@@ -4,31 +4,28 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::common::checkpoint::{Dice, folder};
-use crate::common::launch;
+use crate::common::checkpoint::Dice;
+use crate::common::desk::Desk;
 use finetune::store::checkpoint::{compare, list, newest_good, verify};
-use finetune::telemetry::{Event, read};
+use finetune::telemetry::StepRecord;
 use signal_hook::consts::{SIGKILL, SIGTERM};
 
 const STEPS: u64 = 60;
 
 /// Starts, or goes on with, the run called `run`. It saves every third step, so that many a kill hits a save.
-fn start(folder: &Path, run: &str, resume: bool, more: &[&str]) -> Child {
-    let mut command = launch::program();
-    command.current_dir(folder).args(["--run", run, "--plain"]);
-    if resume {
-        command.arg("--resume");
+fn start(desk: &Desk, run: &str, resume: bool, more: &str) -> Child {
+    let how = if resume {
+        "--resume".to_owned()
     } else {
-        let steps = STEPS.to_string();
-        command.args(["--steps", &steps, "--batch-size", "2", "--seq-len", "16", "--save-every", "3"]);
-        command.args(["--eval-every", "20", "--set", "train.eval_batches=2", "--set", "train.sample_tokens=0"]);
-        command.args(["--set", "dropout.residual=0.1", "--threads", "1"]).args(more);
-    }
-    command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+        format!(
+            "--steps {STEPS} --batch-size 2 --seq-len 16 --save-every 3 --eval-every 20 --set train.eval_batches=2 \
+             --set train.sample_tokens=0 --set dropout.residual=0.1 --threads 1 {more}"
+        )
+    };
+    desk.command(&format!("--run {run} --plain {how}")).stdout(Stdio::null()).spawn().unwrap()
 }
 
 fn finish(child: Child) -> ExitStatus {
@@ -38,33 +35,24 @@ fn finish(child: Child) -> ExitStatus {
     output.status
 }
 
-fn path(folder: &Path, run: &str) -> std::path::PathBuf {
-    folder.join("checkpoints").join(run)
-}
-
 /// What every step of a run came to: the bits of its loss, its scale, and its gradients' norm.
-fn losses(folder: &Path, run: &str) -> BTreeMap<u64, (u32, String)> {
-    let records = read(path(folder, run).join("events.jsonl")).unwrap();
-    let step = |event: Event| match event {
-        Event::Step(step) => Some((step.step, (step.loss.to_bits(), format!("{:?} {:?}", step.scale, step.grads)))),
-        _ => None,
-    };
-    records.into_iter().filter_map(|record| step(record.event)).collect()
+fn losses(desk: &Desk, run: &str) -> BTreeMap<u64, (u32, String)> {
+    let figures = |step: StepRecord| (step.step, (step.loss.to_bits(), format!("{:?} {:?}", step.scale, step.grads)));
+    desk.steps(run).into_iter().map(figures).collect()
 }
 
 /// The run has the losses and, at its end, the checkpoint of the one that nobody disturbed.
-fn assert_same_as_undisturbed(folder: &Path, run: &str) {
-    let (expected, found) = (losses(folder, "undisturbed"), losses(folder, run));
+fn assert_same_as_undisturbed(desk: &Desk, run: &str) {
+    let (expected, found) = (losses(desk, "undisturbed"), losses(desk, run));
     assert_eq!(expected.len() as u64, STEPS);
     assert_eq!(found, expected);
-    let last = |run| newest_good(&path(folder, run)).unwrap().checkpoint.path().to_path_buf();
-    assert_eq!(compare(&last("undisturbed"), &last(run)).unwrap(), []);
+    assert_eq!(compare(&desk.newest("undisturbed"), &desk.newest(run)).unwrap(), []);
 }
 
 /// Sends `signal` to `count` processes, each after a random time, and lets each run that comes to its end be compared.
-fn disturb(folder: &Path, signal: i32, count: usize, seed: u64, more: &[&str]) {
+fn disturb(desk: &Desk, signal: i32, count: usize, seed: u64, more: &str) {
     let began = Instant::now();
-    assert!(finish(start(folder, "undisturbed", false, more)).success());
+    assert!(finish(start(desk, "undisturbed", false, more)).success());
     let undisturbed = began.elapsed();
 
     let mut dice = Dice(seed);
@@ -73,8 +61,8 @@ fn disturb(folder: &Path, signal: i32, count: usize, seed: u64, more: &[&str]) {
         run += 1;
         let name = format!("run-{run}");
         loop {
-            let resume = path(folder, &name).join("config.toml").exists();
-            let mut child = start(folder, &name, resume, more);
+            let resume = desk.run(&name).join("config.toml").exists();
+            let mut child = start(desk, &name, resume, more);
             // Half of the time between the start of a process and the end of the run, at most.
             std::thread::sleep(Duration::from_micros(dice.below(undisturbed.as_micros() as usize / 2) as u64));
             if disturbed < count && child.try_wait().unwrap().is_none() {
@@ -88,7 +76,7 @@ fn disturb(folder: &Path, signal: i32, count: usize, seed: u64, more: &[&str]) {
             disturbed += 1;
             let saved = status.code() == Some(130);
             assert!(saved || status.signal() == Some(signal), "{status}");
-            let run = path(folder, &name);
+            let run = desk.run(&name);
             // An interrupt before the first step comes before the run's folder is made.
             if saved && run.join("config.toml").exists() {
                 assert!(newest_good(&run).unwrap().damaged.is_empty());
@@ -97,38 +85,36 @@ fn disturb(folder: &Path, signal: i32, count: usize, seed: u64, more: &[&str]) {
                 assert_eq!(verify(&one.path), []);
             }
         }
-        assert_same_as_undisturbed(folder, &name);
+        assert_same_as_undisturbed(desk, &name);
     }
 }
 
 #[test]
 fn twenty_kills_at_random_instants_change_no_bit() {
-    disturb(folder().path(), SIGKILL, 20, 1, &[]);
+    disturb(&Desk::in_memory(), SIGKILL, 20, 1, "");
 }
 
 #[test]
 fn twenty_terminations_at_random_instants_change_no_bit() {
-    disturb(folder().path(), SIGTERM, 20, 2, &[]);
+    disturb(&Desk::in_memory(), SIGTERM, 20, 2, "");
 }
 
 /// Rows of several documents, two micro-batches a step, epochs that end in between.
 #[test]
 fn five_kills_of_a_run_of_packed_samples_change_no_bit() {
-    let folder = folder();
+    let desk = Desk::in_memory();
     let row = |i: u32| format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", 1 << (i % 9), i * i % 97);
-    fs::write(folder.path().join("short.jsonl"), (0..90).map(row).collect::<String>()).unwrap();
-    let more = ["--data", "short.jsonl", "--packing", "--grad-accum", "2"];
-    disturb(folder.path(), SIGKILL, 5, 3, &more);
+    desk.write("short.jsonl", (0..90).map(row).collect::<String>());
+    disturb(&desk, SIGKILL, 5, 3, "--data short.jsonl --packing --grad-accum 2");
 }
 
 /// The log is for people and screens: a torn one costs lines, not the run.
 #[test]
 fn a_truncated_log_costs_its_lines_only() {
-    let folder = folder();
-    let folder = folder.path();
-    assert!(finish(start(folder, "undisturbed", false, &[])).success());
-    let mut child = start(folder, "torn", false, &[]);
-    let run = path(folder, "torn");
+    let desk = Desk::in_memory();
+    assert!(finish(start(&desk, "undisturbed", false, "")).success());
+    let mut child = start(&desk, "torn", false, "");
+    let run = desk.run("torn");
     while list(&run).unwrap_or_default().len() < 2 {
         assert_eq!(child.try_wait().unwrap(), None);
         std::thread::sleep(Duration::from_millis(5));
@@ -138,8 +124,8 @@ fn a_truncated_log_costs_its_lines_only() {
     let log = fs::File::options().write(true).open(run.join("events.jsonl")).unwrap();
     let length = log.metadata().unwrap().len();
     log.set_len(length * 2 / 3).unwrap();
-    assert!(finish(start(folder, "torn", true, &[])).success());
-    let (expected, found) = (losses(folder, "undisturbed"), losses(folder, "torn"));
+    assert!(finish(start(&desk, "torn", true, "")).success());
+    let (expected, found) = (losses(&desk, "undisturbed"), losses(&desk, "torn"));
     assert!(found.len() < expected.len() && found.contains_key(&STEPS));
     assert!(found.iter().all(|(step, loss)| expected[step] == *loss));
 }

@@ -8,53 +8,41 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::common::checkpoint::folder;
+use crate::common::desk::Desk;
 use crate::common::launch;
 use finetune::store::checkpoint::{Kind, list, newest_good, verify};
-use finetune::telemetry::{Event, Record, read};
+use finetune::telemetry::Event;
 
 /// A run of the built-in model in which little is computed.
 const SMALL: &str = "--init-scale 16384 --batch-size 2 --seq-len 16 --threads 1 --plain --set train.sample_tokens=0 \
                      --set train.eval_batches=1 --eval-every 1000 --log-every 1";
 
 /// The program after `before`, a line of shell such as `ulimit -f 100`.
-fn shell(folder: &Path, before: &str, arguments: &str) -> Command {
+fn shell(desk: &Desk, before: &str, arguments: &str) -> Command {
     let mut command = launch::command("bash");
     let program = env!("CARGO_BIN_EXE_finetune");
-    command.current_dir(folder).args(["-c", &format!("{before}\nexec '{program}' {arguments}")]);
+    command.current_dir(desk.folder()).args(["-c", &format!("{before}\nexec '{program}' {arguments}")]);
     command.env("HF_HUB_OFFLINE", "1").env_remove("FINETUNE_ISA");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 
-fn finetune(folder: &Path, arguments: &str) -> Output {
-    shell(folder, "", arguments).output().unwrap()
+/// The exit code, and what the program said on both outputs.
+fn finished(output: &Output) -> (Option<i32>, String) {
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout) + &text(&output.stderr))
 }
 
-fn said(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+fn finetune(desk: &Desk, before: &str, arguments: &str) -> (Option<i32>, String) {
+    finished(&shell(desk, before, arguments).output().unwrap())
 }
 
-fn run_folder(folder: &Path, run: &str) -> PathBuf {
-    folder.join("checkpoints").join(run)
-}
-
-fn events(folder: &Path, run: &str) -> Vec<Record> {
-    read(run_folder(folder, run).join("events.jsonl")).unwrap()
-}
-
-/// The steps that a log tells of.
-fn steps(records: &[Record]) -> Vec<u64> {
-    let step = |record: &Record| matches!(record.event, Event::Step(_)).then(|| record.event.step()).flatten();
-    records.iter().filter_map(step).collect()
-}
-
-fn warnings(records: &[Record]) -> Vec<String> {
-    let warning = |record: &Record| match &record.event {
-        Event::Warning(trouble) => Some(trouble.message.clone()),
+fn warnings(events: Vec<Event>) -> Vec<String> {
+    let warning = |event| match event {
+        Event::Warning(trouble) => Some(trouble.message),
         _ => None,
     };
-    records.iter().filter_map(warning).collect()
+    events.into_iter().filter_map(warning).collect()
 }
 
 /// A run in progress, whose lines are read as they come.
@@ -64,8 +52,8 @@ struct Running {
 }
 
 impl Running {
-    fn start(folder: &Path, before: &str, arguments: &str) -> Self {
-        let mut child = shell(folder, before, arguments).spawn().unwrap();
+    fn start(desk: &Desk, before: &str, arguments: &str) -> Self {
+        let mut child = shell(desk, before, arguments).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         Self { child, lines }
     }
@@ -101,53 +89,52 @@ impl Running {
 
 #[test]
 fn promise_1_a_log_that_may_not_grow_costs_its_lines_only() {
-    let folder = folder();
+    let desk = Desk::in_memory();
     // The checkpoint's largest file has 6.5 MB, so the limit that the log meets has to be lifted for it: `ulimit` is for each
     // file, and padding makes the log begin near it.
     let arguments = format!("--run r --steps 40 {SMALL}");
-    let run = run_folder(folder.path(), "r");
-    let output = finetune(folder.path(), &format!("--run r --steps 1 {SMALL}"));
-    assert!(output.status.success(), "{}", said(&output));
+    let run = desk.run("r");
+    let (code, said) = finetune(&desk, "", &format!("--run r --steps 1 {SMALL}"));
+    assert_eq!(code, Some(0), "{said}");
     let limit = 16 << 20;
     let log = run.join("events.jsonl");
     let mut text = fs::read(&log).unwrap();
     let padding = limit - 60_000 - text.len();
     text.splice(0..0, std::iter::repeat_n(b'\n', padding));
     fs::write(&log, text).unwrap();
-    let output = shell(folder.path(), &format!("ulimit -f {}", limit >> 10), &format!("--resume {arguments}")).output();
-    let output = output.unwrap();
-    assert!(output.status.success(), "{}", said(&output));
-    assert!(said(&output).contains("File too large"), "{}", said(&output));
-    assert!(said(&output).contains("step=40/40"), "{}", said(&output));
+    let (code, said) = finetune(&desk, &format!("ulimit -f {}", limit >> 10), &format!("--resume {arguments}"));
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("File too large"), "{said}");
+    assert!(said.contains("step=40/40"), "{said}");
     assert_eq!(fs::metadata(&log).unwrap().len(), limit as u64);
     assert_eq!(newest_good(&run).unwrap().checkpoint.state().step, 40);
 }
 
 #[test]
 fn promise_2_a_new_run_never_touches_a_folder_that_has_checkpoints() {
-    let folder = folder();
+    let desk = Desk::in_memory();
     let line = format!("--run r --steps 4 --save-every 2 {SMALL}");
-    assert!(finetune(folder.path(), &line).status.success());
-    let run = run_folder(folder.path(), "r");
+    assert_eq!(finetune(&desk, "", &line).0, Some(0));
+    let run = desk.run("r");
     fs::remove_file(run.join("config.toml")).unwrap();
     let before = fs::read(run.join("events.jsonl")).unwrap();
-    let output = finetune(folder.path(), &format!("{line} --seed 9"));
-    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-    assert!(said(&output).contains("already contains a run"), "{}", said(&output));
+    let (code, said) = finetune(&desk, "", &format!("{line} --seed 9"));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("already contains a run"), "{said}");
     assert_eq!(list(&run).unwrap().len(), 2);
     assert_eq!(fs::read(run.join("events.jsonl")).unwrap(), before);
 }
 
 #[test]
 fn promise_2_eight_runs_started_at_once_take_eight_numbers() {
-    let folder = folder();
-    let start = || shell(folder.path(), "", &format!("--steps 1 {SMALL}")).spawn().unwrap();
+    let desk = Desk::in_memory();
+    let start = || shell(&desk, "", &format!("--steps 1 {SMALL}")).spawn().unwrap();
     let children: Vec<Child> = (0..8).map(|_| start()).collect();
     for child in children {
-        let output = child.wait_with_output().unwrap();
-        assert!(output.status.success(), "{}", said(&output));
+        let (code, said) = finished(&child.wait_with_output().unwrap());
+        assert_eq!(code, Some(0), "{said}");
     }
-    let runs = fs::read_dir(folder.path().join("checkpoints")).unwrap().map(|run| run.unwrap().path());
+    let runs = fs::read_dir(desk.path("checkpoints")).unwrap().map(|run| run.unwrap().path());
     let runs: Vec<PathBuf> = runs.collect();
     assert_eq!(runs.len(), 8);
     for run in runs {
@@ -157,53 +144,53 @@ fn promise_2_eight_runs_started_at_once_take_eight_numbers() {
 
 #[test]
 fn promise_4_a_resumed_run_checks_the_seed_and_names_every_setting_that_changed() {
-    let folder = folder();
+    let desk = Desk::in_memory();
     for (run, seed) in [("one", 1), ("two", 2)] {
-        let output = finetune(folder.path(), &format!("--run {run} --steps 4 --seed {seed} {SMALL}"));
-        assert!(output.status.success(), "{}", said(&output));
+        let (code, said) = finetune(&desk, "", &format!("--run {run} --steps 4 --seed {seed} {SMALL}"));
+        assert_eq!(code, Some(0), "{said}");
     }
     // A step folder that came from another run.
-    let [one, two] = ["one", "two"].map(|run| run_folder(folder.path(), run).join("step-000004"));
+    let [one, two] = ["one", "two"].map(|run| desk.run(run).join("step-000004"));
     fs::remove_dir_all(&one).unwrap();
     fs::rename(two, &one).unwrap();
-    let output = finetune(folder.path(), "--resume one --steps 6 --plain");
-    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-    assert!(said(&output).contains("`seed` was 2 and is now 1: the checkpoint is of another run"), "{}", said(&output));
+    let (code, said) = finetune(&desk, "", "--resume one --steps 6 --plain");
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("`seed` was 2 and is now 1: the checkpoint is of another run"), "{said}");
 
-    let output = finetune(folder.path(), &format!("--run three --steps 4 {SMALL}"));
-    assert!(output.status.success(), "{}", said(&output));
-    let output = finetune(folder.path(), "--resume three --steps 6 --lr 0.0001 --batch-size 4 --plain");
-    assert!(output.status.success(), "{}", said(&output));
-    let warnings = warnings(&events(folder.path(), "three")).join("\n");
+    let (code, said) = finetune(&desk, "", &format!("--run three --steps 4 {SMALL}"));
+    assert_eq!(code, Some(0), "{said}");
+    let (code, said) = finetune(&desk, "", "--resume three --steps 6 --lr 0.0001 --batch-size 4 --plain");
+    assert_eq!(code, Some(0), "{said}");
+    let warnings = warnings(desk.events("three")).join("\n");
     for setting in ["`train.steps` was 4 and is now 6", "`optimizer.lr` was", "`train.batch_size` was 2 and is now 4"] {
-        assert!(warnings.contains(setting) && said(&output).contains(setting), "{warnings}");
+        assert!(warnings.contains(setting) && said.contains(setting), "{warnings}");
     }
     assert!(warnings.contains("`batch_size` was 2 and is now 4"), "{warnings}");
 }
 
 #[test]
 fn promise_5_the_last_save_is_tried_again_until_the_disk_takes_it() {
-    let folder = folder();
-    let mut run = Running::start(folder.path(), "", &format!("--run r --steps 3 {SMALL}"));
+    let desk = Desk::in_memory();
+    let mut run = Running::start(&desk, "", &format!("--run r --steps 3 {SMALL}"));
     run.until("step=1/3");
     // As if another process had taken the folder over.
-    let lock = run_folder(folder.path(), "r").join(".lock");
+    let lock = desk.run("r").join(".lock");
     fs::rename(&lock, lock.with_extension("away")).unwrap();
     fs::write(&lock, "").unwrap();
     run.until("trying again for");
     fs::rename(lock.with_extension("away"), &lock).unwrap();
     assert_eq!(run.code(), Some(0));
-    assert_eq!(newest_good(&run_folder(folder.path(), "r")).unwrap().checkpoint.state().step, 3);
+    assert_eq!(newest_good(&desk.run("r")).unwrap().checkpoint.state().step, 3);
 }
 
 #[test]
 fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_loss_is_told() {
-    let folder = folder();
+    let desk = Desk::in_memory();
     // The weights in FP16 have 1.6 MB, Adam's moments 6.5.
     let line = format!("--run r --steps 3 --save-every 2 --set checkpoint.retry_s=1 {SMALL}");
-    let output = shell(folder.path(), "ulimit -f 4000", &line).output().unwrap();
-    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-    let run = run_folder(folder.path(), "r");
+    let (code, said) = finetune(&desk, "ulimit -f 4000", &line);
+    assert_eq!(code, Some(1), "{said}");
+    let run = desk.run("r");
     let listed = list(&run).unwrap();
     assert_eq!(listed.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(Kind::Weights, 3)]);
     assert_eq!(verify(&listed[0].path), []);
@@ -213,28 +200,28 @@ fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_lo
         "trying again for 1 s",
         "could not be written within 1 s; its weights alone are in",
     ] {
-        assert!(said(&output).contains(text), "{text}: {}", said(&output));
+        assert!(said.contains(text), "{text}: {said}");
     }
 }
 
 /// Starts a long run, and sends it `signal` once it trains.
-fn interrupted_by(before: &str, signal: &str) -> (tempfile::TempDir, Option<i32>) {
-    let folder = folder();
-    let mut run = Running::start(folder.path(), before, &format!("--run r --steps 1000000 {SMALL}"));
+fn interrupted_by(before: &str, signal: &str) -> (Desk, Option<i32>) {
+    let desk = Desk::in_memory();
+    let mut run = Running::start(&desk, before, &format!("--run r --steps 1000000 {SMALL}"));
     run.until("step=3/");
     run.signal(signal);
     let code = run.code();
-    (folder, code)
+    (desk, code)
 }
 
 #[test]
 fn promise_8_hangup_and_the_processor_limit_save_and_stop_like_termination() {
     for signal in ["INT", "TERM", "HUP", "XCPU"] {
-        let (folder, code) = interrupted_by("", signal);
+        let (desk, code) = interrupted_by("", signal);
         assert_eq!(code, Some(130), "SIG{signal}");
-        let found = newest_good(&run_folder(folder.path(), "r")).unwrap();
-        let records = events(folder.path(), "r");
-        assert_eq!(Some(&found.checkpoint.state().step), steps(&records).last(), "SIG{signal}");
+        let found = newest_good(&desk.run("r")).unwrap();
+        let last = desk.steps("r").last().map(|step| step.step);
+        assert_eq!(Some(found.checkpoint.state().step), last, "SIG{signal}");
     }
 }
 
@@ -245,8 +232,8 @@ fn promise_8_is_tested_under_nohup_too() {
     let test = std::env::current_exe().unwrap();
     let mut nohup = launch::command("bash");
     nohup.args(["-c", &format!("trap '' HUP; exec '{}' --exact {name}", test.display())]);
-    let output = nohup.env(launch::LIMIT_VARIABLE, "120").output().unwrap();
-    assert!(output.status.success() && said(&output).contains("1 passed"), "{}", said(&output));
+    let (code, said) = finished(&nohup.env(launch::LIMIT_VARIABLE, "120").output().unwrap());
+    assert!(code == Some(0) && said.contains("1 passed"), "{said}");
 }
 
 #[test]
@@ -259,16 +246,16 @@ fn waits_for_a_process_without_end() {
 fn a_test_waits_for_no_process_without_end() {
     let mut test = launch::command(std::env::current_exe().unwrap());
     test.args(["--exact", "promises::waits_for_a_process_without_end", "--ignored", "--nocapture"]);
-    let output = test.env(launch::LIMIT_VARIABLE, "1").output().unwrap();
-    assert!(output.status.success() && said(&output).contains("1 passed"), "{}", said(&output));
-    assert!(said(&output).contains("has taken more than 1 s: killed"), "{}", said(&output));
+    let (code, said) = finished(&test.env(launch::LIMIT_VARIABLE, "1").output().unwrap());
+    assert!(code == Some(0) && said.contains("1 passed"), "{said}");
+    assert!(said.contains("has taken more than 1 s: killed"), "{said}");
 }
 
 #[test]
 fn temporary_files_of_a_killed_process_go_when_the_run_is_resumed() {
-    let folder = folder();
-    assert!(finetune(folder.path(), &format!("--run r --steps 2 {SMALL}")).status.success());
-    let run = run_folder(folder.path(), "r");
+    let desk = Desk::in_memory();
+    assert_eq!(finetune(&desk, "", &format!("--run r --steps 2 {SMALL}")).0, Some(0));
+    let run = desk.run("r");
     let hour_ago = SystemTime::now() - Duration::from_hours(1);
     let files =
         [(".tmpa1B2c3", hour_ago), (".tmpD4e5F6", SystemTime::now()), (".tmp-notes", hour_ago), ("notes", hour_ago)];
@@ -276,16 +263,16 @@ fn temporary_files_of_a_killed_process_go_when_the_run_is_resumed() {
         let file = fs::File::create(run.join(name)).unwrap();
         file.set_modified(time).unwrap();
     }
-    let output = finetune(folder.path(), &format!("--resume --run r --steps 4 {SMALL}"));
-    assert!(output.status.success(), "{}", said(&output));
+    let (code, said) = finetune(&desk, "", &format!("--resume --run r --steps 4 {SMALL}"));
+    assert_eq!(code, Some(0), "{said}");
     // A young one may be in use; others are not this program's.
     assert_eq!(files.map(|(name, _)| run.join(name).exists()), [false, true, true, true]);
 }
 
 #[test]
 fn promise_8_hangup_under_nohup_stops_nothing() {
-    let folder = folder();
-    let mut run = Running::start(folder.path(), "trap '' HUP", &format!("--run r --steps 40 {SMALL}"));
+    let desk = Desk::in_memory();
+    let mut run = Running::start(&desk, "trap '' HUP", &format!("--run r --steps 40 {SMALL}"));
     run.until("step=3/");
     run.signal("HUP");
     assert_eq!(run.code(), Some(0));
@@ -293,68 +280,68 @@ fn promise_8_hangup_under_nohup_stops_nothing() {
 
 #[test]
 fn promise_8_sigusr1_saves_and_goes_on() {
-    let folder = folder();
-    let mut run = Running::start(folder.path(), "", &format!("--run r --steps 1000000 {SMALL}"));
+    let desk = Desk::in_memory();
+    let mut run = Running::start(&desk, "", &format!("--run r --steps 1000000 {SMALL}"));
     run.until("step=3/");
     run.signal("USR1");
     run.until("saved ");
     run.until("step=");
-    let first = newest_good(&run_folder(folder.path(), "r")).unwrap().checkpoint.state().step;
+    let first = newest_good(&desk.run("r")).unwrap().checkpoint.state().step;
     run.signal("TERM");
     assert_eq!(run.code(), Some(130));
-    assert!(newest_good(&run_folder(folder.path(), "r")).unwrap().checkpoint.state().step > first);
+    assert!(newest_good(&desk.run("r")).unwrap().checkpoint.state().step > first);
 }
 
 #[test]
 fn promise_8_an_interrupt_while_a_run_is_prepared_ends_it_with_130() {
-    let folder = folder();
-    let pipe = folder.path().join("never.txt");
+    let desk = Desk::in_memory();
+    let pipe = desk.path("never.txt");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     // A writer that never says anything keeps the preparation waiting.
     let _writer = fs::File::options().read(true).write(true).open(&pipe).unwrap();
-    let run = Running::start(folder.path(), "", &format!("--run r --data never.txt {SMALL}"));
+    let run = Running::start(&desk, "", &format!("--run r --data never.txt {SMALL}"));
     std::thread::sleep(Duration::from_millis(500));
     run.signal("TERM");
     assert_eq!(run.code(), Some(130));
-    assert!(!run_folder(folder.path(), "r").exists());
+    assert!(!desk.run("r").exists());
 }
 
 #[test]
 fn a_loss_far_above_chance_is_a_divergence() {
-    let folder = folder();
+    let desk = Desk::in_memory();
     for dtype in ["fp32", "bf16"] {
         let line =
             format!("--run {dtype} --steps 400 --lr 10 --warmup-steps 0 --max-grad-norm 0 --dtype {dtype} {SMALL}");
-        let output = finetune(folder.path(), &line);
-        assert_eq!(output.status.code(), Some(3), "{}", said(&output));
-        assert!(said(&output).contains("lower the learning rate, or clip gradients"), "{}", said(&output));
-        assert!(!said(&output).contains("use bf16"), "{}", said(&output));
+        let (code, said) = finetune(&desk, "", &line);
+        assert_eq!(code, Some(3), "{said}");
+        assert!(said.contains("lower the learning rate, or clip gradients"), "{said}");
+        assert!(!said.contains("use bf16"), "{said}");
     }
 }
 
 #[test]
 fn promise_7_a_batch_that_does_not_fit_is_refused_with_the_one_that_does() {
-    let folder = folder();
+    let desk = Desk::in_memory();
     for (before, arguments) in [
         ("", "--batch-size 1048576".to_owned()),
         ("ulimit -v 2000000", "--batch-size 8192".to_owned()),
         ("ulimit -v 2000000", "--model gpt2 --init random --tokenizer tokenizer.json".to_owned()),
     ] {
-        fs::write(folder.path().join("tokenizer.json"), finetune::data::Tokenizer::byte().json()).unwrap();
+        fs::write(desk.path("tokenizer.json"), finetune::data::Tokenizer::byte().json()).unwrap();
         let line = format!("{SMALL} {arguments}").replacen("--batch-size 2 --seq-len 16", "--seq-len 64", 1);
-        let output = shell(folder.path(), before, &line).output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "{before}; {arguments}: {}", said(&output));
+        let (code, said) = finetune(&desk, before, &line);
+        assert_eq!(code, Some(2), "{before}; {arguments}: {said}");
         let fits = "the largest batch that fits is";
         let none = "not even a batch of 1 fits";
-        assert!(said(&output).contains(fits) || said(&output).contains(none), "{}", said(&output));
-        assert!(!folder.path().join("checkpoints").exists());
+        assert!(said.contains(fits) || said.contains(none), "{said}");
+        assert!(!desk.path("checkpoints").exists());
     }
 }
 
 #[test]
 fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
-    let folder = folder();
-    let path = folder.path().join("a.parquet");
+    let desk = Desk::in_memory();
+    let path = desk.path("a.parquet");
     write_parquet(&path);
     let good = fs::read(&path).unwrap();
     let rows = |bytes: &[u8]| {
@@ -387,20 +374,20 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
         let mut bad = good.clone();
         bad[*at] = *value;
         fs::write(&path, bad).unwrap();
-        let output = finetune(folder.path(), &format!("--data a.parquet {SMALL}"));
-        assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-        assert!(said(&output).contains("takes more than 2 GiB of memory"), "{}", said(&output));
+        let (code, said) = finetune(&desk, "", &format!("--data a.parquet {SMALL}"));
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains("takes more than 2 GiB of memory"), "{said}");
     }
 }
 
 /// The footer's unknown fields are passed over: 200 lists of 2^31 booleans, which take no bytes each in the Parquet crate.
 #[test]
 fn promise_7_a_parquet_file_that_takes_for_ever_is_refused_and_ends_with_its_reader() {
-    let folder = folder();
+    let desk = Desk::in_memory();
     let mut footer = [0xF9, 0xF1, 0xFF, 0xFF, 0xFF, 0xFF, 0x07].repeat(200);
     footer.push(0);
     let length = u32::try_from(footer.len()).unwrap().to_le_bytes();
-    fs::write(folder.path().join("a.parquet"), [&b"PAR1"[..], &footer, &length, b"PAR1"].concat()).unwrap();
+    fs::write(desk.path("a.parquet"), [&b"PAR1"[..], &footer, &length, b"PAR1"].concat()).unwrap();
     let reader = |parent: u32| {
         let children = format!("/proc/{parent}/task");
         (0..2000).find_map(|_| {
@@ -414,13 +401,13 @@ fn promise_7_a_parquet_file_that_takes_for_ever_is_refused_and_ends_with_its_rea
         })
     };
     let signal = |name: &str, id: &str| assert!(Command::new("kill").args([name, id]).status().unwrap().success());
-    let start = || shell(folder.path(), "", &format!("--data a.parquet {SMALL}")).spawn().unwrap();
+    let start = || shell(&desk, "", &format!("--data a.parquet {SMALL}")).spawn().unwrap();
 
     let program = start();
     signal("-XCPU", &reader(program.id()).expect("a reader with 30 s"));
-    let output = program.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
-    assert!(said(&output).contains("a row takes more than 30 s of processor time"), "{}", said(&output));
+    let (code, said) = finished(&program.wait_with_output().unwrap());
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("a row takes more than 30 s of processor time"), "{said}");
 
     let program = start();
     let reader = reader(program.id()).expect("a reader");

@@ -30,6 +30,7 @@ pub mod matmul;
 mod neon;
 pub mod op;
 pub mod precision;
+pub mod profile;
 pub mod quantised;
 pub mod random;
 pub mod residual;

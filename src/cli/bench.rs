@@ -1,17 +1,19 @@
 //! `finetune bench`: measures training speed on this machine, and its share of the arithmetic peak.
 
 mod latency;
+mod profile;
 mod table;
 
 use crate::cli::model::{Policies, tell_notice};
 use crate::cli::reporter::Reporter;
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
-use crate::engine::kernels::Choice;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::machine::allocator::Allocations;
 use crate::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
-use crate::engine::model::{ModelSpec, Op, ParamSpec, draw};
+use crate::engine::kernels::profile::Profile;
+use crate::engine::kernels::{Choice, Kernels};
+use crate::engine::model::{ModelSpec, Op, ParamSpec, candle_dtype, draw};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::StoredModel;
@@ -20,10 +22,12 @@ use crate::telemetry::ProcessStats;
 use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
 use crate::{Error, Result};
 use clap::Args;
+use profile::Limits;
 use serde_json::json;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Flags of `finetune bench`. Tokens and weights are random.
@@ -68,6 +72,9 @@ pub(super) struct BenchArgs {
     /// Measure latency instead, N times: of a forward pass over one sequence, and of a token generated after it
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "100")]
     latency: Option<usize>,
+    /// Print a table of the operations of a step: calls, time, memory traffic, arithmetic, and shares of the machine's limits
+    #[arg(long, conflicts_with = "latency")]
+    profile: bool,
     /// Do not count the exponents of gradients
     #[arg(long)]
     no_histogram: bool,
@@ -81,6 +88,9 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
     if args.latency == Some(0) {
         return Err(Error::config("--latency", "at least one pass has to be measured"));
     }
+    if args.profile && args.dtype.0.len() > 1 {
+        return Err(Error::config("--profile", "measures one type; give a single `--dtype`"));
+    }
     args.shape()?;
     let reporter = Reporter::of("measuring");
     let text = match &args.dtype.0[..] {
@@ -91,7 +101,8 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
                 Some(count) => latency::measure(args, &config, count),
                 None => measure(args, &config),
             };
-            thread_pool(&config, 1)?.install(|| measured(args))?.to_string()
+            let report = thread_pool(&config, 1)?.install(|| measured(args))?;
+            if args.profile { profile::table(&report) } else { report.to_string() }
         }
         types => table::of(args, types)?,
     };
@@ -160,7 +171,9 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
         };
         over_base(&shape, config.dtype.compute, config.seed, &open.device, &args.model, None, drawn)?.parameters
     };
-    let mut engine = engine(config, &shape, masters, open.kernels.clone(), (args.warmup + args.steps) as u64)?;
+    let profile = args.profile.then(|| Arc::new(Profile::new(open.kernels.clone(), &open.device)));
+    let kernels = profile.clone().map_or_else(|| open.kernels.clone(), |profile| profile as Arc<dyn Kernels>);
+    let mut engine = engine(config, &shape, masters, kernels, (args.warmup + args.steps) as u64)?;
     engine.exponents = !args.no_histogram;
     let startup = begin.elapsed();
     let mut batches: Vec<Batch> = (0..args.grad_accum).map(|_| Batch::new(args.batch_size, args.seq_len)).collect();
@@ -177,11 +190,24 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
         refill(&mut batches);
         timed_step(&mut engine, &batches, peak)
     };
-    let mut samples = (0..args.warmup + args.steps).map(|_| step()).collect::<Result<Vec<_>>>()?;
-    let first_loss = samples.first().map(|sample| sample.report.loss);
-    let first_step = samples.first().filter(|_| args.warmup > 0).map(|sample| sample.wall);
-    let samples = samples.split_off(args.warmup);
+    let warmup = (0..args.warmup).map(|_| step()).collect::<Result<Vec<_>>>()?;
+    if let Some(profile) = &profile {
+        profile.take()?;
+    }
+    let samples = (0..args.steps).map(|_| step()).collect::<Result<Vec<_>>>()?;
+    let first_loss = warmup.first().or(samples.first()).map(|sample| sample.report.loss);
+    let first_step = warmup.first().map(|sample| sample.wall);
     let mut report = summary(args, &shape, &samples);
+    if let Some(profile) = &profile {
+        let costs = profile.take()?;
+        let limits = match report["peak_gflops"].as_f64() {
+            Some(gflops) => Limits::of_cpu(gflops),
+            None => Limits::of_gpu(profile, candle_dtype(config.dtype.compute), &open.device)?,
+        };
+        let step = samples.iter().map(|sample| sample.wall).sum::<Duration>() / args.steps as u32;
+        report["profiled_step_ms"] = json!(millis(step));
+        report["profile"] = profile::report(costs, args.steps, step, limits);
+    }
     report["dtype"] = json!(config.dtype.to_string());
     report["loss_first"] = json!(first_loss);
     report["device"] = json!(open.name);
@@ -313,6 +339,36 @@ mod tests {
         for figure in ["tokens_per_s", "step_ms", "forward_ms", "gflops", "peak_gflops", "share_of_peak"] {
             assert!(report[figure].as_f64().unwrap() > 0.0, "{figure} of {report}");
         }
+    }
+
+    #[test]
+    fn a_profile_has_every_operation_of_a_step() {
+        let line = "bench --device cpu --model tiny --batch-size 2 --seq-len 16 --dtype fp32 --steps 2 --profile";
+        let args = Line::parse_from(line.split_whitespace()).bench;
+        let (shape, report) = (args.shape().unwrap(), measure(&args, &args.config(PrecisionPolicy::FP32)).unwrap());
+        let sum = |key: &str, names: &[&str]| {
+            let lines = report["profile"].as_array().unwrap().iter();
+            let chosen = lines.filter(|line| names.is_empty() || names.contains(&line["operation"].as_str().unwrap()));
+            chosen.map(|line| line[key].as_f64().unwrap()).sum::<f64>()
+        };
+        // Each block has one attention, and each parameter one update.
+        assert_eq!(sum("calls", &["Attention"]), shape.layers as f64);
+        assert_eq!(sum("calls", &["AdamW"]), shape.base_parameters().len() as f64);
+        let attention = 6.0 * (shape.layers * shape.attended_width() * args.seq_len) as f64;
+        let products = operations(&args, &shape) - attention * (args.batch_size * args.seq_len) as f64;
+        assert!((sum("gflop", &["Linear", "Product"]) * 1e9 / products - 1.0).abs() < 1e-9, "{report}");
+        let masters = 4.0 * shape.parameter_count() as f64;
+        assert!((sum("mb", &["AdamW"]) * 1e6 / (7.0 * masters) - 1.0).abs() < 1e-9, "{report}");
+        let share = sum("share", &[]);
+        assert!(share > 0.1 && share <= 1.0, "{share} of {report}");
+        let table = profile::table(&report);
+        assert!(table.contains("AttentionBackward") && table.contains("outside operations"), "{table}");
+    }
+
+    #[test]
+    fn a_profile_is_of_one_type() {
+        let message = bench("--model tiny --dtype fp32,fp16 --profile").unwrap_err().to_string();
+        assert!(message.starts_with("--profile: "), "{message}");
     }
 
     #[test]

@@ -1,0 +1,109 @@
+//! `finetune bench --profile`: the cost of a step by kind of operation.
+
+use crate::Result;
+use crate::engine::kernels::columns::{Columns, Factor, WriteMode};
+use crate::engine::kernels::machine::peak::measure_bandwidth;
+use crate::engine::kernels::op;
+use crate::engine::kernels::profile::{Cost, Profile};
+use candle_core::{DType, Device, Tensor};
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+use std::time::Duration;
+
+/// The most that the machine reaches.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    /// Floating-point operations per second.
+    pub(super) flops: f64,
+    /// Bytes per second.
+    pub(super) bytes: f64,
+}
+
+impl Limits {
+    /// The limits of a CPU with this peak in GFLOP/s.
+    pub(super) fn of_cpu(gflops: f64) -> Self {
+        Self { flops: gflops * 1e9, bytes: measure_bandwidth().held * 1e9 }
+    }
+
+    /// The limits of a GPU, from a large product and a large copy.
+    pub(super) fn of_gpu(profile: &Profile, dtype: DType, device: &Device) -> Result<Self> {
+        const WIDTH: usize = 8192;
+        let [x, y] = [1, 2].map(|_| Tensor::zeros((WIDTH, WIDTH), dtype, device));
+        let (x, y) = (x?, y?);
+        let (x, y) = (&x, &y);
+        let mut measured = Vec::new();
+        // The first time is a warm-up.
+        for _ in 0..2 {
+            profile.take()?;
+            let [a, b] = [Factor::plain(Columns::all(x)?); 2];
+            op::Product { a, b, alpha: 1.0, c: Columns::all(y)?, mode: WriteMode::Overwrite }.run(profile)?;
+            op::Copy { x, dropout: None, out: y }.run(profile)?;
+            measured = profile.take()?.into_values().collect();
+        }
+        let best = |amount: fn(&Cost) -> f64| {
+            measured.iter().map(|cost| amount(cost) / cost.time.as_secs_f64()).fold(0.0, f64::max)
+        };
+        Ok(Self { flops: best(|cost| cost.flops), bytes: best(|cost| cost.bytes) })
+    }
+}
+
+/// The costs of one of `steps` steps as JSON, the longest first. Each took `step` on average.
+pub(super) fn report<'a>(
+    costs: impl IntoIterator<Item = (&'a str, Cost)>,
+    steps: usize,
+    step: Duration,
+    limits: Limits,
+) -> Value {
+    let per_step = |x: f64| x / steps as f64;
+    let mut costs: Vec<(&str, Cost)> = costs.into_iter().collect();
+    costs.sort_by_key(|(_, cost)| std::cmp::Reverse(cost.time));
+    let line = |(name, cost): (&str, Cost)| {
+        let seconds = cost.time.as_secs_f64();
+        let share = |amount: f64, limit: fn(Limits) -> f64| amount / seconds / limit(limits);
+        json!({
+            "operation": name,
+            "calls": per_step(cost.calls as f64),
+            "ms": per_step(seconds * 1e3),
+            "share": per_step(seconds) / step.as_secs_f64(),
+            "mb": per_step(cost.bytes / 1e6),
+            "gflop": per_step(cost.flops / 1e9),
+            "share_of_bandwidth": share(cost.bytes, |limits| limits.bytes),
+            "share_of_peak": share(cost.flops, |limits| limits.flops),
+        })
+    };
+    costs.into_iter().map(line).collect()
+}
+
+/// The profile in a report of `bench` as a table.
+pub(super) fn table(report: &Value) -> String {
+    let mut text = format!(
+        "{:<18} {:>7} {:>10} {:>7} {:>10} {:>10} {:>10} {:>7}",
+        "operation", "calls", "ms", "share", "MB", "GFLOP", "bandwidth", "peak"
+    );
+    let percent = |share: Option<f64>| share.map_or_else(|| "-".into(), |share| format!("{:.1}%", 100.0 * share));
+    let mut rest = 1.0;
+    for line in report["profile"].as_array().into_iter().flatten() {
+        let figure = |key: &str| line[key].as_f64();
+        let number = |key: &str| figure(key).unwrap_or(f64::NAN);
+        rest -= number("share");
+        let _ = write!(
+            text,
+            "\n{:<18} {:>7.0} {:>10.3} {:>7} {:>10.2} {:>10.3} {:>10} {:>7}",
+            line["operation"].as_str().unwrap_or_default(),
+            number("calls"),
+            number("ms"),
+            percent(figure("share")),
+            number("mb"),
+            number("gflop"),
+            percent(figure("share_of_bandwidth")),
+            percent(figure("share_of_peak").filter(|share| *share > 0.0)),
+        );
+    }
+    let step = report["profiled_step_ms"].as_f64().unwrap_or(f64::NAN);
+    let _ = write!(text, "\n{:<18} {:>7} {:>10.3} {:>7}", "outside operations", "", rest * step, percent(Some(rest)));
+    let _ = write!(
+        text,
+        "\n\nOne step of {step:.3} ms, the mean of those measured. MB are the operands, GFLOP the products."
+    );
+    text
+}

@@ -64,9 +64,7 @@ impl Kernels for Fused {
             },
             Op::AddBranch(op) => residual::add(op),
             Op::CrossEntropy(op) => cross_entropy::rows(op),
-            Op::Survey(op) => {
-                survey::side_by_side(op, |tensor, format, exponents| survey::survey(tensor, format, exponents))
-            }
+            Op::Survey(op) => survey::side_by_side(op, survey::survey),
             Op::Sum(op) => survey::sum(op.x).map(|sum| *op.sum = sum),
             Op::AdamW(op) => adamw::step(op),
         }?;

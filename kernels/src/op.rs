@@ -636,7 +636,7 @@ impl Op<'_> {
 
 impl NormSettings {
     /// Whether two matrices are rows of groups as wide as the weight, with statistics for each group.
-    fn fits(&self, x: [Columns<'_>; 2], weight: &Tensor, mean: Option<&Tensor>, rstd: &Tensor) -> bool {
+    fn fits(self, x: [Columns<'_>; 2], weight: &Tensor, mean: Option<&Tensor>, rstd: &Tensor) -> bool {
         let ([rows, columns], width) = (dims(x[0]), weight.elem_count());
         let whole = weight.rank() == 1 && width > 0 && columns.is_multiple_of(width) && dims(x[1]) == [rows, columns];
         let groups = |x: &Tensor| x.dtype() == DType::F32 && x.elem_count() * width == rows * columns;

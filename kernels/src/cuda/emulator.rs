@@ -1,4 +1,5 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
+#![allow(clippy::unwrap_used, reason = "only tests use it, and a panic is a failed test")]
 
 use super::launch::{Arguments, Buffer, Launch, Queue};
 use crate::op::{Access, Op};

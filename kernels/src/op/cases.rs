@@ -41,8 +41,10 @@ pub struct Case {
     pub family: &'static str,
     /// Operation, sizes and types.
     pub name: String,
-    compute: Box<dyn Fn(&Trial<'_>) -> Result<Vec<Output>>>,
+    compute: Box<Compute>,
 }
+
+type Compute = dyn Fn(&Trial<'_>) -> Result<Vec<Output>>;
 
 /// A result.
 struct Output {

@@ -62,6 +62,7 @@ fn a_swapped_tensor_and_an_error_of_one_percent_are_found() {
     assert!(is_refused(|| close(&[&b, &a], &[&a, &b], 0.1)));
     assert!(is_refused(|| close(&[&a.map(|x| x * 1.01), &b], &[&a, &b], 0.0099)));
     assert!(is_refused(|| close(&[&a], &[&a, &b], 0.1)), "a tensor is missing");
+    assert!(is_refused(|| close(&[&a, &b], &[&a], 0.1)), "there is a tensor too many");
 }
 
 #[test]

@@ -111,11 +111,15 @@ impl Case {
         engine
     }
 
-    /// The first batch's gradients in this type.
+    /// The first batch's gradients in this type, whose norm the step must have reported without the loss scale.
     pub(crate) fn gradients_in(&self, policy: PrecisionPolicy) -> BTreeMap<String, Tensor> {
         let mut engine = self.calm_engine(policy);
         let report = engine.step(&self.whole_batch(0)).unwrap();
-        unscaled(&engine, report.scale)
+        let gradients = unscaled(&engine, report.scale);
+        let squares = gradients.values().flat_map(values).map(|x| x * x);
+        let (norm, reported) = (squares.sum::<f64>().sqrt(), norm_of(&report).unwrap());
+        assert!((reported / norm - 1.0).abs() < 1e-4, "{} {policy}: norm {reported}, not {norm}", self.name);
+        gradients
     }
 
     /// Asserts that FP32 logits are this case's.

@@ -32,7 +32,7 @@ mod verify_resume;
 mod watch;
 
 use crate::data::{parquet_rows, template_process};
-use crate::engine::collective::Collective;
+use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::isa::{ISA_VARIABLE, Isa};
 #[cfg(feature = "cuda")]
 use crate::engine::preflight;
@@ -197,13 +197,13 @@ pub fn main() -> ExitCode {
     if let Ok(program) = std::env::current_exe() {
         apart::can_serve(&program);
     }
-    let world = processes::join();
+    let group = processes::init();
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
         Err(mut error) => {
-            if world.is_ok_and(|world| !world.leads()) {
-                processes::leave();
+            if group.is_ok_and(|group| !group.is_leader()) {
+                processes::finalize();
                 return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
             }
             let tip = tip(&error);
@@ -215,18 +215,18 @@ pub fn main() -> ExitCode {
             }
             // clap chooses the stream; ignore a closed one.
             error.print().ok();
-            processes::leave();
+            processes::finalize();
             if let Some(tip) = tip {
                 writeln!(stderr(), "\n  tip: {tip}").ok();
             }
             return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
         }
     };
-    let done = world.and_then(|world| dispatch(cli, &world));
+    let done = group.and_then(|group| dispatch(cli, &group));
     if let Err(error) = &done {
-        processes::end_with(&error.to_string(), error.exit_code());
+        processes::abort_with(&error.to_string(), error.exit_code());
     }
-    processes::leave();
+    processes::finalize();
     match done {
         Ok(code) => code,
         // The reader closed the pipe, as in `finetune man | head`.
@@ -241,14 +241,14 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn dispatch(cli: Cli, world: &Arc<dyn Collective>) -> Result<ExitCode> {
+fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
     Isa::pinned().map_err(|message| Error::config(ISA_VARIABLE, message))?;
-    if cli.command.is_some() && !world.leads() {
+    if cli.command.is_some() && !group.is_leader() {
         // What is not training is done by one process.
         return Ok(ExitCode::SUCCESS);
     }
     match cli.command {
-        None => Ok(match train::run(&cli.train, world)? {
+        None => Ok(match train::run(&cli.train, group)? {
             FinishReason::Done | FinishReason::EarlyStopped => ExitCode::SUCCESS,
             // By a key or a signal: a script must not take the run for whole.
             FinishReason::Stopped | FinishReason::Interrupted => ExitCode::from(130),

@@ -8,12 +8,14 @@ use crate::cli::model::{Policies, tell_notice};
 use crate::cli::reporter::Reporter;
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
+use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::machine::allocator::Allocations;
 use crate::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use crate::engine::kernels::profile::Profile;
 use crate::engine::kernels::{Choice, Kernels};
 use crate::engine::model::{ModelSpec, Op, ParamSpec, candle_dtype, draw};
+use crate::engine::optim::MasterWeights;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::StoredModel;
@@ -171,9 +173,11 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
         };
         over_base(&shape, config.dtype.compute, config.seed, &open.device, &args.model, None, drawn)?.parameters
     };
+    let weights = MasterWeights::new(masters, config.dtype, &*open.kernels)?;
     let profile = args.profile.then(|| Arc::new(Profile::new(open.kernels.clone(), &open.device)));
     let kernels = profile.clone().map_or_else(|| open.kernels.clone(), |profile| profile as Arc<dyn Kernels>);
-    let mut engine = engine(config, &shape, masters, kernels, (args.warmup + args.steps) as u64)?;
+    let steps = (args.warmup + args.steps) as u64;
+    let mut engine = engine(Arc::new(SingleProcess), config, &shape, weights, kernels, steps)?;
     engine.exponents = !args.no_histogram;
     let startup = begin.elapsed();
     let mut batches: Vec<Batch> = (0..args.grad_accum).map(|_| Batch::new(args.batch_size, args.seq_len)).collect();
@@ -396,7 +400,7 @@ mod tests {
             scale: 1.0,
             outcome,
             change: crate::precision::ScaleChange::Held,
-            time: crate::train::PartTimes::default(),
+            time: crate::train::StepTimings::default(),
         };
         let peak = Some(Peak { held: 1.0, best: 1.0 });
         Sample { wall: Duration::from_secs(seconds), report, allocations: Allocations::default(), peak }

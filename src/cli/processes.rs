@@ -1,12 +1,12 @@
-//! The processes of a run, as far as the command line is concerned: who speaks, and how all end together.
+//! The life cycle of several processes for the command line: their start, their errors and their common end.
 
 use crate::Result;
-use crate::engine::collective::{Collective, Solo};
+use crate::engine::collective::{ProcessGroup, SingleProcess};
 use std::sync::Arc;
 
 #[cfg(feature = "mpi")]
-mod job {
-    use super::{Arc, Collective, Result, Solo};
+mod dist {
+    use super::{Arc, ProcessGroup, Result, SingleProcess};
     use crate::engine::collective::mpi::Mpi;
     use crate::untrusted::block;
     use std::io::{Write, stderr};
@@ -14,20 +14,20 @@ mod job {
     use std::time::Duration;
 
     static RANK: OnceLock<usize> = OnceLock::new();
-    /// How long a process that has failed leaves it to process 0 to say why, which most often has failed as well.
-    const DEFERENCE: Duration = Duration::from_secs(2);
+    /// The time that a failed process leaves the leader, which usually has failed as well, to print the error.
+    const RANK0_ERROR_GRACE: Duration = Duration::from_secs(2);
 
-    /// Joins the others, if there are any.
-    pub(crate) fn join() -> Result<Arc<dyn Collective>> {
-        let Some(job) = Mpi::join(|message| fail(message, 1))? else { return Ok(Arc::new(Solo)) };
-        RANK.set(job.rank()).ok();
-        Ok(Arc::new(job))
+    /// The group of this process: the job, or a single process.
+    pub(crate) fn init() -> Result<Arc<dyn ProcessGroup>> {
+        let Some(group) = Mpi::init(|message| fail(message, 1))? else { return Ok(Arc::new(SingleProcess)) };
+        RANK.set(group.rank()).ok();
+        Ok(Arc::new(group))
     }
 
-    /// Says why, unless another process does, and ends all.
+    /// Prints the error, unless another process does, and ends the job.
     fn fail(message: &str, code: u8) -> ! {
         if let Some(rank @ 1..) = RANK.get() {
-            std::thread::sleep(DEFERENCE + Duration::from_millis(50) * *rank as u32);
+            std::thread::sleep(RANK0_ERROR_GRACE + Duration::from_millis(50) * *rank as u32);
             writeln!(stderr(), "error: process {rank}: {}", block(message)).ok();
         } else {
             writeln!(stderr(), "error: {}", block(message)).ok();
@@ -35,59 +35,59 @@ mod job {
         Mpi::abort(code)
     }
 
-    /// Whatever their number, they train together.
+    /// Allows any number of processes.
     #[expect(clippy::unnecessary_wraps, reason = "a build for one process refuses to be one of several")]
-    pub(crate) fn check() -> Result<()> {
+    pub(crate) fn check_launch() -> Result<()> {
         Ok(())
     }
 
-    /// Ends the job, if this process is one of several, with this error.
-    pub(crate) fn end_with(message: &str, code: u8) {
+    /// Ends the job with an error, if this process is one of several.
+    pub(crate) fn abort_with(message: &str, code: u8) {
         if RANK.get().is_some() {
             fail(message, code);
         }
     }
 
-    /// Ends this process's part.
-    pub(crate) fn leave() {
+    /// Ends this process's part in the job.
+    pub(crate) fn finalize() {
         if RANK.get().is_some() {
-            Mpi::leave();
+            Mpi::finalize();
         }
     }
 }
 
 #[cfg(not(feature = "mpi"))]
-mod job {
-    use super::{Arc, Collective, Result, Solo};
+mod dist {
+    use super::{Arc, ProcessGroup, Result, SingleProcess};
     use crate::Error;
-    use crate::engine::collective::Launched;
+    use crate::engine::collective::LaunchEnv;
     use std::time::Duration;
 
-    /// How long the others leave it to process 0 to say why; launchers end all when one fails.
-    const DEFERENCE: Duration = Duration::from_secs(2);
+    /// The time that the workers leave the leader to print the error. Launchers end all processes when one fails.
+    const RANK0_ERROR_GRACE: Duration = Duration::from_secs(2);
 
-    #[expect(clippy::unnecessary_wraps, reason = "joining others can fail")]
-    pub(crate) fn join() -> Result<Arc<dyn Collective>> {
-        Ok(Arc::new(Solo))
+    #[expect(clippy::unnecessary_wraps, reason = "MPI may fail to start")]
+    pub(crate) fn init() -> Result<Arc<dyn ProcessGroup>> {
+        Ok(Arc::new(SingleProcess))
     }
 
-    /// Refuses to train where a launcher has started several processes, which would be as many runs of the same. Process 0 says so.
-    pub(crate) fn check() -> Result<()> {
-        let Some(Launched { variable, world, rank }) = Launched::detect()? else { return Ok(()) };
+    /// Rejects a launch of several processes, each of which would train the same run. The leader prints the error.
+    pub(crate) fn check_launch() -> Result<()> {
+        let Some(LaunchEnv { variable, world_size, rank }) = LaunchEnv::detect()? else { return Ok(()) };
         if rank > 0 {
-            std::thread::sleep(DEFERENCE);
+            std::thread::sleep(RANK0_ERROR_GRACE);
             std::process::exit(2);
         }
         let message = format!(
-            "it says that this is one of {world} processes, but this program was built for one; build it with `--features mpi` \
-             to train in {world}, or remove the variable for {world} separate runs"
+            "it says that this is one of {world_size} processes, but this program was built for one; build it with `--features mpi` \
+             to train in {world_size}, or remove the variable for {world_size} separate runs"
         );
         Err(Error::config(variable, message))
     }
 
-    pub(crate) fn end_with(_: &str, _: u8) {}
+    pub(crate) fn abort_with(_: &str, _: u8) {}
 
-    pub(crate) fn leave() {}
+    pub(crate) fn finalize() {}
 }
 
-pub(crate) use job::{check, end_with, join, leave};
+pub(crate) use dist::{abort_with, check_launch, finalize, init};

@@ -6,14 +6,14 @@ use crate::cli::notify::Notify;
 use crate::cli::processes;
 use crate::cli::reporter::Reporter;
 use crate::cli::show::{ShowArgs, show};
-use crate::engine::collective::Collective;
+use crate::engine::collective::ProcessGroup;
 use crate::screen::terminal::{Interruption, hold_signals};
 use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
     Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
 };
-use crate::train::{Beginning, Config, Preparing, StillHere, Trainer};
+use crate::train::{Config, Heartbeat, Preparing, RunStart, Trainer};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::ErrorKind;
@@ -59,10 +59,10 @@ struct Resumed {
 }
 
 /// Trains. Returns how the run ended.
-pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<FinishReason> {
-    processes::check()?;
-    if !world.leads() {
-        return follow(world);
+pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<FinishReason> {
+    processes::check_launch()?;
+    if !group.is_leader() {
+        return run_worker(group);
     }
     let notify = args.notify.as_deref().map(Notify::new).transpose()?;
     let signals = Interruption::listen().map_err(Error::io("listen to signals in", "."))?;
@@ -77,27 +77,26 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
         None => args.config.resolve()?,
     };
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
-    if world.world() > 1 && config.data == "-" {
+    if group.world_size() > 1 && config.data == "-" {
         let message = "standard input reaches one process only; give a file that all of them can read";
         return Err(Error::config("data", message));
     }
-    let idle = world.world().saturating_sub(config.train.grad_accum);
-    let pool = thread_pool(&config, world.beside())?;
+    let idle = group.world_size().saturating_sub(config.train.grad_accum);
+    let pool = thread_pool(&config, group.local_world_size())?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
     let step = checkpoint.map_or(0, |checkpoint| checkpoint.state().step);
-    let still_here = StillHere::default();
+    let heartbeat = Heartbeat::default();
     let mut tell = |event| {
         reporter.report(event);
         // If it fails, so will what follows.
-        still_here.say(&**world).ok();
+        heartbeat.beat(&**group).ok();
     };
-    let mut trainer = pool.install(|| Trainer::among(world.clone(), config.clone(), checkpoint, &mut tell))?;
+    let mut trainer = pool.install(|| Trainer::new(group.clone(), config.clone(), checkpoint, &mut tell))?;
     // What is downloaded or tokenised is in the cache by now.
-    let beginning =
-        Beginning { config: trainer.config().clone(), checkpoint: checkpoint.map(|it| it.path().to_path_buf()) };
-    beginning.tell(&**world)?;
-    trainer.agree()?;
+    let checkpoint = checkpoint.map(|it| it.path().to_path_buf());
+    RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
+    trainer.check_consistency()?;
     let (run, warnings) = if let Some(resumed) = resumed {
         if resumed.checkpoint.is_none() {
             trainer.start_over();
@@ -110,9 +109,10 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
     };
     let mut warnings = warnings;
     if idle > 0 {
-        let (world, micro_batches) = (world.world(), config.train.grad_accum);
+        let (world_size, micro_batches) = (group.world_size(), config.train.grad_accum);
         warnings.push(format!(
-            "{idle} of {world} processes have no micro-batch: a step has {micro_batches}; set `--grad-accum` to {world} or more"
+            "{idle} of {world_size} processes have no micro-batch: a step has {micro_batches}; set `--grad-accum` to {world_size} or \
+             more"
         ));
     }
     warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
@@ -153,15 +153,15 @@ pub(crate) fn run(args: &TrainArgs, world: &Arc<dyn Collective>) -> Result<Finis
     training.join().unwrap_or_else(|_| Err(Error::engine("training stopped with a panic; this is a bug in finetune")))
 }
 
-/// Takes part in the run that process 0 leads.
-fn follow(world: &Arc<dyn Collective>) -> Result<FinishReason> {
+/// Takes part in the leader's run.
+fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<FinishReason> {
     hold_signals().map_err(Error::io("listen to signals in", "."))?;
-    let Some(Beginning { config, checkpoint }) = Beginning::hear(&**world)? else { return Ok(FinishReason::Done) };
+    let Some(RunStart { config, checkpoint }) = RunStart::receive(&**group)? else { return Ok(FinishReason::Done) };
     let checkpoint = checkpoint.map(Checkpoint::open_verified).transpose()?;
-    thread_pool(&config, world.beside())?.install(|| {
-        let mut trainer = Trainer::among(world.clone(), config, checkpoint.as_ref(), &mut |_| ())?;
-        trainer.agree()?;
-        trainer.follow()
+    thread_pool(&config, group.local_world_size())?.install(|| {
+        let mut trainer = Trainer::new(group.clone(), config, checkpoint.as_ref(), &mut |_| ())?;
+        trainer.check_consistency()?;
+        trainer.run_worker()
     })?;
     Ok(FinishReason::Done)
 }

@@ -1,7 +1,7 @@
-//! Processes that train one model together: who they are, how bytes go between them, and what is agreed on by that.
+//! The processes that train one model together, and the exchange of bytes among them.
 //!
-//! There is one primitive, [`Collective::exchange`]. No library reduction is used: those choose their order of summation by
-//! the number of processes, and results would hang on it. Everything that is summed here is summed by us, in one order.
+//! [`ProcessGroup::all_to_all`] is the only primitive. No library reduction is used, because its order of summation, and so
+//! the bits of a sum, would depend on the number of processes. The project sums in one fixed order.
 
 pub mod gather;
 #[cfg(feature = "mpi")]
@@ -10,28 +10,31 @@ pub mod shards;
 mod wire;
 
 pub use shards::Shards;
-pub(crate) use wire::{Reader, Writer, range_bytes, write_range};
+pub(crate) use wire::{range_bytes, write_range};
 
 use crate::{Error, Result};
+use bytemuck::Pod;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use std::fmt;
 use std::time::Duration;
 
-/// A process that a launcher has started as one of several.
+/// The place of this process in a job, from the launcher's environment variables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Launched {
-    /// The launcher's variable that says how many there are.
+pub struct LaunchEnv {
+    /// The variable that contains the number of processes.
     pub variable: &'static str,
-    /// How many there are.
-    pub world: usize,
-    /// Which of them this is.
+    /// Number of processes.
+    pub world_size: usize,
+    /// Rank of this process.
     pub rank: usize,
 }
 
-impl Launched {
-    /// What `mpirun`, `srun` or a Kubernetes MPI job says in the variables of this process.
+impl LaunchEnv {
+    /// Reads the variables of `mpirun`, `srun` or a Kubernetes MPI job; `None` for a single process.
     ///
     /// # Errors
-    /// If a launcher's variable is not a number: training alone in silence would be a guess.
+    /// If a launcher's variable is not a number: to train as a single process would be a guess.
     pub fn detect() -> Result<Option<Self>> {
         Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -48,142 +51,169 @@ impl Launched {
             ("PMI_SIZE", "PMI_RANK"),
             ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
         ] {
-            if let Some(world) = number(variable, 1)? {
+            if let Some(world_size) = number(variable, 1)? {
                 let rank = number(rank, 0)?.unwrap_or(0);
-                return Ok((world > 1).then_some(Self { variable, world, rank }));
+                return Ok((world_size > 1).then_some(Self { variable, world_size, rank }));
             }
         }
         Ok(None)
     }
 }
 
-/// The processes of a run.
-pub trait Collective: fmt::Debug + Send + Sync {
-    /// This one, from 0 on. Process 0 leads: it decides, writes and shows.
+/// The processes of a run. A single process is a group of one.
+pub trait ProcessGroup: fmt::Debug + Send + Sync {
+    /// The rank of this process, from 0. Rank 0 is the leader: it decides, writes files and drives the screen.
     fn rank(&self) -> usize;
 
-    /// How many there are.
-    fn world(&self) -> usize;
+    /// Number of processes.
+    fn world_size(&self) -> usize;
 
-    /// Sends `out[r]` to every process `r` and fills `into[r]` with what it sends to this one. Both sides know the lengths;
-    /// where there is nothing to send, nothing is. What a process has for itself stays where it is.
+    /// Sends `out[r]` to each rank `r` and fills `into[r]` with the bytes that rank `r` sends to this process. Both sides
+    /// know the lengths, and empty messages are not sent. The entries of the own rank are ignored.
     ///
     /// # Errors
-    /// If a process cannot be reached, or sends nothing for too long; it is named.
-    fn exchange(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()>;
+    /// If a process cannot be reached, or sends nothing within the time limit. The error names it.
+    fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()>;
 
-    /// A process in words.
+    /// The name of a process.
     fn name(&self, rank: usize) -> String {
         format!("process {rank}")
     }
 
-    /// How many run on this machine.
-    fn beside(&self) -> usize {
+    /// Number of processes on this machine.
+    fn local_world_size(&self) -> usize {
         1
     }
 
-    /// Which of these this one is.
+    /// The rank of this process among those of this machine.
     fn local_rank(&self) -> usize {
         0
     }
 
-    /// How long exchanges have taken so far, waiting for others included.
-    fn waited(&self) -> Duration {
+    /// Total time of all exchanges so far, including the wait for other processes.
+    fn comm_time(&self) -> Duration {
         Duration::ZERO
     }
 }
 
-/// A process alone.
+/// A group of one process.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Solo;
+pub struct SingleProcess;
 
-impl Collective for Solo {
+impl ProcessGroup for SingleProcess {
     fn rank(&self) -> usize {
         0
     }
 
-    fn world(&self) -> usize {
+    fn world_size(&self) -> usize {
         1
     }
 
-    fn exchange(&self, _: &[&[u8]], _: &mut [&mut [u8]]) -> Result<()> {
+    fn all_to_all(&self, _: &[&[u8]], _: &mut [&mut [u8]]) -> Result<()> {
         Ok(())
     }
 }
 
-impl dyn Collective + '_ {
-    /// Whether this process leads.
-    pub fn leads(&self) -> bool {
+impl dyn ProcessGroup + '_ {
+    /// Whether this process has rank 0.
+    pub fn is_leader(&self) -> bool {
         self.rank() == 0
     }
 
-    /// What every process has, by rank.
-    pub fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let (rank, world) = (self.rank(), self.world());
-        if world == 1 {
-            return Ok(vec![own.to_vec()]);
-        }
-        let to_others = |bytes| (0..world).map(|other| if other == rank { &[] as &[u8] } else { bytes }).collect();
-        let others = |all: &'_ mut Vec<Vec<u8>>, out: Vec<&[u8]>| {
-            let mut into: Vec<&mut [u8]> = all.iter_mut().map(Vec::as_mut_slice).collect();
-            self.exchange(&out, &mut into)
-        };
-        let length = (own.len() as u64).to_le_bytes();
-        let mut lengths: Vec<_> = (0..world).map(|other| vec![0; if other == rank { 0 } else { 8 }]).collect();
-        others(&mut lengths, to_others(&length))?;
-        let mut all = Vec::with_capacity(world);
-        for length in &lengths {
-            let length: [u8; 8] = length.as_slice().try_into().unwrap_or_default();
-            all.push(vec![0; u64::from_le_bytes(length) as usize]);
-        }
-        others(&mut all, to_others(own))?;
-        all[rank] = own.to_vec();
-        Ok(all)
-    }
-
-    /// The same bytes from process 0 to all: `bytes` is what it sends, or where it arrives.
-    pub fn broadcast(&self, bytes: &mut [u8]) -> Result<()> {
-        let world = self.world();
-        let mut none: Vec<&mut [u8]> = (0..world).map(|_| &mut [] as &mut [u8]).collect();
-        if self.leads() {
-            let out: Vec<&[u8]> = (0..world).map(|other| if other == 0 { &[] } else { &*bytes }).collect();
-            return self.exchange(&out, &mut none);
-        }
-        none[0] = bytes;
-        self.exchange(&vec![&[] as &[u8]; world], &mut none)
+    /// Sends `bytes` to the ranks that `is_recipient` selects.
+    fn send_where(&self, is_recipient: impl Fn(usize) -> bool, bytes: &[u8]) -> Result<()> {
+        let recipients = 0..self.world_size();
+        let out: Vec<&[u8]> = recipients.map(|rank| if is_recipient(rank) { bytes } else { &[] }).collect();
+        self.all_to_all(&out, &mut (0..self.world_size()).map(|_| &mut [] as &mut [u8]).collect::<Vec<_>>())
     }
 
     /// Sends bytes to one process.
     pub fn send(&self, to: usize, bytes: &[u8]) -> Result<()> {
-        let mut out = vec![&[] as &[u8]; self.world()];
-        out[to] = bytes;
-        self.exchange(&out, &mut (0..self.world()).map(|_| &mut [] as &mut [u8]).collect::<Vec<_>>())
+        self.send_where(|rank| rank == to, bytes)
     }
 
-    /// Receives bytes from one process.
+    /// Receives `bytes.len()` bytes from one process.
     pub fn receive(&self, from: usize, bytes: &mut [u8]) -> Result<()> {
-        let mut into: Vec<&mut [u8]> = (0..self.world()).map(|_| &mut [] as &mut [u8]).collect();
+        let mut into: Vec<&mut [u8]> = (0..self.world_size()).map(|_| &mut [] as &mut [u8]).collect();
         into[from] = bytes;
-        self.exchange(&vec![&[] as &[u8]; self.world()], &mut into)
+        self.all_to_all(&vec![&[] as &[u8]; self.world_size()], &mut into)
     }
 
-    /// The largest of all processes' values, element by element; NaN counts for nothing.
+    /// Sends a message to one process, which calls [`Self::receive_message`].
+    pub fn send_message(&self, to: usize, message: &impl Serialize) -> Result<()> {
+        to_frames(message)?.iter().try_for_each(|bytes| self.send(to, bytes))
+    }
+
+    /// Sends a message to all other processes, which call [`Self::receive_message`].
+    pub fn broadcast(&self, message: &impl Serialize) -> Result<()> {
+        let own = self.rank();
+        to_frames(message)?.iter().try_for_each(|bytes| self.send_where(|rank| rank != own, bytes))
+    }
+
+    /// Receives a message from one process.
+    ///
+    /// # Errors
+    /// If it has another type, which happens only if the processes run different builds.
+    pub fn receive_message<T: DeserializeOwned>(&self, from: usize) -> Result<T> {
+        let mut length = [0; 8];
+        self.receive(from, &mut length)?;
+        let mut bytes = vec![0; u64::from_le_bytes(length) as usize];
+        self.receive(from, &mut bytes)?;
+        from_json(&bytes)
+    }
+
+    /// The bytes of all processes, by rank; `lengths` are their numbers.
+    fn gather_bytes(&self, own: &[u8], lengths: impl Iterator<Item = usize>) -> Result<Vec<Vec<u8>>> {
+        let rank = self.rank();
+        let mut all: Vec<Vec<u8>> = lengths.map(|length| vec![0; length]).collect();
+        all[rank].clear();
+        let out: Vec<&[u8]> = (0..all.len()).map(|other| if other == rank { &[] } else { own }).collect();
+        self.all_to_all(&out, &mut all.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
+        all[rank] = own.to_vec();
+        Ok(all)
+    }
+
+    /// The values of all processes, by rank. Their numbers may differ.
+    pub fn all_gather<T: Pod>(&self, own: &[T]) -> Result<Vec<Vec<T>>> {
+        let bytes: &[u8] = bytemuck::cast_slice(own);
+        let length = (bytes.len() as u64).to_le_bytes();
+        let lengths = self.gather_bytes(&length, (0..self.world_size()).map(|_| length.len()))?;
+        let lengths = lengths.iter().map(|length| bytemuck::pod_read_unaligned::<u64>(length) as usize);
+        let all = self.gather_bytes(bytes, lengths)?;
+        let values = |bytes: &Vec<u8>| bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
+        Ok(all.iter().map(values).collect())
+    }
+
+    /// The messages of all processes, by rank.
+    pub fn all_gather_messages<T: Serialize + DeserializeOwned>(&self, own: &T) -> Result<Vec<T>> {
+        self.all_gather(&to_json(own)?)?.iter().map(|bytes| from_json(bytes)).collect()
+    }
+
+    /// Replaces each value by its maximum over all processes; ignores NaN.
     pub fn max(&self, values: &mut [f32]) -> Result<()> {
-        let own: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        for other in self.all_gather(&own)? {
-            for (value, bytes) in values.iter_mut().zip(other.as_chunks::<4>().0) {
-                *value = value.max(f32::from_le_bytes(*bytes));
+        for others in self.all_gather(values)? {
+            for (value, other) in values.iter_mut().zip(others) {
+                *value = value.max(other);
             }
         }
         Ok(())
     }
+}
 
-    /// The values of all processes one after the other, in the order of their ranks.
-    pub fn concatenate(&self, own: &[f64]) -> Result<Vec<f64>> {
-        let own: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let all = self.all_gather(&own)?.concat();
-        Ok(all.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect())
-    }
+fn to_json(message: &impl Serialize) -> Result<Vec<u8>> {
+    Ok(serde_json::to_vec(message).map_err(candle_core::Error::wrap)?)
+}
+
+/// A message as its length and its bytes.
+fn to_frames(message: &impl Serialize) -> Result<[Vec<u8>; 2]> {
+    let bytes = to_json(message)?;
+    Ok([(bytes.len() as u64).to_le_bytes().to_vec(), bytes])
+}
+
+fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|error| {
+        Error::Collective(format!("a process sent an unknown message ({error}); all processes must run the same build"))
+    })
 }
 
 #[cfg(test)]
@@ -191,12 +221,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn launchers_say_how_many_processes_there_are() {
+    fn the_variables_of_launchers_are_read() {
         let launched = |variables: &[(&str, &str)]| {
             let find =
                 |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-            let found = Launched::from_variables(find).map_err(|error| error.to_string())?;
-            Ok::<_, String>(found.map(|it| (it.variable, it.world, it.rank)))
+            let found = LaunchEnv::from_variables(find).map_err(|error| error.to_string())?;
+            Ok::<_, String>(found.map(|it| (it.variable, it.world_size, it.rank)))
         };
         let one = Ok(None);
         assert_eq!(launched(&[]), one);

@@ -6,6 +6,7 @@
 
 use crate::Result;
 use crate::data::{Batch, BatchLoader, TokenSource};
+use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::model::{
@@ -220,7 +221,7 @@ struct Passes<'a> {
 impl<'a> Passes<'a> {
     fn new(model: &'a Decoder, policy: PrecisionPolicy, like: &Parameters, shape: (usize, usize)) -> Result<Self> {
         let workspace = Workspace::for_training(model.spec(), policy, shape, Keep::BlockInput, &like.device())?;
-        Ok(Self { model, workspace, grads: Gradients::new(like, policy, 1)? })
+        Ok(Self { model, workspace, grads: Gradients::new(like, policy, 1, &SingleProcess)? })
     }
 
     fn run(&mut self, weights: &Parameters, batch: &Batch, scale: f32, hook: &mut dyn Hook) -> Result<()> {

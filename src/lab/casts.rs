@@ -10,6 +10,7 @@ use serde::Serialize;
 pub use operations::Operation;
 
 use super::number::percent;
+use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Fused;
 use crate::engine::model::{Decoder, Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace};
 use crate::engine::optim::{Gradients, MasterWeights};
@@ -79,7 +80,7 @@ impl Casts {
         let (masters, weights) = MasterWeights::new(masters, policy, &Fused)?;
         let model = Decoder::new(&spec, &weights, Arc::new(Fused))?;
         let mut workspace = Workspace::for_training(&spec, policy, (1, TOKENS), Keep::All, &Device::Cpu)?;
-        let grads = Gradients::new(&weights, policy, 1)?;
+        let grads = Gradients::new(&weights, policy, 1, &SingleProcess)?;
         let ids: Vec<u32> = (0..TOKENS as u32).collect();
         let tokens = Tokens::new(&ids, TOKENS);
         let mode = Mode::Train { seed: 0, draw: 0 };

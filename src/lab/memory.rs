@@ -7,7 +7,7 @@ use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Keep, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
-use crate::train::{EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};
+use crate::train::{DistributedLayout, EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};
 use crate::ui::format::binary;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
@@ -243,7 +243,8 @@ impl Setup {
     pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<Item>> {
         let kernels: &dyn Kernels = if self.stores_scores { &CandleKernels } else { &Fused };
         let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
-        let mut bytes = EngineBytes::new(config, policy, self.shape, self.keep, kind, kernels)?;
+        let mut bytes =
+            EngineBytes::new(DistributedLayout::SINGLE, config, policy, self.shape, self.keep, kind, kernels)?;
         bytes.scratch += sample_bytes(config, policy, tokens, prompt);
         if let Some(threads) = self.threads {
             bytes.scratch += packed_bytes(config, policy, batch * seq_len, self.probes, threads, kernels)?;
@@ -319,7 +320,8 @@ impl Memory {
         stores_scores: bool,
     ) -> Result<Vec<Item>> {
         let kernels: &dyn Kernels = if stores_scores { &CandleKernels } else { &Fused };
-        Ok(items(EngineBytes::new(config, policy, shape, keep, OptimizerKind::AdamW, kernels)?))
+        let layout = DistributedLayout::SINGLE;
+        Ok(items(EngineBytes::new(layout, config, policy, shape, keep, OptimizerKind::AdamW, kernels)?))
     }
 
     /// The report as text, `width` columns wide.

@@ -30,5 +30,5 @@ pub use find::{Found, Keep, Listed, best, list, newest_good, newest_run, outdate
 pub use manifest::{Kind, Manifest};
 pub use read::{Checkpoint, Damage, verify};
 pub use run::{Run, Saved};
-pub use save::{Contents, Held, Spread};
+pub use save::{Contents, ShardedTensors, StateTensor};
 pub use state::{Base, Best, FORMAT_VERSION, Identity, State};

@@ -3,14 +3,13 @@
 //! A skipped step changes neither weights nor dropout masks (a function of the step number), so the same infinities
 //! appear again. Clean steps cost nothing.
 
+use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
-use crate::engine::model::{Hook, Mode, ModelSpec, Place};
+use crate::engine::model::{Hook, ModelSpec, Place};
 use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
 use crate::telemetry::{FirstNonFinite, Pass};
-use crate::train::passes::{passes, with_step_weights};
-use crate::train::step::{Engine, StepReport};
-use crate::{Error, Result};
+use crate::train::engine::{Engine, StepReport};
 use candle_core::Tensor;
 
 /// The first tensor of the step, in order of computation, that is not finite, and the unit of its layer. `None` if all
@@ -21,47 +20,27 @@ pub(super) fn origin(
     micro_batches: &[Batch],
     report: &StepReport,
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
-    with_step_weights(engine, |engine| search(engine, micro_batches, report))
+    let found = search(engine, micro_batches, report)?;
+    // The shares of micro-batches are in the order of ranks.
+    Ok(engine.group.all_gather_messages(&found)?.into_iter().flatten().next())
 }
 
-/// The first of all processes, in the order of the micro-batches.
+/// Searches the share of this process.
 fn search(
     engine: &mut Engine,
     micro_batches: &[Batch],
     report: &StepReport,
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
-    let found = search_share(engine, micro_batches, report)?;
-    if engine.world.world() == 1 {
-        return Ok(found);
-    }
-    let text = serde_json::to_vec(&found).map_err(Error::engine)?;
-    for theirs in engine.world.all_gather(&text)? {
-        // Shares follow each other in the order of ranks.
-        let theirs: Option<(FirstNonFinite, PrecisionUnit)> = serde_json::from_slice(&theirs).map_err(Error::engine)?;
-        if theirs.is_some() {
-            return Ok(theirs);
-        }
-    }
-    Ok(None)
-}
-
-fn search_share(
-    engine: &mut Engine,
-    micro_batches: &[Batch],
-    report: &StepReport,
-) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
-    let Engine { model, state, workspace, grads, seed, .. } = engine;
-    let before = state.counters.before_skipped();
+    let (mut passes, _) = engine.passes()?;
+    let before = passes.counters.before_skipped();
     let loss_seed = report.scale / report.targets.max(1) as f32;
-    let share = grads.share(micro_batches.len());
-    for (micro_batch, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
-        let mode = Mode::Train { seed: *seed, draw: before.draw(micro_batch) };
+    let share = passes.grads.share(micro_batches.len());
+    for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
         let mut search = Search { seq_len: batch.seq_len, found: None };
-        let grads = grads.micro_batch();
-        passes(model, &state.weights, &mut state.fp8, batch, mode, loss_seed, workspace, grads, &mut search)?;
+        passes.repeat((index, batch), before, loss_seed, &mut search)?;
         if let Some(found) = search.found {
             let unit = found.place.layer.unit();
-            return Ok(Some((found.origin(model.spec(), micro_batch), unit)));
+            return Ok(Some((found.origin(passes.model.spec(), index), unit)));
         }
     }
     Ok(None)
@@ -140,15 +119,18 @@ impl Found {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::collective::SingleProcess;
     use crate::engine::kernels::{Choice, view};
     use crate::engine::model::{Layer, Op, Part};
+    use crate::engine::optim::MasterWeights;
     use crate::precision::{GradScalerConfig, PrecisionPolicy};
     use crate::store::checkpoint::Run;
     use crate::telemetry::{Emitter, Event};
+    use crate::train::engine::Outcome;
     use crate::train::setup::engine;
-    use crate::train::step::Outcome;
     use crate::train::{Config, TrainState, Trainer};
     use candle_core::Device;
+    use std::sync::Arc;
 
     const SHAPE: (usize, usize) = (3, 8);
 
@@ -175,14 +157,9 @@ mod tests {
             })
             .unwrap();
         }
-        engine(
-            &config,
-            &shape,
-            masters,
-            crate::engine::device::kernels(kernels, &Device::Cpu, &mut |_| ()).unwrap(),
-            10,
-        )
-        .unwrap()
+        let kernels = crate::engine::device::kernels(kernels, &Device::Cpu, &mut |_| ()).unwrap();
+        let weights = MasterWeights::new(masters, config.dtype, &*kernels).unwrap();
+        engine(Arc::new(SingleProcess), &config, &shape, weights, kernels, 10).unwrap()
     }
 
     fn tiny() -> ModelSpec {
@@ -297,7 +274,7 @@ mod tests {
         (config.dropout.residual, config.dropout.attention, config.train.grad_accum) = (0.1, 0.1, 2);
         (config.train.batch_size, config.train.seq_len, config.train.steps) = (1, 16, Some(9));
         let folder = tempfile::tempdir().unwrap();
-        let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+        let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
         let mut emitter = Emitter::new(None);
         let events = emitter.connect();
         trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);

@@ -4,8 +4,8 @@ use crate::Result;
 use crate::engine::model::candle_dtype;
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::{DtypeChange, FirstNonFinite, Pass};
-use crate::train::fp8::{FP8, Fp8Layer};
-use crate::train::step::{Engine, Outcome, StepReport};
+use crate::train::engine::{Engine, Outcome, StepReport};
+use crate::train::fp8::{FP8, Fp8Block};
 use std::collections::BTreeMap;
 
 impl Engine {
@@ -23,7 +23,7 @@ impl Engine {
     /// The units that compute in another type than the policy's: name to type.
     pub(super) fn in_fallback(&self) -> BTreeMap<String, String> {
         let fallback = &self.state.fallback;
-        let fp8 = self.state.fp8.as_ref().and_then(Fp8Layer::active);
+        let fp8 = self.state.fp8.as_ref().and_then(Fp8Block::active);
         let fp8 = fp8.map(|unit| (unit.to_string(), FP8.to_owned()));
         fallback.active().map(|unit| (unit.to_string(), fallback.dtype().to_string())).chain(fp8).collect()
     }
@@ -67,7 +67,7 @@ pub(super) fn after_step(
         events.push(DtypeChange { step, layer, from, to, overflows, restored: back, ..DtypeChange::default() });
     }
     if moved && engine.state.masters.parameters().shards().is_some() {
-        engine.state.copy_to_weights(engine.model.kernels(), &*engine.world)?;
+        engine.state.copy_to_weights(engine.model.kernels(), &*engine.group)?;
     }
     Ok(events)
 }

@@ -1,19 +1,19 @@
 //! One block in simulated FP8: the inputs of its matrix products are rounded, activations and weights through E4M3,
 //! gradients through E5M2, each tensor with a scale from its own amax history. Outputs are stored as usual.
 //!
-//! The simulation is a hook that rounds tensors in place, so the passes that inspect a step compute the same numbers, and
-//! a run without FP8 pays nothing.
+//! The simulation is a hook that rounds activations and gradients in place, and a rounded copy of the block's weights. So the
+//! passes that inspect a step compute the same numbers, and a run without FP8 pays nothing.
 
 use crate::Result;
-use crate::engine::collective::Collective;
+use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::fp8::round_through;
 use crate::engine::kernels::survey::survey;
-use crate::engine::kernels::view;
 use crate::engine::model::{Hook, Layer, LinearRole, NormRole, Op, ParamRole, Parameters, Part, Place};
 use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, PrecisionUnit, scale_for};
 use crate::telemetry::{DtypeChange, Event, GradVariance};
-use crate::train::step::{Engine, Outcome, StepReport};
+use crate::train::engine::{Engine, Outcome, StepReport};
 use candle_core::Tensor;
+use std::borrow::Cow;
 
 /// The name of a block's type while its products take FP8.
 pub(super) const FP8: &str = "fp8";
@@ -39,7 +39,7 @@ const SMOOTHING: f64 = 0.1;
 
 /// A block in FP8, or waiting for its gradient's variance to allow it.
 #[derive(Debug)]
-pub struct Fp8Layer {
+pub struct Fp8Block {
     config: Fp8Config,
     block: usize,
     state: Fp8State,
@@ -47,11 +47,9 @@ pub struct Fp8Layer {
     scales: Vec<Option<f32>>,
     /// This step's maxima.
     amax: Vec<f32>,
-    /// The block's weights before they were rounded.
-    kept: Vec<Tensor>,
 }
 
-impl Fp8Layer {
+impl Fp8Block {
     /// The block that `config` names, with the checkpoint's `state` or a fresh one; `None` if it names none. State of
     /// another block is discarded.
     pub fn new(config: Fp8Config, state: Option<Fp8State>) -> Option<Self> {
@@ -63,7 +61,7 @@ impl Fp8Layer {
             amax: vec![AmaxHistory::default(); tensors],
         };
         let state = state.filter(|state| state.block == block && state.amax.len() == tensors).unwrap_or_else(fresh);
-        Some(Self { config, block, state, scales: vec![None; tensors], amax: vec![0.0; tensors], kept: Vec::new() })
+        Some(Self { config, block, state, scales: vec![None; tensors], amax: vec![0.0; tensors] })
     }
 
     /// The state that a checkpoint saves.
@@ -84,34 +82,24 @@ impl Fp8Layer {
         }
     }
 
-    /// Rounds the block's weights, with the step's scales.
-    pub(super) fn round_weights(&mut self, weights: &Parameters) -> Result<()> {
-        if !self.state.active {
-            return Ok(());
-        }
-        let tensors = WEIGHTS.iter().flat_map(|roles| of_block(self.block, roles, weights));
-        self.kept = tensors.map(Tensor::force_contiguous).collect::<candle_core::Result<_>>()?;
+    /// `weights` with a copy of the block's weights, rounded with the step's scales.
+    fn round_weights(&mut self, weights: &Parameters) -> Result<Parameters> {
+        let mut rounded = weights.clone();
         for (i, roles) in WEIGHTS.iter().enumerate() {
-            for weight in of_block(self.block, roles, weights) {
-                self.round(INPUTS.len() + i, E4M3, weight)?;
+            for role in *roles {
+                let layer = Layer::inner(self.block, Op::Linear(*role));
+                if let Some(weight) = rounded.unshare(layer, ParamRole::Weight)? {
+                    self.round(INPUTS.len() + i, E4M3, weight)?;
+                }
             }
         }
-        Ok(())
+        Ok(rounded)
     }
 
-    /// Undoes the rounding.
-    pub(super) fn restore(&mut self, weights: &Parameters) -> Result<()> {
-        let tensors = WEIGHTS.iter().flat_map(|roles| of_block(self.block, roles, weights));
-        for (weight, kept) in tensors.zip(self.kept.drain(..)) {
-            view::copy(&view::host(&kept)?, weight)?;
-        }
-        Ok(())
-    }
-
-    /// Adds the step's maxima, those of all processes, to the amax history.
-    pub(super) fn end_step(&mut self, world: &dyn Collective) -> Result<()> {
+    /// Adds the step's maxima over all processes to the amax history.
+    pub(super) fn end_step(&mut self, group: &dyn ProcessGroup) -> Result<()> {
         if self.state.active {
-            world.max(&mut self.amax)?;
+            group.max(&mut self.amax)?;
             for (history, amax) in self.state.amax.iter_mut().zip(&self.amax) {
                 history.push(*amax, self.config.amax_history_len);
             }
@@ -142,12 +130,15 @@ impl Fp8Layer {
     }
 }
 
-/// The weights of a block in these roles.
-fn of_block<'a>(block: usize, roles: &'a [LinearRole], of: &'a Parameters) -> impl Iterator<Item = &'a Tensor> {
-    roles.iter().filter_map(move |role| of.of_layer(Layer::inner(block, Op::Linear(*role)), ParamRole::Weight))
+/// The working weights as the passes use them: with rounded ones for a block in FP8.
+pub(super) fn step_weights<'a>(fp8: &mut Option<Fp8Block>, weights: &'a Parameters) -> Result<Cow<'a, Parameters>> {
+    match fp8 {
+        Some(fp8) if fp8.state.active => fp8.round_weights(weights).map(Cow::Owned),
+        _ => Ok(Cow::Borrowed(weights)),
+    }
 }
 
-impl Hook for Fp8Layer {
+impl Hook for Fp8Block {
     fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
         if !self.state.active || place.layer.block != Some(self.block) {
             return Ok(());
@@ -167,14 +158,14 @@ pub(super) fn after_step(
     report: &StepReport,
     variance_every: u64,
 ) -> Result<Vec<Event>> {
-    let Engine { world, model, state, grads, survey, .. } = engine;
+    let Engine { group, model, state, grads, survey, .. } = engine;
     let step = state.counters.step;
     let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
     let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.enter_variance.is_some());
     if report.outcome == Outcome::Skipped || !(wanted || switches) {
         return Ok(Vec::new());
     }
-    let mut variances = grads.variances(survey, model.kernels(), &**world)?;
+    let mut variances = grads.variances(survey, model.kernels(), &**group)?;
     for variance in variances.values_mut() {
         *variance /= f64::from(report.scale).powi(2);
     }
@@ -206,6 +197,7 @@ pub(super) fn after_step(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::kernels::view;
     use crate::engine::model::ModelSpec;
     use crate::train::TrainState;
     use candle_core::{DType, Device};
@@ -215,11 +207,11 @@ mod tests {
     fn hysteresis_keeps_a_block_where_it_is_through_a_checkpoint() {
         let resumed = |active, exit_ratio| {
             let config = Fp8Config { block: Some(1), enter_variance: Some(1e-6), exit_ratio, ..Fp8Config::default() };
-            let mut before = Fp8Layer::new(config, None).unwrap();
+            let mut before = Fp8Block::new(config, None).unwrap();
             let entered = before.switch(if active { 0.9e-6 } else { 1.1e-6 });
             assert_eq!(entered, active.then_some(true));
             let saved = serde_json::to_string(before.state()).unwrap();
-            Fp8Layer::new(config, Some(serde_json::from_str(&saved).unwrap())).unwrap()
+            Fp8Block::new(config, Some(serde_json::from_str(&saved).unwrap())).unwrap()
         };
         // A tenth of the way to 3e-6 from 0.9e-6 is a mean of 1.11e-6.
         assert_eq!(resumed(true, 2.0).switch(3e-6), None);
@@ -230,31 +222,32 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_rounded_for_a_step_and_then_restored_from_the_masters() {
+    fn the_passes_use_rounded_copies_of_the_blocks_weights() {
         let shape = ModelSpec::named("tiny").unwrap().resized(2, 16, 2);
         let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
         let weights = masters.zeros_like(DType::F16).unwrap();
-        let mut layer = Fp8Layer::new(Fp8Config { block: Some(1), ..Fp8Config::default() }, None).unwrap();
-        let read = |name: &str| -> Vec<f32> {
+        let mut fp8 = Fp8Block::new(Fp8Config { block: Some(1), ..Fp8Config::default() }, None);
+        let read = |weights: &Parameters, name: &str| -> Vec<f32> {
             let weight = weights.get(name).unwrap().to_dtype(DType::F32).unwrap();
             weight.flatten_all().unwrap().to_vec1().unwrap()
         };
         for (master, weight) in masters.tensors().iter().zip(weights.tensors()) {
             view::copy(master, weight).unwrap();
         }
-        let in_fp16 = read("h.1.mlp.c_fc.weight");
-        layer.begin_step();
-        layer.round_weights(&weights).unwrap();
+        let in_fp16 = read(&weights, "h.1.mlp.c_fc.weight");
+        fp8.as_mut().unwrap().begin_step();
+        let rounded = step_weights(&mut fp8, &weights).unwrap();
         for name in ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"] {
-            let coarse =
-                |block: usize| read(&format!("h.{block}.{name}.weight")).iter().all(|x| x.to_bits() << 12 == 0);
-            assert!(coarse(1) && !coarse(0), "{name}: three bits behind the leading one");
+            let coarse = |weights: &Parameters, block: usize| {
+                read(weights, &format!("h.{block}.{name}.weight")).iter().all(|x| x.to_bits() << 12 == 0)
+            };
+            assert!(coarse(&rounded, 1) && !coarse(&rounded, 0), "{name}: three bits after the leading one");
+            assert!(!coarse(&weights, 1), "{name}: the working copy was rounded");
         }
         // The scale comes from the largest weight, so nothing that FP8 could hold saturates or flushes.
-        let mut errors =
-            in_fp16.iter().zip(read("h.1.mlp.c_fc.weight")).map(|(x, y)| (x - y).abs() / x.abs().max(1e-4));
+        let in_fp8 = read(&rounded, "h.1.mlp.c_fc.weight");
+        let mut errors = in_fp16.iter().zip(in_fp8).map(|(x, y)| (x - y).abs() / x.abs().max(1e-4));
         assert!(errors.all(|error| error <= 1.0 / 16.0));
-        layer.restore(&weights).unwrap();
-        assert_eq!(read("h.1.mlp.c_fc.weight"), in_fp16);
+        assert_eq!(read(&weights, "h.1.mlp.c_fc.weight"), in_fp16);
     }
 }

@@ -4,11 +4,10 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
-use crate::engine::model::{Hook, Mode, Place};
+use crate::engine::model::{Hook, Place};
 use crate::precision::FloatFormat;
-use crate::train::passes::{passes, with_step_weights};
+use crate::train::engine::Engine;
 use crate::train::state::Counters;
-use crate::train::step::Engine;
 use candle_core::{DType, Tensor};
 
 /// The first try's scale is the current one divided by this; each next try divides again.
@@ -23,27 +22,20 @@ pub(super) fn largest_gradient(
     counters: Counters,
     scale: f32,
 ) -> Result<Option<f32>> {
-    with_step_weights(engine, |engine| search(engine, micro_batches, counters, scale))
-}
-
-fn search(engine: &mut Engine, micro_batches: &[Batch], counters: Counters, scale: f32) -> Result<Option<f32>> {
-    let Engine { world, model, state, workspace, grads, seed, .. } = engine;
-    let share = grads.share(micro_batches.len());
+    let (mut passes, _) = engine.passes()?;
+    let share = passes.grads.share(micro_batches.len());
     let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
-    let lowest = state.scaler.config().min_scale;
+    let lowest = passes.scaler.config().min_scale;
     let mut tried = scale;
     while tried > lowest {
         tried = (tried / STEP_DOWN).max(lowest);
         let mut largest = Largest { max_abs: 0.0, finite: true };
-        for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
-            let mode = Mode::Train { seed: *seed, draw: counters.draw(i) };
-            let loss_seed = tried / targets.max(1) as f32;
-            let grads = grads.micro_batch();
-            passes(model, &state.weights, &mut state.fp8, batch, mode, loss_seed, workspace, grads, &mut largest)?;
+        for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
+            passes.repeat((index, batch), counters, tried / targets.max(1) as f32, &mut largest)?;
         }
-        // What all processes agree on.
+        // The maximum over all processes, which then agree.
         let mut seen = [largest.max_abs, if largest.finite { 0.0 } else { 1.0 }];
-        world.max(&mut seen)?;
+        passes.group.max(&mut seen)?;
         if seen[1] == 0.0 {
             return Ok(Some(seen[0] / tried));
         }

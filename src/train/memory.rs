@@ -9,18 +9,18 @@ use crate::train::config::Config;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 
-/// The processes that train together.
+/// The distribution of a run.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sharing {
-    /// How many there are.
-    pub(super) world: usize,
-    /// Whether the memory is that of a GPU: the shards of several processes are on the CPU.
-    pub(super) on_gpu: bool,
+pub struct DistributedLayout {
+    /// Number of processes.
+    pub world_size: usize,
+    /// Whether the memory is a GPU's. The shards of several processes are on the CPU.
+    pub on_gpu: bool,
 }
 
-impl Sharing {
-    /// A process alone.
-    const NONE: Self = Self { world: 1, on_gpu: false };
+impl DistributedLayout {
+    /// A single process on a CPU.
+    pub const SINGLE: Self = Self { world_size: 1, on_gpu: false };
 }
 
 /// Bytes by purpose.
@@ -43,21 +43,9 @@ pub struct EngineBytes {
 }
 
 impl EngineBytes {
-    /// For batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
+    /// For each process, with batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
     pub fn new(
-        spec: &ModelSpec,
-        policy: PrecisionPolicy,
-        sizes: [usize; 3],
-        keep: Keep,
-        optimizer: OptimizerKind,
-        kernels: &dyn Kernels,
-    ) -> Result<Self> {
-        Self::among(Sharing::NONE, spec, policy, sizes, keep, optimizer, kernels)
-    }
-
-    /// The same for each of several processes.
-    fn among(
-        Sharing { world, on_gpu }: Sharing,
+        DistributedLayout { world_size, on_gpu }: DistributedLayout,
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
@@ -72,11 +60,11 @@ impl EngineBytes {
         let parameters: u64 = trained.iter().sum();
         let frozen = Frozen::new(spec, policy, batch * seq_len);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
-        let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world);
-        let (mut gradients, sum) = Gradients::bytes(parameters, policy, grad_accum, world);
+        let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world_size);
+        let (mut gradients, sum) = Gradients::bytes(parameters, policy, grad_accum, world_size);
         let scores = kernels.score_bytes(&Shape::new(batch, seq_len, spec.heads, spec.head_dim))?;
-        let mut adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world as u64);
-        if world > 1 && on_gpu {
+        let mut adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world_size as u64);
+        if world_size > 1 && on_gpu {
             adam = 0;
             // Where masters are the weights, the weights are on the GPU nevertheless.
             masters = if weights == 0 { masters } else { 0 };
@@ -94,10 +82,10 @@ impl EngineBytes {
     }
 }
 
-/// What an FP32 probe of a micro-batch takes beside the engine of a process of `world`: a workspace and gradients of its own, and
-/// weights in FP32 where they are not. Blocks of a base are shared.
+/// The bytes of an FP32 probe of a micro-batch in one of `world_size` processes, in addition to the engine: a separate workspace
+/// and gradients, and FP32 weights unless the weights are FP32. The blocks of a base are shared.
 pub fn probe_bytes(
-    world: usize,
+    world_size: usize,
     spec: &ModelSpec,
     policy: PrecisionPolicy,
     [batch, seq_len]: [usize; 2],
@@ -105,7 +93,7 @@ pub fn probe_bytes(
     let exact = PrecisionPolicy::FP32;
     let trained = spec.trained_count();
     let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], Keep::All)?;
-    let gathered = if world > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
+    let gathered = if world_size > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
     let widened = if policy.params == Dtype::F32 { 0 } else { trained * Dtype::F32.size_in_bytes() as u64 };
     let frozen = Frozen::new(spec, exact, batch * seq_len);
     let base = if policy.compute == Dtype::F32 { 0 } else { frozen.dense + frozen.buffer };
@@ -167,13 +155,21 @@ impl Frozen {
 }
 
 /// What this configuration takes in each process with other sizes.
-fn need(config: &Config, spec: &ModelSpec, batch: usize, keep: Keep, kernels: &dyn Kernels, sharing: Sharing) -> u64 {
+fn need(
+    config: &Config,
+    spec: &ModelSpec,
+    batch: usize,
+    keep: Keep,
+    kernels: &dyn Kernels,
+    layout: DistributedLayout,
+) -> u64 {
     let train = &config.train;
     let sizes = [batch, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
     let probes = config.telemetry.probe_every > 0;
     let bytes = || -> Result<u64> {
-        let engine = EngineBytes::among(sharing, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
-        let probe = if probes { probe_bytes(sharing.world, spec, config.dtype, [batch, train.seq_len])? } else { 0 };
+        let engine = EngineBytes::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
+        let probe =
+            if probes { probe_bytes(layout.world_size, spec, config.dtype, [batch, train.seq_len])? } else { 0 };
         let (tokens, threads) = (batch * train.seq_len, rayon::current_num_threads());
         let packed = packed_bytes(spec, config.dtype, tokens, probes, threads, kernels)?;
         let sample = sample_bytes(spec, config.dtype, train.sample_tokens, train.prompt.len());
@@ -190,12 +186,12 @@ pub(super) fn check_fits(
     config: &Config,
     spec: &ModelSpec,
     kernels: &dyn Kernels,
-    sharing: Sharing,
+    layout: DistributedLayout,
     available: u64,
 ) -> Result<()> {
     let train = &config.train;
     let (batch, keep) = (train.batch_size, train.recompute);
-    let need = |config: &Config, spec: &ModelSpec, batch, keep| need(config, spec, batch, keep, kernels, sharing);
+    let need = |config: &Config, spec: &ModelSpec, batch, keep| need(config, spec, batch, keep, kernels, layout);
     if need(config, spec, batch, keep) <= available {
         return Ok(());
     }
@@ -291,7 +287,7 @@ pub(super) fn fitted(
     config: &Config,
     spec: &ModelSpec,
     kernels: &dyn Kernels,
-    sharing: Sharing,
+    layout: DistributedLayout,
     available: u64,
 ) -> (Config, Option<String>) {
     let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
@@ -299,7 +295,7 @@ pub(super) fn fitted(
     for keep in keeps {
         let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
         for smaller in divisors {
-            if need(config, spec, smaller, keep, kernels, sharing) > available {
+            if need(config, spec, smaller, keep, kernels, layout) > available {
                 continue;
             }
             let mut fitted = config.clone();
@@ -335,7 +331,7 @@ mod tests {
     const KERNELS: Fused = Fused;
 
     fn needed(config: &Config, spec: &ModelSpec) -> u64 {
-        need(config, spec, config.train.batch_size, config.train.recompute, &KERNELS, Sharing::NONE)
+        need(config, spec, config.train.batch_size, config.train.recompute, &KERNELS, DistributedLayout::SINGLE)
     }
 
     /// A run whose step fits and whose probe does not was stopped in its middle by the system.
@@ -346,13 +342,22 @@ mod tests {
         let mut probed = config.clone();
         probed.telemetry.probe_every = 5;
         let without = needed(&config, &spec);
-        check_fits(&config, &spec, &KERNELS, Sharing::NONE, without).unwrap();
-        let message = check_fits(&probed, &spec, &KERNELS, Sharing::NONE, without).unwrap_err().to_string();
+        check_fits(&config, &spec, &KERNELS, DistributedLayout::SINGLE, without).unwrap();
+        let message = check_fits(&probed, &spec, &KERNELS, DistributedLayout::SINGLE, without).unwrap_err().to_string();
         assert!(message.contains("`--set telemetry.probe_every=0`"), "{message}");
 
         let train = &config.train;
         let sizes = [train.batch_size, train.seq_len, train.grad_accum];
-        let engine = EngineBytes::new(&spec, config.dtype, sizes, train.recompute, train.optimizer, &KERNELS).unwrap();
+        let engine = EngineBytes::new(
+            DistributedLayout::SINGLE,
+            &spec,
+            config.dtype,
+            sizes,
+            train.recompute,
+            train.optimizer,
+            &KERNELS,
+        )
+        .unwrap();
         let mut silent = config.clone();
         silent.train.sample_tokens = 0;
         assert!(engine.total() < needed(&silent, &spec) && needed(&silent, &spec) < without);
@@ -363,9 +368,9 @@ mod tests {
     fn shards_take_no_memory_of_a_gpu() {
         let spec = ModelSpec::named("tiny").unwrap();
         let parameters = spec.parameter_count();
-        let bytes = |policy, world, on_gpu| {
-            let sharing = Sharing { world, on_gpu };
-            EngineBytes::among(sharing, &spec, policy, [1, 16, 4], Keep::All, OptimizerKind::AdamW, &KERNELS).unwrap()
+        let bytes = |policy, world_size, on_gpu| {
+            let layout = DistributedLayout { world_size, on_gpu };
+            EngineBytes::new(layout, &spec, policy, [1, 16, 4], Keep::All, OptimizerKind::AdamW, &KERNELS).unwrap()
         };
         for (policy, shard) in [(PrecisionPolicy::FP16, 16), (PrecisionPolicy::FP32, 12)] {
             let [cpu, gpu] = [false, true].map(|on_gpu| bytes(policy, 2, on_gpu).total());

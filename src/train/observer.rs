@@ -6,7 +6,7 @@ use crate::data::Batch;
 use crate::precision::{Dtype, FallbackRule, FloatFormat, PrecisionPolicy, PrecisionUnit, ScaleChange, ScalerMode};
 use crate::telemetry::{self, Event, FirstNonFinite};
 use crate::train::config::Config;
-use crate::train::step::{Engine, Outcome, StepReport};
+use crate::train::engine::{Engine, Outcome, StepReport};
 use crate::train::{attribution, fallback, fp8, headroom};
 use candle_core::DType;
 use std::collections::BTreeMap;

@@ -6,19 +6,18 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::engine::collective::Solo;
+use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view::{host, read};
-use crate::engine::model::{Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Workspace};
+use crate::engine::model::{Hook, Keep, ModelSpec, Parameters, Part, Place, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Fp32Probe};
-use crate::train::TrainState;
-use crate::train::passes::passes;
+use crate::train::engine::{Engine, Passes};
 use crate::train::records::grad_stats;
-use crate::train::step::Engine;
 use candle_core::{DType, Tensor};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Elements compared at a time.
@@ -28,36 +27,37 @@ const WIDTH: usize = 1024;
 /// `masters` are all of them, where this process holds a part.
 /// Overwrites the engine's buffers and gradients, and nothing that outlives a step.
 pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Parameters>) -> Result<Fp32Probe> {
-    let spec = engine.model.spec();
-    let device = engine.state.weights.device();
+    let (mut passes, state) = engine.passes()?;
+    // Without FP8's rounding of weights.
+    passes.weights = Cow::Borrowed(state.weights);
+    let (model, counters, scale) = (passes.model, passes.counters, passes.scaler.scale());
+    let (spec, device) = (model.spec(), state.weights.device());
     let shape = (batch.batch_size, batch.seq_len);
     let mut workspace = Workspace::for_training(spec, PrecisionPolicy::FP32, shape, Keep::All, &device)?;
-    let exact = Gradients::new(&engine.state.weights, PrecisionPolicy::FP32, 1)?;
-    let scale = engine.state.scaler.scale();
-    let step = engine.state.counters.step;
-    let mode = Mode::Train { seed: engine.seed, draw: engine.state.counters.draw(0) };
+    let mut exact = Gradients::new(state.weights, PrecisionPolicy::FP32, 1, &SingleProcess)?;
     let seed = |scale: f32| scale / batch.target_count.max(1) as f32;
-    let Engine { model, state, grads, workspace: stored, .. } = engine;
-    let grads = grads.micro_batch();
-    passes(model, &state.weights, &mut state.fp8, batch, mode, seed(scale), stored, grads, &mut ())?;
-    let masters = wide(state, masters.unwrap_or(state.masters.parameters()), model.kernels())?;
-    let mut maxima = Maxima { spec: model.spec(), maxima: Vec::new() };
-    passes(model, &masters, &mut None, batch, mode, seed(1.0), &mut workspace, exact.micro_batch(), &mut maxima)?;
+    passes.repeat((0, batch), counters, seed(scale), &mut ())?;
+    let masters = wide(state.weights, masters.unwrap_or(state.masters), model.kernels())?;
+    let mut maxima = Maxima { spec, maxima: Vec::new() };
+    let (weights, hook) = (Cow::Borrowed(&masters), &mut ());
+    let mut in_fp32 = Passes { weights, hook, workspace: &mut workspace, grads: &mut exact, ..passes };
+    in_fp32.repeat((0, batch), counters, seed(1.0), &mut maxima)?;
+    let (grads, exact_grads) = (passes.grads.micro_batch(), exact.micro_batch());
 
     let mut survey = Survey::default();
-    exact.survey(true, &mut survey, model.kernels(), &Solo)?;
+    exact.survey(true, &mut survey, model.kernels(), &SingleProcess)?;
     let layout = masters.layout();
     let tensors = layout
         .iter()
-        .zip(exact.micro_batch().tensors().iter().zip(grads.tensors()))
+        .zip(exact_grads.tensors().iter().zip(grads.tensors()))
         .map(|(entry, (exact, stored))| flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
     let grads = grad_stats(&survey.total);
-    Ok(Fp32Probe { step: step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
+    Ok(Fp32Probe { step: counters.step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 
 /// The weights in FP32: the masters, over their base. What is in FP32 already is shared.
-fn wide(state: &TrainState, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
+fn wide(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
     let is_wide = |parameters: &Parameters| parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32);
     let widened = |parameters: &Parameters| -> Result<Parameters> {
         if is_wide(parameters) {
@@ -71,7 +71,7 @@ fn wide(state: &TrainState, masters: &Parameters, kernels: &dyn Kernels) -> Resu
     let wide_base = |base: &Arc<Parameters>| -> Result<Arc<Parameters>> {
         Ok(if is_wide(base) { base.clone() } else { Arc::new(base.converted(DType::F32, kernels)?) })
     };
-    Ok(widened(masters)?.over(state.weights.base().map(wide_base).transpose()?))
+    Ok(widened(masters)?.over(weights.base().map(wide_base).transpose()?))
 }
 
 /// The largest magnitude of each layer's output.

@@ -6,8 +6,8 @@ use crate::engine::optim::Survey;
 use crate::telemetry::{
     FirstNonFinite, GradStats, Overflow, ScaleUpdate, StepRecord, StepStatus as RecordedOutcome, StepTime, TensorRecord,
 };
+use crate::train::engine::{Outcome, StepReport};
 use crate::train::state::Counters;
-use crate::train::step::{Outcome, StepReport};
 use std::time::Duration;
 
 fn milliseconds(duration: Duration) -> f64 {

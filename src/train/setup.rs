@@ -4,7 +4,7 @@ use crate::data::{
     ChatSettings, Dataset, Dialogue, LoadEvent, Loader, Proof, Reading, Source, TokenSource, Tokenizer, named_template,
     names_in, nearest,
 };
-use crate::engine::collective::{Collective, Solo};
+use crate::engine::collective::ProcessGroup;
 use crate::engine::device::OpenDevice;
 use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
@@ -18,12 +18,12 @@ use crate::store::hub::{self, Hub, Settings};
 use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, is_gguf};
 use crate::telemetry::available_bytes;
 use crate::train::config::{Config, Init};
-use crate::train::fp8::Fp8Layer;
-use crate::train::memory::{Sharing, check_fits, check_weights_fit, fitted};
+use crate::train::engine::Engine;
+use crate::train::fp8::Fp8Block;
+use crate::train::memory::{DistributedLayout, check_fits, check_weights_fit, fitted};
 use crate::train::state::TrainState;
-use crate::train::step::Engine;
 use crate::{Error, Result};
-use candle_core::{DType, Device};
+use candle_core::Device;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -76,7 +76,7 @@ pub struct ModelSource {
 /// Weights to begin with.
 #[derive(Debug)]
 pub struct Initial {
-    /// What is trained: its masters, of several processes the shard of this one, and their working copy over its base.
+    /// The masters, or the shard of this process, and their working copy over the base.
     pub weights: (MasterWeights, Parameters),
     /// What the base is known by.
     pub base: Option<Base>,
@@ -180,12 +180,12 @@ impl ModelSource {
         &self,
         config: &Config,
         OpenDevice { device, kernels, .. }: &OpenDevice,
-        world: &dyn Collective,
+        group: &dyn ProcessGroup,
         report: &mut Report<'_>,
     ) -> Result<Initial> {
         let random = matches!(self.weights, Weights::Random);
         report(Preparing::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
-        let (policy, seed, place) = (config.dtype, config.seed, [world.rank(), world.world()]);
+        let (policy, seed) = (config.dtype, config.seed);
         let check = |parameters: &Parameters| check_range(parameters, &self.name, policy.compute);
         if self.config.lora.is_some() {
             let (parameters, base) = self.over_base(policy.compute, seed, device)?;
@@ -195,11 +195,8 @@ impl ModelSource {
                 let message = "the base stays in its quantised blocks (QLoRA)";
                 report(Preparing::Notice(format!("{message}: {} MiB instead of {} MiB", mib(held), mib(dense))));
             }
-            let (mut masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
-            if world.world() > 1 {
-                masters = masters.shard(place, &weights)?;
-            }
-            return Ok(Initial { weights: (masters, weights), base: Some(base) });
+            let (masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
+            return Ok(Initial { weights: (masters.shard(group, &weights)?, weights), base: Some(base) });
         }
         let fill = |into: &Parameters| {
             match &self.weights {
@@ -210,13 +207,8 @@ impl ModelSource {
             check(into)
         };
         let entries = self.config.parameters();
-        if world.world() > 1 {
-            let weights = MasterWeights::filled(&entries, policy, device, place, &**kernels, fill)?;
-            return Ok(Initial { weights, base: None });
-        }
-        let parameters = Parameters::zeros(&entries, DType::F32, device)?;
-        fill(&parameters)?;
-        Ok(Initial { weights: MasterWeights::new(parameters, policy, &**kernels)?, base: None })
+        let weights = MasterWeights::filled(&entries, policy, device, group, &**kernels, fill)?;
+        Ok(Initial { weights, base: None })
     }
 
     fn over_base(&self, compute: Dtype, seed: u64, device: &Device) -> Result<(Parameters, Base)> {
@@ -436,10 +428,10 @@ fn with_loader<T>(
 }
 
 /// The device of a configuration for one of the processes.
-pub(super) fn device(config: &Config, world: &dyn Collective, report: &mut Report<'_>) -> Result<OpenDevice> {
+pub(super) fn device(config: &Config, group: &dyn ProcessGroup, report: &mut Report<'_>) -> Result<OpenDevice> {
     config
         .place()?
-        .of_process(world.local_rank())
+        .of_process(group.local_rank())
         .open(config.dtype, config.kernels, &mut |notice| report(Preparing::Notice(notice)))
 }
 
@@ -448,14 +440,14 @@ pub(super) fn fit_memory(
     config: Config,
     shape: &ModelSpec,
     open: &OpenDevice,
-    world: &dyn Collective,
+    group: &dyn ProcessGroup,
     report: &mut Report<'_>,
 ) -> Result<Config> {
     let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
     let Some(available) = available else { return Ok(config) };
-    let beside = if open.device.is_cpu() { world.beside() } else { world.beside().div_ceil(gpu::count().max(1)) };
-    let available = available / beside as u64;
-    let sharing = Sharing { world: world.world(), on_gpu: !open.device.is_cpu() };
+    let devices = if open.device.is_cpu() { 1 } else { gpu::count().max(1) };
+    let available = available / group.local_world_size().div_ceil(devices) as u64;
+    let layout = DistributedLayout { world_size: group.world_size(), on_gpu: !open.device.is_cpu() };
     let (mut config, mut shape) = (config, shape.clone());
     if !open.device.is_cpu() {
         // Blocks are a CPU's.
@@ -464,31 +456,20 @@ pub(super) fn fit_memory(
     let shape = &shape;
     check_weights_fit(&config, shape, available)?;
     if std::mem::take(&mut config.train.auto_batch) {
-        let (fitted, said) = fitted(&config, shape, &*open.kernels, sharing, available);
+        let (fitted, said) = fitted(&config, shape, &*open.kernels, layout, available);
         if let Some(said) = said {
             report(Preparing::Notice(said));
         }
         config = fitted;
     }
-    check_fits(&config, shape, &*open.kernels, sharing, available)?;
+    check_fits(&config, shape, &*open.kernels, layout, available)?;
     Ok(config)
 }
 
-/// An engine for `config` at its first step, from FP32 initial weights, on their device and with its `kernels`.
+/// The engine of one process of `group` for `config` at its first step, from initial masters and their working copy, on the
+/// device of both and with its `kernels`.
 pub fn engine(
-    config: &Config,
-    shape: &ModelSpec,
-    masters: Parameters,
-    kernels: Arc<dyn Kernels>,
-    total_steps: u64,
-) -> Result<Engine> {
-    let weights = MasterWeights::new(masters, config.dtype, &*kernels)?;
-    engine_among(Arc::new(Solo), config, shape, weights, kernels, total_steps)
-}
-
-/// The engine of one of the processes that train together.
-pub(super) fn engine_among(
-    world: Arc<dyn Collective>,
+    group: Arc<dyn ProcessGroup>,
     config: &Config,
     shape: &ModelSpec,
     weights: (MasterWeights, Parameters),
@@ -497,7 +478,7 @@ pub(super) fn engine_among(
 ) -> Result<Engine> {
     let device = weights.1.device();
     let model = Decoder::new(shape, &weights.1, kernels)?;
-    if world.world() > 1 && device.is_cpu() && model.kernels().name() != "fused" {
+    if group.world_size() > 1 && device.is_cpu() && model.kernels().name() != "fused" {
         let message = "several processes on CPUs train with the fused kernels; use `auto`, or one process";
         return Err(Error::config("kernels", message));
     }
@@ -505,19 +486,16 @@ pub(super) fn engine_among(
     let scaler = GradScaler::new(config.grad_scaler())?;
     let mut state = TrainState::new(weights, config.optimizer(), scaler)?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
-    state.fp8 = Fp8Layer::new(config.precision.fp8, None);
+    state.fp8 = Fp8Block::new(config.precision.fp8, None);
     if let Some(block) = config.precision.fp8.block.filter(|block| *block >= shape.layers) {
         let message = format!("there is no block {block}: the model has {}, from 0 on", shape.layers);
         return Err(Error::config("precision.fp8.block", message));
     }
     Ok(Engine {
         workspace: Workspace::for_training(shape, policy, (train.batch_size, train.seq_len), train.recompute, &device)?,
-        grads: match state.masters.parameters().shards() {
-            Some(shards) => Gradients::sharded(&state.weights, policy, train.grad_accum, shards, world.rank())?,
-            None => Gradients::new(&state.weights, policy, train.grad_accum)?,
-        },
-        world,
-        times: Vec::new(),
+        grads: Gradients::new(&state.weights, policy, train.grad_accum, &*group)?,
+        group,
+        timings: Vec::new(),
         state,
         model,
         schedule: config.lr_schedule(total_steps),

@@ -1,13 +1,13 @@
 //! The training state: everything a checkpoint saves, and nothing else.
 
 use crate::Result;
-use crate::engine::collective::{Collective, gather};
+use crate::engine::collective::{ProcessGroup, gather};
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{AdamW, MasterWeights, OptimizerConfig};
 use crate::precision::{Fallback, GradScaler, PrecisionConfig};
-use crate::train::beside::Learned;
-use crate::train::fp8::Fp8Layer;
+use crate::train::engine::StateView;
+use crate::train::fp8::Fp8Block;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The state that training changes. Runs with equal state, data and settings continue bit for bit the same.
@@ -24,7 +24,7 @@ pub struct TrainState {
     /// The layers that compute in a wider type.
     pub fallback: Fallback,
     /// The block in simulated FP8.
-    pub fp8: Option<Fp8Layer>,
+    pub fp8: Option<Fp8Block>,
     /// The parameters whose gradients have held FP16's least magnitude, by name.
     pub touched: BTreeSet<String>,
     /// Steps, updates and tokens so far.
@@ -72,16 +72,16 @@ impl TrainState {
         Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, touched, counters })
     }
 
-    /// What the next update will change.
-    pub(super) fn learned(&self) -> Learned<'_> {
-        Learned { weights: &self.weights, masters: self.masters.parameters(), adamw: &self.adamw }
+    /// The part that an update changes.
+    pub(super) fn view(&self) -> StateView<'_> {
+        StateView { weights: &self.weights, masters: self.masters.parameters(), adamw: &self.adamw }
     }
 
-    /// Makes the working copy of all processes that of their masters.
-    pub(super) fn copy_to_weights(&self, kernels: &dyn Kernels, world: &dyn Collective) -> Result<()> {
-        let counterpart = self.masters.counterpart(&self.weights, world.rank())?;
+    /// Rounds the masters of all processes into the working copy of each.
+    pub(super) fn copy_to_weights(&self, kernels: &dyn Kernels, group: &dyn ProcessGroup) -> Result<()> {
+        let counterpart = self.masters.counterpart(&self.weights, group.rank())?;
         self.masters.write_compute_copy(&counterpart, self.masters.kernels(kernels))?;
-        gather::all_gather(&self.weights, &counterpart, world)
+        gather::all_gather(&self.weights, &counterpart, group)
     }
 
     /// Random initial weights for `spec`, in FP32.

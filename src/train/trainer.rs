@@ -4,11 +4,11 @@ mod events;
 mod processes;
 mod saving;
 
-use processes::Rates;
-pub use processes::{Beginning, StillHere};
+use processes::ThroughputMeter;
+pub use processes::{Heartbeat, RunStart};
 
 use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, Tokenizer};
-use crate::engine::collective::{Collective, Solo};
+use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
@@ -21,13 +21,13 @@ use crate::telemetry::{
     Validation,
 };
 use crate::train::config::{Config, Place};
-use crate::train::fp8::Fp8Layer;
+use crate::train::engine::Engine;
+use crate::train::fp8::Fp8Block;
 use crate::train::observer::{StepObserver, Taken, observers};
 use crate::train::probe;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, Initial, ModelSource, Preparing, Report};
 use crate::train::state::Counters;
-use crate::train::step::Engine;
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -65,8 +65,8 @@ pub struct Trainer {
     gpu: Option<GpuSampler>,
     progress: Progress,
     observers: Vec<Box<dyn StepObserver>>,
-    rates: Rates,
-    still_here: StillHere,
+    throughput: ThroughputMeter,
+    heartbeat: Heartbeat,
 }
 
 /// The loop's own state, next to the [`TrainState`](super::TrainState).
@@ -103,51 +103,28 @@ fn is_multiple(step: u64, every: u64) -> bool {
 }
 
 impl Trainer {
-    /// A run of `config` before its first step. It writes nothing until [`Trainer::attach`].
-    pub fn new(config: Config, report: &mut Report<'_>) -> Result<Self> {
-        Self::among(Arc::new(Solo), config, None, report)
-    }
-
-    /// A run of `config` in the processes `world`, from its first step or continued from `checkpoint`.
-    pub fn among(
-        world: Arc<dyn Collective>,
+    /// A run of `config` in the processes of `group`, from its first step or continued from `checkpoint`. It writes nothing until
+    /// [`Trainer::attach`]. An error names the field in which model, policy or data differ from the checkpoint's.
+    pub fn new(
+        group: Arc<dyn ProcessGroup>,
         config: Config,
         checkpoint: Option<&Checkpoint>,
         report: &mut Report<'_>,
     ) -> Result<Self> {
-        if let Some(checkpoint) = checkpoint {
-            return Self::resume_among(world, config, checkpoint, report);
-        }
-        let open = setup::device(&config, &*world, report)?;
-        let source = ModelSource::open(&config, report)?;
-        let config = setup::fit_memory(config, &source.config, &open, &*world, report)?;
-        let initial = source.initial(&config, &open, &*world, report)?;
-        Self::with_parts(world, config, source, initial, open, report)
-    }
-
-    /// The run of `config`, continued from `checkpoint`. An error names the field in which model, policy or data differ from
-    /// the saved run's.
-    pub fn resume(config: Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
-        Self::resume_among(Arc::new(Solo), config, checkpoint, report)
-    }
-
-    fn resume_among(
-        world: Arc<dyn Collective>,
-        config: Config,
-        checkpoint: &Checkpoint,
-        report: &mut Report<'_>,
-    ) -> Result<Self> {
-        let open = setup::device(&config, &*world, report)?;
-        let source = ModelSource::of_checkpoint(&config, checkpoint, report)?;
-        let config = setup::fit_memory(config, &source.config, &open, &*world, report)?;
-        let initial = source.initial(&config, &open, &*world, report)?;
-        let mut trainer = Self::with_parts(world, config, source, initial, open, report)?;
-        trainer.load(checkpoint)?;
+        let open = setup::device(&config, &*group, report)?;
+        let source = match checkpoint {
+            Some(checkpoint) => ModelSource::of_checkpoint(&config, checkpoint, report)?,
+            None => ModelSource::open(&config, report)?,
+        };
+        let config = setup::fit_memory(config, &source.config, &open, &*group, report)?;
+        let initial = source.initial(&config, &open, &*group, report)?;
+        let mut trainer = Self::with_parts(group, config, source, initial, open, report)?;
+        checkpoint.map_or(Ok(()), |checkpoint| trainer.load(checkpoint))?;
         Ok(trainer)
     }
 
-    pub(super) fn with_parts(
-        world: Arc<dyn Collective>,
+    fn with_parts(
+        group: Arc<dyn ProcessGroup>,
         mut config: Config,
         source: ModelSource,
         initial: Initial,
@@ -179,7 +156,7 @@ impl Trainer {
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(Preparing::Phase("preparing the first step".into()));
-        let engine = setup::engine_among(world, &config, &source.config, initial.weights, kernels, total_steps)?;
+        let engine = setup::engine(group, &config, &source.config, initial.weights, kernels, total_steps)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
                 let (prompt, tokens) = (&train.prompt, train.sample_tokens);
@@ -217,8 +194,8 @@ impl Trainer {
             gpu: None,
             progress: Progress::default(),
             observers: observers(&config),
-            rates: Rates::default(),
-            still_here: StillHere::default(),
+            throughput: ThroughputMeter::default(),
+            heartbeat: Heartbeat::default(),
             config,
         })
     }
@@ -294,7 +271,7 @@ impl Trainer {
             return Err(Error::checkpoint(checkpoint.path(), "holds a model of another shape; start a new run"));
         }
         self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
-        self.engine.state.fp8 = Fp8Layer::new(self.config.precision.fp8, state.fp8.clone());
+        self.engine.state.fp8 = Fp8Block::new(self.config.precision.fp8, state.fp8.clone());
         self.engine.state.touched.clone_from(&state.touched);
         let units: Vec<_> = self.engine.state.fallback.active().collect();
         for unit in units {
@@ -310,10 +287,10 @@ impl Trainer {
         checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
         checkpoint.read_quantised(train.adamw.quantised_mut())?;
         if train.masters.parameters().shards().is_some() {
-            // Process by process, so that nobody waits for another here.
+            // Without an exchange, because the workers load the checkpoint later than the leader.
             checkpoint.read_masters_rounded(&train.weights)?;
         } else {
-            train.copy_to_weights(self.engine.model.kernels(), &Solo)?;
+            train.copy_to_weights(self.engine.model.kernels(), &SingleProcess)?;
         }
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;
@@ -345,7 +322,7 @@ impl Trainer {
     pub fn run(&mut self) -> Result<FinishReason> {
         let result = self.run_to_end();
         if matches!(result, Ok(_) | Err(Error::Diverged { .. })) {
-            self.dismiss()?;
+            self.stop_workers()?;
         }
         result
     }
@@ -437,7 +414,7 @@ impl Trainer {
     fn serve_commands(&mut self, probe: &mut bool) -> Result<Option<FinishReason>> {
         let mut paused = false;
         loop {
-            self.still_here()?;
+            self.beat()?;
             if self.interrupt.load(Ordering::Relaxed) {
                 self.save_last()?;
                 return Ok(Some(FinishReason::Interrupted));
@@ -493,20 +470,21 @@ impl Trainer {
             return Err(error);
         }
         let probe = probe || is_multiple(next, self.config.telemetry.probe_every);
-        self.order_step(probe)?;
+        self.broadcast_step(probe)?;
         if probe {
             self.probe()?;
         }
         self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
         let batches = &self.micro_batches[..used(&self.micro_batches)];
         self.observers.iter_mut().try_for_each(|observer| observer.before(&mut self.engine, batches))?;
-        let report = self.step_and_save()?;
+        let (report, waited) = self.step_and_save()?;
         let batches = &self.micro_batches[..used(&self.micro_batches)];
         let mut taken = Taken { batches, report, origin: None, events: Vec::new() };
         self.observers.iter_mut().try_for_each(|observer| observer.after(&mut self.engine, &mut taken))?;
         let Taken { report, origin, events, .. } = taken;
-        self.log_processes(report.targets);
-        let diverged = self.log_step(cursor, &report, origin.map(|(origin, _)| origin), began);
+        self.log_throughput(report.targets);
+        let elapsed = began.elapsed().saturating_sub(waited);
+        let diverged = self.log_step(cursor, &report, origin.map(|(origin, _)| origin), elapsed);
         for event in events {
             self.emitter.emit(event);
         }
@@ -537,7 +515,7 @@ impl Trainer {
 
     /// Computes the validation loss and emits it.
     fn validate(&mut self) -> Result<Best> {
-        self.order_evaluation()?;
+        self.broadcast_evaluation()?;
         self.begin_phase("evaluating");
         let step = self.engine.state.counters.step;
         self.eval.rewind();
@@ -598,8 +576,8 @@ impl Trainer {
     /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so the
     /// run's numbers do not change.
     fn probe(&mut self) -> Result<()> {
-        let masters = if self.is_shared() { self.whole_masters()? } else { None };
-        if !self.engine.world.leads() {
+        let masters = if self.is_distributed() { self.gathered().masters()? } else { None };
+        if !self.engine.group.is_leader() {
             return Ok(());
         }
         let probe = probe::probe(&mut self.engine, &self.micro_batches[0], masters.as_ref())?;

@@ -1,16 +1,18 @@
 //! Proves that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit.
 
+use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::view::{View, host, read};
 use crate::engine::model::Parameters;
 use crate::store::checkpoint::{Checkpoint, Run};
 use crate::telemetry::{Activity, Emitter, PhaseProgress};
 use crate::train::config::Config;
-use crate::train::fp8::Fp8Layer;
+use crate::train::fp8::Fp8Block;
 use crate::train::state::TrainState;
 use crate::train::trainer::Trainer;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The result of the comparison.
 #[derive(Debug)]
@@ -40,11 +42,11 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
         })
     };
     activity.begin("preparing");
-    let mut straight = Trainer::new(config.clone(), &mut |_| ())?;
+    let mut straight = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ())?;
     advance(&mut straight, 0, steps, "training without a break")?;
 
     activity.begin("preparing");
-    let mut first = Trainer::new(config.clone(), &mut |_| ())?;
+    let mut first = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ())?;
     first.attach(Run::open(folder.join("verify-resume"))?, Emitter::new(None));
     advance(&mut first, 0, at, "training up to the save")?;
     activity.begin("saving");
@@ -53,7 +55,7 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
     drop(first);
     let Some(saved) = saved else { return Err(Error::checkpoint(folder, "no checkpoint was written")) };
     activity.begin("loading");
-    let mut second = Trainer::resume(config, &Checkpoint::open(&saved)?, &mut |_| ())?;
+    let mut second = Trainer::new(Arc::new(SingleProcess), config, Some(&Checkpoint::open(&saved)?), &mut |_| ())?;
     advance(&mut second, at, steps, "training, resumed")?;
     activity.begin("comparing");
     compare(&straight, &second)
@@ -80,7 +82,7 @@ pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
     };
     field("scaler", format!("{:?}", a.scaler.state()), format!("{:?}", b.scaler.state()));
     field("layers in fallback", format!("{:?}", a.fallback.units()), format!("{:?}", b.fallback.units()));
-    let fp8 = |state: &TrainState| format!("{:?}", state.fp8.as_ref().map(Fp8Layer::state));
+    let fp8 = |state: &TrainState| format!("{:?}", state.fp8.as_ref().map(Fp8Block::state));
     field("FP8", fp8(a), fp8(b));
     field("counters", format!("{:?}", a.counters), format!("{:?}", b.counters));
     Ok(proof)

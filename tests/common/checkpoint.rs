@@ -86,7 +86,7 @@ impl Sample {
             tokenizer: TOKENIZER,
             companions: &self.companions,
             weights: &self.weights,
-            spread: None,
+            sharded: None,
             masters: &self.masters,
             exp_avg: &self.exp_avg,
             exp_avg_sq: &self.exp_avg_sq,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
-use finetune::engine::collective::{Collective, Solo};
+use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::kernels::{Fused, Kernels, view};
 use finetune::engine::model::{Decoder, Keep, Mode, ModelSpec, ParamSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, MasterWeights, ScheduleKind, Survey};
@@ -50,8 +50,8 @@ pub(crate) fn engine_of(
     let model = Decoder::new(config, &weights.1, kernels).unwrap();
     let state = TrainState::new(weights, adamw, scaler).unwrap();
     Engine {
-        world: Arc::new(Solo),
-        times: Vec::new(),
+        group: Arc::new(SingleProcess),
+        timings: Vec::new(),
         model,
         schedule: LrSchedule {
             kind: ScheduleKind::Constant,
@@ -64,7 +64,7 @@ pub(crate) fn engine_of(
         seed: 0,
         exponents: false,
         workspace: Workspace::for_training(config, policy, (rows, seq_len), Keep::All, &Device::Cpu).unwrap(),
-        grads: Gradients::new(&state.weights, policy, grad_accum).unwrap(),
+        grads: Gradients::new(&state.weights, policy, grad_accum, &SingleProcess).unwrap(),
         survey: Survey::default(),
         state,
     }
@@ -251,15 +251,13 @@ impl Case {
     }
 }
 
-/// The same engine as one of several processes, which keeps a shard of its masters and moments.
-pub(crate) fn among(world: Arc<dyn Collective>, engine: Engine, grad_accum: usize) -> Engine {
-    let (place, policy) = ([world.rank(), world.world()], PrecisionPolicy::FP32);
+/// The same engine as one process of `group`, which keeps a shard of its masters and moments.
+pub(crate) fn in_group(group: Arc<dyn ProcessGroup>, engine: Engine, grad_accum: usize) -> Engine {
     let TrainState { masters, weights, adamw, scaler, .. } = engine.state;
     let config = adamw.config();
-    let state = TrainState::new((masters.shard(place, &weights).unwrap(), weights), config, scaler).unwrap();
-    let shards = state.masters.parameters().shards().unwrap();
-    let grads = Gradients::sharded(&state.weights, policy, grad_accum, shards, place[0]).unwrap();
-    Engine { world, state, grads, ..engine }
+    let state = TrainState::new((masters.shard(&*group, &weights).unwrap(), weights), config, scaler).unwrap();
+    let grads = Gradients::new(&state.weights, PrecisionPolicy::FP32, grad_accum, &*group).unwrap();
+    Engine { group, state, grads, ..engine }
 }
 
 /// The norm of an applied step's gradients.

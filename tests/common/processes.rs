@@ -1,7 +1,7 @@
 //! Processes of a run as threads: bytes go between them through channels.
 
 use finetune::Result;
-use finetune::engine::collective::{Collective, Solo};
+use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
@@ -12,16 +12,16 @@ struct Thread {
     from: Vec<Mutex<Receiver<Vec<u8>>>>,
 }
 
-impl Collective for Thread {
+impl ProcessGroup for Thread {
     fn rank(&self) -> usize {
         self.rank
     }
 
-    fn world(&self) -> usize {
+    fn world_size(&self) -> usize {
         self.to.len()
     }
 
-    fn exchange(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
+    fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
         for (to, bytes) in self.to.iter().zip(out).filter(|(_, bytes)| !bytes.is_empty()) {
             to.send(bytes.to_vec()).unwrap();
         }
@@ -34,9 +34,9 @@ impl Collective for Thread {
 }
 
 /// Runs `f` as each of `world` processes and gives what each returned, by rank.
-pub(crate) fn together<R: Send>(world: usize, f: impl Fn(Arc<dyn Collective>) -> R + Sync) -> Vec<R> {
+pub(crate) fn together<R: Send>(world: usize, f: impl Fn(Arc<dyn ProcessGroup>) -> R + Sync) -> Vec<R> {
     if world == 1 {
-        return vec![f(Arc::new(Solo))];
+        return vec![f(Arc::new(SingleProcess))];
     }
     let mut channels: Vec<Vec<_>> = (0..world).map(|_| (0..world).map(|_| Some(channel())).collect()).collect();
     let mut threads: Vec<Thread> = (0..world).map(|rank| Thread { rank, to: Vec::new(), from: Vec::new() }).collect();

@@ -4,7 +4,7 @@ use crate::common::processes::together;
 use candle_core::DType;
 use finetune::Result;
 use finetune::data::Tokenizer;
-use finetune::engine::collective::{Collective, Solo};
+use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::kernels::view::{View, read};
 use finetune::engine::kernels::{Fused, op};
 use finetune::engine::model::ModelSpec;
@@ -60,12 +60,12 @@ fn cut_model(folder: &Path) -> String {
 
 /// Trains in `world` processes, in `folder`, and gives what the log was told without times.
 fn train(world: usize, config: &Config, folder: &Path, checkpoint: Option<&Path>) -> Vec<Event> {
-    let told = together(world, |process: Arc<dyn Collective>| {
+    let told = together(world, |process: Arc<dyn ProcessGroup>| {
         let checkpoint = checkpoint.map(|path| Checkpoint::open(path).unwrap());
-        let mut trainer = Trainer::among(process.clone(), config.clone(), checkpoint.as_ref(), &mut |_| ()).unwrap();
-        trainer.agree().unwrap();
-        if !process.leads() {
-            trainer.follow().unwrap();
+        let mut trainer = Trainer::new(process.clone(), config.clone(), checkpoint.as_ref(), &mut |_| ()).unwrap();
+        trainer.check_consistency().unwrap();
+        if !process.is_leader() {
+            trainer.run_worker().unwrap();
             return Vec::new();
         }
         let mut emitter = Emitter::new(None);
@@ -193,7 +193,7 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
         all
     };
     config.train.grad_accum = 4;
-    let trainer = |config: &Config| Trainer::among(Arc::new(Solo), config.clone(), None, &mut |_| ()).unwrap();
+    let trainer = |config: &Config| Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap();
     let mut whole = trainer(&config);
     whole.advance(1).unwrap();
     // Each micro-batch alone: the same windows, since four of one make a step of four. Its gradient is four times as large.
@@ -217,22 +217,22 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
 /// Counts what a process sends.
 #[derive(Debug)]
 struct Counted {
-    process: Arc<dyn Collective>,
+    process: Arc<dyn ProcessGroup>,
     sent: AtomicU64,
 }
 
-impl Collective for Counted {
+impl ProcessGroup for Counted {
     fn rank(&self) -> usize {
         self.process.rank()
     }
 
-    fn world(&self) -> usize {
-        self.process.world()
+    fn world_size(&self) -> usize {
+        self.process.world_size()
     }
 
-    fn exchange(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
+    fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
         self.sent.fetch_add(out.iter().map(|bytes| bytes.len() as u64).sum(), Ordering::Relaxed);
-        self.process.exchange(out, into)
+        self.process.all_to_all(out, into)
     }
 }
 
@@ -247,15 +247,15 @@ fn a_step_sends_the_bytes_of_the_formula() {
             (config.train.grad_accum, config.scaler.init_scale) = (micro_batches, 1024.0);
             let telemetry = &mut config.telemetry;
             (telemetry.exponents_every, telemetry.probe_every, telemetry.variance_every) = (1000, 0, 0);
-            let sent = together(world, |process: Arc<dyn Collective>| {
+            let sent = together(world, |process: Arc<dyn ProcessGroup>| {
                 let counted = Arc::new(Counted { process, sent: AtomicU64::new(0) });
-                let mut trainer = Trainer::among(counted.clone(), config.clone(), None, &mut |_| ()).unwrap();
+                let mut trainer = Trainer::new(counted.clone(), config.clone(), None, &mut |_| ()).unwrap();
                 let before = counted.sent.load(Ordering::Relaxed);
-                if counted.process.leads() {
+                if counted.process.is_leader() {
                     trainer.advance(STEPS).unwrap();
-                    trainer.dismiss().unwrap();
+                    trainer.stop_workers().unwrap();
                 } else {
-                    trainer.follow().unwrap();
+                    trainer.run_worker().unwrap();
                 }
                 let weights = trainer.engine().state.weights.tensors();
                 let elements = weights.iter().map(|tensor| tensor.elem_count() as u64);
@@ -284,7 +284,7 @@ fn the_tree_costs_one_process_little() {
     (config.train.batch_size, config.train.seq_len, config.scaler.init_scale) = (4, 64, 1024.0);
     for micro_batches in [2, 3, 4, 7, 8] {
         config.train.grad_accum = micro_batches;
-        let mut trainer = Trainer::among(Arc::new(Solo), config.clone(), None, &mut |_| ()).unwrap();
+        let mut trainer = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap();
         let median = |mut times: Vec<f64>| {
             times.sort_by(f64::total_cmp);
             times[times.len() / 2]
@@ -296,7 +296,7 @@ fn the_tree_costs_one_process_little() {
         };
         let step = median((0..5).map(|_| timed(&mut || trainer.advance(1).unwrap())).collect());
         let weights = &trainer.engine().state.weights;
-        let mut along_tree = Gradients::new(weights, config.dtype, micro_batches).unwrap();
+        let mut along_tree = Gradients::new(weights, config.dtype, micro_batches, &SingleProcess).unwrap();
         let sum = weights.zeros_like(DType::F32).unwrap();
         let mut times = [Vec::new(), Vec::new()];
         for _ in 0..ROUNDS {
@@ -331,8 +331,8 @@ fn the_tree_costs_one_process_little() {
 #[test]
 fn each_process_holds_its_shard_of_masters_and_moments() {
     let bytes = |world: usize| {
-        together(world, |process: Arc<dyn Collective>| {
-            let trainer = Trainer::among(process, config("fp16"), None, &mut |_| ()).unwrap();
+        together(world, |process: Arc<dyn ProcessGroup>| {
+            let trainer = Trainer::new(process, config("fp16"), None, &mut |_| ()).unwrap();
             let state = &trainer.engine().state;
             [state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq]
                 .iter()

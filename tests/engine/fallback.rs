@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::engine::{Settings, engine};
@@ -11,6 +12,7 @@ use crate::common::launch;
 use candle_core::{DType, Device, Tensor};
 use finetune::Error;
 use finetune::data::Batch;
+use finetune::engine::collective::SingleProcess;
 use finetune::engine::kernels::view;
 use finetune::engine::model::{KvCache, Mode, ModelSpec, Tokens};
 use finetune::engine::optim::AdamWConfig;
@@ -26,7 +28,8 @@ use finetune::train::{Config, Engine, Layers, TrainState, Trainer, verify_resume
 /// smaller. The function is nearly the same; the unit's activations are an outlier channel, as large models have them, and
 /// the gradient of what reads them is 2^10 times as large.
 fn with_outlier(folder: &Path) -> PathBuf {
-    let mut trainer = Trainer::new(Config::resolve(&Layers::default()).unwrap(), &mut |_| ()).unwrap();
+    let mut trainer =
+        Trainer::new(Arc::new(SingleProcess), Config::resolve(&Layers::default()).unwrap(), None, &mut |_| ()).unwrap();
     let config = trainer.engine().model.spec().clone();
     let masters = trainer.engine().state.masters.parameters().clone();
     let scale = |name: &str, of_unit: &dyn Fn(usize) -> bool, factor: f32| {
@@ -65,7 +68,7 @@ fn config(model: &Path, rule: FallbackRule, scale: f32, constant: bool) -> Confi
 /// A run's events.
 fn train(mut config: Config, steps: u64, folder: &Path) -> (Trainer, Vec<Event>) {
     config.train.steps = Some(steps);
-    let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
     let mut emitter = Emitter::new(None);
     let events = emitter.connect();
     trainer.attach(Run::open(folder).unwrap(), emitter);

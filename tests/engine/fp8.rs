@@ -1,14 +1,16 @@
 //! One block in simulated FP8, and the variance of gradients that can switch it.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::common::launch;
 use candle_core::{DType, Tensor};
+use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Tokens, Workspace};
 use finetune::precision::{Fp8Config, PrecisionPolicy};
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Activity, Emitter, Event, Record};
-use finetune::train::{Config, Fp8Layer, Layers, Trainer, verify_resume};
+use finetune::train::{Config, Fp8Block, Layers, Trainer, verify_resume};
 
 fn config(fp8: Fp8Config) -> Config {
     let mut config = Config::resolve(&Layers::default()).unwrap();
@@ -25,7 +27,7 @@ fn fp8(layer: usize) -> Fp8Config {
 /// A run's events over so many steps.
 fn train(config: Config, steps: u64) -> (Trainer, Vec<Event>) {
     let folder = tempfile::tempdir().unwrap();
-    let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
     let mut emitter = Emitter::new(None);
     let events = emitter.connect();
     trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
@@ -76,7 +78,7 @@ fn only_the_inputs_of_the_blocks_products_are_fp8() {
     let shape = model.spec();
     let device = candle_core::Device::Cpu;
     let mut workspace = Workspace::for_training(shape, PrecisionPolicy::FP16, (1, 32), Keep::All, &device).unwrap();
-    let mut layer = Fp8Layer::new(fp8(1), engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()));
+    let mut layer = Fp8Block::new(fp8(1), engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()));
     let mut bits = Bits { spec: shape.clone(), recorded: Vec::new() };
     let hook = &mut (&mut layer, &mut bits);
     model.forward(weights, tokens, Mode::Eval, &mut workspace, hook).unwrap();
@@ -137,8 +139,8 @@ fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
 fn the_state_of_another_block_is_discarded() {
     let (trainer, _) = train(config(fp8(1)), 2);
     let state = trainer.engine().state.fp8.as_ref().unwrap().state();
-    let again = |layer| Fp8Layer::new(fp8(layer), Some(state.clone())).unwrap();
-    let fresh = Fp8Layer::new(fp8(2), None).unwrap();
+    let again = |layer| Fp8Block::new(fp8(layer), Some(state.clone())).unwrap();
+    let fresh = Fp8Block::new(fp8(2), None).unwrap();
     assert_eq!(again(1).state(), state);
     assert_eq!(again(2).state(), fresh.state());
     assert_ne!(fresh.state().amax, state.amax);
@@ -208,7 +210,10 @@ fn invalid_settings_are_rejected_by_key() {
             ((*key).to_owned(), table["v"].clone())
         });
         let config = Config::resolve(&Layers { file: None, overrides: overrides.collect(), ..Layers::default() });
-        config.and_then(|config| Trainer::new(config, &mut |_| ()).map(drop)).unwrap_err().to_string()
+        config
+            .and_then(|config| Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).map(drop))
+            .unwrap_err()
+            .to_string()
     };
     assert!(refused(&[("precision.fp8.block", "9")]).starts_with("precision.fp8.block: there is no block 9"));
     assert!(refused(&[("precision.fp8.block", "1"), ("dtype", "\"fp32\"")]).starts_with("precision.fp8.block: "));

@@ -6,6 +6,7 @@ use crate::common::engine::unscaled;
 use crate::common::golden::Case;
 use candle_core::{Device, Tensor};
 use finetune::data::{Batch, BatchLoader, Layout, TokenSource};
+use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::{Keep, Workspace};
 use finetune::engine::optim::Gradients;
 use finetune::precision::PrecisionPolicy;
@@ -54,7 +55,7 @@ fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Kee
     let mut engine = case.engine(policy, shape.0);
     let spec = engine.model.spec();
     engine.workspace = Workspace::for_training(spec, policy, shape, keep, &Device::Cpu).unwrap();
-    engine.grads = Gradients::new(&engine.state.weights, policy, 2).unwrap();
+    engine.grads = Gradients::new(&engine.state.weights, policy, 2, &SingleProcess).unwrap();
     engine
 }
 

@@ -3,7 +3,7 @@
 //! The values are those of `tests/golden`, and of `../shared/golden` where that folder is there.
 
 use crate::common::compare::{assert_close, relative, skip};
-use crate::common::engine::{POLICIES, among, unscaled};
+use crate::common::engine::{POLICIES, in_group, unscaled};
 use crate::common::golden::Case;
 use crate::common::processes::together;
 use finetune::precision::{Dtype, PrecisionPolicy};
@@ -60,7 +60,7 @@ fn twenty_steps_of_several_processes_agree_with_pytorch() {
         for world in [2, 3, 4] {
             together(world, |process| {
                 let engine = case.engine(PrecisionPolicy::FP32, 1);
-                case.assert_twenty_steps_of(&mut among(process, engine, case.rows()), 1);
+                case.assert_twenty_steps_of(&mut in_group(process, engine, case.rows()), 1);
             });
         }
     }

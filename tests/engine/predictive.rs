@@ -4,10 +4,12 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::common::compare::gpt2_tokenizer;
 use candle_core::Device;
 use finetune::data::grammar;
+use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::ModelSpec;
 use finetune::precision::ScalerMode;
 use finetune::random::{Domain, Stream};
@@ -34,7 +36,7 @@ fn train(mut config: Config, policy: ScalerMode, steps: u64) -> Figures {
     config.train.steps = Some(steps);
     config.telemetry.probe_every = 20;
     let folder = tempfile::tempdir().unwrap();
-    let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
     let mut emitter = Emitter::new(None);
     let events = emitter.connect();
     trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);

@@ -1,10 +1,12 @@
 //! The FP32 probe has no side effects: a run is bit for bit the same with and without it.
 
+use finetune::engine::collective::SingleProcess;
 use finetune::precision::OnOverflow;
 use finetune::store::checkpoint::{Run, compare, newest_good};
 use finetune::telemetry::{Emitter, Event, EventLog, Fp32Probe, StepRecord, read};
 use finetune::train::{Config, Trainer};
 use std::path::Path;
+use std::sync::Arc;
 
 const STEPS: u64 = 12;
 
@@ -18,7 +20,7 @@ fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<F
     (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
     (config.scaler.init_scale, config.scaler.on_overflow) = (2f32.powi(24), OnOverflow::Retry);
     config.telemetry.probe_every = probe_every;
-    let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
     let path = folder.join(name);
     let run = Run::open(&path).unwrap();
     trainer.attach(run, Emitter::new(Some(EventLog::open(path.join("events.jsonl")).unwrap())));

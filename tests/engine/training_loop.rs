@@ -3,15 +3,18 @@
 use crate::common::compare;
 use candle_core::Device;
 use finetune::data::Batch;
+use finetune::engine::collective::SingleProcess;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Keep, ModelSpec, Workspace};
+use finetune::engine::optim::MasterWeights;
 use finetune::precision::{PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, newest_good};
 use finetune::telemetry::{Activity, Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
 use finetune::train::{Config, Layers, Preparing, TrainState, Trainer, engine, verify_resume};
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc;
 
 fn config(policy: PrecisionPolicy, steps: u64) -> Config {
@@ -25,7 +28,7 @@ fn config(policy: PrecisionPolicy, steps: u64) -> Config {
 /// A run's trainer and events.
 fn run(config: Config, command: Option<Command>) -> (Trainer, Vec<Event>, FinishReason) {
     let folder = tempfile::tempdir().unwrap();
-    let mut trainer = Trainer::new(config, &mut |_| ()).unwrap();
+    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
     let mut emitter = Emitter::new(None);
     let events = emitter.connect();
     trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
@@ -108,12 +111,13 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     let mut settings = config(PrecisionPolicy::FP16, 12);
     (settings.train.batch_size, settings.train.grad_accum, settings.train.seq_len) = (1, 1, 8);
     settings.data = prompts(folder.path(), &"long ".repeat(8));
-    let message = Trainer::new(settings.clone(), &mut |_| ()).map(drop).unwrap_err().to_string();
+    let message =
+        Trainer::new(Arc::new(SingleProcess), settings.clone(), None, &mut |_| ()).map(drop).unwrap_err().to_string();
     assert!(message.contains("nothing to learn: of 360 samples, 360 are longer"), "{message}");
     let text = std::fs::read_to_string(&settings.data).unwrap();
     std::fs::write(&settings.data, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
     let mut told = Vec::new();
-    Trainer::new(settings.clone(), &mut |event| {
+    Trainer::new(Arc::new(SingleProcess), settings.clone(), None, &mut |event| {
         if let Preparing::Proof(proof) = event {
             told.push(proof);
         }
@@ -125,7 +129,9 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
 
     let spec = ModelSpec::named("tiny").unwrap();
     let masters = TrainState::random_masters(&spec, 1, &Device::Cpu).unwrap();
-    let mut engine = engine(&settings, &spec, masters, OpenDevice::cpu().kernels, 1).unwrap();
+    let kernels = OpenDevice::cpu().kernels;
+    let weights = MasterWeights::new(masters, settings.dtype, &*kernels).unwrap();
+    let mut engine = engine(Arc::new(SingleProcess), &settings, &spec, weights, kernels, 1).unwrap();
     let message = engine.step(&[Batch::new(1, 8)]).unwrap_err().to_string();
     assert!(message.contains("no target"), "{message}");
     assert_eq!(engine.state.counters.step, 0);
@@ -197,7 +203,10 @@ fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
     assert_eq!(proof.differences, [""; 0]);
     assert!(proof.skipped > 0);
     let saved = newest_good(&folder.path().join("verify-resume")).unwrap().checkpoint;
-    let error = Trainer::resume(everything_on(Choice::Auto), &saved, &mut |_| ()).err().unwrap().to_string();
+    let error = Trainer::new(Arc::new(SingleProcess), everything_on(Choice::Auto), Some(&saved), &mut |_| ())
+        .err()
+        .unwrap()
+        .to_string();
     assert!(error.contains("`kernels` was `candle` and is now `fused`"), "{error}");
 }
 
@@ -215,9 +224,9 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
         trainer.save().unwrap();
         events.try_iter().map(|record: Record| record.event).collect::<Vec<_>>()
     };
-    let mut events = train(Trainer::new(config.clone(), &mut |_| ()).unwrap(), 5);
+    let mut events = train(Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap(), 5);
     let saved = newest_good(&folder.path().join("run")).unwrap().checkpoint;
-    events.extend(train(Trainer::resume(config.clone(), &saved, &mut |_| ()).unwrap(), 7));
+    events.extend(train(Trainer::new(Arc::new(SingleProcess), config.clone(), Some(&saved), &mut |_| ()).unwrap(), 7));
     let mut told = BTreeMap::new();
     for event in &events {
         if let Event::UnderflowOnset(touched) = event {

@@ -11,7 +11,7 @@ use crate::common::processes::together;
 use candle_core::quantized::GgmlDType::{Q4_1, Q8_0};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{BatchLoader, TokenSource, Tokenizer, grammar};
-use finetune::engine::collective::Collective;
+use finetune::engine::collective::ProcessGroup;
 use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::Columns;
 use finetune::engine::kernels::dropout::Dropout;
@@ -136,8 +136,8 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     let held = |world: usize| {
         let everyone = Barrier::new(world);
         let before = LIVE.load(Relaxed);
-        let held = together(world, |process: Arc<dyn Collective>| {
-            let trainer = Trainer::among(process, config.clone(), None, &mut |_| ()).unwrap();
+        let held = together(world, |process: Arc<dyn ProcessGroup>| {
+            let trainer = Trainer::new(process, config.clone(), None, &mut |_| ()).unwrap();
             everyone.wait();
             let held = LIVE.load(Relaxed) - before;
             everyone.wait();
@@ -152,6 +152,24 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     assert!((15.9..16.1).contains(&saved), "{saved} bytes a parameter less: 9 are of masters and moments, 7 of sums");
 }
 
+/// The second of four processes, which exchange nothing.
+#[derive(Debug)]
+struct SecondOfFour;
+
+impl ProcessGroup for SecondOfFour {
+    fn rank(&self) -> usize {
+        1
+    }
+
+    fn world_size(&self) -> usize {
+        4
+    }
+
+    fn all_to_all(&self, _: &[&[u8]], _: &mut [&mut [u8]]) -> finetune::Result<()> {
+        unreachable!("the start needs no exchange")
+    }
+}
+
 /// At the start a process never has more than one parameter in FP32 beside its shard.
 #[test]
 fn no_process_of_several_ever_has_all_masters() {
@@ -163,7 +181,8 @@ fn no_process_of_several_ever_has_all_masters() {
     PEAK.store(before, Relaxed);
     let policy = PrecisionPolicy::FP16;
     let draw = |one: &Parameters| Ok(one.initialise(3)?);
-    let (masters, weights) = MasterWeights::filled(&entries, policy, &Device::Cpu, [1, 4], &Fused, draw).unwrap();
+    let (masters, weights) =
+        MasterWeights::filled(&entries, policy, &Device::Cpu, &SecondOfFour, &Fused, draw).unwrap();
     let (peak, own) = (PEAK.load(Relaxed) - before, masters.parameters().elements() as usize);
     assert_eq!(weights.elements() as usize, all);
     assert!(own < all / 3, "a shard of {own} of {all}");

@@ -1,9 +1,9 @@
-//! Processes that `mpirun`, `srun` or a Kubernetes MPI job has started, and bytes between them by MPI.
+//! The processes of a job that `mpirun`, `srun` or Kubernetes has started, which exchange bytes through MPI.
 //!
-//! MPI is started only where a launcher has set its variables, so the same program runs alone as ever. Nothing waits without
-//! limit: a process that sends nothing for too long is named, and the job ends.
+//! MPI is initialized only if a launcher has set its variables, so the same program also runs as a single process. Every wait has
+//! a limit: if a process sends nothing for too long, the job ends with its name.
 
-use super::{Collective, Launched};
+use super::{LaunchEnv, ProcessGroup};
 use crate::{Error, Result};
 use mpi::Threading;
 use mpi::environment::{Universe, processor_name};
@@ -15,16 +15,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Seconds that a process may send nothing for, if not these.
+/// The variable with the time limit in seconds; [`DEFAULT_LIMIT`] without it.
 const LIMIT: &str = "FINETUNE_MPI_TIMEOUT_S";
 const DEFAULT_LIMIT: u64 = 600;
-/// How long to look for messages without a pause; then every so often.
-const BUSY: Duration = Duration::from_millis(2);
-const PAUSE: Duration = Duration::from_micros(50);
+/// Messages are polled without a pause for this long, then at intervals of [`POLL_INTERVAL`].
+const BUSY_POLLING: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Bytes of a message: as much as libraries send over TCP without asking first. The answer would stand in line behind what
-/// goes the same way, and two processes that send each other much would do so in turn instead of at once.
-const PIECE: usize = 60 << 10;
+/// Bytes of an MPI message. Libraries send as much over TCP without a handshake. A handshake would wait for the data in the
+/// same direction, so two processes would send large data one after the other instead of at the same time.
+const MESSAGE_BYTES: usize = 60 << 10;
 
 static UNIVERSE: Mutex<Option<Universe>> = Mutex::new(None);
 
@@ -32,22 +32,22 @@ static UNIVERSE: Mutex<Option<Universe>> = Mutex::new(None);
 #[derive(Debug)]
 pub struct Mpi {
     rank: usize,
-    world: usize,
+    world_size: usize,
     /// Host of each process.
     hosts: Vec<String>,
     limit: Duration,
-    waited: AtomicU64,
-    give_up: fn(&str) -> !,
+    comm_nanos: AtomicU64,
+    on_timeout: fn(&str) -> !,
 }
 
 impl Mpi {
-    /// Joins the job, if a launcher has started this process as one of several. `give_up` ends the process, and with it the
-    /// job, after a wait of too long.
+    /// Initializes MPI, if a launcher has started this process as one of several. `on_timeout` ends the process, and with it the
+    /// job, after the time limit.
     ///
     /// # Errors
-    /// If MPI does not start, or not for several threads.
-    pub fn join(give_up: fn(&str) -> !) -> Result<Option<Self>> {
-        if Launched::detect()?.is_none() {
+    /// If MPI does not start, or does not support several threads.
+    pub fn init(on_timeout: fn(&str) -> !) -> Result<Option<Self>> {
+        if LaunchEnv::detect()?.is_none() {
             return Ok(None);
         }
         let seconds = match std::env::var(LIMIT) {
@@ -59,28 +59,27 @@ impl Mpi {
         let (universe, threading) = mpi::initialize_with_threading(Threading::Serialized)
             .ok_or_else(|| Error::Collective("MPI was started twice in one process".into()))?;
         let world = universe.world();
-        let (rank, count) = (world.rank() as usize, world.size() as usize);
+        let (rank, world_size) = (world.rank() as usize, world.size() as usize);
         *UNIVERSE.lock().unwrap_or_else(PoisonError::into_inner) = Some(universe);
         if threading < Threading::Serialized {
             let message = "this MPI library serves the thread that started it only; it needs MPI_THREAD_SERIALIZED";
             return Err(Error::Collective(message.into()));
         }
         let limit = Duration::from_secs(seconds);
-        let mut joined = Self { rank, world: count, hosts: Vec::new(), limit, waited: AtomicU64::new(0), give_up };
+        let mut group = Self { rank, world_size, hosts: Vec::new(), limit, comm_nanos: AtomicU64::new(0), on_timeout };
         let host = processor_name().unwrap_or_default();
-        let hosts = (&joined as &dyn Collective).all_gather(host.as_bytes())?;
-        joined.hosts = hosts.iter().map(|host| String::from_utf8_lossy(host).into_owned()).collect();
-        Ok((count > 1).then_some(joined))
+        group.hosts = (&group as &dyn ProcessGroup).all_gather_messages(&host)?;
+        Ok((world_size > 1).then_some(group))
     }
 
-    /// How many of the first `ranks` processes run on this machine.
+    /// Number of processes on this machine among the first `ranks`.
     fn on_this_host(&self, ranks: usize) -> usize {
         let own = self.hosts.get(self.rank);
         self.hosts.iter().take(ranks).filter(|host| Some(*host) == own).count()
     }
 
-    /// Ends this process's part in the job; waits for the others.
-    pub fn leave() {
+    /// Finalizes MPI, which waits for the other processes.
+    pub fn finalize() {
         UNIVERSE.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
@@ -90,13 +89,13 @@ impl Mpi {
     }
 }
 
-impl Collective for Mpi {
+impl ProcessGroup for Mpi {
     fn rank(&self) -> usize {
         self.rank
     }
 
-    fn world(&self) -> usize {
-        self.world
+    fn world_size(&self) -> usize {
+        self.world_size
     }
 
     fn name(&self, rank: usize) -> String {
@@ -104,19 +103,19 @@ impl Collective for Mpi {
         format!("process {rank}{host}")
     }
 
-    fn exchange(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
+    fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
         let began = Instant::now();
         let world = SimpleCommunicator::world();
         scope(|scope| {
             let mut queues = Vec::new();
             for (from, bytes) in into.iter_mut().enumerate() {
                 let process = world.process_at_rank(from as i32);
-                let pieces = bytes.chunks_mut(PIECE).map(|piece| process.immediate_receive_into(scope, piece));
+                let pieces = bytes.chunks_mut(MESSAGE_BYTES).map(|piece| process.immediate_receive_into(scope, piece));
                 queues.push((from, pieces.collect::<VecDeque<_>>()));
             }
             for (to, bytes) in out.iter().enumerate() {
                 let process = world.process_at_rank(to as i32);
-                let pieces = bytes.chunks(PIECE).map(|piece| process.immediate_send(scope, piece));
+                let pieces = bytes.chunks(MESSAGE_BYTES).map(|piece| process.immediate_send(scope, piece));
                 queues.push((to, pieces.collect()));
             }
             let mut moved = Instant::now();
@@ -141,23 +140,23 @@ impl Collective for Mpi {
                             self.name(other),
                             self.limit.as_secs()
                         );
-                        (self.give_up)(&message)
+                        (self.on_timeout)(&message)
                     }
-                    () if idle > BUSY => std::thread::sleep(PAUSE),
+                    () if idle > BUSY_POLLING => std::thread::sleep(POLL_INTERVAL),
                     () => std::thread::yield_now(),
                 }
             }
         });
-        self.waited.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        self.comm_nanos.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(())
     }
 
-    fn waited(&self) -> Duration {
-        Duration::from_nanos(self.waited.load(Ordering::Relaxed))
+    fn comm_time(&self) -> Duration {
+        Duration::from_nanos(self.comm_nanos.load(Ordering::Relaxed))
     }
 
-    fn beside(&self) -> usize {
-        self.on_this_host(self.world).max(1)
+    fn local_world_size(&self) -> usize {
+        self.on_this_host(self.world_size).max(1)
     }
 
     fn local_rank(&self) -> usize {

@@ -1,7 +1,8 @@
-//! Which elements of which parameters a process owns: their masters and moments are nowhere else (`ZeRO` stage 1).
+//! The partition of the parameters' elements among processes. Only the owner of an element has its master and moments (`ZeRO`
+//! stage 1).
 //!
-//! All parameters, one after the other in their order, are cut into as many ranges as there are processes. Cuts fall on
-//! whole blocks of a parameter, those that a survey looks at, so that statistics merge in the order that one process has.
+//! All parameters, concatenated in their order, are split into one range per process. The boundaries are multiples of the blocks
+//! of the gradient statistics, so that statistics merge in the order of a single process.
 
 use crate::engine::kernels::survey::PART;
 use std::ops::Range;
@@ -9,22 +10,22 @@ use std::ops::Range;
 /// The shards of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shards {
-    /// Where each parameter begins, and behind them all.
+    /// The offset of each parameter, and the total.
     starts: Vec<usize>,
-    /// Where each shard begins, and behind them all.
-    cuts: Vec<usize>,
+    /// The offset of each shard, and the total.
+    boundaries: Vec<usize>,
 }
 
 impl Shards {
-    /// For parameters of so many elements each, among `world` processes.
-    pub fn new(lengths: impl IntoIterator<Item = usize>, world: usize) -> Self {
+    /// Splits parameters with `lengths` elements among `world_size` processes.
+    pub fn new(lengths: impl IntoIterator<Item = usize>, world_size: usize) -> Self {
         let mut starts = vec![0];
         for length in lengths {
             starts.push(starts[starts.len() - 1] + length);
         }
         let total = starts[starts.len() - 1];
         let cut = |rank: usize| {
-            let ideal = (total as u128 * rank as u128 / world as u128) as usize;
+            let ideal = (total as u128 * rank as u128 / world_size as u128) as usize;
             let parameter = starts.partition_point(|start| *start <= ideal) - 1;
             let Some(end) = starts.get(parameter + 1) else { return total };
             let within = (ideal - starts[parameter] + PART / 2) / PART * PART;
@@ -37,43 +38,38 @@ impl Shards {
             };
             (starts[parameter] + within).min(*end)
         };
-        let cuts = (0..=world).map(cut).collect();
-        Self { starts, cuts }
+        let boundaries = (0..=world_size).map(cut).collect();
+        Self { starts, boundaries }
     }
 
-    /// The same shards of some of the parameters alone, `kept` in order.
+    /// The same shards, restricted to the parameters `kept`, in order.
     #[must_use]
-    pub fn of_some(&self, kept: &[usize]) -> Self {
+    pub fn select(&self, kept: &[usize]) -> Self {
         let within = |at: usize, parameter: usize| {
             let (start, end) = (self.starts[parameter], self.starts[parameter + 1]);
             at.clamp(start, end) - start
         };
         let before = |at: usize, kept: &[usize]| kept.iter().map(|parameter| within(at, *parameter)).sum::<usize>();
         let starts = (0..=kept.len()).map(|count| before(usize::MAX, &kept[..count])).collect();
-        Self { starts, cuts: self.cuts.iter().map(|cut| before(*cut, kept)).collect() }
+        Self { starts, boundaries: self.boundaries.iter().map(|cut| before(*cut, kept)).collect() }
     }
 
-    /// How many there are.
-    pub fn world(&self) -> usize {
-        self.cuts.len() - 1
-    }
-
-    /// Elements of a shard.
+    /// Number of elements of a shard.
     pub fn len(&self, rank: usize) -> usize {
-        self.cuts[rank + 1] - self.cuts[rank]
+        self.boundaries[rank + 1] - self.boundaries[rank]
     }
 
-    /// What process `rank` owns of a parameter; may be empty.
-    pub fn of(&self, rank: usize, parameter: usize) -> Range<usize> {
+    /// The range of a parameter that process `rank` owns; may be empty.
+    pub fn range(&self, rank: usize, parameter: usize) -> Range<usize> {
         let (start, end) = (self.starts[parameter], self.starts[parameter + 1]);
         let within = |at: usize| at.clamp(start, end) - start;
-        within(self.cuts[rank])..within(self.cuts[rank + 1])
+        within(self.boundaries[rank])..within(self.boundaries[rank + 1])
     }
 
-    /// The parts of parameters that the elements `range` of a shard are: each with the elements of the parameter.
-    pub fn pieces(&self, rank: usize, range: Range<usize>) -> Vec<(usize, Range<usize>)> {
-        let end = (self.cuts[rank] + range.end).min(self.cuts[rank + 1]);
-        let mut at = (self.cuts[rank] + range.start).min(end);
+    /// Splits elements `range` of a shard by parameter: the index of each parameter and its elements.
+    pub fn split_by_parameter(&self, rank: usize, range: Range<usize>) -> Vec<(usize, Range<usize>)> {
+        let end = (self.boundaries[rank] + range.end).min(self.boundaries[rank + 1]);
+        let mut at = (self.boundaries[rank] + range.start).min(end);
         let mut pieces = Vec::new();
         while at < end {
             let parameter = self.starts.partition_point(|start| *start <= at) - 1;
@@ -100,7 +96,7 @@ mod tests {
             for (parameter, length) in lengths.into_iter().enumerate() {
                 let mut next = 0;
                 for rank in 0..world {
-                    let range = shards.of(rank, parameter);
+                    let range = shards.range(rank, parameter);
                     if !range.is_empty() {
                         assert_eq!(range.start, next);
                         assert!(range.start.is_multiple_of(PART), "a cut inside of a block: {range:?}");
@@ -111,16 +107,18 @@ mod tests {
             }
             for rank in 0..world {
                 assert!(shards.len(rank).abs_diff(total / world) <= PART, "{world} processes: {}", shards.len(rank));
-                let pieces = shards.pieces(rank, 0..usize::MAX / 2);
-                let all: Vec<_> = (0..lengths.len()).map(|i| (i, shards.of(rank, i))).collect();
+                let pieces = shards.split_by_parameter(rank, 0..usize::MAX / 2);
+                let all: Vec<_> = (0..lengths.len()).map(|i| (i, shards.range(rank, i))).collect();
                 assert_eq!(pieces, all.into_iter().filter(|(_, range)| !range.is_empty()).collect::<Vec<_>>());
-                let chunks: Vec<_> =
-                    (0..shards.len(rank)).step_by(1000).flat_map(|at| shards.pieces(rank, at..at + 1000)).collect();
+                let chunks: Vec<_> = (0..shards.len(rank))
+                    .step_by(1000)
+                    .flat_map(|at| shards.split_by_parameter(rank, at..at + 1000))
+                    .collect();
                 assert_eq!(chunks.iter().map(|(_, range)| range.len()).sum::<usize>(), shards.len(rank));
                 let kept = [0, 3, 5, 7];
-                let some = shards.of_some(&kept);
-                let parts: Vec<_> = kept.iter().map(|parameter| shards.of(rank, *parameter)).collect();
-                assert_eq!((0..kept.len()).map(|index| some.of(rank, index)).collect::<Vec<_>>(), parts);
+                let some = shards.select(&kept);
+                let parts: Vec<_> = kept.iter().map(|parameter| shards.range(rank, *parameter)).collect();
+                assert_eq!((0..kept.len()).map(|index| some.range(rank, index)).collect::<Vec<_>>(), parts);
                 assert_eq!(some.len(rank), parts.iter().map(Range::len).sum::<usize>());
             }
         }

@@ -71,7 +71,7 @@ pub struct Parameters {
     base: Option<Arc<Parameters>>,
     /// The packs that are held in blocks; their tensors are empty.
     blocks: Option<Arc<Blocks>>,
-    /// Where the tensors are not whole: the shards they are of, and which.
+    /// All shards and the rank of this one, if the tensors are a shard.
     shard: Option<(Arc<Shards>, usize)>,
 }
 
@@ -122,7 +122,7 @@ impl Parameters {
         Ok(converted)
     }
 
-    /// Zeros of `dtype` in the same layout; of a shard on the CPU, where processes exchange and update them.
+    /// Zeros of `dtype` in the same layout; for a shard on the CPU, where processes exchange and update them.
     pub fn zeros_like(&self, dtype: DType) -> Result<Self> {
         if self.shard.is_some() {
             return self.map(|tensor| view::zeros(tensor.dims(), dtype, &Device::Cpu));
@@ -130,12 +130,12 @@ impl Parameters {
         Self::of_layout(self.layout.clone(), dtype, &self.device(), None)
     }
 
-    /// Zeros of `dtype` for some of the parameters, `kept` in order; of several processes for the same shards of them.
+    /// Zeros of `dtype` for the parameters `kept`, in order; for a shard, for the same shard of them.
     pub fn zeros_of(&self, kept: &[usize], dtype: DType) -> Result<Self> {
         let entries: Vec<ParamSpec> = kept.iter().map(|index| self.layout.entries[*index].clone()).collect();
         let zeros = Self::zeros(&entries, dtype, &self.device())?;
         match &self.shard {
-            Some((shards, rank)) => zeros.shard(&Arc::new(shards.of_some(kept)), *rank)?.zeros_like(dtype),
+            Some((shards, rank)) => zeros.shard(&Arc::new(shards.select(kept)), *rank)?.zeros_like(dtype),
             None => Ok(zeros),
         }
     }
@@ -151,13 +151,13 @@ impl Parameters {
         self.base.as_ref()
     }
 
-    /// What process `rank` owns of whole parameters: of each a row of elements, which may be empty, in the same memory.
+    /// The shard of process `rank` of whole parameters: for each a row of elements, which may be empty, in the same memory.
     pub fn shard(&self, shards: &Arc<Shards>, rank: usize) -> Result<Self> {
         let mut parts = self.clone();
         parts.shard = Some((shards.clone(), rank));
         parts.packs.clear();
         for (index, tensor) in parts.tensors.iter_mut().enumerate() {
-            let range = shards.of(rank, index);
+            let range = shards.range(rank, index);
             *tensor = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
         }
         Ok(parts)
@@ -187,12 +187,12 @@ impl Parameters {
     /// The elements of parameter `index` that are here.
     pub fn range(&self, index: usize) -> Range<usize> {
         match &self.shard {
-            Some((shards, rank)) => shards.of(*rank, index),
+            Some((shards, rank)) => shards.range(*rank, index),
             None => 0..self.layout.entries[index].shape.iter().product(),
         }
     }
 
-    /// The shards that this is one of; `None` where all is here.
+    /// The shards, if the tensors are one of them; `None` if they are whole.
     pub fn shards(&self) -> Option<&Arc<Shards>> {
         self.shard.as_ref().map(|(shards, _)| shards)
     }
@@ -358,6 +358,13 @@ impl Parameters {
     /// The tensor of a layer's weight or bias.
     pub(crate) fn of_layer(&self, layer: Layer, role: ParamRole) -> Option<&Tensor> {
         self.find_pack(layer, role).map(|slot| self.pack(slot))
+    }
+
+    /// Replaces the trained weight or bias of a layer by a copy, and returns the copy; `None` if there is none.
+    pub(crate) fn unshare(&mut self, layer: Layer, role: ParamRole) -> Result<Option<&Tensor>> {
+        let Some(Slot::Own(index)) = self.find_pack(layer, role) else { return Ok(None) };
+        self.replace_pack(index, self.packs[index].force_contiguous()?)?;
+        Ok(Some(&self.packs[index]))
     }
 
     /// Puts another tensor of the same shape, such as one of another type, in the place of pack `index`.

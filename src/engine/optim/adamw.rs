@@ -2,7 +2,7 @@
 //! weights that are rounded stochastically.
 
 use super::blockwise::{BLOCK, Blockwise, SMALLEST};
-use crate::engine::collective::Shards;
+use crate::engine::collective::{ProcessGroup, Shards};
 use crate::engine::kernels::adamw::AdamWStep;
 use crate::engine::kernels::survey::PART;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
@@ -270,19 +270,23 @@ impl MasterWeights {
         Ok((masters, weights.over(base)))
     }
 
-    /// The same for process `rank` of `world`, which keeps its shard of the masters. `fill` writes FP32 values into one of `entries` at a
-    /// time, so no process ever has all masters.
+    /// Like [`Self::new`], but keeps only the shard of this process in `group`. `fill` writes FP32 values. If there are several
+    /// processes, it receives one of `entries` at a time, so no process ever has all masters.
     pub fn filled(
         entries: &[ParamSpec],
         policy: PrecisionPolicy,
         device: &Device,
-        [rank, world]: [usize; 2],
+        group: &dyn ProcessGroup,
         kernels: &dyn Kernels,
         mut fill: impl FnMut(&Parameters) -> crate::Result<()>,
     ) -> crate::Result<(Self, Parameters)> {
+        if group.world_size() == 1 {
+            let parameters = Parameters::zeros(entries, DType::F32, device)?;
+            fill(&parameters)?;
+            return Ok(Self::new(parameters, policy, kernels)?);
+        }
         let weights = Parameters::zeros(entries, candle_dtype(policy.compute), device)?;
-        let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
-        let mut parameters = weights.shard(&shards, rank)?;
+        let mut parameters = weights.shard(&shards(&weights, group), group.rank())?;
         if !is_part_of(&weights, candle_dtype(policy.params)) {
             parameters = parameters.zeros_like(candle_dtype(policy.params))?;
         }
@@ -298,24 +302,26 @@ impl MasterWeights {
         Ok((Self { parameters }, weights))
     }
 
-    /// Keeps what process `rank` of `world` owns. Where masters are their own working copy, that is a part of `weights`, which all
-    /// processes have whole.
-    pub fn shard(self, [rank, world]: [usize; 2], weights: &Parameters) -> Result<Self> {
-        let shards = Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), world));
-        let parameters = self.parameters.shard(&shards, rank)?;
+    /// Keeps the shard of this process in `group`; of a single process, all. If masters are their own working copy, the shard is
+    /// a part of `weights`, which every process has as a whole.
+    pub fn shard(self, group: &dyn ProcessGroup, weights: &Parameters) -> Result<Self> {
+        if group.world_size() == 1 {
+            return Ok(self);
+        }
+        let parameters = self.parameters.shard(&shards(weights, group), group.rank())?;
         let parameters = if is_part_of(weights, self.dtype()) { parameters } else { parameters.copied()? };
         Ok(Self { parameters })
     }
 
-    /// What updates are rounded into: the working copy, or of several processes this one's part of it; on the CPU, so of weights on
-    /// a GPU zeros that every master is then rounded into.
+    /// The tensors that updates are rounded into: the working copy, or the shard of process `rank`. A shard is on the CPU, so for
+    /// weights on a GPU it is zeros, which the masters then overwrite.
     pub fn counterpart(&self, weights: &Parameters, rank: usize) -> Result<Parameters> {
         let Some(shards) = self.parameters.shards() else { return Ok(weights.clone()) };
         let part = weights.shard(shards, rank)?;
         if weights.device().is_cpu() { Ok(part) } else { part.zeros_on_host() }
     }
 
-    /// What computes on them: shards are on the CPU, wherever the passes are computed.
+    /// The kernels that update them. Shards are on the CPU even if `kernels`, those of the passes, are a GPU's.
     pub fn kernels<'a>(&self, kernels: &'a dyn Kernels) -> &'a dyn Kernels {
         if self.parameters.shards().is_some() { &Fused } else { kernels }
     }
@@ -325,13 +331,13 @@ impl MasterWeights {
         self.parameters.tensors().first().map_or(DType::F32, Tensor::dtype)
     }
 
-    /// What masters and working copy of so many parameters take in each of `world` processes, in bytes.
-    pub fn bytes(parameters: u64, policy: PrecisionPolicy, world: usize) -> (u64, u64) {
+    /// The bytes of masters and working copy of `parameters` parameters in each of `world_size` processes.
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy, world_size: usize) -> (u64, u64) {
         let masters = parameters * policy.params.size_in_bytes() as u64;
         if policy.compute == policy.params {
             return (masters, 0);
         }
-        (masters.div_ceil(world as u64), parameters * policy.compute.size_in_bytes() as u64)
+        (masters.div_ceil(world_size as u64), parameters * policy.compute.size_in_bytes() as u64)
     }
 
     /// The tensors.
@@ -360,6 +366,11 @@ impl MasterWeights {
     pub fn write_compute_copy(&self, weights: &Parameters, kernels: &dyn Kernels) -> Result<()> {
         copy_all(&self.parameters, weights, kernels)
     }
+}
+
+/// The shards of `weights` among the processes of `group`.
+fn shards(weights: &Parameters, group: &dyn ProcessGroup) -> Arc<Shards> {
+    Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), group.world_size()))
 }
 
 /// Whether a shard of masters of this type is a part of the working copy itself: where both have one type, on a CPU.

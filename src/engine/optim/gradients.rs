@@ -2,13 +2,13 @@
 
 mod reduce;
 
-use crate::engine::collective::{Collective, Shards};
+use crate::engine::collective::{ProcessGroup, Shards};
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::kernels::{Kernels, op, view};
 use crate::engine::model::{Parameters, candle_dtype};
 use crate::engine::optim::tree::{Nodes, Placed, share};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -26,8 +26,10 @@ pub struct Gradients {
     nodes: Nodes,
     /// Whether a step may have several micro-batches, so that its sum is FP32.
     accumulates: bool,
-    /// Which of several processes this is, and the sum of the step's gradients over all of them in its own shard.
-    shard: Option<(usize, Parameters)>,
+    rank: usize,
+    world_size: usize,
+    /// The shard of this process of the sum over all processes; `None` for a single process, which has all of the sum.
+    shard: Option<Parameters>,
     /// The largest magnitude in the micro-batches' gradients, if it was measured.
     largest: Option<f32>,
     policy: PrecisionPolicy,
@@ -44,46 +46,47 @@ pub struct Survey {
     pub largest: f32,
 }
 
-/// The FP32 sums that a process takes for its share in a step of so many micro-batches.
-fn sums(micro_batches: usize, rank: usize, world: usize) -> usize {
-    let share = share(rank, world, micro_batches);
+/// Number of FP32 sums that a process needs for its share of a step of `micro_batches` micro-batches.
+fn sums(micro_batches: usize, rank: usize, world_size: usize) -> usize {
+    let share = share(rank, world_size, micro_batches);
     if share.len() > 1 { Nodes::most_open(share, micro_batches) } else { 0 }
 }
 
 impl Gradients {
     /// Buffers for parameters laid out as `like`'s and on its device, with FP32 sums for steps of up to `grad_accum`
-    /// micro-batches.
-    pub fn new(like: &Parameters, policy: PrecisionPolicy, grad_accum: usize) -> Result<Self> {
-        let grads = like.zeros_like(candle_dtype(policy.grads))?;
-        let sums = (0..sums(grad_accum, 0, 1)).map(|_| grads.zeros_like(DType::F32)).collect::<Result<_>>()?;
-        let accumulates = grad_accum > 1;
-        Ok(Self { grads, sums, nodes: Nodes::default(), accumulates, shard: None, largest: None, policy })
-    }
-
-    /// [`Gradients::new`] for process `rank` of several, of which each owns one of `shards`.
-    pub fn sharded(
+    /// micro-batches. Each process of `group` computes a share of them.
+    pub fn new(
         like: &Parameters,
         policy: PrecisionPolicy,
         grad_accum: usize,
-        shards: &Arc<Shards>,
-        rank: usize,
+        group: &dyn ProcessGroup,
     ) -> Result<Self> {
-        let mut grads = Self::new(like, policy, 1)?;
-        grads.accumulates = grad_accum > 1;
-        let total = grads.grads.shard(shards, rank)?;
-        let total = if grads.accumulates { total.zeros_like(DType::F32)? } else { total.zeros_on_host()? };
-        grads.shard = Some((rank, total));
-        Ok(grads)
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let grads = like.zeros_like(candle_dtype(policy.grads))?;
+        let count = sums(grad_accum, rank, world_size);
+        let sums = (0..count).map(|_| grads.zeros_like(DType::F32)).collect::<Result<_>>()?;
+        let (accumulates, nodes) = (grad_accum > 1, Nodes::default());
+        let mut new = Self { grads, sums, nodes, accumulates, rank, world_size, shard: None, largest: None, policy };
+        if world_size > 1 {
+            let lengths = new.grads.tensors().iter().map(Tensor::elem_count);
+            new.shard = Some(new.zero_shard(&Arc::new(Shards::new(lengths, world_size)))?);
+        }
+        Ok(new)
     }
 
-    /// What they take for so many parameters in each of `world` processes at most, in bytes: [`Gradients::new`], or
-    /// [`Gradients::sharded`] and the sums of the first step. The second number is what the sum of its shard takes, which is on
-    /// the CPU wherever the rest is.
-    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize, world: usize) -> (u64, u64) {
+    /// Zeros for the sum of this process's shard: in FP32, or in the type of each gradient if a step has one micro-batch.
+    fn zero_shard(&self, shards: &Arc<Shards>) -> Result<Parameters> {
+        let shard = self.grads.shard(shards, self.rank)?;
+        if self.accumulates { shard.zeros_like(DType::F32) } else { shard.zeros_on_host() }
+    }
+
+    /// The bytes that [`Gradients::new`] allocates for `parameters` parameters in each of `world_size` processes, at most. The
+    /// second number is the shard's sum, which is on the CPU even if the gradients are on a GPU.
+    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize, world_size: usize) -> (u64, u64) {
         let size = Dtype::F32.size_in_bytes();
         let total = if grad_accum > 1 { size } else { policy.grads.size_in_bytes() } as u64;
-        let total = if world > 1 { (parameters * total).div_ceil(world as u64) } else { 0 };
-        let sums = (0..world).map(|rank| sums(grad_accum, rank, world)).max().unwrap_or(0);
+        let total = if world_size > 1 { (parameters * total).div_ceil(world_size as u64) } else { 0 };
+        let sums = (0..world_size).map(|rank| sums(grad_accum, rank, world_size)).max().unwrap_or(0);
         (parameters * (policy.grads.size_in_bytes() + sums * size) as u64, total)
     }
 
@@ -93,42 +96,31 @@ impl Gradients {
         let grad = self.grads.pack_at(index);
         let retyped = view::zeros(grad.dims(), dtype, grad.device())?;
         self.grads.replace_pack(index, retyped)?;
-        // One micro-batch's gradients keep their type, also in the shard.
-        if let Some((rank, total)) = self.shard.as_mut().filter(|_| !self.accumulates)
-            && let Some(shards) = total.shards().cloned()
-        {
-            *total = self.grads.shard(&shards, *rank)?.zeros_on_host()?;
+        if let Some(shards) = self.shard.as_ref().and_then(Parameters::shards).cloned() {
+            self.shard = Some(self.zero_shard(&shards)?);
         }
         Ok(())
     }
 
-    /// Forgets the last step's gradients; the next step has so many micro-batches. Returns those that are for this process.
+    /// Starts a step of `micro_batches` micro-batches, and returns the share of this process.
     pub fn begin(&mut self, micro_batches: usize) -> Result<Range<usize>> {
-        let (rank, world) = self.place();
         let share = self.share(micro_batches);
         self.nodes.begin(share.clone(), micro_batches);
         self.largest = None;
-        while self.sums.len() < sums(micro_batches, rank, world) {
+        while self.sums.len() < sums(micro_batches, self.rank, self.world_size) {
             self.sums.push(self.grads.zeros_like(DType::F32)?);
         }
         Ok(share)
     }
 
-    /// Of so many micro-batches those that this process computes.
+    /// The share of this process in a step of `micro_batches` micro-batches.
     pub fn share(&self, micro_batches: usize) -> Range<usize> {
-        let (rank, world) = self.place();
-        share(rank, world, micro_batches)
+        share(self.rank, self.world_size, micro_batches)
     }
 
-    /// Which of how many processes this is.
-    fn place(&self) -> (usize, usize) {
-        let world = self.shard.as_ref().and_then(|(_, total)| total.shards()).map_or(1, |shards| shards.world());
-        (self.shard.as_ref().map_or(0, |(rank, _)| *rank), world)
-    }
-
-    /// Whether this step's gradients here are those of one micro-batch, as the backward pass wrote them.
+    /// Whether this process's part of the sum is one micro-batch's gradients, as the backward pass wrote them.
     fn is_leaf(&self) -> bool {
-        if self.shard.is_some() { self.nodes.share().len() <= 1 } else { self.sums.is_empty() }
+        if self.shard.is_some() { self.nodes.share().len() <= 1 } else { !self.accumulates }
     }
 
     /// Where a backward pass writes: the gradients of one micro-batch.
@@ -164,10 +156,9 @@ impl Gradients {
         }
     }
 
-    /// The step's gradients, times the loss scale; of several processes the shard of this one.
+    /// The step's gradients, times the loss scale; the shard of this process if there are several.
     pub fn total(&self) -> &Parameters {
-        let whole = self.sums.first().unwrap_or(&self.grads);
-        self.shard.as_ref().map_or(whole, |(_, total)| total)
+        self.shard.as_ref().or(self.sums.first()).unwrap_or(&self.grads)
     }
 
     /// The variance of the elements of each unit's gradient, scaled as they are, given the look at them.
@@ -175,10 +166,10 @@ impl Gradients {
         &self,
         survey: &Survey,
         kernels: &dyn Kernels,
-        world: &dyn Collective,
+        group: &dyn ProcessGroup,
     ) -> crate::Result<BTreeMap<PrecisionUnit, f64>> {
         let sums = if self.shard.is_some() {
-            self.shared_sums(world)?
+            self.reduce_sums(group)?
         } else {
             self.total().tensors().par_iter().map(|grad| kernels.sum(grad)).collect::<Result<Vec<f64>>>()?
         };
@@ -199,13 +190,13 @@ impl Gradients {
         exponents: bool,
         survey: &mut Survey,
         kernels: &dyn Kernels,
-        world: &dyn Collective,
+        group: &dyn ProcessGroup,
     ) -> crate::Result<()> {
         let mut largest = self.largest;
         if self.shard.is_some() {
-            largest = self.survey_together(exponents, survey, world)?;
+            largest = self.reduce_stats(exponents, survey, group)?;
         } else {
-            self.survey_here(exponents, survey, kernels)?;
+            self.local_stats(exponents, survey, kernels)?;
         }
         survey.total = TensorSurvey::default();
         survey.largest = 0.0;
@@ -220,7 +211,7 @@ impl Gradients {
         Ok(())
     }
 
-    fn survey_here(&self, exponents: bool, survey: &mut Survey, kernels: &dyn Kernels) -> Result<()> {
+    fn local_stats(&self, exponents: bool, survey: &mut Survey, kernels: &dyn Kernels) -> Result<()> {
         let grads = self.total().tensors().iter().zip(self.grads.tensors());
         let tensors: Vec<_> = grads.map(|(total, grad)| (total, view::float_format(grad.dtype()))).collect();
         survey.tensors.resize(tensors.len(), TensorSurvey::default());

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use candle_core::{DType, Tensor};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::disk::Disk;
 use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
@@ -19,9 +19,9 @@ use crate::store::tensor_file::{write_header, write_tensors, write_values};
 use crate::telemetry::{Activity, PhaseProgress};
 use crate::{Error, Result};
 
-/// What a process may hold a part of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Held {
+/// A kind of tensors that are sharded among processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StateTensor {
     /// Master weights.
     Masters,
     /// First moments in FP32.
@@ -38,26 +38,16 @@ pub enum Held {
     ExpAvgSqAbsmax,
 }
 
-impl Held {
-    /// All of it.
-    pub const ALL: [Self; 7] = [
-        Self::Masters,
-        Self::ExpAvg,
-        Self::ExpAvgSq,
-        Self::ExpAvgCodes,
-        Self::ExpAvgAbsmax,
-        Self::ExpAvgSqCodes,
-        Self::ExpAvgSqAbsmax,
-    ];
+impl StateTensor {
     /// Codes and magnitudes of first and second moments.
     const QUANTISED: [[Self; 2]; 2] =
         [[Self::ExpAvgCodes, Self::ExpAvgAbsmax], [Self::ExpAvgSqCodes, Self::ExpAvgSqAbsmax]];
 }
 
-/// Values that several processes hold parts of.
-pub trait Spread {
-    /// Writes those of a parameter, little-endian and in row-major order; `index` counts the tensors of this kind.
-    fn write(&self, held: Held, index: usize, out: &mut dyn Write, path: &Path) -> Result<()>;
+/// Tensors that are sharded among processes.
+pub trait ShardedTensors {
+    /// Writes the values of tensor `index` of a kind, little-endian and in row-major order.
+    fn write(&self, tensor: StateTensor, index: usize, out: &mut dyn Write, path: &Path) -> Result<()>;
 }
 
 /// The contents of a checkpoint.
@@ -81,8 +71,8 @@ pub struct Contents<'a> {
     pub exp_avg_sq: &'a Parameters,
     /// Adam's moments in 8 bits, of the parameters that have no others.
     pub quantised: &'a [Quantised],
-    /// Where masters and moments come from if they are not whole here.
-    pub spread: Option<&'a dyn Spread>,
+    /// The source of masters and moments, if they are sharded among several processes.
+    pub sharded: Option<&'a dyn ShardedTensors>,
     /// Receives the number of bytes written.
     pub activity: &'a Activity,
 }
@@ -125,11 +115,13 @@ impl Contents<'_> {
                 ADAPTER_CONFIG => write_bytes(out, path, self.adapter_config().as_bytes()),
                 ADAPTER_WEIGHTS => write_adapter(out, path, self.config, self.weights),
                 WEIGHTS => write_tensors(out, path, &named(self.weights, |name| self.config.family.stored_name(name))),
-                MASTERS => self.write_held(out, path, &[(Held::Masters, "", self.masters)], &[]),
+                MASTERS => self.write_state(out, path, &[(StateTensor::Masters, "", self.masters)], &[]),
                 OPTIMIZER => {
-                    let wide =
-                        [(Held::ExpAvg, "exp_avg.", self.exp_avg), (Held::ExpAvgSq, "exp_avg_sq.", self.exp_avg_sq)];
-                    self.write_held(out, path, &wide, self.quantised)
+                    let wide = [
+                        (StateTensor::ExpAvg, "exp_avg.", self.exp_avg),
+                        (StateTensor::ExpAvgSq, "exp_avg_sq.", self.exp_avg_sq),
+                    ];
+                    self.write_state(out, path, &wide, self.quantised)
                 }
                 STATE => write_json(out, path, self.state),
                 other => unreachable!("`{other}` is not a file of a checkpoint"),
@@ -137,12 +129,12 @@ impl Contents<'_> {
         })
     }
 
-    /// A file of tensors under prefixed names, and behind them moments in 8 bits. They may not all be here.
-    fn write_held(
+    /// Writes a file of tensors under prefixed names, followed by moments in 8 bits.
+    fn write_state(
         &self,
         out: &mut dyn Write,
         path: &Path,
-        wide: &[(Held, &str, &Parameters)],
+        wide: &[(StateTensor, &str, &Parameters)],
         quantised: &[Quantised],
     ) -> Result<()> {
         let entries = wide.iter().flat_map(|(_, prefix, parameters)| {
@@ -158,18 +150,18 @@ impl Contents<'_> {
             })
         });
         write_header(out, path, entries.chain(narrow))?;
-        for (held, _, parameters) in wide {
+        for (kind, _, parameters) in wide {
             for (index, tensor) in parameters.tensors().iter().enumerate() {
-                match self.spread {
-                    Some(spread) => spread.write(*held, index, out, path)?,
+                match self.sharded {
+                    Some(sharded) => sharded.write(*kind, index, out, path)?,
                     None => write_values(out, path, tensor)?,
                 }
             }
         }
         for (index, tensor) in quantised.iter().enumerate() {
-            for (held, moment) in Held::QUANTISED.iter().zip(&tensor.moments) {
-                if let Some(spread) = self.spread {
-                    held.iter().try_for_each(|held| spread.write(*held, index, out, path))?;
+            for (kinds, moment) in StateTensor::QUANTISED.iter().zip(&tensor.moments) {
+                if let Some(sharded) = self.sharded {
+                    kinds.iter().try_for_each(|kind| sharded.write(*kind, index, out, path))?;
                     continue;
                 }
                 let (codes, absmax) = moment.stored();

@@ -11,8 +11,8 @@ use crate::telemetry::{
     Cpu, Event, FinishReason, Finished, FirstNonFinite, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     ScalerSettings, Started, cpu_name,
 };
+use crate::train::engine::{Outcome, StepReport};
 use crate::train::records;
-use crate::train::step::{Outcome, StepReport};
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
@@ -24,14 +24,14 @@ const FAR_STEPS: u32 = 32;
 const RATE_STEPS: f64 = 10.0;
 
 impl Trainer {
-    /// Logs a step on the batches starting at `cursor`, and schedules their repetition if the scaler retries. Returns the
+    /// Logs a step of duration `elapsed` on the batches starting at `cursor`, and schedules their repetition if the scaler retries. Returns the
     /// error if training diverged.
     pub(super) fn log_step(
         &mut self,
         cursor: Cursor,
         report: &StepReport,
         origin: Option<FirstNonFinite>,
-        began: Instant,
+        elapsed: Duration,
     ) -> Option<Error> {
         let skipped = report.outcome == Outcome::Skipped;
         let at_floor = matches!(report.change, ScaleChange::AtMinScale { .. });
@@ -44,7 +44,7 @@ impl Trainer {
         let overflow = skipped.then(|| records::overflow(report, step, layout, survey, origin));
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
         let diverged = diverged.or_else(|| self.far_above_chance(report.loss));
-        self.record(report, overflow, began.elapsed().saturating_sub(report.time.waited));
+        self.record(report, overflow, elapsed);
         diverged
     }
 

@@ -1,17 +1,20 @@
 //! Saves the trainer's checkpoints.
 
-use super::processes::Shared;
+use super::processes::GatheredState;
 use super::{Trainer, used};
 use crate::data::Batch;
 use crate::engine::model::ModelSpec;
-use crate::store::checkpoint::{self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, Run, Spread, State};
+use crate::store::checkpoint::{
+    self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, Run, ShardedTensors, State,
+};
 use crate::store::companions::Companions;
 use crate::telemetry::{Activity, CheckpointSaved, Diagnostic, Event};
-use crate::train::beside::Learned;
-use crate::train::step::{Engine, StepReport};
+use crate::train::engine::{Engine, StateView, StepReport};
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
+use std::sync::Mutex;
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// Writes a checkpoint, on whatever thread: it has all but the tensors.
@@ -30,9 +33,9 @@ struct Written(checkpoint::Saved, Result<Vec<PathBuf>>, f64);
 
 impl Writer<'_> {
     /// Writes the checkpoint and removes older ones of its kind.
-    fn write(self, config: &ModelSpec, learned: Learned<'_>, spread: Option<&dyn Spread>) -> Result<Written> {
+    fn write(self, config: &ModelSpec, state: StateView<'_>, sharded: Option<&dyn ShardedTensors>) -> Result<Written> {
         let began = Instant::now();
-        let Learned { weights, masters, adamw } = learned;
+        let StateView { weights, masters, adamw } = state;
         let contents = Contents {
             state: &self.state,
             config,
@@ -44,12 +47,32 @@ impl Writer<'_> {
             exp_avg_sq: &adamw.exp_avg_sq,
             quantised: adamw.quantised(),
             activity: self.activity,
-            spread,
+            sharded,
         };
         let saved = self.run.save(&contents, self.kind)?;
         let rotated = self.run.rotate(self.kind, self.keep);
         Ok(Written(saved, rotated, began.elapsed().as_secs_f64()))
     }
+}
+
+/// Runs `save` and `passes` at the same time, and returns when both are done: the result of the passes, and the time during
+/// which only `save` ran. `save` runs first if it may not, or cannot, run `on_thread`.
+fn overlap<R>(on_thread: bool, save: impl FnOnce() + Send, passes: impl FnOnce() -> R) -> (R, Duration) {
+    let (save, began) = (Mutex::new(Some(save)), Instant::now());
+    let run_save = || {
+        let save = save.lock().ok().and_then(|mut save| save.take());
+        if let Some(save) = save {
+            save();
+        }
+    };
+    let (result, passed) = thread::scope(|threads| {
+        if !on_thread || thread::Builder::new().name("saving".into()).spawn_scoped(threads, run_save).is_err() {
+            run_save();
+        }
+        let clock = Instant::now();
+        (passes(), clock.elapsed())
+    });
+    (result, began.elapsed().saturating_sub(passed))
 }
 
 impl Trainer {
@@ -77,7 +100,7 @@ impl Trainer {
             self.begin_phase("saving");
             self.progress.due = Some(self.checkpoint_state());
         }
-        if self.is_shared() || step >= self.total_steps { self.save_due() } else { Ok(()) }
+        if self.is_distributed() || step >= self.total_steps { self.save_due() } else { Ok(()) }
     }
 
     /// Writes the checkpoint that is due, if one is.
@@ -85,23 +108,30 @@ impl Trainer {
         if self.progress.due.is_some() { self.warn_on_failure(Self::save) } else { Ok(()) }
     }
 
-    /// Takes a step over the micro-batches, and writes the checkpoint that is due beside its passes.
-    pub(super) fn step_and_save(&mut self) -> Result<StepReport> {
-        let (step, mut written) = (self.engine.state.counters.step, None);
-        let report = if let Some(state) = self.progress.due.take()
-            && let Some((writer, engine, batches)) = self.writer(state, Kind::Full)
-        {
-            let spec = engine.model.spec().clone();
-            let write = |learned: Learned<'_>| written = Some(writer.write(&spec, learned, None));
-            engine.step_beside(batches, Some(Box::new(write)))
-        } else {
-            self.engine.step(&self.micro_batches[..used(&self.micro_batches)])
-        };
+    /// Takes a step over the micro-batches. A pending checkpoint is written on a separate thread during its passes, which read
+    /// the same tensors. Returns also the time for which the step only waited for the checkpoint.
+    pub(super) fn step_and_save(&mut self) -> Result<(StepReport, Duration)> {
+        let step = self.engine.state.counters.step;
+        let Some(state) = self.progress.due.take() else { return self.step_only() };
+        let Some((writer, engine, batches)) = self.writer(state, Kind::Full) else { return self.step_only() };
+        let (spec, on_thread) = (engine.model.spec().clone(), engine.state.weights.device().is_cpu());
+        let (mut written, mut waited) = (None, Duration::ZERO);
+        let report = engine.step_around(batches, |state, passes| {
+            let save = || written = Some(writer.write(&spec, state, None));
+            let (result, wait) = overlap(on_thread, save, passes);
+            waited = wait;
+            result
+        });
         if let Some(written) = written {
             let saved = self.written(written).map(drop);
             self.warn_of(step, saved)?;
         }
-        report
+        Ok((report?, waited))
+    }
+
+    fn step_only(&mut self) -> Result<(StepReport, Duration)> {
+        let report = self.engine.step(&self.micro_batches[..used(&self.micro_batches)])?;
+        Ok((report, Duration::ZERO))
     }
 
     /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.retry_s` seconds, then tries the weights
@@ -130,7 +160,7 @@ impl Trainer {
                 let seconds = limit.as_secs();
                 self.warn(format!("no checkpoint at step {step} yet: {error}; trying again for {seconds} s"));
             }
-            self.still_here()?;
+            self.beat()?;
             std::thread::sleep(left.min(Duration::from_secs(1)));
         }
     }
@@ -176,10 +206,9 @@ impl Trainer {
             self.begin_phase("saving");
         }
         let Some((writer, engine, _)) = self.writer(state, kind) else { return Ok(None) };
-        let train = &engine.state;
-        let shared = Shared { world: &*engine.world, state: train };
-        let spread = train.masters.parameters().shards().is_some().then_some(&shared as &dyn Spread);
-        let written = writer.write(engine.model.spec(), train.learned(), spread);
+        let gathered = GatheredState { group: &*engine.group, state: &engine.state };
+        let sharded = engine.state.masters.parameters().shards().map(|_| &gathered as &dyn ShardedTensors);
+        let written = writer.write(engine.model.spec(), engine.state.view(), sharded);
         self.written(written).map(Some)
     }
 

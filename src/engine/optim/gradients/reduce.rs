@@ -1,23 +1,23 @@
-//! The gradients of several processes: each gets its shard of all partial sums, adds them along the tree, and looks at the
-//! result; what each has seen is put together in the order that one process has.
+//! Reduces the gradients of several processes: each process receives its shard of all partial sums, adds them along the tree,
+//! and computes statistics of the result. The statistics are merged in the order of a single process.
 
 use super::{Gradients, Survey};
-use crate::Result;
-use crate::engine::collective::{Collective, Reader, Shards, Writer, range_bytes};
+use crate::engine::collective::{ProcessGroup, Shards, range_bytes};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
-use crate::engine::kernels::survey::{TensorSurvey, merge_parts, part_sums, parts};
+use crate::engine::kernels::survey::{PART, TensorSurvey, merge_parts, part_sums, parts};
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 use crate::engine::optim::tree::{Nodes, cut, share};
 use crate::precision::{ExponentHistogram, TensorStats};
+use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use half::slice::HalfBitsSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Elements of a shard that are exchanged at a time: what bounds the memory of it.
+/// Number of elements of a shard that are exchanged at a time. It limits the memory of the exchange.
 pub(crate) const CHUNK: usize = 1 << 20;
 /// Elements that are summed at a time.
 const WIDTH: usize = 1024;
@@ -116,11 +116,11 @@ fn sum(out: &Tensor, first: usize, len: usize, sources: &[Source<'_>], (ops, dep
 }
 
 impl Gradients {
-    /// Sums the gradients of all processes into the shard of this one. A process alone has nothing to do.
-    pub fn reduce(&mut self, world: &dyn Collective) -> Result<()> {
-        let Some((rank, total)) = &self.shard else { return Ok(()) };
-        let (rank, count, of) = (*rank, world.world(), self.nodes.of());
+    /// Sums the gradients of all processes into the shard of this one. A single process has the sum already.
+    pub fn reduce(&mut self, group: &dyn ProcessGroup) -> Result<()> {
+        let Some(total) = &self.shard else { return Ok(()) };
         let Some(shards) = total.shards().cloned() else { return Ok(()) };
+        let (rank, count, of) = (self.rank, self.world_size, self.nodes.of());
         let nodes: Vec<Vec<Range<usize>>> =
             (0..count).map(|other| Nodes::of_share(share(other, count, of), of)).collect();
         let program = program(&nodes.concat(), of);
@@ -137,7 +137,7 @@ impl Gradients {
             let out = (0..count).into_par_iter().map(|owner| {
                 let mut bytes = Vec::new();
                 for node in &own {
-                    for (parameter, range) in shards.pieces(owner, span.clone()) {
+                    for (parameter, range) in shards.split_by_parameter(owner, span.clone()) {
                         range_bytes(&node[parameter], range, &mut bytes)?;
                     }
                 }
@@ -145,7 +145,7 @@ impl Gradients {
             });
             let mut out = out.collect::<Result<Vec<_>>>()?;
             let here = std::mem::take(&mut out[rank]);
-            let mine = shards.pieces(rank, span);
+            let mine = shards.split_by_parameter(rank, span);
             let length = |from: usize| {
                 let bytes = mine.iter().map(|(parameter, range)| range.len() * dtype(from, *parameter).size_in_bytes());
                 nodes[from].len() * bytes.sum::<usize>()
@@ -153,7 +153,7 @@ impl Gradients {
             let mut received: Vec<Vec<u8>> =
                 (0..count).map(|from| vec![0; if from == rank { 0 } else { length(from) }]).collect();
             let slices: Vec<&[u8]> = out.iter().map(Vec::as_slice).collect();
-            world.exchange(&slices, &mut received.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
+            group.all_to_all(&slices, &mut received.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
             received[rank] = here;
             let mut at: Vec<usize> = vec![0; count];
             for (parameter, range) in &mine {
@@ -168,95 +168,85 @@ impl Gradients {
                     }
                     at[from] += size;
                 }
-                let first = range.start - shards.of(rank, *parameter).start;
+                let first = range.start - shards.range(rank, *parameter).start;
                 sum(&total[*parameter], first, range.len(), &sources, &program)?;
             }
         }
         Ok(())
     }
 
-    /// The statistics of whole parameters, of which every process has looked at its shard; and the largest magnitude that any
-    /// has measured.
-    pub(super) fn survey_together(
+    /// Merges the statistics of all shards into those of whole parameters. Returns the largest magnitude that any process has
+    /// measured in a micro-batch.
+    pub(super) fn reduce_stats(
         &self,
         exponents: bool,
         survey: &mut Survey,
-        world: &dyn Collective,
+        group: &dyn ProcessGroup,
     ) -> Result<Option<f32>> {
-        let (total, layout) = (self.total(), self.grads.layout());
-        let mut own = Writer::default();
-        own.f64(self.largest.map_or(-1.0, f64::from));
+        let total = self.total();
+        let Some(shards) = total.shards() else { return Ok(None) };
+        let (mut stats, mut histograms) = (Vec::new(), Vec::new());
         for (tensor, grad) in total.tensors().iter().zip(self.grads.tensors()) {
             let parts = parts(tensor, view::float_format(grad.dtype()), exponents)?;
             let mut histogram = ExponentHistogram::default();
             for part in &parts {
-                write_stats(&mut own, &part.stats);
+                stats.push(to_words(&part.stats));
                 histogram.merge(&part.exponents);
             }
-            if exponents && !parts.is_empty() {
-                own.bytes(&serde_json::to_vec(&histogram).map_err(candle_core::Error::wrap)?);
-            }
+            histograms.push(histogram);
         }
-        let all = world.all_gather(&own.0)?;
-        let mut readers: Vec<Reader<'_>> = all.iter().map(|bytes| Reader(bytes)).collect();
-        let largest = readers.iter_mut().map(Reader::f64).collect::<Result<Vec<_>>>()?;
-        let largest = largest.into_iter().fold(-1.0, f64::max) as f32;
-        let Some(shards) = total.shards() else { return Ok(None) };
+        // The last row is the measured magnitude.
+        let largest = self.largest.map_or(0, |largest| u64::from(largest.to_bits()));
+        stats.push([self.largest.is_some().into(), largest, 0, 0, 0, 0, 0]);
+        let stats = group.all_gather(&stats)?;
+        let rows = |rank: usize| (0..total.len()).map(|index| blocks(shards, rank, index)).sum::<usize>() + 1;
+        if stats.iter().enumerate().any(|(rank, stats)| stats.len() != rows(rank)) {
+            let message = "a process sent another number of statistics; all processes must run the same build";
+            return Err(Error::Collective(message.into()));
+        }
+        let histograms = if exponents { group.all_gather_messages(&histograms)? } else { Vec::new() };
+        let mut stats: Vec<_> = stats.iter().map(|stats| stats.iter()).collect();
         survey.tensors.clear();
-        for index in 0..layout.len() {
-            let (mut parts, mut histogram) = (Vec::new(), ExponentHistogram::default());
-            for (rank, reader) in readers.iter_mut().enumerate() {
-                let blocks = blocks(shards, rank, index);
-                for _ in 0..blocks {
-                    parts.push(read_stats(reader)?);
-                }
-                if exponents && blocks > 0 {
-                    let theirs: ExponentHistogram =
-                        serde_json::from_slice(reader.bytes()?).map_err(candle_core::Error::wrap)?;
-                    histogram.merge(&theirs);
-                }
-            }
-            let stats = merge_parts(self.grads[index].elem_count(), &mut parts.into_iter());
-            survey.tensors.push(TensorSurvey { stats, exponents: histogram });
+        for index in 0..total.len() {
+            let of_rank = stats.iter_mut().enumerate();
+            let mut parts = of_rank.flat_map(|(rank, stats)| stats.take(blocks(shards, rank, index))).map(from_words);
+            let stats = merge_parts(self.grads[index].elem_count(), &mut parts);
+            let mut exponents = ExponentHistogram::default();
+            histograms.iter().filter_map(|histograms| histograms.get(index)).for_each(|other| exponents.merge(other));
+            survey.tensors.push(TensorSurvey { stats, exponents });
         }
-        Ok((largest >= 0.0).then_some(largest))
+        let largest = stats.into_iter().flatten().filter(|[is_known, ..]| *is_known > 0);
+        Ok(largest.map(|[_, bits, ..]| f32::from_bits(*bits as u32)).reduce(f32::max))
     }
 
-    /// The sum of each parameter's gradient, in the order that one process has.
-    pub(super) fn shared_sums(&self, world: &dyn Collective) -> Result<Vec<f64>> {
+    /// The sum of each parameter's gradient, in the order of a single process.
+    pub(super) fn reduce_sums(&self, group: &dyn ProcessGroup) -> Result<Vec<f64>> {
         let total = self.total();
         let own = total.tensors().iter().map(part_sums).collect::<candle_core::Result<Vec<_>>>()?.concat();
-        let bytes: Vec<u8> = own.iter().flat_map(|value| value.to_ne_bytes()).collect();
-        let all = world.all_gather(&bytes)?;
-        let mut all: Vec<_> = all.iter().map(|bytes| bytes.as_chunks::<8>().0.iter()).collect();
         let Some(shards) = total.shards() else { return Ok(own) };
+        let all = group.all_gather(&own)?;
+        let mut all: Vec<_> = all.iter().map(|sums| sums.iter()).collect();
         let mut sum_of = |index: usize| {
-            let parts = all.iter_mut().enumerate();
-            let parts = parts.flat_map(|(rank, sums)| sums.by_ref().take(blocks(shards, rank, index)));
-            parts.map(|bytes| f64::from_ne_bytes(*bytes)).sum()
+            let of_rank = all.iter_mut().enumerate();
+            of_rank.flat_map(|(rank, sums)| sums.take(blocks(shards, rank, index))).sum()
         };
         Ok((0..total.len()).map(&mut sum_of).collect())
     }
 }
 
-/// Blocks of a parameter that a process looks at.
+/// Number of blocks of a parameter in the shard of process `rank`.
 fn blocks(shards: &Shards, rank: usize, parameter: usize) -> usize {
-    shards.of(rank, parameter).len().div_ceil(crate::engine::kernels::survey::PART)
+    shards.range(rank, parameter).len().div_ceil(PART)
 }
 
-fn write_stats(out: &mut Writer, stats: &TensorStats) {
-    for count in [stats.count, stats.zero, stats.subnormal, stats.inf, stats.nan] {
-        out.u64(count);
-    }
-    let pair = [stats.min_nonzero.unwrap_or(0.0), stats.max_abs].map(|x| u64::from(x.to_bits()));
-    out.u64(pair[0] << 32 | pair[1]);
-    out.f64(stats.sum_squares);
+fn to_words(stats: &TensorStats) -> [u64; 7] {
+    let TensorStats { count, zero, subnormal, inf, nan, min_nonzero, max_abs, sum_squares } = *stats;
+    let extremes = u64::from(min_nonzero.unwrap_or(0.0).to_bits()) << 32 | u64::from(max_abs.to_bits());
+    [count, zero, subnormal, inf, nan, extremes, sum_squares.to_bits()]
 }
 
-fn read_stats(from: &mut Reader<'_>) -> Result<TensorStats> {
-    let [count, zero, subnormal, inf, nan] = [from.u64()?, from.u64()?, from.u64()?, from.u64()?, from.u64()?];
-    let pair = from.u64()?;
-    let (min, max_abs) = (f32::from_bits((pair >> 32) as u32), f32::from_bits(pair as u32));
-    let min_nonzero = (min > 0.0).then_some(min);
-    Ok(TensorStats { count, zero, subnormal, inf, nan, min_nonzero, max_abs, sum_squares: from.f64()? })
+fn from_words(&[count, zero, subnormal, inf, nan, extremes, sum_squares]: &[u64; 7]) -> TensorStats {
+    let (min, max_abs) = (f32::from_bits((extremes >> 32) as u32), f32::from_bits(extremes as u32));
+    let (min_nonzero, sum_squares) = ((min > 0.0).then_some(min), f64::from_bits(sum_squares));
+    TensorStats { count, zero, subnormal, inf, nan, min_nonzero, max_abs, sum_squares }
 }

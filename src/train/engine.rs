@@ -1,0 +1,195 @@
+//! The engine of training: the model, its state, and the buffers of a step. `step.rs` has the recipe.
+
+use crate::Result;
+use crate::data::Batch;
+use crate::engine::collective::ProcessGroup;
+use crate::engine::kernels::machine::awake::keep_awake;
+use crate::engine::model::{Decoder, Hook, Mode, Parameters, Workspace};
+use crate::engine::optim::{AdamW, Gradients, LrSchedule, Survey};
+use crate::precision::{GradScaler, ScaleChange};
+use crate::train::fp8::{Fp8Block, step_weights};
+use crate::train::state::{Counters, TrainState};
+use crate::train::step::StepGradients;
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Everything that a step needs besides its batches.
+#[derive(Debug)]
+pub struct Engine {
+    /// The processes that take the step together; each computes its share of the micro-batches.
+    pub group: Arc<dyn ProcessGroup>,
+    /// The timings of the last step, by rank.
+    pub timings: Vec<RankTiming>,
+    /// The architecture.
+    pub model: Decoder,
+    /// The state that steps change.
+    pub state: TrainState,
+    /// The learning rate.
+    pub schedule: LrSchedule,
+    /// Gradients are clipped to this global norm; `None` for no clipping.
+    pub max_grad_norm: Option<f64>,
+    /// The seed of dropout.
+    pub seed: u64,
+    /// Whether the survey counts exponents.
+    pub exponents: bool,
+    /// Buffers of the passes.
+    pub workspace: Workspace,
+    /// Gradients of the last step, scaled.
+    pub grads: Gradients,
+    /// Statistics of the last step's gradients.
+    pub survey: Survey,
+}
+
+/// The timing of a step in one process.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RankTiming {
+    /// Seconds of the passes.
+    pub compute: f64,
+    /// Seconds of all exchanges since the start of the run.
+    pub comm: f64,
+    /// Number of micro-batches.
+    pub micro_batches: usize,
+}
+
+/// The outcome of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Outcome {
+    /// The masters were updated.
+    Applied {
+        /// Global norm after unscaling, before clipping.
+        grad_norm: f64,
+        /// The factor from clipping.
+        clip: f64,
+        /// The learning rate of the update.
+        lr: f64,
+    },
+    /// A gradient was not finite: only the scaler has changed.
+    Skipped,
+}
+
+/// A step's figures, besides [`Engine::survey`].
+#[derive(Clone, Copy, Debug)]
+pub struct StepReport {
+    /// Mean loss over the targets of all micro-batches, in nats.
+    pub loss: f64,
+    /// Targets of all micro-batches.
+    pub targets: usize,
+    /// The loss scale during the step.
+    pub scale: f32,
+    /// Whether it was applied.
+    pub outcome: Outcome,
+    /// The change of the scale.
+    pub change: ScaleChange,
+    /// Wall time of the parts.
+    pub time: StepTimings,
+}
+
+/// Wall time of a step's parts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepTimings {
+    /// Forward passes without the head.
+    pub forward: Duration,
+    /// The head with its own backward pass, and the model's backward passes.
+    pub backward: Duration,
+    /// The survey of the gradients.
+    pub survey: Duration,
+    /// Unscaling, clipping, AdamW and the new working copy; with several processes also its exchange.
+    pub optimizer: Duration,
+    /// Exchanges between processes, including the wait for the slowest.
+    pub exchange: Duration,
+}
+
+/// The state that the passes only read and the update changes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StateView<'a> {
+    /// The working copy.
+    pub(super) weights: &'a Parameters,
+    /// The master weights, or the shard of this process.
+    pub(super) masters: &'a Parameters,
+    /// Adam's moments.
+    pub(super) adamw: &'a AdamW,
+}
+
+/// The operands of a step's passes, which only read the state.
+pub(super) struct Passes<'a> {
+    pub(super) group: &'a dyn ProcessGroup,
+    pub(super) model: &'a Decoder,
+    /// The working weights, with those of a block in FP8 rounded.
+    pub(super) weights: Cow<'a, Parameters>,
+    /// Rounds the other operands of a block in FP8.
+    pub(super) hook: &'a mut (dyn Hook + 'static),
+    pub(super) scaler: &'a GradScaler,
+    pub(super) counters: Counters,
+    pub(super) seed: u64,
+    pub(super) exponents: bool,
+    pub(super) workspace: &'a mut Workspace,
+    pub(super) grads: &'a mut Gradients,
+    pub(super) survey: &'a mut Survey,
+    pub(super) timings: &'a mut Vec<RankTiming>,
+}
+
+impl Passes<'_> {
+    /// Repeats the passes of micro-batch `index` of the step after `counters`, with dL/d(loss of a target) = `seed`. `hook`
+    /// receives every tensor. Overwrites buffers and gradients, and nothing that outlives a step.
+    pub(super) fn repeat(
+        &mut self,
+        (index, batch): (usize, &Batch),
+        counters: Counters,
+        seed: f32,
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        let (mode, mut narrow) = (Mode::Train { seed: self.seed, draw: counters.draw(index) }, None);
+        let workspace = self.workspace.fitted(batch.seq_len, &mut narrow)?;
+        let (tokens, grads, hook) = (batch.tokens(), self.grads.micro_batch(), &mut (&mut *self.hook, hook));
+        self.model.forward(&self.weights, tokens, mode, workspace, hook)?;
+        self.model.loss_and_head_gradient(&self.weights, &batch.targets, seed, workspace, grads, hook)?;
+        Ok(self.model.backward(&self.weights, tokens, mode, workspace, grads, hook)?)
+    }
+}
+
+impl Engine {
+    /// Runs one step over `micro_batches`, whose losses are weighted by their numbers of targets.
+    pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
+        self.step_around(micro_batches, |_, passes| passes())
+    }
+
+    /// Like [`Self::step`], but `around` runs the passes. Nothing changes the state that it receives until it returns.
+    pub(super) fn step_around(
+        &mut self,
+        micro_batches: &[Batch],
+        around: impl FnOnce(StateView<'_>, &mut dyn FnMut() -> Result<StepGradients>) -> Result<StepGradients>,
+    ) -> Result<StepReport> {
+        let computes_here = self.state.weights.device().is_cpu();
+        let step = || {
+            self.state.fp8.as_mut().map(Fp8Block::begin_step);
+            let (mut passes, state) = self.passes()?;
+            let gradients = around(state, &mut || passes.gradients(micro_batches))?;
+            let report = self.update(gradients)?;
+            self.state.fp8.as_mut().map_or(Ok(()), |fp8| fp8.end_step(&*self.group))?;
+            Ok(report)
+        };
+        if computes_here { keep_awake(step) } else { step() }
+    }
+
+    /// The operands of the passes, with the scales of the last step in FP8, and the state that they leave unchanged.
+    pub(super) fn passes(&mut self) -> Result<(Passes<'_>, StateView<'_>)> {
+        let Self { group, timings, model, state, workspace, grads, survey, .. } = self;
+        let TrainState { weights, masters, adamw, scaler, fp8, counters, .. } = state;
+        let passes = Passes {
+            group: &**group,
+            model,
+            weights: step_weights(fp8, weights)?,
+            hook: fp8,
+            scaler,
+            counters: *counters,
+            seed: self.seed,
+            exponents: self.exponents,
+            workspace,
+            grads,
+            survey,
+            timings,
+        };
+        Ok((passes, StateView { weights, masters: masters.parameters(), adamw }))
+    }
+}

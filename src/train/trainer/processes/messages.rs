@@ -1,0 +1,85 @@
+//! Messages from the leader to the workers.
+
+use crate::Result;
+use crate::engine::collective::ProcessGroup;
+use crate::store::checkpoint::StateTensor;
+use crate::train::config::Config;
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+use std::path::PathBuf;
+
+/// A message from the leader to the workers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum LeaderMessage {
+    /// The leader is still busy.
+    Heartbeat,
+    /// Starts a run.
+    Start(Box<RunStart>),
+    /// Take the next step, after a probe if `probe`.
+    Step { probe: bool },
+    /// Compute the validation loss.
+    Evaluate,
+    /// Send values `range` of the tensor of this kind and index to the leader.
+    Read { tensor: StateTensor, index: usize, range: Range<usize> },
+    /// The leader needs no more values.
+    ReadsDone,
+    /// The run is over.
+    Stop,
+}
+
+impl LeaderMessage {
+    /// Waits for the leader's next message.
+    pub(super) fn receive(group: &dyn ProcessGroup) -> Result<Self> {
+        group.receive_message(0)
+    }
+}
+
+/// The information that a worker needs to take part in a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunStart {
+    /// The configuration, as the leader has resolved it.
+    pub config: Config,
+    /// The checkpoint that the run continues from. The leader has verified it.
+    pub checkpoint: Option<PathBuf>,
+}
+
+impl RunStart {
+    /// Sends it to the workers, which wait for it.
+    pub fn broadcast(self, group: &dyn ProcessGroup) -> Result<()> {
+        group.broadcast(&LeaderMessage::Start(Box::new(self)))
+    }
+
+    /// Waits for it; `None` if there will be no run.
+    pub fn receive(group: &dyn ProcessGroup) -> Result<Option<Self>> {
+        loop {
+            match LeaderMessage::receive(group)? {
+                LeaderMessage::Start(start) => return Ok(Some(*start)),
+                LeaderMessage::Stop => return Ok(None),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_round_trip() {
+        let start = RunStart { config: Config::default(), checkpoint: Some("runs/a/step-000004".into()) };
+        for message in [
+            LeaderMessage::Heartbeat,
+            LeaderMessage::Start(Box::new(start)),
+            LeaderMessage::Step { probe: true },
+            LeaderMessage::Step { probe: false },
+            LeaderMessage::Evaluate,
+            LeaderMessage::Read { tensor: StateTensor::ExpAvgSqAbsmax, index: 3, range: 5..1 << 40 },
+            LeaderMessage::ReadsDone,
+            LeaderMessage::Stop,
+        ] {
+            let bytes = serde_json::to_vec(&message).unwrap();
+            assert_eq!(serde_json::from_slice::<LeaderMessage>(&bytes).unwrap(), message);
+        }
+    }
+}

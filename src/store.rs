@@ -9,8 +9,10 @@ pub mod gguf;
 pub mod hub;
 mod stored_model;
 pub mod tensor_file;
+mod weights;
 
 pub use companions::Companions;
 pub use folder::ModelFolder;
 pub use gguf::{Gguf, GgufModel};
 pub use stored_model::{NO_MODEL_FILE, StoredModel, is_gguf};
+pub use weights::{AdapterSource, WeightSource};

@@ -14,12 +14,11 @@ use crate::engine::kernels::machine::allocator::Allocations;
 use crate::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use crate::engine::kernels::profile::Profile;
 use crate::engine::kernels::{Choice, Kernels};
-use crate::engine::model::{ModelSpec, Op, ParamSpec, candle_dtype, draw};
+use crate::engine::model::{ModelSpec, Op, candle_dtype};
 use crate::engine::optim::MasterWeights;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
-use crate::store::StoredModel;
-use crate::store::base::over_base;
+use crate::store::{StoredModel, WeightSource};
 use crate::telemetry::ProcessStats;
 use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
 use crate::{Error, Result};
@@ -167,11 +166,8 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let masters = if shape.lora.is_none() {
         TrainState::random_masters(&shape, config.seed, &open.device)?
     } else {
-        let drawn = |entry: &ParamSpec, first: usize, out: &mut [f32]| {
-            draw(entry, config.seed, first, out);
-            Ok(())
-        };
-        over_base(&shape, config.dtype.compute, config.seed, &open.device, &args.model, None, drawn)?.parameters
+        let (weights, initial) = (WeightSource::Random(config.seed), (config.seed, false));
+        weights.adapted(&shape, config.dtype.compute, initial, &open.device, &args.model)?.parameters
     };
     let weights = MasterWeights::new(masters, config.dtype, &*open.kernels)?;
     let profile = args.profile.then(|| Arc::new(Profile::new(open.kernels.clone(), &open.device)));

@@ -1,15 +1,15 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
-use super::adapted::{self, Adapters, merged};
+use super::adapted::{self, merged};
 use crate::data::{Bos, ChatSettings, Reading, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
-use crate::engine::model::{Decoder, ModelSpec, ParamSpec, Parameters, candle_dtype, draw};
+use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::adapter::AdapterFolder;
 use crate::store::base::check_range;
 use crate::store::checkpoint::{Base, Checkpoint, Damage, newest_good, verify};
-use crate::store::{Companions, GgufModel, StoredModel};
+use crate::store::{AdapterSource, Companions, StoredModel, WeightSource};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::path::{Path, PathBuf};
@@ -29,17 +29,8 @@ pub struct TrainedModel {
     pub chat: ChatSettings,
     /// Damaged newer checkpoints of the run, which were skipped.
     pub damaged: Vec<Damage>,
-    weights: Weights,
-    adapters: Option<Adapters>,
-}
-
-#[derive(Debug)]
-enum Weights {
-    Stored(StoredModel),
-    /// A full checkpoint, which has the FP32 masters.
-    Checkpoint(Box<Checkpoint>),
-    /// Drawn from this seed, as the base of a run with random weights was.
-    Drawn(u64),
+    weights: WeightSource,
+    adapters: Option<AdapterSource>,
 }
 
 /// Finds a base by its name and revision.
@@ -68,15 +59,12 @@ impl TrainedModel {
             damaged = found.damaged;
             of_checkpoint(found.checkpoint)
         } else if AdapterFolder::is_one(path) {
-            Found::Adapters(Adapters::Folder(Box::new(AdapterFolder::open(path)?)))
+            Found::Adapters(AdapterSource::open(path)?)
         } else {
-            Found::Whole(Weights::Stored(StoredModel::open(path)?))
+            whole(path)?
         };
         let (weights, config, adapters) = match found {
-            Found::Whole(weights) => {
-                let config = weights.config(path)?;
-                (weights, config, None)
-            }
+            Found::Whole(weights, config) => (weights, *config, None),
             Found::Adapters(adapters) => {
                 let (weights, config) = base_of(&adapters, locate)?;
                 adapters.spec(&config)?;
@@ -85,9 +73,9 @@ impl TrainedModel {
         };
         let place = match (&adapters, &weights) {
             (Some(adapters), _) => adapters.path(),
-            (None, Weights::Stored(model)) => model.path(),
-            (None, Weights::Checkpoint(checkpoint)) => checkpoint.path(),
-            (None, Weights::Drawn(_)) => path,
+            (None, WeightSource::Stored(model)) => model.path(),
+            (None, WeightSource::Checkpoint(checkpoint)) => checkpoint.path(),
+            (None, WeightSource::Random(_)) => path,
         };
         let path = place.to_path_buf();
         // A folder of adapters may leave it to the base.
@@ -95,15 +83,15 @@ impl TrainedModel {
         let file = tokenizer.map(Path::to_path_buf).or(beside);
         let own = match (&file, &weights) {
             (Some(file), _) => Some(Tokenizer::from_file(file)?),
-            (None, Weights::Stored(model)) => model.tokenizer()?,
-            (None, Weights::Checkpoint(checkpoint)) => Some(Tokenizer::from_file(checkpoint.tokenizer())?),
-            (None, Weights::Drawn(_)) => None,
+            (None, WeightSource::Stored(model)) => model.tokenizer()?,
+            (None, WeightSource::Checkpoint(checkpoint)) => Some(Tokenizer::from_file(checkpoint.tokenizer())?),
+            (None, WeightSource::Random(_)) => None,
         };
         let companions = match &weights {
-            _ if matches!(adapters, Some(Adapters::Checkpoint(_))) => Companions::of_folder(&path)?,
-            Weights::Stored(model) => model.companions()?,
-            Weights::Checkpoint(checkpoint) => Companions::of_folder(checkpoint.path())?,
-            Weights::Drawn(_) => Companions::default(),
+            _ if matches!(adapters, Some(AdapterSource::Checkpoint(_))) => Companions::of_folder(&path)?,
+            WeightSource::Stored(model) => model.companions()?,
+            WeightSource::Checkpoint(checkpoint) => Companions::of_folder(checkpoint.path())?,
+            WeightSource::Random(_) => Companions::default(),
         };
         let file = match file {
             Some(file) => file,
@@ -153,7 +141,7 @@ impl TrainedModel {
                 "the model has adapters already; merge them first, or omit the flag",
             ));
         }
-        let adapters = Adapters::Folder(Box::new(AdapterFolder::open(folder)?));
+        let adapters = AdapterSource::open(folder)?;
         adapters.spec(&self.config)?;
         Ok(Self { adapters: Some(adapters), ..self })
     }
@@ -165,20 +153,18 @@ impl TrainedModel {
 
     /// The name and revision of the base that adapters were trained over.
     pub fn base(&self) -> Option<Base> {
-        self.adapters.as_ref().and_then(Adapters::base)
+        self.adapters.as_ref().and_then(AdapterSource::base)
     }
 
     /// The adapters in FP32 over their base in `compute`, on the CPU; `None` without adapters.
     pub fn over_base(&self, compute: Dtype) -> Result<Option<(ModelSpec, Parameters)>> {
-        self.adapters_over(compute, None)
+        self.load_adapters(compute, false)
     }
 
-    fn adapters_over(&self, compute: Dtype, gguf: Option<&GgufModel>) -> Result<Option<(ModelSpec, Parameters)>> {
+    fn load_adapters(&self, compute: Dtype, in_blocks: bool) -> Result<Option<(ModelSpec, Parameters)>> {
         let Some(adapters) = &self.adapters else { return Ok(None) };
         let origin = self.path.display().to_string();
-        adapters
-            .over(&self.config, compute, &origin, gguf, |entry, first, out| self.weights.read_part(entry, first, out))
-            .map(Some)
+        adapters.load((&self.config, &self.weights), compute, in_blocks, &origin).map(Some)
     }
 
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
@@ -211,9 +197,7 @@ impl TrainedModel {
 
     /// The model, and its weights in the policy's compute type, on an open device.
     pub fn load(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
-        let gguf = if let Weights::Stored(model) = &self.weights { model.gguf() } else { None };
-        let gguf = gguf.filter(|_| open.device.is_cpu());
-        if let Some((spec, adapters)) = self.adapters_over(policy.compute, gguf)? {
+        if let Some((spec, adapters)) = self.load_adapters(policy.compute, open.device.is_cpu())? {
             return adapted::load(&spec, &adapters, policy, open);
         }
         self.load_merged(policy, open)
@@ -233,51 +217,26 @@ impl TrainedModel {
     }
 }
 
-impl Weights {
-    /// The shape of the model at `path` that they are of.
-    fn config(&self, path: &Path) -> Result<ModelSpec> {
-        match self {
-            Self::Stored(model) => Ok(model.config().clone()),
-            Self::Checkpoint(checkpoint) => Ok(checkpoint.config().clone()),
-            Self::Drawn(_) => Err(Error::model(path.display(), "there are no weights")),
-        }
-    }
-
-    /// Reads a parameter in FP32, or from value `first` on some rows of a table of tokens.
-    fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
-        match self {
-            Self::Stored(model) => model.read_part(entry, first, out),
-            Self::Checkpoint(checkpoint) => checkpoint.read_part(&entry.name, first, out),
-            Self::Drawn(seed) => {
-                draw(entry, *seed, first, out);
-                Ok(())
-            }
-        }
-    }
-
-    /// Reads every parameter into the FP32 tensors of `into`.
-    fn read(&self, into: &Parameters) -> Result<()> {
-        match self {
-            Self::Stored(model) => model.read_parameters(into),
-            Self::Checkpoint(checkpoint) => checkpoint.read_masters(into),
-            Self::Drawn(seed) => Ok(into.initialise(*seed)?),
-        }
-    }
-}
-
 /// What was found at a path.
 enum Found {
-    Whole(Weights),
-    Adapters(Adapters),
+    Whole(WeightSource, Box<ModelSpec>),
+    Adapters(AdapterSource),
 }
 
 fn of_checkpoint(checkpoint: Checkpoint) -> Found {
     let checkpoint = Box::new(checkpoint);
     if checkpoint.manifest().has_adapters() {
-        Found::Adapters(Adapters::Checkpoint(checkpoint))
+        Found::Adapters(AdapterSource::Checkpoint(checkpoint))
     } else {
-        Found::Whole(Weights::Checkpoint(checkpoint))
+        let config = Box::new(checkpoint.config().clone());
+        Found::Whole(WeightSource::Checkpoint(checkpoint), config)
     }
+}
+
+fn whole(path: &Path) -> Result<Found> {
+    let model = StoredModel::open(path)?;
+    let config = Box::new(model.config().clone());
+    Ok(Found::Whole(WeightSource::Stored(model), config))
 }
 
 fn open_step(path: &Path) -> Result<Found> {
@@ -289,19 +248,19 @@ fn open_step(path: &Path) -> Result<Found> {
         return Err(damage.into());
     }
     if AdapterFolder::is_one(path) {
-        return Ok(Found::Adapters(Adapters::Folder(Box::new(AdapterFolder::open(path)?))));
+        return Ok(Found::Adapters(AdapterSource::open(path)?));
     }
-    Ok(Found::Whole(Weights::Stored(StoredModel::open(path)?)))
+    whole(path)
 }
 
 /// The base that adapters name, and its shape.
-fn base_of(adapters: &Adapters, locate: &mut Locate<'_>) -> Result<(Weights, ModelSpec)> {
+fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightSource, ModelSpec)> {
     let Some(Base { name, revision, .. }) = adapters.base().filter(|base| !base.name.is_empty()) else {
         let message = "the adapters do not name their base; give the base as MODEL and this folder with `--adapter`";
         return Err(Error::model(adapters.path().display(), message));
     };
     if let (Some(shape), Some(seed), false) = (ModelSpec::named(&name), adapters.seed(), Path::new(&name).exists()) {
-        return Ok((Weights::Drawn(seed), shape));
+        return Ok((WeightSource::Random(seed), shape));
     }
     let path = locate(&name, revision.as_deref())?;
     if !path.exists() {
@@ -310,7 +269,7 @@ fn base_of(adapters: &Adapters, locate: &mut Locate<'_>) -> Result<(Weights, Mod
     }
     let model = StoredModel::open(&path)?;
     let shape = model.config().clone();
-    Ok((Weights::Stored(model), shape))
+    Ok((WeightSource::Stored(model), shape))
 }
 
 fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &ModelSpec) -> Result<()> {

@@ -3,6 +3,7 @@
 //! The tensors say which layers have an adapter; the configuration says how its output is scaled. A key that means something
 //! else than what the engine computes is refused by name.
 
+use super::checkpoint::Base;
 use super::tensor_file::{TensorFile, write_tensors};
 use crate::digest::read_at_most;
 use crate::engine::kernels::{WeightLayout, view};
@@ -179,11 +180,12 @@ fn stored_name(spec: &ModelSpec, name: &str) -> String {
     format!("{PREFIX}{}", spec.family.stored_name(name))
 }
 
-/// The text of `adapter_config.json` for the adapters of `spec`; `base` is the base's name.
-pub fn adapter_config(spec: &ModelSpec, lora: &Lora, base: &str, revision: Option<&str>) -> String {
+/// The text of `adapter_config.json` for the adapters of `spec` over `base`.
+pub fn adapter_config(spec: &ModelSpec, base: Option<&Base>) -> String {
+    let Some(lora) = &spec.lora else { return String::new() };
     let saved = Lora::names(spec, &lora.saved, true);
     let config = json!({
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base.map_or("", |base| &base.name),
         "bias": "none",
         "fan_in_fan_out": spec.weight_layout == WeightLayout::InOut,
         "inference_mode": true,
@@ -193,7 +195,7 @@ pub fn adapter_config(spec: &ModelSpec, lora: &Lora, base: &str, revision: Optio
         "modules_to_save": if saved.is_empty() { Value::Null } else { saved.into() },
         "peft_type": "LORA",
         "r": lora.r,
-        "revision": revision,
+        "revision": base.and_then(|base| base.revision.as_ref()),
         "target_modules": Lora::names(spec, &lora.targets, false),
         "task_type": "CAUSAL_LM",
         "use_dora": lora.dora,

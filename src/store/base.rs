@@ -17,10 +17,10 @@ const CHUNK: usize = 1 << 16;
 /// than all else that a run over a frozen base holds. A multiple of four, as drawing wants it.
 const TABLE_PART: usize = 1 << 20;
 
-/// Parameters over their base.
+/// Adapters over their base.
 #[derive(Debug)]
-pub struct OverBase {
-    /// What is trained, in FP32, over the base in the compute type or in blocks. Adapters have their initial values.
+pub struct AdaptedModel {
+    /// The trained parameters with their initial values, in FP32, over the base in the compute type or in blocks.
     pub parameters: Parameters,
     /// SHA-256 of the base's values in FP32, in the order of their names: the same however they are stored.
     pub sha256: String,
@@ -40,7 +40,7 @@ pub fn over_base(
     origin: &str,
     gguf: Option<&GgufModel>,
     mut read_part: impl FnMut(&ParamSpec, usize, &mut [f32]) -> Result<()>,
-) -> Result<OverBase> {
+) -> Result<AdaptedModel> {
     let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
     own.initialise(seed)?;
     let (frozen, dtype) = (spec.frozen_parameters(), candle_dtype(compute));
@@ -87,7 +87,7 @@ pub fn over_base(
     }
     let parameters = own.over(Some(Arc::new(base)));
     set_output_norms(spec, &parameters)?;
-    Ok(OverBase { parameters, sha256: digest.finish().1.sha256 })
+    Ok(AdaptedModel { parameters, sha256: digest.finish().1.sha256 })
 }
 
 /// Values of a parameter that are read at a time.

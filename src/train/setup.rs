@@ -8,14 +8,14 @@ use crate::engine::collective::ProcessGroup;
 use crate::engine::device::OpenDevice;
 use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
-use crate::engine::model::{Decoder, DropoutRates, ModelSpec, ParamSpec, Parameters, Workspace, draw};
+use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, MasterWeights, Survey};
-use crate::precision::{Dtype, Fallback, GradScaler};
-use crate::store::base::{OverBase, check_range, over_base};
+use crate::precision::{Fallback, GradScaler};
+use crate::store::base::{AdaptedModel, check_range};
 use crate::store::checkpoint::{Base, Checkpoint};
 use crate::store::companions::CHAT_TEMPLATE;
 use crate::store::hub::{self, Hub, Settings};
-use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, is_gguf};
+use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, WeightSource, is_gguf};
 use crate::telemetry::available_bytes;
 use crate::train::config::{Config, Init};
 use crate::train::engine::Engine;
@@ -23,7 +23,6 @@ use crate::train::fp8::Fp8Block;
 use crate::train::memory::{DistributedLayout, check_fits, check_weights_fit, fitted};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
-use candle_core::Device;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -70,7 +69,8 @@ pub struct ModelSource {
     pub chat: ChatSettings,
     /// The commit of the Hub's files.
     pub commit: Option<String>,
-    weights: Weights,
+    /// `None` if a checkpoint brings them.
+    weights: Option<WeightSource>,
 }
 
 /// Weights to begin with.
@@ -80,15 +80,6 @@ pub struct Initial {
     pub weights: (MasterWeights, Parameters),
     /// What the base is known by.
     pub base: Option<Base>,
-}
-
-/// Where initial weights come from.
-#[derive(Debug)]
-enum Weights {
-    Random,
-    Stored(StoredModel),
-    /// A checkpoint brings them.
-    Later,
 }
 
 impl ModelSource {
@@ -105,29 +96,29 @@ impl ModelSource {
 
     fn find(config: &Config, report: &mut Report<'_>) -> Result<Self> {
         let given = config.tokenizer.as_ref().map(Tokenizer::from_file).transpose()?;
-        let named = ModelSpec::named(&config.model);
+        let (named, random) = (ModelSpec::named(&config.model), || WeightSource::Random(config.seed));
         if config.model == "tiny" {
             let shape = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
             let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
-            return Self::checked(config, shape, tokenizer, Companions::default(), None, Weights::Random);
+            return Self::checked(config, shape, tokenizer, Companions::default(), None, Some(random()));
         }
         if config.init == Init::Random && !Path::new(&config.model).exists() {
             let shape = named.ok_or_else(|| unknown_architecture(&config.model))?;
-            return Self::checked(config, shape, given, Companions::default(), None, Weights::Random);
+            return Self::checked(config, shape, given, Companions::default(), None, Some(random()));
         }
         let Located { path, commit } = locate(&config.model, config.revision.as_deref(), report)?;
         let (shape, own, companions, weights) = if config.init == Init::Random && path.is_dir() {
             let own = ModelFolder::tokenizer_in(&path).map(Tokenizer::from_file).transpose()?;
-            (ModelFolder::read_config(&path)?, own, Companions::of_folder(&path)?, Weights::Random)
+            (ModelFolder::read_config(&path)?, own, Companions::of_folder(&path)?, random())
         } else {
             let model = StoredModel::open(&path)?;
             let own = if given.is_some() { None } else { model.tokenizer()? };
             let companions = model.companions()?;
             let shape = model.config().clone();
-            let weights = if config.init == Init::Random { Weights::Random } else { Weights::Stored(model) };
+            let weights = if config.init == Init::Random { random() } else { WeightSource::Stored(model) };
             (shape, own, companions, weights)
         };
-        Self::checked(config, shape, given.or(own), companions, commit, weights)
+        Self::checked(config, shape, given.or(own), companions, commit, Some(weights))
     }
 
     /// The model of a run that goes on: shape and tokenizer as the checkpoint has them, so that nothing else is needed.
@@ -138,7 +129,7 @@ impl ModelSource {
             let base = Self::open(config, report)?;
             (base.commit, base.weights)
         } else {
-            (config.revision.clone(), Weights::Later)
+            (config.revision.clone(), None)
         };
         Self::checked(config, shape, tokenizer, companions, commit, weights)
     }
@@ -149,7 +140,7 @@ impl ModelSource {
         tokenizer: Option<Tokenizer>,
         mut companions: Companions,
         commit: Option<String>,
-        weights: Weights,
+        weights: Option<WeightSource>,
     ) -> Result<Self> {
         let rates = &config.dropout;
         let mut shape = config.adapted(ModelSpec { lora: None, ..shape })?;
@@ -183,12 +174,18 @@ impl ModelSource {
         group: &dyn ProcessGroup,
         report: &mut Report<'_>,
     ) -> Result<Initial> {
-        let random = matches!(self.weights, Weights::Random);
+        let random = matches!(self.weights, Some(WeightSource::Random(_)));
         report(Preparing::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
-        let (policy, seed) = (config.dtype, config.seed);
+        let policy = config.dtype;
         let check = |parameters: &Parameters| check_range(parameters, &self.name, policy.compute);
         if self.config.lora.is_some() {
-            let (parameters, base) = self.over_base(policy.compute, seed, device)?;
+            let Some(weights) = &self.weights else {
+                return Err(Error::model(&self.name, "adapters need their base"));
+            };
+            let in_blocks = device.is_cpu();
+            let AdaptedModel { parameters, sha256 } =
+                weights.adapted(&self.config, policy.compute, (config.seed, in_blocks), device, &self.name)?;
+            let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
             check(&parameters)?;
             if let Some((held, dense)) = parameters.base().and_then(|base| base.saved_by_blocks()) {
                 let mib = |bytes: u64| bytes >> 20;
@@ -199,31 +196,13 @@ impl ModelSource {
             return Ok(Initial { weights: (masters.shard(group, &weights)?, weights), base: Some(base) });
         }
         let fill = |into: &Parameters| {
-            match &self.weights {
-                Weights::Random => into.initialise(seed)?,
-                Weights::Stored(model) => model.read_parameters(into)?,
-                Weights::Later => return Ok(()),
-            }
+            let Some(weights) = &self.weights else { return Ok(()) };
+            weights.read(into)?;
             check(into)
         };
         let entries = self.config.parameters();
         let weights = MasterWeights::filled(&entries, policy, device, group, &**kernels, fill)?;
         Ok(Initial { weights, base: None })
-    }
-
-    fn over_base(&self, compute: Dtype, seed: u64, device: &Device) -> Result<(Parameters, Base)> {
-        let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| match &self.weights {
-            Weights::Stored(model) => model.read_part(entry, first, out),
-            Weights::Random => {
-                draw(entry, seed, first, out);
-                Ok(())
-            }
-            Weights::Later => Err(Error::model(&self.name, "adapters need their base")),
-        };
-        let gguf = if let Weights::Stored(model) = &self.weights { model.gguf() } else { None };
-        let OverBase { parameters, sha256 } = over_base(&self.config, compute, seed, device, &self.name, gguf, read)?;
-        let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
-        Ok((parameters, base))
     }
 }
 

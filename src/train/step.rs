@@ -11,7 +11,7 @@ use crate::{Error, Result};
 use std::time::Instant;
 
 /// The result of a step's passes, next to its gradients and their statistics.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct StepGradients {
     /// Sum of the losses of all targets.
     loss: f64,
@@ -57,7 +57,9 @@ impl Passes<'_> {
         for figures in group.all_gather(&figures)? {
             let [compute, comm, losses @ ..] = figures.as_slice() else { continue };
             self.timings.push(RankTiming { compute: *compute, comm: *comm, micro_batches: losses.len() });
-            losses.iter().for_each(|of_batch| loss += of_batch);
+            for of_batch in losses {
+                loss += of_batch;
+            }
         }
         time.exchange = clock.elapsed();
         // 4. Compute the statistics of the gradients before anything rescales them.

@@ -11,6 +11,7 @@ use finetune::engine::model::{Keep, KvCache, Layer, Lora, Mode, ModelSpec, Param
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
+use finetune::store::checkpoint::Base;
 use finetune::train::Engine;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -205,7 +206,8 @@ fn a_written_adapter_reads_back() {
         let mut bytes = Vec::new();
         write_adapter(&mut bytes, &path, spec, masters).unwrap();
         std::fs::write(&path, bytes).unwrap();
-        let config = adapter_config(spec, spec.lora.as_ref().unwrap(), "base", None);
+        let base = Base { name: "base".into(), revision: None, sha256: String::new() };
+        let config = adapter_config(spec, Some(&base));
         std::fs::write(folder.path().join("adapter_config.json"), config).unwrap();
         let read = AdapterFolder::open(folder.path()).unwrap();
         let base = ModelFolder::open(&case.folder).unwrap();

@@ -14,7 +14,7 @@ use finetune::engine::model::{KvCache, ModelSpec, ParamSpec};
 use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
-use finetune::store::base::{OverBase, over_base};
+use finetune::store::base::{AdaptedModel, over_base};
 use finetune::train::Engine;
 use serde_json::json;
 
@@ -39,12 +39,12 @@ fn shapes() -> Vec<ModelSpec> {
 /// Types that change within a product, so that it is stacked from several; and every type that a block may have.
 const TYPES: [&[GgmlDType]; 3] = [&[Q4_1, Q8_0, Q5_0], &[Q4_0, Q5_1], &[Q4K, Q6K, Q2K, Q3K, Q5K]];
 
-fn read(spec: &ModelSpec, policy: PrecisionPolicy, file: &GgufModel, in_blocks: bool) -> OverBase {
+fn read(spec: &ModelSpec, policy: PrecisionPolicy, file: &GgufModel, in_blocks: bool) -> AdaptedModel {
     let values = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
     over_base(spec, policy.compute, 3, &Device::Cpu, "base", in_blocks.then_some(file), values).unwrap()
 }
 
-fn start(spec: &ModelSpec, over: OverBase, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> Engine {
+fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> Engine {
     let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
     let settings = Settings {
         policy,
@@ -99,7 +99,7 @@ fn a_base_in_blocks_has_the_bits_of_the_dequantised_one() {
                     let what = format!("{:?} {types:?} {policy} {} dora {dora}", shape.family, kernels.name());
                     let (blocks, dense) = (read(&spec, policy, &file, true), read(&spec, policy, &file, false));
                     assert_eq!(blocks.sha256, dense.sha256, "{what}");
-                    let bytes = |over: &OverBase| over.parameters.base().unwrap().bytes();
+                    let bytes = |over: &AdaptedModel| over.parameters.base().unwrap().bytes();
                     assert!(bytes(&blocks) < bytes(&dense), "{what}: nothing is in blocks");
                     let [blocks, dense] =
                         [blocks, dense].map(|over| learned(start(&spec, over, policy, kernels.clone()), policy));

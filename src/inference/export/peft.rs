@@ -26,11 +26,7 @@ pub(super) fn write(
         let path = folder.join(name);
         std::fs::write(&path, text).map_err(Error::io("write", path))
     };
-    if let Some(lora) = &spec.lora {
-        let base = trained.base();
-        let (name, revision) = base.as_ref().map_or(("", None), |base| (&base.name, base.revision.as_deref()));
-        save(ADAPTER_CONFIG, adapter_config(spec, lora, name, revision).as_bytes())?;
-    }
+    save(ADAPTER_CONFIG, adapter_config(spec, trained.base().as_ref()).as_bytes())?;
     save("tokenizer.json", trained.tokenizer.json())?;
     let path = folder.join(ADAPTER_WEIGHTS);
     let mut file = BufWriter::new(File::create(&path).map_err(Error::io("create", &path))?);

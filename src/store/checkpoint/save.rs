@@ -112,7 +112,9 @@ impl Contents<'_> {
             match name {
                 CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
                 TOKENIZER => write_bytes(out, path, self.tokenizer),
-                ADAPTER_CONFIG => write_bytes(out, path, self.adapter_config().as_bytes()),
+                ADAPTER_CONFIG => {
+                    write_bytes(out, path, adapter_config(self.config, self.state.base.as_ref()).as_bytes())
+                }
                 ADAPTER_WEIGHTS => write_adapter(out, path, self.config, self.weights),
                 WEIGHTS => write_tensors(out, path, &named(self.weights, |name| self.config.family.stored_name(name))),
                 MASTERS => self.write_state(out, path, &[(StateTensor::Masters, "", self.masters)], &[]),
@@ -184,13 +186,6 @@ impl Contents<'_> {
             Kind::Full => bytes(self.weights) + 12 * self.weights.elements(),
             Kind::Weights => bytes(self.weights),
         }
-    }
-
-    /// What PEFT reads beside the adapters.
-    fn adapter_config(&self) -> String {
-        let (base, revision) =
-            self.state.base.as_ref().map_or(("", None), |base| (&base.name, base.revision.as_deref()));
-        self.config.lora.as_ref().map_or_else(String::new, |lora| adapter_config(self.config, lora, base, revision))
     }
 
     /// The weights' dtype in torch's terms; for mixed weights the widest, which they are loaded in.

@@ -175,7 +175,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Merges the statistics of all shards into those of whole parameters. Returns the largest magnitude that any process has
+    /// Merges the statistics of all shards into statistics of whole parameters. Returns the largest magnitude that any process has
     /// measured in a micro-batch.
     pub(super) fn reduce_stats(
         &self,

@@ -1,0 +1,158 @@
+//! The source of a model's weights, and the one way to load adapters over them.
+
+use super::adapter::AdapterFolder;
+use super::base::{AdaptedModel, check_range, over_base};
+use super::checkpoint::{Base, Checkpoint};
+use super::{GgufModel, StoredModel};
+use crate::engine::model::{ModelSpec, ParamSpec, Parameters, draw};
+use crate::precision::Dtype;
+use crate::{Error, Result};
+use candle_core::Device;
+use std::path::Path;
+
+/// The source of a model's weights.
+#[derive(Debug)]
+pub enum WeightSource {
+    /// Random values of this seed.
+    Random(u64),
+    /// A model's files.
+    Stored(StoredModel),
+    /// A full checkpoint, which has the FP32 masters.
+    Checkpoint(Box<Checkpoint>),
+}
+
+impl WeightSource {
+    /// Reads every parameter into the FP32 tensors of `into`.
+    pub fn read(&self, into: &Parameters) -> Result<()> {
+        match self {
+            Self::Random(seed) => Ok(into.initialise(*seed)?),
+            Self::Stored(model) => model.read_parameters(into),
+            Self::Checkpoint(checkpoint) => checkpoint.read_masters(into),
+        }
+    }
+
+    /// Reads values of a parameter in FP32, starting at value `first`: all of them, or some rows of a table of tokens.
+    fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
+        match self {
+            Self::Random(seed) => {
+                draw(entry, *seed, first, out);
+                Ok(())
+            }
+            Self::Stored(model) => model.read_part(entry, first, out),
+            Self::Checkpoint(checkpoint) => checkpoint.read_part(&entry.name, first, out),
+        }
+    }
+
+    fn gguf(&self) -> Option<&GgufModel> {
+        if let Self::Stored(model) = self { model.gguf() } else { None }
+    }
+
+    /// The adapters of `spec` with initial values of `seed`, over these weights as their frozen base. With `in_blocks`, the
+    /// matrices of a GGUF file stay in their blocks. `origin` is the base's name for errors.
+    pub fn adapted(
+        &self,
+        spec: &ModelSpec,
+        compute: Dtype,
+        (seed, in_blocks): (u64, bool),
+        device: &Device,
+        origin: &str,
+    ) -> Result<AdaptedModel> {
+        let gguf = self.gguf().filter(|_| in_blocks);
+        over_base(spec, compute, seed, device, origin, gguf, |entry, first, out| self.read_part(entry, first, out))
+    }
+}
+
+/// The source of adapters.
+#[derive(Debug)]
+pub enum AdapterSource {
+    /// A folder in PEFT's format.
+    Folder(Box<AdapterFolder>),
+    /// A full checkpoint, which has the FP32 masters.
+    Checkpoint(Box<Checkpoint>),
+}
+
+impl AdapterSource {
+    /// Opens a folder in PEFT's format.
+    pub fn open(folder: &Path) -> Result<Self> {
+        Ok(Self::Folder(Box::new(AdapterFolder::open(folder)?)))
+    }
+
+    /// The path of the folder or checkpoint.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Folder(folder) => folder.path(),
+            Self::Checkpoint(checkpoint) => checkpoint.path(),
+        }
+    }
+
+    /// The base that they were trained over, if it is known.
+    pub fn base(&self) -> Option<Base> {
+        match self {
+            Self::Checkpoint(checkpoint) => checkpoint.state().base.clone(),
+            Self::Folder(folder) => {
+                let name = folder.base()?.to_owned();
+                Some(Base { name, revision: folder.revision().map(ToOwned::to_owned), sha256: String::new() })
+            }
+        }
+    }
+
+    /// The seed of a random base.
+    pub fn seed(&self) -> Option<u64> {
+        match self {
+            Self::Checkpoint(checkpoint) => Some(checkpoint.state().seed),
+            Self::Folder(_) => None,
+        }
+    }
+
+    /// `base` with these adapters.
+    ///
+    /// # Errors
+    /// [`Error::Model`] or [`Error::Checkpoint`] if they do not fit.
+    pub fn spec(&self, base: &ModelSpec) -> Result<ModelSpec> {
+        match self {
+            Self::Folder(folder) => folder.spec(base),
+            Self::Checkpoint(checkpoint) => {
+                let spec = ModelSpec { lora: checkpoint.config().lora.clone(), ..base.clone() };
+                if spec.base_parameters() == (ModelSpec { lora: None, ..checkpoint.config().clone() }).base_parameters()
+                {
+                    return Ok(spec);
+                }
+                Err(Error::checkpoint(checkpoint.path(), "its adapters are of a base of another shape"))
+            }
+        }
+    }
+
+    /// Loads them in FP32 over the weights of `base` in `compute`, on the CPU. With `in_blocks`, the matrices of a GGUF file stay
+    /// in their blocks. `origin` is the base's name for errors.
+    ///
+    /// # Errors
+    /// [`Error::Model`] if the base is not the one that they were trained over.
+    pub fn load(
+        &self,
+        (base, weights): (&ModelSpec, &WeightSource),
+        compute: Dtype,
+        in_blocks: bool,
+        origin: &str,
+    ) -> Result<(ModelSpec, Parameters)> {
+        let spec = self.spec(base)?;
+        let AdaptedModel { parameters, sha256 } =
+            weights.adapted(&spec, compute, (0, in_blocks), &Device::Cpu, origin)?;
+        if let Some(Base { name, sha256: wanted, .. }) = self.base().filter(|base| !base.sha256.is_empty())
+            && wanted != sha256
+        {
+            let message = format!(
+                "the adapters of `{}` were trained over another base: `{name}` with SHA-256 {}…, and this one has {}…",
+                self.path().display(),
+                &wanted[..12.min(wanted.len())],
+                &sha256[..12.min(sha256.len())]
+            );
+            return Err(Error::model(origin, message));
+        }
+        match self {
+            Self::Folder(folder) => folder.read_parameters(&spec, &parameters)?,
+            Self::Checkpoint(checkpoint) => checkpoint.read_masters(&parameters)?,
+        }
+        check_range(&parameters, &self.path().display().to_string(), compute)?;
+        Ok((spec, parameters))
+    }
+}

@@ -49,7 +49,7 @@ mod tests {
             include_str!("lab/casts.rs"),
             include_str!("lab/casts/operations.rs"),
             include_str!("lab/crises.rs"),
-            include_str!("lab/guide.rs"),
+            include_str!("lab/guide.md"),
             include_str!("lab/scaler/page.rs"),
             include_str!("lab/softmax.rs"),
             include_str!("lab/sums.rs"),

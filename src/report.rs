@@ -12,7 +12,7 @@ use std::path::Path;
 /// Buckets of a curve; a chart has about twice as many columns.
 const CURVE: usize = 450;
 
-/// Styles in addition to those of charts and tables.
+/// Styles of this page, added to the shared ones of charts and tables.
 const STYLE: &str = "
 .band { fill: var(--c0); opacity: .3; stroke: none; } .smooth { stroke: var(--c3); fill: none; stroke-width: 1.8; }
 .point { fill: var(--c1); } .bar { fill: var(--c0); } .sub { fill: var(--c1); } .plain { stroke: var(--c0); fill: none;

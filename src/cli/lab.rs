@@ -482,6 +482,7 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
+    use crate::lab::screen::Instrument;
     use crate::telemetry::ModelShape;
 
     #[derive(Parser)]
@@ -519,7 +520,7 @@ mod tests {
         let run = long.display().to_string();
         let mut bench = Bench::new(Path::new("checkpoints"));
         for instrument in guide::instruments(&VIEWS, "") {
-            let scenarios = instrument.scenarios.iter().map(|scenario| scenario.set.to_vec());
+            let scenarios = instrument.scenarios.iter().map(|scenario| scenario.set.clone());
             let cursors = [vec![], vec![("cursor", "7")], vec![("seeds", "3"), ("cursor", "3")]];
             let varied = [vec![], vec![("run", run.as_str())]].into_iter().chain(scenarios);
             for set in varied.flat_map(|set| cursors.iter().map(move |more| [&set[..], more].concat())) {
@@ -540,6 +541,17 @@ mod tests {
                     let wide: Vec<_> = page.lines().filter(|line| line.chars().count() > width).collect();
                     assert!(wide.is_empty(), "{} with {set:?}: {wide:#?}", instrument.name);
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn every_view_has_an_explanation_and_scenarios_of_its_parameters() {
+        for Instrument { name, fields, scenarios, .. } in guide::instruments(&VIEWS, "") {
+            assert!(guide::about(name).len() > 200 && scenarios.len() == 4, "{name}");
+            for scenario in scenarios {
+                let unknown = scenario.set.iter().find(|(flag, _)| fields.iter().all(|field| field.flag != *flag));
+                assert!(unknown.is_none() && !scenario.text.is_empty(), "{name}, {}: {unknown:?}", scenario.name);
             }
         }
     }

@@ -131,7 +131,7 @@ impl Page {
         }
     }
 
-    /// Shows the lines on a screen, from row `y` on.
+    /// Shows the lines on a screen, starting at row `y`.
     pub(crate) fn show(self, pad: &mut Pad, y: u16) {
         let page = if pad.theme().ascii() { self.ascii() } else { self };
         for (y, line) in (y..pad.height()).zip(&page.lines) {

@@ -46,7 +46,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Good below the first limit, a warning below the second, bad from there on and if `value` is NaN.
+    /// Good below the first limit, a warning below the second, else bad, as for NaN.
     pub(crate) fn graded(value: f64, limits: [f64; 2]) -> Self {
         match limits.map(|limit| value < limit) {
             [true, _] => Self::Good,

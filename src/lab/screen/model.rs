@@ -20,7 +20,7 @@ pub struct Instrument {
     /// Its parameters.
     pub fields: Vec<Field>,
     /// Experiments that a key loads: `a`, `b`, ….
-    pub scenarios: &'static [Scenario],
+    pub scenarios: Vec<Scenario>,
     /// Keys of this view, which take precedence over common ones.
     pub keys: &'static [ViewKey],
     /// Advances a playing view by one frame; `false` at its end.
@@ -30,12 +30,12 @@ pub struct Instrument {
 }
 
 /// Parameter values to load, with instructions.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Scenario {
     /// The name in the menu.
     pub name: &'static str,
     /// Values by flag; the other parameters are reset.
-    pub set: &'static [(&'static str, &'static str)],
+    pub set: Vec<(&'static str, &'static str)>,
     /// What to try, and what to expect.
     pub text: &'static str,
 }
@@ -58,7 +58,7 @@ pub struct ViewKey {
 impl Instrument {
     /// A tab without scenarios and own keys.
     pub const fn new(name: &'static str, fields: Vec<Field>) -> Self {
-        Self { name, fields, scenarios: &[], keys: &[], play: None, steps: (0, 0) }
+        Self { name, fields, scenarios: Vec::new(), keys: &[], play: None, steps: (0, 0) }
     }
 
     /// The value of a parameter; empty if it does not exist.
@@ -86,7 +86,7 @@ impl Instrument {
                 field.chosen = true;
             }
         }
-        for (flag, value) in scenario.set {
+        for (flag, value) in &scenario.set {
             self.set(flag, *value);
         }
     }
@@ -382,8 +382,8 @@ impl Model {
         let instrument = &mut self.instruments[self.tab];
         if let KeyCode::Char(letter @ 'a'..='d') = code {
             let index = letter as usize - 'a' as usize;
-            let Some(scenario) = instrument.scenarios.get(index) else { return false };
-            instrument.load(scenario);
+            let Some(scenario) = instrument.scenarios.get(index).cloned() else { return false };
+            instrument.load(&scenario);
             (self.scenario, self.scroll, self.playing) = (Some(index), 0, false);
         } else if code == KeyCode::Char(' ') && instrument.play.is_some() {
             self.playing = !self.playing;
@@ -536,7 +536,7 @@ mod tests {
     #[test]
     fn a_runs_values_count_until_others_are_chosen() {
         use KeyCode::{Char, Down, Enter, Right};
-        const SCENARIOS: &[Scenario] = &[Scenario { name: "one", set: &[("scale", "8")], text: "" }];
+        let scenarios = vec![Scenario { name: "one", set: vec![("scale", "8")], text: "" }];
         let fields = |run| {
             vec![
                 Field::new("logit", "", Control::new(Adjust::By(1.0)).of_run("12")),
@@ -552,7 +552,8 @@ mod tests {
             });
             seen
         };
-        let model = |run| Model::new(vec![Instrument { scenarios: SCENARIOS, ..Instrument::new("one", fields(run)) }]);
+        let instrument = |run| Instrument { scenarios: scenarios.clone(), ..Instrument::new("one", fields(run)) };
+        let model = |run| Model::new(vec![instrument(run)]);
         assert_eq!(given(&mut model("")), ["logit=12", "scale=4"]);
         let mut of_run = model("r");
         assert_eq!(given(&mut of_run), ["scale=4", "run=r"]);

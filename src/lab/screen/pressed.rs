@@ -84,7 +84,7 @@ pub(crate) fn dead_keys(instruments: &[Instrument], size: (u16, u16), evaluate: 
                 wrong.push(format!("{}: {code}: {what}", instrument.name));
             }
         }
-        for (letter, scenario) in ('a'..='d').zip(instrument.scenarios) {
+        for (letter, scenario) in ('a'..='d').zip(&instrument.scenarios) {
             let mut stage = stage();
             // Its text may be wrapped.
             let begins: String = scenario.text.chars().take(40).collect();

@@ -62,7 +62,7 @@ fn tabs(model: &Model, width: usize) -> Line {
 
 /// The scenarios of the view with their keys; the loaded one is marked.
 fn scenario_line(model: &Model) -> Option<Line> {
-    let scenarios = model.instrument().scenarios;
+    let scenarios = &model.instrument().scenarios;
     let line = scenarios.iter().zip('a'..).enumerate().fold(Line::new().dim("try"), |line, (i, (scenario, key))| {
         let is = model.scenario == Some(i);
         line.plain("  ")

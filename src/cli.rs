@@ -234,7 +234,7 @@ pub fn main() -> ExitCode {
         Err(error) => {
             writeln!(stderr(), "error: {}", block(&error.to_string())).ok();
             if let Some(frames) = error.backtrace() {
-                writeln!(stderr(), "{}", block(&frames)).ok();
+                writeln!(stderr(), "{}", block(frames)).ok();
             }
             ExitCode::from(error.exit_code())
         }

@@ -122,7 +122,8 @@ pub(crate) fn end(child: &mut Child) -> End {
     }
 }
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
+#[cfg(unix)]
 mod tests {
     use super::*;
 

@@ -282,8 +282,8 @@ fn invalid_resumes() {
     refusals.run("good");
     refusals.run("future");
     let manifest = desk.path("checkpoints/future/step-000001/manifest.json");
-    let newer = fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 1", "\"format_version\": 99");
-    fs::write(&manifest, newer.replace("\"format_version\":1", "\"format_version\":99")).unwrap();
+    let newer = fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 2", "\"format_version\": 99");
+    fs::write(&manifest, newer.replace("\"format_version\":2", "\"format_version\":99")).unwrap();
     refusals.run("broken");
     let weights = desk.path("checkpoints/broken/step-000001/master.safetensors");
     let mut bytes = fs::read(&weights).unwrap();

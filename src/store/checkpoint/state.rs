@@ -12,7 +12,7 @@ use crate::{Error, Result};
 
 /// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes; it reads this and
 /// older ones.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// The figures of a run after a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -131,10 +131,13 @@ pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
     }
     let Version { format_version } = serde_json::from_slice(text).map_err(|error| format!("damaged: {error}"))?;
     match format_version {
-        1..=FORMAT_VERSION => Ok(()),
+        FORMAT_VERSION => Ok(()),
         0 => Err("damaged: format version 0 does not exist".into()),
+        older if older < FORMAT_VERSION => Err(format!(
+            "format version {older} is older than {FORMAT_VERSION}, the only one this program reads; start a new run"
+        )),
         newer => Err(format!(
-            "format version {newer} is newer than {FORMAT_VERSION}, the newest this program reads; update the program"
+            "format version {newer} is newer than {FORMAT_VERSION}, the only one this program reads; update the program"
         )),
     }
 }
@@ -186,10 +189,12 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_format_is_rejected_before_its_fields_are_read() {
-        let message = State::from_json(br#"{"format_version": 2, "qubits": 7}"#).unwrap_err();
-        assert!(message.contains("format version 2 is newer than 1"), "{message}");
+    fn another_format_is_rejected_before_its_fields_are_read() {
         let message = State::from_json(br#"{"format_version": 1, "qubits": 7}"#).unwrap_err();
+        assert!(message.contains("format version 1 is older than 2"), "{message}");
+        let message = State::from_json(br#"{"format_version": 3, "qubits": 7}"#).unwrap_err();
+        assert!(message.contains("format version 3 is newer than 2"), "{message}");
+        let message = State::from_json(br#"{"format_version": 2, "qubits": 7}"#).unwrap_err();
         assert!(message.contains("unknown field `qubits`"), "{message}");
     }
 

@@ -167,10 +167,10 @@ fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
                 // Which of the smallest gradients are exactly zero depends on the order of sums.
                 let sum = |of: fn(&FlushedTensor) -> u64| probe.tensors.iter().map(of).sum::<u64>() as f64;
                 let share = sum(|tensor| tensor.nonzero) / sum(|tensor| tensor.count);
-                Some(format!("probe at {} of {} tensors, {share:.3}", probe.step, probe.tensors.len()))
+                Some(format!("fp32_probe at {} of {} tensors, {share:.3}", probe.step, probe.tensors.len()))
             }
             Event::GradVariance(variances) => {
-                Some(format!("variances at {}: {}", variances.step, variances.layers.len()))
+                Some(format!("grad_variance at {}: {}", variances.step, variances.layers.len()))
             }
             Event::Sample(_) => Some("a sample".into()),
             _ => None,
